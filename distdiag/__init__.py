@@ -1,0 +1,24 @@
+"""distdiag: from "my distributed PyTorch job is slow, hung, crashed or won't build" to this rank, this link, this fix.
+
+The names below are for programs that read reports; they are imported when first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from distdiag.errors import DistdiagError
+    from distdiag.report import Finding, Fix, Level, Report, Verdict, Where
+
+__all__ = ["DistdiagError", "Finding", "Fix", "Level", "Report", "Verdict", "Where"]
+
+_HOME = {"DistdiagError": "distdiag.errors"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'distdiag' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME.get(name, "distdiag.report")), name)

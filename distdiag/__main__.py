@@ -1,0 +1,5 @@
+"""`python -m distdiag`."""
+
+from distdiag.cli import main
+
+main()

@@ -1,0 +1,211 @@
+"""N ranks on nodes, from their start to their end, with a deadline that does not depend on torch.
+
+Three ways a run ends: every rank finished; a rank died or gave up, and the others were given a moment to
+say what they saw; or nobody took a step for the whole timeout. In the last case state and stack of each rank are read before
+all of them are ended. Who is to blame is not decided here.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from distdiag.cluster.node import decode
+from distdiag.errors import NodeFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from distdiag.cluster.node import Node
+
+_LISTEN_S = 5.0
+_SETTLE_S = 0.5
+"""How long the others may go on after a rank died: a death is to be reported within a second."""
+_QUIET_S = 0.2
+_INSPECT_S = 0.6
+"""For all stacks together: the report is to be there a second after the timeout."""
+
+
+class Outcome(StrEnum):
+    """How a run of ranks ended."""
+
+    FINISHED = "finished"
+    FAULT = "fault"
+    STALLED = "stalled"
+    INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One step of a rank. `at` counts within the stage; `waiting`: the step needs the other ranks."""
+
+    stage: str
+    at: int
+    note: str
+    waiting: bool
+    elapsed_s: float
+    payload: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """A silent rank seen from outside: state letter of proc(5), kernel wait channel, main thread's frames."""
+
+    state: str
+    wait_channel: str
+    frames: tuple[str, ...]
+    stack_error: str
+    tail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a rank process ended: exit status, negative for a signal; `tail` is the end of what it printed."""
+
+    status: int | None
+    elapsed_s: float
+    tail: str
+    oom_kills: int
+
+
+@dataclass(kw_only=True)
+class Trace:
+    """All that is known of one rank."""
+
+    rank: int
+    local_rank: int
+    host: str
+    pid: int | None = None
+    events: list[Event] = field(default_factory=list)
+    inspection: Inspection | None = None
+    ending: Ending | None = None
+
+    @property
+    def last(self) -> Event | None:
+        """The last step it reported."""
+        return self.events[-1] if self.events else None
+
+    @property
+    def finished(self) -> bool:
+        """Whether it came to its own end in peace."""
+        return self.ending is not None and self.ending.status == 0 and self.has("finished")
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether it said that it cannot go on, or ended without having finished."""
+        return self.has("fatal") or (self.ending is not None and not self.finished)
+
+    @property
+    def died(self) -> bool:
+        """Whether it ended without a word: killed, crashed, or by an error that it did not expect."""
+        return self.ending is not None and not self.finished and not self.has("fatal") and not self.has("held")
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether its last step needs the others, or it is over."""
+        return self.ending is not None or (self.last is not None and self.last.waiting)
+
+    def has(self, key: str) -> bool:
+        """Whether one of its steps carried this payload."""
+        return any(key in event.payload for event in self.events)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSpec:
+    """One rank to start. `config` goes to the `main` of the rank module, `env` into its environment."""
+
+    rank: int
+    local_rank: int
+    config: dict[str, Any]
+    env: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """Why the rendezvous port could not be had: who has it, and what it answers to a stranger."""
+
+    error: str
+    listening: bool | None
+    pid: int | None
+    command: str
+    answer: str | None
+
+
+def take_port(node: Node, port: int) -> tuple[int, Taken | None]:
+    """Have rank 0's node listen on the rendezvous port (0: any free one); the port, and who has it if taken."""
+    node.order("listen", port=port)
+    answer = node.expect("listening", _LISTEN_S)
+    return answer["port"], None if answer["taken"] is None else decode(answer["taken"], Taken, node.host)
+
+
+class Run:
+    """Ranks under way on a node."""
+
+    def __init__(self, node: Node, specs: list[RankSpec], entry: str, watch: Callable[[Run], None]) -> None:
+        """Start the ranks; `watch` is called whenever something happened, and at least a few times a second."""
+        self.traces = {spec.rank: Trace(rank=spec.rank, local_rank=spec.local_rank, host=node.host) for spec in specs}
+        self._node = node
+        self._watch = watch
+        self._moved = time.monotonic()
+        self._gave_up = False
+        self._death_at: float | None = None
+        for spec in specs:
+            node.order("start", rank=spec.rank, env=spec.env, entry=entry, config=spec.config)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last step of any rank."""
+        return time.monotonic() - self._moved
+
+    def wait(self, timeout_s: float) -> Outcome:
+        """Follow the ranks until the run is decided. Ctrl-C ends it with what is known by then."""
+        try:
+            while (outcome := self._decided(timeout_s)) is None:
+                self._take(min(0.1, max(0.0, timeout_s - self.silent_s)))
+                self._watch(self)
+            if outcome is Outcome.STALLED:
+                self._inspect()
+        except KeyboardInterrupt:
+            return Outcome.INTERRUPTED
+        return outcome
+
+    def _decided(self, timeout_s: float) -> Outcome | None:
+        now = time.monotonic()
+        live = [trace for trace in self.traces.values() if trace.ending is None]
+        if not live:
+            return Outcome.FAULT if self._gave_up else Outcome.FINISHED
+        if self._death_at is not None and now - self._death_at > _SETTLE_S:
+            return Outcome.FAULT
+        settled = all(trace.is_waiting or trace.gave_up for trace in live) and self.silent_s > _QUIET_S
+        if self._gave_up and settled:
+            return Outcome.FAULT
+        return Outcome.STALLED if self.silent_s > timeout_s else None
+
+    def _take(self, timeout_s: float) -> None:
+        for record in self._node.records(timeout_s):
+            trace = self.traces.get(record.get("rank", -1))
+            kind = record["kind"]
+            if trace is None:
+                continue
+            if kind == "started":
+                trace.pid = decode(record["pid"], int, trace.host)
+            elif kind == "event":
+                trace.events.append(decode(record, Event, trace.host))
+                self._moved = time.monotonic()
+            elif kind == "ended":
+                trace.ending = decode(record, Ending, trace.host)
+                self._moved = time.monotonic()
+                if trace.died and self._death_at is None:
+                    self._death_at = self._moved
+            elif kind == "inspected":
+                trace.inspection = decode(record, Inspection, trace.host)
+            self._gave_up = self._gave_up or trace.gave_up
+
+    def _inspect(self) -> None:
+        live = [trace.rank for trace in self.traces.values() if trace.ending is None]
+        self._node.order("inspect", ranks=live, timeout_s=_INSPECT_S)
+        deadline = time.monotonic() + 2 * _INSPECT_S
+        while any(self.traces[rank].inspection is None for rank in live) and time.monotonic() < deadline:
+            self._take(0.05)

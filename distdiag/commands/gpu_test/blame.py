@@ -1,0 +1,92 @@
+"""Which ranks are at fault, and which only suffer from it. Pure.
+
+A rank that waits, or complains that a peer went away, is a witness. At fault are: who died, who saw something wrong of its
+own, and, when all stands still, who is stopped or behind the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from distdiag import knowledge
+from distdiag.cluster.launch import Outcome
+from distdiag.commands.gpu_test.model import STAGES
+
+if TYPE_CHECKING:
+    from distdiag.cluster.launch import Trace
+
+STOPPED = ("T", "t")
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What a rank reported as wrong: one of rank.py's kinds, with its details."""
+
+    rank: int
+    kind: str
+    message: str
+    details: dict[str, object]
+
+
+@dataclass(frozen=True)
+class Blame:
+    """Ranks by their part in it; `troubles` are those that are no consequence of another rank's."""
+
+    died: tuple[int, ...]
+    missing: tuple[int, ...]
+    troubles: tuple[Trouble, ...]
+    all_waiting: bool
+
+
+def blame(outcome: Outcome, traces: list[Trace]) -> Blame:
+    """Tell causes from consequences."""
+    troubles = [trouble for trace in traces for trouble in _troubles(trace)]
+    died = [trace for trace in traces if trace.died]
+    missing = _missing(traces) if outcome is Outcome.STALLED and not died else ()
+    roots = [trouble for trouble in troubles if not _sounds_like_consequence(trouble.message)]
+    real_deaths = [trace for trace in died if not _sounds_like_consequence(trace.ending.tail if trace.ending else "")]
+    if real_deaths or roots or missing:
+        died, troubles = real_deaths, roots
+    if 0 in (*(trace.rank for trace in died), *missing):
+        # Without rank 0 nobody answers at the address as ours does.
+        troubles = [trouble for trouble in troubles if trouble.kind != "port-foreign"]
+    return Blame(
+        tuple(trace.rank for trace in died),
+        missing,
+        tuple(troubles),
+        outcome is Outcome.STALLED and not (missing or died or troubles),
+    )
+
+
+def position(trace: Trace) -> tuple[int, int]:
+    """How far a rank came: stage and step; beyond all stages once it finished."""
+    if trace.finished:
+        return len(STAGES), 0
+    return (STAGES.index(trace.last.stage), trace.last.at) if trace.last is not None else (-1, 0)
+
+
+def _missing(traces: list[Trace]) -> tuple[int, ...]:
+    live = [trace for trace in traces if trace.ending is None]
+    states = {trace.rank: trace.inspection.state if trace.inspection else "" for trace in live}
+    stopped = tuple(rank for rank, state in states.items() if state in STOPPED)
+    if stopped:
+        return stopped
+    if any(trace.gave_up or trace.has("held") for trace in traces):
+        return ()
+    positions = {trace.rank: position(trace) for trace in traces}
+    last = min(positions.values())
+    if last < max(positions.values()):
+        return tuple(rank for rank, place in positions.items() if place == last)
+    in_kernel = tuple(rank for rank, state in states.items() if state == "D")
+    return in_kernel if len(in_kernel) < len(live) else ()
+
+
+def _troubles(trace: Trace) -> list[Trouble]:
+    found = [event.payload["trouble"] for event in trace.events if "trouble" in event.payload]
+    return [Trouble(trace.rank, str(one["kind"]), str(one.get("message", "")), one) for one in found]
+
+
+def _sounds_like_consequence(words: str) -> bool:
+    known = knowledge.recognise(words)
+    return known is not None and known.role == "consequence"

@@ -1,0 +1,77 @@
+"""Facts of one node before ranks start on it: its GPUs as the driver sees them, memory, shared memory."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any, Optional  # needed when the parent decodes what came back
+
+from distdiag.node import machine, run
+
+_DRIVER_TIMEOUT_S = 10.0
+# The driver's own count, which respects CUDA_VISIBLE_DEVICES; in a child, because a wedged driver never returns.
+_COUNT_GPUS = """
+import ctypes
+cuda = ctypes.CDLL("libcuda.so.1")
+status = cuda.cuInit(0)
+count = ctypes.c_int()
+if status == 0:
+    status = cuda.cuDeviceGetCount(ctypes.byref(count))
+print(status, count.value)
+"""
+_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE, cuda.h
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """NVIDIA GPUs here. `visible` is None if the driver did not tell; `error` says why."""
+
+    driver_present: bool
+    visible: Optional[int]
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What gpu-test wants to know of a node."""
+
+    host: str
+    python: str
+    gpus: Gpus
+    cuda_visible_devices: Optional[str]
+    memory_available_bytes: Optional[int]
+    shm_free_bytes: Optional[int]
+    shm_total_bytes: Optional[int]
+
+
+def facts(ask: dict[str, Any]) -> NodeFacts:
+    """Look at this node. {"gpus": False} leaves the driver alone."""
+    shm = machine.shared_memory_bytes()
+    return NodeFacts(
+        host=machine.host_name(),
+        python=sys.executable,
+        gpus=find_gpus() if ask["gpus"] else Gpus(driver_present=False, visible=0),
+        cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        memory_available_bytes=machine.available_memory_bytes(),
+        shm_free_bytes=shm[0] if shm else None,
+        shm_total_bytes=shm[1] if shm else None,
+    )
+
+
+def find_gpus() -> Gpus:
+    """Count the GPUs that a program started here could use; no driver, no question."""
+    if not (glob.glob("/dev/nvidia[0-9]*") or os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/dxg")):
+        return Gpus(driver_present=False, visible=0)
+    done = run.run([sys.executable, "-c", _COUNT_GPUS], timeout_s=_DRIVER_TIMEOUT_S)
+    if done.timed_out:
+        return Gpus(True, None, f"the driver did not answer within {_DRIVER_TIMEOUT_S:g} s")
+    words = done.stdout.split()
+    if done.status != 0 or len(words) != 2:
+        complaint = done.stderr.decode("utf-8", "replace").strip().splitlines()
+        return Gpus(True, None, complaint[-1] if complaint else f"the driver's library ended with {done.status}")
+    status, count = int(words[0]), int(words[1])
+    if status in (0, _NO_DEVICE):
+        return Gpus(True, count)
+    return Gpus(True, None, f"the driver's cuInit failed with error {status}")

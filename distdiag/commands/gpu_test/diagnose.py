@@ -1,0 +1,154 @@
+"""Facts of the node and the steps of all ranks -> Report. Pure: the same answer for recorded facts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from distdiag.cluster.hosts import fold_ranks
+from distdiag.cluster.launch import Outcome
+from distdiag.commands.gpu_test import findings
+from distdiag.commands.gpu_test.blame import blame
+from distdiag.commands.gpu_test.model import STAGES, Device, GpuTest, RankResult, Status, Versions
+from distdiag.report import Level, Report
+
+if TYPE_CHECKING:
+    from distdiag.cluster.launch import Trace
+    from distdiag.commands.gpu_test.blame import Blame
+    from distdiag.commands.gpu_test.collect import NodeFacts
+    from distdiag.commands.gpu_test.model import Plan, Request
+    from distdiag.report import Finding
+
+
+@dataclass(frozen=True)
+class Course:
+    """How the run went: its end, every rank's trace in order of rank, and where the logs are if they were kept."""
+
+    outcome: Outcome
+    traces: list[Trace]
+    log_dir: str | None
+
+
+def diagnose(request: Request, facts: NodeFacts, plan: Plan, course: Course) -> Report[GpuTest]:
+    """Say what the run shows."""
+    parts = blame(course.outcome, course.traces)
+    ranks = tuple(_rank_result(trace, parts) for trace in course.traces)
+    found = [
+        *findings.unsupported_archs(course.traces),
+        *findings.died(parts, course.traces),
+        *findings.missing(parts, course.traces, request),
+        *findings.troubles(parts, course.traces, plan),
+        *findings.all_waiting(parts, course.traces, request),
+        *findings.surroundings(request, facts, plan),
+    ]
+    interrupted = course.outcome is Outcome.INTERRUPTED
+    started = _started(course.traces)
+    data = GpuTest(
+        world_size=plan.nproc,
+        backend=plan.backend,
+        device=plan.device,
+        size_bytes=request.size_bytes,
+        memory_bytes=min(_payloads(course.traces, "memory_bytes"), default=None),
+        timeout_s=request.timeout_s,
+        versions=_versions(started),
+        arch_list=tuple(started.get("arch_list") or ()),
+        ranks=ranks,
+        outcome=course.outcome,
+        log_dir=course.log_dir,
+    )
+    return Report(
+        command="gpu-test",
+        data=data,
+        findings=tuple(found),
+        summary=_interrupted(ranks) if interrupted else _summary(found, facts, plan),
+        interrupted=interrupted,
+    )
+
+
+def not_run(request: Request, facts: NodeFacts, why: Finding, plan: Plan | None = None) -> Report[GpuTest]:
+    """Report why no rank was started."""
+    data = GpuTest(
+        world_size=plan.nproc if plan else request.nproc or 0,
+        backend=plan.backend if plan else request.backend,
+        device=plan.device if plan else request.device,
+        size_bytes=request.size_bytes,
+        memory_bytes=None,
+        timeout_s=request.timeout_s,
+        versions=Versions(),
+        arch_list=(),
+        ranks=(),
+        outcome="not-run",
+        log_dir=None,
+    )
+    return Report(command="gpu-test", data=data, findings=(why,), summary=why.title)
+
+
+def _rank_result(trace: Trace, parts: Blame) -> RankResult:
+    started = _started([trace])
+    last = trace.last
+    status = _status(trace, parts)
+    return RankResult(
+        rank=trace.rank,
+        local_rank=trace.local_rank,
+        host=trace.host,
+        pid=trace.pid,
+        device=started.get("device"),
+        device_name=started.get("device_name"),
+        capability=started.get("capability"),
+        free_bytes=started.get("free_bytes"),
+        total_bytes=started.get("total_bytes"),
+        stage=last.stage if last is not None else STAGES[0],
+        doing=last.note if last is not None else "starting Python",
+        status=status,
+        error=_error(trace, parts, status),
+        elapsed_s=trace.ending.elapsed_s if trace.ending else last.elapsed_s if last is not None else 0.0,
+    )
+
+
+def _status(trace: Trace, parts: Blame) -> Status:
+    if trace.rank in parts.died:
+        return Status.DIED
+    if trace.rank in parts.missing:
+        return Status.MISSING
+    if trace.rank in findings.failed_ranks(parts):
+        return Status.FAILED
+    return Status.OK if trace.finished else Status.WAITING
+
+
+def _error(trace: Trace, parts: Blame, status: Status) -> str | None:
+    if status is Status.DIED:
+        return findings.how_it_ended(trace)
+    if status is Status.MISSING:
+        return findings.why_missing(trace)
+    if status is Status.FAILED:
+        mine = [trouble for trouble in parts.troubles if trouble.rank == trace.rank]
+        return "; ".join(trouble.message or trouble.kind for trouble in mine) or "does not agree with the other ranks"
+    return None
+
+
+def _started(traces: list[Trace]) -> dict[str, Any]:
+    return next(iter(_payloads(traces, "started")), {})
+
+
+def _payloads(traces: list[Trace], key: str) -> list[Any]:
+    return [event.payload[key] for trace in traces for event in trace.events if key in event.payload]
+
+
+def _versions(started: dict[str, Any]) -> Versions:
+    return Versions(**{name: started.get(name) for name in ("python", "torch", "cuda", "hip", "nccl")})
+
+
+def _summary(found: list[Finding], facts: NodeFacts, plan: Plan) -> str:
+    wrong = [finding for finding in found if finding.level in (Level.FAIL, Level.UNKNOWN)]
+    if wrong:
+        return wrong[0].title + (f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else "")
+    kind = "GPU" if plan.device is Device.CUDA else "CPU"
+    who = f"{plan.nproc} ranks" if plan.nproc > 1 else "1 rank"
+    done = "talk to each other, reduce correctly and hold their memory" if plan.nproc > 1 else "works and holds its memory"
+    return f"{who} on {facts.host} {done} ({plan.backend}, {kind})"
+
+
+def _interrupted(ranks: tuple[RankResult, ...]) -> str:
+    reached = [f"{stage}: {fold_ranks(r.rank for r in ranks if r.stage == stage)}" for stage in STAGES]
+    shown = ", ".join(part for part in reached if not part.endswith(": "))
+    return f"interrupted; the ranks had reached {shown}"

@@ -1,0 +1,195 @@
+"""The one boundary to the terminal: reports, errors, progress, exit status.
+
+stdout is data, stderr is progress and errors. rich never sees data as markup (it would eat "[rank0]").
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import typer
+
+from distdiag.errors import DistdiagError
+from distdiag.report import INTERRUPTED, Level
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from rich.console import Console, RenderableType
+    from rich.status import Status
+
+    from distdiag.report import Finding, Report
+
+Data = TypeVar("Data")
+SCHEMA = "distdiag/1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """How the answer is wanted."""
+
+    json: bool = False
+    strict: bool = False
+
+
+def deliver(
+    command: str,
+    diagnose: Callable[[], Report[Data]],
+    view: Callable[[Report[Data]], Iterable[RenderableType]],
+    output: Output,
+) -> NoReturn:
+    """Run a diagnosis, print its report or why there is none, and leave with its exit status."""
+    try:
+        report = diagnose()
+    except DistdiagError as error:
+        fail(command, error, as_json=output.json)
+    except KeyboardInterrupt:
+        fail(command, Interrupted(), as_json=output.json)
+    code = report.exit_code(strict=output.strict)
+    if output.json:
+        emit(json.dumps(_envelope(report, code), indent=2) + "\n")
+    else:
+        emit(_render(report, view))
+    raise typer.Exit(code)
+
+
+class Interrupted(DistdiagError):
+    """Ctrl-C before there was anything to report."""
+
+    id = "interrupted"
+    exit_code = INTERRUPTED
+
+    def __init__(self) -> None:
+        super().__init__("interrupted before there was anything to report")
+
+
+def fail(command: str, error: DistdiagError, *, as_json: bool) -> NoReturn:
+    """Say why there is no report: on stderr for people, as JSON on stdout for programs."""
+    typer.echo(f"distdiag {command}: {error}", err=True)
+    if error.hint:
+        typer.echo(f"hint: {error.hint}", err=True)
+    if as_json:
+        emit(error_document(command, error.exit_code, error.id, str(error), error.hint))
+    raise typer.Exit(error.exit_code)
+
+
+def error_document(command: str, exit_code: int, id_: str, message: str, hint: str) -> str:
+    """Make the JSON document of a diagnosis that failed."""
+    return json.dumps({**_head(command, exit_code), "error": {"id": id_, "message": message, "hint": hint}}, indent=2) + "\n"
+
+
+def emit(text: str) -> None:
+    """Write to stdout; a reader that left early (`| head -1`) is no error.
+
+    Raises:
+        typer.Exit: stdout cannot be written (a full disk); the reason is on stderr, the status 3.
+    """
+    if sys.stdout is None:  # started with stdout closed
+        return
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_stdout()
+    except OSError as error:
+        _discard_stdout()
+        typer.echo(f"distdiag: cannot write the report to stdout: {error.strerror}", err=True)
+        raise typer.Exit(3) from error
+
+
+class Progress:
+    """What is going on, on stderr: one changing line on a terminal, a line for each piece of news in a pipe."""
+
+    def __init__(self) -> None:
+        self._status: Status | None = None
+        if sys.stderr is not None and sys.stderr.isatty():
+            from rich.console import Console
+
+            console = Console(stderr=True, markup=False, highlight=False, emoji=False)
+            self._status = console.status("starting")
+            self._status.start()
+
+    def news(self, text: str) -> None:
+        """Something was reached; in a pipe it stays as a line of the log."""
+        if self._status is not None:
+            self._status.update(text)
+        elif sys.stderr is not None:
+            typer.echo(f"distdiag: {text}", err=True)
+
+    def now(self, text: str) -> None:
+        """Show what is being waited for; only on a terminal."""
+        if self._status is not None:
+            self._status.update(text)
+
+    def stop(self) -> None:
+        """Take the changing line away."""
+        if self._status is not None:
+            self._status.stop()
+
+
+def _discard_stdout() -> None:
+    # Python flushes stdout once more at its end, and would complain then.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _head(command: str, exit_code: int) -> dict[str, Any]:
+    return {"schema": SCHEMA, "version": metadata.version("distdiag"), "command": command, "exit_code": exit_code}
+
+
+def _envelope(report: Report[Data], code: int) -> dict[str, Any]:
+    import msgspec
+
+    return {
+        **_head(report.command, code),
+        "verdict": report.verdict,
+        "summary": report.summary,
+        "findings": msgspec.to_builtins(report.findings),
+        "data": msgspec.to_builtins(report.data),
+    }
+
+
+def _render(report: Report[Data], view: Callable[[Report[Data]], Iterable[RenderableType]]) -> str:
+    from rich.console import Console
+
+    # Drawn into text first: what is printed is whole, and `emit` alone deals with a stdout that does not take it.
+    console = Console(markup=False, highlight=False, emoji=False, soft_wrap=False)
+    with console.capture() as capture:
+        console.print(f"distdiag {report.command}: {report.verdict.upper()}", style=_style(report.verdict))
+        for part in view(report):
+            console.print(part)
+        for finding in report.findings:
+            _print_finding(console, finding)
+        console.print(f"\n{report.verdict.upper()}: {report.summary}", style=_style(report.verdict))
+        for command in _fix_commands(report):
+            console.print("  " + command, soft_wrap=True)
+    return capture.get()
+
+
+def _print_finding(console: Console, finding: Finding) -> None:
+    from rich.padding import Padding
+
+    console.print()
+    console.print(f"{finding.level.upper()}  {finding.id}", style=_style(finding.level))
+    console.print(Padding(finding.title, (0, 0, 0, 2)))
+    if finding.detail:
+        console.print(Padding(finding.detail, (0, 0, 0, 2)))
+    for line in finding.evidence:
+        console.print("    " + line, soft_wrap=True, style="dim")
+    if finding.fix is not None:
+        console.print(Padding("fix: " + finding.fix.text, (0, 0, 0, 2)))
+        for command in finding.fix.commands:
+            console.print("    " + command, soft_wrap=True)
+
+
+def _fix_commands(report: Report[Data]) -> list[str]:
+    worst = [finding for finding in report.findings if finding.level in (Level.FAIL, Level.UNKNOWN)]
+    return [command for finding in worst[:1] if finding.fix for command in finding.fix.commands]
+
+
+def _style(level: str) -> str:
+    return {"fail": "bold red", "warn": "bold yellow", "unknown": "bold yellow", "ok": "bold green"}.get(level, "bold")

@@ -1,0 +1,31 @@
+"""Failures of distdiag itself: what happened, then what to type. Faults of the user's job are findings, not errors.
+
+    DistdiagError        exit 3: could not diagnose
+    +-- UsageError       exit 2: the command line asks for something that makes no sense
+"""
+
+from __future__ import annotations
+
+
+class DistdiagError(Exception):
+    """Distdiag could not do its work; `hint` says what to do about it, as a command where there is one."""
+
+    id = "distdiag.failed"
+    exit_code = 3
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class UsageError(DistdiagError):
+    """The options contradict each other, or name what is not there."""
+
+    id = "usage"
+    exit_code = 2
+
+
+class NodeFailed(DistdiagError):
+    """The node side of distdiag ended, stayed silent or spoke nonsense."""
+
+    id = "distdiag.node-failed"

@@ -1,0 +1,1 @@
+"""What runs on a node: one machine as facts. Standard library only, Python 3.9+; the whole folder travels."""

@@ -1,0 +1,83 @@
+"""Starts distdiag's own modules in an interpreter that has none of them installed.
+
+The sender runs `python -c START <length> <title>` and writes `pack(...)` to its stdin. The far side makes the
+carried sources importable under their own names (so tracebacks and py-spy show real file names and lines) and
+calls `main(config)` of the entry module. Stdin stays open afterwards: its end means that the sender is gone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import zlib
+from importlib.machinery import ModuleSpec
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
+    from typing import Any
+
+# The first statement drops the working directory from sys.path: a stray ./random.py must not break a diagnosis.
+START = """import os,sys
+if sys.path and not sys.path[0]: del sys.path[0]
+import zlib
+n,b=int(sys.argv[1]),b""
+while len(b)<n:
+  c=os.read(0,n-len(b))
+  if not c: sys.exit(0)
+  b+=c
+exec(compile(zlib.decompress(b),"<distdiag>/node/boot.py","exec"))"""
+
+carried: dict[str, str] = {}
+"""Module name -> source of what this interpreter was given; empty where distdiag is installed."""
+
+
+class CarriedFinder:
+    """Imports modules from source text that came over stdin; goes before an installed distdiag."""
+
+    def __init__(self, sources: dict[str, str]) -> None:
+        self.sources = sources
+        self.packages = {name.rpartition(".")[0] for name in sources}
+        self.packages |= {package.rpartition(".")[0] for package in self.packages} - {""}
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        """Answer for carried modules and the packages above them, and for nothing else."""
+        if name not in self.sources and name not in self.packages:
+            return None
+        spec = ModuleSpec(name, self, origin=self.get_filename(name), is_package=name in self.packages)  # type: ignore[arg-type]
+        spec.has_location = True
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Let Python make the module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the carried source in the module."""
+        name = module.__name__
+        code = compile(self.sources.get(name, ""), self.get_filename(name), "exec", dont_inherit=True)
+        exec(code, module.__dict__)
+
+    def get_filename(self, name: str) -> str:
+        """Give the path that tracebacks show."""
+        return "<distdiag>/" + "/".join(name.split(".")[1:]) + ".py"
+
+    def get_source(self, name: str) -> str:
+        """Give the source text, for tracebacks."""
+        return self.sources.get(name, "")
+
+
+def pack(sources: dict[str, str], entry: str, config: dict[str, Any]) -> bytes:
+    """Make the bytes that START expects on stdin. `entry` names a carried module with a `main(config)`."""
+    order = json.dumps({"sources": sources, "entry": entry, "config": config})
+    return zlib.compress(f"{sources[__name__]}\nbegin({order!r})\n".encode())
+
+
+def begin(order: str) -> None:
+    """Install the carried modules and hand over to the entry module."""
+    given = json.loads(order)
+    sys.meta_path.insert(0, CarriedFinder(given["sources"]))  # type: ignore[arg-type]
+    boot = importlib.import_module("distdiag.node.boot")
+    boot.carried.update(given["sources"])
+    importlib.import_module(given["entry"]).main(given["config"])

@@ -1,0 +1,116 @@
+"""Who am I in a distributed job: rank and sizes as the launchers write them into the environment.
+
+Sources of the variable names: the documentation of torchrun, SLURM's srun, Open MPI, MPICH/Hydra, Intel MPI, MVAPICH2,
+Flux and LSF's jsrun. Precedence: torchrun sits inside whatever started it, so it goes first; a SLURM step with
+PMI variables is still SLURM (`srun --mpi=pmi2` sets both).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Optional
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One process's place in its job; None where the launcher does not say."""
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: Optional[int]
+    local_world_size: Optional[int]
+
+
+@dataclass(frozen=True)
+class _Names:
+    launcher: str
+    present_if: tuple[str, ...]
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+
+
+_LAUNCHERS = (
+    _Names("torchrun", ("TORCHELASTIC_RUN_ID",), "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    _Names(
+        "Open MPI",
+        ("OMPI_COMM_WORLD_SIZE",),
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Names(
+        "MVAPICH2",
+        ("MV2_COMM_WORLD_SIZE",),
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Names(
+        "jsrun",
+        ("JSM_NAMESPACE_SIZE",),
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_LOCAL_RANK",
+        "JSM_NAMESPACE_LOCAL_SIZE",
+    ),
+    _Names("Flux", ("FLUX_TASK_RANK",), "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""),
+    # Both are needed: the batch script of sbatch has SLURM_PROCID=0 too, and it is no rank.
+    _Names("srun", ("SLURM_STEP_ID", "SLURM_PROCID"), "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
+    _Names("MPICH", ("PMI_RANK",), "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _Names("environment", ("RANK", "WORLD_SIZE"), "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+)
+
+
+def identify(environ: Mapping[str, str]) -> Identity | None:
+    """Read this process's place in a job from its environment; None if no launcher left one there."""
+    for names in _LAUNCHERS:
+        if not all(name in environ for name in names.present_if):
+            continue
+        rank = _number(environ.get(names.rank))
+        world_size = _number(environ.get(_world_size_name(names, environ)))
+        if rank is None or world_size is None:
+            continue
+        local_world_size = _number(environ.get(names.local_world_size))
+        if names.launcher == "srun":
+            local_world_size = slurm_tasks_here(environ)
+        return Identity(
+            names.launcher, rank, world_size, _number(environ.get(names.local_rank)), local_world_size
+        )
+    return None
+
+
+def slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
+    """Read this node's number of tasks from SLURM's "2(x2),1" form; None if it is not there."""
+    node = _number(environ.get("SLURM_NODEID"))
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    if node is None or not text:
+        return None
+    for part in text.split(","):
+        tasks, _, times = part.partition("(x")
+        count = _number(times.rstrip(")")) if times else 1
+        if count is None:
+            return None
+        if node < count:
+            return _number(tasks)
+        node -= count
+    return None
+
+
+def _world_size_name(names: _Names, environ: Mapping[str, str]) -> str:
+    # SLURM_NTASKS is the allocation's when a step is started with fewer tasks; the step's own number is right.
+    if names.launcher == "srun" and "SLURM_STEP_NUM_TASKS" in environ:
+        return "SLURM_STEP_NUM_TASKS"
+    return names.world_size
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text and text.isascii() and text.isdigit() else None

@@ -1,0 +1,144 @@
+"""One machine as facts: memory, shared memory, the state of a process, who holds a port. Reads /proc and /sys."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Optional
+
+_TCP_LISTEN = "0A"  # include/net/tcp_states.h
+
+
+@dataclass(frozen=True)
+class PortHolder:
+    """Who has a TCP port. `pid` is None where the kernel does not let us see the owner."""
+
+    listening: bool
+    pid: Optional[int]
+    command: str
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """State letter of proc(5) (R S D T t Z X), empty if the process is gone, and the kernel function it waits in."""
+
+    letter: str
+    wait_channel: str
+
+
+def host_name() -> str:
+    """Give the name of this node, as its administrator calls it (up to the first dot)."""
+    return socket.gethostname().partition(".")[0]
+
+
+def available_memory_bytes() -> int | None:
+    """Memory that can still be used without swapping, under this cgroup's limit too; None where unreadable."""
+    system = _meminfo("MemAvailable")
+    left = [size for size in (system, _cgroup_left_bytes()) if size is not None]
+    return min(left) if left else None
+
+
+def total_memory_bytes() -> int | None:
+    """Memory of the machine; None where unreadable."""
+    return _meminfo("MemTotal")
+
+
+def shared_memory_bytes() -> tuple[int, int] | None:
+    """Free and total bytes of /dev/shm; None if there is none."""
+    try:
+        shm = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    return shm.f_bavail * shm.f_frsize, shm.f_blocks * shm.f_frsize
+
+
+def oom_kills() -> int | None:
+    """Count the processes that the kernel's out-of-memory killer has ended since boot; None where unreadable."""
+    for line in read_text("/proc/vmstat").splitlines():
+        name, _, value = line.partition(" ")
+        if name == "oom_kill":
+            return int(value)
+    return None
+
+
+def process_state(pid: int) -> ProcessState:
+    """Read what a process is doing now; another state than it had is not waited for."""
+    stat = read_text(f"/proc/{pid}/stat")
+    letter = stat.rpartition(")")[2].split()[:1]
+    return ProcessState(letter[0] if letter else "", read_text(f"/proc/{pid}/wchan").strip("0"))
+
+
+def port_holder(port: int) -> PortHolder | None:
+    """Find who has a local TCP port, listeners first; None if nobody visible here does."""
+    found = list(_sockets_on(port))
+    if not found:
+        return None
+    found.sort(key=lambda entry: entry[0] != _TCP_LISTEN)
+    state, inode = found[0]
+    pid = _owner_of(inode)
+    return PortHolder(state == _TCP_LISTEN, pid, command_line(pid) if pid else "")
+
+
+def command_line(pid: int) -> str:
+    """Give a process's command, at most 120 characters; arguments after the third are left out (secrets)."""
+    words = read_text(f"/proc/{pid}/cmdline").split("\0")
+    words = [word for word in words if word]
+    shown = " ".join(words[:4]) + (" ..." if len(words) > 4 else "")
+    return shown if len(shown) <= 120 else shown[:117] + "..."
+
+
+def read_text(path: str) -> str:
+    """Read a small file of /proc or /sys; empty if it is gone or not ours to read."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _meminfo(name: str) -> int | None:
+    for line in read_text("/proc/meminfo").splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup_left_bytes() -> int | None:
+    """Bytes left below the tightest limit of our cgroup (v2) and those above it."""
+    path = read_text("/proc/self/cgroup").partition("0::")[2].splitlines()[:1]
+    folder = "/sys/fs/cgroup" + (path[0].rstrip("/") if path else "")
+    left = []
+    while folder.startswith("/sys/fs/cgroup"):
+        limit, used = read_text(folder + "/memory.max").strip(), read_text(folder + "/memory.current").strip()
+        if limit.isdigit() and used.isdigit():
+            left.append(max(0, int(limit) - int(used)))
+        folder = folder.rpartition("/")[0]
+    return min(left) if left else None
+
+
+def _sockets_on(port: int) -> Iterator[tuple[str, str]]:
+    """State and inode of the sockets whose local port is `port` (columns of /proc/net/tcp, see proc(5))."""
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in read_text(table).splitlines()[1:]:
+            columns = line.split()
+            if int(columns[1].rpartition(":")[2], 16) == port:
+                yield columns[3], columns[9]
+
+
+def _owner_of(inode: str) -> int | None:
+    link = f"socket:[{inode}]"
+    for entry in os.listdir("/proc") if inode != "0" and os.path.isdir("/proc") else []:
+        if not entry.isdigit():
+            continue
+        try:
+            for fd in os.scandir(f"/proc/{entry}/fd"):
+                if os.readlink(fd.path) == link:
+                    return int(entry)
+        except OSError:  # gone, or another user's
+            continue
+    return None

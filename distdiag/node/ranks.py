@@ -1,0 +1,219 @@
+"""The ranks of one node: starts them, passes on what they report, reads the state of those that stay silent, ends them.
+
+Each rank has a process group of its own, a pipe for its events and a pipe for whatever it prints. Nothing is
+judged here: every fact goes to the parent as a record.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+
+from distdiag.node import boot, machine, rendezvous, run, stacks
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, BinaryIO, Optional
+
+    from distdiag.node.wire import Writer
+
+_TAIL_BYTES = 16 * 2**10
+_MAX_EVENT_BYTES = 2**20
+_LAUNCHER_VARIABLES = ("TORCHELASTIC_", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "PET_")
+
+
+@dataclass
+class Rank:
+    """One rank process and what of it is still unread."""
+
+    rank: int
+    process: run.Process[bytes]
+    events: int
+    began: float
+    log: Optional[BinaryIO]  # unbuffered
+    unread: bytes = b""
+    tail: bytes = b""
+    open_fds: set[int] = field(default_factory=set)
+
+
+class Ranks:
+    """All ranks of this node."""
+
+    def __init__(self, wire: Writer, sources: dict[str, str]) -> None:
+        self._wire = wire
+        self._sources = sources
+        self._listener: socket.socket | None = None
+        self._oom_kills = machine.oom_kills()
+        self._log_folder: str | None = None
+        self.running: dict[int, Rank] = {}
+
+    def keep_logs(self) -> None:
+        """Make the directory that keeps what each rank prints; report it, or why there is none."""
+        try:
+            self._log_folder = tempfile.mkdtemp(prefix="distdiag-logs-")
+        except OSError as error:
+            self._wire.send("logs", folder=None, error=str(error))
+        else:
+            self._wire.send("logs", folder=self._log_folder, error="")
+
+    def listen(self, order: dict[str, Any]) -> None:
+        """Take the rendezvous port for rank 0 before any rank starts; report the port, or who has it."""
+        try:
+            self._listener = rendezvous.listen(order["port"])
+        except OSError as error:
+            self._wire.send("listening", port=order["port"], taken=_who_has(order["port"], error))
+        else:
+            self._wire.send("listening", port=self._listener.getsockname()[1], taken=None)
+
+    def start(self, order: dict[str, Any]) -> None:
+        """Start one rank: {"rank", "env", "entry", "config"}; it finds its descriptors in its config."""
+        read_end, write_end = os.pipe()
+        os.set_blocking(read_end, False)
+        config = {**order["config"], "events_fd": write_end, "listener_fd": None}
+        keep = [write_end]
+        if order["rank"] == 0 and self._listener is not None:
+            config["listener_fd"] = self._listener.fileno()
+            keep.append(self._listener.fileno())
+        payload = boot.pack(self._sources, order["entry"], config)
+        began = time.monotonic()
+        process = run.start(
+            [sys.executable, "-c", boot.START, str(len(payload)), "distdiag-rank", str(order["rank"])],
+            env=_environment(order["env"]),
+            pipes=run.Pipes(stderr_to_stdout=True, keep=tuple(keep)),
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        # About 15 KiB, so it fits into the pipe and cannot block; the pipe stays open: its end ends the rank.
+        process.stdin.write(payload)
+        os.close(write_end)
+        os.set_blocking(process.stdout.fileno(), False)
+        if self._listener is not None and order["rank"] == 0:
+            self._listener.close()
+        rank = Rank(order["rank"], process, read_end, began, self._open_log(order["rank"]))
+        rank.open_fds = {read_end, process.stdout.fileno()}
+        self.running[rank.rank] = rank
+        self._wire.send("started", rank=rank.rank, pid=process.pid)
+
+    def descriptors(self) -> list[int]:
+        """List what has to be watched for new events and output."""
+        return [fd for rank in self.running.values() for fd in rank.open_fds]
+
+    def poll(self) -> None:
+        """Pass on all that is new: events first, then the end of those that ended."""
+        for rank in list(self.running.values()):
+            ended = rank.process.poll() is not None  # asked before reading, so that nothing said last is lost
+            self._read_output(rank)
+            self._read_events(rank)
+            if ended:
+                self._report_end(rank)
+
+    def inspect(self, order: dict[str, Any]) -> None:
+        """Report state and stack of the given ranks: {"ranks": [...], "timeout_s"}."""
+        wanted = [self.running[number] for number in order["ranks"] if number in self.running]
+        states = {rank.rank: machine.process_state(rank.process.pid) for rank in wanted}
+        found = stacks.dump_all([rank.process.pid for rank in wanted], timeout_s=order["timeout_s"])
+        for rank in wanted:
+            state, stack = states[rank.rank], found[rank.process.pid]
+            self._wire.send(
+                "inspected",
+                rank=rank.rank,
+                state=state.letter,
+                wait_channel=state.wait_channel,
+                frames=stack.frames,
+                stack_error=stack.error,
+                tail=_text(rank.tail),
+            )
+        self._wire.send("inspection-done")
+
+    def end(self) -> None:
+        """Kill every rank and whatever it started."""
+        if self._listener is not None:
+            self._listener.close()
+        for rank in self.running.values():
+            self._close(rank)
+        self.running.clear()
+
+    def _open_log(self, rank: int) -> BinaryIO | None:
+        if self._log_folder is None:
+            return None
+        return open(os.path.join(self._log_folder, f"rank-{rank}.log"), "wb", buffering=0)
+
+    def _read_output(self, rank: Rank) -> None:
+        assert rank.process.stdout is not None
+        data = _drain(rank, rank.process.stdout.fileno())
+        rank.tail = (rank.tail + data)[-_TAIL_BYTES:]
+        if rank.log is not None and data:
+            try:
+                rank.log.write(data)
+            except OSError:  # the disk is full: the test matters more than its log
+                rank.log = None
+
+    def _read_events(self, rank: Rank) -> None:
+        lines = (rank.unread + _drain(rank, rank.events)).split(b"\n")
+        rank.unread = lines.pop()[-_MAX_EVENT_BYTES:]
+        for line in lines:
+            event = json.loads(line)
+            event["elapsed_s"] = round(event.pop("t") - rank.began, 3)
+            self._wire.send("event", rank=rank.rank, **event)
+
+    def _report_end(self, rank: Rank) -> None:
+        status = self._close(rank)
+        del self.running[rank.rank]
+        kills = machine.oom_kills()
+        self._wire.send(
+            "ended",
+            rank=rank.rank,
+            status=status,
+            elapsed_s=round(time.monotonic() - rank.began, 3),
+            tail=_text(rank.tail),
+            oom_kills=0 if kills is None or self._oom_kills is None else kills - self._oom_kills,
+        )
+
+    def _close(self, rank: Rank) -> int | None:
+        status = run.end_group(rank.process)
+        os.close(rank.events)
+        if rank.log is not None:
+            rank.log.close()
+        return status
+
+
+def _environment(changes: dict[str, str]) -> dict[str, str]:
+    """Give this process's environment with the rank's own; what another launcher left would mislead torch."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_VARIABLES)}
+    # One thread a rank as torchrun has it: all ranks of a node at full width would only trip over each other.
+    return {"OMP_NUM_THREADS": "1", **kept, **changes}
+
+
+def _who_has(port: int, error: OSError) -> dict[str, Any]:
+    holder = machine.port_holder(port)
+    answer = rendezvous.who_answers("127.0.0.1", port, timeout_s=1.0) if holder and holder.listening else None
+    return {
+        "error": error.strerror or str(error),
+        "listening": holder.listening if holder else None,
+        "pid": holder.pid if holder else None,
+        "command": holder.command if holder else "",
+        "answer": answer,
+    }
+
+
+def _drain(rank: Rank, fd: int) -> bytes:
+    """Read what is there now; notes the end of the stream."""
+    chunks = []
+    while fd in rank.open_fds:
+        try:
+            data = os.read(fd, 65536)
+        except BlockingIOError:
+            break
+        if not data:
+            rank.open_fds.discard(fd)
+        chunks.append(data)
+    return b"".join(chunks)
+
+
+def _text(tail: bytes) -> str:
+    return tail.decode("utf-8", "replace")

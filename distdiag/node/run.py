@@ -1,0 +1,155 @@
+"""Starts programs: with a deadline, in a group of their own, ended as a whole group. The only user of subprocess."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Optional
+
+Process = subprocess.Popen  # the type of what `start` returns; Popen[bytes]
+REAP_S = 1.0
+MAX_OUTPUT_BYTES = 4 * 2**20
+
+
+class ToolMissing(Exception):
+    """The program to run does not exist, or may not be run."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a program ended. `status` is negative for a signal and None if it would not even die (D state)."""
+
+    status: Optional[int]
+    stdout: bytes
+    stderr: bytes
+    timed_out: bool
+    elapsed_s: float
+
+
+@dataclass(frozen=True)
+class Pipes:
+    """What `start` connects: stderr may share the pipe of stdout; `keep` are descriptors the child inherits."""
+
+    stderr_to_stdout: bool = False
+    keep: tuple[int, ...] = ()
+
+
+def start(
+    argv: Sequence[str], *, env: dict[str, str] | None = None, pipes: Pipes = Pipes()  # noqa: B008 - frozen
+) -> subprocess.Popen[bytes]:
+    """Start a long-running program in a process group of its own, with pipes on its standard streams.
+
+    Raises:
+        ToolMissing: there is no such program.
+    """
+    try:
+        return subprocess.Popen(
+            argv,
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if pipes.stderr_to_stdout else subprocess.PIPE,
+            pass_fds=pipes.keep,
+            start_new_session=True,
+            bufsize=0,
+        )
+    except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
+        raise ToolMissing(f"cannot run {argv[0]}: {error.strerror}") from error
+
+
+def run(argv: Sequence[str], *, timeout_s: float, env: dict[str, str] | None = None) -> Done:
+    """Run a program to its end or for at most `timeout_s` seconds, then kill its whole group.
+
+    A child of it that keeps the pipes open cannot make this wait longer, and each stream is kept up to 4 MiB.
+    """
+    began = time.monotonic()
+    process = start(argv, env=env)
+    assert process.stdin is not None
+    process.stdin.close()
+    output, in_time = _read(process, began + timeout_s)
+    if in_time:
+        in_time = _wait(process, max(0.0, began + timeout_s - time.monotonic())) is not None
+    end_group(process)
+    return Done(process.returncode, output[1], output[2], not in_time, time.monotonic() - began)
+
+
+def end_group(process: subprocess.Popen[bytes]) -> int | None:
+    """Kill the group that a `start`ed process leads, reap it and close its pipes; its status, None if unkillable."""
+    status = process.poll()
+    try:
+        # Also after the leader is gone: its children may live on in the group. A reaped leader's id is not reused
+        # as long as the group has members; when it has none, there is nobody to hit.
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+    if status is None:
+        status = _wait(process, REAP_S)
+    for stream in (process.stdin, process.stdout, process.stderr):
+        if stream is not None and not stream.closed:
+            try:
+                stream.close()
+            except OSError:  # a pipe nobody reads any more
+                continue
+    return status
+
+
+def signal_name(number: int) -> str:
+    """Give a signal's name, such as SIGKILL; "signal 77" if it has none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def die_with_parent() -> None:
+    """Ask Linux to SIGKILL this process when its parent ends, even while it is stopped; elsewhere do nothing."""
+    _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def allow_tracing_by_anyone() -> None:
+    """Let a sibling (py-spy) read this process where yama's ptrace_scope is 1; only for processes we made."""
+    _prctl(0x59616D61, -1)  # PR_SET_PTRACER, PR_SET_PTRACER_ANY
+
+
+def _prctl(option: int, value: int) -> None:
+    if not sys.platform.startswith("linux"):
+        return
+    import ctypes
+
+    # Refused or unknown to an old kernel: the watch on stdin still ends us, and evidence says why py-spy failed.
+    ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value & (2**64 - 1)), 0, 0, 0)
+
+
+def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _read(process: subprocess.Popen[bytes], deadline: float) -> tuple[dict[int, bytes], bool]:
+    assert process.stdout is not None
+    assert process.stderr is not None
+    output = {1: b"", 2: b""}
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ, 1)
+        selector.register(process.stderr, selectors.EVENT_READ, 2)
+        while selector.get_map():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return output, False
+            for key, _ in selector.select(left):
+                data = os.read(key.fd, 65536)
+                if not data:
+                    selector.unregister(key.fileobj)
+                output[key.data] = (output[key.data] + data)[:MAX_OUTPUT_BYTES]
+    return output, True

@@ -1,0 +1,85 @@
+"""Framed JSON records between a node and the parent, over pipes that may also carry other people's words.
+
+One record is one line: a mark, then one JSON object with a "kind". Everything else (a greeting from a login
+script, a library's warning) is noise: it is kept for the report of a failure and never taken for a record.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from dataclasses import dataclass
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+MARK = b"\x1eDD1 "
+MAX_LINE_BYTES = 4 * 2**20
+MAX_NOISE_BYTES = 64 * 2**10
+
+
+class Writer:
+    """Writes records to a file descriptor, whole lines only."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._lock = threading.Lock()
+
+    @classmethod
+    def take_stdout(cls) -> Writer:
+        """Keep stdout for records alone: whatever else prints goes to stderr from now on."""
+        own = os.dup(1)
+        os.dup2(2, 1)
+        return cls(own)
+
+    def send(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 - a record is any JSON
+        """Write one record. Raises BrokenPipeError when the parent is gone."""
+        line = MARK + json.dumps({"kind": kind, **fields}).encode() + b"\n"
+        with self._lock:
+            while line:
+                line = line[os.write(self._fd, line) :]
+
+
+@dataclass
+class Reader:
+    """Cuts a byte stream into records; keeps the end of what was not a record as noise."""
+
+    noise: bytes = b""
+    _rest: bytes = b""
+    _skipping: bool = False
+
+    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
+        """Take bytes as they come and yield the records they complete."""
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        for line in lines:
+            if self._skipping:
+                self._skipping = False
+                continue
+            record = parse(line)
+            if record is None:
+                self._keep(line + b"\n")
+            else:
+                yield record
+        if len(self._rest) > MAX_LINE_BYTES:
+            self._keep(self._rest[:200] + b"... (a line of over 4 MiB, dropped)\n")
+            self._rest = b""
+            self._skipping = True
+
+    def _keep(self, noise: bytes) -> None:
+        self.noise = (self.noise + noise)[-MAX_NOISE_BYTES:]
+
+
+def parse(line: bytes) -> dict[str, Any] | None:
+    """Read one line as a record; None if it is not one."""
+    _, mark, text = line.partition(MARK)
+    if not mark:
+        return None
+    try:
+        record = json.loads(text)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("kind"), str) else None
