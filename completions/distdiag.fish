@@ -1,0 +1,1 @@
+complete --command distdiag --no-files --arguments "(env _DISTDIAG_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=get-args _TYPER_COMPLETE_ARGS=(commandline -cp) distdiag)" --condition "env _DISTDIAG_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=is-args _TYPER_COMPLETE_ARGS=(commandline -cp) distdiag"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, TextIO
+from typing import Annotated, TextIO, cast
 
 import typer
 
@@ -19,7 +19,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-app.command("gpu-test")(gpu_test)
+app.command("gpu-test", short_help="Can all ranks talk, reduce correctly and use their memory?")(gpu_test)
 
 
 def _print_version(wanted: bool) -> None:
@@ -33,7 +33,8 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
     pass
@@ -60,7 +61,7 @@ def main() -> None:
         app()
         return
     tee = _Tee(sys.stderr)
-    sys.stderr = tee  # type: ignore[assignment]
+    sys.stderr = cast("TextIO", tee)
     try:
         app()
     except SystemExit as end:

@@ -5,6 +5,7 @@ stdout is data, stderr is progress and errors. rich never sees data as markup (i
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -80,7 +81,10 @@ def fail(command: str, error: DistdiagError, *, as_json: bool) -> NoReturn:
 
 def error_document(command: str, exit_code: int, id_: str, message: str, hint: str) -> str:
     """Make the JSON document of a diagnosis that failed."""
-    return json.dumps({**_head(command, exit_code), "error": {"id": id_, "message": message, "hint": hint}}, indent=2) + "\n"
+    return (
+        json.dumps({**_head(command, exit_code), "error": {"id": id_, "message": message, "hint": hint}}, indent=2)
+        + "\n"
+    )
 
 
 def emit(text: str) -> None:
@@ -138,7 +142,12 @@ def _discard_stdout() -> None:
 
 
 def _head(command: str, exit_code: int) -> dict[str, Any]:
-    return {"schema": SCHEMA, "version": metadata.version("distdiag"), "command": command, "exit_code": exit_code}
+    return {
+        "schema": SCHEMA,
+        "version": metadata.version("distdiag"),
+        "command": command,
+        "exit_code": exit_code,
+    }
 
 
 def _envelope(report: Report[Data], code: int) -> dict[str, Any]:
@@ -157,38 +166,59 @@ def _render(report: Report[Data], view: Callable[[Report[Data]], Iterable[Render
     from rich.console import Console
 
     # Drawn into text first: what is printed is whole, and `emit` alone deals with a stdout that does not take it.
-    console = Console(markup=False, highlight=False, emoji=False, soft_wrap=False)
-    with console.capture() as capture:
-        console.print(f"distdiag {report.command}: {report.verdict.upper()}", style=_style(report.verdict))
-        for part in view(report):
-            console.print(part)
-        for finding in report.findings:
-            _print_finding(console, finding)
-        console.print(f"\n{report.verdict.upper()}: {report.summary}", style=_style(report.verdict))
-        for command in _fix_commands(report):
-            console.print("  " + command, soft_wrap=True)
-    return capture.get()
+    page = io.StringIO()
+    on_terminal = sys.stdout is not None and sys.stdout.isatty()
+    console = Console(file=page, force_terminal=on_terminal, markup=False, highlight=False, emoji=False)
+    verdict = report.verdict.upper()
+    console.print(f"distdiag {report.command}: {verdict}", style=_style(report.verdict))
+    for part in view(report):
+        console.print(part)
+    # The eye is at the end: what matters most stands there, the verdict and its fix last (the sort is stable).
+    findings = sorted(reversed(report.findings), key=_least_first)
+    worst = findings.pop() if findings and findings[-1].level is not Level.INFO else None
+    for finding in findings:
+        _print_finding(console, finding, finding.level, finding.title)
+    if worst is not None:
+        _print_finding(console, worst, verdict, report.summary)
+    else:
+        console.print()
+        _print_text(console, f"{verdict}: {report.summary}", indent=0, style=_style(report.verdict))
+    return page.getvalue()
 
 
-def _print_finding(console: Console, finding: Finding) -> None:
-    from rich.padding import Padding
+def _least_first(finding: Finding) -> int:
+    return (Level.INFO, Level.WARN, Level.UNKNOWN, Level.FAIL).index(finding.level)
 
+
+def _print_finding(console: Console, finding: Finding, level: str, title: str) -> None:
     console.print()
-    console.print(f"{finding.level.upper()}  {finding.id}", style=_style(finding.level))
-    console.print(Padding(finding.title, (0, 0, 0, 2)))
-    if finding.detail:
-        console.print(Padding(finding.detail, (0, 0, 0, 2)))
+    console.print(f"{level.upper()}  {finding.id}", style=_style(finding.level))
+    _print_text(console, title)
+    _print_text(console, finding.detail)
     for line in finding.evidence:
-        console.print("    " + line, soft_wrap=True, style="dim")
+        console.print("    " + line, soft_wrap=True)
     if finding.fix is not None:
-        console.print(Padding("fix: " + finding.fix.text, (0, 0, 0, 2)))
+        _print_text(console, "fix: " + finding.fix.text)
         for command in finding.fix.commands:
             console.print("    " + command, soft_wrap=True)
 
 
-def _fix_commands(report: Report[Data]) -> list[str]:
-    worst = [finding for finding in report.findings if finding.level in (Level.FAIL, Level.UNKNOWN)]
-    return [command for finding in worst[:1] if finding.fix for command in finding.fix.commands]
+def _print_text(console: Console, text: str, *, indent: int = 2, style: str = "") -> None:
+    import textwrap
+
+    # Not rich's own wrapping: it pads each line to the full width, which shows when pasted.
+    margin = " " * indent
+    width = min(console.width, 100)
+    wrapped = textwrap.fill(
+        text,
+        width,
+        initial_indent=margin,
+        subsequent_indent=margin,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    if wrapped:
+        console.print(wrapped, style=style, soft_wrap=True)
 
 
 def _style(level: str) -> str:

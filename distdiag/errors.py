@@ -1,7 +1,7 @@
 """Failures of distdiag itself: what happened, then what to type. Faults of the user's job are findings, not errors.
 
-    DistdiagError        exit 3: could not diagnose
-    +-- UsageError       exit 2: the command line asks for something that makes no sense
+DistdiagError        exit 3: could not diagnose
++-- UsageError       exit 2: the command line asks for something that makes no sense
 """
 
 from __future__ import annotations

@@ -7,7 +7,11 @@ from importlib import resources
 
 def sources(*modules: str) -> dict[str, str]:
     """Read the named modules and every module of distdiag.node as text, by module name."""
-    names = [f"distdiag.node.{path.name[:-3]}" for path in resources.files("distdiag.node").iterdir() if _is_module(path.name)]
+    names = [
+        f"distdiag.node.{path.name[:-3]}"
+        for path in resources.files("distdiag.node").iterdir()
+        if _is_module(path.name)
+    ]
     return {name: _read(name) for name in (*sorted(names), *modules)}
 
 

@@ -17,3 +17,9 @@ def fold_ranks(numbers: Iterable[int]) -> str:
         else:
             parts.append([number, number])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def name_ranks(numbers: Iterable[int]) -> str:
+    """Name ranks in a sentence: "rank 3", "ranks 0-2,8"."""
+    ranks = set(numbers)
+    return f"rank{'s' if len(ranks) > 1 else ''} {fold_ranks(ranks)}"

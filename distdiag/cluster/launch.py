@@ -1,8 +1,8 @@
 """N ranks on nodes, from their start to their end, with a deadline that does not depend on torch.
 
 Three ways a run ends: every rank finished; a rank died or gave up, and the others were given a moment to
-say what they saw; or nobody took a step for the whole timeout. In the last case state and stack of each rank are read before
-all of them are ended. Who is to blame is not decided here.
+say what they saw; or nobody took a step for the whole timeout. In the last case state and stack of each rank are
+read before all of them are ended. Who is to blame is not decided here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.node import decode
-from distdiag.errors import NodeFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -28,9 +28,7 @@ class Node:
     def __init__(self, host: str, *, collect: str, ask: dict[str, Any], rank: str) -> None:
         """Start the agent with `collect` (a module with `facts(ask)`); `rank` is the module that ranks will run."""
         self.host = host
-        payload = boot.pack(
-            bundle.sources(collect, rank), "distdiag.node.agent", {"collect": collect, "ask": ask}
-        )
+        payload = boot.pack(bundle.sources(collect, rank), "distdiag.node.agent", {"collect": collect, "ask": ask})
         self._process = run.start(local.command(boot.START, len(payload)))
         self._reader = wire.Reader()
         self._noise = wire.Reader()

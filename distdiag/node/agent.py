@@ -1,7 +1,7 @@
 """distdiag on one node: tells the facts, runs the ranks it is told to run, and leaves nothing behind.
 
-Records go out on stdout, orders come in as JSON lines on stdin. When stdin ends (the parent finished, was killed, or the
-connection was cut) every rank is killed and the agent ends, with status 0 whatever it found.
+Records go out on stdout, orders come in as JSON lines on stdin. When stdin ends (the parent finished, was killed, or
+the connection was cut) every rank is killed and the agent ends, with status 0 whatever it found.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def pack(sources: dict[str, str], entry: str, config: dict[str, Any]) -> bytes:
 def begin(order: str) -> None:
     """Install the carried modules and hand over to the entry module."""
     given = json.loads(order)
-    sys.meta_path.insert(0, CarriedFinder(given["sources"]))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, CarriedFinder(given["sources"]))
     boot = importlib.import_module("distdiag.node.boot")
     boot.carried.update(given["sources"])
     importlib.import_module(given["entry"]).main(given["config"])

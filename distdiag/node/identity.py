@@ -12,7 +12,6 @@ from dataclasses import dataclass
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from typing import Optional
 
 
 @dataclass(frozen=True)
@@ -22,8 +21,8 @@ class Identity:
     launcher: str
     rank: int
     world_size: int
-    local_rank: Optional[int]
-    local_world_size: Optional[int]
+    local_rank: int | None
+    local_world_size: int | None
 
 
 @dataclass(frozen=True)
@@ -82,9 +81,7 @@ def identify(environ: Mapping[str, str]) -> Identity | None:
         local_world_size = _number(environ.get(names.local_world_size))
         if names.launcher == "srun":
             local_world_size = slurm_tasks_here(environ)
-        return Identity(
-            names.launcher, rank, world_size, _number(environ.get(names.local_rank)), local_world_size
-        )
+        return Identity(names.launcher, rank, world_size, _number(environ.get(names.local_rank)), local_world_size)
     return None
 
 

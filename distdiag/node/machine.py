@@ -9,7 +9,6 @@ from dataclasses import dataclass
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import Optional
 
 _TCP_LISTEN = "0A"  # include/net/tcp_states.h
 
@@ -19,7 +18,7 @@ class PortHolder:
     """Who has a TCP port. `pid` is None where the kernel does not let us see the owner."""
 
     listening: bool
-    pid: Optional[int]
+    pid: int | None
     command: str
 
 
@@ -136,8 +135,8 @@ def _owner_of(inode: str) -> int | None:
         if not entry.isdigit():
             continue
         try:
-            for fd in os.scandir(f"/proc/{entry}/fd"):
-                if os.readlink(fd.path) == link:
+            for fd in os.listdir(f"/proc/{entry}/fd"):
+                if os.readlink(f"/proc/{entry}/fd/{fd}") == link:
                     return int(entry)
         except OSError:  # gone, or another user's
             continue

@@ -1,8 +1,8 @@
 """How a rank says where it is: one JSON line for each step, on a pipe of its own.
 
-A shared stdout would tear lines longer than 4096 bytes, and a rank that hangs could not say where. `at` counts the steps
-of a stage, the same on every rank, so that positions compare: the rank with the lowest (stage, at) is the one that
-the others wait for. `waiting` says that the step needs the other ranks.
+A shared stdout would tear lines longer than 4096 bytes, and a rank that hangs could not say where. `at` counts the
+steps of a stage, the same on every rank, so that positions compare: the rank with the lowest (stage, at) is the one
+that the others wait for. `waiting` says that the step needs the other ranks.
 """
 
 from __future__ import annotations

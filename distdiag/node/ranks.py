@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -18,7 +17,8 @@ from distdiag.node import boot, machine, rendezvous, run, stacks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, BinaryIO, Optional
+    import socket
+    from typing import Any, BinaryIO
 
     from distdiag.node.wire import Writer
 
@@ -35,7 +35,7 @@ class Rank:
     process: run.Process[bytes]
     events: int
     began: float
-    log: Optional[BinaryIO]  # unbuffered
+    log: BinaryIO | None  # unbuffered
     unread: bytes = b""
     tail: bytes = b""
     open_fds: set[int] = field(default_factory=set)

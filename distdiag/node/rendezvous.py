@@ -1,7 +1,7 @@
 """Does the rendezvous address lead to our rank 0? Asked before torch uses it, because torch cannot tell.
 
-Torch's store client waits for ever on a port where another program listens. So rank 0 and the others exchange a proof of
-a shared nonce over the very socket that torch will listen on: whoever answers otherwise is a stranger, and is quoted.
+Torch's store client waits for ever on a port where another program listens. So rank 0 and the others exchange a proof
+of a shared nonce over the very socket that torch will listen on: who answers otherwise is a stranger, and is quoted.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import time
 from dataclasses import dataclass
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Optional
 
 _MAX_HELLO = 256
 _RETRY_S = 0.05
@@ -34,7 +32,7 @@ class Stranger(Exception):
 class _Guest:
     connection: socket.socket
     heard: bytes = b""
-    rank: Optional[int] = None
+    rank: int | None = None
 
 
 def listen(port: int) -> socket.socket:
@@ -45,9 +43,7 @@ def listen(port: int) -> socket.socket:
     """
     if socket.has_dualstack_ipv6():
         try:
-            return socket.create_server(
-                ("::", port), family=socket.AF_INET6, backlog=2048, dualstack_ipv6=True
-            )
+            return socket.create_server(("::", port), family=socket.AF_INET6, backlog=2048, dualstack_ipv6=True)
         except OSError as error:
             if error.errno in (98, 48, 13):  # taken (Linux, macOS) or not allowed: IPv4 would not be better
                 raise
@@ -75,6 +71,9 @@ def receive(listener: socket.socket, nonce: str, world_size: int) -> None:
                         key.data.connection.close()
                     else:
                         came[key.data.rank] = key.data.connection
+        for key in list(selector.get_map().values()):
+            if key.data is not None:
+                key.data.connection.close()  # somebody who has not said anything yet
     listener.setblocking(True)  # the flag belongs to the socket, which torch gets next
     for connection in came.values():
         connection.sendall(b"go\n")
@@ -86,7 +85,8 @@ def greet(address: str, port: int, nonce: str, rank: int) -> None:
 
     Raises:
         Stranger: what answers there is not our rank 0.
-        OSError: the name does not resolve, or our rank 0 hung up before all ranks had come. A refused connection is tried again, without an end of its own.
+        OSError: the name does not resolve, or our rank 0 hung up before all ranks had come. A refused
+            connection is tried again, without an end of its own.
     """
     connection = _connect(address, port)
     with connection:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Optional
 
 Process = subprocess.Popen  # the type of what `start` returns; Popen[bytes]
 REAP_S = 1.0
@@ -28,7 +28,7 @@ class ToolMissing(Exception):
 class Done:
     """How a program ended. `status` is negative for a signal and None if it would not even die (D state)."""
 
-    status: Optional[int]
+    status: int | None
     stdout: bytes
     stderr: bytes
     timed_out: bool
@@ -44,7 +44,10 @@ class Pipes:
 
 
 def start(
-    argv: Sequence[str], *, env: dict[str, str] | None = None, pipes: Pipes = Pipes()  # noqa: B008 - frozen
+    argv: Sequence[str],
+    *,
+    env: dict[str, str] | None = None,
+    pipes: Pipes = Pipes(),
 ) -> subprocess.Popen[bytes]:
     """Start a long-running program in a process group of its own, with pipes on its standard streams.
 
@@ -85,12 +88,10 @@ def run(argv: Sequence[str], *, timeout_s: float, env: dict[str, str] | None = N
 def end_group(process: subprocess.Popen[bytes]) -> int | None:
     """Kill the group that a `start`ed process leads, reap it and close its pipes; its status, None if unkillable."""
     status = process.poll()
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         # Also after the leader is gone: its children may live on in the group. A reaped leader's id is not reused
         # as long as the group has members; when it has none, there is nobody to hit.
         os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
     if status is None:
         status = _wait(process, REAP_S)
     for stream in (process.stdin, process.stdout, process.stderr):

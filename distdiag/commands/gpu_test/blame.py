@@ -1,7 +1,7 @@
 """Which ranks are at fault, and which only suffer from it. Pure.
 
-A rank that waits, or complains that a peer went away, is a witness. At fault are: who died, who saw something wrong of its
-own, and, when all stands still, who is stopped or behind the others.
+A rank that waits, or complains that a peer went away, is a witness. At fault are: who died, who saw something wrong of
+its own, and, when all stands still, who is stopped or behind the others.
 """
 
 from __future__ import annotations

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
-
 from distdiag.cluster import launch
-from distdiag.cluster.hosts import fold_ranks
+from distdiag.cluster.hosts import name_ranks
 from distdiag.cluster.node import Node
 from distdiag.commands.gpu_test import diagnose, findings
 from distdiag.commands.gpu_test.collect import NodeFacts
 from distdiag.commands.gpu_test.model import STAGES, Device
 from distdiag.commands.gpu_test.plan import check_request, make_plan
-from distdiag.errors import DistdiagError
+from distdiag.errors import DistdiagError, UsageError
 from distdiag.node import rendezvous
+from distdiag.node.identity import identify
 from distdiag.report import Finding
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def check(request: Request, progress: Progress) -> Report[GpuTest]:
         DistdiagError: the node side failed, or the logs asked for cannot be kept.
     """
     check_request(request)
+    _refuse_to_multiply()
     ask = {"gpus": request.device is not Device.CPU}
     with Node("this node", collect=f"{_HERE}.collect", ask=ask, rank=f"{_HERE}.rank") as node:
         facts = node.facts(NodeFacts)
@@ -54,6 +56,17 @@ def check(request: Request, progress: Progress) -> Report[GpuTest]:
     return diagnose.diagnose(request, facts, plan, diagnose.Course(outcome, traces, log_dir))
 
 
+def _refuse_to_multiply() -> None:
+    """Stop when a launcher started several of us here: each would start ranks on all GPUs, at the same time."""
+    me = identify(os.environ)
+    if me is not None and (me.local_world_size or 1) > 1:
+        raise UsageError(
+            f"{me.launcher} started this as rank {me.rank} of {me.world_size}, {me.local_world_size} on this node; "
+            "gpu-test starts the ranks itself",
+            hint=f"start it once on a node: distdiag gpu-test --nproc {me.local_world_size}",
+        )
+
+
 class _Narrator:
     """Says on stderr when all ranks have reached a stage, and who is being waited for."""
 
@@ -72,8 +85,8 @@ class _Narrator:
             self._told_waiting = False
             pids = ", ".join(f"{trace.rank}={trace.pid}" for trace in run.traces.values()) if self._told == 0 else ""
             self._progress.news(f"{STAGES[self._told]}: all ranks" + (f" (pids {pids})" if pids else ""))
-        behind = fold_ranks(rank for rank, stage in at.items() if stage == lowest)
-        waiting = f"waiting for rank {behind} in {STAGES[max(lowest, 0)]} ({run.silent_s:.0f} s)"
+        behind = name_ranks(rank for rank, stage in at.items() if stage == lowest)
+        waiting = f"waiting for {behind} in {STAGES[max(lowest, 0)]} ({run.silent_s:.0f} s)"
         self._progress.now(waiting)
         if run.silent_s > _WAITING_IS_NEWS_S and not self._told_waiting:
             self._told_waiting = True
@@ -135,5 +148,7 @@ def _environment(rank: int, world_size: int, port: int, *, nccl_debug: bool) -> 
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": _ADDRESS,
         "MASTER_PORT": str(port),
+        # Torch's own switch for large pages; without, touching the buffers takes longer than reducing them.
+        "THP_MEM_ALLOC_ENABLE": "1",
         **({"NCCL_DEBUG": "INFO"} if nccl_debug else {}),
     }

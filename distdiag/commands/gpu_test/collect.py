@@ -6,7 +6,7 @@ import glob
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any, Optional  # needed when the parent decodes what came back
+from typing import Any  # needed when the parent decodes what came back
 
 from distdiag.node import machine, run
 
@@ -29,7 +29,7 @@ class Gpus:
     """NVIDIA GPUs here. `visible` is None if the driver did not tell; `error` says why."""
 
     driver_present: bool
-    visible: Optional[int]
+    visible: int | None
     error: str = ""
 
 
@@ -40,10 +40,10 @@ class NodeFacts:
     host: str
     python: str
     gpus: Gpus
-    cuda_visible_devices: Optional[str]
-    memory_available_bytes: Optional[int]
-    shm_free_bytes: Optional[int]
-    shm_total_bytes: Optional[int]
+    cuda_visible_devices: str | None
+    memory_available_bytes: int | None
+    shm_free_bytes: int | None
+    shm_total_bytes: int | None
 
 
 def facts(ask: dict[str, Any]) -> NodeFacts:
@@ -62,7 +62,9 @@ def facts(ask: dict[str, Any]) -> NodeFacts:
 
 def find_gpus() -> Gpus:
     """Count the GPUs that a program started here could use; no driver, no question."""
-    if not (glob.glob("/dev/nvidia[0-9]*") or os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/dxg")):
+    if not (
+        glob.glob("/dev/nvidia[0-9]*") or os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/dxg")
+    ):
         return Gpus(driver_present=False, visible=0)
     done = run.run([sys.executable, "-c", _COUNT_GPUS], timeout_s=_DRIVER_TIMEOUT_S)
     if done.timed_out:

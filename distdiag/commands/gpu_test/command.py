@@ -26,12 +26,17 @@ def parse_fault(text: str) -> Fault:
         raise UsageError(f"--inject {text!r} is not FAULT:RANK", hint=f"faults are {kinds}; such as kill:1")
     fault = FaultKind(kind)
     if stage and (fault in _DEFAULT_STAGE or stage not in STAGES):
-        raise UsageError(f"--inject {text!r}: {stage!r} is no stage for it", hint=f"kill, stop and late take {', '.join(STAGES)}")
+        raise UsageError(
+            f"--inject {text!r}: {stage!r} is no stage for it",
+            hint=f"kill, stop and late take {', '.join(STAGES)}",
+        )
     return Fault(kind=fault, rank=int(rank), stage=stage or _DEFAULT_STAGE.get(fault, "reduce"))
 
 
 def gpu_test(
-    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks to start. [default: one per GPU; 2 without a GPU]")] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Ranks to start. [default: one per GPU; 2 without a GPU]")
+    ] = None,
     backend: Annotated[Backend, typer.Option(help="auto is nccl on GPUs and gloo on the CPU.")] = Backend.AUTO,
     device: Annotated[Device, typer.Option(help="auto is cuda where a GPU is visible.")] = Device.AUTO,
     timeout: TimeoutOpt = 30.0,
@@ -48,17 +53,18 @@ def gpu_test(
         ),
     ] = None,
     master_port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Rendezvous port; 0 takes a free one.")
+        int, typer.Option(min=0, max=65535, metavar="PORT", help="Rendezvous port; 0 takes a free one.")
     ] = 0,
     nccl_debug: Annotated[
-        bool, typer.Option("--nccl-debug", help="Set NCCL_DEBUG=INFO and keep what each rank prints in a directory.")
+        bool,
+        typer.Option("--nccl-debug", help="Set NCCL_DEBUG=INFO and keep what each rank prints in a directory."),
     ] = False,
     inject: Annotated[
         str | None,
         typer.Option(
             metavar="FAULT:RANK[@STAGE]",
-            help="Make a fault for real, to see it found: kill, stop, late, corrupt, dtype or no-import; such as kill:1 or "
-            "stop:2@memory.",
+            help="Make a fault for real, to see it found: kill, stop, late, corrupt, dtype or no-import; "
+            "such as kill:1 or stop:2@memory.",
         ),
     ] = None,
     as_json: JsonOpt = False,
@@ -66,8 +72,9 @@ def gpu_test(
 ) -> None:
     """Test whether all ranks of this node can talk, reduce correctly and use their memory; name the one that cannot.
 
-    Every rank goes through the stages start, connect, init, agree, reduce, memory, done. Exit status: 0 all is well, 1 a fault was
-    found, 2 wrong usage, 3 could not be tested, 130 interrupted.
+    Every rank goes through the stages start, connect, init, agree, reduce, memory, done.
+
+    Exit status: 0 all is well, 1 a fault was found, 2 wrong usage, 3 could not be tested, 130 interrupted.
     """
     from distdiag.commands.gpu_test.check import check
     from distdiag.commands.gpu_test.model import Request

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import fold_ranks
 from distdiag.cluster.launch import Outcome
-from distdiag.commands.gpu_test import findings
+from distdiag.commands.gpu_test import findings, troubles
 from distdiag.commands.gpu_test.blame import blame
 from distdiag.commands.gpu_test.model import STAGES, Device, GpuTest, RankResult, Status, Versions
 from distdiag.report import Level, Report
@@ -37,7 +37,7 @@ def diagnose(request: Request, facts: NodeFacts, plan: Plan, course: Course) -> 
         *findings.unsupported_archs(course.traces),
         *findings.died(parts, course.traces),
         *findings.missing(parts, course.traces, request),
-        *findings.troubles(parts, course.traces, plan),
+        *troubles.findings_of(parts, course.traces),
         *findings.all_waiting(parts, course.traces, request),
         *findings.surroundings(request, facts, plan),
     ]
@@ -110,7 +110,7 @@ def _status(trace: Trace, parts: Blame) -> Status:
         return Status.DIED
     if trace.rank in parts.missing:
         return Status.MISSING
-    if trace.rank in findings.failed_ranks(parts):
+    if trace.rank in troubles.failed_ranks(parts):
         return Status.FAILED
     return Status.OK if trace.finished else Status.WAITING
 
@@ -144,7 +144,9 @@ def _summary(found: list[Finding], facts: NodeFacts, plan: Plan) -> str:
         return wrong[0].title + (f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else "")
     kind = "GPU" if plan.device is Device.CUDA else "CPU"
     who = f"{plan.nproc} ranks" if plan.nproc > 1 else "1 rank"
-    done = "talk to each other, reduce correctly and hold their memory" if plan.nproc > 1 else "works and holds its memory"
+    done = (
+        "talk to each other, reduce correctly and hold their memory" if plan.nproc > 1 else "works and holds its memory"
+    )
     return f"{who} on {facts.host} {done} ({plan.backend}, {kind})"
 
 

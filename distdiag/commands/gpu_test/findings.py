@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distdiag import knowledge
-from distdiag.cluster.hosts import fold_ranks
+from distdiag.cluster.hosts import name_ranks
 from distdiag.commands.gpu_test.blame import STOPPED
 from distdiag.commands.gpu_test.model import Backend, Device, FaultKind
+from distdiag.commands.gpu_test.words import amount, place, where, who
 from distdiag.node.run import signal_name
 from distdiag.report import Finding, Fix, Level, Where
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from distdiag.cluster.launch import Taken, Trace
-    from distdiag.commands.gpu_test.blame import Blame, Trouble
+    from distdiag.commands.gpu_test.blame import Blame
     from distdiag.commands.gpu_test.collect import NodeFacts
     from distdiag.commands.gpu_test.model import Plan, Request
 
@@ -24,7 +25,11 @@ _TAIL_LINES = 6
 _MISSING_IN_FULL = 4
 _SHM_FOR_EACH_RANK = 32 * 2**20
 """NCCL takes about 10 MB of /dev/shm for each peer that a rank reaches through it (nccl#290), and has a few."""
-_STATES = {"T": "stopped (SIGSTOP or a suspended job)", "t": "stopped by a tracer", "D": "waiting in the kernel (D)"}
+_STATES = {
+    "T": "stopped (SIGSTOP or a suspended job)",
+    "t": "stopped by a tracer",
+    "D": "waiting in the kernel (D)",
+}
 
 
 def died(parts: Blame, traces: list[Trace]) -> list[Finding]:
@@ -47,14 +52,14 @@ def how_it_ended(trace: Trace) -> str:
 def _died(how: str, group: list[Trace]) -> Finding:
     first = group[0]
     assert first.ending is not None
-    stage, doing = _place(first)
+    stage, doing = place(first)
     known = knowledge.recognise(first.ending.tail)
     return Finding(
         id="gpu-test.rank-died",
         level=Level.FAIL,
-        title=f"{_who(group)} {how} in stage {stage} ({doing})",
+        title=f"{who(group)} {how} in stage {stage} ({doing})",
         detail=known.means if known else "",
-        where=_where(group),
+        where=where(group),
         evidence=_tail(first.ending.tail),
         fix=Fix(text=known.fix, commands=known.commands) if known else _fix_for_death(first),
     )
@@ -69,14 +74,21 @@ def _fix_for_death(trace: Trace) -> Fix:
         text = (
             f"the kernel's out-of-memory killer ended {oom} process(es) meanwhile: give the ranks more memory"
             if oom
-            else "somebody sent SIGKILL (an administrator, a scheduler, a container limit); the kernel did not run out of memory"
+            else "somebody sent SIGKILL (an administrator, a scheduler, a container limit); the kernel's out-of-memory "
+            "killer did not act meanwhile"
         )
         return Fix(text=text, commands=("dmesg -T | grep -iE 'out of memory|killed process'",))
     if name == "SIGBUS":
         return Fix(text="usually /dev/shm or a file system is full", commands=("df -h /dev/shm /tmp",))
     if name == "SIGILL":
-        return Fix(text="this torch uses instructions that the CPU does not have", commands=("lscpu | grep -i flags",))
-    return Fix(text="see what the rank printed last, above; run again with the ranks' logs kept", commands=("distdiag gpu-test --nccl-debug",))
+        return Fix(
+            text="this torch uses instructions that the CPU does not have",
+            commands=("lscpu | grep -i flags",),
+        )
+    return Fix(
+        text="see what the rank printed last, above; run again with the ranks' logs kept",
+        commands=("distdiag gpu-test --nccl-debug",),
+    )
 
 
 def missing(parts: Blame, traces: list[Trace], request: Request) -> list[Finding]:
@@ -84,17 +96,17 @@ def missing(parts: Blame, traces: list[Trace], request: Request) -> list[Finding
     late = [trace for trace in traces if trace.rank in parts.missing]
     if not late:
         return []
-    stage, doing = _place(late[0])
+    stage, doing = place(late[0])
     waiting = [trace.rank for trace in traces if trace.rank not in parts.missing and not trace.finished]
-    others = f"; rank {fold_ranks(waiting)} waited for it" if waiting else ""
+    others = f"; {name_ranks(waiting)} waited for it" if waiting else ""
     stopped = any(trace.inspection and trace.inspection.state in STOPPED for trace in late)
     return [
         Finding(
             id="gpu-test.rank-missing",
             level=Level.FAIL,
-            title=f"{_who(late)} did not come further than stage {stage} ({doing}): {why_missing(late[0])}",
+            title=f"{who(late)} did not come further than stage {stage} ({doing}): {why_missing(late[0])}",
             detail=f"No rank took a step for {request.timeout_s:g} s{others}.",
-            where=_where(late),
+            where=where(late),
             evidence=tuple(line for trace in late[:_MISSING_IN_FULL] for line in _seen_from_outside(trace)),
             fix=_fix_for_stopped(late) if stopped else _fix_for_late(request),
         )
@@ -117,15 +129,21 @@ def _seen_from_outside(trace: Trace) -> list[str]:
         return [f"rank {trace.rank}: not looked at"]
     kernel = f", in the kernel: {seen.wait_channel}" if seen.wait_channel else ""
     lines = [f"rank {trace.rank} (pid {trace.pid}): process state {seen.state or 'gone'}{kernel}"]
-    lines += [f"  {frame}" for frame in seen.frames[:_STACK_LINES]]
-    if len(seen.frames) > _STACK_LINES:
-        lines.append(f"  ... {len(seen.frames) - _STACK_LINES} more frames")
+    frames = [frame for frame in seen.frames if not _is_boot(frame)]
+    lines += [f"  {frame}" for frame in frames[:_STACK_LINES]]
+    if len(frames) > _STACK_LINES:
+        lines.append(f"  ... {len(frames) - _STACK_LINES} more frames")
     return lines if seen.frames else [*lines, f"  no stack: {seen.stack_error}"]
+
+
+def _is_boot(frame: str) -> bool:
+    """Tell the frames below a rank's main, which are the same in every rank."""
+    return "(boot.py:" in frame or "(<string>:" in frame
 
 
 def _fix_for_stopped(late: list[Trace]) -> Fix:
     return Fix(
-        text=f"something on {late[0].host} stops processes (a scheduler that suspends jobs, a debugger, a terminal's Ctrl-Z, "
+        text=f"something on {late[0].host} stops processes (a scheduler that suspends jobs, a debugger, Ctrl-Z, "
         "a frozen container); list what is stopped there, then run again",
         commands=("ps -eo pid,stat,user,etime,cmd | awk 'NR==1 || $2 ~ /^[Tt]/'",),
     )
@@ -142,14 +160,14 @@ def all_waiting(parts: Blame, traces: list[Trace], request: Request) -> list[Fin
     """Every rank is in the same step: no rank is at fault as far as can be seen."""
     if not parts.all_waiting:
         return []
-    stage, doing = _place(traces[0])
+    stage, doing = place(traces[0])
     return [
         Finding(
             id="gpu-test.all-waiting",
             level=Level.FAIL,
             title=f"all ranks are in stage {stage} ({doing}) and none came out for {request.timeout_s:g} s",
             detail="No rank is behind the others, so this is not one rank's fault: the data does not get through.",
-            where=_where(traces),
+            where=where(traces),
             evidence=tuple(_seen_from_outside(traces[0])),
             fix=Fix(
                 text="if the system is only slow, give it longer or send less; else see the transport that is used",
@@ -160,82 +178,6 @@ def all_waiting(parts: Blame, traces: list[Trace], request: Request) -> list[Fin
             ),
         )
     ]
-
-
-def troubles(parts: Blame, traces: list[Trace], plan: Plan) -> list[Finding]:
-    """What the ranks themselves found wrong; the same trouble of many ranks is one finding."""
-    by_kind: dict[tuple[str, str], list[Trouble]] = {}
-    for trouble in parts.troubles:
-        by_kind.setdefault((trouble.kind, trouble.message), []).append(trouble)
-    make = {
-        "no-torch": _no_torch,
-        "cuda-unavailable": _cuda_unavailable,
-        "port-foreign": _port_foreign,
-        "mismatch": _mismatch,
-        "wrong-result": _wrong_result,
-        "out-of-memory": _out_of_memory,
-        "memory-corrupt": _memory_corrupt,
-    }
-    by_rank = {trace.rank: trace for trace in traces}
-    return [
-        make.get(kind, _failed)(group, [by_rank[trouble.rank] for trouble in group])
-        for (kind, _), group in by_kind.items()
-    ]
-
-
-def failed_ranks(parts: Blame) -> set[int]:
-    """Ranks that saw something wrong, or do not agree with what was planned."""
-    failed: set[int] = set()
-    for trouble in parts.troubles:
-        failed |= odd_ranks(trouble) if trouble.kind == "mismatch" else {trouble.rank}
-    return failed
-
-
-def _no_torch(group: list[Trouble], traces: list[Trace]) -> Finding:
-    first = group[0]
-    python = str(first.details.get("python", "python3"))
-    absent = bool(first.details.get("missing"))
-    return Finding(
-        id="gpu-test.no-torch",
-        level=Level.FAIL,
-        title=f"{_who(traces)} cannot import torch: {first.message}",
-        detail="There is no torch in this Python." if absent else "There is a torch, and it does not load.",
-        where=_where(traces),
-        evidence=(f"python: {python}",),
-        fix=Fix(
-            text="install it into that Python" if absent else "install it again, or clear what shadows it (PYTHONPATH, LD_LIBRARY_PATH)",
-            commands=(f"{python} -m pip install {'' if absent else '--force-reinstall '}torch",),
-        ),
-    )
-
-
-def _cuda_unavailable(group: list[Trouble], traces: list[Trace]) -> Finding:
-    built_for = group[0].details.get("built_for")
-    torch = group[0].details.get("torch")
-    known = knowledge.recognise(group[0].message)
-    cpu_only = "this torch was built for the CPU only; install a CUDA build of it"
-    return Finding(
-        id="gpu-test.cuda-unavailable",
-        level=Level.FAIL,
-        title=f"{_who(traces)} cannot use a GPU: {group[0].message}",
-        where=_where(traces),
-        evidence=(f"torch {torch}, built for {'CUDA ' + str(built_for) if built_for else 'the CPU only'}",),
-        fix=Fix(text=known.fix, commands=known.commands)
-        if known
-        else Fix(text=cpu_only if not built_for else "see what the driver says", commands=("nvidia-smi",)),
-    )
-
-
-def _port_foreign(group: list[Trouble], traces: list[Trace]) -> Finding:
-    details = group[0].details
-    said = f'it says "{group[0].message}"' if group[0].message else "it hangs up without a word"
-    return Finding(
-        id="gpu-test.port-foreign",
-        level=Level.FAIL,
-        title=f"{details.get('address')} port {details.get('port')} does not lead {_who(traces)} to rank 0: {said}",
-        where=_where(traces),
-        fix=Fix(text="use another rendezvous port", commands=("distdiag gpu-test --master-port 0",)),
-    )
 
 
 def port_not_free(facts: NodeFacts, port: int, taken: Taken) -> Finding:
@@ -261,110 +203,6 @@ def port_not_free(facts: NodeFacts, port: int, taken: Taken) -> Finding:
     )
 
 
-def odd_ranks(trouble: Trouble) -> set[int]:
-    """Ranks that differ: from most others; all that are named where no value has a majority."""
-    odd: set[int] = set()
-    planned = _planned(trouble)
-    for field, values in _differing(trouble).items():
-        groups = {value: set(ranks) for value, ranks in values.items()}
-        usual = planned.get(field)
-        if usual not in groups:
-            most = sorted(groups, key=lambda value: len(groups[value]))
-            usual = most[-1] if len(groups[most[-1]]) > len(groups[most[-2]]) else None
-        odd |= {rank for value, ranks in groups.items() if value != usual for rank in ranks}
-    return odd
-
-
-def _mismatch(group: list[Trouble], traces: list[Trace]) -> Finding:
-    odd = odd_ranks(group[0])
-    fields = _differing(group[0])
-    words = [
-        f"{field} is {' but '.join(f'{value} on rank {fold_ranks(ranks)}' for value, ranks in values.items())}"
-        for field, values in fields.items()
-    ]
-    versions = set(fields) & {"torch", "nccl"}
-    fix = "make every rank use the same environment" if versions else "make every rank call the same collective with the same dtype and size"
-    return Finding(
-        id="gpu-test.mismatch",
-        level=Level.FAIL,
-        title=f"rank {fold_ranks(odd)} does not agree with the others: {'; '.join(words)}",
-        detail="The collective was not run: Gloo would return wrong data without an error, NCCL would hang.",
-        where=Where(hosts=tuple({trace.host for trace in traces}), ranks=tuple(sorted(odd))),
-        fix=Fix(text=fix),
-    )
-
-
-def _planned(trouble: Trouble) -> dict[str, str]:
-    planned = trouble.details.get("planned")
-    return {str(k): str(v) for k, v in planned.items()} if isinstance(planned, dict) else {}
-
-
-def _differing(trouble: Trouble) -> dict[str, dict[str, list[int]]]:
-    differing = trouble.details.get("differing")
-    return differing if isinstance(differing, dict) else {}
-
-
-def _wrong_result(group: list[Trouble], traces: list[Trace]) -> Finding:
-    sources = [trouble for trouble in group if trouble.details.get("own_wrong")]
-    told: dict[str, Any] = (sources or group)[0].details
-    first, total = told["first_index"], told["total"]
-    seen = f"{told['wrong']} of {total} elements, the first at index {first}: {told['got']:.10g} instead of {told['expected']:.10g}"
-    if sources:
-        guilty = [trace for trace in traces if trace.rank in {trouble.rank for trouble in sources}]
-        title = f"{_who(guilty)} sent wrong data: {told['own_wrong']} wrong element(s) in its own memory, the first at index {told['own_first_index']}"
-        fix = "the data was wrong before it was sent: suspect that rank's memory (ECC errors) or device"
-    else:
-        guilty = traces
-        title = f"{_who(guilty)} received a wrong sum: {told['how']}"
-        fix = "every rank's own data is right, so it changed on the way or in the reduction: suspect the link or the peer access between the devices"
-    return Finding(
-        id="gpu-test.wrong-result",
-        level=Level.FAIL,
-        title=title,
-        detail=f"Rank {fold_ranks(trace.rank for trace in traces)} received a wrong sum ({told['how']}): {seen}. all_reduce returned without an error.",
-        where=_where(guilty),
-        fix=Fix(text=fix),
-    )
-
-
-def _out_of_memory(group: list[Trouble], traces: list[Trace]) -> Finding:
-    details: dict[str, Any] = group[0].details
-    return Finding(
-        id="gpu-test.out-of-memory",
-        level=Level.FAIL,
-        title=f"{_who(traces)} could allocate {_gib(details['got_bytes'])} of {_gib(details['asked_bytes'])}",
-        detail=group[0].message,
-        where=_where(traces),
-        fix=Fix(text="see who else uses that memory, or ask for less", commands=("nvidia-smi", "distdiag gpu-test --memory 0.25")),
-    )
-
-
-def _memory_corrupt(group: list[Trouble], traces: list[Trace]) -> Finding:
-    details: dict[str, Any] = group[0].details
-    return Finding(
-        id="gpu-test.memory-corrupt",
-        level=Level.FAIL,
-        title=f"{_who(traces)} did not read back what it wrote in {len(details['chunks'])} chunk(s) of {_gib(details['chunk_bytes'])}",
-        where=_where(traces),
-        fix=Fix(text="the memory of that device is faulty; see its ECC errors", commands=("nvidia-smi -q -d ECC,PAGE_RETIREMENT",)),
-    )
-
-
-def _failed(group: list[Trouble], traces: list[Trace]) -> Finding:
-    known = knowledge.recognise(group[0].message)
-    stage, doing = _place(traces[0], before_end=True)
-    return Finding(
-        id="gpu-test.rank-failed",
-        level=Level.FAIL,
-        title=f"{_who(traces)} failed in stage {stage} ({doing}): {known.means if known else group[0].message}",
-        detail=group[0].message if known else "",
-        where=_where(traces),
-        fix=Fix(text=known.fix, commands=known.commands)
-        if known
-        else Fix(text="run again with the ranks' logs kept", commands=("distdiag gpu-test --nccl-debug",)),
-    )
-
-
 def unsupported_archs(traces: list[Trace]) -> list[Finding]:
     """GPUs that this torch holds no code for."""
     groups: dict[tuple[str, str], list[Trace]] = {}
@@ -378,8 +216,8 @@ def unsupported_archs(traces: list[Trace]) -> list[Finding]:
         Finding(
             id="gpu-test.arch-unsupported",
             level=Level.FAIL,
-            title=f"torch holds no code for the GPU of {_who(group)}: {gpu}",
-            where=_where(group),
+            title=f"torch holds no code for the GPU of {who(group)}: {gpu}",
+            where=where(group),
             evidence=(f"torch's arch list: {archs}",),
             fix=Fix(text="install a torch build whose arch list covers this GPU"),
         )
@@ -391,8 +229,8 @@ def covers(arch_list: Iterable[str], capability: str) -> bool:
     """Tell whether code for these archs runs on a GPU of this compute capability, such as "9.0".
 
     A cubin (sm_80) runs on the same major version from its minor on; PTX (compute_80) on everything from there on. The
-    architecture-specific forms run on exactly one capability (sm_90a) or one family (sm_100f). Source: CUDA C++ programming
-    guide, "Binary compatibility" and "PTX compatibility".
+    architecture-specific forms run on exactly one capability (sm_90a) or one family (sm_100f). Source: CUDA C++
+    programming guide, "Binary compatibility" and "PTX compatibility".
     """
     major, minor = (int(part) for part in capability.split("."))
     for arch in arch_list:
@@ -417,11 +255,25 @@ def surroundings(request: Request, facts: NodeFacts, plan: Plan) -> list[Finding
     """What is worth saying besides: what was not tested, and what will hurt the real job."""
     found = []
     if request.fault is not None:
-        at = "" if request.fault.kind in (FaultKind.CORRUPT, FaultKind.DTYPE, FaultKind.NO_IMPORT) else f" in stage {request.fault.stage}"
-        found.append(_info("injected", f"the fault {request.fault.kind} was made in rank {request.fault.rank}{at}, as asked"))
+        at = (
+            ""
+            if request.fault.kind in (FaultKind.CORRUPT, FaultKind.DTYPE, FaultKind.NO_IMPORT)
+            else f" in stage {request.fault.stage}"
+        )
+        found.append(
+            _info(
+                "injected",
+                f"the fault {request.fault.kind} was made in rank {request.fault.rank}{at}, as asked",
+            )
+        )
     if plan.device is Device.CPU and request.device is Device.AUTO and request.backend is Backend.AUTO:
         hidden = " (CUDA_VISIBLE_DEVICES hides them)" if facts.gpus.driver_present else ""
-        found.append(_info("cpu-only", f"no GPU is visible on {facts.host}{hidden}: the CPU was tested with gloo, not GPUs and not NCCL"))
+        found.append(
+            _info(
+                "cpu-only",
+                f"no GPU is visible on {facts.host}{hidden}: the CPU was tested with gloo, not GPUs and not NCCL",
+            )
+        )
     if plan.nproc == 1:
         found.append(_info("single-rank", "one rank alone: nothing was sent, so links between GPUs were not tested"))
     free, total = facts.shm_free_bytes, facts.shm_total_bytes
@@ -430,11 +282,12 @@ def surroundings(request: Request, facts: NodeFacts, plan: Plan) -> list[Finding
             Finding(
                 id="gpu-test.shm-small",
                 level=Level.WARN,
-                title=f"/dev/shm on {facts.host} has {_gib(free)} of {_gib(total)} free",
-                detail="NCCL between GPUs of a node and DataLoader workers need it; when it is full they die by SIGBUS.",
+                title=f"/dev/shm on {facts.host} has {amount(free)} of {amount(total)} free",
+                detail="NCCL inside a node and DataLoader workers need it; when it is full they die by SIGBUS.",
                 where=Where(hosts=(facts.host,)),
                 fix=Fix(
-                    text="remove stale files there, or make it larger (docker: --shm-size=8g; Kubernetes: an emptyDir of medium Memory)",
+                    text="remove stale files there, or make it larger (docker: --shm-size=8g; "
+                    "Kubernetes: an emptyDir of medium Memory at /dev/shm)",
                     commands=("mount -o remount,size=8G /dev/shm",),
                 ),
             )
@@ -446,33 +299,6 @@ def _info(name: str, title: str) -> Finding:
     return Finding(id=f"gpu-test.{name}", level=Level.INFO, title=title)
 
 
-def _who(traces: list[Trace]) -> str:
-    if len(traces) == 1:
-        return f"rank {traces[0].rank} ({traces[0].host}, pid {traces[0].pid})"
-    hosts = sorted({trace.host for trace in traces})
-    return f"ranks {fold_ranks(trace.rank for trace in traces)} ({', '.join(hosts)})"
-
-
-def _where(traces: list[Trace]) -> Where:
-    return Where(
-        hosts=tuple(sorted({trace.host for trace in traces})),
-        ranks=tuple(trace.rank for trace in traces),
-        pids=tuple(trace.pid for trace in traces if trace.pid is not None),
-    )
-
-
-def _place(trace: Trace, *, before_end: bool = False) -> tuple[str, str]:
-    events = [event for event in trace.events if not (before_end and "trouble" in event.payload)]
-    return (events[-1].stage, events[-1].note) if events else ("start", "starting Python")
-
-
 def _tail(text: str) -> tuple[str, ...]:
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     return tuple(lines[-_TAIL_LINES:])
-
-
-def _gib(size_bytes: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size_bytes >= size:
-            return f"{size_bytes / size:.3g} {unit}"
-    return f"{size_bytes} B"

@@ -116,7 +116,7 @@ class Rank:
         """Import torch, choose the device, and tell its facts."""
         self.enter("start", "importing torch")
         if self.is_faulty("no-import"):
-            sys.modules["torch"] = None  # type: ignore[assignment] - what Python itself uses for "not importable"
+            sys.meta_path.insert(0, _Hides("torch"))
         try:
             load_torch()
         except (ImportError, OSError, AttributeError, RuntimeError) as error:
@@ -206,11 +206,16 @@ class Rank:
         """Compare what the ranks are about to do through the store, before the first collective."""
         self.enter("agree", "comparing op, dtype, sizes and versions", waiting=True)
         self.dtype = torch.float64 if self.is_faulty("dtype") else torch.float32
-        mine = {
+        planned = {
             "op": "all_reduce",
+            "dtype": "float32",
+            "size_bytes": str(self.config["size_bytes"]),
+            "world_size": str(self.world_size),
+        }
+        mine = {
+            **planned,
             "dtype": str(self.dtype).replace("torch.", ""),
-            "size_bytes": self.config["size_bytes"],
-            "world_size": dist.get_world_size(),
+            "world_size": str(dist.get_world_size()),
             "torch": torch.__version__,
             "nccl": _nccl_version() if self.device.type == "cuda" else None,
         }
@@ -223,7 +228,7 @@ class Rank:
             differing = json.loads(self.store.get("agreed"))
         if differing:
             if self.rank == 0:
-                self.trouble("mismatch", differing=differing)
+                self.trouble("mismatch", differing=differing, planned=planned)
             self.progress.step("held back: the ranks do not agree", waiting=True, held=True)
             raise Stop
         self.progress.step("all ranks agree")
@@ -241,7 +246,9 @@ class Rank:
         count = max(1, self.config["size_bytes"] // self.dtype.itemsize)
         sent = pattern(count, self.rank, self.world_size, self.dtype, self.device)
         if self.is_faulty("corrupt"):
-            sent[count // 2] += 1  # one element, in this rank's own memory: every collective still returns without error
+            sent[count // 2] += (
+                1  # one element, in this rank's own memory: every collective still returns without error
+            )
         result = sent.clone()
         self.progress.step(f"all_reduce of {self.config['size_bytes']} bytes", waiting=True)
         self.all_reduce(result)
@@ -319,6 +326,18 @@ class Rank:
             dist.destroy_process_group()
 
 
+class _Hides:
+    """Makes one package not importable, with Python's own error for it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Refuse the one package; leave all others to the next finder."""
+        if name == self.name:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
 def load_torch() -> None:
     """Import torch into this module. Not at its top: a torch that cannot be imported is a thing to report."""
     global torch, dist
@@ -328,9 +347,7 @@ def load_torch() -> None:
         import torch.distributed as dist
 
 
-def pattern(
-    count: int, rank: int, world_size: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def pattern(count: int, rank: int, world_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """What a rank sends: shape (count,), element i is i mod PERIOD, plus MARK where i mod world_size is the rank."""
     tile = torch.arange(PERIOD, dtype=dtype, device=device)
     buffer = torch.empty(count, dtype=dtype, device=device)

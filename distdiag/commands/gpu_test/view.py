@@ -71,9 +71,11 @@ def _facts(data: GpuTest) -> Iterator[str]:
         yield f"python {versions.python}, torch {versions.torch}, {platform}, NCCL {versions.nccl or 'none'}"
     capabilities = sorted({rank.capability for rank in data.ranks if rank.capability})
     if data.device == "cuda" and versions.torch is not None:
-        yield f"compute capability {', '.join(capabilities) or 'unknown'}; torch's arch list: {' '.join(data.arch_list) or 'empty'}"
+        yield f"compute capability {', '.join(capabilities) or 'unknown'}"
+        yield f"torch's arch list: {' '.join(data.arch_list) or 'empty'}"
     if data.memory_bytes is not None:
-        yield f"all_reduce of {_mib(data.size_bytes)} checked in full; {_mib(data.memory_bytes)} of memory written and read back by each rank"
+        yield f"all_reduce of {_mib(data.size_bytes)}, every element checked"
+        yield f"memory of each rank: {_mib(data.memory_bytes)} written and read back"
     if data.log_dir is not None:
         yield f"logs of the ranks: {data.log_dir}"
 

@@ -1,0 +1,66 @@
+# One virtual environment, made when it is needed and when pyproject.toml changed.
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= python3
+# Pinned where we install; pyproject.toml has a range, so that users keep the torch they have.
+TORCH := torch==2.13.0
+# What the tests use beside Python: shells to press TAB in, and unshare/mount for a small /dev/shm.
+TOOLS := bash zsh fish unshare mount
+PACKAGES := bash zsh fish util-linux mount
+
+.PHONY: help run test check fix completions bench clean
+.DEFAULT_GOAL := help
+
+help: ## Show what there is to make
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+run: $(VENV)/installed ## Install distdiag into .venv and test two ranks on this machine
+	@$(BIN)/distdiag gpu-test --nproc 2
+
+test: $(VENV)/installed-dev tools ## Run the whole test suite (installs what it needs; as root, system packages too)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/installed-dev ## Lint, types, import rules, generated files
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+	$(MAKE) --no-print-directory completions COMPLETIONS=$(VENV)/completions
+	diff -r completions $(VENV)/completions
+
+fix: $(VENV)/installed-dev ## Format, and mend what can be mended by itself
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+COMPLETIONS ?= completions
+completions: $(VENV)/installed ## Generate the completion files of bash, zsh and fish
+	$(BIN)/python tests/make_completions.py $(COMPLETIONS)
+
+bench: $(VENV)/installed-dev ## Measure gpu-test beside torchrun (a minute or two)
+	$(BIN)/python tests/benchmarks/gpu_test.py
+
+clean: ## Remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+
+.PHONY: tools
+tools:
+	@missing=""; for tool in $(TOOLS); do command -v $$tool >/dev/null || missing="$$missing $$tool"; done; \
+	if [ -z "$$missing" ]; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(PACKAGES) >/dev/null; \
+	else echo "not installed:$$missing; the tests that need them are skipped. As root: apt-get install $(PACKAGES)"; fi
+
+# Debian splits the venv module off; ensurepip is what is missing then.
+$(BIN)/python:
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq python3-venv >/dev/null; \
+	  else echo "python3 has no venv module; as root: apt-get install python3-venv" >&2; exit 1; fi; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) -e .
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[dev]'
+	@touch $@

@@ -1,0 +1,224 @@
+"""What the ranks themselves found wrong, as findings; the same trouble of many ranks is one. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from distdiag import knowledge
+from distdiag.cluster.hosts import name_ranks
+from distdiag.commands.gpu_test.words import amount, place, where, who
+from distdiag.report import Finding, Fix, Level, Where
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from distdiag.cluster.launch import Trace
+    from distdiag.commands.gpu_test.blame import Blame, Trouble
+
+
+def findings_of(parts: Blame, traces: list[Trace]) -> list[Finding]:
+    """Make one finding of each trouble, for all ranks that have it."""
+    by_kind: dict[tuple[str, str], list[Trouble]] = {}
+    for trouble in parts.troubles:
+        by_kind.setdefault((trouble.kind, trouble.message), []).append(trouble)
+    make = {
+        "no-torch": _no_torch,
+        "cuda-unavailable": _cuda_unavailable,
+        "port-foreign": _port_foreign,
+        "mismatch": _mismatch,
+        "wrong-result": _wrong_result,
+        "out-of-memory": _out_of_memory,
+        "memory-corrupt": _memory_corrupt,
+    }
+    by_rank = {trace.rank: trace for trace in traces}
+    return [
+        make.get(kind, _failed)(group, [by_rank[trouble.rank] for trouble in group])
+        for (kind, _), group in by_kind.items()
+    ]
+
+
+def failed_ranks(parts: Blame) -> set[int]:
+    """Ranks that saw something wrong of their own, or do not agree with what was planned."""
+    failed: set[int] = set()
+    sources = _sources(parts.troubles)
+    for trouble in parts.troubles:
+        if trouble.kind == "mismatch":
+            failed |= odd_ranks(trouble)
+        elif trouble.kind != "wrong-result" or not sources or trouble in sources:
+            failed.add(trouble.rank)
+    return failed
+
+
+def _sources(troubles: Iterable[Trouble]) -> list[Trouble]:
+    """Wrong results whose rank had sent wrong data itself: the others' are its consequence."""
+    return [trouble for trouble in troubles if trouble.details.get("own_wrong")]
+
+
+def _no_torch(group: list[Trouble], traces: list[Trace]) -> Finding:
+    first = group[0]
+    python = str(first.details.get("python", "python3"))
+    absent = bool(first.details.get("missing"))
+    return Finding(
+        id="gpu-test.no-torch",
+        level=Level.FAIL,
+        title=f"{who(traces)} cannot import torch: {first.message}",
+        detail="There is no torch in this Python." if absent else "There is a torch, and it does not load.",
+        where=where(traces),
+        evidence=(f"python: {python}",),
+        fix=Fix(
+            text="install it into that Python"
+            if absent
+            else "install it again, or clear what shadows it (PYTHONPATH, LD_LIBRARY_PATH)",
+            commands=(f"{python} -m pip install {'' if absent else '--force-reinstall '}torch",),
+        ),
+    )
+
+
+def _cuda_unavailable(group: list[Trouble], traces: list[Trace]) -> Finding:
+    built_for = group[0].details.get("built_for")
+    torch = group[0].details.get("torch")
+    known = knowledge.recognise(group[0].message)
+    cpu_only = "this torch was built for the CPU only; install a CUDA build of it"
+    return Finding(
+        id="gpu-test.cuda-unavailable",
+        level=Level.FAIL,
+        title=f"{who(traces)} cannot use a GPU: {group[0].message}",
+        where=where(traces),
+        evidence=(f"torch {torch}, built for {'CUDA ' + str(built_for) if built_for else 'the CPU only'}",),
+        fix=Fix(text=known.fix, commands=known.commands)
+        if known
+        else Fix(text=cpu_only if not built_for else "see what the driver says", commands=("nvidia-smi",)),
+    )
+
+
+def _port_foreign(group: list[Trouble], traces: list[Trace]) -> Finding:
+    details = group[0].details
+    said = f'it says "{group[0].message}"' if group[0].message else "it hangs up without a word"
+    return Finding(
+        id="gpu-test.port-foreign",
+        level=Level.FAIL,
+        title=f"{details.get('address')} port {details.get('port')} does not lead {who(traces)} to rank 0: {said}",
+        where=where(traces),
+        fix=Fix(text="use another rendezvous port", commands=("distdiag gpu-test --master-port 0",)),
+    )
+
+
+def odd_ranks(trouble: Trouble) -> set[int]:
+    """Ranks that differ: from most others; all that are named where no value has a majority."""
+    odd: set[int] = set()
+    planned = _planned(trouble)
+    for field, values in _differing(trouble).items():
+        groups = {value: set(ranks) for value, ranks in values.items()}
+        usual = planned.get(field)
+        if usual not in groups:
+            most = sorted(groups, key=lambda value: len(groups[value]))
+            usual = most[-1] if len(groups[most[-1]]) > len(groups[most[-2]]) else None
+        odd |= {rank for value, ranks in groups.items() if value != usual for rank in ranks}
+    return odd
+
+
+def _mismatch(group: list[Trouble], traces: list[Trace]) -> Finding:
+    odd = odd_ranks(group[0])
+    fields = _differing(group[0])
+    words = [
+        f"{field} is {' but '.join(f'{value} on {name_ranks(ranks)}' for value, ranks in values.items())}"
+        for field, values in fields.items()
+    ]
+    versions = set(fields) & {"torch", "nccl"}
+    fix = (
+        "make every rank use the same environment"
+        if versions
+        else "make every rank call the same collective with the same dtype and size"
+    )
+    return Finding(
+        id="gpu-test.mismatch",
+        level=Level.FAIL,
+        title=f"{name_ranks(odd)} {'does' if len(odd) == 1 else 'do'} not agree with the plan: {'; '.join(words)}",
+        detail="The collective was not run: Gloo would return wrong data without an error, NCCL would hang.",
+        where=Where(hosts=tuple({trace.host for trace in traces}), ranks=tuple(sorted(odd))),
+        fix=Fix(text=fix),
+    )
+
+
+def _planned(trouble: Trouble) -> dict[str, str]:
+    planned = trouble.details.get("planned")
+    return {str(k): str(v) for k, v in planned.items()} if isinstance(planned, dict) else {}
+
+
+def _differing(trouble: Trouble) -> dict[str, dict[str, list[int]]]:
+    differing = trouble.details.get("differing")
+    return differing if isinstance(differing, dict) else {}
+
+
+def _wrong_result(group: list[Trouble], traces: list[Trace]) -> Finding:
+    sources = _sources(group)
+    told: dict[str, Any] = (sources or group)[0].details
+    first, total = told["first_index"], told["total"]
+    values = f"{told['got']:.10g} instead of {told['expected']:.10g}"
+    seen = f"{told['wrong']} of {total} elements, the first at index {first}: {values}"
+    if sources:
+        guilty = [trace for trace in traces if trace.rank in {trouble.rank for trouble in sources}]
+        where_wrong = f"{told['own_wrong']} wrong element(s), the first at index {told['own_first_index']}"
+        title = f"{who(guilty)} sent wrong data from its own memory: {where_wrong}"
+        fix = "the data was wrong before it was sent: suspect that rank's memory (ECC errors) or device"
+    else:
+        guilty = traces
+        title = f"{who(guilty)} received a wrong sum: {told['how']}"
+        fix = (
+            "every rank's own data is right, so it changed on the way or in the reduction: suspect the link, or the "
+            "peer access between the devices"
+        )
+    return Finding(
+        id="gpu-test.wrong-result",
+        level=Level.FAIL,
+        title=title,
+        detail=f"{name_ranks(one.rank for one in traces).capitalize()} received a wrong sum ({told['how']}): {seen}. "
+        "all_reduce returned without an error.",
+        where=where(guilty),
+        fix=Fix(text=fix),
+    )
+
+
+def _out_of_memory(group: list[Trouble], traces: list[Trace]) -> Finding:
+    details: dict[str, Any] = group[0].details
+    return Finding(
+        id="gpu-test.out-of-memory",
+        level=Level.FAIL,
+        title=f"{who(traces)} could allocate {amount(details['got_bytes'])} of {amount(details['asked_bytes'])}",
+        detail=group[0].message,
+        where=where(traces),
+        fix=Fix(
+            text="see who else uses that memory, or ask for less",
+            commands=("nvidia-smi", "distdiag gpu-test --memory 0.25"),
+        ),
+    )
+
+
+def _memory_corrupt(group: list[Trouble], traces: list[Trace]) -> Finding:
+    details: dict[str, Any] = group[0].details
+    return Finding(
+        id="gpu-test.memory-corrupt",
+        level=Level.FAIL,
+        title=f"{who(traces)} did not read back what it wrote in {len(details['chunks'])} chunk(s) of "
+        f"{amount(details['chunk_bytes'])}",
+        where=where(traces),
+        fix=Fix(
+            text="the memory of that device is faulty; see its ECC errors",
+            commands=("nvidia-smi -q -d ECC,PAGE_RETIREMENT",),
+        ),
+    )
+
+
+def _failed(group: list[Trouble], traces: list[Trace]) -> Finding:
+    known = knowledge.recognise(group[0].message)
+    stage, doing = place(traces[0], before_end=True)
+    return Finding(
+        id="gpu-test.rank-failed",
+        level=Level.FAIL,
+        title=f"{who(traces)} failed in stage {stage} ({doing}): {known.means if known else group[0].message}",
+        detail=group[0].message if known else "",
+        where=where(traces),
+        fix=Fix(text=known.fix, commands=known.commands)
+        if known
+        else Fix(text="run again with the ranks' logs kept", commands=("distdiag gpu-test --nccl-debug",)),
+    )

@@ -1,0 +1,75 @@
+"""One TAB in each shell, with the files of completions/ put where that shell looks for them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pexpect
+import pytest
+from support import need
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def shell_home(tmp_path: Path) -> dict[str, str]:
+    """An environment with an empty home and this distdiag on PATH."""
+    return {
+        "HOME": str(tmp_path),
+        "ZDOTDIR": str(tmp_path),
+        "XDG_CONFIG_HOME": str(tmp_path / "config"),
+        "XDG_DATA_HOME": str(tmp_path / "data"),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "TERM": "dumb",
+    }
+
+
+def press_tab(command: list[str], environment: dict[str, str], prepare: str, typed: str, expected: str) -> None:
+    """Start a shell, type, press TAB once, and wait for what the completion should insert."""
+    shell = pexpect.spawn(command[0], command[1:], env=environment, encoding="utf-8", timeout=20)
+    try:
+        shell.sendline(prepare + "; echo RE''ADY")
+        shell.expect("READY")
+        shell.send(typed + "\t")
+        shell.expect_exact(expected)
+    finally:
+        shell.close(force=True)
+
+
+def test_bash(shell_home: dict[str, str]) -> None:
+    need("bash")
+    prepare = f"source {ROOT}/completions/distdiag.bash"
+    press_tab(["bash", "--norc", "--noprofile", "-i"], shell_home, prepare, "distdiag gpu", "distdiag gpu-test")
+
+
+def test_zsh_completes_on_the_first_tab_of_an_autoloaded_file(shell_home: dict[str, str]) -> None:
+    need("zsh")
+    prepare = f"fpath=({ROOT}/completions $fpath); autoload -Uz compinit; compinit -u -D"
+    press_tab(["zsh", "-f", "-i"], shell_home, prepare, "distdiag gpu", "-test")
+
+
+def test_fish(shell_home: dict[str, str]) -> None:
+    need("fish")
+    folder = Path(shell_home["XDG_CONFIG_HOME"]) / "fish" / "completions"
+    folder.mkdir(parents=True)
+    (folder / "distdiag.fish").symlink_to(ROOT / "completions" / "distdiag.fish")
+    # complete -C gives what TAB would, in fish's own words.
+    done = subprocess.run(
+        ["fish", "-c", "complete -C 'distdiag gpu'; complete -C 'distdiag gpu-test --back'"],
+        env=shell_home,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    words = [line.split("\t")[0] for line in done.stdout.splitlines()]
+    assert words == ["gpu-test", "--backend"]
+
+
+def test_the_files_are_what_the_program_generates(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, ROOT / "tests" / "make_completions.py", tmp_path], check=True, timeout=60)
+    for path in (ROOT / "completions").iterdir():
+        assert path.read_text() == (tmp_path / path.name).read_text(), "run: make completions"

@@ -1,0 +1,133 @@
+"""gpu-test on ranks that fail for real, each in one named way."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from support import Running, gpu_test
+
+STAGES = ("start", "connect", "init", "agree", "reduce", "memory", "done")
+
+
+def test_healthy_ranks_are_ok_and_everything_was_checked() -> None:
+    result = gpu_test("--nproc", "3")
+    assert result.code == 0
+    assert result.report["verdict"] == "ok"
+    data = result.report["data"]
+    assert data["world_size"] == 3
+    assert (data["backend"], data["device"]) == ("gloo", "cpu")
+    assert data["memory_bytes"] == 64 * 2**20
+    assert data["versions"]["torch"]
+    assert data["versions"]["python"].startswith("3.")
+    assert [(rank["rank"], rank["stage"], rank["status"]) for rank in data["ranks"]] == [
+        (rank, "done", "ok") for rank in range(3)
+    ]
+    assert [finding["id"] for finding in result.report["findings"]] == ["gpu-test.cpu-only"]
+
+
+@pytest.mark.parametrize("kind", ["stop", "late"])
+def test_a_rank_that_does_not_come_is_named_alone_and_in_time(kind: str) -> None:
+    result = gpu_test("--nproc", "4", "--timeout", "8", "--inject", f"{kind}:2")
+    assert result.code == 1
+    assert list(result.findings) == ["rank-missing"]
+    finding = result.findings["rank-missing"]
+    assert finding["where"]["ranks"] == [2]
+    assert result.statuses == ["waiting", "waiting", "missing", "waiting"]
+    assert any("Rank.enter (rank.py" in line for line in finding["evidence"]), finding["evidence"]
+    assert result.seconds_after_last_news < 8 + 1
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_killed_in_a_stage_is_named_with_signal_and_stage(stage: str) -> None:
+    result = gpu_test("--nproc", "2", "--timeout", "20", "--inject", f"kill:1@{stage}")
+    assert result.code == 1
+    assert list(result.findings) == ["rank-died"]
+    finding = result.findings["rank-died"]
+    assert finding["where"]["ranks"] == [1]
+    assert "SIGKILL" in finding["title"]
+    assert f"in stage {stage} " in finding["title"]
+    assert result.statuses == ["waiting", "died"]
+
+
+def test_a_death_is_reported_within_a_second() -> None:
+    run = Running("gpu-test", "--nproc", "2", "--json", "--inject", "late:0@agree")
+    run.wait_for("agree: all ranks")
+    killed = run.pid_of_rank(1)
+    os.kill(killed, signal.SIGKILL)
+    from time import monotonic
+
+    killed_at = monotonic()
+    result = run.finish()
+    assert result.ended_at - killed_at < 1.2  # a second, and the program's own end
+    assert result.findings["rank-died"]["where"] == {
+        "hosts": [result.report["data"]["ranks"][1]["host"]],
+        "ranks": [1],
+        "pids": [killed],
+    }
+
+
+@pytest.mark.parametrize("stage", ["start", "connect", "init", "memory", "done"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_is_named_in_every_stage_rank_zero_too(rank: int, stage: str) -> None:
+    result = gpu_test("--nproc", "2", "--timeout", "2", "--inject", f"stop:{rank}@{stage}")
+    assert result.code == 1
+    assert list(result.findings) == ["rank-missing"]
+    assert result.findings["rank-missing"]["where"]["ranks"] == [rank]
+    assert result.statuses[rank] == "missing"
+    assert result.statuses[1 - rank] == "waiting"
+
+
+@pytest.mark.parametrize(
+    ("number", "finding", "status"),
+    [(signal.SIGSTOP, "rank-missing", "missing"), (signal.SIGKILL, "rank-died", "died")],
+)
+@pytest.mark.parametrize("stage", ["start", "reduce"])
+def test_a_signal_from_another_program_gives_the_same_answer(
+    number: signal.Signals, finding: str, status: str, stage: str
+) -> None:
+    # The buffer is large so that the reduction is still under way when the signal comes.
+    run = Running("gpu-test", "--nproc", "3", "--timeout", "4", "--size", "768MiB", "--json")
+    run.wait_for(f"{stage}: all ranks")
+    os.kill(run.pid_of_rank(2), number)
+    result = run.finish()
+    assert result.code == 1
+    assert list(result.findings) == [finding]
+    assert result.findings[finding]["where"]["ranks"] == [2]
+    assert result.statuses == ["waiting", "waiting", status]
+
+
+def test_one_changed_element_is_found_although_gloo_is_content() -> None:
+    result = gpu_test("--nproc", "4", "--inject", "corrupt:3")
+    assert result.code == 1
+    assert list(result.findings) == ["wrong-result"]
+    finding = result.findings["wrong-result"]
+    assert finding["where"]["ranks"] == [3]
+    middle = 4 * 2**20 // 4 // 2
+    assert f"1 wrong element(s), the first at index {middle}" in finding["title"]
+    assert f"1 of {2 * middle} elements, the first at index {middle}" in finding["detail"]
+    assert result.statuses == ["ok", "ok", "ok", "failed"]
+
+
+@pytest.mark.parametrize("nproc", [2, 4])
+def test_another_dtype_is_found_before_the_collective(nproc: int) -> None:
+    result = gpu_test("--nproc", str(nproc), "--inject", "dtype:1")
+    assert result.code == 1
+    assert list(result.findings) == ["mismatch"]
+    finding = result.findings["mismatch"]
+    assert finding["where"]["ranks"] == [1]
+    assert "float64 on rank 1" in finding["title"]
+    assert {rank["stage"] for rank in result.report["data"]["ranks"]} == {"agree"}
+
+
+def test_a_rank_without_torch_is_named_with_its_python() -> None:
+    result = gpu_test("--nproc", "3", "--inject", "no-import:0")
+    assert result.code == 1
+    assert list(result.findings) == ["no-torch"]
+    finding = result.findings["no-torch"]
+    assert finding["where"]["ranks"] == [0]
+    assert "No module named 'torch'" in finding["title"]
+    assert finding["fix"]["commands"][0].endswith("-m pip install torch")
+    assert result.statuses == ["failed", "waiting", "waiting"]
+    assert result.report["data"]["versions"]["torch"], "the others had come far enough to tell"

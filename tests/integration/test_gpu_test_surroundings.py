@@ -1,0 +1,236 @@
+"""gpu-test on machines that are not as they should be, and on hands that type something else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import site
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from support import PROGRAM, Running, distdiag, gpu_test, need_mounts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--nproc", "0"),
+        ("--backend", "mpi"),
+        ("--backend", "nccl", "--device", "cpu"),
+        ("--size", "a lot"),
+        ("--memory", "1.5"),
+        ("--timeout", "0"),
+        ("--inject", "burn:1"),
+        ("--inject", "corrupt:1@memory"),
+        ("--inject", "kill:2", "--nproc", "2"),
+        ("--no-such-option",),
+    ],
+)
+def test_wrong_usage_is_exit_2_with_a_reason_in_json_too(arguments: tuple[str, ...]) -> None:
+    plain = distdiag("gpu-test", *arguments)
+    assert plain.code == 2
+    assert plain.out == ""
+    assert "Traceback" not in plain.err
+    result = distdiag("gpu-test", *arguments, "--json")
+    assert result.code == 2
+    assert result.report["exit_code"] == 2
+    assert result.report["error"]["id"] == "usage"
+    assert result.report["error"]["message"] in " ".join(plain.err.split())
+
+
+def test_nccl_without_a_gpu_is_a_finding_with_a_way_out() -> None:
+    if Path("/proc/driver/nvidia/version").exists():
+        pytest.skip("this machine has an NVIDIA driver")
+    result = gpu_test("--backend", "nccl", "--nproc", "4")
+    assert result.code == 1
+    assert list(result.findings) == ["too-few-gpus"]
+    command = result.findings["too-few-gpus"]["fix"]["commands"][0].split()
+    assert distdiag(*command[1:], "--size", "1MiB").code == 0
+
+
+@pytest.fixture
+def http_server(tmp_path: Path) -> Iterator[tuple[int, int]]:
+    """A foreign web server: its port and pid."""
+    with subprocess.Popen(
+        [sys.executable, "-u", "-m", "http.server", "0", "--directory", tmp_path],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as server:
+        assert server.stdout is not None
+        port = int(server.stdout.readline().split(" port ")[1].split()[0])
+        yield port, server.pid
+        server.kill()
+
+
+def test_a_foreign_web_server_on_the_port_is_named_and_quoted(http_server: tuple[int, int]) -> None:
+    port, pid = http_server
+    began = time.monotonic()
+    result = gpu_test("--master-port", str(port))
+    assert time.monotonic() - began < 4
+    assert result.code == 1
+    finding = result.findings["port-foreign"]
+    assert finding["where"]["pids"] == [pid]
+    assert "http.server" in finding["title"]
+    assert "HTTP" in finding["title"] or "html" in finding["title"].lower()
+
+
+def test_a_port_that_is_taken_is_named_with_its_owner() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = gpu_test("--master-port", str(port))
+    assert result.code == 1
+    finding = result.findings["port-taken"]
+    assert finding["where"]["pids"] == [os.getpid()]
+    assert f"port {port}" in finding["title"]
+
+
+def test_a_torch_that_does_not_load_is_told_with_its_own_words(tmp_path: Path) -> None:
+    broken = tmp_path / "torch"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("import ctypes\nctypes.CDLL('libcudart.so.12.not-there')\n")
+    result = gpu_test(env={"PYTHONPATH": str(tmp_path)})
+    assert result.code == 1
+    finding = result.findings["no-torch"]
+    assert finding["where"]["ranks"] == [0, 1]
+    assert "libcudart.so.12.not-there: cannot open shared object file" in finding["title"]
+
+
+@pytest.fixture
+def python_without_torch(tmp_path: Path) -> Path:
+    """A virtual environment with all that distdiag needs but torch."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True, timeout=60)
+    target = tmp_path / "venv" / "lib" / f"python3.{sys.version_info[1]}" / "site-packages"
+    for package in Path(site.getsitepackages()[0]).iterdir():
+        if not package.name.startswith(("torch", "functorch")):
+            (target / package.name).symlink_to(package)
+    return tmp_path / "venv" / "bin" / "python"
+
+
+def test_distdiag_works_where_there_is_no_torch(python_without_torch: Path) -> None:
+    done = subprocess.run(
+        [python_without_torch, "-m", "distdiag", "gpu-test", "--json"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1, done.stderr
+    (finding,) = (one for one in json.loads(done.stdout)["findings"] if one["level"] == "fail")
+    assert finding["id"] == "gpu-test.no-torch"
+    assert finding["where"]["ranks"] == [0, 1]
+    assert finding["fix"]["commands"] == [f"{python_without_torch} -m pip install torch"]
+
+
+def test_a_small_dev_shm_is_a_warning_and_strict_makes_it_a_fault() -> None:
+    need_mounts()
+    small = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"', "sh")
+    result = gpu_test(wrap=small)
+    assert (result.code, result.report["verdict"]) == (0, "warn")
+    assert list(result.findings) == ["shm-small"]
+    assert gpu_test("--strict", wrap=small).code == 1
+
+
+def _all_temporary_directories_read_only() -> tuple[str, ...]:
+    need_mounts()
+    places = {"/tmp", "/var/tmp", "/usr/tmp", os.getcwd()}
+    script = "".join(
+        f"mount --bind {place} {place} && mount -o remount,bind,ro {place} && "
+        for place in sorted(places)
+        if os.path.isdir(place)
+    )
+    return ("unshare", "-m", "sh", "-c", script + 'exec "$@"', "sh")
+
+
+def test_a_read_only_temporary_directory_matters_only_for_logs() -> None:
+    read_only = _all_temporary_directories_read_only()
+    assert gpu_test(wrap=read_only).code == 0
+    result = gpu_test("--nccl-debug", wrap=read_only)
+    assert result.code == 3
+    assert "TMPDIR=" in result.report["error"]["hint"]
+
+
+def test_nccl_debug_keeps_what_each_rank_prints() -> None:
+    result = gpu_test("--nccl-debug", "--inject", "kill:1@memory")
+    folder = Path(result.report["data"]["log_dir"])
+    try:
+        assert sorted(path.name for path in folder.iterdir()) == ["rank-0.log", "rank-1.log"]
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_several_of_us_under_a_launcher_do_not_multiply() -> None:
+    launched = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    result = gpu_test(env=launched)
+    assert result.code == 2
+    assert "Open MPI started this as rank 1 of 4" in result.report["error"]["message"]
+
+
+def test_ctrl_c_reports_what_is_known_and_leaves_nothing() -> None:
+    run = Running("gpu-test", "--nproc", "3", "--json", "--inject", "stop:1@memory")
+    run.wait_for("memory: all ranks")
+    os.killpg(run.process.pid, signal.SIGINT)
+    result = run.finish(timeout=5)
+    assert result.code == 130
+    assert result.report["exit_code"] == 130
+    assert result.report["verdict"] == "unknown"
+    assert [rank["stage"] for rank in result.report["data"]["ranks"]][1] == "memory"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_a_distdiag_that_is_killed_leaves_no_rank_not_even_a_stopped_one(number: signal.Signals) -> None:
+    run = Running("gpu-test", "--nproc", "2", "--inject", "stop:1@memory")
+    run.wait_for("memory: all ranks")
+    assert len(run.left_behind()) == 3  # the agent and two ranks
+    os.kill(run.process.pid, number)
+    assert run.finish().code == -number
+
+
+def test_an_agent_that_is_killed_takes_its_ranks_along() -> None:
+    run = Running("gpu-test", "--nproc", "2", "--json", "--inject", "stop:1@memory")
+    run.wait_for("memory: all ranks")
+    (agent,) = (line for line in run.left_behind() if "distdiag-agent" in line)
+    os.kill(int(agent.partition(":")[0]), signal.SIGKILL)
+    result = run.finish()
+    assert result.code == 3
+    assert result.report["error"]["id"] == "distdiag.node-failed"
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    pipe = f"{PROGRAM} gpu-test --size 1MiB 2>/dev/null | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", pipe], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines() == ["distdiag gpu-test: OK", "0"]
+    assert done.stderr == ""
+
+
+def test_a_stdout_that_is_closed_or_full_is_no_traceback() -> None:
+    command = f"{PROGRAM} gpu-test --size 1MiB --nproc 1"
+    closed = subprocess.run(["bash", "-c", f"{command} >&-"], capture_output=True, text=True, check=False, timeout=60)
+    assert closed.returncode == 0
+    assert "Traceback" not in closed.stderr
+    full = subprocess.run(
+        ["bash", "-c", f"{command} >/dev/full"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert full.returncode == 3
+    assert "No space left on device" in full.stderr
+
+
+def test_what_people_read_fits_80_columns_and_has_no_colour_in_a_pipe() -> None:
+    result = distdiag("gpu-test", "--size", "1MiB", "--nproc", "3", "--timeout", "2", "--inject", "stop:1")
+    lines = result.out.splitlines()
+    assert lines[0] == "distdiag gpu-test: FAIL"
+    assert [line for line in lines if line.startswith(("0,2 ", "1 "))], "equal ranks fold into one row"
+    assert max(len(line) for line in lines if not line.startswith("    ")) <= 80
+    assert "\x1b" not in result.out
+    assert "rank 1 (" in result.out

@@ -1,0 +1,11 @@
+"""The least that a communication test can do: one element, summed twice, no check."""
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+element = torch.ones(1)
+for _ in range(2):
+    dist.all_reduce(element)
+print("OK", flush=True)
+dist.destroy_process_group()

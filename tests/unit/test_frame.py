@@ -1,0 +1,146 @@
+"""The contract that every command keeps: exit status, JSON keys, light start, import rules."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from support import distdiag
+
+from distdiag.deliver import Output, deliver
+from distdiag.errors import DistdiagError
+from distdiag.report import Finding, Fix, Level, Report, Verdict, Where
+
+
+def report_with(*levels: Level, interrupted: bool = False) -> Report[None]:
+    findings = tuple(
+        Finding(
+            id=f"test.{number}",
+            level=level,
+            title="[rank0] is [red]odd[/red]",
+            where=Where(ranks=(0,)),
+            fix=Fix(text="wait", commands=("true",)),
+        )
+        for number, level in enumerate(levels)
+    )
+    return Report(command="test", data=None, findings=findings, summary="a sentence", interrupted=interrupted)
+
+
+@pytest.mark.parametrize(
+    ("levels", "verdict", "code", "strict_code"),
+    [
+        ((), Verdict.OK, 0, 0),
+        ((Level.INFO,), Verdict.OK, 0, 0),
+        ((Level.WARN, Level.INFO), Verdict.WARN, 0, 1),
+        ((Level.UNKNOWN, Level.WARN), Verdict.UNKNOWN, 3, 3),
+        ((Level.UNKNOWN, Level.FAIL), Verdict.FAIL, 1, 1),
+    ],
+)
+def test_the_worst_level_decides(levels: tuple[Level, ...], verdict: Verdict, code: int, strict_code: int) -> None:
+    report = report_with(*levels)
+    assert report.verdict is verdict
+    assert report.exit_code() == code
+    assert report.exit_code(strict=True) == strict_code
+
+
+def test_an_interrupted_report_is_130_and_never_ok() -> None:
+    report = report_with(interrupted=True)
+    assert (report.verdict, report.exit_code()) == (Verdict.UNKNOWN, 130)
+
+
+def delivered(report: Report[None], capsys: pytest.CaptureFixture[str], *, as_json: bool) -> tuple[int, str]:
+    with pytest.raises(typer.Exit) as end:
+        deliver("test", lambda: report, lambda _: (), Output(json=as_json))
+    return end.value.exit_code, capsys.readouterr().out
+
+
+def test_the_json_keys_are_pinned(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = delivered(report_with(Level.FAIL), capsys, as_json=True)
+    document = json.loads(out)
+    assert code == document["exit_code"] == 1
+    assert list(document) == ["schema", "version", "command", "exit_code", "verdict", "summary", "findings", "data"]
+    assert document["schema"] == "distdiag/1"
+    (finding,) = document["findings"]
+    assert list(finding) == ["id", "level", "title", "detail", "where", "evidence", "fix"]
+    assert finding["where"] == {"hosts": [], "ranks": [0], "pids": []}
+    assert finding["fix"] == {"text": "wait", "commands": ["true"]}
+
+
+def test_the_json_keys_of_a_failure_are_pinned(capsys: pytest.CaptureFixture[str]) -> None:
+    def broken() -> Report[None]:
+        raise DistdiagError("no", hint="try again")
+
+    with pytest.raises(typer.Exit) as end:
+        deliver("test", broken, lambda _: (), Output(json=True))
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    assert end.value.exit_code == document["exit_code"] == 3
+    assert list(document) == ["schema", "version", "command", "exit_code", "error"]
+    assert document["error"] == {"id": "distdiag.failed", "message": "no", "hint": "try again"}
+    assert captured.err == "distdiag test: no\nhint: try again\n"
+
+
+def test_square_brackets_in_data_survive(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out = delivered(report_with(Level.WARN, Level.INFO), capsys, as_json=False)
+    assert "[rank0] is [red]odd[/red]" in out
+
+
+def test_the_verdict_and_its_fix_come_last(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out = delivered(report_with(Level.FAIL, Level.INFO, Level.WARN), capsys, as_json=False)
+    lines = out.splitlines()
+    assert lines[0] == "distdiag test: FAIL"
+    assert lines[-4:] == ["FAIL  test.0", "  a sentence", "  fix: wait", "    true"]
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    def buggy() -> Report[None]:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        deliver("test", buggy, lambda _: (), Output())
+
+
+def test_starting_up_imports_nothing_heavy() -> None:
+    heavy = "torch", "paramiko", "rich", "msgspec", "asyncio"
+    script = f"import sys, distdiag, distdiag.cli; print([m for m in {heavy!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=30)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_library_surface_is_lazy_and_complete() -> None:
+    script = (
+        "import sys, distdiag\n"
+        "assert 'distdiag.report' not in sys.modules\n"
+        "assert all(getattr(distdiag, name).__name__ == name for name in distdiag.__all__)\n"
+        "try: distdiag.nothing\n"
+        "except AttributeError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=30)
+    assert done.stdout.strip() == "module 'distdiag' has no attribute 'nothing'"
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("gpu-test", "--help"), ("-h",), ()])
+def test_every_help_fits_80_columns(arguments: tuple[str, ...]) -> None:
+    result = distdiag(*arguments)
+    text = result.out + result.err
+    assert "Usage: distdiag" in text
+    assert max(len(line) for line in text.splitlines()) <= 80
+
+
+def test_python_dash_m_is_the_same_program() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "distdiag", "--version"], capture_output=True, text=True, check=True, timeout=30
+    )
+    assert done.stdout.startswith("distdiag 0.")
+
+
+def test_no_project_file_breaks_the_import_rules() -> None:
+    program = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run(
+        [program], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stdout

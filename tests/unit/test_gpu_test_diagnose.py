@@ -1,0 +1,239 @@
+"""gpu-test's judgement on facts: what cannot be had on a machine without GPUs, and who is to blame."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from distdiag import knowledge
+from distdiag.cluster.hosts import fold_ranks, name_ranks
+from distdiag.cluster.launch import Ending, Event, Inspection, Outcome, Trace
+from distdiag.commands.gpu_test.collect import Gpus, NodeFacts
+from distdiag.commands.gpu_test.diagnose import Course, diagnose
+from distdiag.commands.gpu_test.findings import covers
+from distdiag.commands.gpu_test.model import Backend, Device, Plan, Request
+from distdiag.commands.gpu_test.plan import make_plan
+from distdiag.errors import UsageError
+from distdiag.options import parse_size
+from distdiag.report import Finding
+
+
+def node(*, visible: int | None = 0, driver: bool = False, error: str = "", hidden: str | None = None) -> NodeFacts:
+    return NodeFacts(
+        host="node1",
+        python="/usr/bin/python3",
+        gpus=Gpus(driver, visible, error),
+        cuda_visible_devices=hidden,
+        memory_available_bytes=2**33,
+        shm_free_bytes=2**33,
+        shm_total_bytes=2**33,
+    )
+
+
+def step(stage: str, at: int, *, waiting: bool = False, **payload: Any) -> Event:  # noqa: ANN401
+    return Event(stage=stage, at=at, note="a step", waiting=waiting, elapsed_s=1.0, payload=payload)
+
+
+def seen(state: str, *frames: str) -> Inspection:
+    return Inspection(state=state, wait_channel="", frames=frames, stack_error="" if frames else "no", tail="")
+
+
+def trace(rank: int, *events: Event, ended: int | None = None, tail: str = "", look: Inspection | None = None) -> Trace:
+    ending = None if ended is None else Ending(status=ended, elapsed_s=2.0, tail=tail, oom_kills=0)
+    return Trace(
+        rank=rank, local_rank=rank, host="node1", pid=100 + rank, events=list(events), ending=ending, inspection=look
+    )
+
+
+def judged(outcome: Outcome, *traces: Trace, request: Request | None = None) -> tuple[dict[str, Finding], list[str]]:
+    request = request or Request(device=Device.CPU)
+    plan = make_plan(Request(nproc=len(traces), device=Device.CPU), node())
+    assert isinstance(plan, Plan)
+    report = diagnose(request, node(), plan, Course(outcome, list(traces), None))
+    statuses = [rank.status for rank in report.data.ranks]
+    return {finding.id.partition(".")[2]: finding for finding in report.findings}, list(statuses)
+
+
+def test_the_rank_with_the_fewest_steps_is_missing() -> None:
+    waits = step("reduce", 3, waiting=True)
+    found, statuses = judged(
+        Outcome.STALLED,
+        trace(0, waits, look=seen("S", "all_reduce (d.py:1)")),
+        trace(1, step("reduce", 2), look=seen("R", "load (train.py:26)")),
+        trace(2, waits, look=seen("S", "all_reduce (d.py:1)")),
+    )
+    assert list(found) == ["rank-missing"]
+    assert found["rank-missing"].where.ranks == (1,)
+    assert "load (train.py:26)" in found["rank-missing"].title
+    assert statuses == ["waiting", "missing", "waiting"]
+
+
+def test_a_stopped_rank_is_missing_even_when_it_came_further_than_the_others() -> None:
+    found, _ = judged(
+        Outcome.STALLED,
+        trace(0, step("init", 1, waiting=True), look=seen("T", "init (rank.py:1)")),
+        trace(1, step("connect", 0, waiting=True), look=seen("S", "greet (rendezvous.py:1)")),
+    )
+    assert found["rank-missing"].where.ranks == (0,)
+
+
+def test_when_all_are_in_the_same_step_nobody_is_blamed() -> None:
+    waits = step("reduce", 3, waiting=True)
+    found, statuses = judged(Outcome.STALLED, trace(0, waits, look=seen("S")), trace(1, waits, look=seen("S")))
+    assert list(found) == ["all-waiting"]
+    assert statuses == ["waiting", "waiting"]
+
+
+def test_words_of_survivors_are_no_cause() -> None:
+    complaint = {"kind": "exception", "message": "[enforce fail at pair.cc:1] Connection closed by peer [::1]:1"}
+    found, statuses = judged(
+        Outcome.FAULT,
+        trace(0, step("reduce", 4, trouble=complaint, fatal=True), ended=1),
+        trace(1, step("reduce", 3), ended=-9),
+        trace(2, step("reduce", 3), ended=-6, tail="terminate called\n  what(): Connection reset by peer"),
+    )
+    assert list(found) == ["rank-died"]
+    assert found["rank-died"].where.ranks == (1,)
+    assert statuses == ["waiting", "died", "waiting"]
+
+
+def test_a_complaint_that_nothing_else_explains_is_still_told() -> None:
+    complaint = {"kind": "exception", "message": "Connection closed by peer"}
+    found, statuses = judged(
+        Outcome.FAULT,
+        trace(0, step("reduce", 4, trouble=complaint, fatal=True), ended=1),
+        trace(1, step("reduce", 3, waiting=True)),
+    )
+    assert list(found) == ["rank-failed"]
+    assert statuses == ["failed", "waiting"]
+
+
+def test_an_exit_after_the_last_barrier_is_still_a_death() -> None:
+    finished = step("done", 2, finished=True)
+    found, _ = judged(Outcome.FAULT, trace(0, finished, ended=0), trace(1, step("done", 1), ended=-11))
+    assert found["rank-died"].where.ranks == (1,)
+    assert "SIGSEGV" in found["rank-died"].title
+
+
+def test_versions_without_a_majority_blame_all_that_differ() -> None:
+    differing = {"nccl": {"2.19.3": [0], "2.21.5": [1]}}
+    held = step("agree", 2, waiting=True, held=True)
+    found, statuses = judged(
+        Outcome.FAULT,
+        trace(0, step("agree", 1, trouble={"kind": "mismatch", "differing": differing}), held, ended=1),
+        trace(1, held, ended=1),
+    )
+    assert found["mismatch"].where.ranks == (0, 1)
+    assert statuses == ["failed", "failed"]
+
+
+def test_the_out_of_memory_killer_is_named_when_it_acted() -> None:
+    dead = trace(1, step("memory", 0), ended=-9)
+    dead.ending = Ending(status=-9, elapsed_s=1, tail="", oom_kills=1)
+    found, _ = judged(Outcome.FAULT, trace(0, step("done", 0, waiting=True)), dead)
+    assert found["rank-died"].fix is not None
+    assert "out-of-memory killer ended 1" in found["rank-died"].fix.text
+
+
+def test_a_gpu_that_torch_has_no_code_for_is_named() -> None:
+    started = {"capability": "12.0", "arch_list": ["sm_80", "sm_90"], "device_name": "NVIDIA RTX 5090"}
+    error = {"kind": "exception", "message": "CUDA error: no kernel image is available for execution on the device"}
+    found, _ = judged(
+        Outcome.FAULT,
+        trace(0, step("start", 2, started=started), step("reduce", 4, trouble=error, fatal=True), ended=1),
+    )
+    assert next(iter(found)) == "arch-unsupported"
+    assert "NVIDIA RTX 5090 (12.0)" in found["arch-unsupported"].title
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "runs"),
+    [
+        (["sm_80"], "8.0", True),
+        (["sm_80"], "8.6", True),
+        (["sm_86"], "8.0", False),
+        (["sm_80", "sm_86"], "9.0", False),
+        (["compute_80"], "12.0", True),
+        (["sm_90a"], "9.0", True),
+        (["sm_90a"], "9.1", False),
+        (["sm_100", "sm_120"], "12.0", True),
+        (["sm_100f"], "10.3", True),
+        ([], "9.0", False),
+    ],
+)
+def test_which_gpus_an_arch_list_covers(archs: list[str], capability: str, runs: bool) -> None:
+    assert covers(archs, capability) is runs
+
+
+@pytest.mark.parametrize(
+    ("request_", "facts", "expected"),
+    [
+        (Request(), node(), (2, "gloo", "cpu")),
+        (Request(nproc=5), node(), (5, "gloo", "cpu")),
+        (Request(), node(visible=8, driver=True), (8, "nccl", "cuda")),
+        (Request(nproc=3), node(visible=8, driver=True), (3, "nccl", "cuda")),
+        (Request(backend=Backend.GLOO), node(visible=8, driver=True), (2, "gloo", "cpu")),
+        (Request(backend=Backend.GLOO, device=Device.CUDA, nproc=4), node(visible=2, driver=True), (4, "gloo", "cuda")),
+        (Request(backend=Backend.GLOO), node(visible=None, driver=True, error="wedged"), (2, "gloo", "cpu")),
+        (Request(), node(visible=0, driver=True, hidden=""), (2, "gloo", "cpu")),
+    ],
+)
+def test_what_is_run_by_default(request_: Request, facts: NodeFacts, expected: tuple[int, str, str]) -> None:
+    plan = make_plan(request_, facts)
+    assert isinstance(plan, Plan)
+    assert (plan.nproc, plan.backend, plan.device) == expected
+
+
+@pytest.mark.parametrize(
+    ("request_", "facts", "id_"),
+    [
+        (Request(nproc=9), node(visible=8, driver=True), "gpu-test.too-few-gpus"),
+        (Request(backend=Backend.NCCL), node(), "gpu-test.too-few-gpus"),
+        (Request(device=Device.CUDA), node(driver=True, hidden=""), "gpu-test.too-few-gpus"),
+        (Request(), node(visible=None, driver=True, error="cuInit failed"), "gpu-test.cuda-unavailable"),
+    ],
+)
+def test_what_cannot_be_run_says_why(request_: Request, facts: NodeFacts, id_: str) -> None:
+    finding = make_plan(request_, facts)
+    assert isinstance(finding, Finding)
+    assert finding.id == id_
+    assert finding.fix is not None
+    assert finding.fix.commands
+
+
+@pytest.mark.parametrize(
+    ("words", "role"),
+    [
+        ("RuntimeError: [pair.cc:144] Connection closed by peer [127.0.0.1]:3456", "consequence"),
+        ("Read error [127.0.0.1]:2: Connection reset by peer", "consequence"),
+        ("Timed out waiting 8000ms for recv operation to complete", "consequence"),
+        ("NCCL WARN Call to posix_fallocate failed : No space left on device", "cause"),
+        ("CUDA error: no kernel image is available for execution on the device", "cause"),
+        ("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1a000", "cause"),
+        ("Unable to find address for: nosuch0", "cause"),
+    ],
+)
+def test_known_words_are_recognised(words: str, role: str) -> None:
+    known = knowledge.recognise(words)
+    assert known is not None
+    assert known.role == role
+
+
+def test_ranks_fold() -> None:
+    assert fold_ranks([8, 0, 1, 2, 4, 4]) == "0-2,4,8"
+    assert fold_ranks([]) == ""
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks([3, 4]) == "ranks 3-4"
+
+
+def test_sizes_are_read_as_people_write_them() -> None:
+    assert [parse_size(text) for text in ("4096", "64MiB", "1.5GiB", "500MB", "2k")] == [
+        4096,
+        64 * 2**20,
+        3 * 2**29,
+        500 * 10**6,
+        2000,
+    ]
+    with pytest.raises(UsageError):
+        parse_size("-1")

@@ -1,0 +1,178 @@
+"""The node side on its own: framing, deadlines, groups, identity, the greeting at the rendezvous."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+
+import pytest
+from support import wait_until
+
+from distdiag.node import machine, rendezvous, run, stacks, wire
+from distdiag.node.identity import Identity, identify
+
+
+def test_records_are_found_among_noise_however_the_bytes_are_cut() -> None:
+    stream = b'Welcome!\n\x1eDD1 {"kind": "a", "n": 1}\nprompt$ \x1eDD1 {"kind": "b"}\n\x1eDD1 broken\n\x1eDD1 [1]\n'
+    for size in (1, 3, 7, len(stream)):
+        reader = wire.Reader()
+        records = [
+            record for start in range(0, len(stream), size) for record in reader.feed(stream[start : start + size])
+        ]
+        assert records == [{"kind": "a", "n": 1}, {"kind": "b"}]
+        assert reader.noise == b"Welcome!\n\x1eDD1 broken\n\x1eDD1 [1]\n"
+
+
+def test_endless_output_without_a_line_end_is_dropped_in_bounded_memory() -> None:
+    reader = wire.Reader()
+    for _ in range(12):
+        assert list(reader.feed(b"x" * 2**20)) == []
+    assert list(reader.feed(b'\n\x1eDD1 {"kind": "after"}\n')) == [{"kind": "after"}]
+    assert len(reader.noise) <= wire.MAX_NOISE_BYTES
+
+
+def test_run_ends_a_program_with_all_its_children_at_the_deadline() -> None:
+    script = "sleep 60 & echo $!; sleep 60"
+    began = time.monotonic()
+    done = run.run(["sh", "-c", script], timeout_s=0.3)
+    assert time.monotonic() - began < 2
+    assert (done.timed_out, done.status) == (True, -signal.SIGKILL)
+    child = int(done.stdout)
+    wait_until(lambda: machine.process_state(child).letter in ("", "Z"), 2, lambda: f"{child} lives")
+
+
+def test_run_is_not_held_up_by_a_grandchild_that_keeps_the_pipe() -> None:
+    began = time.monotonic()
+    done = run.run(["sh", "-c", "setsid sleep 5 & echo started"], timeout_s=0.5)
+    assert time.monotonic() - began < 2
+    assert done.stdout == b"started\n"
+
+
+def test_a_missing_program_is_said() -> None:
+    with pytest.raises(run.ToolMissing, match="no-such-tool"):
+        run.run(["/no/such/no-such-tool"], timeout_s=1)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        ({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),  # the batch script is no rank
+        (
+            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"},
+            Identity("torchrun", 3, 4, 1, 2),
+        ),
+        (
+            {
+                "SLURM_STEP_ID": "0",
+                "SLURM_PROCID": "4",
+                "SLURM_NTASKS": "9",
+                "SLURM_STEP_NUM_TASKS": "5",
+                "SLURM_LOCALID": "0",
+                "SLURM_NODEID": "2",
+                "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+                "PMI_RANK": "4",
+                "PMI_SIZE": "5",
+            },
+            Identity("srun", 4, 5, 0, 1),
+        ),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "1",
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+                "OMPI_COMM_WORLD_NODE_RANK": "1",
+                "SLURM_STEP_ID": "0",
+                "SLURM_PROCID": "0",
+            },
+            Identity("Open MPI", 1, 2, 1, 2),
+        ),
+        (
+            {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
+            Identity("MPICH", 0, 2, 0, 2),
+        ),
+        ({"RANK": "1", "WORLD_SIZE": "8"}, Identity("environment", 1, 8, None, None)),
+        ({"RANK": "one", "WORLD_SIZE": "8"}, None),
+    ],
+)
+def test_who_am_i(environ: dict[str, str], expected: Identity | None) -> None:
+    assert identify(environ) == expected
+
+
+def greeted(nonce_of_others: str) -> list[BaseException | None]:
+    """Let rank 0 of three receive two others; give how each of them fared."""
+    listener = rendezvous.listen(0)
+    port = listener.getsockname()[1]
+    outcomes: list[BaseException | None] = [None, None, None]
+
+    def other(rank: int) -> None:
+        try:
+            rendezvous.greet("127.0.0.1", port, nonce_of_others, rank)
+        except (rendezvous.Stranger, ConnectionError) as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=other, args=(rank,), daemon=True) for rank in (1, 2)]
+    host = threading.Thread(target=rendezvous.receive, args=(listener, "nonce", 3), daemon=True)
+    for thread in (*threads, host):
+        thread.start()
+    with socket.create_connection(("127.0.0.1", port)) as scanner:
+        scanner.sendall(b"GET / HTTP/1.0\r\n\r\n")  # a stranger on our port does not disturb
+        for thread in threads:
+            thread.join(5)
+    if nonce_of_others != "nonce":
+        # Rank 0 still waits for its own two; they come now, so that it ends.
+        late = [threading.Thread(target=rendezvous.greet, args=("127.0.0.1", port, "nonce", rank)) for rank in (1, 2)]
+        for thread in late:
+            thread.start()
+        for thread in late:
+            thread.join(5)
+    host.join(5)
+    assert not host.is_alive()
+    listener.close()
+    return outcomes
+
+
+def test_ranks_with_the_nonce_meet() -> None:
+    assert greeted("nonce") == [None, None, None]
+
+
+def test_ranks_of_another_run_are_not_let_in() -> None:
+    _, one, two = greeted("another")
+    assert isinstance(one, rendezvous.Stranger)
+    assert isinstance(two, rendezvous.Stranger)
+
+
+def test_the_holder_of_a_port_is_found() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        holder = machine.port_holder(server.getsockname()[1])
+    assert holder is not None
+    assert (holder.listening, holder.pid) == (True, os.getpid())
+
+
+def test_a_stack_is_read_and_the_process_left_as_it_was() -> None:
+    script = "import sys, time\ndef wait_for_data():\n  print('ready', flush=True)\n  time.sleep(60)\nwait_for_data()"
+    process = run.start([sys.executable, "-c", script])
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        os.kill(process.pid, signal.SIGSTOP)
+        wait_until(lambda: machine.process_state(process.pid).letter == "T", 5, lambda: "it does not stop")
+        stack = stacks.dump(process.pid, timeout_s=5)
+        assert stack.frames[0].startswith("wait_for_data"), stack
+        assert machine.process_state(process.pid).letter == "T"
+    finally:
+        run.end_group(process)
+
+
+def test_a_process_that_is_gone_has_a_reason_instead_of_a_stack() -> None:
+    process = run.start(["true"])
+    process.wait(5)
+    stack = stacks.dump(process.pid, timeout_s=5)
+    run.end_group(process)
+    assert stack.frames == ()
+    assert stack.error
