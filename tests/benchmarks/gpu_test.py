@@ -1,6 +1,6 @@
-"""gpu-test beside the plain way: torchrun with a script that only initialises, all-reduces one element twice and prints OK.
+"""gpu-test beside the plain way: torchrun with a script that initialises and all-reduces one element twice.
 
-Whole commands, start to exit, interleaved; medians and their ratio. Run by `make bench`; prints the table of the README.
+Whole commands, start to exit, interleaved; medians and their ratio. `make bench` prints the table of the README.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def compare(nproc: int) -> float:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(nproc), str(PLAIN)]
     ours = [PROGRAM, "gpu-test", "--nproc", str(nproc), "--device", "cpu"]
     pairs = [(seconds(torchrun, "OK"), seconds(ours, "gpu-test: OK")) for _ in range(ROUNDS)]
-    plain, own = (statistics.median(column) for column in zip(*pairs, strict=True))
+    plain, own = statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs)
     spread = max(own_ for _, own_ in pairs) - min(own_ for _, own_ in pairs)
     print(f"| {nproc} ranks | {plain:.2f} s | {own:.2f} s (spread {spread:.2f}) | {own / plain:.2f} |", flush=True)
     return own / plain
@@ -43,14 +43,9 @@ def main() -> None:
     print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, median of {ROUNDS} interleaved runs\n")
     print("| | torchrun, 1 element, unchecked | distdiag gpu-test | ratio |\n|---|---|---|---|")
     ratios = [compare(nproc) for nproc in (2, 4)]
-    for name, arguments, extra in (
-        ("`distdiag --help`", ["--help"], {}),
-        (
-            "one TAB",
-            [],
-            {"_DISTDIAG_COMPLETE": "complete_bash", "COMP_WORDS": "distdiag gpu-test --", "COMP_CWORD": "2"},
-        ),
-    ):
+    tab = {"_DISTDIAG_COMPLETE": "complete_bash", "COMP_WORDS": "distdiag gpu-test --", "COMP_CWORD": "2"}
+    calls: list[tuple[str, list[str], dict[str, str]]] = [("`distdiag --help`", ["--help"], {}), ("one TAB", [], tab)]
+    for name, arguments, extra in calls:
         environment = {**os.environ, **extra}
         times = []
         for _ in range(ROUNDS):
