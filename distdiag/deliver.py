@@ -118,6 +118,9 @@ class Progress:
             self._status = console.status("starting")
             self._status.start()
 
+    def __enter__(self) -> Progress:
+        return self
+
     def news(self, text: str) -> None:
         """Something was reached; in a pipe it stays as a line of the log."""
         if self._status is not None:
@@ -130,8 +133,7 @@ class Progress:
         if self._status is not None:
             self._status.update(text)
 
-    def stop(self) -> None:
-        """Take the changing line away."""
+    def __exit__(self, *_: object) -> None:
         if self._status is not None:
             self._status.stop()
 

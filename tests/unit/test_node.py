@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 from support import wait_until
 
-from distdiag.node import machine, rendezvous, run, stacks, wire
+from distdiag.cluster import bundle
+from distdiag.node import boot, machine, rendezvous, run, stacks, wire
 from distdiag.node.identity import Identity, identify
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_records_are_found_among_noise_however_the_bytes_are_cut() -> None:
@@ -176,3 +183,35 @@ def test_a_process_that_is_gone_has_a_reason_instead_of_a_stack() -> None:
     run.end_group(process)
     assert stack.frames == ()
     assert stack.error
+
+
+def _pythons() -> list[str]:
+    """Every Python 3 on PATH that works, ours first: what travels to a node has to run on 3.9 and later."""
+    found = [sys.executable]
+    for minor in range(9, 20):
+        program = shutil.which(f"python3.{minor}")
+        if (
+            program
+            and subprocess.run([program, "-c", ""], capture_output=True, check=False, timeout=30).returncode == 0
+        ):
+            found.append(program)
+    return found
+
+
+@pytest.mark.parametrize("python", _pythons())
+def test_the_node_side_runs_where_nothing_is_installed(python: str, tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("raise ImportError('a stray file of the working directory')")
+    collect = "distdiag.commands.gpu_test.collect"
+    payload = boot.pack(bundle.sources(collect), "distdiag.node.agent", {"collect": collect, "ask": {"gpus": True}})
+    agent = subprocess.run(
+        [python, "-S", "-c", boot.START, str(len(payload)), "distdiag-agent"],
+        input=payload,
+        capture_output=True,
+        cwd=tmp_path,
+        check=False,
+        timeout=30,
+    )
+    assert (agent.returncode, agent.stderr) == (0, b"")
+    (record,) = wire.Reader().feed(agent.stdout)
+    assert record["kind"] == "facts"
+    assert record["facts"]["host"]

@@ -48,10 +48,7 @@ def check(request: Request, progress: Progress) -> Report[GpuTest]:
             return diagnose.not_run(request, facts, findings.port_not_free(facts, port, taken), plan)
         log_dir = _keep_logs(node) if request.nccl_debug else None
         run = launch.Run(node, _specs(request, plan, port), f"{_HERE}.rank", _Narrator(plan, progress).tell)
-        try:
-            outcome = run.wait(request.timeout_s)
-        finally:
-            progress.stop()
+        outcome = run.wait(request.timeout_s)
         traces = list(run.traces.values())
     return diagnose.diagnose(request, facts, plan, diagnose.Course(outcome, traces, log_dir))
 

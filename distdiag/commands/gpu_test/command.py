@@ -6,11 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distdiag.commands.gpu_test.model import STAGES, Backend, Device, Fault, FaultKind
+from distdiag.commands.gpu_test.model import STAGES, Backend, Device, Fault, FaultKind, Request
 from distdiag.errors import UsageError
 from distdiag.options import JsonOpt, StrictOpt, TimeoutOpt, parse_size
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.console import RenderableType
+
     from distdiag.commands.gpu_test.model import GpuTest
     from distdiag.report import Report
 
@@ -76,12 +80,11 @@ def gpu_test(
 
     Exit status: 0 all is well, 1 a fault was found, 2 wrong usage, 3 could not be tested, 130 interrupted.
     """
-    from distdiag.commands.gpu_test.check import check
-    from distdiag.commands.gpu_test.model import Request
-    from distdiag.commands.gpu_test.view import gpu_test_view
     from distdiag.deliver import Output, Progress, deliver
 
     def run() -> Report[GpuTest]:
+        from distdiag.commands.gpu_test.check import check
+
         request = Request(
             nproc=nproc,
             backend=backend,
@@ -93,6 +96,12 @@ def gpu_test(
             nccl_debug=nccl_debug,
             fault=parse_fault(inject) if inject is not None else None,
         )
-        return check(request, Progress())
+        with Progress() as progress:
+            return check(request, progress)
 
-    deliver("gpu-test", run, gpu_test_view, Output(json=as_json, strict=strict))
+    def view(report: Report[GpuTest]) -> Iterable[RenderableType]:
+        from distdiag.commands.gpu_test.view import gpu_test_view
+
+        return gpu_test_view(report)
+
+    deliver("gpu-test", run, view, Output(json=as_json, strict=strict))

@@ -81,7 +81,8 @@ class Rank:
             self.memory()
             self.done()
         except (RuntimeError, OSError, ValueError, TypeError, ImportError) as error:
-            self.fail("exception", message=_first_lines(error), type=type(error).__name__)
+            kind = "out-of-memory" if _is_out_of_memory(error) else "exception"
+            self.fail(kind, message=_first_lines(error))
         finally:
             self.leave_group()
         self.progress.step("finished", finished=True)

@@ -181,15 +181,22 @@ def _wrong_result(group: list[Trouble], traces: list[Trace]) -> Finding:
 
 def _out_of_memory(group: list[Trouble], traces: list[Trace]) -> Finding:
     details: dict[str, Any] = group[0].details
+    stage, doing = place(traces[0], before_end=True)
+    got = (
+        f": it got {amount(details['got_bytes'])} of {amount(details['asked_bytes'])}"
+        if "asked_bytes" in details
+        else ""
+    )
+    on_cpu = any(event.payload.get("started", {}).get("device") == "cpu" for event in traces[0].events)
     return Finding(
         id="gpu-test.out-of-memory",
         level=Level.FAIL,
-        title=f"{who(traces)} could allocate {amount(details['got_bytes'])} of {amount(details['asked_bytes'])}",
+        title=f"{who(traces)} ran out of memory in stage {stage} ({doing}){got}",
         detail=group[0].message,
         where=where(traces),
         fix=Fix(
             text="see who else uses that memory, or ask for less",
-            commands=("nvidia-smi", "distdiag gpu-test --memory 0.25"),
+            commands=("free -h" if on_cpu else "nvidia-smi", "distdiag gpu-test --size 1MiB --memory 0.1"),
         ),
     )
 

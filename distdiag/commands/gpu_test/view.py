@@ -63,7 +63,7 @@ def _rank_table(data: GpuTest) -> Table:
 def _facts(data: GpuTest) -> Iterator[str]:
     versions = data.versions
     yield ""
-    yield f"backend {data.backend} on {data.device}, {data.world_size} rank(s)"
+    yield f"backend {data.backend} on {data.device}, world size {data.world_size}"
     if versions.torch is None:
         yield "versions: no rank came far enough to tell"
     else:
