@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from typing import Annotated, TextIO, cast
+from typing import Annotated, NoReturn, TextIO, cast
 
 import typer
 
@@ -41,34 +42,52 @@ def _main(
 
 
 class _Tee:
-    """stderr that remembers what typer says about a wrong command line."""
+    """stderr that remembers what typer says about a wrong command line, and bears a stderr that cannot be written."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO | None) -> None:
         self.stream = stream
         self.heard = ""
 
     def write(self, text: str) -> int:
         self.heard = (self.heard + text)[-4000:]
-        return self.stream.write(text)
+        with contextlib.suppress(OSError):
+            if self.stream is not None:
+                self.stream.write(text)
+                self.stream.flush()
+        return len(text)
+
+    def isatty(self) -> bool:
+        return self.stream is not None and self.stream.isatty()
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self.stream, name)
+        return getattr(self.stream if self.stream is not None else sys.__stdout__, name)
 
 
 def main() -> None:
-    """Run distdiag. With --json a wrong command line is answered in JSON too."""
-    if "--json" not in sys.argv or sys.stderr is None:
-        app()
-        return
+    """Run distdiag; however it ends, a program that asked for JSON gets a document and the right exit status."""
     tee = _Tee(sys.stderr)
     sys.stderr = cast("TextIO", tee)
     try:
         app()
     except SystemExit as end:
-        if end.code == 2 and "Error: " in tee.heard:
-            from distdiag import deliver
-
-            message = tee.heard.rpartition("Error: ")[2].strip()
-            command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-            deliver.emit(deliver.error_document(command, 2, "usage", message, f"distdiag {command} --help"))
+        if end.code == 2 and "--json" in sys.argv and "Error: " in tee.heard:
+            _end_without_report(2, "usage", tee.heard.rpartition("Error: ")[2].strip())
         raise
+    except KeyboardInterrupt:
+        _end_without_report(130, "interrupted", "interrupted before there was anything to report")
+    except Exception as bug:  # noqa: BLE001 - the last boundary: status 1 would say that a fault of the job was found
+        import traceback
+
+        traceback.print_exc()
+        _end_without_report(3, "distdiag.bug", f"this is a bug of distdiag: {type(bug).__name__}: {bug}")
+
+
+def _end_without_report(code: int, id_: str, message: str) -> NoReturn:
+    if "--json" in sys.argv:
+        from distdiag import deliver
+
+        known = [command.name for command in app.registered_commands]
+        command = next((word for word in sys.argv[1:] if word in known), "")
+        hint = f"distdiag {command} --help" if command else "distdiag --help"
+        deliver.emit(deliver.error_document(command, code, id_, message, hint))
+    sys.exit(code)

@@ -8,10 +8,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import sys
 from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
 import typer
 
@@ -44,7 +45,11 @@ def deliver(
     view: Callable[[Report[Data]], Iterable[RenderableType]],
     output: Output,
 ) -> NoReturn:
-    """Run a diagnosis, print its report or why there is none, and leave with its exit status."""
+    """Run a diagnosis, print its report or why there is none, and leave with its exit status.
+
+    SIGTERM counts as Ctrl-C: a scheduler that ends us gets what is known by then.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         report = diagnose()
     except DistdiagError as error:
@@ -71,9 +76,9 @@ class Interrupted(DistdiagError):
 
 def fail(command: str, error: DistdiagError, *, as_json: bool) -> NoReturn:
     """Say why there is no report: on stderr for people, as JSON on stdout for programs."""
-    typer.echo(f"distdiag {command}: {error}", err=True)
+    say(f"distdiag {command}: {error}")
     if error.hint:
-        typer.echo(f"hint: {error.hint}", err=True)
+        say(f"hint: {error.hint}")
     if as_json:
         emit(error_document(command, error.exit_code, error.id, str(error), error.hint))
     raise typer.Exit(error.exit_code)
@@ -99,11 +104,22 @@ def emit(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        _discard_stdout()
+        _discard(sys.stdout)
     except OSError as error:
-        _discard_stdout()
-        typer.echo(f"distdiag: cannot write the report to stdout: {error.strerror}", err=True)
+        _discard(sys.stdout)
+        say(f"distdiag: cannot write the report to stdout: {error.strerror}")
         raise typer.Exit(3) from error
+
+
+def say(text: str) -> None:
+    """Write a line to stderr. Nobody to read it (closed, full, a pipe without a reader) is no reason to fail."""
+    if sys.stderr is None:
+        return
+    try:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+    except OSError:
+        _discard(sys.stderr)
 
 
 class Progress:
@@ -125,8 +141,8 @@ class Progress:
         """Something was reached; in a pipe it stays as a line of the log."""
         if self._status is not None:
             self._status.update(text)
-        elif sys.stderr is not None:
-            typer.echo(f"distdiag: {text}", err=True)
+        else:
+            say(f"distdiag: {text}")
 
     def now(self, text: str) -> None:
         """Show what is being waited for; only on a terminal."""
@@ -138,9 +154,9 @@ class Progress:
             self._status.stop()
 
 
-def _discard_stdout() -> None:
-    # Python flushes stdout once more at its end, and would complain then.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _discard(stream: TextIO) -> None:
+    # Python flushes its streams once more at its end, and would complain then.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _head(command: str, exit_code: int) -> dict[str, Any]:

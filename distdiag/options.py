@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import sys
 from typing import Annotated
 
 import typer
@@ -20,9 +23,24 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
+def called_as() -> str:
+    """Say how this program was called, so that the commands we print paste: by name, by path, or as a module."""
+    import shutil
+
+    called = sys.argv[0]
+    if called.endswith("__main__.py"):
+        return f"{shlex.quote(sys.executable)} -m distdiag"
+    on_path = shutil.which("distdiag")
+    return (
+        "distdiag"
+        if on_path and os.path.exists(called) and os.path.samefile(on_path, called)
+        else shlex.quote(os.path.abspath(called))
+    )
+
+
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")]
 StrictOpt = Annotated[bool, typer.Option("--strict", help="Let warnings count as faults (exit 1).")]
 TimeoutOpt = Annotated[
     float,
-    typer.Option(min=1.0, metavar="SECONDS", help="Longest time without a step of any rank."),
+    typer.Option(min=1.0, max=86400.0, metavar="SECONDS", help="Longest time without a step of any rank."),
 ]

@@ -7,6 +7,7 @@ read before all of them are ended. Who is to blame is not decided here.
 
 from __future__ import annotations
 
+import signal
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -23,6 +24,8 @@ _LISTEN_S = 5.0
 _SETTLE_S = 0.5
 """How long the others may go on after a rank died: a death is to be reported within a second."""
 _QUIET_S = 0.2
+_HANG_S = 1.0
+"""An interrupted run that stood still for so long is looked at as one that hangs."""
 _INSPECT_S = 0.6
 """For all stacks together: the report is to be there a second after the timeout."""
 
@@ -148,6 +151,7 @@ class Run:
         self._node = node
         self._watch = watch
         self._moved = time.monotonic()
+        self.stalled_s = 0.0
         self._gave_up = False
         self._death_at: float | None = None
         for spec in specs:
@@ -159,15 +163,22 @@ class Run:
         return time.monotonic() - self._moved
 
     def wait(self, timeout_s: float) -> Outcome:
-        """Follow the ranks until the run is decided. Ctrl-C ends it with what is known by then."""
+        """Follow the ranks until the run is decided. Ctrl-C ends it with what is known by then.
+
+        Raises:
+            NodeFailed: the node side ended, or does not answer any more.
+        """
         try:
             while (outcome := self._decided(timeout_s)) is None:
                 self._take(min(0.1, max(0.0, timeout_s - self.silent_s)))
                 self._watch(self)
-            if outcome is Outcome.STALLED:
-                self._inspect()
         except KeyboardInterrupt:
-            return Outcome.INTERRUPTED
+            # What is left to do takes three seconds at most; a second Ctrl-C would only lose the report.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            outcome = Outcome.INTERRUPTED
+        self.stalled_s = self.silent_s
+        if outcome is Outcome.STALLED or (outcome is Outcome.INTERRUPTED and self.stalled_s > _HANG_S):
+            self._inspect()
         return outcome
 
     def _decided(self, timeout_s: float) -> Outcome | None:
@@ -204,7 +215,11 @@ class Run:
 
     def _inspect(self) -> None:
         live = [trace.rank for trace in self.traces.values() if trace.ending is None]
+        if not live:
+            return
         self._node.order("inspect", ranks=live, timeout_s=_INSPECT_S)
         deadline = time.monotonic() + 2 * _INSPECT_S
-        while any(self.traces[rank].inspection is None for rank in live) and time.monotonic() < deadline:
+        while any(self.traces[rank].inspection is None for rank in live):
             self._take(0.05)
+            if time.monotonic() > deadline:
+                raise self._node.no_answer()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from distdiag.cluster import bundle
 from distdiag.cluster.transports import local
 from distdiag.errors import DistdiagError, NodeFailed
-from distdiag.node import boot, run, wire
+from distdiag.node import boot, machine, run, wire
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,11 +29,15 @@ class Node:
         """Start the agent with `collect` (a module with `facts(ask)`); `rank` is the module that ranks will run."""
         self.host = host
         payload = boot.pack(bundle.sources(collect, rank), "distdiag.node.agent", {"collect": collect, "ask": ask})
-        self._process = run.start(local.command(boot.START, len(payload)))
+        try:
+            self._process = run.start(local.command(boot.START, len(payload)))
+        except run.CannotRun as error:
+            raise NodeFailed(f"distdiag's node side cannot be started on {host}: {error}") from error
         self._reader = wire.Reader()
         self._noise = wire.Reader()
         self._pending: list[dict[str, Any]] = []
         self._open = True
+        self._goodbye_s = _GOODBYE_S
         self._write(payload)
 
     def __enter__(self) -> Node:
@@ -73,11 +77,21 @@ class Node:
                     self._pending = kept + self._pending
                     return record
                 kept.append(record)
-        raise NodeFailed(f"{self.host} did not answer within {timeout_s:g} s ({kind})", hint=self._last_words())
+        raise self.no_answer()
 
     def facts(self, type_: type[T]) -> T:
         """Wait for the node's facts and decode them."""
         return decode(self.expect("facts", _FACTS_TIMEOUT_S)["facts"], type_, self.host)
+
+    def no_answer(self) -> NodeFailed:
+        """Give the error of an agent that is silent. It will not react to the end of its stdin either: it is killed."""
+        state = machine.process_state(self._process.pid).letter
+        why = {"T": "it is stopped", "t": "it is stopped by a tracer", "D": "it is stuck in the kernel"}.get(state)
+        self._goodbye_s = 0.0
+        return NodeFailed(
+            f"distdiag's node side on {self.host} (pid {self._process.pid}) does not answer: {why or 'state ' + state}",
+            hint=self._last_words() or "run it again; what stops processes on this node has stopped it",
+        )
 
     def close(self) -> None:
         """End the agent: it kills its ranks when its stdin ends; what does not end then is killed."""
@@ -86,10 +100,13 @@ class Node:
         self._open = False
         if self._process.stdin is not None and not self._process.stdin.closed:
             self._process.stdin.close()
-        deadline = time.monotonic() + _GOODBYE_S
+        self._wait_for_end(self._goodbye_s)
+        run.end_group(self._process)
+
+    def _wait_for_end(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
         while self._process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.005)
-        run.end_group(self._process)
 
     def _write(self, data: bytes) -> None:
         assert self._process.stdin is not None
@@ -97,7 +114,7 @@ class Node:
             while data:
                 data = data[self._process.stdin.write(data) :]
         except BrokenPipeError as error:
-            raise NodeFailed(f"distdiag's node side on {self.host} ended", hint=self._last_words()) from error
+            raise self._ended() from error
 
     def _receive(self, timeout_s: float) -> Iterator[dict[str, Any]]:
         assert self._process.stdout is not None
@@ -110,7 +127,19 @@ class Node:
             data = os.read(key.fd, 65536)
             yield from key.data.feed(data)
             if not data and key.data is self._reader:
-                raise NodeFailed(f"distdiag's node side on {self.host} ended", hint=self._last_words())
+                raise self._ended()
+
+    def _ended(self) -> NodeFailed:
+        assert self._process.stderr is not None
+        os.set_blocking(self._process.stderr.fileno(), False)
+        self._noise.noise += self._process.stderr.read() or b""
+        self._wait_for_end(0.5)
+        status = run.end_group(self._process)
+        how = f" by {run.signal_name(-status)}" if status is not None and status < 0 else f" with status {status}"
+        return NodeFailed(
+            f"distdiag's node side on {self.host} ended{how}, and the ranks with it",
+            hint=self._last_words() or "run it again; see who ends processes on this node",
+        )
 
     def _last_words(self) -> str:
         lines = (self._noise.noise + self._reader.noise).decode("utf-8", "replace").strip().splitlines()

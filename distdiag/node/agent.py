@@ -14,7 +14,7 @@ import select
 import signal
 import sys
 
-from distdiag.node import boot
+from distdiag.node import boot, run
 from distdiag.node.ranks import Ranks
 from distdiag.node.wire import Writer
 
@@ -29,6 +29,7 @@ _POLL_S = 0.03
 
 def main(config: dict[str, Any]) -> None:
     """Run the agent: {"collect": module with a facts(ask), "ask": what it is asked}."""
+    run.name_process("distdiag-agent")
     wire = Writer.take_stdout()
     ranks = Ranks(wire, boot.carried)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):

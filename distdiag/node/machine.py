@@ -32,7 +32,7 @@ class ProcessState:
 
 def host_name() -> str:
     """Give the name of this node, as its administrator calls it (up to the first dot)."""
-    return socket.gethostname().partition(".")[0]
+    return socket.gethostname().partition(".")[0] or "this-node"
 
 
 def available_memory_bytes() -> int | None:
@@ -87,6 +87,8 @@ def command_line(pid: int) -> str:
     """Give a process's command, at most 120 characters; arguments after the third are left out (secrets)."""
     words = read_text(f"/proc/{pid}/cmdline").split("\0")
     words = [word for word in words if word]
+    if "-c" in words[:3]:
+        words[words.index("-c") + 1 : words.index("-c") + 2] = ["..."]  # a whole program is no name
     shown = " ".join(words[:4]) + (" ..." if len(words) > 4 else "")
     return shown if len(shown) <= 120 else shown[:117] + "..."
 
@@ -108,15 +110,22 @@ def _meminfo(name: str) -> int | None:
 
 
 def _cgroup_left_bytes() -> int | None:
-    """Bytes left below the tightest limit of our cgroup (v2) and those above it."""
-    path = read_text("/proc/self/cgroup").partition("0::")[2].splitlines()[:1]
-    folder = "/sys/fs/cgroup" + (path[0].rstrip("/") if path else "")
+    """Bytes left below the tightest memory limit of our cgroups (v1 and v2) and of those above them."""
     left = []
-    while folder.startswith("/sys/fs/cgroup"):
-        limit, used = read_text(folder + "/memory.max").strip(), read_text(folder + "/memory.current").strip()
-        if limit.isdigit() and used.isdigit():
-            left.append(max(0, int(limit) - int(used)))
-        folder = folder.rpartition("/")[0]
+    for line in read_text("/proc/self/cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            root, names = "/sys/fs/cgroup", ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            root, names = "/sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        folder = root + path.rstrip("/")
+        while folder.startswith(root):
+            limit, used = (read_text(f"{folder}/{name}").strip() for name in names)
+            if limit.isdigit() and used.isdigit():
+                left.append(max(0, int(limit) - int(used)))
+            folder = folder.rpartition("/")[0]
     return min(left) if left else None
 
 

@@ -23,16 +23,23 @@ class Progress:
         self._fd = fd
         self.stage = ""
         self._at = 0
+        self._stepped = 0.0
 
-    def enter(self, stage: str, note: str, *, waiting: bool = False) -> None:
-        """Reach a stage."""
+    def enter(self, stage: str, note: str) -> None:
+        """Reach a stage. Not waiting yet: a rank that is held up right here must not look like one that waits."""
         self.stage, self._at = stage, 0
-        self._write(note, waiting, {})
+        self._write(note, False, {})
 
     def step(self, note: str, *, waiting: bool = False, **payload: Any) -> None:  # noqa: ANN401 - any JSON
         """Go one step on within the stage; `payload` holds facts worth keeping."""
         self._at += 1
+        self._stepped = time.monotonic()
         self._write(note, waiting, payload)
+
+    def still(self, note: str) -> None:
+        """Report once a second that long local work goes on, so that it is not taken for a hang."""
+        if time.monotonic() - self._stepped > 1:
+            self.step(note)
 
     def _write(self, note: str, waiting: bool, payload: dict[str, Any]) -> None:
         event = {

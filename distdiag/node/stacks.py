@@ -36,10 +36,10 @@ def dump(pid: int, *, timeout_s: float) -> Stack:
     """Read one process's stack. It is never paused: a stopped or stuck process is read as it is."""
     tool = _pyspy()
     if tool is None:
-        return Stack((), "py-spy is not installed beside this Python, nor on PATH")
+        return Stack((), "py-spy is not installed (pip install py-spy)")
     try:
         done = run.run([tool, "dump", "--nonblocking", "--pid", str(pid)], timeout_s=timeout_s)
-    except run.ToolMissing as error:
+    except run.CannotRun as error:
         return Stack((), str(error))
     if done.timed_out:
         return Stack((), f"py-spy did not answer within {timeout_s:g} s")

@@ -71,12 +71,20 @@ def test_a_death_is_reported_within_a_second() -> None:
 @pytest.mark.parametrize("stage", ["start", "connect", "init", "memory", "done"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank_is_named_in_every_stage_rank_zero_too(rank: int, stage: str) -> None:
-    result = gpu_test("--nproc", "2", "--timeout", "2", "--inject", f"stop:{rank}@{stage}")
+    result = gpu_test("--nproc", "2", "--timeout", "5", "--inject", f"stop:{rank}@{stage}")
     assert result.code == 1
     assert list(result.findings) == ["rank-missing"]
     assert result.findings["rank-missing"]["where"]["ranks"] == [rank]
     assert result.statuses[rank] == "missing"
     assert result.statuses[1 - rank] == "waiting"
+
+
+@pytest.mark.parametrize("stage", ["connect", "init", "agree", "done"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_late_where_the_others_wait_is_told_from_them(rank: int, stage: str) -> None:
+    result = gpu_test("--nproc", "2", "--timeout", "5", "--inject", f"late:{rank}@{stage}")
+    assert list(result.findings) == ["rank-missing"]
+    assert result.findings["rank-missing"]["where"]["ranks"] == [rank]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +96,7 @@ def test_a_signal_from_another_program_gives_the_same_answer(
     number: signal.Signals, finding: str, status: str, stage: str
 ) -> None:
     # The buffer is large so that the reduction is still under way when the signal comes.
-    run = Running("gpu-test", "--nproc", "3", "--timeout", "4", "--size", "768MiB", "--json")
+    run = Running("gpu-test", "--nproc", "3", "--timeout", "5", "--size", "768MiB", "--json")
     run.wait_for(f"{stage}: all ranks")
     os.kill(run.pid_of_rank(2), number)
     result = run.finish()

@@ -188,7 +188,18 @@ def test_ctrl_c_reports_what_is_known_and_leaves_nothing() -> None:
     assert [rank["stage"] for rank in result.report["data"]["ranks"]][1] == "memory"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_sigterm_is_ctrl_c_and_a_second_one_loses_nothing() -> None:
+    run = Running("gpu-test", "--nproc", "3", "--json", "--inject", "late:1@memory")
+    run.wait_for("waiting for rank 1 in memory")
+    run.process.send_signal(signal.SIGTERM)
+    run.process.send_signal(signal.SIGINT)
+    result = run.finish(timeout=8)
+    assert result.code == 130
+    assert result.statuses == ["waiting", "missing", "waiting"]
+    assert "interrupted; rank 1 (" in result.report["summary"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
 def test_a_distdiag_that_is_killed_leaves_no_rank_not_even_a_stopped_one(number: signal.Signals) -> None:
     run = Running("gpu-test", "--nproc", "2", "--inject", "stop:1@memory")
     run.wait_for("memory: all ranks")
@@ -205,6 +216,47 @@ def test_an_agent_that_is_killed_takes_its_ranks_along() -> None:
     result = run.finish()
     assert result.code == 3
     assert result.report["error"]["id"] == "distdiag.node-failed"
+
+
+def test_an_agent_that_is_stopped_is_not_taken_for_a_fault_of_the_ranks() -> None:
+    run = Running("gpu-test", "--nproc", "2", "--json", "--timeout", "4", "--inject", "late:1@memory")
+    run.wait_for("memory: all ranks")
+    (agent,) = (line for line in run.left_behind() if "distdiag-agent" in line)
+    os.kill(int(agent.partition(":")[0]), signal.SIGSTOP)
+    result = run.finish()
+    assert result.code == 3
+    assert "does not answer: it is stopped" in result.report["error"]["message"]
+
+
+@pytest.mark.parametrize("redirect", ["2>/dev/full", "2>&-", "2> >(head -1 >/dev/null)"])
+def test_a_stderr_that_nobody_reads_changes_nothing(redirect: str) -> None:
+    for arguments, code in (("--size 1MiB", 0), ("--inject x", 2), ("--bogus", 2)):
+        command = f"{PROGRAM} gpu-test --json {arguments} {redirect}"
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60)
+        assert (done.returncode, json.loads(done.stdout)["exit_code"]) == (code, code)
+
+
+def test_too_few_descriptors_is_no_fault_of_the_job() -> None:
+    for limit in ("8", "12"):
+        command = f"ulimit -n {limit}; exec {PROGRAM} gpu-test --json"
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode == 3, done.stderr
+        assert json.loads(done.stdout)["error"]["message"]
+
+
+def test_a_machine_without_loopback_is_told_so() -> None:
+    need_mounts()
+    result = gpu_test("--timeout", "6", wrap=("unshare", "-n"))
+    assert result.code == 1
+    (finding,) = result.findings.values()
+    assert finding["fix"]["commands"] == ["ip link set lo up"]
+
+
+def test_a_working_directory_that_is_gone_is_told_before_torch_stumbles(tmp_path: Path) -> None:
+    command = f"mkdir {tmp_path}/gone && cd {tmp_path}/gone && rmdir {tmp_path}/gone && {PROGRAM} gpu-test"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 3
+    assert "working directory" in done.stderr
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:
@@ -227,7 +279,7 @@ def test_a_stdout_that_is_closed_or_full_is_no_traceback() -> None:
 
 
 def test_what_people_read_fits_80_columns_and_has_no_colour_in_a_pipe() -> None:
-    result = distdiag("gpu-test", "--size", "1MiB", "--nproc", "3", "--timeout", "2", "--inject", "stop:1")
+    result = distdiag("gpu-test", "--size", "1MiB", "--nproc", "3", "--timeout", "4", "--inject", "stop:1")
     lines = result.out.splitlines()
     assert lines[0] == "distdiag gpu-test: FAIL"
     assert [line for line in lines if line.startswith(("0,2 ", "1 "))], "equal ranks fold into one row"

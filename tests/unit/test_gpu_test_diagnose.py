@@ -10,10 +10,11 @@ from distdiag import knowledge
 from distdiag.cluster.hosts import fold_ranks, name_ranks
 from distdiag.cluster.launch import Ending, Event, Inspection, Outcome, Trace
 from distdiag.commands.gpu_test.collect import Gpus, NodeFacts
-from distdiag.commands.gpu_test.diagnose import Course, diagnose
+from distdiag.commands.gpu_test.diagnose import diagnose
 from distdiag.commands.gpu_test.findings import covers
-from distdiag.commands.gpu_test.model import Backend, Device, Plan, Request
+from distdiag.commands.gpu_test.model import Backend, Course, Device, Plan, Request
 from distdiag.commands.gpu_test.plan import make_plan
+from distdiag.commands.gpu_test.words import again
 from distdiag.errors import UsageError
 from distdiag.options import parse_size
 from distdiag.report import Finding
@@ -50,7 +51,7 @@ def judged(outcome: Outcome, *traces: Trace, request: Request | None = None) -> 
     request = request or Request(device=Device.CPU)
     plan = make_plan(Request(nproc=len(traces), device=Device.CPU), node())
     assert isinstance(plan, Plan)
-    report = diagnose(request, node(), plan, Course(outcome, list(traces), None))
+    report = diagnose(request, node(), plan, Course(outcome, list(traces), None, 30.0))
     statuses = [rank.status for rank in report.data.ranks]
     return {finding.id.partition(".")[2]: finding for finding in report.findings}, list(statuses)
 
@@ -83,6 +84,42 @@ def test_when_all_are_in_the_same_step_nobody_is_blamed() -> None:
     found, statuses = judged(Outcome.STALLED, trace(0, waits, look=seen("S")), trace(1, waits, look=seen("S")))
     assert list(found) == ["all-waiting"]
     assert statuses == ["waiting", "waiting"]
+
+
+def test_when_all_are_busy_with_themselves_the_network_is_not_suspected() -> None:
+    importing = step("start", 0)
+    found, _ = judged(Outcome.STALLED, trace(0, importing, look=seen("D")), trace(1, importing, look=seen("D")))
+    assert list(found) == ["all-busy"]
+    assert found["all-busy"].level == "fail"
+    found, _ = judged(Outcome.STALLED, trace(0, importing, look=seen("R")), trace(1, importing, look=seen("D")))
+    assert found["all-busy"].level == "unknown"
+
+
+def test_the_rarest_stack_is_shown_first_when_all_wait() -> None:
+    waits = step("reduce", 3, waiting=True)
+    traces = [
+        trace(rank, waits, look=seen("S", "load (a.py:1)" if rank == 2 else "all_reduce (d.py:1)")) for rank in range(4)
+    ]
+    found, _ = judged(Outcome.STALLED, *traces)
+    assert found["all-waiting"].evidence[0].startswith("rank 2 ")
+
+
+def test_an_interrupted_hang_names_who_is_behind_without_calling_it_a_fault() -> None:
+    found, statuses = judged(
+        Outcome.INTERRUPTED,
+        trace(0, step("reduce", 3, waiting=True), look=seen("S")),
+        trace(1, step("reduce", 2), look=seen("S", "sleep (a.py:1)")),
+    )
+    assert found["rank-missing"].level == "unknown"
+    assert statuses == ["waiting", "missing"]
+
+
+def test_commands_that_repeat_the_test_keep_what_was_typed() -> None:
+    request = Request(program="/opt/distdiag", nproc=16, size_bytes=2**30, device=Device.CPU)
+    assert (
+        again(request, timeout="120")
+        == "/opt/distdiag gpu-test --nproc 16 --device cpu --timeout 120 --size 1073741824"
+    )
 
 
 def test_words_of_survivors_are_no_cause() -> None:
@@ -207,6 +244,9 @@ def test_what_cannot_be_run_says_why(request_: Request, facts: NodeFacts, id_: s
     [
         ("RuntimeError: [pair.cc:144] Connection closed by peer [127.0.0.1]:3456", "consequence"),
         ("Read error [127.0.0.1]:2: Connection reset by peer", "consequence"),
+        ("Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?", "consequence"),
+        ("libtorch_cpu.so: failed to map segment from shared object", "cause"),
+        ("[Errno 101] Network is unreachable", "cause"),
         ("Timed out waiting 8000ms for recv operation to complete", "consequence"),
         ("NCCL WARN Call to posix_fallocate failed : No space left on device", "cause"),
         ("CUDA error: no kernel image is available for execution on the device", "cause"),

@@ -60,7 +60,7 @@ def test_run_is_not_held_up_by_a_grandchild_that_keeps_the_pipe() -> None:
 
 
 def test_a_missing_program_is_said() -> None:
-    with pytest.raises(run.ToolMissing, match="no-such-tool"):
+    with pytest.raises(run.CannotRun, match="no-such-tool"):
         run.run(["/no/such/no-such-tool"], timeout_s=1)
 
 

@@ -36,14 +36,16 @@ class Blame:
     died: tuple[int, ...]
     missing: tuple[int, ...]
     troubles: tuple[Trouble, ...]
-    all_waiting: bool
+    standstill: bool
+    """Nothing moves, and nobody is to blame."""
 
 
 def blame(outcome: Outcome, traces: list[Trace]) -> Blame:
     """Tell causes from consequences."""
     troubles = [trouble for trace in traces for trouble in _troubles(trace)]
     died = [trace for trace in traces if trace.died]
-    missing = _missing(traces) if outcome is Outcome.STALLED and not died else ()
+    looked_at = any(trace.inspection for trace in traces)  # when all stood still, or were interrupted at it
+    missing = _missing(traces) if looked_at and not died else ()
     roots = [trouble for trouble in troubles if not _sounds_like_consequence(trouble.message)]
     real_deaths = [trace for trace in died if not _sounds_like_consequence(trace.ending.tail if trace.ending else "")]
     if real_deaths or roots or missing:
@@ -78,6 +80,8 @@ def _missing(traces: list[Trace]) -> tuple[int, ...]:
     last = min(positions.values())
     if last < max(positions.values()):
         return tuple(rank for rank, place in positions.items() if place == last)
+    if not all(trace.is_waiting for trace in traces):
+        return ()  # each works for itself, and sleeps in the kernel as its work needs it
     in_kernel = tuple(rank for rank, state in states.items() if state == "D")
     return in_kernel if len(in_kernel) < len(live) else ()
 

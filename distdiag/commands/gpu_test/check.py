@@ -9,8 +9,9 @@ from distdiag.cluster import launch
 from distdiag.cluster.hosts import name_ranks
 from distdiag.cluster.node import Node
 from distdiag.commands.gpu_test import diagnose, findings
+from distdiag.commands.gpu_test.blame import position
 from distdiag.commands.gpu_test.collect import NodeFacts
-from distdiag.commands.gpu_test.model import STAGES, Device
+from distdiag.commands.gpu_test.model import STAGES, Course, Device
 from distdiag.commands.gpu_test.plan import check_request, make_plan
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.node import rendezvous
@@ -35,7 +36,7 @@ def check(request: Request, progress: Progress) -> Report[GpuTest]:
         DistdiagError: the node side failed, or the logs asked for cannot be kept.
     """
     check_request(request)
-    _refuse_to_multiply()
+    _look_around()
     ask = {"gpus": request.device is not Device.CPU}
     with Node("this node", collect=f"{_HERE}.collect", ask=ask, rank=f"{_HERE}.rank") as node:
         facts = node.facts(NodeFacts)
@@ -45,23 +46,36 @@ def check(request: Request, progress: Progress) -> Report[GpuTest]:
             return diagnose.not_run(request, facts, plan)
         port, taken = launch.take_port(node, request.master_port)
         if taken is not None:
-            return diagnose.not_run(request, facts, findings.port_not_free(facts, port, taken), plan)
+            return diagnose.not_run(request, facts, findings.port_not_free(facts, taken, request), plan)
         log_dir = _keep_logs(node) if request.nccl_debug else None
         run = launch.Run(node, _specs(request, plan, port), f"{_HERE}.rank", _Narrator(plan, progress).tell)
         outcome = run.wait(request.timeout_s)
         traces = list(run.traces.values())
-    return diagnose.diagnose(request, facts, plan, diagnose.Course(outcome, traces, log_dir))
+    return diagnose.diagnose(request, facts, plan, Course(outcome, traces, log_dir, run.stalled_s))
 
 
-def _refuse_to_multiply() -> None:
-    """Stop when a launcher started several of us here: each would start ranks on all GPUs, at the same time."""
+def _look_around() -> None:
+    """Refuse to start where the answer would be about something else than the ranks."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise DistdiagError(
+            "the working directory does not exist any more; torch cannot load from it", hint="cd ~"
+        ) from None
     me = identify(os.environ)
-    if me is not None and (me.local_world_size or 1) > 1:
+    if me is None or (me.local_world_size or 1) < 2:
+        return
+    # Each of us would start ranks on all GPUs, at the same time.
+    here = f"rank {me.rank} of {me.world_size}, {me.local_world_size} on this node; gpu-test starts the ranks itself"
+    if me.launcher == "environment":
         raise UsageError(
-            f"{me.launcher} started this as rank {me.rank} of {me.world_size}, {me.local_world_size} on this node; "
-            "gpu-test starts the ranks itself",
-            hint=f"start it once on a node: distdiag gpu-test --nproc {me.local_world_size}",
+            f"RANK and WORLD_SIZE in the environment say that this is {here}",
+            hint="forget them: unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE",
         )
+    raise UsageError(
+        f"{me.launcher} started this as {here}",
+        hint=f"start it once on a node, without the launcher: distdiag gpu-test --nproc {me.local_world_size}",
+    )
 
 
 class _Narrator:
@@ -75,23 +89,20 @@ class _Narrator:
 
     def tell(self, run: launch.Run) -> None:
         """Look at all ranks; tell what is new."""
-        at = {trace.rank: _stage_index(trace) for trace in run.traces.values()}
+        at = {trace.rank: position(trace) for trace in run.traces.values()}
         lowest = min(at.values())
-        while self._told < lowest:
+        stage = min(lowest[0], len(STAGES) - 1)
+        while self._told < stage:
             self._told += 1
             self._told_waiting = False
             pids = ", ".join(f"{trace.rank}={trace.pid}" for trace in run.traces.values()) if self._told == 0 else ""
             self._progress.news(f"{STAGES[self._told]}: all ranks" + (f" (pids {pids})" if pids else ""))
-        behind = name_ranks(rank for rank, stage in at.items() if stage == lowest)
-        waiting = f"waiting for {behind} in {STAGES[max(lowest, 0)]} ({run.silent_s:.0f} s)"
+        behind = name_ranks(rank for rank, place in at.items() if place == lowest)
+        waiting = f"waiting for {behind} in {STAGES[max(stage, 0)]} ({run.silent_s:.0f} s)"
         self._progress.now(waiting)
         if run.silent_s > _WAITING_IS_NEWS_S and not self._told_waiting:
             self._told_waiting = True
             self._progress.news(waiting)
-
-
-def _stage_index(trace: launch.Trace) -> int:
-    return STAGES.index(trace.last.stage) if trace.last is not None else -1
 
 
 def _keep_logs(node: Node) -> str:

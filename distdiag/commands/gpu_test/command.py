@@ -8,7 +8,7 @@ import typer
 
 from distdiag.commands.gpu_test.model import STAGES, Backend, Device, Fault, FaultKind, Request
 from distdiag.errors import UsageError
-from distdiag.options import JsonOpt, StrictOpt, TimeoutOpt, parse_size
+from distdiag.options import JsonOpt, StrictOpt, TimeoutOpt, called_as, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -86,6 +86,7 @@ def gpu_test(
         from distdiag.commands.gpu_test.check import check
 
         request = Request(
+            program=called_as(),
             nproc=nproc,
             backend=backend,
             device=device,

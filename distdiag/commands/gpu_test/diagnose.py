@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from distdiag.cluster.hosts import fold_ranks
+from distdiag.cluster.hosts import name_ranks
 from distdiag.cluster.launch import Outcome
 from distdiag.commands.gpu_test import findings, troubles
 from distdiag.commands.gpu_test.blame import blame
@@ -16,17 +15,8 @@ if TYPE_CHECKING:
     from distdiag.cluster.launch import Trace
     from distdiag.commands.gpu_test.blame import Blame
     from distdiag.commands.gpu_test.collect import NodeFacts
-    from distdiag.commands.gpu_test.model import Plan, Request
+    from distdiag.commands.gpu_test.model import Course, Plan, Request
     from distdiag.report import Finding
-
-
-@dataclass(frozen=True)
-class Course:
-    """How the run went: its end, every rank's trace in order of rank, and where the logs are if they were kept."""
-
-    outcome: Outcome
-    traces: list[Trace]
-    log_dir: str | None
 
 
 def diagnose(request: Request, facts: NodeFacts, plan: Plan, course: Course) -> Report[GpuTest]:
@@ -35,10 +25,10 @@ def diagnose(request: Request, facts: NodeFacts, plan: Plan, course: Course) -> 
     ranks = tuple(_rank_result(trace, parts) for trace in course.traces)
     found = [
         *findings.unsupported_archs(course.traces),
-        *findings.died(parts, course.traces),
-        *findings.missing(parts, course.traces, request),
-        *troubles.findings_of(parts, course.traces),
-        *findings.all_waiting(parts, course.traces, request),
+        *findings.died(parts, course.traces, request),
+        *findings.missing(parts, course.traces, request, course),
+        *troubles.findings_of(parts, course.traces, request),
+        *findings.standstill(parts, course.traces, request, course),
         *findings.surroundings(request, facts, plan),
     ]
     interrupted = course.outcome is Outcome.INTERRUPTED
@@ -60,7 +50,7 @@ def diagnose(request: Request, facts: NodeFacts, plan: Plan, course: Course) -> 
         command="gpu-test",
         data=data,
         findings=tuple(found),
-        summary=_interrupted(ranks) if interrupted else _summary(found, facts, plan),
+        summary=_interrupted(ranks, found) if interrupted else _summary(found, facts, plan),
         interrupted=interrupted,
     )
 
@@ -150,7 +140,9 @@ def _summary(found: list[Finding], facts: NodeFacts, plan: Plan) -> str:
     return f"{who} on {facts.host} {done} ({plan.backend}, {kind})"
 
 
-def _interrupted(ranks: tuple[RankResult, ...]) -> str:
-    reached = [f"{stage}: {fold_ranks(r.rank for r in ranks if r.stage == stage)}" for stage in STAGES]
-    shown = ", ".join(part for part in reached if not part.endswith(": "))
-    return f"interrupted; the ranks had reached {shown}"
+def _interrupted(ranks: tuple[RankResult, ...], found: list[Finding]) -> str:
+    wrong = [finding.title for finding in found if finding.level in (Level.FAIL, Level.UNKNOWN)]
+    if wrong:
+        return f"interrupted; {wrong[0]}"
+    reached = [(stage, [rank.rank for rank in ranks if rank.stage == stage]) for stage in STAGES]
+    return "interrupted; " + ", ".join(f"{name_ranks(group)} had reached {stage}" for stage, group in reached if group)

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from distdiag import knowledge
 from distdiag.cluster.hosts import name_ranks
+from distdiag.cluster.launch import Outcome
 from distdiag.commands.gpu_test.blame import STOPPED
 from distdiag.commands.gpu_test.model import Backend, Device, FaultKind
-from distdiag.commands.gpu_test.words import amount, place, where, who
+from distdiag.commands.gpu_test.words import again, amount, place, where, who
 from distdiag.node.run import signal_name
 from distdiag.report import Finding, Fix, Level, Where
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from distdiag.cluster.launch import Taken, Trace
     from distdiag.commands.gpu_test.blame import Blame
     from distdiag.commands.gpu_test.collect import NodeFacts
-    from distdiag.commands.gpu_test.model import Plan, Request
+    from distdiag.commands.gpu_test.model import Course, Plan, Request
 
 _STACK_LINES = 8
 _TAIL_LINES = 6
@@ -32,40 +33,41 @@ _STATES = {
 }
 
 
-def died(parts: Blame, traces: list[Trace]) -> list[Finding]:
+def died(parts: Blame, traces: list[Trace], request: Request) -> list[Finding]:
     """Ranks that ended without a word, by the way they ended."""
     by_ending: dict[str, list[Trace]] = {}
     for trace in traces:
         if trace.rank in parts.died:
             by_ending.setdefault(how_it_ended(trace), []).append(trace)
-    return [_died(how, group) for how, group in by_ending.items()]
+    return [_died(how, group, request) for how, group in by_ending.items()]
 
 
 def how_it_ended(trace: Trace) -> str:
     """Say how a rank process ended: by which signal, or with which exit status."""
     if trace.ending is None or trace.ending.status is None:
-        return "could not be ended (it does not react even to SIGKILL)"
+        return "not ended even by SIGKILL"
     status = trace.ending.status
-    return f"was killed by {signal_name(-status)}" if status < 0 else f"ended with exit status {status}"
+    return f"killed by {signal_name(-status)}" if status < 0 else f"ended with exit status {status}"
 
 
-def _died(how: str, group: list[Trace]) -> Finding:
+def _died(how: str, group: list[Trace], request: Request) -> Finding:
     first = group[0]
     assert first.ending is not None
     stage, doing = place(first)
+    was = "" if "ended" in how else "was " if len(group) == 1 else "were "
     known = knowledge.recognise(first.ending.tail)
     return Finding(
         id="gpu-test.rank-died",
         level=Level.FAIL,
-        title=f"{who(group)} {how} in stage {stage} ({doing})",
+        title=f"{who(group)} {was}{how} in stage {stage} ({doing})",
         detail=known.means if known else "",
         where=where(group),
         evidence=_tail(first.ending.tail),
-        fix=Fix(text=known.fix, commands=known.commands) if known else _fix_for_death(first),
+        fix=Fix(text=known.fix, commands=known.commands) if known else _fix_for_death(first, request),
     )
 
 
-def _fix_for_death(trace: Trace) -> Fix:
+def _fix_for_death(trace: Trace, request: Request) -> Fix:
     assert trace.ending is not None
     status = trace.ending.status or 0
     name = signal_name(-status) if status < 0 else ""
@@ -87,11 +89,11 @@ def _fix_for_death(trace: Trace) -> Fix:
         )
     return Fix(
         text="see what the rank printed last, above; run again with the ranks' logs kept",
-        commands=("distdiag gpu-test --nccl-debug",),
+        commands=(again(request, nccl_debug=""),),
     )
 
 
-def missing(parts: Blame, traces: list[Trace], request: Request) -> list[Finding]:
+def missing(parts: Blame, traces: list[Trace], request: Request, course: Course) -> list[Finding]:
     """Ranks that the others waited for in vain."""
     late = [trace for trace in traces if trace.rank in parts.missing]
     if not late:
@@ -103,12 +105,13 @@ def missing(parts: Blame, traces: list[Trace], request: Request) -> list[Finding
     return [
         Finding(
             id="gpu-test.rank-missing",
-            level=Level.FAIL,
+            # Interrupted before the timeout: it is behind, and might still have come.
+            level=Level.UNKNOWN if course.outcome is Outcome.INTERRUPTED else Level.FAIL,
             title=f"{who(late)} did not come further than stage {stage} ({doing}): {why_missing(late[0])}",
-            detail=f"No rank took a step for {request.timeout_s:g} s{others}.",
+            detail=f"No rank took a step for {course.stalled_s:.0f} s{others}.",
             where=where(late),
             evidence=tuple(line for trace in late[:_MISSING_IN_FULL] for line in _seen_from_outside(trace)),
-            fix=_fix_for_stopped(late) if stopped else _fix_for_late(request),
+            fix=_fix_for_stopped(late) if stopped else _fix_for_late(late, request),
         )
     ]
 
@@ -120,7 +123,9 @@ def why_missing(trace: Trace) -> str:
         return "it could not be looked at"
     if seen.state in _STATES:
         return f"the process is {_STATES[seen.state]}"
-    return f"it is in {seen.frames[0]}" if seen.frames else f"its stack could not be read: {seen.stack_error}"
+    if seen.frames:
+        return f"it is in {seen.frames[0]}"
+    return f"in the kernel it is in {seen.wait_channel}" if seen.wait_channel else "its stack could not be read"
 
 
 def _seen_from_outside(trace: Trace) -> list[str]:
@@ -149,39 +154,61 @@ def _fix_for_stopped(late: list[Trace]) -> Fix:
     )
 
 
-def _fix_for_late(request: Request) -> Fix:
-    return Fix(
-        text="the stack above says what it was busy with; if it was only slow, give it longer",
-        commands=(f"distdiag gpu-test --timeout {request.timeout_s * 4:g}",),
-    )
+def _fix_for_late(late: list[Trace], request: Request) -> Fix:
+    seen = any(trace.inspection and trace.inspection.frames for trace in late)
+    busy = "the stack above says what it was busy with" if seen else "see why its stack could not be read, above"
+    return Fix(text=f"{busy}; if it was only slow, give it longer", commands=(_longer(request),))
 
 
-def all_waiting(parts: Blame, traces: list[Trace], request: Request) -> list[Finding]:
-    """Every rank is in the same step: no rank is at fault as far as can be seen."""
-    if not parts.all_waiting:
+def _longer(request: Request) -> str:
+    return again(request, timeout=f"{min(86400, request.timeout_s * 4):g}")
+
+
+def standstill(parts: Blame, traces: list[Trace], request: Request, course: Course) -> list[Finding]:
+    """Nothing moves and no rank is behind the others: either all wait for data, or all are busy with themselves."""
+    if not parts.standstill:
         return []
     stage, doing = place(traces[0])
+    waiting = all(trace.last is not None and trace.last.waiting for trace in traces)
+    running = any(trace.inspection and trace.inspection.state == "R" for trace in traces)
+    longer = _longer(request)
+    if waiting:
+        title = f"all ranks are in stage {stage} ({doing}) and none came out for {course.stalled_s:.0f} s"
+        detail = "No rank is behind the others: as far as can be seen the data does not get through."
+        fix = Fix(
+            text="if the system is only slow, give it longer or send less; else see the transport that is used",
+            commands=(longer, again(request, size="1MiB", nccl_debug="")),
+        )
+    else:
+        title = f"all ranks are still in stage {stage} ({doing}) after {course.stalled_s:.0f} s without a step"
+        detail = "They do not wait for each other there; each one is held up by itself."
+        if running:
+            detail += " Some are computing, so they may only be slow."
+        fix = Fix(text="the stack says at what; if it is only slow, give it longer", commands=(longer,))
     return [
         Finding(
-            id="gpu-test.all-waiting",
-            level=Level.FAIL,
-            title=f"all ranks are in stage {stage} ({doing}) and none came out for {request.timeout_s:g} s",
-            detail="No rank is behind the others, so this is not one rank's fault: the data does not get through.",
+            id="gpu-test.all-waiting" if waiting else "gpu-test.all-busy",
+            level=Level.UNKNOWN if running and not waiting else Level.FAIL,
+            title=title,
+            detail=detail,
             where=where(traces),
-            evidence=tuple(_seen_from_outside(traces[0])),
-            fix=Fix(
-                text="if the system is only slow, give it longer or send less; else see the transport that is used",
-                commands=(
-                    f"distdiag gpu-test --timeout {request.timeout_s * 4:g}",
-                    "distdiag gpu-test --size 1MiB --nccl-debug",
-                ),
-            ),
+            evidence=tuple(line for trace in _one_for_each_stack(traces) for line in _seen_from_outside(trace)),
+            fix=fix,
         )
     ]
 
 
-def port_not_free(facts: NodeFacts, port: int, taken: Taken) -> Finding:
+def _one_for_each_stack(traces: list[Trace]) -> list[Trace]:
+    """Take one rank for each different stack, the rarest first: the odd one is worth a look."""
+    groups: dict[tuple[str, ...], list[Trace]] = {}
+    for trace in traces:
+        groups.setdefault(trace.inspection.frames if trace.inspection else (), []).append(trace)
+    return [group[0] for group in sorted(groups.values(), key=len)][:_MISSING_IN_FULL]
+
+
+def port_not_free(facts: NodeFacts, taken: Taken, request: Request) -> Finding:
     """Name who holds the rendezvous port; a stranger that answers is more than a port that is taken."""
+    port = request.master_port
     owner = f"{taken.command} (pid {taken.pid})" if taken.pid else "a process that is not ours to see"
     foreign = taken.answer is not None
     title = f"rendezvous port {port} on {facts.host} cannot be had: {taken.error.lower()}"
@@ -198,7 +225,7 @@ def port_not_free(facts: NodeFacts, port: int, taken: Taken) -> Finding:
         evidence=(f"binding port {port}: {taken.error}",),
         fix=Fix(
             text="end that program if it is a leftover, or let distdiag take a free port",
-            commands=("distdiag gpu-test --master-port 0",),
+            commands=(again(request, master_port="0"),),
         ),
     )
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from distdiag.cluster.launch import Outcome, Trace
 
 STAGES = ("start", "connect", "init", "agree", "reduce", "memory", "done")
 
@@ -56,8 +60,9 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was typed."""
+    """What was typed; `program` is how distdiag was called, for commands that paste."""
 
+    program: str = "distdiag"
     nproc: int | None = None
     backend: Backend = Backend.AUTO
     device: Device = Device.AUTO
@@ -131,3 +136,13 @@ class GpuTest:
     ranks: tuple[RankResult, ...]
     outcome: str
     log_dir: str | None
+
+
+@dataclass(frozen=True)
+class Course:
+    """How the run went: its end, every rank's trace in order of rank, and how long nobody took a step at the end."""
+
+    outcome: Outcome
+    traces: list[Trace]
+    log_dir: str | None
+    stalled_s: float

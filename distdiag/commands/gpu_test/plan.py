@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distdiag.commands.gpu_test.model import Backend, Device, Plan
+from distdiag.commands.gpu_test.words import again
 from distdiag.errors import UsageError
 from distdiag.report import Finding, Fix, Level, Where
 
@@ -15,10 +16,13 @@ if TYPE_CHECKING:
 RANKS_WITHOUT_GPU = 2
 MEMORY_ON_CPU_BYTES = 64 * 2**20
 MEMORY_FRACTION = 0.5
+_FLOAT_BYTES = 4
 
 
 def check_request(request: Request) -> None:
     """Refuse what contradicts itself, whatever the machine. Raises UsageError."""
+    if request.size_bytes < _FLOAT_BYTES:
+        raise UsageError("--size is less than one float32 element", hint="give at least 4 bytes")
     if request.backend is Backend.NCCL and request.device is Device.CPU:
         raise UsageError("nccl moves data between GPUs only", hint="leave out --device cpu, or use --backend gloo")
 
@@ -28,7 +32,7 @@ def make_plan(request: Request, facts: NodeFacts) -> Plan | Finding:
     wants_cuda = request.device is Device.CUDA or request.backend is Backend.NCCL
     wants_best = request.device is Device.AUTO and request.backend is Backend.AUTO
     if facts.gpus.visible is None and (wants_cuda or wants_best):
-        return _driver_trouble(facts)
+        return _driver_trouble(request, facts)
     gpus = facts.gpus.visible or 0
     on_cuda = wants_cuda or (wants_best and gpus > 0)
     device = Device.CUDA if on_cuda else Device.CPU
@@ -56,7 +60,7 @@ def make_plan(request: Request, facts: NodeFacts) -> Plan | Finding:
     )
 
 
-def _driver_trouble(facts: NodeFacts) -> Finding:
+def _driver_trouble(request: Request, facts: NodeFacts) -> Finding:
     return Finding(
         id="gpu-test.cuda-unavailable",
         level=Level.FAIL,
@@ -65,7 +69,7 @@ def _driver_trouble(facts: NodeFacts) -> Finding:
         where=Where(hosts=(facts.host,)),
         fix=Fix(
             text="see what the driver itself says; to test the ranks on the CPU meanwhile, use --device cpu",
-            commands=("nvidia-smi", "distdiag gpu-test --device cpu"),
+            commands=("nvidia-smi", again(request, device="cpu", backend="gloo")),
         ),
     )
 
@@ -77,11 +81,11 @@ def _too_few_gpus(request: Request, facts: NodeFacts, nproc: int) -> Finding:
     if gpus == 0:
         why = "CUDA_VISIBLE_DEVICES hides them" if facts.gpus.driver_present else "there is no NVIDIA driver"
         title = f"{facts.host} shows no GPU: {why}"
-        cpu = "distdiag gpu-test --device cpu --backend gloo"
-        fix = Fix(text="to test the ranks on the CPU instead", commands=(f"{cpu} --nproc {request.nproc or 2}",))
+        cpu = again(request, device="cpu", backend="gloo")
+        fix = Fix(text="to test the ranks on the CPU instead", commands=(cpu,))
     else:
         title = f"{facts.host} shows {gpus} GPU(s), and nccl needs one for each of {nproc} ranks"
-        fix = Fix(text="start one rank per GPU", commands=(f"distdiag gpu-test --nproc {gpus}",))
+        fix = Fix(text="start one rank per GPU", commands=(again(request, nproc=str(gpus)),))
     return Finding(
         id="gpu-test.too-few-gpus",
         level=Level.FAIL,

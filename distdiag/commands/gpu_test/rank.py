@@ -41,6 +41,7 @@ class Stop(Exception):
 def main(config: dict[str, Any]) -> None:
     """Run the stages of one rank, then leave: status 0 when it came to the end, 1 when it could not."""
     run.die_with_parent()
+    run.name_process(f"distdiag-rank{config['rank']}")
     run.allow_tracing_by_anyone()
     threading.Thread(target=_end_with_stdin, daemon=True).start()
     status = 1
@@ -87,9 +88,9 @@ class Rank:
             self.leave_group()
         self.progress.step("finished", finished=True)
 
-    def enter(self, stage: str, note: str, *, waiting: bool = False) -> None:
+    def enter(self, stage: str, note: str) -> None:
         """Reach a stage; an injected fault for it happens here."""
-        self.progress.enter(stage, note, waiting=waiting)
+        self.progress.enter(stage, note)
         fault = self.config["fault"]
         if fault is None or fault["stage"] != stage:
             return
@@ -159,12 +160,13 @@ class Rank:
     def connect(self) -> None:
         """Make sure that the rendezvous address leads to our rank 0."""
         address, port = self.config["address"], self.config["port"]
+        self.enter("connect", "preparing to connect")
         if self.rank == 0:
-            self.enter("connect", f"waiting for {self.world_size - 1} ranks on port {port}", waiting=True)
+            self.progress.step(f"waiting for {self.world_size - 1} ranks on port {port}", waiting=True)
             self.listener = socket.socket(fileno=self.config["listener_fd"])
             rendezvous.receive(self.listener, self.config["nonce"], self.world_size)
         else:
-            self.enter("connect", f"asking {address} port {port} for rank 0", waiting=True)
+            self.progress.step(f"asking {address} port {port} for rank 0", waiting=True)
             try:
                 rendezvous.greet(address, port, self.config["nonce"], self.rank)
             except rendezvous.Stranger as stranger:
@@ -173,9 +175,10 @@ class Rank:
 
     def init(self) -> None:
         """Make torch's store and the process group."""
-        self.enter("init", "creating the store and the process group", waiting=True)
+        self.enter("init", "preparing the store")
         # Torch's own limits stay behind ours: what a rank would say after them is a consequence.
         patience = timedelta(seconds=self.config["timeout_s"] * 3 + 60)
+        self.progress.step("opening the store", waiting=True)
         self.store = self.make_store(patience)
         self.progress.step("init_process_group", waiting=True)
         dist.init_process_group(
@@ -205,7 +208,7 @@ class Rank:
 
     def agree(self) -> None:
         """Compare what the ranks are about to do through the store, before the first collective."""
-        self.enter("agree", "comparing op, dtype, sizes and versions", waiting=True)
+        self.enter("agree", "gathering op, dtype, size and versions")
         self.dtype = torch.float64 if self.is_faulty("dtype") else torch.float32
         planned = {
             "op": "all_reduce",
@@ -220,6 +223,7 @@ class Rank:
             "torch": torch.__version__,
             "nccl": _nccl_version() if self.device.type == "cuda" else None,
         }
+        self.progress.step("comparing them through the store", waiting=True)
         self.store.set(f"agree/{self.rank}", json.dumps(mine))
         if self.rank == 0:
             headers = [json.loads(self.store.get(f"agree/{rank}")) for rank in range(self.world_size)]
@@ -300,6 +304,7 @@ class Rank:
             tile = torch.arange(chunk_bytes // 4, dtype=torch.int32, device=self.device)
             while (len(chunks) + 2) * chunk_bytes <= wanted:
                 chunks.append(tile + len(chunks))
+                self.progress.still(f"{len(chunks)} chunks written")
         except (RuntimeError, MemoryError) as error:
             if not _is_out_of_memory(error):
                 raise
@@ -307,14 +312,19 @@ class Rank:
             chunks.clear()
             self.trouble("out-of-memory", asked_bytes=wanted, got_bytes=got_bytes, message=_first_lines(error))
         self.progress.step("reading it back")
-        bad = [number for number, chunk in enumerate(chunks) if not torch.equal(chunk.sub_(number), tile)]
+        bad = []
+        for number, chunk in enumerate(chunks):
+            if not torch.equal(chunk.sub_(number), tile):
+                bad.append(number)
+            self.progress.still(f"{number + 1} chunks read back")
         if bad:
             self.trouble("memory-corrupt", chunks=bad, chunk_bytes=chunk_bytes)
         self.progress.step("memory holds", memory_bytes=(len(chunks) + 1) * chunk_bytes)
 
     def done(self) -> None:
         """Meet the others once more."""
-        self.enter("done", "barrier", waiting=True)
+        self.enter("done", "preparing the last barrier")
+        self.progress.step("barrier", waiting=True)
         if self.device.type == "cuda" and self.config["backend"] == "nccl":
             dist.barrier(device_ids=[self.device.index])
         else:

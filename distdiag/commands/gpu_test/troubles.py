@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from distdiag import knowledge
 from distdiag.cluster.hosts import name_ranks
-from distdiag.commands.gpu_test.words import amount, place, where, who
+from distdiag.commands.gpu_test.words import again, amount, place, where, who
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
     from distdiag.cluster.launch import Trace
     from distdiag.commands.gpu_test.blame import Blame, Trouble
+    from distdiag.commands.gpu_test.model import Request
 
 
-def findings_of(parts: Blame, traces: list[Trace]) -> list[Finding]:
+def findings_of(parts: Blame, traces: list[Trace], request: Request) -> list[Finding]:
     """Make one finding of each trouble, for all ranks that have it."""
     by_kind: dict[tuple[str, str], list[Trouble]] = {}
     for trouble in parts.troubles:
@@ -32,7 +33,7 @@ def findings_of(parts: Blame, traces: list[Trace]) -> list[Finding]:
     }
     by_rank = {trace.rank: trace for trace in traces}
     return [
-        make.get(kind, _failed)(group, [by_rank[trouble.rank] for trouble in group])
+        make.get(kind, _failed)(group, [by_rank[trouble.rank] for trouble in group], request)
         for (kind, _), group in by_kind.items()
     ]
 
@@ -54,7 +55,7 @@ def _sources(troubles: Iterable[Trouble]) -> list[Trouble]:
     return [trouble for trouble in troubles if trouble.details.get("own_wrong")]
 
 
-def _no_torch(group: list[Trouble], traces: list[Trace]) -> Finding:
+def _no_torch(group: list[Trouble], traces: list[Trace], request: Request) -> Finding:
     first = group[0]
     python = str(first.details.get("python", "python3"))
     absent = bool(first.details.get("missing"))
@@ -65,16 +66,24 @@ def _no_torch(group: list[Trouble], traces: list[Trace]) -> Finding:
         detail="There is no torch in this Python." if absent else "There is a torch, and it does not load.",
         where=where(traces),
         evidence=(f"python: {python}",),
-        fix=Fix(
-            text="install it into that Python"
-            if absent
-            else "install it again, or clear what shadows it (PYTHONPATH, LD_LIBRARY_PATH)",
-            commands=(f"{python} -m pip install {'' if absent else '--force-reinstall '}torch",),
-        ),
+        fix=_fix_for_import(first, python, absent=absent),
     )
 
 
-def _cuda_unavailable(group: list[Trouble], traces: list[Trace]) -> Finding:
+def _fix_for_import(trouble: Trouble, python: str, *, absent: bool) -> Fix:
+    known = knowledge.recognise(trouble.message)
+    if known is not None:
+        return Fix(text=f"{known.means}: {known.fix}", commands=known.commands)
+    if absent:
+        return Fix(text="install it into that Python", commands=(f"{python} -m pip install torch",))
+    return Fix(
+        text="see its whole complaint; then clear what shadows it (PYTHONPATH, LD_LIBRARY_PATH), or install the same "
+        "build again from where it came",
+        commands=(f"{python} -c 'import torch'",),
+    )
+
+
+def _cuda_unavailable(group: list[Trouble], traces: list[Trace], request: Request) -> Finding:
     built_for = group[0].details.get("built_for")
     torch = group[0].details.get("torch")
     known = knowledge.recognise(group[0].message)
@@ -91,7 +100,7 @@ def _cuda_unavailable(group: list[Trouble], traces: list[Trace]) -> Finding:
     )
 
 
-def _port_foreign(group: list[Trouble], traces: list[Trace]) -> Finding:
+def _port_foreign(group: list[Trouble], traces: list[Trace], request: Request) -> Finding:
     details = group[0].details
     said = f'it says "{group[0].message}"' if group[0].message else "it hangs up without a word"
     return Finding(
@@ -99,7 +108,7 @@ def _port_foreign(group: list[Trouble], traces: list[Trace]) -> Finding:
         level=Level.FAIL,
         title=f"{details.get('address')} port {details.get('port')} does not lead {who(traces)} to rank 0: {said}",
         where=where(traces),
-        fix=Fix(text="use another rendezvous port", commands=("distdiag gpu-test --master-port 0",)),
+        fix=Fix(text="use another rendezvous port", commands=(again(request, master_port="0"),)),
     )
 
 
@@ -117,7 +126,7 @@ def odd_ranks(trouble: Trouble) -> set[int]:
     return odd
 
 
-def _mismatch(group: list[Trouble], traces: list[Trace]) -> Finding:
+def _mismatch(group: list[Trouble], traces: list[Trace], request: Request) -> Finding:
     odd = odd_ranks(group[0])
     fields = _differing(group[0])
     words = [
@@ -150,7 +159,7 @@ def _differing(trouble: Trouble) -> dict[str, dict[str, list[int]]]:
     return differing if isinstance(differing, dict) else {}
 
 
-def _wrong_result(group: list[Trouble], traces: list[Trace]) -> Finding:
+def _wrong_result(group: list[Trouble], traces: list[Trace], request: Request) -> Finding:
     sources = _sources(group)
     told: dict[str, Any] = (sources or group)[0].details
     first, total = told["first_index"], told["total"]
@@ -179,7 +188,7 @@ def _wrong_result(group: list[Trouble], traces: list[Trace]) -> Finding:
     )
 
 
-def _out_of_memory(group: list[Trouble], traces: list[Trace]) -> Finding:
+def _out_of_memory(group: list[Trouble], traces: list[Trace], request: Request) -> Finding:
     details: dict[str, Any] = group[0].details
     stage, doing = place(traces[0], before_end=True)
     got = (
@@ -187,7 +196,6 @@ def _out_of_memory(group: list[Trouble], traces: list[Trace]) -> Finding:
         if "asked_bytes" in details
         else ""
     )
-    on_cpu = any(event.payload.get("started", {}).get("device") == "cpu" for event in traces[0].events)
     return Finding(
         id="gpu-test.out-of-memory",
         level=Level.FAIL,
@@ -196,12 +204,16 @@ def _out_of_memory(group: list[Trouble], traces: list[Trace]) -> Finding:
         where=where(traces),
         fix=Fix(
             text="see who else uses that memory, or ask for less",
-            commands=("free -h" if on_cpu else "nvidia-smi", "distdiag gpu-test --size 1MiB --memory 0.1"),
+            commands=("free -h" if _on_cpu(traces) else "nvidia-smi", again(request, size="1MiB", memory="0.1")),
         ),
     )
 
 
-def _memory_corrupt(group: list[Trouble], traces: list[Trace]) -> Finding:
+def _on_cpu(traces: list[Trace]) -> bool:
+    return any(event.payload.get("started", {}).get("device") == "cpu" for event in traces[0].events)
+
+
+def _memory_corrupt(group: list[Trouble], traces: list[Trace], request: Request) -> Finding:
     details: dict[str, Any] = group[0].details
     return Finding(
         id="gpu-test.memory-corrupt",
@@ -211,12 +223,12 @@ def _memory_corrupt(group: list[Trouble], traces: list[Trace]) -> Finding:
         where=where(traces),
         fix=Fix(
             text="the memory of that device is faulty; see its ECC errors",
-            commands=("nvidia-smi -q -d ECC,PAGE_RETIREMENT",),
+            commands=("dmesg -T | grep -iE 'mce|edac'" if _on_cpu(traces) else "nvidia-smi -q -d ECC,PAGE_RETIREMENT",),
         ),
     )
 
 
-def _failed(group: list[Trouble], traces: list[Trace]) -> Finding:
+def _failed(group: list[Trouble], traces: list[Trace], request: Request) -> Finding:
     known = knowledge.recognise(group[0].message)
     stage, doing = place(traces[0], before_end=True)
     return Finding(
@@ -227,5 +239,5 @@ def _failed(group: list[Trouble], traces: list[Trace]) -> Finding:
         where=where(traces),
         fix=Fix(text=known.fix, commands=known.commands)
         if known
-        else Fix(text="run again with the ranks' logs kept", commands=("distdiag gpu-test --nccl-debug",)),
+        else Fix(text="run again with the ranks' logs kept", commands=(again(request, nccl_debug=""),)),
     )

@@ -8,6 +8,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from distdiag.cluster.hosts import fold_ranks
+from distdiag.commands.gpu_test.words import amount
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,11 +75,7 @@ def _facts(data: GpuTest) -> Iterator[str]:
         yield f"compute capability {', '.join(capabilities) or 'unknown'}"
         yield f"torch's arch list: {' '.join(data.arch_list) or 'empty'}"
     if data.memory_bytes is not None:
-        yield f"all_reduce of {_mib(data.size_bytes)}, every element checked"
-        yield f"memory of each rank: {_mib(data.memory_bytes)} written and read back"
+        yield f"all_reduce of {amount(data.size_bytes)}, every element checked"
+        yield f"memory of each rank: {amount(data.memory_bytes)} written and read back"
     if data.log_dir is not None:
         yield f"logs of the ranks: {data.log_dir}"
-
-
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:.4g} MiB" if size_bytes < 2**30 else f"{size_bytes / 2**30:.4g} GiB"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import name_ranks
+from distdiag.commands.gpu_test.model import Backend, Device, Request
 from distdiag.report import Where
 
 if TYPE_CHECKING:
@@ -40,3 +41,19 @@ def amount(size_bytes: int) -> str:
         if size_bytes >= size:
             return f"{size_bytes / size:.3g} {unit}"
     return f"{size_bytes} B"
+
+
+def again(request: Request, **changes: str) -> str:
+    """Write the command that repeats the test with other options: again(request, timeout="120")."""
+    typed = {
+        "nproc": request.nproc,
+        "backend": request.backend if request.backend is not Backend.AUTO else None,
+        "device": request.device if request.device is not Device.AUTO else None,
+        "timeout": f"{request.timeout_s:g}" if request.timeout_s != Request.timeout_s else None,
+        "size": request.size_bytes if request.size_bytes != Request.size_bytes else None,
+        "memory": request.memory_fraction,
+        "master-port": request.master_port or None,
+        **{name.replace("_", "-"): value for name, value in changes.items()},
+    }
+    options = [f"--{name} {value}".rstrip() for name, value in typed.items() if value is not None]
+    return " ".join([f"{request.program} gpu-test", *options])
