@@ -193,7 +193,7 @@ def _render(report: Report[Data], view: Callable[[Report[Data]], Iterable[Render
         console.print(part)
     # The eye is at the end: what matters most stands there, the verdict and its fix last (the sort is stable).
     findings = sorted(reversed(report.findings), key=_least_first)
-    worst = findings.pop() if findings and findings[-1].level is not Level.INFO else None
+    worst = findings.pop() if findings and findings[-1].level in (Level.FAIL, Level.UNKNOWN) else None
     for finding in findings:
         _print_finding(console, finding, finding.level, finding.title)
     if worst is not None:

@@ -27,7 +27,9 @@ _QUIET_S = 0.2
 _HANG_S = 1.0
 """An interrupted run that stood still for so long is looked at as one that hangs."""
 _INSPECT_S = 0.6
-"""For all stacks together: the report is to be there a second after the timeout."""
+"""For the stacks, which are read side by side: the report is to be there a second after the timeout."""
+_INSPECTED_S = 2.5
+"""After this the agent is taken for dead: two rounds of stacks that all run into their limit, and some."""
 
 
 class Outcome(StrEnum):
@@ -175,6 +177,7 @@ class Run:
         except KeyboardInterrupt:
             # What is left to do takes three seconds at most; a second Ctrl-C would only lose the report.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             outcome = Outcome.INTERRUPTED
         self.stalled_s = self.silent_s
         if outcome is Outcome.STALLED or (outcome is Outcome.INTERRUPTED and self.stalled_s > _HANG_S):
@@ -214,12 +217,14 @@ class Run:
             self._gave_up = self._gave_up or trace.gave_up
 
     def _inspect(self) -> None:
-        live = [trace.rank for trace in self.traces.values() if trace.ending is None]
+        live = [trace for trace in self.traces.values() if trace.ending is None]
         if not live:
             return
-        self._node.order("inspect", ranks=live, timeout_s=_INSPECT_S)
-        deadline = time.monotonic() + 2 * _INSPECT_S
-        while any(self.traces[rank].inspection is None for rank in live):
+        # The longest silent first: they are the ones to be explained, should there be too many to read all stacks.
+        live.sort(key=lambda trace: trace.last.elapsed_s if trace.last is not None else 0.0)
+        self._node.order("inspect", ranks=[trace.rank for trace in live], timeout_s=_INSPECT_S)
+        deadline = time.monotonic() + _INSPECTED_S
+        while any(trace.inspection is None and trace.ending is None for trace in live):
             self._take(0.05)
             if time.monotonic() > deadline:
                 raise self._node.no_answer()

@@ -72,9 +72,10 @@ class Node:
         deadline = time.monotonic() + timeout_s
         kept: list[dict[str, Any]] = []
         while (left := deadline - time.monotonic()) > 0:
-            for record in self.records(left):
+            batch = list(self.records(left))
+            for number, record in enumerate(batch):
                 if record["kind"] == kind:
-                    self._pending = kept + self._pending
+                    self._pending = kept + batch[number + 1 :]
                     return record
                 kept.append(record)
         raise self.no_answer()

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from distdiag.node.wire import Writer
 
 _TAIL_BYTES = 16 * 2**10
+_STACKS = 16
+"""Stacks to read at most: more would not fit into the second that a report may take."""
 _MAX_EVENT_BYTES = 2**20
 _LAUNCHER_VARIABLES = ("TORCHELASTIC_", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "PET_")
 
@@ -113,12 +115,18 @@ class Ranks:
                 self._report_end(rank)
 
     def inspect(self, order: dict[str, Any]) -> None:
-        """Report state and stack of the given ranks: {"ranks": [...], "timeout_s"}."""
+        """Report the state of the given ranks, most interesting first, and the stacks of the first of them.
+
+        {"ranks": [...], "timeout_s"}. Ranks that are stopped go before all others.
+        """
         wanted = [self.running[number] for number in order["ranks"] if number in self.running]
         states = {rank.rank: machine.process_state(rank.process.pid) for rank in wanted}
-        found = stacks.dump_all([rank.process.pid for rank in wanted], timeout_s=order["timeout_s"])
+        wanted.sort(key=lambda rank: states[rank.rank].letter not in ("T", "t"))
+        pids = [rank.process.pid for rank in wanted]
+        found = stacks.dump_all(pids[:_STACKS], timeout_s=order["timeout_s"])
+        unread = stacks.Stack((), f"not read: the stacks of {_STACKS} other ranks were")
         for rank in wanted:
-            state, stack = states[rank.rank], found[rank.process.pid]
+            state, stack = states[rank.rank], found.get(rank.process.pid, unread)
             self._wire.send(
                 "inspected",
                 rank=rank.rank,

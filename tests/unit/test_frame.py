@@ -96,6 +96,18 @@ def test_the_verdict_and_its_fix_come_last(capsys: pytest.CaptureFixture[str]) -
     assert lines[-4:] == ["FAIL  test.0", "  a sentence", "  fix: wait", "    true"]
 
 
+def test_a_warning_is_told_before_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out = delivered(report_with(Level.WARN), capsys, as_json=False)
+    assert out.splitlines()[-6:] == [
+        "WARN  test.0",
+        "  [rank0] is [red]odd[/red]",
+        "  fix: wait",
+        "    true",
+        "",
+        "WARN: a sentence",
+    ]
+
+
 def test_a_bug_keeps_its_traceback() -> None:
     def buggy() -> Report[None]:
         raise ZeroDivisionError

@@ -137,7 +137,8 @@ def _summary(found: list[Finding], facts: NodeFacts, plan: Plan) -> str:
     done = (
         "talk to each other, reduce correctly and hold their memory" if plan.nproc > 1 else "works and holds its memory"
     )
-    return f"{who} on {facts.host} {done} ({plan.backend}, {kind})"
+    warnings = "".join(f"; but {finding.title}" for finding in found if finding.level is Level.WARN)
+    return f"{who} on {facts.host} {done} ({plan.backend}, {kind}){warnings}"
 
 
 def _interrupted(ranks: tuple[RankResult, ...], found: list[Finding]) -> str:
