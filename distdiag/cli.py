@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 from typing import Annotated, NoReturn, TextIO, cast
 
 import typer
 
 from distdiag.commands.gpu_test.command import gpu_test
+from distdiag.errors import Interrupted
 
 app = typer.Typer(
     name="distdiag",
@@ -65,6 +67,8 @@ class _Tee:
 
 def main() -> None:
     """Run distdiag; however it ends, a program that asked for JSON gets a document and the right exit status."""
+    # SIGTERM counts as Ctrl-C: a scheduler that ends us gets what is known by then.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     tee = _Tee(sys.stderr)
     sys.stderr = cast("TextIO", tee)
     try:
@@ -74,7 +78,7 @@ def main() -> None:
             _end_without_report(2, "usage", tee.heard.rpartition("Error: ")[2].strip())
         raise
     except KeyboardInterrupt:
-        _end_without_report(130, "interrupted", "interrupted before there was anything to report")
+        _end_without_report(Interrupted.exit_code, Interrupted.id, str(Interrupted()))
     except Exception as bug:  # noqa: BLE001 - the last boundary: status 1 would say that a fault of the job was found
         import traceback
 

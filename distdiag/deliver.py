@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
 import sys
 from dataclasses import dataclass
 from importlib import metadata
@@ -16,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
 import typer
 
-from distdiag.errors import DistdiagError
-from distdiag.report import INTERRUPTED, Level
+from distdiag.errors import DistdiagError, Interrupted
+from distdiag.report import Level
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -45,11 +44,7 @@ def deliver(
     view: Callable[[Report[Data]], Iterable[RenderableType]],
     output: Output,
 ) -> NoReturn:
-    """Run a diagnosis, print its report or why there is none, and leave with its exit status.
-
-    SIGTERM counts as Ctrl-C: a scheduler that ends us gets what is known by then.
-    """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Run a diagnosis, print its report or why there is none, and leave with its exit status."""
     try:
         report = diagnose()
     except DistdiagError as error:
@@ -62,16 +57,6 @@ def deliver(
     else:
         emit(_render(report, view))
     raise typer.Exit(code)
-
-
-class Interrupted(DistdiagError):
-    """Ctrl-C before there was anything to report."""
-
-    id = "interrupted"
-    exit_code = INTERRUPTED
-
-    def __init__(self) -> None:
-        super().__init__("interrupted before there was anything to report")
 
 
 def fail(command: str, error: DistdiagError, *, as_json: bool) -> NoReturn:

@@ -1,7 +1,6 @@
 """Failures of distdiag itself: what happened, then what to type. Faults of the user's job are findings, not errors.
 
-DistdiagError        exit 3: could not diagnose
-+-- UsageError       exit 2: the command line asks for something that makes no sense
+Each class has an id for programs and an exit status: DistdiagError and NodeFailed 3, UsageError 2, Interrupted 130.
 """
 
 from __future__ import annotations
@@ -29,3 +28,13 @@ class NodeFailed(DistdiagError):
     """The node side of distdiag ended, stayed silent or spoke nonsense."""
 
     id = "distdiag.node-failed"
+
+
+class Interrupted(DistdiagError):
+    """Ctrl-C before there was anything to report."""
+
+    id = "interrupted"
+    exit_code = 130
+
+    def __init__(self) -> None:
+        super().__init__("interrupted before there was anything to report")

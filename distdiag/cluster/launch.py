@@ -141,7 +141,9 @@ def take_port(node: Node, port: int) -> tuple[int, Taken | None]:
     """Have rank 0's node listen on the rendezvous port (0: any free one); the port, and who has it if taken."""
     node.order("listen", port=port)
     answer = node.expect("listening", _LISTEN_S)
-    return answer["port"], None if answer["taken"] is None else decode(answer["taken"], Taken, node.host)
+    return decode(answer["port"], int, node.host), None if answer["taken"] is None else decode(
+        answer["taken"], Taken, node.host
+    )
 
 
 class Run:

@@ -87,10 +87,10 @@ class Node:
     def no_answer(self) -> NodeFailed:
         """Give the error of an agent that is silent. It will not react to the end of its stdin either: it is killed."""
         state = machine.process_state(self._process.pid).letter
-        why = {"T": "it is stopped", "t": "it is stopped by a tracer", "D": "it is stuck in the kernel"}.get(state)
+        why = machine.why_it_stands_still(state) or f"in state {state or 'gone'}"
         self._goodbye_s = 0.0
         return NodeFailed(
-            f"distdiag's node side on {self.host} (pid {self._process.pid}) does not answer: {why or 'state ' + state}",
+            f"distdiag's node side on {self.host} (pid {self._process.pid}) does not answer: it is {why}",
             hint=self._last_words() or "run it again; what stops processes on this node has stopped it",
         )
 

@@ -10,6 +10,13 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+STOPPED = ("T", "t")
+"""States of a process that does not run until somebody lets it, see proc(5)."""
+_STATES = {
+    "T": "stopped (SIGSTOP or a suspended job)",
+    "t": "stopped by a tracer",
+    "D": "waiting in the kernel (D)",
+}
 _TCP_LISTEN = "0A"  # include/net/tcp_states.h
 
 
@@ -70,6 +77,11 @@ def process_state(pid: int) -> ProcessState:
     stat = read_text(f"/proc/{pid}/stat")
     letter = stat.rpartition(")")[2].split()[:1]
     return ProcessState(letter[0] if letter else "", read_text(f"/proc/{pid}/wchan").strip("0"))
+
+
+def why_it_stands_still(letter: str) -> str:
+    """Put a state that explains a standstill into words; empty for all others."""
+    return _STATES.get(letter, "")
 
 
 def port_holder(port: int) -> PortHolder | None:

@@ -121,7 +121,7 @@ class Ranks:
         """
         wanted = [self.running[number] for number in order["ranks"] if number in self.running]
         states = {rank.rank: machine.process_state(rank.process.pid) for rank in wanted}
-        wanted.sort(key=lambda rank: states[rank.rank].letter not in ("T", "t"))
+        wanted.sort(key=lambda rank: states[rank.rank].letter not in machine.STOPPED)
         pids = [rank.process.pid for rank in wanted]
         found = stacks.dump_all(pids[:_STACKS], timeout_s=order["timeout_s"])
         unread = stacks.Stack((), f"not read: the stacks of {_STACKS} other ranks were")

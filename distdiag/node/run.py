@@ -123,19 +123,16 @@ def allow_tracing_by_anyone() -> None:
 
 def name_process(name: str) -> None:
     """Set the name that ps and top show, at most 15 letters; on Linux only."""
-    if sys.platform.startswith("linux"):
-        import ctypes
-
-        ctypes.CDLL(None).prctl(15, name.encode()[:15], 0, 0, 0)  # PR_SET_NAME
+    _prctl(15, name.encode()[:15])  # PR_SET_NAME
 
 
-def _prctl(option: int, value: int) -> None:
+def _prctl(option: int, value: int | bytes) -> None:
     if not sys.platform.startswith("linux"):
         return
     import ctypes
 
     # Refused or unknown to an old kernel: the watch on stdin still ends us, and evidence says why py-spy failed.
-    ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value & (2**64 - 1)), 0, 0, 0)
+    ctypes.CDLL(None).prctl(option, value if isinstance(value, bytes) else ctypes.c_ulong(value), 0, 0, 0)
 
 
 def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:

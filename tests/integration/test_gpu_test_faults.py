@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 from support import Running, gpu_test
@@ -56,9 +57,7 @@ def test_a_death_is_reported_within_a_second() -> None:
     run.wait_for("agree: all ranks")
     killed = run.pid_of_rank(1)
     os.kill(killed, signal.SIGKILL)
-    from time import monotonic
-
-    killed_at = monotonic()
+    killed_at = time.monotonic()
     result = run.finish()
     assert result.ended_at - killed_at < 1.2  # a second, and the program's own end
     assert result.findings["rank-died"]["where"] == {

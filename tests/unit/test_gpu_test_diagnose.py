@@ -14,7 +14,7 @@ from distdiag.commands.gpu_test.diagnose import diagnose
 from distdiag.commands.gpu_test.findings import covers
 from distdiag.commands.gpu_test.model import Backend, Course, Device, Plan, Request
 from distdiag.commands.gpu_test.plan import make_plan
-from distdiag.commands.gpu_test.words import again
+from distdiag.commands.gpu_test.words import again, amount
 from distdiag.errors import UsageError
 from distdiag.options import parse_size
 from distdiag.report import Finding
@@ -258,6 +258,10 @@ def test_known_words_are_recognised(words: str, role: str) -> None:
     known = knowledge.recognise(words)
     assert known is not None
     assert known.role == role
+
+
+def test_amounts_are_read_by_people() -> None:
+    assert [amount(size) for size in (4, 2**20, 1000 * 2**20, 3 * 2**29)] == ["4 B", "1 MiB", "1000 MiB", "1.5 GiB"]
 
 
 def test_ranks_fold() -> None:

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 from distdiag import knowledge
 from distdiag.cluster.launch import Outcome
 from distdiag.commands.gpu_test.model import STAGES
+from distdiag.node import machine
 
 if TYPE_CHECKING:
     from distdiag.cluster.launch import Trace
-
-STOPPED = ("T", "t")
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def position(trace: Trace) -> tuple[int, int]:
 def _missing(traces: list[Trace]) -> tuple[int, ...]:
     live = [trace for trace in traces if trace.ending is None]
     states = {trace.rank: trace.inspection.state if trace.inspection else "" for trace in live}
-    stopped = tuple(rank for rank, state in states.items() if state in STOPPED)
+    stopped = tuple(rank for rank, state in states.items() if state in machine.STOPPED)
     if stopped:
         return stopped
     if any(trace.gave_up or trace.has("held") for trace in traces):

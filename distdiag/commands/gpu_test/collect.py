@@ -6,9 +6,12 @@ import glob
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any  # needed when the parent decodes what came back
 
 from distdiag.node import machine, run
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 _DRIVER_TIMEOUT_S = 10.0
 # The driver's own count, which respects CUDA_VISIBLE_DEVICES; in a child, because a wedged driver never returns.

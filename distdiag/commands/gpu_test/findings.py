@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from distdiag import knowledge
 from distdiag.cluster.hosts import name_ranks
 from distdiag.cluster.launch import Outcome
-from distdiag.commands.gpu_test.blame import STOPPED
 from distdiag.commands.gpu_test.model import Backend, Device, FaultKind
-from distdiag.commands.gpu_test.words import again, amount, place, where, who
+from distdiag.commands.gpu_test.words import again, amount, fix_from, place, where, who
+from distdiag.node import machine
 from distdiag.node.run import signal_name
 from distdiag.report import Finding, Fix, Level, Where
 
@@ -26,11 +26,6 @@ _TAIL_LINES = 6
 _MISSING_IN_FULL = 4
 _SHM_FOR_EACH_RANK = 32 * 2**20
 """NCCL takes about 10 MB of /dev/shm for each peer that a rank reaches through it (nccl#290), and has a few."""
-_STATES = {
-    "T": "stopped (SIGSTOP or a suspended job)",
-    "t": "stopped by a tracer",
-    "D": "waiting in the kernel (D)",
-}
 
 
 def died(parts: Blame, traces: list[Trace], request: Request) -> list[Finding]:
@@ -63,7 +58,7 @@ def _died(how: str, group: list[Trace], request: Request) -> Finding:
         detail=known.means if known else "",
         where=where(group),
         evidence=_tail(first.ending.tail),
-        fix=Fix(text=known.fix, commands=known.commands) if known else _fix_for_death(first, request),
+        fix=fix_from(known, _fix_for_death(first, request)),
     )
 
 
@@ -101,7 +96,7 @@ def missing(parts: Blame, traces: list[Trace], request: Request, course: Course)
     stage, doing = place(late[0])
     waiting = [trace.rank for trace in traces if trace.rank not in parts.missing and not trace.finished]
     others = f"; {name_ranks(waiting)} waited for it" if waiting else ""
-    stopped = any(trace.inspection and trace.inspection.state in STOPPED for trace in late)
+    stopped = any(trace.inspection and trace.inspection.state in machine.STOPPED for trace in late)
     return [
         Finding(
             id="gpu-test.rank-missing",
@@ -121,8 +116,8 @@ def why_missing(trace: Trace) -> str:
     seen = trace.inspection
     if seen is None:
         return "it could not be looked at"
-    if seen.state in _STATES:
-        return f"the process is {_STATES[seen.state]}"
+    if why := machine.why_it_stands_still(seen.state):
+        return f"the process is {why}"
     if seen.frames:
         return f"it is in {seen.frames[0]}"
     return f"in the kernel it is in {seen.wait_channel}" if seen.wait_channel else "its stack could not be read"

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from distdiag import knowledge
 from distdiag.cluster.hosts import name_ranks
-from distdiag.commands.gpu_test.words import again, amount, place, where, who
-from distdiag.report import Finding, Fix, Level, Where
+from distdiag.commands.gpu_test.words import again, amount, fix_from, place, where, who
+from distdiag.report import Finding, Fix, Level
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,7 +21,9 @@ def findings_of(parts: Blame, traces: list[Trace], request: Request) -> list[Fin
     """Make one finding of each trouble, for all ranks that have it."""
     by_kind: dict[tuple[str, str], list[Trouble]] = {}
     for trouble in parts.troubles:
-        by_kind.setdefault((trouble.kind, trouble.message), []).append(trouble)
+        # Out of memory says other numbers on each rank, and is one trouble all the same.
+        words = trouble.message if trouble.kind != "out-of-memory" else ""
+        by_kind.setdefault((trouble.kind, words), []).append(trouble)
     make = {
         "no-torch": _no_torch,
         "cuda-unavailable": _cuda_unavailable,
@@ -33,9 +35,14 @@ def findings_of(parts: Blame, traces: list[Trace], request: Request) -> list[Fin
     }
     by_rank = {trace.rank: trace for trace in traces}
     return [
-        make.get(kind, _failed)(group, [by_rank[trouble.rank] for trouble in group], request)
+        make.get(kind, _failed)(group, [by_rank[rank] for rank in _ranks_of(kind, group)], request)
         for (kind, _), group in by_kind.items()
     ]
+
+
+def _ranks_of(kind: str, group: list[Trouble]) -> list[int]:
+    """Rank 0 tells a mismatch, and others are odd; everything else is told by the rank that has it."""
+    return sorted(odd_ranks(group[0])) if kind == "mismatch" else [trouble.rank for trouble in group]
 
 
 def failed_ranks(parts: Blame) -> set[int]:
@@ -94,9 +101,7 @@ def _cuda_unavailable(group: list[Trouble], traces: list[Trace], request: Reques
         title=f"{who(traces)} cannot use a GPU: {group[0].message}",
         where=where(traces),
         evidence=(f"torch {torch}, built for {'CUDA ' + str(built_for) if built_for else 'the CPU only'}",),
-        fix=Fix(text=known.fix, commands=known.commands)
-        if known
-        else Fix(text=cpu_only if not built_for else "see what the driver says", commands=("nvidia-smi",)),
+        fix=fix_from(known, Fix(text="see what the driver says" if built_for else cpu_only, commands=("nvidia-smi",))),
     )
 
 
@@ -127,7 +132,6 @@ def odd_ranks(trouble: Trouble) -> set[int]:
 
 
 def _mismatch(group: list[Trouble], traces: list[Trace], request: Request) -> Finding:
-    odd = odd_ranks(group[0])
     fields = _differing(group[0])
     words = [
         f"{field} is {' but '.join(f'{value} on {name_ranks(ranks)}' for value, ranks in values.items())}"
@@ -142,9 +146,9 @@ def _mismatch(group: list[Trouble], traces: list[Trace], request: Request) -> Fi
     return Finding(
         id="gpu-test.mismatch",
         level=Level.FAIL,
-        title=f"{name_ranks(odd)} {'does' if len(odd) == 1 else 'do'} not agree with the plan: {'; '.join(words)}",
+        title=f"{who(traces)} {'does' if len(traces) == 1 else 'do'} not agree with the plan: {'; '.join(words)}",
         detail="The collective was not run: Gloo would return wrong data without an error, NCCL would hang.",
-        where=Where(hosts=tuple({trace.host for trace in traces}), ranks=tuple(sorted(odd))),
+        where=where(traces),
         fix=Fix(text=fix),
     )
 
@@ -237,7 +241,5 @@ def _failed(group: list[Trouble], traces: list[Trace], request: Request) -> Find
         title=f"{who(traces)} failed in stage {stage} ({doing}): {known.means if known else group[0].message}",
         detail=group[0].message if known else "",
         where=where(traces),
-        fix=Fix(text=known.fix, commands=known.commands)
-        if known
-        else Fix(text="run again with the ranks' logs kept", commands=(again(request, nccl_debug=""),)),
+        fix=fix_from(known, Fix(text="run again with the ranks' logs kept", commands=(again(request, nccl_debug=""),))),
     )

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import name_ranks
 from distdiag.commands.gpu_test.model import Backend, Device, Request
-from distdiag.report import Where
+from distdiag.report import Fix, Where
 
 if TYPE_CHECKING:
     from distdiag.cluster.launch import Trace
+    from distdiag.knowledge import Known
 
 
 def who(traces: list[Trace]) -> str:
@@ -39,8 +40,13 @@ def amount(size_bytes: int) -> str:
     """Write a number of bytes for people: 64 MiB."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size_bytes >= size:
-            return f"{size_bytes / size:.3g} {unit}"
+            return f"{size_bytes / size:.4g} {unit}"
     return f"{size_bytes} B"
+
+
+def fix_from(known: Known | None, otherwise: Fix) -> Fix:
+    """Give the fix of a known failure, or another one."""
+    return Fix(text=known.fix, commands=known.commands) if known is not None else otherwise
 
 
 def again(request: Request, **changes: str) -> str:
