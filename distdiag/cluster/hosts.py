@@ -1,11 +1,40 @@
-"""Host and rank sets as people write them: 0-6,8."""
+"""Host and rank sets as people write them: 0-6,8 and user@node[1-4]:8."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from distdiag.cluster.hostlist import MAX_NAMES, Piece, entries, exclusion, quote, spell, whole
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
+
+# Longer numbers are text: they are serial numbers or hashes, and nobody writes a range of them.
+_NUMBER = re.compile(r"(?<![0-9])([0-9]{1,18})(?![0-9])")
+_BRACKET = re.compile(r"\[[^\]]*\]")
+_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+MAX_SLOTS = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """One host as it was named; None is what was not said. `address` is where to connect when it is not the name."""
+
+    name: str
+    slots: int | None = None
+    user: str | None = None
+    port: int | None = None
+    address: str | None = None
+
+
+@dataclass(frozen=True)
+class HostList:
+    """Hosts once each, in the order written; `duplicates` were named more than once."""
+
+    hosts: tuple[Host, ...]
+    duplicates: tuple[str, ...]
 
 
 def fold_ranks(numbers: Iterable[int]) -> str:
@@ -23,3 +52,158 @@ def name_ranks(numbers: Iterable[int]) -> str:
     """Name ranks in a sentence: "rank 3", "ranks 0-2,8"."""
     ranks = set(numbers)
     return f"rank{'s' if len(ranks) > 1 else ''} {fold_ranks(ranks)}"
+
+
+def fold(names: Iterable[str]) -> str:
+    """Fold names for display, so that `expand` gives the same set: n1, n2, n01, n02 are "n[1-2],n[01-02]"."""
+    families: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for name in dict.fromkeys(names):
+        fields = [f"[{name}]"] if ":" in name else _NUMBER.split(name)
+        families.setdefault(tuple(fields[::2]), []).append(tuple(fields[1::2]))
+    return ",".join(part for texts, rows in families.items() for part in _fold_family(texts, rows))
+
+
+def _fold_family(texts: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
+    """Fold names that differ in their numbers only; `rows` are the digits of each name."""
+    if not rows[0]:
+        yield texts[0]
+        return
+    grids: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    columns = [_widths(column) for column in zip(*rows, strict=True)]
+    for row, widths in zip(rows, zip(*columns, strict=True), strict=True):
+        grids.setdefault(widths, []).append(tuple(map(int, row)))
+    for widths, points in grids.items():
+        for box in _boxes(points, len(widths)):
+            numbers = (_fold_field(*field) for field in zip(box, widths, strict=True))
+            yield texts[0] + "".join(number + text for number, text in zip(numbers, texts[1:], strict=True))
+
+
+def _widths(column: tuple[str, ...]) -> list[int]:
+    """Choose the digits each number of a field has at least: 10 goes with 08 and 09, unless there is a plain 8 or 9."""
+    paddings = sorted({len(digits) for digits in column if _is_padded(digits)}, reverse=True)
+    if paddings and any(len(digits) < paddings[-1] for digits in column):
+        paddings = []
+    return [
+        len(digits) if _is_padded(digits) else next((width for width in paddings if width <= len(digits)), 1)
+        for digits in column
+    ]
+
+
+def _is_padded(digits: str) -> bool:
+    return digits[0] == "0" and len(digits) > 1
+
+
+def _boxes(points: list[tuple[int, ...]], fields: int) -> list[tuple[tuple[int, ...], ...]]:
+    """Join points that differ in one field, the last field first: each box is a set of numbers for each field."""
+    boxes: list[tuple[tuple[int, ...], ...]] = [tuple((number,) for number in point) for point in points]
+    for field in reversed(range(fields)):
+        joined: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+        for box in boxes:
+            joined.setdefault(box[:field] + box[field + 1 :], []).extend(box[field])
+        boxes = [(*rest[:field], tuple(sorted(numbers)), *rest[field:]) for rest, numbers in joined.items()]
+    return boxes
+
+
+def _fold_field(numbers: tuple[int, ...], width: int) -> str:
+    folded = re.sub("[0-9]+", lambda digits: digits[0].zfill(width), fold_ranks(numbers))
+    return folded if len(numbers) == 1 else f"[{folded}]"
+
+
+def parse_hosts(text: str) -> HostList:
+    """Read what --hosts takes: `[user@]name[:slots]` or `ssh://[user@]name[:port]`, names with ranges, `!name`.
+
+    A host that is named again is kept once; its slots add up where both say how many. A host with 0 slots is left out.
+
+    Raises:
+        UsageError: the text is malformed, or names no host.
+    """
+    listed = whole(text)
+    hosts, excluded = read_list(listed)
+    found = merge(hosts, excluded)
+    if not found.hosts:
+        raise listed.error("no host is named", hint="name hosts: node[1-4],gpu7")
+    return found
+
+
+def read_list(listed: Piece, *, room: int = MAX_NAMES) -> tuple[list[Host], set[str]]:
+    """Read the entries of a list: the hosts, repeats included, and the names that are excluded."""
+    hosts: list[Host] = []
+    unwanted: set[str] = set()
+    for entry in entries(listed):
+        if excluded := exclusion(entry):
+            unwanted.update(spell(excluded, room=room))
+        else:
+            hosts += _read_entry(entry, room - len(hosts))
+    return hosts, unwanted
+
+
+def merge(hosts: Iterable[Host], excluded: set[str]) -> HostList:
+    """Keep each host once, with all that was said of it; of two contradicting values the first."""
+    found: dict[str, Host] = {}
+    duplicates: dict[str, None] = {}
+    for host in hosts:
+        if host.name in found:
+            duplicates[host.name] = None
+            found[host.name] = _join(found[host.name], host)
+        elif host.name not in excluded:
+            found[host.name] = host
+    return HostList(tuple(host for host in found.values() if host.slots != 0), tuple(duplicates))
+
+
+def _join(first: Host, again: Host) -> Host:
+    slots = again.slots if first.slots is None else first.slots + (again.slots or 0)
+    return replace(
+        first,
+        slots=slots,
+        user=first.user or again.user,
+        port=first.port or again.port,
+        address=first.address or again.address,
+    )
+
+
+def _read_entry(entry: Piece, room: int) -> list[Host]:
+    is_ssh = entry.text.startswith("ssh://")
+    place = entry.cut(len("ssh://")) if is_ssh else entry
+    at = place.text.find("@")
+    user = read_user(place.cut(0, at)) if at >= 0 else None
+    place = place.cut(at + 1)
+    colon = _find_colon(place)
+    number = place.cut(colon + 1) if colon is not None else None
+    slots = read_slots(number) if number and not is_ssh else None
+    port = read_port(number) if number and is_ssh else None
+    spelled = spell(place.cut(0, colon), room=room)
+    return [Host(name=name, slots=slots, user=user, port=port) for name in spelled]
+
+
+def _find_colon(place: Piece) -> int | None:
+    """Find the colon before slots or a port; those inside brackets belong to an address."""
+    outside = _BRACKET.sub(lambda bracket: "." * len(bracket[0]), place.text)
+    if outside.count(":") > 1:
+        hint = "put the address in brackets: [fe80::1] or [fe80::1]:8"
+        raise place.error(f"{quote(place.text)} may end with an address or with a number", hint=hint)
+    return outside.find(":") if ":" in outside else None
+
+
+def read_user(piece: Piece) -> str:
+    """Read a login name."""
+    if not piece.text:
+        raise piece.error("a user is missing before '@'", hint="a file of hosts is given by --hostfile")
+    if not _USER.fullmatch(piece.text):
+        raise piece.error(f"{quote(piece.text)} is not a user name")
+    return piece.text
+
+
+def read_slots(piece: Piece) -> int:
+    """Read a number of slots, 0 to MAX_SLOTS."""
+    return _read_number(piece, range(MAX_SLOTS + 1), "number of slots")
+
+
+def read_port(piece: Piece) -> int:
+    """Read a TCP port."""
+    return _read_number(piece, range(1, 65536), "port")
+
+
+def _read_number(piece: Piece, allowed: range, what: str) -> int:
+    if re.fullmatch("[0-9]{1,9}", piece.text) and int(piece.text) in allowed:
+        return int(piece.text)
+    raise piece.error(f"{quote(piece.text)} is not a {what} ({allowed[0]} to {allowed[-1]})")

@@ -1,0 +1,163 @@
+"""Hosts from files and schedulers: every common hostfile by one grammar, `hosts [key=value ...] [# note]` on a line.
+
+That covers Open MPI and DeepSpeed (`h slots=8`), MPICH and Intel MPI (`h:8`), PBS (a line for each slot), pdsh (host
+lists) and Ansible's INI files (`h ansible_host=... ansible_port=...`, `[group]`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from distdiag.cluster.hostlist import MAX_NAMES, Piece, quote, read_address, spell, whole
+from distdiag.cluster.hosts import Host, HostList, merge, read_list, read_port, read_slots, read_user
+from distdiag.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+T = TypeVar("T")
+_NOTE = re.compile(r"(?:^|\s)#.*")
+_HEADER = re.compile(r"\[[A-Za-z_][\w.-]*(?P<no_hosts>:(?:vars|children))?\]")
+_ANSIBLE_KEY = re.compile(r"\sansible_\w+\s*=")
+_OPTIONS = re.compile(r"\s+(?=[A-Za-z_][\w.-]*\s*=)")
+# Open MPI allows spaces around "=" and Ansible quotes values with spaces inside; `a= b=1` is an empty a, then b.
+_OPTION = re.compile(r"""\s*([A-Za-z_][\w.-]*)\s*=(?:\s+(?![\w.-]+\s*=))?(?:'([^']*)'|"([^"]*)"|(\S*))(?!\S)""")
+_MEANINGS = {
+    "slots": "slots",
+    "port": "port",
+    "ansible_port": "port",
+    "user": "user",
+    "ansible_user": "user",
+    "ansible_host": "address",
+}
+_SLURM_PART = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
+
+
+def read_hostfile(text: str, name: str) -> HostList:
+    """Read a hostfile; `name` is what to call it in errors.
+
+    A host on several lines has the slots of all of them, where a line without slots counts as one, as Open MPI and PBS
+    have it; it is a duplicate only if a line gives slots. In an Ansible file, it is one host in several groups.
+    A host with `slots=0` is left out. Unknown keys are ignored.
+
+    Raises:
+        UsageError: a line is malformed, or no line names a host.
+    """
+    rows = text.removeprefix("\ufeff").splitlines()
+    lines = [_line(row, f"{name}, line {number}") for number, row in enumerate(rows, 1)]
+    is_ansible = any(_HEADER.fullmatch(line.text) or _ANSIBLE_KEY.search(line.text) for line in lines)
+    hosts: list[Host] = []
+    excluded: set[str] = set()
+    for line in _host_lines(lines):
+        more, unwanted = _read_line(line, MAX_NAMES - len(hosts), is_ansible=is_ansible)
+        hosts += more
+        excluded |= unwanted
+    found = replace(merge(hosts, excluded), duplicates=()) if is_ansible else _count(hosts, excluded)
+    if not found.hosts:
+        raise UsageError(f"{name} names no host", hint="write one host on each line, as: node1 slots=8")
+    return found
+
+
+def _line(row: str, where: str) -> Piece:
+    """Leave out the note at the end of a line."""
+    note = _NOTE.search(row)
+    return whole(row, where).cut(0, note.start() if note else None).strip()
+
+
+def _host_lines(lines: Iterable[Piece]) -> Iterator[Piece]:
+    """Leave out what names no host: blank lines, `[group]`, and what follows `[group:vars]`."""
+    skipping = False
+    for line in lines:
+        if header := _HEADER.fullmatch(line.text):
+            skipping = header["no_hosts"] is not None
+        elif line.text and not skipping:
+            yield line
+
+
+def _read_line(line: Piece, room: int, *, is_ansible: bool) -> tuple[list[Host], set[str]]:
+    options = _OPTIONS.search(line.text)
+    end = options.start() if options else len(line.text)
+    hosts, excluded = read_list(line.cut(0, end), room=room)
+    if is_ansible and any(host.slots is not None for host in hosts):
+        raise line.error("a number after ':' is a port for Ansible, and slots for others", hint="write ansible_port=N")
+    return _complete(hosts, _read_options(line.cut(end))), excluded
+
+
+def _read_options(options: Piece) -> dict[str, Piece]:
+    """Find the values of the keys that mean something to us."""
+    given: dict[str, Piece] = {}
+    at = 0
+    while at < len(options.text):
+        match = _OPTION.match(options.text, at)
+        if match is None:
+            rest = options.cut(at).strip()
+            raise rest.error(f"{quote(rest.text)} is not key=value")
+        at = match.end()
+        meaning = _MEANINGS.get(match[1])
+        if meaning in given:
+            raise options.error(f"{meaning} is given twice", at=match.start(1))
+        if meaning is not None:
+            given[meaning] = options.cut(*match.span(match.lastindex or 0))
+    return given
+
+
+def _complete(hosts: list[Host], given: dict[str, Piece]) -> list[Host]:
+    slots = _value(given, "slots", read_slots)
+    port = _value(given, "port", read_port)
+    user = _value(given, "user", read_user)
+    address = _value(given, "address", read_address)
+    if slots is not None and any(host.slots is not None for host in hosts):
+        raise given["slots"].error("slots is given twice")
+    if address is not None and len(hosts) > 1:
+        raise given["address"].error(f"one address for {len(hosts)} hosts")
+    return [
+        replace(
+            host,
+            slots=host.slots if slots is None else slots,
+            port=port or host.port,
+            user=user or host.user,
+            address=address,
+        )
+        for host in hosts
+    ]
+
+
+def _value(given: dict[str, Piece], meaning: str, read: Callable[[Piece], T]) -> T | None:
+    return read(given[meaning]) if meaning in given else None
+
+
+def _count(hosts: list[Host], excluded: set[str]) -> HostList:
+    """Merge the hosts, where a line without slots is one slot of a host that has several lines."""
+    times = Counter(host.name for host in hosts)
+    sized = {host.name for host in hosts if host.slots is not None}
+    counted = (replace(host, slots=1) if host.slots is None and times[host.name] > 1 else host for host in hosts)
+    found = merge(counted, excluded)
+    return replace(found, duplicates=tuple(name for name in found.duplicates if name in sized))
+
+
+def slurm_tasks(text: str) -> list[int]:
+    """Read SLURM_TASKS_PER_NODE, the tasks of each node in turn: "2(x2),1" is [2, 2, 1]. Raises UsageError."""
+    listed = whole(text, "SLURM_TASKS_PER_NODE")
+    tasks: list[int] = []
+    at = 0
+    for part in text.split(","):
+        match = _SLURM_PART.fullmatch(part)
+        if match is None:
+            raise listed.error(f"{quote(part)} is not a number of tasks, as 2 or 2(x3)", at=at)
+        tasks += [int(match[1])] * int(match[2] or 1)
+        at += len(part) + 1
+    return tasks
+
+
+def lsf_hosts(text: str) -> list[Host]:
+    """Read LSB_MCPU_HOSTS, hosts and their slots in turn: "h1 4 h2 4". Raises UsageError."""
+    listed = whole(text, "LSB_MCPU_HOSTS")
+    words = [listed.cut(*word.span()) for word in re.finditer(r"\S+", text)]
+    if not words or len(words) % 2:
+        raise listed.error("a number of slots is missing" if words else "no host is named", at=len(text))
+    pairs = zip(words[::2], words[1::2], strict=True)
+    hosts = [Host(name=spell(name, room=1)[0], slots=read_slots(slots)) for name, slots in pairs]
+    return list(merge(hosts, set()).hosts)

@@ -1,0 +1,212 @@
+"""The grammar of host lists: node[08-11,20]-ib[0-1],gpu[1-9/2],[fe80::1],!node09-ib0.
+
+Digits stay as they are written, because n1, n01 and n001 are three hosts. Order stays as well: it may be the order of
+ranks.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from distdiag.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MAX_NAMES = 1_000_000
+
+_SHOWN = 100  # characters of a long text around an error
+_FIELDS = re.compile(r"\[(?P<inside>[^\]]*)\]|[^\[]+|\[")
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18})(?:/([0-9]{1,18}))?)?")
+_HINTS = {" ": "separate hosts by commas", ":": "an IPv6 address goes into brackets: [fe80::1]"}
+_ZONE = re.compile(r"[A-Za-z0-9_.-]+")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a text that people wrote; it knows where it stands, for errors. `where` says what the text is."""
+
+    text: str
+    source: str
+    at: int = 0
+    where: str = "host list"
+
+    def cut(self, start: int, stop: int | None = None) -> Piece:
+        """Take the part between two positions of this piece."""
+        return Piece(self.text[start:stop], self.source, self.at + start, self.where)
+
+    def strip(self) -> Piece:
+        """Leave out white space at both ends."""
+        text = self.text.lstrip()
+        return Piece(text.rstrip(), self.source, self.at + len(self.text) - len(text), self.where)
+
+    def error(self, problem: str, *, at: int = 0, hint: str = "") -> UsageError:
+        """Make an error that shows the text with a caret under position `at` of this piece."""
+        column = self.at + at
+        first = max(0, column - _SHOWN // 2)
+        text = "".join(char if char.isprintable() else " " for char in self.source[first : first + _SHOWN])
+        caret = " " * (column - first) + "^"
+        return UsageError(f"{self.where}, column {column + 1}: {problem}\n  {text}\n  {caret}", hint=hint)
+
+
+def whole(text: str, where: str = "host list") -> Piece:
+    """Make a piece of a whole text."""
+    return Piece(text, text, where=where)
+
+
+def quote(text: str) -> str:
+    """Quote a token for a sentence, cut where it is long."""
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+def expand(text: str, *, limit: int = MAX_NAMES) -> list[str]:
+    """List the names of a host list once each, in the order written, without those that `!name` excludes.
+
+    Raises:
+        UsageError: the list is malformed, or makes more than `limit` names.
+    """
+    return list(dict.fromkeys(spell_out(text, limit=limit)))
+
+
+def spell_out(text: str, *, limit: int = MAX_NAMES) -> list[str]:
+    """Do as `expand` does, but keep names that occur more than once."""
+    wanted: list[str] = []
+    unwanted: set[str] = set()
+    for entry in entries(whole(text)):
+        if excluded := exclusion(entry):
+            unwanted.update(spell(excluded, room=limit))
+        else:
+            wanted += spell(entry, room=limit - len(wanted))
+    return [name for name in wanted if name not in unwanted] if unwanted else wanted
+
+
+def exclusion(entry: Piece) -> Piece | None:
+    """Read `!name` or `^name`: the name to leave out; None for any other entry."""
+    return entry.cut(1) if entry.text[0] in "!^" else None
+
+
+def entries(listed: Piece) -> Iterator[Piece]:
+    """Cut a host list at the commas that are outside brackets; a blank list has no entries."""
+    if not listed.text.strip():
+        return
+    start, opened = 0, None
+    for mark in re.finditer(r"[\[\],]", listed.text):
+        at, char = mark.start(), mark[0]
+        if char == "[":
+            if opened is not None:
+                break
+            opened = at
+        elif char == "]":
+            if opened is None:
+                raise listed.error("']' closes no '['", at=at)
+            opened = None
+        elif opened is None:
+            yield _entry(listed.cut(start, at))
+            start = at + 1
+    if opened is not None:
+        raise listed.error(f"'[' is not closed in {quote(listed.text[start:].strip())}", at=opened)
+    yield _entry(listed.cut(start))
+
+
+def _entry(piece: Piece) -> Piece:
+    entry = piece.strip()
+    if entry.text:
+        return entry
+    raise piece.error("a host is missing", hint="separate hosts by one comma: a,b")
+
+
+def spell(entry: Piece, *, room: int = MAX_NAMES) -> list[str]:
+    """Spell out one entry, the last bracket fastest: r[1-2]n[1-2] is r1n1, r1n2, r2n1, r2n2.
+
+    Raises:
+        UsageError: the entry is malformed, or makes more than `room` names; this is known before any name is made.
+    """
+    if not entry.text:
+        raise entry.error("a host name is missing")
+    if address := _bracketed_address(entry):
+        return [address]
+    fields = [_field(entry, match) for match in _FIELDS.finditer(entry.text)]
+    count = math.prod(sum(len(numbers) for numbers, _ in field) for field in fields if not isinstance(field, str))
+    if count > room:
+        raise entry.error(
+            f"{quote(entry.text)} makes {count:,} names, and there is room for {max(room, 0):,}",
+            hint="name fewer hosts",
+        )
+    choices = ([field] if isinstance(field, str) else _digits(field) for field in fields)
+    return ["".join(parts) for parts in itertools.product(*choices)]
+
+
+def read_address(piece: Piece) -> str:
+    """Read one place to connect to: a name, an IPv4 address, or an IPv6 address with or without brackets."""
+    if ":" in piece.text and "[" not in piece.text:
+        return _ipv6(piece)
+    return spell(piece, room=1)[0]
+
+
+def _bracketed_address(entry: Piece) -> str | None:
+    if match := re.fullmatch(r"\[([^\]]*:[^\]]*)\]", entry.text):
+        return _ipv6(entry.cut(*match.span(1)))
+    return None
+
+
+def _ipv6(piece: Piece) -> str:
+    number, percent, zone = piece.text.partition("%")
+    try:
+        ipaddress.IPv6Address(number)
+    except ipaddress.AddressValueError as error:
+        raise piece.error(f"{quote(piece.text)} is not an IPv6 address", hint="ranges are written [1-4]") from error
+    if percent and not _ZONE.fullmatch(zone):
+        raise piece.error(f"{quote(zone)} is not the name of an interface", at=len(number) + 1)
+    return piece.text
+
+
+def _field(entry: Piece, match: re.Match[str]) -> str | list[tuple[range, int]]:
+    if match["inside"] is not None:
+        return _ranges(entry.cut(*match.span("inside")))
+    text = match[0]
+    if bad := re.search(r"[^A-Za-z0-9_.-]", text):
+        problem = f"the host name {quote(entry.text)} has {'white space' if bad[0].isspace() else repr(bad[0])} in it"
+        raise entry.error(problem, at=match.start() + bad.start(), hint=_HINTS.get(bad[0], ""))
+    # ssh would take -x for an option, and a file named after the host "..." would be no file.
+    if match.start() == 0 and text[0] in "-.":
+        raise entry.error(f"the host name {quote(entry.text)} begins with {text[0]!r}")
+    return text
+
+
+def _ranges(inside: Piece) -> list[tuple[range, int]]:
+    """Read "08-11,20" as numbers, each with the digits that they have at least."""
+    if not inside.text:
+        raise inside.error("'[]' has no numbers", at=-1)
+    found, start = [], 0
+    for part in inside.text.split(","):
+        if not part:
+            raise inside.error(f"a number is missing in {quote(f'[{inside.text}]')}", at=start)
+        found.append(_range(inside.cut(start, start + len(part))))
+        start += len(part) + 1
+    return found
+
+
+def _range(part: Piece) -> tuple[range, int]:
+    match = _RANGE.fullmatch(part.text)
+    if match is None:
+        hint = "write [1-4,7], [08-11] or [1-9/2]; an IPv6 address has the brackets for itself: [fe80::1]"
+        raise part.error(f"{quote(part.text)} is neither a number nor a range", hint=hint)
+    first, last, step = match[1], match[2] or match[1], int(match[3] or 1)
+    width = len(first) if first.startswith("0") else 1
+    if f"{int(last):0{width}}" != last:
+        hint = "give both ends the same number of digits: [08-11], or no zeros at all: [8-11]"
+        raise part.error(f"{quote(part.text)} pads its two ends differently", hint=hint)
+    if int(first) > int(last):
+        raise part.error(f"{quote(part.text)} counts down", hint=f"write {last}-{first}")
+    if step == 0:
+        raise part.error(f"{quote(part.text)} has a step of 0")
+    return range(int(first), int(last) + 1, step), width
+
+
+def _digits(field: list[tuple[range, int]]) -> Iterator[str]:
+    return (f"{number:0{width}}" for numbers, width in field for number in numbers)

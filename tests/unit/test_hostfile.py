@@ -1,0 +1,164 @@
+"""Hostfiles of every kind by one grammar, and the environment variables of SLURM and LSF."""
+
+from __future__ import annotations
+
+import pytest
+
+from distdiag.cluster.hostfile import lsf_hosts, read_hostfile, slurm_tasks
+from distdiag.cluster.hosts import Host
+from distdiag.errors import UsageError
+
+H1, H2 = Host(name="h1"), Host(name="h2")
+H1_8, H2_4 = Host(name="h1", slots=8), Host(name="h2", slots=4)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        pytest.param("h1 slots=8 max_slots=16\nh2 slots=4\n", [H1_8, H2_4], id="Open MPI"),
+        pytest.param("h1 slots = 8 max-slots = 16\nh2\tslots= 4", [H1_8, H2_4], id="spaces around ="),
+        pytest.param("h1\nh2\n", [H1, H2], id="bare"),
+        pytest.param("h1\nh1\nh2 slots=2\nh1\nh2\nh2", [Host(name="h1", slots=3), H2_4], id="repeats count"),
+        pytest.param("h1 slots=3\nh2 slots=4\nh1 slots=5\n", [H1_8, H2_4], id="slots add up"),
+        pytest.param("h1:8\nh2:4 ifname=eth0 binding=user:0,1\n", [H1_8, H2_4], id="MPICH"),
+        pytest.param("h2\nh2\nh1\nh2\nh2", [H2_4, H1], id="PBS"),
+        pytest.param("h[1-2]:8,!h2\nh2 slots=4", [H1_8], id="pdsh, excluded"),
+        pytest.param("h1, h2\n", [H1, H2], id="pdsh, comma and space"),
+        pytest.param("n[01-02]x[1-2]\n", [Host(name=f"n0{n}x{x}") for n in (1, 2) for x in (1, 2)], id="pdsh, ranges"),
+        pytest.param("[1-2]\n", [Host(name="1"), Host(name="2")], id="a range alone is no group"),
+        pytest.param("\ufeffh1 slots=8\r\n\r\nh2 slots=4\r\n", [H1_8, H2_4], id="Windows"),
+        pytest.param("# note\n \t# h3\nh1\t slots=8\t# h4 slots=1\n\n#h5\nh2:4 #", [H1_8, H2_4], id="notes"),
+        pytest.param("h1 slots=0\nh2\n", [H2], id="no slots, no host"),
+        pytest.param("h1:0\nh1:8", [H1_8], id="slots on another line"),
+        pytest.param("u@h1 slots=8\n", [Host(name="h1", user="u", slots=8)], id="user"),
+        pytest.param("h1 port=2222 user=u colour=red", [Host(name="h1", user="u", port=2222)], id="port"),
+        pytest.param("ssh://u@h1:2222 slots=8", [Host(name="h1", user="u", port=2222, slots=8)], id="ssh"),
+        pytest.param(
+            "[fe80::1]:8\n[::1] slots=2", [Host(name="fe80::1", slots=8), Host(name="::1", slots=2)], id="IPv6"
+        ),
+        pytest.param("h1 empty= slots=8", [H1_8], id="empty value"),
+        pytest.param("h1 a='-o B=c slots=1' d=\"x y\" slots=8", [H1_8], id="quoted values"),
+    ],
+)
+def test_each_kind_of_hostfile_is_read(text: str, hosts: list[Host]) -> None:
+    assert list(read_hostfile(text, "hosts").hosts) == hosts
+
+
+INVENTORY = """\
+login ansible_connection=local
+
+[gpu]
+gpu[1-2]    # two of them
+gpu3 ansible_host=10.0.0.3 ansible_port=2222 ansible_user='ops' ansible_ssh_common_args='-o ProxyJump="a b"'
+
+[gpu:vars]
+ansible_user=root
+http_port = 80
+
+[all:children]
+gpu
+
+[train]
+gpu1
+gpu3
+v6 ansible_host=fe80::6
+"""
+
+
+def test_an_ansible_inventory_names_each_host_once_whatever_its_groups() -> None:
+    found = read_hostfile(INVENTORY, "hosts.ini")
+    assert found.hosts == (
+        Host(name="login"),
+        Host(name="gpu1"),
+        Host(name="gpu2"),
+        Host(name="gpu3", address="10.0.0.3", port=2222, user="ops"),
+        Host(name="v6", address="fe80::6"),
+    )
+    assert found.duplicates == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "duplicates"),
+    [("h1\nh1\nh2", ()), ("h1 slots=1\nh1 slots=1\nh2\nh2", ("h1",)), ("h1\nh1:2", ("h1",)), ("h1:2,h1:2", ("h1",))],
+)
+def test_a_repeat_is_a_duplicate_where_slots_are_given(text: str, duplicates: tuple[str, ...]) -> None:
+    assert read_hostfile(text, "hosts").duplicates == duplicates
+
+
+def test_a_host_that_is_bare_once_and_sized_once_has_one_slot_more() -> None:
+    assert read_hostfile("h1 slots=2\nh1", "hosts").hosts == (Host(name="h1", slots=3),)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "column", "words"),
+    [
+        ("h1\nh2 slots=x", 2, 10, "'x' is not a number of slots"),
+        ("h1 slots=-1", 1, 10, "'-1' is not a number of slots"),
+        ("h1 slots=", 1, 10, "'' is not a number of slots"),
+        ("h1 slots=2 slots=3", 1, 12, "slots is given twice"),
+        ("h1:2 slots=3", 1, 12, "slots is given twice"),
+        ("# note\r\n\r\n  h1 slots=1.5", 3, 12, "'1.5' is not a number of slots"),
+        ("\ufeffh1:x", 1, 4, "'x' is not a number of slots"),
+        ("h1 8", 1, 3, "white space"),
+        ("h1 slots", 1, 3, "white space"),
+        ("h1 slots=2 4", 1, 12, "'4' is not key=value"),
+        ("slots=2", 1, 6, "'='"),
+        ("n[3-1] slots=2", 1, 3, "'3-1' counts down"),
+        ("h1,,h2", 1, 4, "a host is missing"),
+        ("h1#note", 1, 3, "'#'"),
+        ("fe80::1:8", 1, 1, "may end with an address or with a number"),
+        ("h1 port=0", 1, 9, "'0' is not a port"),
+        ("h1 ansible_user=-l", 1, 17, "'-l' is not a user name"),
+        ("h1 ansible_host=-oX", 1, 17, "begins with '-'"),
+        ("h1 ansible_host=[::1", 1, 17, "'['"),
+        ("h1 ansible_host='{{ ip }}'", 1, 18, "'{'"),
+        ("h[1-2] ansible_host=a", 1, 21, "one address for 2 hosts"),
+        ("[gpu]\nh1:2222", 2, 1, "a port for Ansible"),
+    ],
+)
+def test_an_error_names_the_file_the_line_and_the_column(text: str, line: int, column: int, words: str) -> None:
+    with pytest.raises(UsageError) as error:
+        read_hostfile(text, "my hosts")
+    problem, _, caret = str(error.value).split("\n")
+    assert problem.startswith(f"my hosts, line {line}, column {column}: ")
+    assert words in problem
+    assert caret.index("^") == column + 1
+
+
+@pytest.mark.parametrize("text", ["", "\n \r\n", "# h1\n", "h1 slots=0", "h1\n!h1", "[gpu]\n[all:vars]\nh1=2"])
+def test_a_file_without_hosts_is_an_error(text: str) -> None:
+    with pytest.raises(UsageError, match="hosts names no host"):
+        read_hostfile(text, "hosts")
+
+
+def test_a_million_hosts_is_the_limit_of_all_lines_together() -> None:
+    with pytest.raises(UsageError, match=r"line 2, column 1: .* makes 1,000,000 names, and there is room for 999,999"):
+        read_hostfile("h\nn[1-1000000]", "hosts")
+
+
+@pytest.mark.parametrize(
+    ("text", "tasks"), [("8", [8]), ("2(x2),1", [2, 2, 1]), ("1,2,3(x1)", [1, 2, 3]), ("4(x12)", [4] * 12)]
+)
+def test_slurm_tasks_are_listed_node_by_node(text: str, tasks: list[int]) -> None:
+    assert slurm_tasks(text) == tasks
+
+
+@pytest.mark.parametrize(
+    ("text", "column"), [("", 1), ("2(x2),", 7), ("2(x)", 1), ("1,x", 3), ("1,2(x2", 3), ("-1", 1)]
+)
+def test_a_malformed_slurm_list_is_an_error(text: str, column: int) -> None:
+    with pytest.raises(UsageError, match=f"^SLURM_TASKS_PER_NODE, column {column}: "):
+        slurm_tasks(text)
+
+
+def test_lsf_hosts_come_with_their_slots() -> None:
+    assert lsf_hosts("h1 8 h2 4") == [H1_8, H2_4]
+    assert lsf_hosts(" h1 3  h2 4 h1 5 ") == [H1_8, H2_4]
+
+
+@pytest.mark.parametrize(
+    ("text", "column"), [("", 1), ("h1", 3), ("h1 8 h2", 8), ("h1 x", 4), ("-h 8", 1), ("h[1-2] 8", 1)]
+)
+def test_a_malformed_lsf_list_is_an_error(text: str, column: int) -> None:
+    with pytest.raises(UsageError, match=f"^LSB_MCPU_HOSTS, column {column}: "):
+        lsf_hosts(text)
