@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from typing import Annotated, NoReturn, TextIO, cast
+from typing import TYPE_CHECKING, Annotated, NoReturn, TextIO, cast
 
 import typer
 
 from distdiag.commands.gpu_test.command import gpu_test
 from distdiag.errors import Interrupted
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 app = typer.Typer(
     name="distdiag",
@@ -65,10 +68,18 @@ class _Tee:
         return getattr(self.stream if self.stream is not None else sys.__stdout__, name)
 
 
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    # What is left to do takes a few seconds at most; a second Ctrl-C would only lose the report.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def main() -> None:
     """Run distdiag; however it ends, a program that asked for JSON gets a document and the right exit status."""
     # SIGTERM counts as Ctrl-C: a scheduler that ends us gets what is known by then.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, _interrupt)
     tee = _Tee(sys.stderr)
     sys.stderr = cast("TextIO", tee)
     try:

@@ -19,11 +19,12 @@ from distdiag.errors import DistdiagError, Interrupted
 from distdiag.report import Level
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from rich.console import Console, RenderableType
     from rich.status import Status
 
+    from distdiag.cluster.rows import Row
     from distdiag.report import Finding, Report
 
 Data = TypeVar("Data")
@@ -105,6 +106,36 @@ def say(text: str) -> None:
         sys.stderr.flush()
     except OSError:
         _discard(sys.stderr)
+
+
+def host_table(rows: Iterable[Row]) -> Iterator[RenderableType]:
+    """Draw one row for each trouble of hosts, none if all hosts could be used; equal ones fold."""
+    from rich.table import Column, Table
+
+    from distdiag.cluster.hosts import fold
+    from distdiag.cluster.rows import HostState
+
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.state, row.stage), []).append(row)
+    if all(state == HostState.OK for state, _ in groups):
+        return
+    table = Table(
+        Column("hosts", overflow="fold"),
+        Column("count", justify="right"),
+        Column("state", no_wrap=True),
+        Column("at stage", no_wrap=True),
+        Column("seconds", justify="right", no_wrap=True),
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+        header_style="bold",
+    )
+    for (state, stage), group in groups.items():
+        slowest = max(row.seconds for row in group)
+        table.add_row(fold(row.host for row in group), str(len(group)), state, stage, f"{slowest:.1f}")
+    yield table
+    yield ""
 
 
 class Progress:

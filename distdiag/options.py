@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import re
 import shlex
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from distdiag.cluster.targets import Cluster, Launcher
 from distdiag.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -44,3 +50,76 @@ TimeoutOpt = Annotated[
     float,
     typer.Option(min=1.0, max=86400.0, metavar="SECONDS", help="Longest time without a step of any rank."),
 ]
+
+
+def _cluster(  # noqa: PLR0913 - an option is an argument
+    hosts: Annotated[
+        str, typer.Option(metavar="LIST", help="Hosts to work on: node[1-4],gpu7 or user@node1:8 (8 ranks there).")
+    ] = "",
+    hostfile: Annotated[
+        str, typer.Option(metavar="FILE", help="A file of hosts: Open MPI, MPICH, DeepSpeed, PBS or plain lines.")
+    ] = "",
+    slurm_job: Annotated[str, typer.Option(metavar="ID", help="The nodes of a running SLURM job.")] = "",
+    via: Annotated[
+        str,
+        typer.Option(metavar="COMMAND", help='Command that runs a program on {host}: "kubectl exec -i {host} --".'),
+    ] = "",
+    launcher: Annotated[
+        Launcher, typer.Option(help="How to get to the hosts; auto: ssh, or srun inside an allocation.")
+    ] = Launcher.AUTO,
+    python: Annotated[
+        str, typer.Option(metavar="PATH", help="Python on the hosts. [default: this one's path there, else python3]")
+    ] = "",
+    env: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME[=VALUE]", help="Variable to set on the hosts; can be repeated."),
+    ] = None,
+    setup: Annotated[
+        str, typer.Option(metavar="COMMANDS", help="Shell commands to run there first: 'source ~/env.sh'.")
+    ] = "",
+    fanout: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Hosts to be logged in to at the same time.")
+    ] = None,
+    host_timeout: Annotated[
+        float | None,
+        typer.Option(min=0.1, metavar="SECONDS", help="Longest time for each stage of reaching a host."),
+    ] = None,
+    accept_new: Annotated[
+        bool, typer.Option("--accept-new", help="Accept unknown ssh host keys (never changed ones) and remember them.")
+    ] = False,
+    explain_transport: Annotated[
+        bool, typer.Option("--explain-transport", help="Print the commands that reach the hosts, and stop.")
+    ] = False,
+) -> Cluster:
+    return Cluster(
+        hosts=hosts,
+        hostfile=hostfile,
+        slurm_job=slurm_job,
+        via=via,
+        launcher=launcher,
+        python=python,
+        env=tuple(env or ()),
+        setup=setup,
+        fanout=fanout,
+        host_timeout_s=host_timeout,
+        accept_new=accept_new,
+        explain=explain_transport,
+    )
+
+
+def on_hosts(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options that say on which hosts it works; it gets them all as its argument `cluster`."""
+    own = [one for one in inspect.signature(command, eval_str=True).parameters.values() if one.name != "cluster"]
+    shared = list(inspect.signature(_cluster, eval_str=True).parameters.values())
+
+    @functools.wraps(command)
+    def with_hosts(**given: Any) -> None:  # noqa: ANN401 - what typer parsed
+        chosen = {one.name: given.pop(one.name) for one in shared}
+        command(**given, cluster=_cluster(**chosen))
+
+    # typer reads both of these.
+    parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*own, *shared)]
+    with_hosts.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_hosts.__annotations__ = {one.name: one.annotation for one in parameters}
+    del with_hosts.__wrapped__  # it would be asked instead of the signature
+    return with_hosts

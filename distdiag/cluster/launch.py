@@ -7,18 +7,20 @@ read before all of them are ended. Who is to blame is not decided here.
 
 from __future__ import annotations
 
-import signal
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.node import decode
+from distdiag.errors import NodeFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from distdiag.cluster.fleet import Fleet
     from distdiag.cluster.node import Node
+    from distdiag.cluster.rows import Refusal
 
 _LISTEN_S = 5.0
 _SETTLE_S = 0.5
@@ -85,6 +87,8 @@ class Trace:
     events: list[Event] = field(default_factory=list)
     inspection: Inspection | None = None
     ending: Ending | None = None
+    lost: str = ""
+    """Why nothing is heard of its node any more, if so."""
 
     @property
     def last(self) -> Event | None:
@@ -100,6 +104,11 @@ class Trace:
     def gave_up(self) -> bool:
         """Whether it said that it cannot go on, or ended without having finished."""
         return self.has("fatal") or (self.ending is not None and not self.finished)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it may still take a step, as far as we can see."""
+        return self.ending is None and not self.lost
 
     @property
     def died(self) -> bool:
@@ -137,29 +146,42 @@ class Taken:
     answer: str | None
 
 
-def take_port(node: Node, port: int) -> tuple[int, Taken | None]:
-    """Have rank 0's node listen on the rendezvous port (0: any free one); the port, and who has it if taken."""
+def take_port(fleet: Fleet, node: Node, port: int) -> tuple[int, Taken | None]:
+    """Have rank 0's node listen on the rendezvous port (0: any free one); the port, and who has it if taken.
+
+    Raises:
+        NodeFailed: the node does not answer.
+    """
     node.order("listen", port=port)
-    answer = node.expect("listening", _LISTEN_S)
-    return decode(answer["port"], int, node.host), None if answer["taken"] is None else decode(
-        answer["taken"], Taken, node.host
-    )
+    answer = fleet.expect("listening", [node], _LISTEN_S).get(node.name)
+    if answer is None:
+        raise fleet.no_answer(node)
+    taken = None if answer["taken"] is None else decode(answer["taken"], Taken, node.host)
+    return decode(answer["port"], int, node.host), taken
 
 
 class Run:
-    """Ranks under way on a node."""
+    """Ranks under way on nodes."""
 
-    def __init__(self, node: Node, specs: list[RankSpec], entry: str, watch: Callable[[Run], None]) -> None:
-        """Start the ranks; `watch` is called whenever something happened, and at least a few times a second."""
-        self.traces = {spec.rank: Trace(rank=spec.rank, local_rank=spec.local_rank, host=node.host) for spec in specs}
-        self._node = node
+    def __init__(
+        self, fleet: Fleet, specs: dict[str, list[RankSpec]], entry: str, watch: Callable[[Run], None]
+    ) -> None:
+        """Start the ranks, given by node name; `watch` is called when something happened, and a few times a second."""
+        self.traces: dict[int, Trace] = {}
+        self.lost: dict[str, Refusal] = {}
+        self.stalled_s = 0.0
+        self._fleet = fleet
         self._watch = watch
         self._moved = time.monotonic()
-        self.stalled_s = 0.0
         self._gave_up = False
         self._death_at: float | None = None
-        for spec in specs:
-            node.order("start", rank=spec.rank, env=spec.env, entry=entry, config=spec.config)
+        self._of_node = {name: [spec.rank for spec in mine] for name, mine in specs.items()}
+        for name, mine in specs.items():
+            node = fleet.nodes[name]
+            for spec in mine:
+                self.traces[spec.rank] = Trace(rank=spec.rank, local_rank=spec.local_rank, host=node.host)
+                node.order("start", rank=spec.rank, env=spec.env, entry=entry, config=spec.config)
+        self.traces = dict(sorted(self.traces.items()))
 
     @property
     def silent_s(self) -> float:
@@ -170,16 +192,13 @@ class Run:
         """Follow the ranks until the run is decided. Ctrl-C ends it with what is known by then.
 
         Raises:
-            NodeFailed: the node side ended, or does not answer any more.
+            NodeFailed: the only node ended, or does not answer any more.
         """
         try:
             while (outcome := self._decided(timeout_s)) is None:
                 self._take(min(0.1, max(0.0, timeout_s - self.silent_s)))
                 self._watch(self)
         except KeyboardInterrupt:
-            # What is left to do takes three seconds at most; a second Ctrl-C would only lose the report.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             outcome = Outcome.INTERRUPTED
         self.stalled_s = self.silent_s
         if outcome is Outcome.STALLED or (outcome is Outcome.INTERRUPTED and self.stalled_s > _HANG_S):
@@ -188,9 +207,9 @@ class Run:
 
     def _decided(self, timeout_s: float) -> Outcome | None:
         now = time.monotonic()
-        live = [trace for trace in self.traces.values() if trace.ending is None]
+        live = [trace for trace in self.traces.values() if trace.is_live]
         if not live:
-            return Outcome.FAULT if self._gave_up else Outcome.FINISHED
+            return Outcome.FAULT if self._gave_up or self.lost else Outcome.FINISHED
         if self._death_at is not None and now - self._death_at > _SETTLE_S:
             return Outcome.FAULT
         settled = all(trace.is_waiting or trace.gave_up for trace in live) and self.silent_s > _QUIET_S
@@ -199,34 +218,59 @@ class Run:
         return Outcome.STALLED if self.silent_s > timeout_s else None
 
     def _take(self, timeout_s: float) -> None:
-        for record in self._node.records(timeout_s):
-            trace = self.traces.get(record.get("rank", -1))
-            kind = record["kind"]
-            if trace is None:
+        for node, record in self._fleet.records(timeout_s):
+            if record["kind"] == "down":
+                self._lose(node)
                 continue
-            if kind == "started":
-                trace.pid = decode(record["pid"], int, trace.host)
-            elif kind == "event":
-                trace.events.append(decode(record, Event, trace.host))
-                self._moved = time.monotonic()
-            elif kind == "ended":
-                trace.ending = decode(record, Ending, trace.host)
-                self._moved = time.monotonic()
-                if trace.died and self._death_at is None:
-                    self._death_at = self._moved
-            elif kind == "inspected":
-                trace.inspection = decode(record, Inspection, trace.host)
-            self._gave_up = self._gave_up or trace.gave_up
+            trace = self.traces.get(record.get("rank", -1))
+            # A node speaks for its own ranks only.
+            if trace is not None and trace.rank in self._of_node.get(node.name, ()):
+                self._note(trace, record)
+
+    def _note(self, trace: Trace, record: dict[str, Any]) -> None:
+        kind = record["kind"]
+        if kind == "started":
+            trace.pid = decode(record["pid"], int, trace.host)
+        elif kind == "event":
+            trace.events.append(decode(record, Event, trace.host))
+            self._moved = time.monotonic()
+        elif kind == "ended":
+            trace.ending = decode(record, Ending, trace.host)
+            self._moved = time.monotonic()
+            if trace.died and self._death_at is None:
+                self._death_at = self._moved
+        elif kind == "inspected":
+            trace.inspection = decode(record, Inspection, trace.host)
+        self._gave_up = self._gave_up or trace.gave_up
+
+    def _lose(self, node: Node) -> None:
+        assert node.refusal is not None
+        if len(self._of_node) == 1:
+            raise NodeFailed(
+                f"{node.host}: {node.refusal.message}, and the ranks with it",
+                hint=node.last_words() or "run it again; see who ends processes on this node",
+            )
+        self.lost[node.name] = node.refusal
+        for rank in self._of_node.get(node.name, ()):
+            if self.traces[rank].is_live:
+                self.traces[rank].lost = node.refusal.message
+                self._death_at = self._death_at or time.monotonic()
 
     def _inspect(self) -> None:
-        live = [trace for trace in self.traces.values() if trace.ending is None]
-        if not live:
-            return
+        live = [trace for trace in self.traces.values() if trace.is_live]
         # The longest silent first: they are the ones to be explained, should there be too many to read all stacks.
         live.sort(key=lambda trace: trace.last.elapsed_s if trace.last is not None else 0.0)
-        self._node.order("inspect", ranks=[trace.rank for trace in live], timeout_s=_INSPECT_S)
+        asked = []
+        for name, ranks in self._of_node.items():
+            mine = [trace.rank for trace in live if trace.rank in ranks]
+            if mine:
+                node = self._fleet.nodes[name]
+                asked.append(node)
+                node.order("inspect", ranks=mine, timeout_s=_INSPECT_S)
         deadline = time.monotonic() + _INSPECTED_S
-        while any(trace.inspection is None and trace.ending is None for trace in live):
+        while any(trace.inspection is None and trace.is_live for trace in live):
             self._take(0.05)
             if time.monotonic() > deadline:
-                raise self._node.no_answer()
+                if len(self._of_node) == 1:
+                    raise self._fleet.no_answer(asked[0])
+                return  # the others' traces say enough; who could not be looked at says so in the report

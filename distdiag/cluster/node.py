@@ -1,150 +1,204 @@
-"""A connection to distdiag's node side on one host: orders out, records in."""
+"""One host's agent, seen from here: what it said, how far it is, and why it ended."""
 
 from __future__ import annotations
 
 import json
-import os
-import selectors
+import re
 import time
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from distdiag.cluster import bundle
-from distdiag.cluster.transports import local
-from distdiag.errors import DistdiagError, NodeFailed
-from distdiag.node import boot, machine, run, wire
+from distdiag.cluster.rows import HostState, Refusal
+from distdiag.errors import DistdiagError
+from distdiag.node import machine, wire
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import TracebackType
+    from collections.abc import Iterable
+
+    from distdiag.cluster.hosts import Host
+    from distdiag.cluster.links import Heard, Link
 
 T = TypeVar("T")
-_FACTS_TIMEOUT_S = 30.0
-_GOODBYE_S = 2.0
+_MAX_BYTES = 64 * 2**20
+"""What one node may say in all: a broken or hostile one costs no more memory and time than that."""
+_COMPLAINT_LINES = 6
+
+
+class NodeStage(StrEnum):
+    """How far an agent is: its Python is being started; it has its code and looks around; it takes orders; gone."""
+
+    STARTING = "start"
+    TELLING = "facts"
+    UP = "up"
+    DOWN = "down"
 
 
 class Node:
-    """One host's agent. Leaving the `with` block ends the agent and everything that it started."""
+    """One host's agent."""
 
-    def __init__(self, host: str, *, collect: str, ask: dict[str, Any], rank: str) -> None:
-        """Start the agent with `collect` (a module with `facts(ask)`); `rank` is the module that ranks will run."""
-        self.host = host
-        payload = boot.pack(bundle.sources(collect, rank), "distdiag.node.agent", {"collect": collect, "ask": ask})
-        try:
-            self._process = run.start(local.command(boot.START, len(payload)))
-        except run.CannotRun as error:
-            raise NodeFailed(f"distdiag's node side cannot be started on {host}: {error}") from error
+    def __init__(self, host: Host, link: Link, payload: bytes, *, began: float, names_itself: bool = False) -> None:
+        self.name = host.name
+        self.host = host.name
+        """What to call it: the name that was asked for, or where there is none, its own."""
+        self._names_itself = names_itself
+        self.link = link
+        self.began = began
+        self.entered = self.heard_at = time.monotonic()
+        self.stage = NodeStage.TELLING if link.loaded else NodeStage.STARTING
+        self.hello: dict[str, Any] = {}
+        self.told: dict[str, Any] = {}
+        self.refusal: Refusal | None = None
+        self.deaf = False
+        self.watched: set[int] = set()
+        """Descriptors that the fleet waits on."""
+        self._payload = payload
         self._reader = wire.Reader()
         self._noise = wire.Reader()
-        self._pending: list[dict[str, Any]] = []
-        self._open = True
-        self._goodbye_s = _GOODBYE_S
-        self._write(payload)
-
-    def __enter__(self) -> Node:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self._bytes = 0
 
     def order(self, do: str, **details: Any) -> None:  # noqa: ANN401 - any JSON
         """Send one order to the agent."""
-        self._write(json.dumps({"do": do, **details}).encode() + b"\n")
-
-    def records(self, timeout_s: float) -> Iterator[dict[str, Any]]:
-        """Wait at most `timeout_s` seconds for something new and yield all that came.
-
-        Raises:
-            NodeFailed: the agent ended.
-        """
-        pending, self._pending = self._pending, []
-        yield from pending
-        if not pending:
-            yield from self._receive(timeout_s)
-
-    def expect(self, kind: str, timeout_s: float) -> dict[str, Any]:
-        """Wait for the next record of a kind; others stay for `records`.
-
-        Raises:
-            NodeFailed: it did not come in time, or the agent ended.
-        """
-        deadline = time.monotonic() + timeout_s
-        kept: list[dict[str, Any]] = []
-        while (left := deadline - time.monotonic()) > 0:
-            batch = list(self.records(left))
-            for number, record in enumerate(batch):
-                if record["kind"] == kind:
-                    self._pending = kept + batch[number + 1 :]
-                    return record
-                kept.append(record)
-        raise self.no_answer()
+        self.link.write(json.dumps({"do": do, **details}).encode() + b"\n")
 
     def facts(self, type_: type[T]) -> T:
-        """Wait for the node's facts and decode them."""
-        return decode(self.expect("facts", _FACTS_TIMEOUT_S)["facts"], type_, self.host)
+        """Decode the node's facts."""
+        return decode(self.told, type_, self.host)
 
-    def no_answer(self) -> NodeFailed:
-        """Give the error of an agent that is silent. It will not react to the end of its stdin either: it is killed."""
-        state = machine.process_state(self._process.pid).letter
+    def hear(self) -> tuple[Heard, list[dict[str, Any]]]:
+        """Take what came: records in order; everything else is kept as noise."""
+        heard = self.link.read()
+        self.heard_at = time.monotonic()
+        self._bytes += len(heard.out) + len(heard.err)
+        for _ in self._noise.feed(heard.err):
+            pass  # a record on stderr is nothing that we asked for
+        records = list(self._reader.feed(heard.out))
+        return heard, [record for record in records if record["kind"] != "alive"]
+
+    def advance(self, record: dict[str, Any]) -> Refusal | None:
+        """Go on to the next stage when this record says so; or say why there will be none."""
+        kind = record["kind"]
+        if kind == "ready" and self.stage is NodeStage.STARTING:
+            self._enter(NodeStage.TELLING)
+            self.link.write(self._payload)
+            self._payload = b""
+        elif kind == "no-python":
+            return self._no_python(str(record.get("tried")))
+        elif kind == "hello":
+            self.hello = record
+            if self._names_itself and isinstance(record.get("host"), str):
+                self.host = record["host"]
+        elif kind == "facts" and isinstance(record.get("facts"), dict):
+            self.told = record["facts"]
+            self._enter(NodeStage.UP)
+        if self.stage is not NodeStage.UP and self._bytes > _MAX_BYTES:
+            return self._nonsense(f"it sent {self._bytes >> 20} MiB that are no facts")
+        return None
+
+    def why_it_ended(self) -> Refusal:
+        """Say why an agent is gone, from its end and its last words."""
+        status, how = self.link.how_it_ended()
+        words = self.complaint()
+        if self.stage is NodeStage.UP:
+            return Refusal(
+                state=HostState.LOST, stage="run", message=f"distdiag's node side ended {how}", evidence=tuple(words)
+            )
+        known = _known_complaint(" ".join(words))
+        last = f': "{words[-1]}"' if words else ""
+        if known is not None:
+            return Refusal(state=known[0], stage="connect", message=known[1] or words[-1], evidence=tuple(words))
+        if status is not None and status < 0:
+            return Refusal(
+                state=HostState.KILLED,
+                stage=self.stage,
+                message=f"what was started there was ended {how}{last}",
+                evidence=tuple(words),
+            )
+        if status == 127:
+            return Refusal(
+                state=HostState.FAILED,
+                stage=self.stage,
+                message=f"a program is missing there{last}",
+                evidence=tuple(words),
+            )
+        # Status 0 and no word of ours: a forced command, a login shell that only greets, an account that is closed.
+        state = HostState.NONSENSE if status == 0 else HostState.FAILED
+        return Refusal(
+            state=state,
+            stage=self.stage,
+            message=f"it ended {how} before the node side said anything{last}",
+            evidence=tuple(words),
+        )
+
+    def why_late(self, limit_s: float) -> Refusal:
+        """Say what did not come in time."""
+        words = self.complaint()
+        if self.stage is NodeStage.STARTING:
+            what = f"no Python was started there within {limit_s:g} s"
+            hint = "its login files, or the command that leads there, may wait for something"
+        else:
+            what = f"its facts did not come within {limit_s:g} s"
+            hint = "something on that node does not answer"
+        last = f'; its last words: "{words[-1]}"' if words else ""
+        return Refusal(state=HostState.TIMEOUT, stage=self.stage, message=what + last, hint=hint, evidence=tuple(words))
+
+    def why_no_answer(self) -> str:
+        """Say what is known of an agent that is there and does not react."""
+        if self.link.pid is None:
+            return f"distdiag's node side on {self.host} does not answer"
+        state = machine.process_state(self.link.pid).letter
         why = machine.why_it_stands_still(state) or f"in state {state or 'gone'}"
-        self._goodbye_s = 0.0
-        return NodeFailed(
-            f"distdiag's node side on {self.host} (pid {self._process.pid}) does not answer: it is {why}",
-            hint=self._last_words() or "run it again; what stops processes on this node has stopped it",
+        return f"distdiag's node side on {self.host} (pid {self.link.pid}) does not answer: it is {why}"
+
+    def last_words(self) -> str:
+        """Give the last line of what it said beside records, as a hint."""
+        words = self.complaint()
+        return "its last words: " + words[-1] if words else ""
+
+    def complaint(self) -> list[str]:
+        """Give the last lines of what it said beside records, printable."""
+        text = (self._reader.noise + self._noise.noise).decode("utf-8", "replace")
+        lines = [_printable(line)[:200].strip() for line in text.splitlines()]
+        return [line for line in lines if line][-_COMPLAINT_LINES:]
+
+    def _enter(self, stage: NodeStage) -> None:
+        self.stage = stage
+        self.entered = time.monotonic()
+
+    def _no_python(self, tried: str) -> Refusal:
+        return Refusal(
+            state=HostState.NO_PYTHON,
+            stage=self.stage,
+            message=f"there is no {tried} of version 3.9 or newer on {self.name}",
+            hint="name one that is there: --python PATH; or make it known first: --setup 'source ~/env.sh'",
+            evidence=tuple(self.complaint()),
         )
 
-    def close(self) -> None:
-        """End the agent: it kills its ranks when its stdin ends; what does not end then is killed."""
-        if not self._open:
-            return
-        self._open = False
-        if self._process.stdin is not None and not self._process.stdin.closed:
-            self._process.stdin.close()
-        self._wait_for_end(self._goodbye_s)
-        run.end_group(self._process)
+    def _nonsense(self, what: str) -> Refusal:
+        return Refusal(state=HostState.NONSENSE, stage=self.stage, message=what, evidence=tuple(self.complaint()))
 
-    def _wait_for_end(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while self._process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.005)
 
-    def _write(self, data: bytes) -> None:
-        assert self._process.stdin is not None
-        try:
-            while data:
-                data = data[self._process.stdin.write(data) :]
-        except BrokenPipeError as error:
-            raise self._ended() from error
+_COMPLAINTS = (
+    ("REMOTE HOST IDENTIFICATION HAS CHANGED", HostState.HOST_KEY_CHANGED, "its host key is not the known one"),
+    ("REVOKED", HostState.HOST_KEY_REVOKED, "its host key is marked as revoked"),
+    ("Host key verification failed", HostState.HOST_KEY_UNKNOWN, "its host key is not known here"),
+    ("Could not resolve hostname", HostState.UNKNOWN_NAME, ""),
+    ("Connection timed out", HostState.FILTERED, ""),
+    ("Operation timed out", HostState.FILTERED, ""),
+    ("Connection refused", HostState.REFUSED, ""),
+    ("No route to host|Network is unreachable", HostState.NO_ROUTE, ""),
+    (r"Permission denied \(", HostState.AUTH, ""),
+    ("Too many authentication failures", HostState.AUTH, ""),
+    ("kex_exchange_identification|banner", HostState.NOT_SSH, ""),
+)
+"""What OpenSSH's client says, see ssh(1) and its sources; `ssh` ends with 255 in all of these."""
 
-    def _receive(self, timeout_s: float) -> Iterator[dict[str, Any]]:
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ, self._reader)
-            selector.register(self._process.stderr, selectors.EVENT_READ, self._noise)
-            ready = selector.select(timeout_s)
-        for key, _ in ready:
-            data = os.read(key.fd, 65536)
-            yield from key.data.feed(data)
-            if not data and key.data is self._reader:
-                raise self._ended()
 
-    def _ended(self) -> NodeFailed:
-        assert self._process.stderr is not None
-        os.set_blocking(self._process.stderr.fileno(), False)
-        self._noise.noise += self._process.stderr.read() or b""
-        self._wait_for_end(0.5)
-        status = run.end_group(self._process)
-        how = f" by {run.signal_name(-status)}" if status is not None and status < 0 else f" with status {status}"
-        return NodeFailed(
-            f"distdiag's node side on {self.host} ended{how}, and the ranks with it",
-            hint=self._last_words() or "run it again; see who ends processes on this node",
-        )
+def _known_complaint(words: str) -> tuple[HostState, str] | None:
+    return next(((state, said) for pattern, state, said in _COMPLAINTS if re.search(pattern, words)), None)
 
-    def _last_words(self) -> str:
-        lines = (self._noise.noise + self._reader.noise).decode("utf-8", "replace").strip().splitlines()
-        return "its last words: " + lines[-1] if lines else ""
+
+def _printable(line: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in line)
 
 
 def decode(value: object, type_: type[T], host: str) -> T:
@@ -159,3 +213,8 @@ def decode(value: object, type_: type[T], host: str) -> T:
         return msgspec.convert(value, type_)
     except msgspec.ValidationError as error:
         raise DistdiagError(f"{host} sent facts that make no sense: {error}") from error
+
+
+def names(nodes: Iterable[Node]) -> list[str]:
+    """List the hosts' names as they were asked for."""
+    return [node.name for node in nodes]

@@ -1,7 +1,8 @@
 """distdiag on one node: tells the facts, runs the ranks it is told to run, and leaves nothing behind.
 
-Records go out on stdout, orders come in as JSON lines on stdin. When stdin ends (the parent finished, was killed, or
-the connection was cut) every rank is killed and the agent ends, with status 0 whatever it found.
+Records go out, orders come in as JSON lines: on stdout and stdin, or both on one socket. When the orders end (the
+parent finished, was killed, or the connection was cut), or nothing at all was heard for a while, everything that was
+started here is killed and the agent ends, with status 0 whatever it found.
 """
 
 from __future__ import annotations
@@ -10,63 +11,121 @@ import dataclasses
 import importlib
 import json
 import os
+import queue
 import select
 import signal
 import sys
+import threading
+import time
 
-from distdiag.node import boot, run
+from distdiag.node import boot, hello, reach, run, tools
 from distdiag.node.ranks import Ranks
 from distdiag.node.wire import Writer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
-    from typing import Any
+    from typing import Any, NoReturn
 
 _POLL_S = 0.03
 """How late the end of a rank may be noticed; its events wake us at once."""
+_ALIVE_S = 1.0
 
 
 def main(config: dict[str, Any]) -> None:
-    """Run the agent: {"collect": module with a facts(ask), "ask": what it is asked}."""
+    """Run the agent on stdin and stdout, see `serve`."""
+    serve(config, 0, Writer.take_stdout())
+
+
+def serve(config: dict[str, Any], orders_fd: int, wire: Writer) -> None:
+    """Run the agent.
+
+    {"collect": module with a facts(ask), "ask": what it is asked, "env": variables to set, "silence_s": end after so
+    many seconds without a word from the parent, None: never, "guest": the parent may be a stranger}
+    """
     run.name_process("distdiag-agent")
-    wire = Writer.take_stdout()
-    ranks = Ranks(wire, boot.carried)
+    os.environ.update(config["env"])
+    inbox = _Inbox(orders_fd, wire, config["silence_s"])
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, _leave)
+    ranks = Ranks(wire, boot.carried, guest=config["guest"])
     try:
+        wire.send("hello", **hello.who_is_here())
         facts = importlib.import_module(config["collect"]).facts(config["ask"])
         wire.send("facts", facts=dataclasses.asdict(facts))
-        _serve(ranks)
-    except BrokenPipeError:
-        pass  # the parent is gone: the same as the end of stdin
+        _obey_all(inbox, ranks, reach.Reach(wire), tools.Tools(wire))
+    except (BrokenPipeError, ConnectionError):
+        pass  # the parent is gone: the same as the end of the orders
     finally:
         ranks.end()
 
 
-def _serve(ranks: Ranks) -> None:
-    orders = b""
+class _Inbox:
+    """Takes orders on a thread of its own, so that the end of them is seen whatever else is being done."""
+
+    def __init__(self, fd: int, wire: Writer, silence_s: float | None) -> None:
+        self.orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.bell, self._push = os.pipe()
+        self._fd = fd
+        self._wire = wire
+        self._silence_s = silence_s
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        heard = time.monotonic()
+        rest = b""
+        while True:
+            ready, _, _ = select.select([self._fd], [], [], None if self._silence_s is None else _ALIVE_S / 2)
+            if ready:
+                try:
+                    data = os.read(self._fd, 65536)
+                except ConnectionError:
+                    data = b""
+                if not data:
+                    _die()
+                heard = time.monotonic()
+                *lines, rest = (rest + data).split(b"\n")
+                for line in filter(None, lines):  # an empty line only says that the parent is there
+                    self.orders.put(json.loads(line))
+                    os.write(self._push, b".")
+            if self._silence_s is not None:
+                if time.monotonic() - heard > self._silence_s:
+                    _die()
+                self._tell_that_we_live()
+
+    def _tell_that_we_live(self) -> None:
+        try:
+            self._wire.send_if_free("alive")
+        except (BrokenPipeError, ConnectionError):
+            _die()
+
+
+def _obey_all(inbox: _Inbox, ranks: Ranks, reachable: reach.Reach, toolbox: tools.Tools) -> None:
+    do: dict[str, Callable[[dict[str, Any]], None]] = {
+        "listen": ranks.listen,
+        "keep-logs": lambda order: ranks.keep_logs(),
+        "start": ranks.start,
+        "inspect": ranks.inspect,
+        "reach-listen": reachable.listen,
+        "reach-serve": lambda order: reachable.serve(order, ranks.listener),
+        "reach-probe": reachable.probe,
+        "reach-end": reachable.end,
+        "tool": toolbox.take,
+    }
     while True:
-        ready, _, _ = select.select([0, *ranks.descriptors()], [], [], _POLL_S if ranks.running else None)
-        if 0 in ready:
-            data = os.read(0, 65536)
-            if not data:
-                return
-            *lines, orders = (orders + data).split(b"\n")
-            for line in lines:
-                _obey(ranks, json.loads(line))
+        watched = [inbox.bell, *ranks.descriptors()]
+        ready, _, _ = select.select(watched, [], [], _POLL_S if ranks.running else None)
+        if inbox.bell in ready:
+            os.read(inbox.bell, 1)
+            order = inbox.orders.get()
+            do[order["do"]](order)
         ranks.poll()
 
 
-def _obey(ranks: Ranks, order: dict[str, Any]) -> None:
-    if order["do"] == "listen":
-        ranks.listen(order)
-    elif order["do"] == "keep-logs":
-        ranks.keep_logs()
-    elif order["do"] == "start":
-        ranks.start(order)
-    elif order["do"] == "inspect":
-        ranks.inspect(order)
+def _die() -> NoReturn:
+    run.kill_all()
+    os._exit(0)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -3,6 +3,8 @@
 The sender runs `python -c START <length> <title>` and writes `pack(...)` to its stdin. The far side makes the
 carried sources importable under their own names (so tracebacks and py-spy show real file names and lines) and
 calls `main(config)` of the entry module. Stdin stays open afterwards: its end means that the sender is gone.
+An agent says that it is ready before it is sent anything: the shell before it may read ahead and would swallow it.
+Where stdin cannot be had (srun and mpirun give it to one task), the same bytes go into ARGUMENT_START's argument.
 """
 
 from __future__ import annotations
@@ -20,15 +22,21 @@ if TYPE_CHECKING:
     from typing import Any
 
 # The first statement drops the working directory from sys.path: a stray ./random.py must not break a diagnosis.
-START = """import os,sys
+START = r"""import os,sys
 if sys.path and not sys.path[0]: del sys.path[0]
 import zlib
 n,b=int(sys.argv[1]),b""
+if sys.argv[2]=="distdiag-agent": os.write(1,b'\n\x1eDD1 {"kind":"ready"}\n')
 while len(b)<n:
   c=os.read(0,n-len(b))
   if not c: sys.exit(0)
   b+=c
 exec(compile(zlib.decompress(b),"<distdiag>/node/boot.py","exec"))"""
+
+ARGUMENT_START = (
+    "import sys,zlib,base64;sys.path[:]=[p for p in sys.path if p];"
+    'exec(compile(zlib.decompress(base64.b64decode(sys.argv.pop(1))),"<distdiag>/node/boot.py","exec"))'
+)
 
 carried: dict[str, str] = {}
 """Module name -> source of what this interpreter was given; empty where distdiag is installed."""

@@ -26,6 +26,11 @@ _TAIL_BYTES = 16 * 2**10
 _STACKS = 16
 """Stacks to read at most: more would not fit into the second that a report may take."""
 _MAX_EVENT_BYTES = 2**20
+_GUEST_VARIABLES = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "THP_MEM_ALLOC_ENABLE"),
+)
+"""What a parent that never proved who it is may set: nothing that makes a program load anything."""
 _LAUNCHER_VARIABLES = ("TORCHELASTIC_", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "PET_")
 
 
@@ -46,10 +51,11 @@ class Rank:
 class Ranks:
     """All ranks of this node."""
 
-    def __init__(self, wire: Writer, sources: dict[str, str]) -> None:
+    def __init__(self, wire: Writer, sources: dict[str, str], *, guest: bool = False) -> None:
         self._wire = wire
         self._sources = sources
-        self._listener: socket.socket | None = None
+        self._guest = guest
+        self.listener: socket.socket | None = None
         self._oom_kills = machine.oom_kills()
         self._log_folder: str | None = None
         self.running: dict[int, Rank] = {}
@@ -66,26 +72,27 @@ class Ranks:
     def listen(self, order: dict[str, Any]) -> None:
         """Take the rendezvous port for rank 0 before any rank starts; report the port, or who has it."""
         try:
-            self._listener = rendezvous.listen(order["port"])
+            self.listener = rendezvous.listen(order["port"])
         except OSError as error:
             self._wire.send("listening", port=order["port"], taken=_who_has(order["port"], error))
         else:
-            self._wire.send("listening", port=self._listener.getsockname()[1], taken=None)
+            self._wire.send("listening", port=self.listener.getsockname()[1], taken=None)
 
     def start(self, order: dict[str, Any]) -> None:
         """Start one rank: {"rank", "env", "entry", "config"}; it finds its descriptors in its config."""
         read_end, write_end = os.pipe()
         os.set_blocking(read_end, False)
+        changes = {name: value for name, value in order["env"].items() if not self._guest or name in _GUEST_VARIABLES}
         config = {**order["config"], "events_fd": write_end, "listener_fd": None}
         keep = [write_end]
-        if order["rank"] == 0 and self._listener is not None:
-            config["listener_fd"] = self._listener.fileno()
-            keep.append(self._listener.fileno())
+        if order["rank"] == 0 and self.listener is not None:
+            config["listener_fd"] = self.listener.fileno()
+            keep.append(self.listener.fileno())
         payload = boot.pack(self._sources, order["entry"], config)
         began = time.monotonic()
         process = run.start(
             [sys.executable, "-c", boot.START, str(len(payload)), "distdiag-rank", str(order["rank"])],
-            env=_environment(order["env"]),
+            env=_environment(changes),
             pipes=run.Pipes(stderr_to_stdout=True, keep=tuple(keep)),
         )
         assert process.stdin is not None
@@ -94,8 +101,8 @@ class Ranks:
         process.stdin.write(payload)
         os.close(write_end)
         os.set_blocking(process.stdout.fileno(), False)
-        if self._listener is not None and order["rank"] == 0:
-            self._listener.close()
+        if self.listener is not None and order["rank"] == 0:
+            self.listener.close()
         rank = Rank(order["rank"], process, read_end, began, self._open_log(order["rank"]))
         rank.open_fds = {read_end, process.stdout.fileno()}
         self.running[rank.rank] = rank
@@ -140,8 +147,8 @@ class Ranks:
 
     def end(self) -> None:
         """Kill every rank and whatever it started."""
-        if self._listener is not None:
-            self._listener.close()
+        if self.listener is not None:
+            self.listener.close()
         for rank in self.running.values():
             self._close(rank)
         self.running.clear()

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Process = subprocess.Popen  # the type of what `start` returns; Popen[bytes]
 REAP_S = 1.0
 MAX_OUTPUT_BYTES = 4 * 2**20
+_started: set[subprocess.Popen[bytes]] = set()
 
 
 class CannotRun(Exception):
@@ -55,7 +56,7 @@ def start(
         CannotRun: there is no such program.
     """
     try:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             argv,
             env=env,
             stdin=subprocess.PIPE,
@@ -67,6 +68,8 @@ def start(
         )
     except OSError as error:  # not there, not allowed, or no descriptors, memory or processes left
         raise CannotRun(f"cannot run {argv[0]}: {error.strerror}") from error
+    _started.add(process)
+    return process
 
 
 def run(argv: Sequence[str], *, timeout_s: float, env: dict[str, str] | None = None) -> Done:
@@ -87,6 +90,7 @@ def run(argv: Sequence[str], *, timeout_s: float, env: dict[str, str] | None = N
 
 def end_group(process: subprocess.Popen[bytes]) -> int | None:
     """Kill the group that a `start`ed process leads, reap it and close its pipes; its status, None if unkillable."""
+    _started.discard(process)
     status = process.poll()
     with contextlib.suppress(ProcessLookupError, PermissionError):
         # Also after the leader is gone: its children may live on in the group. A reaped leader's id is not reused
@@ -101,6 +105,17 @@ def end_group(process: subprocess.Popen[bytes]) -> int | None:
             except OSError:  # a pipe nobody reads any more
                 continue
     return status
+
+
+def kill_all() -> None:
+    """Kill the groups of all processes that `start` made and nobody ended; for a process that is about to leave."""
+    left = list(_started)
+    for process in left:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + REAP_S / 2
+    for process in left:  # reaped, because in a container there may be nobody else to do it
+        _wait(process, max(0.0, deadline - time.monotonic()))
 
 
 def signal_name(number: int) -> str:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
 from dataclasses import dataclass
 
-from distdiag.node import run
+from distdiag.node import run, tools
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -34,7 +31,7 @@ def dump_all(pids: Sequence[int], *, timeout_s: float) -> dict[int, Stack]:
 
 def dump(pid: int, *, timeout_s: float) -> Stack:
     """Read one process's stack. It is never paused: a stopped or stuck process is read as it is."""
-    tool = _pyspy()
+    tool = tools.find("py-spy")
     if tool is None:
         return Stack((), "py-spy is not installed (pip install py-spy)")
     try:
@@ -62,8 +59,3 @@ def main_thread(text: str, pid: int) -> tuple[str, ...]:
         elif inside and line.startswith("    ") and line.strip():
             frames.append(line.strip())
     return tuple(frames)
-
-
-def _pyspy() -> str | None:
-    beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
-    return beside if os.access(beside, os.X_OK) else shutil.which("py-spy")

@@ -37,10 +37,21 @@ class Writer:
 
     def send(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 - a record is any JSON
         """Write one record. Raises BrokenPipeError when the parent is gone."""
-        line = MARK + json.dumps({"kind": kind, **fields}).encode() + b"\n"
         with self._lock:
-            while line:
-                line = line[os.write(self._fd, line) :]
+            self._write(kind, fields)
+
+    def send_if_free(self, kind: str) -> None:
+        """Write a record, unless another is just being written: that one tells as much."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._write(kind, {})
+            finally:
+                self._lock.release()
+
+    def _write(self, kind: str, fields: dict[str, Any]) -> None:
+        line = MARK + json.dumps({"kind": kind, **fields}).encode() + b"\n"
+        while line:
+            line = line[os.write(self._fd, line) :]
 
 
 @dataclass

@@ -163,7 +163,7 @@ def test_a_read_only_temporary_directory_matters_only_for_logs() -> None:
 
 def test_nccl_debug_keeps_what_each_rank_prints() -> None:
     result = gpu_test("--nccl-debug", "--inject", "kill:1@memory")
-    folder = Path(result.report["data"]["log_dir"])
+    folder = Path(next(iter(result.report["data"]["log_dirs"].values())))
     try:
         assert sorted(path.name for path in folder.iterdir()) == ["rank-0.log", "rank-1.log"]
     finally:

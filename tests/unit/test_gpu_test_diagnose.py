@@ -12,7 +12,7 @@ from distdiag.cluster.launch import Ending, Event, Inspection, Outcome, Trace
 from distdiag.commands.gpu_test.collect import Gpus, NodeFacts
 from distdiag.commands.gpu_test.diagnose import diagnose
 from distdiag.commands.gpu_test.findings import covers
-from distdiag.commands.gpu_test.model import Backend, Course, Device, Plan, Request
+from distdiag.commands.gpu_test.model import Backend, Course, Device, Place, Plan, Request, Scene
 from distdiag.commands.gpu_test.plan import make_plan
 from distdiag.commands.gpu_test.words import again, amount
 from distdiag.errors import UsageError
@@ -23,6 +23,7 @@ from distdiag.report import Finding
 def node(*, visible: int | None = 0, driver: bool = False, error: str = "", hidden: str | None = None) -> NodeFacts:
     return NodeFacts(
         host="node1",
+        kernel="6.1",
         python="/usr/bin/python3",
         gpus=Gpus(driver, visible, error),
         cuda_visible_devices=hidden,
@@ -30,6 +31,13 @@ def node(*, visible: int | None = 0, driver: bool = False, error: str = "", hidd
         shm_free_bytes=2**33,
         shm_total_bytes=2**33,
     )
+
+
+def place(facts: NodeFacts, host: str = "node1", slots: int | None = None) -> Place:
+    return Place(node=host, host=host, slots=slots, facts=facts)
+
+
+HERE = place(node())
 
 
 def step(stage: str, at: int, *, waiting: bool = False, **payload: Any) -> Event:  # noqa: ANN401
@@ -49,9 +57,9 @@ def trace(rank: int, *events: Event, ended: int | None = None, tail: str = "", l
 
 def judged(outcome: Outcome, *traces: Trace, request: Request | None = None) -> tuple[dict[str, Finding], list[str]]:
     request = request or Request(device=Device.CPU)
-    plan = make_plan(Request(nproc=len(traces), device=Device.CPU), node())
+    plan = make_plan(Request(nproc=len(traces), device=Device.CPU), [HERE])
     assert isinstance(plan, Plan)
-    report = diagnose(request, node(), plan, Course(outcome, list(traces), None, 30.0))
+    report = diagnose(request, Scene(places=(HERE,)), plan, Course(outcome, list(traces), {}, 30.0))
     statuses = [rank.status for rank in report.data.ranks]
     return {finding.id.partition(".")[2]: finding for finding in report.findings}, list(statuses)
 
@@ -217,7 +225,7 @@ def test_which_gpus_an_arch_list_covers(archs: list[str], capability: str, runs:
     ],
 )
 def test_what_is_run_by_default(request_: Request, facts: NodeFacts, expected: tuple[int, str, str]) -> None:
-    plan = make_plan(request_, facts)
+    plan = make_plan(request_, [place(facts)])
     assert isinstance(plan, Plan)
     assert (plan.nproc, plan.backend, plan.device) == expected
 
@@ -232,7 +240,7 @@ def test_what_is_run_by_default(request_: Request, facts: NodeFacts, expected: t
     ],
 )
 def test_what_cannot_be_run_says_why(request_: Request, facts: NodeFacts, id_: str) -> None:
-    finding = make_plan(request_, facts)
+    finding = make_plan(request_, [place(facts)])
     assert isinstance(finding, Finding)
     assert finding.id == id_
     assert finding.fix is not None

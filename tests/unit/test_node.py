@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from support import wait_until
@@ -198,20 +198,32 @@ def _pythons() -> list[str]:
     return found
 
 
+def _order(collect: str) -> dict[str, Any]:
+    return {"collect": collect, "ask": {"gpus": True}, "env": {}, "silence_s": None, "guest": False}
+
+
 @pytest.mark.parametrize("python", _pythons())
 def test_the_node_side_runs_where_nothing_is_installed(python: str, tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("raise ImportError('a stray file of the working directory')")
     collect = "distdiag.commands.gpu_test.collect"
-    payload = boot.pack(bundle.sources(collect), "distdiag.node.agent", {"collect": collect, "ask": {"gpus": True}})
-    agent = subprocess.run(
+    payload = boot.pack(bundle.sources(collect), "distdiag.node.agent", _order(collect))
+    agent = subprocess.Popen(
         [python, "-S", "-c", boot.START, str(len(payload)), "distdiag-agent"],
-        input=payload,
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         cwd=tmp_path,
-        check=False,
-        timeout=30,
     )
-    assert (agent.returncode, agent.stderr) == (0, b"")
-    (record,) = wire.Reader().feed(agent.stdout)
-    assert record["kind"] == "facts"
+    assert agent.stdin is not None
+    assert agent.stdout is not None
+    agent.stdin.write(payload)
+    agent.stdin.flush()
+    reader = wire.Reader()
+    records: list[dict[str, Any]] = []
+    while len(records) < 3 and (line := agent.stdout.readline()):
+        records.extend(reader.feed(line))
+    _, complaint = agent.communicate(timeout=30)
+    assert (agent.returncode, complaint) == (0, b"")
+    ready, hello, record = records
+    assert [ready["kind"], hello["kind"], record["kind"]] == ["ready", "hello", "facts"]
     assert record["facts"]["host"]

@@ -1,1 +1,82 @@
-"""How to start the node side on a host. A transport only gives the command to run."""
+"""How to start the node side on hosts. Each transport brings links; what is said over them is the same for all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from distdiag.cluster.hosts import Host
+    from distdiag.cluster.links import Link
+    from distdiag.cluster.rows import Refusal
+
+
+class Arrivals:
+    """What the transports bring, from whatever thread: a link to a host, or why there is none."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[str, Link | Refusal | str]] = queue.SimpleQueue()
+        self.bell, self._push = os.pipe()
+        os.set_blocking(self.bell, False)
+        os.set_blocking(self._push, False)
+
+    def link(self, host: str, link: Link) -> None:
+        """Bring a link."""
+        self._put(host, link)
+
+    def refuse(self, host: str, refusal: Refusal) -> None:
+        """Give a host up."""
+        self._put(host, refusal)
+
+    def stage(self, host: str, stage: str) -> None:
+        """Tell that a host has come to this stage; its deadline begins anew."""
+        self._put(host, stage)
+
+    def take(self) -> Iterator[tuple[str, Link | Refusal | str]]:
+        """Yield what came since."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.bell, 65536)
+        while not self._queue.empty():
+            yield self._queue.get()
+
+    def close(self) -> None:
+        """Close the bell; what comes after is dropped."""
+        push, self._push = self._push, -1
+        os.close(push)
+        os.close(self.bell)
+
+    def _put(self, host: str, what: Link | Refusal | str) -> None:
+        self._queue.put((host, what))
+        with contextlib.suppress(OSError):  # full: it rings already; closed: nobody listens any more
+            os.write(self._push, b".")
+
+
+class Transport(ABC):
+    """A way to hosts."""
+
+    name: str
+    width: int | None = None
+    """How many hosts to have on their way at once; None: the transport sees to it itself."""
+    names_itself = False
+    """Whether nodes are called as they call themselves, for want of a name that was asked for."""
+    remote = True
+    """Whether the way can be cut without our noticing."""
+
+    @abstractmethod
+    def start(self, hosts: Sequence[Host], arrivals: Arrivals) -> None:
+        """Begin to reach these hosts. Returns soon; what becomes of them goes to `arrivals`."""
+
+    @abstractmethod
+    def explain(self, host: Host) -> str:
+        """Write the command that does the same from a shell."""
+
+    def give_up(self, host: str) -> None:  # noqa: B027 - most have nothing to do
+        """Forget a host that is still on its way: its time is over."""
+
+    def close(self) -> None:  # noqa: B027
+        """Let go of what was kept for all hosts; links are closed by then."""

@@ -2,9 +2,40 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.links import ProcessLink
+from distdiag.cluster.rows import HostState, Refusal
+from distdiag.cluster.transports import Arrivals, Transport
+from distdiag.node import boot, run
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from distdiag.cluster.hosts import Host
 
 
-def command(boot: str, payload_bytes: int) -> list[str]:
-    """Give the command that reads the node side from its stdin and runs it here."""
-    return [sys.executable, "-c", boot, str(payload_bytes), "distdiag-agent"]
+class LocalTransport(Transport):
+    """Starts the node side right here; only for this one machine."""
+
+    name = "local"
+    names_itself = True
+    remote = False
+
+    def __init__(self, payload_bytes: int) -> None:
+        self._argv = [sys.executable, "-c", boot.START, str(payload_bytes), "distdiag-agent"]
+
+    def start(self, hosts: Sequence[Host], arrivals: Arrivals) -> None:
+        for host in hosts:
+            try:
+                link = ProcessLink(self._argv)
+            except run.CannotRun as error:
+                arrivals.refuse(host.name, Refusal(state=HostState.FAILED, stage="start", message=str(error)))
+                continue
+            link.pid = link.process.pid
+            arrivals.link(host.name, link)
+
+    def explain(self, host: Host) -> str:
+        return shlex.join([sys.executable, "-c", "..."])

@@ -33,6 +33,8 @@ class Blame:
     """Ranks by their part in it; `troubles` are those that are no consequence of another rank's."""
 
     died: tuple[int, ...]
+    lost: tuple[int, ...]
+    """Their node went away."""
     missing: tuple[int, ...]
     troubles: tuple[Trouble, ...]
     standstill: bool
@@ -44,19 +46,21 @@ def blame(outcome: Outcome, traces: list[Trace]) -> Blame:
     troubles = [trouble for trace in traces for trouble in _troubles(trace)]
     died = [trace for trace in traces if trace.died]
     looked_at = any(trace.inspection for trace in traces)  # when all stood still, or were interrupted at it
-    missing = _missing(traces) if looked_at and not died else ()
+    lost = tuple(trace.rank for trace in traces if trace.lost)
+    missing = _missing(traces) if looked_at and not died and not lost else ()
     roots = [trouble for trouble in troubles if not _sounds_like_consequence(trouble.message)]
     real_deaths = [trace for trace in died if not _sounds_like_consequence(trace.ending.tail if trace.ending else "")]
-    if real_deaths or roots or missing:
+    if real_deaths or roots or missing or lost:
         died, troubles = real_deaths, roots
-    if 0 in (*(trace.rank for trace in died), *missing):
+    if 0 in (*(trace.rank for trace in died), *missing, *lost):
         # Without rank 0 nobody answers at the address as ours does.
         troubles = [trouble for trouble in troubles if trouble.kind != "port-foreign"]
     return Blame(
         tuple(trace.rank for trace in died),
+        lost,
         missing,
         tuple(troubles),
-        outcome is Outcome.STALLED and not (missing or died or troubles),
+        outcome is Outcome.STALLED and not (missing or died or troubles or lost),
     )
 
 

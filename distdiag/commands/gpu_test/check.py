@@ -6,30 +6,37 @@ import os
 from typing import TYPE_CHECKING
 
 from distdiag.cluster import launch
+from distdiag.cluster.access import Agent, open_fleet
 from distdiag.cluster.hosts import name_ranks
-from distdiag.cluster.node import Node
+from distdiag.cluster.meeting import Scout, Wish
+from distdiag.cluster.rows import HostState, Refusal
+from distdiag.cluster.targets import describe, find_targets
 from distdiag.commands.gpu_test import diagnose, findings
 from distdiag.commands.gpu_test.blame import position
 from distdiag.commands.gpu_test.collect import NodeFacts
-from distdiag.commands.gpu_test.model import STAGES, Course, Device
+from distdiag.commands.gpu_test.model import STAGES, Course, Device, Place, Scene
 from distdiag.commands.gpu_test.plan import check_request, make_plan
-from distdiag.errors import DistdiagError, UsageError
+from distdiag.errors import DistdiagError, NodeFailed, UsageError
 from distdiag.node import rendezvous
 from distdiag.node.identity import identify
 from distdiag.report import Finding
 
 if TYPE_CHECKING:
-    from distdiag.commands.gpu_test.model import GpuTest, Plan, Request
+    from distdiag.cluster.fleet import Fleet
+    from distdiag.cluster.meeting import Meeting
+    from distdiag.cluster.targets import Targets
+    from distdiag.commands.gpu_test.model import GpuTest, Plan, Request, Share
     from distdiag.deliver import Progress
     from distdiag.report import Report
 
 _HERE = "distdiag.commands.gpu_test"
-_ADDRESS = "127.0.0.1"
+_LOOPBACK = "127.0.0.1"
 _WAITING_IS_NEWS_S = 5.0
+_LOGS_S = 5.0
 
 
 def check(request: Request, progress: Progress) -> Report[GpuTest]:
-    """Test the ranks of this node.
+    """Test the ranks of this node, or of all nodes that are asked for.
 
     Raises:
         UsageError: the request contradicts itself or the machine.
@@ -37,21 +44,83 @@ def check(request: Request, progress: Progress) -> Report[GpuTest]:
     """
     check_request(request)
     _look_around()
-    ask = {"gpus": request.device is not Device.CPU}
-    with Node("this node", collect=f"{_HERE}.collect", ask=ask, rank=f"{_HERE}.rank") as node:
-        facts = node.facts(NodeFacts)
-        node.host = facts.host
-        plan = make_plan(request, facts)
-        if isinstance(plan, Finding):
-            return diagnose.not_run(request, facts, plan)
-        port, taken = launch.take_port(node, request.master_port)
-        if taken is not None:
-            return diagnose.not_run(request, facts, findings.port_not_free(facts, taken, request), plan)
-        log_dir = _keep_logs(node) if request.nccl_debug else None
-        run = launch.Run(node, _specs(request, plan, port), f"{_HERE}.rank", _Narrator(plan, progress).tell)
-        outcome = run.wait(request.timeout_s)
-        traces = list(run.traces.values())
-    return diagnose.diagnose(request, facts, plan, Course(outcome, traces, log_dir, run.stalled_s))
+    targets = find_targets(request.cluster, os.environ)
+    agent = Agent(collect=f"{_HERE}.collect", ask={"gpus": request.device is not Device.CPU}, rank=f"{_HERE}.rank")
+    with open_fleet(request.cluster, targets, agent) as fleet:
+        if targets.launcher is not None:
+            progress.news(f"reaching {describe(targets)}")
+        try:
+            fleet.gather(lambda now: _tell_reached(now, progress))
+        except KeyboardInterrupt:
+            if targets.launcher is None:
+                raise
+            return diagnose.not_run(request, _scene(fleet, targets), [], interrupted=True)
+        scene = _scene(fleet, targets)
+        if not scene.places:
+            return diagnose.not_run(request, scene, [])
+        return _test(request, fleet, scene, progress)
+
+
+def _test(request: Request, fleet: Fleet, scene: Scene, progress: Progress) -> Report[GpuTest]:
+    plan = make_plan(request, scene.places)
+    if isinstance(plan, Finding):
+        return diagnose.not_run(request, scene, [plan])
+    head = fleet.nodes[plan.shares[0].node]
+    port, taken = launch.take_port(fleet, head, request.master_port)
+    if taken is not None:
+        return diagnose.not_run(request, scene, [findings.port_not_free(head.host, taken, request)], plan)
+    meeting = None
+    if len(plan.shares) > 1:
+        progress.news("trying the ways between the nodes")
+        meeting = Scout(fleet, plan_nodes(plan), port, Wish(request.master_addr, request.ifname)).find()
+        if not meeting.is_open:
+            return diagnose.not_run(request, scene, [], plan, meeting)
+    log_dirs = _keep_logs(fleet, plan) if request.nccl_debug else {}
+    nonce = rendezvous.new_nonce()
+    specs = {share.node: _specs(request, plan, share, (port, nonce), meeting) for share in plan.shares}
+    run = launch.Run(fleet, specs, f"{_HERE}.rank", _Narrator(plan, progress).tell)
+    outcome = run.wait(request.timeout_s)
+    course = Course(outcome, list(run.traces.values()), log_dirs, run.stalled_s, meeting, run.lost)
+    return diagnose.diagnose(request, scene, plan, course)
+
+
+def plan_nodes(plan: Plan) -> list[str]:
+    """List the nodes that will have ranks, rank 0's first."""
+    return [share.node for share in plan.shares]
+
+
+def _scene(fleet: Fleet, targets: Targets) -> Scene:
+    """Put together what is known of the hosts; facts that make no sense cost their host its place."""
+    places: list[Place] = []
+    twins: list[tuple[str, str]] = []
+    machines: dict[str, str] = {}
+    slots = {host.name: host.slots for host in targets.hosts}
+    for node in fleet.up:
+        same = machines.setdefault(str(node.hello.get("machine") or node.name), node.name)
+        if same != node.name:
+            twins.append((node.name, same))
+            continue
+        try:
+            places.append(Place(node=node.name, host=node.host, slots=slots[node.name], facts=node.facts(NodeFacts)))
+        except DistdiagError as error:
+            fleet.refuse(node.name, Refusal(state=HostState.NONSENSE, stage="facts", message=str(error)), node.began)
+    if targets.launcher is None and fleet.refusals:
+        refusal = next(iter(fleet.refusals.values()))
+        raise NodeFailed(
+            f"distdiag's node side cannot be used on this machine: {refusal.message}",
+            hint=refusal.hint or "; ".join(refusal.evidence) or "run it again; see who ends processes here",
+        )
+    return Scene(
+        places=tuple(places),
+        rows=() if targets.launcher is None else fleet.rows,
+        refusals=dict(fleet.refusals),
+        duplicates=targets.duplicates,
+        twins=tuple(twins),
+    )
+
+
+def _tell_reached(fleet: Fleet, progress: Progress) -> None:
+    progress.now(f"{len(fleet.up)} of {len(fleet.hosts)} hosts reached, {len(fleet.refusals)} given up")
 
 
 def _look_around() -> None:
@@ -105,40 +174,75 @@ class _Narrator:
             self._progress.news(waiting)
 
 
-def _keep_logs(node: Node) -> str:
-    node.order("keep-logs")
-    answer = node.expect("logs", 5.0)
-    if answer["folder"] is None:
-        raise DistdiagError(
-            f"no directory for the ranks' logs can be made: {answer['error']}",
-            hint='name one that can be written: TMPDIR="$HOME" distdiag gpu-test --nccl-debug',
-        )
-    return str(answer["folder"])
+def _keep_logs(fleet: Fleet, plan: Plan) -> dict[str, str]:
+    nodes = [fleet.nodes[share.node] for share in plan.shares]
+    for node in nodes:
+        node.order("keep-logs")
+    answers = fleet.expect("logs", nodes, _LOGS_S)
+    folders = {}
+    for node in nodes:
+        answer = answers.get(node.name, {"folder": None, "error": "no answer"})
+        if answer["folder"] is None:
+            raise DistdiagError(
+                f"no directory for the ranks' logs can be made on {node.host}: {answer['error']}",
+                hint='name one that can be written: TMPDIR="$HOME" distdiag gpu-test --nccl-debug',
+            )
+        folders[node.host] = str(answer["folder"])
+    return folders
 
 
-def _specs(request: Request, plan: Plan, port: int) -> list[launch.RankSpec]:
+def _specs(
+    request: Request, plan: Plan, share: Share, door: tuple[int, str], meeting: Meeting | None
+) -> list[launch.RankSpec]:
+    port, nonce = door
+    address = meeting.address if meeting is not None else _LOOPBACK
     shared = {
         "world_size": plan.nproc,
-        "address": _ADDRESS,
+        "address": address,
         "port": port,
-        "nonce": rendezvous.new_nonce(),
+        "nonce": nonce,
         "backend": plan.backend,
         "device": plan.device,
         "size_bytes": request.size_bytes,
-        "memory_bytes": plan.memory_bytes,
+        "memory_bytes": share.memory_bytes,
         "memory_fraction": plan.memory_fraction,
-        "sharing": plan.sharing,
+        "sharing": share.sharing,
         "timeout_s": request.timeout_s,
     }
+    common = {
+        "WORLD_SIZE": str(plan.nproc),
+        "LOCAL_WORLD_SIZE": str(share.nproc),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        # Torch's own switch for large pages: touching the buffers of four ranks on two cores took a quarter of the run.
+        "THP_MEM_ALLOC_ENABLE": "1",
+        **({"NCCL_DEBUG": "INFO"} if request.nccl_debug else {}),
+        **_interface(request, share, meeting),
+    }
+    ranks = range(share.first_rank, share.first_rank + share.nproc)
     return [
         launch.RankSpec(
             rank=rank,
-            local_rank=rank,
-            config={**shared, "rank": rank, "local_rank": rank, "fault": _fault_for(request, rank)},
-            env=_environment(rank, plan.nproc, port, nccl_debug=request.nccl_debug),
+            local_rank=local_rank,
+            config={**shared, "rank": rank, "local_rank": local_rank, "fault": _fault_for(request, rank)},
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(local_rank)},
         )
-        for rank in range(plan.nproc)
+        for local_rank, rank in enumerate(ranks)
     ]
+
+
+def _interface(request: Request, share: Share, meeting: Meeting | None) -> dict[str, str]:
+    """Tell Gloo and NCCL the interface that was tried, unless the node's own environment names one."""
+    if meeting is None:
+        return {}
+    network = meeting.networks[share.node]
+    chosen = request.ifname or meeting.interfaces.get(share.node, "")
+    variables = {}
+    if chosen and (request.ifname or not network.wanted_gloo):
+        variables["GLOO_SOCKET_IFNAME"] = chosen
+    if chosen and (request.ifname or not network.wanted_nccl):
+        variables["NCCL_SOCKET_IFNAME"] = chosen
+    return variables
 
 
 def _fault_for(request: Request, rank: int) -> dict[str, object] | None:
@@ -146,17 +250,3 @@ def _fault_for(request: Request, rank: int) -> dict[str, object] | None:
     if fault is None or fault.rank != rank:
         return None
     return {"kind": fault.kind, "stage": fault.stage, "seconds": 2 * request.timeout_s + 5}
-
-
-def _environment(rank: int, world_size: int, port: int, *, nccl_debug: bool) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": _ADDRESS,
-        "MASTER_PORT": str(port),
-        # Torch's own switch for large pages: touching the buffers of four ranks on two cores took a quarter of the run.
-        "THP_MEM_ALLOC_ENABLE": "1",
-        **({"NCCL_DEBUG": "INFO"} if nccl_debug else {}),
-    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import platform
 import sys
 from dataclasses import dataclass
 
@@ -41,6 +42,7 @@ class NodeFacts:
     """What gpu-test wants to know of a node."""
 
     host: str
+    kernel: str
     python: str
     gpus: Gpus
     cuda_visible_devices: str | None
@@ -54,6 +56,7 @@ def facts(ask: dict[str, Any]) -> NodeFacts:
     shm = machine.shared_memory_bytes()
     return NodeFacts(
         host=machine.host_name(),
+        kernel=platform.release(),
         python=sys.executable,
         gpus=find_gpus() if ask["gpus"] else Gpus(driver_present=False, visible=0),
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),

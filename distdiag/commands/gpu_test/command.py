@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.gpu_test.model import STAGES, Backend, Device, Fault, FaultKind, Request
 from distdiag.errors import UsageError
-from distdiag.options import JsonOpt, StrictOpt, TimeoutOpt, called_as, parse_size
+from distdiag.options import JsonOpt, StrictOpt, TimeoutOpt, called_as, on_hosts, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,6 +38,7 @@ def parse_fault(text: str) -> Fault:
     return Fault(kind=fault, rank=int(rank), stage=stage or _DEFAULT_STAGE.get(fault, "reduce"))
 
 
+@on_hosts
 def gpu_test(
     nproc: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Ranks to start. [default: one per GPU; 2 without a GPU]")
@@ -59,6 +61,12 @@ def gpu_test(
     master_port: Annotated[
         int, typer.Option(min=0, max=65535, metavar="PORT", help="Rendezvous port; 0 takes a free one.")
     ] = 0,
+    master_addr: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Rendezvous address on several nodes. [default: chosen and tried]")
+    ] = "",
+    ifname: Annotated[
+        str, typer.Option(metavar="NAME", help="Network interface for the ranks. [default: the one that works]")
+    ] = "",
     nccl_debug: Annotated[
         bool,
         typer.Option("--nccl-debug", help="Set NCCL_DEBUG=INFO and keep what each rank prints in a directory."),
@@ -73,8 +81,10 @@ def gpu_test(
     ] = None,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
+    *,
+    cluster: Cluster,
 ) -> None:
-    """Test whether all ranks of this node can talk, reduce correctly and use their memory; name the one that cannot.
+    """Test whether all ranks can talk, reduce correctly and use their memory; name the one that cannot.
 
     Every rank goes through the stages start, connect, init, agree, reduce, memory, done.
 
@@ -94,6 +104,9 @@ def gpu_test(
             size_bytes=parse_size(size),
             memory_fraction=memory,
             master_port=master_port,
+            master_addr=master_addr,
+            ifname=ifname,
+            cluster=cluster,
             nccl_debug=nccl_debug,
             fault=parse_fault(inject) if inject is not None else None,
         )

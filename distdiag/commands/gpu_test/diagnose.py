@@ -4,32 +4,40 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from distdiag.cluster.hosts import name_ranks
+from distdiag.cluster.hosts import fold, name_ranks
 from distdiag.cluster.launch import Outcome
+from distdiag.cluster.reached import summary_of
+from distdiag.cluster.ways import way_findings
 from distdiag.commands.gpu_test import findings, troubles
 from distdiag.commands.gpu_test.blame import blame
-from distdiag.commands.gpu_test.model import STAGES, Device, GpuTest, RankResult, Status, Versions
+from distdiag.commands.gpu_test.model import STAGES, Device, GpuTest, RankResult, Rendezvous, Status, Versions
+from distdiag.commands.gpu_test.surroundings import about_hosts, nodes_that_differ, surroundings
+from distdiag.commands.gpu_test.words import again
 from distdiag.report import Level, Report
 
 if TYPE_CHECKING:
     from distdiag.cluster.launch import Trace
+    from distdiag.cluster.meeting import Meeting
     from distdiag.commands.gpu_test.blame import Blame
-    from distdiag.commands.gpu_test.collect import NodeFacts
-    from distdiag.commands.gpu_test.model import Course, Plan, Request
+    from distdiag.commands.gpu_test.model import Course, Plan, Request, Scene
     from distdiag.report import Finding
 
 
-def diagnose(request: Request, facts: NodeFacts, plan: Plan, course: Course) -> Report[GpuTest]:
+def diagnose(request: Request, scene: Scene, plan: Plan, course: Course) -> Report[GpuTest]:
     """Say what the run shows."""
     parts = blame(course.outcome, course.traces)
     ranks = tuple(_rank_result(trace, parts) for trace in course.traces)
     found = [
+        *_ways(request, course.meeting),
         *findings.unsupported_archs(course.traces),
+        *findings.nodes_lost(parts, course.traces, course),
         *findings.died(parts, course.traces, request),
         *findings.missing(parts, course.traces, request, course),
         *troubles.findings_of(parts, course.traces, request),
         *findings.standstill(parts, course.traces, request, course),
-        *findings.surroundings(request, facts, plan),
+        *about_hosts(scene),
+        *nodes_that_differ(scene.places, course.traces),
+        *surroundings(request, plan, scene.places),
     ]
     interrupted = course.outcome is Outcome.INTERRUPTED
     started = _started(course.traces)
@@ -44,18 +52,28 @@ def diagnose(request: Request, facts: NodeFacts, plan: Plan, course: Course) -> 
         arch_list=tuple(started.get("arch_list") or ()),
         ranks=ranks,
         outcome=course.outcome,
-        log_dir=course.log_dir,
+        log_dirs=dict(course.log_dirs),
+        hosts=scene.rows,
+        rendezvous=_rendezvous(course.meeting),
     )
     return Report(
         command="gpu-test",
         data=data,
         findings=tuple(found),
-        summary=_interrupted(ranks, found) if interrupted else _summary(found, facts, plan),
+        summary=_interrupted(ranks, found) if interrupted else _summary(found, scene, plan),
         interrupted=interrupted,
     )
 
 
-def not_run(request: Request, facts: NodeFacts, why: Finding, plan: Plan | None = None) -> Report[GpuTest]:
+def not_run(
+    request: Request,
+    scene: Scene,
+    why: list[Finding],
+    plan: Plan | None = None,
+    meeting: Meeting | None = None,
+    *,
+    interrupted: bool = False,
+) -> Report[GpuTest]:
     """Report why no rank was started."""
     data = GpuTest(
         world_size=plan.nproc if plan else request.nproc or 0,
@@ -68,9 +86,36 @@ def not_run(request: Request, facts: NodeFacts, why: Finding, plan: Plan | None 
         arch_list=(),
         ranks=(),
         outcome="not-run",
-        log_dir=None,
+        log_dirs={},
+        hosts=scene.rows,
+        rendezvous=_rendezvous(meeting),
     )
-    return Report(command="gpu-test", data=data, findings=(why,), summary=why.title)
+    found = [*why, *_ways(request, meeting), *about_hosts(scene)]
+    wrong = [finding for finding in found if finding.level in (Level.FAIL, Level.UNKNOWN)]
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    summary = f"{wrong[0].title}{more}" if wrong else "no rank was started"
+    if interrupted:
+        summary = f"interrupted before any rank was started; hosts: {summary_of(scene.rows)}"
+    return Report(command="gpu-test", data=data, findings=tuple(found), summary=summary, interrupted=interrupted)
+
+
+def _ways(request: Request, meeting: Meeting | None) -> list[Finding]:
+    if meeting is None:
+        return []
+    return way_findings("gpu-test", meeting, lambda extra: again(request, extra=extra))
+
+
+def _rendezvous(meeting: Meeting | None) -> Rendezvous | None:
+    if meeting is None:
+        return None
+    return Rendezvous(
+        host=meeting.hosts[meeting.head],
+        address=meeting.address,
+        port=meeting.port,
+        interfaces={meeting.hosts[node]: name for node, name in meeting.interfaces.items()},
+        ways_tried=len(meeting.paths),
+        ways_open=sum(path.probe.verdict in ("ok", "lossy") for path in meeting.paths),
+    )
 
 
 def _rank_result(trace: Trace, parts: Blame) -> RankResult:
@@ -96,6 +141,8 @@ def _rank_result(trace: Trace, parts: Blame) -> RankResult:
 
 
 def _status(trace: Trace, parts: Blame) -> Status:
+    if trace.rank in parts.lost:
+        return Status.LOST
     if trace.rank in parts.died:
         return Status.DIED
     if trace.rank in parts.missing:
@@ -106,6 +153,8 @@ def _status(trace: Trace, parts: Blame) -> Status:
 
 
 def _error(trace: Trace, parts: Blame, status: Status) -> str | None:
+    if status is Status.LOST:
+        return trace.lost
     if status is Status.DIED:
         return findings.how_it_ended(trace)
     if status is Status.MISSING:
@@ -128,7 +177,7 @@ def _versions(started: dict[str, Any]) -> Versions:
     return Versions(**{name: started.get(name) for name in ("python", "torch", "cuda", "hip", "nccl")})
 
 
-def _summary(found: list[Finding], facts: NodeFacts, plan: Plan) -> str:
+def _summary(found: list[Finding], scene: Scene, plan: Plan) -> str:
     wrong = [finding for finding in found if finding.level in (Level.FAIL, Level.UNKNOWN)]
     if wrong:
         return wrong[0].title + (f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else "")
@@ -138,7 +187,8 @@ def _summary(found: list[Finding], facts: NodeFacts, plan: Plan) -> str:
         "talk to each other, reduce correctly and hold their memory" if plan.nproc > 1 else "works and holds its memory"
     )
     warnings = "".join(f"; but {finding.title}" for finding in found if finding.level is Level.WARN)
-    return f"{who} on {facts.host} {done} ({plan.backend}, {kind}){warnings}"
+    where = fold(dict.fromkeys(place.host for place in scene.places))
+    return f"{who} on {where} {done} ({plan.backend}, {kind}){warnings}"
 
 
 def _interrupted(ranks: tuple[RankResult, ...], found: list[Finding]) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distdiag import knowledge
-from distdiag.cluster.hosts import name_ranks
+from distdiag.cluster.hosts import fold, name_ranks
 from distdiag.cluster.launch import Outcome
-from distdiag.commands.gpu_test.model import Backend, Device, FaultKind
-from distdiag.commands.gpu_test.words import again, amount, fix_from, place, where, who
+from distdiag.commands.gpu_test.words import again, fix_from, place, where, who
 from distdiag.node import machine
 from distdiag.node.run import signal_name
 from distdiag.report import Finding, Fix, Level, Where
@@ -18,14 +17,11 @@ if TYPE_CHECKING:
 
     from distdiag.cluster.launch import Taken, Trace
     from distdiag.commands.gpu_test.blame import Blame
-    from distdiag.commands.gpu_test.collect import NodeFacts
-    from distdiag.commands.gpu_test.model import Course, Plan, Request
+    from distdiag.commands.gpu_test.model import Course, Request
 
 _STACK_LINES = 8
 _TAIL_LINES = 6
 _MISSING_IN_FULL = 4
-_SHM_FOR_EACH_RANK = 32 * 2**20
-"""NCCL takes about 10 MB of /dev/shm for each peer that a rank reaches through it (nccl#290), and has a few."""
 
 
 def died(parts: Blame, traces: list[Trace], request: Request) -> list[Finding]:
@@ -97,6 +93,7 @@ def missing(parts: Blame, traces: list[Trace], request: Request, course: Course)
     waiting = [trace.rank for trace in traces if trace.rank not in parts.missing and not trace.finished]
     others = f"; {name_ranks(waiting)} waited for it" if waiting else ""
     stopped = any(trace.inspection and trace.inspection.state in machine.STOPPED for trace in late)
+    starved = not stopped and all(trace.last is not None and trace.last.waiting for trace in late)
     return [
         Finding(
             id="gpu-test.rank-missing",
@@ -106,7 +103,11 @@ def missing(parts: Blame, traces: list[Trace], request: Request, course: Course)
             detail=f"No rank took a step for {course.stalled_s:.0f} s{others}.",
             where=where(late),
             evidence=tuple(line for trace in late[:_MISSING_IN_FULL] for line in _seen_from_outside(trace)),
-            fix=_fix_for_stopped(late) if stopped else _fix_for_late(late, request),
+            fix=_fix_for_stopped(late)
+            if stopped
+            else _fix_for_starved(late, request)
+            if starved
+            else _fix_for_late(late, request),
         )
     ]
 
@@ -146,6 +147,14 @@ def _fix_for_stopped(late: list[Trace]) -> Fix:
         text=f"something on {late[0].host} stops processes (a scheduler that suspends jobs, a debugger, Ctrl-Z, "
         "a frozen container); list what is stopped there, then run again",
         commands=("ps -eo pid,stat,user,etime,cmd | awk 'NR==1 || $2 ~ /^[Tt]/'",),
+    )
+
+
+def _fix_for_starved(late: list[Trace], request: Request) -> Fix:
+    return Fix(
+        text=f"it waits for data that does not come, and other ranks have theirs: see the links of {late[0].host}; "
+        "if they are only slow, give it longer",
+        commands=(_longer(request), again(request, size="1MiB", nccl_debug="")),
     )
 
 
@@ -201,14 +210,38 @@ def _one_for_each_stack(traces: list[Trace]) -> list[Trace]:
     return [group[0] for group in sorted(groups.values(), key=len)][:_MISSING_IN_FULL]
 
 
-def port_not_free(facts: NodeFacts, taken: Taken, request: Request) -> Finding:
+def nodes_lost(parts: Blame, traces: list[Trace], course: Course) -> list[Finding]:
+    """Nodes that went away during the run, with their ranks."""
+    by_reason: dict[str, list[Trace]] = {}
+    for trace in traces:
+        if trace.rank in parts.lost:
+            by_reason.setdefault(trace.lost, []).append(trace)
+    return [
+        Finding(
+            id="gpu-test.node-lost",
+            level=Level.FAIL,
+            title=f"{fold(dict.fromkeys(trace.host for trace in group))} went away during the test: {reason}",
+            detail=f"Last seen: {name_ranks(trace.rank for trace in group)} in stage {place(group[0])[0]} "
+            f"({place(group[0])[1]}).",
+            where=where(group),
+            evidence=tuple(line for refusal in course.lost.values() for line in refusal.evidence),
+            fix=Fix(
+                text="see whether the node is up, and its network; what ran there has ended itself",
+                commands=(f"ping -c 3 {group[0].host}",),
+            ),
+        )
+        for reason, group in by_reason.items()
+    ]
+
+
+def port_not_free(host: str, taken: Taken, request: Request) -> Finding:
     """Name who holds the rendezvous port; a stranger that answers is more than a port that is taken."""
     port = request.master_port
     owner = f"{taken.command} (pid {taken.pid})" if taken.pid else "a process that is not ours to see"
     foreign = taken.answer is not None
-    title = f"rendezvous port {port} on {facts.host} cannot be had: {taken.error.lower()}"
+    title = f"rendezvous port {port} on {host} cannot be had: {taken.error.lower()}"
     if taken.listening is not None:
-        title = f"rendezvous port {port} on {facts.host} is held by {owner}"
+        title = f"rendezvous port {port} on {host} is held by {owner}"
     if foreign:
         title += f', which answers "{taken.answer}"'
     return Finding(
@@ -216,7 +249,7 @@ def port_not_free(facts: NodeFacts, taken: Taken, request: Request) -> Finding:
         level=Level.FAIL,
         title=title,
         detail="No rank was started: rank 0 could not have listened there.",
-        where=Where(hosts=(facts.host,), ranks=(0,), pids=(taken.pid,) if taken.pid else ()),
+        where=Where(hosts=(host,), ranks=(0,), pids=(taken.pid,) if taken.pid else ()),
         evidence=(f"binding port {port}: {taken.error}",),
         fix=Fix(
             text="end that program if it is a leftover, or let distdiag take a free port",
@@ -271,54 +304,6 @@ def covers(arch_list: Iterable[str], capability: str) -> bool:
         if runs:
             return True
     return False
-
-
-def surroundings(request: Request, facts: NodeFacts, plan: Plan) -> list[Finding]:
-    """What is worth saying besides: what was not tested, and what will hurt the real job."""
-    found = []
-    if request.fault is not None:
-        at = (
-            ""
-            if request.fault.kind in (FaultKind.CORRUPT, FaultKind.DTYPE, FaultKind.NO_IMPORT)
-            else f" in stage {request.fault.stage}"
-        )
-        found.append(
-            _info(
-                "injected",
-                f"the fault {request.fault.kind} was made in rank {request.fault.rank}{at}, as asked",
-            )
-        )
-    if plan.device is Device.CPU and request.device is Device.AUTO and request.backend is Backend.AUTO:
-        hidden = " (CUDA_VISIBLE_DEVICES hides them)" if facts.gpus.driver_present else ""
-        found.append(
-            _info(
-                "cpu-only",
-                f"no GPU is visible on {facts.host}{hidden}: the CPU was tested with gloo, not GPUs and not NCCL",
-            )
-        )
-    if plan.nproc == 1:
-        found.append(_info("single-rank", "one rank alone: nothing was sent, so links between GPUs were not tested"))
-    free, total = facts.shm_free_bytes, facts.shm_total_bytes
-    if free is not None and total is not None and free <= plan.nproc * _SHM_FOR_EACH_RANK:
-        found.append(
-            Finding(
-                id="gpu-test.shm-small",
-                level=Level.WARN,
-                title=f"/dev/shm on {facts.host} has {amount(free)} of {amount(total)} free",
-                detail="NCCL inside a node and DataLoader workers need it; when it is full they die by SIGBUS.",
-                where=Where(hosts=(facts.host,)),
-                fix=Fix(
-                    text="remove stale files there, or make it larger (docker: --shm-size=8g; "
-                    "Kubernetes: an emptyDir of medium Memory at /dev/shm)",
-                    commands=("mount -o remount,size=8G /dev/shm",),
-                ),
-            )
-        )
-    return found
-
-
-def _info(name: str, title: str) -> Finding:
-    return Finding(id=f"gpu-test.{name}", level=Level.INFO, title=title)
 
 
 def _tail(text: str) -> tuple[str, ...]:

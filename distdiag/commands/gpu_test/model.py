@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from distdiag.cluster.targets import Cluster
+
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from distdiag.cluster.launch import Outcome, Trace
+    from distdiag.cluster.meeting import Meeting
+    from distdiag.cluster.rows import Refusal, Row
+    from distdiag.commands.gpu_test.collect import NodeFacts
 
 STAGES = ("start", "connect", "init", "agree", "reduce", "memory", "done")
 
@@ -40,12 +47,13 @@ class FaultKind(StrEnum):
 
 
 class Status(StrEnum):
-    """How a rank fared. WAITING: nothing wrong with it, another rank kept it from going on."""
+    """How a rank fared. LOST: its node went away. WAITING: another rank kept it from going on."""
 
     OK = "ok"
     FAILED = "failed"
     DIED = "died"
     MISSING = "missing"
+    LOST = "lost"
     WAITING = "waiting"
 
 
@@ -70,23 +78,51 @@ class Request:
     size_bytes: int = 64 * 2**20
     memory_fraction: float | None = None
     master_port: int = 0
+    master_addr: str = ""
+    ifname: str = ""
     nccl_debug: bool = False
     fault: Fault | None = None
+    cluster: Cluster = field(default_factory=Cluster)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A node that ranks can run on: its name in the fleet, what to call it, and its facts."""
+
+    node: str
+    host: str
+    slots: int | None
+    facts: NodeFacts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The ranks of one node."""
+
+    node: str
+    host: str
+    first_rank: int
+    nproc: int
+    memory_bytes: int
+    """For each rank, on the CPU."""
+    sharing: int
+    """Ranks on one GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What will be run: `nproc` ranks of this backend on this device."""
+    """What will be run, on which nodes; ranks are numbered node by node."""
 
-    nproc: int
+    shares: tuple[Share, ...]
     backend: Backend
     device: Device
-    memory_bytes: int
-    """For each rank, on the CPU."""
     memory_fraction: float
     """Of each GPU's free memory."""
-    sharing: int
-    """Ranks on one GPU."""
+
+    @property
+    def nproc(self) -> int:
+        """Ranks in all."""
+        return sum(share.nproc for share in self.shares)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +171,37 @@ class GpuTest:
     arch_list: tuple[str, ...]
     ranks: tuple[RankResult, ...]
     outcome: str
-    log_dir: str | None
+    log_dirs: dict[str, str]
+    """Host -> directory there, with --nccl-debug."""
+    hosts: tuple[Row, ...]
+    rendezvous: Rendezvous | None
+    """None on one node: its ranks meet at 127.0.0.1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where the ranks met, and through which interface each node went."""
+
+    host: str
+    address: str
+    port: int
+    interfaces: dict[str, str]
+    ways_tried: int
+    ways_open: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """What is known before ranks start: a row for each host, who cannot be used and why, and the nodes' facts."""
+
+    places: tuple[Place, ...]
+    rows: tuple[Row, ...] = ()
+    refusals: Mapping[str, Refusal] = field(default_factory=dict)
+    duplicates: tuple[str, ...] = ()
+    twins: tuple[tuple[str, str], ...] = ()
+    """(left out, kept): two names of one machine."""
+    many: bool = False
+    """Whether hosts were asked for; else it is this machine alone."""
 
 
 @dataclass(frozen=True)
@@ -144,5 +210,8 @@ class Course:
 
     outcome: Outcome
     traces: list[Trace]
-    log_dir: str | None
+    log_dirs: Mapping[str, str]
+    """By host."""
     stalled_s: float
+    meeting: Meeting | None = None
+    lost: Mapping[str, Refusal] = field(default_factory=dict)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distdiag.commands.gpu_test.model import Backend, Device, Plan
+from distdiag.cluster.hosts import fold
+from distdiag.commands.gpu_test.model import Backend, Device, Plan, Share
 from distdiag.commands.gpu_test.words import again
 from distdiag.errors import UsageError
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
-    from distdiag.commands.gpu_test.collect import NodeFacts
-    from distdiag.commands.gpu_test.model import Request
+    from collections.abc import Sequence
+
+    from distdiag.commands.gpu_test.model import Place, Request
 
 RANKS_WITHOUT_GPU = 2
 MEMORY_ON_CPU_BYTES = 64 * 2**20
@@ -27,46 +29,63 @@ def check_request(request: Request) -> None:
         raise UsageError("nccl moves data between GPUs only", hint="leave out --device cpu, or use --backend gloo")
 
 
-def make_plan(request: Request, facts: NodeFacts) -> Plan | Finding:
-    """Decide on ranks, backend and device for one node."""
+def make_plan(request: Request, places: Sequence[Place]) -> Plan | Finding:
+    """Decide on ranks, backend and device for all nodes."""
     wants_cuda = request.device is Device.CUDA or request.backend is Backend.NCCL
     wants_best = request.device is Device.AUTO and request.backend is Backend.AUTO
-    if facts.gpus.visible is None and (wants_cuda or wants_best):
-        return _driver_trouble(request, facts)
-    gpus = facts.gpus.visible or 0
-    on_cuda = wants_cuda or (wants_best and gpus > 0)
+    broken = [place for place in places if place.facts.gpus.visible is None]
+    if broken and (wants_cuda or wants_best):
+        return _driver_trouble(request, broken)
+    on_cuda = wants_cuda or (wants_best and any(place.facts.gpus.visible for place in places))
     device = Device.CUDA if on_cuda else Device.CPU
     backend = request.backend
     if backend is Backend.AUTO:
         backend = Backend.NCCL if on_cuda else Backend.GLOO
-    nproc = request.nproc or (gpus if on_cuda else RANKS_WITHOUT_GPU)
-    if on_cuda and (gpus == 0 or (backend is Backend.NCCL and nproc > gpus)):
-        return _too_few_gpus(request, facts, max(nproc, 1))
-    if request.fault is not None and request.fault.rank >= nproc:
-        raise UsageError(
-            f"--inject names rank {request.fault.rank}, and there are ranks 0 to {nproc - 1}",
-            hint=f"give a smaller rank, or --nproc {request.fault.rank + 1}",
-        )
-    memory = MEMORY_ON_CPU_BYTES
-    if request.memory_fraction is not None and facts.memory_available_bytes is not None:
-        memory = int(facts.memory_available_bytes * request.memory_fraction / nproc)
-    return Plan(
-        nproc=nproc,
+    shares: list[Share] = []
+    for place in places:
+        share = _share(request, place, sum(one.nproc for one in shares), on_cuda=on_cuda)
+        gpus = place.facts.gpus.visible or 0
+        if on_cuda and (gpus == 0 or (backend is Backend.NCCL and share.nproc > gpus)):
+            return _too_few_gpus(request, place, places, max(share.nproc, 1))
+        shares.append(share)
+    plan = Plan(
+        shares=tuple(shares),
         backend=backend,
         device=device,
-        memory_bytes=memory,
         memory_fraction=request.memory_fraction or MEMORY_FRACTION,
-        sharing=-(-nproc // gpus) if on_cuda else 1,
+    )
+    if request.fault is not None and request.fault.rank >= plan.nproc:
+        raise UsageError(
+            f"--inject names rank {request.fault.rank}, and there are ranks 0 to {plan.nproc - 1}",
+            hint=f"give a smaller rank, or --nproc {request.fault.rank + 1}",
+        )
+    return plan
+
+
+def _share(request: Request, place: Place, first_rank: int, *, on_cuda: bool) -> Share:
+    gpus = place.facts.gpus.visible or 0
+    nproc = request.nproc or place.slots or (gpus if on_cuda else RANKS_WITHOUT_GPU)
+    memory = MEMORY_ON_CPU_BYTES
+    if request.memory_fraction is not None and place.facts.memory_available_bytes is not None:
+        memory = int(place.facts.memory_available_bytes * request.memory_fraction / nproc)
+    return Share(
+        node=place.node,
+        host=place.host,
+        first_rank=first_rank,
+        nproc=nproc,
+        memory_bytes=memory,
+        sharing=-(-nproc // gpus) if on_cuda and gpus else 1,
     )
 
 
-def _driver_trouble(request: Request, facts: NodeFacts) -> Finding:
+def _driver_trouble(request: Request, broken: Sequence[Place]) -> Finding:
+    hosts = tuple(place.host for place in broken)
     return Finding(
         id="gpu-test.cuda-unavailable",
         level=Level.FAIL,
-        title=f"{facts.host} has an NVIDIA driver that does not work: {facts.gpus.error}",
-        detail="No rank was started: none could use a GPU.",
-        where=Where(hosts=(facts.host,)),
+        title=f"{fold(hosts)} has an NVIDIA driver that does not work: {broken[0].facts.gpus.error}",
+        detail="No rank was started: none could use a GPU there.",
+        where=Where(hosts=hosts),
         fix=Fix(
             text="see what the driver itself says; to test the ranks on the CPU meanwhile, use --device cpu",
             commands=("nvidia-smi", again(request, device="cpu", backend="gloo")),
@@ -74,24 +93,28 @@ def _driver_trouble(request: Request, facts: NodeFacts) -> Finding:
     )
 
 
-def _too_few_gpus(request: Request, facts: NodeFacts, nproc: int) -> Finding:
+def _too_few_gpus(request: Request, place: Place, places: Sequence[Place], nproc: int) -> Finding:
+    facts = place.facts
     gpus = facts.gpus.visible or 0
     hidden = facts.cuda_visible_devices
     evidence = () if hidden is None else (f"CUDA_VISIBLE_DEVICES={hidden}",)
     if gpus == 0:
         why = "CUDA_VISIBLE_DEVICES hides them" if facts.gpus.driver_present else "there is no NVIDIA driver"
-        title = f"{facts.host} shows no GPU: {why}"
+        title = f"{place.host} shows no GPU: {why}"
+        others = [one.host for one in places if one.facts.gpus.visible]
+        if others:
+            title += f" ({fold(others)} shows some)"
         cpu = again(request, device="cpu", backend="gloo")
         fix = Fix(text="to test the ranks on the CPU instead", commands=(cpu,))
     else:
-        title = f"{facts.host} shows {gpus} GPU(s), and nccl needs one for each of {nproc} ranks"
+        title = f"{place.host} shows {gpus} GPU(s), and nccl needs one for each of {nproc} ranks"
         fix = Fix(text="start one rank per GPU", commands=(again(request, nproc=str(gpus)),))
     return Finding(
         id="gpu-test.too-few-gpus",
         level=Level.FAIL,
         title=title,
         detail="No rank was started.",
-        where=Where(hosts=(facts.host,)),
+        where=Where(hosts=(place.host,)),
         evidence=evidence,
         fix=fix,
     )

@@ -7,22 +7,24 @@ from typing import TYPE_CHECKING
 from rich.table import Column, Table
 from rich.text import Text
 
-from distdiag.cluster.hosts import fold_ranks
+from distdiag.cluster.hosts import fold, fold_ranks
 from distdiag.commands.gpu_test.words import amount
+from distdiag.deliver import host_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from rich.console import RenderableType
 
     from distdiag.commands.gpu_test.model import GpuTest, RankResult
     from distdiag.report import Report
 
-_COLOURS = {"ok": "green", "failed": "red", "died": "red", "missing": "red", "waiting": "yellow"}
+_COLOURS = {"ok": "green", "failed": "red", "died": "red", "missing": "red", "lost": "red", "waiting": "yellow"}
 
 
 def gpu_test_view(report: Report[GpuTest]) -> Iterator[RenderableType]:
-    """The table of ranks, then the versions that the ranks reported."""
+    """The hosts that could not be used, the table of ranks, then the versions that the ranks reported."""
+    yield from host_table(report.data.hosts)
     if not report.data.ranks:
         return
     yield _rank_table(report.data)
@@ -44,14 +46,18 @@ def _rank_table(data: GpuTest) -> Table:
         header_style="bold",
     )
     groups: dict[tuple[str, ...], list[RankResult]] = {}
-    for rank in data.ranks:
-        groups.setdefault((rank.host, rank.device_name or "-", rank.stage, rank.status), []).append(rank)
-    for (host, device, stage, status), group in groups.items():
+    for host, mine in _by_host(data.ranks).items():
+        # Hosts whose ranks all fared the same fold into one row.
+        fared = tuple((rank.local_rank, rank.device_name or "-", rank.stage, rank.status) for rank in mine)
+        alike = fared if len({one[1:] for one in fared}) == 1 else (host, *fared)
+        for rank in mine:
+            groups.setdefault((str(alike), rank.device_name or "-", rank.stage, rank.status), []).append(rank)
+    for (_, device, stage, status), group in groups.items():
         seconds = sorted(rank.elapsed_s for rank in group)
         low, high = f"{seconds[0]:.1f}", f"{seconds[-1]:.1f}"
         table.add_row(
             fold_ranks(rank.rank for rank in group),
-            host,
+            fold(dict.fromkeys(rank.host for rank in group)),
             fold_ranks(rank.local_rank for rank in group),
             device,
             stage,
@@ -61,10 +67,22 @@ def _rank_table(data: GpuTest) -> Table:
     return table
 
 
+def _by_host(ranks: Iterable[RankResult]) -> dict[str, list[RankResult]]:
+    hosts: dict[str, list[RankResult]] = {}
+    for rank in ranks:
+        hosts.setdefault(rank.host, []).append(rank)
+    return hosts
+
+
 def _facts(data: GpuTest) -> Iterator[str]:
     versions = data.versions
     yield ""
     yield f"backend {data.backend} on {data.device}, world size {data.world_size}"
+    if data.rendezvous is not None:
+        meet = data.rendezvous
+        through = fold(dict.fromkeys(meet.interfaces.values())) or "unknown"
+        yield f"rendezvous at {meet.address} port {meet.port} ({meet.host}), through {through}"
+        yield f"{meet.ways_open} of {meet.ways_tried} ways between nodes tried are open"
     if versions.torch is None:
         yield "versions: no rank came far enough to tell"
     else:
@@ -77,5 +95,5 @@ def _facts(data: GpuTest) -> Iterator[str]:
     if data.memory_bytes is not None:
         yield f"all_reduce of {amount(data.size_bytes)}, every element checked"
         yield f"memory of each rank: {amount(data.memory_bytes)} written and read back"
-    if data.log_dir is not None:
-        yield f"logs of the ranks: {data.log_dir}"
+    for host, folder in data.log_dirs.items():
+        yield f"logs of the ranks on {host}: {folder}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.hosts import name_ranks
+from distdiag.cluster.hosts import fold, name_ranks
 from distdiag.commands.gpu_test.model import Backend, Device, Request
 from distdiag.report import Fix, Where
 
@@ -18,7 +19,7 @@ def who(traces: list[Trace]) -> str:
     if len(traces) == 1:
         return f"rank {traces[0].rank} ({traces[0].host}, pid {traces[0].pid})"
     hosts = sorted({trace.host for trace in traces})
-    return f"{name_ranks(trace.rank for trace in traces)} ({', '.join(hosts)})"
+    return f"{name_ranks(trace.rank for trace in traces)} ({fold(hosts)})"
 
 
 def where(traces: list[Trace]) -> Where:
@@ -49,7 +50,7 @@ def fix_from(known: Known | None, otherwise: Fix) -> Fix:
     return Fix(text=known.fix, commands=known.commands) if known is not None else otherwise
 
 
-def again(request: Request, **changes: str) -> str:
+def again(request: Request, *, extra: str = "", **changes: str) -> str:
     """Write the command that repeats the test with other options: again(request, timeout="120")."""
     typed = {
         "nproc": request.nproc,
@@ -58,8 +59,16 @@ def again(request: Request, **changes: str) -> str:
         "timeout": f"{request.timeout_s:g}" if request.timeout_s != Request.timeout_s else None,
         "size": request.size_bytes if request.size_bytes != Request.size_bytes else None,
         "memory": request.memory_fraction,
+        "master-addr": request.master_addr or None,
         "master-port": request.master_port or None,
+        "ifname": request.ifname or None,
         **{name.replace("_", "-"): value for name, value in changes.items()},
     }
-    options = [f"--{name} {value}".rstrip() for name, value in typed.items() if value is not None]
-    return " ".join([f"{request.program} gpu-test", *options])
+    typed = {name: value for name, value in typed.items() if f"--{name} " not in extra}
+    options = [
+        f"--{name} {shlex.quote(str(value)) if value else ''}".rstrip()
+        for name, value in typed.items()
+        if value is not None
+    ]
+    where = [f"{name} {shlex.quote(value)}" for name, value in request.cluster.typed()]
+    return " ".join([f"{request.program} gpu-test", *where, *options, *([extra] if extra else [])])

@@ -1,0 +1,68 @@
+"""From targets to a fleet: chooses the transport and packs what travels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from distdiag.cluster import bootstrap, bundle
+from distdiag.cluster.fleet import Fleet, Limits
+from distdiag.cluster.targets import Launcher, chosen_env
+from distdiag.cluster.transports.local import LocalTransport
+from distdiag.node import boot
+
+if TYPE_CHECKING:
+    from distdiag.cluster.targets import Cluster, Targets
+    from distdiag.cluster.transports import Transport
+
+SILENCE_S = 2.5
+"""An agent that hears nothing from us for so long is cut off, and ends with all it started."""
+_START_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agent:
+    """What is to run on the nodes: `collect` is a module with facts(ask); `rank` what ranks run, if there are ranks."""
+
+    collect: str
+    ask: dict[str, Any] = field(default_factory=dict)
+    rank: str | None = None
+
+    def pack(self, cluster: Cluster, *, silence_s: float | None) -> bytes:
+        """Pack sources and orders into what boot.START reads."""
+        modules = [self.collect, *([self.rank] if self.rank else [])]
+        config = {
+            "collect": self.collect,
+            "ask": self.ask,
+            "env": chosen_env(cluster),
+            "silence_s": silence_s,
+            "guest": False,
+        }
+        return boot.pack(bundle.sources(*modules), "distdiag.node.agent", config)
+
+
+def open_fleet(cluster: Cluster, targets: Targets, agent: Agent) -> Fleet:
+    """Make the fleet of a command; nothing is started yet.
+
+    Raises:
+        UsageError: an option cannot be read.
+        DistdiagError: the tool that the way needs is not here.
+    """
+    payload = agent.pack(cluster, silence_s=None if targets.launcher is None else SILENCE_S)
+    limits = Limits(start_s=cluster.host_timeout_s or _START_S)
+    transport = _transport(cluster, targets, len(payload), needs_torch=agent.rank is not None)
+    return Fleet(targets.hosts, transport, payload, limits)
+
+
+def _transport(cluster: Cluster, targets: Targets, payload_bytes: int, *, needs_torch: bool) -> Transport:
+    if targets.launcher is None:
+        return LocalTransport(payload_bytes)
+    shell = bootstrap.shell(cluster.setup)
+    lines = bootstrap.lines(
+        payload_bytes, python=cluster.python or None, setup=cluster.setup or None, needs_torch=needs_torch
+    )
+    if targets.launcher is Launcher.VIA:
+        from distdiag.cluster.transports.command import ViaTransport
+
+        return ViaTransport(cluster.via, shell, lines, width=cluster.fanout)
+    raise NotImplementedError(targets.launcher)

@@ -1,0 +1,61 @@
+"""The shell lines that find a Python on a host and start the node side in it.
+
+They go to the stdin of a plain `sh`, so no login shell, ssh or container tool ever splits or quotes them again.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import shlex
+import sys
+
+from distdiag.node import boot, wire
+
+_NAMES = ("python3", "python3.13", "python3.12", "python3.11", "python3.10", "python3.9")
+_OLD_ENOUGH = "import sys;sys.exit(sys.version_info<(3,9))"
+_HAS_TORCH = 'import sys,importlib.util as u;sys.exit(sys.version_info<(3,9) or u.find_spec("torch") is None)'
+_DECODE = "import sys;from base64 import b64decode as d;exec(d(sys.argv.pop(1)))"
+
+# A job that runs there knows the right environment better than any PATH: its interpreter comes before python3.
+_OF_THE_JOB = (
+    'for d in /proc/[0-9]*; do if grep -qsz "^WORLD_SIZE=" "$d/environ"; then e=$(readlink "$d/exe"); '
+    'case "$e" in *python*) echo "$e";; esac; fi; done 2>/dev/null | sort -u | head -n 4'
+)
+
+
+def shell(setup: str | None) -> str:
+    """Name the shell that reads the lines: bash where the user gave it something to do first, `source` is bash's."""
+    return "bash" if setup else "sh"
+
+
+def lines(payload_bytes: int, *, python: str | None, setup: str | None, needs_torch: bool) -> bytes:
+    """Write the lines that start the node side, which then reads `payload_bytes` bytes of payload from stdin."""
+    start = base64.b64encode(boot.START.encode()).decode()
+    return script([_DECODE, start, str(payload_bytes)], python=python, setup=setup, needs_torch=needs_torch).encode()
+
+
+def script(program: list[str], *, python: str | None, setup: str | None, needs_torch: bool) -> str:
+    """Write the lines that run `python -c program[0] program[1:] distdiag-agent` in the best Python there."""
+    arguments = " ".join(shlex.quote(word) for word in [*program, "distdiag-agent"])
+    told = f'printf "\\036{wire.MARK[1:].decode()}%s\\n"'
+    parts = []
+    if setup:
+        parts.append(f"{{ {setup}\n}} </dev/null 1>&2")
+    if python:
+        missing = json.dumps({"kind": "no-python", "tried": python})
+        given = shlex.quote(python)
+        parts.append(f"if command -v {given} >/dev/null; then exec {given} -c {arguments}; fi")
+        parts.append(f"{told} {shlex.quote(missing)}")
+        return "\n".join(parts) + "\nexit 0\n"
+    parts.append(
+        'distdiag_try() { command -v "$2" >/dev/null && "$2" -c "$1" </dev/null >/dev/null 2>&1 && '
+        f'exec "$2" -c {arguments}; }}'
+    )
+    nearest = f'{shlex.quote(sys.executable)} "$CONDA_PREFIX/bin/python" "$VIRTUAL_ENV/bin/python"'
+    for check in [_HAS_TORCH, _OLD_ENOUGH] if needs_torch else [_OLD_ENOUGH]:
+        for places in (nearest, f"$({_OF_THE_JOB})", " ".join(_NAMES)):
+            parts.append(f'for p in {places}; do distdiag_try {shlex.quote(check)} "$p"; done')
+    missing = json.dumps({"kind": "no-python", "tried": "python3"})
+    parts.append(f"{told} {shlex.quote(missing)}")
+    return "\n".join(parts) + "\nexit 0\n"

@@ -1,0 +1,292 @@
+"""The node side on many hosts at once: everyone has a deadline for each stage, and nobody waits for the slowest.
+
+One loop watches all links. A host that cannot be used costs its own deadline and becomes a row that says why.
+"""
+
+from __future__ import annotations
+
+import selectors
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from distdiag.cluster import links
+from distdiag.cluster.node import Node, NodeStage
+from distdiag.cluster.rows import HostState, Refusal, Row
+from distdiag.cluster.transports import Arrivals
+from distdiag.errors import NodeFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from types import TracebackType
+
+    from distdiag.cluster.hosts import Host
+    from distdiag.cluster.links import Link
+    from distdiag.cluster.transports import Transport
+
+_TURN_S = 0.1
+_FLUSH_S = 0.02
+_BEAT_S = 0.5
+_SILENT_S = 5.0
+"""A node that said nothing for so long is gone: it says something every second."""
+GOODBYE_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Seconds that a host may stay in a stage; the transport's own stages have theirs."""
+
+    start_s: float = 20.0
+    facts_s: float = 30.0
+
+
+@dataclass
+class _Waiting:
+    host: Host
+    began: float
+    entered: float
+    stage: str = "queue"
+
+
+@dataclass
+class Fleet:
+    """All hosts of one command. Leaving the `with` block ends every agent and everything that they started."""
+
+    hosts: Sequence[Host]
+    transport: Transport
+    payload: bytes
+    limits: Limits = Limits()
+    _rows: dict[str, Row] = field(default_factory=dict)
+    refusals: dict[str, Refusal] = field(default_factory=dict)
+    nodes: dict[str, Node] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._arrivals = Arrivals()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._arrivals.bell, selectors.EVENT_READ, None)
+        self._queue = deque(self.hosts)
+        self._waiting: dict[str, _Waiting] = {}
+        self._pending: list[tuple[Node, dict[str, Any]]] = []
+        self._over = threading.Event()
+        self._last_turn = time.monotonic()
+        self._began = time.monotonic()
+        self._flush_at = 0.0
+
+    def __enter__(self) -> Fleet:
+        if self.transport.remote:
+            threading.Thread(target=self._beat, daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def up(self) -> list[Node]:
+        """Nodes that are there, in the order in which the hosts were named."""
+        found = (self.nodes.get(host.name) for host in self.hosts)
+        return [node for node in found if node is not None and node.stage is NodeStage.UP]
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """One row for each host, in order; a host without an outcome was cancelled."""
+        return tuple(self._rows.get(host.name) or self._unfinished(host) for host in self.hosts)
+
+    def gather(self, watch: Callable[[Fleet], None], *, close: bool = False) -> None:
+        """Reach all hosts and take their facts; with `close` let each go as soon as it told them.
+
+        Returns when each host is up or given up.
+        """
+        check_at = 0.0
+        while len(self._rows) < len(self.hosts):
+            self._start_more()
+            for node, record in self._turn(_TURN_S):
+                self._progress(node, record, close=close)
+            if (now := time.monotonic()) >= check_at:
+                check_at = now + _TURN_S
+                self._give_up_late()
+                watch(self)
+
+    def records(self, timeout_s: float) -> Iterator[tuple[Node, dict[str, Any]]]:
+        """Wait at most `timeout_s` seconds for something new from the nodes that are up, and yield it all.
+
+        The kind "down" stands for a node that is gone; its `refusal` says why.
+        """
+        pending, self._pending = self._pending, []
+        yield from pending
+        if not pending:
+            yield from self._turn(timeout_s)
+            yield from self._silent()
+
+    def expect(self, kind: str, nodes: Iterable[Node], timeout_s: float) -> dict[str, dict[str, Any]]:
+        """Wait for one record of a kind from each of the nodes; others stay for `records`.
+
+        Returns what came in time, by host. A node that goes down meanwhile is not waited for.
+        """
+        missing = {node.name for node in nodes}
+        found: dict[str, dict[str, Any]] = {}
+        deadline = time.monotonic() + timeout_s
+        kept: list[tuple[Node, dict[str, Any]]] = []
+        while missing and (left := deadline - time.monotonic()) > 0:
+            for node, record in self.records(min(left, _TURN_S)):
+                if node.name in missing and record["kind"] == kind:
+                    found[node.name] = record
+                    missing.discard(node.name)
+                    continue
+                if record["kind"] == "down":
+                    missing.discard(node.name)
+                kept.append((node, record))
+        self._pending = kept + self._pending
+        return found
+
+    def no_answer(self, node: Node) -> NodeFailed:
+        """Give the error of a node that is up and does not react; it is killed at once when we close."""
+        node.deaf = True
+        return NodeFailed(node.why_no_answer(), hint=node.last_words() or "something stops processes there")
+
+    def refuse(self, name: str, refusal: Refusal, began: float) -> None:
+        """Give a host up and note why."""
+        seconds = time.monotonic() - began
+        self.refusals[name] = refusal
+        self._rows[name] = Row(
+            host=name, state=refusal.state, stage=refusal.stage, message=refusal.message, seconds=round(seconds, 3)
+        )
+
+    def close(self) -> None:
+        """End all agents; those that are deaf are not waited for."""
+        if self._over.is_set():
+            return
+        self._over.set()
+        all_links = [node.link for node in self.nodes.values()]
+        deaf = [node.link for node in self.nodes.values() if node.deaf]
+        for link in deaf:
+            link.kill()
+        links.close_all([link for link in all_links if link not in deaf], GOODBYE_S)
+        self.transport.close()
+        self._selector.close()
+        self._arrivals.close()
+
+    def _start_more(self) -> None:
+        width = self.transport.width or len(self.hosts)
+        room = width - len(self._waiting) - sum(node.stage is not NodeStage.UP for node in self.nodes.values())
+        batch = [self._queue.popleft() for _ in range(min(room, len(self._queue)))]
+        now = time.monotonic()
+        for host in batch:
+            self._waiting[host.name] = _Waiting(host, now, now)
+        if batch:
+            self.transport.start(batch, self._arrivals)
+
+    def _turn(self, timeout_s: float) -> Iterator[tuple[Node, dict[str, Any]]]:
+        """Look once at everything."""
+        ready = self._selector.select(timeout_s)
+        now = time.monotonic()
+        pause, self._last_turn = now - self._last_turn, now
+        if pause > 1.0:  # we were stopped or busy ourselves: nobody's silence counts
+            for node in self.nodes.values():
+                node.heard_at += pause
+        seen = set()
+        for key, _ in ready:
+            if key.data is None:
+                self._take_arrivals()
+            elif key.data.name not in seen:
+                seen.add(key.data.name)
+                yield from self._read(key.data)
+        if now >= self._flush_at:
+            self._flush_at = now + _FLUSH_S
+            for node in self.nodes.values():
+                node.link.flush()
+
+    def _take_arrivals(self) -> None:
+        for name, what in self._arrivals.take():
+            waiting = self._waiting.get(name)
+            if isinstance(what, str):
+                if waiting is not None:
+                    waiting.stage, waiting.entered = what, time.monotonic()
+            elif isinstance(what, Refusal):
+                if waiting is not None:
+                    del self._waiting[name]
+                    self.refuse(name, what, waiting.began)
+            elif waiting is None:  # it came after its time
+                what.kill()
+            else:
+                self._connect(waiting, what)
+
+    def _connect(self, waiting: _Waiting, link: Link) -> None:
+        name = waiting.host.name
+        del self._waiting[name]
+        node = Node(waiting.host, link, self.payload, began=waiting.began, names_itself=self.transport.names_itself)
+        self.nodes[name] = node
+        node.watched = set(link.fds())
+        for fd in node.watched:
+            self._selector.register(fd, selectors.EVENT_READ, node)
+
+    def _read(self, node: Node) -> Iterator[tuple[Node, dict[str, Any]]]:
+        heard, records = node.hear()
+        self._watch_only(node, () if heard.ended else node.link.fds())
+        for record in records:
+            yield node, record
+        if heard.ended and node.stage is not NodeStage.DOWN:
+            was_up = node.stage is NodeStage.UP
+            self._drop(node, node.why_it_ended())
+            if was_up:
+                yield node, {"kind": "down"}
+
+    def _drop(self, node: Node, refusal: Refusal) -> None:
+        self._watch_only(node, ())
+        node.stage = NodeStage.DOWN
+        node.refusal = refusal
+        self.refuse(node.name, refusal, node.began)
+        # Not waited for: whoever is cut off ends by itself, and we have no connection to be polite on.
+        node.link.kill()
+
+    def _watch_only(self, node: Node, fds: tuple[int, ...]) -> None:
+        """Forget the descriptors that have come to their end, before somebody closes them."""
+        for fd in node.watched.difference(fds):
+            self._selector.unregister(fd)
+        node.watched.intersection_update(fds)
+
+    def _progress(self, node: Node, record: dict[str, Any], *, close: bool) -> None:
+        refusal = node.advance(record)
+        if refusal is not None:
+            self._drop(node, refusal)
+        elif node.stage is NodeStage.UP and node.name not in self._rows:
+            seconds = round(time.monotonic() - node.began, 3)
+            self._rows[node.name] = Row(host=node.name, state=HostState.OK, stage="facts", message="", seconds=seconds)
+            if close:
+                node.link.finish()
+        elif record["kind"] not in ("ready", "hello", "facts", "alive", "no-python"):
+            self._pending.append((node, record))
+
+    def _give_up_late(self) -> None:
+        now = time.monotonic()
+        for node in list(self.nodes.values()):
+            limit = self.limits.start_s if node.stage is NodeStage.STARTING else self.limits.facts_s
+            if node.stage in (NodeStage.STARTING, NodeStage.TELLING) and now - node.entered > limit:
+                self._drop(node, node.why_late(limit))
+
+    def _silent(self) -> Iterator[tuple[Node, dict[str, Any]]]:
+        if not self.transport.remote:
+            return
+        now = time.monotonic()
+        for node in self.up:
+            if now - node.heard_at > _SILENT_S:
+                words = f"nothing heard from it for {now - node.heard_at:.0f} s: it is gone, or the way to it is cut"
+                self._drop(node, Refusal(state=HostState.LOST, stage="run", message=words))
+                yield node, {"kind": "down"}
+
+    def _unfinished(self, host: Host) -> Row:
+        waiting = self._waiting.get(host.name)
+        node = self.nodes.get(host.name)
+        stage = waiting.stage if waiting else node.stage if node else "queue"
+        began = waiting.began if waiting else node.began if node else self._began
+        seconds = round(time.monotonic() - began, 3)
+        return Row(host=host.name, state=HostState.CANCELLED, stage=stage, message="cancelled", seconds=seconds)
+
+    def _beat(self) -> None:
+        while not self._over.wait(_BEAT_S):
+            for node in list(self.nodes.values()):
+                if node.stage in (NodeStage.TELLING, NodeStage.UP):
+                    node.link.beat()

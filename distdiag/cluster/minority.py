@@ -1,0 +1,58 @@
+"""Hosts that disagree are the news: equal facts fold into one, and the few that differ are named. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.hosts import fold
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A fact that is not the same everywhere: what most have, and who has what else."""
+
+    fact: str
+    common: str
+    common_hosts: tuple[str, ...]
+    others: tuple[tuple[str, tuple[str, ...]], ...]
+    """(value, hosts), the rarest value first."""
+
+    @property
+    def odd_hosts(self) -> tuple[str, ...]:
+        """Hosts that do not have what most have."""
+        return tuple(host for _, hosts in self.others for host in hosts)
+
+    def __str__(self) -> str:
+        odd = "; ".join(f"{value} on {fold(hosts)}" for value, hosts in self.others)
+        return f"{self.fact}: {odd}; {self.common} on {fold(self.common_hosts)}"
+
+
+def differences(facts: Mapping[str, Mapping[str, object]]) -> tuple[Difference, ...]:
+    """Compare facts by name over all hosts; a fact that a host does not have counts as "none" there.
+
+    A tie is no majority: the value of the host that was named first counts as the common one.
+    """
+    names = dict.fromkeys(name for own in facts.values() for name in own)
+    found = []
+    for name in names:
+        groups: dict[str, list[str]] = {}
+        for host, own in facts.items():
+            value = own.get(name)
+            groups.setdefault("none" if value is None else str(value), []).append(host)
+        if len(groups) > 1:
+            found.append(_difference(name, groups))
+    return tuple(found)
+
+
+def _difference(name: str, groups: dict[str, list[str]]) -> Difference:
+    common = max(groups, key=lambda value: len(groups[value]))  # the first of equals
+    others = sorted(((value, tuple(hosts)) for value, hosts in groups.items() if value != common), key=_count)
+    return Difference(fact=name, common=common, common_hosts=tuple(groups[common]), others=tuple(others))
+
+
+def _count(entry: tuple[str, tuple[str, ...]]) -> int:
+    return len(entry[1])

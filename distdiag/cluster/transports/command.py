@@ -1,0 +1,70 @@
+"""Any command that runs a program elsewhere and hands on its streams: kubectl exec, docker exec, ip netns exec, ssh."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.links import ProcessLink
+from distdiag.cluster.rows import HostState, Refusal
+from distdiag.cluster.transports import Arrivals, Transport
+from distdiag.errors import UsageError
+from distdiag.node import run
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from distdiag.cluster.hosts import Host
+
+_WIDTH = 32
+
+
+class CommandTransport(Transport):
+    """One process on this machine for each host."""
+
+    def __init__(self, shell: str, shell_lines: bytes, *, width: int | None = None) -> None:
+        self.width = width or _WIDTH
+        self._shell = shell
+        self._lines = shell_lines
+
+    def argv(self, host: Host) -> list[str]:
+        """Give the command for one host; it ends with the shell to start there."""
+        raise NotImplementedError
+
+    def start(self, hosts: Sequence[Host], arrivals: Arrivals) -> None:
+        for host in hosts:
+            try:
+                link = ProcessLink(self.argv(host))
+            except run.CannotRun as error:
+                arrivals.refuse(host.name, Refusal(state=HostState.FAILED, stage="start", message=str(error)))
+                continue
+            link.write(self._lines)
+            arrivals.link(host.name, link)
+
+    def explain(self, host: Host) -> str:
+        return shlex.join(self.argv(host))
+
+
+class ViaTransport(CommandTransport):
+    """A template that the user gives, with {host} in it."""
+
+    name = "via"
+
+    def __init__(self, template: str, shell: str, shell_lines: bytes, *, width: int | None = None) -> None:
+        """Raises UsageError for a template that is no command, or does not say where the host goes."""
+        super().__init__(shell, shell_lines, width=width)
+        try:
+            self._words = shlex.split(template)
+        except ValueError as error:
+            raise UsageError(f"--via {template!r} cannot be read: {error}", hint="close the quotes") from error
+        if not any("{host}" in word for word in self._words):
+            raise UsageError(
+                f"--via {template!r} does not say where the host's name goes",
+                hint='write {host} there: --via "kubectl exec -i {host} --"',
+            )
+
+    def argv(self, host: Host) -> list[str]:
+        known = {"host": host.address or host.name, "user": host.user or "", "port": str(host.port or "")}
+        words = [re.sub(r"\{(host|user|port)\}", lambda name: known[name[1]], word) for word in self._words]
+        return [*words, self._shell]

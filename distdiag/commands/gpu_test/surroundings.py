@@ -1,0 +1,114 @@
+"""What is worth saying besides the ranks: hosts left out, what was not tested, what will hurt the real job. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.hosts import fold
+from distdiag.cluster.minority import differences
+from distdiag.cluster.reached import host_findings
+from distdiag.commands.gpu_test.model import Backend, Device, FaultKind
+from distdiag.commands.gpu_test.words import amount
+from distdiag.report import Finding, Fix, Level, Where
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from distdiag.cluster.launch import Trace
+    from distdiag.commands.gpu_test.model import Place, Plan, Request, Scene
+
+_SHM_FOR_EACH_RANK = 32 * 2**20
+"""NCCL takes about 10 MB of /dev/shm for each peer that a rank reaches through it (nccl#290), and has a few."""
+
+
+def about_hosts(scene: Scene) -> list[Finding]:
+    """Hosts that could not be used, and names that say the same machine twice."""
+    found = host_findings(scene.refusals, scene.rows)
+    if scene.duplicates:
+        names = fold(scene.duplicates)
+        found.append(_info("hosts.duplicate", f"named more than once, used once: {names}", hosts=scene.duplicates))
+    for left_out, kept in scene.twins:
+        found.append(
+            Finding(
+                id="hosts.same-machine",
+                level=Level.WARN,
+                title=f"{left_out} is the same machine as {kept}: its ranks were started once",
+                where=Where(hosts=(left_out, kept)),
+                fix=Fix(text=f"leave {left_out} out of the list; if it should be another machine, see DNS"),
+            )
+        )
+    return found
+
+
+def surroundings(request: Request, plan: Plan, places: Sequence[Place]) -> list[Finding]:
+    """What was not tested, and what will hurt the real job."""
+    found = []
+    if request.fault is not None:
+        stageless = (FaultKind.CORRUPT, FaultKind.DTYPE, FaultKind.NO_IMPORT)
+        at = "" if request.fault.kind in stageless else f" in stage {request.fault.stage}"
+        told = f"the fault {request.fault.kind} was made in rank {request.fault.rank}{at}, as asked"
+        found.append(_info("gpu-test.injected", told))
+    if plan.device is Device.CPU and request.device is Device.AUTO and request.backend is Backend.AUTO:
+        hidden = " (CUDA_VISIBLE_DEVICES hides them)" if any(one.facts.gpus.driver_present for one in places) else ""
+        where = fold(one.host for one in places)
+        told = f"no GPU is visible on {where}{hidden}: the CPU was tested with gloo, not GPUs and not NCCL"
+        found.append(_info("gpu-test.cpu-only", told))
+    if plan.nproc == 1:
+        alone = "one rank alone: nothing was sent, so links between GPUs were not tested"
+        found.append(_info("gpu-test.single-rank", alone))
+    return [*found, *_small_shm(plan, places)]
+
+
+def _small_shm(plan: Plan, places: Sequence[Place]) -> list[Finding]:
+    shares = {share.node: share for share in plan.shares}
+    small: dict[tuple[int, int], list[str]] = {}
+    for one in places:
+        free, total = one.facts.shm_free_bytes, one.facts.shm_total_bytes
+        if free is not None and total is not None and free <= shares[one.node].nproc * _SHM_FOR_EACH_RANK:
+            small.setdefault((free, total), []).append(one.host)
+    return [
+        Finding(
+            id="gpu-test.shm-small",
+            level=Level.WARN,
+            title=f"/dev/shm on {fold(hosts)} has {amount(free)} of {amount(total)} free",
+            detail="NCCL inside a node and DataLoader workers need it; when it is full they die by SIGBUS.",
+            where=Where(hosts=tuple(hosts)),
+            fix=Fix(
+                text="remove stale files there, or make it larger (docker: --shm-size=8g; "
+                "Kubernetes: an emptyDir of medium Memory at /dev/shm)",
+                commands=("mount -o remount,size=8G /dev/shm",),
+            ),
+        )
+        for (free, total), hosts in small.items()
+    ]
+
+
+def nodes_that_differ(places: Sequence[Place], traces: Sequence[Trace]) -> list[Finding]:
+    """Facts that should be the same on all nodes and are not; what differs is not always wrong, and often is."""
+    facts: dict[str, dict[str, object]] = {
+        one.host: {
+            "visible GPUs": one.facts.gpus.visible,
+            "CUDA_VISIBLE_DEVICES": one.facts.cuda_visible_devices,
+            "kernel": one.facts.kernel,
+        }
+        for one in places
+    }
+    for trace in traces:
+        for event in trace.events:
+            started = event.payload.get("started")
+            if started and trace.host in facts:
+                names = ("torch", "cuda", "hip", "nccl", "python", "device_name")
+                facts[trace.host].update({name: started.get(name) for name in names})
+    return [
+        Finding(
+            id="gpu-test.nodes-differ",
+            level=Level.INFO if difference.fact in ("kernel", "CUDA_VISIBLE_DEVICES", "python") else Level.WARN,
+            title=f"nodes differ in {difference}",
+            where=Where(hosts=difference.odd_hosts),
+        )
+        for difference in differences(facts)
+    ]
+
+
+def _info(id_: str, title: str, *, hosts: tuple[str, ...] = ()) -> Finding:
+    return Finding(id=id_, level=Level.INFO, title=title, where=Where(hosts=hosts))

@@ -1,0 +1,388 @@
+"""Can this node be reached, and whom does it reach? Small and large data, both ways, before any rank needs it.
+
+A node listens on the rendezvous port (rank 0's node) and on an ephemeral port, as ranks do among themselves, and
+connects to those of the others. Both sides show that they know the run's nonce, so a stranger is never taken for a
+peer. Every connection sends more than a full packet in each direction: a path that swallows large packets passes a
+simple connection test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import hmac
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass
+
+from distdiag.node import network, rendezvous
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from distdiag.node.wire import Writer
+
+BULK_BYTES = 64 * 2**10
+_GREETING_BYTES = 256
+_KNOCK_AGAIN_S = 0.4
+"""A lost SYN is sent again by the kernel after 1, 3, 7 s: too rarely to tell a lossy path from a closed one."""
+_KNOCKS = 7
+_PROGRESS_BYTES = 6000
+"""Acknowledged beyond this, several full packets came through: then packets are lost, not all swallowed."""
+_TCP_INFO_BYTES = 136
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One attempt to reach a listener.
+
+    `verdict`: ok; name (does not resolve), filtered (no answer), refused, rejected (a router or firewall said no),
+    silent (connected, and nobody speaks), stranger, swallowed-up / swallowed-down (large packets towards the
+    listener / from it vanish), lossy (it goes on, too slowly to finish), broken (the connection ended midway).
+    """
+
+    key: str
+    address: str
+    port: int
+    verdict: str
+    error: str
+    resolved: tuple[str, ...]
+    local_address: str
+    interface: str
+    said: str
+    latency_s: float | None
+    knocks: int
+    retransmits: int
+
+
+class Reach:
+    """The reachability test of one node."""
+
+    def __init__(self, wire: Writer) -> None:
+        self._wire = wire
+        self._listener: socket.socket | None = None
+        self._server: _Server | None = None
+
+    def listen(self, order: dict[str, Any]) -> None:
+        """Take an ephemeral port, as ranks do; report it and this node's network."""
+        self._listener = rendezvous.listen(0)
+        found = dataclasses.asdict(network.look())
+        self._wire.send("reach-listening", port=self._listener.getsockname()[1], network=found)
+
+    def serve(self, order: dict[str, Any], master: socket.socket | None) -> None:
+        """Answer those who knock, {"nonce"}: on our ephemeral port, and on the rendezvous port if it is here."""
+        listeners = [one for one in (self._listener, master) if one is not None]
+        self._server = _Server(listeners, order["nonce"])
+        self._server.start()
+        self._wire.send("reach-serving")
+
+    def probe(self, order: dict[str, Any]) -> None:
+        """Try all at once, {"nonce", "targets": [[key, address, port]...], "names": [...], "timeout_s"}; report each.
+
+        Does not wait for them: orders are obeyed meanwhile.
+        """
+        deadline = time.monotonic() + order["timeout_s"]
+        for key, address, port in order["targets"]:
+            knock = _Knock(key, address, port, order["nonce"], deadline)
+            threading.Thread(target=self._report, args=(knock,), daemon=True).start()
+        for name in order["names"]:
+            threading.Thread(target=self._look_up, args=(name,), daemon=True).start()
+
+    def end(self, order: dict[str, Any]) -> None:
+        """Stop answering: the rendezvous port belongs to rank 0 from now on."""
+        if self._server is not None:
+            self._server.stop()
+        if self._listener is not None:
+            self._listener.close()
+        self._wire.send("reach-ended")
+
+    def _report(self, knock: _Knock) -> None:
+        self._send("reach-probe", probe=dataclasses.asdict(knock.go()))
+
+    def _look_up(self, name: str) -> None:
+        addresses, error = network.resolve(name)
+        self._send("reach-name", name=name, addresses=addresses, error=error)
+
+    def _send(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 - any JSON
+        try:
+            self._wire.send(kind, **fields)
+        except OSError:  # the parent is gone, which the inbox sees too
+            return
+
+
+class _Knock:
+    """One probe under way."""
+
+    def __init__(self, key: str, address: str, port: int, nonce: str, deadline: float) -> None:
+        self.key, self.address, self.port = key, address, port
+        self._nonce = nonce
+        self._deadline = deadline
+        self._resolved: tuple[str, ...] = ()
+        self._knocks = 0
+        self._latency_s: float | None = None
+        self._said = ""
+
+    def go(self) -> Probe:
+        """Resolve, connect, talk; never later than the deadline."""
+        self._resolved, complaint = network.resolve(self.address)
+        if not self._resolved:
+            return self._verdict("name", complaint)
+        try:
+            connection = self._connect()
+        except OSError as error:
+            return self._verdict(*_why_not_connected(error))
+        with connection:
+            verdict, complaint = self._talk(connection)
+            return self._verdict(verdict, complaint, connection)
+
+    def _connect(self) -> socket.socket:
+        """Knock again and again until one attempt comes through; raises the last error."""
+        waiting: list[socket.socket] = []
+        last: OSError = TimeoutError(errno.ETIMEDOUT, "no answer")
+        with selectors.DefaultSelector() as selector:
+            try:
+                while (left := self._deadline - time.monotonic()) > 0:
+                    if self._knocks < _KNOCKS:
+                        waiting.append(self._knock(selector))
+                    for key, _ in selector.select(min(left, _KNOCK_AGAIN_S)):
+                        connection = key.data
+                        selector.unregister(connection)
+                        status = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                        if status == 0:
+                            waiting.remove(connection)
+                            return _blocking(connection)
+                        last = OSError(status, os.strerror(status))
+                        raise last
+            finally:
+                for connection in waiting:
+                    connection.close()
+        raise last
+
+    def _knock(self, selector: selectors.BaseSelector) -> socket.socket:
+        address = self._resolved[0]
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        connection.setblocking(False)
+        self._knocks += 1
+        status = connection.connect_ex((address, self.port))
+        if status not in (0, errno.EINPROGRESS):
+            connection.close()
+            raise OSError(status, os.strerror(status))
+        selector.register(connection, selectors.EVENT_WRITE, connection)
+        return connection
+
+    def _talk(self, connection: socket.socket) -> tuple[str, str]:
+        here = b"here %s\n" % _proof(self._nonce, "here")
+        began = time.monotonic()
+        try:
+            self._limit(connection)
+            connection.sendall(b"probe %s\n" % _proof(self._nonce, "probe"))
+            heard = self._read(connection, len(here))
+            self._latency_s = time.monotonic() - began
+            if heard != here:
+                self._said = _printable(heard)
+                return ("stranger", "") if heard else ("broken", "it hung up without a word")
+            return self._exchange_bulk(connection)
+        except TimeoutError:
+            return "silent", "connected, and then no answer"
+        except OSError as error:
+            return "broken", error.strerror or str(error)
+
+    def _exchange_bulk(self, connection: socket.socket) -> tuple[str, str]:
+        try:
+            self._limit(connection)
+            connection.sendall(bytes(BULK_BYTES))
+            got = self._read(connection, 4)
+        except TimeoutError:
+            return self._stuck(connection, "swallowed-up")
+        if got != b"got\n":
+            return "broken", "the connection ended while data was sent"
+        try:
+            received = len(self._read(connection, BULK_BYTES))
+        except TimeoutError:
+            return self._stuck(connection, "swallowed-down")
+        return ("ok", "") if received == BULK_BYTES else ("broken", "the connection ended while data was received")
+
+    def _stuck(self, connection: socket.socket, verdict: str) -> tuple[str, str]:
+        acknowledged, received = _progress(connection)
+        moved = acknowledged if verdict == "swallowed-up" else received
+        return (verdict if moved < _PROGRESS_BYTES else "lossy"), f"{moved} of {BULK_BYTES} bytes came through in time"
+
+    def _read(self, connection: socket.socket, count: int) -> bytes:
+        heard = b""
+        while len(heard) < count:
+            self._limit(connection)
+            data = connection.recv(count - len(heard))
+            if not data:
+                break
+            heard += data
+        return heard
+
+    def _limit(self, connection: socket.socket) -> None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        connection.settimeout(left)
+
+    def _verdict(self, verdict: str, error: str, connection: socket.socket | None = None) -> Probe:
+        local = "" if connection is None else str(connection.getsockname()[0]).replace("::ffff:", "")
+        return Probe(
+            key=self.key,
+            address=self.address,
+            port=self.port,
+            verdict=verdict,
+            error=error,
+            resolved=self._resolved,
+            local_address=local,
+            interface=(network.interface_of(local) or "") if local else "",
+            said=self._said,
+            latency_s=self._latency_s,
+            knocks=self._knocks,
+            retransmits=_retransmits(connection) if connection is not None else 0,
+        )
+
+
+@dataclass
+class _Guest:
+    connection: socket.socket
+    heard: bytes = b""
+    to_receive: int = -1
+    unsent: bytes = b""
+
+
+class _Server(threading.Thread):
+    """Answers probes until it is stopped."""
+
+    def __init__(self, listeners: list[socket.socket], nonce: str) -> None:
+        super().__init__(daemon=True)
+        self._nonce = nonce
+        self._listeners = listeners
+        self._selector = selectors.DefaultSelector()
+        self._bell, self._ring = os.pipe()
+        self._selector.register(self._bell, selectors.EVENT_READ)
+        for listener in listeners:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        """Serve."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fd == self._bell:
+                    self._close()
+                    return
+                if key.data is None:
+                    self._welcome(key.fileobj)  # type: ignore[arg-type]
+                else:
+                    self._attend(key.data)
+
+    def stop(self) -> None:
+        """End the service, and give the listeners back as they were."""
+        os.write(self._ring, b".")
+        self.join(2)
+
+    def _welcome(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        connection.setblocking(False)
+        self._selector.register(connection, selectors.EVENT_READ, _Guest(connection))
+
+    def _attend(self, guest: _Guest) -> None:
+        try:
+            if guest.unsent:
+                guest.unsent = guest.unsent[guest.connection.send(guest.unsent) :]
+            else:
+                self._hear(guest, guest.connection.recv(65536))
+        except BlockingIOError:
+            return
+        except OSError:
+            self._dismiss(guest)
+            return
+        if guest.connection.fileno() >= 0:
+            events = selectors.EVENT_WRITE if guest.unsent else selectors.EVENT_READ
+            self._selector.modify(guest.connection, events, guest)
+
+    def _hear(self, guest: _Guest, data: bytes) -> None:
+        if not data:
+            self._dismiss(guest)
+        elif guest.to_receive < 0:
+            self._greet(guest, data)
+        else:
+            guest.to_receive -= len(data)
+        if guest.to_receive == 0:
+            guest.to_receive = 2**62  # whatever comes now is not counted
+            guest.unsent += b"got\n" + bytes(BULK_BYTES)
+
+    def _greet(self, guest: _Guest, data: bytes) -> None:
+        guest.heard += data
+        line, end, rest = guest.heard.partition(b"\n")
+        if not end and len(guest.heard) < _GREETING_BYTES:
+            return
+        if not hmac.compare_digest(line, b"probe %s" % _proof(self._nonce, "probe")):
+            self._dismiss(guest)
+            return
+        guest.unsent = b"here %s\n" % _proof(self._nonce, "here")
+        guest.to_receive = BULK_BYTES - len(rest)
+
+    def _dismiss(self, guest: _Guest) -> None:
+        self._selector.unregister(guest.connection)
+        guest.connection.close()
+
+    def _close(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None:
+                self._dismiss(key.data)
+        self._selector.close()
+        for listener in self._listeners:
+            listener.setblocking(True)
+        os.close(self._bell)
+        os.close(self._ring)
+
+
+def _blocking(connection: socket.socket) -> socket.socket:
+    connection.setblocking(True)
+    return connection
+
+
+def _why_not_connected(error: OSError) -> tuple[str, str]:
+    words = os.strerror(error.errno) if error.errno else str(error)
+    if error.errno == errno.ECONNREFUSED:
+        return "refused", words
+    if error.errno == errno.ETIMEDOUT:
+        return "filtered", "no answer"
+    return "rejected", words
+
+
+def _progress(connection: socket.socket) -> tuple[int, int]:
+    """Bytes acknowledged by the peer and received from it (tcpi_bytes_..., include/uapi/linux/tcp.h)."""
+    info = _tcp_info(connection)
+    return struct.unpack_from("QQ", info, 120) if info else (0, 0)
+
+
+def _retransmits(connection: socket.socket) -> int:
+    info = _tcp_info(connection)
+    return int(struct.unpack_from("I", info, 100)[0]) if info else 0  # tcpi_total_retrans
+
+
+def _tcp_info(connection: socket.socket) -> bytes:
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    except (OSError, AttributeError):  # macOS has none
+        return b""
+    return info if len(info) == _TCP_INFO_BYTES else b""
+
+
+def _proof(nonce: str, word: str) -> bytes:
+    return hmac.digest(nonce.encode(), word.encode(), "sha256").hex().encode()
+
+
+def _printable(heard: bytes) -> str:
+    line = heard.strip().split(b"\n")[0][:80].decode("ascii", "replace").strip()
+    return "".join(letter if letter.isprintable() else "?" for letter in line)

@@ -1,0 +1,52 @@
+"""Programs that a node may lack and that can travel there. They live in memory: nothing is left, however we end."""
+
+from __future__ import annotations
+
+import base64
+import os
+import shutil
+import sys
+import zlib
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from distdiag.node.wire import Writer
+
+_brought: dict[str, str] = {}
+
+
+def find(name: str) -> str | None:
+    """Find a tool: beside this Python, on PATH, or brought along."""
+    beside = os.path.join(os.path.dirname(sys.executable), name)
+    return beside if os.access(beside, os.X_OK) else shutil.which(name) or _brought.get(name)
+
+
+class Tools:
+    """Takes tools that the parent sends, in pieces that fit into an order."""
+
+    def __init__(self, wire: Writer) -> None:
+        self._wire = wire
+        self._pieces: dict[str, list[str]] = {}
+
+    def take(self, order: dict[str, Any]) -> None:
+        """Keep one piece, {"name", "piece": base64 of zlib, "last": bool}; after the last one report how it went."""
+        name = str(order["name"])
+        pieces = self._pieces.setdefault(name, [])
+        pieces.append(order["piece"])
+        if order["last"]:
+            try:
+                _brought[name] = _keep(name, "".join(self._pieces.pop(name)))
+            except (OSError, ValueError, AttributeError, zlib.error) as error:  # AttributeError: no memfd here
+                self._wire.send("tool", name=name, error=str(error))
+            else:
+                self._wire.send("tool", name=name, error="")
+
+
+def _keep(name: str, text: str) -> str:
+    data = zlib.decompress(base64.b64decode(text))
+    fd = os.memfd_create(name)
+    while data:
+        data = data[os.write(fd, data) :]
+    return f"/proc/{os.getpid()}/fd/{fd}"
