@@ -171,7 +171,11 @@ class Fleet:
 
     def _start_more(self) -> None:
         width = self.transport.width or len(self.hosts)
-        room = width - len(self._waiting) - sum(node.stage is not NodeStage.UP for node in self.nodes.values())
+        room = (
+            width
+            - len(self._waiting)
+            - sum(node.stage in (NodeStage.STARTING, NodeStage.TELLING) for node in self.nodes.values())
+        )
         batch = [self._queue.popleft() for _ in range(min(room, len(self._queue)))]
         now = time.monotonic()
         for host in batch:
@@ -228,7 +232,9 @@ class Fleet:
         self._watch_only(node, () if heard.ended else node.link.fds())
         for record in records:
             yield node, record
-        if heard.ended and node.stage is not NodeStage.DOWN:
+        if heard.ended and node.stage is NodeStage.DONE:
+            node.link.kill()
+        elif heard.ended and node.stage is not NodeStage.DOWN:
             was_up = node.stage is NodeStage.UP
             self._drop(node, node.why_it_ended())
             if was_up:
@@ -256,6 +262,7 @@ class Fleet:
             seconds = round(time.monotonic() - node.began, 3)
             self._rows[node.name] = Row(host=node.name, state=HostState.OK, stage="facts", message="", seconds=seconds)
             if close:
+                node.stage = NodeStage.DONE
                 node.link.finish()
         elif record["kind"] not in ("ready", "hello", "facts", "alive", "no-python"):
             self._pending.append((node, record))

@@ -25,11 +25,12 @@ _COMPLAINT_LINES = 6
 
 
 class NodeStage(StrEnum):
-    """How far an agent is: its Python is being started; it has its code and looks around; it takes orders; gone."""
+    """How far an agent is: its Python is started; it looks around; it takes orders; it was let go; it is gone."""
 
     STARTING = "start"
     TELLING = "facts"
     UP = "up"
+    DONE = "done"
     DOWN = "down"
 
 

@@ -75,8 +75,5 @@ class Transport(ABC):
     def explain(self, host: Host) -> str:
         """Write the command that does the same from a shell."""
 
-    def give_up(self, host: str) -> None:  # noqa: B027 - most have nothing to do
-        """Forget a host that is still on its way: its time is over."""
-
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:  # noqa: B027 - most have nothing to do
         """Let go of what was kept for all hosts; links are closed by then."""

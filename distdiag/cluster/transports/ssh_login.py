@@ -1,0 +1,318 @@
+"""One login by paramiko: host key, authentication, command. Strict: an unknown or changed key ends it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from distdiag.cluster.links import Heard, Link
+from distdiag.cluster.rows import HostState, Refusal
+from distdiag.cluster.transports import known_hosts
+from distdiag.cluster.transports.known_hosts import KeyVerdict, KnownHosts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import paramiko
+
+    from distdiag.cluster.transports.ssh_config import SshSettings
+
+
+class Refused(Exception):
+    """The host cannot be logged in to; says why."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+
+class Retry(Refused):
+    """The connection broke before anything was done: worth another try."""
+
+
+class Login:
+    """Logs in to hosts, one at a time for each thread; what is shared is read once."""
+
+    def __init__(self, command: str, first_words: bytes, timeout_s: float, *, accept_new: bool) -> None:
+        self._command = command
+        self._words = first_words
+        self._timeout_s = timeout_s
+        self._accept_new = accept_new
+        self._known: dict[tuple[str, ...], KnownHosts] = {}
+        self._lock = threading.Lock()
+        self._kept: list[paramiko.Transport] = []
+
+    def needs_openssh(self, settings: SshSettings) -> bool:
+        """Tell whether the host may show a certificate instead of a known key, which paramiko cannot check."""
+        return self._known_hosts(settings).has_certificate_authority(*settings.known_as)
+
+    def enter(self, connection: object, settings: SshSettings, *, through_bastion: bool = False) -> ChannelLink:
+        """Log in over a connected socket, start the command, and send it its first words.
+
+        Raises:
+            Refused: it cannot be done, and why.
+            Retry: the connection broke before the login.
+        """
+        import paramiko
+
+        transport = self.authenticate(connection, settings)
+        if through_bastion:
+            # An inner connection that is closed early makes sshd end the bastion's: they all go at the end.
+            self._kept.append(transport)
+        try:
+            channel = transport.open_session(timeout=self._timeout_s)
+            channel.settimeout(self._timeout_s)
+            channel.exec_command(self._command)
+            if self._words:
+                channel.sendall(self._words)
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            transport.close()
+            words = f"it lets us in and does not run a command: {_words(error)}"
+            raise Refused(Refusal(state=HostState.FAILED, stage="session", message=words)) from error
+        return ChannelLink(transport, channel, keep=through_bastion)
+
+    def authenticate(self, connection: Any, settings: SshSettings) -> paramiko.Transport:  # noqa: ANN401 - a socket or channel
+        """Check the host key and prove who we are. Raises Refused or Retry, and closes the connection then."""
+        import paramiko
+
+        transport = paramiko.Transport(connection)
+        transport.daemon = True
+        transport.banner_timeout = self._timeout_s
+        transport.handshake_timeout = self._timeout_s
+        transport.auth_timeout = self._timeout_s
+        try:
+            self._handshake(transport, settings)
+            self._check_key(transport, settings)
+            _prove(transport, settings)
+        except Refused:
+            _drop(transport)
+            raise
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            _drop(transport)
+            raise Refused(Refusal(state=HostState.FAILED, stage="login", message=_words(error))) from error
+        return transport
+
+    def open_way(self, bastion: Any, host: str, port: int, timeout_s: float) -> object:  # noqa: ANN401 - a transport
+        """Open a connection from a bastion to a host behind it. Raises Refused."""
+        import paramiko
+
+        try:
+            return bastion.open_channel("direct-tcpip", (host, port), ("127.0.0.1", 0), timeout=timeout_s)
+        except paramiko.ChannelException as error:
+            raise Refused(_behind_bastion(error.code, error.text, f"{host} port {port}")) from error
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            words = f"the bastion opens no way to {host} port {port}: {_words(error)}"
+            raise Retry(Refusal(state=HostState.FILTERED, stage="connect", message=words)) from error
+
+    def close(self) -> None:
+        """Drop the connections that were kept."""
+        for transport in self._kept:
+            _drop(transport)
+
+    def _handshake(self, transport: paramiko.Transport, settings: SshSettings) -> None:
+        import paramiko
+
+        begin = time.monotonic()
+        try:
+            transport.start_client(timeout=self._timeout_s)
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            if time.monotonic() - begin >= self._timeout_s:
+                words = f"it did not finish ssh's handshake within {self._timeout_s:g} s"
+                raise Refused(Refusal(state=HostState.TIMEOUT, stage="handshake", message=words)) from error
+            words = f"port {settings.port} broke off ssh's handshake: {_words(error)}"
+            state = (
+                HostState.FAILED if isinstance(error, paramiko.ssh_exception.IncompatiblePeer) else HostState.NOT_SSH
+            )
+            raise Retry(Refusal(state=state, stage="handshake", message=words)) from error
+
+    def _check_key(self, transport: paramiko.Transport, settings: SshSettings) -> None:
+        key = transport.get_remote_server_key()
+        name, port = settings.known_as
+        kind, blob = key.get_name(), key.asbytes()
+        with self._lock:
+            verdict = self._known_hosts(settings).check(name, port, kind, blob)
+        if verdict.key is KeyVerdict.KNOWN:
+            return
+        shown = f"{kind} key {known_hosts.fingerprint(blob)}"
+        line = known_hosts.line(name, port, kind, blob)
+        if verdict.key is KeyVerdict.UNKNOWN:
+            if self._accept_new:
+                self._remember(settings, line)
+                return
+            raise Refused(
+                Refusal(
+                    state=HostState.HOST_KEY_UNKNOWN,
+                    stage="host key",
+                    message=f"its {shown} is in no known_hosts file",
+                    hint="compare the fingerprint with the host's own, then add the line; or accept all unknown keys, "
+                    "never changed ones, with --accept-new",
+                    commands=(f"echo '{line}' >> ~/.ssh/known_hosts",),
+                )
+            )
+        where = f"{verdict.file}, line {verdict.line}"
+        if verdict.key is KeyVerdict.REVOKED:
+            words = f"its {shown} is marked as revoked in {where}"
+            raise Refused(Refusal(state=HostState.HOST_KEY_REVOKED, stage="host key", message=words))
+        what = "another key" if verdict.key is KeyVerdict.CHANGED else "keys of other types only"
+        entry = name if port == 22 else f"[{name}]:{port}"
+        raise Refused(
+            Refusal(
+                state=HostState.HOST_KEY_CHANGED,
+                stage="host key",
+                message=f"it shows the {shown}, and {where} knows {what} for it",
+                hint="if the host was installed anew, forget the old key; if not, somebody may be in between",
+                commands=(f"ssh-keygen -R '{entry}' -f {verdict.file}",),
+            )
+        )
+
+    def _remember(self, settings: SshSettings, line: str) -> None:
+        with self._lock:
+            known_hosts.append(known_hosts.own_file(), line)
+            self._known.clear()
+
+    def _known_hosts(self, settings: SshSettings) -> KnownHosts:
+        files = (*settings.user_known_hosts, *settings.global_known_hosts, known_hosts.own_file())
+        if files not in self._known:
+            self._known[files] = KnownHosts.read(files)
+        return self._known[files]
+
+
+class ChannelLink(Link):
+    """A command on a host, over paramiko."""
+
+    def __init__(self, transport: paramiko.Transport, channel: paramiko.Channel, *, keep: bool) -> None:
+        super().__init__()
+        self._transport = transport
+        self._channel = channel
+        self._keep = keep
+        self._fd = channel.fileno()
+        channel.settimeout(0)
+
+    def fds(self) -> tuple[int, ...]:
+        return (self._fd,)
+
+    def read(self) -> Heard:
+        out = err = b""
+        if self._channel.recv_ready():
+            out = self._channel.recv(2**18)
+        if self._channel.recv_stderr_ready():
+            err = self._channel.recv_stderr(2**18)
+        over = (self._channel.eof_received or self._channel.closed) and not (
+            self._channel.recv_ready() or self._channel.recv_stderr_ready()
+        )
+        return Heard(out, err, over)
+
+    def how_it_ended(self) -> tuple[int | None, str]:
+        deadline = time.monotonic() + 0.3
+        while not self._channel.exit_status_ready() and time.monotonic() < deadline and not self._channel.closed:
+            time.sleep(0.005)
+        if not self._channel.exit_status_ready():
+            return None, "because the connection was cut"
+        status = self._channel.recv_exit_status()
+        # paramiko keeps no word of the signal.
+        return (None, "because the connection was cut") if status == -1 else (status, f"with status {status}")
+
+    def finish(self) -> None:
+        with self._lock:
+            self._closing = True
+            try:
+                self._channel.shutdown_write()
+            except (OSError, EOFError):
+                return
+
+    def has_ended(self) -> bool:
+        return self._channel.closed or self._channel.exit_status_ready() or not self._transport.is_active()
+
+    def kill(self) -> None:
+        self._closing = True
+        if not self._keep:
+            _drop(self._transport)
+
+    def _send(self, data: bytes) -> int:
+        return int(self._channel.send(data))
+
+
+def _prove(transport: paramiko.Transport, settings: SshSettings) -> None:
+    """Authenticate with the agent's keys and the key files, in ssh's order. Raises Refused."""
+    import paramiko
+
+    tried: list[str] = []
+    accepted: list[str] = []
+    for name, key in _keys(settings, tried):
+        try:
+            # An empty list: logged in. Else it wants something more.
+            if not transport.auth_publickey(settings.user, key):
+                return
+            tried.append(f"{name} (not enough alone)")
+        except paramiko.BadAuthenticationType as error:
+            accepted = list(error.allowed_types)
+            break
+        except paramiko.AuthenticationException:
+            tried.append(name)
+        if not transport.is_active():
+            break
+    words = f"it does not take user {settings.user}"
+    words += f" with {', '.join(tried)}" if tried else ", and there is no key to try"
+    words += f"; it wants {', '.join(accepted)}" if accepted else ""
+    raise Refused(Refusal(state=HostState.AUTH, stage="login", message=words))
+
+
+def _keys(settings: SshSettings, tried: list[str]) -> Iterator[tuple[str, Any]]:
+    import paramiko
+
+    wanted = {key.asbytes() for path in settings.identity_files if (key := _load(path)) is not None}
+    if settings.identity_agent != "none" and os.environ.get("SSH_AUTH_SOCK"):
+        for agent_key in paramiko.Agent().get_keys():
+            if not settings.identities_only or agent_key.asbytes() in wanted:
+                yield "the agent's " + (agent_key.comment or agent_key.get_name()), agent_key
+    for path in settings.identity_files:
+        key = _load(path)
+        if key is None:
+            tried.append(f"{path} (it has a passphrase: put it into ssh-agent)")
+        else:
+            yield path, key
+
+
+@functools.lru_cache(maxsize=64)
+def _load(path: str) -> Any:  # noqa: ANN401 - some kind of paramiko.PKey, or None if it cannot be used
+    import paramiko
+
+    try:
+        return paramiko.PKey.from_path(path)
+    except (paramiko.SSHException, OSError, ValueError, TypeError):
+        return None
+
+
+def _behind_bastion(code: int, text: str, where: str) -> Refusal:
+    """Read the bastion's answer (RFC 4254, 5.1): 1 administratively prohibited, 2 connect failed."""
+    words = text.lower()
+    state = HostState.NO_ROUTE
+    if code == 1:
+        return Refusal(
+            state=state, stage="connect", message=f"the bastion may not lead to {where} (AllowTcpForwarding)"
+        )
+    if "refused" in words:
+        state = HostState.REFUSED
+    elif "timed out" in words:
+        state = HostState.FILTERED
+    elif "not known" in words or "resolution" in words:
+        state = HostState.UNKNOWN_NAME
+    return Refusal(state=state, stage="connect", message=f"from the bastion, {where}: {words}")
+
+
+def _drop(transport: paramiko.Transport) -> None:
+    """Close without waiting for paramiko's thread to notice by itself, which takes it up to a tenth of a second."""
+    try:
+        if isinstance(transport.sock, socket.socket):
+            transport.sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass
+    transport.close()
+
+
+def _words(error: BaseException) -> str:
+    return str(error) or type(error).__name__

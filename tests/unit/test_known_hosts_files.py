@@ -1,0 +1,136 @@
+"""Files of known hosts: what a hostile or broken one does, what a large one costs, and how our own is written."""
+
+from __future__ import annotations
+
+import base64
+import os
+import stat
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from ssh_tools import Key, keygen, make_keys, variants
+
+from distdiag.cluster.transports import known_hosts
+from distdiag.cluster.transports.known_hosts import KeyVerdict, KnownHosts, Verdict
+from distdiag.errors import DistdiagError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Key]:
+    return make_keys(tmp_path_factory.mktemp("keys"))
+
+
+def test_hostile_lines_are_complained_about_and_the_rest_is_read(keys: dict[str, Key], tmp_path: Path) -> None:
+    good = keys["ed25519"].public.encode()
+    lines = [
+        b"x" * 5_000_000,
+        b"a," * 2_500_000 + b"long " + good,
+        b"\xff\xfe\x80 " + good,
+        b"\0\0\0",
+        b"n1 ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAA",
+        b"n1 ssh-ed25519 \xff\xff\xff",
+        b"n1 ssh-ed25519 " + base64.b64encode(b"\xff\xff\xff\xffssh"),
+        b"n1 \xe9 " + base64.b64encode(b"\0\0\0\1\xe9"),
+        b"|1|" + b"|" * 1000 + b" " + good,
+        b"@" * 1000 + b" n1 " + good,
+        b"n1 " + good,
+    ]
+    began = time.monotonic()
+    path = str(tmp_path / "known_hosts")
+    (tmp_path / "known_hosts").write_bytes(b"\n".join(lines))  # and no newline at the end
+    known = KnownHosts.read([path])
+    verdict = known.check("n1", 22, "ssh-ed25519", keys["ed25519"].blob)
+    assert time.monotonic() - began < 5
+    assert verdict == Verdict(KeyVerdict.KNOWN, path, 11)
+    assert [complaint.removeprefix(path).split(":")[1] for complaint in known.complaints] == [*"156789", "10"]
+    assert known.check("LONG", 22, "ssh-ed25519", keys["ed25519"].blob).key is KeyVerdict.KNOWN
+    assert known.check("\udcff\udcfe\udc80", 22, "ssh-ed25519", keys["ed25519"].blob).key is KeyVerdict.KNOWN
+
+
+def test_what_cannot_be_read_is_complained_about(tmp_path: Path) -> None:
+    loop, fifo, folder = tmp_path / "loop", tmp_path / "fifo", tmp_path / "folder"
+    loop.symlink_to(loop)
+    os.mkfifo(fifo)
+    folder.mkdir()
+    paths = [str(path) for path in (loop, fifo, folder, tmp_path / "none", folder / "none")]
+    known = KnownHosts.read([*paths, os.devnull, "/dev/zero", "nul\0"])
+    blamed = [complaint.partition(": ")[0] for complaint in known.complaints]
+    assert blamed == [*paths[:3], "/dev/zero", "nul\0"]
+
+
+def test_a_thousand_broken_lines_are_not_a_thousand_complaints(tmp_path: Path) -> None:
+    path = tmp_path / "known_hosts"
+    path.write_text("broken\n" * 1000)
+    assert len(KnownHosts.read([str(path)]).complaints) == 100
+
+
+def test_hashed_lines_do_not_make_it_quadratic(keys: dict[str, Key], tmp_path: Path) -> None:
+    """Of a thousand hashed hosts each with its own key, checking all takes a thousand HMACs and not a million."""
+    path = tmp_path / "hashed"
+    blobs = variants(keys["ed25519"], 1000)
+    path.write_text("".join(known_hosts.line(f"n{i}", 22, "ssh-ed25519", blob) + "\n" for i, blob in enumerate(blobs)))
+    keygen("-H", "-f", str(path))
+    known = KnownHosts.read([str(path)])
+    began = time.process_time()
+    verdicts = {known.check(f"n{i}", 22, "ssh-ed25519", blob).key for i, blob in enumerate(blobs)}
+    assert time.process_time() - began < 0.25
+    assert verdicts == {KeyVerdict.KNOWN}
+
+
+def test_accepted_keys_are_kept_once_and_for_the_user_only(keys: dict[str, Key], tmp_path: Path) -> None:
+    path = tmp_path / "new" / "known_hosts"
+    lines = [known_hosts.line(f"n{number % 20}", 22, keys["rsa"].type_, keys["rsa"].blob) for number in range(80)]
+    threads = [threading.Thread(target=known_hosts.append, args=(str(path), line)) for line in lines]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(path.read_text().splitlines()) == sorted(set(lines))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    path.write_text("# edited by hand, without a newline")
+    known_hosts.append(str(path), lines[0])
+    assert path.read_text() == f"# edited by hand, without a newline\n{lines[0]}\n"
+
+
+def test_an_accepted_key_is_found_by_ssh_and_by_us(keys: dict[str, Key], tmp_path: Path) -> None:
+    path = str(tmp_path / "known_hosts")
+    key = keys["ecdsa"]
+    for name, port in (("Node7", 22), ("node8", 2201), ("fe80::1%eth0", 22), ("::1", 2201)):
+        known_hosts.append(path, known_hosts.line(name, port, key.type_, key.blob))
+        assert KnownHosts.read([path]).check(name, port, key.type_, key.blob).key is KeyVerdict.KNOWN
+        assert key.public in keygen("-F", (name if port == 22 else f"[{name}]:{port}").lower(), "-f", path)
+
+
+@pytest.mark.parametrize("name", ["n*", "a,b", "!n1", "|1|x|y", "#n1", "@revoked n1", "n1\nn2", "", "n 1", "nöd"])
+def test_a_name_that_would_mean_something_else_is_not_written(name: str, keys: dict[str, Key]) -> None:
+    with pytest.raises(DistdiagError, match="means something else"):
+        known_hosts.line(name, 22, keys["rsa"].type_, keys["rsa"].blob)
+
+
+def test_the_type_is_the_one_inside_the_key(keys: dict[str, Key], tmp_path: Path) -> None:
+    known = KnownHosts.read([])
+    with pytest.raises(ValueError, match="rsa-sha2-512"):
+        known.check("n1", 22, "rsa-sha2-512", keys["rsa"].blob)
+
+
+def test_where_our_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    assert known_hosts.own_file() == "/home/somebody/.config/distdiag/known_hosts"
+    monkeypatch.setenv("XDG_CONFIG_HOME", "relative")
+    assert known_hosts.own_file() == "/home/somebody/.config/distdiag/known_hosts"
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert known_hosts.own_file() == f"{tmp_path}/distdiag/known_hosts"
+
+
+def test_a_file_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DistdiagError, match="cannot write") as caught:
+        known_hosts.append(str(tmp_path / "file" / "known_hosts"), "n1 ssh-rsa AAAA")
+    assert "XDG_CONFIG_HOME" in caught.value.hint

@@ -1,0 +1,174 @@
+"""Many hosts with few questions to ssh, and what is done where there is no ssh."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from ssh_tools import config, make_key, set_up
+
+from distdiag.cluster.hosts import Host
+from distdiag.cluster.transports.ssh_config import SshSettings, resolve, resolve_all
+from distdiag.errors import DistdiagError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def _set_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_up(monkeypatch, tmp_path)
+
+
+ODD_HOSTS = [
+    Host(name="n1"),
+    Host(name="N2"),
+    Host(name="n3", user="ada", port=2201),
+    Host(name="n4", address="10.0.0.4"),
+    Host(name="n5", address="OTHER"),
+    Host(name="n6", address="fe80::6%lo"),
+    Host(name="n7.lab.example"),
+    Host(name="10.0.0.8"),
+    Host(name="127.1"),
+    Host(name="010.0.0.1"),
+    Host(name="0x7f.1"),
+    Host(name="::1"),
+    Host(name="0:0::1"),
+    Host(name="n_9."),
+    Host(name="*"),
+]
+BY_CONFIG = [
+    ("", True),
+    ("Host *\n  User ada\nHost=*\n  Port=99\nMatch all\n  ConnectTimeout 3\nMatch final all\n", True),
+    ("# Host n1\nInclude nothing-here/*.conf\n", True),
+    ("Include {folder}/plain.conf\nUserKnownHostsFile {folder}/kh\n", True),
+    ("Include {folder}/plain.conf {folder}/blocks.conf\n", False),
+    ("Include {folder}/middle.conf\n", False),
+    ('Include "{folder}/blocks.conf"\n', False),
+    ("Host n1\n  User ada\n", False),
+    ("Host * !n3\n  User ada\n", False),
+    ('"Host" n3\n  User ada\n', False),
+    ("Match host n3\n  User ada\n", False),
+    ("Match exec true\n  User ada\n", False),
+    ("HostName fixed\n", False),
+    ("Host *\n  HostName %h.example\n", False),
+    ("UserKnownHostsFile {folder}/kh-%h\n", False),
+    ("ControlPath {folder}/%C\n", False),
+    ("HostKeyAlias alias-%h\n", False),
+    ("ProxyJump n3\n", False),
+    ("User=ada\n\tport = 77\n", True),
+]
+
+
+@pytest.mark.parametrize(("text", "once"), BY_CONFIG)
+def test_many_hosts_are_resolved_as_one_by_one(text: str, once: bool, tmp_path: Path, counted: Path) -> None:
+    (tmp_path / "plain.conf").write_text("User included\n")
+    (tmp_path / "blocks.conf").write_text("Host n3\n  User blocked\n")
+    (tmp_path / "middle.conf").write_text(f"Include {tmp_path}/blocks.conf\n")
+    path = config(tmp_path, text.format(folder=tmp_path))
+    together = resolve_all(ODD_HOSTS, config_file=path)
+    calls = len(counted.read_text().splitlines())
+    for host, found in zip(ODD_HOSTS, together, strict=True):
+        try:
+            alone: SshSettings | str = resolve(host, config_file=path)
+        except DistdiagError as error:
+            alone = str(error)
+        assert alone == (str(found) if isinstance(found, DistdiagError) else found), host
+    assert (calls < len(ODD_HOSTS)) == once
+
+
+@pytest.fixture
+def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that gets one line for each time that ssh is run."""
+    log = tmp_path / "calls"
+    log.touch()
+    folder = tmp_path / "counting"
+    folder.mkdir()
+    (folder / "ssh").write_text(f'#!/bin/sh\necho x >> {log}\nexec {shutil.which("ssh")} "$@"\n')
+    (folder / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return log
+
+
+def test_a_thousand_hosts_need_one_question(tmp_path: Path, counted: Path) -> None:
+    hosts = [Host(name=f"n{number}") for number in range(1000)]
+    found = resolve_all(hosts, config_file=config(tmp_path, "User ada\n"))
+    assert counted.read_text() == "x\n"
+    assert [one.hostname for one in found if isinstance(one, SshSettings)] == [host.name for host in hosts]
+
+
+def test_the_users_own_configuration_is_read_as_ssh_does() -> None:
+    hosts = [Host(name="n1"), Host(name="n2", port=99), Host(name="n3.example")]
+    assert resolve_all(hosts) == [resolve(host) for host in hosts]
+
+
+def test_one_bad_host_does_not_spoil_the_others(tmp_path: Path) -> None:
+    path = config(tmp_path, "Host *\n  ProxyJump n2\n")
+    good, bad = resolve_all([Host(name="n1"), Host(name="n2")], config_file=path)
+    assert isinstance(good, SshSettings)
+    assert isinstance(bad, DistdiagError)
+    for text in ("Colour blue\n", "Host n1\nColour blue\n"):
+        failed = resolve_all([Host(name="n1"), Host(name="n2")], config_file=config(tmp_path, text))
+        assert all("Bad configuration option" in str(error) for error in failed)
+    assert resolve_all([]) == []
+
+
+SIMPLE = """
+Host node* !node9
+    HostName 10.0.0.7
+    Port 2201
+    User ada
+    IdentityFile {folder}/id
+    IdentitiesOnly yes
+    UserKnownHostsFile ~/.ssh/kh {folder}/kh
+    StrictHostKeyChecking no
+    ProxyJump bob@gate:22
+Host *
+    ConnectTimeout 5
+    AddressFamily inet
+"""
+
+
+def test_without_ssh_a_simple_configuration_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_key(tmp_path / "id")
+    path = config(tmp_path, SIMPLE.format(folder=tmp_path))
+    hosts = [Host(name="node1"), Host(name="node9"), Host(name="Other", user="eve", port=7, address="10.0.0.1")]
+    by_ssh = [resolve(host, config_file=path) for host in hosts]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert [resolve(host, config_file=path) for host in hosts] == by_ssh
+    assert resolve_all(hosts, config_file=path) == by_ssh
+    assert by_ssh[0].identity_files == (str(tmp_path / "id"),)
+    empty = resolve(Host(name="n1"), config_file="none")
+    assert empty == replace(by_ssh[1], host="n1", hostname="n1", connect_timeout_s=None, address_family="any")
+
+
+@pytest.mark.parametrize("line", ["Include more.conf", "  match host n1", "INCLUDE=x", '"Match" all'])
+def test_without_ssh_what_paramiko_gets_wrong_is_refused(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = config(tmp_path, f"Host n1\n  User ada\n{line}\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(DistdiagError, match="only ssh understands") as caught:
+        resolve(Host(name="n1"), config_file=path)
+    assert "install OpenSSH" in caught.value.hint
+    (answer,) = resolve_all([Host(name="n1")], config_file=path)
+    assert "only ssh understands" in str(answer)
+
+
+def test_without_ssh_a_file_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(DistdiagError, match="No such file"):
+        resolve(Host(name="n1"), config_file=str(tmp_path / "none-here"))
+
+
+def test_paramiko_is_not_loaded_where_there_is_ssh(tmp_path: Path) -> None:
+    script = (
+        "import sys; from distdiag.cluster.hosts import Host; from distdiag.cluster.transports import ssh_config;"
+        "ssh_config.resolve(Host(name='n1')); assert 'paramiko' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=20)
