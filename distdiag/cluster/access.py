@@ -30,15 +30,21 @@ class Agent:
 
     def pack(self, cluster: Cluster, *, silence_s: float | None) -> bytes:
         """Pack sources and orders into what boot.START reads."""
-        modules = [self.collect, *([self.rank] if self.rank else [])]
-        config = {
+        return boot.pack(self.sources(), "distdiag.node.agent", self.config(cluster, silence_s=silence_s))
+
+    def sources(self) -> dict[str, str]:
+        """Read what travels."""
+        return bundle.sources(self.collect, *([self.rank] if self.rank else []))
+
+    def config(self, cluster: Cluster, *, silence_s: float | None, guest: bool = False) -> dict[str, Any]:
+        """Give the agent's orders, see distdiag.node.agent.serve."""
+        return {
             "collect": self.collect,
             "ask": self.ask,
             "env": chosen_env(cluster),
             "silence_s": silence_s,
-            "guest": False,
+            "guest": guest,
         }
-        return boot.pack(bundle.sources(*modules), "distdiag.node.agent", config)
 
 
 def open_fleet(cluster: Cluster, targets: Targets, agent: Agent) -> Fleet:
@@ -50,6 +56,8 @@ def open_fleet(cluster: Cluster, targets: Targets, agent: Agent) -> Fleet:
     """
     payload = agent.pack(cluster, silence_s=None if targets.launcher is None else SILENCE_S)
     limits = Limits(start_s=cluster.host_timeout_s or _START_S)
+    if targets.launcher in (Launcher.SLURM, Launcher.MPI):
+        return Fleet(targets.hosts, _step(cluster, targets, agent, limits), payload, limits)
     transport = _transport(cluster, targets, len(payload), needs_torch=agent.rank is not None)
     return Fleet(targets.hosts, transport, payload, limits)
 
@@ -65,4 +73,33 @@ def _transport(cluster: Cluster, targets: Targets, payload_bytes: int, *, needs_
         from distdiag.cluster.transports.command import ViaTransport
 
         return ViaTransport(cluster.via, shell, lines, width=cluster.fanout)
-    raise NotImplementedError(targets.launcher)
+    if targets.launcher is Launcher.SSH:
+        from distdiag.cluster.transports.ssh import SshTransport
+
+        return SshTransport(
+            f"exec {shell}",
+            lines,
+            fanout=cluster.fanout,
+            stage_s=cluster.host_timeout_s,
+            accept_new=cluster.accept_new,
+        )
+    raise AssertionError(targets.launcher)
+
+
+def _step(cluster: Cluster, targets: Targets, agent: Agent, limits: Limits) -> Transport:
+    from distdiag.cluster.transports.step import Payload
+
+    payload = Payload(
+        sources=agent.sources(),
+        config=agent.config(cluster, silence_s=SILENCE_S),
+        python=cluster.python or None,
+        setup=cluster.setup or None,
+        needs_torch=agent.rank is not None,
+    )
+    if targets.launcher is Launcher.MPI:
+        from distdiag.cluster.transports.mpi import MpiTransport
+
+        return MpiTransport(payload, start_s=limits.start_s)
+    from distdiag.cluster.transports.slurm import SlurmTransport
+
+    return SlurmTransport(targets.job, payload, start_s=limits.start_s)

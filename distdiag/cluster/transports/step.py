@@ -1,0 +1,251 @@
+"""One srun or mpirun starts the node side on all hosts at once; the agents connect back to us.
+
+Both end everybody when one host fails, so links are handed on only when the whole step stands; if it does not, it is
+started again without the hosts that failed, and those become rows. Standard input is no way in: it goes to one task.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import secrets
+import shlex
+import threading
+import time
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from distdiag.cluster import bootstrap
+from distdiag.cluster.hub import Hub
+from distdiag.cluster.links import Heard, Link, ProcessLink
+from distdiag.cluster.rows import HostState, Refusal
+from distdiag.cluster.transports import Arrivals, Transport
+from distdiag.node import boot, call_home, run, wire
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from distdiag.cluster.hosts import Host
+
+_STAGGER_S = 8.0
+"""How much later than the first the last agent may come: a node that does not start one in this time is stuck."""
+_FIND_S = 6.0
+_TICK_S = 0.02
+_ROUNDS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Payload:
+    """What runs on each node, and how its Python is found."""
+
+    sources: dict[str, str]
+    config: dict[str, Any]
+    python: str | None
+    setup: str | None
+    needs_torch: bool
+
+
+@dataclass
+class _Round:
+    """One start of the step."""
+
+    hosts: list[Host]
+    process: ProcessLink
+    noise: wire.Reader = field(default_factory=wire.Reader)
+    links: dict[str, Link] = field(default_factory=dict)
+    first_at: float | None = None
+
+
+class StepTransport(Transport):
+    """Common part of srun and mpirun."""
+
+    def __init__(self, payload: Payload, *, start_s: float) -> None:
+        self._nonce = secrets.token_hex(16)
+        self._payload = payload
+        self._start_s = start_s
+        self._hub = Hub(self._nonce, self._joined)
+        self._hub.start()
+        self._round: _Round | None = None
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+
+    @abstractmethod
+    def command(self, hosts: Sequence[Host], program: list[str]) -> list[str]:
+        """Give the command that runs a program once on each host."""
+
+    @abstractmethod
+    def environment(self) -> dict[str, str]:
+        """Give the environment to run it in."""
+
+    @abstractmethod
+    def failed_hosts(self, line: str, hosts: Sequence[Host]) -> dict[str, str]:
+        """Read one line of complaint: which hosts it says have failed, and how."""
+
+    def start(self, hosts: Sequence[Host], arrivals: Arrivals) -> None:
+        threading.Thread(target=self._go, args=(list(hosts), arrivals), daemon=True).start()
+
+    def explain(self, host: Host) -> str:
+        return shlex.join(self.command([host], ["sh", "-c", "..."]))
+
+    def close(self) -> None:
+        self._over.set()
+        self._hub.close()
+        with self._lock:
+            if self._round is not None:
+                self._round.process.kill()
+
+    def _go(self, hosts: list[Host], arrivals: Arrivals) -> None:
+        for host in hosts:
+            arrivals.stage(host.name, "start")
+        for _ in range(_ROUNDS):
+            if not hosts or self._over.is_set():
+                return
+            try:
+                this = self._begin(hosts)
+            except run.CannotRun as error:
+                self._refuse_all(hosts, Refusal(state=HostState.FAILED, stage="start", message=str(error)), arrivals)
+                return
+            failed = self._follow(this)
+            if not failed:
+                for name, link in this.links.items():
+                    arrivals.link(name, link)
+                return
+            self._abandon(this)
+            for name, refusal in failed.items():
+                arrivals.refuse(name, refusal)
+            hosts = [host for host in hosts if host.name not in failed]
+        refusal = Refusal(
+            state=HostState.FAILED, stage="start", message="the step could not be started without it either"
+        )
+        self._refuse_all(hosts, refusal, arrivals)
+
+    def _begin(self, hosts: list[Host]) -> _Round:
+        environment = {**self.environment(), call_home.NONCE: self._nonce}
+        with self._lock:
+            self._round = _Round(hosts, ProcessLink(self.command(hosts, self._program()), environment))
+        return self._round
+
+    def _program(self) -> list[str]:
+        payload = self._payload
+        config = {**payload.config, "addresses": Hub.addresses(), "port": self._hub.port, "find_s": _FIND_S}
+        packed = boot.pack(payload.sources, "distdiag.node.call_home", config)
+        words = [boot.ARGUMENT_START, base64.b64encode(packed).decode()]
+        lines = bootstrap.script(words, python=payload.python, setup=payload.setup, needs_torch=payload.needs_torch)
+        if payload.setup:
+            lines = f"exec {bootstrap.shell(payload.setup)} -c {shlex.quote(lines)}"
+        # By its path: the task's PATH is the launcher's business.
+        return ["/bin/sh", "-c", lines]
+
+    def _joined(self, who: dict[str, Any], link: Link) -> None:
+        with self._lock:
+            this = self._round
+            name = None if this is None else self._place(str(who.get("name")), this)
+            if this is None or name is None:
+                link.kill()
+                return
+            this.links[name] = link
+            this.first_at = this.first_at or time.monotonic()
+
+    def _place(self, name: str, this: _Round) -> str | None:
+        """Find the host that an agent means by its name; a second agent of one host is sent away."""
+        open_names = [host.name for host in this.hosts if host.name not in this.links]
+        if name in open_names:
+            return name
+        short = [one for one in open_names if one.partition(".")[0] == name.partition(".")[0]]
+        return short[0] if len(short) == 1 else None
+
+    def _follow(self, this: _Round) -> dict[str, Refusal]:
+        """Wait until all agents are there; the hosts that failed, if any did."""
+        began = time.monotonic()
+        said: list[str] = []
+        while not self._over.is_set():
+            heard = this.process.read()
+            said += self._complaints(this, heard)
+            with self._lock:
+                missing = [host for host in this.hosts if host.name not in this.links]
+                first_at = this.first_at
+            if not missing:
+                return {}
+            failed = {name: how for line in said for name, how in self.failed_hosts(line, this.hosts).items()}
+            if failed:
+                return {
+                    name: Refusal(state=HostState.FAILED, stage="start", message=how, evidence=tuple(said[-4:]))
+                    for name, how in failed.items()
+                }
+            now = time.monotonic()
+            if heard.ended:
+                return self._ended(this, missing, said)
+            if now - began > self._start_s or (first_at is not None and now - first_at > _STAGGER_S):
+                return {host.name: self._late(now - began, said) for host in missing}
+            time.sleep(_TICK_S)
+        return {}
+
+    def _complaints(self, this: _Round, heard: Heard) -> list[str]:
+        """Take the lines that are no records; the agents' shells have only complaints to send here."""
+        lines = []
+        for data in (heard.out, heard.err):
+            for line in data.decode("utf-8", "replace").splitlines():
+                if line.strip():
+                    lines.append("".join(letter if letter.isprintable() else "?" for letter in line.strip())[:300])
+        return lines
+
+    def _ended(self, this: _Round, missing: list[Host], said: list[str]) -> dict[str, Refusal]:
+        _, how = this.process.how_it_ended()
+        state, words, hint = self.why_it_ended(said)
+        refusals = {}
+        for host in missing:
+            about = [line for line in said if re.search(rf"\b{re.escape(host.name)}\b", line)] or said
+            last = f": {about[-1].replace(host.name, 'it')}" if about else ""
+            refusals[host.name] = Refusal(
+                state=state,
+                stage="start",
+                message=words or f"{self.name} ended {how}{last}",
+                hint=hint,
+                evidence=tuple(about[-4:]),
+            )
+        return refusals
+
+    def why_it_ended(self, said: list[str]) -> tuple[HostState, str, str]:
+        """Read all complaints: state, message ("" if unknown) and what to do."""
+        if any("cannot reach" in line and "where distdiag runs" in line for line in said):
+            words = next(line for line in said if "cannot reach" in line)
+            return (
+                HostState.FILTERED,
+                words.partition("distdiag: ")[2] or words,
+                "the nodes must be able to connect to this machine, as they must for srun itself; see its firewall",
+            )
+        if any('"no-python"' in line for line in said):
+            return HostState.NO_PYTHON, "there is no Python 3.9 or newer", "name one that is there: --python PATH"
+        return HostState.FAILED, "", ""
+
+    def _late(self, seconds: float, said: list[str]) -> Refusal:
+        return Refusal(
+            state=HostState.TIMEOUT,
+            stage="start",
+            message=f"{self.name} started nothing there within {seconds:.0f} s",
+            evidence=tuple(said[-4:]),
+        )
+
+    def _abandon(self, this: _Round) -> None:
+        with self._lock:
+            links, this.links = list(this.links.values()), {}
+            self._round = None
+        for link in links:
+            link.kill()
+        this.process.kill()
+
+    def _refuse_all(self, hosts: list[Host], refusal: Refusal, arrivals: Arrivals) -> None:
+        for host in hosts:
+            arrivals.refuse(host.name, refusal)
+
+
+def without(environ: dict[str, str], *prefixes: str) -> dict[str, str]:
+    """Copy an environment without the variables of these prefixes."""
+    return {name: value for name, value in environ.items() if not name.startswith(prefixes)}
+
+
+def own_environment() -> dict[str, str]:
+    """Copy our own environment."""
+    return dict(os.environ)

@@ -1,0 +1,113 @@
+"""An agent that was started by srun or mpirun, or is a process of theirs: connects to the parent and serves it.
+
+Both sides show that they know the run's nonce, over the challenge of the other: neither takes orders from, nor gives
+them to, a stranger on the network. The nonce came in the environment, never on a command line.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import socket
+import sys
+import threading
+import time
+
+from distdiag.node import agent, machine
+from distdiag.node.wire import Writer
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+NONCE = "DISTDIAG_NONCE"
+_KNOCK_AGAIN_S = 0.2
+_LINE_BYTES = 512
+
+
+def main(config: dict[str, Any]) -> None:
+    """Find the parent at one of config["addresses"] and config["port"] within config["find_s"], and serve it."""
+    nonce = os.environ.pop(NONCE, "")
+    home = find(config["addresses"], config["port"], nonce, {"name": _name()}, timeout_s=config["find_s"])
+    if home is None:
+        sys.stderr.write(
+            f"distdiag: {machine.host_name()} cannot reach {', '.join(config['addresses'])} port "
+            f"{config['port']}, where distdiag runs\n"
+        )
+        return  # status 0: srun and mpirun would end the others for any other
+    fd = home.detach()
+    agent.serve(config, fd, Writer(fd))
+
+
+def find(addresses: list[str], port: int, nonce: str, me: dict[str, Any], *, timeout_s: float) -> socket.socket | None:
+    """Try all addresses at the same time, again and again; the first that proves itself is home."""
+    found: list[socket.socket] = []
+    won = threading.Event()
+    deadline = time.monotonic() + timeout_s
+    for address in addresses:
+        threading.Thread(target=_knock, args=(address, port, nonce, me, deadline, won, found), daemon=True).start()
+    won.wait(timeout_s)
+    return found[0] if found else None
+
+
+def welcome(line: bytes, nonce: str) -> tuple[dict[str, Any], bytes] | None:
+    """As the parent, judge a caller's first line: who it says it is and what to answer; None for a stranger."""
+    try:
+        said = json.loads(line)
+        me, challenge, proof = said["me"], str(said["challenge"]), str(said["proof"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    if not isinstance(me, dict) or not hmac.compare_digest(proof.encode(), _proof(nonce, "agent", challenge)):
+        return None
+    return me, _proof(nonce, "parent", challenge) + b"\n"
+
+
+def greeting(nonce: str, me: dict[str, Any]) -> tuple[bytes, bytes]:
+    """As an agent, what to say first and what the parent has to answer."""
+    challenge = os.urandom(16).hex()
+    said = {"me": me, "challenge": challenge, "proof": _proof(nonce, "agent", challenge).decode()}
+    return json.dumps(said).encode() + b"\n", _proof(nonce, "parent", challenge) + b"\n"
+
+
+def _knock(
+    address: str,
+    port: int,
+    nonce: str,
+    me: dict[str, Any],
+    deadline: float,
+    won: threading.Event,
+    found: list[socket.socket],
+) -> None:
+    while not won.is_set() and (left := deadline - time.monotonic()) > 0:
+        connection = None
+        try:
+            connection = socket.create_connection((address, port), timeout=left)
+            said, expected = greeting(nonce, me)
+            connection.sendall(said)
+            if _read(connection, len(expected)) == expected and not won.is_set():
+                connection.settimeout(None)
+                found.append(connection)
+                won.set()
+                return
+            connection.close()
+        except OSError:
+            if connection is not None:
+                connection.close()
+        time.sleep(_KNOCK_AGAIN_S)
+
+
+def _read(connection: socket.socket, count: int) -> bytes:
+    heard = b""
+    while len(heard) < count and (data := connection.recv(count - len(heard))):
+        heard += data
+    return heard
+
+
+def _name() -> str:
+    """Give the name by which the launcher knows this node."""
+    return os.environ.get("SLURMD_NODENAME") or machine.host_name()
+
+
+def _proof(nonce: str, side: str, challenge: str) -> bytes:
+    return hmac.digest(nonce.encode(), f"{side} {challenge}".encode(), "sha256").hex().encode()
