@@ -201,7 +201,8 @@ def _render(report: Report[Data], view: Callable[[Report[Data]], Iterable[Render
 
     # Drawn into text first: what is printed is whole, and `emit` alone deals with a stdout that does not take it.
     page = io.StringIO()
-    on_terminal = sys.stdout is not None and sys.stdout.isatty()
+    # Open MPI gives its processes a terminal, whatever its own output goes to.
+    on_terminal = sys.stdout is not None and sys.stdout.isatty() and "OMPI_COMM_WORLD_SIZE" not in os.environ
     console = Console(file=page, force_terminal=on_terminal, markup=False, highlight=False, emoji=False)
     verdict = report.verdict.upper()
     console.print(f"distdiag {report.command}: {verdict}", style=_style(report.verdict))

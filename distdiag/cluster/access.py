@@ -36,14 +36,18 @@ class Agent:
         """Read what travels."""
         return bundle.sources(self.collect, *([self.rank] if self.rank else []))
 
-    def config(self, cluster: Cluster, *, silence_s: float | None, guest: bool = False) -> dict[str, Any]:
+    def config_for_guest(self, *, silence_s: float) -> dict[str, Any]:
+        """Give the orders of an agent whose parent may be a stranger."""
+        return {"collect": self.collect, "ask": self.ask, "env": {}, "silence_s": silence_s, "guest": True}
+
+    def config(self, cluster: Cluster, *, silence_s: float | None) -> dict[str, Any]:
         """Give the agent's orders, see distdiag.node.agent.serve."""
         return {
             "collect": self.collect,
             "ask": self.ask,
             "env": chosen_env(cluster),
             "silence_s": silence_s,
-            "guest": guest,
+            "guest": False,
         }
 
 

@@ -7,6 +7,7 @@ import os
 import selectors
 import socket
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.links import SocketLink
@@ -19,14 +20,23 @@ _LINE_BYTES = 4096
 _MAX_GUESTS = 4096
 
 
+@dataclass
+class _Guest:
+    heard: bytes = b""
+    who: dict[str, Any] | None = None
+    """Who it is, once it has proved itself; it may still have chosen another way to us."""
+
+
 class Hub(threading.Thread):
     """Listens, and calls `joined(who, link)` for everyone who proves to belong to this run."""
 
-    def __init__(self, nonce: str, joined: Callable[[dict[str, Any], SocketLink], None], *, port: int = 0) -> None:
+    joined: Callable[[dict[str, Any], SocketLink], None]
+    """To be set before it is started."""
+
+    def __init__(self, nonce: str, *, port: int = 0) -> None:
         """Listen on `port`, any free one if 0. Raises OSError."""
         super().__init__(daemon=True)
         self._nonce = nonce
-        self._joined = joined
         self._listener = rendezvous.listen(port)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
@@ -34,7 +44,7 @@ class Hub(threading.Thread):
         self._bell, self._ring = os.pipe()
         self._selector.register(self._bell, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._heard: dict[socket.socket, bytes] = {}
+        self._guests: dict[socket.socket, _Guest] = {}
 
     @staticmethod
     def addresses() -> list[str]:
@@ -59,7 +69,7 @@ class Hub(threading.Thread):
         os.write(self._ring, b".")
         if self.is_alive():
             self.join(2)
-        for guest in self._heard:
+        for guest in self._guests:
             guest.close()
         self._selector.close()
         self._listener.close()
@@ -69,35 +79,47 @@ class Hub(threading.Thread):
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             guest, _ = self._listener.accept()
-            if len(self._heard) >= _MAX_GUESTS:
+            if len(self._guests) >= _MAX_GUESTS:
                 guest.close()
                 return
             guest.setblocking(False)
             guest.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._heard[guest] = b""
+            self._guests[guest] = _Guest()
             self._selector.register(guest, selectors.EVENT_READ)
 
     def _listen_to(self, guest: socket.socket) -> None:
         try:
-            data = guest.recv(_LINE_BYTES)
+            # Not a byte more than the greeting: what follows is for the link.
+            proved = self._guests[guest].who is not None
+            data = guest.recv(len(call_home.IN) if proved else _LINE_BYTES)
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        heard = self._heard[guest] = self._heard[guest] + data
-        line, end, _ = heard.partition(b"\n")
-        if data and not end and len(heard) < _LINE_BYTES:
-            return
-        del self._heard[guest]
-        self._selector.unregister(guest)
-        answer = call_home.welcome(line, self._nonce) if end else None
+        caller = self._guests[guest]
+        caller.heard += data
+        line, end, rest = caller.heard.partition(b"\n")
+        if not data or (not end and len(caller.heard) >= _LINE_BYTES):
+            self._forget(guest).close()
+        elif end and caller.who is None:
+            caller.heard = rest
+            self._judge(guest, line)
+        elif end and caller.who is not None:
+            self._forget(guest)
+            self.joined(caller.who, SocketLink(guest))
+
+    def _judge(self, guest: socket.socket, line: bytes) -> None:
+        answer = call_home.welcome(line, self._nonce)
         if answer is None:
-            guest.close()
+            self._forget(guest).close()
             return
-        who, proof = answer
+        self._guests[guest].who, proof = answer
         try:
             guest.sendall(proof)
         except OSError:
-            guest.close()
-            return
-        self._joined(who, SocketLink(guest))
+            self._forget(guest).close()
+
+    def _forget(self, guest: socket.socket) -> socket.socket:
+        del self._guests[guest]
+        self._selector.unregister(guest)
+        return guest

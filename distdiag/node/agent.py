@@ -38,25 +38,26 @@ def main(config: dict[str, Any]) -> None:
     serve(config, 0, Writer.take_stdout())
 
 
-def serve(config: dict[str, Any], orders_fd: int, wire: Writer) -> None:
-    """Run the agent.
+def serve(config: dict[str, Any], orders_fd: int, wire: Writer, lost: Callable[[], int] = lambda: 0) -> int:
+    """Run the agent until it is told to leave; the exit status it is told. Else it ends this process with lost().
 
     {"collect": module with a facts(ask), "ask": what it is asked, "env": variables to set, "silence_s": end after so
     many seconds without a word from the parent, None: never, "guest": the parent may be a stranger}
     """
     run.name_process("distdiag-agent")
     os.environ.update(config["env"])
-    inbox = _Inbox(orders_fd, wire, config["silence_s"])
+    inbox = _Inbox(orders_fd, wire, config["silence_s"], lost)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, _leave)
+        # A guest is one of the launcher's processes: all got the signal, and the parent will say how we end.
+        signal.signal(number, signal.SIG_IGN if config["guest"] else _leave)
     ranks = Ranks(wire, boot.carried, guest=config["guest"])
     try:
         wire.send("hello", **hello.who_is_here())
         facts = importlib.import_module(config["collect"]).facts(config["ask"])
         wire.send("facts", facts=dataclasses.asdict(facts))
-        _obey_all(inbox, ranks, reach.Reach(wire), tools.Tools(wire))
+        return _obey_all(inbox, ranks, reach.Reach(wire), tools.Tools(wire), guest=config["guest"])
     except (BrokenPipeError, ConnectionError):
-        pass  # the parent is gone: the same as the end of the orders
+        return lost()  # the parent is gone: the same as the end of the orders
     finally:
         ranks.end()
 
@@ -64,12 +65,13 @@ def serve(config: dict[str, Any], orders_fd: int, wire: Writer) -> None:
 class _Inbox:
     """Takes orders on a thread of its own, so that the end of them is seen whatever else is being done."""
 
-    def __init__(self, fd: int, wire: Writer, silence_s: float | None) -> None:
+    def __init__(self, fd: int, wire: Writer, silence_s: float | None, lost: Callable[[], int]) -> None:
         self.orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.bell, self._push = os.pipe()
         self._fd = fd
         self._wire = wire
         self._silence_s = silence_s
+        self._lost = lost
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
@@ -83,25 +85,33 @@ class _Inbox:
                 except ConnectionError:
                     data = b""
                 if not data:
-                    _die()
+                    self._die()
                 heard = time.monotonic()
                 *lines, rest = (rest + data).split(b"\n")
                 for line in filter(None, lines):  # an empty line only says that the parent is there
-                    self.orders.put(json.loads(line))
+                    order = json.loads(line)
+                    self.orders.put(order)
                     os.write(self._push, b".")
+                    if order["do"] == "leave":
+                        return  # the end that comes after it is no loss
             if self._silence_s is not None:
                 if time.monotonic() - heard > self._silence_s:
-                    _die()
+                    self._die()
                 self._tell_that_we_live()
 
     def _tell_that_we_live(self) -> None:
         try:
             self._wire.send_if_free("alive")
         except (BrokenPipeError, ConnectionError):
-            _die()
+            self._die()
+
+    def _die(self) -> NoReturn:
+        status = self._lost()
+        run.kill_all()
+        os._exit(status)
 
 
-def _obey_all(inbox: _Inbox, ranks: Ranks, reachable: reach.Reach, toolbox: tools.Tools) -> None:
+def _obey_all(inbox: _Inbox, ranks: Ranks, reachable: reach.Reach, toolbox: tools.Tools, *, guest: bool) -> int:
     do: dict[str, Callable[[dict[str, Any]], None]] = {
         "listen": ranks.listen,
         "keep-logs": lambda order: ranks.keep_logs(),
@@ -111,21 +121,19 @@ def _obey_all(inbox: _Inbox, ranks: Ranks, reachable: reach.Reach, toolbox: tool
         "reach-serve": lambda order: reachable.serve(order, ranks.listener),
         "reach-probe": reachable.probe,
         "reach-end": reachable.end,
-        "tool": toolbox.take,
     }
+    if not guest:
+        do["tool"] = toolbox.take
     while True:
         watched = [inbox.bell, *ranks.descriptors()]
         ready, _, _ = select.select(watched, [], [], _POLL_S if ranks.running else None)
         if inbox.bell in ready:
             os.read(inbox.bell, 1)
             order = inbox.orders.get()
+            if order["do"] == "leave":
+                return int(order["status"])
             do[order["do"]](order)
         ranks.poll()
-
-
-def _die() -> NoReturn:
-    run.kill_all()
-    os._exit(0)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -19,17 +19,22 @@ from distdiag.node.wire import Writer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any
 
 NONCE = "DISTDIAG_NONCE"
+IN = b"in\n"
+"""What an agent says when it has chosen this connection."""
 _KNOCK_AGAIN_S = 0.2
+_TRY_S = 5.0
 _LINE_BYTES = 512
 
 
 def main(config: dict[str, Any]) -> None:
     """Find the parent at one of config["addresses"] and config["port"] within config["find_s"], and serve it."""
     nonce = os.environ.pop(NONCE, "")
-    home = find(config["addresses"], config["port"], nonce, {"name": _name()}, timeout_s=config["find_s"])
+    places = [(address, config["port"]) for address in config["addresses"]]
+    home = find(places, nonce, {"name": _name()}, timeout_s=config["find_s"])
     if home is None:
         sys.stderr.write(
             f"distdiag: {machine.host_name()} cannot reach {', '.join(config['addresses'])} port "
@@ -40,13 +45,15 @@ def main(config: dict[str, Any]) -> None:
     agent.serve(config, fd, Writer(fd))
 
 
-def find(addresses: list[str], port: int, nonce: str, me: dict[str, Any], *, timeout_s: float) -> socket.socket | None:
-    """Try all addresses at the same time, again and again; the first that proves itself is home."""
+def find(
+    places: Sequence[tuple[str, int]], nonce: str, me: dict[str, Any], *, timeout_s: float
+) -> socket.socket | None:
+    """Try all (address, port) at the same time, again and again; the first that proves itself is home."""
     found: list[socket.socket] = []
-    won = threading.Event()
+    won, claim = threading.Event(), threading.Lock()
     deadline = time.monotonic() + timeout_s
-    for address in addresses:
-        threading.Thread(target=_knock, args=(address, port, nonce, me, deadline, won, found), daemon=True).start()
+    for place in places:
+        threading.Thread(target=_knock, args=(place, nonce, me, deadline, (won, claim), found), daemon=True).start()
     won.wait(timeout_s)
     return found[0] if found else None
 
@@ -71,22 +78,25 @@ def greeting(nonce: str, me: dict[str, Any]) -> tuple[bytes, bytes]:
 
 
 def _knock(
-    address: str,
-    port: int,
+    place: tuple[str, int],
     nonce: str,
     me: dict[str, Any],
     deadline: float,
-    won: threading.Event,
+    race: tuple[threading.Event, threading.Lock],
     found: list[socket.socket],
 ) -> None:
+    won, claim = race
     while not won.is_set() and (left := deadline - time.monotonic()) > 0:
         connection = None
         try:
-            connection = socket.create_connection((address, port), timeout=left)
+            connection = socket.create_connection(place, timeout=min(left, _TRY_S))
             said, expected = greeting(nonce, me)
             connection.sendall(said)
-            if _read(connection, len(expected)) == expected and not won.is_set():
+            if _read(connection, len(expected)) == expected and claim.acquire(blocking=False):
+                # Only now are we in: of several ways that lead home, one is taken.
+                connection.sendall(IN)
                 connection.settimeout(None)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 found.append(connection)
                 won.set()
                 return

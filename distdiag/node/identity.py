@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class _Names:
     local_world_size: str
 
 
+_MPIRUNS = ("mpirun", "mpiexec", "mpiexec.hydra", "mpirun.openmpi", "orterun", "prterun")
 _LAUNCHERS = (
     _Names("torchrun", ("TORCHELASTIC_RUN_ID",), "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     _Names(
@@ -71,6 +72,12 @@ _LAUNCHERS = (
 
 def identify(environ: Mapping[str, str]) -> Identity | None:
     """Read this process's place in a job from its environment; None if no launcher left one there."""
+    return next(iter(identify_all(environ)), None)
+
+
+def identify_all(environ: Mapping[str, str]) -> list[Identity]:
+    """Read what every launcher says that left something there, the one to be believed first."""
+    found = []
     for names in _LAUNCHERS:
         if not all(name in environ for name in names.present_if):
             continue
@@ -81,8 +88,35 @@ def identify(environ: Mapping[str, str]) -> Identity | None:
         local_world_size = _number(environ.get(names.local_world_size))
         if names.launcher == "srun":
             local_world_size = slurm_tasks_here(environ)
-        return Identity(names.launcher, rank, world_size, _number(environ.get(names.local_rank)), local_world_size)
-    return None
+        local_rank = _number(environ.get(names.local_rank))
+        found.append(Identity(names.launcher, rank, world_size, local_rank, local_world_size))
+    return found
+
+
+def contradiction(environ: Mapping[str, str]) -> tuple[Identity, Identity] | None:
+    """Find RANK and WORLD_SIZE that are not what the launcher says: (the launcher's, theirs).
+
+    A training script mostly reads those two, and each process would then take itself for another rank than it is.
+    """
+    found = identify_all(environ)
+    plain = [one for one in found if one.launcher == "environment"]
+    if not plain or found[0].launcher in ("environment", "torchrun"):
+        return None
+    differs = (plain[0].rank, plain[0].world_size) != (found[0].rank, found[0].world_size)
+    return (found[0], plain[0]) if differs else None
+
+
+def nested_tasks(environ: Mapping[str, str], ancestors: Sequence[str]) -> int:
+    """Count the srun tasks of which each runs an mpirun of its own; 0 if it is not so.
+
+    `ancestors` are the names of the processes above this one, the nearest first. The other way round, an mpirun in a
+    batch script that starts its daemons by srun, is as it should be: slurmstepd is then right above the daemon.
+    """
+    names = [name for name in ancestors if name in _MPIRUNS or name.startswith("slurmstepd")]
+    if len(names) < 2 or names[0] not in _MPIRUNS or not names[1].startswith("slurmstepd"):
+        return 0
+    tasks = _number(environ.get("SLURM_STEP_NUM_TASKS")) or _number(environ.get("SLURM_NTASKS")) or 1
+    return tasks if tasks > 1 and "SLURM_STEP_ID" in environ else 0
 
 
 def slurm_tasks_here(environ: Mapping[str, str]) -> int | None:

@@ -95,6 +95,24 @@ def port_holder(port: int) -> PortHolder | None:
     return PortHolder(state == _TCP_LISTEN, pid, command_line(pid) if pid else "")
 
 
+def ancestors(pid: int) -> list[str]:
+    """List the names of the processes above one, the nearest first."""
+    names = []
+    for _ in range(64):
+        parent = parent_of(pid)
+        if parent is None:
+            break
+        names.append(read_text(f"/proc/{parent}/comm").strip())
+        pid = parent
+    return names
+
+
+def parent_of(pid: int) -> int | None:
+    """Give a process's parent; None at the top, or if it is gone."""
+    columns = read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return int(columns[1]) if len(columns) > 1 and columns[1] not in ("0", str(pid)) else None
+
+
 def command_line(pid: int) -> str:
     """Give a process's command, at most 120 characters; arguments after the third are left out (secrets)."""
     words = read_text(f"/proc/{pid}/cmdline").split("\0")

@@ -65,7 +65,8 @@ class StepTransport(Transport):
         self._nonce = secrets.token_hex(16)
         self._payload = payload
         self._start_s = start_s
-        self._hub = Hub(self._nonce, self._joined)
+        self._hub = Hub(self._nonce)
+        self._hub.joined = self._joined
         self._hub.start()
         self._round: _Round | None = None
         self._lock = threading.Lock()

@@ -11,12 +11,12 @@ from distdiag.cluster.hosts import name_ranks
 from distdiag.cluster.meeting import Scout, Wish
 from distdiag.cluster.rows import HostState, Refusal
 from distdiag.cluster.targets import describe, find_targets
-from distdiag.commands.gpu_test import diagnose, findings
+from distdiag.commands.gpu_test import diagnose, findings, join
 from distdiag.commands.gpu_test.blame import position
 from distdiag.commands.gpu_test.collect import NodeFacts
 from distdiag.commands.gpu_test.model import STAGES, Course, Device, Place, Scene
 from distdiag.commands.gpu_test.plan import check_request, make_plan
-from distdiag.errors import DistdiagError, NodeFailed, UsageError
+from distdiag.errors import DistdiagError, NodeFailed
 from distdiag.node import rendezvous
 from distdiag.node.identity import identify
 from distdiag.report import Finding
@@ -44,9 +44,11 @@ def check(request: Request, progress: Progress) -> Report[GpuTest]:
     """
     check_request(request)
     _look_around()
+    me = identify(os.environ)
+    if me is not None and me.world_size > 1:
+        return join.check(request, me, agent_for(request), progress, test)
     targets = find_targets(request.cluster, os.environ)
-    agent = Agent(collect=f"{_HERE}.collect", ask={"gpus": request.device is not Device.CPU}, rank=f"{_HERE}.rank")
-    with open_fleet(request.cluster, targets, agent) as fleet:
+    with open_fleet(request.cluster, targets, agent_for(request)) as fleet:
         if targets.launcher is not None:
             progress.news(f"reaching {describe(targets)}")
         try:
@@ -58,10 +60,16 @@ def check(request: Request, progress: Progress) -> Report[GpuTest]:
         scene = _scene(fleet, targets)
         if not scene.places:
             return diagnose.not_run(request, scene, [])
-        return _test(request, fleet, scene, progress)
+        return test(request, fleet, scene, progress)
 
 
-def _test(request: Request, fleet: Fleet, scene: Scene, progress: Progress) -> Report[GpuTest]:
+def agent_for(request: Request) -> Agent:
+    """Say what runs on the nodes."""
+    return Agent(collect=f"{_HERE}.collect", ask={"gpus": request.device is not Device.CPU}, rank=f"{_HERE}.rank")
+
+
+def test(request: Request, fleet: Fleet, scene: Scene, progress: Progress) -> Report[GpuTest]:
+    """Plan, try the ways, run the ranks on nodes that are up, and judge."""
     plan = make_plan(request, scene.places)
     if isinstance(plan, Finding):
         return diagnose.not_run(request, scene, [plan])
@@ -70,9 +78,10 @@ def _test(request: Request, fleet: Fleet, scene: Scene, progress: Progress) -> R
     if taken is not None:
         return diagnose.not_run(request, scene, [findings.port_not_free(head.host, taken, request)], plan)
     meeting = None
-    if len(plan.shares) > 1:
+    doors = list(dict.fromkeys(share.door for share in plan.shares))
+    if len(doors) > 1:
         progress.news("trying the ways between the nodes")
-        meeting = Scout(fleet, plan_nodes(plan), port, Wish(request.master_addr, request.ifname)).find()
+        meeting = Scout(fleet, doors, port, Wish(request.master_addr, request.ifname)).find()
         if not meeting.is_open:
             return diagnose.not_run(request, scene, [], plan, meeting)
     log_dirs = _keep_logs(fleet, plan) if request.nccl_debug else {}
@@ -82,11 +91,6 @@ def _test(request: Request, fleet: Fleet, scene: Scene, progress: Progress) -> R
     outcome = run.wait(request.timeout_s)
     course = Course(outcome, list(run.traces.values()), log_dirs, run.stalled_s, meeting, run.lost)
     return diagnose.diagnose(request, scene, plan, course)
-
-
-def plan_nodes(plan: Plan) -> list[str]:
-    """List the nodes that will have ranks, rank 0's first."""
-    return [share.node for share in plan.shares]
 
 
 def _scene(fleet: Fleet, targets: Targets) -> Scene:
@@ -131,20 +135,6 @@ def _look_around() -> None:
         raise DistdiagError(
             "the working directory does not exist any more; torch cannot load from it", hint="cd ~"
         ) from None
-    me = identify(os.environ)
-    if me is None or (me.local_world_size or 1) < 2:
-        return
-    # Each of us would start ranks on all GPUs, at the same time.
-    here = f"rank {me.rank} of {me.world_size}, {me.local_world_size} on this node; gpu-test starts the ranks itself"
-    if me.launcher == "environment":
-        raise UsageError(
-            f"RANK and WORLD_SIZE in the environment say that this is {here}",
-            hint="forget them: unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE",
-        )
-    raise UsageError(
-        f"{me.launcher} started this as {here}",
-        hint=f"start it once on a node, without the launcher: distdiag gpu-test --nproc {me.local_world_size}",
-    )
 
 
 class _Narrator:
@@ -211,7 +201,7 @@ def _specs(
     }
     common = {
         "WORLD_SIZE": str(plan.nproc),
-        "LOCAL_WORLD_SIZE": str(share.nproc),
+        "LOCAL_WORLD_SIZE": str(share.local_world_size),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         # Torch's own switch for large pages: touching the buffers of four ranks on two cores took a quarter of the run.
@@ -227,7 +217,7 @@ def _specs(
             config={**shared, "rank": rank, "local_rank": local_rank, "fault": _fault_for(request, rank)},
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(local_rank)},
         )
-        for local_rank, rank in enumerate(ranks)
+        for local_rank, rank in enumerate(ranks, share.first_local_rank)
     ]
 
 
@@ -235,8 +225,8 @@ def _interface(request: Request, share: Share, meeting: Meeting | None) -> dict[
     """Tell Gloo and NCCL the interface that was tried, unless the node's own environment names one."""
     if meeting is None:
         return {}
-    network = meeting.networks[share.node]
-    chosen = request.ifname or meeting.interfaces.get(share.node, "")
+    network = meeting.networks[share.door]
+    chosen = request.ifname or meeting.interfaces.get(share.door, "")
     variables = {}
     if chosen and (request.ifname or not network.wanted_gloo):
         variables["GLOO_SOCKET_IFNAME"] = chosen

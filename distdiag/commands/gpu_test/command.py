@@ -106,6 +106,7 @@ def gpu_test(
             master_port=master_port,
             master_addr=master_addr,
             ifname=ifname,
+            strict=strict,
             cluster=cluster,
             nccl_debug=nccl_debug,
             fault=parse_fault(inject) if inject is not None else None,

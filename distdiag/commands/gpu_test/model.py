@@ -82,6 +82,7 @@ class Request:
     ifname: str = ""
     nccl_debug: bool = False
     fault: Fault | None = None
+    strict: bool = False
     cluster: Cluster = field(default_factory=Cluster)
 
 
@@ -93,6 +94,10 @@ class Place:
     host: str
     slots: int | None
     facts: NodeFacts
+    local: tuple[int, int] | None = None
+    """Local rank and local world size of a process that a launcher started; None where we start the ranks."""
+    door: str = ""
+    """The node of the same machine that tries the ways to other machines, if it is another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +112,10 @@ class Share:
     """For each rank, on the CPU."""
     sharing: int
     """Ranks on one GPU."""
+    first_local_rank: int
+    local_world_size: int
+    door: str
+    """See Place."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,17 +64,24 @@ def make_plan(request: Request, places: Sequence[Place]) -> Plan | Finding:
 
 def _share(request: Request, place: Place, first_rank: int, *, on_cuda: bool) -> Share:
     gpus = place.facts.gpus.visible or 0
-    nproc = request.nproc or place.slots or (gpus if on_cuda else RANKS_WITHOUT_GPU)
+    if place.local is not None:
+        nproc = request.nproc or 1
+    else:
+        nproc = request.nproc or place.slots or (gpus if on_cuda else RANKS_WITHOUT_GPU)
+    local_rank, local_world_size = place.local if place.local is not None and nproc == 1 else (0, nproc)
     memory = MEMORY_ON_CPU_BYTES
     if request.memory_fraction is not None and place.facts.memory_available_bytes is not None:
-        memory = int(place.facts.memory_available_bytes * request.memory_fraction / nproc)
+        memory = int(place.facts.memory_available_bytes * request.memory_fraction / local_world_size)
     return Share(
         node=place.node,
         host=place.host,
         first_rank=first_rank,
         nproc=nproc,
         memory_bytes=memory,
-        sharing=-(-nproc // gpus) if on_cuda and gpus else 1,
+        sharing=-(-local_world_size // gpus) if on_cuda and gpus else 1,
+        first_local_rank=local_rank,
+        local_world_size=local_world_size,
+        door=place.door or place.node,
     )
 
 
