@@ -180,8 +180,8 @@ class _Judge:
             if path.probe.verdict == "lossy"
             or (path.probe.verdict == "ok" and path.probe.retransmits >= _LOSSY_RETRANSMITS)
         ]
-        if not bad:
-            return []
+        if not bad or any(path.probe.verdict.startswith("swallowed") for path in self._meeting.paths):
+            return []  # large packets that vanish are sent again as well
         hosts = self._called(dict.fromkeys(name for path in bad for name in (path.source, path.target)))
         hopeless = any(path.probe.verdict == "lossy" for path in bad)
         return [

@@ -182,7 +182,7 @@ class _Knock:
         try:
             self._limit(connection)
             connection.sendall(b"probe %s\n" % _proof(self._nonce, "probe"))
-            heard = self._read(connection, len(here))
+            heard = self._read(connection, len(here), like=here)
             self._latency_s = time.monotonic() - began
             if heard != here:
                 self._said = _printable(heard)
@@ -213,9 +213,10 @@ class _Knock:
         moved = acknowledged if verdict == "swallowed-up" else received
         return (verdict if moved < _PROGRESS_BYTES else "lossy"), f"{moved} of {BULK_BYTES} bytes came through in time"
 
-    def _read(self, connection: socket.socket, count: int) -> bytes:
+    def _read(self, connection: socket.socket, count: int, like: bytes = b"") -> bytes:
+        """Read so many bytes; fewer at the end, or as soon as they are not `like` what was expected."""
         heard = b""
-        while len(heard) < count:
+        while len(heard) < count and (not like or like.startswith(heard)):
             self._limit(connection)
             data = connection.recv(count - len(heard))
             if not data:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -59,14 +59,14 @@ class Reader:
     """Cuts a byte stream into records; keeps the end of what was not a record as noise."""
 
     noise: bytes = b""
-    _rest: bytes = b""
+    _rest: bytearray = field(default_factory=bytearray)
     _skipping: bool = False
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
         """Take bytes as they come and yield the records they complete."""
-        lines = (self._rest + data).split(b"\n")
-        self._rest = lines.pop()
-        for line in lines:
+        first, *others = data.split(b"\n")
+        self._rest += first  # in place: a line without an end may grow long
+        for line in self._completed(others):
             if self._skipping:
                 self._skipping = False
                 continue
@@ -77,8 +77,13 @@ class Reader:
                 yield record
         if len(self._rest) > MAX_LINE_BYTES:
             self._keep(self._rest[:200] + b"... (a line of over 4 MiB, dropped)\n")
-            self._rest = b""
+            self._rest.clear()
             self._skipping = True
+
+    def _completed(self, others: list[bytes]) -> Iterator[bytes]:
+        for start in others:
+            yield bytes(self._rest)
+            self._rest[:] = start
 
     def _keep(self, noise: bytes) -> None:
         self.noise = (self.noise + noise)[-MAX_NOISE_BYTES:]

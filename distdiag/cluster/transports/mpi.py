@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.rows import HostState
+from distdiag.cluster.rows import HostState, Refusal
+from distdiag.cluster.transports import ssh_config
 from distdiag.cluster.transports.step import Payload, StepTransport, without
 from distdiag.errors import DistdiagError
 from distdiag.node import call_home, run
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
 
     from distdiag.cluster.hosts import Host
 
+_KNOCKERS = 32
+_KNOCK_S = 3.0
 _SSH_SAYS = re.compile(r"connect to host (\S+) port \d+: (.+)|Could not resolve hostname (\S+?): (.+)")
 
 
@@ -54,6 +59,12 @@ class MpiTransport(StepTransport):
         named = [host.name for host in hosts if name in (host.name, host.address)]
         return {named[0]: f"mpirun's ssh says: {how.strip()}"} if named else {}
 
+    def unreachable(self, hosts: Sequence[Host]) -> dict[str, Refusal]:
+        """mpirun waits for its ssh, whose own timeout is minutes: knock at the ssh ports ourselves."""
+        with ThreadPoolExecutor(_KNOCKERS) as pool:
+            found = dict(zip([host.name for host in hosts], pool.map(_knock, hosts), strict=True))
+        return {name: refusal for name, refusal in found.items() if refusal is not None}
+
     def why_it_ended(self, said: list[str]) -> tuple[HostState, str, str]:
         words = " ".join(said)
         if "Host key verification failed" in words:
@@ -65,3 +76,28 @@ class MpiTransport(StepTransport):
         if "Permission denied" in words:
             return HostState.AUTH, "mpirun's ssh is not let in", "see whether ssh logs in without a password"
         return super().why_it_ended(said)
+
+
+def _knock(host: Host) -> Refusal | None:
+    """Try the host's ssh port; only what cannot be reached at all is told."""
+    try:
+        settings = ssh_config.resolve(host)
+    except DistdiagError:
+        return None
+    if settings.proxy_jump or settings.proxy_command:
+        return None
+    where = f"{settings.hostname} port {settings.port}"
+    try:
+        socket.create_connection((settings.hostname, settings.port), timeout=_KNOCK_S).close()
+    except socket.gaierror as error:
+        words = f"{settings.hostname} has no address: {error.strerror}"
+        return Refusal(state=HostState.UNKNOWN_NAME, stage="resolve", message=words)
+    except TimeoutError:
+        words = f"no answer from {where} within {_KNOCK_S:g} s"
+        return Refusal(state=HostState.FILTERED, stage="connect", message=words)
+    except ConnectionRefusedError:
+        return Refusal(state=HostState.REFUSED, stage="connect", message=f"nothing listens at {where}")
+    except OSError as error:
+        words = f"{where}: {(error.strerror or str(error)).lower()}"
+        return Refusal(state=HostState.NO_ROUTE, stage="connect", message=words)
+    return None

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from distdiag.cluster.hosts import Host
 
+_DOUBT_S = 5.0
+"""When nobody came so far, it is time to ask which of the hosts holds up the others."""
 _STAGGER_S = 8.0
 """How much later than the first the last agent may come: a node that does not start one in this time is stuck."""
 _FIND_S = 6.0
@@ -56,6 +58,7 @@ class _Round:
     noise: wire.Reader = field(default_factory=wire.Reader)
     links: dict[str, Link] = field(default_factory=dict)
     first_at: float | None = None
+    doubted: bool = False
 
 
 class StepTransport(Transport):
@@ -83,6 +86,10 @@ class StepTransport(Transport):
     @abstractmethod
     def failed_hosts(self, line: str, hosts: Sequence[Host]) -> dict[str, str]:
         """Read one line of complaint: which hosts it says have failed, and how."""
+
+    def unreachable(self, hosts: Sequence[Host]) -> dict[str, Refusal]:
+        """Look by other means which hosts cannot be reached at all, where the launcher keeps silent about it."""
+        return {}
 
     def start(self, hosts: Sequence[Host], arrivals: Arrivals) -> None:
         threading.Thread(target=self._go, args=(list(hosts), arrivals), daemon=True).start()
@@ -178,6 +185,10 @@ class StepTransport(Transport):
             now = time.monotonic()
             if heard.ended:
                 return self._ended(this, missing, said)
+            if first_at is None and now - began > _DOUBT_S and not this.doubted:
+                this.doubted = True
+                if unreachable := self.unreachable(this.hosts):
+                    return unreachable
             if now - began > self._start_s or (first_at is not None and now - first_at > _STAGGER_S):
                 return {host.name: self._late(now - began, said) for host in missing}
             time.sleep(_TICK_S)

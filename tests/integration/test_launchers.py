@@ -1,0 +1,257 @@
+"""gpu-test under SLURM, Open MPI, MPICH and torchrun: started by them, beside them, and in spite of a broken node."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from cluster import Network, need_network
+from cluster_slurm import Slurm, need_slurm
+from cluster_ssh import SSHD, serve_ssh
+from support import Running, need
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from support import Result
+
+SMALL = ("--json", "--size", "1MiB", "--timeout", "10")
+MPIRUN = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe"]
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    need_slurm()
+    with Slurm(4) as slurm:
+        yield slurm
+
+
+@pytest.fixture(scope="module")
+def job(slurm: Slurm) -> int:
+    return slurm.allocate(4)
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    need_network()
+    need("ssh", SSHD)
+    with Network(2) as network:
+        serve_ssh(network)
+        yield network
+
+
+def hosts_of_ranks(result: Result) -> list[str]:
+    assert result.statuses == ["ok"] * len(result.statuses), result.out
+    return [rank["host"] for rank in result.report["data"]["ranks"]]
+
+
+def beside(slurm: Slurm, *arguments: str) -> Result:
+    return Running("gpu-test", *SMALL, *arguments, env=slurm.env(), wrap=tuple(slurm.client.command())).finish()
+
+
+def as_ranks(slurm: Slurm, job: int, shape: str, *arguments: str) -> Result:
+    srun = ("srun", "--overlap", f"--jobid={job}", *shape.split())
+    return Running("gpu-test", *SMALL, *arguments, env=slurm.env(), wrap=(*slurm.client.command(), *srun)).finish()
+
+
+def by_mpirun(network: Network, mpirun: list[str], *arguments: str) -> Result:
+    wrap = (*network.client.command(), *mpirun)
+    return Running("gpu-test", *SMALL, *arguments, env=network.client_env(), wrap=wrap).finish()
+
+
+def test_slurm_from_outside_while_a_step_holds_all_cpus(slurm: Slurm, job: int) -> None:
+    step = slurm.start_step(job, "sleep", "600", options=("--ntasks=8", "--nodes=4"))
+    try:
+        result = beside(slurm, "--slurm-job", str(job), "--nproc", "1")
+    finally:
+        step.kill()
+    assert result.code == 0
+    assert hosts_of_ranks(result) == ["mn1", "mn2", "mn3", "mn4"]
+
+
+def test_slurm_from_outside_with_a_dropped_port(slurm: Slurm, job: int) -> None:
+    slurm.nodes[0].drop(29500)
+    try:
+        result = beside(slurm, "--slurm-job", str(job), "--nproc", "1", "--master-port", "29500")
+    finally:
+        slurm.nodes[0].heal()
+    assert result.code == 1
+    assert "mn[2-4] gets no answer from mn1" in result.findings["port-filtered"]["title"]
+
+
+def test_inside_an_allocation_its_nodes_are_found(slurm: Slurm, job: int, tmp_path: Path) -> None:
+    """A real batch script with eight tasks to a node: one agent comes to each node, and the script is no rank."""
+    log = tmp_path / "report.json"
+    script = tmp_path / "job.sh"
+    program = Path(sys.executable).with_name("distdiag")
+    script.write_text(
+        f"#!/bin/bash\n{program} gpu-test --json --size 1MiB --nproc 1 >{log}.part 2>{log}.err\n"
+        f"echo $? >{log}.code\nmv {log}.part {log}\nsleep 300\n"
+    )
+    other = Slurm(2)
+    with other:
+        other.submit(script, "--nodes=2", "--ntasks-per-node=2")
+        from support import wait_until
+
+        wait_until(log.exists, 60, lambda: Path(f"{log}.err").read_text())
+    import json
+
+    report = json.loads(log.read_text())
+    assert Path(f"{log}.code").read_text().strip() == "0", Path(f"{log}.err").read_text()
+    assert [rank["host"] for rank in report["data"]["ranks"]] == ["mn1", "mn2"]
+
+
+def test_ranks_started_by_srun(slurm: Slurm, job: int) -> None:
+    result = as_ranks(slurm, job, "-N 2 -n 4 --ntasks-per-node=2")
+    assert result.code == 0
+    assert hosts_of_ranks(result) == ["mn1", "mn1", "mn2", "mn2"]
+    assert [rank["local_rank"] for rank in result.report["data"]["ranks"]] == [0, 1, 0, 1]
+
+
+def test_one_task_per_node_starts_its_own_ranks_and_names_the_stopped_one(slurm: Slurm, job: int) -> None:
+    result = as_ranks(slurm, job, "-N 2 -n 2", "--nproc", "2", "--inject", "stop:3", "--timeout", "4")
+    assert result.code == 1
+    assert result.findings["rank-missing"]["where"] == {
+        "hosts": ["mn2"],
+        "ranks": [3],
+        "pids": result.findings["rank-missing"]["where"]["pids"],
+    }
+    assert result.findings["rank-missing"]["fix"]["commands"]
+
+
+def test_rank_variables_that_contradict_srun_are_told(slurm: Slurm, job: int) -> None:
+    srun = ("srun", "--overlap", f"--jobid={job}", "-N", "2", "-n", "2", "env", "RANK=0", "WORLD_SIZE=1")
+    running = Running("gpu-test", *SMALL, env=slurm.env(), wrap=(*slurm.client.command(), *srun))
+    result = running.finish()
+    assert result.statuses == ["ok", "ok"]
+    assert "srun says rank 0 of 2" in result.findings["rank-variables"]["title"]
+
+
+def test_mpirun_in_every_task_of_srun_is_told(slurm: Slurm, job: int) -> None:
+    need("mpirun.openmpi")
+    srun = ("srun", "--overlap", f"--jobid={job}", "-N", "2", "-n", "2", "--mpi=none")
+    # Open MPI would start its daemon by srun inside a job; as a plain program it does what users see.
+    inner = (*MPIRUN, "--mca", "plm", "isolated", "--mca", "ras", "^slurm", "-np", "2")
+    result = Running("gpu-test", *SMALL, env=slurm.env(), wrap=(*slurm.client.command(), *srun, *inner)).finish()
+    assert result.code != 0
+    assert result.out.count('"gpu-test.nested-launchers"') == 2, result.out + result.err
+
+
+def test_a_dead_slurmd_costs_its_own_node_only(slurm: Slurm) -> None:
+    with Slurm(3) as own:
+        job = own.allocate(3)
+        own.kill_slurmd("mn2")
+        result = beside(own, "--slurm-job", str(job), "--nproc", "1")
+    assert result.code == 3
+    assert hosts_of_ranks(result) == ["mn1", "mn3"]
+    (row,) = [row for row in result.report["data"]["hosts"] if row["state"] != "ok"]
+    assert (row["host"], row["state"]) == ("mn2", "failed")
+    assert "slurmd there does not answer" in row["message"]
+
+
+def test_a_frozen_slurmd_costs_its_own_node_only(slurm: Slurm) -> None:
+    with Slurm(3) as own:
+        job = own.allocate(3)
+        own.freeze_slurmd("mn3")
+        try:
+            result = beside(own, "--slurm-job", str(job), "--nproc", "1")
+        finally:
+            own.thaw_slurmd("mn3")
+    assert result.code == 3
+    assert hosts_of_ranks(result) == ["mn1", "mn2"]
+    assert "hosts.timeout" in result.out or "hosts.failed" in result.out
+
+
+def test_a_slurm_job_that_is_not_there(slurm: Slurm) -> None:
+    result = beside(slurm, "--slurm-job", "987654")
+    assert result.code == 3
+    assert "there is no running SLURM job 987654" in result.report["error"]["message"]
+
+
+@pytest.mark.parametrize("mpirun", [[*MPIRUN, "-np", "3"], ["mpirun.mpich", "-np", "3"]], ids=["openmpi", "mpich"])
+def test_ranks_of_mpirun_on_one_node(mpirun: list[str]) -> None:
+    need(mpirun[0])
+    result = Running("gpu-test", *SMALL, wrap=tuple(mpirun)).finish()
+    assert result.code == 0
+    assert len(hosts_of_ranks(result)) == 3
+
+
+@pytest.mark.parametrize(
+    "mpirun",
+    [
+        [*MPIRUN, "--host", "node1:2,node2:2", "--mca", "oob_tcp_if_include", "eth0", "-np", "4"],
+        ["mpirun.mpich", "-hosts", "node1,node2", "-ppn", "2", "-n", "4"],
+    ],
+    ids=["openmpi", "mpich"],
+)
+def test_ranks_of_mpirun_on_two_nodes(network: Network, mpirun: list[str]) -> None:
+    need(mpirun[0])
+    result = by_mpirun(network, mpirun)
+    assert result.code == 0
+    assert hosts_of_ranks(result) == ["node1", "node1", "node2", "node2"]
+
+
+def test_a_killed_rank_of_mpirun_does_not_lose_the_report(network: Network) -> None:
+    need(MPIRUN[0])
+    mpirun = [*MPIRUN, "--host", "node1:1,node2:1", "--mca", "oob_tcp_if_include", "eth0", "-np", "2"]
+    result = by_mpirun(network, mpirun, "--inject", "kill:1@memory")
+    assert result.code == 1
+    assert list(result.findings) == ["rank-died"]
+    assert result.findings["rank-died"]["where"]["hosts"] == ["node2"]
+
+
+def test_mpirun_as_the_way_to_the_nodes_with_one_dead(network: Network) -> None:
+    need(MPIRUN[0])
+    hosts = ("--hosts", "node1,node2,node9", "--launcher", "mpi", "--nproc", "1")
+    result = Running(
+        "gpu-test", *SMALL, *hosts, env=network.client_env(), wrap=tuple(network.client.command())
+    ).finish()
+    assert result.code == 3
+    assert hosts_of_ranks(result) == ["node1", "node2"]
+    assert [row["host"] for row in result.report["data"]["hosts"] if row["state"] != "ok"] == ["node9"]
+
+
+def test_ranks_of_torchrun_on_one_node() -> None:
+    result = Running("gpu-test", *SMALL, wrap=(TORCHRUN, "--nproc-per-node", "2", "--no-python")).finish()
+    assert result.code == 0
+    assert len(hosts_of_ranks(result)) == 2
+
+
+def test_ranks_of_two_torchrun_agents_with_a_fault(network: Network) -> None:
+    rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint={network.nodes[0].address}:29400", "--rdzv-id=1")
+    results: list[Result] = []
+
+    def launch(number: int) -> None:
+        node = network.nodes[number]
+        torchrun = (TORCHRUN, "--nnodes=2", "--nproc-per-node=1", *rendezvous, f"--local-addr={node.address}")
+        wrap = (*node.command(), *torchrun, "--no-python")
+        results.append(Running("gpu-test", *SMALL, "--inject", "corrupt:1", wrap=wrap).finish())
+
+    threads = [threading.Thread(target=launch, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [result.code for result in results] == [1, 1]
+    (told,) = [result for result in results if result.out]
+    assert list(told.findings) == ["wrong-result"]
+    assert told.findings["wrong-result"]["where"]["ranks"] == [1]
+
+
+def test_ranks_that_never_come_are_named() -> None:
+    alone = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 9999)}
+    result = Running("gpu-test", "--json", "--timeout", "2", env=alone).finish()
+    assert result.code == 1
+    assert result.findings["rank-missing"]["where"]["ranks"] == [1, 2]
+
+
+def test_a_rank_without_its_rank_0_says_so_and_ends() -> None:
+    alone = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 9999)}
+    result = Running("gpu-test", "--timeout", "2", env=alone).finish()
+    assert result.code == 3
+    assert "found no rank 0 at 127.0.0.1" in result.err

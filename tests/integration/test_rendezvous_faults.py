@@ -1,0 +1,197 @@
+"""Two nodes and one broken way between them: the cause, the nodes and the direction are named before a rank starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from cluster import Names, Network, need_network
+from support import Running
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from cluster_netns import Node
+    from support import Result
+
+PORT = "29500"
+BOUND_S = 6.0
+"""The ways are tried for at most 5 s; reaching two nodes takes the rest."""
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    need_network()
+    with Network(2) as network:
+        yield network
+
+
+@pytest.fixture
+def nodes(network: Network) -> Iterator[list[Node]]:
+    yield network.nodes
+    for node in network.nodes:
+        node.heal()
+
+
+def start(network: Network, *arguments: str) -> Running:
+    where = ("--hosts", network.hosts, "--via", network.via)
+    small = ("--nproc", "1", "--size", "1MiB", "--timeout", "10", "--json")
+    client = tuple(network.client.command())
+    return Running("gpu-test", *where, *small, *arguments, env=network.client_env(), wrap=client)
+
+
+def run(network: Network, *arguments: str) -> Result:
+    return start(network, *arguments).finish()
+
+
+def test_two_nodes_without_a_fault_are_fine(network: Network, nodes: list[Node]) -> None:
+    result = run(network)
+    assert (result.code, result.findings) == (0, {}), result.out
+    data = result.report["data"]
+    assert [(rank["rank"], rank["host"], rank["status"]) for rank in data["ranks"]] == [
+        (0, "node1", "ok"),
+        (1, "node2", "ok"),
+    ]
+    assert data["rendezvous"]["address"] == "10.77.0.1"
+    assert data["rendezvous"]["interfaces"] == {"node1": "eth0", "node2": "eth0"}
+    assert [(row["host"], row["state"]) for row in data["hosts"]] == [("node1", "ok"), ("node2", "ok")]
+
+
+@pytest.mark.parametrize(
+    ("breaks", "id_", "words"),
+    [
+        (
+            lambda one, two: one.drop(29500),
+            "port-filtered",
+            "node2 gets no answer from node1 (10.77.0.1) at port 29500",
+        ),
+        (lambda one, two: one.reject(29500), "port-refused", "node2 is refused by node1 (10.77.0.1) at port 29500"),
+        (
+            lambda one, two: one.reject(29500, how="admin-prohibited"),
+            "port-rejected",
+            "node2 is turned away on the way to node1 (10.77.0.1) at port 29500",
+        ),
+        (
+            lambda one, two: one.drop_ephemeral(29500),
+            "rank-ports-filtered",
+            "node2 gets no answer from node1 (10.77.0.1) at the ports that ranks use",
+        ),
+        (
+            lambda one, two: two.drop_ephemeral(29500),
+            "rank-ports-filtered",
+            "node1 gets no answer from node2 (10.77.0.2) at the ports that ranks use",
+        ),
+        (
+            lambda one, two: one.mtu_black_hole(1000, direction="in"),
+            "mtu-black-hole",
+            "large packets from node2 to node1 (10.77.0.1) vanish",
+        ),
+        (
+            lambda one, two: one.mtu_black_hole(1000, direction="out"),
+            "mtu-black-hole",
+            "large packets from node1",
+        ),
+    ],
+)
+def test_a_closed_way_is_named_before_ranks_start(
+    network: Network, nodes: list[Node], breaks: Callable[[Node, Node], None], id_: str, words: str
+) -> None:
+    breaks(*nodes)
+    began = time.monotonic()
+    result = run(network, "--master-port", PORT)
+    assert time.monotonic() - began < BOUND_S
+    assert result.code == 1
+    assert list(result.findings) == [id_]
+    found = result.findings[id_]
+    assert words in found["title"]
+    assert sorted(found["where"]["hosts"]) == ["node1", "node2"]
+    assert found["fix"]["commands"]
+    assert result.report["data"]["ranks"] == []
+
+
+def test_only_the_port_is_blamed_when_others_are_open(network: Network, nodes: list[Node]) -> None:
+    nodes[0].drop(29500)
+    found = run(network, "--master-port", PORT).findings["port-filtered"]
+    assert "so it is this port" in found["detail"]
+    assert found["fix"]["commands"][-1].endswith("--master-port 0")
+
+
+def test_a_stranger_on_the_given_address_is_quoted(network: Network, nodes: list[Node]) -> None:
+    # node1 listens on the port; on the address of the client somebody else does.
+    server = (
+        "import socket\ns = socket.create_server(('', 29500))\nprint('up', flush=True)\nwhile True:\n"
+        " c = s.accept()[0]\n c.sendall(b'220 mail ready\\r\\n')\n"
+    )
+    stranger = network.client.start("python3", "-c", server)
+    network.client.wait_for_port(29500)
+    result = run(network, "--master-port", PORT, "--master-addr", network.client.address)
+    stranger.kill()
+    assert list(result.findings) == ["port-foreign"]
+    assert "220 mail ready" in result.findings["port-foreign"]["title"]
+
+
+@pytest.mark.parametrize(
+    ("names", "address", "id_", "words"),
+    [
+        ({"node2": "127.0.0.1 head\n"}, "head", "address-loopback", "on node2 the name head leads to node2 itself"),
+        ({"node2": "127.0.0.1 localhost\n"}, "head", "address-unresolved", "node2 cannot resolve head"),
+    ],
+)
+def test_a_rendezvous_name_that_leads_elsewhere(
+    network: Network, nodes: list[Node], names: dict[str, str], address: str, id_: str, words: str
+) -> None:
+    for name, text in names.items():
+        network[name].write_hosts(text)
+    try:
+        result = run(network, "--master-addr", address)
+    finally:
+        for name in names:
+            network[name].write_hosts(network.hosts_file(network[name], Names.GOOD))
+    # That node1's own name is unknown on node2 as well is told beside it.
+    assert [name for name, one in result.findings.items() if one["level"] == "fail"] == [id_]
+    assert words in result.findings[id_]["title"]
+
+
+def test_own_names_on_loopback_are_a_warning_with_torchrun_words() -> None:
+    need_network()
+    with Network(2, names=Names.DEBIAN) as network:
+        result = run(network)
+    assert result.code == 0
+    found = result.findings["name-loopback"]
+    assert "127.0.1.1" in found["title"]
+    assert any("--local-addr=10.77.0.1" in command for command in found["fix"]["commands"])
+
+
+def test_lost_packets_are_seen_and_the_ranks_still_talk(network: Network, nodes: list[Node]) -> None:
+    nodes[1].loss(8)
+    result = run(network, "--timeout", "30")
+    assert result.statuses == ["ok", "ok"]
+    assert result.findings["link-lossy"]["where"]["hosts"] == ["node2", "node1"]
+
+
+def test_a_node_that_goes_away_during_the_test_is_named() -> None:
+    need_network()
+    with Network(2) as own:
+        # Over --via nothing of ours goes through the network, so the node is cut off by ending what leads to it.
+        running = start(own, "--inject", "late:0@memory")
+        running.wait_for("waiting for rank 0 in memory")
+        for pid, command in own.nodes[1].processes().items():
+            if "distdiag-agent" in command:
+                os.kill(pid, signal.SIGKILL)
+        result = running.finish()
+        assert result.code == 1
+        assert list(result.findings) == ["node-lost"]
+        assert result.findings["node-lost"]["where"]["hosts"] == ["node2"]
+        assert result.statuses == ["waiting", "lost"]
+        assert own.nodes[1].processes() == {}
+
+
+def test_a_stopped_rank_on_the_other_node_is_named_with_its_host(network: Network, nodes: list[Node]) -> None:
+    result = run(network, "--nproc", "2", "--inject", "stop:3", "--timeout", "4")
+    assert result.code == 1
+    assert result.findings["rank-missing"]["where"]["hosts"] == ["node2"]
+    assert result.findings["rank-missing"]["where"]["ranks"] == [3]
+    assert "do_signal_stop" in " ".join(result.findings["rank-missing"]["evidence"])
