@@ -60,6 +60,21 @@ def deliver(
     raise typer.Exit(code)
 
 
+def deliver_lines(command: str, write: Callable[[], list[str]], *, as_json: bool) -> NoReturn:
+    """Print lines to paste instead of a report, as data on stdout, and leave."""
+    try:
+        lines = write()
+    except DistdiagError as error:
+        fail(command, error, as_json=as_json)
+    except KeyboardInterrupt:
+        fail(command, Interrupted(), as_json=as_json)
+    if as_json:
+        emit(json.dumps({**_head(command, 0), "data": {"lines": lines}}, indent=2) + "\n")
+    else:
+        emit("\n".join(lines) + "\n")
+    raise typer.Exit(0)
+
+
 def fail(command: str, error: DistdiagError, *, as_json: bool) -> NoReturn:
     """Say why there is no report: on stderr for people, as JSON on stdout for programs."""
     say(f"distdiag {command}: {error}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster import bootstrap, bundle
 from distdiag.cluster.fleet import Fleet, Limits
-from distdiag.cluster.targets import Launcher, chosen_env
+from distdiag.cluster.targets import Launcher, chosen_env, describe
 from distdiag.cluster.transports.local import LocalTransport
 from distdiag.node import boot
 
@@ -66,13 +66,46 @@ def open_fleet(cluster: Cluster, targets: Targets, agent: Agent) -> Fleet:
     return Fleet(targets.hosts, transport, payload, limits)
 
 
+def explain(cluster: Cluster, targets: Targets, agent: Agent) -> list[str]:
+    """Write the commands that would reach the hosts, and what they would be sent.
+
+    Raises:
+        UsageError, DistdiagError: as `open_fleet`.
+    """
+    fleet = open_fleet(cluster, targets, agent)
+    try:
+        if targets.launcher in (Launcher.SLURM, Launcher.MPI):
+            return [
+                f"# {describe(targets)}, all at once; the agents connect back",
+                fleet.transport.explain_all(targets.hosts),
+            ]
+        told = [f"# {describe(targets)}"]
+        if targets.launcher is Launcher.SSH:
+            told[0] += "; done by paramiko in this process, as this would do it by hand:"
+        told += [fleet.transport.explain(host) for host in targets.hosts]
+        if targets.launcher is not None:
+            shell = _shell_lines(cluster, len(fleet.payload), needs_torch=agent.rank is not None)
+            told += [
+                "",
+                f"# Each is sent these lines, and then {len(fleet.payload)} bytes of distdiag for the Python they find:",
+                *shell.decode().splitlines(),
+            ]
+        return told
+    finally:
+        fleet.close()
+
+
+def _shell_lines(cluster: Cluster, payload_bytes: int, *, needs_torch: bool) -> bytes:
+    return bootstrap.lines(
+        payload_bytes, python=cluster.python or None, setup=cluster.setup or None, needs_torch=needs_torch
+    )
+
+
 def _transport(cluster: Cluster, targets: Targets, payload_bytes: int, *, needs_torch: bool) -> Transport:
     if targets.launcher is None:
         return LocalTransport(payload_bytes)
     shell = bootstrap.shell(cluster.setup)
-    lines = bootstrap.lines(
-        payload_bytes, python=cluster.python or None, setup=cluster.setup or None, needs_torch=needs_torch
-    )
+    lines = _shell_lines(cluster, payload_bytes, needs_torch=needs_torch)
     if targets.launcher is Launcher.VIA:
         from distdiag.cluster.transports.command import ViaTransport
 

@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.node import decode
+from distdiag.cluster.toolbox import bring_py_spy
 from distdiag.errors import NodeFailed
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ _HANG_S = 1.0
 """An interrupted run that stood still for so long is looked at as one that hangs."""
 _INSPECT_S = 0.6
 """For the stacks, which are read side by side: the report is to be there a second after the timeout."""
+_BRING_S = 3.0
+"""For py-spy's few megabytes to get to a node that has none."""
 _INSPECTED_S = 2.5
 """After this the agent is taken for dead: two rounds of stacks that all run into their limit, and some."""
 
@@ -260,14 +263,12 @@ class Run:
         live = [trace for trace in self.traces.values() if trace.is_live]
         # The longest silent first: they are the ones to be explained, should there be too many to read all stacks.
         live.sort(key=lambda trace: trace.last.elapsed_s if trace.last is not None else 0.0)
-        asked = []
-        for name, ranks in self._of_node.items():
-            mine = [trace.rank for trace in live if trace.rank in ranks]
-            if mine:
-                node = self._fleet.nodes[name]
-                asked.append(node)
-                node.order("inspect", ranks=mine, timeout_s=_INSPECT_S)
-        deadline = time.monotonic() + _INSPECTED_S
+        wanted = {name: [trace.rank for trace in live if trace.rank in ranks] for name, ranks in self._of_node.items()}
+        asked = [self._fleet.nodes[name] for name, mine in wanted.items() if mine]
+        brought = bring_py_spy(asked)
+        for node in asked:
+            node.order("inspect", ranks=wanted[node.name], timeout_s=_INSPECT_S)
+        deadline = time.monotonic() + _INSPECTED_S + (_BRING_S if brought else 0.0)
         while any(trace.inspection is None and trace.is_live for trace in live):
             self._take(0.05)
             if time.monotonic() > deadline:

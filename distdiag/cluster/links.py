@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MAX_UNSENT_BYTES = 64 * 2**20
+UNKNOWN_SIGNAL = -1
+"""Stands for the exit status of a program that a signal ended, where nobody told which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class Link(ABC):
     """Process id of the far side, where it is on this machine."""
 
     def __init__(self) -> None:
+        self.settled = threading.Event()
+        """Set when there was something to hear, or it was dropped."""
         self._unsent = bytearray()
         self._lock = threading.Lock()
         self._closing = False
@@ -112,6 +116,7 @@ class ProcessLink(Link):
 
     def read(self) -> Heard:
         out, err = self._take(1), self._take(2)
+        self.settled.set()
         # Programs below may keep stderr open for ever: stdout alone decides.
         return Heard(out, err, 1 not in self._open)
 
@@ -136,6 +141,7 @@ class ProcessLink(Link):
 
     def kill(self) -> None:
         self.finish()
+        self.settled.set()
         run.end_group(self.process)
 
     def _take(self, number: int) -> bytes:

@@ -22,6 +22,7 @@ T = TypeVar("T")
 _MAX_BYTES = 64 * 2**20
 """What one node may say in all: a broken or hostile one costs no more memory and time than that."""
 _COMPLAINT_LINES = 6
+_QUOTED_LETTERS = 80
 
 
 class NodeStage(StrEnum):
@@ -104,7 +105,7 @@ class Node:
                 state=HostState.LOST, stage="run", message=f"distdiag's node side ended {how}", evidence=tuple(words)
             )
         known = _known_complaint(" ".join(words))
-        last = f': "{words[-1]}"' if words else ""
+        last = f': "{words[-1][:_QUOTED_LETTERS]}"' if words else ""
         if known is not None:
             return Refusal(state=known[0], stage="connect", message=known[1] or words[-1], evidence=tuple(words))
         if status is not None and status < 0:
@@ -139,7 +140,7 @@ class Node:
         else:
             what = f"its facts did not come within {limit_s:g} s"
             hint = "something on that node does not answer"
-        last = f'; its last words: "{words[-1]}"' if words else ""
+        last = f'; its last words: "{words[-1][:_QUOTED_LETTERS]}"' if words else ""
         return Refusal(state=HostState.TIMEOUT, stage=self.stage, message=what + last, hint=hint, evidence=tuple(words))
 
     def why_no_answer(self) -> str:
@@ -169,7 +170,7 @@ class Node:
         return Refusal(
             state=HostState.NO_PYTHON,
             stage=self.stage,
-            message=f"there is no {tried} of version 3.9 or newer on {self.name}",
+            message=f"there is no {tried}" + ("" if tried.startswith("/") else " of version 3.9 or newer"),
             hint="name one that is there: --python PATH; or make it known first: --setup 'source ~/env.sh'",
             evidence=tuple(self.complaint()),
         )

@@ -11,6 +11,7 @@ from distdiag.report import Finding, Fix, Level, Where
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+_EVIDENCE_LINES = 8
 _WORDS = {
     HostState.UNKNOWN_NAME: "has no address",
     HostState.FILTERED: "does not answer at all",
@@ -36,8 +37,11 @@ _REMEDIES = {
     HostState.REFUSED: "nothing listens there: start sshd, or give its port (ssh://host:port, or ~/.ssh/config)",
     HostState.NO_ROUTE: "see the route to it, and whether its network is up",
     HostState.NOT_SSH: "another program listens on that port; give the right one: --hosts ssh://host:port",
+    HostState.HOST_KEY_REVOKED: "somebody marked this key as one not to trust any more: the host needs a new one",
     HostState.AUTH: "log in by hand once, and see what it wants (key, user, agent)",
     HostState.TIMEOUT: "see what holds it up there; or give it longer: --host-timeout SECONDS",
+    HostState.FAILED: "run a command there by hand, and see what it says",
+    HostState.KILLED: "see who ends processes there: a limit of memory or time, or a policy for logins",
     HostState.NONSENSE: "see what a login there prints: a forced command, or login files that wait or talk",
 }
 
@@ -50,22 +54,30 @@ def host_findings(refusals: Mapping[str, Refusal], rows: Iterable[Row]) -> list[
         if refusal is not None:
             words = refusal.message.replace(row.host, "it")
             groups.setdefault((refusal.state, refusal.stage, words), []).append(row.host)
-    return [_finding(hosts, refusals[hosts[0]]) for hosts in groups.values()]
+    return [_finding(hosts, [refusals[host] for host in hosts]) for hosts in groups.values()]
 
 
-def _finding(hosts: list[str], refusal: Refusal) -> Finding:
+def _finding(hosts: list[str], refusals: list[Refusal]) -> Finding:
+    refusal = refusals[0]
     words = _WORDS[refusal.state]
+    text = refusal.hint or _REMEDIES.get(refusal.state, "")
+    commands = tuple(dict.fromkeys(command for one in refusals for command in one.commands))
     title = f"{fold(hosts)} {words}" if len(hosts) == 1 else f"{len(hosts)} hosts, {fold(hosts)}: each {words}"
     return Finding(
         id=f"hosts.{refusal.state}",
         level=Level.UNKNOWN,
         title=f"{title}: {refusal.message}" if refusal.message else title,
         where=Where(hosts=tuple(hosts)),
-        evidence=refusal.evidence if len(hosts) == 1 else (),
-        fix=Fix(text=refusal.hint or _REMEDIES.get(refusal.state, "run it again"), commands=refusal.commands)
-        if refusal.hint or refusal.commands or refusal.state in _REMEDIES
-        else None,
+        evidence=refusals[0].evidence if len(hosts) == 1 else _evidence(hosts, refusals),
+        fix=None if not text else Fix(text=text, commands=commands),
     )
+
+
+def _evidence(hosts: list[str], refusals: list[Refusal]) -> tuple[str, ...]:
+    """Take the last line of each host, as far as there is room."""
+    lines = [f"{host}: {one.evidence[-1]}" for host, one in zip(hosts, refusals, strict=True) if one.evidence]
+    more = (f"... and {len(lines) - _EVIDENCE_LINES} more",) if len(lines) > _EVIDENCE_LINES else ()
+    return (*lines[:_EVIDENCE_LINES], *more)
 
 
 def summary_of(rows: Iterable[Row]) -> str:

@@ -76,7 +76,7 @@ class Reader:
             else:
                 yield record
         if len(self._rest) > MAX_LINE_BYTES:
-            self._keep(self._rest[:200] + b"... (a line of over 4 MiB, dropped)\n")
+            self._keep(bytes(self._rest[:200]) + b"... (a line of over 4 MiB, dropped)\n")
             self._rest.clear()
             self._skipping = True
 

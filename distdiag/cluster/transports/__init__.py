@@ -75,5 +75,9 @@ class Transport(ABC):
     def explain(self, host: Host) -> str:
         """Write the command that does the same from a shell."""
 
+    def explain_all(self, hosts: Sequence[Host]) -> str:
+        """Write the one command that does it for all hosts, where one does."""
+        return "\n".join(self.explain(host) for host in hosts)
+
     def close(self) -> None:  # noqa: B027 - most have nothing to do
         """Let go of what was kept for all hosts; links are closed by then."""

@@ -24,7 +24,7 @@ class CommandTransport(Transport):
     """One process on this machine for each host."""
 
     def __init__(self, shell: str, shell_lines: bytes, *, width: int | None = None) -> None:
-        self.width = width or _WIDTH
+        self.width: int = width or _WIDTH
         self._shell = shell
         self._lines = shell_lines
 
@@ -34,13 +34,17 @@ class CommandTransport(Transport):
 
     def start(self, hosts: Sequence[Host], arrivals: Arrivals) -> None:
         for host in hosts:
-            try:
-                link = ProcessLink(self.argv(host))
-            except run.CannotRun as error:
-                arrivals.refuse(host.name, Refusal(state=HostState.FAILED, stage="start", message=str(error)))
-                continue
-            link.write(self._lines)
-            arrivals.link(host.name, link)
+            self._start(host, arrivals)
+
+    def _start(self, host: Host, arrivals: Arrivals) -> ProcessLink | None:
+        try:
+            link = ProcessLink(self.argv(host))
+        except run.CannotRun as error:
+            arrivals.refuse(host.name, Refusal(state=HostState.FAILED, stage="start", message=str(error)))
+            return None
+        link.write(self._lines)
+        arrivals.link(host.name, link)
+        return link
 
     def explain(self, host: Host) -> str:
         return shlex.join(self.argv(host))

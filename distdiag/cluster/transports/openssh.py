@@ -9,6 +9,7 @@ from distdiag.cluster.transports.command import CommandTransport
 
 if TYPE_CHECKING:
     from distdiag.cluster.hosts import Host
+    from distdiag.cluster.transports import Arrivals
 
 
 class OpenSshTransport(CommandTransport):
@@ -22,6 +23,13 @@ class OpenSshTransport(CommandTransport):
         super().__init__(shell, shell_lines, width=width)
         self._accept_new = accept_new
         self._connect_s = connect_s
+
+    def bring(self, host: Host, arrivals: Arrivals) -> None:
+        """Start it for one host, and return when that has got somewhere or was given up: whoever calls paces us."""
+        arrivals.stage(host.name, "connect")
+        link = self._start(host, arrivals)
+        if link is not None:
+            link.settled.wait()
 
     def argv(self, host: Host) -> list[str]:
         options = [

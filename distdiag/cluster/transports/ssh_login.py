@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import socket
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from distdiag.cluster.links import Heard, Link
+from distdiag.cluster.links import UNKNOWN_SIGNAL, Heard, Link
 from distdiag.cluster.rows import HostState, Refusal
 from distdiag.cluster.transports import known_hosts
 from distdiag.cluster.transports.known_hosts import KeyVerdict, KnownHosts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import paramiko
 
+    from distdiag.cluster.transports.known_hosts import Verdict
     from distdiag.cluster.transports.ssh_config import SshSettings
 
 
@@ -45,6 +47,8 @@ class Login:
         self._known: dict[tuple[str, ...], KnownHosts] = {}
         self._lock = threading.Lock()
         self._kept: list[paramiko.Transport] = []
+        self._wanted_types: dict[tuple[str, int], list[str]] = {}
+        """Types of host keys to ask for, where a host showed another one than those that are known."""
 
     def needs_openssh(self, settings: SshSettings) -> bool:
         """Tell whether the host may show a certificate instead of a known key, which paramiko cannot check."""
@@ -85,6 +89,7 @@ class Login:
         transport.handshake_timeout = self._timeout_s
         transport.auth_timeout = self._timeout_s
         try:
+            self._prefer_known(transport, settings)
             self._handshake(transport, settings)
             self._check_key(transport, settings)
             _prove(transport, settings)
@@ -113,6 +118,12 @@ class Login:
         for transport in self._kept:
             _drop(transport)
 
+    def _prefer_known(self, transport: paramiko.Transport, settings: SshSettings) -> None:
+        wanted = self._wanted_types.get(settings.known_as)
+        if wanted:
+            options = transport.get_security_options()
+            options.key_types = sorted(options.key_types, key=lambda one: _type_inside(one) not in wanted)
+
     def _handshake(self, transport: paramiko.Transport, settings: SshSettings) -> None:
         import paramiko
 
@@ -137,39 +148,17 @@ class Login:
             verdict = self._known_hosts(settings).check(name, port, kind, blob)
         if verdict.key is KeyVerdict.KNOWN:
             return
-        shown = f"{kind} key {known_hosts.fingerprint(blob)}"
-        line = known_hosts.line(name, port, kind, blob)
-        if verdict.key is KeyVerdict.UNKNOWN:
-            if self._accept_new:
-                self._remember(settings, line)
-                return
-            raise Refused(
-                Refusal(
-                    state=HostState.HOST_KEY_UNKNOWN,
-                    stage="host key",
-                    message=f"its {shown} is in no known_hosts file",
-                    hint="compare the fingerprint with the host's own, then add the line; or accept all unknown keys, "
-                    "never changed ones, with --accept-new",
-                    commands=(f"echo '{line}' >> ~/.ssh/known_hosts",),
-                )
-            )
-        where = f"{verdict.file}, line {verdict.line}"
-        if verdict.key is KeyVerdict.REVOKED:
-            words = f"its {shown} is marked as revoked in {where}"
-            raise Refused(Refusal(state=HostState.HOST_KEY_REVOKED, stage="host key", message=words))
-        what = "another key" if verdict.key is KeyVerdict.CHANGED else "keys of other types only"
-        entry = name if port == 22 else f"[{name}]:{port}"
-        raise Refused(
-            Refusal(
-                state=HostState.HOST_KEY_CHANGED,
-                stage="host key",
-                message=f"it shows the {shown}, and {where} knows {what} for it",
-                hint="if the host was installed anew, forget the old key; if not, somebody may be in between",
-                commands=(f"ssh-keygen -R '{entry}' -f {verdict.file}",),
-            )
-        )
+        if verdict.key is KeyVerdict.OTHER_TYPE and settings.known_as not in self._wanted_types:
+            with self._lock:
+                self._wanted_types[settings.known_as] = self._known_hosts(settings).known_types(name, port)
+            raise Retry(_other_key(settings, verdict, kind, blob))
+        if verdict.key is not KeyVerdict.UNKNOWN:
+            raise Refused(_other_key(settings, verdict, kind, blob))
+        if not self._accept_new:
+            raise Refused(_unknown_key(settings, kind, blob))
+        self._remember(known_hosts.line(name, port, kind, blob))
 
-    def _remember(self, settings: SshSettings, line: str) -> None:
+    def _remember(self, line: str) -> None:
         with self._lock:
             known_hosts.append(known_hosts.own_file(), line)
             self._known.clear()
@@ -189,6 +178,7 @@ class ChannelLink(Link):
         self._transport = transport
         self._channel = channel
         self._keep = keep
+        self.when_dropped: Callable[[], object] | None = None
         self._fd = channel.fileno()
         channel.settimeout(0)
 
@@ -213,8 +203,11 @@ class ChannelLink(Link):
         if not self._channel.exit_status_ready():
             return None, "because the connection was cut"
         status = self._channel.recv_exit_status()
-        # paramiko keeps no word of the signal.
-        return (None, "because the connection was cut") if status == -1 else (status, f"with status {status}")
+        if status >= 0:
+            return status, f"with status {status}"
+        if self._channel.eof_received and self._transport.is_active():
+            return UNKNOWN_SIGNAL, "by a signal"  # paramiko keeps no word of which
+        return None, "because the connection was cut"
 
     def finish(self) -> None:
         with self._lock:
@@ -231,6 +224,10 @@ class ChannelLink(Link):
         self._closing = True
         if not self._keep:
             _drop(self._transport)
+            self._channel.close()  # it is closed already; this lets go of its pipe
+        when_dropped, self.when_dropped = self.when_dropped, None
+        if when_dropped is not None:
+            when_dropped()
 
     def _send(self, data: bytes) -> int:
         return int(self._channel.send(data))
@@ -285,6 +282,45 @@ def _load(path: str) -> Any:  # noqa: ANN401 - some kind of paramiko.PKey, or No
         return paramiko.PKey.from_path(path)
     except (paramiko.SSHException, OSError, ValueError, TypeError):
         return None
+
+
+def _type_inside(algorithm: str) -> str:
+    """Give the type of the keys of an algorithm: RSA keys sign in several ways."""
+    return "ssh-rsa" if algorithm.startswith("rsa-sha2-") else algorithm
+
+
+def _unknown_key(settings: SshSettings, kind: str, blob: bytes) -> Refusal:
+    line = known_hosts.line(*settings.known_as, kind, blob)
+    shown = known_hosts.fingerprint(blob)
+    file = settings.user_known_hosts[0] if settings.user_known_hosts else known_hosts.own_file()
+    return Refusal(
+        state=HostState.HOST_KEY_UNKNOWN,
+        stage="host key",
+        message=f"its {kind} key is in no known_hosts file",
+        hint="compare the fingerprint with the host's own, then add the line; or accept all unknown keys, "
+        "never changed ones, with --accept-new",
+        commands=(f"echo '{line}' >> {shlex.quote(file)}  # {shown}",),
+        evidence=(f"{line.split(' ')[0]} shows {shown}",),
+    )
+
+
+def _other_key(settings: SshSettings, verdict: Verdict, kind: str, blob: bytes) -> Refusal:
+    name, port = settings.known_as
+    where = f"{verdict.file}, line {verdict.line}"
+    evidence = f"it shows the {kind} key {known_hosts.fingerprint(blob)}; see {where}"
+    if verdict.key is KeyVerdict.REVOKED:
+        words = f"its {kind} key is marked as revoked"
+        return Refusal(state=HostState.HOST_KEY_REVOKED, stage="host key", message=words, evidence=(evidence,))
+    known = "another one is" if verdict.key is KeyVerdict.CHANGED else "only keys of other types are"
+    entry = name if port == 22 else f"[{name}]:{port}"
+    return Refusal(
+        state=HostState.HOST_KEY_CHANGED,
+        stage="host key",
+        message=f"it shows a key of type {kind}, and {known} known for it",
+        hint="if the host was installed anew, forget the old key; if not, somebody may be in between",
+        commands=(f"ssh-keygen -R {shlex.quote(entry)} -f {shlex.quote(verdict.file)}",),
+        evidence=(evidence,),
+    )
 
 
 def _behind_bastion(code: int, text: str, where: str) -> Refusal:

@@ -95,7 +95,10 @@ class StepTransport(Transport):
         threading.Thread(target=self._go, args=(list(hosts), arrivals), daemon=True).start()
 
     def explain(self, host: Host) -> str:
-        return shlex.join(self.command([host], ["sh", "-c", "..."]))
+        return self.explain_all([host])
+
+    def explain_all(self, hosts: Sequence[Host]) -> str:
+        return shlex.join(self.command(hosts, ["/bin/sh", "-c", "..."]))
 
     def close(self) -> None:
         self._over.set()

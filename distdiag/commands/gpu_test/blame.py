@@ -45,7 +45,8 @@ def blame(outcome: Outcome, traces: list[Trace]) -> Blame:
     """Tell causes from consequences."""
     troubles = [trouble for trace in traces for trouble in _troubles(trace)]
     died = [trace for trace in traces if trace.died]
-    looked_at = any(trace.inspection for trace in traces)  # when all stood still, or were interrupted at it
+    # When all stood still, or were interrupted at it; the positions tell enough where nobody could be looked at.
+    looked_at = outcome is Outcome.STALLED or any(trace.inspection for trace in traces)
     lost = tuple(trace.rank for trace in traces if trace.lost)
     missing = _missing(traces) if looked_at and not died and not lost else ()
     roots = [trouble for trouble in troubles if not _sounds_like_consequence(trouble.message)]

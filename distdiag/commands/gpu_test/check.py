@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
+import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from distdiag.cluster import launch
+from distdiag.cluster import access, launch, recipes
 from distdiag.cluster.access import Agent, open_fleet
 from distdiag.cluster.hosts import name_ranks
 from distdiag.cluster.meeting import Scout, Wish
 from distdiag.cluster.rows import HostState, Refusal
-from distdiag.cluster.targets import describe, find_targets
+from distdiag.cluster.targets import THIS_NODE, Cluster, describe, find_targets
 from distdiag.commands.gpu_test import diagnose, findings, join
 from distdiag.commands.gpu_test.blame import position
-from distdiag.commands.gpu_test.collect import NodeFacts
+from distdiag.commands.gpu_test.collect import NodeFacts, find_gpus
 from distdiag.commands.gpu_test.model import STAGES, Course, Device, Place, Scene
-from distdiag.commands.gpu_test.plan import check_request, make_plan
+from distdiag.commands.gpu_test.plan import RANKS_WITHOUT_GPU, check_request, make_plan
+from distdiag.commands.gpu_test.words import again
 from distdiag.errors import DistdiagError, NodeFailed
-from distdiag.node import rendezvous
+from distdiag.node import machine, rendezvous
 from distdiag.node.identity import identify
 from distdiag.report import Finding
 
 if TYPE_CHECKING:
     from distdiag.cluster.fleet import Fleet
     from distdiag.cluster.meeting import Meeting
+    from distdiag.cluster.recipes import Recipe
     from distdiag.cluster.targets import Targets
     from distdiag.commands.gpu_test.model import GpuTest, Plan, Request, Share
     from distdiag.deliver import Progress
@@ -61,6 +67,24 @@ def check(request: Request, progress: Progress) -> Report[GpuTest]:
         if not scene.places:
             return diagnose.not_run(request, scene, [])
         return test(request, fleet, scene, progress)
+
+
+def explain(request: Request, recipe: Recipe | None) -> list[str]:
+    """Write how the hosts would be reached, or the lines that start the test under a launcher."""
+    check_request(request)
+    targets = find_targets(request.cluster, os.environ)
+    if recipe is None:
+        return access.explain(request.cluster, targets, agent_for(request))
+    hosts = [machine.host_name() if host is THIS_NODE else host.name for host in targets.hosts]
+    gpus = (find_gpus().visible or 0) if request.device is not Device.CPU else 0
+    nproc = request.nproc or targets.hosts[0].slots or gpus or RANKS_WITHOUT_GPU
+    plain = replace(request, nproc=None, cluster=Cluster())
+    lines = recipes.lines(recipe, hosts, nproc, again(plain), gpus=gpus > 0)
+    if shutil.which("torchrun") is None:
+        lines = [
+            line.replace("torchrun ", f"{shlex.quote(sys.executable)} -m torch.distributed.run ") for line in lines
+        ]
+    return lines
 
 
 def agent_for(request: Request) -> Agent:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from distdiag.cluster.recipes import Recipe  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.gpu_test.model import STAGES, Backend, Device, Fault, FaultKind, Request
 from distdiag.errors import UsageError
@@ -79,6 +80,10 @@ def gpu_test(
             "such as kill:1 or stop:2@memory.",
         ),
     ] = None,
+    print_command: Annotated[
+        Recipe | None,
+        typer.Option(help="Print the lines that start this test under a launcher (for slurm a script), and stop."),
+    ] = None,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
     *,
@@ -90,12 +95,10 @@ def gpu_test(
 
     Exit status: 0 all is well, 1 a fault was found, 2 wrong usage, 3 could not be tested, 130 interrupted.
     """
-    from distdiag.deliver import Output, Progress, deliver
+    from distdiag.deliver import Output, Progress, deliver, deliver_lines
 
-    def run() -> Report[GpuTest]:
-        from distdiag.commands.gpu_test.check import check
-
-        request = Request(
+    def asked() -> Request:
+        return Request(
             program=called_as(),
             nproc=nproc,
             backend=backend,
@@ -111,12 +114,23 @@ def gpu_test(
             nccl_debug=nccl_debug,
             fault=parse_fault(inject) if inject is not None else None,
         )
+
+    def run() -> Report[GpuTest]:
+        from distdiag.commands.gpu_test.check import check
+
         with Progress() as progress:
-            return check(request, progress)
+            return check(asked(), progress)
+
+    def commands() -> list[str]:
+        from distdiag.commands.gpu_test.check import explain
+
+        return explain(asked(), print_command)
 
     def view(report: Report[GpuTest]) -> Iterable[RenderableType]:
         from distdiag.commands.gpu_test.view import gpu_test_view
 
         return gpu_test_view(report)
 
+    if cluster.explain or print_command is not None:
+        deliver_lines("gpu-test", commands, as_json=as_json)
     deliver("gpu-test", run, view, Output(json=as_json, strict=strict))
