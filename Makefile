@@ -4,9 +4,12 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 # Pinned where we install; pyproject.toml has a range, so that users keep the torch they have.
 TORCH := torch==2.13.0
-# What the tests use beside Python: shells to press TAB in, and unshare/mount for a small /dev/shm.
-TOOLS := bash zsh fish unshare mount
-PACKAGES := bash zsh fish util-linux mount
+# What the tests use beside Python: shells to press TAB in, and what real clusters are made of: namespaces, firewalls,
+# sshd, SLURM, MPI.
+TOOLS := bash zsh fish tcsh unshare nsenter mount ip nft ssh sshd ssh-keygen \
+  slurmctld slurmd srun munged mpirun.openmpi mpirun.mpich
+PACKAGES := bash zsh fish tcsh util-linux mount iproute2 nftables openssh-client openssh-server \
+  slurmctld slurmd slurm-client munge openmpi-bin mpich
 
 .PHONY: help run test check fix completions bench clean
 .DEFAULT_GOAL := help
@@ -44,7 +47,7 @@ clean: ## Remove the virtual environment and caches
 
 .PHONY: tools
 tools:
-	@missing=""; for tool in $(TOOLS); do command -v $$tool >/dev/null || missing="$$missing $$tool"; done; \
+	@missing=""; PATH="$$PATH:/usr/sbin:/sbin"; for tool in $(TOOLS); do command -v $$tool >/dev/null || missing="$$missing $$tool"; done; \
 	if [ -z "$$missing" ]; then exit 0; fi; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(PACKAGES) >/dev/null; \

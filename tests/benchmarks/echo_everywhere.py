@@ -1,0 +1,87 @@
+"""Runs `echo ok` on the hosts named in a file, by one of two libraries in this process: METHOD FILE CONNECT_SECONDS.
+
+Prints JSON: how many answered, and this process's own processor time and peak memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import selectors
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def ours(names: list[str], connect_s: float) -> int:
+    """By the transport and the links that every command uses."""
+    from distdiag.cluster.hosts import Host
+    from distdiag.cluster.rows import Refusal
+    from distdiag.cluster.transports import Arrivals
+    from distdiag.cluster.transports.ssh import SshTransport
+
+    arrivals = Arrivals()
+    transport = SshTransport("echo ok", b"", stage_s=connect_s if connect_s < 5 else None)
+    transport.start([Host(name=name) for name in names], arrivals)
+    selector = selectors.DefaultSelector()
+    selector.register(arrivals.bell, selectors.EVENT_READ, None)
+    left, good = len(names), 0
+    while left:
+        for key, _ in selector.select(1):
+            if key.data is not None:
+                heard = key.data[0].read()
+                key.data[1].append(heard.out)
+                if heard.ended:
+                    selector.unregister(key.fd)
+                    key.data[0].kill()
+                    good += b"".join(key.data[1]) == b"ok\n"
+                    left -= 1
+                continue
+            for _, what in arrivals.take():
+                if isinstance(what, Refusal):
+                    left -= 1
+                elif not isinstance(what, str):
+                    (fd,) = what.fds()
+                    selector.register(fd, selectors.EVENT_READ, (what, []))
+    transport.close()
+    return good
+
+
+def by_asyncssh(names: list[str], connect_s: float) -> int:
+    """By asyncssh, 256 at a time, as its documentation shows."""
+    import asyncssh
+
+    async def one(name: str, turn: asyncio.Semaphore) -> bool:
+        async with turn:
+            try:
+                async with asyncssh.connect(name, connect_timeout=connect_s) as connection:
+                    return (await connection.run("echo ok")).stdout == "ok\n"
+            except (OSError, asyncssh.Error, TimeoutError):
+                return False
+
+    async def all_of_them() -> int:
+        turn = asyncio.Semaphore(256)
+        return sum(await asyncio.gather(*(one(name, turn) for name in names)))
+
+    return asyncio.run(all_of_them())
+
+
+def main() -> None:
+    method: Any = {"distdiag": ours, "asyncssh": by_asyncssh}[sys.argv[1]]
+    names = Path(sys.argv[2]).read_text().split()
+    began = time.monotonic()
+    good = method(names, float(sys.argv[3]))
+    peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert peak is not None
+    told = {
+        "ok": good,
+        "seconds": time.monotonic() - began,
+        "cpu_s": time.process_time(),
+        "rss_mib": int(peak[1]) >> 10,
+    }
+    json.dump(told, sys.stdout)
+
+
+main()

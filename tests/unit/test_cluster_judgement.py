@@ -1,0 +1,153 @@
+"""What is concluded about hosts and the ways between them, from facts alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from distdiag.cluster.meeting import LookUp, Meeting, Path
+from distdiag.cluster.minority import differences
+from distdiag.cluster.reached import host_findings
+from distdiag.cluster.rows import HostState, Refusal, Row
+from distdiag.cluster.ways import way_findings
+from distdiag.node.identity import contradiction, nested_tasks
+from distdiag.node.network import Interface, Names, Network
+from distdiag.node.reach import Probe
+from distdiag.report import Finding, Level
+
+
+def network(name: str, *, own: str = "10.0.0.9", tools: tuple[str, ...] = ("ufw",)) -> Network:
+    eth0 = Interface("eth0", ("10.0.0.9/24",), True, False, False, 9000, True)
+    return Network((eth0,), Names(name, (own,), "", name), (32768, 60999), "", "", tools)
+
+
+def probe(verdict: str, *, port: int = 29500, resolved: str = "10.0.0.1", sent_again: int = 0) -> Probe:
+    return Probe(
+        key="",
+        address="10.0.0.1",
+        port=port,
+        verdict=verdict,
+        error="",
+        resolved=(resolved,),
+        local_address="10.0.0.9",
+        interface="eth0",
+        said="",
+        latency_s=0.001,
+        knocks=1,
+        retransmits=sent_again,
+    )
+
+
+def meeting(*paths: Path, own: str = "10.0.0.9") -> Meeting:
+    nodes = ("n1", "n2", "n3")
+    return Meeting(
+        head="n1",
+        hosts={name: name for name in nodes},
+        address="10.0.0.1",
+        port=29500,
+        networks={name: network(name, own=own) for name in nodes},
+        paths=list(paths),
+        interfaces=dict.fromkeys(nodes, "eth0"),
+    )
+
+
+def judged(subject: Meeting) -> list[Finding]:
+    return way_findings("gpu-test", subject, lambda extra: f"distdiag gpu-test {extra}")
+
+
+def to_head(source: str, verdict: str, purpose: str = "rendezvous") -> Path:
+    return Path(source=source, target="n1", purpose=purpose, probe=probe(verdict))
+
+
+def test_all_ways_open_is_no_news() -> None:
+    assert judged(meeting(to_head("n2", "ok"), to_head("n2", "ok", "ranks"))) == []
+
+
+def test_one_node_that_is_cut_off_is_told_from_a_port_that_is_closed_to_all() -> None:
+    (alone,) = judged(meeting(to_head("n2", "filtered"), to_head("n2", "filtered", "ranks"), to_head("n3", "ok")))
+    assert "n3 reaches it" in alone.detail
+    (closed,) = judged(meeting(to_head("n2", "filtered"), to_head("n2", "ok", "ranks"), to_head("n3", "filtered")))
+    assert closed.title.startswith("n[2-3] gets no answer from n1")
+    assert "so it is this port" in closed.detail
+    assert closed.fix is not None
+    assert closed.fix.commands[0] == "ufw allow proto tcp to any port 29500"
+
+
+def test_a_few_packets_sent_again_are_no_fault_and_many_are() -> None:
+    busy = Path(source="n2", target="n1", purpose="ranks", probe=probe("ok", sent_again=2))
+    lossy = Path(source="n2", target="n1", purpose="ranks", probe=probe("ok", sent_again=9))
+    hopeless = Path(source="n2", target="n1", purpose="ranks", probe=probe("lossy", sent_again=30))
+    assert judged(meeting(busy)) == []
+    assert [found.level for found in judged(meeting(lossy))] == [Level.WARN]
+    assert [found.level for found in judged(meeting(hopeless))] == [Level.FAIL]
+
+
+def test_a_name_that_leads_home_is_not_called_a_refusal() -> None:
+    home = Path(source="n2", target="n1", purpose="rendezvous", probe=probe("refused", resolved="127.0.1.1"))
+    assert [found.id for found in judged(meeting(home))] == ["gpu-test.address-loopback"]
+
+
+def test_names_that_torchrun_trips_over_are_warnings() -> None:
+    (own,) = judged(meeting(to_head("n2", "ok"), own="127.0.1.1"))
+    assert (own.id, own.level) == ("gpu-test.name-loopback", Level.WARN)
+    assert own.title.startswith("n[1-3] resolves its own name")
+    unknown = meeting(to_head("n2", "ok"))
+    unknown.lookups = [LookUp(node="n2", name="n1.cluster", addresses=(), error="no")]
+    (elsewhere,) = judged(unknown)
+    assert (elsewhere.id, elsewhere.where.hosts) == ("gpu-test.name-unresolved", ("n2",))
+
+
+def test_the_minority_is_the_news() -> None:
+    facts: dict[str, dict[str, object]] = {f"n{i}": {"torch": "2.3.0", "GPUs": 8} for i in range(1, 9)}
+    facts["n8"]["torch"] = "2.2.1"
+    (difference,) = differences(facts)
+    assert str(difference) == "torch: 2.2.1 on n8; 2.3.0 on n[1-7]"
+    assert difference.odd_hosts == ("n8",)
+    assert differences({"a": {"x": None}, "b": {}}) == ()
+
+
+def test_the_same_trouble_of_many_hosts_is_one_finding() -> None:
+    def refusal(host: str) -> Refusal:
+        return Refusal(state=HostState.FILTERED, stage="connect", message=f"no answer from {host} port 22 within 5 s")
+
+    names = [f"n{i}" for i in range(1, 101)]
+    rows = [Row(host=name, state=HostState.FILTERED, stage="connect", message="", seconds=5.0) for name in names]
+    (found,) = host_findings({name: refusal(name) for name in names}, rows)
+    assert found.id == "hosts.filtered"
+    assert found.title.startswith("100 hosts, n[1-100]: each does not answer at all")
+    assert (found.level, len(found.where.hosts)) == (Level.UNKNOWN, 100)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4"},
+            (3, 4, 0, 1),
+        ),
+        ({"RANK": "3", "WORLD_SIZE": "4", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4"}, None),
+        ({"RANK": "0", "WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}, (0, 4, 0, 8)),
+        ({"RANK": "5", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}, None),
+        ({"RANK": "5", "WORLD_SIZE": "8"}, None),
+    ],
+)
+def test_rank_variables_that_contradict_the_launcher(
+    environ: dict[str, str], expected: tuple[int, int, int, int] | None
+) -> None:
+    found = contradiction(environ)
+    told = found and (found[0].rank, found[0].world_size, found[1].rank, found[1].world_size)
+    assert told == expected
+
+
+@pytest.mark.parametrize(
+    ("ancestors", "tasks", "nested"),
+    [
+        (["mpirun", "slurmstepd", "systemd"], "2", 2),
+        (["mpirun", "bash", "slurmstepd"], "2", 2),
+        (["mpirun", "slurmstepd"], "1", 0),
+        (["orted", "slurmstepd"], "4", 0),  # mpirun in a batch script starts its daemons by srun
+        (["slurmstepd"], "4", 0),
+        (["mpirun", "bash", "sshd"], "4", 0),
+    ],
+)
+def test_an_mpirun_in_every_task_of_srun(ancestors: list[str], tasks: str, nested: int) -> None:
+    assert nested_tasks({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": tasks}, ancestors) == nested
