@@ -87,7 +87,7 @@ def explain(cluster: Cluster, targets: Targets, agent: Agent) -> list[str]:
             shell = _shell_lines(cluster, len(fleet.payload), needs_torch=agent.rank is not None)
             told += [
                 "",
-                f"# Each is sent these lines, and then {len(fleet.payload)} bytes of distdiag for the Python they find:",
+                f"# Each is sent these lines, and then {len(fleet.payload)} bytes of distdiag for the Python found:",
                 *shell.decode().splitlines(),
             ]
         return told

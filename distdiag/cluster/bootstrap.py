@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import re
 import shlex
 import sys
 
 from distdiag.node import boot, wire
 
 _NAMES = ("python3", "python3.13", "python3.12", "python3.11", "python3.10", "python3.9")
+_FLAGS = "-S -c"
+"""The agent needs no site-packages, and reading them takes as long as all the rest of Python's start."""
 _OLD_ENOUGH = "import sys;sys.exit(sys.version_info<(3,9))"
 _HAS_TORCH = 'import sys,importlib.util as u;sys.exit(sys.version_info<(3,9) or u.find_spec("torch") is None)'
 _DECODE = "import sys;from base64 import b64decode as d;exec(d(sys.argv.pop(1)))"
@@ -32,7 +36,9 @@ def shell(setup: str | None) -> str:
 def lines(payload_bytes: int, *, python: str | None, setup: str | None, needs_torch: bool) -> bytes:
     """Write the lines that start the node side, which then reads `payload_bytes` bytes of payload from stdin."""
     start = base64.b64encode(boot.START.encode()).decode()
-    return script([_DECODE, start, str(payload_bytes)], python=python, setup=setup, needs_torch=needs_torch).encode()
+    body = script([_DECODE, start, str(payload_bytes)], python=python, setup=setup, needs_torch=needs_torch)
+    # One command: a shell that reads on as it goes (bash) would leave the rest of the lines to Python.
+    return f"{{\n{body}}}\n".encode()
 
 
 def script(program: list[str], *, python: str | None, setup: str | None, needs_torch: bool) -> str:
@@ -45,13 +51,17 @@ def script(program: list[str], *, python: str | None, setup: str | None, needs_t
     if python:
         missing = json.dumps({"kind": "no-python", "tried": python})
         given = shlex.quote(python)
-        parts.append(f"if command -v {given} >/dev/null; then exec {given} -c {arguments}; fi")
+        parts.append(f"if command -v {given} >/dev/null; then exec {given} {_FLAGS} {arguments}; fi")
         parts.append(f"{told} {shlex.quote(missing)}")
         return "\n".join(parts) + "\nexit 0\n"
     parts.append(
         'distdiag_try() { command -v "$2" >/dev/null && "$2" -c "$1" </dev/null >/dev/null 2>&1 && '
-        f'exec "$2" -c {arguments}; }}'
+        f'exec "$2" {_FLAGS} {arguments}; }}'
     )
+    if not needs_torch and re.fullmatch(r"python3\.(9|[1-9][0-9])", os.path.basename(sys.executable)):
+        # Its name says that it is new enough: spare every node the start of a Python that only tells its version.
+        own = shlex.quote(sys.executable)
+        parts.append(f"if [ -x {own} ]; then exec {own} {_FLAGS} {arguments}; fi")
     nearest = f'{shlex.quote(sys.executable)} "$CONDA_PREFIX/bin/python" "$VIRTUAL_ENV/bin/python"'
     for check in [_HAS_TORCH, _OLD_ENOUGH] if needs_torch else [_OLD_ENOUGH]:
         for places in (nearest, f"$({_OF_THE_JOB})", " ".join(_NAMES)):

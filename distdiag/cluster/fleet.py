@@ -9,7 +9,7 @@ import selectors
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster import links
@@ -46,7 +46,6 @@ class Limits:
 class _Waiting:
     host: Host
     began: float
-    entered: float
     stage: str = "queue"
 
 
@@ -147,9 +146,9 @@ class Fleet:
         node.deaf = True
         return NodeFailed(node.why_no_answer(), hint=node.last_words() or "something stops processes there")
 
-    def refuse(self, name: str, refusal: Refusal, began: float) -> None:
+    def refuse(self, name: str, refusal: Refusal, began: float, ended: float | None = None) -> None:
         """Give a host up and note why."""
-        seconds = time.monotonic() - began
+        seconds = (time.monotonic() if ended is None else ended) - began
         self.refusals[name] = refusal
         self._rows[name] = Row(
             host=name, state=refusal.state, stage=refusal.stage, message=refusal.message, seconds=round(seconds, 3)
@@ -170,6 +169,8 @@ class Fleet:
         self._arrivals.close()
 
     def _start_more(self) -> None:
+        if not self._queue:
+            return
         width = self.transport.width or len(self.hosts)
         room = (
             width
@@ -179,7 +180,7 @@ class Fleet:
         batch = [self._queue.popleft() for _ in range(min(room, len(self._queue)))]
         now = time.monotonic()
         for host in batch:
-            self._waiting[host.name] = _Waiting(host, now, now)
+            self._waiting[host.name] = _Waiting(host, now)
         if batch:
             self.transport.start(batch, self._arrivals)
 
@@ -204,15 +205,17 @@ class Fleet:
                 node.link.flush()
 
     def _take_arrivals(self) -> None:
-        for name, what in self._arrivals.take():
+        for at, name, what in self._arrivals.take():
             waiting = self._waiting.get(name)
             if isinstance(what, str):
                 if waiting is not None:
-                    waiting.stage, waiting.entered = what, time.monotonic()
+                    if waiting.stage == "queue":  # that was our own doing, not the host's
+                        waiting.began = at
+                    waiting.stage = what
             elif isinstance(what, Refusal):
                 if waiting is not None:
                     del self._waiting[name]
-                    self.refuse(name, what, waiting.began)
+                    self.refuse(name, what, waiting.began, at)
             elif waiting is None:  # it came after its time
                 what.kill()
             else:
@@ -236,7 +239,7 @@ class Fleet:
             node.link.kill()
         elif heard.ended and node.stage is not NodeStage.DOWN:
             was_up = node.stage is NodeStage.UP
-            self._drop(node, node.why_it_ended())
+            self._drop(node, self._why_it_ended(node))
             if was_up:
                 yield node, {"kind": "down"}
 
@@ -247,6 +250,11 @@ class Fleet:
         self.refuse(node.name, refusal, node.began)
         # Not waited for: whoever is cut off ends by itself, and we have no connection to be polite on.
         node.link.kill()
+
+    def _why_it_ended(self, node: Node) -> Refusal:
+        refusal = node.why_it_ended()
+        words = self.transport.last_words() if refusal.state is HostState.LOST else ()
+        return replace(refusal, evidence=(*refusal.evidence, *words)) if words else refusal
 
     def _watch_only(self, node: Node, fds: tuple[int, ...]) -> None:
         """Forget the descriptors that have come to their end, before somebody closes them."""

@@ -188,7 +188,7 @@ class SocketLink(Link):
         return Heard(data, b"", self._ended)
 
     def how_it_ended(self) -> tuple[int | None, str]:
-        return None, "its connection was closed"
+        return None, "because its connection was closed"
 
     def finish(self) -> None:
         with self._lock:

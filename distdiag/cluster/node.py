@@ -80,9 +80,9 @@ class Node:
         """Go on to the next stage when this record says so; or say why there will be none."""
         kind = record["kind"]
         if kind == "ready" and self.stage is NodeStage.STARTING:
-            self._enter(NodeStage.TELLING)
-            self.link.write(self._payload)
+            self.link.write(self._payload)  # before we enter: from then on it is sent signs of life as well
             self._payload = b""
+            self._enter(NodeStage.TELLING)
         elif kind == "no-python":
             return self._no_python(str(record.get("tried")))
         elif kind == "hello":

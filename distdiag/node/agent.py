@@ -11,15 +11,14 @@ import dataclasses
 import importlib
 import json
 import os
-import queue
 import select
 import signal
 import sys
 import threading
 import time
+from collections import deque
 
-from distdiag.node import boot, hello, reach, run, tools
-from distdiag.node.ranks import Ranks
+from distdiag.node import boot, hello
 from distdiag.node.wire import Writer
 
 TYPE_CHECKING = False
@@ -27,6 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
     from typing import Any, NoReturn
+
+    from distdiag.node.ranks import Ranks
+    from distdiag.node.reach import Reach
+    from distdiag.node.tools import Tools
 
 _POLL_S = 0.03
 """How late the end of a rank may be noticed; its events wake us at once."""
@@ -44,29 +47,28 @@ def serve(config: dict[str, Any], orders_fd: int, wire: Writer, lost: Callable[[
     {"collect": module with a facts(ask), "ask": what it is asked, "env": variables to set, "silence_s": end after so
     many seconds without a word from the parent, None: never, "guest": the parent may be a stranger}
     """
-    run.name_process("distdiag-agent")
     os.environ.update(config["env"])
     inbox = _Inbox(orders_fd, wire, config["silence_s"], lost)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         # A guest is one of the launcher's processes: all got the signal, and the parent will say how we end.
         signal.signal(number, signal.SIG_IGN if config["guest"] else _leave)
-    ranks = Ranks(wire, boot.carried, guest=config["guest"])
+    hands = _Hands(wire, guest=config["guest"])
     try:
         wire.send("hello", **hello.who_is_here())
         facts = importlib.import_module(config["collect"]).facts(config["ask"])
         wire.send("facts", facts=dataclasses.asdict(facts))
-        return _obey_all(inbox, ranks, reach.Reach(wire), tools.Tools(wire), guest=config["guest"])
+        return _obey_all(inbox, hands)
     except (BrokenPipeError, ConnectionError):
         return lost()  # the parent is gone: the same as the end of the orders
     finally:
-        ranks.end()
+        hands.end()
 
 
 class _Inbox:
     """Takes orders on a thread of its own, so that the end of them is seen whatever else is being done."""
 
     def __init__(self, fd: int, wire: Writer, silence_s: float | None, lost: Callable[[], int]) -> None:
-        self.orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.orders: deque[dict[str, Any]] = deque()
         self.bell, self._push = os.pipe()
         self._fd = fd
         self._wire = wire
@@ -90,7 +92,7 @@ class _Inbox:
                 *lines, rest = (rest + data).split(b"\n")
                 for line in filter(None, lines):  # an empty line only says that the parent is there
                     order = json.loads(line)
-                    self.orders.put(order)
+                    self.orders.append(order)
                     os.write(self._push, b".")
                     if order["do"] == "leave":
                         return  # the end that comes after it is no loss
@@ -107,35 +109,92 @@ class _Inbox:
 
     def _die(self) -> NoReturn:
         status = self._lost()
+        from distdiag.node import run
+
         run.kill_all()
         os._exit(status)
 
 
-def _obey_all(inbox: _Inbox, ranks: Ranks, reachable: reach.Reach, toolbox: tools.Tools, *, guest: bool) -> int:
-    do: dict[str, Callable[[dict[str, Any]], None]] = {
-        "listen": ranks.listen,
-        "keep-logs": lambda order: ranks.keep_logs(),
-        "start": ranks.start,
-        "inspect": ranks.inspect,
-        "reach-listen": reachable.listen,
-        "reach-serve": lambda order: reachable.serve(order, ranks.listener),
-        "reach-probe": reachable.probe,
-        "reach-end": reachable.end,
-    }
-    if not guest:
-        do["tool"] = toolbox.take
+def _obey_all(inbox: _Inbox, hands: _Hands) -> int:
     while True:
-        watched = [inbox.bell, *ranks.descriptors()]
-        ready, _, _ = select.select(watched, [], [], _POLL_S if ranks.running else None)
+        watched = [inbox.bell, *hands.descriptors()]
+        ready, _, _ = select.select(watched, [], [], _POLL_S if hands.busy else None)
         if inbox.bell in ready:
             os.read(inbox.bell, 1)
-            order = inbox.orders.get()
+            order = inbox.orders.popleft()
             if order["do"] == "leave":
                 return int(order["status"])
-            act = do.get(order["do"])
-            if act is not None:  # a guest has fewer
-                act(order)
-        ranks.poll()
+            hands.do(order)
+        hands.poll()
+
+
+class _Hands:
+    """Who does what is ordered. Imported when it is first wanted: most agents only tell their facts."""
+
+    def __init__(self, wire: Writer, *, guest: bool) -> None:
+        self._wire = wire
+        self._guest = guest
+        self._ranks: Ranks | None = None
+        self._reach: Reach | None = None
+        self._tools: Tools | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are ranks to look after."""
+        return self._ranks is not None and bool(self._ranks.running)
+
+    def descriptors(self) -> list[int]:
+        """List what becomes readable when a rank has something to tell."""
+        return [] if self._ranks is None else self._ranks.descriptors()
+
+    def poll(self) -> None:
+        """Pass on what the ranks tell."""
+        if self._ranks is not None:
+            self._ranks.poll()
+
+    def end(self) -> None:
+        """End the ranks."""
+        if self._ranks is not None:
+            self._ranks.end()
+
+    def do(self, order: dict[str, Any]) -> None:
+        """Obey one order; what a newer parent may say is passed over."""
+        kind = order["do"]
+        if kind in ("listen", "keep-logs", "start", "inspect"):
+            self._about_ranks(order)
+        elif kind.startswith("reach-"):
+            self._about_reach(order)
+        elif kind == "tool" and not self._guest:
+            from distdiag.node.tools import Tools
+
+            self._tools = self._tools or Tools(self._wire)
+            self._tools.take(order)
+
+    def _about_ranks(self, order: dict[str, Any]) -> None:
+        from distdiag.node.ranks import Ranks
+
+        ranks = self._ranks = self._ranks or Ranks(self._wire, boot.carried, guest=self._guest)
+        if order["do"] == "listen":
+            ranks.listen(order)
+        elif order["do"] == "keep-logs":
+            ranks.keep_logs()
+        elif order["do"] == "start":
+            ranks.start(order)
+        else:
+            ranks.inspect(order)
+
+    def _about_reach(self, order: dict[str, Any]) -> None:
+        from distdiag.node.reach import Reach
+
+        reach = self._reach = self._reach or Reach(self._wire)
+        if order["do"] == "reach-listen":
+            reach.listen(order)
+        elif order["do"] == "reach-serve":
+            reach.serve(order, None if self._ranks is None else self._ranks.listener)
+        elif order["do"] == "reach-probe":
+            reach.probe(order)
+        elif order["do"] == "reach-end":
+            reach.end(order)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import sys
 import time
 
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 def who_is_here() -> dict[str, Any]:
     """Give host name, identity of the machine, Python, user, pid, wall clock, and py-spy's path if there is one."""
     me = identify(os.environ)
+    system = os.uname()
     return {
         "host": machine.host_name(),
         "machine": _machine_id(),
@@ -25,8 +25,8 @@ def who_is_here() -> dict[str, Any]:
         "user": os.geteuid(),
         "python": sys.executable,
         "python_version": ".".join(map(str, sys.version_info[:3])),
-        "platform": f"{platform.system()} {platform.machine()}",
-        "kernel": platform.release(),
+        "platform": f"{system.sysname} {system.machine}",
+        "kernel": system.release,
         "clock_s": time.time(),
         "py_spy": tools.find("py-spy"),
         "task": None if me is None else me.rank,

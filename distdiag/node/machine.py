@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import dataclass
 
 TYPE_CHECKING = False
@@ -39,7 +38,7 @@ class ProcessState:
 
 def host_name() -> str:
     """Give the name of this node, as its administrator calls it (up to the first dot)."""
-    return socket.gethostname().partition(".")[0] or "this-node"
+    return os.uname().nodename.partition(".")[0] or "this-node"
 
 
 def available_memory_bytes() -> int | None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import os
-import shutil
 import sys
-import zlib
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,6 +16,8 @@ _brought: dict[str, str] = {}
 
 def find(name: str) -> str | None:
     """Find a tool: beside this Python, on PATH, or brought along."""
+    import shutil
+
     beside = os.path.join(os.path.dirname(sys.executable), name)
     return beside if os.access(beside, os.X_OK) else shutil.which(name) or _brought.get(name)
 
@@ -38,13 +37,16 @@ class Tools:
         if order["last"]:
             try:
                 _brought[name] = _keep(name, "".join(self._pieces.pop(name)))
-            except (OSError, ValueError, AttributeError, zlib.error) as error:  # AttributeError: no memfd here
+            except Exception as error:  # noqa: BLE001 - broken data, or no memfd here
                 self._wire.send("tool", name=name, error=str(error))
             else:
                 self._wire.send("tool", name=name, error="")
 
 
 def _keep(name: str, text: str) -> str:
+    import base64
+    import zlib
+
     data = zlib.decompress(base64.b64decode(text))
     fd = os.memfd_create(name)
     while data:

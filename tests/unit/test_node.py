@@ -42,6 +42,14 @@ def test_endless_output_without_a_line_end_is_dropped_in_bounded_memory() -> Non
     assert len(reader.noise) <= wire.MAX_NOISE_BYTES
 
 
+def test_a_line_that_grows_in_small_pieces_costs_time_in_proportion() -> None:
+    reader = wire.Reader()
+    began = time.monotonic()
+    for _ in range(4000):
+        assert list(reader.feed(b"x" * 1000)) == []
+    assert time.monotonic() - began < 0.3, "copying it each time took 2 s"
+
+
 def test_run_ends_a_program_with_all_its_children_at_the_deadline() -> None:
     script = "sleep 60 & echo $!; sleep 60"
     began = time.monotonic()

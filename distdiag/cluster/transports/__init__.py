@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ class Arrivals:
     """What the transports bring, from whatever thread: a link to a host, or why there is none."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[str, Link | Refusal | str]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[float, str, Link | Refusal | str]] = queue.SimpleQueue()
         self.bell, self._push = os.pipe()
         os.set_blocking(self.bell, False)
         os.set_blocking(self._push, False)
@@ -34,11 +35,11 @@ class Arrivals:
         self._put(host, refusal)
 
     def stage(self, host: str, stage: str) -> None:
-        """Tell that a host has come to this stage; its deadline begins anew."""
+        """Tell that a host has come to this stage."""
         self._put(host, stage)
 
-    def take(self) -> Iterator[tuple[str, Link | Refusal | str]]:
-        """Yield what came since."""
+    def take(self) -> Iterator[tuple[float, str, Link | Refusal | str]]:
+        """Yield what came since: when, for which host, and what."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.bell, 65536)
         while not self._queue.empty():
@@ -51,7 +52,7 @@ class Arrivals:
         os.close(self.bell)
 
     def _put(self, host: str, what: Link | Refusal | str) -> None:
-        self._queue.put((host, what))
+        self._queue.put((time.monotonic(), host, what))
         with contextlib.suppress(OSError):  # full: it rings already; closed: nobody listens any more
             os.write(self._push, b".")
 
@@ -78,6 +79,10 @@ class Transport(ABC):
     def explain_all(self, hosts: Sequence[Host]) -> str:
         """Write the one command that does it for all hosts, where one does."""
         return "\n".join(self.explain(host) for host in hosts)
+
+    def last_words(self) -> tuple[str, ...]:
+        """Give what the launcher itself said lately, where one launcher leads to all hosts."""
+        return ()
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do
         """Let go of what was kept for all hosts; links are closed by then."""

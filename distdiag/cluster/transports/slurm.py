@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.rows import HostState
 from distdiag.cluster.transports.step import Payload, StepTransport, without
+from distdiag.node import run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +22,8 @@ _SHAPE = (
     *("SLURM_CPUS_PER_TASK", "SLURM_CPU_BIND", "SLURM_MEM_PER", "SLURM_GPUS_PER", "SLURM_GRES", "SLURM_EXACT"),
     *("SLURM_KILL_BAD_EXIT", "SLURM_LABELIO", "SLURM_WAIT", "SLURM_EXPORT_ENV", "SRUN_", "SLURM_HINT"),
 )
+_CONFIG_S = 5.0
+_TRIES = 50
 _FAILED = re.compile(r"(?:failed on node|Task launch.*on node) ([\w.-]+): (.+)")
 
 
@@ -31,6 +35,15 @@ class SlurmTransport(StepTransport):
     def __init__(self, job: str, payload: Payload, *, start_s: float) -> None:
         super().__init__(payload, start_s=start_s)
         self._job = job
+
+    def ports(self) -> Sequence[int]:
+        """Where the cluster's firewall lets only srun's own ports in, ours has to be one of them."""
+        said = run.run(["scontrol", "show", "config"], timeout_s=_CONFIG_S).stdout.decode("utf-8", "replace")
+        found = re.search(r"^SrunPortRange\s*=\s*(\d+)-(\d+)", said, re.MULTILINE)
+        if found is None or found[2] == "0":
+            return (0,)
+        span = range(int(found[1]), int(found[2]) + 1)
+        return random.sample(span, min(len(span), _TRIES))
 
     def command(self, hosts: Sequence[Host], program: list[str]) -> list[str]:
         count = len(hosts)

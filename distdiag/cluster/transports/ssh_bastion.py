@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from distdiag.cluster.transports.ssh_connect import Patience, Target
     from distdiag.cluster.transports.ssh_login import Login
 
-_AT_ONE_BASTION = 8
-"""sshd starts to drop connections at 10 that have not logged in (MaxStartups 10:30:100)."""
+_WIDTH = 32
+"""It is one connection to the bastion, so sshd's MaxStartups and MaxSessions there do not count."""
 
 
 class NeedsOpenSsh(Exception):
@@ -42,7 +42,7 @@ class Bastion:
         self._login = login
         self._patience = patience
         self._config_file = config_file
-        self._threads = Threads(_AT_ONE_BASTION, "ssh-bastion")
+        self._threads = Threads(_WIDTH, "ssh-bastion")
         self._once = threading.Lock()
         self._opened: object = None
         self._trouble: Refused | NeedsOpenSsh | None = None

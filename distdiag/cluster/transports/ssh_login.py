@@ -67,17 +67,26 @@ class Login:
         if through_bastion:
             # An inner connection that is closed early makes sshd end the bastion's: they all go at the end.
             self._kept.append(transport)
+        began = time.monotonic()
+        # paramiko waits for the answer to exec_command for ever.
+        limit = threading.Timer(self._timeout_s, transport.close)
+        limit.daemon = True
+        limit.start()
         try:
             channel = transport.open_session(timeout=self._timeout_s)
-            channel.settimeout(self._timeout_s)
             channel.exec_command(self._command)
-            if self._words:
-                channel.sendall(self._words)
         except (paramiko.SSHException, EOFError, OSError) as error:
             transport.close()
-            words = f"it lets us in and does not run a command: {_words(error)}"
-            raise Refused(Refusal(state=HostState.FAILED, stage="session", message=words)) from error
-        return ChannelLink(transport, channel, keep=through_bastion)
+            late = time.monotonic() - began > 0.95 * self._timeout_s
+            why = f"no answer within {self._timeout_s:g} s" if late else _words(error)
+            state = HostState.TIMEOUT if late else HostState.FAILED
+            words = f"it lets us in and does not run a command: {why}"
+            raise Refused(Refusal(state=state, stage="session", message=words)) from error
+        finally:
+            limit.cancel()
+        link = ChannelLink(transport, channel, keep=through_bastion)
+        link.write(self._words)  # it may have ended already: then what it said tells why
+        return link
 
     def authenticate(self, connection: Any, settings: SshSettings) -> paramiko.Transport:  # noqa: ANN401 - a socket or channel
         """Check the host key and prove who we are. Raises Refused or Retry, and closes the connection then."""
@@ -105,13 +114,20 @@ class Login:
         """Open a connection from a bastion to a host behind it. Raises Refused."""
         import paramiko
 
+        where = f"{host} port {port}"
+        began = time.monotonic()
         try:
             return bastion.open_channel("direct-tcpip", (host, port), ("127.0.0.1", 0), timeout=timeout_s)
-        except paramiko.ChannelException as error:
-            raise Refused(_behind_bastion(error.code, error.text, f"{host} port {port}")) from error
+        except paramiko.ChannelException as error:  # paramiko keeps its code only, RFC 4254, 5.1
+            forbidden = error.code == 1
+            words = f"the bastion {'may not lead (AllowTcpForwarding)' if forbidden else 'cannot connect'} to {where}"
+            raise Refused(Refusal(state=HostState.NO_ROUTE, stage="connect", message=words)) from error
         except (paramiko.SSHException, EOFError, OSError) as error:
-            words = f"the bastion opens no way to {host} port {port}: {_words(error)}"
-            raise Retry(Refusal(state=HostState.FILTERED, stage="connect", message=words)) from error
+            if time.monotonic() - began > 0.95 * timeout_s:
+                words = f"the bastion gets no answer from {where} within {timeout_s:g} s"
+                raise Refused(Refusal(state=HostState.FILTERED, stage="connect", message=words)) from error
+            words = f"the bastion opens no way to {where}: {_words(error)}"
+            raise Retry(Refusal(state=HostState.FAILED, stage="connect", message=words)) from error
 
     def close(self) -> None:
         """Drop the connections that were kept."""
@@ -130,8 +146,9 @@ class Login:
         begin = time.monotonic()
         try:
             transport.start_client(timeout=self._timeout_s)
+            transport.get_remote_server_key()  # fails if start_client returned because its time was over
         except (paramiko.SSHException, EOFError, OSError) as error:
-            if time.monotonic() - begin >= self._timeout_s:
+            if time.monotonic() - begin > 0.95 * self._timeout_s:
                 words = f"it did not finish ssh's handshake within {self._timeout_s:g} s"
                 raise Refused(Refusal(state=HostState.TIMEOUT, stage="handshake", message=words)) from error
             words = f"port {settings.port} broke off ssh's handshake: {_words(error)}"
@@ -321,23 +338,6 @@ def _other_key(settings: SshSettings, verdict: Verdict, kind: str, blob: bytes) 
         commands=(f"ssh-keygen -R {shlex.quote(entry)} -f {shlex.quote(verdict.file)}",),
         evidence=(evidence,),
     )
-
-
-def _behind_bastion(code: int, text: str, where: str) -> Refusal:
-    """Read the bastion's answer (RFC 4254, 5.1): 1 administratively prohibited, 2 connect failed."""
-    words = text.lower()
-    state = HostState.NO_ROUTE
-    if code == 1:
-        return Refusal(
-            state=state, stage="connect", message=f"the bastion may not lead to {where} (AllowTcpForwarding)"
-        )
-    if "refused" in words:
-        state = HostState.REFUSED
-    elif "timed out" in words:
-        state = HostState.FILTERED
-    elif "not known" in words or "resolution" in words:
-        state = HostState.UNKNOWN_NAME
-    return Refusal(state=state, stage="connect", message=f"from the bastion, {where}: {words}")
 
 
 def _drop(transport: paramiko.Transport) -> None:

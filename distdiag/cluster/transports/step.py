@@ -18,10 +18,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster import bootstrap
+from distdiag.cluster.hosts import fold_ranks
 from distdiag.cluster.hub import Hub
 from distdiag.cluster.links import Heard, Link, ProcessLink
 from distdiag.cluster.rows import HostState, Refusal
 from distdiag.cluster.transports import Arrivals, Transport
+from distdiag.errors import DistdiagError
 from distdiag.node import boot, call_home, run, wire
 
 if TYPE_CHECKING:
@@ -68,12 +70,17 @@ class StepTransport(Transport):
         self._nonce = secrets.token_hex(16)
         self._payload = payload
         self._start_s = start_s
-        self._hub = Hub(self._nonce)
+        self._hub = _take_port(self._nonce, self.ports())
         self._hub.joined = self._joined
         self._hub.start()
         self._round: _Round | None = None
         self._lock = threading.Lock()
         self._over = threading.Event()
+        self._said: list[str] = []
+
+    def ports(self) -> Sequence[int]:
+        """Give the ports at which the nodes may connect to us; 0 is any."""
+        return (0,)
 
     @abstractmethod
     def command(self, hosts: Sequence[Host], program: list[str]) -> list[str]:
@@ -99,6 +106,13 @@ class StepTransport(Transport):
 
     def explain_all(self, hosts: Sequence[Host]) -> str:
         return shlex.join(self.command(hosts, ["/bin/sh", "-c", "..."]))
+
+    def last_words(self) -> tuple[str, ...]:
+        with self._lock:
+            if self._round is None:
+                return ()
+            self._said += self._complaints(self._round.process.read())
+            return tuple(self._said[-4:])
 
     def close(self) -> None:
         self._over.set()
@@ -173,7 +187,7 @@ class StepTransport(Transport):
         said: list[str] = []
         while not self._over.is_set():
             heard = this.process.read()
-            said += self._complaints(this, heard)
+            said += self._complaints(heard)
             with self._lock:
                 missing = [host for host in this.hosts if host.name not in this.links]
                 first_at = this.first_at
@@ -193,11 +207,11 @@ class StepTransport(Transport):
                 if unreachable := self.unreachable(this.hosts):
                     return unreachable
             if now - began > self._start_s or (first_at is not None and now - first_at > _STAGGER_S):
-                return {host.name: self._late(now - began, said) for host in missing}
+                return {host.name: self._late(now - began, said, alone=first_at is not None) for host in missing}
             time.sleep(_TICK_S)
         return {}
 
-    def _complaints(self, this: _Round, heard: Heard) -> list[str]:
+    def _complaints(self, heard: Heard) -> list[str]:
         """Take the lines that are no records; the agents' shells have only complaints to send here."""
         lines = []
         for data in (heard.out, heard.err):
@@ -235,11 +249,13 @@ class StepTransport(Transport):
             return HostState.NO_PYTHON, "there is no Python 3.9 or newer", "name one that is there: --python PATH"
         return HostState.FAILED, "", ""
 
-    def _late(self, seconds: float, said: list[str]) -> Refusal:
+    def _late(self, seconds: float, said: list[str], *, alone: bool) -> Refusal:
+        hint = "" if alone else f"{self.name} needs the nodes to connect back to this machine; see its firewall"
         return Refusal(
             state=HostState.TIMEOUT,
             stage="start",
             message=f"{self.name} started nothing there within {seconds:.0f} s",
+            hint=hint,
             evidence=tuple(said[-4:]),
         )
 
@@ -254,6 +270,18 @@ class StepTransport(Transport):
     def _refuse_all(self, hosts: list[Host], refusal: Refusal, arrivals: Arrivals) -> None:
         for host in hosts:
             arrivals.refuse(host.name, refusal)
+
+
+def _take_port(nonce: str, ports: Sequence[int]) -> Hub:
+    for port in ports:
+        try:
+            return Hub(nonce, port=port)
+        except OSError:
+            continue
+    raise DistdiagError(
+        f"none of the ports {fold_ranks(ports)}, at which the nodes may connect to this machine, is free",
+        hint="see who has them: ss -tlnp",
+    )
 
 
 def without(environ: dict[str, str], *prefixes: str) -> dict[str, str]:

@@ -59,14 +59,14 @@ def check(request: Request, progress: Progress) -> Report[GpuTest]:
             progress.news(f"reaching {describe(targets)}")
         try:
             fleet.gather(lambda now: _tell_reached(now, progress))
+            scene = _scene(fleet, targets)
+            if not scene.places:
+                return diagnose.not_run(request, scene, [])
+            return test(request, fleet, scene, progress)
         except KeyboardInterrupt:
             if targets.launcher is None:
                 raise
             return diagnose.not_run(request, _scene(fleet, targets), [], interrupted=True)
-        scene = _scene(fleet, targets)
-        if not scene.places:
-            return diagnose.not_run(request, scene, [])
-        return test(request, fleet, scene, progress)
 
 
 def explain(request: Request, recipe: Recipe | None) -> list[str]:

@@ -221,10 +221,9 @@ def nodes_lost(parts: Blame, traces: list[Trace], course: Course) -> list[Findin
             id="gpu-test.node-lost",
             level=Level.FAIL,
             title=f"{fold(dict.fromkeys(trace.host for trace in group))} went away during the test: {reason}",
-            detail=f"Last seen: {name_ranks(trace.rank for trace in group)} in stage {place(group[0])[0]} "
-            f"({place(group[0])[1]}).",
+            detail=f"Last seen: {_last_seen(group)}.",
             where=where(group),
-            evidence=tuple(line for refusal in course.lost.values() for line in refusal.evidence),
+            evidence=tuple(dict.fromkeys(line for refusal in course.lost.values() for line in refusal.evidence)),
             fix=Fix(
                 text="see whether the node is up, and its network; what ran there has ended itself",
                 commands=(f"ping -c 3 {group[0].host}",),
@@ -232,6 +231,13 @@ def nodes_lost(parts: Blame, traces: list[Trace], course: Course) -> list[Findin
         )
         for reason, group in by_reason.items()
     ]
+
+
+def _last_seen(group: list[Trace]) -> str:
+    places: dict[tuple[str, str], list[int]] = {}
+    for trace in group:
+        places.setdefault(place(trace), []).append(trace.rank)
+    return "; ".join(f"{name_ranks(ranks)} in stage {stage} ({doing})" for (stage, doing), ranks in places.items())
 
 
 def port_not_free(host: str, taken: Taken, request: Request) -> Finding:

@@ -1,0 +1,163 @@
+"""However distdiag ends, nothing of it runs on any node a few seconds later, and what is known is printed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from cluster import Network, need_network
+from cluster_reach import start_reaching
+from cluster_ssh import SSHD, Hostile, Sshd, act_hostile, give_user_keys, serve_ssh
+from support import Running, need, wait_until
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Iterator
+
+NODES = 8
+GONE_S = 3.0
+END = [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
+
+
+@pytest.fixture
+def net() -> Iterator[Network]:
+    need_network()
+    need("ssh", "ssh-keygen", SSHD)
+    with Network(NODES) as network:
+        serve_ssh(network)
+        yield network
+
+
+@pytest.fixture
+def two() -> Iterator[Network]:
+    need_network()
+    need("ssh", "ssh-keygen", SSHD)
+    with Network(2) as network:
+        serve_ssh(network)
+        yield network
+
+
+def at_work(net: Network) -> list[str]:
+    """List what runs on the nodes, without the servers' halves of connections that they take for alive."""
+    return [f"{node.name}: {line}" for node in net.nodes for line in node.processes().values() if "sshd: " not in line]
+
+
+def await_agents(net: Network, run: subprocess.Popen[str]) -> None:
+    assert run.stdout is not None
+    assert run.stdout.readline() == "up\n"
+    assert len(at_work(net)) >= NODES
+
+
+def await_nothing(net: Network, began: float, limit_s: float = GONE_S) -> None:
+    wait_until(lambda: not at_work(net), began + limit_s - time.monotonic(), lambda: str(at_work(net)))
+
+
+def end(run: subprocess.Popen[str]) -> None:
+    run.kill()
+    run.wait(10)
+    assert run.stdout is not None
+    run.stdout.close()
+
+
+@pytest.mark.parametrize("way", ["ssh", "via"])
+@pytest.mark.parametrize("number", END)
+def test_agents_end_with_distdiag(net: Network, number: signal.Signals, way: str) -> None:
+    run = start_reaching(net.client, net.hosts, via=net.via if way == "via" else "")
+    try:
+        await_agents(net, run)
+        began = time.monotonic()
+        run.send_signal(number)
+        run.wait(GONE_S)
+        await_nothing(net, began)
+    finally:
+        end(run)
+
+
+def test_agents_end_when_nothing_is_heard_any_more(net: Network) -> None:
+    run = start_reaching(net.client, net.hosts)
+    try:
+        await_agents(net, run)
+        began = time.monotonic()
+        run.send_signal(signal.SIGSTOP)
+        await_nothing(net, began, GONE_S + 0.5)
+    finally:
+        end(run)
+
+
+def test_a_node_that_is_cut_off_ends_its_agent_and_the_others_stay(net: Network) -> None:
+    run = start_reaching(net.client, net.hosts)
+    try:
+        await_agents(net, run)
+        lost, *others = net.nodes
+        began = time.monotonic()
+        lost.vanish()
+        wait_until(
+            lambda: not any(line.startswith("node1:") for line in at_work(net)),
+            began + GONE_S + 0.5 - time.monotonic(),
+            lambda: str(at_work(net)),
+        )
+        assert len({line.partition(":")[0] for line in at_work(net)}) == len(others)
+    finally:
+        end(run)
+
+
+@pytest.mark.parametrize(
+    ("number", "way"),
+    [(signal.SIGINT, "ssh"), (signal.SIGINT, "via"), (signal.SIGTERM, "ssh"), (signal.SIGKILL, "ssh")],
+)
+def test_ranks_end_with_distdiag_and_ctrl_c_prints_what_is_known(
+    two: Network, number: signal.Signals, way: str
+) -> None:
+    run = Running(
+        "gpu-test", "--json", "--nproc", "1", "--hosts", two.hosts, "--inject", "late:1@memory", "--size", "1MiB",
+        *(["--via", two.via] if way == "via" else []), env=two.client_env(), wrap=tuple(two.client.command()),
+    )  # fmt: skip
+    try:
+        run.wait_for("reduce: all ranks")
+        assert sum("distdiag-rank" in line for line in at_work(two)) == 2
+        began = time.monotonic()
+        run.process.send_signal(number)
+        run.process.wait(GONE_S)
+        await_nothing(two, began)
+    finally:
+        result = run.finish()
+    if number == signal.SIGINT:
+        assert result.code == 130
+        assert len(result.statuses) == 2
+        assert [row["state"] for row in result.report["data"]["hosts"]] == ["ok", "ok"]
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_ctrl_c_while_hosts_are_reached_prints_the_rows_so_far_at_once(as_json: bool) -> None:
+    need_network()
+    need("ssh", "ssh-keygen", SSHD)
+    names = ["good", "refused", "hole", "hanging"]
+    with Network(names) as net:
+        servers = [Sshd(net["good"]), Sshd(net["hanging"], options=[act_hostile(Hostile.HANGING)])]
+        give_user_keys(net.client, {name: name for name in names})
+        for server in servers:
+            server.wait()
+        net["hole"].vanish()
+        run = Running(
+            "gpu-test", "--hosts", net.hosts, "--host-timeout", "60", *(["--json"] if as_json else []),
+            env=net.client_env(), wrap=tuple(net.client.command()),
+        )  # fmt: skip
+        wait_until(lambda: "distdiag-agent" in str(net["good"].processes()), 20, lambda: "no agent")
+        wait_until(lambda: "sleep 1000" in str(net["hanging"].processes()), 20, lambda: "no login")
+        began = time.monotonic()
+        os.kill(run.process.pid, signal.SIGINT)
+        result = run.finish()
+        assert result.ended_at - began < 3
+        assert result.code == 130
+        if as_json:
+            states = {row["host"]: row["state"] for row in result.report["data"]["hosts"]}
+            assert states.pop("good") in ("ok", "cancelled"), "its facts may just be under way"
+            assert states == {"refused": "refused", "hole": "cancelled", "hanging": "cancelled"}
+        else:
+            lines = [line.split()[:4] for line in result.out.splitlines()]
+            assert ["refused", "1", "refused", "connect"] in lines
+            assert ["hole", "1", "cancelled", "connect"] in lines
+        wait_until(lambda: not net["good"].processes(), GONE_S, lambda: str(net["good"].processes()))
