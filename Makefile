@@ -39,8 +39,11 @@ COMPLETIONS ?= completions
 completions: $(VENV)/installed ## Generate the completion files of bash, zsh and fish
 	$(BIN)/python tests/make_completions.py $(COMPLETIONS)
 
-bench: $(VENV)/installed-dev ## Measure gpu-test beside torchrun (a minute or two)
+bench: $(VENV)/installed-dev tools ## Measure beside the peers: torchrun, clush, pdsh, asyncssh (about ten minutes)
+	@for peer in pdsh clush; do command -v $$peer >/dev/null || echo "$$peer is not installed: apt-get install pdsh clustershell"; done
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check asyncssh
 	$(BIN)/python tests/benchmarks/gpu_test.py
+	$(BIN)/python tests/benchmarks/fanout.py
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
