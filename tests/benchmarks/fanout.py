@@ -1,7 +1,8 @@
 """Many hosts beside clush, pdsh and asyncssh on the same work, interleaved in one run; part of `make bench`.
 
-The hosts are addresses of one ssh server on this machine, in a network namespace, so most of the time is the server's, and
-the same for all. Key exchange is curve25519 for everybody: OpenSSH 9.2's default costs its client three times more.
+The hosts are addresses of one ssh server on this machine, in a network namespace, so most of the time is the
+server's, and the same for all. Key exchange is curve25519 for everybody: OpenSSH 9.2's default costs its client three
+times more.
 """
 
 from __future__ import annotations

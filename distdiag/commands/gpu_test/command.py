@@ -42,7 +42,7 @@ def parse_fault(text: str) -> Fault:
 @on_hosts
 def gpu_test(
     nproc: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Ranks to start. [default: one per GPU; 2 without a GPU]")
+        int | None, typer.Option(min=1, metavar="N", help="Ranks on each node. [default: one per GPU; 2 without a GPU]")
     ] = None,
     backend: Annotated[Backend, typer.Option(help="auto is nccl on GPUs and gloo on the CPU.")] = Backend.AUTO,
     device: Annotated[Device, typer.Option(help="auto is cuda where a GPU is visible.")] = Device.AUTO,
