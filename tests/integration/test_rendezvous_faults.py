@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from cluster import Names, Network, need_network
-from support import Running
+from cluster_ssh import SSHD, serve_ssh
+from support import Running, need
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -186,6 +187,25 @@ def test_a_node_that_goes_away_during_the_test_is_named() -> None:
         assert list(result.findings) == ["node-lost"]
         assert result.findings["node-lost"]["where"]["hosts"] == ["node2"]
         assert result.statuses == ["waiting", "lost"]
+        assert own.nodes[1].processes() == {}
+
+
+def test_a_node_whose_network_dies_during_the_test_is_named_and_cleans_up_by_itself() -> None:
+    need_network()
+    need("ssh", SSHD)
+    with Network(2) as own:
+        serve_ssh(own)
+        small = ("--nproc", "1", "--size", "1MiB", "--timeout", "30", "--json", "--inject", "late:0@memory")
+        client = tuple(own.client.command())
+        running = Running("gpu-test", "--hosts", own.hosts, *small, env=own.client_env(), wrap=client)
+        running.wait_for("waiting for rank 0 in memory")
+        own.nodes[1].vanish()
+        began = time.monotonic()
+        result = running.finish()
+        assert time.monotonic() - began < 12
+        assert result.code == 1
+        assert list(result.findings) == ["node-lost"]
+        assert "node2 went away during the test: nothing heard from it" in result.findings["node-lost"]["title"]
         assert own.nodes[1].processes() == {}
 
 
