@@ -68,7 +68,7 @@ def by_asyncssh(names: list[str], connect_s: float) -> int:
         async with turn:
             try:
                 async with asyncssh.connect(name, **settings) as connection:
-                    return (await connection.run("echo ok")).stdout == "ok\n"
+                    return bool((await connection.run("echo ok")).stdout == "ok\n")
             except (OSError, asyncssh.Error, TimeoutError):
                 return False
 
