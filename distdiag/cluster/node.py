@@ -13,8 +13,6 @@ from distdiag.errors import DistdiagError
 from distdiag.node import machine, wire
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from distdiag.cluster.hosts import Host
     from distdiag.cluster.links import Heard, Link
 
@@ -215,8 +213,3 @@ def decode(value: object, type_: type[T], host: str) -> T:
         return msgspec.convert(value, type_)
     except msgspec.ValidationError as error:
         raise DistdiagError(f"{host} sent facts that make no sense: {error}") from error
-
-
-def names(nodes: Iterable[Node]) -> list[str]:
-    """List the hosts' names as they were asked for."""
-    return [node.name for node in nodes]

@@ -7,7 +7,6 @@ import sys
 import time
 
 from distdiag.node import machine, tools
-from distdiag.node.identity import identify
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
 
 def who_is_here() -> dict[str, Any]:
     """Give host name, identity of the machine, Python, user, pid, wall clock, and py-spy's path if there is one."""
-    me = identify(os.environ)
     system = os.uname()
     return {
         "host": machine.host_name(),
@@ -29,7 +27,6 @@ def who_is_here() -> dict[str, Any]:
         "kernel": system.release,
         "clock_s": time.time(),
         "py_spy": tools.find("py-spy"),
-        "task": None if me is None else me.rank,
     }
 
 

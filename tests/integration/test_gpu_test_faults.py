@@ -67,8 +67,7 @@ def test_a_death_is_reported_within_a_second() -> None:
     }
 
 
-@pytest.mark.parametrize("stage", ["start", "connect", "init", "memory", "done"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "stage"), [(0, "start"), (1, "connect"), (0, "init"), (1, "memory"), (0, "done")])
 def test_a_stopped_rank_is_named_in_every_stage_rank_zero_too(rank: int, stage: str) -> None:
     result = gpu_test("--nproc", "2", "--timeout", "5", "--inject", f"stop:{rank}@{stage}")
     assert result.code == 1
@@ -78,8 +77,7 @@ def test_a_stopped_rank_is_named_in_every_stage_rank_zero_too(rank: int, stage: 
     assert result.statuses[1 - rank] == "waiting"
 
 
-@pytest.mark.parametrize("stage", ["connect", "init", "agree", "done"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "stage"), [(1, "connect"), (0, "init"), (1, "agree"), (0, "done")])
 def test_a_rank_that_is_late_where_the_others_wait_is_told_from_them(rank: int, stage: str) -> None:
     result = gpu_test("--nproc", "2", "--timeout", "5", "--inject", f"late:{rank}@{stage}")
     assert list(result.findings) == ["rank-missing"]

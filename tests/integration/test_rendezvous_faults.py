@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from support import Result
 
 PORT = "29500"
-BOUND_S = 6.0
-"""The ways are tried for at most 5 s; reaching two nodes takes the rest."""
+BOUND_S = 8.0
+"""The ways are tried for at most 5 s; starting, and reaching two nodes, takes the rest."""
 
 
 @pytest.fixture(scope="module")
@@ -167,10 +167,10 @@ def test_own_names_on_loopback_are_a_warning_with_torchrun_words() -> None:
 
 
 def test_lost_packets_are_seen_and_the_ranks_still_talk(network: Network, nodes: list[Node]) -> None:
-    nodes[1].loss(8)
-    result = run(network, "--timeout", "30")
+    nodes[1].loss(15)
+    result = run(network, "--timeout", "40")
     assert result.statuses == ["ok", "ok"]
-    assert result.findings["link-lossy"]["where"]["hosts"] == ["node2", "node1"]
+    assert sorted(result.findings["link-lossy"]["where"]["hosts"]) == ["node1", "node2"]
 
 
 def test_a_node_that_goes_away_during_the_test_is_named() -> None:
@@ -202,11 +202,13 @@ def test_a_node_whose_network_dies_during_the_test_is_named_and_cleans_up_by_its
         own.nodes[1].vanish()
         began = time.monotonic()
         result = running.finish()
-        assert time.monotonic() - began < 12
+        assert time.monotonic() - began < 15
         assert result.code == 1
         assert list(result.findings) == ["node-lost"]
         assert "node2 went away during the test: nothing heard from it" in result.findings["node-lost"]["title"]
-        assert own.nodes[1].processes() == {}
+        # sshd itself cannot know yet that nobody is there any more.
+        left = [command for command in own.nodes[1].processes().values() if not command.startswith("sshd:")]
+        assert left == []
 
 
 def test_a_stopped_rank_on_the_other_node_is_named_with_its_host(network: Network, nodes: list[Node]) -> None:

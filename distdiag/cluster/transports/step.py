@@ -7,7 +7,6 @@ started again without the hosts that failed, and those become rows. Standard inp
 from __future__ import annotations
 
 import base64
-import os
 import re
 import secrets
 import shlex
@@ -287,8 +286,3 @@ def _take_port(nonce: str, ports: Sequence[int]) -> Hub:
 def without(environ: dict[str, str], *prefixes: str) -> dict[str, str]:
     """Copy an environment without the variables of these prefixes."""
     return {name: value for name, value in environ.items() if not name.startswith(prefixes)}
-
-
-def own_environment() -> dict[str, str]:
-    """Copy our own environment."""
-    return dict(os.environ)
