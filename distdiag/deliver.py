@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console, RenderableType
     from rich.status import Status
+    from rich.table import Column, Table
 
     from distdiag.cluster.rows import Row
     from distdiag.report import Finding, Report
@@ -123,9 +124,16 @@ def say(text: str) -> None:
         _discard(sys.stderr)
 
 
+def plain_table(*columns: Column) -> Table:
+    """Make a table as all our tables are: no lines, which say nothing and break when pasted."""
+    from rich.table import Table
+
+    return Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+
+
 def host_table(rows: Iterable[Row]) -> Iterator[RenderableType]:
     """Draw one row for each trouble of hosts, none if all hosts could be used; equal ones fold."""
-    from rich.table import Column, Table
+    from rich.table import Column
 
     from distdiag.cluster.hosts import fold
     from distdiag.cluster.rows import HostState
@@ -135,16 +143,12 @@ def host_table(rows: Iterable[Row]) -> Iterator[RenderableType]:
         groups.setdefault((row.state, row.stage), []).append(row)
     if all(state == HostState.OK for state, _ in groups):
         return
-    table = Table(
+    table = plain_table(
         Column("hosts", overflow="fold"),
         Column("count", justify="right"),
         Column("state", no_wrap=True),
         Column("at stage", no_wrap=True),
         Column("seconds", justify="right", no_wrap=True),
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-        header_style="bold",
     )
     for (state, stage), group in groups.items():
         slowest = max(row.seconds for row in group)

@@ -47,8 +47,8 @@ class Faults:
         self.at_switch(f"meta length > {over_bytes} drop", direction)
 
     def loss(self, percent: int, *, direction: Direction = "both") -> None:
-        """Lose this share of the packets each way."""
-        self.at_switch(f"numgen random mod 100 < {percent} drop", direction)
+        """Lose this share of the IP packets each way; a lost ARP request would cost everybody a second."""
+        self.at_switch(f"meta protocol ip numgen random mod 100 < {percent} drop", direction)
 
     def vanish(self) -> None:
         """Swallow everything but ARP: as a machine behind a router that died. Connections to it time out."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from distdiag.cluster.rows import HostState, Refusal
 from distdiag.errors import DistdiagError
 from distdiag.node import machine, wire
+from distdiag.node.wire import printable
 
 if TYPE_CHECKING:
     from distdiag.cluster.hosts import Host
@@ -157,7 +158,7 @@ class Node:
     def complaint(self) -> list[str]:
         """Give the last lines of what it said beside records, printable."""
         text = (self._reader.noise + self._noise.noise).decode("utf-8", "replace")
-        lines = [_printable(line)[:200].strip() for line in text.splitlines()]
+        lines = [printable(line)[:200].strip() for line in text.splitlines()]
         return [line for line in lines if line][-_COMPLAINT_LINES:]
 
     def _enter(self, stage: NodeStage) -> None:
@@ -195,10 +196,6 @@ _COMPLAINTS = (
 
 def _known_complaint(words: str) -> tuple[HostState, str] | None:
     return next(((state, said) for pattern, state, said in _COMPLAINTS if re.search(pattern, words)), None)
-
-
-def _printable(line: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in line)
 
 
 def decode(value: object, type_: type[T], host: str) -> T:

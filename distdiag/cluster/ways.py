@@ -174,11 +174,19 @@ class _Judge:
 
     def lossy(self) -> list[Finding]:
         """Ways that work and lose packets."""
+        sent_again: dict[frozenset[str], int] = {}
+        for path in self._meeting.paths:
+            pair = frozenset((path.source, path.target))
+            sent_again[pair] = sent_again.get(pair, 0) + path.probe.retransmits
         bad = [
             path
             for path in self._meeting.paths
             if path.probe.verdict == "lossy"
-            or (path.probe.verdict == "ok" and path.probe.retransmits >= _LOSSY_RETRANSMITS)
+            or (
+                path.probe.verdict == "ok"
+                and path.probe.retransmits
+                and sent_again[frozenset((path.source, path.target))] >= _LOSSY_RETRANSMITS
+            )
         ]
         if not bad or any(path.probe.verdict.startswith("swallowed") for path in self._meeting.paths):
             return []  # large packets that vanish are sent again as well

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import hmac
+import math
 import os
 import selectors
 import socket
@@ -20,6 +21,7 @@ import time
 from dataclasses import dataclass
 
 from distdiag.node import network, rendezvous
+from distdiag.node.wire import printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ _GREETING_BYTES = 256
 _KNOCK_AGAIN_S = 0.4
 """A lost SYN is sent again by the kernel after 1, 3, 7 s: too rarely to tell a lossy path from a closed one."""
 _KNOCKS = 7
+_FIRST_WORD_S = 0.7
+"""Then it is asked over a new connection: after a lost SYN-ACK the kernel may wait 3 s before it sends a word again."""
 _PROGRESS_BYTES = 6000
 """Acknowledged beyond this, several full packets came through: then packets are lost, not all swallowed."""
 _TCP_INFO_BYTES = 136
@@ -136,9 +140,16 @@ class _Knock:
             connection = self._connect()
         except OSError as error:
             return self._verdict(*_why_not_connected(error))
-        with connection:
-            verdict, complaint = self._talk(connection)
-            return self._verdict(verdict, complaint, connection)
+        while True:
+            with connection:
+                verdict, complaint = self._talk(connection)
+                if verdict != "silent":
+                    return self._verdict(verdict, complaint, connection)
+                silent = self._verdict(verdict, complaint, connection)
+            try:
+                connection = self._connect()
+            except OSError:
+                return silent
 
     def _connect(self) -> socket.socket:
         """Knock again and again until one attempt comes through; raises the last error."""
@@ -182,10 +193,10 @@ class _Knock:
         try:
             self._limit(connection)
             connection.sendall(b"probe %s\n" % _proof(self._nonce, "probe"))
-            heard = self._read(connection, len(here), like=here)
+            heard = self._read(connection, len(here), like=here, patience=_FIRST_WORD_S)
             self._latency_s = time.monotonic() - began
             if heard != here:
-                self._said = _printable(heard)
+                self._said = _quote(heard)
                 return ("stranger", "") if heard else ("broken", "it hung up without a word")
             return self._exchange_bulk(connection)
         except TimeoutError:
@@ -213,22 +224,22 @@ class _Knock:
         moved = acknowledged if verdict == "swallowed-up" else received
         return (verdict if moved < _PROGRESS_BYTES else "lossy"), f"{moved} of {BULK_BYTES} bytes came through in time"
 
-    def _read(self, connection: socket.socket, count: int, like: bytes = b"") -> bytes:
+    def _read(self, connection: socket.socket, count: int, like: bytes = b"", patience: float = math.inf) -> bytes:
         """Read so many bytes; fewer at the end, or as soon as they are not `like` what was expected."""
         heard = b""
         while len(heard) < count and (not like or like.startswith(heard)):
-            self._limit(connection)
+            self._limit(connection, patience)
             data = connection.recv(count - len(heard))
             if not data:
                 break
             heard += data
         return heard
 
-    def _limit(self, connection: socket.socket) -> None:
+    def _limit(self, connection: socket.socket, patience: float = math.inf) -> None:
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError
-        connection.settimeout(left)
+        connection.settimeout(min(left, patience))
 
     def _verdict(self, verdict: str, error: str, connection: socket.socket | None = None) -> Probe:
         local = "" if connection is None else str(connection.getsockname()[0]).replace("::ffff:", "")
@@ -384,6 +395,6 @@ def _proof(nonce: str, word: str) -> bytes:
     return hmac.digest(nonce.encode(), word.encode(), "sha256").hex().encode()
 
 
-def _printable(heard: bytes) -> str:
+def _quote(heard: bytes) -> str:
     line = heard.strip().split(b"\n")[0][:80].decode("ascii", "replace").strip()
-    return "".join(letter if letter.isprintable() else "?" for letter in line)
+    return printable(line)

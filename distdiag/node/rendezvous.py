@@ -14,6 +14,8 @@ import socket
 import time
 from dataclasses import dataclass
 
+from distdiag.node.wire import printable
+
 TYPE_CHECKING = False
 
 _MAX_HELLO = 256
@@ -159,7 +161,7 @@ def _proof(nonce: str, word: str, rank: int) -> bytes:
 
 def _clean(answer: bytes) -> str:
     line = answer.strip().split(b"\n")[0][:80].decode("ascii", "replace").strip()
-    return "".join(letter if letter.isprintable() else "?" for letter in line)
+    return printable(line)
 
 
 def new_nonce() -> str:

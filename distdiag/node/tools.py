@@ -35,9 +35,11 @@ class Tools:
         pieces = self._pieces.setdefault(name, [])
         pieces.append(order["piece"])
         if order["last"]:
+            import zlib
+
             try:
                 _brought[name] = _keep(name, "".join(self._pieces.pop(name)))
-            except Exception as error:  # noqa: BLE001 - broken data, or no memfd here
+            except (OSError, ValueError, AttributeError, zlib.error) as error:  # AttributeError: no memfd here
                 self._wire.send("tool", name=name, error=str(error))
             else:
                 self._wire.send("tool", name=name, error="")

@@ -89,6 +89,11 @@ class Reader:
         self.noise = (self.noise + noise)[-MAX_NOISE_BYTES:]
 
 
+def printable(text: str) -> str:
+    """Put a question mark for what would move the cursor or worse: it was said by somebody else."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 def parse(line: bytes) -> dict[str, Any] | None:
     """Read one line as a record; None if it is not one."""
     _, mark, text = line.partition(MARK)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.rows import HostState, Refusal
 from distdiag.cluster.transports.ssh_login import Refused, Retry
 from distdiag.cluster.transports.threads import Threads
+from distdiag.node.wire import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -353,7 +354,7 @@ class Connector:
 
     def _not_ssh(self, target: Target) -> None:
         line = target.said.split(b"\n")[0][:80].decode("ascii", "replace").strip()
-        words = f'port {target.settings.port} answers, and not with ssh: "{_printable(line)}"'
+        words = f'port {target.settings.port} answers, and not with ssh: "{printable(line)}"'
         self._give_up(target, Refusal(state=HostState.NOT_SSH, stage="banner", message=words))
 
     def _give_up(self, target: Target, refusal: Refusal) -> None:
@@ -384,7 +385,3 @@ class Connector:
 def _greets_as_ssh(said: bytes) -> bool:
     """Tell whether a line begins with the greeting; others may come before it (RFC 4253, 4.2)."""
     return said.startswith(b"SSH-") or b"\nSSH-" in said
-
-
-def _printable(line: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in line)

@@ -216,7 +216,7 @@ class StepTransport(Transport):
         for data in (heard.out, heard.err):
             for line in data.decode("utf-8", "replace").splitlines():
                 if line.strip():
-                    lines.append("".join(letter if letter.isprintable() else "?" for letter in line.strip())[:300])
+                    lines.append(wire.printable(line.strip())[:300])
         return lines
 
     def _ended(self, this: _Round, missing: list[Host], said: list[str]) -> dict[str, Refusal]:

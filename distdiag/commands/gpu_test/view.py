@@ -9,7 +9,7 @@ from rich.text import Text
 
 from distdiag.cluster.hosts import fold, fold_ranks
 from distdiag.commands.gpu_test.words import amount
-from distdiag.deliver import host_table
+from distdiag.deliver import host_table, plain_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -32,7 +32,7 @@ def gpu_test_view(report: Report[GpuTest]) -> Iterator[RenderableType]:
 
 
 def _rank_table(data: GpuTest) -> Table:
-    table = Table(
+    table = plain_table(
         Column("rank", overflow="fold"),
         Column("host", overflow="fold"),
         Column("local rank", overflow="fold"),
@@ -40,10 +40,6 @@ def _rank_table(data: GpuTest) -> Table:
         Column("reached", no_wrap=True),
         Column("status", no_wrap=True),
         Column("seconds", justify="right", no_wrap=True),
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-        header_style="bold",
     )
     groups: dict[tuple[str, ...], list[RankResult]] = {}
     for host, mine in _by_host(data.ranks).items():
