@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, TextIO, cast
 import typer
 
 from distdiag.commands.gpu_test.command import gpu_test
+from distdiag.commands.pyspy_all.command import pyspy_all
 from distdiag.errors import Interrupted
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ app = typer.Typer(
 )
 
 app.command("gpu-test", short_help="Can all ranks talk, reduce correctly and use their memory?")(gpu_test)
+app.command(
+    "pyspy-all", short_help="Where does every rank of a hung job stand, and which one is not where the others are?"
+)(pyspy_all)
 
 
 def _print_version(wanted: bool) -> None:

@@ -61,6 +61,11 @@ def deliver(
     raise typer.Exit(code)
 
 
+def document(report: Report[Data], *, strict: bool = False) -> dict[str, Any]:
+    """Give the document that --json prints."""
+    return _envelope(report, report.exit_code(strict=strict))
+
+
 def deliver_lines(command: str, write: Callable[[], list[str]], *, as_json: bool) -> NoReturn:
     """Print lines to paste instead of a report, as data on stdout, and leave."""
     try:

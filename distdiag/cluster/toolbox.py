@@ -20,7 +20,7 @@ _AT_MOST = 16
 """Nodes to bring it to: a few megabytes each, through this one machine."""
 
 
-def bring_py_spy(nodes: Iterable[Node]) -> bool:
+def bring_py_spy(nodes: Iterable[Node], *, at_most: int = _AT_MOST) -> bool:
     """Send py-spy to those of the nodes that have none and are of our kind; tells whether it was sent to any.
 
     Orders are obeyed in order, so whoever is asked for stacks next can use it.
@@ -28,7 +28,7 @@ def bring_py_spy(nodes: Iterable[Node]) -> bool:
     here = f"{platform.system()} {platform.machine()}"
     lacking = [node for node in nodes if node.hello.get("py_spy") is None and node.hello.get("platform") == here]
     pieces = _packed("py-spy") if lacking else ()
-    for node in lacking[:_AT_MOST] if pieces else []:
+    for node in lacking[:at_most] if pieces else []:
         for number, piece in enumerate(pieces):
             node.order("tool", name="py-spy", piece=piece, last=number == len(pieces) - 1)
         node.hello["py_spy"] = "brought"

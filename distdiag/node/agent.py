@@ -44,7 +44,7 @@ def main(config: dict[str, Any]) -> None:
 def serve(config: dict[str, Any], orders_fd: int, wire: Writer, lost: Callable[[], int] = lambda: 0) -> int:
     """Run the agent until it is told to leave; the exit status it is told. Else it ends this process with lost().
 
-    {"collect": module with a facts(ask), "ask": what it is asked, "env": variables to set, "silence_s": end after so
+    {"collect": module with a facts(ask), and a more(ask, tell) if it is asked again; "ask": what it is asked, "env": variables to set, "silence_s": end after so
     many seconds without a word from the parent, None: never, "guest": the parent may be a stranger}
     """
     os.environ.update(config["env"])
@@ -52,7 +52,7 @@ def serve(config: dict[str, Any], orders_fd: int, wire: Writer, lost: Callable[[
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         # A guest is one of the launcher's processes: all got the signal, and the parent will say how we end.
         signal.signal(number, signal.SIG_IGN if config["guest"] else _leave)
-    hands = _Hands(wire, guest=config["guest"])
+    hands = _Hands(wire, config["collect"], guest=config["guest"])
     try:
         wire.send("hello", **hello.who_is_here())
         facts = importlib.import_module(config["collect"]).facts(config["ask"])
@@ -131,8 +131,9 @@ def _obey_all(inbox: _Inbox, hands: _Hands) -> int:
 class _Hands:
     """Who does what is ordered. Imported when it is first wanted: most agents only tell their facts."""
 
-    def __init__(self, wire: Writer, *, guest: bool) -> None:
+    def __init__(self, wire: Writer, collect: str, *, guest: bool) -> None:
         self._wire = wire
+        self._collect = collect
         self._guest = guest
         self._ranks: Ranks | None = None
         self._reach: Reach | None = None
@@ -164,11 +165,18 @@ class _Hands:
             self._about_ranks(order)
         elif kind.startswith("reach-"):
             self._about_reach(order)
+        elif kind == "collect":
+            self._tell_more(order["ask"])
         elif kind == "tool" and not self._guest:
             from distdiag.node.tools import Tools
 
             self._tools = self._tools or Tools(self._wire)
             self._tools.take(order)
+
+    def _tell_more(self, ask: dict[str, Any]) -> None:
+        module = importlib.import_module(self._collect)
+        module.more(ask, lambda facts: self._wire.send("more", facts=dataclasses.asdict(facts)))
+        self._wire.send("more-end")
 
     def _about_ranks(self, order: dict[str, Any]) -> None:
         from distdiag.node.ranks import Ranks

@@ -10,14 +10,17 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from typing import TypeVar
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
+K = TypeVar("K")
 Process = subprocess.Popen  # the type of what `start` returns; Popen[bytes]
 REAP_S = 1.0
 MAX_OUTPUT_BYTES = 4 * 2**20
+_LATE_S = 0.5
 _started: set[subprocess.Popen[bytes]] = set()
 
 
@@ -86,6 +89,75 @@ def run(argv: Sequence[str], *, timeout_s: float, env: dict[str, str] | None = N
         in_time = _wait(process, max(0.0, began + timeout_s - time.monotonic())) is not None
     end_group(process)
     return Done(process.returncode, output[1], output[2], not in_time, time.monotonic() - began)
+
+
+def run_many(
+    commands: Mapping[K, Sequence[str]], timeout_s: float, *, width: int | None = None
+) -> Iterator[tuple[K, Done | None]]:
+    """Run several short programs at the same time and yield each one's end; None for one that cannot be started.
+
+    Each has `timeout_s` seconds from its own start. At most `width` (twice the processors) are started at once, not
+    counting those that are late already: who hangs takes nobody's place.
+    """
+    width = width or 2 * (os.cpu_count() or 1)
+    waiting = list(commands.items())[::-1]
+    running: dict[K, _Running] = {}
+    with selectors.DefaultSelector() as selector:
+        while waiting or running:
+            now = time.monotonic()
+            young = sum(now - one.began < _LATE_S for one in running.values())
+            while waiting and young < width:
+                key, argv = waiting.pop()
+                try:
+                    running[key] = _Running(argv, selector, key)
+                except CannotRun:
+                    yield key, None
+                young += 1
+            limit = min((one.began for one in running.values()), default=now) + timeout_s
+            soonest = min([limit - now, *([_LATE_S / 4] if waiting else [])])
+            for ready, _ in selector.select(max(0.0, soonest)):
+                running[ready.data].read(ready, selector)
+            now = time.monotonic()
+            for key, one in list(running.items()):
+                if one.open == 0 or now - one.began > timeout_s:
+                    del running[key]
+                    yield key, one.end(selector, in_time=one.open == 0)
+
+
+class _Running:
+    """One program of many."""
+
+    def __init__(self, argv: Sequence[str], selector: selectors.BaseSelector, key: object) -> None:
+        self.began = time.monotonic()
+        self.process = start(argv)
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self._output = {1: bytearray(), 2: bytearray()}
+        self._streams = {self.process.stdout: 1, self.process.stderr: 2}
+        self.open = 0
+        for stream in self._streams:
+            assert stream is not None
+            selector.register(stream, selectors.EVENT_READ, key)
+            self.open += 1
+
+    def read(self, ready: selectors.SelectorKey, selector: selectors.BaseSelector) -> None:
+        data = os.read(ready.fd, 2**18)
+        output = self._output[self._streams[ready.fileobj]]  # type: ignore[index]
+        if not data:
+            selector.unregister(ready.fileobj)
+            self.open -= 1
+        elif len(output) < MAX_OUTPUT_BYTES:
+            output += data
+
+    def end(self, selector: selectors.BaseSelector, *, in_time: bool) -> Done:
+        for stream in self._streams:
+            if stream is not None and stream in (key.fileobj for key in selector.get_map().values()):
+                selector.unregister(stream)
+        if in_time:
+            in_time = _wait(self.process, REAP_S) is not None
+        elapsed = time.monotonic() - self.began
+        end_group(self.process)
+        return Done(self.process.returncode, bytes(self._output[1]), bytes(self._output[2]), not in_time, elapsed)
 
 
 def end_group(process: subprocess.Popen[bytes]) -> int | None:

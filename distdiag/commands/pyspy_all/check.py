@@ -1,0 +1,184 @@
+"""collect -> diagnose, for pyspy-all: find the processes on all nodes, look at those of jobs at the same time, judge."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from distdiag.cluster import access
+from distdiag.cluster.access import Agent, open_fleet
+from distdiag.cluster.node import decode
+from distdiag.cluster.rows import HostState, Refusal
+from distdiag.cluster.targets import describe, find_targets
+from distdiag.cluster.toolbox import bring_py_spy
+from distdiag.commands.pyspy_all.collect import Processes, Watched
+from distdiag.commands.pyspy_all.diagnose import diagnose
+from distdiag.commands.pyspy_all.model import Request, Threads
+from distdiag.commands.pyspy_all.nodes import NodeStacks
+from distdiag.commands.pyspy_all.roles import answers_to, to_look_at
+from distdiag.errors import DistdiagError, NodeFailed
+from distdiag.node.identity import identify
+
+if TYPE_CHECKING:
+    from distdiag.cluster.fleet import Fleet
+    from distdiag.cluster.node import Node
+    from distdiag.cluster.targets import Targets
+    from distdiag.commands.pyspy_all.collect import Process
+    from distdiag.commands.pyspy_all.result import PySpyAll
+    from distdiag.deliver import Progress
+    from distdiag.report import Report
+
+_COLLECT = "distdiag.commands.pyspy_all.collect"
+_BRING_TO = 256
+"""Nodes that py-spy is brought to, 3 MB each; on a cluster it mostly lies on a shared file system."""
+_SPARE_S = 10.0
+_TURN_S = 0.2
+
+
+@dataclass
+class _Seen:
+    """What came from one node so far."""
+
+    host: str
+    processes: Processes
+    todo: int
+    watched: list[Watched] = field(default_factory=list)
+    missing: str = "not finished when interrupted"
+
+
+def check(request: Request, progress: Progress) -> tuple[Report[PySpyAll], list[NodeStacks]]:
+    """Look at the jobs on this node, or on all nodes that are asked for; the facts are given back for --save.
+
+    Raises:
+        UsageError: the options contradict each other.
+        DistdiagError: the node side failed on this machine.
+    """
+    targets = find_targets(request.cluster, os.environ)
+    with open_fleet(request.cluster, targets, _agent(request)) as fleet:
+        if targets.launcher is not None:
+            progress.news(f"reaching {describe(targets)}")
+        seen: dict[str, _Seen] = {}
+        interrupted = False
+        try:
+            fleet.gather(lambda now: progress.now(f"{len(now.up)} of {len(now.hosts)} hosts reached"))
+            seen = _processes(fleet, targets, request)
+            _look(fleet, seen, request, progress)
+        except KeyboardInterrupt:
+            if not seen:
+                raise
+            interrupted = True
+        nodes = [NodeStacks(one.host, one.processes, tuple(one.watched), one.missing) for one in seen.values()]
+        rows = () if targets.launcher is None else fleet.rows
+        report = diagnose(request, nodes, rows=rows, refusals=dict(fleet.refusals), interrupted=interrupted)
+    return report, nodes
+
+
+def is_one_of_many() -> bool:
+    """Tell whether a launcher started this several times, and another of them does the work."""
+    me = identify(os.environ)
+    return me is not None and me.rank != 0
+
+
+def explain(request: Request) -> list[str]:
+    """Write how the hosts would be reached."""
+    return access.explain(request.cluster, find_targets(request.cluster, os.environ), _agent(request))
+
+
+def _agent(request: Request) -> Agent:
+    return Agent(collect=_COLLECT, ask={"pids": list(request.pids), "user": request.user})
+
+
+def _processes(fleet: Fleet, targets: Targets, request: Request) -> dict[str, _Seen]:
+    """Take what the nodes told of their processes; a second name of the same machine adds nothing."""
+    if targets.launcher is None and fleet.refusals:
+        refusal = next(iter(fleet.refusals.values()))
+        raise NodeFailed(
+            f"distdiag's node side cannot be used on this machine: {refusal.message}",
+            hint=refusal.hint or "; ".join(refusal.evidence) or "run it again; see who ends processes here",
+        )
+    machines: set[str] = set()
+    seen = {}
+    for node in fleet.up:
+        machine = str(node.hello.get("machine") or node.name)
+        if machine in machines:
+            continue
+        machines.add(machine)
+        try:
+            facts = node.facts(Processes)
+        except DistdiagError as error:
+            fleet.refuse(node.name, Refusal(state=HostState.NONSENSE, stage="facts", message=str(error)), node.began)
+            continue
+        host = facts.host if targets.launcher is None else node.host
+        seen[node.name] = _Seen(host, _only_wanted(facts, request), 0)
+    return seen
+
+
+def _only_wanted(facts: Processes, request: Request) -> Processes:
+    """Keep the processes of the job or the pids that were asked for, with all that belongs to them."""
+    kept = list(facts.processes)
+    if request.job:
+        named = {one.pid for one in kept if answers_to(one.job, request.job)}
+        parents = {one.parent for one in kept if one.pid in named}
+        kept = [one for one in kept if one.pid in named or named & set(one.above) or _is_beside(one, parents)]
+    if request.pids:
+        pids = set(request.pids)
+        kept = [one for one in kept if one.pid in pids or pids & set(one.above)]
+    return Processes(
+        host=facts.host,
+        user=facts.user,
+        ptrace_scope=facts.ptrace_scope,
+        may_trace=facts.may_trace,
+        processes=tuple(kept),
+        asked_missing=facts.asked_missing,
+    )
+
+
+def _is_beside(one: Process, parents: set[int]) -> bool:
+    return one.parent in parents and (one.hidden or one.state == "Z")
+
+
+def _look(fleet: Fleet, seen: dict[str, _Seen], request: Request, progress: Progress) -> None:
+    """Look at all processes of all nodes at the same time."""
+    nodes = [node for node in fleet.up if node.name in seen]
+    bring_py_spy((node for node in nodes if seen[node.name].processes.processes), at_most=_BRING_TO)
+    busy: dict[str, Node] = {}
+    for node in nodes:
+        pids, once = to_look_at(seen[node.name].processes.processes, helpers=request.helpers)
+        seen[node.name].missing = ""
+        if pids:
+            node.order("collect", ask=_ask(request, pids, once))
+            seen[node.name].missing = "not finished when interrupted"
+            seen[node.name].todo = len(pids)
+            busy[node.name] = node
+    total = sum(one.todo for one in seen.values())
+    if total:
+        progress.news(f"looking at {total} processes on {len(busy)} host{'s' if len(busy) > 1 else ''}")
+    deadline = time.monotonic() + _SPARE_S + request.samples * (2 * request.timeout_s + request.interval_s)
+    while busy and (left := deadline - time.monotonic()) > 0:
+        for node, record in fleet.records(min(left, _TURN_S)):
+            if record["kind"] == "more" and node.name in seen:
+                seen[node.name].watched.append(decode(record.get("facts"), Watched, node.host))
+            elif record["kind"] == "more-end" and busy.pop(node.name, None):
+                seen[node.name].missing = ""
+            elif record["kind"] == "down" and busy.pop(node.name, None):
+                seen[node.name].missing = node.refusal.message if node.refusal is not None else "the node went away"
+        done = sum(len(one.watched) for one in seen.values())
+        progress.now(f"{done} of {total} processes looked at; waiting for {', '.join(list(busy)[:4])}")
+    for node in busy.values():
+        seen[node.name].missing = "it did not answer in time"
+        node.deaf = True
+
+
+def _ask(request: Request, pids: list[int], once: list[int]) -> dict[str, object]:
+    return {
+        "pids": pids,
+        "once": once,
+        "samples": request.samples,
+        "interval_s": request.interval_s,
+        "timeout_s": request.timeout_s,
+        "native": request.native,
+        "counters": True,
+        "all_threads": request.threads is Threads.ALL,
+    }

@@ -1,0 +1,304 @@
+"""Facts of one node: the processes that may belong to a job, and their stacks. Nothing is judged here."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass
+
+from distdiag.node import capture, machine, procs
+from distdiag.node.capture import Capture, Look
+from distdiag.node.identity import Identity, identify
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from distdiag.node.procs import Proc
+
+_WAITS_FOR_GPU = re.compile(r"\.(item|cpu|tolist|numpy|nonzero|synchronize|is_nonzero)\(|\.to\(|torch\.equal\(")
+"""Calls that make Python wait until the GPU has done all that it was given."""
+_WAITS_FOR_WORK = re.compile(r"\.wait\(")
+"""What waits in C without a frame of its own; all of Python's own waits have frames."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process that may belong to a job.
+
+    `place` is what its environment says; None if it says nothing, or (`hidden`) may not be read. `job` are the names
+    by which its launcher tells jobs apart. `above` are its ancestors, the nearest first. `started_s` after boot.
+    """
+
+    pid: int
+    parent: int
+    above: tuple[int, ...]
+    user: int
+    state: str
+    comm: str
+    command: str
+    kind: str
+    python: bool
+    torch: bool
+    gpu: bool
+    hidden: bool
+    place: Identity | None
+    job: dict[str, str]
+    started_s: float
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of one node. `asked_missing` are pids that were asked for and are not there."""
+
+    host: str
+    user: int
+    ptrace_scope: int | None
+    may_trace: bool
+    processes: tuple[Process, ...]
+    asked_missing: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Watched:
+    """All looks at one process, in order of time.
+
+    `hints`: (file, line, "gpu" or "comm") where the source line of an innermost frame waits for a GPU, or for a Work.
+    """
+
+    pid: int
+    looks: tuple[Capture, ...]
+    hints: tuple[tuple[str, int, str], ...]
+
+
+def facts(ask: dict[str, Any]) -> Processes:
+    """Find the processes that may belong to a job.
+
+    {"pids": those that are wanted whatever they are, "user": whose processes alone, "" for everybody's}
+    """
+    wanted = set(ask["pids"])
+    table = procs.table()
+    children = procs.children_of(table.values())
+    ours = _ourselves(table, children)
+    found = {}
+    for proc in table.values():
+        if proc.pid not in ours and proc.parent not in (0, 2):
+            one = _look_at(proc, table, asked=proc.pid in wanted)
+            if one is not None:
+                found[proc.pid] = one
+    _add_neighbours(found, table, children, ours)
+    if ask["user"]:
+        owner = _user_id(ask["user"])
+        found = {pid: one for pid, one in found.items() if one.user == owner}
+    return Processes(
+        host=machine.host_name(),
+        user=os.geteuid(),
+        ptrace_scope=capture.ptrace_scope(),
+        may_trace=capture.may_trace(),
+        processes=tuple(found.values()),
+        asked_missing=tuple(sorted(wanted - table.keys())),
+    )
+
+
+def _user_id(name: str) -> int:
+    """Give a user's number on this node; -2, which nobody has, if there is no such user."""
+    import pwd
+
+    if name.isdigit():
+        return int(name)
+    try:
+        return pwd.getpwnam(name).pw_uid
+    except KeyError:
+        return -2
+
+
+def _ourselves(table: dict[int, Proc], children: dict[int, list[int]]) -> set[int]:
+    """List distdiag's own processes: those above this one, all below it, and agents that other distdiags started."""
+    agents = [pid for pid in table if "distdiag-agent" in procs.command_words(pid)[-3:]]
+    found = set(_above(os.getpid(), table))
+    todo = [os.getpid(), *agents]
+    while todo:
+        pid = todo.pop()
+        found.add(pid)
+        todo += [child for child in children.get(pid, ()) if child not in found]
+    return found
+
+
+def _look_at(proc: Proc, table: dict[int, Proc], *, asked: bool) -> Process | None:
+    """Read what a process is; None if nothing says that it belongs to a job."""
+    words = procs.command_words(proc.pid)
+    if not words and proc.state != "Z":
+        return None  # a kernel thread
+    variables = procs.variables(proc.pid)
+    place = identify(variables) if variables else None
+    kind = kind_of(words, proc.comm)
+    python = proc.state != "Z" and procs.is_python(proc.pid, words)
+    torch = False
+    if place is None and not asked:
+        if kind == "launcher":
+            python = python or True
+        elif not python:
+            return None
+        else:
+            torch = "libtorch" in (procs.maps(proc.pid) or "")
+            if not torch:
+                return None
+    return _process(proc, table, words, variables, kind=kind, python=python, torch=torch)
+
+
+def _process(
+    proc: Proc,
+    table: dict[int, Proc],
+    words: list[str],
+    variables: dict[str, str] | None,
+    *,
+    kind: str,
+    python: bool,
+    torch: bool,
+) -> Process:
+    owner = procs.owner(proc.pid)
+    return Process(
+        pid=proc.pid,
+        parent=proc.parent,
+        above=tuple(_above(proc.pid, table)),
+        user=-1 if owner is None else owner,
+        state=proc.state,
+        comm=proc.comm,
+        command=machine.command_line(proc.pid) or proc.comm,
+        kind=kind,
+        python=python,
+        torch=torch,
+        gpu=procs.uses_gpu(proc.pid) if python else False,
+        hidden=variables is None and proc.state != "Z",
+        place=identify(variables) if variables else None,
+        job={name: value for name, value in (variables or {}).items() if name in _JOB_NAMES},
+        started_s=proc.started / os.sysconf("SC_CLK_TCK"),
+    )
+
+
+_JOB_NAMES = (
+    *("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE"),
+    "OMPI_MCA_ess_base_jobid",
+)
+
+
+def _add_neighbours(
+    found: dict[int, Process], table: dict[int, Proc], children: dict[int, list[int]], ours: set[int]
+) -> None:
+    """Add what cannot be read, or has ended, beside ranks: the same parent, and a Python by its command line."""
+    for parent in {one.parent for one in found.values() if one.place is not None and one.parent > 1}:
+        for pid in children.get(parent, ()):
+            if pid in found or pid in ours:
+                continue
+            words = procs.command_words(pid)
+            looks_python = bool(words) and os.path.basename(words[0]).startswith("python")
+            if table[pid].state == "Z" or (looks_python and procs.variables(pid) is None):
+                kind = kind_of(words, table[pid].comm)
+                one = _process(
+                    table[pid], table, words, procs.variables(pid), kind=kind, python=looks_python, torch=False
+                )
+                found[pid] = one
+
+
+def kind_of(words: list[str], comm: str) -> str:
+    """Tell what a process is by its command line and name: launcher, data-worker, compile-worker, tracker, spawned; "" else."""
+    line = " ".join(words[:8])
+    base = os.path.basename(words[0]) if words else comm
+    if comm == "pt_data_worker":
+        return "data-worker"
+    if "multiprocessing.resource_tracker" in line or "multiprocessing.forkserver" in line:
+        return "tracker"
+    if "torch/_inductor/compile_worker" in line or "torch._inductor.compile_worker" in line:
+        return "compile-worker"
+    if "multiprocessing.spawn import spawn_main" in line:
+        return "spawned"
+    script = next((os.path.basename(word) for word in words[1:4] if not word.startswith("-")), "")
+    module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
+    if base in _LAUNCHERS or base.startswith("slurmstepd") or comm == "pt_elastic":
+        return "launcher"
+    if base.startswith("python") and (script in _LAUNCHERS or module in _LAUNCHING_MODULES):
+        return "launcher"
+    return ""
+
+
+_LAUNCHERS = (
+    *("torchrun", "accelerate", "deepspeed", "srun", "mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy"),
+    *("mpirun.openmpi", "mpiexec.openmpi", "mpirun.mpich", "mpiexec.mpich", "orterun", "orted", "prted", "prterun"),
+    *("jsrun", "flux", "slurmstepd", "launch.py", "horovodrun"),
+)
+_LAUNCHING_MODULES = (
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "deepspeed.launcher.launch",
+    "accelerate.commands.launch",
+)
+
+
+def _above(pid: int, table: dict[int, Proc]) -> list[int]:
+    found = []
+    while pid in table and (parent := table[pid].parent) > 0 and parent not in found:
+        found.append(parent)
+        pid = parent
+    return found
+
+
+def more(ask: dict[str, Any], tell: Callable[[Watched], None]) -> None:
+    """Look at processes, and tell of each one when its last look is over.
+
+    {"pids", "once": those of which one look is enough, "samples", "interval_s", "timeout_s" of one look at one process,
+    "native", "counters", "all_threads"}
+    """
+    look = Look(
+        timeout_s=ask["timeout_s"], native=ask["native"], counters=ask["counters"], all_threads=ask["all_threads"]
+    )
+    pids, once = list(ask["pids"]), set(ask["once"])
+    looks: dict[int, list[Capture]] = {pid: [] for pid in pids}
+    began = time.monotonic()
+    for number in range(ask["samples"]):
+        if number:
+            time.sleep(max(0.0, began + number * ask["interval_s"] - time.monotonic()))
+        todo = [pid for pid in pids if number == 0 or _worth_another_look(looks[pid], pid in once)]
+        for pid, one in capture.capture_all(todo, look).items():
+            looks[pid].append(one)
+    for pid, seen in looks.items():
+        tell(Watched(pid, tuple(seen), _hints(pid, seen)))
+
+
+def _worth_another_look(looks: list[Capture], once: bool) -> bool:
+    """Whoever could not be read in time would only cost its deadline again."""
+    return not once and looks[-1].status not in ("timeout", "gone", "denied", "not-python")
+
+
+def _hints(pid: int, looks: list[Capture]) -> tuple[tuple[str, int, str], ...]:
+    """Tell by their source what innermost frames wait for: `.item()` and `.wait()` have no frames of their own.
+
+    Nothing else of the source goes anywhere.
+    """
+    innermost = {(one.threads[0].frames[0].file, one.threads[0].frames[0].line) for one in looks if _has_frames(one)}
+    found = []
+    for file, line in innermost:
+        text = _source_line(pid, file, line)
+        if _WAITS_FOR_WORK.search(text):
+            found.append((file, line, "comm"))
+        elif _WAITS_FOR_GPU.search(text) and procs.uses_gpu(pid):
+            found.append((file, line, "gpu"))
+    return tuple(found)
+
+
+def _has_frames(one: Capture) -> bool:
+    return bool(one.threads and one.threads[0].frames)
+
+
+def _source_line(pid: int, file: str, line: int) -> str:
+    """Read one line as the process sees its files (it may be in a container); empty if it cannot be read."""
+    for path in (f"/proc/{pid}/root{file}", file):
+        try:
+            with open(path, encoding="utf-8", errors="replace") as source:
+                for number, text in enumerate(source, 1):
+                    if number == line:
+                        return text[:400]
+        except OSError:
+            continue
+    return ""

@@ -1,0 +1,238 @@
+"""Reads what people have in tickets: the text or JSON of `py-spy dump`, from one process or many, with labels or without.
+
+Labels are what `srun -l`, pdsh and clush write before each line ("rank3: ", "17: ", "node07: "). A rank is only taken
+from a label or a file name that says so; the number of `srun -l` is a task, and counts where each task shows one process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from distdiag.commands.pyspy_all.collect import Process, Processes, Watched
+from distdiag.commands.pyspy_all.nodes import NodeStacks
+from distdiag.node.capture import COUNTERS, Capture, Counter, Frame, Thread
+from distdiag.node.identity import Identity
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+_STARTS = ("Process ", "Python v", "Thread ")
+_IDS = re.compile(r"^(Process|Thread) (?:0x)?[0-9A-Fa-f]+", re.MULTILINE)
+_PROCESS = re.compile(r"^Process (\d+): ?(.*)$")
+_THREAD = re.compile(r'^Thread (?:0x)?([0-9A-Fa-f]+)(?: \(([^)]*)\))?(?:: "(.*)")?')
+_RANK = re.compile(r"rank[_.\- ]?(\d+)", re.IGNORECASE)
+_LOCAL = re.compile(r"^\s{8,}(\w+): (-?\d{1,18})$")
+_WHERE = re.compile(r"^(.*):(\d+)$")
+
+
+@dataclass(frozen=True)
+class Dump:
+    """One process of a dump; `label` is what stood before its lines, or the file's name."""
+
+    label: str
+    labelled: bool
+    pid: int
+    command: str
+    threads: tuple[Thread, ...]
+    complaint: str
+
+
+def parse(text: str, name: str) -> list[Dump]:
+    """Read one file; empty if it holds no dump."""
+    if text.lstrip().startswith("["):
+        return _json(text, name)
+    first = next((line for line in text.splitlines() if line.strip()), "")
+    if first.startswith(_STARTS) or not _is_labelled(text):
+        return _blocks(text, name, labelled=False, known={})
+    known: dict[str, tuple[tuple[Thread, ...], str]] = {}
+    lines: dict[str, list[str]] = {}
+    for line in text.split("\n"):
+        label, found, rest = line.partition(": ")
+        if not found:
+            label, rest = line.rstrip().rstrip(":"), ""
+        if label in lines:
+            lines[label].append(rest)
+        elif found and rest.startswith(_STARTS):
+            lines[label] = [rest]
+    return [dump for label, own in lines.items() for dump in _blocks("\n".join(own), label, labelled=True, known=known)]
+
+
+def as_nodes(dumps: Sequence[Dump]) -> list[NodeStacks]:
+    """Make nodes of dumps: with ranks where labels tell them; labels that do not are taken as host names."""
+    ranks = _ranks(dumps)
+    size = max((rank for rank in ranks if rank is not None), default=-1) + 1
+    by_host: dict[str, list[tuple[Dump, int | None]]] = {}
+    for dump, rank in zip(dumps, ranks, strict=True):
+        by_host.setdefault(dump.label if dump.labelled and rank is None else "", []).append((dump, rank))
+    return [_node(host, own, size) for host, own in by_host.items()]
+
+
+def _is_labelled(text: str) -> bool:
+    head = text[:20_000].split("\n")
+    return any(line.partition(": ")[2].startswith(_STARTS) for line in head)
+
+
+def _ranks(dumps: Sequence[Dump]) -> list[int | None]:
+    told = [_RANK.search(dump.label) for dump in dumps]
+    labels = [dump.label for dump in dumps]
+    if len(set(labels)) < len(labels):
+        return [None] * len(dumps)  # several processes under one label: it names a node
+    if all(dump.labelled and dump.label.isdigit() for dump in dumps):
+        return [int(label) for label in labels]
+    return [int(match[1]) if match is not None else None for match in told]
+
+
+def _blocks(text: str, label: str, *, labelled: bool, known: dict[str, tuple[tuple[Thread, ...], str]]) -> list[Dump]:
+    """Read the processes of one text; equal stacks of different processes are parsed once."""
+    starts = [match.start() for match in re.finditer(r"^Process \d+", text, re.MULTILINE)]
+    if not starts:
+        starts = [0] if text.lstrip().startswith(_STARTS) else []
+    found = []
+    for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
+        block = text[start:end]
+        head = _PROCESS.match(block.split("\n", 1)[0])
+        key = _IDS.sub(r"\1", block.partition("\n")[2])
+        if key not in known:
+            known[key] = _threads(block)
+        threads, complaint = known[key]
+        pid = int(head[1]) if head is not None else (threads[0].os_thread_id if threads else 0)
+        found.append(Dump(label, labelled, pid, head[2] if head is not None else "", threads, complaint))
+    return found
+
+
+def _threads(block: str) -> tuple[tuple[Thread, ...], str]:
+    """Read the threads of one process, the main one first; and what py-spy complained of."""
+    found: list[Thread] = []
+    complaint = ""
+    head: re.Match[str] | None = None
+    frames: list[Frame] = []
+    counters: list[tuple[int, str, str, int]] = []
+    for line in [*block.split("\n"), "Thread 0"]:
+        started = _THREAD.match(line)
+        if started is not None:
+            if head is not None:
+                found.append(_thread(head, frames, counters))
+            head, frames, counters = started, [], []
+        elif line.startswith("        "):
+            local = _LOCAL.match(line)
+            if local is not None and frames and COUNTERS.fullmatch(local[1]):
+                counters.append((len(frames), frames[-1].function, local[1], int(local[2])))
+        elif line.startswith("    ") and line.endswith(")"):
+            frames.append(_frame(line))
+        elif line.startswith("Error"):
+            complaint = line.strip()
+    found.sort(key=lambda thread: thread.name != "MainThread")
+    return tuple(found), complaint
+
+
+def _thread(head: re.Match[str], frames: list[Frame], counters: list[tuple[int, str, str, int]]) -> Thread:
+    flags = head[2] or ""
+    text = head[1]
+    return Thread(
+        os_thread_id=int(text) if text.isdigit() and len(text) < 10 else 0,
+        name=head[3] or "",
+        active="active" in flags,
+        owns_gil="gil" in flags,
+        state="",
+        frames=tuple(frames),
+        counters=tuple(
+            Counter(len(frames) - at, function, name, value) for at, function, name, value in reversed(counters)
+        ),
+    )
+
+
+def _frame(line: str) -> Frame:
+    function, _, place = line.strip().rpartition(" (")
+    place = place[:-1]
+    found = _WHERE.match(place)
+    return Frame(function, found[1], int(found[2])) if found is not None else Frame(function, place, 0)
+
+
+def _json(text: str, name: str) -> list[Dump]:
+    try:
+        told = json.loads(text)
+        by_pid: dict[int, list[dict[str, Any]]] = {}
+        for one in told:
+            by_pid.setdefault(int(one["pid"]), []).append(one)
+        return [Dump(name, False, pid, "", _from_json(own, pid), "") for pid, own in by_pid.items()]
+    except (ValueError, KeyError, TypeError):
+        return []
+
+
+def _from_json(threads: Iterable[dict[str, Any]], pid: int) -> tuple[Thread, ...]:
+    found = [
+        Thread(
+            os_thread_id=int(one.get("os_thread_id") or 0),
+            name=str(one.get("thread_name") or ""),
+            active=bool(one.get("active")),
+            owns_gil=bool(one.get("owns_gil")),
+            state="",
+            frames=tuple(Frame(str(f["name"]), str(f["filename"]), int(f["line"])) for f in one["frames"]),
+            counters=_json_counters(one["frames"]),
+        )
+        for one in threads
+    ]
+    found.sort(key=lambda thread: (thread.os_thread_id != pid, thread.name != "MainThread"))
+    return tuple(found)
+
+
+def _json_counters(frames: Sequence[dict[str, Any]]) -> tuple[Counter, ...]:
+    return tuple(
+        Counter(depth, str(frame["name"]), str(local["name"]), int(local["repr"]))
+        for depth, frame in enumerate(reversed(frames))
+        for local in frame.get("locals") or ()
+        if COUNTERS.fullmatch(str(local["name"])) and re.fullmatch(r"-?\d{1,18}", str(local["repr"]))
+    )
+
+
+def _node(host: str, dumps: Sequence[tuple[Dump, int | None]], size: int) -> NodeStacks:
+    processes, watched = [], []
+    looks: dict[int, tuple[Capture, ...]] = {}
+    for number, (dump, rank) in enumerate(dumps):
+        pid = dump.pid or -number - 1
+        place = Identity("saved dumps", rank, size, None, None) if rank is not None else None
+        processes.append(_process(pid, dump.command, place))
+        if id(dump.threads) not in looks:
+            looks[id(dump.threads)] = (_capture(dump),)
+        watched.append(Watched(pid, looks[id(dump.threads)], ()))
+    facts = Processes(host, -1, None, may_trace=True, processes=tuple(processes), asked_missing=())
+    return NodeStacks(host, facts, tuple(watched))
+
+
+def _process(pid: int, command: str, place: Identity | None) -> Process:
+    return Process(
+        pid=pid,
+        parent=0,
+        above=(),
+        user=-1,
+        state="",
+        comm="",
+        command=command,
+        kind="launcher" if "torchrun" in command or "torch.distributed.run" in command else "",
+        python=True,
+        torch=True,
+        gpu=False,
+        hidden=False,
+        place=place,
+        job={},
+        started_s=0.0,
+    )
+
+
+def _capture(dump: Dump) -> Capture:
+    return Capture(
+        status="ok" if dump.threads else "failed",
+        reason="" if dump.threads else dump.complaint or "the dump holds no stack",
+        state="",
+        tracer=None,
+        cpu_s=0.0,
+        main_cpu_s=0.0,
+        threads=dump.threads,
+        standstill=(),
+        native=False,
+        gil_holder=None,
+        at_s=0.0,
+    )

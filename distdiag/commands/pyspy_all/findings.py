@@ -1,0 +1,349 @@
+"""The findings of pyspy-all. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.hosts import fold, fold_ranks, name_ranks
+from distdiag.commands.pyspy_all.model import COMMAND, FrameClass
+from distdiag.commands.pyspy_all.standing import helper_frames
+from distdiag.commands.pyspy_all.verdict import ALIVE, Outcome, split
+from distdiag.commands.pyspy_all.words import briefly, does, stuck_worker, waits, who, worker_does
+from distdiag.report import Finding, Fix, Level, Where
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from distdiag.commands.pyspy_all.model import Request, Standing
+    from distdiag.commands.pyspy_all.nodes import NodeStacks
+    from distdiag.commands.pyspy_all.verdict import JobVerdict
+    from distdiag.node.capture import Frame
+from distdiag.commands.pyspy_all.verdict import JobVerdict
+
+_SHOWN = 6
+_WHAT_DECIDES = (
+    "what would: a second look later (--interval 30: does anything move?), the flight recorder (start the job with "
+    "TORCH_FR_BUFFER_SIZE=2000, for NCCL also TORCH_NCCL_DUMP_ON_TIMEOUT=1), --native for what a rank does in C"
+)
+
+
+def job_findings(verdict: JobVerdict, request: Request, nodes: Sequence[NodeStacks]) -> list[Finding]:
+    """Say what one job's stacks come to."""
+    makers = {
+        Outcome.ODD: _odd,
+        Outcome.OTHER_COLLECTIVE: _odd,
+        Outcome.LEAST_PROGRESS: _least_progress,
+        Outcome.ALL_WAITING: _all_waiting,
+        Outcome.STANDSTILL: _standstill,
+        Outcome.NOT_HUNG: _not_hung,
+        Outcome.ALONE: _alone,
+    }
+    maker = makers.get(verdict.outcome)
+    found = maker(verdict, request) if maker is not None else []
+    return [*found, *_helpers(verdict), *_unreadable(verdict, nodes), *_unseen(verdict)]
+
+
+def where(members: Iterable[Standing]) -> Where:
+    """Say whom a finding is about."""
+    members = list(members)
+    return Where(
+        hosts=tuple(dict.fromkeys(one.member.host for one in members if one.member.host)),
+        ranks=tuple(sorted({one.rank for one in members if one.rank is not None})),
+        pids=tuple(one.pid for one in members if one.pid is not None),
+    )
+
+
+def waiting_in_words(members: Sequence[Standing]) -> str:
+    """Say where those wait who wait: "ranks 0-1,3 wait in `all_reduce` called from `train_step train.py:25`"."""
+    groups = split(members)[::-1]
+    parts = [f"{briefly(group)} wait{'s' if len(group) == 1 else ''} {waits(group[0])}" for group in groups[:2]]
+    rest = sum(len(group) for group in groups[2:])
+    return "; ".join(parts) + (f"; {rest} more elsewhere" if rest else "")
+
+
+def reason_of(verdict: JobVerdict, group: Sequence[Standing]) -> str:
+    """Say why a group of odd members is odd."""
+    first = group[0]
+    if verdict.outcome is Outcome.LEAST_PROGRESS:
+        return f"the least advanced: {_counters(first)}, others {_counters(verdict.waiting[0])}"
+    if verdict.outcome is Outcome.OTHER_COLLECTIVE:
+        return f"in another place than the others: {waits(first)}"
+    if first.kind is FrameClass.EXITED:
+        return f"gone: {does(first)}"
+    if first.kind is FrameClass.STOPPED:
+        return does(first)
+    return f"not in the collective: {does(first)}"
+
+
+def _odd(verdict: JobVerdict, request: Request) -> list[Finding]:
+    groups = split(verdict.odd)
+    parts = [f"{who(group)} {'is' if len(group) == 1 else 'are'} {reason_of(verdict, group)}" for group in groups[:3]]
+    if len(groups) > 3:
+        parts.append(f"{sum(map(len, groups[3:]))} more are elsewhere")
+    rest = waiting_in_words(verdict.waiting) if verdict.waiting else ""
+    title = "; ".join([*parts, rest] if rest else parts)
+    gone = [one for one in verdict.odd if one.kind is FrameClass.EXITED]
+    kind = "exited" if len(gone) == len(verdict.odd) else "odd-rank"
+    return [
+        Finding(
+            id=f"{COMMAND}.{kind}",
+            level=Level.FAIL,
+            title=title,
+            detail=shared(verdict, request),
+            where=where(verdict.odd),
+            evidence=_evidence(verdict.odd),
+            fix=_fix(verdict.odd),
+        )
+    ]
+
+
+def _least_progress(verdict: JobVerdict, request: Request) -> list[Finding]:
+    names = ", ".join(name for name, _ in verdict.odd[0].counters)
+    return [
+        Finding(
+            id=f"{COMMAND}.least-progress",
+            level=Level.FAIL,
+            title=f"{who(verdict.odd)} {'is' if len(verdict.odd) == 1 else 'are'} behind: {_counters(verdict.odd[0])}, "
+            f"{briefly(verdict.waiting)} {_counters(verdict.waiting[0])}; all wait {waits(verdict.odd[0])}",
+            detail=f"All ranks stand at the same line; their loop counters ({names}) tell them apart. "
+            "Whoever is behind did one collective more, or the others one less. " + shared(verdict, request),
+            where=where(verdict.odd),
+            evidence=tuple(
+                f"{briefly(group)}: {_counters(group[0])}" for group in _by_counters([*verdict.odd, *verdict.waiting])
+            )[:_SHOWN],
+        )
+    ]
+
+
+def _all_waiting(verdict: JobVerdict, request: Request) -> list[Finding]:
+    same = len(split(verdict.waiting)) == 1
+    counters = _counters(verdict.waiting[0]) if same else ""
+    return [
+        Finding(
+            id=f"{COMMAND}.all-waiting",
+            level=Level.UNKNOWN,
+            title=f"stacks cannot decide: all ranks are in communication: {waiting_in_words(verdict.waiting)}"
+            + (f", all at {counters}" if counters else ""),
+            detail="Nobody is missing: a message was lost, an earlier collective differs, or a link or a GPU is stuck. "
+            f"Stacks do not tell which; {_WHAT_DECIDES}.",
+            where=where(verdict.waiting),
+        )
+    ]
+
+
+def _standstill(verdict: JobVerdict, request: Request) -> list[Finding]:
+    groups = split(verdict.waiting)
+    parts = [f"{briefly(group)}: {does(group[0])}" for group in groups[:4]]
+    one_look = all(one.moving is None for one in verdict.waiting)
+    return [
+        Finding(
+            id=f"{COMMAND}.all-waiting",
+            level=Level.UNKNOWN,
+            title="nobody is in communication"
+            + ("" if one_look else " and nobody moved or computed between the looks")
+            + ": "
+            + "; ".join(parts),
+            detail="One look cannot tell moving from stuck: give --samples 2." if one_look else "",
+            where=where(verdict.waiting),
+        )
+    ]
+
+
+def _not_hung(verdict: JobVerdict, request: Request) -> list[Finding]:
+    moving = [one for one in verdict.standings if one.moving]
+    busy = [one for one in verdict.standings if not one.moving and (one.busy or 0.0) >= ALIVE]
+    parts = []
+    if moving:
+        parts.append(f"{briefly(moving)} moved between the looks")
+    if busy:
+        parts.append(f"{briefly(busy)} compute{'s' if len(busy) == 1 else ''}")
+    if (
+        verdict.waiting
+        and verdict.waiting[0].kind is FrameClass.COMM
+        and not any(one.moving for one in verdict.waiting)
+    ):
+        parts.append(f"{briefly(verdict.waiting)} wait{'s' if len(verdict.waiting) == 1 else ''} for them")
+    return [
+        Finding(
+            id=f"{COMMAND}.not-hung",
+            level=Level.INFO,
+            title=f"not hung, as far as can be seen in {_looks(request)}: {', '.join(parts)}",
+            detail="Should it be slow or move in a circle, look longer: --interval 30.",
+            where=where(verdict.standings),
+        )
+    ]
+
+
+def _alone(verdict: JobVerdict, request: Request) -> list[Finding]:
+    one = verdict.waiting[0]
+    if stuck_worker(one) is not None:
+        return []
+    return [
+        Finding(
+            id=f"{COMMAND}.all-waiting",
+            level=Level.UNKNOWN,
+            title=f"{who([one])} stands still: {does(one)}" if one.moving is not None else f"{who([one])}: {does(one)}",
+            detail="There is no other rank to compare it with.",
+            where=where([one]),
+        )
+    ]
+
+
+def _helpers(verdict: JobVerdict) -> list[Finding]:
+    """Name the DataLoader workers that waiting ranks wait for."""
+    found = []
+    for one in verdict.odd or verdict.waiting:
+        helper = stuck_worker(one)
+        if helper is not None and verdict.outcome is not Outcome.NOT_HUNG:
+            found.append((one, helper))
+    if not found:
+        return []
+    one, helper = found[0]
+    more = f"; so do {len(found) - 1} more" if len(found) > 1 else ""
+    return [
+        Finding(
+            id=f"{COMMAND}.helper-stuck",
+            level=Level.FAIL,
+            title=f"DataLoader worker {helper.process.pid} of {who([one])} {worker_does(helper)}{more}",
+            evidence=_stack(helper_frames(helper.watched)),
+            where=Where(
+                hosts=tuple(dict.fromkeys(owner.member.host for owner, _ in found)),
+                ranks=tuple(owner.rank for owner, _ in found if owner.rank is not None),
+                pids=tuple(worker.process.pid for _, worker in found),
+            ),
+        )
+    ]
+
+
+_REMEDIES = {
+    "denied": "read it as its own user or as root",
+    "not-python": "give the pid of the Python below it: --pid",
+    "timeout": "look at it by hand, or give it longer: --timeout 30",
+    "failed": "try again; a process that is just starting or ending cannot be read",
+}
+
+
+def _unreadable(verdict: JobVerdict, nodes: Sequence[NodeStacks]) -> list[Finding]:
+    by_reason: dict[tuple[str, str], list[Standing]] = {}
+    for one in verdict.unreadable:
+        by_reason.setdefault((one.status, one.reason), []).append(one)
+    return [_cannot_read(members, status, reason, nodes) for (status, reason), members in by_reason.items()]
+
+
+def _cannot_read(members: list[Standing], status: str, reason: str, nodes: Sequence[NodeStacks]) -> Finding:
+    text, commands = _rights(members[0], nodes) if status == "denied" else (_REMEDIES.get(status, ""), ())
+    return Finding(
+        id=f"{COMMAND}.unreadable",
+        level=Level.UNKNOWN,
+        title=f"{who(members)} could not be read: {reason}",
+        where=where(members),
+        evidence=_evidence(members),
+        fix=Fix(text=text, commands=commands) if text else None,
+    )
+
+
+def _rights(one: Standing, nodes: Sequence[NodeStacks]) -> tuple[str, tuple[str, ...]]:
+    """Say how to get the right to read a process; in order of effort, and only what helps here."""
+    node = next((node for node in nodes if node.host == one.member.host), None)
+    scope = node.processes.ptrace_scope if node is not None else None
+    theirs = one.member.process.user if one.member.process is not None else -1
+    if node is not None and node.processes.user != 0 and theirs != node.processes.user:
+        return "run it as that user, or as root", ('sudo env "PATH=$PATH" distdiag pyspy-all',)
+    if scope in (1, 2) and node is not None and node.processes.user != 0:
+        return (
+            "run it as root; or let users read their own processes until the next boot",
+            ('sudo env "PATH=$PATH" distdiag pyspy-all', "echo 0 | sudo tee /proc/sys/kernel/yama/ptrace_scope"),
+        )
+    if scope == 3:
+        return "this kernel lets nobody read another process until it is booted again (ptrace_scope 3)", ()
+    return (
+        "give the container the right to read its processes: docker run --cap-add SYS_PTRACE; in Kubernetes "
+        "securityContext.capabilities.add: [SYS_PTRACE]; or run distdiag on the host",
+        (),
+    )
+
+
+def _unseen(verdict: JobVerdict) -> list[Finding]:
+    job = verdict.job
+    if not job.unseen:
+        return []
+    hosts = fold(dict.fromkeys(member.host for member in job.members))
+    return [
+        Finding(
+            id=f"{COMMAND}.exited",
+            level=Level.UNKNOWN,
+            title=f"{name_ranks(job.unseen)} of {job.world_size} {'was' if len(job.unseen) == 1 else 'were'} not seen on {hosts}: "
+            "gone, or on other hosts",
+            where=Where(ranks=job.unseen),
+            fix=Fix(text="look at all hosts of the job: --hosts LIST, or --slurm-job ID"),
+        )
+    ]
+
+
+def shared(verdict: JobVerdict, request: Request) -> str:
+    """Say what the odd ones have in common that not all have: a node, a local rank, a parallel group."""
+    odd, all_of_them = verdict.odd, verdict.standings
+    parts = []
+    hosts = {one.member.host for one in odd}
+    if len(odd) > 1 and len(hosts) == 1 and len({one.member.host for one in all_of_them}) > 1:
+        there = sum(one.member.host in hosts for one in all_of_them)
+        parts.append(f"all on {next(iter(hosts))}" + (", all of its ranks" if there == len(odd) else ""))
+    locals_ = {one.member.local_rank for one in odd}
+    if len(odd) > 1 and len(locals_) == 1 and None not in locals_ and len(hosts) > 1:
+        parts.append(f"all have local rank {next(iter(locals_))}")
+    ranks = {one.rank for one in odd if one.rank is not None}
+    for name, group in request.groups:
+        if len(ranks) == len(odd) and ranks <= set(group):
+            parts.append(f"{'all ' if len(odd) > 1 else ''}in {name} group {fold_ranks(group)}")
+    return f"The odd ranks have in common: {'; '.join(parts)}." if parts else ""
+
+
+def _evidence(members: Sequence[Standing]) -> tuple[str, ...]:
+    """Give the stack of the first of each place, innermost first, and what the kernel says of it."""
+    lines: list[str] = []
+    for group in split(members)[:2]:
+        one = group[0]
+        state = one.member.watched.looks[-1] if one.member.watched is not None and one.member.watched.looks else None
+        if state is not None and state.standstill:
+            main = state.standstill[0]
+            facts = [f"state {main.state}", main.syscall, main.wait_channel, main.path]
+            lines.append(f"{briefly(group)}: " + ", ".join(fact for fact in facts if fact))
+        lines += _stack(one.frames)
+    return tuple(lines)
+
+
+def _stack(frames: Sequence[Frame]) -> tuple[str, ...]:
+    lines = [f"  {frame.function} ({frame.file}:{frame.line})" for frame in frames[:_SHOWN]]
+    return (*lines, f"  ... and {len(frames) - _SHOWN} more") if len(frames) > _SHOWN else tuple(lines)
+
+
+def _fix(members: Sequence[Standing]) -> Fix | None:
+    first = members[0]
+    if first.kind is FrameClass.STOPPED and first.status == "stopped":
+        pids = " ".join(str(one.pid) for one in members if one.kind is FrameClass.STOPPED)
+        return Fix(
+            text=f"on {first.member.host}, let it go on, and find who stopped it", commands=(f"kill -CONT {pids}",)
+        )
+    if first.kind is FrameClass.EXITED:
+        return Fix(
+            text=f"read the end of that rank's log, and whether the kernel ended it on {first.member.host}",
+            commands=("dmesg -T | grep -iE 'out of memory|killed process|segfault'",),
+        )
+    return None
+
+
+def _counters(one: Standing) -> str:
+    return ", ".join(f"{name} {value}" for name, value in one.counters)
+
+
+def _by_counters(members: Sequence[Standing]) -> list[list[Standing]]:
+    groups: dict[tuple[tuple[str, int], ...], list[Standing]] = {}
+    for one in members:
+        groups.setdefault(one.counters, []).append(one)
+    return sorted(groups.values(), key=len)
+
+
+def _looks(request: Request) -> str:
+    if request.samples == 1:
+        return "one look"
+    return f"{request.samples} looks, {request.interval_s:g} s apart"

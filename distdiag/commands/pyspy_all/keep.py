@@ -1,0 +1,133 @@
+"""Keeps what was seen in files, and judges such files: our own, or those that people have of py-spy."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec  # noqa: TID253 - this module is only imported when files are kept or read
+
+from distdiag.commands.pyspy_all import dumps
+from distdiag.commands.pyspy_all.diagnose import diagnose
+from distdiag.commands.pyspy_all.model import Request
+from distdiag.commands.pyspy_all.nodes import NodeStacks  # noqa: TC001 - decoded by its annotation
+from distdiag.deliver import document
+from distdiag.errors import DistdiagError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from distdiag.commands.pyspy_all.result import PySpyAll
+    from distdiag.deliver import Progress
+    from distdiag.report import Report
+
+_SCHEMA = "distdiag-stacks/1"
+_MAX_BYTES = 2 * 2**30
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """One host's file."""
+
+    schema: str
+    samples: int
+    interval_s: float
+    node: NodeStacks
+
+
+def look_and_save(request: Request, progress: Progress, folder: str) -> Report[PySpyAll]:
+    """Look at the job, and keep what was seen if a folder is named."""
+    from distdiag.commands.pyspy_all.check import check
+
+    if folder:
+        _make(folder)
+    report, nodes = check(request, progress)
+    if folder:
+        for node in nodes:
+            name = re.sub(r"[^\w.-]", "_", node.host) + ".json"
+            saved = Saved(_SCHEMA, request.samples, request.interval_s, node)
+            _write(os.path.join(folder, name), msgspec.json.encode(saved))
+    return report
+
+
+def judge_saved(request: Request, paths: Sequence[str]) -> Report[PySpyAll]:
+    """Judge files, or all files of folders.
+
+    Raises:
+        UsageError: a path is not there, or holds nothing that we can read.
+    """
+    # Hundreds of thousands of small objects that all stay: the collector would walk them again and again.
+    gc.disable()
+    try:
+        nodes, samples, interval_s = _read_all(paths)
+        return diagnose(replace(request, samples=samples, interval_s=interval_s), nodes)
+    finally:
+        gc.enable()
+
+
+def write_page(report: Report[PySpyAll], path: str, *, strict: bool) -> None:
+    """Write the report as one page for a browser."""
+    from distdiag.commands.pyspy_all.page import make_page
+
+    _write(path, make_page(document(report, strict=strict)).encode())
+
+
+def _read_all(paths: Sequence[str]) -> tuple[list[NodeStacks], int, float]:
+    nodes: list[NodeStacks] = []
+    texts: list[dumps.Dump] = []
+    samples, interval_s = 1, 0.0
+    for path in _files(paths):
+        data = path.read_bytes() if path.stat().st_size <= _MAX_BYTES else b""
+        if data.startswith(b'{"schema":"' + _SCHEMA.encode()):
+            try:
+                saved = msgspec.json.decode(data, type=Saved)
+            except msgspec.DecodeError as error:
+                raise UsageError(
+                    f"{path}: {error}", hint="is the file whole? --save writes one for each host"
+                ) from error
+            nodes.append(saved.node)
+            samples, interval_s = saved.samples, saved.interval_s
+        else:
+            texts += dumps.parse(data.decode("utf-8", "replace"), path.name)
+    if texts:
+        nodes += dumps.as_nodes(texts)
+    if not nodes:
+        raise UsageError(
+            f"there is no dump in {', '.join(paths)}",
+            hint="it takes what --save wrote, and the text or --json of `py-spy dump`",
+        )
+    return nodes, samples, interval_s
+
+
+def _files(paths: Sequence[str]) -> Iterator[Path]:
+    for name in paths:
+        path = Path(name)
+        if path.is_dir():
+            yield from sorted(one for one in path.iterdir() if one.is_file() and not one.name.startswith("."))
+        elif path.exists():
+            yield path
+        else:
+            raise UsageError(f"{name}: there is no such file", hint="name files, or a folder of them")
+
+
+def _make(folder: str) -> None:
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--save {folder}: {error.strerror}", hint="name a folder that can be written") from error
+
+
+def _write(path: str, data: bytes) -> None:
+    """Write a file whole or not at all."""
+    draft = f"{path}.{os.getpid()}.part"
+    try:
+        with open(draft, "wb") as file:
+            file.write(data)
+        os.replace(draft, path)
+    except OSError as error:
+        raise DistdiagError(
+            f"cannot write {path}: {error.strerror}", hint="name a place that can be written"
+        ) from error

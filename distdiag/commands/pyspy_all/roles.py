@@ -1,0 +1,276 @@
+"""Who is who: ranks, their helpers, launchers, and which job each belongs to. Pure.
+
+DataLoader workers and other children inherit RANK; so of the processes of one rank, the topmost that is a Python with
+torch is the rank, and the others below it are its helpers. What has no rank in its environment gets none here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from distdiag.commands.pyspy_all.model import Helper, Job, Member
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from distdiag.commands.pyspy_all.collect import Process, Watched
+    from distdiag.commands.pyspy_all.nodes import NodeStacks
+
+_NO_RANK = ("launcher", "tracker", "compile-worker")
+_ONE_LOOK = ("data-worker", "tracker", "compile-worker")
+_CHILD = ("multiprocessing/process.py", "BaseProcess._bootstrap")
+_SPAWNED_RANK = ("torch/multiprocessing/spawn.py", "_wrap")
+_WORKER = "torch/utils/data/_utils/worker.py"
+_LOOPBACK = ("localhost", "127.0.0.1", "::1", "127.0.1.1")
+
+
+@dataclass
+class _Part:
+    """What one host has of a job."""
+
+    name: str
+    aliases: set[str]
+    launcher: str
+    world_size: int | None
+    members: list[Member] = field(default_factory=list)
+    zombies: list[Process] = field(default_factory=list)
+
+
+def to_look_at(processes: Sequence[Process], *, helpers: bool) -> tuple[list[int], list[int]]:
+    """Choose the processes to look at: (all of them, those of which one look is enough)."""
+    pythons = {_place_of(one) for one in processes if one.python and one.kind not in _NO_RANK}
+    wanted = [one.pid for one in processes if _is_worth_a_look(one, pythons, helpers=helpers)]
+    helping = {one.pid for one in processes if one.kind in _ONE_LOOK}
+    return wanted, [pid for pid in wanted if pid in helping]
+
+
+def _is_worth_a_look(one: Process, pythons: set[tuple[str, int] | None], *, helpers: bool) -> bool:
+    if one.kind == "launcher":
+        return one.torch
+    if one.kind in ("tracker", "compile-worker"):
+        return helpers
+    if one.python or one.hidden or one.state == "Z":
+        return True
+    # A shell around the rank, or a program it runs, is of interest only where there is no Python.
+    return one.place is not None and _place_of(one) not in pythons
+
+
+def _place_of(one: Process) -> tuple[str, int] | None:
+    return (job_name(one.place.launcher, one.job), one.place.rank) if one.place is not None else None
+
+
+def find_jobs(nodes: Iterable[NodeStacks], *, whole: bool = True) -> list[Job]:
+    """Put the processes of all hosts together, by job.
+
+    `whole`: all processes of the hosts are there, so that a rank that is not among them is missing.
+    """
+    parts: dict[str, list[_Part]] = {}
+    for node in nodes:
+        watched = {one.pid: one for one in node.watched}
+        for part in _parts_of(node.host, node.processes.processes, watched):
+            parts.setdefault(part.name, []).append(part)
+    return [_join(name, own, whole=whole) for name, own in parts.items()]
+
+
+def answers_to(job_names: Mapping[str, str], wanted: str) -> bool:
+    """Tell whether --job means the job of these variables: its run id, MASTER_ADDR:MASTER_PORT, or a SLURM job or step."""
+    return wanted in _aliases(job_names)
+
+
+def _aliases(names: Mapping[str, str]) -> set[str]:
+    found = {
+        value for name, value in names.items() if name in ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "SLURM_JOB_ID")
+    }
+    if "MASTER_ADDR" in names:
+        found.add(f"{names['MASTER_ADDR']}:{names.get('MASTER_PORT', '')}")
+    if "SLURM_STEP_ID" in names:
+        found.add(f"{names.get('SLURM_JOB_ID', '')}.{names['SLURM_STEP_ID']}")
+    return found
+
+
+def job_name(launcher: str, names: Mapping[str, str]) -> str:
+    """Name a job so that it has the same name on all its hosts; empty if nothing tells jobs apart."""
+    meeting = f"{names['MASTER_ADDR']}:{names.get('MASTER_PORT', '')}" if "MASTER_ADDR" in names else ""
+    if launcher == "torchrun" and (run_id := names.get("TORCHELASTIC_RUN_ID", "none")) not in ("none", ""):
+        return f"{run_id} at {meeting}" if meeting and len(run_id) < 20 else meeting or run_id
+    if launcher == "srun":
+        return f"SLURM {names.get('SLURM_JOB_ID', '')}.{names.get('SLURM_STEP_ID', '')}"
+    if launcher == "Open MPI" and (space := names.get("PMIX_NAMESPACE") or names.get("OMPI_MCA_ess_base_jobid")):
+        return f"Open MPI {space}"
+    return meeting
+
+
+def _parts_of(host: str, processes: Sequence[Process], watched: Mapping[int, Watched]) -> Iterable[_Part]:
+    by_pid = {one.pid: one for one in processes}
+    labelled: dict[tuple[str, int], list[Process]] = {}
+    for one in processes:
+        if one.place is not None and one.kind not in _NO_RANK:
+            key = (job_name(one.place.launcher, one.job), one.place.rank)
+            labelled.setdefault(key, []).append(one)
+    parts: dict[str, _Part] = {}
+    used: set[int] = set()
+    for (name, _), same in labelled.items():
+        heads = _heads(same)
+        for head in heads:
+            # Two processes of one rank, neither below the other: two jobs that nothing else tells apart.
+            own_name = f"{name} (started by pid {head.parent})" if len(heads) > 1 and name == "" else name
+            _add_rank(parts, own_name or "job", host, head, same, watched)
+        used.update(one.pid for one in same)
+    yield from _with_dead(parts, host, [one for one in processes if one.pid not in used])
+    rest = [
+        one for one in processes if one.pid not in used and one.torch and one.kind not in ("tracker", "compile-worker")
+    ]
+    yield from _unlabelled(host, rest, by_pid, watched)
+
+
+def _heads(same: Sequence[Process]) -> list[Process]:
+    """Of the processes of one rank, find the rank itself: one for each tree of them."""
+    pids = {one.pid for one in same}
+    heads = []
+    for root in same:
+        if pids.intersection(root.above):
+            continue
+        tree = sorted((one for one in same if one is root or root.pid in one.above), key=lambda one: len(one.above))
+        python = [one for one in tree if one.python and one.kind != "data-worker"]
+        with_torch = [one for one in python if one.torch or one.gpu]
+        heads.append(next(iter(with_torch or python or tree)))
+    return heads
+
+
+def _add_rank(
+    parts: dict[str, _Part],
+    name: str,
+    host: str,
+    head: Process,
+    same: Sequence[Process],
+    watched: Mapping[int, Watched],
+) -> None:
+    assert head.place is not None
+    part = parts.get(name)
+    if part is None:
+        part = parts[name] = _Part(name, _aliases(head.job), head.place.launcher, head.place.world_size)
+    if head.kind == "data-worker" or _frame_in(watched.get(head.pid), *_CHILD):
+        # A child outlived its rank; it still has the rank's sockets, so the others wait instead of failing.
+        part.members.append(_member(host, None, head.place.rank, head.place.local_rank, same, watched))
+        return
+    below = [one for one in same if head.pid in one.above]
+    spawned = [one for one in below if _frame_in(watched.get(one.pid), *_SPAWNED_RANK)]
+    if spawned:
+        # mp.spawn below a task: the environment's rank is the task's, and theirs is known to themselves alone.
+        for one in spawned:
+            own = [other for other in below if one.pid in other.above]
+            part.members.append(_member(host, one, None, None, own, watched))
+        part.world_size = None
+        return
+    part.members.append(_member(host, head, head.place.rank, head.place.local_rank, below, watched))
+
+
+def _member(
+    host: str,
+    process: Process | None,
+    rank: int | None,
+    local_rank: int | None,
+    helpers: Sequence[Process],
+    watched: Mapping[int, Watched],
+) -> Member:
+    return Member(
+        host=host,
+        rank=rank,
+        local_rank=local_rank,
+        process=process,
+        watched=watched.get(process.pid) if process is not None else None,
+        helpers=tuple(Helper(process=one, watched=watched.get(one.pid)) for one in helpers),
+    )
+
+
+def _with_dead(parts: dict[str, _Part], host: str, others: Sequence[Process]) -> Iterable[_Part]:
+    """Give each part the zombies and the unreadable siblings of its ranks."""
+    for part in parts.values():
+        parents = {one.process.parent for one in part.members if one.process is not None}
+        for one in others:
+            if one.parent in parents and one.state == "Z":
+                part.zombies.append(one)
+            elif one.parent in parents and one.hidden and one.kind == "":
+                part.members.append(Member(host=host, rank=None, local_rank=None, process=one, watched=None))
+        yield part
+
+
+def _unlabelled(
+    host: str, processes: Sequence[Process], by_pid: Mapping[int, Process], watched: Mapping[int, Watched]
+) -> Iterable[_Part]:
+    """Make jobs of torch processes without a rank: those under one parent belong together, mp.spawn's and forked ones."""
+    mine = {one.pid: one for one in processes}
+    tops = [one for one in processes if not mine.keys() & set(one.above)]
+    for top in tops:
+        below = [one for one in processes if top.pid in one.above]
+        workers = [one for one in below if _is_worker(one, watched)]
+        ranks = [one for one in below if one not in workers and one.parent == top.pid and one.kind != "launcher"]
+        if top.kind == "launcher" and not ranks:
+            continue
+        part = _Part(f"pid {top.pid} {_script(top)}".strip(), set(), "python", None)
+        for one in ranks or [top]:
+            own = [other for other in below if one.pid in other.above and other in workers]
+            part.members.append(_member(host, one, None, None, own, watched))
+        yield part
+
+
+def _script(process: Process) -> str:
+    words = [word for word in process.command.split()[1:] if not word.startswith("-") and word != "..."]
+    return words[0].rpartition("/")[2] if words else ""
+
+
+def _is_worker(one: Process, watched: Mapping[int, Watched]) -> bool:
+    return one.kind == "data-worker" or _frame_in(watched.get(one.pid), _WORKER, "_worker_loop")
+
+
+def _frame_in(watched: Watched | None, file: str, function: str) -> bool:
+    looks = watched.looks if watched is not None else ()
+    return any(
+        frame.function == function and frame.file.endswith(file)
+        for look in looks[-1:]
+        for thread in look.threads[:1]
+        for frame in thread.frames
+    )
+
+
+def _join(name: str, parts: Sequence[_Part], *, whole: bool) -> Job:
+    """Join the parts of all hosts, and tell which ranks are missing: certainly gone, or not seen on these hosts."""
+    members = [member for part in parts for member in part.members]
+    world_size = next((part.world_size for part in parts if part.world_size), None)
+    missing = set(range(world_size or 0)) - {member.rank for member in members} if whole else set()
+    for part in parts:
+        for rank, local_rank, dead in _gone(part, missing):
+            host = part.members[0].host if part.members else ""
+            members.append(Member(host=host, rank=rank, local_rank=local_rank, process=dead, watched=None))
+            missing.discard(rank)
+    members.sort(key=lambda one: (one.rank is None, one.rank or 0, one.host, one.process.pid if one.process else 0))
+    return Job(
+        name=name,
+        launcher=parts[0].launcher,
+        world_size=world_size,
+        members=tuple(members),
+        unseen=tuple(sorted(missing)),
+    )
+
+
+def _gone(part: _Part, missing: set[int]) -> list[tuple[int, int | None, Process | None]]:
+    """List ranks of this host that are certainly gone: (rank, local rank, their zombie)."""
+    places = [one.process.place for one in part.members if one.process is not None and one.process.place is not None]
+    found: list[tuple[int, int | None]] = []
+    local_size = next((place.local_world_size for place in places if place.local_world_size), None)
+    offsets = {place.rank - place.local_rank for place in places if place.local_rank is not None}
+    if local_size and len(offsets) == 1:
+        first = offsets.pop()
+        found = [(first + local, local) for local in range(local_size) if first + local in missing]
+    elif part.world_size is not None and _is_all_here(part):
+        found = [(rank, None) for rank in sorted(missing)]
+    # As many zombies as there are gaps, or nobody knows whose they are.
+    zombies = part.zombies if len(part.zombies) == len(found) else [None] * len(found)
+    return [(rank, local, zombie) for (rank, local), zombie in zip(found, zombies, strict=True)]
+
+
+def _is_all_here(part: _Part) -> bool:
+    """Tell whether all ranks of a job without local ranks must be on this host: they meet at its loopback address."""
+    members = [one.process for one in part.members if one.process is not None]
+    return bool(members) and all(one.job.get("MASTER_ADDR") in _LOOPBACK for one in members)

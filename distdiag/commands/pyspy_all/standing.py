@@ -1,0 +1,207 @@
+"""Where one process stands: what it is doing, from its frames, the kernel's word, and what changed between two looks. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import TYPE_CHECKING
+
+from distdiag.commands.pyspy_all.model import FrameClass, Site, Standing
+from distdiag.knowledge.frames import kind_of, library_path
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from distdiag.commands.pyspy_all.collect import Watched
+    from distdiag.commands.pyspy_all.model import Member
+    from distdiag.node.capture import Capture, Frame
+
+BUSY = 0.5
+"""Share of a core from which on a thread counts as computing, not as waiting."""
+_P2P = re.compile(r"i?(send|recv)(_object_list)?|batch_isend_irecv|_?(forward|backward)?_?(recv|send)\w*")
+_C10D = "torch/distributed/distributed_c10d.py"
+_HIDDEN = re.compile(r"_.*|wrapper|.*<locals>.*")
+_DATA_NAME = re.compile(
+    r"(.*[._])?(__getitem__|__getitems__|collate\w*|(load|fetch|get|next|read|prefetch)_(\w+_)?(batch|data|sample|shard|example)\w*)"
+)
+_CHECKPOINT_NAME = re.compile(r"(.*[._])?(\w*checkpoint\w*|save_(state|model|weights|ckpt)\w*|\w*_ckpt)")
+_STILL = {"stopped": FrameClass.STOPPED, "gone": FrameClass.EXITED}
+_UNREAD = ("denied", "not-python", "failed", "timeout")
+
+
+def judge(member: Member) -> Standing:
+    """Say where a member stands."""
+    looks = member.watched.looks if member.watched is not None else ()
+    if not looks:
+        gone = member.process is None or member.process.state == "Z"
+        reason = "it has ended" if gone else "it was not looked at"
+        if member.process is not None and gone:
+            reason = "it has ended and is a zombie: its parent has not asked for its status"
+        elif member.helpers:
+            left = ", ".join(str(helper.process.pid) for helper in member.helpers[:4])
+            reason = f"it has ended; what it had started lives on (pid {left})"
+        return _bare(member, FrameClass.EXITED if gone else FrameClass.UNREADABLE, "gone" if gone else "failed", reason)
+    last = looks[-1]
+    if last.status == "gone":
+        return _bare(member, FrameClass.EXITED, "gone", last.reason)
+    frames = _frames(last)
+    if not frames:
+        if last.status == "stopped":
+            return _bare(member, FrameClass.STOPPED, "stopped", last.reason)
+        reason = last.reason or "py-spy saw no Python frames"
+        return _bare(member, FrameClass.UNREADABLE, last.status if last.status in _UNREAD else "failed", reason)
+    assert member.watched is not None
+    busy = _busy(member.watched)
+    moving = _moving(looks)
+    site = _site(last, frames, member.watched, busy)
+    return Standing(
+        member=member,
+        site=site,
+        frames=frames,
+        moving=moving,
+        busy=busy,
+        counters=_counters(last),
+        status=last.status,
+        reason=last.reason,
+    )
+
+
+def helper_frames(watched: Watched | None) -> tuple[Frame, ...]:
+    """Give the main thread's frames of the last look at a helper."""
+    return _frames(watched.looks[-1]) if watched is not None and watched.looks else ()
+
+
+def user_frame(frames: Sequence[Frame]) -> Frame | None:
+    """Find the innermost frame of the user's own code."""
+    return next((frame for frame in frames if library_path(frame.file) is None), None)
+
+
+def site_of(frames: Sequence[Frame]) -> tuple[FrameClass | None, str]:
+    """Tell from frames alone what a thread does, and in which operation: (None, "") if they do not say."""
+    weak: tuple[FrameClass | None, str] = (None, "")
+    if any((library_path(frame.file) or "").startswith("importlib._bootstrap") for frame in _library_run(frames)):
+        return FrameClass.IMPORT, "import"
+    for frame in _library_run(frames):
+        kind, is_weak = kind_of(frame.function, frame.file)
+        if kind == "backward":
+            return FrameClass.COMPUTE, "backward"
+        if kind and not is_weak:
+            return FrameClass(kind), _operation(frames, frame)
+        if kind and weak[0] is None:
+            weak = FrameClass(kind), _plain(frame.function)
+    return weak
+
+
+def _library_run(frames: Sequence[Frame]) -> Iterator[Frame]:
+    """Give the frames from the innermost to the first of the user's own."""
+    return itertools.takewhile(lambda frame: library_path(frame.file) is not None, frames)
+
+
+def _bare(member: Member, kind: FrameClass, status: str, reason: str) -> Standing:
+    return Standing(
+        member=member,
+        site=Site(kind=kind, operation="", frame=None),
+        frames=(),
+        moving=None,
+        busy=None,
+        counters=(),
+        status=status,
+        reason=reason,
+    )
+
+
+def _site(look: Capture, frames: tuple[Frame, ...], watched: Watched, busy: float | None) -> Site:
+    frame = user_frame(frames)
+    kind, operation = site_of(frames)
+    main = look.standstill[0] if look.standstill else None
+    if look.status == "stopped":
+        return Site(kind=FrameClass.STOPPED, operation=operation, frame=frame)
+    is_busy = busy is not None and busy >= BUSY
+    hint = next((hint for file, line, hint in watched.hints if (file, line) == (frames[0].file, frames[0].line)), "")
+    if operation == "backward" and not is_busy:
+        # DDP and FSDP reduce gradients inside of it, in C++: who does not compute there waits for the others.
+        return Site(kind=FrameClass.COMM, operation="backward", frame=frame)
+    if kind is None and hint == "comm":
+        kind, operation = FrameClass.COMM, "Work.wait"
+    if kind is None and hint == "gpu":
+        kind, operation = FrameClass.CUDA_SYNC, "a call that waits for the GPU"
+    if kind is None or kind is FrameClass.LOCK:
+        kind = _by_name(frames) or _by_kernel(look, main.syscall if main else "", busy=is_busy) or kind
+    if main is not None and main.state == "D" and kind is not FrameClass.COMM:
+        kind = FrameClass.STORAGE
+    is_p2p = kind is FrameClass.COMM and bool(_P2P.fullmatch(operation))
+    return Site(kind=kind or FrameClass.PYTHON, operation=operation, frame=frame, is_p2p=is_p2p)
+
+
+def _by_name(frames: Sequence[Frame]) -> FrameClass | None:
+    """Take the names people give to their own functions as weak evidence: the innermost two of their frames."""
+    own = [frame for frame in frames if library_path(frame.file) is None][:2]
+    for frame in own:
+        if _DATA_NAME.fullmatch(frame.function):
+            return FrameClass.DATA
+        if _CHECKPOINT_NAME.fullmatch(frame.function):
+            return FrameClass.CHECKPOINT
+    return None
+
+
+def _by_kernel(look: Capture, syscall: str, *, busy: bool) -> FrameClass | None:
+    if busy or (look.state == "R" and not syscall):
+        return FrameClass.COMPUTE
+    if look.gil_holder not in (None, look.threads[0].os_thread_id) and syscall == "futex":
+        return FrameClass.GIL
+    main = look.standstill[0] if look.standstill else None
+    if main is not None and main.path.startswith("/") and not main.path.startswith(("/dev/", "/proc/")):
+        return FrameClass.STORAGE
+    return None
+
+
+def _operation(frames: Sequence[Frame], found: Frame) -> str:
+    """Name the call as the user wrote it: of a run of frames of one module, the outermost that is public."""
+    file = found.file
+    name = found.function
+    if (library_path(file) or "").startswith("torch/utils/data/"):
+        return "DataLoader"
+    for frame in _library_run(frames):
+        if frame.file == file and not _HIDDEN.fullmatch(frame.function):
+            name = frame.function
+    return _plain(name)
+
+
+def _plain(function: str) -> str:
+    return function.rpartition(".<locals>.")[2] or function
+
+
+def _frames(look: Capture) -> tuple[Frame, ...]:
+    return look.threads[0].frames if look.threads else ()
+
+
+def _busy(watched: Watched) -> float | None:
+    """Share of a core that the main thread used between the first look and the last."""
+    first, last = watched.looks[0], watched.looks[-1]
+    elapsed = last.at_s - first.at_s
+    return (last.main_cpu_s - first.main_cpu_s) / elapsed if elapsed > 0.05 else None
+
+
+def _moving(looks: Sequence[Capture]) -> bool | None:
+    """Tell whether the user's own lines or loop counters changed between two looks; None after one look."""
+    if len(looks) < 2 or not looks[0].threads or not looks[-1].threads:
+        return None
+    marks = {(_own_lines(look), look.threads[0].counters) for look in looks}
+    return len(marks) > 1
+
+
+def _own_lines(look: Capture) -> tuple[tuple[str, str, int], ...]:
+    frames = _frames(look)
+    own = tuple((one.function, one.file, one.line) for one in frames if library_path(one.file) is None)
+    return own or tuple((one.function, one.file, one.line) for one in frames)
+
+
+def _counters(look: Capture) -> tuple[tuple[str, int], ...]:
+    """Take the loop counters of the main thread, the outermost frame's first: ("epoch", 0), ("step", 2)."""
+    found: dict[str, int] = {}
+    for one in look.threads[0].counters:
+        found[f"{one.function}.{one.name}"] = one.value
+    short: dict[str, int] = {}
+    for name, value in found.items():
+        short.setdefault(name.rpartition(".")[2], value)
+    return tuple(short.items())

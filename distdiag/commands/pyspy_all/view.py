@@ -1,0 +1,156 @@
+"""The report of pyspy-all as text: who stands where, the odd and the few first; user's frames, library frames folded."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from rich.table import Column
+from rich.text import Text
+
+from distdiag.cluster.hosts import fold, fold_ranks
+from distdiag.commands.pyspy_all.tree import call_tree
+from distdiag.deliver import plain_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rich.console import RenderableType
+
+    from distdiag.commands.pyspy_all.model import Request
+    from distdiag.commands.pyspy_all.result import FrameRow, Group, ProcessRow, PySpyAll
+    from distdiag.report import Report
+
+_GROUPS = 12
+_PIDS = 8
+
+
+def pyspy_all_view(report: Report[PySpyAll], request: Request) -> Iterator[RenderableType]:
+    """Give the jobs, then for each its groups or its call tree, then the processes that are special."""
+    data = report.data
+    for job in data.jobs:
+        of = f" of {job.world_size}" if job.world_size is not None else ""
+        what = "ranks" if job.ranks != 1 else "rank"
+        looks = f"{data.samples} looks, {data.interval_s:g} s apart" if data.samples > 1 else "one look"
+        yield _line(
+            f"job {job.job} ({job.launcher}): {job.ranks}{of} {what} on {fold(job.hosts) or 'no host'}; {looks}"
+        )
+        groups = [group for group in data.groups if group.job == job.job]
+        if request.tree:
+            yield from (_line(line) for line in call_tree(groups, verbose=request.verbose))
+        else:
+            yield from _groups(groups, verbose=request.verbose)
+        yield ""
+    yield from _special(data.processes, everybody=request.verbose, helpers=request.helpers)
+    if request.threads == "all":
+        yield from _all_threads(data.processes, verbose=request.verbose)
+
+
+def _groups(groups: Sequence[Group], *, verbose: bool) -> Iterator[RenderableType]:
+    for group in groups if verbose else groups[:_GROUPS]:
+        yield ""
+        yield _line(head(group), style="bold" if group.odd else "")
+        yield from (_line("    " + line) for line in stack_lines(group.frames, verbose=verbose))
+    if len(groups) > _GROUPS and not verbose:
+        rest = groups[_GROUPS:]
+        yield ""
+        yield _line(f"... and {len(rest)} groups more, {sum(one.count for one in rest)} ranks (-v shows all)")
+
+
+def head(group: Group) -> str:
+    """Title a group: its ranks, how many, what they do, and whether they are the odd ones."""
+    moving = {True: ", moving", False: ", not moving", None: ""}[group.moving]
+    if group.class_ in ("exited", "stopped", "unreadable"):
+        moving = ""
+    counters = "".join(f", {name} {value}" for name, value in group.counters.items())
+    odd = "  <- odd" if group.odd else ""
+    return f"{members(group)}: {group.class_}{moving}{counters}{odd}"
+
+
+def members(group: Group) -> str:
+    """Name the members of a group, and how many they are."""
+    if group.ranks and len(group.ranks) == group.count:
+        named = f"rank{'s' if group.count > 1 else ''} {fold_ranks(group.ranks)}"
+    else:
+        more = f" and {len(group.pids) - _PIDS} more" if len(group.pids) > _PIDS else ""
+        named = f"pid{'s' if group.count > 1 else ''} {', '.join(map(str, group.pids[:_PIDS]))}{more}"
+    return named + (f" ({group.count})" if group.count > 1 else "")
+
+
+def stack_lines(frames: Sequence[FrameRow], *, verbose: bool) -> Iterator[str]:
+    """Write a stack, innermost first; runs of library frames become one line, but the innermost one always shows."""
+    skipped = 0
+    for number, frame in enumerate(frames):
+        if verbose or frame.user or number == 0:
+            if skipped:
+                yield f"... {skipped} library frame{'s' if skipped > 1 else ''}"
+            skipped = 0
+            yield frame_line(frame, verbose=verbose)
+        else:
+            skipped += 1
+    if skipped:
+        yield f"... {skipped} library frame{'s' if skipped > 1 else ''}"
+
+
+def frame_line(frame: FrameRow, *, verbose: bool) -> str:
+    """Write one frame: `train_step train.py:25`."""
+    file = frame.file if verbose else short(frame)
+    return f"{frame.function} {file}" + (f":{frame.line}" if frame.line else "")
+
+
+def short(frame: FrameRow) -> str:
+    """Shorten a path: below site-packages for libraries, the last part for the user's own."""
+    if frame.user:
+        return os.path.basename(frame.file)
+    from distdiag.knowledge.frames import library_path
+
+    return library_path(frame.file) or frame.file
+
+
+def _special(processes: Sequence[ProcessRow], *, everybody: bool, helpers: bool) -> Iterator[RenderableType]:
+    rows = [
+        one
+        for one in processes
+        if (one.role == "helper" and helpers) or (one.role == "rank" and (everybody or one.status != "ok"))
+    ]
+    if not rows:
+        return
+    table = plain_table(
+        Column("rank", justify="right", no_wrap=True),
+        Column("host", overflow="fold"),
+        Column("pid", justify="right", no_wrap=True),
+        Column("state", no_wrap=True),
+        Column("doing", overflow="fold"),
+        Column("remark", overflow="fold"),
+    )
+    for one in rows:
+        rank = "-" if one.rank is None else str(one.rank)
+        role = f"{one.role} of " if one.role == "helper" else ""
+        table.add_row(
+            f"{role}{rank}",
+            one.host,
+            "-" if one.pid is None else str(one.pid),
+            one.state or "-",
+            one.class_ or "-",
+            one.reason or "-",
+        )
+    yield table
+    yield ""
+
+
+def _all_threads(processes: Sequence[ProcessRow], *, verbose: bool) -> Iterator[RenderableType]:
+    """Show the threads beside the main ones; equal ones fold."""
+    folded: dict[tuple[str, str, tuple[FrameRow, ...]], list[str]] = {}
+    for one in processes:
+        for thread in one.threads[1:]:
+            name = f"rank {one.rank}" if one.rank is not None else f"pid {one.pid}"
+            folded.setdefault((thread.name, thread.class_, thread.frames), []).append(name)
+    for (name, class_, frames), owners in folded.items():
+        more = f" and {len(owners) - _PIDS} more" if len(owners) > _PIDS else ""
+        yield _line(f"thread {name!r} of {', '.join(owners[:_PIDS])}{more}" + (f": {class_}" if class_ else ""))
+        yield from (_line("    " + line) for line in stack_lines(frames, verbose=verbose))
+        yield ""
+
+
+def _line(text: str, style: str = "") -> Text:
+    return Text(text, style=style, overflow="fold")

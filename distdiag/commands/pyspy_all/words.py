@@ -1,0 +1,192 @@
+"""How a rank and its place are put into words. Pure."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.hosts import fold, fold_ranks, name_ranks
+from distdiag.commands.pyspy_all.model import FrameClass
+from distdiag.commands.pyspy_all.standing import BUSY, helper_frames, user_frame
+from distdiag.knowledge.frames import library_path
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from distdiag.commands.pyspy_all.model import Helper, Standing
+    from distdiag.node.capture import Frame
+    from distdiag.node.procs import Standstill
+
+_NAMED = 4
+"""Processes to name one by one; more are only counted."""
+_WORKER_FILE = "torch/utils/data/_utils/worker.py"
+_IDLE_FILES = ("queue.py", "connection.py", "queues.py", "selectors.py", "synchronize.py")
+
+
+def spot(frame: Frame) -> str:
+    """Write a place in the code: `load_batch train.py:26`."""
+    line = f":{frame.line}" if frame.line else ""
+    return f"`{frame.function}` {os.path.basename(frame.file)}{line}"
+
+
+def who(members: Sequence[Standing]) -> str:
+    """Name members: "rank 2 (node07, pid 4711)", "ranks 0-1,3 (node[07-08])", "pid 812 (node07)"."""
+    ranks = [one.rank for one in members if one.rank is not None]
+    pids = [one.pid for one in members if one.pid is not None]
+    hosts = fold(dict.fromkeys(one.member.host for one in members if one.member.host))
+    if len(ranks) < len(members):
+        named = f"pid{'s' if len(pids) > 1 else ''} {', '.join(map(str, pids[:_NAMED]))}"
+        more = f" and {len(pids) - _NAMED} more" if len(pids) > _NAMED else ""
+        return f"{named}{more}" + (f" ({hosts})" if hosts else "")
+    place = ", ".join([part for part in (hosts, f"pid {pids[0]}" if len(pids) == 1 else "") if part])
+    return name_ranks(ranks) + (f" ({place})" if place else "")
+
+
+def briefly(members: Sequence[Standing]) -> str:
+    """Name members without their hosts: "ranks 0-1,3"."""
+    ranks = [one.rank for one in members if one.rank is not None]
+    if len(ranks) == len(members):
+        return name_ranks(ranks)
+    pids = [one.pid for one in members if one.pid is not None]
+    return f"pids {fold_ranks(pids)}" if len(pids) > 1 else f"pid {pids[0]}" if pids else "a process"
+
+
+def waits(one: Standing) -> str:
+    """Say where a waiting member stands: "in `all_reduce` called from `train_step train.py:25`"."""
+    frame = one.site.frame
+    called = f" called from {spot(frame)}" if frame is not None else ""
+    if one.site.operation == "backward":
+        return f"inside `backward`{called}, without computing"
+    if one.kind is FrameClass.CUDA_SYNC:
+        return f"for the GPU, in {spot(frame)}" if frame is not None else "for the GPU"
+    return f"in `{one.site.operation}`{called}" if one.site.operation else f"in {_where(one)}"
+
+
+def does(one: Standing) -> str:
+    """Say what an odd member does, beginning with its place in the code."""
+    parts = [_where(one)]
+    if one.kind is FrameClass.STOPPED:
+        parts = [f"{one.reason}, at {_where(one)}" if one.frames else one.reason]
+    elif one.kind is FrameClass.EXITED:
+        return one.reason
+    elif one.status == "traced":
+        parts.append(one.reason)
+    worker = worker_in_words(one)
+    parts += [part for part in ([worker] if worker else [_doing(one)]) if part]
+    return ", ".join(parts)
+
+
+def _where(one: Standing) -> str:
+    frame = one.site.frame
+    if frame is None:
+        return spot(one.frames[0]) if one.frames else "an unknown place"
+    if one.site.operation and one.kind is not FrameClass.PYTHON:
+        return f"{spot(frame)} (in `{one.site.operation}`)"
+    return spot(frame)
+
+
+def _doing(one: Standing) -> str:
+    if one.kind in (FrameClass.STOPPED, FrameClass.EXITED):
+        return ""
+    if one.busy is not None and one.busy >= BUSY:
+        moves = "and moving between the looks" if one.moving else "at the same line in each look"
+        return f"computing ({one.busy:.0%} of a core, {moves})"
+    main = _main_standstill(one)
+    words = in_kernel(main) if main is not None else ""
+    kind = {
+        FrameClass.DATA: "loading data",
+        FrameClass.CHECKPOINT: "in a checkpoint",
+        FrameClass.COMPILE: "compiling",
+        FrameClass.STORAGE: "",
+        FrameClass.GIL: "waiting for the GIL",
+        FrameClass.LOCK: "waiting for a lock or another thread",
+        FrameClass.CUDA_SYNC: "waiting for its GPU",
+        FrameClass.TEARDOWN: "ending",
+        FrameClass.IMPORT: "importing",
+    }.get(one.kind, "")
+    if one.moving:
+        words = "moving between the looks"
+    return ", ".join(part for part in (kind, words) if part)
+
+
+def in_kernel(still: Standstill) -> str:
+    """Say what a thread waits for in the kernel; empty if that tells nothing."""
+    state = f"D state{_for(still.since_s)}" if still.state == "D" else ""
+    if still.path:
+        verb = {"read": "reads", "pread64": "reads", "readv": "reads", "openat": "opens", "open": "opens"}.get(
+            still.syscall
+        )
+        verb = verb or {"write": "writes", "pwrite64": "writes", "writev": "writes"}.get(
+            still.syscall, f"is in {still.syscall} of"
+        )
+        return f"{verb} {still.path}" + (f" ({state})" if state else "")
+    if state:
+        return f"in the kernel ({state}{', ' + still.wait_channel if still.wait_channel else ''})"
+    if "sleep" in still.syscall:
+        return "sleeping"
+    return ""
+
+
+def worker_in_words(one: Standing) -> str:
+    """Name the DataLoader worker that a rank waits for; empty if it does not wait for one that is busy."""
+    found = stuck_worker(one)
+    if found is None:
+        return ""
+    return f"waiting for its DataLoader worker {found.process.pid}, which {worker_does(found)}"
+
+
+def stuck_worker(one: Standing) -> Helper | None:
+    """Find the DataLoader worker that has not delivered: the one that does not wait for work."""
+    if one.kind is not FrameClass.DATA:
+        return None
+    workers = [helper for helper in one.member.helpers if _is_worker(helper)]
+    still = [helper for helper in workers if _state(helper) in ("T", "t", "D", "Z")]
+    busy = [
+        helper for helper in workers if helper not in still and helper_frames(helper.watched) and not _is_idle(helper)
+    ]
+    return next(iter([*still, *busy]), None)
+
+
+def worker_does(helper: Helper) -> str:
+    """Say what a worker does: "reads /data/x (D state 214 s)", "is stopped", "is in `__getitem__` data.py:12"."""
+    if _state(helper) == "Z":
+        return "has died"
+    if _state(helper) in ("T", "t"):
+        return "is stopped"
+    look = helper.watched.looks[-1] if helper.watched is not None and helper.watched.looks else None
+    frames = helper_frames(helper.watched)
+    own = user_frame(frames) or (frames[0] if frames else None)
+    kernel = in_kernel(look.standstill[0]) if look is not None and look.standstill else ""
+    place = f"is in {spot(own)}" if own is not None else ""
+    return ", ".join(part for part in (place, kernel) if part) or "does not deliver"
+
+
+def _state(helper: Helper) -> str:
+    looks = helper.watched.looks if helper.watched is not None else ()
+    return looks[-1].state if looks else helper.process.state
+
+
+def _is_worker(helper: Helper) -> bool:
+    return helper.process.kind == "data-worker" or any(
+        (library_path(frame.file) or "").endswith(_WORKER_FILE) for frame in helper_frames(helper.watched)
+    )
+
+
+def _is_idle(helper: Helper) -> bool:
+    """Tell whether a worker waits for its next index: between its queue and the worker loop there is nothing else."""
+    for frame in helper_frames(helper.watched):
+        path = library_path(frame.file) or ""
+        if path.endswith(_WORKER_FILE):
+            return frame.function == "_worker_loop"
+        if not path.endswith(_IDLE_FILES):
+            return False
+    return False
+
+
+def _main_standstill(one: Standing) -> Standstill | None:
+    look = one.member.watched.looks[-1] if one.member.watched is not None and one.member.watched.looks else None
+    return look.standstill[0] if look is not None and look.standstill else None
+
+
+def _for(seconds: float | None) -> str:
+    return f" {seconds:.0f} s" if seconds is not None and seconds >= 1 else ""

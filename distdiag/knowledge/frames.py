@@ -1,0 +1,68 @@
+"""What a frame tells about its thread, as data (frames.toml), and whether it is the user's own code."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+_LIBRARY = re.compile(
+    r"/(?:site-packages|dist-packages)/(.+)|/lib(?:64)?/python3\.\d+t?/(?!(?:site|dist)-packages/)(.+)|<(?:frozen ([^>]*)|string)>"
+)
+_TORCH_FROM_SOURCE = re.compile(
+    r"/(torch/(?:distributed|utils|nn|optim|autograd|cuda|_dynamo|_inductor|_functorch|multiprocessing|serialization\.py"
+    r"|_tensor\.py|_ops\.py).*)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One line of frames.toml."""
+
+    kind: str
+    file: re.Pattern[str]
+    function: re.Pattern[str] | None
+    weak: bool
+
+
+@cache
+def library_path(file: str) -> str | None:
+    """Give a file's path below site-packages or the standard library; None for the user's own code."""
+    found = _LIBRARY.search(file) or _TORCH_FROM_SOURCE.search(file)
+    if found is None:
+        # py-spy's text has short names: torch/..., threading.py; nobody's own script is called so.
+        return file if not file.startswith("/") and _is_known(file) else None
+    return next((part for part in found.groups() if part), file)
+
+
+@cache
+def kind_of(function: str, file: str) -> tuple[str, bool]:
+    """Give what a frame says, and whether that is weak evidence; ("", False) if it says nothing."""
+    path = library_path(file)
+    if path is None:
+        return "", False
+    for rule in _rules():
+        if rule.file.search(path) and (rule.function is None or rule.function.fullmatch(function)):
+            return rule.kind, rule.weak
+    return "", False
+
+
+@cache
+def _is_known(file: str) -> bool:
+    return file.startswith(("<", "torch/")) or any(rule.file.search(file) for rule in _rules())
+
+
+@cache
+def _rules() -> tuple[Rule, ...]:
+    text = resources.files(__package__).joinpath("frames.toml").read_text("utf-8")
+    return tuple(
+        Rule(
+            kind=one["class"],
+            file=re.compile(one["file"]),
+            function=re.compile(one["function"]) if "function" in one else None,
+            weak=one.get("weak", False),
+        )
+        for one in tomllib.loads(text)["frame"]
+    )
