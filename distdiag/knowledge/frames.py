@@ -9,7 +9,8 @@ from functools import cache
 from importlib import resources
 
 _LIBRARY = re.compile(
-    r"/(?:site-packages|dist-packages)/(.+)|/lib(?:64)?/python3\.\d+t?/(?!(?:site|dist)-packages/)(.+)|<(?:frozen ([^>]*)|string)>"
+    r"/(?:site-packages|dist-packages)/(.+)|/lib(?:64)?/python3\.\d+t?/(?!(?:site|dist)-packages/)(.+)"
+    r"|<(?:frozen ([^>]*)|string)>"
 )
 _TORCH_FROM_SOURCE = re.compile(
     r"/(torch/(?:distributed|utils|nn|optim|autograd|cuda|_dynamo|_inductor|_functorch|multiprocessing|serialization\.py"
@@ -30,6 +31,8 @@ class Rule:
 @cache
 def library_path(file: str) -> str | None:
     """Give a file's path below site-packages or the standard library; None for the user's own code."""
+    if is_native(file):
+        return file.rpartition("/")[2]
     found = _LIBRARY.search(file) or _TORCH_FROM_SOURCE.search(file)
     if found is None:
         # py-spy's text has short names: torch/..., threading.py; nobody's own script is called so.
@@ -47,6 +50,13 @@ def kind_of(function: str, file: str) -> tuple[str, bool]:
         if rule.file.search(path) and (rule.function is None or rule.function.fullmatch(function)):
             return rule.kind, rule.weak
     return "", False
+
+
+@cache
+def is_native(file: str) -> bool:
+    """Tell whether a frame's file is compiled code: a library, or the interpreter itself."""
+    name = file.rpartition("/")[2]
+    return ".so" in name or name in ("python", "[vdso]") or re.fullmatch(r"python3(\.\d+t?)?", name) is not None
 
 
 @cache

@@ -44,8 +44,9 @@ def main(config: dict[str, Any]) -> None:
 def serve(config: dict[str, Any], orders_fd: int, wire: Writer, lost: Callable[[], int] = lambda: 0) -> int:
     """Run the agent until it is told to leave; the exit status it is told. Else it ends this process with lost().
 
-    {"collect": module with a facts(ask), and a more(ask, tell) if it is asked again; "ask": what it is asked, "env": variables to set, "silence_s": end after so
-    many seconds without a word from the parent, None: never, "guest": the parent may be a stranger}
+    {"collect": module with a facts(ask), and a more(ask, tell) if it is asked again; "ask": what it is asked, "env":
+    variables to set, "silence_s": end after so many seconds without a word from the parent, None: never, "guest": the
+    parent may be a stranger}
     """
     os.environ.update(config["env"])
     inbox = _Inbox(orders_fd, wire, config["silence_s"], lost)

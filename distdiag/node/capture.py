@@ -66,9 +66,9 @@ class Thread:
 class Capture:
     """One look at one process.
 
-    `status`: ok; stopped, traced, kernel (a thread in D): read all the same, with that state; denied, not-python, failed,
-    timeout: no stack, `reason` says why; gone: there is no such process any more, or only its zombie.
-    `cpu_s` and `main_cpu_s`: processor time so far, of all threads and of the main one, at `at_s` on the monotonic clock.
+    `status`: ok; stopped, traced, kernel (a thread in D): read all the same, with that state; denied, not-python,
+    failed, timeout: no stack, `reason` says why; gone: there is no such process any more, or only its zombie.
+    `cpu_s` and `main_cpu_s`: processor time so far, of all threads and of the main one, at `at_s` (monotonic clock).
     `gil_holder`: the thread that holds the interpreter lock, if any does.
     """
 
@@ -253,7 +253,11 @@ def _threads(data: bytes, tasks: dict[int, procs.Task]) -> tuple[Thread, ...]:
         tid = int(one["os_thread_id"] or 0)
         task = tasks.get(tid)
         name = str(one["thread_name"] or "") or (task.comm if task else "")
-        frames = tuple(Frame(str(f["name"]), str(f["filename"]), int(f["line"])) for f in one["frames"])
+        frames = tuple(
+            Frame(str(f["name"]), str(f["filename"]), int(f["line"]))
+            for f in one["frames"]
+            if not str(f["name"]).startswith("0x")  # an address without a name differs in every process
+        )
         found.append(
             Thread(
                 os_thread_id=tid,

@@ -118,7 +118,7 @@ def command_words(pid: int) -> list[str]:
 
 
 def variables(pid: int) -> dict[str, str] | None:
-    """Read the variables that tell a place in a job, as they were when the program started; None if not ours to read."""
+    """Read the variables that tell a place in a job, as at the start of the program; None if not ours to read."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             data = file.read()

@@ -1,4 +1,4 @@
-"""collect -> diagnose, for pyspy-all: find the processes on all nodes, look at those of jobs at the same time, judge."""
+"""collect -> diagnose, for pyspy-all: find the processes on all nodes, look at them at the same time, judge."""
 
 from __future__ import annotations
 

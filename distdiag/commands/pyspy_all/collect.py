@@ -84,7 +84,7 @@ def facts(ask: dict[str, Any]) -> Processes:
     ours = _ourselves(table, children)
     found = {}
     for proc in table.values():
-        if proc.pid not in ours and proc.parent not in (0, 2):
+        if proc.pid not in ours:
             one = _look_at(proc, table, asked=proc.pid in wanted)
             if one is not None:
                 found[proc.pid] = one
@@ -203,7 +203,7 @@ def _add_neighbours(
 
 
 def kind_of(words: list[str], comm: str) -> str:
-    """Tell what a process is by its command line and name: launcher, data-worker, compile-worker, tracker, spawned; "" else."""
+    """Tell by command line and name: launcher, data-worker, compile-worker, tracker, spawned; "" for all else."""
     line = " ".join(words[:8])
     base = os.path.basename(words[0]) if words else comm
     if comm == "pt_data_worker":

@@ -121,8 +121,8 @@ def _no_job(request: Request, nodes: Sequence[NodeStacks]) -> Finding:
         level=Level.UNKNOWN,
         title=f"no rank{asked} was found" + (f" on {hosts}" if hosts else ""),
         detail="Looked for processes with RANK, SLURM_PROCID, OMPI_COMM_WORLD_RANK, PMI_RANK or the like in their "
-        "environment, and for Python processes that have loaded torch. Processes of other users can only be seen as root.",
-        fix=Fix(text="name the processes", commands=("distdiag pyspy-all --pid PID",)),
+        "environment, and for Python processes that have loaded torch. Those of other users can only be seen as root.",
+        fix=Fix(text="name the processes", commands=(f"{request.program} pyspy-all --pid PID",)),
     )
 
 
@@ -181,9 +181,13 @@ def _job_row(job: Job) -> JobRow:
 def _groups(verdict: JobVerdict) -> Iterator[Group]:
     """Fold who has the same stack, the smallest group first; the odd ones in front of all."""
     odd = {id(one) for one in verdict.odd}
-    folded: dict[tuple[bool, FrameClass, tuple[Frame, ...], bool | None], list[Standing]] = {}
+    by_stance: dict[tuple[bool, int], list[Standing]] = {}
     for one in verdict.standings:
-        folded.setdefault((id(one) in odd, one.kind, one.frames, one.moving), []).append(one)
+        by_stance.setdefault((id(one) in odd, id(one.stance)), []).append(one)
+    folded: dict[tuple[bool, FrameClass, tuple[Frame, ...], bool | None], list[Standing]] = {}
+    for (is_odd, _), members in by_stance.items():
+        one = members[0]
+        folded.setdefault((is_odd, one.kind, one.frames, one.moving), []).extend(members)
     for (is_odd, kind, frames, moving), members in sorted(
         folded.items(), key=lambda item: (not item[0][0], len(item[1]))
     ):
@@ -217,15 +221,19 @@ def _odd(verdict: JobVerdict) -> Iterator[Odd]:
 
 
 def _process_rows(verdict: JobVerdict) -> Iterator[ProcessRow]:
+    threads: dict[int, tuple[ThreadRow, ...]] = {}
     for one in verdict.standings:
-        yield _rank_row(one, verdict.job.name)
+        looks = one.member.watched.looks if one.member.watched is not None else ()
+        if id(looks) not in threads:
+            threads[id(looks)] = _threads(looks, str(one.kind))
+        yield _rank_row(one, verdict.job.name, looks, threads[id(looks)])
         for helper in one.member.helpers:
             yield _helper_row(one.member, helper.process, helper.watched, verdict.job.name)
 
 
-def _rank_row(one: Standing, job: str) -> ProcessRow:
+def _rank_row(one: Standing, job: str, looks: Sequence[Capture], threads: tuple[ThreadRow, ...]) -> ProcessRow:
     member = one.member
-    process, looks = member.process, member.watched.looks if member.watched is not None else ()
+    process = member.process
     return ProcessRow(
         host=member.host,
         pid=process.pid if process is not None else None,
@@ -241,7 +249,7 @@ def _rank_row(one: Standing, job: str) -> ProcessRow:
         cpu_s=_used(looks),
         counters=dict(one.counters),
         helpers=tuple(helper.process.pid for helper in member.helpers),
-        threads=_threads(looks, str(one.kind)),
+        threads=threads,
     )
 
 

@@ -1,7 +1,7 @@
-"""Reads what people have in tickets: the text or JSON of `py-spy dump`, from one process or many, with labels or without.
+"""Reads what people have in tickets: the text or JSON of `py-spy dump`, of one process or many, labelled or not.
 
 Labels are what `srun -l`, pdsh and clush write before each line ("rank3: ", "17: ", "node07: "). A rank is only taken
-from a label or a file name that says so; the number of `srun -l` is a task, and counts where each task shows one process.
+from a label or a file name that says so; the number of `srun -l` is a task: it counts where each shows one process.
 """
 
 from __future__ import annotations
@@ -48,16 +48,29 @@ def parse(text: str, name: str) -> list[Dump]:
     if first.startswith(_STARTS) or not _is_labelled(text):
         return _blocks(text, name, labelled=False, known={})
     known: dict[str, tuple[tuple[Thread, ...], str]] = {}
+    lines = _by_label(text)
+    return [dump for label, own in lines.items() for dump in _blocks("\n".join(own), label, labelled=True, known=known)]
+
+
+def _by_label(text: str) -> dict[str, list[str]]:
+    """Sort labelled lines by their labels; lines of one label mostly follow each other."""
     lines: dict[str, list[str]] = {}
+    start, skip = "\0", 0
+    own: list[str] = []
     for line in text.split("\n"):
+        if line.startswith(start):
+            own.append(line[skip:])
+            continue
         label, found, rest = line.partition(": ")
         if not found:
             label, rest = line.rstrip().rstrip(":"), ""
-        if label in lines:
-            lines[label].append(rest)
-        elif found and rest.startswith(_STARTS):
-            lines[label] = [rest]
-    return [dump for label, own in lines.items() for dump in _blocks("\n".join(own), label, labelled=True, known=known)]
+        if label not in lines:
+            if not rest.startswith(_STARTS):
+                continue
+            lines[label] = []
+        own, start, skip = lines[label], label + ": ", len(label) + 2
+        own.append(rest)
+    return lines
 
 
 def as_nodes(dumps: Sequence[Dump]) -> list[NodeStacks]:
@@ -87,14 +100,21 @@ def _ranks(dumps: Sequence[Dump]) -> list[int | None]:
 
 def _blocks(text: str, label: str, *, labelled: bool, known: dict[str, tuple[tuple[Thread, ...], str]]) -> list[Dump]:
     """Read the processes of one text; equal stacks of different processes are parsed once."""
-    starts = [match.start() for match in re.finditer(r"^Process \d+", text, re.MULTILINE)]
+    if text.startswith("Process ") and "\nProcess " not in text:
+        starts = [0]
+    else:
+        starts = [match.start() for match in re.finditer(r"^Process \d+", text, re.MULTILINE)]
     if not starts:
-        starts = [0] if text.lstrip().startswith(_STARTS) else []
+        if not text.lstrip().startswith(_STARTS):
+            return []
+        starts = [0]
     found = []
     for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
         block = text[start:end]
         head = _PROCESS.match(block.split("\n", 1)[0])
-        key = _IDS.sub(r"\1", block.partition("\n")[2])
+        body = block.partition("\n")[2]
+        one_thread = head is not None and body.count("\nThread ") == 1
+        key = body.replace(f"\nThread {head[1]} ", "\nThread ") if head and one_thread else _IDS.sub(r"\1", body)
         if key not in known:
             known[key] = _threads(block)
         threads, complaint = known[key]

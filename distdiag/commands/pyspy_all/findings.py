@@ -40,7 +40,7 @@ def job_findings(verdict: JobVerdict, request: Request, nodes: Sequence[NodeStac
     }
     maker = makers.get(verdict.outcome)
     found = maker(verdict, request) if maker is not None else []
-    return [*found, *_helpers(verdict), *_unreadable(verdict, nodes), *_unseen(verdict)]
+    return [*found, *_helpers(verdict), *_unreadable(verdict, request, nodes), *_unseen(verdict)]
 
 
 def where(members: Iterable[Standing]) -> Where:
@@ -223,15 +223,20 @@ _REMEDIES = {
 }
 
 
-def _unreadable(verdict: JobVerdict, nodes: Sequence[NodeStacks]) -> list[Finding]:
+def _unreadable(verdict: JobVerdict, request: Request, nodes: Sequence[NodeStacks]) -> list[Finding]:
     by_reason: dict[tuple[str, str], list[Standing]] = {}
     for one in verdict.unreadable:
         by_reason.setdefault((one.status, one.reason), []).append(one)
-    return [_cannot_read(members, status, reason, nodes) for (status, reason), members in by_reason.items()]
+    return [_cannot_read(members, request, _node_of(members[0], nodes)) for members in by_reason.values()]
 
 
-def _cannot_read(members: list[Standing], status: str, reason: str, nodes: Sequence[NodeStacks]) -> Finding:
-    text, commands = _rights(members[0], nodes) if status == "denied" else (_REMEDIES.get(status, ""), ())
+def _node_of(one: Standing, nodes: Sequence[NodeStacks]) -> NodeStacks | None:
+    return next((node for node in nodes if node.host == one.member.host), None)
+
+
+def _cannot_read(members: list[Standing], request: Request, node: NodeStacks | None) -> Finding:
+    status, reason = members[0].status, members[0].reason
+    text, commands = _rights(members[0], request, node) if status == "denied" else (_REMEDIES.get(status, ""), ())
     return Finding(
         id=f"{COMMAND}.unreadable",
         level=Level.UNKNOWN,
@@ -242,25 +247,24 @@ def _cannot_read(members: list[Standing], status: str, reason: str, nodes: Seque
     )
 
 
-def _rights(one: Standing, nodes: Sequence[NodeStacks]) -> tuple[str, tuple[str, ...]]:
-    """Say how to get the right to read a process; in order of effort, and only what helps here."""
-    node = next((node for node in nodes if node.host == one.member.host), None)
+def _rights(one: Standing, request: Request, node: NodeStacks | None) -> tuple[str, tuple[str, ...]]:
+    """Say how to get the right to read a process; in order of effort, and only what helps there."""
     scope = node.processes.ptrace_scope if node is not None else None
+    as_root = node is not None and node.processes.user == 0
     theirs = one.member.process.user if one.member.process is not None else -1
-    if node is not None and node.processes.user != 0 and theirs != node.processes.user:
-        return "run it as that user, or as root", ('sudo env "PATH=$PATH" distdiag pyspy-all',)
-    if scope in (1, 2) and node is not None and node.processes.user != 0:
-        return (
-            "run it as root; or let users read their own processes until the next boot",
-            ('sudo env "PATH=$PATH" distdiag pyspy-all', "echo 0 | sudo tee /proc/sys/kernel/yama/ptrace_scope"),
-        )
+    sudo = f'sudo env "PATH=$PATH" {request.program} pyspy-all'
+    if node is not None and not as_root and theirs != node.processes.user:
+        return "run it as that user, or as root", (sudo,)
+    if scope in (1, 2) and not as_root:
+        text = "run it as root; or let users read their own processes until the next boot"
+        return text, (sudo, "echo 0 | sudo tee /proc/sys/kernel/yama/ptrace_scope")
     if scope == 3:
         return "this kernel lets nobody read another process until it is booted again (ptrace_scope 3)", ()
-    return (
+    text = (
         "give the container the right to read its processes: docker run --cap-add SYS_PTRACE; in Kubernetes "
-        "securityContext.capabilities.add: [SYS_PTRACE]; or run distdiag on the host",
-        (),
+        "securityContext.capabilities.add: [SYS_PTRACE]; or run distdiag on the host"
     )
+    return text, ()
 
 
 def _unseen(verdict: JobVerdict) -> list[Finding]:
@@ -272,8 +276,8 @@ def _unseen(verdict: JobVerdict) -> list[Finding]:
         Finding(
             id=f"{COMMAND}.exited",
             level=Level.UNKNOWN,
-            title=f"{name_ranks(job.unseen)} of {job.world_size} {'was' if len(job.unseen) == 1 else 'were'} not seen on {hosts}: "
-            "gone, or on other hosts",
+            title=f"{name_ranks(job.unseen)} of {job.world_size} {'was' if len(job.unseen) == 1 else 'were'} not seen "
+            f"on {hosts}: gone, or on other hosts",
             where=Where(ranks=job.unseen),
             fix=Fix(text="look at all hosts of the job: --hosts LIST, or --slurm-job ID"),
         )
@@ -313,7 +317,7 @@ def _evidence(members: Sequence[Standing]) -> tuple[str, ...]:
 
 
 def _stack(frames: Sequence[Frame]) -> tuple[str, ...]:
-    lines = [f"  {frame.function} ({frame.file}:{frame.line})" for frame in frames[:_SHOWN]]
+    lines = [f"  {frame.function} ({frame.file}{_line(frame)})" for frame in frames[:_SHOWN]]
     return (*lines, f"  ... and {len(frames) - _SHOWN} more") if len(frames) > _SHOWN else tuple(lines)
 
 
@@ -347,3 +351,7 @@ def _looks(request: Request) -> str:
     if request.samples == 1:
         return "one look"
     return f"{request.samples} looks, {request.interval_s:g} s apart"
+
+
+def _line(frame: Frame) -> str:
+    return f":{frame.line}" if frame.line else ""

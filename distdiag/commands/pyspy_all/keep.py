@@ -13,7 +13,6 @@ import msgspec  # noqa: TID253 - this module is only imported when files are kep
 
 from distdiag.commands.pyspy_all import dumps
 from distdiag.commands.pyspy_all.diagnose import diagnose
-from distdiag.commands.pyspy_all.model import Request
 from distdiag.commands.pyspy_all.nodes import NodeStacks  # noqa: TC001 - decoded by its annotation
 from distdiag.deliver import document
 from distdiag.errors import DistdiagError, UsageError
@@ -21,6 +20,7 @@ from distdiag.errors import DistdiagError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from distdiag.commands.pyspy_all.model import Request
     from distdiag.commands.pyspy_all.result import PySpyAll
     from distdiag.deliver import Progress
     from distdiag.report import Report

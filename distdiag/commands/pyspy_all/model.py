@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.targets import Cluster
-
 if TYPE_CHECKING:
+    from distdiag.cluster.targets import Cluster
     from distdiag.commands.pyspy_all.collect import Process, Watched
     from distdiag.node.capture import Frame
 
@@ -74,7 +73,7 @@ class Helper:
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One rank of a job. `rank` is None where nothing says which one it is; `process` is None for a rank that is gone."""
+    """One rank of a job. `rank` is None where nothing tells it; `process` is None for one that is gone."""
 
     host: str
     rank: int | None
@@ -106,17 +105,27 @@ class Site:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stance:
+    """What the looks at one process say. Shared by all members whose looks are the same object.
+
+    `moving`: it changed between the looks, None after one look; `busy`: the share of a core its main thread used.
+    """
+
+    site: Site
+    frames: tuple[Frame, ...] = ()
+    moving: bool | None = None
+    busy: float | None = None
+    counters: tuple[tuple[str, int], ...] = ()
+    status: str = "ok"
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class Standing:
-    """One member, judged: where it stands, whether it moves or burns processor time between the looks (None: one look)."""
+    """One member, judged."""
 
     member: Member
-    site: Site
-    frames: tuple[Frame, ...]
-    moving: bool | None
-    busy: float | None
-    counters: tuple[tuple[str, int], ...]
-    status: str
-    reason: str
+    stance: Stance
 
     @property
     def rank(self) -> int | None:
@@ -131,4 +140,39 @@ class Standing:
     @property
     def kind(self) -> FrameClass:
         """What it is doing."""
-        return self.site.kind
+        return self.stance.site.kind
+
+    @property
+    def site(self) -> Site:
+        """Where it stands."""
+        return self.stance.site
+
+    @property
+    def frames(self) -> tuple[Frame, ...]:
+        """Its main thread's frames, innermost first."""
+        return self.stance.frames
+
+    @property
+    def moving(self) -> bool | None:
+        """Whether it changed between the looks."""
+        return self.stance.moving
+
+    @property
+    def busy(self) -> float | None:
+        """Share of a core that its main thread used."""
+        return self.stance.busy
+
+    @property
+    def counters(self) -> tuple[tuple[str, int], ...]:
+        """Its loop counters, the outermost loop's first."""
+        return self.stance.counters
+
+    @property
+    def status(self) -> str:
+        """How it could be read."""
+        return self.stance.status
+
+    @property
+    def reason(self) -> str:
+        """Why it could not be read, or stands still for another reason than its code."""
+        return self.stance.reason

@@ -22,6 +22,7 @@ _ONE_LOOK = ("data-worker", "tracker", "compile-worker")
 _CHILD = ("multiprocessing/process.py", "BaseProcess._bootstrap")
 _SPAWNED_RANK = ("torch/multiprocessing/spawn.py", "_wrap")
 _WORKER = "torch/utils/data/_utils/worker.py"
+_OUTERMOST = 8
 _LOOPBACK = ("localhost", "127.0.0.1", "::1", "127.0.1.1")
 
 
@@ -74,7 +75,7 @@ def find_jobs(nodes: Iterable[NodeStacks], *, whole: bool = True) -> list[Job]:
 
 
 def answers_to(job_names: Mapping[str, str], wanted: str) -> bool:
-    """Tell whether --job means the job of these variables: its run id, MASTER_ADDR:MASTER_PORT, or a SLURM job or step."""
+    """Tell whether --job means the job of these variables: by run id, MASTER_ADDR:MASTER_PORT, SLURM job or step."""
     return wanted in _aliases(job_names)
 
 
@@ -115,7 +116,7 @@ def _parts_of(host: str, processes: Sequence[Process], watched: Mapping[int, Wat
         for head in heads:
             # Two processes of one rank, neither below the other: two jobs that nothing else tells apart.
             own_name = f"{name} (started by pid {head.parent})" if len(heads) > 1 and name == "" else name
-            _add_rank(parts, own_name or "job", host, head, same, watched)
+            _add_rank(parts, own_name, host, head, same, watched)
         used.update(one.pid for one in same)
     yield from _with_dead(parts, host, [one for one in processes if one.pid not in used])
     rest = [
@@ -199,7 +200,7 @@ def _with_dead(parts: dict[str, _Part], host: str, others: Sequence[Process]) ->
 def _unlabelled(
     host: str, processes: Sequence[Process], by_pid: Mapping[int, Process], watched: Mapping[int, Watched]
 ) -> Iterable[_Part]:
-    """Make jobs of torch processes without a rank: those under one parent belong together, mp.spawn's and forked ones."""
+    """Make jobs of torch processes without a rank: those under one parent belong together, as mp.spawn makes them."""
     mine = {one.pid: one for one in processes}
     tops = [one for one in processes if not mine.keys() & set(one.above)]
     for top in tops:
@@ -225,13 +226,13 @@ def _is_worker(one: Process, watched: Mapping[int, Watched]) -> bool:
 
 
 def _frame_in(watched: Watched | None, file: str, function: str) -> bool:
-    looks = watched.looks if watched is not None else ()
-    return any(
-        frame.function == function and frame.file.endswith(file)
-        for look in looks[-1:]
-        for thread in look.threads[:1]
-        for frame in thread.frames
-    )
+    """Tell whether a process began in that function: it is one of the outermost frames of its main thread."""
+    if watched is None or not watched.looks or not watched.looks[-1].threads:
+        return False
+    for frame in watched.looks[-1].threads[0].frames[-_OUTERMOST:]:
+        if frame.function == function and frame.file.endswith(file):
+            return True
+    return False
 
 
 def _join(name: str, parts: Sequence[_Part], *, whole: bool) -> Job:

@@ -1,4 +1,4 @@
-"""Where one process stands: what it is doing, from its frames, the kernel's word, and what changed between two looks. Pure."""
+"""Where one process stands, from its frames, the kernel's word, and what changed between two looks. Pure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import itertools
 import re
 from typing import TYPE_CHECKING
 
-from distdiag.commands.pyspy_all.model import FrameClass, Site, Standing
-from distdiag.knowledge.frames import kind_of, library_path
+from distdiag.commands.pyspy_all.model import FrameClass, Site, Stance, Standing
+from distdiag.knowledge.frames import is_native, kind_of, library_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from distdiag.commands.pyspy_all.collect import Watched
     from distdiag.commands.pyspy_all.model import Member
@@ -25,45 +25,58 @@ _DATA_NAME = re.compile(
     r"(.*[._])?(__getitem__|__getitems__|collate\w*|(load|fetch|get|next|read|prefetch)_(\w+_)?(batch|data|sample|shard|example)\w*)"
 )
 _CHECKPOINT_NAME = re.compile(r"(.*[._])?(\w*checkpoint\w*|save_(state|model|weights|ckpt)\w*|\w*_ckpt)")
-_STILL = {"stopped": FrameClass.STOPPED, "gone": FrameClass.EXITED}
 _UNREAD = ("denied", "not-python", "failed", "timeout")
 
 
-def judge(member: Member) -> Standing:
-    """Say where a member stands."""
-    looks = member.watched.looks if member.watched is not None else ()
-    if not looks:
-        gone = member.process is None or member.process.state == "Z"
-        reason = "it has ended" if gone else "it was not looked at"
-        if member.process is not None and gone:
-            reason = "it has ended and is a zombie: its parent has not asked for its status"
-        elif member.helpers:
-            left = ", ".join(str(helper.process.pid) for helper in member.helpers[:4])
-            reason = f"it has ended; what it had started lives on (pid {left})"
-        return _bare(member, FrameClass.EXITED if gone else FrameClass.UNREADABLE, "gone" if gone else "failed", reason)
-    last = looks[-1]
+def judge_all(members: Iterable[Member]) -> tuple[Standing, ...]:
+    """Say where each member stands; equal looks of saved dumps are one object, and judged once."""
+    known: dict[int, Stance] = {}
+    standings = []
+    for member in members:
+        watched = member.watched
+        if watched is None or not watched.looks:
+            standings.append(Standing(member, _not_looked_at(member)))
+            continue
+        key = id(watched.looks)
+        if key not in known:
+            known[key] = judge(watched)
+        standings.append(Standing(member, known[key]))
+    return tuple(standings)
+
+
+def judge(watched: Watched) -> Stance:
+    """Say what the looks at one process come to."""
+    last = watched.looks[-1]
     if last.status == "gone":
-        return _bare(member, FrameClass.EXITED, "gone", last.reason)
+        return _bare(FrameClass.EXITED, "gone", last.reason)
     frames = _frames(last)
     if not frames:
         if last.status == "stopped":
-            return _bare(member, FrameClass.STOPPED, "stopped", last.reason)
+            return _bare(FrameClass.STOPPED, "stopped", last.reason)
         reason = last.reason or "py-spy saw no Python frames"
-        return _bare(member, FrameClass.UNREADABLE, last.status if last.status in _UNREAD else "failed", reason)
-    assert member.watched is not None
-    busy = _busy(member.watched)
-    moving = _moving(looks)
-    site = _site(last, frames, member.watched, busy)
-    return Standing(
-        member=member,
-        site=site,
+        return _bare(FrameClass.UNREADABLE, last.status if last.status in _UNREAD else "failed", reason)
+    busy = _busy(watched)
+    return Stance(
+        site=_site(last, frames, watched, busy),
         frames=frames,
-        moving=moving,
+        moving=_moving(watched.looks),
         busy=busy,
         counters=_counters(last),
         status=last.status,
         reason=last.reason,
     )
+
+
+def _not_looked_at(member: Member) -> Stance:
+    if member.process is not None and member.process.state != "Z":
+        return _bare(FrameClass.UNREADABLE, "failed", "it was not looked at")
+    reason = "it has ended"
+    if member.process is not None:
+        reason = "it has ended and is a zombie: its parent has not asked for its status"
+    elif member.helpers:
+        left = ", ".join(str(helper.process.pid) for helper in member.helpers[:4])
+        reason = f"it has ended; what it had started lives on (pid {left})"
+    return _bare(FrameClass.EXITED, "gone", reason)
 
 
 def helper_frames(watched: Watched | None) -> tuple[Frame, ...]:
@@ -81,15 +94,18 @@ def site_of(frames: Sequence[Frame]) -> tuple[FrameClass | None, str]:
     weak: tuple[FrameClass | None, str] = (None, "")
     if any((library_path(frame.file) or "").startswith("importlib._bootstrap") for frame in _library_run(frames)):
         return FrameClass.IMPORT, "import"
+    native: tuple[FrameClass | None, str] = (None, "")
     for frame in _library_run(frames):
         kind, is_weak = kind_of(frame.function, frame.file)
         if kind == "backward":
             return FrameClass.COMPUTE, "backward"
-        if kind and not is_weak:
+        if kind and is_native(frame.file):
+            native = (FrameClass(kind), _plain(frame.function)) if native[0] is None else native
+        elif kind and not is_weak:
             return FrameClass(kind), _operation(frames, frame)
         if kind and weak[0] is None:
             weak = FrameClass(kind), _plain(frame.function)
-    return weak
+    return weak if native[0] is None else native
 
 
 def _library_run(frames: Sequence[Frame]) -> Iterator[Frame]:
@@ -97,17 +113,8 @@ def _library_run(frames: Sequence[Frame]) -> Iterator[Frame]:
     return itertools.takewhile(lambda frame: library_path(frame.file) is not None, frames)
 
 
-def _bare(member: Member, kind: FrameClass, status: str, reason: str) -> Standing:
-    return Standing(
-        member=member,
-        site=Site(kind=kind, operation="", frame=None),
-        frames=(),
-        moving=None,
-        busy=None,
-        counters=(),
-        status=status,
-        reason=reason,
-    )
+def _bare(kind: FrameClass, status: str, reason: str) -> Stance:
+    return Stance(site=Site(kind=kind, operation="", frame=None), status=status, reason=reason)
 
 
 def _site(look: Capture, frames: tuple[Frame, ...], watched: Watched, busy: float | None) -> Site:
@@ -118,7 +125,7 @@ def _site(look: Capture, frames: tuple[Frame, ...], watched: Watched, busy: floa
         return Site(kind=FrameClass.STOPPED, operation=operation, frame=frame)
     is_busy = busy is not None and busy >= BUSY
     hint = next((hint for file, line, hint in watched.hints if (file, line) == (frames[0].file, frames[0].line)), "")
-    if operation == "backward" and not is_busy:
+    if operation == "backward" and not is_busy and look.state != "R":
         # DDP and FSDP reduce gradients inside of it, in C++: who does not compute there waits for the others.
         return Site(kind=FrameClass.COMM, operation="backward", frame=frame)
     if kind is None and hint == "comm":

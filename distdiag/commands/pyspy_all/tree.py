@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from distdiag.commands.pyspy_all.result import FrameRow, Group
 
 
+_ROOM = 80
+
+
 @dataclass
 class _Branch:
     frame: FrameRow | None
@@ -55,10 +58,14 @@ def _lines(branch: _Branch, margin: str, *, verbose: bool) -> Iterator[str]:
         yield from _lines(below, inner, verbose=verbose)
 
 
+def _short(folded: str) -> str:
+    return folded if len(folded) <= _ROOM else folded[: folded.rfind(",", 0, _ROOM)] + ",..."
+
+
 def _ranks(groups: Iterable[Group]) -> str:
     groups = list(groups)
     ranks = [rank for group in groups for rank in group.ranks]
     count = sum(group.count for group in groups)
     if len(ranks) == count:
-        return f"{fold_ranks(ranks)} ({count})" if count > 1 else f"{fold_ranks(ranks)}"
+        return f"{_short(fold_ranks(ranks))} ({count})" if count > 1 else f"{fold_ranks(ranks)}"
     return f"pids {fold_ranks(pid for group in groups for pid in group.pids)} ({count})"

@@ -12,13 +12,13 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from distdiag.commands.pyspy_all.model import FrameClass, Job, Standing
-from distdiag.commands.pyspy_all.standing import BUSY, judge
+from distdiag.commands.pyspy_all.standing import BUSY, judge_all
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
 _MINORITY = 1 / 3
-"""Up to this share of the ranks, those in another collective are named; a larger share may as well be the right ones."""
+"""Up to this share of the ranks, those in another collective are named; more may as well be the right ones."""
 
 ALIVE = 0.03
 """Where nobody waits for anybody, so small a share of a core already shows that something goes on."""
@@ -51,7 +51,7 @@ class JobVerdict:
 
 def judge_job(job: Job) -> JobVerdict:
     """Judge one job."""
-    standings = tuple(judge(member) for member in job.members)
+    standings = judge_all(job.members)
     unreadable = tuple(one for one in standings if one.kind is FrameClass.UNREADABLE)
     outcome, odd, waiting = _decide(
         job, [one for one in standings if one.kind is not FrameClass.UNREADABLE], unreadable

@@ -1,4 +1,4 @@
-"""The report of pyspy-all as text: who stands where, the odd and the few first; user's frames, library frames folded."""
+"""The report of pyspy-all as text: who stands where, the odd and the few first, library frames folded."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 from rich.table import Column
 from rich.text import Text
 
-from distdiag.cluster.hosts import fold, fold_ranks
+from distdiag.cluster.hosts import fold
 from distdiag.commands.pyspy_all.tree import call_tree
+from distdiag.commands.pyspy_all.words import named
 from distdiag.deliver import plain_table
+from distdiag.knowledge.frames import is_native, library_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,6 +25,13 @@ if TYPE_CHECKING:
 
 _GROUPS = 12
 _PIDS = 8
+_MUCH = 110
+_LONG = 80
+"""Letters of a function's name: C++ templates go on for a page."""
+_NATIVE = 6
+"""Innermost C frames to show."""
+_LINES = 10
+"""Frames of a stack to show."""
 
 
 def pyspy_all_view(report: Report[PySpyAll], request: Request) -> Iterator[RenderableType]:
@@ -32,9 +41,9 @@ def pyspy_all_view(report: Report[PySpyAll], request: Request) -> Iterator[Rende
         of = f" of {job.world_size}" if job.world_size is not None else ""
         what = "ranks" if job.ranks != 1 else "rank"
         looks = f"{data.samples} looks, {data.interval_s:g} s apart" if data.samples > 1 else "one look"
-        yield _line(
-            f"job {job.job} ({job.launcher}): {job.ranks}{of} {what} on {fold(job.hosts) or 'no host'}; {looks}"
-        )
+        name = f"job {job.job} ({job.launcher})" if job.job else job.launcher
+        hosts = f" on {fold(job.hosts)}" if any(job.hosts) else ""
+        yield _line(f"{name}: {job.ranks}{of} {what}{hosts}; {looks}")
         groups = [group for group in data.groups if group.job == job.job]
         if request.tree:
             yield from (_line(line) for line in call_tree(groups, verbose=request.verbose))
@@ -49,7 +58,7 @@ def pyspy_all_view(report: Report[PySpyAll], request: Request) -> Iterator[Rende
 def _groups(groups: Sequence[Group], *, verbose: bool) -> Iterator[RenderableType]:
     for group in groups if verbose else groups[:_GROUPS]:
         yield ""
-        yield _line(head(group), style="bold" if group.odd else "")
+        yield _line(head(group, verbose=verbose), style="bold" if group.odd else "")
         yield from (_line("    " + line) for line in stack_lines(group.frames, verbose=verbose))
     if len(groups) > _GROUPS and not verbose:
         rest = groups[_GROUPS:]
@@ -57,34 +66,38 @@ def _groups(groups: Sequence[Group], *, verbose: bool) -> Iterator[RenderableTyp
         yield _line(f"... and {len(rest)} groups more, {sum(one.count for one in rest)} ranks (-v shows all)")
 
 
-def head(group: Group) -> str:
+def head(group: Group, *, verbose: bool = False) -> str:
     """Title a group: its ranks, how many, what they do, and whether they are the odd ones."""
     moving = {True: ", moving", False: ", not moving", None: ""}[group.moving]
     if group.class_ in ("exited", "stopped", "unreadable"):
         moving = ""
     counters = "".join(f", {name} {value}" for name, value in group.counters.items())
     odd = "  <- odd" if group.odd else ""
-    return f"{members(group)}: {group.class_}{moving}{counters}{odd}"
+    return f"{members(group, verbose=verbose)}: {group.class_}{moving}{counters}{odd}"
 
 
-def members(group: Group) -> str:
+def members(group: Group, *, verbose: bool = False) -> str:
     """Name the members of a group, and how many they are."""
     if group.ranks and len(group.ranks) == group.count:
-        named = f"rank{'s' if group.count > 1 else ''} {fold_ranks(group.ranks)}"
-    else:
-        more = f" and {len(group.pids) - _PIDS} more" if len(group.pids) > _PIDS else ""
-        named = f"pid{'s' if group.count > 1 else ''} {', '.join(map(str, group.pids[:_PIDS]))}{more}"
-    return named + (f" ({group.count})" if group.count > 1 else "")
+        text = named(group.ranks, _MUCH if not verbose else 10**9)
+        return text if group.count == 1 or "ranks (" in text else f"{text} ({group.count})"
+    more = f" and {len(group.pids) - _PIDS} more" if len(group.pids) > _PIDS else ""
+    text = f"pid{'s' if group.count > 1 else ''} {', '.join(map(str, group.pids[:_PIDS]))}{more}"
+    return text + (f" ({group.count})" if group.count > 1 else "")
 
 
 def stack_lines(frames: Sequence[FrameRow], *, verbose: bool) -> Iterator[str]:
     """Write a stack, innermost first; runs of library frames become one line, but the innermost one always shows."""
-    skipped = 0
+    skipped = shown = 0
     for number, frame in enumerate(frames):
-        if verbose or frame.user or number == 0:
+        if shown == _LINES and not verbose and len(frames) - number > 1:
+            yield f"... and {len(frames) - number} frames more (-v shows all)"
+            return
+        if verbose or frame.user or number == 0 or (is_native(frame.file) and number < _NATIVE):
             if skipped:
                 yield f"... {skipped} library frame{'s' if skipped > 1 else ''}"
             skipped = 0
+            shown += 1
             yield frame_line(frame, verbose=verbose)
         else:
             skipped += 1
@@ -95,15 +108,14 @@ def stack_lines(frames: Sequence[FrameRow], *, verbose: bool) -> Iterator[str]:
 def frame_line(frame: FrameRow, *, verbose: bool) -> str:
     """Write one frame: `train_step train.py:25`."""
     file = frame.file if verbose else short(frame)
-    return f"{frame.function} {file}" + (f":{frame.line}" if frame.line else "")
+    function = frame.function if verbose or len(frame.function) <= _LONG else frame.function[: _LONG - 3] + "..."
+    return f"{function} {file}" + (f":{frame.line}" if frame.line else "")
 
 
 def short(frame: FrameRow) -> str:
     """Shorten a path: below site-packages for libraries, the last part for the user's own."""
     if frame.user:
         return os.path.basename(frame.file)
-    from distdiag.knowledge.frames import library_path
-
     return library_path(frame.file) or frame.file
 
 

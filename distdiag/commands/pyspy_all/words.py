@@ -29,24 +29,34 @@ def spot(frame: Frame) -> str:
     return f"`{frame.function}` {os.path.basename(frame.file)}{line}"
 
 
+def named(ranks: Sequence[int], room: int = 60) -> str:
+    """Name ranks: "rank 3", "ranks 0-2,8"; with their number where the list would be too long to be read."""
+    text = name_ranks(ranks)
+    if len(text) <= room:
+        return text
+    folded = fold_ranks(ranks)
+    cut = folded.rfind(",", 0, room - 30)
+    return f"{len(set(ranks))} ranks ({folded[:cut] if cut > 0 else folded[: room - 30]},...)"
+
+
 def who(members: Sequence[Standing]) -> str:
     """Name members: "rank 2 (node07, pid 4711)", "ranks 0-1,3 (node[07-08])", "pid 812 (node07)"."""
     ranks = [one.rank for one in members if one.rank is not None]
     pids = [one.pid for one in members if one.pid is not None]
     hosts = fold(dict.fromkeys(one.member.host for one in members if one.member.host))
     if len(ranks) < len(members):
-        named = f"pid{'s' if len(pids) > 1 else ''} {', '.join(map(str, pids[:_NAMED]))}"
+        shown = f"pid{'s' if len(pids) > 1 else ''} {', '.join(map(str, pids[:_NAMED]))}"
         more = f" and {len(pids) - _NAMED} more" if len(pids) > _NAMED else ""
-        return f"{named}{more}" + (f" ({hosts})" if hosts else "")
+        return f"{shown}{more}" + (f" ({hosts})" if hosts else "")
     place = ", ".join([part for part in (hosts, f"pid {pids[0]}" if len(pids) == 1 else "") if part])
-    return name_ranks(ranks) + (f" ({place})" if place else "")
+    return named(ranks) + (f" ({place})" if place else "")
 
 
 def briefly(members: Sequence[Standing]) -> str:
     """Name members without their hosts: "ranks 0-1,3"."""
     ranks = [one.rank for one in members if one.rank is not None]
     if len(ranks) == len(members):
-        return name_ranks(ranks)
+        return named(ranks)
     pids = [one.pid for one in members if one.pid is not None]
     return f"pids {fold_ranks(pids)}" if len(pids) > 1 else f"pid {pids[0]}" if pids else "a process"
 

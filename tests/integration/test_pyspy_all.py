@@ -1,0 +1,195 @@
+"""pyspy-all on real jobs that hang, each in one named way: exactly the right ranks are odd, in the right words."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jobs import Job, odd, states
+from support import PROGRAM, distdiag
+
+if TYPE_CHECKING:
+    from support import Result
+
+PY_SPY = str(Path(PROGRAM).with_name("py-spy"))
+SOON = ("--interval", "0.3")
+
+
+def groups(result: Result) -> dict[tuple[int, ...], str]:
+    """Give what each group of ranks does."""
+    return {tuple(one["ranks"]): one["class"] for one in result.report["data"]["groups"]}
+
+
+def test_the_rank_that_is_not_in_the_collective_is_named_with_its_line(tmp_path: Path) -> None:
+    with Job("hangs_in_load_batch", 4) as job:
+        job.wait_ready()
+        pids = [job.pid(rank) for rank in range(4)]
+        before = states(pids)
+        page, kept = tmp_path / "page.html", tmp_path / "kept"
+        result = job.look(*SOON, "--save", str(kept), "--html", str(page), "--groups", "tp=0-1/2-3")
+        assert result.code == 1
+        assert odd(result) == [([2], "load_batch")]
+        assert groups(result) == {(2,): "data loading", (0, 1, 3): "communication wait"}
+        found = result.findings["odd-rank"]
+        assert found["where"] == {"hosts": [os.uname().nodename.partition(".")[0]], "ranks": [2], "pids": [pids[2]]}
+        assert f"pid {pids[2]}) is not in the collective: `load_batch` hangs_in_load_batch.py:" in found["title"]
+        assert "sleeping; ranks 0-1,3 wait in `all_reduce` called from `train_step`" in found["title"]
+        assert "in tp group 2-3" in found["detail"]
+        rows = result.report["data"]["processes"]
+        assert [(row["rank"], row["local_rank"], row["pid"]) for row in rows] == list(
+            zip(range(4), range(4), pids, strict=True)
+        )
+        assert [row["counters"] for row in rows] == [{"step": 3}] * 4
+        assert states(pids) == before
+
+        # The same verdict from what was kept, and from what people have in tickets; no local but counters anywhere.
+        again = distdiag("pyspy-all", "--from", str(kept), "--json")
+        assert (again.code, again.report["summary"]) == (1, result.report["summary"])
+        assert again.report["data"] == result.report["data"]
+        texts = (result.out, again.out, page.read_text(), *(file.read_text() for file in kept.iterdir()))
+        assert not any("hunter2" in text or "password" in text for text in texts)
+        assert_same_from_py_spy(tmp_path, pids)
+
+        # A person reads the odd one first, and the sentence last.
+        shown = distdiag("pyspy-all", "--job", job.name, *SOON).out.splitlines()
+        assert shown[0] == "distdiag pyspy-all: FAIL"
+        assert (
+            next(line for line in shown if line.startswith("rank"))
+            == "rank 2: data loading, not moving, step 3  <- odd"
+        )
+        native = job.look("--samples", "1", "--native")
+        assert odd(native)[0][0] == [2]
+        frames = next(one["frames"] for one in native.report["data"]["groups"] if one["ranks"] == [0, 1, 3])
+        assert any("Work::wait" in frame["function"] for frame in frames)
+        assert states(pids) == before
+
+
+def assert_same_from_py_spy(folder: Path, pids: list[int]) -> None:
+    """Judge plain `py-spy dump` files, named by rank, as text and as JSON; and all of them in one file with labels."""
+    labelled = []
+    for form in ("text", "json"):
+        (folder / form).mkdir()
+        for rank, pid in enumerate(pids):
+            how = ["--json"] if form == "json" else []
+            command = [PY_SPY, "dump", "--nonblocking", *how, "--pid", str(pid)]
+            text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+            (folder / form / f"stack_rank{rank}.{form}").write_text(text)
+            labelled += [f"{rank}: {line}" for line in text.splitlines()] if form == "text" else []
+    one_file = folder / "all.txt"
+    one_file.write_text("\n".join(labelled))
+    for place in (folder / "text", folder / "json", one_file):
+        result = distdiag("pyspy-all", "--json", "--from", str(place))
+        assert (result.code, odd(result)) == (1, [([2], "load_batch")]), result.out
+        assert "ranks 0-1,3 wait in `all_reduce`" in result.report["summary"]
+
+
+def test_a_rank_that_left_is_named_though_a_child_of_it_lives_on() -> None:
+    with Job("exits_early", 4) as job:
+        job.wait_ready()
+        job.processes[1].wait(20)
+        result = job.look(*SOON)
+        assert result.code == 1
+        assert [(one["ranks"], one["class"]) for one in result.report["data"]["odd"]] == [([1], "exited")]
+        assert "it has ended; what it had started lives on" in result.findings["exited"]["title"]
+        assert "ranks 0,2-3 wait in `all_reduce`" in result.report["summary"]
+
+
+def test_ranks_in_another_collective_are_named() -> None:
+    with Job("other_collective", 8) as job:
+        job.wait_ready()
+        result = job.look(*SOON)
+        assert result.code == 1
+        assert odd(result) == [([2, 5], "log_metrics")]
+        assert "ranks 2,5" in result.report["summary"]
+        assert "in `broadcast` called from `log_metrics`" in result.report["summary"]
+        assert "ranks 0-1,3-4,6-7 wait in `all_reduce` called from `train_step`" in result.report["summary"]
+
+
+def test_where_all_wait_at_one_line_the_loop_counters_tell() -> None:
+    with Job("counters_differ", 4) as job, Job("counters_differ", 4, env={"EQUAL": "1"}) as equal:
+        job.wait_ready()
+        equal.wait_ready()
+        result = job.look(*SOON)
+        assert (result.code, odd(result)) == (1, [([2], "train")])
+        assert "is behind: step 1, ranks 0-1,3 step 2" in result.findings["least-progress"]["title"]
+        # With equal counters nobody is blamed, and what would decide is said.
+        result = equal.look(*SOON)
+        assert (result.code, odd(result), result.report["verdict"]) == (3, [], "unknown")
+        found = result.findings["all-waiting"]
+        assert found["title"].startswith("stacks cannot decide")
+        assert "flight recorder" in found["detail"]
+
+
+def test_pipeline_stages_stand_at_different_places_rightly() -> None:
+    with Job("pipeline_saves", 4) as job:
+        os.mkfifo(job.folder / "full")
+        job.wait_ready()
+        result = job.look(*SOON)
+        assert (result.code, odd(result)) == (1, [([2], "save_state")])
+        assert result.report["data"]["odd"][0]["class"] == "checkpoint"
+        assert f"opens {job.folder}/full" in result.report["summary"]
+        assert groups(result) == {
+            (2,): "checkpoint",
+            (0,): "communication wait",
+            (1,): "communication wait",
+            (3,): "communication wait",
+        }
+
+
+def test_a_stuck_dataloader_worker_is_named_under_its_rank() -> None:
+    for start, size in (("fork", 8), ("spawn", 4)):
+        with Job("worker_reads", size, env={"START": start, "WORKERS": "2"}) as job:
+            os.mkfifo(job.folder / "sample")
+            job.wait_ready()
+            result = job.look(*SOON)
+            assert (result.code, odd(result)) == (1, [([3], "train")])
+            rows = result.report["data"]["processes"]
+            assert [row["rank"] for row in rows if row["role"] == "rank"] == list(range(size))
+            workers = {row["pid"]: row for row in rows if row["role"] == "helper"}
+            found = result.findings["helper-stuck"]
+            (worker,) = found["where"]["pids"]
+            assert workers[worker]["rank"] == 3
+            assert found["title"].endswith(f"opens {job.folder}/sample")
+            assert (
+                f"waiting for its DataLoader worker {worker}, which is in `Samples.__getitem__`"
+                in result.report["summary"]
+            )
+            assert len(workers) >= 2 * size
+
+
+def test_no_rank_is_invented_for_spawned_processes() -> None:
+    with Job("spawned_ranks", 1) as job:
+        job.wait_ready(range(3))
+        result = distdiag("pyspy-all", "--json", "--pid", str(job.pid(0)), *SOON)
+        rows = [row for row in result.report["data"]["processes"] if row["role"] == "rank"]
+        assert [row["rank"] for row in rows] == [None] * 3
+        assert result.code == 1
+        (one,) = result.report["data"]["odd"]
+        assert (one["ranks"], one["frame"]["function"], len(one["pids"])) == ([], "work", 1)
+        assert f"pid {one['pids'][0]}" in result.report["summary"]
+
+
+def test_two_jobs_at_once_are_told_apart_and_a_healthy_one_is_not_hung() -> None:
+    with Job("hangs_in_load_batch", 3) as hung, Job("trains_well", 2) as well:
+        hung.wait_ready()
+        well.wait_ready()
+        both = distdiag("pyspy-all", "--json", *SOON)
+        mine = {one["job"]: one for one in both.report["data"]["jobs"]}
+        assert {hung.name, well.name} <= set(mine)
+        assert [mine[job.name]["ranks"] for job in (hung, well)] == [3, 2]
+        assert ([2], "load_batch") in odd(both)
+        healthy = well.look(*SOON)
+        assert (healthy.code, healthy.report["verdict"], odd(healthy)) == (0, "ok", [])
+        assert healthy.report["findings"][0]["id"] == "pyspy-all.not-hung"
+        assert json.loads(healthy.out)["data"]["jobs"][0]["world_size"] == 2
+
+
+def test_ranks_in_backward_wait_there_for_the_one_that_is_not() -> None:
+    with Job("waits_in_backward", 2) as job:
+        job.wait_ready()
+        result = job.look(*SOON)
+        assert (result.code, odd(result)) == (1, [([1], "validate")])
+        assert "rank 0 waits inside `backward` called from `train`" in result.report["summary"]

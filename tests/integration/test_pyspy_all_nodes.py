@@ -1,0 +1,76 @@
+"""pyspy-all across nodes: over ssh, and into a SLURM job from outside; one table, the same answer."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from cluster import Network, need_network
+from cluster_slurm import Slurm, need_slurm
+from cluster_ssh import SSHD, serve_ssh
+from jobs import PROGRAMS, odd
+from support import distdiag, need, wait_until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SOON = ("--interval", "0.3")
+
+
+def wait_ready(folder: Path, ranks: int) -> None:
+    def missing() -> set[str]:
+        return {f"ready-{rank}" for rank in range(ranks)} - {path.name for path in folder.glob("ready-*")}
+
+    wait_until(lambda: not missing(), 60, lambda: f"not ready: {missing()}")
+
+
+def test_a_job_on_three_nodes_over_ssh(tmp_path: Path) -> None:
+    need_network()
+    need("ssh", SSHD)
+    with Network(3) as network:
+        serve_ssh(network)
+        for rank, node in enumerate(network.nodes):
+            place = {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            meeting = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
+            env = {**place, **meeting, "JOB_FOLDER": str(tmp_path), "OMP_NUM_THREADS": "1"}
+            node.start(sys.executable, str(PROGRAMS / "hangs_in_load_batch.py"), env=env)
+        wait_ready(tmp_path, 3)
+        wrap, env = tuple(network.client.command()), network.client_env()
+        result = distdiag("pyspy-all", "--json", "--hosts", network.hosts, *SOON, wrap=wrap, env=env)
+        assert (result.code, odd(result)) == (1, [([2], "load_batch")]), result.out + result.err
+        assert result.findings["odd-rank"]["where"]["hosts"] == ["node3"]
+        assert [(row["rank"], row["host"]) for row in result.report["data"]["processes"]] == [
+            (0, "node1"),
+            (1, "node2"),
+            (2, "node3"),
+        ]
+        # Without the odd one's node the ranks that wait are no proof against anybody.
+        part = distdiag("pyspy-all", "--json", "--hosts", "node1,node2", *SOON, wrap=wrap, env=env)
+        assert (part.code, odd(part)) == (3, [])
+        assert "rank 2 of 3 was not seen on node[1-2]" in part.findings["exited"]["title"]
+
+
+def test_a_slurm_job_from_outside(tmp_path: Path) -> None:
+    need_slurm()
+    with Slurm(2) as slurm:
+        job = slurm.allocate(2)
+        address = slurm.nodes[0].address
+        slurm.start_step(
+            job,
+            "sh",
+            "-c",
+            f"RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS MASTER_ADDR={address} MASTER_PORT=29500 "
+            f"GLOO_SOCKET_IFNAME=eth0 JOB_FOLDER={tmp_path} OMP_NUM_THREADS=1 "
+            f"exec {sys.executable} {PROGRAMS / 'hangs_in_load_batch.py'}",
+            options=("-n", "4"),
+        )
+        wait_ready(tmp_path, 4)
+        wrap, env = tuple(slurm.client.command()), {**slurm.network.client_env(), **slurm.env()}
+        result = distdiag("pyspy-all", "--json", "--slurm-job", str(job), *SOON, wrap=wrap, env=env)
+        assert (result.code, odd(result)) == (1, [([2], "load_batch")]), result.out + result.err
+        assert result.report["data"]["jobs"][0]["launcher"] in ("srun", "environment")
+        assert "ranks 0-1,3 wait in `all_reduce`" in result.report["summary"]
+
+
+pytestmark = pytest.mark.timeout(180)

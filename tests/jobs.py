@@ -1,0 +1,133 @@
+"""Small jobs of real processes that stand still in one named way; they end with the test, whatever happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from support import distdiag, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from support import Result
+
+PROGRAMS = Path(__file__).with_name("programs")
+
+
+class Job:
+    """A program of tests/programs as `size` ranks, with the environment that a plain launcher gives them."""
+
+    def __init__(
+        self,
+        program: str,
+        size: int,
+        *,
+        env: Mapping[str, str] | None = None,
+        rank_env: Mapping[int, Mapping[str, str]] | None = None,
+        wrap: Sequence[str] = (),
+        run_id: str = "",
+    ) -> None:
+        self.size = size
+        self._argv = [*wrap, sys.executable, str(PROGRAMS / f"{program}.py")]
+        self._env = dict(env or {})
+        self._rank_env = rank_env or {}
+        self._run_id = run_id
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="distdiag-job-")
+        self.folder = Path(self._folder.name)
+        self.folder.chmod(0o777)
+
+    def __enter__(self) -> Self:
+        with socket.create_server(("127.0.0.1", 0)) as door:
+            self.port = door.getsockname()[1]
+        for rank in range(self.size):
+            self.processes.append(self._start(rank))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            for number in (signal.SIGCONT, signal.SIGKILL):
+                try:
+                    os.killpg(process.pid, number)
+                except ProcessLookupError:
+                    break
+        for process in self.processes:
+            process.wait(20)
+        self._folder.cleanup()
+
+    @property
+    def name(self) -> str:
+        """What distdiag calls it."""
+        return f"127.0.0.1:{self.port}"
+
+    def pid(self, rank: int) -> int:
+        """Give the process id of a rank."""
+        return self.processes[rank].pid
+
+    def wait_ready(self, names: Iterable[object] | None = None, timeout: float = 60) -> None:
+        """Wait until these (all ranks) have said that they are there."""
+        wanted = set(map(str, range(self.size) if names is None else names))
+        wait_until(lambda: not wanted - self._ready(), timeout, lambda: f"not ready: {wanted - self._ready()}")
+
+    def look(self, *arguments: str, wrap: tuple[str, ...] = (), env: Mapping[str, str] | None = None) -> Result:
+        """Run pyspy-all on this job alone."""
+        return distdiag("pyspy-all", "--json", "--job", self.name, *arguments, wrap=wrap, env=dict(env or {}))
+
+    def _ready(self) -> set[str]:
+        return {path.name.partition("-")[2] for path in self.folder.glob("ready-*")}
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        place = {
+            **{"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            **{"WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.size)},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), "OMP_NUM_THREADS": "1"},
+        }
+        if self._run_id:
+            place["TORCHELASTIC_RUN_ID"] = self._run_id
+        with (self.folder / f"stderr-{rank}").open("wb") as log:
+            return subprocess.Popen(
+                self._argv,
+                env={
+                    **os.environ,
+                    **place,
+                    "JOB_FOLDER": str(self.folder),
+                    **self._env,
+                    **self._rank_env.get(rank, {}),
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                start_new_session=True,
+            )
+
+
+def odd(result: Result) -> list[tuple[list[int], str]]:
+    """Give who is odd, and in which function."""
+    return [(one["ranks"], one["frame"]["function"] if one["frame"] else "") for one in result.report["data"]["odd"]]
+
+
+def states(pids: Iterable[int]) -> dict[int, str]:
+    """Read the states of processes, T (stopped by a signal) included."""
+    found = {}
+    for pid in pids:
+        try:
+            found[pid] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            found[pid] = ""
+    return found
+
+
+def wait_for_state(pid: int, letter: str, timeout: float = 20) -> None:
+    """Wait until a process is in a state of proc(5)."""
+    deadline = time.monotonic() + timeout
+    while states([pid])[pid] != letter:
+        assert time.monotonic() < deadline, f"{pid} is {states([pid])[pid]!r}, not {letter!r}"
+        time.sleep(0.01)

@@ -1,0 +1,35 @@
+"""A rank without torch that sleeps in load_batch.
+
+HOW=vfork: its only thread waits for a vfork child, in D state, as one that waits for a dead disk.
+HOW=other-user: it runs as another user than it was started by.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+
+from job import ready
+
+
+def load_batch() -> None:
+    time.sleep(600)
+
+
+def in_the_kernel() -> None:
+    libc = ctypes.CDLL(None)
+    if libc.vfork() == 0:  # the child of vfork borrows this memory: only the kernel is asked for anything
+        libc.pause()
+
+
+def train() -> None:
+    if os.environ.get("HOW") == "other-user":
+        os.setuid(65534)
+    ready()
+    if os.environ.get("HOW") == "vfork":
+        in_the_kernel()
+    load_batch()
+
+
+train()

@@ -1,0 +1,36 @@
+"""A DataLoader worker of rank 3 does not come back from reading a file. START=fork or spawn, WORKERS for each rank."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from job import RANK, join, ready
+from torch.utils.data import DataLoader, Dataset
+
+
+class Samples(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 5 and RANK == 3:
+            with open(os.path.join(os.environ["JOB_FOLDER"], "sample")) as file:
+                file.read()
+        return torch.ones(8)
+
+
+def train() -> None:
+    loader = DataLoader(
+        Samples(), batch_size=2, num_workers=int(os.environ["WORKERS"]), multiprocessing_context=os.environ["START"]
+    )
+    for step, batch in enumerate(loader):
+        if step == 2 or (step == 1 and RANK == 3):
+            ready()
+        dist.all_reduce(batch)
+
+
+if __name__ == "__main__":
+    join()
+    train()
