@@ -5,11 +5,11 @@ PYTHON ?= python3
 # Pinned where we install; pyproject.toml has a range, so that users keep the torch they have.
 TORCH := torch==2.13.0
 # What the tests use beside Python: shells to press TAB in, and what real clusters are made of: namespaces, firewalls,
-# sshd, SLURM, MPI.
+# sshd, SLURM, MPI; what stands in the way of a look (strace); a browser.
 TOOLS := bash zsh fish tcsh unshare nsenter mount ip nft ssh sshd ssh-keygen \
-  slurmctld slurmd srun munged mpirun.openmpi mpirun.mpich
+  slurmctld slurmd srun munged mpirun.openmpi mpirun.mpich strace setpriv chromium chromedriver
 PACKAGES := bash zsh fish tcsh util-linux mount iproute2 nftables openssh-client openssh-server \
-  slurmctld slurmd slurm-client munge openmpi-bin mpich
+  slurmctld slurmd slurm-client munge openmpi-bin mpich strace chromium chromium-driver
 
 .PHONY: help run test check fix completions bench clean
 .DEFAULT_GOAL := help
@@ -20,8 +20,13 @@ help: ## Show what there is to make
 run: $(VENV)/installed ## Install distdiag into .venv and test two ranks on this machine
 	@$(BIN)/distdiag gpu-test --nproc 2
 
+# Test files side by side, in their order: the long ones are in the middle. Then, alone, what measures time.
+SIDE_BY_SIDE := --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
+# pytest leaves with 5 when it has no test: fine where ARGS choose tests of one kind only.
+NO_TEST := $(if $(ARGS),[ $$? = 5 ],false)
 test: $(VENV)/installed-dev tools ## Run the whole test suite (installs what it needs; as root, system packages too)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m "not alone" $(SIDE_BY_SIDE) $(ARGS) || $(NO_TEST)
+	$(BIN)/python -m pytest -m alone $(ARGS) || $(NO_TEST)
 
 check: $(VENV)/installed-dev ## Lint, types, import rules, generated files
 	$(BIN)/ruff format --check .
@@ -39,11 +44,12 @@ COMPLETIONS ?= completions
 completions: $(VENV)/installed ## Generate the completion files of bash, zsh and fish
 	$(BIN)/python tests/make_completions.py $(COMPLETIONS)
 
-bench: $(VENV)/installed-dev tools ## Measure beside the peers: torchrun, clush, pdsh, asyncssh (about ten minutes)
+bench: $(VENV)/installed-dev tools ## Measure beside the peers: torchrun, clush, pdsh, asyncssh, py-spy, clubak (about fifteen minutes)
 	@for peer in pdsh clush; do command -v $$peer >/dev/null || echo "$$peer is not installed: apt-get install pdsh clustershell"; done
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check asyncssh
 	$(BIN)/python tests/benchmarks/gpu_test.py
 	$(BIN)/python tests/benchmarks/fanout.py
+	$(BIN)/python tests/benchmarks/pyspy_all.py
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

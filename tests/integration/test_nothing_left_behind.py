@@ -76,6 +76,7 @@ def test_agents_end_with_distdiag(net: Network, number: signal.Signals, way: str
         end(run)
 
 
+@pytest.mark.alone
 def test_agents_end_when_nothing_is_heard_any_more(net: Network) -> None:
     run = start_reaching(net.client, net.hosts)
     try:
@@ -87,6 +88,7 @@ def test_agents_end_when_nothing_is_heard_any_more(net: Network) -> None:
         end(run)
 
 
+@pytest.mark.alone
 def test_a_node_that_is_cut_off_ends_its_agent_and_the_others_stay(net: Network) -> None:
     run = start_reaching(net.client, net.hosts)
     try:
@@ -104,10 +106,7 @@ def test_a_node_that_is_cut_off_ends_its_agent_and_the_others_stay(net: Network)
         end(run)
 
 
-@pytest.mark.parametrize(
-    ("number", "way"),
-    [(signal.SIGINT, "ssh"), (signal.SIGINT, "via"), (signal.SIGTERM, "ssh"), (signal.SIGKILL, "ssh")],
-)
+@pytest.mark.parametrize(("number", "way"), [(signal.SIGINT, "via"), (signal.SIGTERM, "ssh"), (signal.SIGKILL, "ssh")])
 def test_ranks_end_with_distdiag_and_ctrl_c_prints_what_is_known(
     two: Network, number: signal.Signals, way: str
 ) -> None:
@@ -124,7 +123,7 @@ def test_ranks_end_with_distdiag_and_ctrl_c_prints_what_is_known(
         await_nothing(two, began)
     finally:
         result = run.finish()
-    if number == signal.SIGINT:
+    if number != signal.SIGKILL:
         assert result.code == 130
         assert len(result.statuses) == 2
         assert [row["state"] for row in result.report["data"]["hosts"]] == ["ok", "ok"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -137,54 +136,6 @@ def test_pipeline_stages_stand_at_different_places_rightly() -> None:
             (1,): "communication wait",
             (3,): "communication wait",
         }
-
-
-def test_a_stuck_dataloader_worker_is_named_under_its_rank() -> None:
-    for start, size in (("fork", 8), ("spawn", 4)):
-        with Job("worker_reads", size, env={"START": start, "WORKERS": "2"}) as job:
-            os.mkfifo(job.folder / "sample")
-            job.wait_ready()
-            result = job.look(*SOON)
-            assert (result.code, odd(result)) == (1, [([3], "train")])
-            rows = result.report["data"]["processes"]
-            assert [row["rank"] for row in rows if row["role"] == "rank"] == list(range(size))
-            workers = {row["pid"]: row for row in rows if row["role"] == "helper"}
-            found = result.findings["helper-stuck"]
-            (worker,) = found["where"]["pids"]
-            assert workers[worker]["rank"] == 3
-            assert found["title"].endswith(f"opens {job.folder}/sample")
-            assert (
-                f"waiting for its DataLoader worker {worker}, which is in `Samples.__getitem__`"
-                in result.report["summary"]
-            )
-            assert len(workers) >= 2 * size
-
-
-def test_no_rank_is_invented_for_spawned_processes() -> None:
-    with Job("spawned_ranks", 1) as job:
-        job.wait_ready(range(3))
-        result = distdiag("pyspy-all", "--json", "--pid", str(job.pid(0)), *SOON)
-        rows = [row for row in result.report["data"]["processes"] if row["role"] == "rank"]
-        assert [row["rank"] for row in rows] == [None] * 3
-        assert result.code == 1
-        (one,) = result.report["data"]["odd"]
-        assert (one["ranks"], one["frame"]["function"], len(one["pids"])) == ([], "work", 1)
-        assert f"pid {one['pids'][0]}" in result.report["summary"]
-
-
-def test_two_jobs_at_once_are_told_apart_and_a_healthy_one_is_not_hung() -> None:
-    with Job("hangs_in_load_batch", 3) as hung, Job("trains_well", 2) as well:
-        hung.wait_ready()
-        well.wait_ready()
-        both = distdiag("pyspy-all", "--json", *SOON)
-        mine = {one["job"]: one for one in both.report["data"]["jobs"]}
-        assert {hung.name, well.name} <= set(mine)
-        assert [mine[job.name]["ranks"] for job in (hung, well)] == [3, 2]
-        assert ([2], "load_batch") in odd(both)
-        healthy = well.look(*SOON)
-        assert (healthy.code, healthy.report["verdict"], odd(healthy)) == (0, "ok", [])
-        assert healthy.report["findings"][0]["id"] == "pyspy-all.not-hung"
-        assert json.loads(healthy.out)["data"]["jobs"][0]["world_size"] == 2
 
 
 def test_ranks_in_backward_wait_there_for_the_one_that_is_not() -> None:

@@ -129,6 +129,7 @@ def troubled() -> Iterator[tuple[Reached, float]]:
         yield reached, time.monotonic() - began
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", CASES)
 def test_each_host_has_its_own_row_and_finding(troubled: tuple[Reached, float], name: str) -> None:
     reached, _ = troubled
@@ -144,15 +145,18 @@ def test_each_host_has_its_own_row_and_finding(troubled: tuple[Reached, float], 
     assert case.fix in finding["fix"]["text"]
 
 
+@pytest.mark.alone
 def test_an_unknown_name_is_told(troubled: tuple[Reached, float]) -> None:
     row = troubled[0].rows["nosuch"]
     assert (row["state"], row["stage"], row["message"]) == ("unknown-name", "resolve", "name or service not known")
 
 
+@pytest.mark.alone
 def test_rows_stand_in_the_order_of_the_list_and_none_is_missing(troubled: tuple[Reached, float]) -> None:
     assert list(troubled[0].rows) == [*CASES, "nosuch"]
 
 
+@pytest.mark.alone
 def test_no_host_costs_more_than_its_own_stages(troubled: tuple[Reached, float]) -> None:
     reached, seconds = troubled
     slowest = max(row["seconds"] for row in reached.rows.values())
@@ -160,6 +164,7 @@ def test_no_host_costs_more_than_its_own_stages(troubled: tuple[Reached, float])
     assert seconds < slowest + 2
 
 
+@pytest.mark.alone
 def test_the_same_trouble_of_several_hosts_is_one_finding(troubled: tuple[Reached, float]) -> None:
     finding = troubled[0].finding("unplugged")
     assert finding["where"]["hosts"] == ["prohibited", "unplugged"]
@@ -209,6 +214,7 @@ def test_a_python_that_is_not_there_is_one_finding_for_all(pair: Network) -> Non
     assert "--python" in finding["fix"]["text"]
 
 
+@pytest.mark.alone
 def test_a_host_that_is_reached_by_its_second_address_only_is_reached(pair: Network) -> None:
     serve_ssh(pair)
     both = f"{pair['node2'].address} many\n{pair['node1'].address} many\n"

@@ -39,7 +39,7 @@ def nodes(network: Network) -> Iterator[list[Node]]:
 
 def start(network: Network, *arguments: str) -> Running:
     where = ("--hosts", network.hosts, "--via", network.via)
-    small = ("--nproc", "1", "--size", "1MiB", "--timeout", "10", "--json")
+    small = ("--nproc", "1", "--size", "1MiB", "--timeout", "12", "--json")
     client = tuple(network.client.command())
     return Running("gpu-test", *where, *small, *arguments, env=network.client_env(), wrap=client)
 
@@ -160,7 +160,7 @@ def test_own_names_on_loopback_are_a_warning_with_torchrun_words() -> None:
     need_network()
     with Network(2, names=Names.DEBIAN) as network:
         result = run(network)
-    assert result.code == 0
+    assert (result.code, result.report["verdict"]) == (0, "warn")
     found = result.findings["name-loopback"]
     assert "127.0.1.1" in found["title"]
     assert any("--local-addr=10.77.0.1" in command for command in found["fix"]["commands"])
@@ -214,8 +214,8 @@ def test_a_node_whose_network_dies_during_the_test_is_named_and_cleans_up_by_its
 
 
 def test_a_stopped_rank_on_the_other_node_is_named_with_its_host(network: Network, nodes: list[Node]) -> None:
-    result = run(network, "--nproc", "2", "--inject", "stop:3", "--timeout", "4")
+    result = run(network, "--inject", "stop:1")
     assert result.code == 1
     assert result.findings["rank-missing"]["where"]["hosts"] == ["node2"]
-    assert result.findings["rank-missing"]["where"]["ranks"] == [3]
+    assert result.findings["rank-missing"]["where"]["ranks"] == [1]
     assert "do_signal_stop" in " ".join(result.findings["rank-missing"]["evidence"])

@@ -1,6 +1,7 @@
 """A rank without torch that sleeps in load_batch.
 
 HOW=vfork: its only thread waits for a vfork child, in D state, as one that waits for a dead disk.
+LATER=1: when the file "go" is there.
 HOW=other-user: it runs as another user than it was started by.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from pathlib import Path
 
 from job import ready
 
@@ -27,6 +29,8 @@ def train() -> None:
     if os.environ.get("HOW") == "other-user":
         os.setuid(65534)
     ready()
+    while os.environ.get("LATER") and not Path(os.environ["JOB_FOLDER"], "go").exists():
+        time.sleep(0.1)
     if os.environ.get("HOW") == "vfork":
         in_the_kernel()
     load_batch()

@@ -119,7 +119,7 @@ def _lead(
     test: Callable[[Request, Fleet, Scene, Progress], Report[GpuTest]],
 ) -> Report[GpuTest]:
     request = replace(request, program=_program(me, request.program))
-    payload = agent.pack(request.cluster, silence_s=None)
+    payload = agent.pack(request.cluster, silence_s=SILENCE_S)
     transport = JoinTransport(hub, len(payload), patience_s=request.timeout_s)
     hosts = [Host(name=name_of(rank)) for rank in range(me.world_size)]
     with Fleet(hosts, transport, payload, Limits(facts_s=60.0)) as fleet:

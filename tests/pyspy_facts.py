@@ -1,0 +1,138 @@
+"""Facts as nodes tell them, for tests of what is concluded from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.targets import Cluster
+from distdiag.commands.pyspy_all.collect import Process, Processes, Watched
+from distdiag.commands.pyspy_all.diagnose import diagnose
+from distdiag.commands.pyspy_all.model import Request
+from distdiag.commands.pyspy_all.nodes import NodeStacks
+from distdiag.node.capture import Capture, Counter, Frame, Thread
+from distdiag.node.identity import Identity
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from distdiag.commands.pyspy_all.result import PySpyAll
+    from distdiag.node.procs import Standstill
+    from distdiag.report import Report
+
+SITE = "/opt/venv/lib/python3.11/site-packages/"
+C10D = SITE + "torch/distributed/distributed_c10d.py"
+MAIN = Frame("<module>", "/home/me/train.py", 90)
+REQUEST = Request(program="distdiag", cluster=Cluster())
+
+
+def frames(*inner: tuple[str, str, int]) -> tuple[Frame, ...]:
+    """Write a stack, innermost first, on top of the script's module."""
+    return (*(Frame(*one) for one in inner), MAIN)
+
+
+def waits(operation: str = "all_reduce", user: str = "train_step", line: int = 25) -> tuple[Frame, ...]:
+    return frames(
+        (operation, C10D, 3252),
+        ("wrapper", SITE + "torch/distributed/c10d_logger.py", 83),
+        (user, "/home/me/train.py", line),
+    )
+
+
+def loads() -> tuple[Frame, ...]:
+    return frames(("load_batch", "/home/me/train.py", 26))
+
+
+def look(
+    stack: Sequence[Frame],
+    *,
+    state: str = "S",
+    status: str = "ok",
+    reason: str = "",
+    main_cpu_s: float = 0.0,
+    at_s: float = 0.0,
+    counters: Mapping[str, int] | None = None,
+    still: Standstill | None = None,
+    gil_holder: int | None = None,
+) -> Capture:
+    counted = tuple(Counter(1, "train", name, value) for name, value in (counters or {}).items())
+    thread = Thread(1, "MainThread", False, False, state, tuple(stack), counted)
+    return Capture(
+        status=status,
+        reason=reason,
+        state=state,
+        tracer=None,
+        cpu_s=main_cpu_s,
+        main_cpu_s=main_cpu_s,
+        threads=(thread,) if stack else (),
+        standstill=(still,) if still is not None else (),
+        native=False,
+        gil_holder=gil_holder,
+        at_s=at_s,
+    )
+
+
+def twice(
+    stack: Sequence[Frame], *, cpu: float = 0.0, later: Sequence[Frame] | None = None, **more: object
+) -> tuple[Capture, ...]:
+    """Look twice, a second apart; `cpu` is the share of a core used meanwhile."""
+    first = look(stack, **more)  # type: ignore[arg-type]
+    last = look(stack if later is None else later, main_cpu_s=cpu, at_s=1.0, **more)  # type: ignore[arg-type]
+    return first, last
+
+
+def process(pid: int, rank: int | None = None, size: int = 4, *, local: bool = True, **more: object) -> Process:
+    place = None
+    if rank is not None:
+        place = Identity("torchrun", rank, size, rank if local else None, size if local else None)
+    one = Process(
+        pid=pid,
+        parent=1000,
+        above=(1000, 1),
+        user=7,
+        state="S",
+        comm="python",
+        command="python train.py",
+        kind="",
+        python=True,
+        torch=True,
+        gpu=False,
+        hidden=False,
+        place=place,
+        job={"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"},
+        started_s=1.0,
+    )
+    return replace(one, **more)  # type: ignore[arg-type]
+
+
+def node(
+    processes: Sequence[Process],
+    looks: Mapping[int, Sequence[Capture]],
+    host: str = "n1",
+    *,
+    user: int = 7,
+    scope: int | None = None,
+) -> NodeStacks:
+    facts = Processes(host, user, scope, may_trace=False, processes=tuple(processes), asked_missing=())
+    return NodeStacks(host, facts, tuple(Watched(pid, tuple(seen), ()) for pid, seen in looks.items()))
+
+
+def job(*stacks: Sequence[Capture]) -> NodeStacks:
+    """Make one node with a rank for each entry."""
+    size = len(stacks)
+    return node(
+        [process(100 + rank, rank, size) for rank in range(size)],
+        {100 + rank: seen for rank, seen in enumerate(stacks)},
+    )
+
+
+def judge(*nodes: NodeStacks, **request: object) -> Report[PySpyAll]:
+    return diagnose(replace(REQUEST, **request), nodes)  # type: ignore[arg-type]
+
+
+def ids(report: Report[PySpyAll]) -> list[str]:
+    return [one.id.partition(".")[2] for one in report.findings]
+
+
+def odd_ranks(report: Report[PySpyAll]) -> list[list[int]]:
+    return [list(one.ranks) for one in report.data.odd]
