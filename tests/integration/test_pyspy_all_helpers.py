@@ -6,7 +6,7 @@ import json
 import os
 
 from jobs import Job, odd
-from support import distdiag
+from support import distdiag, need
 
 SOON = ("--interval", "0.3")
 
@@ -57,3 +57,16 @@ def test_two_jobs_at_once_are_told_apart_and_a_healthy_one_is_not_hung() -> None
         assert (healthy.code, healthy.report["verdict"], odd(healthy)) == (0, "ok", [])
         assert healthy.report["findings"][0]["id"] == "pyspy-all.not-hung"
         assert json.loads(healthy.out)["data"]["jobs"][0]["world_size"] == 2
+
+
+def test_under_mpirun_one_process_looks_and_its_siblings_are_no_ranks() -> None:
+    need("mpirun.openmpi")
+    mpirun = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-np")
+    with Job("stands_still", 1, wrap=(*mpirun, "2", "-x", "JOB_FOLDER")) as job:
+        job.wait_ready()
+        result = distdiag("pyspy-all", "--json", "--samples", "1", wrap=(*mpirun, "2"))
+        rows = [row for row in result.report["data"]["processes"] if row["job"].startswith("Open MPI")]
+    assert [(row["rank"], row["threads"][0]["frames"][0]["function"]) for row in rows] == [
+        (0, "load_batch"),
+        (1, "load_batch"),
+    ]

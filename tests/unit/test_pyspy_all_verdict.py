@@ -213,6 +213,13 @@ def test_torchrun_under_srun_is_no_rank_and_its_workers_are() -> None:
     assert odd_ranks(report) == [[1]]
 
 
+def test_in_a_pod_whose_variables_name_a_rank_a_shell_is_none() -> None:
+    own = [process(100 + rank, 8 + rank, 16, local=False) for rank in range(2)]
+    shells = [process(700 + rank, rank, 16, local=False, comm="bash", python=False, torch=False) for rank in (1, 8)]
+    report = judge(node([*own, *shells], {100: twice(waits()), 101: twice(waits())}))
+    assert [(row.rank, row.pid) for row in report.data.processes] == [(8, 100), (9, 101)]
+
+
 def test_a_notebook_beside_a_job_is_not_shown() -> None:
     notebook = process(900, None, parent=1, above=(1,))
     own = [process(100 + rank, rank, 2) for rank in range(2)]

@@ -14,12 +14,10 @@ from distdiag.cluster.rows import HostState, Refusal
 from distdiag.cluster.targets import describe, find_targets
 from distdiag.cluster.toolbox import bring_py_spy
 from distdiag.commands.pyspy_all.collect import Processes, Watched
-from distdiag.commands.pyspy_all.diagnose import diagnose
 from distdiag.commands.pyspy_all.model import Request, Threads
 from distdiag.commands.pyspy_all.nodes import NodeStacks
 from distdiag.commands.pyspy_all.roles import answers_to, to_look_at
 from distdiag.errors import DistdiagError, NodeFailed
-from distdiag.node.identity import identify
 
 if TYPE_CHECKING:
     from distdiag.cluster.fleet import Fleet
@@ -69,16 +67,12 @@ def check(request: Request, progress: Progress) -> tuple[Report[PySpyAll], list[
             if not seen:
                 raise
             interrupted = True
+        from distdiag.commands.pyspy_all.diagnose import diagnose
+
         nodes = [NodeStacks(one.host, one.processes, tuple(one.watched), one.missing) for one in seen.values()]
         rows = () if targets.launcher is None else fleet.rows
         report = diagnose(request, nodes, rows=rows, refusals=dict(fleet.refusals), interrupted=interrupted)
     return report, nodes
-
-
-def is_one_of_many() -> bool:
-    """Tell whether a launcher started this several times, and another of them does the work."""
-    me = identify(os.environ)
-    return me is not None and me.rank != 0
 
 
 def explain(request: Request) -> list[str]:
@@ -152,6 +146,8 @@ def _look(fleet: Fleet, seen: dict[str, _Seen], request: Request, progress: Prog
             seen[node.name].missing = "not finished when interrupted"
             seen[node.name].todo = len(pids)
             busy[node.name] = node
+    import distdiag.commands.pyspy_all.diagnose  # noqa: F401 - loaded while the nodes have their hands full
+
     total = sum(one.todo for one in seen.values())
     if total:
         progress.news(f"looking at {total} processes on {len(busy)} host{'s' if len(busy) > 1 else ''}")

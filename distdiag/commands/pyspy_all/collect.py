@@ -116,14 +116,19 @@ def _user_id(name: str) -> int:
 
 def _ourselves(table: dict[int, Proc], children: dict[int, list[int]]) -> set[int]:
     """List distdiag's own processes: those above this one, all below it, and agents that other distdiags started."""
-    agents = [pid for pid in table if "distdiag-agent" in procs.command_words(pid)[-3:]]
     found = set(_above(os.getpid(), table))
-    todo = [os.getpid(), *agents]
+    todo = [os.getpid(), *(pid for pid in table if _is_distdiag(procs.command_words(pid)))]
     while todo:
         pid = todo.pop()
         found.add(pid)
         todo += [child for child in children.get(pid, ()) if child not in found]
     return found
+
+
+def _is_distdiag(words: list[str]) -> bool:
+    """Tell whether this is another distdiag at the same work, or its agent; the ranks of a gpu-test are ranks."""
+    program = [os.path.basename(word) for word in words[:4]]
+    return "distdiag-agent" in words[-3:] or ("distdiag" in program and "pyspy-all" in words[:8])
 
 
 def _look_at(proc: Proc, table: dict[int, Proc], *, asked: bool) -> Process | None:

@@ -94,6 +94,8 @@ def pyspy_all(
             raise UsageError("--from judges saved dumps", hint="leave out --save and the hosts")
         if from_:
             report = keep.judge_saved(request, from_)
+        elif keep.is_done_by_another():
+            raise typer.Exit(0)
         else:
             with Progress() as progress:
                 report = keep.look_and_save(request, progress, save)

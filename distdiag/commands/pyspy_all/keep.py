@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 
 import msgspec  # noqa: TID253 - this module is only imported when files are kept or read
 
-from distdiag.commands.pyspy_all import dumps
-from distdiag.commands.pyspy_all.diagnose import diagnose
 from distdiag.commands.pyspy_all.nodes import NodeStacks  # noqa: TC001 - decoded by its annotation
-from distdiag.deliver import document
+from distdiag.deliver import document, say
 from distdiag.errors import DistdiagError, UsageError
+from distdiag.node.identity import identify
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -53,12 +52,26 @@ def look_and_save(request: Request, progress: Progress, folder: str) -> Report[P
     return report
 
 
+def is_done_by_another() -> bool:
+    """Tell whether a launcher started this several times, and rank 0 of them does the work.
+
+    A plain RANK does not count: in a pod it may be the variable of all that is started there.
+    """
+    me = identify(os.environ)
+    if me is None or me.rank == 0 or me.launcher in ("environment", "torchrun"):
+        return False
+    say(f"distdiag: rank {me.rank} of {me.launcher} leaves: rank 0 does the work")
+    return True
+
+
 def judge_saved(request: Request, paths: Sequence[str]) -> Report[PySpyAll]:
     """Judge files, or all files of folders.
 
     Raises:
         UsageError: a path is not there, or holds nothing that we can read.
     """
+    from distdiag.commands.pyspy_all.diagnose import diagnose
+
     # Hundreds of thousands of small objects that all stay: the collector would walk them again and again.
     gc.disable()
     try:
@@ -76,6 +89,8 @@ def write_page(report: Report[PySpyAll], path: str, *, strict: bool) -> None:
 
 
 def _read_all(paths: Sequence[str]) -> tuple[list[NodeStacks], int, float]:
+    from distdiag.commands.pyspy_all import dumps
+
     nodes: list[NodeStacks] = []
     texts: list[dumps.Dump] = []
     samples, interval_s = 1, 0.0

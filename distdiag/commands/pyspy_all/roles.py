@@ -23,6 +23,7 @@ _CHILD = ("multiprocessing/process.py", "BaseProcess._bootstrap")
 _SPAWNED_RANK = ("torch/multiprocessing/spawn.py", "_wrap")
 _WORKER = "torch/utils/data/_utils/worker.py"
 _OUTERMOST = 8
+_SHELLS = ("sh", "bash", "dash", "zsh", "fish", "ksh", "csh", "tcsh", "tmux", "screen", "sshd")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1", "127.0.1.1")
 
 
@@ -111,11 +112,13 @@ def _parts_of(host: str, processes: Sequence[Process], watched: Mapping[int, Wat
             labelled.setdefault(key, []).append(one)
     parts: dict[str, _Part] = {}
     used: set[int] = set()
-    for (name, _), same in labelled.items():
-        heads = _heads(same)
-        for head in heads:
-            # Two processes of one rank, neither below the other: two jobs that nothing else tells apart.
-            own_name = f"{name} (started by pid {head.parent})" if len(heads) > 1 and name == "" else name
+    heads = {key: _heads(same) for key, same in labelled.items()}
+    # Two processes of one rank, neither below the other, and no name: jobs that only their parents tell apart.
+    by_parent = any(len(own) > 1 for (name, _), own in heads.items() if not name)
+    for (name, rank), own in heads.items():
+        same = labelled[name, rank]
+        for head, parent in own:
+            own_name = f"started by pid {parent}" if by_parent and not name else name
             _add_rank(parts, own_name, host, head, same, watched)
         used.update(one.pid for one in same)
     yield from _with_dead(parts, host, [one for one in processes if one.pid not in used])
@@ -125,8 +128,8 @@ def _parts_of(host: str, processes: Sequence[Process], watched: Mapping[int, Wat
     yield from _unlabelled(host, rest, by_pid, watched)
 
 
-def _heads(same: Sequence[Process]) -> list[Process]:
-    """Of the processes of one rank, find the rank itself: one for each tree of them."""
+def _heads(same: Sequence[Process]) -> list[tuple[Process, int]]:
+    """Of the processes of one rank, find the rank itself and who started it: one for each tree of them."""
     pids = {one.pid for one in same}
     heads = []
     for root in same:
@@ -135,8 +138,16 @@ def _heads(same: Sequence[Process]) -> list[Process]:
         tree = sorted((one for one in same if one is root or root.pid in one.above), key=lambda one: len(one.above))
         python = [one for one in tree if one.python and one.kind != "data-worker"]
         with_torch = [one for one in python if one.torch or one.gpu]
-        heads.append(next(iter(with_torch or python or tree)))
-    return heads
+        head = next(iter(with_torch or python or [one for one in tree if not _is_shell(one)]), None)
+        if head is not None:
+            heads.append((head, root.parent))
+    # In a pod whose variables name a rank, everything that is started there by hand has them too.
+    of_python = [(head, parent) for head, parent in heads if head.python]
+    return of_python or heads
+
+
+def _is_shell(one: Process) -> bool:
+    return one.comm.lstrip("-") in _SHELLS
 
 
 def _add_rank(
