@@ -65,6 +65,8 @@ def test_under_mpirun_one_process_looks_and_its_siblings_are_no_ranks() -> None:
     with Job("stands_still", 1, wrap=(*mpirun, "2", "-x", "JOB_FOLDER")) as job:
         job.wait_ready()
         result = distdiag("pyspy-all", "--json", "--samples", "1", wrap=(*mpirun, "2"))
+        job.processes[0].terminate()  # its ranks are in sessions of their own: mpirun has to end them itself
+        job.processes[0].wait(20)
         rows = [row for row in result.report["data"]["processes"] if row["job"].startswith("Open MPI")]
     assert [(row["rank"], row["threads"][0]["frames"][0]["function"]) for row in rows] == [
         (0, "load_batch"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold, fold_ranks, name_ranks
@@ -9,6 +10,7 @@ from distdiag.commands.pyspy_all.model import COMMAND, FrameClass
 from distdiag.commands.pyspy_all.standing import helper_frames
 from distdiag.commands.pyspy_all.verdict import ALIVE, Outcome, split
 from distdiag.commands.pyspy_all.words import briefly, does, stuck_worker, waits, who, worker_does
+from distdiag.knowledge.frames import library_path
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 from distdiag.commands.pyspy_all.verdict import JobVerdict
 
 _SHOWN = 6
+_PLACES = 3
 _WHAT_DECIDES = (
     "what would: a second look later (--interval 30: does anything move?), the flight recorder (start the job with "
     "TORCH_FR_BUFFER_SIZE=2000, for NCCL also TORCH_NCCL_DUMP_ON_TIMEOUT=1), --native for what a rank does in C"
@@ -205,7 +208,7 @@ def _helpers(verdict: JobVerdict) -> list[Finding]:
             id=f"{COMMAND}.helper-stuck",
             level=Level.FAIL,
             title=f"DataLoader worker {helper.process.pid} of {who([one])} {worker_does(helper)}{more}",
-            evidence=_stack(helper_frames(helper.watched)),
+            evidence=_worker_stack(helper_frames(helper.watched)),
             where=Where(
                 hosts=tuple(dict.fromkeys(owner.member.host for owner, _ in found)),
                 ranks=tuple(owner.rank for owner, _ in found if owner.rank is not None),
@@ -303,22 +306,21 @@ def shared(verdict: JobVerdict, request: Request) -> str:
 
 
 def _evidence(members: Sequence[Standing]) -> tuple[str, ...]:
-    """Give the stack of the first of each place, innermost first, and what the kernel says of it."""
-    lines: list[str] = []
-    for group in split(members)[:2]:
-        one = group[0]
-        state = one.member.watched.looks[-1] if one.member.watched is not None and one.member.watched.looks else None
-        if state is not None and state.standstill:
-            main = state.standstill[0]
-            facts = [f"state {main.state}", main.syscall, main.wait_channel, main.path]
+    """Give what the kernel says of the first of each place; their stacks are in the groups."""
+    lines = []
+    for group in split(members)[:_PLACES]:
+        watched = group[0].member.watched
+        still = watched.looks[-1].standstill if watched is not None and watched.looks else ()
+        if still:
+            facts = [f"state {still[0].state}", still[0].syscall, still[0].wait_channel, still[0].path]
             lines.append(f"{briefly(group)}: " + ", ".join(fact for fact in facts if fact))
-        lines += _stack(one.frames)
     return tuple(lines)
 
 
-def _stack(frames: Sequence[Frame]) -> tuple[str, ...]:
-    lines = [f"  {frame.function} ({frame.file}{_line(frame)})" for frame in frames[:_SHOWN]]
-    return (*lines, f"  ... and {len(frames) - _SHOWN} more") if len(frames) > _SHOWN else tuple(lines)
+def _worker_stack(frames: Sequence[Frame]) -> tuple[str, ...]:
+    """Write a worker's stack down to the DataLoader's own loop."""
+    own = list(itertools.takewhile(lambda frame: frame.function != "_worker_loop", frames))[:_SHOWN]
+    return tuple(f"{frame.function} ({library_path(frame.file) or frame.file}{_line(frame)})" for frame in own)
 
 
 def _fix(members: Sequence[Standing]) -> Fix | None:
