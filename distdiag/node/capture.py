@@ -13,7 +13,7 @@ import signal
 import time
 from dataclasses import dataclass
 
-from distdiag.node import machine, procs, run, tools
+from distdiag.node import machine, patience, procs, run, tools
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
+_PATIENCE_S = 1.0
 COUNTERS = re.compile(
     r"(global_|local_|train_|cur_|current_|num_|n_)?"
     r"(step|steps|iter|iters|iteration|it|epoch|i|idx|batch_idx|batch_i|batch|micro\w{0,16}|mb_idx)(_idx|_i|_num|_count)?"
@@ -158,7 +159,7 @@ class _Before:
 
     def after(self, done: run.Done | None, look: Look, *, native: bool) -> Capture:
         """Judge what py-spy said."""
-        left_stopped = self._let_go()
+        left_stopped = native and self._let_go()
         if done is None:
             return self.failed("failed", "py-spy could not be started", left_stopped=left_stopped)
         threads = _threads(done.stdout, {task.tid: task for task in self.tasks})
@@ -229,7 +230,11 @@ class _Before:
             cpu_s=self.proc.cpu_s if self.proc else 0.0,
             main_cpu_s=main.cpu_s if main else 0.0,
             threads=threads,
-            standstill=tuple(procs.standstill(self.pid, tid) for tid in stuck),
+            standstill=tuple(
+                patience.each(stuck, lambda tid: procs.standstill(self.pid, tid), patience_s=_PATIENCE_S)[0].values()
+                if self.blocked
+                else (procs.standstill(self.pid, tid) for tid in stuck)
+            ),
             native=native,
             gil_holder=gil_holder,
             at_s=self.at_s,
@@ -245,9 +250,12 @@ def _command(tool: str, pid: int, look: Look, *, native: bool) -> list[str]:
 def _threads(data: bytes, tasks: dict[int, procs.Task]) -> tuple[Thread, ...]:
     """Read py-spy's JSON; the main thread comes first. Of the locals nothing but loop counters is kept."""
     try:
-        told = json.loads(data)
-    except ValueError:
+        return _read_threads(json.loads(data), tasks)
+    except (ValueError, KeyError, TypeError):  # torn while the process went on
         return ()
+
+
+def _read_threads(told: list[dict[str, Any]], tasks: dict[int, procs.Task]) -> tuple[Thread, ...]:
     found = []
     for one in told:
         tid = int(one["os_thread_id"] or 0)

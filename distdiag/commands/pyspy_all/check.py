@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster import access
 from distdiag.cluster.access import Agent, open_fleet
@@ -154,17 +154,28 @@ def _look(fleet: Fleet, seen: dict[str, _Seen], request: Request, progress: Prog
     deadline = time.monotonic() + _SPARE_S + request.samples * (2 * request.timeout_s + request.interval_s)
     while busy and (left := deadline - time.monotonic()) > 0:
         for node, record in fleet.records(min(left, _TURN_S)):
-            if record["kind"] == "more" and node.name in seen:
-                seen[node.name].watched.append(decode(record.get("facts"), Watched, node.host))
-            elif record["kind"] == "more-end" and busy.pop(node.name, None):
-                seen[node.name].missing = ""
-            elif record["kind"] == "down" and busy.pop(node.name, None):
-                seen[node.name].missing = node.refusal.message if node.refusal is not None else "the node went away"
+            if node.name in busy and (why := _hear(seen[node.name], node, record)) is not None:
+                seen[node.name].missing = why
+                del busy[node.name]
         done = sum(len(one.watched) for one in seen.values())
         progress.now(f"{done} of {total} processes looked at; waiting for {', '.join(list(busy)[:4])}")
     for node in busy.values():
         seen[node.name].missing = "it did not answer in time"
         node.deaf = True
+
+
+def _hear(seen: _Seen, node: Node, record: dict[str, Any]) -> str | None:
+    """Take a record of a node that is at work; when it is done with it, say what is missing: nothing, or why."""
+    if record["kind"] == "more":
+        try:
+            seen.watched.append(decode(record.get("facts"), Watched, node.host))
+        except DistdiagError as error:
+            return str(error)
+    elif record["kind"] == "more-end":
+        return ""
+    elif record["kind"] == "down":
+        return node.refusal.message if node.refusal is not None else "the node went away"
+    return None
 
 
 def _ask(request: Request, pids: list[int], once: list[int]) -> dict[str, object]:

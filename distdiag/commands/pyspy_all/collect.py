@@ -7,7 +7,7 @@ import re
 import time
 from dataclasses import dataclass
 
-from distdiag.node import capture, machine, procs
+from distdiag.node import capture, machine, patience, procs
 from distdiag.node.capture import Capture, Look
 from distdiag.node.identity import Identity, identify
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from distdiag.node.procs import Proc
 
+_PATIENCE_S = 1.0
 _WAITS_FOR_GPU = re.compile(r"\.(item|cpu|tolist|numpy|nonzero|synchronize|is_nonzero)\(|\.to\(|torch\.equal\(")
 """Calls that make Python wait until the GPU has done all that it was given."""
 _WAITS_FOR_WORK = re.compile(r"\.wait\(")
@@ -81,14 +82,18 @@ def facts(ask: dict[str, Any]) -> Processes:
     wanted = set(ask["pids"])
     table = procs.table()
     children = procs.children_of(table.values())
-    ours = _ourselves(table, children)
-    found = {}
-    for proc in table.values():
-        if proc.pid not in ours:
-            one = _look_at(proc, table, asked=proc.pid in wanted)
-            if one is not None:
-                found[proc.pid] = one
-    _add_neighbours(found, table, children, ours)
+    words, mute = patience.each(table, procs.command_words, patience_s=_PATIENCE_S)
+    ours = _ourselves(table, children, words)
+    looked, late = patience.each(
+        [pid for pid in words if pid not in ours],
+        lambda pid: _look_at(table[pid], table, words[pid], asked=pid in wanted),
+        patience_s=_PATIENCE_S,
+    )
+    found = {pid: one for pid, one in looked.items() if one is not None}
+    locked = [_locked(table[pid], table) for pid in (*mute, *late)]
+    _add_neighbours(found, table, children, {*ours, *mute, *late})
+    parents = {one.parent for one in found.values() if one.place is not None}
+    found.update((one.pid, one) for one in locked if one.parent in parents or one.pid in wanted)
     if ask["user"]:
         owner = _user_id(ask["user"])
         found = {pid: one for pid, one in found.items() if one.user == owner}
@@ -114,10 +119,10 @@ def _user_id(name: str) -> int:
         return -2
 
 
-def _ourselves(table: dict[int, Proc], children: dict[int, list[int]]) -> set[int]:
+def _ourselves(table: dict[int, Proc], children: dict[int, list[int]], words: dict[int, list[str]]) -> set[int]:
     """List distdiag's own processes: those above this one, all below it, and agents that other distdiags started."""
     found = set(_above(os.getpid(), table))
-    todo = [os.getpid(), *(pid for pid in table if _is_distdiag(procs.command_words(pid)))]
+    todo = [os.getpid(), *(pid for pid in words if _is_distdiag(words[pid]))]
     while todo:
         pid = todo.pop()
         found.add(pid)
@@ -131,9 +136,29 @@ def _is_distdiag(words: list[str]) -> bool:
     return "distdiag-agent" in words[-3:] or ("distdiag" in program and "pyspy-all" in words[:8])
 
 
-def _look_at(proc: Proc, table: dict[int, Proc], *, asked: bool) -> Process | None:
+def _locked(proc: Proc, table: dict[int, Proc]) -> Process:
+    """Tell of a process whose memory the kernel does not let anybody look into just now."""
+    return Process(
+        pid=proc.pid,
+        parent=proc.parent,
+        above=tuple(_above(proc.pid, table)),
+        user=-1,
+        state=proc.state,
+        comm=proc.comm,
+        command=proc.comm,
+        kind="locked",
+        python=False,
+        torch=False,
+        gpu=False,
+        hidden=True,
+        place=None,
+        job={},
+        started_s=proc.started / os.sysconf("SC_CLK_TCK"),
+    )
+
+
+def _look_at(proc: Proc, table: dict[int, Proc], words: list[str], *, asked: bool) -> Process | None:
     """Read what a process is; None if nothing says that it belongs to a job."""
-    words = procs.command_words(proc.pid)
     if not words and proc.state != "Z":
         return None  # a kernel thread
     variables = procs.variables(proc.pid)
@@ -231,7 +256,7 @@ def kind_of(words: list[str], comm: str) -> str:
 _LAUNCHERS = (
     *("torchrun", "accelerate", "deepspeed", "srun", "mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy"),
     *("mpirun.openmpi", "mpiexec.openmpi", "mpirun.mpich", "mpiexec.mpich", "orterun", "orted", "prted", "prterun"),
-    *("jsrun", "flux", "slurmstepd", "launch.py", "horovodrun"),
+    *("jsrun", "flux", "slurmstepd", "horovodrun"),
 )
 _LAUNCHING_MODULES = (
     "torch.distributed.run",
@@ -267,8 +292,9 @@ def more(ask: dict[str, Any], tell: Callable[[Watched], None]) -> None:
         todo = [pid for pid in pids if number == 0 or _worth_another_look(looks[pid], pid in once)]
         for pid, one in capture.capture_all(todo, look).items():
             looks[pid].append(one)
+    hints, _ = patience.each(pids, lambda pid: _hints(pid, looks[pid]), patience_s=_PATIENCE_S)
     for pid, seen in looks.items():
-        tell(Watched(pid, tuple(seen), _hints(pid, seen)))
+        tell(Watched(pid, tuple(seen), hints.get(pid, ())))
 
 
 def _worth_another_look(looks: list[Capture], once: bool) -> bool:

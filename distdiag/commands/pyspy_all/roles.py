@@ -48,8 +48,8 @@ def to_look_at(processes: Sequence[Process], *, helpers: bool) -> tuple[list[int
 
 
 def _is_worth_a_look(one: Process, pythons: set[tuple[str, int] | None], *, helpers: bool) -> bool:
-    if one.kind == "launcher":
-        return one.torch
+    if one.kind in ("launcher", "locked"):  # py-spy would wait for a locked memory map as well
+        return False
     if one.kind in ("tracker", "compile-worker"):
         return helpers
     if one.python or one.hidden or one.state == "Z":
@@ -203,7 +203,7 @@ def _with_dead(parts: dict[str, _Part], host: str, others: Sequence[Process]) ->
         for one in others:
             if one.parent in parents and one.state == "Z":
                 part.zombies.append(one)
-            elif one.parent in parents and one.hidden and one.kind == "":
+            elif one.parent in parents and one.hidden and one.kind in ("", "locked"):
                 part.members.append(Member(host=host, rank=None, local_rank=None, process=one, watched=None))
         yield part
 

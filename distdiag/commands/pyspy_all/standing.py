@@ -69,7 +69,9 @@ def judge(watched: Watched) -> Stance:
 
 def _not_looked_at(member: Member) -> Stance:
     if member.process is not None and member.process.state != "Z":
-        return _bare(FrameClass.UNREADABLE, "failed", "it was not looked at")
+        locked = "the kernel holds its memory map locked: a thread of it is stuck there, and `ps` would hang on it too"
+        reason = locked if member.process.kind == "locked" else "it was not looked at"
+        return _bare(FrameClass.UNREADABLE, "failed", reason)
     reason = "it has ended"
     if member.process is not None:
         reason = "it has ended and is a zombie: its parent has not asked for its status"

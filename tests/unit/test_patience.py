@@ -1,0 +1,51 @@
+"""Work that does not come back costs its own patience, and nothing else."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from distdiag.node import patience
+
+
+def test_what_hangs_is_left_behind_and_the_rest_is_done() -> None:
+    never = threading.Event()
+
+    def work(key: int) -> int:
+        if key in (3, 7):
+            never.wait(30)
+        return key * 2
+
+    began = time.monotonic()
+    results, late = patience.each(range(100), work, patience_s=0.2)
+    assert late == [3, 7]
+    assert results == {key: key * 2 for key in range(100) if key not in (3, 7)}
+    assert time.monotonic() - began < 5
+    never.set()
+
+
+def test_what_comes_late_changes_nothing_any_more() -> None:
+    go = threading.Event()
+    seen = []
+
+    def work(key: int) -> int:
+        seen.append(key)
+        if key == 0:
+            go.wait(30)
+        return key
+
+    results, late = patience.each([0, 1, 2], work, patience_s=0.1)
+    go.set()
+    time.sleep(0.2)
+    assert (results, late, seen) == ({1: 1, 2: 2}, [0], [0, 1, 2])
+
+
+def test_an_error_is_raised_where_the_work_was_asked_for() -> None:
+    with pytest.raises(ZeroDivisionError):
+        patience.each([1, 0], lambda key: 1 / key, patience_s=5)
+
+
+def test_nothing_to_do() -> None:
+    assert patience.each([], str, patience_s=1) == ({}, [])
