@@ -17,7 +17,7 @@ from distdiag.node import machine, patience, procs, run, tools
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from typing import Any
 
 
@@ -101,26 +101,26 @@ def capture_all(pids: Sequence[int], look: Look) -> dict[int, Capture]:
     """Look at several processes at the same time; each costs its own deadline at most."""
     tool = tools.find("py-spy")
     before = {pid: _Before(pid) for pid in pids}
-    readable = [pid for pid in pids if before[pid].can_be_read]
-    found = {pid: before[pid].unread() for pid in pids if not before[pid].can_be_read}
+    found = {pid: one.failed("gone", one.how_it_ended()) for pid, one in before.items() if one.is_gone}
+    living = [pid for pid in pids if pid not in found]
     if tool is None:
-        for pid in readable:
-            found[pid] = before[pid].failed("failed", "py-spy is not there, and could not be brought")
-        return found
-    commands = {pid: _command(tool, pid, look, native=look.native and before[pid].may_be_paused) for pid in readable}
-    again = []
-    for pid, done in run.run_many(commands, timeout_s=look.timeout_s):
-        one = before[pid].after(done, look, native="--native" in commands[pid])
-        found[pid] = one
-        if not one.threads and one.status in ("failed", "timeout") and done is not None:
-            again.append(pid)
-    # A running process may change under py-spy's eyes; and what took too long with --native may be quick without.
-    again = [pid for pid in again if found[pid].status == "failed" or "--native" in commands[pid]]
-    for pid, done in run.run_many({pid: _command(tool, pid, look, native=False) for pid in again}, look.timeout_s):
-        one = before[pid].after(done, look, native=False)
-        if one.threads:
-            found[pid] = one
+        missing = "py-spy is not there, and could not be brought"
+        return {**found, **{pid: before[pid].failed("failed", missing) for pid in living}}
+    if look.native:
+        paused = _dump(tool, {pid: before[pid] for pid in living if before[pid].may_be_paused}, look, native=True)
+        found.update({pid: one for pid, one in paused.items() if one.threads})
+    found.update(_dump(tool, {pid: before[pid] for pid in living if pid not in found}, look, native=False))
+    # A running process may change under py-spy's eyes, so what made no sense is read once more.
+    torn = {pid: before[pid] for pid in living if found[pid].status == "failed"}
+    found.update(_dump(tool, torn, look, native=False))
     return found
+
+
+def _dump(tool: str, processes: Mapping[int, _Before], look: Look, *, native: bool) -> dict[int, Capture]:
+    how = ["--native" if native else "--nonblocking", "--json", *(["--locals"] if look.counters else [])]
+    commands = {pid: [tool, "dump", *how, "--pid", str(pid)] for pid in processes}
+    ends = run.run_many(commands, timeout_s=look.timeout_s)
+    return {pid: processes[pid].after(done, look, native=native) for pid, done in ends}
 
 
 class _Before:
@@ -140,18 +140,13 @@ class _Before:
         return self.proc is None or self.proc.state in "ZX"
 
     @property
-    def can_be_read(self) -> bool:
-        """Whether py-spy has something to read."""
-        return not self.is_gone
-
-    @property
     def may_be_paused(self) -> bool:
         """Whether pausing it for a moment, as --native needs, can neither hang nor collide with a debugger."""
         return not self.blocked and self.tracer is None and self.proc is not None and self.proc.state in "RS"
 
-    def unread(self) -> Capture:
+    def how_it_ended(self) -> str:
         """Tell of a process that is gone."""
-        return self.failed("gone", "a zombie: it has ended" if self.proc is not None else "it has ended")
+        return "it has ended" if self.proc is None else "it has ended and is a zombie"
 
     def failed(self, status: str, reason: str, *, left_stopped: bool = False) -> Capture:
         """Tell why there are no stacks, and what the kernel says instead."""
@@ -240,11 +235,6 @@ class _Before:
             at_s=self.at_s,
             left_stopped=left_stopped,
         )
-
-
-def _command(tool: str, pid: int, look: Look, *, native: bool) -> list[str]:
-    how = "--native" if native else "--nonblocking"
-    return [tool, "dump", how, "--json", *(["--locals"] if look.counters else []), "--pid", str(pid)]
 
 
 def _threads(data: bytes, tasks: dict[int, procs.Task]) -> tuple[Thread, ...]:

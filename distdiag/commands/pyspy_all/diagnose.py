@@ -21,6 +21,7 @@ from distdiag.commands.pyspy_all.result import (
 )
 from distdiag.commands.pyspy_all.roles import answers_to, find_jobs
 from distdiag.commands.pyspy_all.standing import helper_frames, site_of
+from distdiag.commands.pyspy_all.unread import where
 from distdiag.commands.pyspy_all.verdict import Outcome, judge_job, split
 from distdiag.knowledge.frames import library_path
 from distdiag.report import Finding, Fix, Level, Report, Where
@@ -191,7 +192,7 @@ def _groups(verdict: JobVerdict) -> Iterator[Group]:
     for (is_odd, kind, frames, moving), members in sorted(
         folded.items(), key=lambda item: (not item[0][0], len(item[1]))
     ):
-        about = findings.where(members)
+        about = where(members)
         yield Group(
             job=verdict.job.name,
             ranks=about.ranks,
@@ -208,7 +209,7 @@ def _groups(verdict: JobVerdict) -> Iterator[Group]:
 
 def _odd(verdict: JobVerdict) -> Iterator[Odd]:
     for group in split(verdict.odd):
-        about, site = findings.where(group), group[0].site
+        about, site = where(group), group[0].site
         frame = site.frame or (group[0].frames[0] if group[0].frames else None)
         yield Odd(
             ranks=about.ranks,

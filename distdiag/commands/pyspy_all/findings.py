@@ -5,25 +5,24 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.hosts import fold, fold_ranks, name_ranks
+from distdiag.cluster.hosts import fold_ranks
 from distdiag.commands.pyspy_all.model import COMMAND, FrameClass
 from distdiag.commands.pyspy_all.standing import helper_frames
+from distdiag.commands.pyspy_all.unread import kernel_words, unreadable, unseen, where
 from distdiag.commands.pyspy_all.verdict import ALIVE, Outcome, split
 from distdiag.commands.pyspy_all.words import briefly, does, stuck_worker, waits, who, worker_does
 from distdiag.knowledge.frames import library_path
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from distdiag.commands.pyspy_all.model import Request, Standing
     from distdiag.commands.pyspy_all.nodes import NodeStacks
     from distdiag.commands.pyspy_all.verdict import JobVerdict
     from distdiag.node.capture import Frame
-from distdiag.commands.pyspy_all.verdict import JobVerdict
 
 _SHOWN = 6
-_PLACES = 3
 _WHAT_DECIDES = (
     "what would: a second look later (--interval 30: does anything move?), the flight recorder (start the job with "
     "TORCH_FR_BUFFER_SIZE=2000, for NCCL also TORCH_NCCL_DUMP_ON_TIMEOUT=1), --native for what a rank does in C"
@@ -43,17 +42,7 @@ def job_findings(verdict: JobVerdict, request: Request, nodes: Sequence[NodeStac
     }
     maker = makers.get(verdict.outcome)
     found = maker(verdict, request) if maker is not None else []
-    return [*found, *_helpers(verdict), *_unreadable(verdict, request, nodes), *_unseen(verdict)]
-
-
-def where(members: Iterable[Standing]) -> Where:
-    """Say whom a finding is about."""
-    members = list(members)
-    return Where(
-        hosts=tuple(dict.fromkeys(one.member.host for one in members if one.member.host)),
-        ranks=tuple(sorted({one.rank for one in members if one.rank is not None})),
-        pids=tuple(one.pid for one in members if one.pid is not None),
-    )
+    return [*found, *_helpers(verdict), *unreadable(verdict, request, nodes), *unseen(verdict)]
 
 
 def waiting_in_words(members: Sequence[Standing]) -> str:
@@ -94,7 +83,7 @@ def _odd(verdict: JobVerdict, request: Request) -> list[Finding]:
             title=title,
             detail=shared(verdict, request),
             where=where(verdict.odd),
-            evidence=_evidence(verdict.odd),
+            evidence=kernel_words(verdict.odd),
             fix=_fix(verdict.odd),
         )
     ]
@@ -218,75 +207,6 @@ def _helpers(verdict: JobVerdict) -> list[Finding]:
     ]
 
 
-_REMEDIES = {
-    "denied": "read it as its own user or as root",
-    "not-python": "give the pid of the Python below it: --pid",
-    "timeout": "look at it by hand, or give it longer: --timeout 30",
-    "failed": "try again; a process that is just starting or ending cannot be read",
-}
-
-
-def _unreadable(verdict: JobVerdict, request: Request, nodes: Sequence[NodeStacks]) -> list[Finding]:
-    by_reason: dict[tuple[str, str], list[Standing]] = {}
-    for one in verdict.unreadable:
-        by_reason.setdefault((one.status, one.reason), []).append(one)
-    return [_cannot_read(members, request, _node_of(members[0], nodes)) for members in by_reason.values()]
-
-
-def _node_of(one: Standing, nodes: Sequence[NodeStacks]) -> NodeStacks | None:
-    return next((node for node in nodes if node.host == one.member.host), None)
-
-
-def _cannot_read(members: list[Standing], request: Request, node: NodeStacks | None) -> Finding:
-    status, reason = members[0].status, members[0].reason
-    text, commands = _rights(members[0], request, node) if status == "denied" else (_REMEDIES.get(status, ""), ())
-    return Finding(
-        id=f"{COMMAND}.unreadable",
-        level=Level.UNKNOWN,
-        title=f"{who(members)} could not be read: {reason}",
-        where=where(members),
-        evidence=_evidence(members),
-        fix=Fix(text=text, commands=commands) if text else None,
-    )
-
-
-def _rights(one: Standing, request: Request, node: NodeStacks | None) -> tuple[str, tuple[str, ...]]:
-    """Say how to get the right to read a process; in order of effort, and only what helps there."""
-    scope = node.processes.ptrace_scope if node is not None else None
-    as_root = node is not None and node.processes.user == 0
-    theirs = one.member.process.user if one.member.process is not None else -1
-    sudo = f'sudo env "PATH=$PATH" {request.program} pyspy-all'
-    if node is not None and not as_root and theirs != node.processes.user:
-        return "run it as that user, or as root", (sudo,)
-    if scope in (1, 2) and not as_root:
-        text = "run it as root; or let users read their own processes until the next boot"
-        return text, (sudo, "echo 0 | sudo tee /proc/sys/kernel/yama/ptrace_scope")
-    if scope == 3:
-        return "this kernel lets nobody read another process until it is booted again (ptrace_scope 3)", ()
-    text = (
-        "give the container the right to read its processes: docker run --cap-add SYS_PTRACE; in Kubernetes "
-        "securityContext.capabilities.add: [SYS_PTRACE]; or run distdiag on the host"
-    )
-    return text, ()
-
-
-def _unseen(verdict: JobVerdict) -> list[Finding]:
-    job = verdict.job
-    if not job.unseen:
-        return []
-    hosts = fold(dict.fromkeys(member.host for member in job.members))
-    return [
-        Finding(
-            id=f"{COMMAND}.exited",
-            level=Level.UNKNOWN,
-            title=f"{name_ranks(job.unseen)} of {job.world_size} {'was' if len(job.unseen) == 1 else 'were'} not seen "
-            f"on {hosts}: gone, or on other hosts",
-            where=Where(ranks=job.unseen),
-            fix=Fix(text="look at all hosts of the job: --hosts LIST, or --slurm-job ID"),
-        )
-    ]
-
-
 def shared(verdict: JobVerdict, request: Request) -> str:
     """Say what the odd ones have in common that not all have: a node, a local rank, a parallel group."""
     odd, all_of_them = verdict.odd, verdict.standings
@@ -303,18 +223,6 @@ def shared(verdict: JobVerdict, request: Request) -> str:
         if len(ranks) == len(odd) and ranks <= set(group):
             parts.append(f"{'all ' if len(odd) > 1 else ''}in {name} group {fold_ranks(group)}")
     return f"The odd ranks have in common: {'; '.join(parts)}." if parts else ""
-
-
-def _evidence(members: Sequence[Standing]) -> tuple[str, ...]:
-    """Give what the kernel says of the first of each place; their stacks are in the groups."""
-    lines = []
-    for group in split(members)[:_PLACES]:
-        watched = group[0].member.watched
-        still = watched.looks[-1].standstill if watched is not None and watched.looks else ()
-        if still:
-            facts = [f"state {still[0].state}", still[0].syscall, still[0].wait_channel, still[0].path]
-            lines.append(f"{briefly(group)}: " + ", ".join(fact for fact in facts if fact))
-    return tuple(lines)
 
 
 def _worker_stack(frames: Sequence[Frame]) -> tuple[str, ...]:
