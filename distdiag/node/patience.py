@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Generic, TypeVar
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from typing import Any, TypeVar
 
-K = TypeVar("K")
-V = TypeVar("V")
+    K = TypeVar("K")
+    V = TypeVar("V")
+
 _LOOK_S = 0.02
 
 
@@ -39,17 +40,17 @@ def each(keys: Iterable[K], work: Callable[[K], V], *, patience_s: float) -> tup
     return results, late
 
 
-class _Worker(threading.Thread, Generic[K, V]):
+class _Worker(threading.Thread):
     """Takes keys until there are none, or it is abandoned."""
 
-    def __init__(self, todo: list[K], work: Callable[[K], V], results: dict[K, V]) -> None:
+    def __init__(self, todo: list[Any], work: Callable[[Any], Any], results: dict[Any, Any]) -> None:
         super().__init__(daemon=True)
         self.over = threading.Event()
         self.began = time.monotonic()
         self.error: Exception | None = None
         self._lock = threading.Lock()
         self._abandoned = False
-        self._current: list[K] = []
+        self._current: list[Any] = []
         self._todo, self._work, self._results = todo, work, results
 
     def run(self) -> None:
@@ -71,7 +72,7 @@ class _Worker(threading.Thread, Generic[K, V]):
                 self._results[key] = value
         self.over.set()
 
-    def abandon(self, patience_s: float) -> list[K] | None:
+    def abandon(self, patience_s: float) -> list[Any] | None:
         """Leave it to itself; gives the key it is at, or None if it has just gone on."""
         with self._lock:
             if time.monotonic() - self.began <= patience_s or self.over.is_set():

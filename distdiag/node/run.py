@@ -10,13 +10,14 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from typing import TypeVar
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from typing import TypeVar
 
-K = TypeVar("K")
+    K = TypeVar("K")
+
 Process = subprocess.Popen  # the type of what `start` returns; Popen[bytes]
 REAP_S = 1.0
 MAX_OUTPUT_BYTES = 4 * 2**20
