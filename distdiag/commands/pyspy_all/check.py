@@ -42,7 +42,7 @@ class _Seen:
     host: str
     processes: Processes
     todo: int
-    watched: list[Watched] = field(default_factory=list)
+    watched: dict[int, Watched] = field(default_factory=dict)
     missing: str = "not finished when interrupted"
 
 
@@ -69,7 +69,7 @@ def check(request: Request, progress: Progress) -> tuple[Report[PySpyAll], list[
             interrupted = True
         from distdiag.commands.pyspy_all.diagnose import diagnose
 
-        nodes = [NodeStacks(one.host, one.processes, tuple(one.watched), one.missing) for one in seen.values()]
+        nodes = [NodeStacks(one.host, one.processes, tuple(one.watched.values()), one.missing) for one in seen.values()]
         rows = () if targets.launcher is None else fleet.rows
         report = diagnose(request, nodes, rows=rows, refusals=dict(fleet.refusals), interrupted=interrupted)
     return report, nodes
@@ -168,7 +168,8 @@ def _hear(seen: _Seen, node: Node, record: dict[str, Any]) -> str | None:
     """Take a record of a node that is at work; when it is done with it, say what is missing: nothing, or why."""
     if record["kind"] == "more":
         try:
-            seen.watched.append(decode(record.get("facts"), Watched, node.host))
+            watched = decode(record.get("facts"), Watched, node.host)
+            seen.watched[watched.pid] = watched
         except DistdiagError as error:
             return str(error)
     elif record["kind"] == "more-end":

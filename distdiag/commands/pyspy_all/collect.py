@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from distdiag.node.procs import Proc
 
 _PATIENCE_S = 1.0
+_LONG_S = 3.0
 _WAITS_FOR_GPU = re.compile(r"\.(item|cpu|tolist|numpy|nonzero|synchronize|is_nonzero)\(|\.to\(|torch\.equal\(")
 """Calls that make Python wait until the GPU has done all that it was given."""
 _WAITS_FOR_WORK = re.compile(r"\.wait\(")
@@ -275,7 +276,7 @@ def _above(pid: int, table: dict[int, Proc]) -> list[int]:
 
 
 def more(ask: dict[str, Any], tell: Callable[[Watched], None]) -> None:
-    """Look at processes, and tell of each one when its last look is over.
+    """Look at processes, and tell of each one when its last look is over; before a long wait also of the first.
 
     {"pids", "once": those of which one look is enough, "samples", "interval_s", "timeout_s" of one look at one process,
     "native", "counters", "all_threads"}
@@ -292,6 +293,9 @@ def more(ask: dict[str, Any], tell: Callable[[Watched], None]) -> None:
         todo = [pid for pid in pids if number == 0 or _worth_another_look(looks[pid], pid in once)]
         for pid, one in capture.capture_all(todo, look).items():
             looks[pid].append(one)
+        if number == 0 and ask["samples"] > 1 and ask["interval_s"] >= _LONG_S:
+            for pid, seen in looks.items():  # whoever is interrupted in a long wait has this at least
+                tell(Watched(pid, tuple(seen), ()))
     hints, _ = patience.each(pids, lambda pid: _hints(pid, looks[pid]), patience_s=_PATIENCE_S)
     for pid, seen in looks.items():
         tell(Watched(pid, tuple(seen), hints.get(pid, ())))

@@ -9,7 +9,7 @@ from distdiag.cluster.hosts import fold_ranks
 from distdiag.commands.pyspy_all.model import COMMAND, FrameClass
 from distdiag.commands.pyspy_all.standing import helper_frames
 from distdiag.commands.pyspy_all.unread import kernel_words, unreadable, unseen, where
-from distdiag.commands.pyspy_all.verdict import ALIVE, Outcome, split
+from distdiag.commands.pyspy_all.verdict import ALIVE, Outcome, goes_on, split
 from distdiag.commands.pyspy_all.words import briefly, does, stuck_worker, waits, who, worker_does
 from distdiag.knowledge.frames import library_path
 from distdiag.report import Finding, Fix, Level, Where
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from distdiag.node.capture import Frame
 
 _SHOWN = 6
+_LONG_S = 10.0
+"""Who waits for so long in one collective waits for something that does not come."""
 _WHAT_DECIDES = (
     "what would: a second look later (--interval 30: does anything move?), the flight recorder (start the job with "
     "TORCH_FR_BUFFER_SIZE=2000, for NCCL also TORCH_NCCL_DUMP_ON_TIMEOUT=1), --native for what a rank does in C"
@@ -61,7 +63,7 @@ def reason_of(verdict: JobVerdict, group: Sequence[Standing]) -> str:
     if verdict.outcome is Outcome.OTHER_COLLECTIVE:
         return f"in another place than the others: {waits(first)}"
     if first.kind is FrameClass.EXITED:
-        return f"gone: {does(first)}"
+        return f"gone: {does(first)}" if len(group) == 1 else "gone"
     if first.kind is FrameClass.STOPPED:
         return does(first)
     return f"not in the collective: {does(first)}"
@@ -76,17 +78,27 @@ def _odd(verdict: JobVerdict, request: Request) -> list[Finding]:
     title = "; ".join([*parts, rest] if rest else parts)
     gone = [one for one in verdict.odd if one.kind is FrameClass.EXITED]
     kind = "exited" if len(gone) == len(verdict.odd) else "odd-rank"
+    only_slow = may_only_be_slow(verdict, request)
+    slow = "It may only be slower than the others: look longer (--interval 30). " if only_slow else ""
     return [
         Finding(
             id=f"{COMMAND}.{kind}",
-            level=Level.FAIL,
+            level=Level.WARN if only_slow else Level.FAIL,
             title=title,
-            detail=shared(verdict, request),
+            detail=(slow + shared(verdict, request)).strip(),
             where=where(verdict.odd),
             evidence=kernel_words(verdict.odd),
             fix=_fix(verdict.odd),
         )
     ]
+
+
+def may_only_be_slow(verdict: JobVerdict, request: Request) -> bool:
+    """Tell whether the odd ones compute or move, and the others have not been seen to wait for long."""
+    watched_s = (request.samples - 1) * request.interval_s
+    return watched_s < _LONG_S and all(
+        goes_on(one) or (one.busy is None and one.kind is FrameClass.COMPUTE) for one in verdict.odd
+    )
 
 
 def _least_progress(verdict: JobVerdict, request: Request) -> list[Finding]:

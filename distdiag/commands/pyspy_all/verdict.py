@@ -82,7 +82,7 @@ def _decide(
     if still:
         return Outcome.ODD, [*still, *([] if len(outside) > len(waiting) else outside)], waiting
     if waiting and outside:
-        if len(outside) * 2 >= len(live) and all(_goes_on(one) for one in outside):
+        if len(outside) * 2 >= len(live) and all(goes_on(one) for one in outside):
             return Outcome.NOT_HUNG, [], waiting
         return Outcome.ODD, outside, waiting
     if not waiting:
@@ -109,8 +109,8 @@ def _nobody_waits(job: Job, live: Sequence[Standing]) -> tuple[Outcome, list[Sta
     """Nobody is in communication: it goes on; or all stand still, each in its own way."""
     if len(live) == 1 and job.world_size in (None, 1):
         one = live[0]
-        return (Outcome.ALONE if not _goes_on(one) else Outcome.NOT_HUNG), [], [one]
-    if any(_goes_on(one) or (one.busy or 0.0) >= ALIVE for one in live):
+        return (Outcome.ALONE if not goes_on(one) else Outcome.NOT_HUNG), [], [one]
+    if any(goes_on(one) or (one.busy or 0.0) >= ALIVE for one in live):
         return Outcome.NOT_HUNG, [], list(live)
     return Outcome.STANDSTILL, [], list(live)
 
@@ -154,7 +154,8 @@ def _least_advanced(members: Sequence[Standing]) -> list[Standing]:
     return behind if len(behind) < len(members) else []
 
 
-def _goes_on(one: Standing) -> bool:
+def goes_on(one: Standing) -> bool:
+    """Tell whether somebody computes, or moved between the looks."""
     return bool(one.moving) or (one.busy is not None and one.busy >= BUSY)
 
 
