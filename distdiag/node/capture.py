@@ -70,7 +70,8 @@ class Capture:
     `status`: ok; stopped, traced, kernel (a thread in D): read all the same, with that state; denied, not-python,
     failed, timeout: no stack, `reason` says why; gone: there is no such process any more, or only its zombie.
     `cpu_s` and `main_cpu_s`: processor time so far, of all threads and of the main one, at `at_s` (monotonic clock).
-    `gil_holder`: the thread that holds the interpreter lock, if any does.
+    `gil_holder`: the thread that holds the interpreter lock, if any does. `switches`: how often the main thread went to
+    wait so far; one that waits for ever does not wake up to wait again.
     """
 
     status: str
@@ -84,6 +85,7 @@ class Capture:
     native: bool
     gil_holder: int | None
     at_s: float
+    switches: int = -1
     left_stopped: bool = False
 
 
@@ -129,6 +131,7 @@ class _Before:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.at_s = time.monotonic()
+        self.switches = procs.switches(pid)
         self.proc = procs.read(pid)
         self.tasks = procs.tasks(pid)
         self.tracer = procs.tracer(pid)
@@ -233,6 +236,7 @@ class _Before:
             native=native,
             gil_holder=gil_holder,
             at_s=self.at_s,
+            switches=self.switches,
             left_stopped=left_stopped,
         )
 

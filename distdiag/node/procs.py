@@ -166,6 +166,22 @@ def maps(pid: int) -> str | None:
         return None
 
 
+def network(pid: int) -> str:
+    """Name a process's network namespace, "net:[4026531840]"; empty if not ours to read."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:
+        return ""
+
+
+def switches(pid: int) -> int:
+    """Count how often a process's main thread gave up the processor to wait; -1 if it is gone."""
+    for line in machine.read_text(f"/proc/{pid}/status").splitlines():
+        if line.startswith("voluntary_ctxt_switches:"):
+            return int(line.split()[1])
+    return -1
+
+
 def uses_gpu(pid: int) -> bool:
     """Tell whether a process has a GPU open: NVIDIA, AMD, or WSL's."""
     try:

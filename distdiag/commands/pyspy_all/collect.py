@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distdiag.node import capture, machine, patience, procs
 from distdiag.node.capture import Capture, Look
@@ -32,6 +32,7 @@ class Process:
 
     `place` is what its environment says; None if it says nothing, or (`hidden`) may not be read. `job` are the names
     by which its launcher tells jobs apart. `above` are its ancestors, the nearest first. `started_s` after boot.
+    `network` names its network namespace; `asked`: its pid was given.
     """
 
     pid: int
@@ -49,6 +50,8 @@ class Process:
     place: Identity | None
     job: dict[str, str]
     started_s: float
+    network: str = ""
+    asked: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,17 +169,12 @@ def _look_at(proc: Proc, table: dict[int, Proc], words: list[str], *, asked: boo
     place = identify(variables) if variables else None
     kind = kind_of(words, proc.comm)
     python = proc.state != "Z" and procs.is_python(proc.pid, words)
-    torch = False
-    if place is None and not asked:
-        if kind == "launcher":
-            python = python or True
-        elif not python:
-            return None
-        else:
-            torch = "libtorch" in (procs.maps(proc.pid) or "")
-            if not torch:
-                return None
-    return _process(proc, table, words, variables, kind=kind, python=python, torch=torch)
+    # Which of the processes of a rank is the rank itself is told by the torch that it has loaded.
+    torch = python and "libtorch" in (procs.maps(proc.pid) or "")
+    if place is None and not asked and not torch and kind != "launcher":
+        return None
+    one = _process(proc, table, words, variables, kind=kind, python=python, torch=torch)
+    return replace(one, asked=asked)
 
 
 def _process(
@@ -206,6 +204,7 @@ def _process(
         place=identify(variables) if variables else None,
         job={name: value for name, value in (variables or {}).items() if name in _JOB_NAMES},
         started_s=proc.started / os.sysconf("SC_CLK_TCK"),
+        network=procs.network(proc.pid),
     )
 
 
@@ -314,7 +313,7 @@ def _hints(pid: int, looks: list[Capture]) -> tuple[tuple[str, int, str], ...]:
     innermost = {(one.threads[0].frames[0].file, one.threads[0].frames[0].line) for one in looks if _has_frames(one)}
     found = []
     for file, line in innermost:
-        text = _source_line(pid, file, line)
+        text = _source_line(pid, file, line).partition("#")[0]
         if _WAITS_FOR_WORK.search(text):
             found.append((file, line, "comm"))
         elif _WAITS_FOR_GPU.search(text) and procs.uses_gpu(pid):

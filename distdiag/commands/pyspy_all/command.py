@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 @on_hosts
 def pyspy_all(
     pid: Annotated[
-        list[int] | None, typer.Option(metavar="PID", help="Look at this process and its children; can be repeated.")
+        list[int] | None,
+        typer.Option(min=1, metavar="PID", help="Look at this process and its children; can be repeated."),
     ] = None,
     job: Annotated[
         str, typer.Option(metavar="ID", help="Only this job: torchrun's run id, MASTER_ADDR:MASTER_PORT or a SLURM id.")

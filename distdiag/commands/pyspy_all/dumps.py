@@ -13,19 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 from distdiag.commands.pyspy_all.collect import Process, Processes, Watched
 from distdiag.commands.pyspy_all.nodes import NodeStacks
+from distdiag.commands.pyspy_all.roles import DUMPED
 from distdiag.node.capture import COUNTERS, Capture, Counter, Frame, Thread
 from distdiag.node.identity import Identity
+from distdiag.node.wire import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 _STARTS = ("Process ", "Python v", "Thread ")
 _IDS = re.compile(r"^(Process|Thread) (?:0x)?[0-9A-Fa-f]+", re.MULTILINE)
-_PROCESS = re.compile(r"^Process (\d+): ?(.*)$")
+_PROCESS = re.compile(r"^Process (\d{1,10}): ?(.*)$")
 _THREAD = re.compile(r'^Thread (?:0x)?([0-9A-Fa-f]+)(?: \(([^)]*)\))?(?:: "(.*)")?')
-_RANK = re.compile(r"rank[_.\- ]?(\d+)", re.IGNORECASE)
+_RANK = re.compile(r"rank[_.\- ]?(\d{1,7})(?!\d)", re.IGNORECASE)
 _LOCAL = re.compile(r"^\s{8,}(\w+): (-?\d{1,18})$")
-_WHERE = re.compile(r"^(.*):(\d+)$")
+_WHERE = re.compile(r"^(.*):(\d{1,9})$")
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Dump:
 
 def parse(text: str, name: str) -> list[Dump]:
     """Read one file; empty if it holds no dump."""
+    text = text.lstrip("\ufeff").replace("\r\n", "\n")
     if text.lstrip().startswith("["):
         return _json(text, name)
     first = next((line for line in text.splitlines() if line.strip()), "")
@@ -93,7 +96,7 @@ def _ranks(dumps: Sequence[Dump]) -> list[int | None]:
     labels = [dump.label for dump in dumps]
     if len(set(labels)) < len(labels):
         return [None] * len(dumps)  # several processes under one label: it names a node
-    if all(dump.labelled and dump.label.isdigit() for dump in dumps):
+    if all(dump.labelled and dump.label.isdigit() and len(dump.label) < 8 for dump in dumps):
         return [int(label) for label in labels]
     return [int(match[1]) if match is not None else None for match in told]
 
@@ -166,7 +169,7 @@ def _thread(head: re.Match[str], frames: list[Frame], counters: list[tuple[int, 
 
 def _frame(line: str) -> Frame:
     function, _, place = line.strip().rpartition(" (")
-    place = place[:-1]
+    function, place = printable(function), printable(place[:-1])
     found = _WHERE.match(place)
     return Frame(function, found[1], int(found[2])) if found is not None else Frame(function, place, 0)
 
@@ -178,7 +181,7 @@ def _json(text: str, name: str) -> list[Dump]:
         for one in told:
             by_pid.setdefault(int(one["pid"]), []).append(one)
         return [Dump(name, False, pid, "", _from_json(own, pid), "") for pid, own in by_pid.items()]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return []
 
 
@@ -190,7 +193,9 @@ def _from_json(threads: Iterable[dict[str, Any]], pid: int) -> tuple[Thread, ...
             active=bool(one.get("active")),
             owns_gil=bool(one.get("owns_gil")),
             state="",
-            frames=tuple(Frame(str(f["name"]), str(f["filename"]), int(f["line"])) for f in one["frames"]),
+            frames=tuple(
+                Frame(printable(str(f["name"])), printable(str(f["filename"])), int(f["line"])) for f in one["frames"]
+            ),
             counters=_json_counters(one["frames"]),
         )
         for one in threads
@@ -214,7 +219,7 @@ def _node(host: str, dumps: Sequence[tuple[Dump, int | None]], size: int) -> Nod
     for number, (dump, rank) in enumerate(dumps):
         pid = dump.pid or -number - 1
         place = Identity("saved dumps", rank, size, None, None) if rank is not None else None
-        processes.append(_process(pid, dump.command, place))
+        processes.append(_process(pid, printable(dump.command), place))
         if id(dump.threads) not in looks:
             looks[id(dump.threads)] = (_capture(dump),)
         watched.append(Watched(pid, looks[id(dump.threads)], ()))
@@ -225,7 +230,7 @@ def _node(host: str, dumps: Sequence[tuple[Dump, int | None]], size: int) -> Nod
 def _process(pid: int, command: str, place: Identity | None) -> Process:
     return Process(
         pid=pid,
-        parent=0,
+        parent=DUMPED if place is None else 0,
         above=(),
         user=-1,
         state="",

@@ -96,6 +96,8 @@ def _odd(verdict: JobVerdict, request: Request) -> list[Finding]:
 def may_only_be_slow(verdict: JobVerdict, request: Request) -> bool:
     """Tell whether the odd ones compute or move, and the others have not been seen to wait for long."""
     watched_s = (request.samples - 1) * request.interval_s
+    if verdict.outcome is Outcome.ODD and verdict.waiting and all(one.stance.woke for one in verdict.waiting):
+        return True  # they went on to wait again
     return watched_s < _LONG_S and all(
         goes_on(one) or (one.busy is None and one.kind is FrameClass.COMPUTE) for one in verdict.odd
     )
@@ -128,7 +130,8 @@ def _all_waiting(verdict: JobVerdict, request: Request) -> list[Finding]:
             level=Level.UNKNOWN,
             title=f"stacks cannot decide: all ranks are in communication: {waiting_in_words(verdict.waiting)}"
             + (f", all at {counters}" if counters else ""),
-            detail="Nobody is missing: a message was lost, an earlier collective differs, or a link or a GPU is stuck. "
+            detail=("Nobody is missing: a" if verdict.job.world_size else "If these are all the ranks, a")
+            + " message was lost, an earlier collective differs, or a link or a GPU is stuck. "
             f"Stacks do not tell which; {_WHAT_DECIDES}.",
             where=where(verdict.waiting),
         )

@@ -106,7 +106,7 @@ def _read_all(paths: Sequence[str]) -> tuple[list[NodeStacks], int, float]:
             nodes.append(saved.node)
             samples, interval_s = saved.samples, saved.interval_s
         else:
-            texts += dumps.parse(data.decode("utf-8", "replace"), path.name)
+            texts += dumps.parse(_decode(data), path.name)
     if texts:
         nodes += dumps.as_nodes(texts)
     if not nodes:
@@ -117,12 +117,17 @@ def _read_all(paths: Sequence[str]) -> tuple[list[NodeStacks], int, float]:
     return nodes, samples, interval_s
 
 
+def _decode(data: bytes) -> str:
+    utf_16 = data.startswith((b"\xff\xfe", b"\xfe\xff"))  # what PowerShell's > writes
+    return data.decode("utf-16" if utf_16 else "utf-8", "replace")
+
+
 def _files(paths: Sequence[str]) -> Iterator[Path]:
     for name in paths:
         path = Path(name)
-        if path.is_dir():
+        if name and path.is_dir():
             yield from sorted(one for one in path.iterdir() if one.is_file() and not one.name.startswith("."))
-        elif path.exists():
+        elif name and path.is_file():
             yield path
         else:
             raise UsageError(f"{name}: there is no such file", hint="name files, or a folder of them")
@@ -136,9 +141,14 @@ def _make(folder: str) -> None:
 
 
 def _write(path: str, data: bytes) -> None:
-    """Write a file whole or not at all."""
+    """Write a file whole or not at all; what is no file (/dev/stdout) is written to, and never replaced."""
+    path = os.path.realpath(path)
     draft = f"{path}.{os.getpid()}.part"
     try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            with open(path, "wb") as file:
+                file.write(data)
+            return
         with open(draft, "wb") as file:
             file.write(data)
         os.replace(draft, path)

@@ -109,6 +109,7 @@ class Stance:
     """What the looks at one process say. Shared by all members whose looks are the same object.
 
     `moving`: it changed between the looks, None after one look; `busy`: the share of a core its main thread used.
+    `woke`: it went to wait again between the looks.
     """
 
     site: Site
@@ -118,6 +119,7 @@ class Stance:
     counters: tuple[tuple[str, int], ...] = ()
     status: str = "ok"
     reason: str = ""
+    woke: bool = False
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ _ONE_LOOK = ("data-worker", "tracker", "compile-worker")
 _CHILD = ("multiprocessing/process.py", "BaseProcess._bootstrap")
 _SPAWNED_RANK = ("torch/multiprocessing/spawn.py", "_wrap")
 _WORKER = "torch/utils/data/_utils/worker.py"
+DUMPED = -1
+"""The parent of a process that is only known from a dump: all of one file are compared."""
 _OUTERMOST = 8
 _SHELLS = ("sh", "bash", "dash", "zsh", "fish", "ksh", "csh", "tcsh", "tmux", "screen", "sshd")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1", "127.0.1.1")
@@ -113,17 +115,21 @@ def _parts_of(host: str, processes: Sequence[Process], watched: Mapping[int, Wat
     parts: dict[str, _Part] = {}
     used: set[int] = set()
     heads = {key: _heads(same) for key, same in labelled.items()}
-    # Two processes of one rank, neither below the other, and no name: jobs that only their parents tell apart.
-    by_parent = any(len(own) > 1 for (name, _), own in heads.items() if not name)
+    # Two processes of one rank, neither below the other: jobs of one name, in containers or from different parents.
+    twice = {name for (name, _), own in heads.items() if len(own) > 1}
     for (name, rank), own in heads.items():
         same = labelled[name, rank]
+        apart = len({head.network for (other, _), heads_ in heads.items() if other == name for head, _ in heads_}) > 1
         for head, parent in own:
-            own_name = f"started by pid {parent}" if by_parent and not name else name
+            mark = f"in {head.network}" if apart else f"started by pid {parent}"
+            own_name = f"{name} {mark}".strip() if name in twice else name
             _add_rank(parts, own_name, host, head, same, watched)
         used.update(one.pid for one in same)
     yield from _with_dead(parts, host, [one for one in processes if one.pid not in used])
     rest = [
-        one for one in processes if one.pid not in used and one.torch and one.kind not in ("tracker", "compile-worker")
+        one
+        for one in processes
+        if one.pid not in used and (one.torch or one.asked) and one.kind not in ("tracker", "compile-worker")
     ]
     yield from _unlabelled(host, rest, by_pid, watched)
 
@@ -212,6 +218,11 @@ def _unlabelled(
     host: str, processes: Sequence[Process], by_pid: Mapping[int, Process], watched: Mapping[int, Watched]
 ) -> Iterable[_Part]:
     """Make jobs of torch processes without a rank: those under one parent belong together, as mp.spawn makes them."""
+    dumped = [one for one in processes if one.parent == DUMPED]
+    if dumped:
+        members = [_member(host, one, None, None, (), watched) for one in dumped]
+        yield _Part("", set(), "saved dumps", None, members)
+        return
     mine = {one.pid: one for one in processes}
     tops = [one for one in processes if not mine.keys() & set(one.above)]
     for top in tops:

@@ -64,6 +64,7 @@ def judge(watched: Watched) -> Stance:
         counters=_counters(last),
         status=last.status,
         reason=last.reason,
+        woke=last.switches > watched.looks[0].switches >= 0,
     )
 
 
@@ -72,7 +73,7 @@ def _not_looked_at(member: Member) -> Stance:
         locked = "the kernel holds its memory map locked: a thread of it is stuck there, and `ps` would hang on it too"
         reason = locked if member.process.kind == "locked" else "it was not looked at"
         return _bare(FrameClass.UNREADABLE, "failed", reason)
-    reason = "it has ended"
+    reason = "there is no process of it: it has ended, or was never started"
     if member.process is not None:
         reason = "it has ended and is a zombie: its parent has not asked for its status"
     elif member.helpers:
@@ -130,7 +131,7 @@ def _site(look: Capture, frames: tuple[Frame, ...], watched: Watched, busy: floa
     if operation == "backward" and not is_busy and look.state != "R":
         # DDP and FSDP reduce gradients inside of it, in C++: who does not compute there waits for the others.
         return Site(kind=FrameClass.COMM, operation="backward", frame=frame)
-    if kind is None and hint == "comm":
+    if kind is None and hint == "comm" and not (main is not None and _is_no_work(main.syscall)):
         kind, operation = FrameClass.COMM, "Work.wait"
     if kind is None and hint == "gpu":
         kind, operation = FrameClass.CUDA_SYNC, "a call that waits for the GPU"
@@ -140,6 +141,11 @@ def _site(look: Capture, frames: tuple[Frame, ...], watched: Watched, busy: floa
         kind = FrameClass.STORAGE
     is_p2p = kind is FrameClass.COMM and bool(_P2P.fullmatch(operation))
     return Site(kind=kind or FrameClass.PYTHON, operation=operation, frame=frame, is_p2p=is_p2p)
+
+
+def _is_no_work(syscall: str) -> bool:
+    """Tell whether the kernel knows better than a source line with `.wait(` in it."""
+    return "sleep" in syscall or syscall in ("read", "readv", "pread64", "write", "wait4", "waitid", "openat")
 
 
 def _by_name(frames: Sequence[Frame]) -> FrameClass | None:

@@ -84,7 +84,8 @@ def _decide(
     if waiting and outside:
         if len(outside) * 2 >= len(live) and all(goes_on(one) for one in outside):
             return Outcome.NOT_HUNG, [], waiting
-        return Outcome.ODD, outside, waiting
+        # Whoever moves is not what a standstill comes from, as long as somebody else stands.
+        return Outcome.ODD, [one for one in outside if not one.moving] or outside, waiting
     if not waiting:
         return _nobody_waits(job, live)
     if unreadable or job.unseen:
