@@ -104,3 +104,22 @@ def test_json_that_is_no_dump_is_passed_over() -> None:
 def test_groups_are_read() -> None:
     assert parse_groups("tp=0-1/2-3; pp=0,2") == (("tp", (0, 1)), ("tp", (2, 3)), ("pp", (0, 2)))
     assert parse_groups("") == ()
+
+
+def test_several_processes_of_one_ticket_are_compared() -> None:
+    report = judge(*as_nodes(parse(dump(1) + dump(2) + dump(3, waits=False), "ticket.txt")))
+    assert [one.pids for one in report.data.odd] == [(3,)]
+
+
+def test_line_ends_of_windows_and_byte_order_marks() -> None:
+    assert len(parse("\ufeff" + dump(7).replace("\n", "\r\n"), "rank0.txt")) == 1
+
+
+def test_what_would_move_the_cursor_is_not_passed_on() -> None:
+    (found,) = parse(dump(7).replace("train.py", "tr\x1b[2Jain.py"), "rank0.txt")
+    assert found.threads[0].frames[-1].file == "tr?[2Jain.py"
+
+
+def test_hostile_numbers_and_depths_are_no_dump() -> None:
+    parse(dump(7).replace(":3252)", ":" + "9" * 6000 + ")"), "x")
+    assert parse("[" * 100_000, "x") == []

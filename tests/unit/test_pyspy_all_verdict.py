@@ -244,3 +244,41 @@ def test_what_helps_against_missing_rights_depends_on_the_machine() -> None:
     assert "ptrace_scope" in fix(user=7, scope=1)
     assert "booted" in fix(user=0, scope=3)
     assert "SYS_PTRACE" in fix(user=0, scope=None)
+
+
+def test_of_the_processes_of_a_rank_the_one_with_torch_is_the_rank() -> None:
+    monitor = process(90, 0, 2, torch=False)
+    own = [process(100 + rank, rank, 2) for rank in range(2)]
+    looks = {90: twice(loads()), 100: twice(waits("recv", "a", 1)), 101: twice(waits("recv", "b", 2))}
+    report = judge(node([monitor, *own], looks))
+    assert (odd_ranks(report), ids(report)) == ([], ["all-waiting"])
+
+
+def test_waiting_ranks_that_went_to_wait_again_may_only_wait_for_a_slow_one() -> None:
+    first, last = twice(waits())
+    woke = (replace(first, switches=10), replace(last, switches=14))
+    asleep = (replace(first, switches=10), replace(last, switches=10))
+    assert judge(job(woke, woke, twice(loads()))).verdict is Verdict.WARN
+    assert judge(job(asleep, woke, twice(loads()))).verdict is Verdict.FAIL
+
+
+def test_whoever_moves_is_not_what_a_standstill_comes_from() -> None:
+    moves = twice(loads(), later=frames(("log", "/home/me/train.py", 5)))
+    report = judge(job(twice(waits()), twice(loads()), moves, twice(waits())))
+    assert odd_ranks(report) == [[1]]
+
+
+def test_jobs_of_two_containers_that_meet_at_the_same_address_are_two() -> None:
+    here = [process(100 + rank, rank, 2, network="net:[1]") for rank in range(2)]
+    there = [process(200 + rank, rank, 2, network="net:[2]") for rank in range(2)]
+    looks = {100: twice(waits()), 101: twice(loads()), 200: twice(waits(), later=waits(line=9)), 201: twice(waits())}
+    report = judge(node([*here, *there], looks))
+    assert [job.ranks for job in report.data.jobs] == [2, 2]
+    assert [one.pids for one in report.data.odd] == [(101,)]
+
+
+def test_a_sleeper_is_no_waiter_whatever_its_source_line_says() -> None:
+    still = Standstill(1, "S", "hrtimer_nanosleep", "clock_nanosleep", "", None)
+    nodes = job(twice(waits()), twice(frames(("f", "/home/me/train.py", 6)), still=still), twice(waits()))
+    hinted = tuple(Watched(one.pid, one.looks, (("/home/me/train.py", 6, "comm"),)) for one in nodes.watched)
+    assert odd_ranks(judge(replace(nodes, watched=hinted))) == [[1]]

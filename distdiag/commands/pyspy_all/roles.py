@@ -149,7 +149,8 @@ def _heads(same: Sequence[Process]) -> list[tuple[Process, int]]:
             heads.append((head, root.parent))
     # In a pod whose variables name a rank, everything that is started there by hand has them too.
     of_python = [(head, parent) for head, parent in heads if head.python]
-    return of_python or heads
+    of_torch = [(head, parent) for head, parent in of_python if head.torch or head.gpu]
+    return of_torch or of_python or heads
 
 
 def _is_shell(one: Process) -> bool:
