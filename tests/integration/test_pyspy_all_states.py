@@ -103,6 +103,8 @@ def test_where_there_is_no_job_it_says_what_was_looked_for() -> None:
         (("--from", "/etc/hostname"), "there is no dump in"),
         (("--from", "/etc/hostname", "--hosts", "a"), "leave out"),
         (("--groups", "tp:0-1"), "is not NAME=RANKS/RANKS"),
+        (("--html", "/nowhere/page.html"), "cannot be written"),
+        (("--pid", "0"), "greater than or equal to 1"),
         (("--samples", "0"), "greater than or equal to 1"),
     ],
 )

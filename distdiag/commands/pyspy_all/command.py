@@ -8,7 +8,6 @@ import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.pyspy_all.model import COMMAND, Request, Threads
-from distdiag.errors import UsageError
 from distdiag.options import JsonOpt, StrictOpt, called_as, on_hosts
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def pyspy_all(
     Exit status: 0 not hung, 1 an odd rank was found, 2 wrong usage, 3 stacks cannot decide or were not read,
     130 interrupted.
     """
-    from distdiag.deliver import Output, Progress, deliver, deliver_lines
+    from distdiag.deliver import Output, deliver, deliver_lines
 
     def asked() -> Request:
         from distdiag.commands.pyspy_all.grouping import parse_groups
@@ -90,19 +89,10 @@ def pyspy_all(
     def run() -> Report[PySpyAll]:
         from distdiag.commands.pyspy_all import keep
 
-        request = asked()
-        if from_ and (save or cluster.typed()):
-            raise UsageError("--from judges saved dumps", hint="leave out --save and the hosts")
-        if from_:
-            report = keep.judge_saved(request, from_)
-        elif keep.is_done_by_another():
+        files = keep.Files(save=save, saved=tuple(from_ or ()), html=html)
+        if not files.saved and keep.is_done_by_another():
             raise typer.Exit(0)
-        else:
-            with Progress() as progress:
-                report = keep.look_and_save(request, progress, save)
-        if html:
-            keep.write_page(report, html, strict=strict)
-        return report
+        return keep.answer(asked(), files, strict=strict)
 
     def view(report: Report[PySpyAll]) -> Iterable[RenderableType]:
         from distdiag.commands.pyspy_all.view import pyspy_all_view

@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec  # noqa: TID253 - this module is only imported when files are kept or read
 
 from distdiag.commands.pyspy_all.nodes import NodeStacks  # noqa: TC001 - decoded by its annotation
-from distdiag.deliver import document, say
+from distdiag.deliver import Progress, document, say
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.node.identity import identify
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from distdiag.commands.pyspy_all.model import Request
     from distdiag.commands.pyspy_all.result import PySpyAll
-    from distdiag.deliver import Progress
     from distdiag.report import Report
 
 _SCHEMA = "distdiag-stacks/1"
@@ -37,13 +36,39 @@ class Saved(msgspec.Struct, frozen=True):
     node: NodeStacks
 
 
-def look_and_save(request: Request, progress: Progress, folder: str) -> Report[PySpyAll]:
-    """Look at the job, and keep what was seen if a folder is named."""
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """What is to be written and read; empty: nothing."""
+
+    save: str = ""
+    saved: tuple[str, ...] = ()
+    html: str = ""
+
+
+def answer(request: Request, files: Files, *, strict: bool) -> Report[PySpyAll]:
+    """Look at the job, or judge what was saved, and write what is wanted.
+
+    Raises:
+        UsageError: the options contradict each other, or a file cannot be read or written.
+        DistdiagError: a file could not be written.
+    """
+    if files.saved and (files.save or request.cluster.typed()):
+        raise UsageError("--from judges saved dumps", hint="leave out --save and the hosts")
+    if files.html:
+        _check_place(files.html)
+    report = judge_saved(request, files.saved) if files.saved else _look_and_save(request, files.save)
+    if files.html:
+        write_page(report, files.html, strict=strict)
+    return report
+
+
+def _look_and_save(request: Request, folder: str) -> Report[PySpyAll]:
     from distdiag.commands.pyspy_all.check import check
 
     if folder:
         _make(folder)
-    report, nodes = check(request, progress)
+    with Progress() as progress:
+        report, nodes = check(request, progress)
     if folder:
         for node in nodes:
             name = re.sub(r"[^\w.-]", "_", node.host) + ".json"
@@ -79,6 +104,13 @@ def judge_saved(request: Request, paths: Sequence[str]) -> Report[PySpyAll]:
         return diagnose(replace(request, samples=samples, interval_s=interval_s), nodes)
     finally:
         gc.enable()
+
+
+def _check_place(path: str) -> None:
+    """See beforehand whether a file can be written: a look at the job is not to be lost for that. Raises UsageError."""
+    folder = os.path.dirname(os.path.realpath(path))
+    if not os.path.isdir(folder) or os.path.isdir(path) or not os.access(folder, os.W_OK):
+        raise UsageError(f"--html {path}: this file cannot be written", hint="name a place that can be written")
 
 
 def write_page(report: Report[PySpyAll], path: str, *, strict: bool) -> None:

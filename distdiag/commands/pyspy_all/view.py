@@ -39,14 +39,14 @@ def pyspy_all_view(report: Report[PySpyAll], request: Request) -> Iterator[Rende
     data = report.data
     for job in data.jobs:
         of = f" of {job.world_size}" if job.world_size is not None else ""
-        what = "ranks" if job.ranks != 1 else "rank"
+        what = "rank" if (job.world_size or job.ranks) == 1 else "ranks"
         looks = f"{data.samples} looks, {data.interval_s:g} s apart" if data.samples > 1 else "one look"
         name = f"job {job.job} ({job.launcher})" if job.job else job.launcher
         hosts = f" on {fold(job.hosts)}" if any(job.hosts) else ""
         yield _line(f"{name}: {job.ranks}{of} {what}{hosts}; {looks}")
         groups = [group for group in data.groups if group.job == job.job]
         if request.tree:
-            yield from (_line(line) for line in call_tree(groups, verbose=request.verbose))
+            yield from (_frame(line) for line in call_tree(groups, verbose=request.verbose))
         else:
             yield from _groups(groups, verbose=request.verbose)
         yield ""
@@ -59,7 +59,7 @@ def _groups(groups: Sequence[Group], *, verbose: bool) -> Iterator[RenderableTyp
     for group in groups if verbose else groups[:_GROUPS]:
         yield ""
         yield _line(head(group, verbose=verbose), style="bold" if group.odd else "")
-        yield from (_line("    " + line) for line in stack_lines(group.frames, verbose=verbose))
+        yield from (_frame("    " + line) for line in stack_lines(group.frames, verbose=verbose))
     if len(groups) > _GROUPS and not verbose:
         rest = groups[_GROUPS:]
         yield ""
@@ -160,9 +160,14 @@ def _all_threads(processes: Sequence[ProcessRow], *, verbose: bool) -> Iterator[
     for (name, class_, frames), owners in folded.items():
         more = f" and {len(owners) - _PIDS} more" if len(owners) > _PIDS else ""
         yield _line(f"thread {name!r} of {', '.join(owners[:_PIDS])}{more}" + (f": {class_}" if class_ else ""))
-        yield from (_line("    " + line) for line in stack_lines(frames, verbose=verbose))
+        yield from (_frame("    " + line) for line in stack_lines(frames, verbose=verbose))
         yield ""
 
 
 def _line(text: str, style: str = "") -> Text:
     return Text(text, style=style, overflow="fold")
+
+
+def _frame(text: str) -> Text:
+    """Write a frame on one line, however long: broken ones neither paste nor grep."""
+    return Text(text, no_wrap=True, overflow="ignore")

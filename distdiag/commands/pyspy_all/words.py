@@ -109,7 +109,7 @@ def _doing(one: Standing) -> str:
         FrameClass.COMPILE: "compiling",
         FrameClass.STORAGE: "",
         FrameClass.GIL: "waiting for the GIL",
-        FrameClass.LOCK: "waiting for a lock or another thread",
+        FrameClass.LOCK: _waits_for(main),
         FrameClass.CUDA_SYNC: "waiting for its GPU",
         FrameClass.TEARDOWN: "ending",
         FrameClass.IMPORT: "importing",
@@ -117,6 +117,12 @@ def _doing(one: Standing) -> str:
     if one.moving:
         words = "moving between the looks"
     return ", ".join(part for part in (kind, words) if part)
+
+
+def _waits_for(main: Standstill | None) -> str:
+    if main is not None and main.syscall in ("wait4", "waitid"):
+        return "waiting for a program that it started"
+    return "waiting for a lock or another thread"
 
 
 def in_kernel(still: Standstill) -> str:
