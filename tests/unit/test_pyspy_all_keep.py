@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
-from pyspy_facts import REQUEST, job, judge, loads, twice, waits
+from pyspy_facts import REQUEST, ids, job, judge, loads, odd_ranks, twice, waits
 
-from distdiag.commands.pyspy_all.keep import judge_saved, write_page
+from distdiag.commands.pyspy_all.keep import Saved, judge_saved, write_page
 from distdiag.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,3 +38,13 @@ def test_a_page_goes_where_a_link_leads_and_into_a_pipe(tmp_path: Path) -> None:
 def test_what_is_no_file_is_not_read(name: str) -> None:
     with pytest.raises(UsageError):
         judge_saved(REQUEST, [name])
+
+
+def test_a_truncated_file_costs_its_own_host_alone(tmp_path: Path) -> None:
+    whole = msgspec.json.encode(Saved("distdiag-stacks/1", 2, 1.0, job(twice(waits()), twice(loads()))))
+    (tmp_path / "n1.json").write_bytes(whole)
+    (tmp_path / "n2.json").write_bytes(whole[: len(whole) // 2])
+    report = judge_saved(REQUEST, [str(tmp_path)])
+    assert odd_ranks(report) == [[1]]
+    assert ids(report) == ["odd-rank", "unreadable"]
+    assert "n2.json is not whole" in report.findings[1].title

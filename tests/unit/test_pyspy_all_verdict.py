@@ -282,3 +282,17 @@ def test_a_sleeper_is_no_waiter_whatever_its_source_line_says() -> None:
     nodes = job(twice(waits()), twice(frames(("f", "/home/me/train.py", 6)), still=still), twice(waits()))
     hinted = tuple(Watched(one.pid, one.looks, (("/home/me/train.py", 6, "comm"),)) for one in nodes.watched)
     assert odd_ranks(judge(replace(nodes, watched=hinted))) == [[1]]
+
+
+def test_what_outlived_its_job_is_no_job() -> None:
+    left = process(
+        300, 1, 2, python=False, torch=False, comm="sleep", job={"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "1"}
+    )
+    own = [process(100 + rank, rank, 2) for rank in range(2)]
+    looks = {
+        300: (look((), status="not-python", reason="sleep"),),
+        100: twice(waits(), later=waits(line=9)),
+        101: twice(waits()),
+    }
+    report = judge(node([left, *own], looks))
+    assert (ids(report), report.verdict) == (["not-hung"], Verdict.OK)

@@ -85,7 +85,9 @@ def _wanted(request: Request, jobs: list[Job]) -> list[Job]:
         ]
     # A lone process with torch, such as a notebook, is of interest where there is nothing else.
     real = [job for job in jobs if len(job.members) > 1 or (job.members[0].rank is not None)]
-    return jobs if request.pids else real or jobs
+    # A program that outlived its job still has the rank in its environment.
+    alive = [job for job in real if any(one.process is not None and one.process.python for one in job.members)]
+    return jobs if request.pids else alive or real or jobs
 
 
 def _is_of(member: Member, wanted: str) -> bool:

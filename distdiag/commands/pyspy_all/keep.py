@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec  # noqa: TID253 - this module is only imported when files are kept or read
 
-from distdiag.commands.pyspy_all.nodes import NodeStacks  # noqa: TC001 - decoded by its annotation
+from distdiag.commands.pyspy_all.collect import Processes
+from distdiag.commands.pyspy_all.nodes import NodeStacks
 from distdiag.deliver import Progress, document, say
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.node.identity import identify
@@ -132,9 +133,9 @@ def _read_all(paths: Sequence[str]) -> tuple[list[NodeStacks], int, float]:
             try:
                 saved = msgspec.json.decode(data, type=Saved)
             except msgspec.DecodeError as error:
-                raise UsageError(
-                    f"{path}: {error}", hint="is the file whole? --save writes one for each host"
-                ) from error
+                nothing = Processes(path.stem, -1, None, may_trace=False, processes=(), asked_missing=())
+                nodes.append(NodeStacks(path.stem, nothing, (), f"{path.name} is not whole: {error}"))
+                continue
             nodes.append(saved.node)
             samples, interval_s = saved.samples, saved.interval_s
         else:
