@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import sys
 from dataclasses import dataclass
 from importlib import metadata
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 Data = TypeVar("Data")
 SCHEMA = "distdiag/1"
+_MOVES = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]|\x1b(?!\[[0-9;]*m)")
+"""What moves the cursor or worse: names of files, hosts and functions are somebody else's. Our colours stay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +245,7 @@ def _render(report: Report[Data], view: Callable[[Report[Data]], Iterable[Render
     else:
         console.print()
         _print_text(console, f"{verdict}: {report.summary}", indent=0, style=_style(report.verdict))
-    return page.getvalue()
+    return _MOVES.sub("?", page.getvalue())
 
 
 def _least_first(finding: Finding) -> int:

@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 
 from distdiag.node import machine, patience, procs, run, tools
+from distdiag.node.wire import printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -244,19 +245,20 @@ class _Before:
 def _threads(data: bytes, tasks: dict[int, procs.Task]) -> tuple[Thread, ...]:
     """Read py-spy's JSON; the main thread comes first. Of the locals nothing but loop counters is kept."""
     try:
-        return _read_threads(json.loads(data), tasks)
+        return read_threads(json.loads(data), tasks)
     except (ValueError, KeyError, TypeError):  # torn while the process went on
         return ()
 
 
-def _read_threads(told: list[dict[str, Any]], tasks: dict[int, procs.Task]) -> tuple[Thread, ...]:
+def read_threads(told: Sequence[dict[str, Any]], tasks: Mapping[int, procs.Task]) -> tuple[Thread, ...]:
+    """Read the threads of one process from what `py-spy dump --json` tells. Raises ValueError, KeyError, TypeError."""
     found = []
     for one in told:
-        tid = int(one["os_thread_id"] or 0)
+        tid = int(one.get("os_thread_id") or 0)
         task = tasks.get(tid)
-        name = str(one["thread_name"] or "") or (task.comm if task else "")
+        name = str(one.get("thread_name") or "") or (task.comm if task else "")
         frames = tuple(
-            Frame(str(f["name"]), str(f["filename"]), int(f["line"]))
+            Frame(printable(str(f["name"])), printable(str(f["filename"])), int(f["line"]))
             for f in one["frames"]
             if not str(f["name"]).startswith("0x")  # an address without a name differs in every process
         )
@@ -264,8 +266,8 @@ def _read_threads(told: list[dict[str, Any]], tasks: dict[int, procs.Task]) -> t
             Thread(
                 os_thread_id=tid,
                 name=name,
-                active=bool(one["active"]),
-                owns_gil=bool(one["owns_gil"]),
+                active=bool(one.get("active")),
+                owns_gil=bool(one.get("owns_gil")),
                 state=task.state if task else "",
                 frames=frames,
                 counters=_counters(one["frames"]),
@@ -279,7 +281,7 @@ def _read_threads(told: list[dict[str, Any]], tasks: dict[int, procs.Task]) -> t
 def _counters(frames: Sequence[dict[str, Any]]) -> tuple[Counter, ...]:
     found = []
     for depth, frame in enumerate(reversed(frames)):
-        for local in frame["locals"] or ():
+        for local in frame.get("locals") or ():
             text = str(local["repr"])
             if COUNTERS.fullmatch(str(local["name"])) and _WHOLE.fullmatch(text):
                 found.append(Counter(depth, str(frame["name"]), str(local["name"]), int(text)))

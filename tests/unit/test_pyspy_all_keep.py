@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from pyspy_facts import REQUEST, ids, job, judge, loads, odd_ranks, twice, waits
+from pyspy_facts import REQUEST, frames, ids, job, judge, loads, odd_ranks, twice, waits
+from support import distdiag
 
 from distdiag.commands.pyspy_all.keep import Saved, judge_saved, write_page
 from distdiag.errors import UsageError
@@ -48,3 +49,12 @@ def test_a_truncated_file_costs_its_own_host_alone(tmp_path: Path) -> None:
     assert odd_ranks(report) == [[1]]
     assert ids(report) == ["odd-rank", "unreadable"]
     assert "n2.json is not whole" in report.findings[1].title
+
+
+def test_no_name_moves_the_cursor_of_whoever_reads_the_report(tmp_path: Path) -> None:
+    hostile = frames(("load\x1b[2J", "/home/me/\x1b]0;x\x07t.py", 1))
+    path = tmp_path / "n1.json"
+    path.write_bytes(msgspec.json.encode(Saved("distdiag-stacks/1", 2, 1.0, job(twice(waits()), twice(hostile)))))
+    shown = distdiag("pyspy-all", "--from", str(path)).out
+    assert "load?[2J" in shown
+    assert not set(shown) & {"\x1b", "\x07"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -96,18 +97,7 @@ def _is_of(member: Member, wanted: str) -> bool:
 
 def _of_job(verdict: JobVerdict, request: Request, nodes: Sequence[NodeStacks], *, several: bool) -> Iterator[Finding]:
     for finding in findings.job_findings(verdict, request, nodes):
-        if not several:
-            yield finding
-            continue
-        yield Finding(
-            id=finding.id,
-            level=finding.level,
-            title=f"job {verdict.job.name}: {finding.title}",
-            detail=finding.detail,
-            where=finding.where,
-            evidence=finding.evidence,
-            fix=finding.fix,
-        )
+        yield replace(finding, title=f"job {verdict.job.name}: {finding.title}") if several else finding
 
 
 def _summary(found: Sequence[Finding]) -> str:

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 from distdiag.commands.pyspy_all.collect import Process, Processes, Watched
 from distdiag.commands.pyspy_all.nodes import NodeStacks
 from distdiag.commands.pyspy_all.roles import DUMPED
-from distdiag.node.capture import COUNTERS, Capture, Counter, Frame, Thread
+from distdiag.node.capture import COUNTERS, Capture, Counter, Frame, Thread, read_threads
 from distdiag.node.identity import Identity
 from distdiag.node.wire import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 _STARTS = ("Process ", "Python v", "Thread ")
 _IDS = re.compile(r"^(Process|Thread) (?:0x)?[0-9A-Fa-f]+", re.MULTILINE)
 _PROCESS = re.compile(r"^Process (\d{1,10}): ?(.*)$")
 _THREAD = re.compile(r'^Thread (?:0x)?([0-9A-Fa-f]+)(?: \(([^)]*)\))?(?:: "(.*)")?')
 _RANK = re.compile(r"rank[_.\- ]?(\d{1,7})(?!\d)", re.IGNORECASE)
-_LOCAL = re.compile(r"^\s{8,}(\w+): (-?\d{1,18})$")
+_LOCAL = re.compile(r"^\s{8,}(\w+): (-?\d{1,12})$")
 _WHERE = re.compile(r"^(.*):(\d{1,9})$")
 
 
@@ -180,37 +180,9 @@ def _json(text: str, name: str) -> list[Dump]:
         by_pid: dict[int, list[dict[str, Any]]] = {}
         for one in told:
             by_pid.setdefault(int(one["pid"]), []).append(one)
-        return [Dump(name, False, pid, "", _from_json(own, pid), "") for pid, own in by_pid.items()]
+        return [Dump(name, False, pid, "", read_threads(own, {}), "") for pid, own in by_pid.items()]
     except (ValueError, KeyError, TypeError, RecursionError):
         return []
-
-
-def _from_json(threads: Iterable[dict[str, Any]], pid: int) -> tuple[Thread, ...]:
-    found = [
-        Thread(
-            os_thread_id=int(one.get("os_thread_id") or 0),
-            name=str(one.get("thread_name") or ""),
-            active=bool(one.get("active")),
-            owns_gil=bool(one.get("owns_gil")),
-            state="",
-            frames=tuple(
-                Frame(printable(str(f["name"])), printable(str(f["filename"])), int(f["line"])) for f in one["frames"]
-            ),
-            counters=_json_counters(one["frames"]),
-        )
-        for one in threads
-    ]
-    found.sort(key=lambda thread: (thread.os_thread_id != pid, thread.name != "MainThread"))
-    return tuple(found)
-
-
-def _json_counters(frames: Sequence[dict[str, Any]]) -> tuple[Counter, ...]:
-    return tuple(
-        Counter(depth, str(frame["name"]), str(local["name"]), int(local["repr"]))
-        for depth, frame in enumerate(reversed(frames))
-        for local in frame.get("locals") or ()
-        if COUNTERS.fullmatch(str(local["name"])) and re.fullmatch(r"-?\d{1,18}", str(local["repr"]))
-    )
 
 
 def _node(host: str, dumps: Sequence[tuple[Dump, int | None]], size: int) -> NodeStacks:

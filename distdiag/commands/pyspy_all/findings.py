@@ -10,7 +10,7 @@ from distdiag.commands.pyspy_all.model import COMMAND, FrameClass
 from distdiag.commands.pyspy_all.standing import helper_frames
 from distdiag.commands.pyspy_all.unread import kernel_words, unreadable, unseen, where
 from distdiag.commands.pyspy_all.verdict import ALIVE, Outcome, goes_on, split
-from distdiag.commands.pyspy_all.words import briefly, does, stuck_worker, waits, who, worker_does
+from distdiag.commands.pyspy_all.words import briefly, does, looks, stuck_worker, waits, who, worker_does
 from distdiag.knowledge.frames import library_path
 from distdiag.report import Finding, Fix, Level, Where
 
@@ -174,7 +174,8 @@ def _not_hung(verdict: JobVerdict, request: Request) -> list[Finding]:
         Finding(
             id=f"{COMMAND}.not-hung",
             level=Level.INFO,
-            title=f"not hung, as far as can be seen in {_looks(request)}: {', '.join(parts)}",
+            title=f"not hung, as far as can be seen in {looks(request.samples, request.interval_s)}: "
+            + ", ".join(parts),
             detail="Should it be slow or move in a circle, look longer: --interval 30.",
             where=where(verdict.standings),
         )
@@ -270,12 +271,6 @@ def _by_counters(members: Sequence[Standing]) -> list[list[Standing]]:
     for one in members:
         groups.setdefault(one.counters, []).append(one)
     return sorted(groups.values(), key=len)
-
-
-def _looks(request: Request) -> str:
-    if request.samples == 1:
-        return "one look"
-    return f"{request.samples} looks, {request.interval_s:g} s apart"
 
 
 def _line(frame: Frame) -> str:

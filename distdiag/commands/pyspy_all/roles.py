@@ -34,7 +34,6 @@ class _Part:
     """What one host has of a job."""
 
     name: str
-    aliases: set[str]
     launcher: str
     world_size: int | None
     members: list[Member] = field(default_factory=list)
@@ -106,7 +105,6 @@ def job_name(launcher: str, names: Mapping[str, str]) -> str:
 
 
 def _parts_of(host: str, processes: Sequence[Process], watched: Mapping[int, Watched]) -> Iterable[_Part]:
-    by_pid = {one.pid: one for one in processes}
     labelled: dict[tuple[str, int], list[Process]] = {}
     for one in processes:
         if one.place is not None and one.kind not in _NO_RANK:
@@ -116,13 +114,17 @@ def _parts_of(host: str, processes: Sequence[Process], watched: Mapping[int, Wat
     used: set[int] = set()
     heads = {key: _heads(same) for key, same in labelled.items()}
     # Two processes of one rank, neither below the other: jobs of one name, in containers or from different parents.
-    twice = {name for (name, _), own in heads.items() if len(own) > 1}
+    networks: dict[str, set[str]] = {name: set() for (name, _), own in heads.items() if len(own) > 1}
+    for (name, _), own in heads.items():
+        if name in networks:
+            networks[name].update(head.network for head, _ in own)
     for (name, rank), own in heads.items():
         same = labelled[name, rank]
-        apart = len({head.network for (other, _), heads_ in heads.items() if other == name for head, _ in heads_}) > 1
         for head, parent in own:
-            mark = f"in {head.network}" if apart else f"started by pid {parent}"
-            own_name = f"{name} {mark}".strip() if name in twice else name
+            own_name = name
+            if name in networks:
+                mark = f"in {head.network}" if len(networks[name]) > 1 else f"started by pid {parent}"
+                own_name = f"{name} {mark}".strip()
             _add_rank(parts, own_name, host, head, same, watched)
         used.update(one.pid for one in same)
     yield from _with_dead(parts, host, [one for one in processes if one.pid not in used])
@@ -131,7 +133,7 @@ def _parts_of(host: str, processes: Sequence[Process], watched: Mapping[int, Wat
         for one in processes
         if one.pid not in used and (one.torch or one.asked) and one.kind not in ("tracker", "compile-worker")
     ]
-    yield from _unlabelled(host, rest, by_pid, watched)
+    yield from _unlabelled(host, rest, watched)
 
 
 def _heads(same: Sequence[Process]) -> list[tuple[Process, int]]:
@@ -168,7 +170,7 @@ def _add_rank(
     assert head.place is not None
     part = parts.get(name)
     if part is None:
-        part = parts[name] = _Part(name, _aliases(head.job), head.place.launcher, head.place.world_size)
+        part = parts[name] = _Part(name, head.place.launcher, head.place.world_size)
     if head.kind == "data-worker" or _frame_in(watched.get(head.pid), *_CHILD):
         # A child outlived its rank; it still has the rank's sockets, so the others wait instead of failing.
         part.members.append(_member(host, None, head.place.rank, head.place.local_rank, same, watched))
@@ -215,14 +217,12 @@ def _with_dead(parts: dict[str, _Part], host: str, others: Sequence[Process]) ->
         yield part
 
 
-def _unlabelled(
-    host: str, processes: Sequence[Process], by_pid: Mapping[int, Process], watched: Mapping[int, Watched]
-) -> Iterable[_Part]:
+def _unlabelled(host: str, processes: Sequence[Process], watched: Mapping[int, Watched]) -> Iterable[_Part]:
     """Make jobs of torch processes without a rank: those under one parent belong together, as mp.spawn makes them."""
     dumped = [one for one in processes if one.parent == DUMPED]
     if dumped:
         members = [_member(host, one, None, None, (), watched) for one in dumped]
-        yield _Part("", set(), "saved dumps", None, members)
+        yield _Part("", "saved dumps", None, members)
         return
     mine = {one.pid: one for one in processes}
     tops = [one for one in processes if not mine.keys() & set(one.above)]
@@ -232,7 +232,7 @@ def _unlabelled(
         ranks = [one for one in below if one not in workers and one.parent == top.pid and one.kind != "launcher"]
         if top.kind == "launcher" and not ranks:
             continue
-        part = _Part(f"pid {top.pid} {_script(top)}".strip(), set(), "python", None)
+        part = _Part(f"pid {top.pid} {_script(top)}".strip(), "python", None)
         for one in ranks or [top]:
             own = [other for other in below if one.pid in other.above and other in workers]
             part.members.append(_member(host, one, None, None, own, watched))

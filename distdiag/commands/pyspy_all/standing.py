@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 BUSY = 0.5
 """Share of a core from which on a thread counts as computing, not as waiting."""
 _P2P = re.compile(r"i?(send|recv)(_object_list)?|batch_isend_irecv|_?(forward|backward)?_?(recv|send)\w*")
-_C10D = "torch/distributed/distributed_c10d.py"
 _HIDDEN = re.compile(r"_.*|wrapper|.*<locals>.*")
 _DATA_NAME = re.compile(
     r"(.*[._])?(__getitem__|__getitems__|collate\w*|(load|fetch|get|next|read|prefetch)_(\w+_)?(batch|data|sample|shard|example)\w*)"

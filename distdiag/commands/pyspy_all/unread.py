@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 _PLACES = 3
 _REMEDIES = {
-    "denied": "read it as its own user or as root",
     "not-python": "give the pid of the Python below it: --pid",
     "timeout": "look at it by hand, or give it longer: --timeout 30",
     "failed": "try again; a process that is just starting or ending cannot be read",

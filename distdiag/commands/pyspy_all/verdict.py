@@ -70,7 +70,7 @@ def _decide(
     job: Job, known: list[Standing], unreadable: Sequence[Standing]
 ) -> tuple[Outcome, list[Standing], list[Standing]]:
     still = [one for one in known if one.kind in (FrameClass.EXITED, FrameClass.STOPPED)]
-    live = [one for one in known if one not in still] if still else known
+    live = without(known, still)
     waiting = [one for one in live if one.kind is FrameClass.COMM]
     if not waiting:
         waiting = [one for one in live if one.kind is FrameClass.CUDA_SYNC]
@@ -121,11 +121,11 @@ def _all_wait(waiting: list[Standing]) -> tuple[Outcome, list[Standing], list[St
         return Outcome.ALL_WAITING, [], waiting  # a pipeline: its stages stand at different places rightly
     if len({place(one) for one in waiting}) > 1:
         odd = _minority(waiting)
-        rest = [one for one in waiting if one not in odd]
+        rest = without(waiting, odd)
         return (Outcome.OTHER_COLLECTIVE if odd else Outcome.ALL_WAITING), odd, rest if odd else waiting
     behind = _least_advanced(waiting)
     if behind:
-        return Outcome.LEAST_PROGRESS, behind, [one for one in waiting if one not in behind]
+        return Outcome.LEAST_PROGRESS, behind, without(waiting, behind)
     return Outcome.ALL_WAITING, [], waiting
 
 
@@ -141,7 +141,7 @@ def _minority(members: Sequence[Standing]) -> list[Standing]:
     for one in members:
         groups.setdefault(place(one), []).append(one)
     largest = max(groups.values(), key=len)
-    rest = [one for one in members if one not in largest]
+    rest = without(members, largest)
     return rest if len(rest) <= _MINORITY * len(members) and len(groups) == 2 else []
 
 
@@ -153,6 +153,12 @@ def _least_advanced(members: Sequence[Standing]) -> list[Standing]:
     least = min(progress.values())
     behind = [one for one in members if progress[id(one)] == least]
     return behind if len(behind) < len(members) else []
+
+
+def without(members: Iterable[Standing], others: Iterable[Standing]) -> list[Standing]:
+    """Leave some members out; by identity, for comparing tens of thousands with each other takes minutes."""
+    left_out = {id(one) for one in others}
+    return [one for one in members if id(one) not in left_out]
 
 
 def goes_on(one: Standing) -> bool:

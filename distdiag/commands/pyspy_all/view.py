@@ -10,7 +10,7 @@ from rich.text import Text
 
 from distdiag.cluster.hosts import fold
 from distdiag.commands.pyspy_all.tree import call_tree
-from distdiag.commands.pyspy_all.words import named
+from distdiag.commands.pyspy_all.words import looks, named
 from distdiag.deliver import plain_table
 from distdiag.knowledge.frames import is_native, library_path
 
@@ -40,10 +40,9 @@ def pyspy_all_view(report: Report[PySpyAll], request: Request) -> Iterator[Rende
     for job in data.jobs:
         of = f" of {job.world_size}" if job.world_size is not None else ""
         what = "rank" if (job.world_size or job.ranks) == 1 else "ranks"
-        looks = f"{data.samples} looks, {data.interval_s:g} s apart" if data.samples > 1 else "one look"
         name = f"job {job.job} ({job.launcher})" if job.job else job.launcher
         hosts = f" on {fold(job.hosts)}" if any(job.hosts) else ""
-        yield _line(f"{name}: {job.ranks}{of} {what}{hosts}; {looks}")
+        yield _line(f"{name}: {job.ranks}{of} {what}{hosts}; {looks(data.samples, data.interval_s)}")
         groups = [group for group in data.groups if group.job == job.job]
         if request.tree:
             yield from (_frame(line) for line in call_tree(groups, verbose=request.verbose))

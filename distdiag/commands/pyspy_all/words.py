@@ -39,6 +39,11 @@ def named(ranks: Sequence[int], room: int = 60) -> str:
     return f"{len(set(ranks))} ranks ({folded[:cut] if cut > 0 else folded[: room - 30]},...)"
 
 
+def looks(samples: int, interval_s: float) -> str:
+    """Say how often was looked: "2 looks, 1 s apart"."""
+    return "one look" if samples == 1 else f"{samples} looks, {interval_s:g} s apart"
+
+
 def who(members: Sequence[Standing]) -> str:
     """Name members: "rank 2 (node07, pid 4711)", "ranks 0-1,3 (node[07-08])", "pid 812 (node07)"."""
     ranks = [one.rank for one in members if one.rank is not None]
