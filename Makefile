@@ -5,11 +5,13 @@ PYTHON ?= python3
 # Pinned where we install; pyproject.toml has a range, so that users keep the torch they have.
 TORCH := torch==2.13.0
 # What the tests use beside Python: shells to press TAB in, and what real clusters are made of: namespaces, firewalls,
-# sshd, SLURM, MPI; what stands in the way of a look (strace); a browser.
+# sshd, SLURM, MPI; what stands in the way of a look (strace); a browser; compilers.
 TOOLS := bash zsh fish tcsh unshare nsenter mount ip nft ssh sshd ssh-keygen \
-  slurmctld slurmd srun munged mpirun.openmpi mpirun.mpich strace setpriv chromium chromedriver
+  slurmctld slurmd srun munged mpirun.openmpi mpirun.mpich strace setpriv chromium chromedriver gcc g++ as readelf
 PACKAGES := bash zsh fish tcsh util-linux mount iproute2 nftables openssh-client openssh-server \
-  slurmctld slurmd slurm-client munge openmpi-bin mpich strace chromium chromium-driver
+  slurmctld slurmd slurm-client munge openmpi-bin mpich strace chromium chromium-driver gcc g++ binutils
+# A CUDA toolkit as small as can compile, which nothing but the tests sees: 100 MB to fetch.
+TOOLKIT := nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-runtime==13.0.96
 
 .PHONY: help run test check fix completions bench clean
 .DEFAULT_GOAL := help
@@ -24,7 +26,7 @@ run: $(VENV)/installed ## Install distdiag into .venv and test two ranks on this
 SIDE_BY_SIDE := --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 # pytest leaves with 5 when it has no test: fine where ARGS choose tests of one kind only.
 NO_TEST := $(if $(ARGS),[ $$? = 5 ],false)
-test: $(VENV)/installed-dev tools ## Run the whole test suite (installs what it needs; as root, system packages too)
+test: $(VENV)/installed-dev $(VENV)/cuda tools ## Run the whole test suite (installs what it needs; as root, system packages too)
 	$(BIN)/python -m pytest -m "not alone" $(SIDE_BY_SIDE) $(ARGS) || $(NO_TEST)
 	$(BIN)/python -m pytest -m alone $(ARGS) || $(NO_TEST)
 
@@ -44,12 +46,13 @@ COMPLETIONS ?= completions
 completions: $(VENV)/installed ## Generate the completion files of bash, zsh and fish
 	$(BIN)/python tests/make_completions.py $(COMPLETIONS)
 
-bench: $(VENV)/installed-dev tools ## Measure beside the peers: torchrun, clush, pdsh, asyncssh, py-spy, clubak (about fifteen minutes)
+bench: $(VENV)/installed-dev $(VENV)/cuda tools ## Measure beside the peers: torchrun, clush, pdsh, asyncssh, py-spy, clubak, collect_env, ds_report (20 minutes)
 	@for peer in pdsh clush; do command -v $$peer >/dev/null || echo "$$peer is not installed: apt-get install pdsh clustershell"; done
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check asyncssh
 	$(BIN)/python tests/benchmarks/gpu_test.py
 	$(BIN)/python tests/benchmarks/fanout.py
 	$(BIN)/python tests/benchmarks/pyspy_all.py
+	$(BIN)/python tests/benchmarks/cuda_env.py
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
@@ -72,6 +75,10 @@ $(BIN)/python:
 $(VENV)/installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) -e .
 	@touch $@
+
+$(VENV)/cuda: | $(VENV)/installed-dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@.part $(TOOLKIT)
+	mv $@.part $@
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[dev]'

@@ -1,0 +1,1 @@
+"""CUDA on one machine as facts: read from files, without the driver."""

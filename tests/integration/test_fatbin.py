@@ -1,0 +1,252 @@
+"""The GPUs that a file was compiled for, read from what a real nvcc made: always what nvcc was asked for."""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import struct
+import subprocess
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from support import need
+from toolkit import compiled
+
+from distdiag.node import elf
+from distdiag.node.cuda import fatbin
+from distdiag.node.cuda.fatbin import Archs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+_KERNEL = 'extern "C" __global__ void {0}(float *x) {{ x[threadIdx.x] *= 2; }}'
+_LAUNCHING = """
+__global__ void inner(float *x) { x[threadIdx.x] *= 2; }
+__global__ void outer(float *x) { inner<<<1, 32>>>(x); }
+"""
+_WITH_TABLE = """
+__device__ char table[64 << 10] = {1};
+__global__ void kernel(float *x) { x[threadIdx.x] *= table[threadIdx.x]; }
+"""
+_PLAIN = ("75", "80", "86", "89", "90", "90a", "100", "100a", "103", "110", "120", "120a", "121")
+_HOSTILE = (0, 1, 16, 63, 2**16 - 1, 2**31 - 1, 2**32 - 1, 2**40, 2**63 - 1, 2**64 - 1)
+_BLOB = 16
+"""Bytes of the header of a fat binary: magic (4), version (2), size of the header (2), size of what follows (8)."""
+_CODE_SIZE, _ARCH = 8, 28
+"""Where an entry's header says how long its code is, and for which architecture."""
+
+
+def code_for(cubins: Iterable[str] = (), ptx: Iterable[str] = ()) -> list[str]:
+    """What to ask nvcc for."""
+    asked = [("sm", arch) for arch in cubins] + [("compute", arch) for arch in ptx]
+    return [f"-gencode=arch=compute_{arch},code={kind}_{arch}" for kind, arch in asked]
+
+
+def read(path: Path) -> Archs:
+    found = fatbin.archs(str(path))
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fatbin")
+
+
+@pytest.fixture(scope="module")
+def library(folder: Path) -> Path:
+    """Every kind of architecture but families, and PTX of three; with as much code to a header as libraries have."""
+    options = ["--no-compress", *code_for(_PLAIN, ["75", "90a", "121"])]
+    return compiled(folder / "library.so", _WITH_TABLE, *options)
+
+
+@pytest.fixture(scope="module")
+def relocatable(folder: Path) -> Path:
+    return compiled(folder / "relocatable.o", _LAUNCHING, "-rdc=true", *code_for(["80", "90a"], ["90a"]))
+
+
+@pytest.fixture(scope="module")
+def small(folder: Path) -> Path:
+    return compiled(folder / "small.o", _KERNEL.format("small"), *code_for(["80", "90a"], ["90a"]))
+
+
+def test_a_library_has_the_architectures_that_were_asked_for(library: Path) -> None:
+    assert read(library) == Archs(cubins=_PLAIN, ptx=("75", "90a", "121"), complete=True)
+
+
+def test_a_stripped_library_has_them_still(library: Path, tmp_path: Path) -> None:
+    need("strip")
+    subprocess.run(["strip", "--strip-all", "-o", str(tmp_path / "stripped.so"), str(library)], check=True)
+    assert read(tmp_path / "stripped.so") == read(library)
+
+
+def test_code_of_a_family_is_told_from_code_of_one_gpu(folder: Path) -> None:
+    options = code_for(["100a", "100f", "120f"], ["100f"])
+    found = read(compiled(folder / "family.o", _KERNEL.format("family"), *options))
+    assert found == Archs(cubins=("100a", "100f", "120f"), ptx=("100f",), complete=True)
+
+
+@pytest.mark.parametrize("option", ["--no-compress", "-Xfatbin=-compress-all", "--compress-mode=size"])
+def test_compression_hides_nothing(folder: Path, option: str) -> None:
+    name = re.sub(r"\W", "", option)
+    found = read(compiled(folder / f"{name}.o", _KERNEL.format("k"), option, *code_for(["90a", "120"], ["90a"])))
+    assert found == Archs(cubins=("90a", "120"), ptx=("90a",), complete=True)
+
+
+def test_a_library_of_ptx_alone_has_no_cubin(folder: Path) -> None:
+    path = compiled(folder / "ptx.so", _KERNEL.format("kernel"), *code_for(ptx=["80"]))
+    assert read(path) == Archs(cubins=(), ptx=("80",), complete=True)
+
+
+def test_an_object_to_be_linked_later_has_architectures_too(relocatable: Path) -> None:
+    assert read(relocatable) == Archs(cubins=("80", "90a"), ptx=("90a",), complete=True)
+
+
+def test_code_that_the_linker_can_still_change_is_no_machine_code(folder: Path) -> None:
+    options = ["-rdc=true", "-gencode=arch=compute_90,code=[sm_90,lto_90]"]
+    path = compiled(folder / "lto.o", _KERNEL.format("kernel"), *options)
+    assert read(path) == Archs(cubins=("90",), ptx=(), complete=True)
+
+
+def test_a_library_does_not_run_where_only_the_parts_it_was_linked_from_would(folder: Path) -> None:
+    # GIVEN a library whose kernel starts a kernel: linked from NVIDIA's objects, which are for every GPU
+    path = compiled(folder / "linked.so", _LAUNCHING, "-rdc=true", *code_for(["80"]))
+    assert "__nv_relfatbin" in {section.name for section in (elf.read(str(path)) or pytest.fail("no ELF")).sections}
+    # THEN it runs only on what it was linked for
+    assert read(path) == Archs(cubins=("80",), ptx=(), complete=True)
+
+
+def test_a_library_has_the_architectures_of_all_its_objects(folder: Path, small: Path) -> None:
+    need("g++")
+    other = compiled(folder / "other.o", _KERNEL.format("other"), *code_for(["75"]))
+    path = folder / "both.so"
+    argv = ["g++", "-shared", "-Wl,--unresolved-symbols=ignore-all", "-o", str(path), str(small), str(other)]
+    subprocess.run(argv, check=True, timeout=60)
+    assert read(path) == Archs(cubins=("75", "80", "90a"), ptx=("90a",), complete=True)
+
+
+def test_a_program_without_gpu_code_has_none(tmp_path: Path) -> None:
+    need("gcc")
+    (tmp_path / "host.c").write_text("int main(void) { return 0; }")
+    subprocess.run(["gcc", "-o", str(tmp_path / "host"), str(tmp_path / "host.c")], check=True, timeout=60)
+    assert read(tmp_path / "host") == Archs(cubins=(), ptx=(), complete=True)
+    assert fatbin.archs(str(tmp_path / "host.c")) is None
+
+
+def test_without_section_headers_nothing_is_known(library: Path, tmp_path: Path) -> None:
+    data = bytearray(library.read_bytes())
+    data[0x28:0x30] = bytes(8)  # e_shoff
+    data[0x3C:0x40] = bytes(4)  # e_shnum, e_shstrndx
+    (tmp_path / "bare.so").write_bytes(data)
+    assert read(tmp_path / "bare.so") == Archs(cubins=(), ptx=(), complete=False)
+
+
+class Copy:
+    """A copy of a real object whose fat binary a test damages; it holds cubins of 80, 90a, then PTX of 90a."""
+
+    def __init__(self, original: Path, path: Path) -> None:
+        self.path = path
+        self.data = bytearray(original.read_bytes())
+        found = elf.read(str(original))
+        assert found is not None
+        self.section = next(section for section in found.sections if section.name == ".nv_fatbin")
+        self.first = self.section.offset + _BLOB
+        header, code = struct.unpack_from("<IQ", self.data, self.first + 4)
+        self.second = self.first + header + code
+
+    def read_with(self, form: str, at: int, value: int) -> Archs:
+        """What is found when one number is another; the number is put back."""
+        damaged = bytearray(self.data)
+        struct.pack_into(form, damaged, at, value)
+        self.path.write_bytes(damaged)
+        return read(self.path)
+
+    def extended(self, pieces: Callable[[], Iterable[bytes]], size: int) -> None:
+        """Let the section be `size` bytes of something else, behind the end of the file."""
+        (headers,) = struct.unpack_from("<Q", self.data, 0x28)
+        for at in range(headers, len(self.data) - 63, 64):
+            if struct.unpack_from("<QQ", self.data, at + 24) == (self.section.offset, self.section.size):
+                struct.pack_into("<QQ", self.data, at + 24, len(self.data), size)
+        with self.path.open("wb") as file:
+            file.write(self.data)
+            file.writelines(pieces())
+            file.truncate(len(self.data) + size)
+
+
+@pytest.fixture
+def copy(small: Path, tmp_path: Path) -> Copy:
+    return Copy(small, tmp_path / "copy.o")
+
+
+@pytest.mark.parametrize("size", [0, 2**40, 2**64 - 1])
+def test_a_wrong_size_of_code_hides_what_comes_after_and_that_is_said(copy: Copy, size: int) -> None:
+    found = copy.read_with("<Q", copy.second + _CODE_SIZE, size)
+    assert found.cubins[:1] == ("80",)
+    assert not found.complete
+
+
+@pytest.mark.parametrize("arch", [0, 2**32 - 1])
+def test_what_is_no_architecture_is_not_listed(copy: Copy, arch: int) -> None:
+    assert copy.read_with("<I", copy.second + _ARCH, arch) == Archs(("80",), (), complete=False)
+
+
+def test_a_fat_binary_longer_than_its_section_is_not_complete(copy: Copy) -> None:
+    assert copy.read_with("<Q", copy.section.offset + 8, 2**63) == Archs(("80", "90a"), ("90a",), complete=False)
+
+
+def test_something_else_in_place_of_a_fat_binary_is_not_complete(copy: Copy) -> None:
+    assert copy.read_with("<I", copy.section.offset, 0x464C457F) == Archs((), (), complete=False)
+
+
+def test_an_empty_fat_binary_is_complete(copy: Copy) -> None:
+    copy.extended(lambda: [struct.pack("<IHHQ", 0xBA55ED50, 1, _BLOB, 0)], _BLOB)
+    assert read(copy.path) == Archs((), (), complete=True)
+
+
+def test_zeros_between_fat_binaries_are_skipped(copy: Copy) -> None:
+    blob = bytes(copy.data[copy.section.offset : copy.section.offset + copy.section.size])
+    copy.extended(lambda: [blob, bytes(24), blob], 2 * len(blob) + 24)
+    assert read(copy.path) == Archs(("80", "90a"), ("90a",), complete=True)
+
+
+@pytest.mark.parametrize("piece", [struct.pack("<IHHQ", 0xBA55ED50, 1, _BLOB, 0), bytes(1)], ids=["empty", "zeros"])
+def test_a_section_without_an_end_is_given_up(copy: Copy, piece: bytes) -> None:
+    copy.extended(lambda: [piece * (4 << 20)], 1 << 40)
+    began = time.monotonic()
+    assert read(copy.path) == Archs((), (), complete=False)
+    assert time.monotonic() - began < 10
+
+
+def test_no_number_in_a_fat_binary_makes_us_fail_or_wait(copy: Copy) -> None:
+    began = time.monotonic()
+    for at in range(copy.section.offset, copy.section.offset + 96, 4):
+        for value in _HOSTILE:
+            copy.read_with("<Q", at, value)
+    for at in range(copy.second, copy.second + 64, 4):
+        for value in _HOSTILE:
+            copy.read_with("<Q", at, value)
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.alone
+def test_a_library_of_more_than_a_gigabyte_is_read_in_a_moment(library: Path, tmp_path: Path) -> None:
+    # GIVEN real fat binaries, one after the other, as of a thousand objects for 13 GPUs each
+    copy = Copy(library, tmp_path / "huge.so")
+    blobs = bytes(copy.data[copy.section.offset : copy.section.offset + copy.section.size])
+    count = (1 << 30) // len(blobs) + 1
+    try:
+        copy.extended(lambda: (blobs for _ in range(count)), count * len(blobs))
+        assert copy.path.stat().st_size > 1 << 30
+        # WHEN its architectures are read
+        took = []
+        for _ in range(5):
+            began = time.monotonic()
+            assert read(copy.path) == read(library)
+            took.append(time.monotonic() - began)
+    finally:
+        os.unlink(copy.path)
+    # THEN only its headers were read (some 30,000, in 0.1 s), not its code
+    assert statistics.median(took) < 0.5, took
