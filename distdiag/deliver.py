@@ -22,7 +22,7 @@ from distdiag.report import Level
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from rich.console import Console, RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
     from rich.status import Status
     from rich.table import Column, Table
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 Data = TypeVar("Data")
 SCHEMA = "distdiag/1"
+_WIDEST = 100
 _MOVES = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]|\x1b(?!\[[0-9;]*m)")
 """What moves the cursor or worse: names of files, hosts and functions are somebody else's. Our colours stay."""
 
@@ -41,6 +42,8 @@ class Output:
 
     json: bool = False
     strict: bool = False
+    findings_in_view: bool = False
+    """The view shows the findings in its own order, and the last line is its own."""
 
 
 def deliver(
@@ -60,7 +63,7 @@ def deliver(
     if output.json:
         emit(json.dumps(_envelope(report, code), indent=2) + "\n")
     else:
-        emit(_render(report, view))
+        emit(_render(report, view, whole=output.findings_in_view))
     raise typer.Exit(code)
 
 
@@ -121,6 +124,20 @@ def emit(text: str) -> None:
         raise typer.Exit(3) from error
 
 
+def is_done_by_another() -> bool:
+    """Tell whether a launcher started this several times, and rank 0 of them does the work.
+
+    A plain RANK does not count: in a pod it may be the variable of all that is started there.
+    """
+    from distdiag.node.identity import identify
+
+    me = identify(os.environ)
+    if me is None or me.rank == 0 or me.launcher in ("environment", "torchrun"):
+        return False
+    say(f"distdiag: rank {me.rank} of {me.launcher} leaves: rank 0 does the work")
+    return True
+
+
 def say(text: str) -> None:
     """Write a line to stderr. Nobody to read it (closed, full, a pipe without a reader) is no reason to fail."""
     if sys.stderr is None:
@@ -163,6 +180,41 @@ def host_table(rows: Iterable[Row]) -> Iterator[RenderableType]:
         table.add_row(fold(row.host for row in group), str(len(group)), state, stage, f"{slowest:.1f}")
     yield table
     yield ""
+
+
+class Whole:
+    """A line that is never wrapped, so that it pastes and greps. (rich forgets that of a bare Text.)"""
+
+    def __init__(self, line: str, *, style: str = "") -> None:
+        self._line, self._style = line, style
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        yield Text(self._line, style=self._style, no_wrap=True, overflow="ignore")
+
+
+class Wrapped:
+    """Words that wrap below a margin (`hang`: that of all lines but the first); nothing pads its lines."""
+
+    def __init__(self, text: str, *, margin: int, hang: int | None = None, style: str = "") -> None:
+        self._text, self._style = text, style
+        self._first, self._rest = " " * margin, " " * (margin if hang is None else hang)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        import textwrap
+
+        for line in self._text.splitlines():
+            # Not rich's own wrapping: it pads each line to the full width, which shows when pasted.
+            wrapped = textwrap.fill(
+                line,
+                min(options.max_width, _WIDEST),
+                initial_indent=self._first,
+                subsequent_indent=self._rest,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            yield from Whole(wrapped, style=self._style).__rich_console__(console, options)
 
 
 class Progress:
@@ -223,7 +275,7 @@ def _envelope(report: Report[Data], code: int) -> dict[str, Any]:
     }
 
 
-def _render(report: Report[Data], view: Callable[[Report[Data]], Iterable[RenderableType]]) -> str:
+def _render(report: Report[Data], view: Callable[[Report[Data]], Iterable[RenderableType]], *, whole: bool) -> str:
     from rich.console import Console
 
     # Drawn into text first: what is printed is whole, and `emit` alone deals with a stdout that does not take it.
@@ -234,7 +286,9 @@ def _render(report: Report[Data], view: Callable[[Report[Data]], Iterable[Render
     verdict = report.verdict.upper()
     console.print(f"distdiag {report.command}: {verdict}", style=_style(report.verdict))
     for part in view(report):
-        console.print(part)
+        console.print(part, crop=False)
+    if whole:
+        return _MOVES.sub("?", page.getvalue())
     # The eye is at the end: what matters most stands there, the verdict and its fix last (the sort is stable).
     findings = sorted(reversed(report.findings), key=_least_first)
     worst = findings.pop() if findings and findings[-1].level in (Level.FAIL, Level.UNKNOWN) else None
@@ -266,21 +320,8 @@ def _print_finding(console: Console, finding: Finding, level: str, title: str) -
 
 
 def _print_text(console: Console, text: str, *, indent: int = 2, style: str = "") -> None:
-    import textwrap
-
-    # Not rich's own wrapping: it pads each line to the full width, which shows when pasted.
-    margin = " " * indent
-    width = min(console.width, 100)
-    wrapped = textwrap.fill(
-        text,
-        width,
-        initial_indent=margin,
-        subsequent_indent=margin,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    if wrapped:
-        console.print(wrapped, style=style, soft_wrap=True)
+    if text:
+        console.print(Wrapped(text, margin=indent, style=style), crop=False)
 
 
 def _style(level: str) -> str:

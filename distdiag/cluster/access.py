@@ -22,11 +22,15 @@ _START_S = 20.0
 
 @dataclass(frozen=True, kw_only=True)
 class Agent:
-    """What is to run on the nodes: `collect` is a module with facts(ask); `rank` what ranks run, if there are ranks."""
+    """What is to run on the nodes: `collect` is a module with facts(ask); `rank` what ranks run, if there are ranks.
+
+    `carries`: modules and packages that travel with them.
+    """
 
     collect: str
     ask: dict[str, Any] = field(default_factory=dict)
     rank: str | None = None
+    carries: tuple[str, ...] = ()
 
     def pack(self, cluster: Cluster, *, silence_s: float | None) -> bytes:
         """Pack sources and orders into what boot.START reads."""
@@ -34,7 +38,7 @@ class Agent:
 
     def sources(self) -> dict[str, str]:
         """Read what travels."""
-        return bundle.sources(self.collect, *([self.rank] if self.rank else []))
+        return bundle.sources(self.collect, *([self.rank] if self.rank else []), *self.carries)
 
     def config_for_guest(self, *, silence_s: float) -> dict[str, Any]:
         """Give the orders of an agent whose parent may be a stranger."""

@@ -6,13 +6,21 @@ from importlib import resources
 
 
 def sources(*modules: str) -> dict[str, str]:
-    """Read the named modules and every module of distdiag.node as text, by module name."""
-    names = [
-        f"distdiag.node.{path.name[:-3]}"
-        for path in resources.files("distdiag.node").iterdir()
-        if _is_module(path.name)
-    ]
-    return {name: _read(name) for name in (*sorted(names), *modules)}
+    """Read every module of distdiag.node and the named ones as text, by name; a package stands for all in it."""
+    names = _modules_of("distdiag.node")
+    for module in modules:
+        names += _modules_of(module) if _is_package(module) else [module]
+    return {name: _read(name) for name in names}
+
+
+def _modules_of(package: str) -> list[str]:
+    names = (path.name for path in resources.files(package).iterdir())
+    return sorted(f"{package}.{name[:-3]}" for name in names if _is_module(name))
+
+
+def _is_package(name: str) -> bool:
+    above, _, last = name.rpartition(".")
+    return resources.files(above).joinpath(last).is_dir()
 
 
 def _is_module(name: str) -> bool:

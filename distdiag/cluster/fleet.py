@@ -109,6 +109,23 @@ class Fleet:
                 self._give_up_late()
                 watch(self)
 
+    def machines(self, *, local: bool) -> list[Node]:
+        """List the nodes that are up, each machine once: a second name of the same one adds nothing.
+
+        Raises:
+            NodeFailed: it is `local`, this machine alone, and that cannot be used.
+        """
+        if local and self.refusals:
+            refusal = next(iter(self.refusals.values()))
+            raise NodeFailed(
+                f"distdiag's node side cannot be used on this machine: {refusal.message}",
+                hint=refusal.hint or "; ".join(refusal.evidence) or "run it again; see who ends processes here",
+            )
+        found: dict[str, Node] = {}
+        for node in self.up:
+            found.setdefault(str(node.hello.get("machine") or node.name), node)
+        return list(found.values())
+
     def records(self, timeout_s: float) -> Iterator[tuple[Node, dict[str, Any]]]:
         """Wait at most `timeout_s` seconds for something new from the nodes that are up, and yield it all.
 

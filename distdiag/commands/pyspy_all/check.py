@@ -17,7 +17,7 @@ from distdiag.commands.pyspy_all.collect import Processes, Watched
 from distdiag.commands.pyspy_all.model import Request, Threads
 from distdiag.commands.pyspy_all.nodes import NodeStacks
 from distdiag.commands.pyspy_all.roles import answers_to, to_look_at
-from distdiag.errors import DistdiagError, NodeFailed
+from distdiag.errors import DistdiagError
 
 if TYPE_CHECKING:
     from distdiag.cluster.fleet import Fleet
@@ -86,19 +86,8 @@ def _agent(request: Request) -> Agent:
 
 def _processes(fleet: Fleet, targets: Targets, request: Request) -> dict[str, _Seen]:
     """Take what the nodes told of their processes; a second name of the same machine adds nothing."""
-    if targets.launcher is None and fleet.refusals:
-        refusal = next(iter(fleet.refusals.values()))
-        raise NodeFailed(
-            f"distdiag's node side cannot be used on this machine: {refusal.message}",
-            hint=refusal.hint or "; ".join(refusal.evidence) or "run it again; see who ends processes here",
-        )
-    machines: set[str] = set()
     seen = {}
-    for node in fleet.up:
-        machine = str(node.hello.get("machine") or node.name)
-        if machine in machines:
-            continue
-        machines.add(machine)
+    for node in fleet.machines(local=targets.launcher is None):
         try:
             facts = node.facts(Processes)
         except DistdiagError as error:

@@ -88,9 +88,10 @@ def pyspy_all(
 
     def run() -> Report[PySpyAll]:
         from distdiag.commands.pyspy_all import keep
+        from distdiag.deliver import is_done_by_another
 
         files = keep.Files(save=save, saved=tuple(from_ or ()), html=html)
-        if not files.saved and keep.is_done_by_another():
+        if not files.saved and is_done_by_another():
             raise typer.Exit(0)
         return keep.answer(asked(), files, strict=strict)
 

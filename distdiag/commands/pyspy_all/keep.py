@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec  # noqa: TID253 - this module is only imported when files are kept or read
 
 from distdiag.commands.pyspy_all.collect import Processes
 from distdiag.commands.pyspy_all.nodes import NodeStacks
-from distdiag.deliver import Progress, document, say
-from distdiag.errors import DistdiagError, UsageError
-from distdiag.node.identity import identify
+from distdiag.deliver import Progress, document
+from distdiag.errors import UsageError
+from distdiag.files import as_text, make_folder, named_files, write_for_host, write_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from distdiag.commands.pyspy_all.model import Request
     from distdiag.commands.pyspy_all.result import PySpyAll
@@ -67,27 +65,14 @@ def _look_and_save(request: Request, folder: str) -> Report[PySpyAll]:
     from distdiag.commands.pyspy_all.check import check
 
     if folder:
-        _make(folder)
+        make_folder("--save", folder)
     with Progress() as progress:
         report, nodes = check(request, progress)
     if folder:
         for node in nodes:
-            name = re.sub(r"[^\w.-]", "_", node.host) + ".json"
             saved = Saved(_SCHEMA, request.samples, request.interval_s, node)
-            _write(os.path.join(folder, name), msgspec.json.encode(saved))
+            write_for_host(folder, node.host, msgspec.json.encode(saved))
     return report
-
-
-def is_done_by_another() -> bool:
-    """Tell whether a launcher started this several times, and rank 0 of them does the work.
-
-    A plain RANK does not count: in a pod it may be the variable of all that is started there.
-    """
-    me = identify(os.environ)
-    if me is None or me.rank == 0 or me.launcher in ("environment", "torchrun"):
-        return False
-    say(f"distdiag: rank {me.rank} of {me.launcher} leaves: rank 0 does the work")
-    return True
 
 
 def judge_saved(request: Request, paths: Sequence[str]) -> Report[PySpyAll]:
@@ -118,7 +103,7 @@ def write_page(report: Report[PySpyAll], path: str, *, strict: bool) -> None:
     """Write the report as one page for a browser."""
     from distdiag.commands.pyspy_all.page import make_page
 
-    _write(path, make_page(document(report, strict=strict)).encode())
+    write_whole(path, make_page(document(report, strict=strict)).encode())
 
 
 def _read_all(paths: Sequence[str]) -> tuple[list[NodeStacks], int, float]:
@@ -127,7 +112,7 @@ def _read_all(paths: Sequence[str]) -> tuple[list[NodeStacks], int, float]:
     nodes: list[NodeStacks] = []
     texts: list[dumps.Dump] = []
     samples, interval_s = 1, 0.0
-    for path in _files(paths):
+    for path in named_files(paths):
         data = path.read_bytes() if path.stat().st_size <= _MAX_BYTES else b""
         if data.startswith(b'{"schema":"' + _SCHEMA.encode()):
             try:
@@ -139,7 +124,7 @@ def _read_all(paths: Sequence[str]) -> tuple[list[NodeStacks], int, float]:
             nodes.append(saved.node)
             samples, interval_s = saved.samples, saved.interval_s
         else:
-            texts += dumps.parse(_decode(data), path.name)
+            texts += dumps.parse(as_text(data), path.name)
     if texts:
         nodes += dumps.as_nodes(texts)
     if not nodes:
@@ -148,44 +133,3 @@ def _read_all(paths: Sequence[str]) -> tuple[list[NodeStacks], int, float]:
             hint="it takes what --save wrote, and the text or --json of `py-spy dump`",
         )
     return nodes, samples, interval_s
-
-
-def _decode(data: bytes) -> str:
-    utf_16 = data.startswith((b"\xff\xfe", b"\xfe\xff"))  # what PowerShell's > writes
-    return data.decode("utf-16" if utf_16 else "utf-8", "replace")
-
-
-def _files(paths: Sequence[str]) -> Iterator[Path]:
-    for name in paths:
-        path = Path(name)
-        if name and path.is_dir():
-            yield from sorted(one for one in path.iterdir() if one.is_file() and not one.name.startswith("."))
-        elif name and path.is_file():
-            yield path
-        else:
-            raise UsageError(f"{name}: there is no such file", hint="name files, or a folder of them")
-
-
-def _make(folder: str) -> None:
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--save {folder}: {error.strerror}", hint="name a folder that can be written") from error
-
-
-def _write(path: str, data: bytes) -> None:
-    """Write a file whole or not at all; what is no file (/dev/stdout) is written to, and never replaced."""
-    path = os.path.realpath(path)
-    draft = f"{path}.{os.getpid()}.part"
-    try:
-        if os.path.exists(path) and not os.path.isfile(path):
-            with open(path, "wb") as file:
-                file.write(data)
-            return
-        with open(draft, "wb") as file:
-            file.write(data)
-        os.replace(draft, path)
-    except OSError as error:
-        raise DistdiagError(
-            f"cannot write {path}: {error.strerror}", hint="name a place that can be written"
-        ) from error

@@ -11,7 +11,7 @@ from rich.text import Text
 from distdiag.cluster.hosts import fold
 from distdiag.commands.pyspy_all.tree import call_tree
 from distdiag.commands.pyspy_all.words import looks, named
-from distdiag.deliver import plain_table
+from distdiag.deliver import Whole, plain_table
 from distdiag.knowledge.frames import is_native, library_path
 
 if TYPE_CHECKING:
@@ -167,6 +167,6 @@ def _line(text: str, style: str = "") -> Text:
     return Text(text, style=style, overflow="fold")
 
 
-def _frame(text: str) -> Text:
+def _frame(text: str) -> Whole:
     """Write a frame on one line, however long: broken ones neither paste nor grep."""
-    return Text(text, no_wrap=True, overflow="ignore")
+    return Whole(text)

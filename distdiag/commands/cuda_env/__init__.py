@@ -1,0 +1,1 @@
+"""distdiag cuda-env: why does CUDA not build or run here."""

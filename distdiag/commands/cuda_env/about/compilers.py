@@ -1,0 +1,197 @@
+"""The host compilers: the one that nvcc calls, judged by the toolkit's own header, and the one that torch checks."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from typing import TYPE_CHECKING
+
+from distdiag.commands.cuda_env import fixes
+from distdiag.commands.cuda_env.model import BUILD, Problem, Section
+from distdiag.knowledge.cuda import minor, version
+from distdiag.report import Level
+
+if TYPE_CHECKING:
+    from distdiag.commands.cuda_env.collect import CudaFacts
+    from distdiag.node.cuda.compilers import Compiler
+    from distdiag.node.cuda.toolkits import Nvcc, Toolkit
+
+_BREAKS = "building CUDA extensions; running is fine"
+_NO_HOST = re.compile(r"gcc: (not found|No such file)|host compiler")
+
+
+def about_compilers(facts: CudaFacts) -> Section:
+    """Judge both compilers, for the toolkit that will be used when all is mended."""
+    own, toolkit = facts.compilers.cxx, fixes.target_toolkit(facts)
+    called = _host(facts, _nvcc_of(facts, toolkit))
+    parts = [f"torch calls {_named(own)}" if own else f"torch finds no {facts.compilers.cxx_asked}"]
+    parts += [f"nvcc calls {_named(called)}"] if called and (own is None or called.real != own.real) else []
+    limit = fixes.newest_host_gcc(facts, toolkit) if toolkit is not None else None
+    parts += [f"gcc <= {limit} is allowed"] if limit else []
+    problems = [one for one in (_nvcc(facts, toolkit), _torch(facts, toolkit), _flags(facts)) if one]
+    details = tuple(f"{one.path}: {one.family or 'unknown'} {one.version}" for one in facts.compilers.found)
+    return Section(name="Compiler", line="; ".join(parts), problems=tuple(problems), details=details)
+
+
+def _named(compiler: Compiler | None) -> str:
+    if compiler is None:
+        return "none"
+    return f"{os.path.basename(compiler.path)} ({compiler.family} {compiler.version})".replace("( ", "(")
+
+
+def _nvcc_of(facts: CudaFacts, toolkit: Toolkit | None) -> Nvcc | None:
+    """Find the nvcc of a toolkit that was asked what it would do; None if none of it was."""
+    asked = [one for one in facts.nvccs if one.top and toolkit is not None and one.top == toolkit.real]
+    return asked[0] if asked else None
+
+
+def _host(facts: CudaFacts, nvcc: Nvcc | None) -> Compiler | None:
+    """Give the host compiler that nvcc calls: what it said itself, else what it would find."""
+    if nvcc is not None and nvcc.compiler:
+        return fixes.compiler_at(facts, nvcc.compiler)
+    name = facts.variables.get("NVCC_CCBIN") or "gcc"
+    return fixes.compiler_at(facts, name) or next(
+        (one for one in facts.compilers.found if os.path.basename(one.path) == name), None
+    )
+
+
+def _nvcc(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
+    """Judge the compiler that nvcc calls: by what nvcc said when it was tried, else by the limit in its header."""
+    nvcc = _nvcc_of(facts, toolkit)
+    nvcc = nvcc or next((one for one in facts.nvccs if one.complaint and _NO_HOST.search(one.complaint)), None)
+    compiler = _host(facts, nvcc)
+    complaint = nvcc.complaint if nvcc is not None else None
+    if nvcc is not None and complaint and _NO_HOST.search(complaint):
+        return _no_host(facts, nvcc, toolkit)
+    refused = bool(complaint and re.search(r"unsupported (GNU|clang)", complaint))
+    if refused or (complaint is None and _is_too_new(compiler, toolkit)):
+        return _too_new(facts, nvcc, compiler, toolkit)
+    return None
+
+
+def _is_too_new(compiler: Compiler | None, toolkit: Toolkit | None) -> bool:
+    if compiler is None or toolkit is None or toolkit.limit is None or not compiler.major:
+        return False
+    if compiler.family == "clang":
+        return toolkit.limit.clang_below is not None and compiler.major >= toolkit.limit.clang_below
+    return toolkit.limit.gcc_max is not None and compiler.major > toolkit.limit.gcc_max
+
+
+def _too_new(facts: CudaFacts, nvcc: Nvcc | None, compiler: Compiler | None, toolkit: Toolkit | None) -> Problem:
+    limit = toolkit.limit if toolkit is not None else None
+    clang = compiler is not None and compiler.family == "clang"
+    most = f"clang < {limit.clang_below}" if limit and clang else f"gcc <= {limit.gcc_max}" if limit else "an older one"
+    evidence = [f"called: {compiler.path}"] if compiler else []
+    if limit is not None and limit.gcc_max and not clang:
+        evidence.append(f"{limit.path}:{limit.gcc_line}: gcc versions later than {limit.gcc_max} are refused")
+    if nvcc is not None and nvcc.complaint:
+        evidence.append(f"{nvcc.path} -x cu -E /dev/null: {_message(nvcc.complaint)}")
+    own = facts.compilers.cxx
+    other = own is not None and compiler is not None and own.real != compiler.real
+    return Problem(
+        id="cc.nvcc",
+        goals=BUILD,
+        level=Level.FAIL,
+        title=f"nvcc {toolkit.version if toolkit else ''} would call {_named(compiler)}; it allows {most}",
+        cause=f"torch looks at {_named(own)} and will not warn." if other else "",
+        breaks=_BREAKS,
+        evidence=tuple(evidence),
+        **_mend(facts, toolkit),  # type: ignore[arg-type]
+    )
+
+
+def _message(complaint: str) -> str:
+    """Cut a compiler's message to what it says, without its place and its advice."""
+    return complaint.rpartition("error: ")[2].partition(" The nvcc flag")[0][:160]
+
+
+def _no_host(facts: CudaFacts, nvcc: Nvcc, toolkit: Toolkit | None) -> Problem:
+    return Problem(
+        id="cc.nvcc",
+        goals=BUILD,
+        level=Level.FAIL,
+        title=f"nvcc finds no host compiler ({os.path.basename(nvcc.compiler or 'gcc')})",
+        breaks=_BREAKS,
+        evidence=(f"{nvcc.path} -x cu -E /dev/null: {nvcc.complaint}",),
+        **_mend(facts, toolkit),  # type: ignore[arg-type]
+    )
+
+
+def _mend(facts: CudaFacts, toolkit: Toolkit | None) -> dict[str, object]:
+    """Name the newest installed compiler that is allowed; else what to install."""
+    most = fixes.newest_host_gcc(facts, toolkit) if toolkit is not None else None
+    pair = fixes.allowed_pair(facts, most or 99)
+    if pair is not None:
+        gcc, gxx = (shlex.quote(one.path) for one in pair)
+        return {
+            "fix": f"use gcc {pair[0].version}, which is installed",
+            "exports": (("CC", gcc), ("CXX", gxx), ("NVCC_CCBIN", gxx)),
+        }
+    known = [number for number in facts.compilers.installable if number <= (most or 99)]
+    apt = f"gcc-{max(known)} g++-{max(known)}" if known else ""
+    return {
+        "fix": f"install a gcc that is allowed{f' ({most} or older)' if most else ''}, with its g++",
+        "commands": fixes.install_system(facts, apt=apt, dnf="gcc gcc-c++", zypper="gcc gcc-c++"),
+    }
+
+
+def _torch(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
+    """Judge the compiler that torch checks, with the table of the torch that is installed."""
+    own, torch = facts.compilers.cxx, facts.torch
+    if own is None:
+        return Problem(
+            id="cc.torch",
+            goals=BUILD,
+            level=Level.FAIL,
+            title=f"there is no C++ compiler: torch calls {facts.compilers.cxx_asked}",
+            breaks="building any extension; running is fine",
+            evidence=(f"CXX={facts.variables['CXX']}",)
+            if "CXX" in facts.variables
+            else ("CXX is not set; no c++ on PATH",),
+            **_mend(facts, toolkit),  # type: ignore[arg-type]
+        )
+    if torch is None or toolkit is None or facts.variables.get("TORCH_DONT_CHECK_COMPILER_ABI") or not own.version:
+        return None
+    table = torch.clang if own.family == "clang" and "clang" in os.path.basename(own.path) else torch.gcc
+    bounds = table.get(minor(toolkit.version))
+    if bounds is None or bounds.least <= version(own.version) < bounds.below:
+        return None
+    high = version(own.version) >= bounds.below
+    allowed = f"below {'.'.join(map(str, bounds.below))}" if high else f"{'.'.join(map(str, bounds.least))} or newer"
+    return Problem(
+        id="cc.torch",
+        goals=BUILD,
+        level=Level.FAIL,
+        title=f"torch refuses {_named(own)} with CUDA {minor(toolkit.version)}: it wants a version {allowed}",
+        breaks=_BREAKS,
+        evidence=(f"{torch.folder}/utils/cpp_extension.py: its table of compilers", f"called: {own.path}"),
+        **_mend(facts, toolkit),  # type: ignore[arg-type]
+    )
+
+
+def _flags(facts: CudaFacts) -> Problem | None:
+    """Point at flags that everybody's nvcc gets without seeing them."""
+    for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
+        value = facts.variables.get(name, "")
+        if "allow-unsupported-compiler" in value:
+            return Problem(
+                id="cc.flags",
+                goals=BUILD,
+                level=Level.WARN,
+                title=f"{name} switches nvcc's check of the host compiler off",
+                cause="The check is skipped, and the headers of a compiler that is too new then fail one by one.",
+                breaks="building CUDA extensions, perhaps",
+                evidence=(f"{name}={value}",),
+                fix="take it away, and choose a compiler that is allowed",
+                unset=(name,),
+            )
+        if "ccbin" in value or "compiler-bindir" in value:
+            return Problem(
+                id="cc.flags",
+                goals=BUILD,
+                level=Level.INFO,
+                title=f"{name} chooses nvcc's host compiler, whatever CC says",
+                evidence=(f"{name}={value}",),
+            )
+    return None

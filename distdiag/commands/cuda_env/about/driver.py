@@ -1,0 +1,268 @@
+"""The NVIDIA driver: is there one, do its parts fit together, is it new enough for torch."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from typing import TYPE_CHECKING
+
+from distdiag.commands.cuda_env.fixes import driver_carries, driver_cuda, driver_version, install_torch
+from distdiag.commands.cuda_env.model import RUN, Problem, Section
+from distdiag.knowledge.cuda import major, tables, version
+from distdiag.report import Level
+
+if TYPE_CHECKING:
+    from distdiag.commands.cuda_env.collect import CudaFacts
+
+_SAID_ELSEWHERE = (0, 100, 101, 802, 803, 804)
+"""What cuInit answers and another check explains."""
+
+
+def about_driver(facts: CudaFacts) -> Section:
+    """Judge the driver."""
+    driver, answer = facts.driver, facts.driver.answer
+    found = driver_version(facts)
+    newest = driver_cuda(facts)
+    line = f"{found or 'libcuda is there'} (CUDA <= {newest})" if newest else "none"
+    details = tuple(filter(None, (driver.kernel_file, driver.library_path, answer.nvml_path)))
+    if not newest or answer.stuck or answer.died:
+        problem = _hangs(facts) if answer.stuck or answer.died else _absent(facts)
+        return Section(name="Driver", line=line, problems=(problem,), details=details)
+    problems = [
+        one for one in (_stub(facts), _parts(facts), _compat(facts), _init(facts), _age(facts), _wsl(facts)) if one
+    ]
+    if facts.torch is not None and facts.torch.cuda and not problems:
+        line += f", enough for torch's CUDA {facts.torch.cuda}"
+    return Section(name="Driver", line=line, problems=tuple(problems), details=details)
+
+
+def _fail(id_: str, title: str, **rest: object) -> Problem:
+    return Problem(id=id_, goals=RUN, level=Level.FAIL, title=title, **{"breaks": "running on GPUs", **rest})  # type: ignore[arg-type]
+
+
+def _hangs(facts: CudaFacts) -> Problem:
+    answer = facts.driver.answer
+    if answer.died:
+        return _fail("driver.present", f"the driver's libraries cannot be used: {answer.died}", evidence=_loaded(facts))
+    return _fail(
+        "driver.hangs",
+        f"the driver does not answer: {answer.stuck} did not come back",
+        cause="Every CUDA program that starts now will hang in the same call.",
+        evidence=_loaded(facts),
+        fix="see what the kernel says; a GPU that fell off the bus or a hung nvidia_uvm needs a reset or a reboot",
+        commands=("dmesg | grep -iE 'nvrm|xid|nvidia' | tail -20",),
+    )
+
+
+def _loaded(facts: CudaFacts) -> tuple[str, ...]:
+    answer = facts.driver.answer
+    return tuple(filter(None, (answer.cuda_path, answer.nvml_path, facts.driver.kernel_file)))
+
+
+def _absent(facts: CudaFacts) -> Problem:
+    """Say why there is no driver: the nearest cause first, in containers the flag that was forgotten."""
+    driver = facts.driver
+    evidence = tuple(
+        filter(
+            None,
+            (
+                driver.answer.cuda_error,
+                f"{driver.hardware} NVIDIA GPU(s) on the PCI bus"
+                if driver.hardware
+                else "no NVIDIA GPU on the PCI bus",
+                driver.kernel_file or "/proc/driver/nvidia/version is not there",
+                f"this is a container: {driver.container}" if driver.container else "",
+            ),
+        )
+    )
+    title, fix, commands = _why_absent(facts)
+    return _fail("driver.present", title, evidence=evidence, fix=fix, commands=commands)
+
+
+def _why_absent(facts: CudaFacts) -> tuple[str, str, tuple[str, ...]]:
+    driver = facts.driver
+    if driver.installed:
+        folder = os.path.dirname(driver.installed[-1])
+        return (
+            f"libcuda is in {folder}, where the loader does not look",
+            "let it look there",
+            (f"export LD_LIBRARY_PATH={shlex.quote(folder)}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}",),
+        )
+    if driver.container and (driver.hardware or driver.kernel):
+        kubernetes = "KUBERNETES" in driver.container
+        text = (
+            "ask for GPUs in the pod's spec: resources.limits nvidia.com/gpu"
+            if kubernetes
+            else "start it with GPUs: docker run --gpus all, podman run --device nvidia.com/gpu=all, apptainer --nv"
+        )
+        return "this container was given no GPU: the machine has one, and libcuda is not in here", text, ()
+    if driver.wsl:
+        return (
+            "WSL has no /usr/lib/wsl/lib/libcuda.so.1",
+            "install NVIDIA's driver for Windows, then wsl --shutdown",
+            (),
+        )
+    if driver.kernel:
+        text = "install the libraries that belong to the kernel's driver"
+        return f"the kernel has driver {driver.kernel}, and its libraries (libcuda) are not installed", text, ()
+    if driver.hardware:
+        return "there is an NVIDIA GPU and no driver for it", "install the driver, then reboot", ()
+    return "there is no NVIDIA GPU here, and no driver", "run it on a machine with a GPU", ()
+
+
+def _stub(facts: CudaFacts) -> Problem | None:
+    driver = facts.driver
+    if "/stubs/" not in driver.library_path and driver.answer.cuda_status != 34:
+        return None
+    entries = [one.text for one in facts.loader_path if one.stubs]
+    return _fail(
+        "driver.stub",
+        "the loader takes the toolkit's stub for the driver: every CUDA call gives error 34",
+        cause="Stubs only serve to link against on machines without a driver.",
+        evidence=(driver.library_path,),
+        fix="take the stubs out of LD_LIBRARY_PATH",
+        exports=(("LD_LIBRARY_PATH", without(facts, entries)),) if entries else (),
+    )
+
+
+def without(facts: CudaFacts, entries: list[str]) -> str:
+    """Write LD_LIBRARY_PATH without some of its entries, to paste."""
+    kept = [one.text for one in facts.loader_path if one.text and one.text not in entries]
+    return shlex.quote(":".join(kept))
+
+
+def _parts(facts: CudaFacts) -> Problem | None:
+    driver = facts.driver
+    told_by_nvml = driver.answer.nvml_status == 18
+    differ = bool(driver.kernel and driver.library and driver.kernel != driver.library)
+    if not (differ or told_by_nvml) or _is_compat(facts) or driver.wsl:
+        return None
+    where = (
+        "This is a container: the host's driver changed under it."
+        if driver.container
+        else ("The packages were upgraded, and the old module is still loaded.")
+    )
+    fix = (
+        "start the container again"
+        if driver.container
+        else "reboot; or, with no GPU program running, load the new module"
+    )
+    commands = (
+        ()
+        if driver.container
+        else ("sudo rmmod nvidia_uvm nvidia_drm nvidia_modeset nvidia && sudo modprobe nvidia_uvm",)
+    )
+    return _fail(
+        "driver.userland-kernel",
+        f"the kernel runs driver {driver.kernel or 'of another version'}, its libraries are {driver.library or 'not'}: "
+        "they must be the same",
+        cause=where,
+        evidence=tuple(filter(None, (driver.kernel_file, driver.library_path))),
+        fix=fix,
+        commands=commands,
+    )
+
+
+def _is_compat(facts: CudaFacts) -> bool:
+    return "/compat/" in facts.driver.library_path or "cuda-compat" in facts.driver.library_path
+
+
+def _compat(facts: CudaFacts) -> Problem | None:
+    """Judge the forward compatibility package: newer than the kernel's driver, and for some kinds of GPU only."""
+    driver, status = facts.driver, facts.driver.answer.cuda_status
+    if not _is_compat(facts):
+        return None if status not in (803, 804) else _init_failed(facts, status)
+    names = [gpu.name for gpu in driver.answer.present or driver.answer.visible]
+    excluded = [name for name in names if not tables().forward_compatible.search(name)]
+    older = bool(driver.kernel and driver.library) and version(driver.library) < version(driver.kernel)
+    folder = os.path.dirname(driver.library_path)
+    entries = [one.text for one in facts.loader_path if one.text.rstrip("/") == folder or "/compat" in one.text]
+    mend = {
+        "evidence": tuple(filter(None, (driver.library_path, driver.kernel_file, ", ".join(names)))),
+        "fix": "take it out of LD_LIBRARY_PATH" if entries else f"remove {folder} from the loader's configuration",
+        "exports": (("LD_LIBRARY_PATH", without(facts, entries)),) if entries else (),
+    }
+    if status == 804 or excluded:
+        who = excluded[0] if excluded else "this GPU"
+        return _fail(
+            "driver.compat-lib", f"cuda-compat does not work on {who}: error 804; it is for data center GPUs", **mend
+        )
+    if status == 803 or older:
+        title = f"cuda-compat {driver.library} does not fit the kernel's driver {driver.kernel}: error 803"
+        return _fail("driver.compat-lib", title, cause="It must be newer than the driver in the kernel.", **mend)
+    return Problem(
+        id="driver.compat-lib",
+        goals=RUN,
+        level=Level.INFO,
+        title=f"cuda-compat {driver.library} stands in for the kernel's driver {driver.kernel}, as it is meant to",
+        evidence=(driver.library_path,),
+    )
+
+
+def _init(facts: CudaFacts) -> Problem | None:
+    status = facts.driver.answer.cuda_status
+    if status == 802:
+        return _fabric(facts)
+    return None if status is None or status in (*_SAID_ELSEWHERE, 34) else _init_failed(facts, status)
+
+
+def _init_failed(facts: CudaFacts, status: int) -> Problem:
+    means = tables().status.get(str(status), "see cuda.h, CUresult")
+    commands = ("sudo rmmod nvidia_uvm && sudo modprobe nvidia_uvm",) if status in (304, 999) else ()
+    return _fail(
+        "driver.init",
+        f"the driver does not start: cuInit gives error {status}, {means}",
+        evidence=_loaded(facts),
+        fix="load nvidia_uvm again, with no GPU program running" if commands else "see what the kernel says",
+        commands=commands or ("dmesg | grep -iE 'nvrm|xid|nvidia' | tail -20",),
+    )
+
+
+def _fabric(facts: CudaFacts) -> Problem:
+    state = facts.driver.fabric_manager
+    return _fail(
+        "gpu.fabric",
+        "the NVSwitch fabric is not ready (error 802): the fabric manager does not run, or is of another version",
+        evidence=tuple(filter(None, (f"nvidia-fabricmanager: {state}" if state else "", facts.driver.kernel_file))),
+        fix=f"install the fabric manager of version {driver_version(facts)}, and start it",
+        commands=("sudo systemctl start nvidia-fabricmanager", "systemctl status nvidia-fabricmanager --no-pager"),
+    )
+
+
+def _age(facts: CudaFacts) -> Problem | None:
+    torch = facts.torch
+    if torch is None or not torch.cuda or driver_carries(facts, torch.cuda) is not False or _is_compat(facts):
+        return None
+    least = tables().least_driver.get(str(major(torch.cuda)), "a newer one")
+    commands = install_torch(facts)
+    return Problem(
+        id="driver.min",
+        goals=RUN,
+        level=Level.FAIL,
+        title=f"driver {driver_version(facts)} knows CUDA up to {driver_cuda(facts)}: "
+        f"torch {torch.version} needs driver {least}",
+        breaks="running on GPUs",
+        evidence=tuple(filter(None, (facts.driver.kernel_file, f"{torch.source}: cuda = {torch.cuda}"))),
+        fix="upgrade the driver; or install a torch for this one"
+        if commands
+        else f"upgrade the driver to {least} or newer",
+        commands=commands,
+    )
+
+
+def _wsl(facts: CudaFacts) -> Problem | None:
+    driver = facts.driver
+    linux = [path for path in driver.installed if "/wsl/" not in path]
+    if not driver.wsl or not linux:
+        return None
+    loaded = driver.library_path in linux
+    return Problem(
+        id="driver.wsl",
+        goals=RUN,
+        level=Level.FAIL if loaded else Level.WARN,
+        title="a Linux driver is installed inside WSL, where Windows' own one (/usr/lib/wsl/lib) must be used",
+        breaks="running on GPUs" if loaded else "",
+        evidence=tuple(linux),
+        fix="remove the packages that brought it",
+        commands=(f"dpkg -S {shlex.quote(linux[0])}",) if facts.building.package_tool == "apt-get" else (),
+    )

@@ -1,0 +1,145 @@
+"""The GPUs: which a program sees, and whether torch has code for them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distdiag.commands.cuda_env.archs import from_capability, how_it_runs
+from distdiag.commands.cuda_env.fixes import as_code, driver_carries, gpu_archs, install_torch
+from distdiag.commands.cuda_env.model import RUN, Problem, Section
+from distdiag.report import Level
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from distdiag.commands.cuda_env.collect import CudaFacts
+    from distdiag.node.cuda.driver import Gpu
+
+
+def about_gpus(facts: CudaFacts) -> Section:
+    """Judge what can be seen, and what torch can do with it."""
+    answer = facts.driver.answer
+    gpus = answer.visible or answer.present
+    if not gpus:
+        problem = _blocked(facts) if answer.nvml_status in (15, 17) or answer.cuda_status in (100, 101) else None
+        return Section(name="GPUs", line="none", problems=(problem,) if problem else (), skipped="no GPU was seen")
+    problems = [one for one in (_visible(facts), _torch_code(facts), _mig(answer.present)) if one]
+    covered = "" if problems or facts.torch is None or not torch_archs(facts) else "; torch has code for them"
+    return Section(name="GPUs", line=names(gpus) + covered, problems=tuple(problems))
+
+
+def names(gpus: Sequence[Gpu]) -> str:
+    """Count GPUs by kind: 8 x NVIDIA H100 (9.0)."""
+    kinds: dict[str, int] = {}
+    for gpu in gpus:
+        kind = f"{gpu.name} ({gpu.capability})" if gpu.capability else gpu.name
+        kinds[kind] = kinds.get(kind, 0) + 1
+    return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+
+
+def torch_archs(facts: CudaFacts) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """Give torch's own code as (cubins, PTX) in nvcc's writing; None if it is not known."""
+    torch, imported = facts.torch, facts.imported
+    if imported is not None and imported.archs:
+        cubins = tuple(one[3:] for one in imported.archs if one.startswith("sm_"))
+        return cubins, tuple(one[8:] for one in imported.archs if one.startswith("compute_"))
+    if torch is not None and (torch.archs or torch.ptx):
+        return torch.archs, torch.ptx
+    return None
+
+
+def _visible(facts: CudaFacts) -> Problem | None:
+    answer = facts.driver.answer
+    chosen = facts.variables.get("CUDA_VISIBLE_DEVICES")
+    if answer.cuda_status in (100, 101) or (answer.cuda_count == 0 and answer.present):
+        return _blocked(facts)
+    if chosen is None or answer.cuda_count is None:
+        return None
+    wanted = [one for one in chosen.split(",") if one.strip()]
+    if len(wanted) <= answer.cuda_count:
+        return None
+    return Problem(
+        id="gpu.visible",
+        goals=RUN,
+        level=Level.WARN,
+        title=f"CUDA_VISIBLE_DEVICES={chosen} names {len(wanted)} GPUs, and CUDA sees {answer.cuda_count}",
+        cause="CUDA stops at the first that is not there; what comes after it is ignored.",
+        breaks="ranks beyond those seen",
+        evidence=(f"{len(answer.present)} GPUs are here: 0-{len(answer.present) - 1}",) if answer.present else (),
+        fix="name GPUs that are here",
+        commands=("nvidia-smi -L",),
+    )
+
+
+def _blocked(facts: CudaFacts) -> Problem:
+    answer = facts.driver.answer
+    chosen = facts.variables.get("CUDA_VISIBLE_DEVICES")
+    hidden = chosen is not None
+    text = (
+        f"CUDA_VISIBLE_DEVICES={chosen!r} hides all GPUs" if hidden else "the driver is there, and no GPU can be seen"
+    )
+    return Problem(
+        id="gpu.visible",
+        goals=RUN,
+        level=Level.FAIL,
+        title=text,
+        cause="" if hidden else "A cgroup, a container's device list or a scheduler that gave none keeps them away.",
+        breaks="running on GPUs",
+        evidence=(f"{len(answer.present)} GPUs are here", f"cuInit: {answer.cuda_status}"),
+        fix="take the variable away, or name GPUs that are here"
+        if hidden
+        else "ask the scheduler or the container for GPUs",
+        unset=("CUDA_VISIBLE_DEVICES",) if hidden else (),
+    )
+
+
+def _torch_code(facts: CudaFacts) -> Problem | None:
+    """Say which GPUs torch has no code for: that is a wrong build, or PTX that the driver must compile."""
+    code = torch_archs(facts)
+    if code is None or facts.torch is None or not facts.torch.cuda:
+        return None
+    cubins, ptx = code
+    how = {gpu: how_it_runs(cubins, ptx, gpu) for gpu in gpu_archs(facts)}
+    without = [gpu for gpu, way in how.items() if not way]
+    if without:
+        kinds = sorted({gpu.name for gpu in facts.driver.answer.visible if from_capability(gpu.capability) in without})
+        commands = install_torch(facts, archs=gpu_archs(facts))
+        return Problem(
+            id="arch.torch",
+            goals=RUN,
+            level=Level.FAIL,
+            title=f"torch {facts.torch.version} has no code for {', '.join(kinds) or 'the GPU'} "
+            f"({', '.join(gpu.torch for gpu in without)})",
+            breaks='every kernel: "no kernel image is available for execution on the device"',
+            evidence=(f"code in it: {' '.join(as_code(one) for one in cubins)}",),
+            fix="install a build that has it"
+            if commands
+            else "no build of this torch version has it: take another version",
+            commands=commands,
+        )
+    compiled = [gpu for gpu, way in how.items() if way == "ptx"]
+    if not compiled:
+        return None
+    enough = driver_carries(facts, facts.torch.cuda) is not False
+    return Problem(
+        id="arch.torch",
+        goals=RUN,
+        level=Level.WARN if enough else Level.FAIL,
+        title=f"torch has no compiled code for {', '.join(gpu.torch for gpu in compiled)}: the driver compiles its PTX",
+        cause="The first start of each kernel is slow; the driver must not be older than the PTX's toolkit.",
+        evidence=(f"PTX in it: {' '.join(as_code(one) for one in ptx)}",),
+        fix="a build for these GPUs starts faster",
+        commands=install_torch(facts, archs=gpu_archs(facts)),
+    )
+
+
+def _mig(gpus: Sequence[Gpu]) -> Problem | None:
+    parts = [gpu.index for gpu in gpus if gpu.mig]
+    if not parts:
+        return None
+    return Problem(
+        id="gpu.mig",
+        goals=RUN,
+        level=Level.INFO,
+        title=f"GPU {', '.join(map(str, parts))} is cut into MIG instances: a process sees one, NCCL cannot join them",
+    )

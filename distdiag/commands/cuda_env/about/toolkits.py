@@ -1,0 +1,249 @@
+"""The CUDA toolkits: who would use which, is that one whole, and does it fit torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from typing import TYPE_CHECKING
+
+from distdiag.commands.cuda_env import fixes
+from distdiag.commands.cuda_env.about.matching import set_in, who_uses, with_each_other, with_torch
+from distdiag.commands.cuda_env.model import BUILD, Problem, Section
+from distdiag.knowledge.cuda import minor, version
+from distdiag.report import Level
+
+if TYPE_CHECKING:
+    from distdiag.commands.cuda_env.collect import CudaFacts
+    from distdiag.node.cuda.toolkits import Toolkit
+
+_BREAKS = "building CUDA extensions; running is fine"
+
+
+def about_toolkits(facts: CudaFacts) -> Section:
+    """Judge the toolkits; the first thing that is wrong hides what follows from it."""
+    used = fixes.used_toolkit(facts)
+    whole = fixes.usable_toolkits(facts)
+    line = _line(facts, used) if used is not None and used.version else "none that is used" if whole else "none"
+    problems = [one for one in (_variable(facts), _broken(facts)) if one] or [
+        one for one in (_found(facts), _home(facts), _headers(facts)) if one
+    ]
+    problems += [one for one in (_sources(facts), with_torch(facts), with_each_other(facts), _dev_link(facts)) if one]
+    return Section(name="Toolkit", line=line, problems=tuple(problems), details=tuple(_details(facts)))
+
+
+def _line(facts: CudaFacts, used: Toolkit) -> str:
+    """Name the toolkit, and who uses it."""
+    homes = {name: fixes.toolkit_at(facts, home) for name, home in who_uses(facts).items()}
+    users = [name for name, one in homes.items() if one is not None and one.real == used.real]
+    return f"{used.version} ({used.root})" + (f", used by {', '.join(users)}" if users else "")
+
+
+def _details(facts: CudaFacts) -> list[str]:
+    lines = [f"{name} -> {home or 'none'}" for name, home in who_uses(facts).items()]
+    for one in facts.toolkits:
+        state = one.version or ("not there" if not one.exists else "no toolkit")
+        lines.append(f"{one.root}: {state} (by {', '.join(one.found_by)})")
+    return lines
+
+
+def _problem(id_: str, level: Level, title: str, **rest: object) -> Problem:
+    return Problem(id=id_, goals=BUILD, level=level, title=title, **{"breaks": _BREAKS, **rest})  # type: ignore[arg-type]
+
+
+def _mend(facts: CudaFacts) -> dict[str, object]:
+    """Give the fix that chooses the best toolkit here, or says what to install."""
+    best = fixes.best_toolkit(facts)
+    if best is not None:
+        return {"fix": f"use the one in {best.root} ({best.version})", "exports": fixes.choose_toolkit(facts, best)}
+    if facts.driver.container and "singularity" not in facts.driver.container:
+        return {"fix": "take the image's -devel variant (nvidia/cuda, pytorch/pytorch): it has nvcc and headers"}
+    wanted = fixes.torch_cuda(facts)
+    name = f"cuda-toolkit-{wanted.replace('.', '-')}" if wanted else "cuda-toolkit"
+    return {
+        "fix": f"install a toolkit of version {wanted or 'that your torch is built for'}{fixes.from_repository(facts)}",
+        "commands": fixes.install_system(facts, apt=name, dnf=name, zypper=name),
+    }
+
+
+def _variable(facts: CudaFacts) -> Problem | None:
+    """Judge CUDA_HOME (or CUDA_PATH) as it is written: torch takes it unseen."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        value = facts.variables.get(name, "")
+        if not value:
+            continue
+        wrong = _why_wrong(value)
+        toolkit = fixes.toolkit_at(facts, value)
+        if not wrong and (toolkit is None or not toolkit.exists):
+            wrong = "there is no such directory"
+        if wrong:
+            return _problem(
+                "toolkit.home",
+                Level.FAIL,
+                f"{name}={value!r}: {wrong}",
+                cause="torch and DeepSpeed take it as it stands, and fail later.",
+                evidence=set_in(facts, name),
+                **_mend(facts),
+            )
+        return None
+    return None
+
+
+def _why_wrong(value: str) -> str:
+    if ":" in value:
+        return "it holds a list; a stray ':' comes from CUDA_HOME=$CUDA_HOME:..."
+    if value != value.strip():
+        return "white space at its ends belongs to the name"
+    if value[0] in "\"'" or value[-1] in "\"'":
+        return "the quotes belong to the name"
+    return "nobody expands the ~ here" if value.startswith("~") else ""
+
+
+def _broken(facts: CudaFacts) -> Problem | None:
+    """Name an nvcc that answers --version and compiles nothing."""
+    for use in facts.uses.values():
+        nvcc = fixes.nvcc_at(facts, use.nvcc)
+        if nvcc is None or not nvcc.complaint or _is_about_compiler(nvcc.complaint):
+            continue
+        lost = nvcc.kind == "symlink" and "cuda_runtime.h" in nvcc.complaint
+        real = os.path.dirname(nvcc.real)
+        best = fixes.best_toolkit(facts)
+        return _problem(
+            "toolkit.nvcc-broken",
+            Level.FAIL,
+            f"{nvcc.path} does not compile" + (", although --version works: it is a symlink" if lost else ""),
+            cause="nvcc looks for nvcc.profile beside the link, not beside the file that it leads to." if lost else "",
+            evidence=(
+                f"{nvcc.path} -x cu -E /dev/null: {nvcc.complaint}",
+                f"{nvcc.path} -> {nvcc.real}" if lost else "",
+            ),
+            fix=f"put {real} before it on PATH, and remove the link" if lost else "use a whole toolkit",
+            exports=fixes.choose_toolkit(facts, best) if best else (),
+            commands=(f"rm {shlex.quote(nvcc.path)}",) if lost else (),
+        )
+    return None
+
+
+def _is_about_compiler(complaint: str) -> bool:
+    """Tell whether it is the host compiler that is refused or missing: that is another section's."""
+    return bool(
+        re.search(r"unsupported (GNU|clang|HOST)|gcc: (not found|No such file)|host compiler|clang.*No such", complaint)
+    )
+
+
+def _found(facts: CudaFacts) -> Problem | None:
+    """Say that there is no toolkit that anybody would find."""
+    use = facts.uses["torch"]
+    dangling = next((one for one in facts.toolkits if not one.exists and "CUDA" not in " ".join(one.found_by)), None)
+    home = fixes.toolkit_at(facts, use.home) if use.home else None
+    if use.home and home is not None and home.exists and (home.nvcc or fixes.nvcc_at(facts, use.nvcc)):
+        return None
+    evidence = [use.rule] if not use.home else [f"torch would take {use.home} ({use.rule}); {use.nvcc} is not there"]
+    evidence += [f"{dangling.root} -> {dangling.real}"] if dangling else []
+    if dangling is not None:
+        title = f"{dangling.root} leads nowhere, and no nvcc is on PATH"
+    elif use.home:
+        title = f"{use.home} has no nvcc: it is there to run programs, not to build them"
+    else:
+        whole = fixes.usable_toolkits(facts)
+        title = (
+            f"no nvcc is found, though {whole[0].root} has one" if whole else "there is no CUDA toolkit (no nvcc) here"
+        )
+    return _problem("toolkit.found", Level.FAIL, title, evidence=tuple(evidence), **_mend(facts))
+
+
+def _home(facts: CudaFacts) -> Problem | None:
+    """Find the trap: torch takes the directory above nvcc, which is no toolkit where nvcc is a wrapper or a link."""
+    use = facts.uses["torch"]
+    home, nvcc = fixes.toolkit_at(facts, use.home), fixes.nvcc_at(facts, use.nvcc)
+    if home is None or home.headers or nvcc is None or _conda_headers(home):
+        return None
+    real = fixes.toolkit_at(facts, nvcc.top) if nvcc.top else None
+    kind = {"script": "a script that starts another nvcc", "symlink": "a link"}.get(nvcc.kind, "not in a toolkit")
+    chosen = real if real is not None and real.headers else None
+    mend = (
+        {"fix": f"name the toolkit itself, {chosen.root}", "exports": (("CUDA_HOME", shlex.quote(chosen.root)),)}
+        if chosen
+        else _mend(facts)
+    )
+    return _problem(
+        "toolkit.home",
+        Level.WARN,
+        f"torch would take {use.home} for the CUDA toolkit, because {nvcc.path} is {kind}",
+        cause=f"It takes the directory above the first nvcc on PATH; {use.home} has no include/cuda_runtime_api.h. "
+        "Its version check passes, and C++ files then fail to compile.",
+        evidence=tuple(
+            filter(
+                None, (f"{nvcc.path} uses {nvcc.top}" if nvcc.top else "", f"no {use.home}/include/cuda_runtime_api.h")
+            )
+        ),
+        **mend,
+    )
+
+
+def _conda_headers(toolkit: Toolkit) -> str:
+    """Give the headers of a conda toolkit, which lie in targets/ where torch does not look."""
+    return toolkit.headers if "conda" in toolkit.found_by and "/targets/" in toolkit.headers else ""
+
+
+def _headers(facts: CudaFacts) -> Problem | None:
+    use = facts.uses["torch"]
+    home = fixes.toolkit_at(facts, use.home)
+    if home is None or not home.exists or not home.nvcc:
+        return None
+    if home.headers and "/targets/" in home.headers:
+        libraries = os.path.join(os.path.dirname(home.headers), "lib")
+        return _problem(
+            "toolkit.headers",
+            Level.FAIL,
+            f"the headers of {home.root} lie in {home.headers}, where torch does not look",
+            cause="conda's toolkits from CUDA 12 on are laid out so; torch adds only include/.",
+            evidence=(f"{home.headers}/cuda_runtime_api.h",),
+            fix="show them to the compiler and the linker",
+            exports=(
+                ("CPATH", f"{shlex.quote(home.headers)}${{CPATH:+:$CPATH}}"),
+                ("LIBRARY_PATH", f"{shlex.quote(libraries)}${{LIBRARY_PATH:+:$LIBRARY_PATH}}"),
+            ),
+        )
+    nvcc = fixes.nvcc_at(facts, use.nvcc)
+    if home.headers or nvcc is None or nvcc.kind != "binary" or not home.version:
+        return None
+    return _problem(
+        "toolkit.headers",
+        Level.FAIL,
+        f"{home.root} has nvcc and no headers (cuda_runtime_api.h)",
+        evidence=tuple(f"{file}: {value}" for file, value in home.sources[:2]),
+        **_mend(facts),
+    )
+
+
+def _sources(facts: CudaFacts) -> Problem | None:
+    """Find a tree of two versions: its files disagree beyond the patch level."""
+    for one in facts.toolkits:
+        told = {minor(value) for _, value in one.sources}
+        if len(told) > 1 and one.exists:
+            return _problem(
+                "toolkit.version-sources",
+                Level.FAIL if one is fixes.used_toolkit(facts) else Level.WARN,
+                f"{one.root} is of two versions: {' and '.join(sorted(told, key=version))}",
+                cause="One was installed over the other.",
+                evidence=tuple(f"{file}: {value}" for file, value in one.sources),
+                fix="install that toolkit again into an empty directory; or use another one",
+            )
+    return None
+
+
+def _dev_link(facts: CudaFacts) -> Problem | None:
+    """Find a toolkit of pip's wheels: it has no libcudart.so to link against."""
+    used = fixes.used_toolkit(facts)
+    if used is None or not used.runtime or used.dev_link or not used.nvcc:
+        return None
+    return _problem(
+        "toolkit.cudart-devlink",
+        Level.FAIL,
+        f"{used.libraries} has no libcudart.so: linking an extension fails (cannot find -lcudart)",
+        cause="The wheels bring the library for running only.",
+        evidence=(f"{used.libraries}/{used.runtime}",),
+        fix="make the link that a toolkit would have",
+        commands=(f"ln -s {used.runtime} {shlex.quote(used.libraries)}/libcudart.so",),
+    )

@@ -1,0 +1,135 @@
+"""GPU architectures: names, what runs where, and TORCH_CUDA_ARCH_LIST as torch reads it. Pure.
+
+Rules of running: a cubin runs on GPUs of its own major version with the same or a higher minor one (CUDA programming
+guide, binary compatibility); PTX is compiled by the driver on any newer GPU; "a" code runs on its own capability only,
+"f" code on the same major from its own minor on; Tegra's chips and the cards are not exchangeable.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from distdiag.knowledge.cuda import tables
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+_TEGRA = {(5, 3), (6, 2), (7, 2), (8, 7), (10, 1), (11, 0)}
+_SAME_CHIP = ({(10, 1), (11, 0)},)
+"""Thor: CUDA 13.0 renamed 10.1 to 11.0."""
+
+
+@dataclass(frozen=True, order=True)
+class Arch:
+    """One architecture: 9.0a is (9, 0, "a")."""
+
+    major: int
+    minor: int
+    suffix: str = ""
+
+    @property
+    def nvcc(self) -> str:
+        """As nvcc writes it: 90a."""
+        return f"{self.major}{self.minor}{self.suffix}"
+
+    @property
+    def torch(self) -> str:
+        """As TORCH_CUDA_ARCH_LIST writes it: 9.0a."""
+        return f"{self.major}.{self.minor}{self.suffix}"
+
+
+def from_nvcc(text: str) -> Arch:
+    """Read nvcc's writing: "90a", "120", "75"."""
+    found = re.fullmatch(r"(\d+)(\d)([af]?)", text)
+    if found is None:
+        raise ValueError(f"{text!r} is no architecture")
+    return Arch(int(found[1]), int(found[2]), found[3])
+
+
+def from_capability(text: str) -> Arch | None:
+    """Read a GPU's capability, "9.0"; None if it was not told."""
+    found = re.fullmatch(r"(\d+)\.(\d)([af]?)", text)
+    return Arch(int(found[1]), int(found[2]), found[3]) if found else None
+
+
+def cubin_runs(code: Arch, gpu: Arch) -> bool:
+    """Tell whether compiled code runs on a GPU."""
+    own, other = (code.major, code.minor), (gpu.major, gpu.minor)
+    if own == other or any({own, other} <= chips for chips in _SAME_CHIP):
+        return True
+    if code.suffix == "a" or own in _TEGRA or other in _TEGRA:
+        return False
+    return code.major == gpu.major and code.minor <= gpu.minor
+
+
+def ptx_runs(code: Arch, gpu: Arch) -> bool:
+    """Tell whether the driver can compile PTX for a GPU."""
+    if code.suffix:
+        return cubin_runs(code, gpu)
+    return (code.major, code.minor) <= (gpu.major, gpu.minor)
+
+
+def how_it_runs(cubins: Iterable[str], ptx: Iterable[str], gpu: Arch) -> str:
+    """Say how code, in nvcc's writing, runs on a GPU: "cubin", "ptx", or empty: not at all."""
+    if any(cubin_runs(from_nvcc(one), gpu) for one in cubins):
+        return "cubin"
+    return "ptx" if any(ptx_runs(from_nvcc(one), gpu) for one in ptx) else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArchList:
+    """TORCH_CUDA_ARCH_LIST as torch reads it: `wanted` (architecture, with PTX), `wrong`: elements that it refuses."""
+
+    wanted: tuple[tuple[Arch, bool], ...]
+    wrong: tuple[str, ...]
+
+    @property
+    def cubins(self) -> tuple[str, ...]:
+        """The code that is made, in nvcc's writing."""
+        return tuple(arch.nvcc for arch, _ in self.wanted)
+
+    @property
+    def ptx(self) -> tuple[str, ...]:
+        """The PTX that is made, in nvcc's writing."""
+        return tuple(arch.nvcc for arch, ptx in self.wanted if ptx)
+
+
+def read_list(text: str, known: Sequence[str], named: Mapping[str, str]) -> ArchList:
+    """Read a list with the tables of torch.utils.cpp_extension; its own separators are ";" and one space."""
+    known = known or tables().known_archs
+    text = text.replace(" ", ";")
+    for name, archs in (named or tables().named_archs).items():
+        text = text.replace(name, archs)
+    wanted: list[tuple[Arch, bool]] = []
+    wrong: list[str] = []
+    for element in text.split(";"):
+        plain = element.removesuffix("+PTX")
+        arch = from_capability(plain) if plain in known else None
+        if arch is None:
+            wrong.append(element)
+        else:
+            wanted.append((arch, element.endswith("+PTX")))
+    return ArchList(wanted=tuple(wanted), wrong=tuple(wrong))
+
+
+def corrected(text: str, known: Sequence[str]) -> str:
+    """Write what was probably meant; empty if nothing of it can be understood."""
+    known = known or tables().known_archs
+    found = []
+    for word in re.split(r"[;, ]+", text.strip().strip("\"'")):
+        plain = re.sub(r"^(sm|compute)_?", "", word.removesuffix("+PTX"), flags=re.IGNORECASE)
+        plain = plain[:-1] + plain[-1:].lower()
+        if re.fullmatch(r"\d{2,3}[af]?", plain):
+            plain = from_nvcc(plain).torch
+        if plain.endswith("f"):
+            plain = plain[:-1]  # torch knows no family variants
+        if plain in known:
+            found.append(plain + ("+PTX" if word.endswith("+PTX") else ""))
+    return ";".join(dict.fromkeys(found))
+
+
+def as_list(gpus: Iterable[Arch]) -> str:
+    """Write the list that fits these GPUs exactly: one element for each kind."""
+    return ";".join(arch.torch for arch in sorted({Arch(one.major, one.minor) for one in gpus}))

@@ -1,0 +1,47 @@
+"""A program of its own, `python -c` in the environment that is examined: imports torch and says how that went.
+
+Line by line as JSON, so that what was said before it hangs or dies is known. It makes no context on a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import sys
+import warnings
+
+
+def say(**words: object) -> None:
+    """Tell one thing at once."""
+    os.write(1, (json.dumps(words) + "\n").encode())
+
+
+def libraries() -> list[str]:
+    """List the files of CUDA libraries that this process has loaded."""
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        paths = {"/" + line.rstrip("\n").partition("/")[2] for line in maps if "/" in line}
+    wanted = re.compile(r"lib(cu|nccl|nv)[^/]*\.so[\d.]*$")
+    return sorted(path for path in paths if wanted.search(path))
+
+
+def main() -> None:
+    """Import torch, ask it what it is and what it sees."""
+    say(about="import")
+    try:
+        torch = importlib.import_module("torch")
+    except BaseException as error:  # noqa: BLE001 - whatever a broken torch raises is the answer
+        say(about="failed", error=f"{type(error).__name__}: {error}"[:600], libraries=libraries())
+        return
+    say(about="torch", version=str(torch.__version__), libraries=libraries(), archs=torch.cuda.get_arch_list())
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        say(about="devices", available=torch.cuda.is_available(), count=torch.cuda.device_count())
+    said = [str(one.message)[:600] for one in heard if "cuda" in str(one.message).lower()]
+    say(about="end", warnings=said, libraries=libraries())
+
+
+if __name__ == "__main__":
+    sys.path[:1] = [] if not sys.path[0] else sys.path[:1]
+    main()

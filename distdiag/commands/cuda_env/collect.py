@@ -1,0 +1,247 @@
+"""Facts of one node: all that decides whether CUDA builds and runs here. Nothing is judged, nothing is changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from dataclasses import dataclass
+
+from distdiag.node import machine, run
+from distdiag.node.cuda import building, compilers, driver, environment, libraries, toolkits, torchfiles
+from distdiag.node.cuda.building import Building  # noqa: TC001 - these are decoded by their annotations
+from distdiag.node.cuda.compilers import Compilers  # noqa: TC001
+from distdiag.node.cuda.driver import Driver  # noqa: TC001
+from distdiag.node.cuda.environment import Interpreter  # noqa: TC001
+from distdiag.node.cuda.libraries import Conflict, Entry, Extension, Library  # noqa: TC001
+from distdiag.node.cuda.places import Places
+from distdiag.node.cuda.toolkits import Nvcc, Toolkit, Use  # noqa: TC001
+from distdiag.node.cuda.torchfiles import DeepSpeed, Torch  # noqa: TC001
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+_QUICK_S = 10.0
+"""For programs that answer in milliseconds: compilers, nvcc, a Python that only tells its paths."""
+_VARIABLES = (
+    *("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", "CUDAToolkit_ROOT", "CUDACXX"),
+    *("CC", "CXX", "NVCC_CCBIN", "CUDAHOSTCXX", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "TORCH_CUDA_ARCH_LIST"),
+    *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "MAX_JOBS", "CPATH", "LIBRARY_PATH", "CONDA_PREFIX"),
+    *("VIRTUAL_ENV", "PYTHONPATH", "TORCH_EXTENSIONS_DIR", "TORCH_DONT_CHECK_COMPILER_ABI", "DS_SKIP_CUDA_CHECK"),
+)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """How importing torch went. `error` is empty if it went well; `stage` is what did not come back, empty if all did.
+
+    `count` is None where it was not told; `libraries` are the CUDA libraries that were really loaded.
+    """
+
+    version: str = ""
+    error: str = ""
+    stage: str = ""
+    available: bool | None = None
+    count: int | None = None
+    archs: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    libraries: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CudaFacts:
+    """One node. `imported` is None where torch was not imported: not wanted, or not there."""
+
+    host: str
+    goal: str
+    machine: str
+    variables: dict[str, str]
+    python: Interpreter
+    packages: dict[str, str]
+    torch: Torch | None
+    imported: Imported | None
+    deepspeed: DeepSpeed | None
+    driver: Driver
+    toolkits: tuple[Toolkit, ...]
+    nvccs: tuple[Nvcc, ...]
+    uses: dict[str, Use]
+    compilers: Compilers
+    loader_path: tuple[Entry, ...]
+    wheels: tuple[Library, ...]
+    conflicts: tuple[Conflict, ...]
+    extensions: tuple[Extension, ...]
+    extensions_complete: bool
+    building: Building
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What is known before anything was looked at."""
+
+    host: str
+
+
+def facts(ask: dict[str, Any]) -> Arrived:
+    """Tell only that we are here: looking takes as long as torch takes to import, and has deadlines of its own."""
+    return Arrived(machine.host_name())
+
+
+def more(ask: dict[str, Any], tell: Callable[[CudaFacts], None]) -> None:
+    """Look at this node, and tell."""
+    tell(look(ask))
+
+
+def look(ask: dict[str, Any]) -> CudaFacts:
+    """Look at this node.
+
+    {"goal": run, build or all; "python": whose environment, "": this one's; "timeout_s": longest time for importing
+    torch and for the driver; "root": look below it instead of /}
+    """
+    places = Places(ask["root"], dict(os.environ))
+    executable = ask["python"] or sys.executable
+    runs = ask["goal"] != "build"
+    ways: dict[str, Callable[[], Any]] = {
+        "environment": lambda: _Environment(executable, ask["timeout_s"], runs=runs),
+        "driver": lambda: driver.look(places, ask=runs, timeout_s=ask["timeout_s"]),
+        "tools": lambda: _Tools(places),
+    }
+    found = _all_at_once(ways)
+    return _assemble(ask["goal"], places, found)
+
+
+def _all_at_once(ways: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    """Ask all at the same time; each has its own deadline. An error of one is raised when all are over."""
+    found: dict[str, Any] = {}
+    errors: list[Exception] = []
+
+    def go(name: str) -> None:
+        try:
+            found[name] = ways[name]()
+        except Exception as error:  # noqa: BLE001 - raised below, in the thread that asked
+            errors.append(error)
+
+    threads = [threading.Thread(target=go, args=(name,), daemon=True) for name in ways]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return found
+
+
+class _Environment:
+    """The Python environment, and how importing its torch went; a torch without CUDA has nothing to import for."""
+
+    def __init__(self, executable: str, timeout_s: float, *, runs: bool) -> None:
+        self.python = environment.interpreter(executable, timeout_s=max(_QUICK_S, timeout_s))
+        self.torch = torchfiles.read_torch(self.python)
+        wanted = runs and self.torch is not None and bool(self.torch.cuda)
+        self.imported = _import_torch(executable, timeout_s) if wanted else None
+
+
+class _Tools:
+    """What programs on PATH tell: every nvcc, and the compilers that they and torch would call."""
+
+    def __init__(self, places: Places) -> None:
+        self.uses = {
+            "torch": toolkits.torch_use(places),
+            "cmake": toolkits.cmake_use(places),
+            "nvcc": toolkits.path_use(places),
+        }
+        self.ways = toolkits.candidates(places, [])
+        home = self.uses["torch"].home
+        if home:
+            self.ways.setdefault(home.rstrip("/") or "/", []).append("torch")
+        self.found = [toolkits.examine(root, ways) for root, ways in self.ways.items()]
+        used = {use.nvcc for use in self.uses.values() if use.nvcc and os.access(use.nvcc, os.X_OK)}
+        paths = [*used, *places.which_all("nvcc"), *(one.nvcc for one in self.found if one.nvcc)]
+        self.nvccs = [toolkits.with_compiler(one, places) for one in toolkits.ask(paths, used, timeout_s=_QUICK_S)]
+        limits = [one.limit.gcc_max for one in self.found if one.limit is not None and one.limit.gcc_max is not None]
+        called = [one.compiler for one in self.nvccs]
+        self.compilers = compilers.find(places, called, newest_gcc=min(limits, default=99), timeout_s=_QUICK_S)
+
+
+def _assemble(goal: str, places: Places, found: dict[str, Any]) -> CudaFacts:
+    own: _Environment = found["environment"]
+    python = own.python
+    tools: _Tools = found["tools"]
+    packages = environment.packages(python.paths)
+    versions = {one.name: one.version for one in packages}
+    build = building.look(places, python)
+    wheels, conflicts = libraries.in_wheels(packages)
+    extensions, complete = libraries.extensions(packages, [one.path for one in build.caches])
+    return CudaFacts(
+        host=machine.host_name(),
+        goal=goal,
+        machine=os.uname().machine,
+        variables={name: places.env[name] for name in _VARIABLES if name in places.env},
+        python=python,
+        packages={name: version for name, version in versions.items() if _is_wanted(name)},
+        torch=own.torch,
+        imported=own.imported,
+        deepspeed=torchfiles.read_deepspeed(python, versions.get("deepspeed", "")),
+        driver=found["driver"],
+        toolkits=tuple(toolkits.with_nvcc_version(one, tools.nvccs) for one in _with_wheels(tools, places, python)),
+        nvccs=tuple(tools.nvccs),
+        uses=tools.uses,
+        compilers=tools.compilers,
+        loader_path=libraries.loader_path(places.env.get("LD_LIBRARY_PATH", "")),
+        wheels=wheels,
+        conflicts=conflicts,
+        extensions=extensions,
+        extensions_complete=complete,
+        building=build,
+    )
+
+
+def _with_wheels(tools: _Tools, places: Places, python: Interpreter) -> list[Toolkit]:
+    """Add the toolkits that lie in the Python environment itself; where it is, is known last."""
+    prefixes = dict.fromkeys([*python.paths, python.prefix, places.env.get("CONDA_PREFIX", "")])
+    known = {one.root for one in tools.found}
+    more = toolkits.candidates(Places("/nonexistent", {}), [one for one in prefixes if one])
+    return [*tools.found, *(toolkits.examine(root, ways) for root, ways in more.items() if root not in known)]
+
+
+def _is_wanted(name: str) -> bool:
+    return name.startswith(("nvidia-", "torch", "cuda-", "flash-attn", "deepspeed", "apex", "xformers")) or name in (
+        *("triton", "ninja", "pip", "setuptools", "wheel", "numpy", "transformer-engine", "bitsandbytes", "vllm"),
+    )
+
+
+def _import_torch(executable: str, timeout_s: float) -> Imported | None:
+    """Import torch in a child of the examined interpreter; None if there is none to import."""
+    source = driver.source_of("distdiag.commands.cuda_env.ask_torch")
+    try:
+        done = run.run([executable, "-c", source], timeout_s=timeout_s)
+    except run.CannotRun:
+        return None
+    lines = done.stdout.decode("utf-8", "replace").splitlines()
+    told = {one["about"]: one for one in map(_record, lines) if one}
+    failed, torch, devices, end = (told.get(name, {}) for name in ("failed", "torch", "devices", "end"))
+    if "No module named 'torch'" in failed.get("error", ""):
+        return None
+    ended = "failed" in told or "end" in told
+    stage = "" if ended else "torch.cuda.is_available()" if "torch" in told else "import torch"
+    return Imported(
+        version=torch.get("version", ""),
+        error=failed.get("error", "") or ("" if ended or done.timed_out else driver.how_it_died(done)),
+        stage=stage if done.timed_out else "",
+        available=devices.get("available"),
+        count=devices.get("count"),
+        archs=tuple(torch.get("archs", ())),
+        warnings=tuple(end.get("warnings", ())),
+        libraries=tuple(end.get("libraries") or torch.get("libraries") or failed.get("libraries") or ()),
+    )
+
+
+def _record(line: str) -> dict[str, Any]:
+    """Read a line of a child; empty for what somebody else printed."""
+    try:
+        told = json.loads(line)
+    except ValueError:
+        return {}
+    return told if isinstance(told, dict) and "about" in told else {}

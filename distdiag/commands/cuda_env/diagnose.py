@@ -1,0 +1,276 @@
+"""Facts of all nodes -> the report. Pure: equal findings of several nodes become one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.hosts import fold
+from distdiag.cluster.minority import differences
+from distdiag.cluster.reached import host_findings, summary_of
+from distdiag.commands.cuda_env import fixes
+from distdiag.commands.cuda_env.archs import as_list
+from distdiag.commands.cuda_env.catalogue import matches
+from distdiag.commands.cuda_env.judge import is_ready, sections_of
+from distdiag.commands.cuda_env.model import COMMAND, Goal, Section
+from distdiag.commands.cuda_env.result import CudaEnv, DifferenceRow, NodeEnv, Ready, SectionRow, Silenced
+from distdiag.commands.cuda_env.shown import node_env
+from distdiag.report import Finding, Fix, Level, Report, Where
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from distdiag.cluster.rows import Refusal, Row
+    from distdiag.commands.cuda_env.collect import CudaFacts
+    from distdiag.commands.cuda_env.model import Problem, Request
+
+
+_NOBODY = NodeEnv(
+    host="",
+    python={},
+    torch=None,
+    driver={},
+    gpus=[],
+    toolkits=[],
+    users={},
+    compilers={},
+    extensions=[],
+    variables={},
+    ready=Ready(run=None, build=None),
+)
+
+
+@dataclass
+class _Group:
+    """A section that reads the same on several hosts."""
+
+    section: Section
+    hosts: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How the hosts were reached; empty where only this one was looked at."""
+
+    rows: tuple[Row, ...] = ()
+    refusals: Mapping[str, Refusal] = field(default_factory=dict)
+    missing: Mapping[str, str] = field(default_factory=dict)
+    interrupted: bool = False
+
+
+def diagnose(
+    request: Request, nodes: Sequence[CudaFacts], reached: Reached = Reached(), log: Sequence[Finding] = ()
+) -> Report[CudaEnv]:
+    """Judge all nodes; `log` are the findings of a log that was given."""
+    gpus = sorted({arch for facts in nodes for arch in fixes.gpu_archs(facts)})
+    everywhere = gpus if len(nodes) > 1 else ()
+    judged = {facts.host: _chosen(request, sections_of(facts, request.goal, everywhere)) for facts in nodes}
+    silenced = _silenced(request, nodes, everywhere)
+    groups = _groups(judged)
+    findings: list[Finding] = list(log)
+    rows = tuple(_row(group, findings, several=len(nodes) > 1) for group in groups)
+    found = tuple(differences({facts.host: _compared(facts) for facts in nodes})) if len(nodes) > 1 else ()
+    if found and not _left_out(request, "nodes-differ"):
+        findings.append(_differ([str(one) for one in found], [host for one in found for host in one.odd_hosts]))
+    findings += host_findings(reached.refusals, reached.rows)
+    findings += [_missing(host, why) for host, why in reached.missing.items()]
+    ready = _ready(request, judged, log, incomplete=bool(reached.refusals or reached.missing))
+    shown = tuple(node_env(facts, _ready_of(request, judged[facts.host])) for facts in nodes)
+    first = shown[0] if shown else _NOBODY
+    data = CudaEnv(
+        goal=request.goal,
+        ready=ready,
+        host=first.host,
+        python=first.python,
+        toolkits=first.toolkits,
+        users=first.users,
+        torch=first.torch,
+        driver=first.driver,
+        gpus=first.gpus,
+        compilers=first.compilers,
+        arch_list=as_list(gpus),
+        nodes=shown if len(shown) > 1 else (),
+        differences=tuple(_difference(one.fact, one.common, one.common_hosts, one.others) for one in found),
+        sections=rows,
+        silenced=silenced,
+        exports=_exports(judged),
+    )
+    summary = _summary(findings, ready, request, reached)
+    return Report(
+        command=COMMAND, data=data, findings=tuple(findings), summary=summary, interrupted=reached.interrupted
+    )
+
+
+def _left_out(request: Request, id_: str) -> bool:
+    if request.only and not any(matches(id_, one) for one in request.only):
+        return True
+    return any(matches(id_, one) for one, _ in request.ignore)
+
+
+def _chosen(request: Request, sections: Sequence[Section]) -> list[Section]:
+    """Keep the findings that are wanted; with --only, the sections that have any."""
+    kept = [
+        replace(section, problems=tuple(one for one in section.problems if not _left_out(request, one.id)))
+        for section in sections
+    ]
+    return [section for section in kept if section.problems or not request.only]
+
+
+def _silenced(request: Request, nodes: Sequence[CudaFacts], everywhere: Sequence[object]) -> tuple[Silenced, ...]:
+    """List what --ignore took out, with the reason that was given."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for facts in nodes if request.ignore else ():
+        for section in sections_of(facts, request.goal, everywhere):  # type: ignore[arg-type]
+            for one in section.problems:
+                reason = next((why for id_, why in request.ignore if matches(one.id, id_)), None)
+                if reason is not None:
+                    found.setdefault((one.id, one.title, reason), []).append(facts.host)
+    return tuple(
+        Silenced(id=f"{COMMAND}.{id_}", title=title, reason=reason, hosts=tuple(hosts))
+        for (id_, title, reason), hosts in found.items()
+    )
+
+
+def _groups(judged: Mapping[str, Sequence[Section]]) -> list[_Group]:
+    """Bring together what reads the same, in the order of the sections; the largest group of a section first."""
+    names = list(dict.fromkeys(section.name for sections in judged.values() for section in sections))
+    groups: dict[tuple[object, ...], _Group] = {}
+    for host, sections in judged.items():
+        for section in sections:
+            # Evidence and paths may differ; what is said and what is to be done may not.
+            key = (
+                section.name,
+                section.line,
+                section.skipped,
+                *((one.id, one.title, one.to_paste) for one in section.problems),
+            )
+            groups.setdefault(key, _Group(section)).hosts.append(host)
+    return sorted(groups.values(), key=lambda group: (names.index(group.section.name), -len(group.hosts)))
+
+
+def _row(group: _Group, findings: list[Finding], *, several: bool) -> SectionRow:
+    section = group.section
+    first = len(findings)
+    hosts = tuple(group.hosts) if several else ()
+    findings += [_finding(one, tuple(group.hosts)) for one in section.problems]
+    level = section.level
+    return SectionRow(
+        name=section.name,
+        hosts=hosts,
+        level=str(level) if level is not None else "skipped" if section.skipped else "ok",
+        line=section.line,
+        skipped=section.skipped,
+        findings=tuple(range(first, len(findings))),
+        details=section.details,
+    )
+
+
+def _finding(problem: Problem, hosts: tuple[str, ...]) -> Finding:
+    breaks = f"breaks: {problem.breaks}" if problem.breaks else ""
+    return Finding(
+        id=f"{COMMAND}.{problem.id}",
+        level=problem.level,
+        title=problem.title,
+        detail="\n".join(filter(None, (problem.cause, breaks))),
+        where=Where(hosts=hosts),
+        evidence=tuple(filter(None, problem.evidence)),
+        fix=Fix(text=problem.fix, commands=problem.to_paste) if problem.fix else None,
+    )
+
+
+def _differ(lines: Sequence[str], odd: Sequence[str]) -> Finding:
+    hosts = tuple(dict.fromkeys(odd))
+    return Finding(
+        id=f"{COMMAND}.nodes-differ",
+        level=Level.WARN,
+        title=f"{fold(hosts)} differ{'s' if len(hosts) == 1 else ''} from the other nodes",
+        detail="breaks: what is built on one node and used on another; collectives between different NCCLs",
+        where=Where(hosts=hosts),
+        evidence=tuple(lines),
+        fix=Fix(text="make them alike, or build for each kind"),
+    )
+
+
+def _missing(host: str, why: str) -> Finding:
+    return Finding(
+        id=f"{COMMAND}.no-answer",
+        level=Level.UNKNOWN,
+        title=f"{host} did not tell its facts: {why}",
+        where=Where(hosts=(host,)),
+        fix=Fix(text="give it longer: --timeout SECONDS"),
+    )
+
+
+def _compared(facts: CudaFacts) -> dict[str, object]:
+    """Give what must be the same on all nodes of a job."""
+    torch, used = facts.torch, fixes.used_toolkit(facts)
+    compiler = facts.compilers.cxx
+    nccl = next((version for name, version in facts.packages.items() if name.startswith("nvidia-nccl")), None)
+    return {
+        "driver": fixes.driver_version(facts) or None,
+        "Python": facts.python.version or None,
+        "torch": torch.version if torch is not None else None,
+        "torch's CUDA": torch.cuda or "none" if torch is not None else None,
+        "NCCL": nccl,
+        "toolkit": used.version or None if used is not None else None,
+        "compiler": f"{compiler.family} {compiler.version}" if compiler is not None else None,
+    }
+
+
+def _difference(
+    fact: str, common: str, common_hosts: tuple[str, ...], others: tuple[tuple[str, tuple[str, ...]], ...]
+) -> DifferenceRow:
+    return DifferenceRow(fact=fact, values={common: common_hosts, **dict(others)})
+
+
+def _ready_of(request: Request, sections: Sequence[Section]) -> Ready:
+    if request.only:
+        return Ready(run=None, build=None)  # what was left out may be what it fails on
+    problems = [one for section in sections for one in section.problems]
+    return Ready(run=is_ready(problems, Goal.RUN, request.goal), build=is_ready(problems, Goal.BUILD, request.goal))
+
+
+def _ready(
+    request: Request, judged: Mapping[str, Sequence[Section]], log: Sequence[Finding], *, incomplete: bool
+) -> Ready:
+    """Say it for all nodes: one that is not ready is enough for no, one that is not known for not known."""
+    each = [_ready_of(request, sections) for sections in judged.values()]
+
+    def of_all(values: list[bool | None]) -> bool | None:
+        if False in values:
+            return False
+        return None if None in values or incomplete or not values else True
+
+    return Ready(run=of_all([one.run for one in each]), build=of_all([one.build for one in each]))
+
+
+def _exports(judged: Mapping[str, Sequence[Section]]) -> dict[str, str]:
+    """Collect the variables that the fixes set, of one node: others have their own."""
+    found: dict[str, str] = {}
+    for sections in list(judged.values())[:1]:
+        for section in sections:
+            for problem in section.problems:
+                for name, value in problem.exports:
+                    found.setdefault(name, value)
+                for name in problem.unset:
+                    found.setdefault(name, "")
+    return found
+
+
+def _summary(findings: Sequence[Finding], ready: Ready, request: Request, reached: Reached) -> str:
+    order = [Level.FAIL, Level.UNKNOWN, Level.WARN]
+    worst = min(findings, key=lambda one: order.index(one.level) if one.level in order else 9, default=None)
+    head = worst.title if worst is not None and worst.level is not Level.INFO else "nothing is wrong here"
+    more = f" ({summary_of(reached.rows)})" if reached.refusals else ""
+    return f"{head}{more}. {readiness(ready, request)}" if not request.only else head + more
+
+
+def readiness(ready: Ready, request: Request) -> str:
+    """Write the last line: Build: NOT READY · Run: ready."""
+    words = {True: "ready", False: "NOT READY", None: "unknown"}
+    parts = [
+        f"{name}: {words[value]}"
+        for name, part, value in (("Build", Goal.BUILD, ready.build), ("Run", Goal.RUN, ready.run))
+        if part in request.goal.parts
+    ]
+    return " · ".join(parts)

@@ -1,0 +1,229 @@
+"""What there is on a machine to mend things with: toolkits, compilers, package tools. Fixes name nothing else."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from typing import TYPE_CHECKING
+
+from distdiag.commands.cuda_env.archs import Arch, from_capability, from_nvcc, how_it_runs
+from distdiag.knowledge.cuda import major, minor, newest_cuda, tables, version
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from distdiag.commands.cuda_env.collect import CudaFacts
+    from distdiag.node.cuda.compilers import Compiler
+    from distdiag.node.cuda.toolkits import Nvcc, Toolkit
+
+_INDEX = "https://download.pytorch.org/whl"
+
+
+def gpu_archs(facts: CudaFacts) -> list[Arch]:
+    """List the kinds of GPU here: those that a program sees, else those that are there."""
+    answer = facts.driver.answer
+    gpus = answer.visible or answer.present
+    return sorted({arch for gpu in gpus if (arch := from_capability(gpu.capability)) is not None})
+
+
+def driver_version(facts: CudaFacts) -> str:
+    """Give the version of the driver: the kernel's, NVML's, or libcuda's."""
+    return facts.driver.kernel or facts.driver.answer.nvml_driver or facts.driver.library
+
+
+def driver_cuda(facts: CudaFacts) -> str:
+    """Give the newest CUDA that the driver knows, as "12.8"; empty if there is no driver."""
+    told = facts.driver.answer.cuda_version or 0
+    if told:
+        return f"{told // 1000}.{told % 1000 // 10}"
+    return newest_cuda(driver_version(facts)) if driver_version(facts) else ""
+
+
+def pip(facts: CudaFacts) -> str:
+    """Give the command that installs into the examined environment."""
+    python = shlex.quote(facts.python.executable)
+    if not facts.python.pip and facts.building.uv:
+        return f"uv pip install --python {python}"
+    return f"{python} -m pip install"
+
+
+def pip_uninstall(facts: CudaFacts, names: Iterable[str]) -> str:
+    """Give the command that removes packages from the examined environment."""
+    python = shlex.quote(facts.python.executable)
+    if not facts.python.pip and facts.building.uv:
+        return f"uv pip uninstall --python {python} {' '.join(names)}"
+    return f"{python} -m pip uninstall -y {' '.join(names)}"
+
+
+def install_system(facts: CudaFacts, **names: str) -> tuple[str, ...]:
+    """Give the command that installs a system package; its name for each kind of system: apt, dnf, zypper, pacman."""
+    sudo = "" if facts.building.root else "sudo "
+    tool = facts.building.package_tool
+    family = {"apt-get": "apt", "yum": "dnf"}.get(tool, tool)
+    name = names.get(family)
+    if not name:
+        return ()
+    words = "-S" if tool == "pacman" else "install -y"
+    return (f"{sudo}{tool} {words} {name}",) if facts.building.nvidia_repository or "cuda-" not in name else ()
+
+
+def from_repository(facts: CudaFacts) -> str:
+    """Say where a system's toolkit comes from, where its package tool does not know yet."""
+    known = facts.building.nvidia_repository
+    return "" if known else " from NVIDIA's repository (https://developer.nvidia.com/cuda-downloads) or conda"
+
+
+def install_torch(
+    facts: CudaFacts, *, archs: Iterable[Arch] = (), prefer: str = "", strict: bool = False
+) -> tuple[str, ...]:
+    """Give the command that installs this torch for a CUDA that fits driver, GPUs and toolkit; empty if none does.
+
+    `strict`: for the `prefer`red CUDA or none.
+    """
+    cuda = best_build(facts, archs=archs, prefer=prefer)
+    if not cuda or (strict and cuda != prefer):
+        return ()
+    torch = facts.torch
+    number = torch.version.partition("+")[0] if torch is not None else ""
+    release = bool(number) and all(part.isdigit() for part in number.split("."))
+    wanted = f"torch=={number}" if release else "torch"
+    again = "--force-reinstall " if torch is not None and not pip(facts).startswith("uv") else ""
+    again = "--reinstall " if torch is not None and pip(facts).startswith("uv") else again
+    return (f"{pip(facts)} {again}{wanted} --index-url {_INDEX}/cu{cuda.replace('.', '')}",)
+
+
+def best_build(facts: CudaFacts, *, archs: Iterable[Arch] = (), prefer: str = "") -> str:
+    """Choose the CUDA of a torch build: one that has the GPUs' code and that the driver carries.
+
+    Of several: the `prefer`red one, that of an installed toolkit, or the newest.
+    """
+    own = facts.torch.releases if facts.torch is not None else {}
+    builds = own or tables().wheels.get("aarch64" if facts.machine == "aarch64" else "x86_64", {})
+    gpus = list(archs) or gpu_archs(facts)
+    fitting = [
+        cuda for cuda, codes in builds.items() if _serves(codes, gpus) and driver_carries(facts, cuda) is not False
+    ]
+    if not fitting:
+        return ""
+    if prefer in fitting:
+        return prefer
+    same = [minor(one.version) for one in usable_toolkits(facts) if minor(one.version) in fitting]
+    return max(same or fitting, key=version)
+
+
+def _serves(codes: Iterable[int], gpus: Iterable[Arch]) -> bool:
+    names = [str(code) for code in codes]
+    return all(how_it_runs(names, (), gpu) for gpu in gpus)
+
+
+def driver_carries(facts: CudaFacts, cuda: str) -> bool | None:
+    """Tell whether the driver is new enough for programs of a CUDA's major version; None if there is no driver."""
+    have, least = driver_version(facts), tables().least_driver.get(str(major(cuda)))
+    told = facts.driver.answer.cuda_version
+    if told:
+        return told // 1000 >= major(cuda)
+    if not have or least is None:
+        return None
+    return version(have) >= version(least)
+
+
+def torch_cuda(facts: CudaFacts) -> str:
+    """Give the CUDA that torch was built with; empty for another build, or none."""
+    return minor(facts.torch.cuda) if facts.torch is not None else ""
+
+
+def usable_toolkits(facts: CudaFacts) -> list[Toolkit]:
+    """List the toolkits that are whole: an nvcc and headers, each once, those with the shortest names."""
+    whole = [one for one in facts.toolkits if one.exists and one.nvcc and one.headers and one.version]
+    best: dict[str, Toolkit] = {}
+    for one in sorted(whole, key=lambda toolkit: (toolkit.root != toolkit.real, len(toolkit.root))):
+        best.setdefault(one.real, one)
+    return list(best.values())
+
+
+def best_toolkit(facts: CudaFacts) -> Toolkit | None:
+    """Choose the toolkit for torch: its own version, the newest of the same major; without CUDA the newest."""
+    wanted = torch_cuda(facts)
+    whole = usable_toolkits(facts)
+    if not wanted:
+        return max(whole, key=lambda one: version(one.version), default=None)
+    exact = [one for one in whole if minor(one.version) == wanted]
+    same = [one for one in whole if major(one.version) == major(wanted)]
+    return next(iter(exact), None) or max(same, key=lambda one: version(one.version), default=None)
+
+
+def choose_toolkit(facts: CudaFacts, toolkit: Toolkit) -> tuple[tuple[str, str], ...]:
+    """Give the variables that make everybody use one toolkit."""
+    root = shlex.quote(toolkit.root)
+    first = f"{toolkit.root}/bin" == (facts.variables.get("PATH", "").split(":") or [""])[0]
+    path = () if first else (("PATH", f"{root}/bin:$PATH"),)
+    return (("CUDA_HOME", root), *path)
+
+
+def toolkit_at(facts: CudaFacts, root: str) -> Toolkit | None:
+    """Find a toolkit by the directory that somebody uses."""
+    plain = root.rstrip("/") or "/"
+    return next((one for one in facts.toolkits if one.root == plain), None) or next(
+        (one for one in facts.toolkits if one.real == os.path.normpath(plain)), None
+    )
+
+
+def nvcc_at(facts: CudaFacts, path: str) -> Nvcc | None:
+    """Find what an nvcc said."""
+    return next((one for one in facts.nvccs if one.path == path), None)
+
+
+def used_toolkit(facts: CudaFacts) -> Toolkit | None:
+    """Give the toolkit that extensions are built with: torch's, seen through a wrapper; None if there is none."""
+    use = facts.uses["torch"]
+    if not use.home:
+        return None
+    own = toolkit_at(facts, use.home)
+    if own is not None and own.version and own.headers:
+        return own
+    nvcc = nvcc_at(facts, use.nvcc)
+    return (toolkit_at(facts, nvcc.top) if nvcc is not None and nvcc.top else None) or own
+
+
+def target_toolkit(facts: CudaFacts) -> Toolkit | None:
+    """Give the toolkit that extensions will be built with once all is mended: the used one, or one that fits torch."""
+    used, wanted = used_toolkit(facts), torch_cuda(facts)
+    if used is not None and used in usable_toolkits(facts) and (not wanted or major(used.version) == major(wanted)):
+        return used
+    return best_toolkit(facts) or used
+
+
+def compiler_at(facts: CudaFacts, path: str) -> Compiler | None:
+    """Find a compiler by its path."""
+    return next((one for one in facts.compilers.found if path in (one.path, one.real)), None)
+
+
+def allowed_pair(facts: CudaFacts, newest: int) -> tuple[Compiler, Compiler] | None:
+    """Find the newest gcc that a toolkit allows and of which the g++ is installed too."""
+    by_name = {one.path: one for one in facts.compilers.found}
+    pairs = []
+    for one in facts.compilers.found:
+        folder, name = os.path.split(one.path)
+        other = by_name.get(f"{folder}/{name.replace('gcc', 'g++', 1)}")
+        if one.family == "gcc" and name.startswith("gcc") and other is not None and 6 <= one.major <= newest:
+            pairs.append((one, other))
+    # The numbered name says for ever what it is; a plain gcc may be another one after the next upgrade.
+    return max(pairs, key=lambda pair: (version(pair[0].version), "-" in os.path.basename(pair[0].path)), default=None)
+
+
+def newest_host_gcc(facts: CudaFacts, toolkit: Toolkit) -> int | None:
+    """Give the newest gcc (major) that a toolkit takes: its own header's word, within torch's bounds for it."""
+    limit = toolkit.limit.gcc_max if toolkit.limit is not None else None
+    bounds = facts.torch.gcc.get(minor(toolkit.version)) if facts.torch is not None else None
+    if bounds is None:
+        return limit
+    below = bounds.below[0] - 1 if not any(bounds.below[1:]) else bounds.below[0]
+    return below if limit is None else min(limit, below)
+
+
+def as_code(arch: str) -> str:
+    """Write nvcc's "90a" as people do: 9.0a."""
+    try:
+        return from_nvcc(arch).torch
+    except ValueError:
+        return arch

@@ -1,0 +1,72 @@
+"""Facts of one node -> its sections. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distdiag.commands.cuda_env.about.archlist import about_arch_list
+from distdiag.commands.cuda_env.about.building import about_building, about_deepspeed, about_system
+from distdiag.commands.cuda_env.about.compilers import about_compilers
+from distdiag.commands.cuda_env.about.driver import about_driver
+from distdiag.commands.cuda_env.about.extensions import about_extensions
+from distdiag.commands.cuda_env.about.gpus import about_gpus
+from distdiag.commands.cuda_env.about.libraries import about_libraries
+from distdiag.commands.cuda_env.about.toolkits import about_toolkits
+from distdiag.commands.cuda_env.about.torch import about_torch
+from distdiag.commands.cuda_env.model import Goal, Problem, Section
+from distdiag.report import Level
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from distdiag.commands.cuda_env.archs import Arch
+    from distdiag.commands.cuda_env.collect import CudaFacts
+
+
+def sections_of(facts: CudaFacts, goal: Goal, everywhere: Sequence[Arch] = ()) -> list[Section]:
+    """Judge one node for running, building, or both; `everywhere` are the GPUs of all nodes."""
+    if facts.torch is not None and facts.torch.hip:
+        return [_rocm(facts)]
+    found = [about_torch(facts)]
+    if Goal.RUN in goal.parts:
+        found += [about_driver(facts), about_gpus(facts)]
+    if Goal.BUILD in goal.parts:
+        found += [about_toolkits(facts), about_compilers(facts), about_arch_list(facts, everywhere)]
+    if Goal.RUN in goal.parts:
+        found += [about_libraries(facts), about_extensions(facts)]
+    deepspeed = about_deepspeed(facts)
+    found += [deepspeed] if deepspeed is not None else []
+    if Goal.BUILD in goal.parts:
+        found.append(about_building(facts))
+    if Goal.RUN in goal.parts:
+        found.append(about_system(facts))
+    return found
+
+
+def _rocm(facts: CudaFacts) -> Section:
+    """Say that nothing here is about this torch; on a machine with an NVIDIA driver it is the wrong build."""
+    torch = facts.torch
+    assert torch is not None
+    line = f"{torch.version}, built for ROCm {torch.hip}"
+    if not facts.driver.kernel and not facts.driver.answer.cuda_version:
+        return Section(name="PyTorch", line=line, skipped="cuda-env is about CUDA; nothing else was judged")
+    problem = Problem(
+        id="torch.build",
+        goals=frozenset({Goal.RUN, Goal.BUILD}),
+        level=Level.FAIL,
+        title=f"torch {torch.version} is built for AMD's ROCm, and this machine has an NVIDIA driver",
+        breaks="running on GPUs; building CUDA extensions",
+        evidence=(f"{torch.source}: hip = {torch.hip}",),
+        fix="install a CUDA build",
+    )
+    return Section(name="PyTorch", line=line, problems=(problem,))
+
+
+def is_ready(problems: Iterable[Problem], part: Goal, goal: Goal) -> bool | None:
+    """Tell whether running (or building) will work; None if it was not asked, or too little is known."""
+    if part not in goal.parts:
+        return None
+    levels = {one.level for one in problems if part in one.goals}
+    if Level.FAIL in levels:
+        return False
+    return None if Level.UNKNOWN in levels else True

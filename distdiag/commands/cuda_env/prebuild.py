@@ -1,0 +1,95 @@
+"""The commands that build DeepSpeed beforehand: for this machine, and as one wheel for all nodes. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from distdiag.commands.cuda_env import fixes
+from distdiag.commands.cuda_env.about.archlist import recommended
+from distdiag.commands.cuda_env.about.building import jobs
+from distdiag.commands.cuda_env.archs import as_list
+from distdiag.commands.cuda_env.judge import sections_of
+from distdiag.commands.cuda_env.model import Goal
+from distdiag.errors import UsageError
+from distdiag.report import Level
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from distdiag.commands.cuda_env.collect import CudaFacts
+
+# DeepSpeed's op_builder: DS_BUILD_<name>=1 builds one op beforehand.
+OPS = (
+    *("aio", "ccl_comm", "cpu_adagrad", "cpu_adam", "cpu_lion", "cutlass_ops", "deep_compile", "evoformer_attn"),
+    *("fp_quantizer", "fused_adam", "fused_lamb", "fused_lion", "gds", "inference_core_ops", "pin_memory", "quantizer"),
+    *("ragged_device_ops", "ragged_ops", "random_ltd", "shm_comm", "sparse_attn", "spatial_inference"),
+    *("stochastic_transformer", "transformer", "transformer_inference", "utils"),
+)
+USUAL = ("cpu_adam", "fused_adam", "utils")
+
+
+def read_ops(text: str) -> tuple[str, ...]:
+    """Read --ops: names separated by commas, "all", or empty for the usual ones. Raises UsageError."""
+    words = [word.strip().lower().removeprefix("ds_build_") for word in text.split(",") if word.strip()]
+    wrong = [word for word in words if word not in OPS and word != "all"]
+    if wrong:
+        raise UsageError(f"--ops: DeepSpeed has no op {wrong[0]!r}", hint="all, or some of: " + ", ".join(OPS))
+    return () if words == ["all"] else tuple(words) or USUAL
+
+
+def commands(nodes: Sequence[CudaFacts], ops: Sequence[str]) -> list[str]:
+    """Write the commands, with comments; variables that are needed first."""
+    here = nodes[0]
+    gpus = sorted({arch for facts in nodes for arch in fixes.gpu_archs(facts)})
+    archs = as_list(gpus) or recommended(here)
+    lines = list(_before(here))
+    switches = " ".join(f"DS_BUILD_{op.upper()}=1" for op in ops) if ops else "DS_BUILD_OPS=1"
+    setting = f'TORCH_CUDA_ARCH_LIST="{archs}" ' if archs else ""
+    start = f"{setting}{switches} MAX_JOBS={jobs(here)}"
+    skip = "DS_SKIP_CUDA_CHECK=1 " if _refused(here) else ""
+    version = f"=={here.deepspeed.version.partition('+')[0]}" if here.deepspeed is not None else ""
+    pip = fixes.pip(here)
+    wheel = (
+        pip.replace("pip install", "pip wheel")
+        if not pip.startswith("uv")
+        else f"{shlex.quote(here.python.executable)} -m pip wheel"
+    )
+    of = (
+        f"all GPUs of {len(nodes)} nodes"
+        if len(nodes) > 1
+        else "these GPUs"
+        if gpus
+        else "all that torch serves: no GPU is here"
+    )
+    flags = "--no-build-isolation --no-cache-dir --no-binary deepspeed -v"
+    return [
+        *lines,
+        f"# into this environment ({of}); what it says is kept in build.log",
+        f"{skip}{start} {pip} --force-reinstall --no-deps {flags} deepspeed{version} 2>&1 | tee build.log",
+        "# or one wheel for all nodes with the same torch, Python and CUDA; install dist/deepspeed-*.whl there",
+        f"{skip}{start} {wheel} {flags} --no-deps -w dist deepspeed{version} 2>&1 | tee build.log",
+        "# if it fails: " + "distdiag cuda-env --explain build.log",
+    ]
+
+
+def _before(here: CudaFacts) -> Iterator[str]:
+    """Yield what must be mended first: problems of building that are known."""
+    for section in sections_of(here, Goal.BUILD):
+        for problem in section.problems:
+            if problem.level in (Level.FAIL, Level.WARN) and problem.id.split(".")[0] in (
+                "torch",
+                "toolkit",
+                "cc",
+                "build",
+            ):
+                if problem.id in ("build.jobs", "build.cache-stale", "build.libaio"):
+                    continue
+                yield f"# first: {problem.title}"
+                yield from problem.to_paste
+
+
+def _refused(here: CudaFacts) -> bool:
+    return any(
+        one.id.startswith("deepspeed.cuda") for section in sections_of(here, Goal.BUILD) for one in section.problems
+    )

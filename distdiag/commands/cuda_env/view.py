@@ -1,0 +1,142 @@
+"""The report of cuda-env as text: a line for each section, opened where something is wrong; the verdict last."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Column
+
+from distdiag.cluster.hosts import fold
+from distdiag.commands.cuda_env.diagnose import readiness
+from distdiag.deliver import Whole, Wrapped, plain_table
+from distdiag.report import Level
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rich.console import RenderableType
+
+    from distdiag.commands.cuda_env.model import Request
+    from distdiag.commands.cuda_env.result import CudaEnv, DifferenceRow, SectionRow
+    from distdiag.report import Finding, Report
+
+_WORDS = {"ok": "ok", "skipped": "skip", "fail": "FAIL", "warn": "warn", "info": "info", "unknown": "?"}
+_STYLES = {"fail": "bold red", "warn": "bold yellow", "unknown": "bold yellow", "ok": "green"}
+_EVIDENCE = 4
+_INDENT = 6
+
+
+def cuda_env_view(report: Report[CudaEnv], request: Request) -> Iterator[RenderableType]:
+    """Give the sections with their findings, what differs between nodes, and whether building and running will work."""
+    data = report.data
+    yield from _about(report, request)
+    shown: set[int] = set()
+    for row in data.sections:
+        yield from _section(row, report.findings, len(data.nodes), verbose=request.verbose)
+        shown.update(row.findings)
+    rest = [one for number, one in enumerate(report.findings) if number not in shown]
+    if data.log is not None and not request.verbose:
+        yield from _consequences(rest)
+        rest = [one for one in rest if one.level is not Level.INFO]
+    # What matters most is nearest to the end; of several causes the first in the log.
+    for finding in sorted(reversed(rest), key=lambda one: one.level in (Level.FAIL, Level.UNKNOWN)):
+        yield Whole("")
+        yield Whole(f"{finding.level.upper()}  {finding.id}", style=_STYLES.get(finding.level, ""))
+        yield from _finding(finding, margin=_INDENT, verbose=True)
+    yield from _differences(data.differences)
+    for one in data.silenced:
+        reason = f": {one.reason}" if one.reason else ""
+        yield Whole(f"ignored  {one.id}{reason}")
+    yield from _last(report, request)
+
+
+def _about(report: Report[CudaEnv], request: Request) -> Iterator[RenderableType]:
+    goals = {"run": "running", "build": "building", "all": "running and building"}[request.goal]
+    if len(report.data.nodes) > 1:
+        kinds = f", GPUs {report.data.arch_list}" if report.data.arch_list else ""
+        yield Wrapped(f"{len(report.data.nodes)} nodes{kinds}; for {goals}", margin=0)
+    elif report.data.sections:
+        python = report.data.python
+        number = f"Python {python['version']} ({python['executable']})" if python["version"] else python["executable"]
+        yield Wrapped(f"{report.data.host}, {number}, for {goals}", margin=0)
+    if report.data.sections:
+        yield Whole("")
+
+
+def _consequences(findings: Sequence[Finding]) -> Iterator[RenderableType]:
+    """Quote the lines of a log that only follow from its causes."""
+    following = [one for one in findings if one.level is Level.INFO]
+    if following:
+        yield Whole("what follows from something else:")
+    for one in reversed(following):
+        yield Whole(f"  {one.evidence[0]}")
+
+
+def _section(row: SectionRow, findings: Sequence[Finding], nodes: int, *, verbose: bool) -> Iterator[RenderableType]:
+    where = f" [{fold(row.hosts)}]" if row.hosts and len(row.hosts) < nodes else ""
+    why = f" ({row.skipped})" if row.skipped else ""
+    level = "ok" if row.level == "info" else row.level
+    head = f"{_WORDS[level]:<5} {row.name:<11} "
+    yield Wrapped(
+        head + row.line + why + where, margin=0, hang=len(head), style=_STYLES.get(level, "") if level != "ok" else ""
+    )
+    if verbose:
+        for line in row.details:
+            yield Whole(" " * len(head) + line)
+    for number in row.findings:
+        finding = findings[number]
+        if finding.level is Level.INFO and not verbose:
+            if level == "ok":
+                yield Wrapped(finding.title, margin=len(head))
+            continue
+        yield Whole(f"{'':{_INDENT}}{_WORDS[finding.level]} {finding.id}", style=_STYLES.get(finding.level, ""))
+        yield from _finding(finding, margin=_INDENT + 2, verbose=verbose)
+
+
+def _finding(finding: Finding, *, margin: int, verbose: bool) -> Iterator[RenderableType]:
+    yield Wrapped(finding.title, margin=margin)
+    if finding.detail:
+        yield Wrapped(finding.detail, margin=margin)
+    shown = finding.evidence if verbose else finding.evidence[:_EVIDENCE]
+    for line in shown:
+        yield Whole(" " * (margin + 2) + line)
+    if finding.fix is not None:
+        yield Wrapped("fix: " + finding.fix.text, margin=margin)
+        for command in finding.fix.commands:
+            yield Whole(" " * (margin + 2) + command)
+
+
+def _differences(rows: Sequence[DifferenceRow]) -> Iterator[RenderableType]:
+    """Draw what is not the same everywhere: the common value first."""
+    if not rows:
+        return
+    table = plain_table(
+        Column("differs", no_wrap=True), Column("value", overflow="fold"), Column("hosts", overflow="fold")
+    )
+    for row in rows:
+        for number, (value, hosts) in enumerate(row.values.items()):
+            table.add_row(row.fact if not number else "", value, fold(hosts))
+    yield Whole("")
+    yield table
+
+
+def _last(report: Report[CudaEnv], request: Request) -> Iterator[RenderableType]:
+    """Count, and end with what will work."""
+    counts = {level: sum(one.level is level for one in report.findings) for level in Level}
+    problems = counts[Level.FAIL]
+    parts = [f"{problems} problem{'' if problems == 1 else 's'} to fix"]
+    parts += [f"{counts[Level.WARN]} warning{'' if counts[Level.WARN] == 1 else 's'}"] if counts[Level.WARN] else []
+    parts += [f"{counts[Level.UNKNOWN]} not known"] if counts[Level.UNKNOWN] else []
+    skipped = sum(row.level == "skipped" for row in report.data.sections)
+    parts += [f"{skipped} skipped"] if skipped else []
+    parts += [f"{len(report.data.silenced)} ignored"] if report.data.silenced else []
+    style = _STYLES.get(report.verdict, "")
+    yield Whole("")
+    if report.data.log is not None:
+        log = report.data.log
+        causes = f"{log.causes} cause{'' if log.causes == 1 else 's'}"
+        yield Whole(f"{report.verdict.upper()}: {causes} known in {log.lines} lines of the log", style=style)
+        return
+    yield Whole(f"{report.verdict.upper()}: {', '.join(parts)}", style=style)
+    if not request.only:
+        yield Whole(readiness(report.data.ready, request), style=style)

@@ -1,0 +1,66 @@
+"""Files that a user names: written whole or not at all, read from a folder or one by one."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distdiag.errors import DistdiagError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+def make_folder(option: str, folder: str) -> None:
+    """Make a folder that an option names. Raises UsageError."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{option} {folder}: {error.strerror}", hint="name a folder that can be written") from error
+
+
+def write_for_host(folder: str, host: str, data: bytes) -> None:
+    """Write one host's facts into a folder. Raises DistdiagError."""
+    write_whole(os.path.join(folder, re.sub(r"[^\w.-]", "_", host) + ".json"), data)
+
+
+def write_whole(path: str, data: bytes) -> None:
+    """Write a file whole or not at all; what is no file (/dev/stdout) is written to, and never replaced.
+
+    Raises:
+        DistdiagError: it cannot be written.
+    """
+    path = os.path.realpath(path)
+    draft = f"{path}.{os.getpid()}.part"
+    try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            with open(path, "wb") as file:
+                file.write(data)
+            return
+        with open(draft, "wb") as file:
+            file.write(data)
+        os.replace(draft, path)
+    except OSError as error:
+        raise DistdiagError(
+            f"cannot write {path}: {error.strerror}", hint="name a place that can be written"
+        ) from error
+
+
+def named_files(paths: Sequence[str]) -> Iterator[Path]:
+    """Yield files, and all files of folders. Raises UsageError where there is nothing."""
+    for name in paths:
+        path = Path(name)
+        if name and path.is_dir():
+            yield from sorted(one for one in path.iterdir() if one.is_file() and not one.name.startswith("."))
+        elif name and path.is_file():
+            yield path
+        else:
+            raise UsageError(f"{name}: there is no such file", hint="name files, or a folder of them")
+
+
+def as_text(data: bytes) -> str:
+    """Decode what people have in files; UTF-16 is what PowerShell's > writes."""
+    utf_16 = data.startswith((b"\xff\xfe", b"\xfe\xff"))
+    return data.decode("utf-16" if utf_16 else "utf-8", "replace")

@@ -1,0 +1,80 @@
+"""What NVIDIA and PyTorch publish about versions that go together, as data (cuda.toml)."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tables:
+    """The file, as it stands; versions are texts, architectures as nvcc writes them ("90a")."""
+
+    least_driver: dict[str, str]
+    branch: dict[str, str]
+    wheels: dict[str, dict[str, tuple[int, ...]]]
+    nvcc: dict[str, tuple[str, str]]
+    known_archs: tuple[str, ...]
+    named_archs: dict[str, str]
+    forward_compatible: re.Pattern[str]
+    status: dict[str, str]
+    nvml_status: dict[str, str]
+
+
+@cache
+def tables() -> Tables:
+    """Read the file, once."""
+    told = tomllib.loads(resources.files(__package__).joinpath("cuda.toml").read_text("utf-8"))
+    return Tables(
+        least_driver=told["least_driver"],
+        branch=told["branch"],
+        wheels={cpu: {cuda: tuple(archs) for cuda, archs in builds.items()} for cpu, builds in told["wheels"].items()},
+        nvcc={arch: (first, last) for arch, (first, last) in told["nvcc"].items()},
+        known_archs=tuple(told["arch_list"]["known"]),
+        named_archs=told["arch_list"]["named"],
+        forward_compatible=re.compile(told["forward_compatible"]["names"]),
+        status=told["status"],
+        nvml_status=told["nvml_status"],
+    )
+
+
+def version(text: str) -> tuple[int, ...]:
+    """Read the numbers of a version: "12.8.93" -> (12, 8, 93)."""
+    return tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:4])
+
+
+def minor(text: str) -> str:
+    """Cut a version to major.minor: "12.8.93" -> "12.8"."""
+    return ".".join(text.split(".")[:2])
+
+
+def major(text: str) -> int:
+    """Give the first number of a version; 0 if it has none."""
+    return (version(text) or (0,))[0]
+
+
+def newest_cuda(driver: str) -> str:
+    """Give the newest CUDA that a driver knows, by its branch; empty for one older than our table.
+
+    A branch that is newer than our table counts as the newest in it: "at least".
+    """
+    known = [branch for branch in tables().branch if int(branch) <= major(driver)]
+    return tables().branch[max(known, key=int)] if known else ""
+
+
+def compiles(arch: str, toolkit: str) -> bool | None:
+    """Tell whether a toolkit's nvcc compiles for an architecture ("90a"); None if our table does not say.
+
+    The family variants ("100f") came with 12.9.
+    """
+    family = arch.endswith("f")
+    first, last = tables().nvcc.get(arch[:-1] if family else arch, (None, None))
+    if first is None or last is None:
+        return None
+    have = version(toolkit)
+    if family and have < (12, 9):
+        return False
+    return (not first or have >= version(first)) and (not last or have <= version(last))

@@ -1,0 +1,199 @@
+"""What went wrong, read from the log of a build or a load of CUDA extensions.
+
+`read_log(text)` searches the text for the failures of `cuda_logs.toml`, which says how a failure is written down. A log
+is read in blocks of whole lines: a failure whose needles are not in a block costs a substring search there and no more.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib import resources
+from itertools import chain
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_BLOCK = 8192  # characters, and then to the end of the line
+_LONGEST = 1 << 20  # a longer line is cut: it is none that a person reads
+_TAIL = 1024  # of the following lines: a sentence may end there, but not begin
+_QUOTE = 200
+_GROUP = 80
+
+_ESCAPE = re.compile(r"\x1b(?:\[[0-?]{0,32}[ -/]{0,4}[@-~]|\][^\x07\x1b\n]{0,256}(?:\x07|\x1b\\)|[@-Z\\^_])")
+_UNPRINTABLE = re.compile(r"[^\S ]|[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_OPTIONAL = re.compile(r"\[([^][]*\{\w+\}[^][]*)\]")
+_PLACE = re.compile(r"\{(\w+)\}")
+
+Role = Literal["cause", "consequence", "note"]
+_ROLES: tuple[Role, ...] = ("cause", "consequence", "note")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownLog:
+    """One known failure of `cuda_logs.toml`; `checks` are ids of `distdiag cuda-env` that look for its cause here."""
+
+    id: str
+    pattern: str
+    needles: tuple[str, ...]
+    role: Role
+    means: str
+    breaks: str
+    fix: str
+    source: str
+    checks: tuple[str, ...] = ()
+    commands: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """A known failure in a log: where it is first (1-based), its words there, and in how many lines it is.
+
+    `means`, `breaks`, `fix` and `commands` are those of `known` with what the log says filled in.
+    """
+
+    known: KnownLog
+    line: int
+    quote: str
+    means: str
+    breaks: str
+    fix: str
+    commands: tuple[str, ...]
+    count: int
+
+
+@dataclass(frozen=True)
+class _Hit:
+    """A failure in a block: the offset of its line in the log, its words, its groups, and in how many lines."""
+
+    index: int
+    line: int
+    start: int
+    quote: str
+    groups: tuple[tuple[str, str], ...]
+    count: int
+
+
+def read_log(text: str) -> tuple[Match, ...]:
+    """Find the known failures in a log: causes in the order of the log, then consequences, then notes."""
+    first: dict[int, tuple[_Hit, int, int]] = {}
+    count: dict[int, int] = {}
+    line = 1
+    for number, (block, tail) in enumerate(_blocks(text)):
+        for hit in _read_block(block, tail):
+            first.setdefault(hit.index, (hit, number, line + hit.line))
+            count[hit.index] = count.get(hit.index, 0) + hit.count
+        line += block.count("\n")
+    found = sorted(first.values(), key=lambda seen: (_role(seen[0]), seen[1], seen[0].start))
+    return tuple(_match(hit, line, count[hit.index]) for hit, _, line in found)
+
+
+def known_logs() -> tuple[KnownLog, ...]:
+    """List all known failures, in their order of trust."""
+    return tuple(known for known, _ in _all())
+
+
+def _role(hit: _Hit) -> int:
+    return _ROLES.index(_all()[hit.index][0].role)
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Cut the text at ends of lines, each part with the beginning of what follows."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + _BLOCK, start + _LONGEST) + 1 or start + _LONGEST
+        yield text[start:end], text[end : end + _TAIL]
+        start = end
+
+
+@lru_cache(maxsize=64)  # a log that repeats itself repeats its blocks
+def _read_block(block: str, tail: str) -> tuple[_Hit, ...]:
+    """Find what begins in the block; of the failures that fit one line the first in the file owns it."""
+    head, owned = _clean(block), set[int]()
+    text = head + _clean(tail)
+    wanted = sorted(set(chain.from_iterable(indices for needle, indices in _needles() if needle in text)))
+    hits = (_search(index, text, len(head), owned) for index in wanted)
+    return tuple(hit for hit in hits if hit)
+
+
+def _search(index: int, text: str, end: int, owned: set[int]) -> _Hit | None:
+    """Find one failure in the lines that nobody owns yet, and own them."""
+    pattern, at, count = _all()[index][1], 0, 0
+    first: re.Match[str] | None = None
+    while (match := pattern.search(text, at)) and match.start() < end:
+        start, at = text.rfind("\n", 0, match.start()) + 1, text.find("\n", match.end()) + 1 or len(text)
+        if start not in owned:
+            owned.add(start)
+            first, count = first or match, count + 1
+    return _hit(index, first, count) if first else None
+
+
+def _hit(index: int, match: re.Match[str], count: int) -> _Hit:
+    text, start = match.string, match.start()
+    # A lone \r has become "\r\n" and is no line of the log.
+    line = text.count("\n", 0, start) - text.count("\r\n", 0, start)
+    groups = tuple((name.rstrip("0123456789"), value) for name, value in match.groupdict().items() if value is not None)
+    return _Hit(index, line, start, _quote(text, start), groups, count)
+
+
+def _clean(text: str) -> str:
+    """Remove colours, and end a line where a progress bar begins it anew."""
+    if "\x1b" in text:
+        text = _ESCAPE.sub("", text)
+    if "\r" in text:
+        text = text.replace("\r\n", "\n").replace("\r", "\r\n")
+    return text
+
+
+def _quote(text: str, at: int) -> str:
+    """Show the line of an offset, or the part of it around the offset."""
+    start, end = text.rfind("\n", 0, at) + 1, text.find("\n", at)
+    line = text[start : end if end >= 0 else len(text)]
+    if len(line.strip()) > _QUOTE:
+        start = max(0, at - start - _QUOTE // 4)
+        line = line[start : start + _QUOTE]
+    return _printable(line)
+
+
+def _printable(text: str) -> str:
+    return _UNPRINTABLE.sub(" ", text).strip()
+
+
+def _match(hit: _Hit, line: int, count: int) -> Match:
+    known = _all()[hit.index][0]
+    groups = {name: _printable(value)[:_GROUP] for name, value in hit.groups}
+    quoted = {name: shlex.quote(value) for name, value in groups.items()}
+    commands = tuple(_fill(command, quoted) for command in known.commands if set(_PLACE.findall(command)) <= {*groups})
+    means, breaks, fix = (_fill(words, groups) for words in (known.means, known.breaks, known.fix))
+    return Match(
+        known=known, line=line, quote=hit.quote, means=means, breaks=breaks, fix=fix, commands=commands, count=count
+    )
+
+
+def _fill(words: str, groups: Mapping[str, str]) -> str:
+    """Fill {groups} in, and drop each [part in brackets] that has a group which the log does not have."""
+    words = _OPTIONAL.sub(lambda part: part[1] if set(_PLACE.findall(part[1])) <= {*groups} else "", words)
+    return _PLACE.sub(lambda place: groups.get(place[1], place[0]), words)
+
+
+@cache
+def _needles() -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """List every needle with the failures it belongs to."""
+    places: dict[str, list[int]] = {}
+    for index, (known, _) in enumerate(_all()):
+        for needle in known.needles:
+            places.setdefault(needle, []).append(index)
+    return tuple((needle, tuple(indices)) for needle, indices in places.items())
+
+
+@cache
+def _all() -> tuple[tuple[KnownLog, re.Pattern[str]], ...]:
+    import msgspec
+
+    text = resources.files(__package__).joinpath("cuda_logs.toml").read_text("utf-8")
+    known = msgspec.convert(tomllib.loads(text)["failure"], list[KnownLog])
+    return tuple((one, re.compile(one.pattern.replace(" ", r"\s+"), re.MULTILINE)) for one in known)

@@ -1,0 +1,277 @@
+"""cuda-env as it is typed: the real torch without CUDA, a real toolkit, real compilers, several nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from cluster import Network, need_network
+from cuda_machines import GCC, Machine
+from support import distdiag
+from toolkit import compiled, nvcc
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from support import Result
+
+NAMES = ("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CC", "CXX", "NVCC_CCBIN", "TORCH_CUDA_ARCH_LIST", "MAX_JOBS")
+
+
+def cuda_env(*arguments: str, path: str = "", env: Mapping[str, str] | None = None) -> Result:
+    """Run it with nothing of CUDA in the environment but what is given."""
+    paths = [path] if path else []
+    others = [one for one in os.environ["PATH"].split(":") if not (Path(one) / "nvcc").exists()]
+    clean = [word for name in NAMES if name not in (env or {}) for word in ("-u", name)]
+    environment = {"PATH": ":".join([*paths, *others]), **(env or {})}
+    return distdiag("cuda-env", *arguments, env=environment, wrap=("env", *clean))
+
+
+@pytest.fixture
+def wrapper(tmp_path: Path) -> Path:
+    """A directory with an nvcc that starts the real one, as administrators like to make them."""
+    folder = tmp_path / "local/bin"
+    folder.mkdir(parents=True)
+    (folder / "nvcc").write_text(f'#!/bin/sh\nexec {nvcc()} "$@"\n')
+    (folder / "nvcc").chmod(0o755)
+    return folder
+
+
+def copied_toolkit(folder: Path, gcc_max: int) -> Path:
+    """Copy the real toolkit by links, with another limit in a copy of its host_config.h."""
+    real = nvcc().parent.parent
+    include = next(path for path in (real / "include", *real.glob("targets/*/include")) if (path / "cuda.h").exists())
+    folder.mkdir()
+    for name in ("bin", "nvvm", "lib", "lib64"):
+        if (real / name).exists():
+            subprocess.run(["cp", "-rs", (real / name).resolve(), folder / name], check=True)
+    # nvcc looks for its own files beside the file that it was started as, not beside what a link leads to.
+    for name in ("nvcc", "nvcc.profile"):
+        (folder / "bin" / name).unlink()
+        (folder / "bin" / name).write_bytes((real / "bin" / name).read_bytes())
+    (folder / "bin/nvcc").chmod(0o755)
+    subprocess.run(["cp", "-r", include, folder / "include"], check=True)
+    (folder / "targets/x86_64-linux").mkdir(parents=True)
+    (folder / "targets/x86_64-linux/include").symlink_to(folder / "include")
+    header = folder / "include/crt/host_config.h"
+    text = header.read_text().replace("__GNUC__ > 15", f"__GNUC__ > {gcc_max}")
+    header.write_text(text.replace("gcc versions later than 15", f"gcc versions later than {gcc_max}"))
+    return folder
+
+
+def test_a_cpu_torch_is_named_and_the_wrapper_trap_too(wrapper: Path) -> None:
+    result = cuda_env("--for", "build", "--json", path=str(wrapper))
+    assert result.code == 1
+    findings = result.findings
+    assert set(findings) >= {"torch.build", "toolkit.home"}
+    assert "CUDA_HOME environment variable is not set" in findings["torch.build"]["detail"]
+    assert findings["torch.build"]["fix"]["commands"][0].startswith(f"{sys.executable} -m pip install")
+    trap = findings["toolkit.home"]
+    assert (trap["level"], str(wrapper.parent) in trap["title"]) == ("warn", True)
+    (command,) = trap["fix"]["commands"]
+    home = command.partition("=")[2]
+    assert (Path(home) / "include/cuda_runtime_api.h").exists()
+    assert result.report["data"]["ready"] == {"run": None, "build": False}
+    again = cuda_env("--for", "build", "--json", path=str(wrapper), env={"CUDA_HOME": home})
+    assert "toolkit.home" not in again.findings
+
+
+def test_the_page_ends_with_what_will_work(wrapper: Path) -> None:
+    result = cuda_env(path=str(wrapper), env={"NO_COLOR": "1"})
+    lines = result.out.splitlines()
+    assert lines[0] == "distdiag cuda-env: FAIL"
+    assert lines[-1] == "Build: NOT READY · Run: NOT READY"
+    assert "\x1b" not in result.out
+    # Only evidence, what is to be pasted, and paths are longer.
+    wide = [line for line in lines if len(line) > 80 and not line.startswith(" " * 10)]
+    assert all(max(map(len, line.split())) > 50 for line in wide), wide
+
+
+def test_the_exports_are_for_eval_and_mend_what_they_can(wrapper: Path) -> None:
+    result = cuda_env("--for", "build", "--export", path=str(wrapper))
+    assert result.code == 0
+    assert all(line.startswith("export ") for line in result.out.splitlines())
+    assert "not mended by variables: cuda-env.torch.build" in result.err
+    shell = subprocess.run(
+        ["sh", "-c", f'{result.out}test -f "$CUDA_HOME/include/cuda_runtime_api.h" && echo "$TORCH_CUDA_ARCH_LIST"'],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shell.stdout.strip() == "7.5;8.0;8.6;9.0;10.0;12.0"
+
+
+def test_nvcc_refuses_its_compiler_and_the_fix_makes_it_compile(tmp_path: Path) -> None:
+    machine = Machine(tmp_path / "box")  # a gcc that says it is 13, before the real one, which is 12
+    machine.compiler("gcc", "13.2.0")
+    major = int(subprocess.run([GCC, "-dumpversion"], capture_output=True, text=True, check=True).stdout.split(".")[0])
+    toolkit = copied_toolkit(tmp_path / "toolkit", gcc_max=12)
+    if major > 12:
+        pytest.skip(f"needs a gcc up to 12, has {major}")
+    path = f"{machine.bin}:{toolkit}/bin"
+    result = cuda_env("--for", "build", "--json", path=path, env={"CUDA_HOME": str(toolkit)})
+    finding = result.findings["cc.nvcc"]
+    assert finding["level"] == "fail"
+    assert "gcc 13.2.0" in finding["title"]
+    assert any("unsupported GNU version" in line for line in finding["evidence"])
+    assert any(f"called: {machine.bin}/gcc" in line for line in finding["evidence"])
+    (command,) = finding["fix"]["commands"]
+    (tmp_path / "empty.cu").touch()
+    compile_it = f"nvcc -E {tmp_path}/empty.cu -o /dev/null"
+    environment = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}"}
+    before = subprocess.run(["sh", "-c", compile_it], env=environment, capture_output=True, check=False)
+    after = subprocess.run(["sh", "-c", f"{command}; {compile_it}"], env=environment, capture_output=True, check=False)
+    assert before.returncode != 0
+    assert after.returncode == 0, after.stderr
+
+
+def test_an_extension_without_code_for_the_gpu_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(tmp_path / "box")
+    machine.driver("580.65.06", "NVIDIA GeForce RTX 5090:12.0", cuda=13000)
+    machine.torch("2.13.0+cu130", "13.0", archs="75 80 86 90 100 120", seen=1)
+    kernel = '__global__ void nothing() {}\nextern "C" void go() { nothing<<<1, 1>>>(); }\n'
+    file = machine.python() / "flash_attn_2_cuda.so"
+    codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in (80, 90)]
+    compiled(file, kernel, *codes)
+    machine.package("flash-attn", "2.8.3", ("flash_attn_2_cuda.so",))
+    finding = next(one for one in machine.report(monkeypatch, "run").findings if one.id == "cuda-env.arch.ext")
+    assert "flash-attn 2.8.3 has no code for the GPU of 12.0" in finding.title
+    assert f"{file}: code for 8.0 9.0" in finding.evidence[0]
+    assert finding.fix is not None
+    assert finding.fix.commands[0].startswith('TORCH_CUDA_ARCH_LIST="8.0;9.0;12.0"')
+
+
+def test_saved_facts_are_judged_elsewhere(tmp_path: Path, wrapper: Path) -> None:
+    first = cuda_env("--for", "build", "--json", "--save", str(tmp_path / "kept"), path=str(wrapper))
+    again = cuda_env("--for", "build", "--json", "--from", str(tmp_path / "kept"))
+    assert again.report["findings"] == first.report["findings"]
+    assert again.code == first.code
+
+
+def test_nodes_with_other_toolkits_are_named_across_the_cluster(tmp_path: Path) -> None:
+    need_network()
+    with Network(3) as network:
+        enter = tmp_path / "enter"
+        for number, node in enumerate(network.nodes):
+            home = Machine(tmp_path / node.name).toolkit("12.8" if number else "12.4")
+            (tmp_path / f"{node.name}.env").write_text(f"export CUDA_HOME={home} PATH={home}/bin:$PATH\n")
+        enter_node = network.via.replace("{host}", '"$host"')
+        enter.write_text(
+            f'#!/bin/sh\nhost=$1; shift\n. "{tmp_path}/$host.env"\n'
+            f'exec {enter_node} env CUDA_HOME="$CUDA_HOME" PATH="$PATH" "$@"\n'
+        )
+        enter.chmod(0o755)
+        where = ("--hosts", network.hosts, "--via", f"{enter} {{host}}")
+        result = cuda_env("--for", "build", "--json", *where, env=network.client_env())
+        assert result.code == 1, result.out + result.err
+        (differ,) = [one for one in result.report["findings"] if one["id"] == "cuda-env.nodes-differ"]
+        assert differ["where"]["hosts"] == ["node1"]
+        assert [node["host"] for node in result.report["data"]["nodes"]] == ["node1", "node2", "node3"]
+        (torch,) = [one for one in result.report["findings"] if one["id"] == "cuda-env.torch.build"]
+        assert torch["where"]["hosts"] == ["node1", "node2", "node3"]
+        text = cuda_env("--for", "build", *where, env=network.client_env())
+        assert "[node[2-3]]" in text.out
+
+
+def test_the_prebuild_is_for_all_gpus_of_the_nodes(wrapper: Path) -> None:
+    result = cuda_env("--prebuild", "--ops", "cpu_adam,aio", path=str(wrapper))
+    assert result.code == 0
+    commands = [line for line in result.out.splitlines() if not line.startswith("#") and "deepspeed" in line]
+    assert len(commands) == 2
+    for command in commands:
+        assert "DS_BUILD_CPU_ADAM=1 DS_BUILD_AIO=1 MAX_JOBS=" in command
+        assert "--no-build-isolation" in command
+        assert "--global-option" not in command
+        subprocess.run(["sh", "-n", "-c", command], check=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--only", "nonsense"), "'nonsense' is no id of cuda-env"),
+        (("--python", "/nope/python"), "there is no such program"),
+        (("--from", "/nope"), "there is no such file"),
+        (("--explain", "/nope.log"), "No such file"),
+        (("--prebuild", "--ops", "warp_drive"), "no op 'warp_drive'"),
+        (("--for", "fun"), "fun"),
+    ],
+)
+def test_wrong_input_is_told_with_a_hint(arguments: tuple[str, ...], words: str) -> None:
+    result = cuda_env(*arguments)
+    assert (result.code, words in result.err) == (2, True), result.err
+
+
+def test_files_that_are_no_facts(tmp_path: Path) -> None:
+    for text in ('{"schema": "distdiag-stacks/1"', "hello", json.dumps({"schema": "other", "node": {}})):
+        (tmp_path / "facts.json").write_text(text)
+        result = cuda_env("--from", str(tmp_path / "facts.json"))
+        assert (result.code, "hint:" in result.err) == (2, True), result.err
+
+
+def test_an_interpreter_without_torch_can_be_examined(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    result = cuda_env("--json", "--for", "build", "--python", str(tmp_path / "venv/bin/python"))
+    assert "there is no torch" in result.findings["torch.build"]["title"]
+    assert result.report["data"]["python"]["executable"] == str(tmp_path / "venv/bin/python")
+
+
+@pytest.mark.alone
+def test_it_answers_quickly_and_without_importing_torch(wrapper: Path) -> None:
+    times = []
+    for _ in range(3):
+        began = time.monotonic()
+        cuda_env("--for", "build", "--json", path=str(wrapper))
+        times.append(time.monotonic() - began)
+    assert sorted(times)[1] < 1.5, times
+
+
+BUILD_LOG = (
+    "Processing /home/user/flash-attention\n"
+    "  /opt/cuda/include/crt/host_config.h:143:2: error: #error -- unsupported GNU version! "
+    "gcc versions later than 12 are not supported!\n"
+    "  ninja: build stopped: subcommand failed.\n"
+    "  ERROR: Failed building wheel for flash-attn\n"
+)
+
+
+def test_a_log_is_explained_causes_apart_from_what_follows(tmp_path: Path) -> None:
+    (tmp_path / "build.log").write_text(BUILD_LOG)
+    result = cuda_env("--json", "--explain", str(tmp_path / "build.log"))
+    assert result.code == 1
+    levels = {one["id"].removeprefix("cuda-env.log."): one["level"] for one in result.report["findings"]}
+    assert levels["gcc-too-new-for-nvcc"] == "fail"
+    assert levels["wheel-failed"] == "info"
+    assert result.report["data"]["log"] == {"lines": 4, "causes": 1, "others": 2}
+    text = cuda_env("--explain", str(tmp_path / "build.log")).out
+    assert "what follows from something else:" in text
+    assert text.splitlines()[-1] == "FAIL: 1 cause known in 4 lines of the log"
+
+
+def test_a_log_is_explained_by_what_this_machine_has() -> None:
+    """The words say CUDA_HOME; the cause is this torch, and so is the fix."""
+    words = "OSError: CUDA_HOME environment variable is not set. Please set it to your CUDA install root.\n"
+    done = subprocess.run(
+        [sys.executable, "-m", "distdiag", "cuda-env", "--json", "--explain", "-"],
+        input=words,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    (finding,) = json.loads(done.stdout)["findings"]
+    assert finding["id"] == "cuda-env.log.cuda-home-unset"
+    assert "was built without CUDA" in finding["detail"]
+    assert "--index-url" in finding["fix"]["commands"][0]
+
+
+def test_a_log_of_which_nothing_is_known(tmp_path: Path) -> None:
+    (tmp_path / "build.log").write_text("all went well\n")
+    result = cuda_env("--json", "--explain", str(tmp_path / "build.log"))
+    assert (result.code, result.report["verdict"]) == (3, "unknown")
+    (tmp_path / "build.log").write_text("")
+    assert cuda_env("--explain", str(tmp_path / "build.log")).code == 2

@@ -1,0 +1,748 @@
+"""Set-ups as people have them -> the finding, its level and a fix that exists on that machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from typing import TYPE_CHECKING
+
+import pytest
+from cuda_machines import Machine, found, judged
+
+from distdiag.report import Level, Report
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from distdiag.commands.cuda_env.result import CudaEnv
+
+H100 = "NVIDIA H100 80GB HBM3:9.0"
+CU128 = "75 80 86 90 100 120 p120"
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Machine:
+    """A machine with a compiler and nothing of NVIDIA's."""
+    machine = Machine(tmp_path / "box")
+    machine.compiler("gcc", "12.2.0")
+    machine.compiler("gcc-12", "12.2.0")
+    machine.compiler("c++", "12.2.0")
+    machine.write(machine.bin / "ninja", "#!/bin/sh\n", mode=0o755)
+    return machine
+
+
+@pytest.fixture
+def node(box: Machine) -> Machine:
+    """A healthy node: driver 570, one H100, toolkit 12.8 first on PATH, torch cu128."""
+    box.driver("570.124.06", H100)
+    box.torch("2.9.1+cu128", "12.8", archs=CU128, seen=1)
+    toolkit = box.toolkit("12.8")
+    box.path = [f"{toolkit}/bin"]
+    return box
+
+
+def paths_of_fixes_exist(report: Report[CudaEnv]) -> None:
+    """Every absolute path in a command that we print is there, but what the command itself makes."""
+    for finding in report.findings:
+        for command in finding.fix.commands if finding.fix else ():
+            for word in re.split(r"[\s:=]+", command.replace('"', "")):
+                if word.startswith("/") and "ln -s" not in command and "dev/shm" not in word:
+                    assert os.path.exists(shlex.split(word)[0]), f"{command}: {word} does not exist"
+
+
+def test_a_healthy_node_has_nothing_to_mend(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = node.report(monkeypatch)
+    assert [one.id for one in report.findings if one.level is not Level.INFO] == []
+    assert (report.data.ready.run, report.data.ready.build) == (True, True)
+    assert report.exit_code() == 0
+
+
+def test_a_wrapper_makes_torch_take_usr_local(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    toolkit = box.toolkit("13.0")
+    box.torch("2.13.0+cu130", "13.0")
+    local = box.root / "usr/local"
+    box.write(local / "bin/nvcc", f'#!/bin/sh\nexec {toolkit}/bin/nvcc "$@"\n', mode=0o755)
+    box.path = [f"{local}/bin"]
+    report = box.report(monkeypatch, "build")
+    finding = found(report)["toolkit.home"]
+    assert finding.level is Level.WARN
+    assert str(local) in finding.title
+    assert finding.fix is not None
+    assert finding.fix.commands == (f"export CUDA_HOME={toolkit}",)
+    paths_of_fixes_exist(report)
+
+
+def test_a_linked_nvcc_answers_and_does_not_compile(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = node.folder / "mine/nvcc"
+    link.parent.mkdir()
+    link.symlink_to(node.root / "usr/local/cuda-12.8/bin/nvcc")
+    node.path = [str(link.parent)]
+    report = node.report(monkeypatch, "build")
+    finding = found(report)["toolkit.nvcc-broken"]
+    assert finding.level is Level.FAIL
+    assert "symlink" in finding.title
+    assert "cuda_runtime.h" in finding.evidence[0]
+    paths_of_fixes_exist(report)
+
+
+def test_a_cpu_torch_is_the_cause_and_not_cuda_home(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    toolkit = box.toolkit("13.0")
+    box.torch("2.13.0+cpu", None)
+    box.env["CUDA_HOME"] = str(toolkit)
+    report = box.report(monkeypatch, "build")
+    finding = found(report)["torch.build"]
+    assert (finding.level, found(report).get("toolkit.home")) == (Level.FAIL, None)
+    assert f"CUDA_HOME={toolkit} is ignored" in finding.detail
+    assert finding.fix is not None
+    assert finding.fix.commands[0].endswith("torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130")
+    assert report.data.ready.build is False
+
+
+def test_no_torch_at_all(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "there is no torch" in found(box.report(monkeypatch))["torch.build"].title
+
+
+def test_a_rocm_torch_is_not_judged_by_cudas_rules(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.torch("2.9.1+rocm6.4", None, hip="6.4.1")
+    report = box.report(monkeypatch)
+    assert report.findings == ()
+    assert "ROCm" in report.data.sections[0].line
+
+
+def test_a_rocm_torch_on_an_nvidia_machine(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.torch("2.9.1+rocm6.4", None, hip="6.4.1")
+    assert found(node.report(monkeypatch))["torch.build"].level is Level.FAIL
+
+
+def test_an_older_toolkit_comes_first_on_path(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, right = node.toolkit("11.0"), node.root / "usr/local/cuda-12.8"
+    node.compiler("gcc", "9.4.0")
+    node.path = [f"{old}/bin", f"{right}/bin"]
+    report = node.report(monkeypatch, "build")
+    finding = found(report)["toolkit.torch-mismatch"]
+    assert finding.level is Level.FAIL
+    assert finding.fix is not None
+    assert finding.fix.commands == (f"export CUDA_HOME={right} PATH={right}/bin:$PATH",)
+    paths_of_fixes_exist(report)
+
+
+def test_the_same_major_version_is_only_a_remark(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.path = [f"{node.toolkit('12.4')}/bin"]
+    node.env["CUDA_HOME"] = node.path[0][: -len("/bin")]
+    report = node.report(monkeypatch, "build")
+    assert found(report)["toolkit.torch-mismatch"].level is Level.INFO
+    assert report.data.ready.build is True
+
+
+def deepspeed(machine: Machine, *, minor_ok: str, built: str = "") -> None:
+    """Install a DeepSpeed of a few lines."""
+    folder = machine.python() / "deepspeed"
+    machine.write(folder / "__init__.py", "")
+    machine.write(
+        folder / "ops/op_builder/builder.py", f"cuda_minor_mismatch_ok = {{\n    10: ['10.0', '10.1'],\n{minor_ok}}}\n"
+    )
+    machine.write(
+        folder / "git_version_info_installed.py",
+        "version='0.18.1'\ninstalled_ops={'cpu_adam': " + str(bool(built)) + ", 'async_io': False}\n"
+        f"torch_info={{'version': '{built or '0.0'}', 'cuda_version': '12.4', 'nccl_version': '2.27'}}\n",
+    )
+    machine.package("deepspeed", "0.18.1")
+
+
+def test_deepspeed_refuses_minor_versions_of_cuda_13(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.path = [f"{box.toolkit('13.0')}/bin"]
+    box.torch("2.13.0+cu132", "13.2")
+    deepspeed(box, minor_ok="    12: ['12.0', '12.4', '12.8'],\n")
+    finding = found(box.report(monkeypatch, "build"))["deepspeed.cuda13"]
+    assert finding.level is Level.WARN
+    assert finding.fix is not None
+    assert finding.fix.commands == ("export DS_SKIP_CUDA_CHECK=1",)
+
+
+def test_a_deepspeed_that_knows_both_versions_is_content(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.path = [f"{node.toolkit('12.4')}/bin"]
+    deepspeed(node, minor_ok="    12: ['12.0', '12.4', '12.8'],\n")
+    report = node.report(monkeypatch, "build")
+    assert not [id_ for id_ in found(report) if id_.startswith("deepspeed")]
+
+
+def test_a_deepspeed_wheel_of_another_torch(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    deepspeed(node, minor_ok="    12: ['12.8'],\n", built="2.5")
+    finding = found(node.report(monkeypatch))["deepspeed.wheel"]
+    assert finding.level is Level.FAIL
+    assert "2.5" in finding.title
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        (":{}", "':'"),
+        ("{}\n", "white space"),
+        ('"{}"', "quotes"),
+        ("~/cuda", "~"),
+        ("/nope", "no such directory"),
+    ],
+)
+def test_a_cuda_home_that_cannot_be_meant(
+    node: Machine, monkeypatch: pytest.MonkeyPatch, value: str, word: str
+) -> None:
+    right = node.root / "usr/local/cuda-12.8"
+    node.env["CUDA_HOME"] = value.format(right)
+    node.write(node.home / ".bashrc", "# mine\nexport CUDA_HOME=$CUDA_HOME:/usr/local/cuda\n")
+    report = node.report(monkeypatch, "build")
+    finding = found(report)["toolkit.home"]
+    assert (finding.level, word in finding.title) == (Level.FAIL, True), finding.title
+    assert f"{node.home}/.bashrc:2" in finding.evidence[0]
+    assert finding.fix is not None
+    assert f"export CUDA_HOME={right}" in finding.fix.commands[0]
+
+
+def test_builds_that_would_use_different_toolkits(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.env["CUDA_HOME"] = str(node.toolkit("12.1"))
+    finding = found(node.report(monkeypatch, "build"))["toolkit.multiple"]
+    assert finding.level is Level.WARN
+    assert "torch extensions 12.1" in finding.title
+    assert "CMake 12.8" in finding.title
+
+
+def test_several_toolkits_are_a_remark_as_long_as_all_use_the_same(
+    node: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.toolkit("12.4")
+    assert found(node.report(monkeypatch, "build"))["toolkit.multiple"].level is Level.INFO
+
+
+def test_a_link_to_a_toolkit_that_was_removed(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    (node.root / "usr/local/cuda").symlink_to(node.root / "usr/local/cuda-11.7")
+    node.path = []
+    report = node.report(monkeypatch, "build")
+    finding = found(report)["toolkit.found"]
+    assert finding.level is Level.FAIL
+    assert "leads nowhere" in finding.title
+    assert finding.fix is not None
+    assert f"export CUDA_HOME={node.root}/usr/local/cuda-12.8" in finding.fix.commands[0]
+    paths_of_fixes_exist(report)
+
+
+def test_a_toolkit_that_nobody_would_find(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.path = []
+    finding = found(node.report(monkeypatch, "build"))["toolkit.found"]
+    assert "cuda-12.8 has one" in finding.title
+
+
+def test_pip_torch_without_a_toolkit_runs_and_does_not_build(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.driver("570.124.06", H100)
+    box.torch("2.9.1+cu128", "12.8", archs=CU128, seen=1)
+    report = box.report(monkeypatch)
+    assert found(report)["toolkit.found"].level is Level.FAIL
+    assert (report.data.ready.run, report.data.ready.build) == (True, False)
+    assert box.report(monkeypatch, "run").exit_code() == 0
+
+
+def test_nvcc_calls_a_compiler_that_its_header_refuses(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.compiler("c++", "13.3.0")
+    node.compiler("gcc", "15.1.0")
+    node.compiler("gcc-13", "13.3.0")
+    report = node.report(monkeypatch, "build")
+    finding = found(report)["cc.nvcc"]
+    assert finding.level is Level.FAIL
+    assert "gcc 15.1.0" in finding.title
+    assert "gcc <= 14" in finding.title
+    assert "will not warn" in finding.detail
+    assert finding.fix is not None
+    gcc, gxx = node.bin / "gcc-13", node.bin / "g++-13"
+    assert finding.fix.commands == (f"export CC={gcc} CXX={gxx} NVCC_CCBIN={gxx}",)
+    paths_of_fixes_exist(report)
+
+
+def test_the_header_wins_over_torchs_table(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.path = [f"{box.toolkit('12.3')}/bin"]
+    box.torch("2.4.0+cu123", "12.3")
+    for name in ("gcc", "c++", "gcc-13"):
+        box.compiler(name, "13.2.0")
+    report = box.report(monkeypatch, "build")
+    assert (found(report)["cc.nvcc"].level, "cc.torch" in found(report)) == (Level.FAIL, False)
+
+
+def test_a_toolkit_that_torch_has_no_bounds_for(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.path = [f"{box.toolkit('13.1')}/bin"]
+    box.torch("2.13.0+cu131", "13.1")
+    for name in ("gcc", "c++"):
+        box.compiler(name, "15.1.0")
+    report = box.report(monkeypatch, "build")
+    assert not [id_ for id_ in found(report) if id_.startswith("cc.")]
+
+
+def test_torchs_own_compiler_is_too_new_for_its_table(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.compiler("c++", "15.1.0")
+    finding = found(node.report(monkeypatch, "build"))["cc.torch"]
+    assert finding.level is Level.FAIL
+    assert finding.fix is not None
+    assert f"CXX={node.bin}/g++-12" in finding.fix.commands[0]
+
+
+def test_there_is_no_compiler(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in node.bin.glob("*"):
+        if path.name != "ninja":
+            path.unlink()
+    report = node.report(monkeypatch, "build")
+    assert found(report)["cc.nvcc"].level is Level.FAIL
+    assert found(report)["cc.torch"].level is Level.FAIL
+
+
+def test_flags_that_switch_the_check_off(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.env["NVCC_APPEND_FLAGS"] = "-allow-unsupported-compiler"
+    finding = found(node.report(monkeypatch, "build"))["cc.flags"]
+    assert finding.level is Level.WARN
+    assert finding.fix is not None
+    assert finding.fix.commands == ("unset NVCC_APPEND_FLAGS",)
+
+
+@pytest.mark.parametrize(
+    ("text", "better"),
+    [
+        ("8.0,8.6", "8.0;8.6"),
+        ("8.0;", "8.0"),
+        ("sm_90", "9.0"),
+        ("10.0f", "10.0"),
+        ("80 86", "8.0;8.6"),
+        ("9.0A", "9.0a"),
+    ],
+)
+def test_an_arch_list_that_torch_does_not_read(
+    node: Machine, monkeypatch: pytest.MonkeyPatch, text: str, better: str
+) -> None:
+    node.env["TORCH_CUDA_ARCH_LIST"] = text
+    finding = found(node.report(monkeypatch, "build"))["archlist.syntax"]
+    assert finding.level is Level.FAIL
+    assert finding.fix is not None
+    assert finding.fix.commands == (f'export TORCH_CUDA_ARCH_LIST="{better}"',)
+
+
+def test_an_arch_that_nvcc_no_longer_compiles(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.path = [f"{box.toolkit('13.0')}/bin"]
+    box.torch("2.13.0+cu130", "13.0")
+    box.env["TORCH_CUDA_ARCH_LIST"] = "7.0;8.0"
+    finding = found(box.report(monkeypatch, "build"))["archlist.nvcc"]
+    assert finding.level is Level.FAIL
+    assert finding.fix is not None
+    assert finding.fix.commands == ('export TORCH_CUDA_ARCH_LIST="8.0"',)
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "level", "better"),
+    [
+        ("8.6", "A100:8.0;A10:8.6", Level.FAIL, "8.0;8.6"),
+        ("8.0", "A100:8.0;L40:8.9", None, ""),
+        ("9.0a", "H100:9.0", None, ""),
+        ("9.0a", "B200:10.0", Level.FAIL, "9.0a;10.0"),
+        ("10.0a", "B300:10.3", Level.FAIL, "10.0a;10.3"),
+        ("9.0+PTX", "NVIDIA GeForce RTX 5090:12.0", Level.WARN, "9.0+PTX;12.0"),
+        ("Ampere", "A100:8.0", None, ""),
+    ],
+)
+def test_an_arch_list_and_the_gpus_that_are_here(
+    box: Machine, monkeypatch: pytest.MonkeyPatch, text: str, gpus: str, level: Level | None, better: str
+) -> None:
+    box.driver("580.65.06", gpus, cuda=13000)
+    box.torch("2.13.0+cu130", "13.0", archs="75 80 86 90 100 120 p120")
+    box.path = [f"{box.toolkit('13.0')}/bin"]
+    box.env["TORCH_CUDA_ARCH_LIST"] = text
+    finding = found(box.report(monkeypatch)).get("archlist.gpus")
+    assert (finding.level if finding else None) is level
+    if finding is not None:
+        assert finding.fix is not None
+        assert finding.fix.commands == (f'export TORCH_CUDA_ARCH_LIST="{better}"',)
+
+
+def test_no_arch_list_and_no_gpu_to_take_it_from(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.path = [f"{box.toolkit('13.0')}/bin"]
+    box.torch("2.13.0+cu130", "13.0")
+    finding = found(box.report(monkeypatch, "build"))["archlist.unset-nogpu"]
+    assert finding.level is Level.WARN
+    assert "IndexError" in finding.detail
+    assert finding.fix is not None
+    assert finding.fix.commands == ('export TORCH_CUDA_ARCH_LIST="7.5;8.0;8.6;9.0;10.0;12.0"',)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "build"), [("Tesla V100-SXM2-16GB:7.0", "cu126"), ("NVIDIA GeForce GTX 1080:6.1", "cu126")]
+)
+def test_an_old_gpu_under_a_new_torch(box: Machine, monkeypatch: pytest.MonkeyPatch, gpu: str, build: str) -> None:
+    box.driver("580.65.06", gpu, cuda=13000)
+    box.torch("2.13.0+cu130", "13.0", archs=CU128, seen=1)
+    finding = found(box.report(monkeypatch, "run"))["arch.torch"]
+    assert finding.level is Level.FAIL
+    assert finding.fix is not None
+    assert finding.fix.commands[0].endswith(build)
+
+
+def test_a_new_gpu_under_an_old_torch(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.driver("580.65.06", "NVIDIA GeForce RTX 5090:12.0", cuda=13000)
+    box.torch("2.5.1+cu124", "12.4", archs="50 60 70 75 80 86 90", seen=1)
+    finding = found(box.report(monkeypatch, "run"))["arch.torch"]
+    assert finding.level is Level.FAIL
+    assert finding.fix is not None
+    assert re.search(r"cu(128|129|13\d)$", finding.fix.commands[0])
+
+
+def test_a_driver_that_is_too_old_for_torch(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.driver("535.104.05", H100, cuda=12020)
+    box.torch("2.13.0+cu130", "13.0", archs=CU128)
+    finding = found(box.report(monkeypatch, "run"))["driver.min"]
+    assert finding.level is Level.FAIL
+    assert "580.65.06" in finding.title
+    assert finding.fix is not None
+    assert finding.fix.commands[0].endswith(("cu126", "cu129"))
+
+
+def test_an_older_driver_of_the_same_major_version_is_enough(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.driver("535.104.05", H100, cuda=12020)
+    box.torch("2.9.1+cu128", "12.8", archs=CU128)
+    assert box.report(monkeypatch, "run").exit_code() == 0
+
+
+def test_a_compat_library_on_a_data_center_gpu_is_what_it_is_for(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.driver("535.104.05", H100, cuda=13000)
+    box.torch("2.13.0+cu130", "13.0", archs=CU128, seen=1)
+    compat = box.libcuda("580.65.06", box.root / "usr/local/cuda-13.0/compat")
+    box.env["LD_LIBRARY_PATH"] = str(compat)
+    report = box.report(monkeypatch, "run")
+    assert found(report)["driver.compat-lib"].level is Level.INFO
+    assert report.exit_code() == 0
+
+
+@pytest.mark.parametrize(
+    ("gpu", "kernel", "compat", "status", "word"),
+    [
+        ("NVIDIA GeForce RTX 4090:8.9", "535.104.05", "550.54.14", 804, "804"),
+        (H100, "580.65.06", "550.54.14", 803, "803"),
+    ],
+)
+def test_a_compat_library_that_does_not_fit(
+    box: Machine, monkeypatch: pytest.MonkeyPatch, gpu: str, kernel: str, compat: str, status: int, word: str
+) -> None:
+    box.driver(kernel, gpu, init=status)
+    box.torch("2.9.1+cu128", "12.8", archs=CU128)
+    folder = box.libcuda(compat, box.root / "usr/local/cuda/compat")
+    box.env["LD_LIBRARY_PATH"] = f"{folder}:{box.bin}"
+    finding = found(box.report(monkeypatch, "run"))["driver.compat-lib"]
+    assert (finding.level, word in finding.title) == (Level.FAIL, True)
+    assert finding.fix is not None
+    assert finding.fix.commands == (f"export LD_LIBRARY_PATH={box.bin}",)
+
+
+def test_kernel_and_libraries_of_different_drivers(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.libcuda("575.51.03", node.folder / "upgraded")
+    finding = found(node.report(monkeypatch, "run"))["driver.userland-kernel"]
+    assert finding.level is Level.FAIL
+    assert "570.124.06" in finding.title
+    assert "575.51.03" in finding.title
+
+
+def test_the_stub_is_taken_for_the_driver(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    stubs = node.libcuda("570.124.06", node.root / "usr/local/cuda-12.8/lib64/stubs")
+    node.env |= {"LD_LIBRARY_PATH": f"{stubs}", "FAKE_INIT": "34"}
+    finding = found(node.report(monkeypatch, "run"))["driver.stub"]
+    assert finding.level is Level.FAIL
+
+
+def test_a_container_that_was_given_no_gpu(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.torch("2.9.1+cu128", "12.8", archs=CU128)
+    box.write("/.dockerenv", "")
+    box.write("/sys/bus/pci/devices/0000:17:00.0/vendor", "0x10de\n")
+    box.write("/sys/bus/pci/devices/0000:17:00.0/class", "0x030200\n")
+    finding = found(box.report(monkeypatch, "run"))["driver.present"]
+    assert finding.level is Level.FAIL
+    assert "this container was given no GPU" in finding.title
+    assert finding.fix is not None
+    assert "--gpus all" in finding.fix.text
+
+
+def test_there_is_no_gpu_and_no_driver(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.torch("2.9.1+cu128", "12.8", archs=CU128)
+    assert "no NVIDIA GPU here" in found(box.report(monkeypatch, "run"))["driver.present"].title
+
+
+def test_a_driver_that_never_answers(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.env["FAKE_HANG"] = "1"
+    finding = found(node.report(monkeypatch, "run", timeout_s=1.0))["driver.hangs"]
+    assert finding.level is Level.FAIL
+    assert "cuInit" in finding.title
+
+
+def test_the_fabric_is_not_ready(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.env["FAKE_INIT"] = "802"
+    assert found(node.report(monkeypatch, "run"))["gpu.fabric"].level is Level.FAIL
+
+
+@pytest.mark.parametrize(
+    ("value", "level"), [("", Level.FAIL), ("-1", Level.FAIL), ("0,9", Level.WARN), ("9,0", Level.FAIL), ("0", None)]
+)
+def test_gpus_that_the_variable_hides(
+    node: Machine, monkeypatch: pytest.MonkeyPatch, value: str, level: Level | None
+) -> None:
+    node.env |= {"CUDA_VISIBLE_DEVICES": value, "FAKE_GPUS": ";".join([H100] * 8)}
+    finding = found(node.report(monkeypatch, "run")).get("gpu.visible")
+    assert (finding.level if finding else None) is level
+
+
+def wheels(machine: Machine, generation: str = "12", version: str = "12.8.93") -> None:
+    """Install NVIDIA's wheels beside torch."""
+    for name, library in (("nvjitlink", "libnvJitLink.so"), ("cusparse", "libcusparse.so"), ("cublas", "libcublas.so")):
+        machine.package(f"nvidia-{name}-cu{generation}", version, (f"nvidia/{name}/lib/{library}.{generation}",))
+
+
+def loader_folder(machine: Machine, name: str, *libraries: str) -> str:
+    """Make a directory with libraries as a toolkit has them: a soname that links to the real file."""
+    folder = machine.folder / name
+    for library in libraries:
+        soname = re.sub(r"(\.so\.\d+).*", r"\1", library)
+        machine.write(folder / library, "")
+        (folder / soname).symlink_to(library)
+    return str(folder)
+
+
+def test_an_older_library_replaces_one_of_torchs(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheels(node)
+    node.env["LD_LIBRARY_PATH"] = loader_folder(node, "lib64", "libnvJitLink.so.12.4.127", "libcublas.so.12.4.5")
+    finding = found(node.report(monkeypatch, "run"))["libs.shadow"]
+    assert finding.level is Level.FAIL
+    assert "libnvJitLink.so.12" in finding.title
+    assert finding.fix is not None
+    assert finding.fix.commands == ("unset LD_LIBRARY_PATH",)
+
+
+def test_a_harmless_replacement_is_a_warning(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheels(node)
+    node.env["LD_LIBRARY_PATH"] = loader_folder(node, "lib64", "libcublas.so.12.8.4")
+    assert found(node.report(monkeypatch, "run"))["libs.shadow"].level is Level.WARN
+
+
+def test_a_toolkit_of_another_major_version_replaces_nothing(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheels(node)
+    node.env["LD_LIBRARY_PATH"] = loader_folder(node, "lib64", "libnvJitLink.so.13.0.39")
+    assert "libs.shadow" not in found(node.report(monkeypatch, "run"))
+
+
+def test_odd_elements_of_ld_library_path(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    (node.folder / "there").mkdir()
+    node.env["LD_LIBRARY_PATH"] = f"{node.folder}/there::{node.folder}/gone"
+    report = node.report(monkeypatch, "run")
+    assert found(report)["libs.path-empty"].level is Level.WARN
+    assert found(report)["libs.path-missing"].level is Level.INFO
+
+
+def test_two_wheels_that_own_the_same_library(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for generation, version in (("12", "2.27.5"), ("13", "2.28.3")):
+        node.package(f"nvidia-nccl-cu{generation}", version, ("nvidia/nccl/lib/libnccl.so.2",))
+    finding = found(node.report(monkeypatch, "run"))["libs.duplicate-wheels"]
+    assert finding.level is Level.FAIL
+    assert finding.fix is not None
+    remove, again = finding.fix.commands
+    assert remove.endswith("uninstall -y nvidia-nccl-cu13")
+    assert again.endswith("--force-reinstall --no-deps nvidia-nccl-cu12==2.27.5")
+
+
+def test_the_toolkit_of_the_wheels_has_nothing_to_link_against(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.torch("2.13.0+cu130", "13.0")
+    home = box.toolkit("13.0", box.python() / "nvidia/cu13", lib="lib")
+    (home / "lib/libcudart.so").rename(home / "lib/libcudart.so.13")
+    box.path = [f"{home}/bin"]
+    finding = found(box.report(monkeypatch, "build"))["toolkit.cudart-devlink"]
+    assert finding.level is Level.FAIL
+    assert finding.fix is not None
+    assert finding.fix.commands == (f"ln -s libcudart.so.13 {home}/lib/libcudart.so",)
+
+
+def test_condas_headers_lie_where_torch_does_not_look(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.torch("2.4.0+cu124", "12.4")
+    prefix = box.folder / "conda"
+    box.toolkit("12.4", prefix, lib="lib")
+    (prefix / "conda-meta").mkdir()
+    (prefix / "targets/x86_64-linux").mkdir(parents=True)
+    (prefix / "include").rename(prefix / "targets/x86_64-linux/include")
+    box.env["CONDA_PREFIX"] = str(prefix)
+    box.path = [f"{prefix}/bin"]
+    report = box.report(monkeypatch, "build")
+    finding = found(report)["toolkit.headers"]
+    assert finding.level is Level.FAIL
+    assert finding.fix is not None
+    assert f"CPATH={prefix}/targets/x86_64-linux/include" in finding.fix.commands[0]
+
+
+def test_a_tree_of_two_versions(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    top = node.root / "usr/local/cuda-12.8"
+    node.write(top / "version.json", '{"cuda": {"version": "12.4.1"}}')
+    assert found(node.report(monkeypatch, "build"))["toolkit.version-sources"].level is Level.FAIL
+
+
+def test_patch_levels_may_differ(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.write(node.root / "usr/local/cuda-12.8/version.json", '{"cuda": {"version": "12.8.1"}}')
+    assert "toolkit.version-sources" not in found(node.report(monkeypatch, "build"))
+
+
+def test_an_image_for_running_only(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    top = node.root / "usr/local/cuda-12.8"
+    (top / "bin/nvcc").unlink()
+    (node.root / "usr/local/cuda").symlink_to(top)
+    node.write("/.dockerenv", "")
+    report = node.report(monkeypatch)
+    finding = found(report)["toolkit.found"]
+    assert finding.level is Level.FAIL
+    assert finding.fix is not None
+    assert "-devel" in finding.fix.text
+    assert (report.data.ready.run, report.data.ready.build) == (True, False)
+
+
+def test_extensions_that_another_torch_left(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = node.home / ".cache/torch_extensions"
+    tag = f"py{''.join(map(str, __import__('sys').version_info[:2]))}"
+    node.write(cache / f"{tag}_cu118/fused_adam/build.ninja", "")
+    report = node.report(monkeypatch, "build")
+    assert found(report)["build.cache-stale"].level is Level.INFO
+    node.write(cache / f"{tag}_cu128/fused_adam/build.ninja", "")
+    os.utime(cache / f"{tag}_cu128", (1, 1))
+    finding = found(node.report(monkeypatch, "build"))["build.cache-stale"]
+    assert finding.level is Level.WARN
+    assert finding.fix is not None
+    assert finding.fix.commands == (f"rm -rf {cache}/{tag}_cu128",)
+
+
+def test_no_ninja(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    (node.bin / "ninja").unlink()
+    assert found(node.report(monkeypatch, "build"))["build.ninja"].level is Level.WARN
+
+
+def test_more_compilers_than_memory_carries(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.env["MAX_JOBS"] = "4000"
+    finding = found(node.report(monkeypatch, "build"))["build.jobs"]
+    assert finding.level is Level.WARN
+    assert finding.fix is not None
+    assert re.fullmatch(r"export MAX_JOBS=\d+", finding.fix.commands[0])
+
+
+def test_a_torch_that_cannot_be_imported(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.write(
+        node.python() / "torch/__init__.py",
+        "raise ImportError('libtorch_cuda.so: undefined symbol: ncclCommResume')\n",
+    )
+    report = node.report(monkeypatch)
+    finding = found(report)["torch.import"]
+    assert (finding.level, "ncclCommResume" in finding.title) == (Level.FAIL, True)
+    assert report.data.ready.run is False
+
+
+def test_a_torch_whose_import_never_ends(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.write(node.python() / "torch/__init__.py", "import time\ntime.sleep(1000)\n")
+    report = node.report(monkeypatch, "run", timeout_s=1.5)
+    assert found(report)["torch.import"].level is Level.UNKNOWN
+    assert (report.data.ready.run, report.exit_code()) == (None, 3)
+
+
+def test_nodes_that_are_not_alike_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    nodes = []
+    for number, version in enumerate(("12.8", "12.8", "12.4")):
+        machine = Machine(tmp_path / f"node{number}")
+        machine.compiler("gcc", "12.2.0")
+        machine.compiler("c++", "12.2.0")
+        machine.driver("570.124.06", H100 if number else "A100:8.0")
+        machine.torch("2.9.1+cu128", "12.8", archs=CU128)
+        machine.path = [f"{machine.toolkit(version)}/bin"]
+        nodes.append(replace(machine.examine(monkeypatch), host=f"node{number}"))
+    report = judged(*nodes)
+    finding = found(report)["nodes-differ"]
+    assert finding.where.hosts == ("node2",)
+    assert finding.evidence == ("toolkit: 12.4 on node2; 12.8 on node[0-1]",)
+    assert report.data.arch_list == "8.0;9.0"
+    assert [row.hosts for row in report.data.sections if row.name == "Driver"] == [("node0", "node1", "node2")]
+
+
+def test_findings_can_be_chosen_and_ignored(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    (node.bin / "ninja").unlink()
+    node.env["TORCH_CUDA_ARCH_LIST"] = "sm_90"
+    facts = node.examine(monkeypatch)
+    assert set(found(judged(facts, only=("archlist",)))) == {"archlist.syntax"}
+    report = judged(facts, ignore=(("archlist.syntax", "we know"),))
+    assert "archlist.syntax" not in found(report)
+    assert [(one.id, one.reason) for one in report.data.silenced] == [("cuda-env.archlist.syntax", "we know")]
+
+
+def test_the_compiler_is_judged_for_the_toolkit_that_will_be_used(
+    node: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An old toolkit comes first; what it thinks of the compilers does not matter once the fix is applied."""
+    node.path = [f"{node.toolkit('11.0')}/bin"]
+    report = node.report(monkeypatch, "build")
+    assert "toolkit.torch-mismatch" in found(report)
+    assert not [id_ for id_ in found(report) if id_.startswith("cc.")]
+    node.compiler("gcc", "15.1.0")
+    finding = found(node.report(monkeypatch, "build"))["cc.nvcc"]
+    assert "nvcc 12.8 would call gcc (gcc 15.1.0); it allows gcc <= 14" in finding.title
+
+
+def test_a_linux_driver_inside_wsl(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.write("/proc/version", "Linux version 5.15.167.4-microsoft-standard-WSL2\n")
+    node.libcuda("535.104.05", node.root / "usr/lib/x86_64-linux-gnu")
+    finding = found(node.report(monkeypatch, "run"))["driver.wsl"]
+    assert finding.level is Level.FAIL
+    assert finding.evidence == (f"{node.root}/usr/lib/x86_64-linux-gnu/libcuda.so.535.104.05",)
+
+
+def test_libcuda_where_the_loader_does_not_look(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.torch("2.9.1+cu128", "12.8", archs=CU128)
+    box.libcuda("570.124.06", box.root / "usr/local/nvidia/lib64")
+    del box.env["LD_PRELOAD"]
+    finding = found(box.report(monkeypatch, "run"))["driver.present"]
+    assert finding.fix is not None
+    assert finding.fix.commands[0].startswith(f"export LD_LIBRARY_PATH={box.root}/usr/local/nvidia/lib64")
+
+
+def test_mig_instances_are_a_remark(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.env["FAKE_MIG"] = "1"
+    node.env["CUDA_VISIBLE_DEVICES"] = "0"
+    report = node.report(monkeypatch, "run")
+    assert found(report)["gpu.mig"].level is Level.INFO
+    assert report.exit_code() == 0
+
+
+@pytest.mark.parametrize("status", [304, 999])
+def test_a_driver_that_does_not_start(node: Machine, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    node.env["FAKE_INIT"] = str(status)
+    finding = found(node.report(monkeypatch, "run"))["driver.init"]
+    assert finding.fix is not None
+    assert "modprobe nvidia_uvm" in finding.fix.commands[0]
+
+
+def test_kernel_and_libraries_differ_as_nvml_says_it(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.env |= {"FAKE_NVML": "18", "FAKE_INIT": "803"}
+    assert "driver.userland-kernel" in found(node.report(monkeypatch, "run"))
+
+
+def test_an_extension_for_another_cuda(node: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import subprocess
+
+    from cuda_machines import GCC
+
+    (tmp_path / "empty.c").write_text("")
+    runtime, file = tmp_path / "libcudart.so", node.python() / "apex_C.so"
+    shared = [GCC, "-shared", "-fPIC", str(tmp_path / "empty.c")]
+    subprocess.run([*shared, "-o", str(runtime), "-Wl,-soname,libcudart.so.11.0"], check=True)
+    subprocess.run([*shared, "-o", str(file), "-Wl,--no-as-needed", f"-L{tmp_path}", "-lcudart"], check=True)
+    node.package("apex", "0.1", ("apex_C.so",))
+    finding = found(node.report(monkeypatch, "run"))["libs.ext-soname"]
+    assert finding.level is Level.FAIL
+    assert "it needs libcudart.so.11.0, torch 2.9.1+cu128 brings libcudart.so.12" in finding.title
+
+
+def test_a_hostile_environment_costs_nothing(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Garbage where tables are looked for, a directory where a file should be, an nvcc that never ends."""
+    node.write(node.python() / "torch/utils/cpp_extension.py", "CUDA_GCC_VERSIONS = {" * 1000)
+    node.write(node.python() / "torch/cuda/__init__.py", "PYTORCH_RELEASES_CODE_CC = [1, 2]\n")
+    node.write(node.root / "usr/local/cuda-12.8/version.json", '{"cuda": [1]}')
+    (node.root / "usr/local/cuda-9.9").mkdir(parents=True)
+    (node.bin / "clang-99").mkdir()
+    assert found(node.report(monkeypatch)) is not None
