@@ -38,22 +38,26 @@ case " $* " in
 esac
 cc=gcc
 test -n "$NVCC_CCBIN" && cc=$NVCC_CCBIN
+case " $* " in *" -ccbin "*) cc="$*"; cc=${{cc#*-ccbin }}; cc=${{cc%% *}};; esac
+case "$NVCC_APPEND_FLAGS" in *bogus*) echo "nvcc fatal   : Unknown option '$NVCC_APPEND_FLAGS'" >&2; exit 1;; esac
+include=
+case "$NVCC_APPEND_FLAGS" in *allow-unsupported*) include=-D__NV_NO_HOST_COMPILER_CHECK;; esac
 PATH="$here/../nvvm/bin:$here:$PATH"
 top=$here/..
 case " $* " in
 *" --dryrun "*) echo "#\$ _HERE_=$here" >&2; echo "#\$ TOP=$top" >&2; echo "#\$ $cc -D__CUDA_ARCH_LIST__=750 -E -x c++ /dev/null" >&2; exit 0;;
 esac
 if ! command -v "$cc" >/dev/null; then
-  echo "sh: 1: gcc: not found" >&2; echo "nvcc fatal   : Failed to preprocess host compiler properties." >&2; exit 1
+  echo "sh: 1: $cc: not found" >&2; echo "nvcc fatal   : Failed to preprocess host compiler properties." >&2; exit 1
 fi
-include=-I/nowhere
-test -f "$here/nvcc.profile" && include=-I$top/include
-test -d "$top/targets" && include=-I$top/targets/x86_64-linux/include
+include="$include -I/nowhere"
+test -f "$here/nvcc.profile" && include="$include -I$top/include"
+test -d "$top/targets" && include="$include -I$top/targets/x86_64-linux/include"
 exec "$cc" $include -include cuda_runtime.h -E -x c++ /dev/null -o /dev/null
 """
 
 _HOST_CONFIG = """
-#if defined(__GNUC__)
+#if defined(__GNUC__) && !defined(__NV_NO_HOST_COMPILER_CHECK)
 #if __GNUC__ > {gcc}
 #error -- unsupported GNU version! gcc versions later than {gcc} are not supported! The nvcc flag '-allow-unsupported-compiler' can be used to override this version check
 #endif

@@ -66,7 +66,7 @@ def test_a_wrapper_makes_torch_take_usr_local(box: Machine, monkeypatch: pytest.
     box.path = [f"{local}/bin"]
     report = box.report(monkeypatch, "build")
     finding = found(report)["toolkit.home"]
-    assert finding.level is Level.WARN
+    assert finding.level is Level.FAIL
     assert str(local) in finding.title
     assert finding.fix is not None
     assert finding.fix.commands == (f"export CUDA_HOME={toolkit}",)
@@ -74,8 +74,8 @@ def test_a_wrapper_makes_torch_take_usr_local(box: Machine, monkeypatch: pytest.
 
 
 def test_a_linked_nvcc_answers_and_does_not_compile(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    link = node.folder / "mine/nvcc"
-    link.parent.mkdir()
+    link = node.folder / "mine/bin/nvcc"
+    link.parent.mkdir(parents=True)
     link.symlink_to(node.root / "usr/local/cuda-12.8/bin/nvcc")
     node.path = [str(link.parent)]
     report = node.report(monkeypatch, "build")
@@ -276,6 +276,10 @@ def test_a_toolkit_that_torch_has_no_bounds_for(box: Machine, monkeypatch: pytes
 
 def test_torchs_own_compiler_is_too_new_for_its_table(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     node.compiler("c++", "15.1.0")
+    finding = found(node.report(monkeypatch, "build"))["cc.torch"]
+    assert finding.level is Level.WARN  # setup.py builds call g++, which is 12
+    assert "first use" in finding.detail
+    node.env["CXX"] = "c++"
     finding = found(node.report(monkeypatch, "build"))["cc.torch"]
     assert finding.level is Level.FAIL
     assert finding.fix is not None
@@ -746,3 +750,99 @@ def test_a_hostile_environment_costs_nothing(node: Machine, monkeypatch: pytest.
     (node.root / "usr/local/cuda-9.9").mkdir(parents=True)
     (node.bin / "clang-99").mkdir()
     assert found(node.report(monkeypatch)) is not None
+
+
+def test_an_nvcc_that_torch_does_not_use_is_only_worth_a_warning(
+    node: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = node.folder / "mine/bin/nvcc"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(node.root / "usr/local/cuda-12.8/bin/nvcc")
+    node.path = [str(link.parent)]
+    node.env["CUDA_HOME"] = str(node.root / "usr/local/cuda-12.8")
+    report = node.report(monkeypatch, "build")
+    assert found(report)["toolkit.nvcc-broken"].level is Level.WARN
+    assert report.data.ready.build is True
+
+
+def test_an_nvcc_that_never_answers(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from distdiag.commands.cuda_env import collect
+
+    monkeypatch.setattr(collect, "_QUICK_S", 1.0)  # how long a person would wait is not what is tested
+    node.write(node.root / "usr/local/cuda-12.8/bin/nvcc", "#!/bin/sh\nexec sleep 100\n", mode=0o755)
+    node.path = [*node.path, "/usr/bin", "/bin"]
+    finding = found(node.report(monkeypatch, "build"))["toolkit.nvcc-broken"]
+    assert (finding.level, "does not answer" in finding.title) == (Level.FAIL, True)
+
+
+def test_the_long_form_of_gccs_refusal_is_no_missing_compiler(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its advice speaks of "an unsupported host compiler"."""
+    node.compiler("gcc", "15.1.0")
+    header = node.root / "usr/local/cuda-12.8/include/crt/host_config.h"
+    header.write_text(
+        header.read_text().replace("this version check", "this version check; an unsupported host compiler")
+    )
+    assert "gcc <= 14" in found(node.report(monkeypatch, "build"))["cc.nvcc"].title
+
+
+@pytest.mark.parametrize("name", ["CC", "NVCC_CCBIN"])
+def test_a_host_compiler_that_is_not_there(node: Machine, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    node.env[name] = "/nope/gcc"
+    finding = found(node.report(monkeypatch, "build"))["cc.nvcc"]
+    assert f"{name}=/nope/gcc" in finding.title
+    assert finding.fix is not None
+    assert f"NVCC_CCBIN={node.bin}/g++-12" in finding.fix.commands[0]
+
+
+def test_cc_decides_what_nvcc_calls_for_torch(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.compiler("gcc", "15.1.0")
+    node.compiler("c++", "12.2.0")
+    node.env |= {"CC": str(node.bin / "gcc-12"), "CXX": str(node.bin / "g++-12")}
+    report = node.report(monkeypatch, "build")
+    assert not [id_ for id_ in found(report) if id_.startswith("cc.")]
+
+
+def test_flags_that_nvcc_does_not_know(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.env["NVCC_APPEND_FLAGS"] = "--bogus"
+    report = node.report(monkeypatch, "build")
+    assert found(report)["cc.flags"].level is Level.FAIL
+    assert "toolkit.nvcc-broken" not in found(report)
+
+
+def test_unchecked_and_too_new_gets_a_compiler_too(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.compiler("gcc", "15.1.0")
+    node.env["NVCC_APPEND_FLAGS"] = "-allow-unsupported-compiler"
+    finding = found(node.report(monkeypatch, "build"))["cc.flags"]
+    assert finding.level is Level.FAIL
+    assert finding.fix is not None
+    assert finding.fix.commands[0] == "unset NVCC_APPEND_FLAGS"
+    assert f"CC={node.bin}/gcc-12" in finding.fix.commands[1]
+
+
+def test_a_compiler_in_a_wrapper(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.write(node.bin / "ccache", "#!/bin/sh\necho ccache version 4.9\n", mode=0o755)
+    node.env["CXX"] = "ccache g++"
+    finding = found(node.report(monkeypatch, "build"))["cc.torch"]
+    assert (finding.level, "ccache" in finding.title) == (Level.FAIL, True)
+
+
+def test_a_wrapper_of_a_toolkit_in_no_usual_place(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    toolkit = box.toolkit("12.8", box.folder / "weird/cuda")
+    box.torch("2.9.1+cu128", "12.8")
+    box.write(box.folder / "tools/bin/nvcc", f'#!/bin/sh\nexec {toolkit}/bin/nvcc "$@"\n', mode=0o755)
+    box.path = [f"{box.folder}/tools/bin"]
+    finding = found(box.report(monkeypatch, "build"))["toolkit.home"]
+    assert finding.fix is not None
+    assert finding.fix.commands == (f"export CUDA_HOME={toolkit}",)
+
+
+@pytest.mark.parametrize(("text", "better"), [("All", "7.5;8.0;8.6;9.0;10.0;12.0"), ("Hopper+PTX", "9.0+PTX")])
+def test_a_list_that_names_nothing_gets_one_that_does(
+    box: Machine, monkeypatch: pytest.MonkeyPatch, text: str, better: str
+) -> None:
+    box.path = [f"{box.toolkit('13.0')}/bin"]
+    box.torch("2.13.0+cu130", "13.0")
+    box.env["TORCH_CUDA_ARCH_LIST"] = text
+    finding = found(box.report(monkeypatch, "build"))["archlist.syntax"]
+    assert finding.fix is not None
+    assert finding.fix.commands == (f'export TORCH_CUDA_ARCH_LIST="{better}"',)

@@ -65,7 +65,9 @@ def test_names_of_families_stand_for_their_architectures() -> None:
 
 
 def test_what_cannot_be_understood_is_not_corrected() -> None:
-    assert corrected("ampere", ()) == ""
+    assert corrected("warp", ()) == ""
+    assert corrected("ampere", ()) == "8.0;8.6+PTX"
+    assert corrected("Hopper+PTX", ()) == "9.0+PTX"
     assert corrected("compute_80, sm_90+PTX", ()) == "8.0;9.0+PTX"
 
 

@@ -117,9 +117,13 @@ def read_list(text: str, known: Sequence[str], named: Mapping[str, str]) -> Arch
 def corrected(text: str, known: Sequence[str]) -> str:
     """Write what was probably meant; empty if nothing of it can be understood."""
     known = known or tables().known_archs
-    found = []
+    named = {name.lower(): archs for name, archs in tables().named_archs.items()}
+    found: list[str] = []
     for word in re.split(r"[;, ]+", text.strip().strip("\"'")):
         plain = re.sub(r"^(sm|compute)_?", "", word.removesuffix("+PTX"), flags=re.IGNORECASE)
+        if plain.lower() in named:
+            found += named[plain.lower()].split(";")
+            continue
         plain = plain[:-1] + plain[-1:].lower()
         if re.fullmatch(r"\d{2,3}[af]?", plain):
             plain = from_nvcc(plain).torch

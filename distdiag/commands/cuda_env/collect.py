@@ -157,9 +157,14 @@ class _Tools:
         if home:
             self.ways.setdefault(home.rstrip("/") or "/", []).append("torch")
         self.found = [toolkits.examine(root, ways) for root, ways in self.ways.items()]
-        used = {use.nvcc for use in self.uses.values() if use.nvcc and os.access(use.nvcc, os.X_OK)}
+        used: dict[str, list[str]] = {use.nvcc: [] for use in self.uses.values() if os.access(use.nvcc, os.X_OK)}
+        if self.uses["torch"].nvcc in used and places.env.get("CC"):
+            used[self.uses["torch"].nvcc] = ["-ccbin", places.env["CC"]]
         paths = [*used, *places.which_all("nvcc"), *(one.nvcc for one in self.found if one.nvcc)]
         self.nvccs = [toolkits.with_compiler(one, places) for one in toolkits.ask(paths, used, timeout_s=_QUICK_S)]
+        for nvcc in self.nvccs:  # what a wrapper leads to may lie in no usual place
+            if nvcc.top and nvcc.top not in self.ways and nvcc.top not in (one.real for one in self.found):
+                self.found.append(toolkits.examine(nvcc.top, [nvcc.path]))
         limits = [one.limit.gcc_max for one in self.found if one.limit is not None and one.limit.gcc_max is not None]
         called = [one.compiler for one in self.nvccs]
         self.compilers = compilers.find(places, called, newest_gcc=min(limits, default=99), timeout_s=_QUICK_S)

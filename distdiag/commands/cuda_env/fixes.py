@@ -142,14 +142,18 @@ def usable_toolkits(facts: CudaFacts) -> list[Toolkit]:
 
 
 def best_toolkit(facts: CudaFacts) -> Toolkit | None:
-    """Choose the toolkit for torch: its own version, the newest of the same major; without CUDA the newest."""
+    """Choose the toolkit for torch: its own version, the newest of the same major; without CUDA the newest.
+
+    Of equal ones that which an nvcc on PATH leads to.
+    """
     wanted = torch_cuda(facts)
-    whole = usable_toolkits(facts)
-    if not wanted:
-        return max(whole, key=lambda one: version(one.version), default=None)
-    exact = [one for one in whole if minor(one.version) == wanted]
-    same = [one for one in whole if major(one.version) == major(wanted)]
-    return next(iter(exact), None) or max(same, key=lambda one: version(one.version), default=None)
+    tops = {one.top for one in facts.nvccs if one.top}
+    fitting = [one for one in usable_toolkits(facts) if not wanted or major(one.version) == major(wanted)]
+    return max(
+        fitting,
+        key=lambda one: (minor(one.version) == wanted, version(one.version)[:2], one.real in tops),
+        default=None,
+    )
 
 
 def choose_toolkit(facts: CudaFacts, toolkit: Toolkit) -> tuple[tuple[str, str], ...]:

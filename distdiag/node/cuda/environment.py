@@ -21,6 +21,7 @@ import json, os, platform, importlib.util, sysconfig
 spec = lambda name: getattr(importlib.util.find_spec(name), "origin", None)
 print(json.dumps({"executable": sys.executable, "version": platform.python_version(), "prefix": sys.prefix,
   "paths": [p for p in sys.path if os.path.isdir(p)], "include": sysconfig.get_path("include"),
+  "cxx": sysconfig.get_config_var("CXX"),
   "torch": spec("torch"), "deepspeed": spec("deepspeed"), "pip": spec("pip") is not None, "ninja": spec("ninja")}))
 """
 _DIST = re.compile(r"(?P<name>.+?)-(?P<version>[^-]+)\.(?:dist|egg)-info$")
@@ -38,6 +39,8 @@ class Interpreter:
     pip: bool = False
     ninja: bool = False
     error: str = ""
+    cxx: str = ""
+    """The compiler that its setup.py builds call, unless CXX names another."""
     torch_origin: str = ""
     deepspeed_origin: str = ""
 
@@ -72,6 +75,7 @@ def interpreter(executable: str, *, timeout_s: float) -> Interpreter:
         include=told["include"] or "",
         pip=told["pip"],
         ninja=told["ninja"] is not None,
+        cxx=(told["cxx"] or "").split(" ")[0],
         torch_origin=told["torch"] or "",
         deepspeed_origin=told["deepspeed"] or "",
     )

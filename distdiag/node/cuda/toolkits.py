@@ -16,7 +16,7 @@ from distdiag.node import machine, run
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from distdiag.node.cuda.places import Places
 
@@ -199,15 +199,18 @@ def kind_of(path: str) -> str:
         return "binary"
 
 
-def ask(paths: Iterable[str], used: set[str], *, timeout_s: float) -> list[Nvcc]:
-    """Ask each nvcc its version; those that are `used` also what they do with an empty file, and for which GPUs."""
+def ask(paths: Iterable[str], used: Mapping[str, Sequence[str]], *, timeout_s: float) -> list[Nvcc]:
+    """Ask each nvcc its version; those that are `used` also what they do with an empty file, and for which GPUs.
+
+    `used` gives the options that are passed then: torch hands CC on as -ccbin.
+    """
     paths = list(dict.fromkeys(paths))
     commands: dict[tuple[str, str], list[str]] = {}
     for path in paths:
         commands[path, "version"] = [path, "--version"]
         if path in used:
-            commands[path, "preprocess"] = [path, "-E", *_EMPTY]
-            commands[path, "dryrun"] = [path, "--dryrun", "-c", *_EMPTY]
+            commands[path, "preprocess"] = [path, "-E", *used[path], *_EMPTY]
+            commands[path, "dryrun"] = [path, "--dryrun", "-c", *used[path], *_EMPTY]
             commands[path, "archs"] = [path, "--list-gpu-arch"]
     done = {key: end for key, end in run.run_many(commands, timeout_s) if end is not None}
     return [_read_answers(path, {what: end for (asked, what), end in done.items() if asked == path}) for path in paths]
@@ -252,10 +255,11 @@ def with_compiler(nvcc: Nvcc, places: Places) -> Nvcc:
 
 
 def _complaint(text: str) -> str:
-    """Give the error that matters of what nvcc printed."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    """Give the error that matters of what nvcc printed: the first, and nvcc's own verdict if it has one."""
+    lines = [line.strip()[:300] for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"error|fatal|not found|No such file", line)]
-    return (errors or lines or ["it failed without a word"])[0][:300]
+    verdict = [line for line in errors[1:] if line.startswith("nvcc fatal")]
+    return "; ".join([*(errors or lines or ["it failed without a word"])[:1], *verdict[:1]])
 
 
 def torch_use(places: Places) -> Use:

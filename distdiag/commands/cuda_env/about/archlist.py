@@ -28,7 +28,7 @@ def about_arch_list(facts: CudaFacts, everywhere: Sequence[Arch] = ()) -> Sectio
     named = facts.torch.named_archs if facts.torch is not None else {}
     read = read_list(text, known, named)
     if read.wrong:
-        problems = [_syntax(text, read, known, gpus)]
+        problems = [_syntax(facts, text, read, gpus)]
     else:
         problems = [one for one in (_nvcc(facts, text, read), _gpus(facts, text, read, gpus)) if one]
     return Section(name="Arch list", line=f"{_NAME}={text}", problems=tuple(problems))
@@ -88,8 +88,9 @@ def _nvcc_archs(facts: CudaFacts) -> tuple[str, ...]:
     return next(own, ())
 
 
-def _syntax(text: str, read: ArchList, known: Sequence[str], gpus: Sequence[Arch]) -> Problem:
-    better = corrected(text, known) or (as_list(gpus) if gpus else "")
+def _syntax(facts: CudaFacts, text: str, read: ArchList, gpus: Sequence[Arch]) -> Problem:
+    known = facts.torch.known_archs if facts.torch is not None else ()
+    better = corrected(text, known) or as_list(gpus) or recommended(facts)
     shown = ", ".join(repr(one) for one in read.wrong[:4])
     return Problem(
         id="archlist.syntax",
@@ -112,7 +113,8 @@ def _nvcc(facts: CudaFacts, text: str, read: ArchList) -> Problem | None:
     number = toolkit.version if toolkit is not None else "?"
     archs = _nvcc_archs(facts)
     names = ", ".join(arch.torch for arch in refused)
-    fix = f"leave {names} out" if kept else "take a toolkit that compiles for it"
+    better = ";".join(kept) or as_list(fixes.gpu_archs(facts)) or recommended(facts)
+    fix = f"leave {names} out" if kept else "name what it does compile for, or take a toolkit that compiles for it"
     return Problem(
         id="archlist.nvcc",
         goals=BUILD,
@@ -122,7 +124,7 @@ def _nvcc(facts: CudaFacts, text: str, read: ArchList) -> Problem | None:
         breaks="building CUDA extensions; running is fine",
         evidence=(f"nvcc --list-gpu-arch: {' '.join(archs)}",) if archs else (),
         fix=fix,
-        exports=((_NAME, f'"{";".join(kept)}"'),) if kept else (),
+        exports=((_NAME, f'"{better}"'),) if better else (),
     )
 
 

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from distdiag.commands.cuda_env.collect import CudaFacts
     from distdiag.node.cuda.compilers import Compiler
     from distdiag.node.cuda.toolkits import Nvcc, Toolkit
+    from distdiag.node.cuda.torchfiles import Bounds
 
 _BREAKS = "building CUDA extensions; running is fine"
-_NO_HOST = re.compile(r"gcc: (not found|No such file)|host compiler")
+_NO_HOST = re.compile(r"Failed to preprocess host compiler")
+_REFUSED = re.compile(r"unsupported (GNU|clang)")
 
 
 def about_compilers(facts: CudaFacts) -> Section:
@@ -29,7 +31,7 @@ def about_compilers(facts: CudaFacts) -> Section:
     parts += [f"nvcc calls {_named(called)}"] if called and (own is None or called.real != own.real) else []
     limit = fixes.newest_host_gcc(facts, toolkit) if toolkit is not None else None
     parts += [f"gcc <= {limit} is allowed"] if limit else []
-    problems = [one for one in (_nvcc(facts, toolkit), _torch(facts, toolkit), _flags(facts)) if one]
+    problems = [one for one in (_nvcc(facts, toolkit), _torch(facts, toolkit), _flags(facts, toolkit)) if one]
     details = tuple(f"{one.path}: {one.family or 'unknown'} {one.version}" for one in facts.compilers.found)
     return Section(name="Compiler", line="; ".join(parts), problems=tuple(problems), details=details)
 
@@ -47,10 +49,10 @@ def _nvcc_of(facts: CudaFacts, toolkit: Toolkit | None) -> Nvcc | None:
 
 
 def _host(facts: CudaFacts, nvcc: Nvcc | None) -> Compiler | None:
-    """Give the host compiler that nvcc calls: what it said itself, else what it would find."""
+    """Give the host compiler that nvcc calls for torch: what it said itself, else what it would find."""
     if nvcc is not None and nvcc.compiler:
         return fixes.compiler_at(facts, nvcc.compiler)
-    name = facts.variables.get("NVCC_CCBIN") or "gcc"
+    name = facts.variables.get("CC") or facts.variables.get("NVCC_CCBIN") or "gcc"
     return fixes.compiler_at(facts, name) or next(
         (one for one in facts.compilers.found if os.path.basename(one.path) == name), None
     )
@@ -62,11 +64,10 @@ def _nvcc(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
     nvcc = nvcc or next((one for one in facts.nvccs if one.complaint and _NO_HOST.search(one.complaint)), None)
     compiler = _host(facts, nvcc)
     complaint = nvcc.complaint if nvcc is not None else None
+    if (complaint and _REFUSED.search(complaint)) or (complaint is None and _is_too_new(compiler, toolkit)):
+        return _too_new(facts, nvcc, compiler, toolkit)
     if nvcc is not None and complaint and _NO_HOST.search(complaint):
         return _no_host(facts, nvcc, toolkit)
-    refused = bool(complaint and re.search(r"unsupported (GNU|clang)", complaint))
-    if refused or (complaint is None and _is_too_new(compiler, toolkit)):
-        return _too_new(facts, nvcc, compiler, toolkit)
     return None
 
 
@@ -88,7 +89,7 @@ def _too_new(facts: CudaFacts, nvcc: Nvcc | None, compiler: Compiler | None, too
     if nvcc is not None and nvcc.complaint:
         evidence.append(f"{nvcc.path} -x cu -E /dev/null: {_message(nvcc.complaint)}")
     own = facts.compilers.cxx
-    other = own is not None and compiler is not None and own.real != compiler.real
+    other = own is not None and compiler is not None and own.major != compiler.major
     return Problem(
         id="cc.nvcc",
         goals=BUILD,
@@ -107,11 +108,14 @@ def _message(complaint: str) -> str:
 
 
 def _no_host(facts: CudaFacts, nvcc: Nvcc, toolkit: Toolkit | None) -> Problem:
+    """Say that the host compiler is not there, and which variable names it."""
+    name = next((one for one in ("CC", "NVCC_CCBIN") if facts.variables.get(one)), "")
+    asked = f"{name}={facts.variables[name]}" if name else os.path.basename(nvcc.compiler or "gcc")
     return Problem(
         id="cc.nvcc",
         goals=BUILD,
         level=Level.FAIL,
-        title=f"nvcc finds no host compiler ({os.path.basename(nvcc.compiler or 'gcc')})",
+        title=f"nvcc cannot use its host compiler, {asked}",
         breaks=_BREAKS,
         evidence=(f"{nvcc.path} -x cu -E /dev/null: {nvcc.complaint}",),
         **_mend(facts, toolkit),  # type: ignore[arg-type]
@@ -137,55 +141,107 @@ def _mend(facts: CudaFacts, toolkit: Toolkit | None) -> dict[str, object]:
 
 
 def _torch(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
-    """Judge the compiler that torch checks, with the table of the torch that is installed."""
-    own, torch = facts.compilers.cxx, facts.torch
+    """Judge the compilers that torch checks, with the table of the torch that is installed.
+
+    load() asks for $CXX or c++; setup.py builds for $CXX or what this Python was built with.
+    """
+    own, asked = facts.compilers.cxx, facts.compilers.cxx_asked
     if own is None:
-        return Problem(
-            id="cc.torch",
-            goals=BUILD,
-            level=Level.FAIL,
-            title=f"there is no C++ compiler: torch calls {facts.compilers.cxx_asked}",
-            breaks="building any extension; running is fine",
-            evidence=(f"CXX={facts.variables['CXX']}",)
-            if "CXX" in facts.variables
-            else ("CXX is not set; no c++ on PATH",),
-            **_mend(facts, toolkit),  # type: ignore[arg-type]
-        )
-    if torch is None or toolkit is None or facts.variables.get("TORCH_DONT_CHECK_COMPILER_ABI") or not own.version:
+        return _no_cxx(facts, toolkit)
+    first = os.path.basename(asked.split()[0])
+    if len(asked.split()) > 1 and not own.family:
+        return _wrapped_cxx(facts, toolkit, first)
+    bounds = _bounds(facts, toolkit, own)
+    by_setup = None if "CXX" in facts.variables else _found(facts, facts.python.cxx)
+    wrong = [one for one in (own, by_setup) if one is not None and not _is_within(one, bounds)]
+    if not wrong:
+        return None
+    both = by_setup is None or by_setup in wrong
+    return _out_of_bounds(facts, toolkit, wrong[0], everywhere=both and own in wrong)
+
+
+def _bounds(facts: CudaFacts, toolkit: Toolkit | None, own: Compiler) -> Bounds | None:
+    torch = facts.torch
+    if torch is None or toolkit is None or facts.variables.get("TORCH_DONT_CHECK_COMPILER_ABI"):
         return None
     table = torch.clang if own.family == "clang" and "clang" in os.path.basename(own.path) else torch.gcc
-    bounds = table.get(minor(toolkit.version))
-    if bounds is None or bounds.least <= version(own.version) < bounds.below:
-        return None
-    high = version(own.version) >= bounds.below
-    allowed = f"below {'.'.join(map(str, bounds.below))}" if high else f"{'.'.join(map(str, bounds.least))} or newer"
+    return table.get(minor(toolkit.version))
+
+
+def _is_within(compiler: Compiler, bounds: Bounds | None) -> bool:
+    return bounds is None or not compiler.version or bounds.least <= version(compiler.version) < bounds.below
+
+
+def _found(facts: CudaFacts, name: str) -> Compiler | None:
+    return next((one for one in facts.compilers.found if name in (one.path, os.path.basename(one.path))), None)
+
+
+def _no_cxx(facts: CudaFacts, toolkit: Toolkit | None) -> Problem:
+    where = f"CXX={facts.variables['CXX']}" if "CXX" in facts.variables else "CXX is not set; no c++ on PATH"
     return Problem(
         id="cc.torch",
         goals=BUILD,
         level=Level.FAIL,
-        title=f"torch refuses {_named(own)} with CUDA {minor(toolkit.version)}: it wants a version {allowed}",
-        breaks=_BREAKS,
-        evidence=(f"{torch.folder}/utils/cpp_extension.py: its table of compilers", f"called: {own.path}"),
+        title=f"there is no C++ compiler: torch calls {facts.compilers.cxx_asked}",
+        breaks="building any extension; running is fine",
+        evidence=(where,),
         **_mend(facts, toolkit),  # type: ignore[arg-type]
     )
 
 
-def _flags(facts: CudaFacts) -> Problem | None:
+def _wrapped_cxx(facts: CudaFacts, toolkit: Toolkit | None, first: str) -> Problem:
+    return Problem(
+        id="cc.torch",
+        goals=BUILD,
+        level=Level.FAIL,
+        title=f"torch takes the first word of CXX, {first}, for the compiler",
+        cause=f"It asks {first} for its version, and finds it too old.",
+        breaks=_BREAKS,
+        evidence=(f"CXX={facts.variables.get('CXX', '')}",),
+        **_mend(facts, toolkit),  # type: ignore[arg-type]
+    )
+
+
+def _out_of_bounds(facts: CudaFacts, toolkit: Toolkit | None, wrong: Compiler, *, everywhere: bool) -> Problem:
+    torch, bounds = facts.torch, _bounds(facts, toolkit, wrong)
+    assert torch is not None
+    assert toolkit is not None
+    assert bounds is not None
+    high = version(wrong.version) >= bounds.below
+    allowed = f"below {'.'.join(map(str, bounds.below))}" if high else f"{'.'.join(map(str, bounds.least))} or newer"
+    jit = wrong is facts.compilers.cxx
+    only = "extensions built at first use (torch.utils.cpp_extension.load)" if jit else "setup.py builds"
+    return Problem(
+        id="cc.torch",
+        goals=BUILD,
+        level=Level.FAIL if everywhere else Level.WARN,
+        title=f"torch refuses {_named(wrong)} with CUDA {minor(toolkit.version)}: it wants a version {allowed}",
+        breaks=_BREAKS if everywhere else only,
+        evidence=(f"{torch.folder}/utils/cpp_extension.py: its table of compilers", f"called: {wrong.path}"),
+        **_mend(facts, toolkit),  # type: ignore[arg-type]
+    )
+
+
+def _flags(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
     """Point at flags that everybody's nvcc gets without seeing them."""
     for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
         value = facts.variables.get(name, "")
-        if "allow-unsupported-compiler" in value:
+        refused = next(
+            (one.complaint for one in facts.nvccs if one.complaint and "Unknown option" in one.complaint), ""
+        )
+        if value and refused:
             return Problem(
                 id="cc.flags",
                 goals=BUILD,
-                level=Level.WARN,
-                title=f"{name} switches nvcc's check of the host compiler off",
-                cause="The check is skipped, and the headers of a compiler that is too new then fail one by one.",
-                breaks="building CUDA extensions, perhaps",
-                evidence=(f"{name}={value}",),
-                fix="take it away, and choose a compiler that is allowed",
+                level=Level.FAIL,
+                title=f"nvcc does not know an option in {name}",
+                breaks=_BREAKS,
+                evidence=(f"{name}={value}", refused),
+                fix="take it away",
                 unset=(name,),
             )
+        if "allow-unsupported-compiler" in value:
+            return _unchecked(facts, toolkit, name, value)
         if "ccbin" in value or "compiler-bindir" in value:
             return Problem(
                 id="cc.flags",
@@ -195,3 +251,22 @@ def _flags(facts: CudaFacts) -> Problem | None:
                 evidence=(f"{name}={value}",),
             )
     return None
+
+
+def _unchecked(facts: CudaFacts, toolkit: Toolkit | None, name: str, value: str) -> Problem:
+    """Say that the check is off; where the compiler is too new indeed, name one that is not."""
+    needed = _is_too_new(_host(facts, _nvcc_of(facts, toolkit)), toolkit)
+    pair = _mend(facts, toolkit) if needed else {}
+    return Problem(
+        id="cc.flags",
+        goals=BUILD,
+        level=Level.FAIL if needed else Level.WARN,
+        title=f"{name} switches nvcc's check of the host compiler off",
+        cause="The check is skipped, and the headers of a compiler that is too new then fail one by one.",
+        breaks=_BREAKS if needed else "building CUDA extensions, perhaps",
+        evidence=(f"{name}={value}",),
+        fix="take it away, and choose a compiler that is allowed",
+        unset=(name,),
+        exports=pair.get("exports", ()),  # type: ignore[arg-type]
+        commands=pair.get("commands", ()),  # type: ignore[arg-type]
+    )

@@ -24,10 +24,11 @@ def about_toolkits(facts: CudaFacts) -> Section:
     """Judge the toolkits; the first thing that is wrong hides what follows from it."""
     used = fixes.used_toolkit(facts)
     whole = fixes.usable_toolkits(facts)
-    line = _line(facts, used) if used is not None and used.version else "none that is used" if whole else "none"
-    problems = [one for one in (_variable(facts), _broken(facts)) if one] or [
-        one for one in (_found(facts), _home(facts), _headers(facts)) if one
-    ]
+    shown = used if used is not None and used.version and used.headers else fixes.target_toolkit(facts)
+    line = _line(facts, shown) if shown is not None and shown.version else "none that is used" if whole else "none"
+    problems = [one for one in (_variable(facts), _broken(facts)) if one]
+    if not any(one.level is Level.FAIL for one in problems):
+        problems += [one for one in (_found(facts), _home(facts), _headers(facts)) if one]
     problems += [one for one in (_sources(facts), with_torch(facts), with_each_other(facts), _dev_link(facts)) if one]
     return Section(name="Toolkit", line=line, problems=tuple(problems), details=tuple(_details(facts)))
 
@@ -100,23 +101,24 @@ def _why_wrong(value: str) -> str:
 
 
 def _broken(facts: CudaFacts) -> Problem | None:
-    """Name an nvcc that answers --version and compiles nothing."""
+    """Name an nvcc that answers --version and compiles nothing; one that torch does not use is only worth a warning."""
     for use in facts.uses.values():
         nvcc = fixes.nvcc_at(facts, use.nvcc)
-        if nvcc is None or not nvcc.complaint or _is_about_compiler(nvcc.complaint):
+        if nvcc is None or not (nvcc.complaint or nvcc.timed_out) or _is_anothers(nvcc.complaint or ""):
             continue
-        lost = nvcc.kind == "symlink" and "cuda_runtime.h" in nvcc.complaint
-        real = os.path.dirname(nvcc.real)
+        used = nvcc.path == facts.uses["torch"].nvcc
         best = fixes.best_toolkit(facts)
+        lost = nvcc.kind == "symlink" and "cuda_runtime.h" in (nvcc.complaint or "")
+        real = os.path.dirname(nvcc.real)
+        how = "does not answer" if nvcc.timed_out else "does not compile"
+        said = f"{nvcc.path} -x cu -E /dev/null: {nvcc.complaint}" if nvcc.complaint else f"{nvcc.path} --version"
         return _problem(
             "toolkit.nvcc-broken",
-            Level.FAIL,
-            f"{nvcc.path} does not compile" + (", although --version works: it is a symlink" if lost else ""),
+            Level.FAIL if used else Level.WARN,
+            f"{nvcc.path} {how}" + (", although --version works: it is a symlink" if lost else ""),
             cause="nvcc looks for nvcc.profile beside the link, not beside the file that it leads to." if lost else "",
-            evidence=(
-                f"{nvcc.path} -x cu -E /dev/null: {nvcc.complaint}",
-                f"{nvcc.path} -> {nvcc.real}" if lost else "",
-            ),
+            breaks=_BREAKS if used else "what a shell or CMake builds with it; torch uses another",
+            evidence=(said, f"{nvcc.path} -> {nvcc.real}" if lost else ""),
             fix=f"put {real} before it on PATH, and remove the link" if lost else "use a whole toolkit",
             exports=fixes.choose_toolkit(facts, best) if best else (),
             commands=(f"rm {shlex.quote(nvcc.path)}",) if lost else (),
@@ -124,11 +126,9 @@ def _broken(facts: CudaFacts) -> Problem | None:
     return None
 
 
-def _is_about_compiler(complaint: str) -> bool:
-    """Tell whether it is the host compiler that is refused or missing: that is another section's."""
-    return bool(
-        re.search(r"unsupported (GNU|clang|HOST)|gcc: (not found|No such file)|host compiler|clang.*No such", complaint)
-    )
+def _is_anothers(complaint: str) -> bool:
+    """Tell whether it is the host compiler or a flag that is refused: the compilers' section says so."""
+    return bool(re.search(r"unsupported (GNU|clang)|Failed to preprocess host compiler|Unknown option", complaint))
 
 
 def _found(facts: CudaFacts) -> Problem | None:
@@ -142,6 +142,8 @@ def _found(facts: CudaFacts) -> Problem | None:
     evidence += [f"{dangling.root} -> {dangling.real}"] if dangling else []
     if dangling is not None:
         title = f"{dangling.root} leads nowhere, and no nvcc is on PATH"
+    elif use.home and use.rule.startswith("above"):
+        title = f"torch would look for nvcc in {use.home}/bin, because that on PATH lies in no directory called bin"
     elif use.home:
         title = f"{use.home} has no nvcc: it is there to run programs, not to build them"
     else:
@@ -166,10 +168,13 @@ def _home(facts: CudaFacts) -> Problem | None:
         if chosen
         else _mend(facts)
     )
+    # A torch without CUDA looks at no toolkit: the trap is there, and nobody is in it yet.
+    caught = facts.torch is not None and bool(facts.torch.cuda)
+    who = "torch" if caught else "a torch with CUDA"
     return _problem(
         "toolkit.home",
-        Level.WARN,
-        f"torch would take {use.home} for the CUDA toolkit, because {nvcc.path} is {kind}",
+        Level.FAIL if caught else Level.WARN,
+        f"{who} would take {use.home} for the toolkit, because {nvcc.path} is {kind}",
         cause=f"It takes the directory above the first nvcc on PATH; {use.home} has no include/cuda_runtime_api.h. "
         "Its version check passes, and C++ files then fail to compile.",
         evidence=tuple(
