@@ -7,9 +7,9 @@ TORCH := torch==2.13.0
 # What the tests use beside Python: shells to press TAB in, and what real clusters are made of: namespaces, firewalls,
 # sshd, SLURM, MPI; what stands in the way of a look (strace); a browser; compilers.
 TOOLS := bash zsh fish tcsh unshare nsenter mount ip nft ssh sshd ssh-keygen \
-  slurmctld slurmd srun munged mpirun.openmpi mpirun.mpich strace setpriv chromium chromedriver gcc g++ as readelf
+  slurmctld slurmd srun munged mpirun.openmpi mpirun.mpich strace setpriv chromium chromedriver gcc g++ as readelf nmap
 PACKAGES := bash zsh fish tcsh util-linux mount iproute2 nftables openssh-client openssh-server \
-  slurmctld slurmd slurm-client munge openmpi-bin mpich strace chromium chromium-driver gcc g++ binutils
+  slurmctld slurmd slurm-client munge openmpi-bin mpich strace chromium chromium-driver gcc g++ binutils nmap
 # A CUDA toolkit as small as can compile, which nothing but the tests sees: 100 MB to fetch.
 TOOLKIT := nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-runtime==13.0.96
 
@@ -46,13 +46,14 @@ COMPLETIONS ?= completions
 completions: $(VENV)/installed ## Generate the completion files of bash, zsh and fish
 	$(BIN)/python tests/make_completions.py $(COMPLETIONS)
 
-bench: $(VENV)/installed-dev $(VENV)/cuda tools ## Measure beside the peers: torchrun, clush, pdsh, asyncssh, py-spy, clubak, collect_env, ds_report (20 minutes)
+bench: $(VENV)/installed-dev $(VENV)/cuda tools ## Measure beside the peers: torchrun, clush, pdsh, asyncssh, py-spy, clubak, collect_env, ds_report, nmap (20 minutes)
 	@for peer in pdsh clush; do command -v $$peer >/dev/null || echo "$$peer is not installed: apt-get install pdsh clustershell"; done
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check asyncssh
 	$(BIN)/python tests/benchmarks/gpu_test.py
 	$(BIN)/python tests/benchmarks/fanout.py
 	$(BIN)/python tests/benchmarks/pyspy_all.py
 	$(BIN)/python tests/benchmarks/cuda_env.py
+	$(BIN)/python tests/benchmarks/ports.py
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -11,6 +11,7 @@ import typer
 
 from distdiag.commands.cuda_env.command import cuda_env
 from distdiag.commands.gpu_test.command import gpu_test
+from distdiag.commands.ports.command import ports
 from distdiag.commands.pyspy_all.command import pyspy_all
 from distdiag.errors import Interrupted
 
@@ -31,6 +32,7 @@ app.command("gpu-test", short_help="Can all ranks talk, reduce correctly and use
 app.command(
     "pyspy-all", short_help="Where does every rank of a hung job stand, and which one is not where the others are?"
 )(pyspy_all)
+app.command("ports", short_help="Can the nodes reach each other, on which interface, both ways?")(ports)
 app.command("cuda-env", short_help="Why does CUDA not run or build here, and what mends it?")(cuda_env)
 
 

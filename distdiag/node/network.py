@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from distdiag.node import machine
 
 # include/uapi/linux/sockios.h and if.h
-_SIOCGIFCONF, _SIOCGIFFLAGS, _SIOCGIFNETMASK = 0x8912, 0x8913, 0x891B
+_SIOCGIFCONF, _SIOCGIFFLAGS, _SIOCGIFNETMASK, _SIOCGIFMTU, _SIOCGIFHWADDR = 0x8912, 0x8913, 0x891B, 0x8921, 0x8927
 _UP, _LOOPBACK = 0x1, 0x8
 _ENTRY_BYTES = 40
 """sizeof(struct ifreq) on 64-bit Linux."""
@@ -78,15 +78,15 @@ def interfaces() -> tuple[Interface, ...]:
             addresses.setdefault(name, []).append(f"{address}/{mask}")
         for name, address in _ipv6_addresses():
             addresses.setdefault(name, []).append(address)
-        flags = {name: _flags(control, name) for name in addresses}
+        links = {name: link(control, name) for name in addresses}
     return tuple(
         Interface(
             name=name,
             addresses=tuple(found),
-            up=bool(flags[name] & _UP),
-            loopback=bool(flags[name] & _LOOPBACK),
+            up=bool(links[name].flags & _UP),
+            loopback=bool(links[name].flags & _LOOPBACK),
             virtual=_is_virtual(name),
-            mtu=_number(machine.read_text(f"/sys/class/net/{name}/mtu")),
+            mtu=links[name].mtu,
             default_route=name == default,
         )
         for name, found in addresses.items()
@@ -151,12 +151,31 @@ def _ipv6_addresses() -> list[tuple[str, str]]:
     return found
 
 
-def _flags(control: socket.socket, name: str) -> int:
+@dataclass(frozen=True)
+class Link:
+    """What the kernel says of an interface: flags (IFF_..., if.h), MTU, kind of hardware (ARPHRD_..., if_arp.h).
+
+    Asked by ioctl and not read from /sys, which may belong to another network namespace than ours.
+    """
+
+    flags: int
+    mtu: int | None
+    hardware: int
+
+
+def link(control: socket.socket, name: str) -> Link:
+    """Ask for an interface; all is zero if it is gone."""
+    flags, mtu = _ask(control, _SIOCGIFFLAGS, "H", name), _ask(control, _SIOCGIFMTU, "i", name)
+    return Link(flags=flags or 0, mtu=mtu, hardware=_ask(control, _SIOCGIFHWADDR, "H", name) or 0)
+
+
+def _ask(control: socket.socket, what: int, kind: str, name: str) -> int | None:
+    """Ask for one number of an interface (struct ifreq: 16 bytes of name, then the answer)."""
     try:
-        answer = fcntl.ioctl(control.fileno(), _SIOCGIFFLAGS, struct.pack("16sH22x", name.encode()[:15], 0))
+        answer = fcntl.ioctl(control.fileno(), what, struct.pack("16s24x", name.encode()[:15]))
     except OSError:  # gone meanwhile
-        return 0
-    return int(struct.unpack("16sH22x", answer)[1])
+        return None
+    return int(struct.unpack_from(kind, answer, 16)[0])
 
 
 def _default_route_interface() -> str:
@@ -171,8 +190,3 @@ def _is_virtual(name: str) -> bool:
     """Tell bridges of container engines and VM hosts: they exist on every node, with the same address on each."""
     prefixes = ("docker", "br-", "virbr", "cni", "flannel", "cali", "lxc", "lxd", "podman", "vmnet", "vboxnet", "kube")
     return name.startswith(prefixes)
-
-
-def _number(text: str) -> int | None:
-    text = text.strip()
-    return int(text) if text.isdigit() else None

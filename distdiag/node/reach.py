@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from distdiag.node.wire import Writer
 
 BULK_BYTES = 64 * 2**10
+MOST_BULK_BYTES = 16 * 2**20
 _GREETING_BYTES = 256
 _KNOCK_AGAIN_S = 0.4
 """A lost SYN is sent again by the kernel after 1, 3, 7 s: too rarely to tell a lossy path from a closed one."""
@@ -62,6 +63,9 @@ class Probe:
     latency_s: float | None
     knocks: int
     retransmits: int
+    bulk_bytes: int = 0
+    bulk_s: float | None = None
+    """Seconds for so many bytes there, and at most BULK_BYTES back; None if they were not all exchanged."""
 
 
 class Reach:
@@ -69,30 +73,42 @@ class Reach:
 
     def __init__(self, wire: Writer) -> None:
         self._wire = wire
-        self._listener: socket.socket | None = None
-        self._server: _Server | None = None
+        self._listeners: list[socket.socket] = []
+        self._server: Server | None = None
 
     def listen(self, order: dict[str, Any]) -> None:
-        """Take an ephemeral port, as ranks do; report it and this node's network."""
-        self._listener = rendezvous.listen(0)
+        """Take an ephemeral port, as ranks do, {"more": how many besides, "ports": certain ones}; report them.
+
+        With this node's network. A certain port that cannot be taken is reported with the reason.
+        """
+        failed: dict[str, str] = {}
+        own = [rendezvous.listen(0) for _ in range(1 + order.get("more", 0))]
+        self._listeners = list(own)
+        for port in order.get("ports", ()):
+            try:
+                self._listeners.append(rendezvous.listen(port))
+            except OSError as error:
+                failed[str(port)] = _why_not_listening(port, error)
+        numbers = [one.getsockname()[1] for one in own]
         found = dataclasses.asdict(network.look())
-        self._wire.send("reach-listening", port=self._listener.getsockname()[1], network=found)
+        self._wire.send("reach-listening", port=numbers[0], samples=numbers, failed=failed, network=found)
 
     def serve(self, order: dict[str, Any], master: socket.socket | None) -> None:
-        """Answer those who knock, {"nonce"}: on our ephemeral port, and on the rendezvous port if it is here."""
-        listeners = [one for one in (self._listener, master) if one is not None]
-        self._server = _Server(listeners, order["nonce"])
+        """Answer those who knock, {"nonce"}: on our own ports, and on the rendezvous port if it is here."""
+        self._server = Server([*self._listeners, *([master] if master is not None else [])], order["nonce"])
         self._server.start()
         self._wire.send("reach-serving")
 
     def probe(self, order: dict[str, Any]) -> None:
-        """Try all at once, {"nonce", "targets": [[key, address, port]...], "names": [...], "timeout_s"}; report each.
+        """Try all at once, {"nonce", "targets": [[key, address, port, bytes]...], "names": [...], "timeout_s"}.
+
+        Each is reported. `bytes`, 64 KiB if left out, are sent there, and at most 64 KiB back.
 
         Does not wait for them: orders are obeyed meanwhile.
         """
         deadline = time.monotonic() + order["timeout_s"]
-        for key, address, port in order["targets"]:
-            knock = _Knock(key, address, port, order["nonce"], deadline)
+        for key, address, port, *bulk in order["targets"]:
+            knock = Knock(Target(key, address, port, *bulk), order["nonce"], deadline)
             threading.Thread(target=self._report, args=(knock,), daemon=True).start()
         for name in order["names"]:
             threading.Thread(target=self._look_up, args=(name,), daemon=True).start()
@@ -101,11 +117,11 @@ class Reach:
         """Stop answering: the rendezvous port belongs to rank 0 from now on."""
         if self._server is not None:
             self._server.stop()
-        if self._listener is not None:
-            self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         self._wire.send("reach-ended")
 
-    def _report(self, knock: _Knock) -> None:
+    def _report(self, knock: Knock) -> None:
         self._send("reach-probe", probe=dataclasses.asdict(knock.go()))
 
     def _look_up(self, name: str) -> None:
@@ -119,11 +135,23 @@ class Reach:
             return
 
 
-class _Knock:
+@dataclass(frozen=True)
+class Target:
+    """Whom to try: a listener's address and port, and how many bytes to send there."""
+
+    key: str
+    address: str
+    port: int
+    bulk_bytes: int = BULK_BYTES
+
+
+class Knock:
     """One probe under way."""
 
-    def __init__(self, key: str, address: str, port: int, nonce: str, deadline: float) -> None:
-        self.key, self.address, self.port = key, address, port
+    def __init__(self, target: Target, nonce: str, deadline: float) -> None:
+        self.key, self.address, self.port = target.key, target.address, target.port
+        self._bulk_bytes = target.bulk_bytes
+        self._bulk_s: float | None = None
         self._nonce = nonce
         self._deadline = deadline
         self._resolved: tuple[str, ...] = ()
@@ -192,7 +220,7 @@ class _Knock:
         began = time.monotonic()
         try:
             self._limit(connection)
-            connection.sendall(b"probe %s\n" % _proof(self._nonce, "probe"))
+            connection.sendall(b"probe %s %d\n" % (_proof(self._nonce, "probe"), self._bulk_bytes))
             heard = self._read(connection, len(here), like=here, patience=_FIRST_WORD_S)
             self._latency_s = time.monotonic() - began
             if heard != here:
@@ -205,35 +233,42 @@ class _Knock:
             return "broken", error.strerror or str(error)
 
     def _exchange_bulk(self, connection: socket.socket) -> tuple[str, str]:
+        began = time.monotonic()
         try:
             self._limit(connection)
-            connection.sendall(bytes(BULK_BYTES))
+            connection.sendall(bytes(self._bulk_bytes))
             got = self._read(connection, 4)
         except TimeoutError:
             return self._stuck(connection, "swallowed-up")
         if got != b"got\n":
             return "broken", "the connection ended while data was sent"
         try:
-            received = len(self._read(connection, BULK_BYTES))
+            wanted = _returned(self._bulk_bytes)
+            received = len(self._read(connection, wanted))
         except TimeoutError:
             return self._stuck(connection, "swallowed-down")
-        return ("ok", "") if received == BULK_BYTES else ("broken", "the connection ended while data was received")
+        if received < wanted:
+            return "broken", "the connection ended while data was received"
+        self._bulk_s = time.monotonic() - began
+        return "ok", ""
 
     def _stuck(self, connection: socket.socket, verdict: str) -> tuple[str, str]:
         acknowledged, received = _progress(connection)
         moved = acknowledged if verdict == "swallowed-up" else received
-        return (verdict if moved < _PROGRESS_BYTES else "lossy"), f"{moved} of {BULK_BYTES} bytes came through in time"
+        return (
+            verdict if moved < _PROGRESS_BYTES else "lossy"
+        ), f"{moved} of {self._bulk_bytes} bytes came through in time"
 
     def _read(self, connection: socket.socket, count: int, like: bytes = b"", patience: float = math.inf) -> bytes:
         """Read so many bytes; fewer at the end, or as soon as they are not `like` what was expected."""
-        heard = b""
+        heard = bytearray()
         while len(heard) < count and (not like or like.startswith(heard)):
             self._limit(connection, patience)
-            data = connection.recv(count - len(heard))
+            data = connection.recv(min(count - len(heard), 2**18))
             if not data:
                 break
             heard += data
-        return heard
+        return bytes(heard)
 
     def _limit(self, connection: socket.socket, patience: float = math.inf) -> None:
         left = self._deadline - time.monotonic()
@@ -256,6 +291,8 @@ class _Knock:
             latency_s=self._latency_s,
             knocks=self._knocks,
             retransmits=_retransmits(connection) if connection is not None else 0,
+            bulk_bytes=self._bulk_bytes,
+            bulk_s=self._bulk_s,
         )
 
 
@@ -264,10 +301,11 @@ class _Guest:
     connection: socket.socket
     heard: bytes = b""
     to_receive: int = -1
-    unsent: bytes = b""
+    to_return: int = 0
+    unsent: memoryview = dataclasses.field(default_factory=lambda: memoryview(b""))
 
 
-class _Server(threading.Thread):
+class Server(threading.Thread):
     """Answers probes until it is stopped."""
 
     def __init__(self, listeners: list[socket.socket], nonce: str) -> None:
@@ -309,7 +347,7 @@ class _Server(threading.Thread):
     def _attend(self, guest: _Guest) -> None:
         try:
             if guest.unsent:
-                guest.unsent = guest.unsent[guest.connection.send(guest.unsent) :]
+                guest.unsent = guest.unsent[guest.connection.send(guest.unsent[: 2**18]) :]
             else:
                 self._hear(guest, guest.connection.recv(65536))
         except BlockingIOError:
@@ -330,18 +368,21 @@ class _Server(threading.Thread):
             guest.to_receive -= len(data)
         if guest.to_receive == 0:
             guest.to_receive = 2**62  # whatever comes now is not counted
-            guest.unsent += b"got\n" + bytes(BULK_BYTES)
+            guest.unsent = memoryview(b"".join((guest.unsent, b"got\n", bytes(guest.to_return))))
 
     def _greet(self, guest: _Guest, data: bytes) -> None:
         guest.heard += data
         line, end, rest = guest.heard.partition(b"\n")
         if not end and len(guest.heard) < _GREETING_BYTES:
             return
-        if not hmac.compare_digest(line, b"probe %s" % _proof(self._nonce, "probe")):
+        said, _, size = line.rpartition(b" ")
+        known = hmac.compare_digest(said, b"probe %s" % _proof(self._nonce, "probe"))
+        if not known or not size.isdigit() or int(size) > MOST_BULK_BYTES:
             self._dismiss(guest)
             return
-        guest.unsent = b"here %s\n" % _proof(self._nonce, "here")
-        guest.to_receive = BULK_BYTES - len(rest)
+        guest.unsent = memoryview(b"here %s\n" % _proof(self._nonce, "here"))
+        guest.to_return = _returned(int(size))
+        guest.to_receive = int(size) - len(rest)
 
     def _dismiss(self, guest: _Guest) -> None:
         self._selector.unregister(guest.connection)
@@ -356,6 +397,21 @@ class _Server(threading.Thread):
             listener.setblocking(True)
         os.close(self._bell)
         os.close(self._ring)
+
+
+def _returned(size: int) -> int:
+    """Give how much comes back: full packets, to see whether they do; the peer tries the other way itself."""
+    return min(size, BULK_BYTES)
+
+
+def _why_not_listening(port: int, error: OSError) -> str:
+    """Say who has a port that we could not take."""
+    from distdiag.node import machine
+
+    holder = machine.port_holder(port)
+    if holder is None or not holder.pid:
+        return error.strerror or str(error)
+    return f"pid {holder.pid} ({holder.command}) has it"
 
 
 def _blocking(connection: socket.socket) -> socket.socket:

@@ -1,0 +1,1 @@
+"""distdiag ports: can the nodes reach each other, on which interface, both ways."""

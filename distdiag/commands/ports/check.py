@@ -1,0 +1,226 @@
+"""collect -> diagnose, for ports: one node looks around, tries hosts, or all nodes try each other."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from distdiag.cluster import access
+from distdiag.cluster.access import Agent, open_fleet
+from distdiag.cluster.meeting import LookUp
+from distdiag.cluster.node import decode
+from distdiag.cluster.targets import describe, find_targets
+from distdiag.commands.ports.choice import address_of
+from distdiag.commands.ports.collect import Found, Ports
+from distdiag.commands.ports.model import USUAL_PORT, Way
+from distdiag.errors import UsageError
+from distdiag.node import rendezvous
+from distdiag.node.reach import Probe
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from distdiag.cluster.fleet import Fleet
+    from distdiag.cluster.node import Node
+    from distdiag.cluster.rows import Refusal, Row
+    from distdiag.cluster.targets import Targets
+    from distdiag.commands.ports.model import Request
+    from distdiag.deliver import Progress
+    from distdiag.node.scan import Tried
+
+MOST_NODES = 512
+_ALL_PAIRS = 64
+"""Up to so many nodes each tries each other; beyond, each tries its neighbours and some others, and they it."""
+_SOME = 6
+_PROBE_S = 2.0
+_ORDER_S = 6.0
+_MUCH = 300
+"""Ways from which on less is sent over each."""
+
+
+@dataclass(kw_only=True)
+class Seen:
+    """What came from the nodes; they go by the names of the fleet, `hosts` says how to call them."""
+
+    nodes: dict[str, Ports] = field(default_factory=dict)
+    hosts: dict[str, str] = field(default_factory=dict)
+    tried: dict[str, list[Tried]] = field(default_factory=dict)
+    ways: list[Way] = field(default_factory=list)
+    lookups: list[LookUp] = field(default_factory=list)
+    taken: dict[str, dict[str, str]] = field(default_factory=dict)
+    """node -> port -> who has it, where we could not listen."""
+    silent: list[str] = field(default_factory=list)
+    rows: tuple[Row, ...] = ()
+    refusals: Mapping[str, Refusal] = field(default_factory=dict)
+    local: bool = True
+    interrupted: bool = False
+
+
+def look(request: Request, progress: Progress) -> Seen:
+    """Do what was asked for.
+
+    Raises:
+        UsageError: the options contradict each other, or there are too many hosts.
+        DistdiagError: the node side failed on this machine.
+    """
+    targets = find_targets(request.cluster, os.environ)
+    if len(targets.hosts) > MOST_NODES:
+        raise UsageError(
+            f"{len(targets.hosts)} hosts are too many to try among each other",
+            hint=f"up to {MOST_NODES} at a time: those of one rack, then one of each rack",
+        )
+    seen = Seen(local=targets.launcher is None)
+    with open_fleet(request.cluster, targets, _agent()) as fleet:
+        if not seen.local:
+            progress.news(f"reaching {describe(targets)}")
+        try:
+            fleet.gather(lambda now: progress.now(f"{len(now.up)} of {len(now.hosts)} hosts reached"))
+            nodes = fleet.machines(local=seen.local)
+            _take_facts(nodes, targets, seen)
+            if request.targets:
+                _scan(fleet, nodes, request, progress, seen)
+            elif len(nodes) > 1:
+                _Pairs(fleet, nodes, request, seen).go(progress)
+        except KeyboardInterrupt:
+            if not seen.nodes:
+                raise
+            seen.interrupted = True
+        order = {name: number for number, name in enumerate(seen.nodes)}
+        seen.ways.sort(key=lambda way: (order[way.source], order[way.target], way.purpose, way.probe.port))
+        seen.rows = () if seen.local else fleet.rows
+        seen.refusals = dict(fleet.refusals)
+    return seen
+
+
+def explain(request: Request) -> list[str]:
+    """Write how the hosts would be reached."""
+    return access.explain(request.cluster, find_targets(request.cluster, os.environ), _agent())
+
+
+def _agent() -> Agent:
+    return Agent(collect="distdiag.commands.ports.collect", ask={"listeners": True})
+
+
+def _take_facts(nodes: Sequence[Node], targets: Targets, seen: Seen) -> None:
+    for node in nodes:
+        seen.nodes[node.name] = node.facts(Ports)
+        seen.hosts[node.name] = seen.nodes[node.name].host if targets.launcher is None else node.host
+
+
+def _scan(fleet: Fleet, nodes: Sequence[Node], request: Request, progress: Progress, seen: Seen) -> None:
+    """Let each node try the targets."""
+    ask = {"targets": [list(one) for one in request.targets], "timeout_s": request.timeout_s}
+    for node in nodes:
+        node.order("collect", ask=ask)
+    busy = {node.name for node in nodes}
+    hosts = len({host for host, _ in request.targets})
+    if hosts > 1 or not seen.local:
+        progress.news(f"trying {len(request.targets)} ports of {hosts} host{'' if hosts == 1 else 's'}")
+    rounds = 1 + len(request.targets) // 256
+    deadline = time.monotonic() + 10 + rounds * (request.timeout_s + 1)
+    while busy and (left := deadline - time.monotonic()) > 0:
+        for node, record in fleet.records(min(left, 0.2)):
+            if record["kind"] == "more" and node.name in busy:
+                seen.tried.setdefault(node.name, []).extend(decode(record.get("facts"), Found, node.host).tried)
+            elif record["kind"] in ("more-end", "down"):
+                busy.discard(node.name)
+        progress.now(f"{sum(map(len, seen.tried.values()))} of {len(nodes) * len(request.targets)} tried")
+    seen.silent += sorted(busy)
+
+
+class _Pairs:
+    """All nodes try each other, at the same time."""
+
+    def __init__(self, fleet: Fleet, nodes: Sequence[Node], request: Request, seen: Seen) -> None:
+        self._fleet, self._nodes, self._request, self._seen = fleet, nodes, request, seen
+        self._nonce = rendezvous.new_nonce()
+        self._samples: dict[str, list[int]] = {}
+
+    def go(self, progress: Progress) -> None:
+        """Listen everywhere, try everything, end."""
+        ports = list(self._request.ports or (USUAL_PORT,))
+        answers = self._ask_all("reach-listen", "reach-listening", ports=ports, more=self._request.sample - 1)
+        for node in self._nodes:
+            if node.name in answers:
+                record = answers[node.name]
+                self._samples[node.name] = decode(record.get("samples"), list[int], node.host)
+                self._seen.taken[node.name] = decode(record.get("failed"), dict[str, str], node.host)
+        served = self._ask_all("reach-serve", "reach-serving", nonce=self._nonce)
+        self._seen.silent += [node.name for node in self._nodes if node.name not in served]
+        names = [node.name for node in self._nodes if node.name in served and self._address(node.name)]
+        wanted = self._wanted(names, ports)
+        count = sum(map(len, wanted.values()))
+        progress.news(f"trying {count} ways between {len(names)} nodes")
+        self._probe(wanted, progress)
+        self._ask_all("reach-end", "reach-ended")
+
+    def _address(self, name: str) -> str:
+        return address_of(self._seen.nodes[name])
+
+    def _ask_all(self, do: str, kind: str, **details: Any) -> dict[str, dict[str, Any]]:  # noqa: ANN401 - any JSON
+        for node in self._nodes:
+            node.order(do, **details)
+        return self._fleet.expect(kind, self._nodes, _ORDER_S)
+
+    def _wanted(self, names: list[str], ports: list[int]) -> dict[str, list[list[Any]]]:
+        """List for each node whom to try: the certain ports with little, the first ephemeral one with much data."""
+        peers = {name: _peers(name, names) for name in names}
+        much = self._request.bulk_bytes
+        bulk = much if sum(map(len, peers.values())) <= _MUCH else min(much, 2**18)
+        wanted: dict[str, list[list[Any]]] = {}
+        for source in names:
+            targets: list[list[Any]] = []
+            for target in peers[source]:
+                address = self._address(target)
+                free = [port for port in ports if str(port) not in self._seen.taken.get(target, {})]
+                targets += [[f"port {target}", address, port, 0] for port in free]
+                samples = self._samples[target]
+                targets += [[f"ranks {target}", address, port, 0] for port in samples[1:]]
+                targets.append([f"ranks {target}", address, samples[0], bulk])
+            wanted[source] = targets
+        return wanted
+
+    def _probe(self, wanted: dict[str, list[list[Any]]], progress: Progress) -> None:
+        first = self._seen.nodes[self._nodes[0].name].names.fqdn
+        masters = {ports.variables.get("MASTER_ADDR", "") for ports in self._seen.nodes.values()}
+        names = sorted({first, *masters} - {""})
+        for node in self._nodes:
+            if node.name in wanted:
+                ask = {"nonce": self._nonce, "targets": wanted[node.name], "names": names, "timeout_s": _PROBE_S}
+                node.order("reach-probe", **ask)
+        open_ways = sum(map(len, wanted.values()))
+        open_names = len(wanted) * len(names)
+        deadline = time.monotonic() + _PROBE_S + 1.0
+        while (open_ways > 0 or open_names > 0) and time.monotonic() < deadline:
+            for node, record in self._fleet.records(0.05):
+                if record["kind"] == "reach-probe":
+                    self._add(node, decode(record["probe"], Probe, node.host))
+                    open_ways -= 1
+                elif record["kind"] == "reach-name":
+                    self._seen.lookups.append(decode({**record, "node": node.name}, LookUp, node.host))
+                    open_names -= 1
+            progress.now(f"{open_ways} ways are not answered yet")
+
+    def _add(self, node: Node, probe: Probe) -> None:
+        purpose, _, target = probe.key.partition(" ")
+        if target in self._seen.nodes:
+            self._seen.ways.append(Way(source=node.name, target=target, purpose=purpose, probe=probe))
+
+
+def _peers(source: str, names: list[str]) -> list[str]:
+    """Choose whom a node tries: all others, or of very many its neighbours and some at random, each way both ways."""
+    if len(names) <= _ALL_PAIRS:
+        return [name for name in names if name != source]
+    at = names.index(source)
+    near = {names[(at + step) % len(names)] for step in (-1, 1)}
+    # The same draw on both ends, so that each way is tried in both directions.
+    drawn = {names[(at + step) % len(names)] for step in _steps(len(names))}
+    return sorted((near | drawn) - {source})
+
+
+def _steps(count: int) -> list[int]:
+    steps = random.Random(count).sample(range(2, count - 1), _SOME // 2)
+    return [*steps, *(-step for step in steps)]

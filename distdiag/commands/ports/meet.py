@@ -1,0 +1,290 @@
+"""Two nodes without ssh between them: one serves, the other checks, and the server tries the way back.
+
+A server greets with a nonce and then only speaks to those who prove that they know its token. It never connects to
+anybody but the address that a proven client came from, takes no name or address from it, and ends by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hmac
+import json
+import secrets
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from distdiag.cluster.node import decode
+from distdiag.commands.ports import collect
+from distdiag.commands.ports.check import Seen
+from distdiag.commands.ports.model import USUAL_PORT, Way
+from distdiag.errors import DistdiagError
+from distdiag.node import machine, rendezvous, scan
+from distdiag.node.reach import Knock, Probe, Server, Target
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from distdiag.commands.ports.ask import Meeting
+    from distdiag.commands.ports.model import Request
+    from distdiag.deliver import Progress
+
+_GREETING = b"distdiag/1 "
+_LINE_BYTES = 64 * 2**10
+_PROOF_S = 5.0
+_SESSION_S = 30.0
+_PROBE_S = 4.0
+_MOST_PORTS = 64
+_MOST_GUESTS = 16
+_HERE, _TOKEN_BYTES = "here", 5
+
+
+def serve(request: Request, meeting: Meeting, progress: Progress) -> Seen:
+    """Listen until the time is over, or Ctrl-C.
+
+    Raises:
+        DistdiagError: the port cannot be listened at.
+    """
+    port = request.ports[0] if request.ports else USUAL_PORT
+    token = meeting.token or secrets.token_hex(_TOKEN_BYTES)
+    listener = _listen(port)
+    here = collect.facts({"listeners": False})
+    seen = Seen(nodes={_HERE: here}, hosts={_HERE: here.host})
+    from distdiag.commands.ports.choice import address_of
+
+    at = f"{address_of(here) or here.host}:{port}"
+    progress.news(f"listening at port {port} for {meeting.for_s:g} s; on the other node:")
+    progress.news(f"    {request.program} ports check {at} --token {token}")
+    door = _Door(listener, token, progress, seen)
+    try:
+        door.open_for(meeting.for_s)
+    except KeyboardInterrupt:
+        seen.interrupted = not seen.ways
+    finally:
+        listener.close()
+    return seen
+
+
+def _listen(port: int) -> socket.socket:
+    try:
+        return rendezvous.listen(port)
+    except OSError as error:
+        holder = machine.port_holder(port)
+        who = f": pid {holder.pid} ({holder.command}) has it" if holder and holder.pid else ""
+        raise DistdiagError(
+            f"cannot listen at port {port}: {error.strerror}{who}", hint="take another one: --port PORT"
+        ) from error
+
+
+class _Door:
+    """Lets clients in, each in a thread with a deadline."""
+
+    def __init__(self, listener: socket.socket, token: str, progress: Progress, seen: Seen) -> None:
+        self._listener, self._token, self._progress, self._seen = listener, token, progress, seen
+        self._guests = threading.Semaphore(_MOST_GUESTS)
+
+    def open_for(self, seconds: float) -> None:
+        """Answer whoever comes in so many seconds."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self._listener.settimeout(min(left, 1.0))
+            try:
+                connection, address = self._listener.accept()
+            except TimeoutError:
+                continue
+            peer = str(address[0]).removeprefix("::ffff:")
+            if not self._guests.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._receive, args=(connection, peer), daemon=True).start()
+
+    def _receive(self, connection: socket.socket, peer: str) -> None:
+        try:
+            with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                _Session(connection, peer, self._token, self._tell).hold()
+        finally:
+            self._guests.release()
+
+    def _tell(self, peer: str, probes: list[Probe]) -> None:
+        """Keep what was found on the way back."""
+        name = f"client {peer}"
+        self._seen.hosts.setdefault(name, peer)
+        self._seen.ways += [Way(source=_HERE, target=name, purpose="ranks", probe=probe) for probe in probes]
+        good = sum(probe.verdict in ("ok", "lossy") for probe in probes)
+        self._progress.news(f"{peer} was here; {good} of {len(probes)} ways back to it are open")
+
+
+class _Session:
+    """One proven client: opens a sample of ephemeral ports for it, and tries its ports."""
+
+    def __init__(self, connection: socket.socket, peer: str, token: str, tell: Any) -> None:  # noqa: ANN401
+        self._line = _Line(connection, time.monotonic() + _SESSION_S)
+        self._peer, self._token, self._tell = peer, token, tell
+
+    def hold(self) -> None:
+        nonce = secrets.token_hex(16)
+        self._line.send(_GREETING + nonce.encode())
+        if not hmac.compare_digest(self._line.read(_PROOF_S), _proof(self._token, nonce, "client")):
+            return
+        self._line.send(_proof(self._token, nonce, "server"))
+        secret = _proof(self._token, nonce, "session").decode()
+        wanted = json.loads(self._line.read())
+        with _listening(int(wanted["sample"]), secret) as ports:
+            self._line.send(json.dumps({"ports": ports, "seen": self._peer}).encode())
+            wanted = json.loads(self._line.read())
+            probes = _try(self._peer, [int(port) for port in wanted["ports"]], secret, int(wanted["bytes"]))
+            self._line.send(json.dumps([dataclasses.asdict(probe) for probe in probes]).encode())
+            self._tell(self._peer, probes)
+            self._line.read()  # the client is done with our ports when it hangs up
+
+
+@contextlib.contextmanager
+def _listening(count: int, secret: str) -> Iterator[list[int]]:
+    """Answer knocks at so many ephemeral ports."""
+    listeners = [rendezvous.listen(0) for _ in range(max(1, min(count, _MOST_PORTS)))]
+    server = Server(listeners, secret)
+    server.start()
+    try:
+        yield [listener.getsockname()[1] for listener in listeners]
+    finally:
+        server.stop()
+        for listener in listeners:
+            listener.close()
+
+
+def _try(address: str, ports: list[int], secret: str, size: int) -> list[Probe]:
+    """Knock at all ports at the same time; the first gets the data."""
+    deadline = time.monotonic() + _PROBE_S
+    targets = [
+        Target(f"ranks {port}", address, port, 0 if number else size) for number, port in enumerate(ports[:_MOST_PORTS])
+    ]
+    found: list[Probe | None] = [None] * len(targets)
+
+    def knock(number: int) -> None:
+        found[number] = Knock(targets[number], secret, deadline).go()
+
+    threads = [threading.Thread(target=knock, args=(number,), daemon=True) for number in range(len(targets))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_PROBE_S + 2)
+    return [probe for probe in found if probe is not None]
+
+
+class _Line:
+    """Lines over a connection, with a deadline for all of it."""
+
+    def __init__(self, connection: socket.socket, deadline: float) -> None:
+        self._connection, self._deadline = connection, deadline
+        self._rest = b""
+
+    def send(self, line: bytes) -> None:
+        self._connection.settimeout(max(0.1, self._deadline - time.monotonic()))
+        self._connection.sendall(line + b"\n")
+
+    def read(self, patience_s: float = _SESSION_S) -> bytes:
+        """Read one line; empty at the end.
+
+        Raises:
+            OSError: it took too long, or the connection broke.
+            ValueError: the line is too long.
+        """
+        until = min(self._deadline, time.monotonic() + patience_s)
+        while b"\n" not in self._rest:
+            self._connection.settimeout(max(0.01, until - time.monotonic()))
+            data = self._connection.recv(4096)
+            if not data:
+                return b""
+            self._rest += data
+            if len(self._rest) > _LINE_BYTES:
+                raise ValueError("the line is too long")
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line
+
+
+def _proof(token: str, nonce: str, who: str) -> bytes:
+    return hmac.digest(token.encode(), f"{nonce} {who}".encode(), "sha256").hex().encode()
+
+
+@dataclass(frozen=True)
+class _Server:
+    """Whom to check."""
+
+    host: str
+    port: int
+
+
+def check(request: Request, meeting: Meeting, progress: Progress) -> Seen:
+    """Check servers, each in both directions.
+
+    Raises:
+        DistdiagError: no token was given, or what answers is no server of ours, or one with another token.
+    """
+    if not meeting.token:
+        raise DistdiagError(
+            "check needs the word that serve printed", hint="distdiag ports check HOST:PORT --token WORD"
+        )
+    here = collect.facts({"listeners": False})
+    seen = Seen(nodes={_HERE: here}, hosts={_HERE: here.host})
+    for host, port in request.targets:
+        progress.news(f"checking {host} port {port}, both ways")
+        _check_one(_Server(host, port), request, meeting.token, seen)
+    return seen
+
+
+def _check_one(server: _Server, request: Request, token: str, seen: Seen) -> None:
+    (tried,) = scan.scan([(server.host, server.port)], timeout_s=request.timeout_s)
+    seen.tried.setdefault(_HERE, []).append(tried)
+    if tried.state != "open" or not tried.said.startswith("distdiag/1"):
+        return
+    name = f"{server.host}:{server.port}"
+    seen.hosts[name] = server.host
+    with socket.create_connection((tried.address, server.port), timeout=request.timeout_s) as connection:
+        line = _Line(connection, time.monotonic() + _SESSION_S)
+        nonce = line.read().removeprefix(_GREETING).decode("ascii", "replace")
+        began = time.monotonic()
+        line.send(_proof(token, nonce, "client"))
+        if not hmac.compare_digest(_quiet(line), _proof(token, nonce, "server")):
+            raise DistdiagError(
+                f"the distdiag that serves at {name} does not know this token", hint="take the one that it printed"
+            )
+        seen.ways.append(_control(name, tried, time.monotonic() - began))
+        secret = _proof(token, nonce, "session").decode()
+        line.send(json.dumps({"sample": request.sample}).encode())
+        told = json.loads(line.read())
+        ports = decode(told.get("ports"), list[int], server.host)
+        with _listening(request.sample, secret) as own:
+            forth = _try(tried.address, ports, secret, request.bulk_bytes)
+            line.send(json.dumps({"ports": own, "bytes": request.bulk_bytes}).encode())
+            back = decode(json.loads(line.read()), list[Probe], server.host)
+    seen.ways += [Way(source=_HERE, target=name, purpose="ranks", probe=probe) for probe in forth]
+    seen.ways += [Way(source=name, target=_HERE, purpose="ranks", probe=probe) for probe in back]
+
+
+def _quiet(line: _Line) -> bytes:
+    try:
+        return line.read(_PROOF_S)
+    except OSError:
+        return b""
+
+
+def _control(name: str, tried: scan.Tried, latency_s: float) -> Way:
+    """Make a way of the connection that we talk over."""
+    probe = Probe(
+        key=f"port {name}",
+        address=tried.address,
+        port=tried.port,
+        verdict="ok",
+        error="",
+        resolved=(tried.address,),
+        local_address=tried.local_address,
+        interface=tried.interface,
+        said="",
+        latency_s=latency_s,
+        knocks=1,
+        retransmits=0,
+    )
+    return Way(source=_HERE, target=name, purpose="port", probe=probe)

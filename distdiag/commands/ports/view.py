@@ -1,0 +1,206 @@
+"""The report of ports as text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Column
+
+from distdiag.cluster.hosts import fold, fold_ranks
+from distdiag.commands.ports.here import export_line
+from distdiag.deliver import Whole, Wrapped, host_table, plain_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from distdiag.commands.ports.model import Request
+    from distdiag.commands.ports.result import PairRow, PortsData, ProbeRow
+    from distdiag.report import Report
+
+_MATRIX = 32
+_LISTENERS = 12
+_USUAL = (29400, 29500, 6000, 12355, 1234)
+_MARKS = {"ok": ".", "lossy": "~"}
+
+
+def ports_view(report: Report[PortsData], request: Request) -> Iterator[RenderableType]:
+    """Give what was tried; else this node's interfaces, what would be chosen of them, and who listens."""
+    data = report.data
+    yield from host_table(data.hosts)
+    if data.pairs:
+        yield from _pairs(data, verbose=request.verbose)
+    elif data.probes:
+        yield from _probes(data.probes, verbose=request.verbose)
+    else:
+        yield from _node(data, verbose=request.verbose)
+    yield from _exports(data)
+
+
+def _node(data: PortsData, *, verbose: bool) -> Iterator[RenderableType]:
+    yield _interfaces(data, verbose=verbose)
+    if data.ib_ports:
+        yield Whole("")
+        table = plain_table(
+            Column("rdma port"), Column("state"), Column("link"), Column("Gbit/s", justify="right"), Column("interface")
+        )
+        for one in data.ib_ports:
+            rate = f"{one.rate_bits_per_s / 1e9:g}" if one.rate_bits_per_s else "-"
+            table.add_row(f"{one.device}:{one.port}", one.state, one.link, rate, ", ".join(one.netdevs) or "-")
+        yield table
+    yield Whole("")
+    for name, taken in (("NCCL", data.choice.nccl), ("Gloo", data.choice.gloo)):
+        what = ", ".join(f"{one.name} ({one.address})" for one in taken) or "nothing: it would fail"
+        yield Wrapped(f"{name} would take {what}", margin=0, hang=2)
+    yield Whole("")
+    yield from _listeners(data, verbose=verbose)
+    if data.ephemeral_ports:
+        yield Whole(f"ephemeral ports: {data.ephemeral_ports[0]}-{data.ephemeral_ports[1]}")
+    if data.free_port:
+        yield Whole(f"free for a rendezvous: {data.free_port}")
+
+
+def _interfaces(data: PortsData, *, verbose: bool) -> Table:
+    several = len({one.host for one in data.interfaces}) > 1
+    table = plain_table(
+        *([Column("host")] if several else []),
+        Column("interface", no_wrap=True),
+        Column("kind", no_wrap=True),
+        Column("state", no_wrap=True),
+        Column("mtu", justify="right", no_wrap=True),
+        Column("Gbit/s", justify="right", no_wrap=True),
+        Column("addresses", overflow="fold"),
+    )
+    for one in data.interfaces:
+        if not one.addresses and not one.up and not verbose:
+            continue
+        state = "running" if one.running else "no carrier" if one.up else "down"
+        speed = f"{one.speed_bits_per_s / 1e9:g}" if one.speed_bits_per_s else "-"
+        name = one.name + (" (default route)" if one.default_route else "")
+        row = [name, one.kind, state, str(one.mtu or "-"), speed, " ".join(one.addresses) or "-"]
+        table.add_row(*([one.host] if several else []), *row)
+    return table
+
+
+def _listeners(data: PortsData, *, verbose: bool) -> Iterator[RenderableType]:
+    shown = [one for one in data.listeners if verbose or one.port in _USUAL or "python" in one.command]
+    if not shown:
+        usual = ", ".join(map(str, _USUAL[:3]))
+        yield Wrapped(f"nobody listens at the usual ports ({usual}); {len(data.listeners)} elsewhere (-v)", margin=0)
+        return
+    table = plain_table(Column("listening"), Column("pid", justify="right"), Column("command", overflow="fold"))
+    for one in shown if verbose else shown[:_LISTENERS]:
+        address = f"[{one.address}]" if ":" in one.address else one.address
+        table.add_row(f"{address}:{one.port}", str(one.pid or "?"), one.command or "not ours to see")
+    yield table
+
+
+def _probes(probes: Sequence[ProbeRow], *, verbose: bool) -> Iterator[RenderableType]:
+    """Draw one row for the ports of a host that said the same."""
+    groups: dict[tuple[str, ...], list[ProbeRow]] = {}
+    for one in probes:
+        said = f" {one.said!r}" if one.said and one.by != "distdiag" else ""
+        by = f"{one.by}{said}" if one.state == "open" else one.error
+        groups.setdefault((one.from_, one.to, one.address, one.state, by, one.interface), []).append(one)
+    several = len({one.from_ for one in probes}) > 1
+    table = plain_table(
+        *([Column("from")] if several else []),
+        Column("to", overflow="fold"),
+        Column("address", overflow="fold"),
+        Column("port", overflow="fold"),
+        Column("state", no_wrap=True),
+        Column("ms", justify="right", no_wrap=True),
+        Column("by", no_wrap=True),
+        Column("what it said", overflow="fold"),
+    )
+    for (source, host, address, state, by, interface), rows in groups.items():
+        times = sorted(one.rtt_s for one in rows if one.rtt_s is not None)
+        took = f"{times[len(times) // 2] * 1e3:.1f}" if times else "-"
+        ports = fold_ranks(one.port for one in rows)
+        table.add_row(*([source] if several else []), host, address or "-", ports, state, took, interface or "-", by)
+    yield table
+
+
+def _pairs(data: PortsData, *, verbose: bool) -> Iterator[RenderableType]:
+    tried = {host for one in data.pairs for host in (one.from_, one.to)}
+    known = dict.fromkeys([*(one.host for one in data.interfaces), *sorted(tried)])
+    hosts = [host for host in known if host in tried]
+    states: dict[tuple[str, str], list[PairRow]] = {}
+    for one in data.pairs:
+        states.setdefault((one.from_, one.to), []).append(one)
+    if len(hosts) <= _MATRIX:
+        yield from _matrix(hosts, states)
+    else:
+        good = sum(all(one.state in _MARKS for one in rows) for rows in states.values())
+        yield Whole(f"{good} of {len(states)} ways between {len(hosts)} nodes are open")
+    yield Whole("")
+    yield Wrapped(_figures(data), margin=0)
+    if verbose:
+        for one in data.pairs:
+            took = f" {one.rtt_s * 1e3:.1f} ms" if one.rtt_s is not None else ""
+            yield Whole(f"  {one.from_} -> {one.to} {one.address}:{one.port} ({one.purpose}) {one.state}{took}")
+
+
+def _matrix(hosts: list[str], states: dict[tuple[str, str], list[PairRow]]) -> Iterator[RenderableType]:
+    """Draw who reaches whom: a row for each source, a letter for each target."""
+    width = max(map(len, hosts))
+    yield Whole(f"{'from':<{width}}  to {fold(hosts)}, in this order")
+    letters = set()
+    for source in hosts:
+        cells = [" " if source == target else _cell(states.get((source, target), [])) for target in hosts]
+        letters.update(cells)
+        yield Whole(f"{source:<{width}}  {' '.join(cells)}")
+    meanings = {
+        ".": ". open",
+        "p": "p the port only is closed",
+        "e": "e ephemeral ports only are closed",
+        "X": "X closed",
+        "m": "m large packets vanish",
+        "~": "~ packets are lost",
+        "?": "? not tried",
+    }
+    yield Whole("  ".join(text for letter, text in meanings.items() if letter in letters))
+
+
+def _cell(rows: list[PairRow]) -> str:
+    if not rows:
+        return "?"
+    bad = [one for one in rows if one.state not in _MARKS]
+    if not bad:
+        return "~" if any(one.state == "lossy" for one in rows) else "."
+    if any(one.state.startswith("swallowed") for one in bad):
+        return "m"
+    purposes = {one.purpose for one in bad}
+    open_too = {one.purpose for one in rows if one.state in _MARKS}
+    if purposes == {"port"} and "ranks" in open_too:
+        return "p"
+    return "e" if purposes == {"ranks"} and "port" in open_too else "X"
+
+
+def _figures(data: PortsData) -> str:
+    times = sorted(one.rtt_s for one in data.pairs if one.rtt_s is not None)
+    rates = sorted(one.throughput_bytes_per_s for one in data.pairs if one.throughput_bytes_per_s is not None)
+    took = (
+        f"answers in {times[len(times) // 2] * 1e3:.1f} ms (median), {times[-1] * 1e3:.1f} ms at most"
+        if times
+        else "no answers"
+    )
+    speed = (
+        f"; roughly {rates[len(rates) // 2] / 1e9:.2f} GB/s a way while all send, {rates[0] / 1e9:.2f} at least"
+        if rates
+        else ""
+    )
+    return took + speed
+
+
+def _exports(data: PortsData) -> Iterator[RenderableType]:
+    """Give the lines to paste where several nodes were looked at."""
+    if not data.pairs or not data.exports:
+        return
+    yield Whole("")
+    yield Whole("to set on every node:" if "" in data.exports else "to set, on each node its own:")
+    for host, variables in data.exports.items():
+        if variables:
+            yield Whole(f"  {host + ': ' if host else ''}{export_line(variables)}")

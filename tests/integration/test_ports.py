@@ -1,0 +1,363 @@
+"""ports in networks that are broken on purpose: the state, the direction and the advice must be right."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+from cluster import Names, Network, need_network
+from support import Running, distdiag, need
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from support import Result
+
+WEB = ("-c", "import http.server as h; h.HTTPServer(('', 29500), h.BaseHTTPRequestHandler).serve_forever()")
+
+
+@pytest.fixture(scope="module")
+def wide() -> Iterator[Network]:
+    """Four nodes and a client; every test heals what it broke."""
+    need_network()
+    with Network(4) as network:
+        yield network
+
+
+@pytest.fixture
+def network(wide: Network) -> Iterator[Network]:
+    yield wide
+    for node in wide.nodes:
+        node.heal()
+
+
+def ports(network: Network, *arguments: str, env: dict[str, str] | None = None) -> Result:
+    return distdiag(
+        "ports", "--json", *arguments, wrap=tuple(network.client.command()), env={**network.client_env(), **(env or {})}
+    )
+
+
+def pairs(network: Network, *arguments: str, env: dict[str, str] | None = None) -> Result:
+    return ports(network, "--hosts", network.hosts, "--via", network.via, *arguments, env=env)
+
+
+def faults(result: Result) -> dict[str, dict[str, Any]]:
+    """Give the findings that are faults, by id."""
+    return {one["id"].removeprefix("ports."): one for one in result.report["findings"] if one["level"] == "fail"}
+
+
+def states(result: Result) -> dict[int, str]:
+    return {row["port"]: row["state"] for row in result.report["data"]["probes"]}
+
+
+def test_nodes_that_reach_each_other_are_told_what_to_set(network: Network) -> None:
+    result = pairs(network)
+    assert (result.code, result.report["findings"]) == (0, []), result.out
+    data = result.report["data"]
+    assert {(row["from"], row["to"]) for row in data["pairs"]} == {
+        (one.name, other.name) for one in network.nodes for other in network.nodes if one is not other
+    }
+    assert {row["state"] for row in data["pairs"]} == {"ok"}
+    assert all(
+        row["throughput_bytes_per_s"]
+        for row in data["pairs"]
+        if row["purpose"] == "ranks" and row["throughput_bytes_per_s"] is not None
+    )
+    assert data["exports"][""] == {
+        "NCCL_SOCKET_IFNAME": "=eth0",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "MASTER_ADDR": network.nodes[0].address,
+    }
+
+
+def test_one_node_that_drops_what_comes_in_is_named_with_the_direction(network: Network) -> None:
+    network["node3"].at_switch("tcp flags & (syn | ack) == syn drop", "in")
+    (found,) = faults(pairs(network)).items()
+    id_, finding = found
+    assert id_ == "way-filtered"
+    assert finding["title"].startswith("node3 drops what comes in at every tried port")
+    assert "What goes out of it works." in finding["detail"]
+
+
+def test_one_node_that_drops_what_goes_out(network: Network) -> None:
+    network["node2"].at_switch("tcp flags & (syn | ack) == syn drop", "out")
+    (finding,) = faults(pairs(network)).values()
+    assert finding["title"].startswith("node2 drops what goes out")
+
+
+def test_one_direction_between_two_nodes(network: Network) -> None:
+    source = network["node4"].address
+    network["node1"].at_switch(f"ip saddr {source} tcp flags & (syn | ack) == syn drop", "in")
+    (finding,) = faults(pairs(network)).values()
+    assert finding["title"].startswith("node4 -> node1: no answer")
+    assert "the other way round it works" in finding["title"]
+    assert finding["where"]["hosts"] == ["node4", "node1"]
+
+
+def test_only_the_rendezvous_port_is_open(network: Network) -> None:
+    network["node2"].drop_ephemeral(29500)
+    found = faults(pairs(network))
+    assert set(found) == {"rank-ports-filtered"}
+    finding = found["rank-ports-filtered"]
+    assert "node2 drops what comes in at ephemeral ports" in finding["title"]
+    assert re.search(r"let TCP 32768-60999 into node2", finding["fix"]["text"])
+
+
+def test_only_the_rendezvous_port_is_closed(network: Network) -> None:
+    network["node2"].drop(29500)
+    finding = faults(pairs(network))["port-filtered"]
+    assert finding["title"].startswith("node2 drops what comes in at port 29500")
+    assert "Ephemeral ports are open" in finding["detail"]
+
+
+@pytest.mark.parametrize(("how", "id_"), [("rst", "port-refused"), ("admin-prohibited", "port-rejected")])
+def test_a_firewall_that_says_no(network: Network, how: Literal["rst", "admin-prohibited"], id_: str) -> None:
+    network["node2"].reject(29500, how=how)
+    assert faults(pairs(network))[id_]["title"].startswith("node2 ")
+
+
+def test_large_packets_vanish_on_one_side(network: Network) -> None:
+    network["node3"].mtu_black_hole(1000)
+    finding = faults(pairs(network))["mtu-black-hole"]
+    assert "node3" in finding["title"]
+    assert "node1" not in finding["title"]
+    assert any(command.startswith("ping ") for command in finding["fix"]["commands"])
+
+
+def test_a_port_that_is_taken_is_not_tried_there(network: Network) -> None:
+    node = network["node2"]
+    node.start(sys.executable, *WEB)
+    node.wait_for_port(29500)
+    result = pairs(network)
+    (finding,) = [one for one in result.report["findings"] if one["id"] == "ports.port-taken"]
+    assert finding["level"] == "warn"
+    assert "node2" in finding["title"]
+    assert "pid" in finding["evidence"][0]
+    assert result.code == 0
+
+
+def test_a_master_address_that_leads_home(wide: Network) -> None:
+    need_network()
+    with Network(2, names={"node1": Names.DEBIAN, "node2": Names.GOOD}) as network:
+        result = pairs(network, env={"MASTER_ADDR": "node1"})
+        levels = {one["id"]: one["level"] for one in result.report["findings"]}
+        assert levels["ports.name-loopback"] == "warn"
+        assert levels["ports.gloo-ifname"] == "fail"
+        (gloo,) = [one for one in result.report["findings"] if one["id"] == "ports.gloo-ifname"]
+        assert gloo["where"]["hosts"] == ["node1"]
+        assert gloo["fix"]["commands"] == ["export NCCL_SOCKET_IFNAME==eth0 GLOO_SOCKET_IFNAME=eth0"]
+
+
+def test_mtus_that_differ_are_named(network: Network) -> None:
+    network["node4"].run("ip", "link", "set", "eth0", "mtu", "1400")
+    try:
+        (finding,) = [one for one in pairs(network).report["findings"] if one["id"] == "ports.nodes-differ"]
+    finally:
+        network["node4"].run("ip", "link", "set", "eth0", "mtu", "1500")
+    assert finding["where"]["hosts"] == ["node4"]
+    assert finding["evidence"] == ["MTU: 1400 on node4; 1500 on node[1-3]"]
+
+
+# Ports of one host, and what nmap says of the same: connect scan, as we do.
+
+CASES = ("open", "closed", "dropped", "reset", "prohibited")
+
+
+def prepare(network: Network, case: str) -> None:
+    node = network["node1"]
+    if case in ("open", "dropped", "reset", "prohibited") and not node.listens_on(6000):
+        node.start(sys.executable, "-m", "http.server", "6000")
+        node.wait_for_port(6000)
+    if case == "dropped":
+        node.drop(6000)
+    if case in ("reset", "prohibited"):
+        node.reject(6000, how="rst" if case == "reset" else "admin-prohibited")
+
+
+@pytest.mark.parametrize(
+    ("case", "state", "nmap"),
+    [
+        ("closed", "closed", "closed"),
+        ("open", "open", "open"),
+        ("dropped", "filtered", "filtered"),
+        ("reset", "closed", "closed"),
+        ("prohibited", "rejected", "filtered"),
+    ],
+)
+def test_the_state_of_a_port_and_what_nmap_says(network: Network, case: str, state: str, nmap: str) -> None:
+    need("nmap")
+    address = network["node1"].address
+    prepare(network, case)
+    result = ports(network, f"{address}:6000")
+    assert states(result) == {6000: state}
+    scanned = network.client.run("nmap", "-sT", "-Pn", "-n", "-p", "6000", address).stdout
+    assert re.search(rf"6000/tcp\s+{nmap}\s", scanned), scanned
+
+
+def test_who_answers_is_told_by_what_it_says(network: Network) -> None:
+    prepare(network, "open")
+    result = ports(network, f"{network['node1'].address}:6000")
+    (row,) = result.report["data"]["probes"]
+    assert (row["by"], row["interface"]) == ("http", "eth0")
+    assert row["said"].startswith("HTTP/1.0 200")
+    assert "a web server or proxy answers" in result.report["findings"][0]["title"]
+
+
+def test_closed_is_not_told_to_open_the_firewall(network: Network) -> None:
+    result = ports(network, f"{network['node2'].address}:7777")
+    (finding,) = result.report["findings"]
+    assert (result.code, finding["level"]) == (0, "warn")
+    assert "nobody listens" in finding["title"]
+    assert "no firewall needs opening" in finding["detail"]
+    assert finding["fix"]["commands"] == ["distdiag ports serve --port 7777"]
+
+
+def test_another_open_port_tells_a_firewall_from_a_dead_host(network: Network) -> None:
+    prepare(network, "open")
+    network["node1"].drop(7000)
+    address = network["node1"].address
+    result = ports(network, address, "--port", "6000,7000")
+    assert states(result) == {6000: "open", 7000: "filtered"}
+    assert "the host is up" in faults(result)["filtered"]["detail"]
+
+
+def test_no_route_no_host_and_no_name(network: Network) -> None:
+    result = ports(network, "198.51.100.7:80", "10.77.9.9:80", "nosuchhost.invalid:80")
+    found = {row["to"]: row["state"] for row in result.report["data"]["probes"]}
+    assert found == {"198.51.100.7": "no-route", "10.77.9.9": "rejected", "nosuchhost.invalid": "name"}
+    assert result.code == 1
+
+
+def test_ipv6_only(network: Network) -> None:
+    for number, name in enumerate(("client", "node1"), 1):
+        network[name].run("ip", "-6", "addr", "add", f"fd77::{number}/64", "dev", "eth0", "nodad")
+    node = network["node1"]
+    server = "import socket as s; l=s.create_server(('fd77::2', 6066), family=s.AF_INET6)\nwhile 1: l.accept()"
+    node.start(sys.executable, "-c", server)
+    node.wait_for_port(6066)
+    result = ports(network, "[fd77::2]:6066", f"{node.address}:6066")
+    found = {row["to"]: (row["state"], row["by"]) for row in result.report["data"]["probes"]}
+    assert found == {"fd77::2": ("open", "silent"), node.address: ("closed", "")}
+
+
+def test_a_server_and_a_check_without_ssh(network: Network) -> None:
+    node = network["node1"]
+    serving = Running(
+        "ports", "serve", "--port", "6500", "--for", "14", "--token", "secret", "--json", wrap=tuple(node.command())
+    )
+    try:
+        serving.wait_for("listening at port 6500")
+        result = ports(network, "check", f"{node.address}:6500", "--token", "secret")
+        assert result.code == 0, result.out + result.err
+        rows = result.report["data"]["pairs"]
+        assert {(row["purpose"], row["state"]) for row in rows} == {("port", "ok"), ("ranks", "ok")}
+        forth = [row for row in rows if row["to"] == node.address]
+        back = [row for row in rows if row["from"] == node.address]
+        assert (len(forth), len(back)) == (3, 2)
+        wrong = ports(network, "check", f"{node.address}:6500", "--token", "guess")
+        assert (wrong.code, "does not know this token" in wrong.err) == (3, True)
+        network["node1"].at_switch("tcp flags & (syn | ack) == syn drop", "out")
+        one_way = ports(network, "check", f"{node.address}:6500", "--token", "secret")
+        assert one_way.code == 1
+        assert any(
+            "-> client" in line or node.address in line for one in faults(one_way).values() for line in one["evidence"]
+        )
+        network["node1"].heal()
+    finally:
+        done = serving.finish()
+    assert done.code == 1  # it tells, too, that the way back was closed in the end
+
+
+def test_the_server_greets_and_tells_a_stranger_nothing_else(network: Network) -> None:
+    node = network["node1"]
+    serving = Running("ports", "serve", "--port", "6501", "--for", "8", "--json", wrap=tuple(node.command()))
+    try:
+        serving.wait_for("listening at port 6501")
+        talk = (
+            "import socket as s\n"
+            f"c = s.create_connection(('{node.address}', 6501), 5); c.settimeout(9)\n"
+            "heard = c.recv(200); c.sendall(b'0' * 64 + b'\\n' + b'{\"sample\": 1}\\n')\n"
+            "rest = b''\n"
+            "try:\n    rest = c.recv(200)\nexcept OSError as e: rest = b'reset'\n"
+            "print(heard.decode().strip()[:11], rest)\n"
+        )
+        said = network.client.run(sys.executable, "-c", talk).stdout
+        assert said.startswith("distdiag/1")
+        assert said.strip().endswith(("b''", "b'reset'"))
+    finally:
+        done = serving.finish(timeout=20)
+    assert done.code == 0  # it ended by itself
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("node1:0",), "is no port"),
+        (("node1:70000",), "is no port"),
+        (("node1", "--port", "9-2"), "is no port"),
+        (("no host",), "is no host"),
+        (tuple(f"10.0.{n // 250}.{n % 250}" for n in range(300)), "too many"),
+        (("a", "b", "--port", "1-65535"), "too many"),
+        (("serve", "node1"), "serve takes no hosts"),
+        (("check",), "check whom"),
+        (("serve", "--hosts", "a,b"), "without ssh"),
+        (("--hosts", ""), None),
+    ],
+)
+def test_wrong_input(arguments: tuple[str, ...], words: str | None) -> None:
+    result = distdiag("ports", *arguments)
+    if words is None:
+        assert result.code == 0
+    else:
+        assert (result.code, words in result.err) == (2, True), result.err
+
+
+def test_a_taken_port_cannot_be_served(network: Network) -> None:
+    prepare(network, "open")
+    result = distdiag("ports", "serve", "--port", "6000", wrap=tuple(network["node1"].command()))
+    assert (result.code, "http.server" in result.err) == (3, True), result.err
+
+
+@pytest.mark.alone
+def test_sixteen_nodes_and_one_block_in_five_seconds() -> None:
+    need_network()
+    with Network(16) as network:
+        source = network["node7"].address
+        network["node12"].at_switch(f"ip saddr {source} tcp flags & (syn | ack) == syn drop", "in")
+        times = []
+        for _ in range(3):
+            result = pairs(network)
+            (finding,) = faults(result).values()
+            assert finding["title"].startswith("node7 -> node12: no answer"), finding["title"]
+            times.append(float(result.ended_at - result.told_at[0][0]))
+        assert len(result.report["data"]["pairs"]) == 240 * 3
+        assert sorted(times)[1] < 5.0, times
+
+
+def test_torchs_store_survives_being_tried() -> None:
+    """What we ask an open port is nonsense to torch's store, old and new; it must go on as if nothing was."""
+    code = (
+        "import sys, datetime, torch.distributed as d\n"
+        "soon = datetime.timedelta(seconds=20)\n"
+        "for libuv in (True, False):\n"
+        "    s = d.TCPStore('127.0.0.1', 0, 2, True, timeout=soon, wait_for_workers=False, use_libuv=libuv)\n"
+        "    print(s.port, flush=True); sys.stdin.readline()\n"
+        "    c = d.TCPStore('127.0.0.1', s.port, 2, False, timeout=soon, use_libuv=libuv)\n"
+        "    c.set('a', 'b'); print(s.get('a').decode(), c.add('n', 3), flush=True)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as store:
+        assert store.stdin is not None
+        assert store.stdout is not None
+        for _ in range(2):
+            port = int(store.stdout.readline())
+            for _ in range(3):
+                result = distdiag("ports", "--json", f"127.0.0.1:{port}")
+                assert states(result) == {port: "open"}
+            store.stdin.write("go\n")
+            store.stdin.flush()
+            assert store.stdout.readline().strip() == "b 3"
