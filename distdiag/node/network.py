@@ -103,6 +103,15 @@ def resolve(name: str) -> tuple[tuple[str, ...], str]:
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found)), ""
 
 
+def is_address(text: str) -> bool:
+    """Tell an address from a name."""
+    try:
+        ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
 def is_loopback(address: str) -> bool:
     """Tell 127.0.0.0/8 and ::1."""
     try:

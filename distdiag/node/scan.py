@@ -40,6 +40,8 @@ _STATES = {
 }
 """What connect(2) says -> the state of the port. ICMP "port unreachable" reads as closed: sockets cannot tell."""
 _AT_ONCE = 2048
+_START = 64
+_LOOK_S = 0.02
 _BANNER_S = 0.25
 _ANSWER_S = 0.7
 _QUESTION = b"HEAD / HTTP/1.0\r\n\r\n"
@@ -71,9 +73,11 @@ class Tried:
 def scan(targets: Iterable[tuple[str, int]], *, timeout_s: float) -> Iterator[Tried]:
     """Try all targets, (host, port), and yield each as soon as it is known."""
     wanted = list(dict.fromkeys(targets))
-    addresses, late = patience.each(
-        dict.fromkeys(host for host, _ in wanted), network.resolve, patience_s=min(_RESOLVE_S, timeout_s)
-    )
+    hosts = dict.fromkeys(host for host, _ in wanted)
+    known = {host: ((host,), "") for host in hosts if network.is_address(host)}
+    names = [host for host in hosts if host not in known]
+    addresses, late = patience.each(names, network.resolve, patience_s=_RESOLVE_S) if names else ({}, [])
+    addresses.update(known)
     todo = []
     for host, port in wanted:
         if host in late:
@@ -96,26 +100,34 @@ class _Scan:
         self._interfaces: dict[str, str] = {}
 
     def run(self) -> Iterator[Tried]:
-        running: dict[int, _Try] = {}
+        running: set[_Try] = set()
+        check_at = 0.0
         while self._todo or running:
-            while self._todo and len(running) < self._width:
+            # A few at a time, so that answers are taken while others are still being asked.
+            for _ in range(min(len(self._todo), self._width - len(running), _START)):
                 one = _Try(self._todo.pop(), self._selector)
-                if one.state:
+                if one.is_over:
                     yield self._finished(one)
                 else:
-                    running[one.fd] = one
-            soonest = min((one.deadline(self._timeout_s) for one in running.values()), default=0.0)
-            ready = self._selector.select(max(0.0, min(soonest - time.monotonic(), 0.2))) if running else []
-            for key, _ in ready:
-                key.data.go_on()
-            now = time.monotonic()
-            for fd, one in list(running.items()):
-                if not one.state and now > one.deadline(self._timeout_s):
-                    one.late()
-                if one.state and one.is_over:
-                    del running[fd]
+                    running.add(one)
+            for key, _ in self._selector.select(0 if self._todo and len(running) < self._width else _LOOK_S):
+                one = key.data
+                one.go_on()
+                if one.is_over:
+                    running.discard(one)
                     yield self._finished(one)
+            if (now := time.monotonic()) >= check_at:
+                check_at = now + _LOOK_S
+                yield from self._late(running, now)
         self._selector.close()
+
+    def _late(self, running: set[_Try], now: float) -> Iterator[Tried]:
+        """Tell those that waited long enough."""
+        for one in [one for one in running if now > one.deadline(self._timeout_s)]:
+            one.late()
+            if one.is_over:
+                running.discard(one)
+                yield self._finished(one)
 
     def _finished(self, one: _Try) -> Tried:
         one.close()
@@ -160,7 +172,6 @@ class _Try:
         family = socket.AF_INET6 if ":" in target.address else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.setblocking(False)
-        self.fd = self._socket.fileno()
         status = self._socket.connect_ex((target.address, target.port))
         if status not in (0, errno.EINPROGRESS):
             self._failed(status)

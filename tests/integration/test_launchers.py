@@ -12,7 +12,7 @@ import pytest
 from cluster import Network, need_network
 from cluster_slurm import Slurm, need_slurm
 from cluster_ssh import SSHD, serve_ssh
-from support import Running, need
+from support import Running, distdiag, need
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,6 +82,22 @@ def test_slurm_from_outside_with_a_dropped_port(slurm: Slurm, job: int) -> None:
         slurm.nodes[0].heal()
     assert result.code == 1
     assert "mn[2-3] gets no answer from mn1" in result.findings["port-filtered"]["title"]
+
+
+def test_ports_and_cuda_env_among_the_nodes_of_a_slurm_job(slurm: Slurm, job: int) -> None:
+    first, _, third = slurm.nodes
+    third.drop(29500)
+    where = ("--slurm-job", str(job))
+    wrap, env = tuple(slurm.client.command()), {**slurm.network.client_env(), **slurm.env()}
+    try:
+        result = distdiag("ports", "--json", *where, wrap=wrap, env=env)
+    finally:
+        third.heal()
+    finding = result.findings["port-filtered"]
+    assert (result.code, finding["title"].split()[0]) == (1, third.name), result.out + result.err
+    found = distdiag("cuda-env", "--json", "--for", "build", *where, wrap=wrap, env=env)
+    assert first.name in found.findings["torch.build"]["where"]["hosts"]
+    assert len(found.report["data"]["nodes"]) == 3
 
 
 def test_inside_an_allocation_its_nodes_are_found(slurm: Slurm, job: int, tmp_path: Path) -> None:
