@@ -1,7 +1,7 @@
 """What went wrong, read from the log of a build or a load of CUDA extensions.
 
 `read_log(text)` searches the text for the failures of `cuda_logs.toml`, which says how a failure is written down. A log
-is read in blocks of whole lines: a failure whose needles are not in a block costs a substring search there and no more.
+is read in blocks of whole lines: a block without any word of a failure costs no more than being split into words.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ _TAIL = 1024  # of the following lines: a sentence may end there, but not begin
 _QUOTE = 200
 _GROUP = 80
 
+# What is no letter, digit or _ becomes a space.
+_APART = bytes(char if re.match(rb"\w", bytes((char,))) else ord(" ") for char in range(256))
+
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]{0,32}[ -/]{0,4}[@-~]|\][^\x07\x1b\n]{0,256}(?:\x07|\x1b\\)|[@-Z\\^_])")
-_UNPRINTABLE = re.compile(r"[^\S ]|[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _OPTIONAL = re.compile(r"\[([^][]*\{\w+\}[^][]*)\]")
 _PLACE = re.compile(r"\{(\w+)\}")
 
@@ -39,7 +41,7 @@ class KnownLog:
 
     id: str
     pattern: str
-    needles: tuple[str, ...]
+    words: tuple[str, ...]
     role: Role
     means: str
     breaks: str
@@ -115,7 +117,8 @@ def _read_block(block: str, tail: str) -> tuple[_Hit, ...]:
     """Find what begins in the block; of the failures that fit one line the first in the file owns it."""
     head, owned = _clean(block), set[int]()
     text = head + _clean(tail)
-    wanted = sorted(set(chain.from_iterable(indices for needle, indices in _needles() if needle in text)))
+    words = _words().keys() & text.encode(errors="replace").translate(_APART).split()
+    wanted = sorted(set(chain.from_iterable(_words()[word] for word in words)))
     hits = (_search(index, text, len(head), owned) for index in wanted)
     return tuple(hit for hit in hits if hit)
 
@@ -160,7 +163,7 @@ def _quote(text: str, at: int) -> str:
 
 
 def _printable(text: str) -> str:
-    return _UNPRINTABLE.sub(" ", text).strip()
+    return "".join(char if char.isprintable() else " " for char in text).strip()
 
 
 def _match(hit: _Hit, line: int, count: int) -> Match:
@@ -181,13 +184,13 @@ def _fill(words: str, groups: Mapping[str, str]) -> str:
 
 
 @cache
-def _needles() -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """List every needle with the failures it belongs to."""
-    places: dict[str, list[int]] = {}
+def _words() -> dict[bytes, tuple[int, ...]]:
+    """List every word with the failures it may be the sign of."""
+    places: dict[bytes, tuple[int, ...]] = {}
     for index, (known, _) in enumerate(_all()):
-        for needle in known.needles:
-            places.setdefault(needle, []).append(index)
-    return tuple((needle, tuple(indices)) for needle, indices in places.items())
+        for word in known.words:
+            places[word.encode()] = (*places.get(word.encode(), ()), index)
+    return places
 
 
 @cache
