@@ -370,6 +370,22 @@ def test_no_arch_list_and_no_gpu_to_take_it_from(box: Machine, monkeypatch: pyte
     assert finding.fix.commands == ('export TORCH_CUDA_ARCH_LIST="7.5;8.0;8.6;9.0;10.0;12.0"',)
 
 
+def test_the_table_of_builds_as_torch_2_12_has_it(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.path = [f"{box.toolkit('13.0')}/bin"]
+    folder = box.torch("2.12.0+cu130", "13.0")
+    box.write(
+        folder / "cuda/__init__.py",
+        "PYTORCH_RELEASES_CODE_CC: dict[str, set[int]] = {\n"
+        '    "12.6": {50, 60, 70, 75, 80, 86, 90},\n    "13.0": {75, 80, 86, 90, 100, 110, 120},\n}\n',
+    )
+    facts = box.examine(monkeypatch, "build")
+    assert facts.torch is not None
+    assert facts.torch.releases["12.6"] == (50, 60, 70, 75, 80, 86, 90)
+    finding = found(judged(facts, goal="build"))["archlist.unset-nogpu"]
+    assert finding.fix is not None
+    assert finding.fix.commands == ('export TORCH_CUDA_ARCH_LIST="7.5;8.0;8.6;9.0;10.0;12.0"',)
+
+
 @pytest.mark.parametrize(
     ("gpu", "build"), [("Tesla V100-SXM2-16GB:7.0", "cu126"), ("NVIDIA GeForce GTX 1080:6.1", "cu126")]
 )

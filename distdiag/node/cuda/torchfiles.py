@@ -103,11 +103,17 @@ def _rules(folder: str) -> dict[str, Any]:
         "clang": _bounds(extension.literal("CUDA_CLANG_VERSIONS")),
         "known_archs": _strings(extension.literal("supported_arches")),
         "named_archs": _names(extension.literal("named_arches")),
-        "releases": {
-            str(cuda): tuple(sorted(code for code in _mapping(archs).get(here, ()) if isinstance(code, int)))
-            for cuda, archs in releases.items()
-        },
+        "releases": {str(cuda): _codes(archs, here) for cuda, archs in releases.items()},
     }
+
+
+def _codes(archs: Any, processor: str) -> tuple[int, ...]:  # noqa: ANN401 - somebody's literal
+    """Read the architectures of one build: for each processor, or (before 2.13) for all, Thor's 110 only on aarch64."""
+    own = _mapping(archs).get(processor, ()) if isinstance(archs, dict) else archs
+    if not isinstance(own, (set, tuple, list)):
+        return ()
+    codes = {code for code in own if isinstance(code, int)}
+    return tuple(sorted(codes if isinstance(archs, dict) or processor == "aarch64" else codes - {110}))
 
 
 def _mapping(value: Any) -> dict[Any, Any]:  # noqa: ANN401 - somebody's literal
