@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import fold
 from distdiag.cluster.reached import host_findings
 from distdiag.commands.ports.choice import address_of, gloo, nccl
-from distdiag.commands.ports.findings import about_names, about_ways
+from distdiag.commands.ports.findings import about_closed
 from distdiag.commands.ports.here import about_nodes, exports_of
 from distdiag.commands.ports.model import COMMAND
+from distdiag.commands.ports.quality import about_names, about_quality
 from distdiag.commands.ports.result import (
     ChoiceRow,
     IbPortRow,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 def diagnose(request: Request, seen: Seen) -> Report[PortsData]:
     """Judge what was seen."""
-    findings = [*about_tried(request, seen), *about_ways(seen), *about_names(seen), *about_nodes(seen)]
+    findings = [*about_tried(seen), *about_closed(seen), *about_quality(seen), *about_names(seen), *about_nodes(seen)]
     findings += host_findings(seen.refusals, seen.rows)
     findings += [
         Finding(

@@ -11,7 +11,6 @@ from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
     from distdiag.commands.ports.check import Seen
-    from distdiag.commands.ports.model import Request
     from distdiag.node.scan import Tried
 
 _FEW = 16
@@ -33,7 +32,7 @@ def known_as(one: Tried) -> str:
     return "silent"
 
 
-def about_tried(request: Request, seen: Seen) -> list[Finding]:
+def about_tried(seen: Seen) -> list[Finding]:
     """Make one finding of each state, for each node that tried and each host."""
     groups: dict[tuple[str, str, str, str], list[Tried]] = {}
     for node, tried in seen.tried.items():
@@ -41,12 +40,12 @@ def about_tried(request: Request, seen: Seen) -> list[Finding]:
             groups.setdefault((node, one.host, one.state, one.error), []).append(one)
     found: list[Finding] = []
     for (node, host, state, _), ports in groups.items():
-        judged = _judged(request, seen, seen.hosts[node], host, state, ports)
+        judged = _judged(seen, seen.hosts[node], host, state, ports)
         found += [judged] if judged is not None else []
     return found
 
 
-def _judged(request: Request, seen: Seen, source: str, host: str, state: str, tried: list[Tried]) -> Finding | None:
+def _judged(seen: Seen, source: str, host: str, state: str, tried: list[Tried]) -> Finding | None:
     ports = fold_ranks(one.port for one in tried)
     first = tried[0]
     where = f"{host} ({first.address})" if first.address and first.address != host else host
