@@ -54,11 +54,13 @@ TimeoutOpt = Annotated[
 
 def _cluster(  # noqa: PLR0913 - an option is an argument
     hosts: Annotated[
-        str, typer.Option(metavar="LIST", help="Hosts to work on: node[1-4],gpu7 or user@node1:8 (8 ranks there).")
-    ] = "",
+        str | None,
+        typer.Option(metavar="LIST", help="Hosts to work on: node[1-4],gpu7 or user@node1:8 (8 ranks there)."),
+    ] = None,
     hostfile: Annotated[
-        str, typer.Option(metavar="FILE", help="A file of hosts: Open MPI, MPICH, DeepSpeed, PBS or plain lines.")
-    ] = "",
+        str | None,
+        typer.Option(metavar="FILE", help="A file of hosts: Open MPI, MPICH, DeepSpeed, PBS or plain lines."),
+    ] = None,
     slurm_job: Annotated[str, typer.Option(metavar="ID", help="The nodes of a running SLURM job.")] = "",
     via: Annotated[
         str,
@@ -92,8 +94,9 @@ def _cluster(  # noqa: PLR0913 - an option is an argument
     ] = False,
 ) -> Cluster:
     return Cluster(
-        hosts=hosts,
-        hostfile=hostfile,
+        # An empty variable (--hosts "$NODES") is a mistake, and not this machine.
+        hosts=_given(hosts),
+        hostfile=_given(hostfile),
         slurm_job=slurm_job,
         via=via,
         launcher=launcher,
@@ -105,6 +108,10 @@ def _cluster(  # noqa: PLR0913 - an option is an argument
         accept_new=accept_new,
         explain=explain_transport,
     )
+
+
+def _given(text: str | None) -> str:
+    return "" if text is None else text or " "
 
 
 def on_hosts(command: Callable[..., None]) -> Callable[..., None]:

@@ -255,6 +255,8 @@ class Knock:
     def _stuck(self, connection: socket.socket, verdict: str) -> tuple[str, str]:
         acknowledged, received = _progress(connection)
         moved = acknowledged if verdict == "swallowed-up" else received
+        if not self._bulk_bytes or (verdict == "swallowed-up" and not _retransmits(connection)):
+            return "silent", "connected, and then too little in time: is a node very busy?"
         return (
             verdict if moved < _PROGRESS_BYTES else "lossy"
         ), f"{moved} of {self._bulk_bytes} bytes came through in time"

@@ -127,6 +127,47 @@ def test_large_packets_vanish_on_one_side(network: Network) -> None:
     assert any(command.startswith("ping ") for command in finding["fix"]["commands"])
 
 
+def test_two_faults_at_once_are_not_mixed_up(network: Network) -> None:
+    network["node3"].at_switch("tcp flags & (syn | ack) == syn drop", "in")
+    network["node2"].drop_ephemeral(29500)
+    found = faults(pairs(network))
+    assert found["way-filtered"]["title"].startswith("node3 drops what comes in at every tried port")
+    assert found["rank-ports-filtered"]["title"].startswith("node2 drops what comes in at ephemeral ports")
+    assert set(found) == {"way-filtered", "rank-ports-filtered"}
+
+
+def test_a_second_interface_that_leads_nowhere(network: Network) -> None:
+    """NCCL takes every interface that it finds; one of them on a dead network is a hang."""
+    for number, node in enumerate(network.nodes, 1):
+        node.run("ip", "link", "add", "eth1", "type", "veth", "peer", "name", "nowhere")
+        node.run("ip", "link", "set", "nowhere", "up")
+        node.run("ip", "addr", "add", f"192.168.5.{number}/24", "dev", "eth1")
+        node.run("ip", "link", "set", "eth1", "up")
+    try:
+        found = faults(pairs(network))
+        wrong = faults(pairs(network, "--env", "NCCL_SOCKET_IFNAME=eth1"))
+    finally:
+        for node in network.nodes:
+            node.run("ip", "link", "del", "eth1")
+    finding = found["nccl-dead-interface"]
+    assert "NCCL would use eth1 on node[1-4] as well" in finding["title"]
+    assert finding["fix"]["commands"] == ["export NCCL_SOCKET_IFNAME==eth0"]
+    assert "eth0" in wrong["way-filtered"]["fix"]["commands"][0]
+
+
+def test_packets_that_are_lost_are_put_down_to_a_node(network: Network) -> None:
+    network["node3"].loss(25)
+    found = faults(pairs(network))
+    assert found["link-lossy"]["title"].endswith("into and out of node3"), found
+
+
+def test_a_master_address_that_is_nobody(network: Network) -> None:
+    result = pairs(network, env={"MASTER_ADDR": "10.99.0.1"})
+    assert "none of these nodes" in faults(result)["master-addr"]["title"]
+    alone = distdiag("ports", "--json", env={"MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": "99999"})
+    assert set(faults(alone)) == {"master-addr", "master-port"}
+
+
 def test_a_port_that_is_taken_is_not_tried_there(network: Network) -> None:
     node = network["node2"]
     node.start(sys.executable, *WEB)
@@ -271,6 +312,30 @@ def test_a_server_and_a_check_without_ssh(network: Network) -> None:
     assert done.code == 1  # it tells, too, that the way back was closed in the end
 
 
+def test_a_check_without_a_server_is_no_success(network: Network) -> None:
+    address = network["node1"].address
+    closed = ports(network, "check", f"{address}:6502", "--token", "x")
+    assert (closed.code, faults(closed)["closed"]["level"]) == (1, "fail")
+    prepare(network, "open")
+    other = ports(network, "check", f"{address}:6000", "--token", "x")
+    assert (other.code, other.findings["not-checked"]["level"]) == (3, "unknown")
+
+
+def test_a_server_that_goes_away_midway_is_unknown(network: Network) -> None:
+    node = network["node2"]
+    server = (
+        "import socket as s, hmac\n"
+        "l = s.create_server(('', 6503))\n"
+        "while 1:\n"
+        "    c, _ = l.accept(); c.sendall(b'distdiag/1 abc\\n'); c.recv(200)\n"
+        "    c.sendall(hmac.digest(b'x', b'abc server', 'sha256').hex().encode() + b'\\n'); c.recv(99); c.close()\n"
+    )
+    node.start(sys.executable, "-c", server)
+    node.wait_for_port(6503)
+    result = ports(network, "check", f"{node.address}:6503", "--token", "x")
+    assert (result.code, "went away midway" in result.findings["not-checked"]["title"]) == (3, True)
+
+
 def test_the_server_greets_and_tells_a_stranger_nothing_else(network: Network) -> None:
     node = network["node1"]
     serving = Running("ports", "serve", "--port", "6501", "--for", "8", "--json", wrap=tuple(node.command()))
@@ -304,15 +369,15 @@ def test_the_server_greets_and_tells_a_stranger_nothing_else(network: Network) -
         (("serve", "node1"), "serve takes no hosts"),
         (("check",), "check whom"),
         (("serve", "--hosts", "a,b"), "without ssh"),
-        (("--hosts", ""), None),
+        (("--hosts", ""), "no host is named"),
+        (("--hosts", "a,b", "--data", "17MiB"), "up to 16MiB"),
+        (("--hosts", "a,b", "--port", "1-5000"), "too many between nodes"),
+        (("check", "node1"), "the word that serve printed"),
     ],
 )
-def test_wrong_input(arguments: tuple[str, ...], words: str | None) -> None:
+def test_wrong_input(arguments: tuple[str, ...], words: str) -> None:
     result = distdiag("ports", *arguments)
-    if words is None:
-        assert result.code == 0
-    else:
-        assert (result.code, words in result.err) == (2, True), result.err
+    assert (result.code, words in result.err) == (2, True), result.err
 
 
 def test_a_taken_port_cannot_be_served(network: Network) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distdiag.commands.ports.choice import doubts, gloo, nccl, suggested
-from distdiag.commands.ports.cover import explain
+from distdiag.commands.ports.cover import explain, merged
 from distdiag.commands.ports.model import read_ports, read_target
 from distdiag.errors import UsageError
 from distdiag.node.network import Names
@@ -63,6 +63,8 @@ def names(*addresses: str) -> Names:
         ("eth0 eth1", "^=eth1", "lo eth0"),
         ("eth0", "e", "eth0"),
         ("eth0", "ens5", ""),
+        ("eth0", "eth0:1", "eth0"),
+        ("eth0", ",,", "lo eth0"),
     ],
 )
 def test_nccls_choice(here: str, wanted: str, taken: str) -> None:
@@ -72,7 +74,7 @@ def test_nccls_choice(here: str, wanted: str, taken: str) -> None:
 
 
 def test_the_address_of_the_communicator_decides_before_all_others() -> None:
-    chosen = nccl(nics("eth0 eth1"), {"NCCL_COMM_ID": "10.0.2.1:4444"})
+    chosen = nccl(nics("eth0 eth1"), {"NCCL_COMM_ID": "10.0.2.99:4444"})
     assert [one.name for one in chosen.taken] == ["eth1"]
 
 
@@ -135,7 +137,8 @@ ALL = [(a, b) for a in "abcd" for b in "abcd" if a != b]
 
 
 def told(closed: list[tuple[str, str]], tried: list[tuple[str, str]] = ALL) -> list[str]:
-    return [f"{one.kind} {''.join(one.nodes)} {''.join(one.others)}".strip() for one in explain(tried, closed)]
+    found = merged(explain(tried, closed))
+    return [f"{one.kind} {''.join(one.nodes)} {''.join(one.others)}".strip() for one in found]
 
 
 def test_a_node_that_lets_nothing_in_is_one_culprit() -> None:

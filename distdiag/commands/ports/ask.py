@@ -46,6 +46,17 @@ def targets_of(words: Sequence[str], ports: tuple[int, ...]) -> tuple[tuple[str,
     return tuple(dict.fromkeys(found))
 
 
+def bulk_of(text: str) -> int:
+    """Read --data. Raises UsageError."""
+    from distdiag.node.reach import MOST_BULK_BYTES
+    from distdiag.options import parse_size
+
+    size = parse_size(text)
+    if not 0 < size <= MOST_BULK_BYTES:
+        raise UsageError(f"--data {text} is out of bounds", hint=f"up to {MOST_BULK_BYTES >> 20}MiB over each way")
+    return size
+
+
 def answer(request: Request, words: Sequence[str], meeting: Meeting) -> Report[PortsData]:
     """Do what was asked for.
 

@@ -13,7 +13,7 @@ from distdiag.cluster.access import Agent, open_fleet
 from distdiag.cluster.meeting import LookUp
 from distdiag.cluster.node import decode
 from distdiag.cluster.targets import describe, find_targets
-from distdiag.commands.ports.choice import address_of
+from distdiag.commands.ports.choice import address_of, other_addresses
 from distdiag.commands.ports.collect import Found, Ports
 from distdiag.commands.ports.model import USUAL_PORT, Way
 from distdiag.errors import UsageError
@@ -36,6 +36,11 @@ _ALL_PAIRS = 64
 """Up to so many nodes each tries each other; beyond, each tries its neighbours and some others, and they it."""
 _SOME = 6
 _PROBE_S = 2.0
+_WAYS_PER_S = 250
+"""What one node tries in a second, on a busy machine: it gets that much longer."""
+_LONGEST_S = 20.0
+MOST_PORTS = 64
+"""Certain ports between nodes: each is tried over every way."""
 _ORDER_S = 6.0
 _MUCH = 300
 """Ways from which on less is sent over each."""
@@ -53,9 +58,14 @@ class Seen:
     taken: dict[str, dict[str, str]] = field(default_factory=dict)
     """node -> port -> who has it, where we could not listen."""
     silent: list[str] = field(default_factory=list)
+    unserved: dict[str, str] = field(default_factory=dict)
+    """Servers that could not be checked: stranger (not ours), busy, midway (it went away)."""
     rows: tuple[Row, ...] = ()
     refusals: Mapping[str, Refusal] = field(default_factory=dict)
     local: bool = True
+    served: bool = False
+    checks: bool = False
+    """Somebody of ours should have answered: a closed port is a fault then."""
     interrupted: bool = False
 
 
@@ -71,6 +81,10 @@ def look(request: Request, progress: Progress) -> Seen:
         raise UsageError(
             f"{len(targets.hosts)} hosts are too many to try among each other",
             hint=f"up to {MOST_NODES} at a time: those of one rack, then one of each rack",
+        )
+    if not request.targets and len(targets.hosts) > 1 and len(request.ports) > MOST_PORTS:
+        raise UsageError(
+            f"{len(request.ports)} ports are too many between nodes", hint=f"up to {MOST_PORTS}: --port 29500,6000-6010"
         )
     seen = Seen(local=targets.launcher is None)
     with open_fleet(request.cluster, targets, _agent()) as fleet:
@@ -88,6 +102,8 @@ def look(request: Request, progress: Progress) -> Seen:
             if not seen.nodes:
                 raise
             seen.interrupted = True
+        lost = {*seen.silent, *fleet.refusals}
+        seen.ways = [way for way in seen.ways if not {way.source, way.target} & lost]
         order = {name: number for number, name in enumerate(seen.nodes)}
         seen.ways.sort(key=lambda way: (order[way.source], order[way.target], way.purpose, way.probe.port))
         seen.rows = () if seen.local else fleet.rows
@@ -180,6 +196,8 @@ class _Pairs:
                 samples = self._samples[target]
                 targets += [[f"ranks {target}", address, port, 0] for port in samples[1:]]
                 targets.append([f"ranks {target}", address, samples[0], bulk])
+                others = other_addresses(self._seen.nodes[target])
+                targets += [[f"{purpose} {target}", other, samples[0], 0] for purpose, other in others]
             wanted[source] = targets
         return wanted
 
@@ -187,13 +205,14 @@ class _Pairs:
         first = self._seen.nodes[self._nodes[0].name].names.fqdn
         masters = {ports.variables.get("MASTER_ADDR", "") for ports in self._seen.nodes.values()}
         names = sorted({first, *masters} - {""})
+        limit_s = min(_LONGEST_S, _PROBE_S + max(map(len, wanted.values()), default=0) / _WAYS_PER_S)
         for node in self._nodes:
             if node.name in wanted:
-                ask = {"nonce": self._nonce, "targets": wanted[node.name], "names": names, "timeout_s": _PROBE_S}
+                ask = {"nonce": self._nonce, "targets": wanted[node.name], "names": names, "timeout_s": limit_s}
                 node.order("reach-probe", **ask)
         open_ways = sum(map(len, wanted.values()))
         open_names = len(wanted) * len(names)
-        deadline = time.monotonic() + _PROBE_S + 1.0
+        deadline = time.monotonic() + limit_s + 1.0
         while (open_ways > 0 or open_names > 0) and time.monotonic() < deadline:
             for node, record in self._fleet.records(0.05):
                 if record["kind"] == "reach-probe":

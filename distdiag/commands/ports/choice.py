@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from distdiag.node.nics import Nic
 
 _MOST = 16
+_OTHERS = 4
 _INTERNAL = ("bridge", "veth", "tunnel", "virtual")
 """Kinds that mostly lead nowhere beyond the machine, or by a detour."""
 
@@ -51,7 +52,7 @@ def nccl(nics: Sequence[Nic], variables: Mapping[str, str]) -> Choice:
         return Choice(taken=taken, rule=f"NCCL_SOCKET_IFNAME={wanted}", error=error)
     ways: list[tuple[str, Callable[[], tuple[Taken, ...]]]] = [
         ("names that begin with ib", lambda: _find(usable, "ib")),
-        ("the subnet of NCCL_COMM_ID", lambda: _in_subnet(usable, variables.get("NCCL_COMM_ID", ""))),
+        ("the subnet of NCCL_COMM_ID", lambda: _in_subnet(nics, usable, variables.get("NCCL_COMM_ID", ""))),
         ("all but docker, lo and virbr", lambda: _find(usable, "^docker,lo,virbr")),
         ("docker, for want of others", lambda: _find(usable, "docker")),
         ("loopback, for want of others", lambda: _find(usable, "lo")),
@@ -83,21 +84,26 @@ def _find(usable: Sequence[Taken], wanted: str) -> tuple[Taken, ...]:
     """Read a list as NCCL does: ^ leaves out, = is exact, else names that begin so; nothing is trimmed."""
     inverted = wanted.startswith("^")
     exact = wanted[inverted:].startswith("=")
-    words = [word for word in wanted[inverted + exact :].split(",") if word]
+    words = [word.partition(":")[0] for word in wanted[inverted + exact :].split(",") if word]
 
     def hit(name: str) -> bool:
-        return any(name == word if exact else name.startswith(word) for word in words)
+        # An empty list fits every name (matchIfList).
+        return not words or any(name == word if exact else name.startswith(word) for word in words)
 
     return tuple(one for one in usable if hit(one.name) != inverted)[:_MOST]
 
 
-def _in_subnet(usable: Sequence[Taken], comm_id: str) -> tuple[Taken, ...]:
+def _in_subnet(nics: Sequence[Nic], usable: Sequence[Taken], comm_id: str) -> tuple[Taken, ...]:
+    """Find the interface in whose network the communicator's address lies."""
     host = comm_id.rpartition(":")[0].strip("[]")
     try:
         wanted = ipaddress.ip_address(host)
     except ValueError:
         return ()
-    return tuple(one for one in usable if ipaddress.ip_address(one.address) == wanted)[:1]
+    networks = {
+        entry.partition("/")[0]: ipaddress.ip_interface(entry).network for one in nics for entry in one.addresses
+    }
+    return tuple(one for one in usable if wanted in networks[one.address])[:1]
 
 
 def gloo(nics: Sequence[Nic], names: Names, variables: Mapping[str, str]) -> Choice:
@@ -164,3 +170,14 @@ def address_of(ports: Ports) -> str:
         return chosen.taken[0].address
     nic = suggested(ports.nics)
     return nic.addresses[0].partition("/")[0] if nic is not None else ""
+
+
+def other_addresses(ports: Ports) -> list[tuple[str, str]]:
+    """List further addresses to try: those that NCCL takes as well ("also"), or one that it should take ("other")."""
+    first = address_of(ports)
+    found = [("also", one.address) for one in nccl(ports.nics, ports.variables).taken if one.address != first]
+    nic = suggested(ports.nics)
+    meant = nic.addresses[0].partition("/")[0] if nic is not None else ""
+    if meant and meant != first and ("also", meant) not in found:
+        found.append(("other", meant))
+    return found[:_OTHERS]

@@ -6,7 +6,7 @@ import os
 import shutil
 from dataclasses import dataclass
 
-from distdiag.node import machine, network, run, scan
+from distdiag.node import machine, network, rendezvous, run, scan
 from distdiag.node.listeners import Listener, listeners
 from distdiag.node.network import Names  # noqa: TC001 - these are decoded by their annotations
 from distdiag.node.nics import IbPort, Nic, ib_ports, nics
@@ -96,9 +96,14 @@ def _configured() -> dict[str, str]:
 
 
 def _lowest_free() -> int:
-    """Give a port from torch's usual one on that nobody listens at now; 0 if there is none near."""
-    taken = {one.port for one in listeners()}
-    return next((port for port in range(29500, 30000) if port not in taken), 0)
+    """Give a port from torch's usual one on that can be listened at; 0 if there is none near."""
+    for port in range(29500, 29600):
+        try:
+            rendezvous.listen(port).close()
+        except OSError:
+            continue
+        return port
+    return 0
 
 
 def _firewall() -> Firewall:

@@ -8,7 +8,7 @@ import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.ports.model import COMMAND, Request, read_ports
-from distdiag.options import JsonOpt, StrictOpt, called_as, on_hosts, parse_size
+from distdiag.options import JsonOpt, StrictOpt, called_as, on_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -57,7 +57,7 @@ def ports(
     words = what or []
 
     def asked() -> Request:
-        from distdiag.commands.ports.ask import targets_of
+        from distdiag.commands.ports.ask import bulk_of, targets_of
 
         given = read_ports(port)
         return Request(
@@ -66,7 +66,7 @@ def ports(
             targets=targets_of(words, given),
             ports=given,
             sample=sample,
-            bulk_bytes=parse_size(data),
+            bulk_bytes=bulk_of(data),
             timeout_s=timeout,
             verbose=verbose,
         )

@@ -44,7 +44,7 @@ def explain(tried: Iterable[Edge], closed: Iterable[Edge]) -> list[Culprit]:
                 found.append(Culprit(kind=kind, nodes=(node,), edges=tuple(sorted(edges))))
         for node in nodes:
             left -= sides[node]
-    return _merged(found) + _pairs(left)
+    return found + _pairs(left)
 
 
 def _by(edges: Iterable[Edge], end: int) -> Mapping[str, set[Edge]]:
@@ -54,16 +54,19 @@ def _by(edges: Iterable[Edge], end: int) -> Mapping[str, set[Edge]]:
     return found
 
 
-def _merged(found: list[Culprit]) -> list[Culprit]:
+def merged(found: Iterable[Culprit]) -> list[Culprit]:
     """Name nodes with the same trouble together."""
-    kinds = dict.fromkeys(one.kind for one in found)
+    kinds: dict[tuple[str, tuple[str, ...]], list[Culprit]] = {}
+    for one in found:
+        kinds.setdefault((one.kind, one.others if one.kind == "pair" else ()), []).append(one)
     return [
         Culprit(
             kind=kind,
-            nodes=tuple(one.nodes[0] for one in found if one.kind == kind),
-            edges=tuple(edge for one in found if one.kind == kind for edge in one.edges),
+            nodes=tuple(dict.fromkeys(node for one in group for node in one.nodes)),
+            others=others,
+            edges=tuple(edge for one in group for edge in one.edges),
         )
-        for kind in kinds
+        for (kind, others), group in kinds.items()
     ]
 
 

@@ -22,7 +22,7 @@ from distdiag.commands.ports.result import (
     Taken,
 )
 from distdiag.commands.ports.tried import about_tried, known_as
-from distdiag.report import Finding, Level, Report
+from distdiag.report import Finding, Fix, Level, Report
 
 if TYPE_CHECKING:
     from distdiag.commands.ports.check import Seen
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 def diagnose(request: Request, seen: Seen) -> Report[PortsData]:
     """Judge what was seen."""
     findings = [*about_tried(seen), *about_closed(seen), *about_quality(seen), *about_names(seen), *about_nodes(seen)]
+    findings += _unserved(seen)
     findings += host_findings(seen.refusals, seen.rows)
     findings += [
         Finding(
@@ -46,6 +47,27 @@ def diagnose(request: Request, seen: Seen) -> Report[PortsData]:
         summary=_summary(seen, findings),
         interrupted=seen.interrupted,
     )
+
+
+def _unserved(seen: Seen) -> list[Finding]:
+    """Say which servers could not be checked: that is no proof of anything."""
+    words = {
+        "stranger": "something answers at {name}, and it is no `distdiag ports serve`",
+        "busy": "what answers at {name} hung up at once: a `serve` that has too many guests does so",
+        "midway": "the `distdiag ports serve` at {name} went away midway",
+    }
+    return [
+        Finding(
+            id=f"{COMMAND}.not-checked",
+            level=Level.UNKNOWN,
+            title=words[why].format(name=name),
+            fix=Fix(
+                text="start it there, and check again",
+                commands=(f"distdiag ports serve --port {name.rpartition(':')[2]}",),
+            ),
+        )
+        for name, why in seen.unserved.items()
+    ]
 
 
 def _data(seen: Seen) -> PortsData:
@@ -156,9 +178,10 @@ def _summary(seen: Seen, findings: list[Finding]) -> str:
             if one.level is level:
                 return one.title
     if seen.ways:
-        return (
-            f"all {len(seen.nodes)} nodes ({fold(seen.hosts.values())}) reach each other, both ways, at all tried ports"
-        )
+        hosts = dict.fromkeys(seen.hosts[node] for way in seen.ways for node in (way.source, way.target))
+        return f"all {len(hosts)} nodes ({fold(hosts)}) reach each other at all tried ports"
+    if seen.served:
+        return "nobody came"
     if seen.tried:
         count = sum(map(len, seen.tried.values()))
         return f"{count} port{'' if count == 1 else 's'} tried, nothing stands in the way"

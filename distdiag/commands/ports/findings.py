@@ -6,8 +6,8 @@ import ipaddress
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold
-from distdiag.commands.ports.choice import suggested
-from distdiag.commands.ports.cover import Culprit, explain
+from distdiag.commands.ports.choice import address_of
+from distdiag.commands.ports.cover import Culprit, explain, merged
 from distdiag.commands.ports.model import COMMAND
 from distdiag.report import Finding, Fix, Level, Where
 
@@ -28,27 +28,35 @@ def finding(id_: str, level: Level, title: str, **rest: object) -> Finding:
 
 def about_closed(seen: Seen) -> list[Finding]:
     """Explain ways that are closed, for each kind of answer; the same culprit for both kinds of port is named once."""
-    found: dict[tuple[str, str, tuple[str, ...], tuple[str, ...]], dict[str, Culprit]] = {}
-    verdicts = dict.fromkeys(way.probe.verdict for way in seen.ways)
-    for verdict in verdicts:
-        if verdict in ("ok", "lossy", "stranger", "swallowed-up", "swallowed-down"):
-            continue
-        for purpose in ("port", "ranks"):
-            ways = [way for way in seen.ways if way.purpose == purpose]
-            closed = {(way.source, way.target) for way in ways if way.probe.verdict == verdict}
-            for one in explain([(way.source, way.target) for way in ways], closed):
-                found.setdefault((verdict, one.kind, one.nodes, one.others), {})[purpose] = one
-    return [_judged(seen, key[0], purposes) for key, purposes in found.items()]
+    found: list[Finding] = []
+    for verdict in dict.fromkeys(way.probe.verdict for way in seen.ways):
+        if verdict not in ("ok", "lossy", "stranger", "swallowed-up", "swallowed-down"):
+            found += [_judged(seen, verdict, one, purposes) for one, purposes in _culprits(seen, verdict)]
+    return found
 
 
-def _judged(seen: Seen, verdict: str, purposes: dict[str, Culprit]) -> Finding:
-    one = next(iter(purposes.values()))
+def _culprits(seen: Seen, verdict: str) -> list[tuple[Culprit, tuple[str, ...]]]:
+    """Find who is behind one kind of answer, and at which kinds of port: (culprit, purposes)."""
+    purposes: dict[tuple[str, tuple[str, ...], tuple[str, ...]], dict[str, Culprit]] = {}
+    for purpose in ("port", "ranks"):
+        ways = [way for way in seen.ways if way.purpose == purpose]
+        closed = {(way.source, way.target) for way in ways if way.probe.verdict == verdict}
+        for one in explain([(way.source, way.target) for way in ways], closed):
+            purposes.setdefault((one.kind, one.nodes, one.others), {})[purpose] = one
+    groups: dict[tuple[str, ...], list[Culprit]] = {}
+    for each in purposes.values():
+        groups.setdefault(tuple(each), []).append(next(iter(each.values())))
+    return [(one, kinds) for kinds, culprits in groups.items() for one in merged(culprits)]
+
+
+def _judged(seen: Seen, verdict: str, one: Culprit, purposes: tuple[str, ...]) -> Finding:
     ways = [
         way
         for way in seen.ways
-        if one.kind == "all" or (way.purpose in purposes and (way.source, way.target) in purposes[way.purpose].edges)
+        if way.probe.verdict == verdict
+        and way.purpose in purposes
+        and (one.kind == "all" or (way.source, way.target) in one.edges)
     ]
-    ways = [way for way in ways if way.probe.verdict == verdict] or ways
     guilty = one.nodes if one.kind in ("in", "out", "all") else one.others
     hosts = tuple(seen.hosts[node] for node in (*one.nodes, *one.others))
     kinds = {"port": "port", "ranks": "rank-ports", "port ranks": "way"}
@@ -59,11 +67,24 @@ def _judged(seen: Seen, verdict: str, purposes: dict[str, Culprit]) -> Finding:
         detail=_detail(seen, one, verdict, purposes),
         where=Where(hosts=hosts),
         evidence=tuple(way_line(seen, way) for way in ways[:EVIDENCE]),
-        fix=_fix(seen, guilty, verdict, one, purposes, ways),
+        fix=_other_interface(seen, one) or _fix(seen, guilty, verdict, one, purposes, ways),
     )
 
 
-def _title(seen: Seen, one: Culprit, verdict: str, purposes: dict[str, Culprit], ways: Sequence[Way]) -> str:
+def _other_interface(seen: Seen, one: Culprit) -> Fix | None:
+    """Where nothing goes over the chosen interfaces and all over others, those are the fix, and no firewall."""
+    spare = [way for way in seen.ways if way.purpose == "other"]
+    if one.kind != "all" or not spare or not all(way.is_open for way in spare):
+        return None
+    names = {way.probe.interface for way in spare} - {""}
+    lines = [f"export NCCL_SOCKET_IFNAME=={name} GLOO_SOCKET_IFNAME={name}" for name in sorted(names)]
+    return Fix(
+        text=f"take the interface over which they do reach each other: {', '.join(sorted(names))}",
+        commands=tuple(lines),
+    )
+
+
+def _title(seen: Seen, one: Culprit, verdict: str, purposes: tuple[str, ...], ways: Sequence[Way]) -> str:
     names = fold(seen.hosts[node] for node in one.nodes)
     others = fold(seen.hosts[node] for node in one.others)
     drops = {
@@ -96,12 +117,12 @@ def _word(verdict: str) -> str:
     }.get(verdict, verdict)
 
 
-def _which(purposes: dict[str, Culprit], ways: Sequence[Way]) -> str:
+def _which(purposes: tuple[str, ...], ways: Sequence[Way]) -> str:
     """Say which ports: a certain one, those of ranks, or all."""
     certain = sorted({way.probe.port for way in ways if way.purpose == "port"})
-    if tuple(purposes) == ("ranks",):
+    if purposes == ("ranks",):
         return "at ephemeral ports, which ranks use among themselves"
-    if tuple(purposes) == ("port",):
+    if purposes == ("port",):
         return f"at port {', '.join(map(str, certain))}"
     return "at every tried port"
 
@@ -115,16 +136,16 @@ def _back(seen: Seen, one: Culprit) -> str:
     return "; the other way round it works" if all(way.is_open for way in ways) else ""
 
 
-def _detail(seen: Seen, one: Culprit, verdict: str, purposes: dict[str, Culprit]) -> str:
+def _detail(seen: Seen, one: Culprit, verdict: str, purposes: tuple[str, ...]) -> str:
     parts = []
     if one.kind in ("in", "out") and len(one.nodes) == 1:
         node = one.nodes[0]
         other = [way for way in seen.ways if (way.source if one.kind == "in" else way.target) == node]
         if other and all(way.is_open for way in other):
             parts.append("What goes out of it works." if one.kind == "in" else "What comes in at it works.")
-    if tuple(purposes) == ("ranks",):
+    if purposes == ("ranks",):
         parts.append("The rendezvous port is open, so torch's store works; then Gloo or NCCL times out, naming nobody.")
-    if tuple(purposes) == ("port",):
+    if purposes == ("port",):
         parts.append("Ephemeral ports are open: it is this port.")
     if verdict == "filtered":
         parts.append("A closed port would answer: these packets are dropped.")
@@ -138,7 +159,7 @@ def _fix(
     guilty: Sequence[str],
     verdict: str,
     one: Culprit,
-    purposes: dict[str, Culprit],
+    purposes: tuple[str, ...],
     ways: Sequence[Way],
 ) -> Fix:
     if verdict == "name":
@@ -148,10 +169,15 @@ def _fix(
     names = fold(seen.hosts[name] for name in guilty)
     text = f"let TCP {', '.join(ports)} {'out of' if one.kind == 'out' else 'into'} {names}"
     cloud = "; in a cloud, a security group that allows all traffic from itself"
-    return Fix(text=text + cloud, commands=opening(node, ports) if node is not None else ())
+    if node is None:
+        return Fix(text=text + cloud)
+    if one.kind == "out":
+        sudo = "" if node.root else "sudo "
+        return Fix(text=text + cloud, commands=(f"{sudo}nft list ruleset | grep -n -A20 'hook output'",))
+    return Fix(text=text + cloud, commands=opening(node, ports, source_of(seen)))
 
 
-def _to_open(node: Ports | None, purposes: dict[str, Culprit], ways: Sequence[Way]) -> list[str]:
+def _to_open(node: Ports | None, purposes: tuple[str, ...], ways: Sequence[Way]) -> list[str]:
     ports = sorted({str(way.probe.port) for way in ways if way.purpose == "port"})
     if "ranks" in purposes or not ports:
         low, high = node.ephemeral_ports if node is not None and node.ephemeral_ports else (32768, 60999)
@@ -159,13 +185,12 @@ def _to_open(node: Ports | None, purposes: dict[str, Culprit], ways: Sequence[Wa
     return ports
 
 
-def opening(node: Ports, ports: Sequence[str]) -> tuple[str, ...]:
-    """Give the commands that open ports with the firewall of a node: the active one, else the tool that is there."""
+def opening(node: Ports, ports: Sequence[str], source: str) -> tuple[str, ...]:
+    """Give the commands that open ports to a network with a node's firewall: the active one, else the tool there is."""
     tools = {"firewalld": "firewall-cmd", "ufw": "ufw", "nftables": "nft", "iptables": "iptables"}
     active = [tools[name] for name in node.firewall.active if tools[name] in node.firewall.tools]
     tool = next(iter([*active, *node.firewall.tools]), "")
     sudo = "" if node.root else "sudo "
-    source = subnet(node)
     if tool == "firewall-cmd":
         opened = " ".join(f"--add-port={port}/tcp" for port in ports)
         return (f"{sudo}firewall-cmd --permanent {opened} && {sudo}firewall-cmd --reload",)
@@ -180,10 +205,16 @@ def opening(node: Ports, ports: Sequence[str]) -> tuple[str, ...]:
     return ()
 
 
-def subnet(node: Ports) -> str:
-    """Give the network of a node's main interface: 10.0.0.0/24."""
-    nic = suggested(node.nics)
-    return str(ipaddress.ip_interface(nic.addresses[0]).network) if nic is not None else "0.0.0.0/0"
+def source_of(seen: Seen) -> str:
+    """Give the smallest network that holds the addresses of all nodes: 10.0.0.0/24."""
+    found = [ipaddress.ip_address(address) for node in seen.nodes.values() if (address := address_of(node))]
+    same = [one for one in found if found and one.version == found[0].version]
+    if not same:
+        return "0.0.0.0/0"
+    network = ipaddress.ip_network(same[0])
+    while not all(one in network for one in same):
+        network = network.supernet()
+    return str(network if network.prefixlen < 24 or network.version == 6 else network.supernet(new_prefix=24))
 
 
 def way_line(seen: Seen, way: Way) -> str:

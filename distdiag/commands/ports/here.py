@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import shlex
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold
@@ -40,6 +42,7 @@ def _about(node: Ports, *, several: bool) -> Iterable[Finding]:
         _nccl,
         _gloo,
         _own_name,
+        _master_addr,
         _master_port,
         _rdma,
         _firewall,
@@ -77,8 +80,12 @@ def _nccl(node: Ports, several: bool) -> Finding | None:
         f"NCCL would take {', '.join(one.name for one in chosen.taken) or 'no interface'}: {doubt}",
         detail=" ".join(filter(None, (f"Its rule: {chosen.rule}." if chosen.rule else "", hint))),
         evidence=tuple(f"{one.name} {one.address} ({one.kind})" for one in chosen.taken),
-        fix=_name_it(node),
+        fix=_name_it(node) if "NCCL_SOCKET_FAMILY" not in node.variables else _forget_family(),
     )
+
+
+def _forget_family() -> Fix:
+    return Fix(text="no interface has an address of that family", commands=("unset NCCL_SOCKET_FAMILY",))
 
 
 def _misread(wanted: str) -> str:
@@ -137,9 +144,32 @@ def _own_name(node: Ports, several: bool) -> Finding | None:
     return None
 
 
+def _master_addr(node: Ports, several: bool) -> Finding | None:
+    """Judge MASTER_ADDR where one node is looked at; of several each resolves it for itself."""
+    name = node.variables.get("MASTER_ADDR")
+    if name is None or several or node.master:
+        return None
+    return finding(
+        "master-addr",
+        Level.FAIL,
+        f"MASTER_ADDR={name!r} cannot be resolved here",
+        detail="It is a name or an address, without a port." if ":" in name or name != name.strip() else "",
+        fix=Fix(text="name the address of rank 0's node", commands=(f"getent hosts {shlex.quote(name)}",)),
+    )
+
+
 def _master_port(node: Ports, several: bool) -> Finding | None:
-    text = node.variables.get("MASTER_PORT", "")
-    if not text.isdigit() or node.ephemeral_ports is None:
+    text = node.variables.get("MASTER_PORT")
+    if text is None:
+        return None
+    if not text.isdigit() or not 1 <= int(text) <= 65535:
+        return finding(
+            "master-port",
+            Level.FAIL,
+            f"MASTER_PORT={text!r} is no port",
+            fix=Fix(text="take a number, 1 to 65535", commands=(f"export MASTER_PORT={node.lowest_free or 29500}",)),
+        )
+    if node.ephemeral_ports is None:
         return None
     low, high = node.ephemeral_ports
     if not low <= int(text) <= high:
@@ -181,8 +211,13 @@ def _firewall(node: Ports, several: bool) -> Finding | None:
         "firewall",
         Level.INFO,
         f"a firewall is active: {', '.join(node.firewall.active)}; ranks need the rendezvous port and {low}-{high}",
-        fix=Fix(text="if they are closed", commands=opening(node, ["29500", f"{low}-{high}"])),
+        fix=Fix(text="if they are closed", commands=opening(node, ["29500", f"{low}-{high}"], _network(node))),
     )
+
+
+def _network(node: Ports) -> str:
+    nic = suggested(node.nics)
+    return str(ipaddress.ip_interface(nic.addresses[0]).network) if nic is not None else "0.0.0.0/0"
 
 
 def _container(node: Ports, several: bool) -> Finding | None:

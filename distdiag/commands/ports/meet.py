@@ -21,9 +21,9 @@ from distdiag.cluster.node import decode
 from distdiag.commands.ports import collect
 from distdiag.commands.ports.check import Seen
 from distdiag.commands.ports.model import USUAL_PORT, Way
-from distdiag.errors import DistdiagError
+from distdiag.errors import DistdiagError, UsageError
 from distdiag.node import machine, rendezvous, scan
-from distdiag.node.reach import Knock, Probe, Server, Target
+from distdiag.node.reach import MOST_BULK_BYTES, Knock, Probe, Server, Target
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _GREETING = b"distdiag/1 "
 _LINE_BYTES = 64 * 2**10
 _PROOF_S = 5.0
-_SESSION_S = 30.0
+_SESSION_S = 15.0
 _PROBE_S = 4.0
 _MOST_PORTS = 64
 _MOST_GUESTS = 16
@@ -52,7 +52,7 @@ def serve(request: Request, meeting: Meeting, progress: Progress) -> Seen:
     token = meeting.token or secrets.token_hex(_TOKEN_BYTES)
     listener = _listen(port)
     here = collect.facts({"listeners": False})
-    seen = Seen(nodes={_HERE: here}, hosts={_HERE: here.host})
+    seen = Seen(nodes={_HERE: here}, hosts={_HERE: here.host}, served=True)
     from distdiag.commands.ports.choice import address_of
 
     at = f"{address_of(here) or here.host}:{port}"
@@ -112,6 +112,8 @@ class _Door:
         """Keep what was found on the way back."""
         name = f"client {peer}"
         self._seen.hosts.setdefault(name, peer)
+        # The last visit counts: what was closed may have been opened meanwhile.
+        self._seen.ways = [way for way in self._seen.ways if way.target != name]
         self._seen.ways += [Way(source=_HERE, target=name, purpose="ranks", probe=probe) for probe in probes]
         good = sum(probe.verdict in ("ok", "lossy") for probe in probes)
         self._progress.news(f"{peer} was here; {good} of {len(probes)} ways back to it are open")
@@ -135,10 +137,18 @@ class _Session:
         with _listening(int(wanted["sample"]), secret) as ports:
             self._line.send(json.dumps({"ports": ports, "seen": self._peer}).encode())
             wanted = json.loads(self._line.read())
-            probes = _try(self._peer, [int(port) for port in wanted["ports"]], secret, int(wanted["bytes"]))
+            probes = _try(self._peer, _ports(wanted["ports"]), secret, min(int(wanted["bytes"]), MOST_BULK_BYTES))
             self._line.send(json.dumps([dataclasses.asdict(probe) for probe in probes]).encode())
             self._tell(self._peer, probes)
             self._line.read()  # the client is done with our ports when it hangs up
+
+
+def _ports(value: object) -> list[int]:
+    """Read ports that the other end names. Raises ValueError: what it says is not trusted."""
+    found = [port for port in value if isinstance(port, int) and 0 < port < 65536] if isinstance(value, list) else []
+    if not found or not isinstance(value, list) or len(found) < len(value):
+        raise ValueError("no list of ports")
+    return found
 
 
 @contextlib.contextmanager
@@ -224,11 +234,9 @@ def check(request: Request, meeting: Meeting, progress: Progress) -> Seen:
         DistdiagError: no token was given, or what answers is no server of ours, or one with another token.
     """
     if not meeting.token:
-        raise DistdiagError(
-            "check needs the word that serve printed", hint="distdiag ports check HOST:PORT --token WORD"
-        )
+        raise UsageError("check needs the word that serve printed", hint="distdiag ports check HOST:PORT --token WORD")
     here = collect.facts({"listeners": False})
-    seen = Seen(nodes={_HERE: here}, hosts={_HERE: here.host})
+    seen = Seen(nodes={_HERE: here}, hosts={_HERE: here.host}, checks=True)
     for host, port in request.targets:
         progress.news(f"checking {host} port {port}, both ways")
         _check_one(_Server(host, port), request, meeting.token, seen)
@@ -238,30 +246,54 @@ def check(request: Request, meeting: Meeting, progress: Progress) -> Seen:
 def _check_one(server: _Server, request: Request, token: str, seen: Seen) -> None:
     (tried,) = scan.scan([(server.host, server.port)], timeout_s=request.timeout_s)
     seen.tried.setdefault(_HERE, []).append(tried)
-    if tried.state != "open" or not tried.said.startswith("distdiag/1"):
-        return
     name = f"{server.host}:{server.port}"
     seen.hosts[name] = server.host
+    if tried.state != "open":
+        return
+    if not tried.said.startswith("distdiag/1"):
+        seen.unserved[name] = "busy" if tried.hung_up else "stranger"
+        return
+    try:
+        _talk(server, name, tried, request, token, seen)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        seen.unserved[name] = "midway"
+
+
+def _talk(server: _Server, name: str, tried: scan.Tried, request: Request, token: str, seen: Seen) -> None:
+    """Hold one session with a server: its ports from here, ours from there.
+
+    Raises:
+        DistdiagError: it does not know the token.
+        OSError, ValueError, TypeError, KeyError, AttributeError: it went away, or says what makes no sense.
+    """
     with socket.create_connection((tried.address, server.port), timeout=request.timeout_s) as connection:
         line = _Line(connection, time.monotonic() + _SESSION_S)
-        nonce = line.read().removeprefix(_GREETING).decode("ascii", "replace")
+        nonce = line.read(_PROOF_S).removeprefix(_GREETING).decode("ascii", "replace")
         began = time.monotonic()
         line.send(_proof(token, nonce, "client"))
         if not hmac.compare_digest(_quiet(line), _proof(token, nonce, "server")):
             raise DistdiagError(
                 f"the distdiag that serves at {name} does not know this token", hint="take the one that it printed"
             )
-        seen.ways.append(_control(name, tried, time.monotonic() - began))
+        took = time.monotonic() - began
         secret = _proof(token, nonce, "session").decode()
         line.send(json.dumps({"sample": request.sample}).encode())
-        told = json.loads(line.read())
-        ports = decode(told.get("ports"), list[int], server.host)
+        ports = _ports(json.loads(line.read(_PROOF_S))["ports"])
         with _listening(request.sample, secret) as own:
             forth = _try(tried.address, ports, secret, request.bulk_bytes)
             line.send(json.dumps({"ports": own, "bytes": request.bulk_bytes}).encode())
-            back = decode(json.loads(line.read()), list[Probe], server.host)
+            back = [decode(one, Probe, server.host) for one in _list(json.loads(line.read()))]
+    if not back:
+        raise ValueError("nothing was tried on the way back")
+    seen.ways.append(_control(name, tried, took))
     seen.ways += [Way(source=_HERE, target=name, purpose="ranks", probe=probe) for probe in forth]
     seen.ways += [Way(source=name, target=_HERE, purpose="ranks", probe=probe) for probe in back]
+
+
+def _list(value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise TypeError("no list")
+    return value
 
 
 def _quiet(line: _Line) -> bytes:

@@ -36,7 +36,11 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way that was tried: `purpose` is port (a certain one) or ranks (an ephemeral one)."""
+    """One way that was tried.
+
+    `purpose`: port (a certain one), ranks (an ephemeral one), also (the same over another interface that NCCL takes),
+    other (over one that it does not take, and should perhaps).
+    """
 
     source: str
     target: str

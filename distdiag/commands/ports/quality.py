@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold
 from distdiag.commands.ports.choice import address_of
-from distdiag.commands.ports.cover import Culprit, explain
+from distdiag.commands.ports.cover import Culprit, explain, merged
 from distdiag.commands.ports.findings import EVIDENCE, finding, way_line
 from distdiag.node.network import is_loopback
 from distdiag.report import Finding, Fix, Level, Where
@@ -22,11 +22,40 @@ _LOSSY_SHARE = 0.05
 """Packets sent again of those that the data takes: all nodes send at once here, which alone costs up to 3 of 100."""
 _PACKET_BYTES = 1400
 _ENOUGH_PACKETS = 8
+_ENOUGH_WAYS = 3
+_MANY_PACKETS = 150
 
 
 def about_quality(seen: Seen) -> list[Finding]:
     """Judge ways that are open, after a fashion."""
-    return [*_strangers(seen), *_swallowed(seen), *_lossy(seen), *_taken(seen)]
+    return [*_dead_interfaces(seen), *_strangers(seen), *_swallowed(seen), *_lossy(seen), *_taken(seen)]
+
+
+def _dead_interfaces(seen: Seen) -> list[Finding]:
+    """Find interfaces that NCCL would use as well and that lead nowhere: it takes all of them, and hangs."""
+    bad = [way for way in seen.ways if way.purpose == "also" and not way.is_open]
+    if not bad:
+        return []
+    names = sorted({name for way in bad if (name := _interface_at(seen.nodes.get(way.target), way.probe.address))})
+    good = sorted({way.probe.interface for way in seen.ways if way.purpose == "ranks" and way.is_open} - {""})
+    hosts = tuple(dict.fromkeys(seen.hosts[way.target] for way in bad))
+    lines = tuple(f"export NCCL_SOCKET_IFNAME=={name}" for name in good[:1])
+    return [
+        finding(
+            "nccl-dead-interface",
+            Level.FAIL,
+            f"NCCL would use {', '.join(names)} on {fold(hosts)} as well, and nobody is reached over it",
+            detail="It spreads its connections over all that it takes, and hangs in those that lead nowhere.",
+            where=Where(hosts=hosts),
+            evidence=tuple(way_line(seen, way) for way in bad[:EVIDENCE]),
+            fix=Fix(text=f"let it take {good[0]} only" if good else "name the interface that works", commands=lines),
+        )
+    ]
+
+
+def _interface_at(node: Ports | None, address: str) -> str:
+    nics = node.nics if node is not None else ()
+    return next((nic.name for nic in nics if any(one.partition("/")[0] == address for one in nic.addresses)), "")
 
 
 def _strangers(seen: Seen) -> list[Finding]:
@@ -63,7 +92,8 @@ def _swallowed(seen: Seen) -> list[Finding]:
     for node in ends:
         mtus.setdefault(_mtu(seen.nodes.get(node)), []).append(seen.hosts[node])
     probe = bad[0].probe
-    words = _directions(seen, explain([(way.source, way.target) for way in seen.ways], set(directed)))
+    known = [way for way in seen.ways if way.is_open or way in bad]
+    words = _directions(seen, merged(explain([(way.source, way.target) for way in known], set(directed))))
     device = probe.interface or "eth0"
     largest = max((mtu for mtu in mtus if mtu), default=1500)
     return [
@@ -81,7 +111,7 @@ def _swallowed(seen: Seen) -> list[Finding]:
             fix=Fix(
                 text="set the same MTU along the whole path; to see whether it is this, lower it at both ends",
                 commands=(
-                    f"ip link set dev {device} mtu 1280",
+                    f"sudo ip link set dev {device} mtu 1280",
                     f"ping -c 3 -M do -s {largest - 28} {probe.resolved[0] if probe.resolved else probe.address}",
                 ),
             ),
@@ -113,36 +143,44 @@ def _mtu(node: Ports | None) -> int | None:
 
 
 def _lossy(seen: Seen) -> list[Finding]:
-    """Name ways on which many packets had to be sent again."""
-    bad = [
-        way
-        for way in seen.ways
-        if way.probe.verdict == "lossy"
-        or (
-            way.probe.verdict == "ok"
-            and way.probe.retransmits >= max(_ENOUGH_PACKETS, _LOSSY_SHARE * way.probe.bulk_bytes / _PACKET_BYTES)
-        )
-    ]
-    if not bad or any(way.probe.verdict.startswith("swallowed") for way in seen.ways):
-        return []
+    """Name the nodes on whose ways many packets had to be sent again, or little came through in time."""
+    if any(way.probe.verdict.startswith("swallowed") for way in seen.ways):
+        return []  # large packets that vanish are sent again as well
+    hopeless = [way for way in seen.ways if way.probe.verdict == "lossy"]
+    slow = [way for way in hopeless if not way.probe.retransmits]
+    lossy = [way for way in hopeless if way.probe.retransmits] + [way for way in seen.ways if _loses(way)]
+    worst = max((way.probe.retransmits for way in lossy), default=0)
+    found = [_bad_link(seen, "link-slow", Level.FAIL, "little comes through", slow)] if slow else []
+    # One burst that a busy machine drops is 45 packets: that alone says nothing about a link.
+    if any(way in hopeless for way in lossy) or len(lossy) >= _ENOUGH_WAYS or worst >= _MANY_PACKETS:
+        level = Level.FAIL if any(way in hopeless for way in lossy) else Level.WARN
+        found.append(_bad_link(seen, "link-lossy", level, "packets are lost", lossy))
+    return found
+
+
+def _loses(way: Way) -> bool:
+    """Tell whether more was sent again than nodes that all send at once cost each other."""
+    share = _LOSSY_SHARE * way.probe.bulk_bytes / _PACKET_BYTES
+    return way.probe.verdict == "ok" and way.probe.retransmits >= max(_ENOUGH_PACKETS, share)
+
+
+def _bad_link(seen: Seen, id_: str, level: Level, what: str, bad: Sequence[Way]) -> Finding:
+    edges = {edge for way in bad for edge in ((way.source, way.target), (way.target, way.source))}
+    where = _directions(seen, merged(explain([(way.source, way.target) for way in seen.ways], edges)))
     hosts = tuple(dict.fromkeys(seen.hosts[node] for way in bad for node in (way.source, way.target)))
-    hopeless = any(way.probe.verdict == "lossy" for way in bad)
-    return [
-        finding(
-            "link-lossy",
-            Level.FAIL if hopeless else Level.WARN,
-            f"packets are lost between {fold(hosts)}",
-            detail="Collectives work over such a link, many times slower.",
-            where=Where(hosts=hosts),
-            evidence=tuple(
-                f"{way_line(seen, way)}, {way.probe.retransmits} packets sent again" for way in bad[:EVIDENCE]
-            ),
-            fix=Fix(
-                text="see the error counters of the interfaces, cables and switch ports on that way",
-                commands=(f"ip -s link show dev {bad[0].probe.interface or 'eth0'}",),
-            ),
-        )
-    ]
+    device = bad[0].probe.interface or "eth0"
+    return finding(
+        id_,
+        level,
+        f"{what}: {where}",
+        detail="Collectives work over such a link, many times slower.",
+        where=Where(hosts=hosts),
+        evidence=tuple(f"{way_line(seen, way)}, {way.probe.retransmits} packets sent again" for way in bad[:EVIDENCE]),
+        fix=Fix(
+            text="see the error counters and the speed of the interfaces, cables and switch ports on that way",
+            commands=(f"ip -s link show dev {device}", f"cat /sys/class/net/{device}/speed"),
+        ),
+    )
 
 
 def _taken(seen: Seen) -> list[Finding]:
@@ -167,11 +205,16 @@ def _taken(seen: Seen) -> list[Finding]:
 def about_names(seen: Seen) -> list[Finding]:
     """Judge names: MASTER_ADDR, and the first node's own name, as each node resolves them."""
     wrong: dict[tuple[str, str], list[str]] = {}
+    own = {entry.partition("/")[0] for node in seen.nodes.values() for nic in node.nics for entry in nic.addresses}
     for one in seen.lookups:
         if not one.addresses:
             wrong.setdefault((one.name, ""), []).append(seen.hosts[one.node])
         elif all(is_loopback(address) for address in one.addresses) and len(seen.nodes) > 1:
             wrong.setdefault((one.name, ", ".join(one.addresses)), []).append(seen.hosts[one.node])
+        elif not own & set(one.addresses):
+            wrong.setdefault((one.name, f"{', '.join(one.addresses)}, which is none of these nodes,"), []).append(
+                seen.hosts[one.node]
+            )
     return [_name(seen, name, address, hosts) for (name, address), hosts in wrong.items()]
 
 
@@ -179,9 +222,9 @@ def _name(seen: Seen, name: str, address: str, hosts: list[str]) -> Finding:
     first = next(iter(seen.nodes))
     master = any(ports.variables.get("MASTER_ADDR") == name for ports in seen.nodes.values())
     what = "MASTER_ADDR" if master else f"the name of {seen.hosts[first]}"
-    title = f"{what}, {name}, resolves to {address} on {fold(hosts)}"
+    title = f"{what}, {name!r}, resolves to {address} on {fold(hosts)}"
     if not address:
-        title = f"{fold(hosts)} cannot resolve {name}, {what}"
+        title = f"{fold(hosts)} cannot resolve {name!r}, {what}"
     return finding(
         "master-addr",
         Level.FAIL if master else Level.WARN,

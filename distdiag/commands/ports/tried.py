@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_ranks
@@ -60,7 +61,7 @@ def _judged(seen: Seen, source: str, host: str, state: str, tried: list[Tried]) 
             return None
         return finding(
             "closed",
-            Level.WARN,
+            Level.FAIL if seen.checks else Level.WARN,
             f"{where} is reached, and nobody listens at {plural} {ports}",
             detail="It answered with a refusal: the way is free, no firewall needs opening. (A firewall that rejects "
             'with "port unreachable" looks the same.)',
@@ -131,7 +132,8 @@ def _advice(state: str, first: Tried, seen: Seen, source: str, ports: str) -> tu
         return "", Fix(text="see the routes", commands=(f"ip route get {first.address}",))
     if state == "name":
         return "", Fix(
-            text="check the spelling, or add it to DNS or /etc/hosts", commands=(f"getent hosts {first.host}",)
+            text="check the spelling, or add it to DNS or /etc/hosts",
+            commands=(f"getent hosts {shlex.quote(first.host)}",),
         )
     return "", Fix(
         text="see the rules for outgoing packets of this machine", commands=("sudo nft list ruleset | grep -n output",)
@@ -147,7 +149,10 @@ def _open(where: str, tried: list[Tried], at: Where) -> Finding | None:
             Level.WARN,
             f"{home[0].host} resolves to {home[0].address} here: this machine answered itself",
             where=at,
-            fix=Fix(text="give it its real address in /etc/hosts or DNS", commands=(f"getent hosts {home[0].host}",)),
+            fix=Fix(
+                text="give it its real address in /etc/hosts or DNS",
+                commands=(f"getent hosts {shlex.quote(home[0].host)}",),
+            ),
         )
     strangers = [one for one in tried if known_as(one) == "http"]
     if strangers:

@@ -34,7 +34,7 @@ def ports_view(report: Report[PortsData], request: Request) -> Iterator[Renderab
         yield from _pairs(data, verbose=request.verbose)
     elif data.probes:
         yield from _probes(data.probes, verbose=request.verbose)
-    else:
+    elif data.interfaces:
         yield from _node(data, verbose=request.verbose)
     yield from _exports(data)
 
@@ -128,7 +128,7 @@ def _pairs(data: PortsData, *, verbose: bool) -> Iterator[RenderableType]:
     known = dict.fromkeys([*(one.host for one in data.interfaces), *sorted(tried)])
     hosts = [host for host in known if host in tried]
     states: dict[tuple[str, str], list[PairRow]] = {}
-    for one in data.pairs:
+    for one in data.pairs if all(one.purpose in ("also", "other") for one in data.pairs) else _main(data):
         states.setdefault((one.from_, one.to), []).append(one)
     if len(hosts) <= _MATRIX:
         yield from _matrix(hosts, states)
@@ -141,6 +141,10 @@ def _pairs(data: PortsData, *, verbose: bool) -> Iterator[RenderableType]:
         for one in data.pairs:
             took = f" {one.rtt_s * 1e3:.1f} ms" if one.rtt_s is not None else ""
             yield Whole(f"  {one.from_} -> {one.to} {one.address}:{one.port} ({one.purpose}) {one.state}{took}")
+
+
+def _main(data: PortsData) -> Iterator[PairRow]:
+    return (one for one in data.pairs if one.purpose in ("port", "ranks"))
 
 
 def _matrix(hosts: list[str], states: dict[tuple[str, str], list[PairRow]]) -> Iterator[RenderableType]:
@@ -188,11 +192,13 @@ def _figures(data: PortsData) -> str:
         else "no answers"
     )
     speed = (
-        f"; roughly {rates[len(rates) // 2] / 1e9:.2f} GB/s a way while all send, {rates[0] / 1e9:.2f} at least"
-        if rates
-        else ""
+        f"; roughly {_rate(rates[len(rates) // 2])} a way while all send, {_rate(rates[0])} at least" if rates else ""
     )
     return took + speed
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.1f} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.1f} MB/s"
 
 
 def _exports(data: PortsData) -> Iterator[RenderableType]:
