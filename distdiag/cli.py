@@ -93,6 +93,9 @@ def main() -> None:
     try:
         app()
     except SystemExit as end:
+        if end.code == Interrupted.exit_code and not _has_spoken():
+            # Typer took the Ctrl-C for itself, before any command had begun.
+            _end_without_report(Interrupted.exit_code, Interrupted.id, str(Interrupted()))
         if end.code == 2 and "--json" in sys.argv and "Error: " in tee.heard:
             _end_without_report(2, "usage", tee.heard.rpartition("Error: ")[2].strip())
         raise
@@ -103,6 +106,11 @@ def main() -> None:
 
         traceback.print_exc()
         _end_without_report(3, "distdiag.bug", f"this is a bug of distdiag: {type(bug).__name__}: {bug}")
+
+
+def _has_spoken() -> bool:
+    deliver = sys.modules.get("distdiag.deliver")
+    return deliver is not None and deliver.has_spoken()
 
 
 def _end_without_report(code: int, id_: str, message: str) -> NoReturn:

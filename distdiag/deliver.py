@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 Data = TypeVar("Data")
 SCHEMA = "distdiag/1"
 _WIDEST = 100
+_spoken = False
 _MOVES = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]|\x1b(?!\[[0-9;]*m)")
 """What moves the cursor or worse: names of files, hosts and functions are somebody else's. Our colours stay."""
 
@@ -111,6 +112,8 @@ def emit(text: str) -> None:
     Raises:
         typer.Exit: stdout cannot be written (a full disk); the reason is on stderr, the status 3.
     """
+    global _spoken
+    _spoken = True
     if sys.stdout is None:  # started with stdout closed
         return
     try:
@@ -136,6 +139,11 @@ def is_done_by_another() -> bool:
         return False
     say(f"distdiag: rank {me.rank} of {me.launcher} leaves: rank 0 does the work")
     return True
+
+
+def has_spoken() -> bool:
+    """Tell whether anything was written to stdout."""
+    return _spoken
 
 
 def say(text: str) -> None:
