@@ -15,6 +15,7 @@ class Tables:
 
     least_driver: dict[str, str]
     branch: dict[str, str]
+    builds: dict[str, tuple[str, ...]]
     wheels: dict[str, dict[str, tuple[int, ...]]]
     nvcc: dict[str, tuple[str, str]]
     known_archs: tuple[str, ...]
@@ -31,6 +32,7 @@ def tables() -> Tables:
     return Tables(
         least_driver=told["least_driver"],
         branch=told["branch"],
+        builds={torch: tuple(cuda) for torch, cuda in told["builds"].items()},
         wheels={cpu: {cuda: tuple(archs) for cuda, archs in builds.items()} for cpu, builds in told["wheels"].items()},
         nvcc={arch: (first, last) for arch, (first, last) in told["nvcc"].items()},
         known_archs=tuple(told["arch_list"]["known"]),

@@ -71,7 +71,8 @@ def test_a_cpu_torch_is_named_and_the_wrapper_trap_too(wrapper: Path) -> None:
     findings = result.findings
     assert set(findings) >= {"torch.build", "toolkit.home"}
     assert "CUDA_HOME environment variable is not set" in findings["torch.build"]["detail"]
-    assert findings["torch.build"]["fix"]["commands"][0].startswith(f"{sys.executable} -m pip install")
+    python, _, rest = findings["torch.build"]["fix"]["commands"][0].partition(" ")
+    assert (Path(python).samefile(sys.executable), rest.startswith("-m pip install")) == (True, True)
     trap = findings["toolkit.home"]
     assert (trap["level"], str(wrapper.parent) in trap["title"]) == ("warn", True)
     (command,) = trap["fix"]["commands"]
@@ -270,8 +271,26 @@ def test_a_log_is_explained_by_what_this_machine_has() -> None:
 
 
 def test_a_log_of_which_nothing_is_known(tmp_path: Path) -> None:
-    (tmp_path / "build.log").write_text("all went well\n")
+    (tmp_path / "build.log").write_text("warp core: error 47\n")
     result = cuda_env("--json", "--explain", str(tmp_path / "build.log"))
     assert (result.code, result.report["verdict"]) == (3, "unknown")
+    (tmp_path / "build.log").write_text("Successfully installed x-1.0\n")
+    assert cuda_env("--explain", str(tmp_path / "build.log")).code == 0
     (tmp_path / "build.log").write_text("")
     assert cuda_env("--explain", str(tmp_path / "build.log")).code == 2
+
+
+def test_folders_without_facts_and_facts_that_make_no_sense(tmp_path: Path, wrapper: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    result = cuda_env("--from", str(tmp_path / "empty"))
+    assert (result.code, "there are no facts" in result.err) == (2, True)
+    cuda_env("--for", "build", "--save", str(tmp_path / "kept"), path=str(wrapper))
+    (file,) = (tmp_path / "kept").iterdir()
+    saved = json.loads(file.read_text())
+    (tmp_path / "kept/again.json").write_text(json.dumps(saved))
+    hosts = [node["host"] for node in cuda_env("--json", "--from", str(tmp_path / "kept")).report["data"]["nodes"]]
+    assert sorted(hosts) == [saved["node"]["host"], saved["node"]["host"] + "#2"]
+    saved["node"]["uses"] = {}
+    file.write_text(json.dumps(saved))
+    result = cuda_env("--from", str(file))
+    assert (result.code, "make no sense" in result.err) == (2, True)

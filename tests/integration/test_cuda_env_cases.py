@@ -419,7 +419,7 @@ def test_a_driver_that_is_too_old_for_torch(box: Machine, monkeypatch: pytest.Mo
 
 def test_an_older_driver_of_the_same_major_version_is_enough(box: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     box.driver("535.104.05", H100, cuda=12020)
-    box.torch("2.9.1+cu128", "12.8", archs=CU128)
+    box.torch("2.9.1+cu128", "12.8", archs=CU128, seen=1)
     assert box.report(monkeypatch, "run").exit_code() == 0
 
 
@@ -862,3 +862,98 @@ def test_a_list_that_names_nothing_gets_one_that_does(
     finding = found(box.report(monkeypatch, "build"))["archlist.syntax"]
     assert finding.fix is not None
     assert finding.fix.commands == (f'export TORCH_CUDA_ARCH_LIST="{better}"',)
+
+
+def test_the_kernels_driver_without_libcuda_is_a_container_without_gpus(
+    box: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`docker run` without --gpus: /proc is the host's, so the kernel's driver can be seen."""
+    box.torch("2.9.1+cu128", "12.8", archs=CU128)
+    box.driver("570.124.06", H100)
+    del box.env["LD_PRELOAD"]
+    box.write("/.dockerenv", "")
+    report = box.report(monkeypatch, "run")
+    assert "this container was given no GPU" in found(report)["driver.present"].title
+    assert report.data.ready.run is False
+
+
+def test_torch_sees_fewer_gpus_than_the_driver(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.env["FAKE_GPUS"] = ";".join([H100] * 8)
+    assert found(node.report(monkeypatch, "run"))["gpu.torch"].level is Level.WARN
+    node.torch("2.9.1+cu128", "12.8", archs=CU128, seen=0)
+    assert found(node.report(monkeypatch, "run"))["gpu.torch"].level is Level.FAIL
+
+
+@pytest.mark.parametrize("status", [304, 802, 999])
+def test_a_driver_that_does_not_start_says_nothing_of_what_is_visible(
+    node: Machine, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    node.env |= {"FAKE_INIT": str(status), "CUDA_VISIBLE_DEVICES": "0"}
+    assert "gpu.visible" not in found(node.report(monkeypatch, "run"))
+
+
+@pytest.mark.parametrize(("value", "better"), [("0-3", "0,1,2,3"), ("0;1", "0,1")])
+def test_gpus_that_are_not_separated_by_commas(
+    node: Machine, monkeypatch: pytest.MonkeyPatch, value: str, better: str
+) -> None:
+    node.env |= {"CUDA_VISIBLE_DEVICES": value, "FAKE_GPUS": ";".join([H100] * 8)}
+    finding = found(node.report(monkeypatch, "run"))["gpu.visible"]
+    assert finding.fix is not None
+    assert finding.fix.commands == (f"export CUDA_VISIBLE_DEVICES={better}",)
+
+
+@pytest.mark.parametrize(
+    ("torch", "cuda", "ending"),
+    [("2.4.0+cpu", None, "torch==2.4.0 {}/cu124"), ("2.0.1+cpu", None, "torch==2.0.1 {}/cu118")],
+)
+def test_only_builds_that_exist_of_a_version_are_offered(
+    box: Machine, monkeypatch: pytest.MonkeyPatch, torch: str, cuda: str | None, ending: str
+) -> None:
+    folder = box.torch(torch, cuda)
+    box.write(folder / "cuda/__init__.py", "")  # those versions have no table of their own
+    finding = found(box.report(monkeypatch, "build"))["torch.build"]
+    assert finding.fix is not None
+    assert finding.fix.commands[0].endswith(ending.format("--index-url https://download.pytorch.org/whl"))
+
+
+def test_what_others_print_is_not_taken_for_an_answer(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    chatty = "import atexit\nprint('{\"about\": []}')\natexit.register(print, 'bye {}')\n"
+    node.write(node.python() / "sitecustomize.py", chatty)
+    report = node.report(monkeypatch)
+    assert [one.id for one in report.findings if one.level is not Level.INFO] == []
+
+
+def test_fixes_of_the_loaders_path_do_not_undo_each_other(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheels(node)
+    shadow = loader_folder(node, "old", "libnvJitLink.so.12.4.127")
+    (node.folder / "mine").mkdir()
+    node.env["LD_LIBRARY_PATH"] = f"{shadow}::{node.folder}/gone:{node.folder}/mine"
+    report = node.report(monkeypatch, "run")
+    values = {command for one in report.findings if one.fix for command in one.fix.commands if "LD_LIBRARY" in command}
+    assert values == {f"export LD_LIBRARY_PATH={node.folder}/mine"}
+
+
+def test_a_torch_whose_version_cannot_be_read_is_unknown(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    (node.python() / "torch/version.py").unlink()
+    assert found(node.report(monkeypatch, "run"))["torch.build"].level is Level.UNKNOWN
+
+
+def test_nothing_is_written_into_the_environment(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(node.python().rglob("*"))
+    node.report(monkeypatch)
+    assert set(node.python().rglob("*")) == before
+
+
+def test_a_temporary_directory_that_is_not_there(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (node.root / "usr/local/cuda-12.8/bin/nvcc").read_text()
+    complain = (
+        'test -d "${TMPDIR:-/tmp}" || { echo "nvcc fatal : Could not open output file $TMPDIR/tmpxft_1" >&2; exit 1; }'
+    )
+    node.write(
+        node.root / "usr/local/cuda-12.8/bin/nvcc", text.replace("cc=gcc\n", f"cc=gcc\n{complain}\n"), mode=0o755
+    )
+    node.env["TMPDIR"] = "/nonexistent"
+    finding = found(node.report(monkeypatch, "build"))["toolkit.nvcc-broken"]
+    assert "temporary files in /nonexistent" in finding.title
+    assert finding.fix is not None
+    assert finding.fix.commands == ("export TMPDIR=/tmp",)

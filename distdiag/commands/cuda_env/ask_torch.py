@@ -12,10 +12,14 @@ import re
 import sys
 import warnings
 
+# What torch and its libraries print belongs to nobody: only our own lines go where they are read.
+_OUT = os.dup(1)
+os.dup2(2, 1)
+
 
 def say(**words: object) -> None:
     """Tell one thing at once."""
-    os.write(1, (json.dumps(words) + "\n").encode())
+    os.write(_OUT, (json.dumps(words) + "\n").encode())
 
 
 def libraries() -> list[str]:

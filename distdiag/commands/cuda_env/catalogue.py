@@ -17,6 +17,7 @@ CHECKS = {
     "driver.stub": "the toolkit's stub is taken for the driver",
     "driver.wsl": "a Linux driver inside WSL",
     "gpu.visible": "GPUs that cannot be seen",
+    "gpu.torch": "torch sees fewer GPUs than the driver",
     "gpu.fabric": "the NVSwitch fabric is not ready",
     "gpu.mig": "GPUs cut into MIG instances",
     "arch.torch": "torch has no code for a GPU",

@@ -13,6 +13,7 @@ from distdiag.cluster.node import decode
 from distdiag.cluster.targets import describe, find_targets
 from distdiag.commands.cuda_env.collect import CudaFacts
 from distdiag.commands.cuda_env.diagnose import Reached
+from distdiag.commands.cuda_env.model import Goal
 from distdiag.errors import DistdiagError, UsageError
 
 if TYPE_CHECKING:
@@ -86,7 +87,9 @@ class _Told:
 def _ask_all(fleet: Fleet, targets: Targets, request: Request, progress: Progress, told: _Told) -> None:
     ask = _ask(request, targets)
     local = targets.launcher is None
-    busy = {node.name: node for node in fleet.machines(local=local)}
+    fleet.machines(local=local)  # raises if this machine alone cannot be used
+    # A machine under two names is looked at twice: behind each name may be another environment.
+    busy = {node.name: node for node in fleet.up}
     for node in busy.values():
         node.order("collect", ask=ask)
     import distdiag.commands.cuda_env.judge  # noqa: F401 - loaded while the nodes have their hands full
@@ -109,9 +112,14 @@ def _is_done(node: Node, record: dict[str, Any], told: _Told, *, local: bool) ->
     if record["kind"] == "more":
         try:
             facts = decode(record.get("facts"), CudaFacts, node.host)
+            from distdiag.commands.cuda_env.judge import sections_of
+
+            sections_of(facts, Goal.ALL)
             told.nodes[node.name] = facts if local else replace(facts, host=node.host)
         except DistdiagError as error:
             told.missing[node.host] = str(error)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            told.missing[node.host] = f"its facts make no sense: {error!r}"
     if record["kind"] == "down":
         told.missing[node.host] = _why_down(node)
     return record["kind"] in ("more-end", "down")

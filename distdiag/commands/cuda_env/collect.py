@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -30,7 +29,14 @@ _VARIABLES = (
     *("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", "CUDAToolkit_ROOT", "CUDACXX"),
     *("CC", "CXX", "NVCC_CCBIN", "CUDAHOSTCXX", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "TORCH_CUDA_ARCH_LIST"),
     *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "MAX_JOBS", "CPATH", "LIBRARY_PATH", "CONDA_PREFIX"),
-    *("VIRTUAL_ENV", "PYTHONPATH", "TORCH_EXTENSIONS_DIR", "TORCH_DONT_CHECK_COMPILER_ABI", "DS_SKIP_CUDA_CHECK"),
+    *(
+        "VIRTUAL_ENV",
+        "PYTHONPATH",
+        "TMPDIR",
+        "TORCH_EXTENSIONS_DIR",
+        "TORCH_DONT_CHECK_COMPILER_ABI",
+        "DS_SKIP_CUDA_CHECK",
+    ),
 )
 
 
@@ -43,6 +49,8 @@ class Imported:
 
     version: str = ""
     error: str = ""
+    came_in: bool = False
+    """It was imported, whatever came then."""
     stage: str = ""
     available: bool | None = None
     count: int | None = None
@@ -178,7 +186,7 @@ def _assemble(goal: str, places: Places, found: dict[str, Any]) -> CudaFacts:
     versions = {one.name: one.version for one in packages}
     build = building.look(places, python)
     wheels, conflicts = libraries.in_wheels(packages)
-    extensions, complete = libraries.extensions(packages, [one.path for one in build.caches])
+    extensions, complete = libraries.extensions(packages, [one.path for one in build.caches], python.paths)
     return CudaFacts(
         host=machine.host_name(),
         goal=goal,
@@ -221,11 +229,10 @@ def _import_torch(executable: str, timeout_s: float) -> Imported | None:
     """Import torch in a child of the examined interpreter; None if there is none to import."""
     source = driver.source_of("distdiag.commands.cuda_env.ask_torch")
     try:
-        done = run.run([executable, "-c", source], timeout_s=timeout_s)
+        done = run.run([executable, "-B", "-c", source], timeout_s=timeout_s)
     except run.CannotRun:
         return None
-    lines = done.stdout.decode("utf-8", "replace").splitlines()
-    told = {one["about"]: one for one in map(_record, lines) if one}
+    told = {one["about"]: one for one in driver.told_in(done.stdout)}
     failed, torch, devices, end = (told.get(name, {}) for name in ("failed", "torch", "devices", "end"))
     if "No module named 'torch'" in failed.get("error", ""):
         return None
@@ -234,6 +241,7 @@ def _import_torch(executable: str, timeout_s: float) -> Imported | None:
     return Imported(
         version=torch.get("version", ""),
         error=failed.get("error", "") or ("" if ended or done.timed_out else driver.how_it_died(done)),
+        came_in="torch" in told,
         stage=stage if done.timed_out else "",
         available=devices.get("available"),
         count=devices.get("count"),
@@ -241,12 +249,3 @@ def _import_torch(executable: str, timeout_s: float) -> Imported | None:
         warnings=tuple(end.get("warnings", ())),
         libraries=tuple(end.get("libraries") or torch.get("libraries") or failed.get("libraries") or ()),
     )
-
-
-def _record(line: str) -> dict[str, Any]:
-    """Read a line of a child; empty for what somebody else printed."""
-    try:
-        told = json.loads(line)
-    except ValueError:
-        return {}
-    return told if isinstance(told, dict) and "about" in told else {}

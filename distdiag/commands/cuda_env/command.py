@@ -66,7 +66,8 @@ def cuda_env(
     Exit status: 0 all is well (warnings too), 1 something will break, 2 wrong usage, 3 it cannot be known,
     130 interrupted.
     """
-    from distdiag.deliver import Output, deliver, deliver_lines
+    from distdiag.deliver import Output, deliver, deliver_lines, fail
+    from distdiag.errors import UsageError
 
     def asked() -> Request:
         from distdiag.commands.cuda_env.catalogue import chosen
@@ -105,6 +106,12 @@ def cuda_env(
 
         return cuda_env_view(report, asked())
 
+    if explain and (prebuild or export or only):
+        fail(
+            COMMAND,
+            UsageError("--explain tells what a log says", hint="leave out --prebuild, --export and --only"),
+            as_json=as_json,
+        )
     if cluster.explain or prebuild or export:
         deliver_lines(COMMAND, lines, as_json=as_json)
     deliver(COMMAND, run, view, Output(json=as_json, strict=strict, findings_in_view=True))

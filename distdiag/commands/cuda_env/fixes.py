@@ -78,27 +78,47 @@ def install_torch(
 ) -> tuple[str, ...]:
     """Give the command that installs this torch for a CUDA that fits driver, GPUs and toolkit; empty if none does.
 
-    `strict`: for the `prefer`red CUDA or none.
+    A version of which no fitting build exists is given up for the newest. `strict`: for the `prefer`red CUDA or none.
     """
-    cuda = best_build(facts, archs=archs, prefer=prefer)
-    if not cuda or (strict and cuda != prefer):
-        return ()
     torch = facts.torch
     number = torch.version.partition("+")[0] if torch is not None else ""
     release = bool(number) and all(part.isdigit() for part in number.split("."))
+    own = builds_of(facts)
+    # The build that is there exists, whatever tables say.
+    same = bool(prefer) and prefer == torch_cuda(facts)
+    cuda = prefer if same else best_build(facts, own, archs=archs, prefer=prefer)
+    if not cuda:
+        release, cuda = False, best_build(facts, _newest_builds(facts), archs=archs, prefer=prefer)
+    if not cuda or (strict and cuda != prefer):
+        return ()
+    uv = pip(facts).startswith("uv")
+    again = ("--reinstall " if uv else "--force-reinstall ") if torch is not None else ""
     wanted = f"torch=={number}" if release else "torch"
-    again = "--force-reinstall " if torch is not None and not pip(facts).startswith("uv") else ""
-    again = "--reinstall " if torch is not None and pip(facts).startswith("uv") else again
     return (f"{pip(facts)} {again}{wanted} --index-url {_INDEX}/cu{cuda.replace('.', '')}",)
 
 
-def best_build(facts: CudaFacts, *, archs: Iterable[Arch] = (), prefer: str = "") -> str:
+def builds_of(facts: CudaFacts) -> dict[str, tuple[int, ...]]:
+    """Give the builds of the installed torch's version, CUDA -> architectures: its own table, or ours."""
+    torch = facts.torch
+    if torch is None:
+        return _newest_builds(facts)
+    if torch.releases:
+        return dict(torch.releases)
+    archs = _newest_builds(facts)
+    return {cuda: archs[cuda] for cuda in tables().builds.get(minor(torch.version), ()) if cuda in archs}
+
+
+def _newest_builds(facts: CudaFacts) -> dict[str, tuple[int, ...]]:
+    return tables().wheels.get("aarch64" if facts.machine == "aarch64" else "x86_64", {})
+
+
+def best_build(
+    facts: CudaFacts, builds: dict[str, tuple[int, ...]], *, archs: Iterable[Arch] = (), prefer: str = ""
+) -> str:
     """Choose the CUDA of a torch build: one that has the GPUs' code and that the driver carries.
 
     Of several: the `prefer`red one, that of an installed toolkit, or the newest.
     """
-    own = facts.torch.releases if facts.torch is not None else {}
-    builds = own or tables().wheels.get("aarch64" if facts.machine == "aarch64" else "x86_64", {})
     gpus = list(archs) or gpu_archs(facts)
     fitting = [
         cuda for cuda, codes in builds.items() if _serves(codes, gpus) and driver_carries(facts, cuda) is not False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec  # noqa: TID253 - this module is only imported when there is work to do
@@ -10,6 +10,8 @@ import msgspec  # noqa: TID253 - this module is only imported when there is work
 from distdiag.commands.cuda_env.check import look
 from distdiag.commands.cuda_env.collect import CudaFacts  # noqa: TC001 - decoded by its annotations
 from distdiag.commands.cuda_env.diagnose import Reached, diagnose
+from distdiag.commands.cuda_env.judge import sections_of
+from distdiag.commands.cuda_env.model import Goal
 from distdiag.deliver import Progress, say
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.files import make_folder, named_files, write_for_host
@@ -79,7 +81,10 @@ def facts_of(request: Request, files: Files) -> tuple[list[CudaFacts], Reached]:
     if files.saved and (files.save or request.cluster.typed()):
         raise UsageError("--from judges saved facts", hint="leave out --save, --python and the hosts")
     if files.saved:
-        return [_read(path.read_bytes(), str(path)) for path in named_files(files.saved)], Reached()
+        paths = dict.fromkeys(path.resolve() for path in named_files(files.saved))
+        if not paths:
+            raise UsageError(f"there are no facts in {', '.join(files.saved)}", hint="name what --save wrote")
+        return _apart([_read(path.read_bytes(), str(path)) for path in paths]), Reached()
     if files.save:
         make_folder("--save", files.save)
     with Progress() as progress:
@@ -89,6 +94,17 @@ def facts_of(request: Request, files: Files) -> tuple[list[CudaFacts], Reached]:
     return nodes, reached
 
 
+def _apart(nodes: list[CudaFacts]) -> list[CudaFacts]:
+    """Give nodes of one name names of their own: files of two days, or of two clusters."""
+    count: dict[str, int] = {}
+    found = []
+    for node in nodes:
+        count[node.host] = count.get(node.host, 0) + 1
+        number = count[node.host]
+        found.append(node if number == 1 else replace(node, host=f"{node.host}#{number}"))
+    return found
+
+
 def _read(data: bytes, name: str) -> CudaFacts:
     try:
         saved = msgspec.json.decode(data, type=Saved)
@@ -96,6 +112,10 @@ def _read(data: bytes, name: str) -> CudaFacts:
         raise UsageError(f"{name} is not what --save wrote: {error}", hint="name files that --save wrote") from error
     if saved.schema != _SCHEMA:
         raise UsageError(f"{name} is of {saved.schema}, not {_SCHEMA}", hint="name files that cuda-env --save wrote")
+    try:
+        sections_of(saved.node, Goal.ALL)
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise UsageError(f"{name} holds facts that make no sense: {error!r}", hint="save them again") from error
     return saved.node
 
 

@@ -37,7 +37,7 @@ def cuda_env_view(report: Report[CudaEnv], request: Request) -> Iterator[Rendera
     rest = [one for number, one in enumerate(report.findings) if number not in shown]
     if data.log is not None and not request.verbose:
         yield from _consequences(rest)
-        rest = [one for one in rest if one.level is not Level.INFO]
+        rest = [one for one in rest if one.level is not Level.INFO or not one.evidence]
     # What matters most is nearest to the end; of several causes the first in the log.
     for finding in sorted(reversed(rest), key=lambda one: one.level in (Level.FAIL, Level.UNKNOWN)):
         yield Whole("")
@@ -65,7 +65,7 @@ def _about(report: Report[CudaEnv], request: Request) -> Iterator[RenderableType
 
 def _consequences(findings: Sequence[Finding]) -> Iterator[RenderableType]:
     """Quote the lines of a log that only follow from its causes."""
-    following = [one for one in findings if one.level is Level.INFO]
+    following = [one for one in findings if one.level is Level.INFO and one.evidence]
     if following:
         yield Whole("what follows from something else:")
     for one in reversed(following):

@@ -13,9 +13,14 @@ import os
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*, cuda.h
 
 
+# What libraries print belongs to nobody: only our own lines go where they are read.
+_OUT = os.dup(1)
+os.dup2(2, 1)
+
+
 def say(**words: object) -> None:
     """Tell one thing at once."""
-    os.write(1, (json.dumps(words) + "\n").encode())
+    os.write(_OUT, (json.dumps(words) + "\n").encode())
 
 
 def where(name: str) -> str:

@@ -53,6 +53,8 @@ class Answer:
     cuda_count: int | None = None
     stuck: str = ""
     died: str = ""
+    lost: tuple[int, ...] = ()
+    """GPUs that NVML counts and cannot open, by index."""
     present: tuple[Gpu, ...] = ()
     visible: tuple[Gpu, ...] = ()
 
@@ -104,9 +106,21 @@ def look(places: Places, *, ask: bool, timeout_s: float) -> Driver:
 
 def _ask(timeout_s: float) -> Answer:
     source = source_of("distdiag.node.cuda.ask_driver")
-    done = run.run([sys.executable, "-S", "-c", source], timeout_s=timeout_s)
-    said = [json.loads(line) for line in done.stdout.decode("utf-8", "replace").splitlines() if line.endswith("}")]
-    return _read_answer(said, done)
+    done = run.run([sys.executable, "-B", "-S", "-c", source], timeout_s=timeout_s)
+    return _read_answer(told_in(done.stdout), done)
+
+
+def told_in(output: bytes) -> list[dict[str, Any]]:
+    """Read the lines of a child that are ours: {"about": ...}; others are somebody else's."""
+    found = []
+    for line in output.decode("utf-8", "replace").splitlines():
+        try:
+            told = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(told, dict) and isinstance(told.get("about"), str):
+            found.append(told)
+    return found
 
 
 def source_of(module: str) -> str:
@@ -129,8 +143,9 @@ def _read_answer(said: list[dict[str, Any]], done: run.Done) -> Answer:
         cuda_version=last.get("cuda-version", {}).get("version"),
         cuda_status=last.get("cuda-init", {}).get("status"),
         cuda_count=last.get("cuda-init", {}).get("count"),
-        stuck=_call_after(said) if done.timed_out else "",
+        stuck=_call_after(said) if done.timed_out and not over else "",
         died="" if over or done.timed_out else how_it_died(done),
+        lost=tuple(one["index"] for one in said if one["about"] == "nvml-gpu" and one["status"] != 0),
         present=tuple(_gpu(one) for one in said if one["about"] == "nvml-gpu" and one["status"] == 0),
         visible=tuple(_gpu(one) for one in said if one["about"] == "cuda-gpu"),
     )

@@ -12,17 +12,20 @@ from distdiag.node import run
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from typing import Any
 
 # Drops the working directory from sys.path, as a script elsewhere would not see it.
 _PROBE = """
-import sys
+import os, sys
+out = os.dup(1); os.dup2(2, 1)
 sys.path[:1] = [] if not sys.path[0] else sys.path[:1]
-import json, os, platform, importlib.util, sysconfig
+import json, platform, importlib.util, sysconfig
 spec = lambda name: getattr(importlib.util.find_spec(name), "origin", None)
-print(json.dumps({"executable": sys.executable, "version": platform.python_version(), "prefix": sys.prefix,
+told = {"executable": sys.executable, "version": platform.python_version(), "prefix": sys.prefix,
   "paths": [p for p in sys.path if os.path.isdir(p)], "include": sysconfig.get_path("include"),
-  "cxx": sysconfig.get_config_var("CXX"),
-  "torch": spec("torch"), "deepspeed": spec("deepspeed"), "pip": spec("pip") is not None, "ninja": spec("ninja")}))
+  "cxx": sysconfig.get_config_var("CXX"), "torch": spec("torch"), "deepspeed": spec("deepspeed"),
+  "pip": spec("pip") is not None, "ninja": spec("ninja")}
+os.write(out, json.dumps(told).encode())
 """
 _DIST = re.compile(r"(?P<name>.+?)-(?P<version>[^-]+)\.(?:dist|egg)-info$")
 
@@ -58,15 +61,14 @@ class Package:
 def interpreter(executable: str, *, timeout_s: float) -> Interpreter:
     """Ask a Python where it looks for its modules."""
     try:
-        done = run.run([executable, "-c", _PROBE], timeout_s=timeout_s)
+        done = run.run([executable, "-B", "-c", _PROBE], timeout_s=timeout_s)
     except run.CannotRun as error:
         return Interpreter(executable, error=str(error))
-    words = done.stdout.decode("utf-8", "replace").strip().splitlines()
-    if done.timed_out or done.status != 0 or not words:
+    told = _answer(done.stdout)
+    if told is None:
         last = done.stderr.decode("utf-8", "replace").strip().splitlines()
         why = f"it did not answer within {timeout_s:g} s" if done.timed_out else (last[-1] if last else "no answer")
         return Interpreter(executable, error=why[:120])
-    told = json.loads(words[-1])
     return Interpreter(
         executable=told["executable"] or executable,
         version=told["version"],
@@ -79,6 +81,18 @@ def interpreter(executable: str, *, timeout_s: float) -> Interpreter:
         torch_origin=told["torch"] or "",
         deepspeed_origin=told["deepspeed"] or "",
     )
+
+
+def _answer(output: bytes) -> dict[str, Any] | None:
+    """Find our line among what others (sitecustomize, a wrapper) may have printed."""
+    for line in reversed(output.decode("utf-8", "replace").splitlines()):
+        try:
+            told = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(told, dict) and "executable" in told:
+            return told
+    return None
 
 
 def packages(paths: Iterable[str]) -> list[Package]:

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from dataclasses import dataclass
+from itertools import chain
 
 from distdiag.node import elf, machine
 from distdiag.node.cuda import fatbin
@@ -108,11 +109,17 @@ def _record(package: Package) -> Iterator[str]:
         yield line.partition(",")[0].strip('"')
 
 
-def extensions(packages: Iterable[Package], caches: Iterable[str]) -> tuple[tuple[Extension, ...], bool]:
-    """Find compiled files with GPU code in packages and in torch's caches; tells whether all were looked at."""
+def extensions(
+    packages: Iterable[Package], caches: Iterable[str], paths: Iterable[str]
+) -> tuple[tuple[Extension, ...], bool]:
+    """Find compiled files with GPU code: in packages, torch's caches, on the path; tells whether all were looked at."""
     until = time.monotonic() + _BUDGET_S
     found: list[Extension] = []
-    for path, package in _compiled(packages, caches):
+    seen = set()
+    for path, package in chain(_compiled(packages, caches), _loose(paths)):
+        if path in seen:
+            continue
+        seen.add(path)
         if time.monotonic() > until:
             return tuple(found), False
         one = _extension(path, package)
@@ -130,6 +137,16 @@ def _compiled(packages: Iterable[Package], caches: Iterable[str]) -> Iterator[tu
     for cache in caches:
         for path in sorted(glob.glob(f"{glob.escape(cache)}/*/*.so")):
             yield path, ""
+
+
+def _loose(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield compiled modules that no RECORD names: eggs, builds in place, what PYTHONPATH and .pth files add."""
+    for folder in paths:
+        if folder.endswith("lib-dynload"):
+            continue
+        installed = os.path.basename(folder) in ("site-packages", "dist-packages")
+        for pattern in ("*.so",) if installed else ("*.so", "*/*.so", "*/*/*.so"):
+            yield from ((path, "") for path in sorted(glob.glob(f"{glob.escape(folder)}/{pattern}")))
 
 
 def _extension(path: str, package: str) -> Extension | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from distdiag.commands.cuda_env import fixes
 from distdiag.commands.cuda_env.archs import Arch, ArchList, as_list, corrected, from_nvcc, how_it_runs, read_list
 from distdiag.commands.cuda_env.model import BUILD, Problem, Section
-from distdiag.knowledge.cuda import compiles, minor, tables
+from distdiag.knowledge.cuda import compiles, minor
 from distdiag.report import Level
 
 if TYPE_CHECKING:
@@ -67,9 +67,9 @@ def recommended(facts: CudaFacts) -> str:
     torch, used = facts.torch, fixes.target_toolkit(facts)
     if torch is None:
         return ""
-    builds = torch.releases or tables().wheels.get("aarch64" if facts.machine == "aarch64" else "x86_64", {})
+    builds = fixes.builds_of(facts)
     cuda = minor(torch.cuda) or (minor(used.version) if used is not None else "")
-    own = builds.get(cuda) or builds.get(fixes.best_build(facts), ())
+    own = builds.get(cuda) or builds.get(fixes.best_build(facts, builds), ())
     return ";".join(from_nvcc(str(one)).torch for one in own if _is_compiled(facts, str(one)) is not False)
 
 

@@ -25,7 +25,8 @@ def about_driver(facts: CudaFacts) -> Section:
     newest = driver_cuda(facts)
     line = f"{found or 'libcuda is there'} (CUDA <= {newest})" if newest else "none"
     details = tuple(filter(None, (driver.kernel_file, driver.library_path, answer.nvml_path)))
-    if not newest or answer.stuck or answer.died:
+    if not newest or answer.cuda_error or answer.stuck or answer.died:
+        line = line if newest and not answer.cuda_error else "none that can be used" if newest else "none"
         problem = _hangs(facts) if answer.stuck or answer.died else _absent(facts)
         return Section(name="Driver", line=line, problems=(problem,), details=details)
     problems = [
@@ -43,11 +44,19 @@ def _fail(id_: str, title: str, **rest: object) -> Problem:
 def _hangs(facts: CudaFacts) -> Problem:
     answer = facts.driver.answer
     if answer.died:
-        return _fail("driver.present", f"the driver's libraries cannot be used: {answer.died}", evidence=_loaded(facts))
+        return _fail(
+            "driver.present",
+            f"the driver's libraries cannot be used: {answer.died}",
+            evidence=_loaded(facts),
+            fix="see what the kernel says, and which libraries these are (LD_PRELOAD, LD_LIBRARY_PATH)",
+            commands=("dmesg | grep -iE 'nvrm|xid|nvidia' | tail -20",),
+        )
     return _fail(
         "driver.hangs",
         f"the driver does not answer: {answer.stuck} did not come back",
-        cause="Every CUDA program that starts now will hang in the same call.",
+        cause="NCCL and nvidia-smi, which ask NVML, will hang in the same call."
+        if "nvml" in answer.stuck.lower()
+        else "Every CUDA program that starts now will hang in the same call.",
         evidence=_loaded(facts),
         fix="see what the kernel says; a GPU that fell off the bus or a hung nvidia_uvm needs a reset or a reboot",
         commands=("dmesg | grep -iE 'nvrm|xid|nvidia' | tail -20",),
@@ -126,9 +135,19 @@ def _stub(facts: CudaFacts) -> Problem | None:
 
 
 def without(facts: CudaFacts, entries: list[str]) -> str:
-    """Write LD_LIBRARY_PATH without some of its entries, to paste."""
-    kept = [one.text for one in facts.loader_path if one.text and one.text not in entries]
-    return shlex.quote(":".join(kept))
+    """Write LD_LIBRARY_PATH without some of its entries, to paste.
+
+    And without all else that is wrong with it: fixes of several findings must not undo each other.
+    """
+    own = {one.soname: os.path.dirname(one.path) for one in facts.wheels}
+    first = facts.torch is not None and facts.torch.rpath_first
+    gone = set(entries)
+    for one in facts.loader_path:
+        shadows = any(own.get(library.soname, one.text) != one.text for library in one.libraries) and not first
+        compat = "/compat" in one.text and facts.driver.answer.cuda_status in (803, 804)
+        if not one.text or not one.exists or one.stubs or shadows or compat:
+            gone.add(one.text)
+    return shlex.quote(":".join(dict.fromkeys(one.text for one in facts.loader_path if one.text not in gone)))
 
 
 def _parts(facts: CudaFacts) -> Problem | None:

@@ -65,18 +65,33 @@ def _code(facts: CudaFacts) -> Problem | None:
         title=f"{_name(first)} has no code for the GPU of {', '.join(gpu.torch for gpu in missing)}",
         breaks=f'{_name(first)}: "no kernel image is available for execution on the device"',
         evidence=tuple(_described(one) for one, _ in lacking),
-        fix="build it again for these GPUs" if first.package else "remove it: torch builds it again at its next use",
-        commands=(_rebuild(facts, first),),
+        fix=_how_again(first, "these GPUs"),
+        commands=tuple(filter(None, (_rebuild(facts, first),))),
     )
 
 
 def _rebuild(facts: CudaFacts, one: Extension) -> str:
     """Give the command that builds a package again, for these GPUs too, or removes a file of torch's cache."""
     if not one.package:
-        return f"rm -rf {shlex.quote(os.path.dirname(one.path))}"
+        return _remove(one)
     own = {from_nvcc(arch) for arch in one.archs}
     wanted = ";".join(arch.torch for arch in sorted(own | set(fixes.gpu_archs(facts))))
     return f'TORCH_CUDA_ARCH_LIST="{wanted}" {_again(facts, one)}'
+
+
+def _how_again(one: Extension, target: str) -> str:
+    if one.package:
+        return f"build it again for {target}"
+    cached = "torch_extensions" in one.path
+    return (
+        "remove it: torch builds it again at its next use"
+        if cached
+        else f"build it again for {target}, from its sources"
+    )
+
+
+def _remove(one: Extension) -> str:
+    return f"rm -rf {shlex.quote(os.path.dirname(one.path))}" if "torch_extensions" in one.path else ""
 
 
 def _again(facts: CudaFacts, one: Extension) -> str:
@@ -108,6 +123,6 @@ def _soname(facts: CudaFacts) -> Problem | None:
         cause=f"A link from {need} to {own} would load, and crash.",
         breaks=f'{_name(first)}: "{need}: cannot open shared object file"',
         evidence=tuple(_described(one) for one, _ in wrong),
-        fix="build it again for this torch" if first.package else "remove it: torch builds it again at its next use",
-        commands=(_again(facts, first) if first.package else f"rm -rf {shlex.quote(os.path.dirname(first.path))}",),
+        fix=_how_again(first, "this torch"),
+        commands=tuple(filter(None, (_again(facts, first) if first.package else _remove(first),))),
     )

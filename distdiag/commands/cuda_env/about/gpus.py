@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env.archs import from_capability, how_it_runs
@@ -23,7 +25,8 @@ def about_gpus(facts: CudaFacts) -> Section:
     if not gpus:
         problem = _blocked(facts) if answer.nvml_status in (15, 17) or answer.cuda_status in (100, 101) else None
         return Section(name="GPUs", line="none", problems=(problem,) if problem else (), skipped="no GPU was seen")
-    problems = [one for one in (_visible(facts), _torch_code(facts), _mig(answer.present)) if one]
+    checks = (_lost(facts), _visible(facts), _torch_sees(facts), _torch_code(facts), _mig(answer.present))
+    problems = [one for one in checks if one]
     covered = "" if problems or facts.torch is None or not torch_archs(facts) else "; torch has code for them"
     return Section(name="GPUs", line=names(gpus) + covered, problems=tuple(problems))
 
@@ -51,10 +54,14 @@ def torch_archs(facts: CudaFacts) -> tuple[tuple[str, ...], tuple[str, ...]] | N
 def _visible(facts: CudaFacts) -> Problem | None:
     answer = facts.driver.answer
     chosen = facts.variables.get("CUDA_VISIBLE_DEVICES")
-    if answer.cuda_status in (100, 101) or (answer.cuda_count == 0 and answer.present):
+    if answer.cuda_status in (100, 101) or (answer.cuda_status == 0 and answer.cuda_count == 0 and answer.present):
         return _blocked(facts)
-    if chosen is None or answer.cuda_count is None:
+    if answer.cuda_count is None or answer.cuda_status != 0:
         return None
+    if chosen is None:
+        return _fewer(facts)
+    if re.search(r"\d\s*[-;: ]\s*\d", chosen) and not re.search("[A-Za-z]", chosen):
+        return _misread(facts, chosen)
     wanted = [one for one in chosen.split(",") if one.strip()]
     if len(wanted) <= answer.cuda_count:
         return None
@@ -71,25 +78,105 @@ def _visible(facts: CudaFacts) -> Problem | None:
     )
 
 
-def _blocked(facts: CudaFacts) -> Problem:
+def _fewer(facts: CudaFacts) -> Problem | None:
+    """Say that CUDA sees fewer GPUs than NVML, with nothing that hides any."""
     answer = facts.driver.answer
-    chosen = facts.variables.get("CUDA_VISIBLE_DEVICES")
-    hidden = chosen is not None
-    text = (
-        f"CUDA_VISIBLE_DEVICES={chosen!r} hides all GPUs" if hidden else "the driver is there, and no GPU can be seen"
+    if not answer.present or answer.cuda_count is None or answer.cuda_count >= len(answer.present):
+        return None
+    mig = any(gpu.mig for gpu in answer.present)
+    return Problem(
+        id="gpu.visible",
+        goals=RUN,
+        level=Level.WARN,
+        title=f"CUDA sees {answer.cuda_count} of the {len(answer.present)} GPUs that are here, and nothing hides any",
+        cause="Of GPUs in MIG mode a process sees one instance." if mig else "A cgroup may keep devices away.",
+        breaks="ranks beyond those seen",
+        evidence=(f"NVML: {len(answer.present)}, cuDeviceGetCount: {answer.cuda_count}",),
+        fix="see which are missing, and what the kernel says of them",
+        commands=("nvidia-smi -L", "dmesg | grep -iE 'nvrm|xid' | tail -20"),
     )
+
+
+def _misread(facts: CudaFacts, chosen: str) -> Problem:
+    first, last = (int(one) for one in re.findall(r"\d+", chosen)[:2])
+    several = range(first, last + 1) if "-" in chosen and last > first else (first, last)
+    return Problem(
+        id="gpu.visible",
+        goals=RUN,
+        level=Level.WARN,
+        title=f"CUDA_VISIBLE_DEVICES={chosen!r} is read as {re.findall('[0-9]+', chosen)[0]} alone",
+        cause="It takes numbers or UUIDs with commas between them; at anything else it stops.",
+        breaks="ranks beyond those seen",
+        fix="write it with commas",
+        exports=(("CUDA_VISIBLE_DEVICES", ",".join(map(str, several))),),
+    )
+
+
+def _lost(facts: CudaFacts) -> Problem | None:
+    """Name GPUs that NVML counts and cannot open."""
+    lost = facts.driver.answer.lost
+    if not lost:
+        return None
     return Problem(
         id="gpu.visible",
         goals=RUN,
         level=Level.FAIL,
-        title=text,
-        cause="" if hidden else "A cgroup, a container's device list or a scheduler that gave none keeps them away.",
+        title=f"GPU {', '.join(map(str, lost))} does not answer: it fell off the bus, or is kept away",
+        breaks="jobs that use it; often all programs that ask for all GPUs",
+        fix="see what the kernel says; a GPU that fell off the bus needs a reset or a reboot of the node",
+        commands=("dmesg | grep -iE 'nvrm|xid' | tail -20", "nvidia-smi -L"),
+    )
+
+
+def _torch_sees(facts: CudaFacts) -> Problem | None:
+    """Compare what torch itself says with what the driver says."""
+    imported, count = facts.imported, facts.driver.answer.cuda_count or 0
+    if imported is None or imported.error or imported.stage or not count or imported.count == count:
+        return None
+    none = not imported.available
+    return Problem(
+        id="gpu.torch",
+        goals=RUN,
+        level=Level.FAIL if none else Level.WARN,
+        title=f"torch sees {'no GPU' if none else f'{imported.count} GPUs'}, and the driver {count}",
+        cause=" ".join(imported.warnings[:1]),
+        breaks="running on GPUs" if none else "ranks beyond those seen",
+        evidence=imported.libraries[:6],
+        fix="see what torch says of it",
+        commands=(f"{shlex.quote(facts.python.executable)} -c 'import torch; torch.cuda.init()'",),
+    )
+
+
+def _blocked(facts: CudaFacts) -> Problem:
+    answer = facts.driver.answer
+    chosen = facts.variables.get("CUDA_VISIBLE_DEVICES")
+    mig = any(gpu.mig for gpu in answer.present)
+    title, cause = (
+        "the driver is there, and no GPU can be seen",
+        ("A cgroup, a container's device list or a scheduler that gave none keeps them away."),
+    )
+    fix = "ask the scheduler or the container for GPUs"
+    unset: tuple[str, ...] = ()
+    commands: tuple[str, ...] = ("nvidia-smi -L",)
+    if chosen is not None:
+        title, cause = f"CUDA_VISIBLE_DEVICES={chosen!r} hides all GPUs", ""
+        fix, unset = "take the variable away, or name GPUs that are here", ("CUDA_VISIBLE_DEVICES",)
+        if re.match("GPU-|MIG-", chosen):
+            fix, unset = "name UUIDs that are here: they change when GPUs are exchanged or instances made anew", ()
+    elif mig:
+        title, cause = "the GPUs are in MIG mode, and there is no instance to use", ""
+        fix, commands = "make instances, or leave MIG mode", ("sudo nvidia-smi mig -lgip", "nvidia-smi -L")
+    return Problem(
+        id="gpu.visible",
+        goals=RUN,
+        level=Level.FAIL,
+        title=title,
+        cause=cause,
         breaks="running on GPUs",
         evidence=(f"{len(answer.present)} GPUs are here", f"cuInit: {answer.cuda_status}"),
-        fix="take the variable away, or name GPUs that are here"
-        if hidden
-        else "ask the scheduler or the container for GPUs",
-        unset=("CUDA_VISIBLE_DEVICES",) if hidden else (),
+        fix=fix,
+        unset=unset,
+        commands=commands if answer.present else (),
     )
 
 

@@ -108,6 +108,8 @@ def _broken(facts: CudaFacts) -> Problem | None:
             continue
         used = nvcc.path == facts.uses["torch"].nvcc
         best = fixes.best_toolkit(facts)
+        if nvcc.complaint and re.search(r"tmpxft|No space left|Could not open output", nvcc.complaint):
+            return _no_room(facts, nvcc.complaint)
         lost = nvcc.kind == "symlink" and "cuda_runtime.h" in (nvcc.complaint or "")
         real = os.path.dirname(nvcc.real)
         how = "does not answer" if nvcc.timed_out else "does not compile"
@@ -124,6 +126,20 @@ def _broken(facts: CudaFacts) -> Problem | None:
             commands=(f"rm {shlex.quote(nvcc.path)}",) if lost else (),
         )
     return None
+
+
+def _no_room(facts: CudaFacts, complaint: str) -> Problem:
+    """Say that it is the place for temporary files that is missing, full or not ours to write."""
+    place = facts.variables.get("TMPDIR", "/tmp")
+    return _problem(
+        "toolkit.nvcc-broken",
+        Level.FAIL,
+        f"nvcc cannot write its temporary files in {place}",
+        evidence=(complaint,),
+        fix="name a directory that is there and has room",
+        exports=(("TMPDIR", "/tmp"),) if place != "/tmp" else (),
+        commands=(f"df -h {shlex.quote(place)}",) if place == "/tmp" else (),
+    )
 
 
 def _is_anothers(complaint: str) -> bool:

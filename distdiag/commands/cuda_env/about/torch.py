@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from distdiag.commands.cuda_env.fixes import best_build, install_torch
+from distdiag.commands.cuda_env.fixes import install_torch
 from distdiag.commands.cuda_env.model import BOTH, RUN, Problem, Section
 from distdiag.report import Level
 
@@ -28,6 +28,15 @@ def about_torch(facts: CudaFacts) -> Section:
     torch = facts.torch
     if torch is None:
         return Section(name="PyTorch", line="none", problems=(_missing(facts),))
+    if not torch.version:
+        problem = Problem(
+            id="torch.build",
+            goals=BOTH,
+            level=Level.UNKNOWN,
+            title=f"{torch.source} cannot be read, so it is not known what this torch was built for",
+            fix="install it again",
+        )
+        return Section(name="PyTorch", line="not known", problems=(problem,))
     built = f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.hip}" if torch.hip else "the CPU only"
     details = (f"{torch.folder}", f"cubins {' '.join(torch.archs)}" if torch.archs else "")
     wrong = _build(facts) if not torch.cuda and not torch.hip else _import(facts)
@@ -56,13 +65,11 @@ def _build(facts: CudaFacts) -> Problem:
     """Name a CPU build as the cause; what torch says then (CUDA_HOME is not set) is not true."""
     torch = facts.torch
     assert torch is not None
-    cuda = best_build(facts)
     commands = install_torch(facts)
-    text = (
-        f"install the build for CUDA {cuda}"
-        if commands
-        else "no CUDA build of this torch serves these GPUs and this driver"
-    )
+    text = "no CUDA build of torch serves these GPUs and this driver"
+    if commands:
+        cuda = commands[0].rpartition("/cu")[2]
+        text = f"install the build for CUDA {cuda[:-1]}.{cuda[-1]}"
     home = facts.variables.get("CUDA_HOME")
     ignored = f" (CUDA_HOME={home} is ignored by it)" if home else ""
     return Problem(
@@ -94,6 +101,17 @@ def _import(facts: CudaFacts) -> Problem | None:
             breaks="whether torch works is not known",
             fix="give it longer (--timeout SECONDS), and see what it waits for",
             commands=(f"{shlex.quote(facts.python.executable)} -X importtime -c 'import torch' 2>&1 | tail -5",),
+        )
+    if imported.came_in:
+        return Problem(
+            id="torch.import",
+            goals=RUN,
+            level=Level.FAIL,
+            title=f"torch is imported, and fails when it asks for the GPUs: {imported.error[:200]}",
+            breaks="running on GPUs",
+            evidence=imported.libraries[:8],
+            fix="see Driver: it is the driver's libraries that are asked then",
+            commands=(f"{shlex.quote(facts.python.executable)} -X faulthandler -c 'import torch; torch.cuda.init()'",),
         )
     return Problem(
         id="torch.import",
