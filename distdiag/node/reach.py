@@ -253,13 +253,15 @@ class Knock:
         return "ok", ""
 
     def _stuck(self, connection: socket.socket, verdict: str) -> tuple[str, str]:
+        """Say why data got stuck: large packets vanish, packets are lost, or the other end is too busy to take any."""
         acknowledged, received = _progress(connection)
+        if verdict == "swallowed-up" and acknowledged >= self._bulk_bytes > 0:
+            verdict = "swallowed-down"  # it has all of ours, and its answer, a full packet, does not come
         moved = acknowledged if verdict == "swallowed-up" else received
         if not self._bulk_bytes or (verdict == "swallowed-up" and not _retransmits(connection)):
             return "silent", "connected, and then too little in time: is a node very busy?"
-        return (
-            verdict if moved < _PROGRESS_BYTES else "lossy"
-        ), f"{moved} of {self._bulk_bytes} bytes came through in time"
+        words = f"{moved} of {self._bulk_bytes} bytes came through in time"
+        return (verdict if moved < _PROGRESS_BYTES else "lossy"), words
 
     def _read(self, connection: socket.socket, count: int, like: bytes = b"", patience: float = math.inf) -> bytes:
         """Read so many bytes; fewer at the end, or as soon as they are not `like` what was expected."""

@@ -58,6 +58,8 @@ class Seen:
     taken: dict[str, dict[str, str]] = field(default_factory=dict)
     """node -> port -> who has it, where we could not listen."""
     silent: list[str] = field(default_factory=list)
+    doubles: tuple[str, ...] = ()
+    """Hosts that are machines which another name stands for already."""
     unserved: dict[str, str] = field(default_factory=dict)
     """Servers that could not be checked: stranger (not ours), busy, midway (it went away)."""
     rows: tuple[Row, ...] = ()
@@ -94,6 +96,7 @@ def look(request: Request, progress: Progress) -> Seen:
             fleet.gather(lambda now: progress.now(f"{len(now.up)} of {len(now.hosts)} hosts reached"))
             nodes = fleet.machines(local=seen.local)
             _take_facts(nodes, targets, seen)
+            seen.doubles = tuple(node.host for node in fleet.up if node not in nodes)
             if request.targets:
                 _scan(fleet, nodes, request, progress, seen)
             elif len(nodes) > 1:

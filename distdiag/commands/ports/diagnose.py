@@ -22,7 +22,7 @@ from distdiag.commands.ports.result import (
     Taken,
 )
 from distdiag.commands.ports.tried import about_tried, known_as
-from distdiag.report import Finding, Fix, Level, Report
+from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
     from distdiag.commands.ports.check import Seen
@@ -33,6 +33,15 @@ def diagnose(request: Request, seen: Seen) -> Report[PortsData]:
     """Judge what was seen."""
     findings = [*about_tried(seen), *about_closed(seen), *about_quality(seen), *about_names(seen), *about_nodes(seen)]
     findings += _unserved(seen)
+    if seen.doubles:
+        findings.append(
+            Finding(
+                id="hosts.same-machine",
+                level=Level.WARN,
+                title=f"{fold(seen.doubles)}: a machine that another of the hosts is already; it was tried once",
+                where=Where(hosts=seen.doubles),
+            )
+        )
     findings += host_findings(seen.refusals, seen.rows)
     findings += [
         Finding(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from distdiag.commands.ports.model import Way
 
 EVIDENCE = 6
+_FEW_WAYS = 4
+"""Up to so many ways, between two nodes, it is told which end they fail at."""
 
 
 def finding(id_: str, level: Level, title: str, **rest: object) -> Finding:
@@ -28,11 +31,30 @@ def finding(id_: str, level: Level, title: str, **rest: object) -> Finding:
 
 def about_closed(seen: Seen) -> list[Finding]:
     """Explain ways that are closed, for each kind of answer; the same culprit for both kinds of port is named once."""
+    main = [way for way in seen.ways if way.purpose in ("port", "ranks")]
+    if len(main) > _FEW_WAYS and not any(way.is_open for way in main):
+        return [_nothing_works(seen, main)]
     found: list[Finding] = []
-    for verdict in dict.fromkeys(way.probe.verdict for way in seen.ways):
+    for verdict in dict.fromkeys(way.probe.verdict for way in main):
         if verdict not in ("ok", "lossy", "stranger", "swallowed-up", "swallowed-down"):
             found += [_judged(seen, verdict, one, purposes) for one, purposes in _culprits(seen, verdict)]
     return found
+
+
+def _nothing_works(seen: Seen, ways: Sequence[Way]) -> Finding:
+    """Say that no way at all is open, whatever the single answers are."""
+    verdicts = Counter(way.probe.verdict for way in ways)
+    nodes = tuple(dict.fromkeys(node for way in ways for node in (way.source, way.target)))
+    purposes = tuple(dict.fromkeys(way.purpose for way in ways))
+    return _judged(seen, verdicts.most_common(1)[0][0], Culprit(kind="all", nodes=nodes), purposes)
+
+
+def is_flaky(seen: Seen, way: Way) -> bool:
+    """Tell whether a way is closed and another try over the same is not: no firewall does that, loss does."""
+    same = (way.source, way.target, way.purpose)
+    return not way.is_open and any(
+        one.is_open for one in seen.ways if (one.source, one.target, one.purpose) == same and one is not way
+    )
 
 
 def _culprits(seen: Seen, verdict: str) -> list[tuple[Culprit, tuple[str, ...]]]:
@@ -40,7 +62,7 @@ def _culprits(seen: Seen, verdict: str) -> list[tuple[Culprit, tuple[str, ...]]]
     purposes: dict[tuple[str, tuple[str, ...], tuple[str, ...]], dict[str, Culprit]] = {}
     for purpose in ("port", "ranks"):
         ways = [way for way in seen.ways if way.purpose == purpose]
-        closed = {(way.source, way.target) for way in ways if way.probe.verdict == verdict}
+        closed = {(way.source, way.target) for way in ways if way.probe.verdict == verdict and not is_flaky(seen, way)}
         for one in explain([(way.source, way.target) for way in ways], closed):
             purposes.setdefault((one.kind, one.nodes, one.others), {})[purpose] = one
     groups: dict[tuple[str, ...], list[Culprit]] = {}

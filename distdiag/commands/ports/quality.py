@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import fold
 from distdiag.commands.ports.choice import address_of
 from distdiag.commands.ports.cover import Culprit, explain, merged
-from distdiag.commands.ports.findings import EVIDENCE, finding, way_line
+from distdiag.commands.ports.findings import EVIDENCE, finding, is_flaky, way_line
 from distdiag.node.network import is_loopback
 from distdiag.report import Finding, Fix, Level, Where
 
@@ -81,8 +81,8 @@ def _strangers(seen: Seen) -> list[Finding]:
 
 def _swallowed(seen: Seen) -> list[Finding]:
     """Find the ways on which large packets vanish: some link carries less than the interfaces think."""
-    bad = [way for way in seen.ways if way.probe.verdict.startswith("swallowed")]
-    if not bad:
+    bad = [way for way in seen.ways if _is_swallowed(way)]
+    if not bad or _some_comes_through(seen):
         return []
     directed = [
         (way.source, way.target) if way.probe.verdict == "swallowed-up" else (way.target, way.source) for way in bad
@@ -144,11 +144,14 @@ def _mtu(node: Ports | None) -> int | None:
 
 def _lossy(seen: Seen) -> list[Finding]:
     """Name the nodes on whose ways many packets had to be sent again, or little came through in time."""
-    if any(way.probe.verdict.startswith("swallowed") for way in seen.ways):
+    some = _some_comes_through(seen)
+    if any(_is_swallowed(way) for way in seen.ways) and not some:
         return []  # large packets that vanish are sent again as well
-    hopeless = [way for way in seen.ways if way.probe.verdict == "lossy"]
-    slow = [way for way in hopeless if not way.probe.retransmits]
-    lossy = [way for way in hopeless if way.probe.retransmits] + [way for way in seen.ways if _loses(way)]
+    hopeless = [
+        way for way in seen.ways if way.probe.verdict == "lossy" or is_flaky(seen, way) or (some and _is_swallowed(way))
+    ]
+    slow = [way for way in hopeless if way.probe.verdict == "lossy" and not way.probe.retransmits]
+    lossy = [way for way in hopeless if way not in slow] + [way for way in seen.ways if _loses(way)]
     worst = max((way.probe.retransmits for way in lossy), default=0)
     found = [_bad_link(seen, "link-slow", Level.FAIL, "little comes through", slow)] if slow else []
     # One burst that a busy machine drops is 45 packets: that alone says nothing about a link.
@@ -156,6 +159,15 @@ def _lossy(seen: Seen) -> list[Finding]:
         level = Level.FAIL if any(way in hopeless for way in lossy) else Level.WARN
         found.append(_bad_link(seen, "link-lossy", level, "packets are lost", lossy))
     return found
+
+
+def _is_swallowed(way: Way) -> bool:
+    return way.probe.verdict.startswith("swallowed")
+
+
+def _some_comes_through(seen: Seen) -> bool:
+    """Tell whether large packets do come through somewhere, if few: a link that swallows them swallows all."""
+    return any(way.probe.verdict == "lossy" for way in seen.ways)
 
 
 def _loses(way: Way) -> bool:
