@@ -13,7 +13,7 @@ import resource
 import selectors
 import socket
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from distdiag.node import network, patience
 from distdiag.node.wire import printable
@@ -134,16 +134,18 @@ class _Scan:
         local = one.local_address
         if local and local not in self._interfaces:
             self._interfaces[local] = network.interface_of(local) or ""
-        return replace(
-            one.target,
-            state=one.state,
-            error=one.error,
-            local_address=local,
-            interface=self._interfaces.get(local, ""),
-            said=one.said,
-            hung_up=one.hung_up,
-            rtt_s=one.rtt_s,
-            seconds=round(time.monotonic() - one.began, 4),
+        return Tried(
+            one.target.host,
+            one.target.port,
+            one.target.address,
+            one.state,
+            one.error,
+            local,
+            self._interfaces.get(local, ""),
+            one.said,
+            one.hung_up,
+            one.rtt_s,
+            round(time.monotonic() - one.began, 4),
         )
 
 
@@ -168,15 +170,19 @@ class _Try:
         self.rtt_s: float | None = None
         self.began = self._since = time.monotonic()
         self._selector = selector
-        self._asked = False
+        self._registered = self._asked = False
         family = socket.AF_INET6 if ":" in target.address else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.setblocking(False)
         status = self._socket.connect_ex((target.address, target.port))
-        if status not in (0, errno.EINPROGRESS):
+        if status == errno.EINPROGRESS:
+            # The refusal of a near host is often there already.
+            status = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if status:
             self._failed(status)
         else:
             selector.register(self._socket, selectors.EVENT_WRITE, self)
+            self._registered = True
 
     def deadline(self, timeout_s: float) -> float:
         """Give when this stage is over."""
@@ -216,7 +222,7 @@ class _Try:
 
     def close(self) -> None:
         """End the connection."""
-        with contextlib.suppress(KeyError, ValueError):
+        if self._registered:
             self._selector.unregister(self._socket)
         self._socket.close()
 

@@ -61,7 +61,7 @@ def test_the_rank_that_is_not_in_the_collective_is_named_with_its_line(tmp_path:
         )
         native = job.look("--samples", "1", "--native")
         assert odd(native)[0][0] == [2]
-        frames = next(one["frames"] for one in native.report["data"]["groups"] if one["ranks"] == [0, 1, 3])
+        frames = next(one["frames"] for one in native.report["data"]["groups"] if 0 in one["ranks"])
         assert any("Work::wait" in frame["function"] for frame in frames)
         assert states(pids) == before
 
