@@ -186,7 +186,7 @@ class _Try:
 
     def deadline(self, timeout_s: float) -> float:
         """Give when this stage is over."""
-        if not self.rtt_s:
+        if self.rtt_s is None:
             return self._since + timeout_s
         return self._since + (_ANSWER_S if self._asked else _BANNER_S)
 

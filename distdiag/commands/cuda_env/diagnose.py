@@ -64,8 +64,8 @@ def diagnose(
     """Judge all nodes; `log` are the findings of a log that was given."""
     gpus = sorted({arch for facts in nodes for arch in fixes.gpu_archs(facts)})
     everywhere = gpus if len(nodes) > 1 else ()
-    judged = {facts.host: _chosen(request, sections_of(facts, request.goal, everywhere)) for facts in nodes}
-    silenced = _silenced(request, nodes, everywhere)
+    whole = {facts.host: sections_of(facts, request.goal, everywhere) for facts in nodes}
+    judged = {host: _chosen(request, sections) for host, sections in whole.items()}
     groups = _groups(judged)
     findings: list[Finding] = list(log)
     rows = tuple(_row(group, findings, several=len(nodes) > 1) for group in groups)
@@ -74,7 +74,7 @@ def diagnose(
         findings.append(_differ([str(one) for one in found], [host for one in found for host in one.odd_hosts]))
     findings += host_findings(reached.refusals, reached.rows)
     findings += [_missing(host, why) for host, why in reached.missing.items()]
-    ready = _ready(request, judged, log, incomplete=bool(reached.refusals or reached.missing))
+    ready = _ready(request, judged, incomplete=bool(reached.refusals or reached.missing))
     shown = tuple(node_env(facts, _ready_of(request, judged[facts.host])) for facts in nodes)
     first = shown[0] if shown else _NOBODY
     data = CudaEnv(
@@ -92,7 +92,7 @@ def diagnose(
         nodes=shown if len(shown) > 1 else (),
         differences=tuple(_difference(one.fact, one.common, one.common_hosts, one.others) for one in found),
         sections=rows,
-        silenced=silenced,
+        silenced=_silenced(request, whole),
         exports=_exports(judged),
     )
     summary = _summary(findings, ready, request, reached)
@@ -116,15 +116,15 @@ def _chosen(request: Request, sections: Sequence[Section]) -> list[Section]:
     return [section for section in kept if section.problems or not request.only]
 
 
-def _silenced(request: Request, nodes: Sequence[CudaFacts], everywhere: Sequence[object]) -> tuple[Silenced, ...]:
+def _silenced(request: Request, whole: Mapping[str, Sequence[Section]]) -> tuple[Silenced, ...]:
     """List what --ignore took out, with the reason that was given."""
     found: dict[tuple[str, str, str], list[str]] = {}
-    for facts in nodes if request.ignore else ():
-        for section in sections_of(facts, request.goal, everywhere):  # type: ignore[arg-type]
+    for host, sections in whole.items():
+        for section in sections:
             for one in section.problems:
                 reason = next((why for id_, why in request.ignore if matches(one.id, id_)), None)
                 if reason is not None:
-                    found.setdefault((one.id, one.title, reason), []).append(facts.host)
+                    found.setdefault((one.id, one.title, reason), []).append(host)
     return tuple(
         Silenced(id=f"{COMMAND}.{id_}", title=title, reason=reason, hosts=tuple(hosts))
         for (id_, title, reason), hosts in found.items()
@@ -230,9 +230,7 @@ def _ready_of(request: Request, sections: Sequence[Section]) -> Ready:
     return Ready(run=is_ready(problems, Goal.RUN, request.goal), build=is_ready(problems, Goal.BUILD, request.goal))
 
 
-def _ready(
-    request: Request, judged: Mapping[str, Sequence[Section]], log: Sequence[Finding], *, incomplete: bool
-) -> Ready:
+def _ready(request: Request, judged: Mapping[str, Sequence[Section]], *, incomplete: bool) -> Ready:
     """Say it for all nodes: one that is not ready is enough for no, one that is not known for not known."""
     each = [_ready_of(request, sections) for sections in judged.values()]
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from distdiag.commands.cuda_env.collect import CudaFacts
     from distdiag.node.cuda.compilers import Compiler
+    from distdiag.node.cuda.libraries import Entry, Library
     from distdiag.node.cuda.toolkits import Nvcc, Toolkit
 
 _INDEX = "https://download.pytorch.org/whl"
@@ -55,6 +56,17 @@ def pip_uninstall(facts: CudaFacts, names: Iterable[str]) -> str:
     return f"{python} -m pip uninstall -y {' '.join(names)}"
 
 
+def reinstall(facts: CudaFacts) -> str:
+    """Give the option that installs a package again although it is there."""
+    return "--reinstall" if pip(facts).startswith("uv") else "--force-reinstall"
+
+
+def rebuild(facts: CudaFacts, name: str, version: str) -> str:
+    """Give the command that compiles an installed package again, from its source, for the torch that is there."""
+    flags = f"--no-build-isolation --no-cache-dir {reinstall(facts)} --no-deps"
+    return f"{pip(facts)} {flags} --no-binary {name} {name}=={version.partition('+')[0]}"
+
+
 def install_system(facts: CudaFacts, **names: str) -> tuple[str, ...]:
     """Give the command that installs a system package; its name for each kind of system: apt, dnf, zypper, pacman."""
     sudo = "" if facts.building.root else "sudo "
@@ -91,8 +103,7 @@ def install_torch(
         release, cuda = False, best_build(facts, _newest_builds(facts), archs=archs, prefer=prefer)
     if not cuda or (strict and cuda != prefer):
         return ()
-    uv = pip(facts).startswith("uv")
-    again = ("--reinstall " if uv else "--force-reinstall ") if torch is not None else ""
+    again = f"{reinstall(facts)} " if torch is not None else ""
     wanted = f"torch=={number}" if release else "torch"
     return (f"{pip(facts)} {again}{wanted} --index-url {_INDEX}/cu{cuda.replace('.', '')}",)
 
@@ -220,6 +231,38 @@ def target_toolkit(facts: CudaFacts) -> Toolkit | None:
 def compiler_at(facts: CudaFacts, path: str) -> Compiler | None:
     """Find a compiler by its path."""
     return next((one for one in facts.compilers.found if path in (one.path, one.real)), None)
+
+
+def compiler_called(facts: CudaFacts, name: str) -> Compiler | None:
+    """Find a compiler by its path or, as a variable may hold it, by its bare name."""
+    return compiler_at(facts, name) or next(
+        (one for one in facts.compilers.found if os.path.basename(one.path) == name), None
+    )
+
+
+def stand_ins(facts: CudaFacts, entry: Entry) -> list[tuple[Library, Library]]:
+    """Pair the libraries of an entry of LD_LIBRARY_PATH with those of the same name that torch's wheels bring."""
+    own = {one.soname: one for one in facts.wheels}
+    return [
+        (one, own[one.soname])
+        for one in entry.libraries
+        if one.soname in own and os.path.dirname(own[one.soname].path) != os.path.dirname(one.path)
+    ]
+
+
+def loader_path_without(facts: CudaFacts, entries: Iterable[str]) -> str:
+    """Write LD_LIBRARY_PATH without some of its entries, to paste.
+
+    And without all else that is wrong with it: fixes of several findings must not undo each other.
+    """
+    first = facts.torch is not None and facts.torch.rpath_first
+    gone = set(entries)
+    for one in facts.loader_path:
+        shadows = bool(stand_ins(facts, one)) and not first
+        compat = "/compat" in one.text and facts.driver.answer.cuda_status in (803, 804)
+        if not one.text or not one.exists or one.stubs or shadows or compat:
+            gone.add(one.text)
+    return shlex.quote(":".join(dict.fromkeys(one.text for one in facts.loader_path if one.text not in gone)))
 
 
 def allowed_pair(facts: CudaFacts, newest: int) -> tuple[Compiler, Compiler] | None:

@@ -66,7 +66,7 @@ def commands(nodes: Sequence[CudaFacts], ops: Sequence[str]) -> list[str]:
     return [
         *lines,
         f"# into this environment ({of}); what it says is kept in build.log",
-        f"{skip}{start} {pip} --force-reinstall --no-deps {flags} deepspeed{version} 2>&1 | tee build.log",
+        f"{skip}{start} {pip} {fixes.reinstall(here)} --no-deps {flags} deepspeed{version} 2>&1 | tee build.log",
         "# or one wheel for all nodes with the same torch, Python and CUDA; install dist/deepspeed-*.whl there",
         f"{skip}{start} {wheel} {flags} --no-deps -w dist deepspeed{version} 2>&1 | tee build.log",
         "# if it fails: " + "distdiag cuda-env --explain build.log",

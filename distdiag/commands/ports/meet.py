@@ -135,7 +135,7 @@ class _Session:
         secret = _proof(self._token, nonce, "session").decode()
         wanted = json.loads(self._line.read())
         with _listening(int(wanted["sample"]), secret) as ports:
-            self._line.send(json.dumps({"ports": ports, "seen": self._peer}).encode())
+            self._line.send(json.dumps({"ports": ports}).encode())
             wanted = json.loads(self._line.read())
             probes = _try(self._peer, _ports(wanted["ports"]), secret, min(int(wanted["bytes"]), MOST_BULK_BYTES))
             self._line.send(json.dumps([dataclasses.asdict(probe) for probe in probes]).encode())
@@ -231,7 +231,8 @@ def check(request: Request, meeting: Meeting, progress: Progress) -> Seen:
     """Check servers, each in both directions.
 
     Raises:
-        DistdiagError: no token was given, or what answers is no server of ours, or one with another token.
+        UsageError: no token was given.
+        DistdiagError: what answers does not know the token.
     """
     if not meeting.token:
         raise UsageError("check needs the word that serve printed", hint="distdiag ports check HOST:PORT --token WORD")

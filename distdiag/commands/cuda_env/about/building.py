@@ -178,10 +178,7 @@ def about_deepspeed(facts: CudaFacts) -> Section | None:
                 breaks=f"DeepSpeed's prebuilt ops: {', '.join(deepspeed.built_ops[:4])}",
                 evidence=(f"{deepspeed.folder}/git_version_info_installed.py",),
                 fix="build it again for this torch",
-                commands=(
-                    f"{fixes.pip(facts)} --no-build-isolation --no-cache-dir --force-reinstall --no-deps "
-                    f"--no-binary deepspeed deepspeed=={deepspeed.version.partition('+')[0]}",
-                ),
+                commands=(fixes.rebuild(facts, "deepspeed", deepspeed.version),),
             )
     return Section(name="DeepSpeed", line=f"{deepspeed.version}, {ops}", problems=(problem,) if problem else ())
 

@@ -53,9 +53,7 @@ def _host(facts: CudaFacts, nvcc: Nvcc | None) -> Compiler | None:
     if nvcc is not None and nvcc.compiler:
         return fixes.compiler_at(facts, nvcc.compiler)
     name = facts.variables.get("CC") or facts.variables.get("NVCC_CCBIN") or "gcc"
-    return fixes.compiler_at(facts, name) or next(
-        (one for one in facts.compilers.found if os.path.basename(one.path) == name), None
-    )
+    return fixes.compiler_called(facts, name)
 
 
 def _nvcc(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
@@ -152,7 +150,7 @@ def _torch(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
     if len(asked.split()) > 1 and not own.family:
         return _wrapped_cxx(facts, toolkit, first)
     bounds = _bounds(facts, toolkit, own)
-    by_setup = None if "CXX" in facts.variables else _found(facts, facts.python.cxx)
+    by_setup = None if "CXX" in facts.variables else fixes.compiler_called(facts, facts.python.cxx)
     wrong = [one for one in (own, by_setup) if one is not None and not _is_within(one, bounds)]
     if not wrong:
         return None
@@ -170,10 +168,6 @@ def _bounds(facts: CudaFacts, toolkit: Toolkit | None, own: Compiler) -> Bounds 
 
 def _is_within(compiler: Compiler, bounds: Bounds | None) -> bool:
     return bounds is None or not compiler.version or bounds.least <= version(compiler.version) < bounds.below
-
-
-def _found(facts: CudaFacts, name: str) -> Compiler | None:
-    return next((one for one in facts.compilers.found if name in (one.path, os.path.basename(one.path))), None)
 
 
 def _no_cxx(facts: CudaFacts, toolkit: Toolkit | None) -> Problem:

@@ -6,7 +6,13 @@ import os
 import shlex
 from typing import TYPE_CHECKING
 
-from distdiag.commands.cuda_env.fixes import driver_carries, driver_cuda, driver_version, install_torch
+from distdiag.commands.cuda_env.fixes import (
+    driver_carries,
+    driver_cuda,
+    driver_version,
+    install_torch,
+    loader_path_without,
+)
 from distdiag.commands.cuda_env.model import RUN, Problem, Section
 from distdiag.knowledge.cuda import major, tables, version
 from distdiag.report import Level
@@ -130,24 +136,8 @@ def _stub(facts: CudaFacts) -> Problem | None:
         cause="Stubs only serve to link against on machines without a driver.",
         evidence=(driver.library_path,),
         fix="take the stubs out of LD_LIBRARY_PATH",
-        exports=(("LD_LIBRARY_PATH", without(facts, entries)),) if entries else (),
+        exports=(("LD_LIBRARY_PATH", loader_path_without(facts, entries)),) if entries else (),
     )
-
-
-def without(facts: CudaFacts, entries: list[str]) -> str:
-    """Write LD_LIBRARY_PATH without some of its entries, to paste.
-
-    And without all else that is wrong with it: fixes of several findings must not undo each other.
-    """
-    own = {one.soname: os.path.dirname(one.path) for one in facts.wheels}
-    first = facts.torch is not None and facts.torch.rpath_first
-    gone = set(entries)
-    for one in facts.loader_path:
-        shadows = any(own.get(library.soname, one.text) != one.text for library in one.libraries) and not first
-        compat = "/compat" in one.text and facts.driver.answer.cuda_status in (803, 804)
-        if not one.text or not one.exists or one.stubs or shadows or compat:
-            gone.add(one.text)
-    return shlex.quote(":".join(dict.fromkeys(one.text for one in facts.loader_path if one.text not in gone)))
 
 
 def _parts(facts: CudaFacts) -> Problem | None:
@@ -199,7 +189,7 @@ def _compat(facts: CudaFacts) -> Problem | None:
     mend = {
         "evidence": tuple(filter(None, (driver.library_path, driver.kernel_file, ", ".join(names)))),
         "fix": "take it out of LD_LIBRARY_PATH" if entries else f"remove {folder} from the loader's configuration",
-        "exports": (("LD_LIBRARY_PATH", without(facts, entries)),) if entries else (),
+        "exports": (("LD_LIBRARY_PATH", loader_path_without(facts, entries)),) if entries else (),
     }
     if status == 804 or excluded:
         who = excluded[0] if excluded else "this GPU"

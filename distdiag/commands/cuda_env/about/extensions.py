@@ -96,8 +96,7 @@ def _remove(one: Extension) -> str:
 
 def _again(facts: CudaFacts, one: Extension) -> str:
     name, _, version = one.package.partition(" ")
-    flags = "--no-build-isolation --no-cache-dir --force-reinstall --no-deps"
-    return f"{fixes.pip(facts)} {flags} --no-binary {name} {name}=={version.partition('+')[0]}"
+    return fixes.rebuild(facts, name, version)
 
 
 def _soname(facts: CudaFacts) -> Problem | None:

@@ -7,7 +7,6 @@ import re
 from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env import fixes
-from distdiag.commands.cuda_env.about.driver import without
 from distdiag.commands.cuda_env.model import RUN, Problem, Section
 from distdiag.knowledge.cuda import major, version
 from distdiag.report import Level
@@ -53,7 +52,9 @@ def _shadow(facts: CudaFacts) -> Problem | None:
     bad = [pair for pair in pairs if _breaks(*pair)]
     shown = bad or pairs
     folders = list(dict.fromkeys(os.path.dirname(other.path) for other, _ in pairs))
-    rest = without(facts, [entry.text for entry in facts.loader_path if entry.text.rstrip("/") in folders])
+    rest = fixes.loader_path_without(
+        facts, [entry.text for entry in facts.loader_path if entry.text.rstrip("/") in folders]
+    )
     names = ", ".join(other.soname for other, _ in shown[:3])
     return Problem(
         id="libs.shadow",
@@ -72,11 +73,9 @@ def _shadow(facts: CudaFacts) -> Problem | None:
 
 def _replaced(facts: CudaFacts) -> list[tuple[Library, Library]]:
     """Pair what the loader would take with what torch's wheels bring, the first on the path of each name."""
-    own = {one.soname: one for one in facts.wheels}
     found: dict[str, tuple[Library, Library]] = {}
-    for one in (library for entry in facts.loader_path if not entry.stubs for library in entry.libraries):
-        mine = own.get(one.soname)
-        if mine is not None and os.path.dirname(mine.path) != os.path.dirname(one.path):
+    for entry in facts.loader_path:
+        for one, mine in fixes.stand_ins(facts, entry) if not entry.stubs else ():
             found.setdefault(one.soname, (one, mine))
     return list(found.values())
 
@@ -127,7 +126,7 @@ def _doubles(facts: CudaFacts) -> Problem | None:
     commands: tuple[str, ...] = ()
     if right and wrong:
         again = " ".join("==".join(name.split()) for name in right)
-        force = "--reinstall" if fixes.pip(facts).startswith("uv") else "--force-reinstall"
+        force = fixes.reinstall(facts)
         commands = (
             fixes.pip_uninstall(facts, (name.split()[0] for name in wrong)),
             f"{fixes.pip(facts)} {force} --no-deps {again}",
@@ -156,7 +155,7 @@ def _empty(facts: CudaFacts) -> Problem | None:
         title="LD_LIBRARY_PATH has an empty element: libraries are also taken from the working directory",
         evidence=(f"LD_LIBRARY_PATH={facts.variables.get('LD_LIBRARY_PATH', '')}",),
         fix="write it without double, leading or trailing colons",
-        exports=(("LD_LIBRARY_PATH", without(facts, [])),),
+        exports=(("LD_LIBRARY_PATH", fixes.loader_path_without(facts, [])),),
     )
 
 
@@ -175,5 +174,5 @@ def _missing(facts: CudaFacts) -> Problem | None:
         title=f"LD_LIBRARY_PATH names what is not there: {', '.join(gone[:3])}"
         + (f"; the libraries of that toolkit are in {meant}" if meant else ""),
         fix="leave them out",
-        exports=(("LD_LIBRARY_PATH", without(facts, gone)),),
+        exports=(("LD_LIBRARY_PATH", fixes.loader_path_without(facts, gone)),),
     )
