@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -172,6 +173,21 @@ def test_a_deepspeed_wheel_of_another_torch(node: Machine, monkeypatch: pytest.M
     finding = found(node.report(monkeypatch))["deepspeed.wheel"]
     assert finding.level is Level.FAIL
     assert "2.5" in finding.title
+    assert finding.fix is not None
+    assert " -m pip install " in finding.fix.commands[0]
+    assert " --force-reinstall " in finding.fix.commands[0]
+
+
+def test_where_uv_installs_a_rebuild_speaks_its_words(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    deepspeed(node, minor_ok="    12: ['12.8'],\n", built="2.5")
+    facts = node.examine(monkeypatch)
+    facts = replace(facts, python=replace(facts.python, pip=False), building=replace(facts.building, uv="/usr/bin/uv"))
+    finding = found(judged(facts))["deepspeed.wheel"]
+    assert finding.fix is not None
+    (command,) = finding.fix.commands
+    assert command.startswith("uv pip install ")
+    assert " --reinstall " in command
+    assert "--force-reinstall" not in command
 
 
 @pytest.mark.parametrize(
