@@ -48,20 +48,21 @@ def script(program: list[str], *, python: str | None, setup: str | None, needs_t
     parts = []
     if setup:
         parts.append(f"{{ {setup}\n}} </dev/null 1>&2")
+    # Once, however often it is tried: the payload may be among the arguments, and a command line has its limit.
+    parts.append(f'distdiag_run() {{ exec "$1" {_FLAGS} {arguments}; }}')
     if python:
         missing = json.dumps({"kind": "no-python", "tried": python})
         given = shlex.quote(python)
-        parts.append(f"if command -v {given} >/dev/null; then exec {given} {_FLAGS} {arguments}; fi")
+        parts.append(f"if command -v {given} >/dev/null; then distdiag_run {given}; fi")
         parts.append(f"{told} {shlex.quote(missing)}")
         return "\n".join(parts) + "\nexit 0\n"
     parts.append(
-        'distdiag_try() { command -v "$2" >/dev/null && "$2" -c "$1" </dev/null >/dev/null 2>&1 && '
-        f'exec "$2" {_FLAGS} {arguments}; }}'
+        'distdiag_try() { command -v "$2" >/dev/null && "$2" -c "$1" </dev/null >/dev/null 2>&1 && distdiag_run "$2"; }'
     )
     if not needs_torch and re.fullmatch(r"python3\.(9|[1-9][0-9])", os.path.basename(sys.executable)):
         # Its name says that it is new enough: spare every node the start of a Python that only tells its version.
         own = shlex.quote(sys.executable)
-        parts.append(f"if [ -x {own} ]; then exec {own} {_FLAGS} {arguments}; fi")
+        parts.append(f"if [ -x {own} ]; then distdiag_run {own}; fi")
     nearest = f'{shlex.quote(sys.executable)} "$CONDA_PREFIX/bin/python" "$VIRTUAL_ENV/bin/python"'
     for check in [_HAS_TORCH, _OLD_ENOUGH] if needs_torch else [_OLD_ENOUGH]:
         for places in (nearest, f"$({_OF_THE_JOB})", " ".join(_NAMES)):

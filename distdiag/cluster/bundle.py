@@ -1,16 +1,41 @@
-"""The sources that travel to a node: the whole of distdiag.node, and what one command runs there."""
+"""The sources that travel to a node: what one command runs there, and whatever of distdiag that imports."""
 
 from __future__ import annotations
 
+import re
 from importlib import resources
+
+_ALWAYS = ("distdiag.node.agent", "distdiag.node.call_home")
+"""One of them is what is started."""
+# Not by `ast`: parsing all of it would cost every command 50 ms.
+_FOR_CHECKERS = re.compile(r"^if TYPE_CHECKING:\n(?:[ \t].*\n|\n)*", re.MULTILINE)
+_IMPORT = re.compile(r"^[ \t]*from (distdiag[\w.]*) import ([\w, ]+|\([^)]*\))", re.MULTILINE)
 
 
 def sources(*modules: str) -> dict[str, str]:
-    """Read every module of distdiag.node and the named ones as text, by name; a package stands for all in it."""
-    names = _modules_of("distdiag.node")
+    """Read modules, and all of distdiag that they import, as text by name; a package stands for all in it.
+
+    Only these: where the payload has to be an argument, it may not be longer than the 128 KiB that Linux allows.
+    """
+    waiting = list(_ALWAYS)
     for module in modules:
-        names += _modules_of(module) if _is_package(module) else [module]
-    return {name: _read(name) for name in names}
+        waiting += _modules_of(module) if _is_package(module) else [module]
+    found: dict[str, str] = {}
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found[name] = _read(name)
+            waiting += _imports_of(found[name])
+    return dict(sorted(found.items()))
+
+
+def _imports_of(text: str) -> list[str]:
+    """List distdiag's modules that this one imports, also inside functions; not those for type checkers alone."""
+    found = []
+    for module, names in _IMPORT.findall(_FOR_CHECKERS.sub("", text)):
+        words = re.findall(r"\w+", names)
+        found += [f"{module}.{word}" for word in words] if _is_package(module) else [module]
+    return found
 
 
 def _modules_of(package: str) -> list[str]:

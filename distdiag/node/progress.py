@@ -36,10 +36,12 @@ class Progress:
         self._stepped = time.monotonic()
         self._write(note, waiting, payload)
 
-    def still(self, note: str) -> None:
-        """Report once a second that long local work goes on, so that it is not taken for a hang."""
+    def still(self, note: str, *, waiting: bool = False) -> None:
+        """Report once a second that long work goes on, so that it is not taken for a hang; no step, as others may
+        have nothing to say."""
         if time.monotonic() - self._stepped > 1:
-            self.step(note)
+            self._stepped = time.monotonic()
+            self._write(note, waiting, {})
 
     def _write(self, note: str, waiting: bool, payload: dict[str, Any]) -> None:
         event = {

@@ -31,6 +31,8 @@ _GUEST_VARIABLES = (
     *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "THP_MEM_ALLOC_ENABLE"),
 )
 """What a parent that never proved who it is may set: nothing that makes a program load anything."""
+_NEEDED = ("boot", "machine", "progress", "rendezvous", "run", "wire")
+"""Of distdiag.node, what ranks import. All of it would not fit into a pipe, and each start would wait."""
 _LAUNCHER_VARIABLES = ("TORCHELASTIC_", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "PET_")
 
 
@@ -53,7 +55,10 @@ class Ranks:
 
     def __init__(self, wire: Writer, sources: dict[str, str], *, guest: bool = False) -> None:
         self._wire = wire
-        self._sources = sources
+        needed = tuple(f"distdiag.node.{name}" for name in _NEEDED)
+        self._sources = {
+            name: text for name, text in sources.items() if name in needed or not name.startswith("distdiag.node.")
+        }
         self._guest = guest
         self.listener: socket.socket | None = None
         self._oom_kills = machine.oom_kills()
@@ -97,7 +102,7 @@ class Ranks:
         )
         assert process.stdin is not None
         assert process.stdout is not None
-        # About 15 KiB, so it fits into the pipe and cannot block; the pipe stays open: its end ends the rank.
+        # Some 20 KiB, so it fits into the pipe and cannot block; the pipe stays open: its end ends the rank.
         process.stdin.write(payload)
         os.close(write_end)
         os.set_blocking(process.stdout.fileno(), False)

@@ -31,7 +31,7 @@ def main() -> None:
     stay = sys.argv[2:] == ["stay"]
     began = time.monotonic()
     with open_fleet(
-        cluster, targets, Agent(collect="distdiag.commands.gpu_test.collect", ask={"gpus": False})
+        cluster, targets, Agent(collect="distdiag.workload.collect", ask={"gpus": False})
     ) as fleet:
         fleet.gather(lambda fleet: None, close=not stay)
         gathered_s = time.monotonic() - began

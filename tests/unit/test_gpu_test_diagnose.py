@@ -9,15 +9,16 @@ import pytest
 from distdiag import knowledge
 from distdiag.cluster.hosts import fold_ranks, name_ranks
 from distdiag.cluster.launch import Ending, Event, Inspection, Outcome, Trace
-from distdiag.commands.gpu_test.collect import Gpus, NodeFacts
 from distdiag.commands.gpu_test.diagnose import diagnose
-from distdiag.commands.gpu_test.findings import covers
-from distdiag.commands.gpu_test.model import Backend, Course, Device, Place, Plan, Request, Scene
-from distdiag.commands.gpu_test.plan import make_plan
-from distdiag.commands.gpu_test.words import again, amount
+from distdiag.commands.gpu_test.model import Request
 from distdiag.errors import UsageError
 from distdiag.options import parse_size
 from distdiag.report import Finding
+from distdiag.workload.collect import Gpus, NodeFacts
+from distdiag.workload.findings import covers
+from distdiag.workload.model import Backend, Course, Device, Place, Plan, Scene
+from distdiag.workload.plan import make_plan
+from distdiag.workload.words import amount
 
 
 def node(*, visible: int | None = 0, driver: bool = False, error: str = "", hidden: str | None = None) -> NodeFacts:
@@ -125,8 +126,7 @@ def test_an_interrupted_hang_names_who_is_behind_without_calling_it_a_fault() ->
 def test_commands_that_repeat_the_test_keep_what_was_typed() -> None:
     request = Request(program="/opt/distdiag", nproc=16, size_bytes=2**30, device=Device.CPU)
     assert (
-        again(request, timeout="120")
-        == "/opt/distdiag gpu-test --nproc 16 --device cpu --timeout 120 --size 1073741824"
+        request.again(timeout="120") == "/opt/distdiag gpu-test --nproc 16 --device cpu --timeout 120 --size 1073741824"
     )
 
 

@@ -213,7 +213,7 @@ def _order(collect: str) -> dict[str, Any]:
 @pytest.mark.parametrize("python", _pythons())
 def test_the_node_side_runs_where_nothing_is_installed(python: str, tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("raise ImportError('a stray file of the working directory')")
-    collect = "distdiag.commands.gpu_test.collect"
+    collect = "distdiag.workload.collect"
     payload = boot.pack(bundle.sources(collect), "distdiag.node.agent", _order(collect))
     agent = subprocess.Popen(
         [python, "-S", "-c", boot.START, str(len(payload)), "distdiag-agent"],

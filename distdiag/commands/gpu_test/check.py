@@ -1,44 +1,24 @@
-"""collect -> launch -> diagnose, for gpu-test."""
+"""What gpu-test does with ranks."""
 
 from __future__ import annotations
 
-import os
-import shlex
-import shutil
-import sys
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from distdiag.cluster import access, launch, recipes
-from distdiag.cluster.access import Agent, open_fleet
-from distdiag.cluster.hosts import name_ranks
-from distdiag.cluster.meeting import Scout, Wish
-from distdiag.cluster.rows import HostState, Refusal
-from distdiag.cluster.targets import THIS_NODE, Cluster, describe, find_targets
-from distdiag.commands.gpu_test import diagnose, findings, join
-from distdiag.commands.gpu_test.blame import position
-from distdiag.commands.gpu_test.collect import NodeFacts, find_gpus
-from distdiag.commands.gpu_test.model import STAGES, Course, Device, Place, Scene
-from distdiag.commands.gpu_test.plan import RANKS_WITHOUT_GPU, check_request, make_plan
-from distdiag.commands.gpu_test.words import again
-from distdiag.errors import DistdiagError, NodeFailed
-from distdiag.node import machine, rendezvous
-from distdiag.node.identity import identify
-from distdiag.report import Finding
+from distdiag.commands.gpu_test import diagnose
+from distdiag.errors import UsageError
+from distdiag.workload import carry_out
+from distdiag.workload.carry_out import Job
 
 if TYPE_CHECKING:
-    from distdiag.cluster.fleet import Fleet
-    from distdiag.cluster.meeting import Meeting
     from distdiag.cluster.recipes import Recipe
-    from distdiag.cluster.targets import Targets
-    from distdiag.commands.gpu_test.model import GpuTest, Plan, Request, Share
+    from distdiag.commands.gpu_test.model import GpuTest, Request
     from distdiag.deliver import Progress
     from distdiag.report import Report
+    from distdiag.workload.model import Plan, Share
 
-_HERE = "distdiag.commands.gpu_test"
-_LOOPBACK = "127.0.0.1"
-_WAITING_IS_NEWS_S = 5.0
-_LOGS_S = 5.0
+_MEMORY_ON_CPU_BYTES = 64 * 2**20
+_MEMORY_FRACTION = 0.5
+_FLOAT_BYTES = 4
 
 
 def check(request: Request, progress: Progress) -> Report[GpuTest]:
@@ -48,215 +28,37 @@ def check(request: Request, progress: Progress) -> Report[GpuTest]:
         UsageError: the request contradicts itself or the machine.
         DistdiagError: the node side failed, or the logs asked for cannot be kept.
     """
-    check_request(request)
-    _look_around()
-    me = identify(os.environ)
-    if me is not None and me.world_size > 1:
-        return join.check(request, me, agent_for(request), progress, test)
-    targets = find_targets(request.cluster, os.environ)
-    with open_fleet(request.cluster, targets, agent_for(request)) as fleet:
-        if targets.launcher is not None:
-            progress.news(f"reaching {describe(targets)}")
-        try:
-            fleet.gather(lambda now: _tell_reached(now, progress))
-            scene = _scene(fleet, targets)
-            if not scene.places:
-                return diagnose.not_run(request, scene, [])
-            return test(request, fleet, scene, progress)
-        except KeyboardInterrupt:
-            if targets.launcher is None:
-                raise
-            return diagnose.not_run(request, _scene(fleet, targets), [], interrupted=True)
+    return carry_out.carry_out(_job(request), progress)
 
 
 def explain(request: Request, recipe: Recipe | None) -> list[str]:
     """Write how the hosts would be reached, or the lines that start the test under a launcher."""
-    check_request(request)
-    targets = find_targets(request.cluster, os.environ)
-    if recipe is None:
-        return access.explain(request.cluster, targets, agent_for(request))
-    hosts = [machine.host_name() if host is THIS_NODE else host.name for host in targets.hosts]
-    gpus = (find_gpus().visible or 0) if request.device is not Device.CPU else 0
-    nproc = request.nproc or targets.hosts[0].slots or gpus or RANKS_WITHOUT_GPU
-    plain = replace(request, nproc=None, cluster=Cluster())
-    lines = recipes.lines(recipe, hosts, nproc, again(plain), gpus=gpus > 0)
-    if shutil.which("torchrun") is None:
-        lines = [
-            line.replace("torchrun ", f"{shlex.quote(sys.executable)} -m torch.distributed.run ") for line in lines
-        ]
-    return lines
+    return carry_out.explain(_job(request), recipe)
 
 
-def agent_for(request: Request) -> Agent:
-    """Say what runs on the nodes."""
-    return Agent(collect=f"{_HERE}.collect", ask={"gpus": request.device is not Device.CPU}, rank=f"{_HERE}.rank")
-
-
-def test(request: Request, fleet: Fleet, scene: Scene, progress: Progress) -> Report[GpuTest]:
-    """Plan, try the ways, run the ranks on nodes that are up, and judge."""
-    plan = make_plan(request, scene.places)
-    if isinstance(plan, Finding):
-        return diagnose.not_run(request, scene, [plan])
-    head = fleet.nodes[plan.shares[0].node]
-    port, taken = launch.take_port(fleet, head, request.master_port)
-    if taken is not None:
-        return diagnose.not_run(request, scene, [findings.port_not_free(head.host, taken, request)], plan)
-    meeting = None
-    doors = list(dict.fromkeys(share.door for share in plan.shares))
-    if len(doors) > 1:
-        progress.news("trying the ways between the nodes")
-        meeting = Scout(fleet, doors, port, Wish(request.master_addr, request.ifname)).find()
-        if not meeting.is_open:
-            return diagnose.not_run(request, scene, [], plan, meeting)
-    log_dirs = _keep_logs(fleet, plan) if request.nccl_debug else {}
-    nonce = rendezvous.new_nonce()
-    specs = {share.node: _specs(request, plan, share, (port, nonce), meeting) for share in plan.shares}
-    run = launch.Run(fleet, specs, f"{_HERE}.rank", _Narrator(plan, progress).tell)
-    outcome = run.wait(request.timeout_s)
-    course = Course(outcome, list(run.traces.values()), log_dirs, run.stalled_s, meeting, run.lost)
-    return diagnose.diagnose(request, scene, plan, course)
-
-
-def _scene(fleet: Fleet, targets: Targets) -> Scene:
-    """Put together what is known of the hosts; facts that make no sense cost their host its place."""
-    places: list[Place] = []
-    twins: list[tuple[str, str]] = []
-    machines: dict[str, str] = {}
-    slots = {host.name: host.slots for host in targets.hosts}
-    for node in fleet.up:
-        same = machines.setdefault(str(node.hello.get("machine") or node.name), node.name)
-        if same != node.name:
-            twins.append((node.name, same))
-            continue
-        try:
-            places.append(Place(node=node.name, host=node.host, slots=slots[node.name], facts=node.facts(NodeFacts)))
-        except DistdiagError as error:
-            fleet.refuse(node.name, Refusal(state=HostState.NONSENSE, stage="facts", message=str(error)), node.began)
-    if targets.launcher is None and fleet.refusals:
-        refusal = next(iter(fleet.refusals.values()))
-        raise NodeFailed(
-            f"distdiag's node side cannot be used on this machine: {refusal.message}",
-            hint=refusal.hint or "; ".join(refusal.evidence) or "run it again; see who ends processes here",
-        )
-    return Scene(
-        places=tuple(places),
-        rows=() if targets.launcher is None else fleet.rows,
-        refusals=dict(fleet.refusals),
-        duplicates=targets.duplicates,
-        twins=tuple(twins),
+def _job(request: Request) -> Job[Request, GpuTest]:
+    if request.size_bytes < _FLOAT_BYTES:
+        raise UsageError("--size is less than one float32 element", hint="give at least 4 bytes")
+    return Job(
+        request=request,
+        rank="distdiag.commands.gpu_test.rank",
+        config=_config,
+        diagnose=diagnose.diagnose,
+        not_run=diagnose.not_run,
     )
 
 
-def _tell_reached(fleet: Fleet, progress: Progress) -> None:
-    progress.now(f"{len(fleet.up)} of {len(fleet.hosts)} hosts reached, {len(fleet.refusals)} given up")
-
-
-def _look_around() -> None:
-    """Refuse to start where the answer would be about something else than the ranks."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise DistdiagError(
-            "the working directory does not exist any more; torch cannot load from it", hint="cd ~"
-        ) from None
-
-
-class _Narrator:
-    """Says on stderr when all ranks have reached a stage, and who is being waited for."""
-
-    def __init__(self, plan: Plan, progress: Progress) -> None:
-        self._progress = progress
-        self._told = -1
-        self._told_waiting = False
-        progress.news(f"starting {plan.nproc} ranks on {plan.device}, {plan.backend}")
-
-    def tell(self, run: launch.Run) -> None:
-        """Look at all ranks; tell what is new."""
-        at = {trace.rank: position(trace) for trace in run.traces.values()}
-        lowest = min(at.values())
-        stage = min(lowest[0], len(STAGES) - 1)
-        while self._told < stage:
-            self._told += 1
-            self._told_waiting = False
-            pids = ", ".join(f"{trace.rank}={trace.pid}" for trace in run.traces.values()) if self._told == 0 else ""
-            self._progress.news(f"{STAGES[self._told]}: all ranks" + (f" (pids {pids})" if pids else ""))
-        behind = name_ranks(rank for rank, place in at.items() if place == lowest)
-        waiting = f"waiting for {behind} in {STAGES[max(stage, 0)]} ({run.silent_s:.0f} s)"
-        self._progress.now(waiting)
-        if run.silent_s > _WAITING_IS_NEWS_S and not self._told_waiting:
-            self._told_waiting = True
-            self._progress.news(waiting)
-
-
-def _keep_logs(fleet: Fleet, plan: Plan) -> dict[str, str]:
-    nodes = [fleet.nodes[share.node] for share in plan.shares]
-    for node in nodes:
-        node.order("keep-logs")
-    answers = fleet.expect("logs", nodes, _LOGS_S)
-    folders = {}
-    for node in nodes:
-        answer = answers.get(node.name, {"folder": None, "error": "no answer"})
-        if answer["folder"] is None:
-            raise DistdiagError(
-                f"no directory for the ranks' logs can be made on {node.host}: {answer['error']}",
-                hint='name one that can be written: TMPDIR="$HOME" distdiag gpu-test --nccl-debug',
-            )
-        folders[node.host] = str(answer["folder"])
-    return folders
-
-
-def _specs(
-    request: Request, plan: Plan, share: Share, door: tuple[int, str], meeting: Meeting | None
-) -> list[launch.RankSpec]:
-    port, nonce = door
-    address = meeting.address if meeting is not None else _LOOPBACK
-    shared = {
-        "world_size": plan.nproc,
-        "address": address,
-        "port": port,
-        "nonce": nonce,
-        "backend": plan.backend,
-        "device": plan.device,
+def _config(request: Request, plan: Plan, share: Share, rank: int) -> dict[str, Any]:
+    memory = _MEMORY_ON_CPU_BYTES
+    if request.memory_fraction is not None and share.memory_available_bytes is not None:
+        memory = int(share.memory_available_bytes * request.memory_fraction / share.local_world_size)
+    return {
         "size_bytes": request.size_bytes,
-        "memory_bytes": share.memory_bytes,
-        "memory_fraction": plan.memory_fraction,
+        "memory_bytes": memory,
+        "memory_fraction": request.memory_fraction or _MEMORY_FRACTION,
         "sharing": share.sharing,
-        "timeout_s": request.timeout_s,
+        "fault": _fault_for(request, rank),
     }
-    common = {
-        "WORLD_SIZE": str(plan.nproc),
-        "LOCAL_WORLD_SIZE": str(share.local_world_size),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-        # Torch's own switch for large pages: touching the buffers of four ranks on two cores took a quarter of the run.
-        "THP_MEM_ALLOC_ENABLE": "1",
-        **({"NCCL_DEBUG": "INFO"} if request.nccl_debug else {}),
-        **_interface(request, share, meeting),
-    }
-    ranks = range(share.first_rank, share.first_rank + share.nproc)
-    return [
-        launch.RankSpec(
-            rank=rank,
-            local_rank=local_rank,
-            config={**shared, "rank": rank, "local_rank": local_rank, "fault": _fault_for(request, rank)},
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(local_rank)},
-        )
-        for local_rank, rank in enumerate(ranks, share.first_local_rank)
-    ]
-
-
-def _interface(request: Request, share: Share, meeting: Meeting | None) -> dict[str, str]:
-    """Tell Gloo and NCCL the interface that was tried, unless the node's own environment names one."""
-    if meeting is None:
-        return {}
-    network = meeting.networks[share.door]
-    chosen = request.ifname or meeting.interfaces.get(share.door, "")
-    variables = {}
-    if chosen and (request.ifname or not network.wanted_gloo):
-        variables["GLOO_SOCKET_IFNAME"] = chosen
-    if chosen and (request.ifname or not network.wanted_nccl):
-        variables["NCCL_SOCKET_IFNAME"] = chosen
-    return variables
 
 
 def _fault_for(request: Request, rank: int) -> dict[str, object] | None:

@@ -8,9 +8,10 @@ import typer
 
 from distdiag.cluster.recipes import Recipe  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
-from distdiag.commands.gpu_test.model import STAGES, Backend, Device, Fault, FaultKind, Request
+from distdiag.commands.gpu_test.model import STAGES, Fault, FaultKind, Request
 from distdiag.errors import UsageError
 from distdiag.options import JsonOpt, StrictOpt, TimeoutOpt, called_as, on_hosts, parse_size
+from distdiag.workload.model import Backend, Device
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""The findings of gpu-test: what is wrong in words, with evidence and a fix. Pure."""
+"""How ranks failed and why: what is wrong in words, with evidence and a fix. Pure."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 from distdiag import knowledge
 from distdiag.cluster.hosts import fold, name_ranks
 from distdiag.cluster.launch import Outcome
-from distdiag.commands.gpu_test.words import again, fix_from, place, where, who
 from distdiag.node import machine
 from distdiag.node.run import signal_name
 from distdiag.report import Finding, Fix, Level, Where
+from distdiag.workload.words import fix_from, place, where, who
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from distdiag.cluster.launch import Taken, Trace
-    from distdiag.commands.gpu_test.blame import Blame
-    from distdiag.commands.gpu_test.model import Course, Request
+    from distdiag.workload.blame import Blame
+    from distdiag.workload.model import Course, Request
 
 _STACK_LINES = 8
 _TAIL_LINES = 6
@@ -48,7 +48,7 @@ def _died(how: str, group: list[Trace], request: Request) -> Finding:
     was = "" if "ended" in how else "was " if len(group) == 1 else "were "
     known = knowledge.recognise(first.ending.tail)
     return Finding(
-        id="gpu-test.rank-died",
+        id=f"{request.command}.rank-died",
         level=Level.FAIL,
         title=f"{who(group)} {was}{how} in stage {stage} ({doing})",
         detail=known.means if known else "",
@@ -80,7 +80,7 @@ def _fix_for_death(trace: Trace, request: Request) -> Fix:
         )
     return Fix(
         text="see what the rank printed last, above; run again with the ranks' logs kept",
-        commands=(again(request, nccl_debug=""),),
+        commands=(request.again(nccl_debug=""),),
     )
 
 
@@ -96,7 +96,7 @@ def missing(parts: Blame, traces: list[Trace], request: Request, course: Course)
     starved = not stopped and all(trace.last is not None and trace.last.waiting for trace in late)
     return [
         Finding(
-            id="gpu-test.rank-missing",
+            id=f"{request.command}.rank-missing",
             # Interrupted before the timeout: it is behind, and might still have come.
             level=Level.UNKNOWN if course.outcome is Outcome.INTERRUPTED else Level.FAIL,
             title=f"{who(late)} did not come further than stage {stage} ({doing}): {why_missing(late[0])}",
@@ -154,7 +154,7 @@ def _fix_for_starved(late: list[Trace], request: Request) -> Fix:
     return Fix(
         text=f"it waits for data that does not come, and other ranks have theirs: see the links of {late[0].host}; "
         "if they are only slow, give it longer",
-        commands=(_longer(request), again(request, size="1MiB", nccl_debug="")),
+        commands=(_longer(request), request.again(**request.less(), nccl_debug="")),
     )
 
 
@@ -165,7 +165,7 @@ def _fix_for_late(late: list[Trace], request: Request) -> Fix:
 
 
 def _longer(request: Request) -> str:
-    return again(request, timeout=f"{min(86400, request.timeout_s * 4):g}")
+    return request.again(timeout=f"{min(86400, request.timeout_s * 4):g}")
 
 
 def standstill(parts: Blame, traces: list[Trace], request: Request, course: Course) -> list[Finding]:
@@ -181,7 +181,7 @@ def standstill(parts: Blame, traces: list[Trace], request: Request, course: Cour
         detail = "No rank is behind the others: as far as can be seen the data does not get through."
         fix = Fix(
             text="if the system is only slow, give it longer or send less; else see the transport that is used",
-            commands=(longer, again(request, size="1MiB", nccl_debug="")),
+            commands=(longer, request.again(**request.less(), nccl_debug="")),
         )
     else:
         title = f"all ranks are still in stage {stage} ({doing}) after {course.stalled_s:.0f} s without a step"
@@ -191,7 +191,7 @@ def standstill(parts: Blame, traces: list[Trace], request: Request, course: Cour
         fix = Fix(text="the stack says at what; if it is only slow, give it longer", commands=(longer,))
     return [
         Finding(
-            id="gpu-test.all-waiting" if waiting else "gpu-test.all-busy",
+            id=f"{request.command}.all-waiting" if waiting else f"{request.command}.all-busy",
             level=Level.UNKNOWN if running and not waiting else Level.FAIL,
             title=title,
             detail=detail,
@@ -210,7 +210,7 @@ def _one_for_each_stack(traces: list[Trace]) -> list[Trace]:
     return [group[0] for group in sorted(groups.values(), key=len)][:_MISSING_IN_FULL]
 
 
-def nodes_lost(parts: Blame, traces: list[Trace], course: Course) -> list[Finding]:
+def nodes_lost(parts: Blame, traces: list[Trace], request: Request, course: Course) -> list[Finding]:
     """Nodes that went away during the run, with their ranks."""
     by_reason: dict[str, list[Trace]] = {}
     for trace in traces:
@@ -218,7 +218,7 @@ def nodes_lost(parts: Blame, traces: list[Trace], course: Course) -> list[Findin
             by_reason.setdefault(trace.lost, []).append(trace)
     return [
         Finding(
-            id="gpu-test.node-lost",
+            id=f"{request.command}.node-lost",
             level=Level.FAIL,
             title=f"{fold(dict.fromkeys(trace.host for trace in group))} went away during the test: {reason}",
             detail=f"Last seen: {_last_seen(group)}.",
@@ -251,7 +251,7 @@ def port_not_free(host: str, taken: Taken, request: Request) -> Finding:
     if foreign:
         title += f', which answers "{taken.answer}"'
     return Finding(
-        id="gpu-test.port-foreign" if foreign else "gpu-test.port-taken",
+        id=f"{request.command}.port-foreign" if foreign else f"{request.command}.port-taken",
         level=Level.FAIL,
         title=title,
         detail="No rank was started: rank 0 could not have listened there.",
@@ -259,12 +259,12 @@ def port_not_free(host: str, taken: Taken, request: Request) -> Finding:
         evidence=(f"binding port {port}: {taken.error}",),
         fix=Fix(
             text="end that program if it is a leftover, or let distdiag take a free port",
-            commands=(again(request, master_port="0"),),
+            commands=(request.again(master_port="0"),),
         ),
     )
 
 
-def unsupported_archs(traces: list[Trace]) -> list[Finding]:
+def unsupported_archs(traces: list[Trace], request: Request) -> list[Finding]:
     """GPUs that this torch holds no code for."""
     groups: dict[tuple[str, str], list[Trace]] = {}
     for trace in traces:
@@ -275,7 +275,7 @@ def unsupported_archs(traces: list[Trace]) -> list[Finding]:
                 groups.setdefault((f"{started['device_name']} ({capability})", " ".join(archs)), []).append(trace)
     return [
         Finding(
-            id="gpu-test.arch-unsupported",
+            id=f"{request.command}.arch-unsupported",
             level=Level.FAIL,
             title=f"torch holds no code for the GPU of {who(group)}: {gpu}",
             where=where(group),

@@ -1,12 +1,10 @@
-"""Words that several findings of gpu-test share: who, where, how far, how much. Pure."""
+"""Words that several findings share: who, where, how far, how much. Pure."""
 
 from __future__ import annotations
 
-import shlex
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold, name_ranks
-from distdiag.commands.gpu_test.model import Backend, Device, Request
 from distdiag.report import Fix, Where
 
 if TYPE_CHECKING:
@@ -48,27 +46,3 @@ def amount(size_bytes: int) -> str:
 def fix_from(known: Known | None, otherwise: Fix) -> Fix:
     """Give the fix of a known failure, or another one."""
     return Fix(text=known.fix, commands=known.commands) if known is not None else otherwise
-
-
-def again(request: Request, *, extra: str = "", **changes: str) -> str:
-    """Write the command that repeats the test with other options: again(request, timeout="120")."""
-    typed = {
-        "nproc": request.nproc,
-        "backend": request.backend if request.backend is not Backend.AUTO else None,
-        "device": request.device if request.device is not Device.AUTO else None,
-        "timeout": f"{request.timeout_s:g}" if request.timeout_s != Request.timeout_s else None,
-        "size": request.size_bytes if request.size_bytes != Request.size_bytes else None,
-        "memory": request.memory_fraction,
-        "master-addr": request.master_addr or None,
-        "master-port": request.master_port or None,
-        "ifname": request.ifname or None,
-        **{name.replace("_", "-"): value for name, value in changes.items()},
-    }
-    typed = {name: value for name, value in typed.items() if f"--{name} " not in extra}
-    options = [
-        f"--{name} {shlex.quote(str(value)) if value else ''}".rstrip()
-        for name, value in typed.items()
-        if value is not None
-    ]
-    where = [f"{name} {shlex.quote(value)}" for name, value in request.cluster.typed()]
-    return " ".join([f"{request.program} gpu-test", *where, *options, *([extra] if extra else [])])

@@ -5,26 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold
-from distdiag.commands.gpu_test.model import Backend, Device, Plan, Share
-from distdiag.commands.gpu_test.words import again
 from distdiag.errors import UsageError
 from distdiag.report import Finding, Fix, Level, Where
+from distdiag.workload.model import Backend, Device, Plan, Share
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.commands.gpu_test.model import Place, Request
+    from distdiag.workload.model import Place, Request
 
 RANKS_WITHOUT_GPU = 2
-MEMORY_ON_CPU_BYTES = 64 * 2**20
-MEMORY_FRACTION = 0.5
-_FLOAT_BYTES = 4
 
 
 def check_request(request: Request) -> None:
     """Refuse what contradicts itself, whatever the machine. Raises UsageError."""
-    if request.size_bytes < _FLOAT_BYTES:
-        raise UsageError("--size is less than one float32 element", hint="give at least 4 bytes")
     if request.backend is Backend.NCCL and request.device is Device.CPU:
         raise UsageError("nccl moves data between GPUs only", hint="leave out --device cpu, or use --backend gloo")
 
@@ -48,16 +42,11 @@ def make_plan(request: Request, places: Sequence[Place]) -> Plan | Finding:
         if on_cuda and (gpus == 0 or (backend is Backend.NCCL and share.nproc > gpus)):
             return _too_few_gpus(request, place, places, max(share.nproc, 1))
         shares.append(share)
-    plan = Plan(
-        shares=tuple(shares),
-        backend=backend,
-        device=device,
-        memory_fraction=request.memory_fraction or MEMORY_FRACTION,
-    )
-    if request.fault is not None and request.fault.rank >= plan.nproc:
+    plan = Plan(shares=tuple(shares), backend=backend, device=device)
+    if request.faulty_rank is not None and request.faulty_rank >= plan.nproc:
         raise UsageError(
-            f"--inject names rank {request.fault.rank}, and there are ranks 0 to {plan.nproc - 1}",
-            hint=f"give a smaller rank, or --nproc {request.fault.rank + 1}",
+            f"--inject names rank {request.faulty_rank}, and there are ranks 0 to {plan.nproc - 1}",
+            hint=f"give a smaller rank, or --nproc {request.faulty_rank + 1}",
         )
     return plan
 
@@ -69,15 +58,12 @@ def _share(request: Request, place: Place, first_rank: int, *, on_cuda: bool) ->
     else:
         nproc = request.nproc or place.slots or (gpus if on_cuda else RANKS_WITHOUT_GPU)
     local_rank, local_world_size = place.local if place.local is not None and nproc == 1 else (0, nproc)
-    memory = MEMORY_ON_CPU_BYTES
-    if request.memory_fraction is not None and place.facts.memory_available_bytes is not None:
-        memory = int(place.facts.memory_available_bytes * request.memory_fraction / local_world_size)
     return Share(
         node=place.node,
         host=place.host,
         first_rank=first_rank,
         nproc=nproc,
-        memory_bytes=memory,
+        memory_available_bytes=place.facts.memory_available_bytes,
         sharing=-(-local_world_size // gpus) if on_cuda and gpus else 1,
         first_local_rank=local_rank,
         local_world_size=local_world_size,
@@ -88,14 +74,14 @@ def _share(request: Request, place: Place, first_rank: int, *, on_cuda: bool) ->
 def _driver_trouble(request: Request, broken: Sequence[Place]) -> Finding:
     hosts = tuple(place.host for place in broken)
     return Finding(
-        id="gpu-test.cuda-unavailable",
+        id=f"{request.command}.cuda-unavailable",
         level=Level.FAIL,
         title=f"{fold(hosts)} has an NVIDIA driver that does not work: {broken[0].facts.gpus.error}",
         detail="No rank was started: none could use a GPU there.",
         where=Where(hosts=hosts),
         fix=Fix(
             text="see what the driver itself says; to test the ranks on the CPU meanwhile, use --device cpu",
-            commands=("nvidia-smi", again(request, device="cpu", backend="gloo")),
+            commands=("nvidia-smi", request.again(device="cpu", backend="gloo")),
         ),
     )
 
@@ -111,13 +97,13 @@ def _too_few_gpus(request: Request, place: Place, places: Sequence[Place], nproc
         others = [one.host for one in places if one.facts.gpus.visible]
         if others:
             title += f" ({fold(others)} shows some)"
-        cpu = again(request, device="cpu", backend="gloo")
+        cpu = request.again(device="cpu", backend="gloo")
         fix = Fix(text="to test the ranks on the CPU instead", commands=(cpu,))
     else:
         title = f"{place.host} shows {gpus} GPU(s), and nccl needs one for each of {nproc} ranks"
-        fix = Fix(text="start one rank per GPU", commands=(again(request, nproc=str(gpus)),))
+        fix = Fix(text="start one rank per GPU", commands=(request.again(nproc=str(gpus)),))
     return Finding(
-        id="gpu-test.too-few-gpus",
+        id=f"{request.command}.too-few-gpus",
         level=Level.FAIL,
         title=title,
         detail="No rank was started.",

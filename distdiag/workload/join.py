@@ -1,4 +1,4 @@
-"""gpu-test as the processes of a job that torchrun, srun or mpirun started: rank 0 reports, the others serve it."""
+"""A command as the processes of a job that torchrun, srun or mpirun started: rank 0 reports, the others serve it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from distdiag.cluster.fleet import Fleet, Limits
 from distdiag.cluster.home import Home, find_home
 from distdiag.cluster.hosts import Host, fold_ranks, name_ranks
 from distdiag.cluster.transports.join import JoinTransport, name_of
-from distdiag.commands.gpu_test import diagnose
-from distdiag.commands.gpu_test.collect import NodeFacts
-from distdiag.commands.gpu_test.model import Place, Scene
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.node import agent as node_agent
 from distdiag.node import boot, call_home, machine
 from distdiag.node.identity import Identity, contradiction, nested_tasks
 from distdiag.node.wire import Writer
 from distdiag.report import Finding, Fix, Level, Report, Where
+from distdiag.workload.collect import NodeFacts
+from distdiag.workload.model import NotRun, Place, Scene
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,36 +31,37 @@ if TYPE_CHECKING:
     from distdiag.cluster.access import Agent
     from distdiag.cluster.hub import Hub
     from distdiag.cluster.node import Node
-    from distdiag.commands.gpu_test.model import GpuTest, Request
     from distdiag.deliver import Progress
+    from distdiag.workload.carry_out import Asked, Data, Job
+    from distdiag.workload.model import Request
 
 _LEFT_ALONE = 3
 _INTERRUPTED = 130
 _GOODBYE_S = 1.0
 
 
-def check(
-    request: Request,
+def carry_out(
+    job: Job[Asked, Data],
     me: Identity,
-    agent: Agent,
     progress: Progress,
-    test: Callable[[Request, Fleet, Scene, Progress], Report[GpuTest]],
-) -> Report[GpuTest]:
+    run: Callable[[Job[Asked, Data], Fleet, Scene, Progress], Report[Data]],
+) -> Report[Data]:
     """Be one of the ranks: rank 0 returns the report, every other process ends here with rank 0's exit status.
 
     Raises:
         UsageError: options that contradict the launcher.
         DistdiagError: the ranks do not find each other.
     """
+    request = job.request
     _check_options(request, me)
     tasks = nested_tasks(os.environ, machine.ancestors(os.getpid()))
     if tasks:
         _leave_it_to_rank_0(me, 1)
-        return diagnose.not_run(request, Scene(places=()), [_nested(me, tasks)])
+        return job.not_run(request, NotRun(scene=Scene(places=()), why=(_nested(me, tasks, request),)))
     home, hub = find_home(me, os.environ, timeout_s=request.timeout_s)
     if hub is None:
-        sys.exit(_serve(me, home, agent, request.timeout_s))
-    return _lead(request, me, agent, hub, progress, test)
+        sys.exit(_serve(me, home, job.agent, request.timeout_s))
+    return _lead(job, me, hub, progress, run)
 
 
 def _check_options(request: Request, me: Identity) -> None:
@@ -111,15 +111,14 @@ def _left_alone() -> int:
 
 
 def _lead(
-    request: Request,
+    job: Job[Asked, Data],
     me: Identity,
-    agent: Agent,
     hub: Hub,
     progress: Progress,
-    test: Callable[[Request, Fleet, Scene, Progress], Report[GpuTest]],
-) -> Report[GpuTest]:
-    request = replace(request, program=_program(me, request.program))
-    payload = agent.pack(request.cluster, silence_s=SILENCE_S)
+    run: Callable[[Job[Asked, Data], Fleet, Scene, Progress], Report[Data]],
+) -> Report[Data]:
+    request = replace(job.request, program=_program(me, job.request.program))
+    payload = job.agent.pack(request.cluster, silence_s=SILENCE_S)
     transport = JoinTransport(hub, len(payload), patience_s=request.timeout_s)
     hosts = [Host(name=name_of(rank)) for rank in range(me.world_size)]
     with Fleet(hosts, transport, payload, Limits(facts_s=60.0)) as fleet:
@@ -127,7 +126,7 @@ def _lead(
         try:
             progress.news(f"rank 0 of {me.world_size} by {_launcher(me)}; waiting for the others")
             fleet.gather(lambda now: progress.now(f"{len(now.up)} of {me.world_size} ranks are here"))
-            report = _judge(request, me, transport, fleet, progress, test)
+            report = _judge(replace(job, request=request), me, transport, fleet, progress, run)
             status = report.exit_code(strict=request.strict)
         except DistdiagError as error:
             status = error.exit_code
@@ -151,19 +150,20 @@ def _dismiss(members: list[Node], status: int) -> None:
 
 
 def _judge(
-    request: Request,
+    job: Job[Asked, Data],
     me: Identity,
     transport: JoinTransport,
     fleet: Fleet,
     progress: Progress,
-    test: Callable[[Request, Fleet, Scene, Progress], Report[GpuTest]],
-) -> Report[GpuTest]:
+    run: Callable[[Job[Asked, Data], Fleet, Scene, Progress], Report[Data]],
+) -> Report[Data]:
     scene = _scene(me, transport, fleet)
-    trouble = [*_missing(me, fleet, request), *_doubles(transport)]
+    request = job.request
+    trouble = (*_missing(me, fleet, request), *_doubles(transport, request))
     if trouble:
-        return diagnose.not_run(request, scene, trouble)
-    report = test(request, fleet, scene, progress)
-    extra = _contradiction()
+        return job.not_run(request, NotRun(scene=scene, why=trouble))
+    report = run(job, fleet, scene, progress)
+    extra = _contradiction(request)
     if extra is None:
         return report
     return Report(
@@ -202,7 +202,7 @@ def _missing(me: Identity, fleet: Fleet, request: Request) -> list[Finding]:
     forget = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"
     return [
         Finding(
-            id="gpu-test.rank-missing",
+            id=f"{request.command}.rank-missing",
             level=Level.FAIL,
             title=f"{name_ranks(late)} of {me.world_size} never came: {'; '.join(reasons)}",
             detail=f"By {_launcher(me)} there are {me.world_size} ranks. {len(came)} came, on "
@@ -218,13 +218,13 @@ def _missing(me: Identity, fleet: Fleet, request: Request) -> list[Finding]:
     ]
 
 
-def _doubles(transport: JoinTransport) -> list[Finding]:
+def _doubles(transport: JoinTransport, request: Request) -> list[Finding]:
     if not transport.doubles:
         return []
     ranks = sorted(set(transport.doubles))
     return [
         Finding(
-            id="gpu-test.rank-double",
+            id=f"{request.command}.rank-double",
             level=Level.FAIL,
             title=f"more than one process says that it is {name_ranks(ranks)}",
             detail="Each would wait for the others for ever, or mix their data.",
@@ -234,13 +234,13 @@ def _doubles(transport: JoinTransport) -> list[Finding]:
     ]
 
 
-def _contradiction() -> Finding | None:
+def _contradiction(request: Request) -> Finding | None:
     found = contradiction(os.environ)
     if found is None:
         return None
     launcher, plain = found
     return Finding(
-        id="gpu-test.rank-variables",
+        id=f"{request.command}.rank-variables",
         level=Level.WARN,
         title=f"RANK={plain.rank} WORLD_SIZE={plain.world_size} in the environment, and {launcher.launcher} says rank "
         f"{launcher.rank} of {launcher.world_size}",
@@ -269,14 +269,14 @@ def _launcher(me: Identity) -> str:
     return "RANK and WORLD_SIZE" if me.launcher == "environment" else me.launcher
 
 
-def _nested(me: Identity, tasks: int) -> Finding:
+def _nested(me: Identity, tasks: int, request: Request) -> Finding:
     return Finding(
-        id="gpu-test.nested-launchers",
+        id=f"{request.command}.nested-launchers",
         level=Level.FAIL,
         title=f"mpirun runs in each of the {tasks} tasks of an srun step: {tasks} copies of a {me.world_size}-rank job",
         detail="No test was run: the copies would fight for the same GPUs.",
         fix=Fix(
             text="start mpirun once, from the batch script; or let srun alone start the ranks",
-            commands=(f"srun -n {me.world_size} distdiag gpu-test",),
+            commands=(f"srun -n {me.world_size} distdiag {request.command}",),
         ),
     )

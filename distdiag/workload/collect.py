@@ -37,7 +37,7 @@ class Gpus:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What gpu-test wants to know of a node."""
+    """What is to be known of a node before ranks start there."""
 
     host: str
     kernel: str

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from distdiag import knowledge
 from distdiag.cluster.launch import Outcome
-from distdiag.commands.gpu_test.model import STAGES
 from distdiag.node import machine
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from distdiag.cluster.launch import Trace
 
 
@@ -41,14 +42,14 @@ class Blame:
     """Nothing moves, and nobody is to blame."""
 
 
-def blame(outcome: Outcome, traces: list[Trace]) -> Blame:
+def blame(outcome: Outcome, traces: list[Trace], stages: Sequence[str]) -> Blame:
     """Tell causes from consequences."""
     troubles = [trouble for trace in traces for trouble in _troubles(trace)]
     died = [trace for trace in traces if trace.died]
     # When all stood still, or were interrupted at it; the positions tell enough where nobody could be looked at.
     looked_at = outcome is Outcome.STALLED or any(trace.inspection for trace in traces)
     lost = tuple(trace.rank for trace in traces if trace.lost)
-    missing = _missing(traces) if looked_at and not died and not lost else ()
+    missing = _missing(traces, stages) if looked_at and not died and not lost else ()
     roots = [trouble for trouble in troubles if not _sounds_like_consequence(trouble.message)]
     real_deaths = [trace for trace in died if not _sounds_like_consequence(trace.ending.tail if trace.ending else "")]
     if real_deaths or roots or missing or lost:
@@ -65,14 +66,14 @@ def blame(outcome: Outcome, traces: list[Trace]) -> Blame:
     )
 
 
-def position(trace: Trace) -> tuple[int, int]:
+def position(trace: Trace, stages: Sequence[str]) -> tuple[int, int]:
     """How far a rank came: stage and step; beyond all stages once it finished."""
     if trace.finished:
-        return len(STAGES), 0
-    return (STAGES.index(trace.last.stage), trace.last.at) if trace.last is not None else (-1, 0)
+        return len(stages), 0
+    return (stages.index(trace.last.stage), trace.last.at) if trace.last is not None else (-1, 0)
 
 
-def _missing(traces: list[Trace]) -> tuple[int, ...]:
+def _missing(traces: list[Trace], stages: Sequence[str]) -> tuple[int, ...]:
     live = [trace for trace in traces if trace.ending is None]
     states = {trace.rank: trace.inspection.state if trace.inspection else "" for trace in live}
     stopped = tuple(rank for rank, state in states.items() if state in machine.STOPPED)
@@ -80,7 +81,7 @@ def _missing(traces: list[Trace]) -> tuple[int, ...]:
         return stopped
     if any(trace.gave_up or trace.has("held") for trace in traces):
         return ()
-    positions = {trace.rank: position(trace) for trace in traces}
+    positions = {trace.rank: position(trace, stages) for trace in traces}
     last = min(positions.values())
     if last < max(positions.values()):
         return tuple(rank for rank, place in positions.items() if place == last)

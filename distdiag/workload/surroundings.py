@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import fold
 from distdiag.cluster.minority import differences
 from distdiag.cluster.reached import host_findings
-from distdiag.commands.gpu_test.model import Backend, Device, FaultKind
-from distdiag.commands.gpu_test.words import amount
 from distdiag.report import Finding, Fix, Level, Where
+from distdiag.workload.model import Backend, Device
+from distdiag.workload.words import amount
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.cluster.launch import Trace
-    from distdiag.commands.gpu_test.model import Place, Plan, Request, Scene
+    from distdiag.workload.model import Place, Plan, Request, Scene
 
 _SHM_FOR_EACH_RANK = 32 * 2**20
 """NCCL takes about 10 MB of /dev/shm for each peer that a rank reaches through it (nccl#290), and has a few."""
@@ -43,23 +43,20 @@ def about_hosts(scene: Scene) -> list[Finding]:
 def surroundings(request: Request, plan: Plan, places: Sequence[Place]) -> list[Finding]:
     """What was not tested, and what will hurt the real job."""
     found = []
-    if request.fault is not None:
-        stageless = (FaultKind.CORRUPT, FaultKind.DTYPE, FaultKind.NO_IMPORT)
-        at = "" if request.fault.kind in stageless else f" in stage {request.fault.stage}"
-        told = f"the fault {request.fault.kind} was made in rank {request.fault.rank}{at}, as asked"
-        found.append(_info("gpu-test.injected", told))
+    if request.injected:
+        found.append(_info(f"{request.command}.injected", request.injected))
     if plan.device is Device.CPU and request.device is Device.AUTO and request.backend is Backend.AUTO:
         hidden = " (CUDA_VISIBLE_DEVICES hides them)" if any(one.facts.gpus.driver_present for one in places) else ""
         where = fold(one.host for one in places)
         told = f"no GPU is visible on {where}{hidden}: the CPU was tested with gloo, not GPUs and not NCCL"
-        found.append(_info("gpu-test.cpu-only", told))
+        found.append(_info(f"{request.command}.cpu-only", told))
     if plan.nproc == 1:
         alone = "one rank alone: nothing was sent, so links between GPUs were not tested"
-        found.append(_info("gpu-test.single-rank", alone))
-    return [*found, *_small_shm(plan, places)]
+        found.append(_info(f"{request.command}.single-rank", alone))
+    return [*found, *_small_shm(request, plan, places)]
 
 
-def _small_shm(plan: Plan, places: Sequence[Place]) -> list[Finding]:
+def _small_shm(request: Request, plan: Plan, places: Sequence[Place]) -> list[Finding]:
     shares = {share.node: share for share in plan.shares}
     small: dict[tuple[int, int], list[str]] = {}
     for one in places:
@@ -68,7 +65,7 @@ def _small_shm(plan: Plan, places: Sequence[Place]) -> list[Finding]:
             small.setdefault((free, total), []).append(one.host)
     return [
         Finding(
-            id="gpu-test.shm-small",
+            id=f"{request.command}.shm-small",
             level=Level.WARN,
             title=f"/dev/shm on {fold(hosts)} has {amount(free)} of {amount(total)} free",
             detail="NCCL inside a node and DataLoader workers need it; when it is full they die by SIGBUS.",
@@ -83,7 +80,7 @@ def _small_shm(plan: Plan, places: Sequence[Place]) -> list[Finding]:
     ]
 
 
-def nodes_that_differ(places: Sequence[Place], traces: Sequence[Trace]) -> list[Finding]:
+def nodes_that_differ(request: Request, places: Sequence[Place], traces: Sequence[Trace]) -> list[Finding]:
     """Facts that should be the same on all nodes and are not; what differs is not always wrong, and often is."""
     facts: dict[str, dict[str, object]] = {
         one.host: {
@@ -101,7 +98,7 @@ def nodes_that_differ(places: Sequence[Place], traces: Sequence[Trace]) -> list[
                 facts[trace.host].update({name: started.get(name) for name in names})
     return [
         Finding(
-            id="gpu-test.nodes-differ",
+            id=f"{request.command}.nodes-differ",
             level=Level.INFO if difference.fact in ("kernel", "CUDA_VISIBLE_DEVICES", "python") else Level.WARN,
             title=f"nodes differ in {difference}",
             where=Where(hosts=difference.odd_hosts),

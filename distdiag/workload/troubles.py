@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from distdiag import knowledge
 from distdiag.cluster.hosts import name_ranks
-from distdiag.commands.gpu_test.words import again, amount, fix_from, place, where, who
 from distdiag.report import Finding, Fix, Level
+from distdiag.workload.words import amount, fix_from, place, where, who
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from distdiag.cluster.launch import Trace
-    from distdiag.commands.gpu_test.blame import Blame, Trouble
-    from distdiag.commands.gpu_test.model import Request
+    from distdiag.workload.blame import Blame, Trouble
+    from distdiag.workload.model import Request
 
 
 def findings_of(parts: Blame, traces: list[Trace], request: Request) -> list[Finding]:
@@ -35,7 +35,7 @@ def findings_of(parts: Blame, traces: list[Trace], request: Request) -> list[Fin
     }
     by_rank = {trace.rank: trace for trace in traces}
     return [
-        make.get(kind, _failed)(group, [by_rank[rank] for rank in _ranks_of(kind, group)], request)
+        make.get(kind, _failed)(group, [by_rank[rank] for rank in dict.fromkeys(_ranks_of(kind, group))], request)
         for (kind, _), group in by_kind.items()
     ]
 
@@ -67,7 +67,7 @@ def _no_torch(group: list[Trouble], traces: list[Trace], request: Request) -> Fi
     python = str(first.details.get("python", "python3"))
     absent = bool(first.details.get("missing"))
     return Finding(
-        id="gpu-test.no-torch",
+        id=f"{request.command}.no-torch",
         level=Level.FAIL,
         title=f"{who(traces)} cannot import torch: {first.message}",
         detail="There is no torch in this Python." if absent else "There is a torch, and it does not load.",
@@ -96,7 +96,7 @@ def _cuda_unavailable(group: list[Trouble], traces: list[Trace], request: Reques
     known = knowledge.recognise(group[0].message)
     cpu_only = "this torch was built for the CPU only; install a CUDA build of it"
     return Finding(
-        id="gpu-test.cuda-unavailable",
+        id=f"{request.command}.cuda-unavailable",
         level=Level.FAIL,
         title=f"{who(traces)} cannot use a GPU: {group[0].message}",
         where=where(traces),
@@ -109,11 +109,11 @@ def _port_foreign(group: list[Trouble], traces: list[Trace], request: Request) -
     details = group[0].details
     said = f'it says "{group[0].message}"' if group[0].message else "it hangs up without a word"
     return Finding(
-        id="gpu-test.port-foreign",
+        id=f"{request.command}.port-foreign",
         level=Level.FAIL,
         title=f"{details.get('address')} port {details.get('port')} does not lead {who(traces)} to rank 0: {said}",
         where=where(traces),
-        fix=Fix(text="use another rendezvous port", commands=(again(request, master_port="0"),)),
+        fix=Fix(text="use another rendezvous port", commands=(request.again(master_port="0"),)),
     )
 
 
@@ -144,7 +144,7 @@ def _mismatch(group: list[Trouble], traces: list[Trace], request: Request) -> Fi
         else "make every rank call the same collective with the same dtype and size"
     )
     return Finding(
-        id="gpu-test.mismatch",
+        id=f"{request.command}.mismatch",
         level=Level.FAIL,
         title=f"{who(traces)} {'does' if len(traces) == 1 else 'do'} not agree with the plan: {'; '.join(words)}",
         detail="The collective was not run: Gloo would return wrong data without an error, NCCL would hang.",
@@ -167,6 +167,8 @@ def _wrong_result(group: list[Trouble], traces: list[Trace], request: Request) -
     sources = _sources(group)
     told: dict[str, Any] = (sources or group)[0].details
     first, total = told["first_index"], told["total"]
+    op = told.get("op", "all_reduce")
+    what = f"a wrong {op} of {amount(told['size_bytes'])}" if "op" in told else "a wrong sum"
     values = f"{told['got']:.10g} instead of {told['expected']:.10g}"
     seen = f"{told['wrong']} of {total} elements, the first at index {first}: {values}"
     if sources:
@@ -176,17 +178,17 @@ def _wrong_result(group: list[Trouble], traces: list[Trace], request: Request) -
         fix = "the data was wrong before it was sent: suspect that rank's memory (ECC errors) or device"
     else:
         guilty = traces
-        title = f"{who(guilty)} received a wrong sum: {told['how']}"
+        title = f"{who(guilty)} received {what}: {told['how']}"
         fix = (
             "every rank's own data is right, so it changed on the way or in the reduction: suspect the link, or the "
             "peer access between the devices"
         )
     return Finding(
-        id="gpu-test.wrong-result",
+        id=f"{request.command}.wrong-result",
         level=Level.FAIL,
         title=title,
-        detail=f"{name_ranks(one.rank for one in traces).capitalize()} received a wrong sum ({told['how']}): {seen}. "
-        "all_reduce returned without an error.",
+        detail=f"{name_ranks(one.rank for one in traces).capitalize()} received {what} ({told['how']}): {seen}. "
+        f"{op} returned without an error.",
         where=where(guilty),
         fix=Fix(text=fix),
     )
@@ -201,14 +203,14 @@ def _out_of_memory(group: list[Trouble], traces: list[Trace], request: Request) 
         else ""
     )
     return Finding(
-        id="gpu-test.out-of-memory",
+        id=f"{request.command}.out-of-memory",
         level=Level.FAIL,
         title=f"{who(traces)} ran out of memory in stage {stage} ({doing}){got}",
         detail=group[0].message,
         where=where(traces),
         fix=Fix(
             text="see who else uses that memory, or ask for less",
-            commands=("free -h" if _on_cpu(traces) else "nvidia-smi", again(request, size="1MiB", memory="0.1")),
+            commands=("free -h" if _on_cpu(traces) else "nvidia-smi", request.again(**request.less())),
         ),
     )
 
@@ -220,7 +222,7 @@ def _on_cpu(traces: list[Trace]) -> bool:
 def _memory_corrupt(group: list[Trouble], traces: list[Trace], request: Request) -> Finding:
     details: dict[str, Any] = group[0].details
     return Finding(
-        id="gpu-test.memory-corrupt",
+        id=f"{request.command}.memory-corrupt",
         level=Level.FAIL,
         title=f"{who(traces)} did not read back what it wrote in {len(details['chunks'])} chunk(s) of "
         f"{amount(details['chunk_bytes'])}",
@@ -236,10 +238,10 @@ def _failed(group: list[Trouble], traces: list[Trace], request: Request) -> Find
     known = knowledge.recognise(group[0].message)
     stage, doing = place(traces[0], before_end=True)
     return Finding(
-        id="gpu-test.rank-failed",
+        id=f"{request.command}.rank-failed",
         level=Level.FAIL,
         title=f"{who(traces)} failed in stage {stage} ({doing}): {known.means if known else group[0].message}",
         detail=group[0].message if known else "",
         where=where(traces),
-        fix=fix_from(known, Fix(text="run again with the ranks' logs kept", commands=(again(request, nccl_debug=""),))),
+        fix=fix_from(known, Fix(text="run again with the ranks' logs kept", commands=(request.again(nccl_debug=""),))),
     )

@@ -1,0 +1,178 @@
+"""The facts of the nodes and the steps of all ranks -> what every command on ranks reports of them. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from distdiag.cluster.hosts import name_ranks
+from distdiag.cluster.reached import summary_of
+from distdiag.cluster.ways import way_findings
+from distdiag.report import Level
+from distdiag.workload import findings, troubles
+from distdiag.workload.blame import blame
+from distdiag.workload.model import RankResult, Rendezvous, Status, Versions
+from distdiag.workload.surroundings import about_hosts, nodes_that_differ, surroundings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from distdiag.cluster.launch import Trace
+    from distdiag.cluster.meeting import Meeting
+    from distdiag.report import Finding
+    from distdiag.workload.blame import Blame
+    from distdiag.workload.model import Course, NotRun, Plan, Request, Scene
+
+
+def findings_of(request: Request, scene: Scene, plan: Plan, course: Course) -> list[Finding]:
+    """Say what went wrong with nodes, ways and ranks, and what was not tested."""
+    parts = blame(course.outcome, course.traces, request.stages)
+    return [
+        *_ways(request, course.meeting),
+        *findings.unsupported_archs(course.traces, request),
+        *findings.nodes_lost(parts, course.traces, request, course),
+        *findings.died(parts, course.traces, request),
+        *findings.missing(parts, course.traces, request, course),
+        *troubles.findings_of(parts, course.traces, request),
+        *findings.standstill(parts, course.traces, request, course),
+        *about_hosts(scene),
+        *nodes_that_differ(request, scene.places, course.traces),
+        *surroundings(request, plan, scene.places),
+    ]
+
+
+def facts_of(request: Request, scene: Scene, plan: Plan, course: Course) -> dict[str, Any]:
+    """Give the fields of RunFacts."""
+    parts = blame(course.outcome, course.traces, request.stages)
+    return {
+        "world_size": plan.nproc,
+        "backend": plan.backend,
+        "device": plan.device,
+        "timeout_s": request.timeout_s,
+        "versions": _versions(started(course.traces)),
+        "ranks": tuple(_rank_result(trace, parts, request) for trace in course.traces),
+        "outcome": course.outcome,
+        "log_dirs": dict(course.log_dirs),
+        "hosts": scene.rows,
+        "rendezvous": _rendezvous(course.meeting),
+    }
+
+
+def findings_not_run(request: Request, why: NotRun) -> list[Finding]:
+    """Say why no rank was started."""
+    return [*why.why, *_ways(request, why.meeting), *about_hosts(why.scene)]
+
+
+def facts_not_run(request: Request, why: NotRun) -> dict[str, Any]:
+    """Give the fields of RunFacts where no rank was started."""
+    return {
+        "world_size": why.plan.nproc if why.plan else request.nproc or 0,
+        "backend": why.plan.backend if why.plan else request.backend,
+        "device": why.plan.device if why.plan else request.device,
+        "timeout_s": request.timeout_s,
+        "versions": Versions(),
+        "ranks": (),
+        "outcome": "not-run",
+        "log_dirs": {},
+        "hosts": why.scene.rows,
+        "rendezvous": _rendezvous(why.meeting),
+    }
+
+
+def summary_not_run(why: NotRun, found: Sequence[Finding]) -> str:
+    """Say the same in a sentence."""
+    if why.interrupted:
+        return f"interrupted before any rank was started; hosts: {summary_of(why.scene.rows)}"
+    return worst_of(found) or "no rank was started"
+
+
+def worst_of(found: Sequence[Finding]) -> str:
+    """Give the first thing that is wrong or unknown, and how many more there are; empty if there is none."""
+    wrong = [finding for finding in found if finding.level in (Level.FAIL, Level.UNKNOWN)]
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    return f"{wrong[0].title}{more}" if wrong else ""
+
+
+def how_far(ranks: Sequence[RankResult], stages: Sequence[str]) -> str:
+    """Say which ranks had reached which stage."""
+    reached = [(stage, [rank.rank for rank in ranks if rank.stage == stage]) for stage in stages]
+    return ", ".join(f"{name_ranks(group)} had reached {stage}" for stage, group in reached if group)
+
+
+def payloads(traces: Sequence[Trace], key: str) -> list[Any]:
+    """List what the ranks told under this key, in order of rank."""
+    return [event.payload[key] for trace in traces for event in trace.events if key in event.payload]
+
+
+def started(traces: Sequence[Trace]) -> dict[str, Any]:
+    """Give what the first rank that came so far told of its torch and device."""
+    return next(iter(payloads(traces, "started")), {})
+
+
+def _ways(request: Request, meeting: Meeting | None) -> list[Finding]:
+    if meeting is None:
+        return []
+    return way_findings(request.command, meeting, lambda extra: request.again(extra=extra))
+
+
+def _rendezvous(meeting: Meeting | None) -> Rendezvous | None:
+    if meeting is None:
+        return None
+    return Rendezvous(
+        host=meeting.hosts[meeting.head],
+        address=meeting.address,
+        port=meeting.port,
+        interfaces={meeting.hosts[node]: name for node, name in meeting.interfaces.items()},
+        ways_tried=len(meeting.paths),
+        ways_open=sum(path.probe.verdict in ("ok", "lossy") for path in meeting.paths),
+    )
+
+
+def _rank_result(trace: Trace, parts: Blame, request: Request) -> RankResult:
+    told = started([trace])
+    last = trace.last
+    status = _status(trace, parts)
+    return RankResult(
+        rank=trace.rank,
+        local_rank=trace.local_rank,
+        host=trace.host,
+        pid=trace.pid,
+        device=told.get("device"),
+        device_name=told.get("device_name"),
+        capability=told.get("capability"),
+        free_bytes=told.get("free_bytes"),
+        total_bytes=told.get("total_bytes"),
+        stage=last.stage if last is not None else request.stages[0],
+        doing=last.note if last is not None else "starting Python",
+        status=status,
+        error=_error(trace, parts, status),
+        elapsed_s=trace.ending.elapsed_s if trace.ending else last.elapsed_s if last is not None else 0.0,
+    )
+
+
+def _status(trace: Trace, parts: Blame) -> Status:
+    if trace.rank in parts.lost:
+        return Status.LOST
+    if trace.rank in parts.died:
+        return Status.DIED
+    if trace.rank in parts.missing:
+        return Status.MISSING
+    if trace.rank in troubles.failed_ranks(parts):
+        return Status.FAILED
+    return Status.OK if trace.finished else Status.WAITING
+
+
+def _error(trace: Trace, parts: Blame, status: Status) -> str | None:
+    if status is Status.LOST:
+        return trace.lost
+    if status is Status.DIED:
+        return findings.how_it_ended(trace)
+    if status is Status.MISSING:
+        return findings.why_missing(trace)
+    if status is Status.FAILED:
+        mine = [trouble for trouble in parts.troubles if trouble.rank == trace.rank]
+        return "; ".join(trouble.message or trouble.kind for trouble in mine) or "does not agree with the other ranks"
+    return None
+
+
+def _versions(told: dict[str, Any]) -> Versions:
+    return Versions(**{name: told.get(name) for name in ("python", "torch", "cuda", "hip", "nccl")})

@@ -1,0 +1,264 @@
+"""What a command that works on ranks is asked, what is decided, and how the ranks fared."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.targets import Cluster
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from distdiag.cluster.launch import Outcome, Trace
+    from distdiag.cluster.meeting import Meeting
+    from distdiag.cluster.rows import Refusal, Row
+    from distdiag.report import Finding
+    from distdiag.workload.collect import NodeFacts
+
+
+class Backend(StrEnum):
+    """Which library moves the data."""
+
+    AUTO = "auto"
+    NCCL = "nccl"
+    GLOO = "gloo"
+
+
+class Device(StrEnum):
+    """Where the data lies."""
+
+    AUTO = "auto"
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
+class Status(StrEnum):
+    """How a rank fared. LOST: its node went away. WAITING: another rank kept it from going on."""
+
+    OK = "ok"
+    FAILED = "failed"
+    DIED = "died"
+    MISSING = "missing"
+    LOST = "lost"
+    WAITING = "waiting"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What was typed; `program` is how distdiag was called, for commands that paste."""
+
+    program: str = "distdiag"
+    nproc: int | None = None
+    backend: Backend = Backend.AUTO
+    device: Device = Device.AUTO
+    timeout_s: float = 30.0
+    master_port: int = 0
+    master_addr: str = ""
+    ifname: str = ""
+    nccl_debug: bool = False
+    strict: bool = False
+    cluster: Cluster = field(default_factory=Cluster)
+
+    @property
+    def command(self) -> str:
+        """The subcommand; its findings' ids begin with it."""
+        raise NotImplementedError
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """What every rank goes through, in order."""
+        raise NotImplementedError
+
+    @property
+    def faulty_rank(self) -> int | None:
+        """The rank in which a fault is to be made, if any."""
+        return None
+
+    @property
+    def injected(self) -> str:
+        """The fault that is made, in words; empty if none."""
+        return ""
+
+    def own_options(self) -> dict[str, object]:
+        """Options of this command alone, by name, that differ from their defaults; None leaves one out."""
+        raise NotImplementedError
+
+    def less(self) -> dict[str, str]:
+        """Options that send less data, for `again`."""
+        raise NotImplementedError
+
+    def again(self, *, extra: str = "", **changes: str) -> str:
+        """Write the command that repeats this with other options: again(timeout="120")."""
+        typed: dict[str, object] = {
+            "nproc": self.nproc,
+            "backend": self.backend if self.backend is not Backend.AUTO else None,
+            "device": self.device if self.device is not Device.AUTO else None,
+            "timeout": f"{self.timeout_s:g}" if self.timeout_s != Request.timeout_s else None,
+            "master-addr": self.master_addr or None,
+            "master-port": self.master_port or None,
+            "ifname": self.ifname or None,
+            **self.own_options(),
+            **{name.replace("_", "-"): value for name, value in changes.items()},
+        }
+        typed = {name: value for name, value in typed.items() if f"--{name} " not in extra}
+        options = [
+            f"--{name} {shlex.quote(str(value)) if value != '' else ''}".rstrip()
+            for name, value in typed.items()
+            if value is not None
+        ]
+        where = [f"{name} {shlex.quote(value)}" for name, value in self.cluster.typed()]
+        return " ".join([f"{self.program} {self.command}", *where, *options, *([extra] if extra else [])])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A node that ranks can run on: its name in the fleet, what to call it, and its facts."""
+
+    node: str
+    host: str
+    slots: int | None
+    facts: NodeFacts
+    local: tuple[int, int] | None = None
+    """Local rank and local world size of a process that a launcher started; None where we start the ranks."""
+    door: str = ""
+    """The node of the same machine that tries the ways to other machines, if it is another one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The ranks of one node."""
+
+    node: str
+    host: str
+    first_rank: int
+    nproc: int
+    memory_available_bytes: int | None
+    """Of the node, None if it did not tell."""
+    sharing: int
+    """Ranks on one GPU."""
+    first_local_rank: int
+    local_world_size: int
+    door: str
+    """See Place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What will be run, on which nodes; ranks are numbered node by node."""
+
+    shares: tuple[Share, ...]
+    backend: Backend
+    device: Device
+
+    @property
+    def nproc(self) -> int:
+        """Ranks in all."""
+        return sum(share.nproc for share in self.shares)
+
+    @property
+    def machines(self) -> list[list[int]]:
+        """Ranks of each machine, by local rank."""
+        found: dict[str, list[int]] = {}
+        for share in self.shares:
+            found.setdefault(share.door, []).extend(range(share.first_rank, share.first_rank + share.nproc))
+        return list(found.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Versions:
+    """Versions as the ranks report them; None where there is none, or no rank came so far."""
+
+    python: str | None = None
+    torch: str | None = None
+    cuda: str | None = None
+    hip: str | None = None
+    nccl: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankResult:
+    """One row of the table."""
+
+    rank: int
+    local_rank: int
+    host: str
+    pid: int | None
+    device: str | None
+    device_name: str | None
+    capability: str | None
+    free_bytes: int | None
+    total_bytes: int | None
+    stage: str
+    doing: str
+    status: Status
+    error: str | None
+    elapsed_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """The facts of one run that every command on ranks reports."""
+
+    world_size: int
+    backend: str
+    device: str
+    timeout_s: float
+    versions: Versions
+    ranks: tuple[RankResult, ...]
+    outcome: str
+    log_dirs: dict[str, str]
+    """Host -> directory there, with --nccl-debug."""
+    hosts: tuple[Row, ...]
+    rendezvous: Rendezvous | None
+    """None on one node: its ranks meet at 127.0.0.1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where the ranks met, and through which interface each node went."""
+
+    host: str
+    address: str
+    port: int
+    interfaces: dict[str, str]
+    ways_tried: int
+    ways_open: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """What is known before ranks start: a row for each host, who cannot be used and why, and the nodes' facts."""
+
+    places: tuple[Place, ...]
+    rows: tuple[Row, ...] = ()
+    refusals: Mapping[str, Refusal] = field(default_factory=dict)
+    duplicates: tuple[str, ...] = ()
+    twins: tuple[tuple[str, str], ...] = ()
+    """(left out, kept): two names of one machine."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """How the run went: its end, every rank's trace in order of rank, and how long nobody took a step at the end."""
+
+    outcome: Outcome
+    traces: list[Trace]
+    log_dirs: Mapping[str, str]
+    """By host."""
+    stalled_s: float
+    meeting: Meeting | None = None
+    lost: Mapping[str, Refusal] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotRun:
+    """Why no rank was started."""
+
+    scene: Scene
+    why: tuple[Finding, ...] = ()
+    plan: Plan | None = None
+    meeting: Meeting | None = None
+    interrupted: bool = False

@@ -1,0 +1,52 @@
+"""What is sent to the nodes: all that it imports, and not more than a command line takes."""
+
+from __future__ import annotations
+
+import base64
+import subprocess
+import sys
+
+import pytest
+
+from distdiag.cluster import bootstrap, bundle
+from distdiag.node import boot
+
+ARGUMENT_BYTES = 128 * 1024  # MAX_ARG_STRLEN of Linux
+COMMANDS = {
+    "gpu-test": ("distdiag.workload.collect", "distdiag.commands.gpu_test.rank"),
+    "allreduce-bench": ("distdiag.workload.collect", "distdiag.commands.allreduce_bench.rank"),
+    "cuda-env": (
+        "distdiag.commands.cuda_env.collect",
+        "distdiag.commands.cuda_env.ask_torch",
+        "distdiag.node.cuda",
+    ),
+    "ports": ("distdiag.commands.ports.collect",),
+    "pyspy-all": ("distdiag.commands.pyspy_all.collect",),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_payload_fits_into_the_argument_that_srun_is_given(command: str) -> None:
+    packed = boot.pack(bundle.sources(*COMMANDS[command]), "distdiag.node.call_home", {"hosts": "x" * 500})
+    encoded = base64.b64encode(packed).decode()
+    for needs_torch in (True, False):
+        script = bootstrap.script([boot.ARGUMENT_START, encoded], python=None, setup=None, needs_torch=needs_torch)
+        assert len(script) < 0.75 * ARGUMENT_BYTES, "the next feature would not fit"
+        assert script.count(encoded) == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_travels_imports_nothing_that_does_not(command: str) -> None:
+    sources = bundle.sources(*COMMANDS[command])
+    # Imported one by one where there is no distdiag: -S leaves the site-packages out, and -P the working directory.
+    load = "import importlib, sys\nfor name in sys.argv[1].split(): importlib.import_module(name)\n"
+    start = f"sys.argv[1] = {' '.join(sources)!r}\n{load}"
+    order = (
+        "import sys\n"
+        f"sources = {sources!r}\n"
+        f"exec(sources['distdiag.node.boot'], globals())\n"
+        "sys.meta_path.insert(0, CarriedFinder(sources))\n"
+        f"sys.argv[1:] = ['']\n{start}"
+    )
+    done = subprocess.run([sys.executable, "-S", "-P", "-"], input=order, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
