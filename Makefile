@@ -46,10 +46,11 @@ COMPLETIONS ?= completions
 completions: $(VENV)/installed ## Generate the completion files of bash, zsh and fish
 	$(BIN)/python tests/make_completions.py $(COMPLETIONS)
 
-bench: $(VENV)/installed-dev $(VENV)/cuda tools ## Measure beside the peers: torchrun, clush, pdsh, asyncssh, py-spy, clubak, collect_env, ds_report, nmap (20 minutes)
+bench: $(VENV)/installed-dev $(VENV)/cuda tools ## Measure beside the peers: torchrun, clush, pdsh, asyncssh, py-spy, clubak, collect_env, ds_report, nmap (30 minutes)
 	@for peer in pdsh clush; do command -v $$peer >/dev/null || echo "$$peer is not installed: apt-get install pdsh clustershell"; done
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check asyncssh
 	$(BIN)/python tests/benchmarks/gpu_test.py
+	$(BIN)/python tests/benchmarks/allreduce_bench.py
 	$(BIN)/python tests/benchmarks/fanout.py
 	$(BIN)/python tests/benchmarks/pyspy_all.py
 	$(BIN)/python tests/benchmarks/cuda_env.py

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, TextIO, cast
 
 import typer
 
+from distdiag.commands.allreduce_bench.command import allreduce_bench
 from distdiag.commands.cuda_env.command import cuda_env
 from distdiag.commands.gpu_test.command import gpu_test
 from distdiag.commands.ports.command import ports
@@ -29,6 +30,9 @@ app = typer.Typer(
 )
 
 app.command("gpu-test", short_help="Can all ranks talk, reduce correctly and use their memory?")(gpu_test)
+app.command("allreduce-bench", short_help="How fast are the collectives, is that good, and which rank is late?")(
+    allreduce_bench
+)
 app.command(
     "pyspy-all", short_help="Where does every rank of a hung job stand, and which one is not where the others are?"
 )(pyspy_all)

@@ -47,8 +47,8 @@ class CarriedFinder:
 
     def __init__(self, sources: dict[str, str]) -> None:
         self.sources = sources
-        self.packages = {name.rpartition(".")[0] for name in sources}
-        self.packages |= {package.rpartition(".")[0] for package in self.packages} - {""}
+        parts = (name.split(".") for name in sources)
+        self.packages = {".".join(words[:above]) for words in parts for above in range(1, len(words))}
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         """Answer for carried modules and the packages above them, and for nothing else."""

@@ -47,6 +47,9 @@ class NodeFacts:
     memory_available_bytes: int | None
     shm_free_bytes: int | None
     shm_total_bytes: int | None
+    cpus: int | None = None
+    rdma_bits_per_s: int | None = None
+    """Line rate of all active InfiniBand, RoCE and EFA ports; None where there are none."""
 
 
 def facts(ask: dict[str, Any]) -> NodeFacts:
@@ -61,7 +64,17 @@ def facts(ask: dict[str, Any]) -> NodeFacts:
         memory_available_bytes=machine.available_memory_bytes(),
         shm_free_bytes=shm[0] if shm else None,
         shm_total_bytes=shm[1] if shm else None,
+        cpus=len(os.sched_getaffinity(0)),
+        rdma_bits_per_s=_rdma_rate(),
     )
+
+
+def _rdma_rate() -> int | None:
+    if not os.path.isdir("/sys/class/infiniband"):
+        return None
+    from distdiag.node import nics
+
+    return sum(port.rate_bits_per_s or 0 for port in nics.ib_ports() if port.state == "ACTIVE") or None
 
 
 def find_gpus() -> Gpus:

@@ -154,7 +154,7 @@ def _fix_for_starved(late: list[Trace], request: Request) -> Fix:
     return Fix(
         text=f"it waits for data that does not come, and other ranks have theirs: see the links of {late[0].host}; "
         "if they are only slow, give it longer",
-        commands=(_longer(request), request.again(**request.less(), nccl_debug="")),
+        commands=(_longer(request), request.again(**request.less(), nccl_debug=""), request.pairs()),
     )
 
 
@@ -181,7 +181,7 @@ def standstill(parts: Blame, traces: list[Trace], request: Request, course: Cour
         detail = "No rank is behind the others: as far as can be seen the data does not get through."
         fix = Fix(
             text="if the system is only slow, give it longer or send less; else see the transport that is used",
-            commands=(longer, request.again(**request.less(), nccl_debug="")),
+            commands=(longer, request.again(**request.less(), nccl_debug=""), request.pairs()),
         )
     else:
         title = f"all ranks are still in stage {stage} ({doing}) after {course.stalled_s:.0f} s without a step"

@@ -90,6 +90,12 @@ class Request:
         """Options that send less data, for `again`."""
         raise NotImplementedError
 
+    def pairs(self) -> str:
+        """Write the command that measures pairs of the same ranks, to find the bad one or the bad link."""
+        number = ["--nproc", str(self.nproc)] if self.nproc is not None else []
+        where = [f"{name} {shlex.quote(value)}" for name, value in self.cluster.typed()]
+        return " ".join([self.program, "gpu-test", "--isolate", *where, *number])
+
     def again(self, *, extra: str = "", **changes: str) -> str:
         """Write the command that repeats this with other options: again(timeout="120")."""
         typed: dict[str, object] = {
@@ -137,6 +143,8 @@ class Share:
     nproc: int
     memory_available_bytes: int | None
     """Of the node, None if it did not tell."""
+    cpus: int | None
+    """Cores of the node that its programs may use."""
     sharing: int
     """Ranks on one GPU."""
     first_local_rank: int

@@ -64,6 +64,7 @@ def _share(request: Request, place: Place, first_rank: int, *, on_cuda: bool) ->
         first_rank=first_rank,
         nproc=nproc,
         memory_available_bytes=place.facts.memory_available_bytes,
+        cpus=place.facts.cpus,
         sharing=-(-local_world_size // gpus) if on_cuda and gpus else 1,
         first_local_rank=local_rank,
         local_world_size=local_world_size,

@@ -102,7 +102,7 @@ class Rank:
 
     def is_faulty(self, kind: str) -> bool:
         """Tell whether this fault is to be made in this rank."""
-        return self.config["fault"] is not None and self.config["fault"]["kind"] == kind
+        return self.config["fault"] is not None and self.config["fault"].get("kind") == kind
 
     def start(self) -> None:
         """Import torch, choose the device, and tell its facts."""
@@ -178,6 +178,10 @@ class Rank:
         patience = timedelta(seconds=self.config["timeout_s"] * 3 + 60)
         self.progress.step("opening the store", waiting=True)
         self.store = self.make_store(patience)
+        self.join_group(patience)
+
+    def join_group(self, patience: timedelta) -> None:
+        """Make the process group of all ranks."""
         self.progress.step("init_process_group", waiting=True)
         dist.init_process_group(
             self.config["backend"],

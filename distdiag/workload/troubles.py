@@ -175,13 +175,14 @@ def _wrong_result(group: list[Trouble], traces: list[Trace], request: Request) -
         guilty = [trace for trace in traces if trace.rank in {trouble.rank for trouble in sources}]
         where_wrong = f"{told['own_wrong']} wrong element(s), the first at index {told['own_first_index']}"
         title = f"{who(guilty)} sent wrong data from its own memory: {where_wrong}"
-        fix = "the data was wrong before it was sent: suspect that rank's memory (ECC errors) or device"
+        fix = Fix(text="the data was wrong before it was sent: suspect that rank's memory (ECC errors) or device")
     else:
         guilty = traces
         title = f"{who(guilty)} received {what}: {told['how']}"
-        fix = (
-            "every rank's own data is right, so it changed on the way or in the reduction: suspect the link, or the "
-            "peer access between the devices"
+        fix = Fix(
+            text="every rank's own data is right, so it changed on the way or in the reduction: suspect the link, or "
+            "the peer access between the devices; pairs of ranks show which",
+            commands=(request.pairs(),),
         )
     return Finding(
         id=f"{request.command}.wrong-result",
@@ -190,7 +191,7 @@ def _wrong_result(group: list[Trouble], traces: list[Trace], request: Request) -
         detail=f"{name_ranks(one.rank for one in traces).capitalize()} received {what} ({told['how']}): {seen}. "
         f"{op} returned without an error.",
         where=where(guilty),
-        fix=Fix(text=fix),
+        fix=fix,
     )
 
 

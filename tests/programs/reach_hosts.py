@@ -30,9 +30,7 @@ def main() -> None:
     targets = find_targets(cluster, os.environ)
     stay = sys.argv[2:] == ["stay"]
     began = time.monotonic()
-    with open_fleet(
-        cluster, targets, Agent(collect="distdiag.workload.collect", ask={"gpus": False})
-    ) as fleet:
+    with open_fleet(cluster, targets, Agent(collect="distdiag.workload.collect", ask={"gpus": False})) as fleet:
         fleet.gather(lambda fleet: None, close=not stay)
         gathered_s = time.monotonic() - began
         if stay:

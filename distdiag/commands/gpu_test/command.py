@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from distdiag.cluster.recipes import Recipe  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
-from distdiag.commands.gpu_test.model import STAGES, Fault, FaultKind, Request
+from distdiag.commands.gpu_test.model import SIZE_BYTES, STAGES, Fault, FaultKind, Request
 from distdiag.errors import UsageError
 from distdiag.options import JsonOpt, StrictOpt, TimeoutOpt, called_as, on_hosts, parse_size
 from distdiag.workload.model import Backend, Device
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from distdiag.commands.gpu_test.isolate import model as isolate_model
     from distdiag.commands.gpu_test.model import GpuTest
     from distdiag.report import Report
 
@@ -40,6 +41,40 @@ def parse_fault(text: str) -> Fault:
     return Fault(kind=fault, rank=int(rank), stage=stage or _DEFAULT_STAGE.get(fault, "reduce"))
 
 
+def _test(shared: dict[str, Any], size: str, memory: float | None, expect: float | None, inject: str | None) -> Request:
+    if expect is not None:
+        raise UsageError("--expect is about pairs of ranks", hint="add --isolate")
+    return Request(
+        **shared,
+        size_bytes=parse_size(size) if size else SIZE_BYTES,
+        memory_fraction=memory,
+        fault=parse_fault(inject) if inject is not None else None,
+    )
+
+
+def _pairs(
+    shared: dict[str, Any], size: str, memory: float | None, expect: float | None, inject: str | None
+) -> isolate_model.Request:
+    from distdiag.commands.gpu_test.isolate.fault import parse_fault
+    from distdiag.commands.gpu_test.isolate.model import Request
+
+    if memory is not None:
+        raise UsageError("--memory has no meaning with --isolate", hint="leave one of them out")
+    return Request(
+        **shared,
+        size_bytes=parse_size(size) if size else None,
+        expected_bytes_per_s=None if expect is None else expect * 1e9,
+        fault=parse_fault(inject) if inject is not None else None,
+    )
+
+
+def _lines(request: Request | isolate_model.Request, recipe: Recipe | None) -> list[str]:
+    from distdiag.commands.gpu_test import check
+    from distdiag.commands.gpu_test.isolate import check as of_pairs
+
+    return check.explain(request, recipe) if isinstance(request, Request) else of_pairs.explain(request, recipe)
+
+
 @on_hosts
 def gpu_test(
     nproc: Annotated[
@@ -49,8 +84,11 @@ def gpu_test(
     device: Annotated[Device, typer.Option(help="auto is cuda where a GPU is visible.")] = Device.AUTO,
     timeout: TimeoutOpt = 30.0,
     size: Annotated[
-        str, typer.Option(metavar="BYTES", help="Size of the large all_reduce: 4096, 64MiB, 1GiB.")
-    ] = "64MiB",
+        str,
+        typer.Option(
+            metavar="BYTES", help="Size of the large all_reduce: 4096, 1GiB. [default: 64MiB; of pairs 4MiB on the CPU]"
+        ),
+    ] = "",
     memory: Annotated[
         float | None,
         typer.Option(
@@ -81,6 +119,18 @@ def gpu_test(
             "such as kill:1 or stop:2@memory.",
         ),
     ] = None,
+    isolate: Annotated[
+        bool,
+        typer.Option(
+            "--isolate",
+            help="Measure every pair of ranks instead, and say which rank, node or link is bad. Takes the faults "
+            "slow:1, slow:1-4 (a link), block:1-4, split:0-3.",
+        ),
+    ] = False,
+    expect: Annotated[
+        float | None,
+        typer.Option(min=0.0, metavar="GB/S", help="With --isolate: the bandwidth that a pair has at least."),
+    ] = None,
     print_command: Annotated[
         Recipe | None,
         typer.Option(help="Print the lines that start this test under a launcher (for slurm a script), and stop."),
@@ -92,46 +142,59 @@ def gpu_test(
 ) -> None:
     """Test whether all ranks can talk, reduce correctly and use their memory; name the one that cannot.
 
-    Every rank goes through the stages start, connect, init, agree, reduce, memory, done.
+    Every rank goes through the stages start, connect, init, agree, reduce, memory, done; with --isolate, through
+    start, connect, init, pairs, done.
 
     Exit status: 0 all is well, 1 a fault was found, 2 wrong usage, 3 could not be tested, 130 interrupted.
     """
     from distdiag.deliver import Output, Progress, deliver, deliver_lines
 
-    def asked() -> Request:
-        return Request(
-            program=called_as(),
-            nproc=nproc,
-            backend=backend,
-            device=device,
-            timeout_s=timeout,
-            size_bytes=parse_size(size),
-            memory_fraction=memory,
-            master_port=master_port,
-            master_addr=master_addr,
-            ifname=ifname,
-            strict=strict,
-            cluster=cluster,
-            nccl_debug=nccl_debug,
-            fault=parse_fault(inject) if inject is not None else None,
-        )
+    def shared() -> dict[str, Any]:
+        return {
+            "program": called_as(),
+            "nproc": nproc,
+            "backend": backend,
+            "device": device,
+            "timeout_s": timeout,
+            "master_port": master_port,
+            "master_addr": master_addr,
+            "ifname": ifname,
+            "strict": strict,
+            "cluster": cluster,
+            "nccl_debug": nccl_debug,
+        }
+
+    def test() -> Request:
+        return _test(shared(), size, memory, expect, inject)
+
+    def pairs() -> isolate_model.Request:
+        return _pairs(shared(), size, memory, expect, inject)
 
     def run() -> Report[GpuTest]:
         from distdiag.commands.gpu_test.check import check
 
         with Progress() as progress:
-            return check(asked(), progress)
+            return check(test(), progress)
 
-    def commands() -> list[str]:
-        from distdiag.commands.gpu_test.check import explain
+    def run_pairs() -> Report[isolate_model.Isolated]:
+        from distdiag.commands.gpu_test.isolate.check import check
 
-        return explain(asked(), print_command)
+        with Progress() as progress:
+            return check(pairs(), progress)
 
     def view(report: Report[GpuTest]) -> Iterable[RenderableType]:
         from distdiag.commands.gpu_test.view import gpu_test_view
 
         return gpu_test_view(report)
 
+    def view_pairs(report: Report[isolate_model.Isolated]) -> Iterable[RenderableType]:
+        from distdiag.commands.gpu_test.isolate.view import isolate_view
+
+        return isolate_view(report)
+
+    output = Output(json=as_json, strict=strict)
     if cluster.explain or print_command is not None:
-        deliver_lines("gpu-test", commands, as_json=as_json)
-    deliver("gpu-test", run, view, Output(json=as_json, strict=strict))
+        deliver_lines("gpu-test", lambda: _lines(pairs() if isolate else test(), print_command), as_json=as_json)
+    if isolate:
+        deliver("gpu-test", run_pairs, view_pairs, output)
+    deliver("gpu-test", run, view, output)

@@ -1,0 +1,1 @@
+"""allreduce-bench: bandwidth of collectives, honestly measured."""

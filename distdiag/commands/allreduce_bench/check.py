@@ -1,0 +1,98 @@
+"""What allreduce-bench does with ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from distdiag.commands.allreduce_bench import diagnose
+from distdiag.commands.allreduce_bench.diagnose import rows_for
+from distdiag.commands.allreduce_bench.formulas import BOTH_WAYS, ONLY_IN_PLACE
+from distdiag.commands.allreduce_bench.measured import rows_of
+from distdiag.commands.allreduce_bench.words import row_in_words
+from distdiag.errors import UsageError
+from distdiag.workload import carry_out
+from distdiag.workload.carry_out import Job
+
+if TYPE_CHECKING:
+    from distdiag.cluster.launch import Run
+    from distdiag.cluster.recipes import Recipe
+    from distdiag.commands.allreduce_bench.model import Bench, Request
+    from distdiag.deliver import Progress
+    from distdiag.report import Report
+    from distdiag.workload.model import Plan, Share
+
+
+def check(request: Request, progress: Progress) -> Report[Bench]:
+    """Measure on the ranks of this node, or of all nodes that are asked for.
+
+    Raises:
+        UsageError: the request contradicts itself or the machine.
+        DistdiagError: the node side failed, or the logs asked for cannot be kept.
+    """
+    return carry_out.carry_out(_job(request), progress)
+
+
+def explain(request: Request, recipe: Recipe | None) -> list[str]:
+    """Write how the hosts would be reached, or the lines that start the same under a launcher."""
+    return carry_out.explain(_job(request), recipe)
+
+
+def _job(request: Request) -> Job[Request, Bench]:
+    _check_forms(request)
+    return Job(
+        request=request,
+        rank="distdiag.commands.allreduce_bench.rank",
+        config=_config,
+        diagnose=diagnose.diagnose,
+        not_run=diagnose.not_run,
+        tell=_Teller(request).tell,
+    )
+
+
+def _check_forms(request: Request) -> None:
+    if request.in_place is None:
+        return
+    bad = [op for op in request.ops if op not in BOTH_WAYS and (op in ONLY_IN_PLACE) is not request.in_place]
+    if bad:
+        form, other = ("an in-place", "out of place") if request.in_place else ("an out-of-place", "in place")
+        raise UsageError(
+            f"torch has no {form.partition(' ')[2]} form of {', '.join(bad)}",
+            hint=f"it works {other}: leave the option out, or choose {' or '.join(BOTH_WAYS)}",
+        )
+
+
+def _config(request: Request, plan: Plan, share: Share, rank: int) -> dict[str, Any]:
+    fault = request.fault
+    mine = fault is not None and fault.rank == rank
+    return {
+        "rows": [{"op": op, "size_bytes": size} for op, size in rows_for(request, plan.device)],
+        "dtype": request.dtype,
+        "warmup": request.warmup,
+        "iterations": request.iterations,
+        "min_time_s": request.min_time_s,
+        "in_place": request.in_place,
+        "check": request.check,
+        "sharing": share.sharing,
+        "local_world_size": share.local_world_size,
+        "fault": {"kind": fault.kind, "row": fault.row} if fault is not None and mine else None,
+    }
+
+
+class _Teller:
+    """Says each row as soon as it is measured."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._told = 0
+
+    def tell(self, run: Run, progress: Progress) -> None:
+        """Say what is new."""
+        zero = run.traces[0]
+        if sum("row" in event.payload for event in zero.events) <= self._told:
+            return
+        device = str(next(event.payload["started"]["device"] for event in zero.events if "started" in event.payload))
+        rows = rows_for(self._request, device.partition(":")[0])
+        measured = rows_of(self._request, rows, list(run.traces.values()))
+        for row in measured[self._told :]:
+            progress.news(row_in_words(row, self._request.unit))
+        self._told = len(measured)

@@ -1,0 +1,205 @@
+"""What you type for allreduce-bench."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from distdiag.cluster.recipes import Recipe  # noqa: TC001 - on_hosts reads the annotations
+from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
+from distdiag.commands.allreduce_bench.formulas import ITEM_BYTES, OPS
+from distdiag.commands.allreduce_bench.model import Fault, FaultKind, Request, Stat, Unit
+from distdiag.errors import UsageError
+from distdiag.options import JsonOpt, StrictOpt, TimeoutOpt, called_as, on_hosts
+from distdiag.workload.model import Backend, Device
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.console import RenderableType
+
+    from distdiag.commands.allreduce_bench.model import Bench
+    from distdiag.report import Report
+
+COMMAND = "allreduce-bench"
+
+
+def parse_ops(text: str) -> tuple[str, ...]:
+    """Read collectives with commas, or all. Raises UsageError."""
+    words = tuple(dict.fromkeys(word.strip().replace("-", "_") for word in text.split(",")))
+    if words == ("all",):
+        return OPS
+    for word in words:
+        if word not in OPS:
+            raise UsageError(f"--op {word!r} is no collective", hint=f"one or several of {', '.join(OPS)}, or all")
+    return words
+
+
+def parse_fault(text: str) -> Fault:
+    """Read FAULT:RANK or FAULT:RANK@ROW. Raises UsageError."""
+    place, at, row = text.partition("@")
+    kind, _, rank = place.partition(":")
+    if kind not in list(FaultKind) or not rank.isdecimal() or (at and not row.isdecimal()) or row == "0":
+        kinds = ", ".join(FaultKind)
+        raise UsageError(f"--inject {text!r} is not FAULT:RANK[@ROW]", hint=f"faults are {kinds}; such as kill:1@3")
+    if at and kind not in (FaultKind.KILL, FaultKind.STOP):
+        raise UsageError(f"--inject {text!r}: {kind} is made in all rows", hint="only kill and stop take @ROW")
+    return Fault(kind=FaultKind(kind), rank=int(rank), row=int(row or 1))
+
+
+def parse_dtype(text: str) -> str:
+    """Read a dtype by torch's name. Raises UsageError."""
+    other = {"float": "float32", "half": "float16", "double": "float64", "fp32": "float32", "fp16": "float16"}
+    name = {**other, "bf16": "bfloat16", "int": "int32"}.get(text, text.removeprefix("torch."))
+    if name not in ITEM_BYTES:
+        raise UsageError(f"--dtype {text!r} is not known", hint=f"one of {', '.join(ITEM_BYTES)}")
+    return name
+
+
+def parse_params(text: str) -> float:
+    """Read a number of parameters: 7B, 350M, 1.3e9. Raises UsageError."""
+    unit = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:].lower(), 1.0)
+    try:
+        value = float(text[:-1] if unit > 1 else text) * unit
+    except ValueError:
+        value = 0.0
+    if not 1 <= value < 1e16:
+        raise UsageError(f"--params {text!r} is no number of parameters", hint="write 7B, 350M or 1.3e9")
+    return value
+
+
+@on_hosts
+def allreduce_bench(
+    nproc: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Ranks on each node. [default: one per GPU; 2 without a GPU]")
+    ] = None,
+    op: Annotated[
+        str, typer.Option(metavar="NAMES", help=f"Collectives, with commas: {', '.join(OPS)}; or all.")
+    ] = "all_reduce",
+    sizes: Annotated[
+        str,
+        typer.Option(
+            metavar="RANGE",
+            help="Sizes: 64MiB, 1KiB:1GiB (doubling), 1KiB:1GiB:x4, several with commas. "
+            "[default: 1KiB:4GiB:x4; to 64MiB on the CPU]",
+        ),
+    ] = "",
+    dtype: Annotated[str, typer.Option(help="Type of the elements, by torch's name.")] = "float32",
+    warmup: Annotated[int, typer.Option(min=1, metavar="N", help="Calls before the timed ones.")] = 5,
+    iters: Annotated[
+        int | None,
+        typer.Option(min=1, max=100000, metavar="N", help="Timed calls a row. [default: 20 to 1000, see --min-time]"),
+    ] = None,
+    min_time: Annotated[
+        float, typer.Option(min=0.0, max=3600, metavar="SECONDS", help="Time each row for so long at least.")
+    ] = 0.5,
+    in_place: Annotated[
+        bool | None, typer.Option("--in-place/--out-of-place", help="Form of all_gather and reduce_scatter.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Look at every element, outside of the timed calls.")
+    ] = True,
+    stat: Annotated[Stat, typer.Option(help="The time of an iteration that bandwidths are made of.")] = Stat.P50,
+    unit: Annotated[Unit, typer.Option(help="GB/s is 1e9 bytes, gbps is 1e9 bits a second.")] = Unit.GBPS_BYTES,
+    save: Annotated[str, typer.Option(metavar="FILE", help="Keep the JSON document, for --compare.")] = "",
+    compare: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE", help="Compare with an earlier --save, or with what nccl-tests printed (or its -J)."
+        ),
+    ] = "",
+    plot: Annotated[
+        str, typer.Option(metavar="FILE", help="Draw busbw against size: into FILE.svg or FILE.png; - draws here.")
+    ] = "",
+    params: Annotated[
+        str, typer.Option(metavar="N", help="Say how long the gradients of a model of N parameters take: 7B.")
+    ] = "",
+    backend: Annotated[Backend, typer.Option(help="auto is nccl on GPUs and gloo on the CPU.")] = Backend.AUTO,
+    device: Annotated[Device, typer.Option(help="auto is cuda where a GPU is visible.")] = Device.AUTO,
+    timeout: TimeoutOpt = 30.0,
+    master_port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="PORT", help="Rendezvous port; 0 takes a free one.")
+    ] = 0,
+    master_addr: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Rendezvous address on several nodes. [default: chosen and tried]")
+    ] = "",
+    ifname: Annotated[
+        str, typer.Option(metavar="NAME", help="Network interface for the ranks. [default: the one that works]")
+    ] = "",
+    nccl_debug: Annotated[
+        bool, typer.Option("--nccl-debug", help="Set NCCL_DEBUG=INFO and keep what each rank prints in a directory.")
+    ] = False,
+    inject: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FAULT:RANK[@ROW]",
+            help="Make a fault for real, to see it found: slow, corrupt, dtype, kill or stop; such as kill:0@3.",
+        ),
+    ] = None,
+    print_command: Annotated[
+        Recipe | None,
+        typer.Option(help="Print the lines that start this under a launcher (for slurm a script), and stop."),
+    ] = None,
+    as_json: JsonOpt = False,
+    strict: StrictOpt = False,
+    *,
+    cluster: Cluster,
+) -> None:
+    """Measure the bandwidth of collectives, with their data checked; say whether it is good, and which rank is late.
+
+    Sizes, algbw and busbw are those of nccl-tests. Each row is reported as soon as it is there.
+
+    Exit status: 0 measured, 1 a fault was found, 2 wrong usage, 3 could not be measured, 130 interrupted.
+    """
+    from distdiag.deliver import Output, Progress, deliver, deliver_lines
+
+    def asked() -> Request:
+        from distdiag.commands.allreduce_bench.sizes import parse_sizes
+
+        return Request(
+            program=called_as(),
+            nproc=nproc,
+            ops=parse_ops(op),
+            sizes=parse_sizes(sizes) if sizes else None,
+            sizes_text=sizes,
+            dtype=parse_dtype(dtype),
+            warmup=warmup,
+            iterations=iters,
+            min_time_s=min_time,
+            in_place=in_place,
+            check=check,
+            stat=stat,
+            unit=unit,
+            params=parse_params(params) if params else None,
+            backend=backend,
+            device=device,
+            timeout_s=timeout,
+            master_port=master_port,
+            master_addr=master_addr,
+            ifname=ifname,
+            strict=strict,
+            cluster=cluster,
+            nccl_debug=nccl_debug,
+            fault=parse_fault(inject) if inject is not None else None,
+        )
+
+    def run() -> Report[Bench]:
+        from distdiag.commands.allreduce_bench.keep import Files, answer
+
+        with Progress() as progress:
+            return answer(asked(), Files(save=save, compare=compare, plot=plot), progress, strict=strict)
+
+    def commands() -> list[str]:
+        from distdiag.commands.allreduce_bench.check import explain
+
+        return explain(asked(), print_command)
+
+    def view(report: Report[Bench]) -> Iterable[RenderableType]:
+        from distdiag.commands.allreduce_bench.view import bench_view
+
+        return bench_view(report, unit, draw=plot == "-")
+
+    if cluster.explain or print_command is not None:
+        deliver_lines(COMMAND, commands, as_json=as_json)
+    deliver(COMMAND, run, view, Output(json=as_json, strict=strict))

@@ -1,0 +1,199 @@
+"""What allreduce-bench is asked, and what it measures: seconds, bytes, bytes per second."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from distdiag.workload import model
+
+if TYPE_CHECKING:
+    from distdiag.commands.allreduce_bench.earlier import Baseline
+
+STAGES = ("start", "connect", "init", "agree", "bench", "done")
+GIGA = 1e9
+
+
+class FaultKind(StrEnum):
+    """Faults that `--inject` makes for real."""
+
+    SLOW = "slow"
+    CORRUPT = "corrupt"
+    DTYPE = "dtype"
+    KILL = "kill"
+    STOP = "stop"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A fault to make in one rank; kill and stop happen in the row of this number, from 1."""
+
+    kind: FaultKind
+    rank: int
+    row: int = 1
+
+
+class Unit(StrEnum):
+    """Unit of bandwidth: gigabytes (1e9 bytes) or gigabits per second."""
+
+    GBPS_BYTES = "GB/s"
+    GBPS = "gbps"
+
+
+class Stat(StrEnum):
+    """Which time of an iteration stands for a size."""
+
+    P50 = "p50"
+    MEAN = "mean"
+    MIN = "min"
+    P99 = "p99"
+    MAX = "max"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(model.Request):
+    """What was typed; `iterations` None: as many as `min_time_s` needs. `in_place` None: torch's usual form."""
+
+    ops: tuple[str, ...] = ("all_reduce",)
+    sizes: tuple[int, ...] | None = None
+    sizes_text: str = ""
+    dtype: str = "float32"
+    warmup: int = 5
+    iterations: int | None = None
+    min_time_s: float = 0.5
+    in_place: bool | None = None
+    check: bool = True
+    stat: Stat = Stat.P50
+    unit: Unit = Unit.GBPS_BYTES
+    params: float | None = None
+    baseline: Baseline | None = None
+    """The earlier run to compare with."""
+    fault: Fault | None = None
+
+    @property
+    def command(self) -> str:
+        """The subcommand."""
+        return "allreduce-bench"
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """What every rank goes through."""
+        return STAGES
+
+    @property
+    def faulty_rank(self) -> int | None:
+        """The rank in which a fault is to be made."""
+        return None if self.fault is None else self.fault.rank
+
+    @property
+    def injected(self) -> str:
+        """The fault that is made, in words."""
+        if self.fault is None:
+            return ""
+        at = f" in row {self.fault.row}" if self.fault.kind in (FaultKind.KILL, FaultKind.STOP) else ""
+        return f"the fault {self.fault.kind} was made in rank {self.fault.rank}{at}, as asked"
+
+    def own_options(self) -> dict[str, object]:
+        """Options of allreduce-bench alone that differ from their defaults."""
+        return {
+            "op": ",".join(self.ops) if self.ops != ("all_reduce",) else None,
+            "sizes": self.sizes_text or None,
+            "dtype": self.dtype if self.dtype != "float32" else None,
+            "warmup": self.warmup if self.warmup != Request.warmup else None,
+            "iters": self.iterations,
+            "min-time": f"{self.min_time_s:g}" if self.min_time_s != Request.min_time_s else None,
+            "in-place": "" if self.in_place else None,
+            "no-check": None if self.check else "",
+        }
+
+    def less(self) -> dict[str, str]:
+        """Options that send less data."""
+        return {"sizes": "1KiB:1MiB"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Times of one iteration, of the slowest rank each time. p50 and p99 as nccl-tests picks them; iqr = p75 - p25."""
+
+    p50: float
+    p99: float
+    min: float
+    max: float
+    mean: float
+    iqr: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeResult:
+    """One row. Bandwidths are of the median time (or of --stat). `wrong` None: not checked."""
+
+    op: str
+    size_bytes: int
+    count: int
+    dtype: str
+    in_place: bool
+    iterations: int
+    time_s: Times | None
+    """None: not measured, `skipped` says why."""
+    algbw_bytes_per_s: float | None
+    busbw_bytes_per_s: float | None
+    wrong: int | None
+    drift: float | None
+    """Median time of the last quarter of the iterations / of the first; None for fewer than 20."""
+    skipped: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """How a rank came to the collectives: its median time inside, and how much later than the first it came."""
+
+    rank: int
+    host: str
+    op: str
+    size_bytes: int
+    inside_s: float
+    late_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expectation:
+    """What is known of such hardware, and how the largest all_reduce compares; None where nothing is."""
+
+    judgement: str
+    size_bytes: int
+    expected_busbw_bytes_per_s: float | None
+    percent_of_link: float | None
+    percent_of_nic: float | None
+    lines: tuple[str, ...]
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One row beside the earlier run's: `ratio` is its time / the earlier time; beyond 1 + `band` it is slower."""
+
+    op: str
+    size_bytes: int
+    dtype: str
+    in_place: bool
+    earlier_p50_s: float
+    p50_s: float
+    ratio: float
+    band: float
+    slower: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench(model.RunFacts):
+    """The facts of one run."""
+
+    device_name: str | None
+    nodes: int
+    stat: str
+    results: tuple[SizeResult, ...]
+    arrivals: tuple[Arrival, ...]
+    verdict: Expectation | None
+    compared: tuple[Compared, ...]
+    training: tuple[str, ...]
+    """What it means for a model of --params, in lines."""

@@ -1,0 +1,112 @@
+"""busbw against size, one line for each collective: in the terminal, or as a picture in a file."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import TYPE_CHECKING
+
+from distdiag.commands.allreduce_bench.model import GIGA, Unit
+from distdiag.commands.allreduce_bench.words import short
+from distdiag.errors import DistdiagError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from distdiag.commands.allreduce_bench.model import Bench, SizeResult
+
+_KINDS = (".svg", ".png", ".pdf")
+_COLUMNS, _LINES = 60, 12
+_COLUMNS_OF_A_DOUBLING = (10, 5, 2.5, 2, 1)
+"""plotille writes a number every ten columns: with these it stands at a size that is a power of two."""
+_MARKS = "oxs+*#@"
+Line = tuple[str, list[int], list[float]]
+
+
+def check_target(target: str) -> None:
+    """Refuse a picture that could not be made, before anything is measured. Raises UsageError, DistdiagError."""
+    if target in ("", "-"):
+        return
+    if os.path.splitext(target)[1].lower() not in _KINDS:
+        raise UsageError(
+            f"--plot {target}: no such kind of picture", hint=f"end it in {', '.join(_KINDS)}; - draws here"
+        )
+    folder = os.path.dirname(os.path.abspath(target))
+    if not os.path.isdir(folder):
+        raise UsageError(f"--plot {target}: there is no folder {folder}", hint=f"mkdir -p {folder}")
+    try:
+        import matplotlib  # noqa: F401 - only whether it is there
+    except ImportError as error:
+        raise DistdiagError(
+            f"--plot {target}: a picture needs matplotlib, which is not installed ({error})",
+            hint='pip install "distdiag[plot]"; or --plot - draws in the terminal',
+        ) from error
+
+
+def drawn(data: Bench, unit: Unit) -> str:
+    """Draw in text, for a terminal of 80 columns; empty where there are less than two sizes."""
+    import plotille
+
+    lines = _lines(data.results, unit)
+    sizes = [size for _, own, _ in lines for size in own]
+    if not sizes or min(sizes) == max(sizes):
+        return ""
+    low, high = math.floor(math.log2(min(sizes))), math.ceil(math.log2(max(sizes)))
+    step = next((one for one in _COLUMNS_OF_A_DOUBLING if one * (high - low) <= _COLUMNS), 1)
+    figure = plotille.Figure()
+    figure.width, figure.height = math.ceil(step * (high - low)), _LINES
+    figure.with_colors = False
+    figure.set_x_limits(low, low + figure.width / step)
+    figure.set_y_limits(0, max(max(values) for _, _, values in lines) * 1.1)
+    figure.x_ticks_fkt = lambda value, _: short(2 ** round(value))
+    figure.y_ticks_fkt = lambda value, _: f"{value:.3g}"
+    figure.x_label, figure.y_label = "size", f"busbw {_unit(unit)}"
+    for mark, (op, own, values) in zip(_MARKS, lines, strict=False):
+        figure.plot([math.log2(size) for size in own], values, label=op, marker=mark)
+    return "\n".join(line.rstrip() for line in str(figure.show(legend=True)).splitlines())
+
+
+def save(data: Bench, unit: Unit, target: str) -> None:
+    """Write a picture. Raises DistdiagError."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for op, sizes, values in _lines(data.results, unit):
+        axes.plot(sizes, values, marker="o", label=op)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda size, _: short(int(size)) if size >= 1 else "")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("size")
+    axes.set_ylabel(f"busbw ({_unit(unit)})")
+    axes.set_title(f"{data.world_size} ranks, {data.backend}, {data.device_name or data.device}")
+    axes.grid(visible=True, alpha=0.3)
+    if data.results:
+        axes.legend()
+    try:
+        figure.savefig(target, bbox_inches="tight")
+    except OSError as error:
+        raise DistdiagError(
+            f"cannot write {target}: {error.strerror}", hint="name a place that can be written"
+        ) from error
+    finally:
+        pyplot.close(figure)
+
+
+def _lines(results: Sequence[SizeResult], unit: Unit) -> list[Line]:
+    scale = GIGA / 8 if unit is Unit.GBPS else GIGA
+    found: list[Line] = []
+    for op in dict.fromkeys(row.op for row in results):
+        rows = sorted(
+            (row for row in results if row.op == op and row.busbw_bytes_per_s), key=lambda row: row.size_bytes
+        )
+        if rows:
+            values = [(row.busbw_bytes_per_s or 0.0) / scale for row in rows]
+            found.append((op, [row.size_bytes for row in rows], values))
+    return found
+
+
+def _unit(unit: Unit) -> str:
+    return "Gb/s" if unit is Unit.GBPS else "GB/s"

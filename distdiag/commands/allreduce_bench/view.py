@@ -1,0 +1,113 @@
+"""allreduce-bench for people: columns as nccl-tests has them, units, colour; nothing else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Column, Table
+from rich.text import Text
+
+from distdiag.commands.allreduce_bench import plot
+from distdiag.commands.allreduce_bench.words import micros, number, short
+from distdiag.deliver import Whole, host_table, plain_table
+from distdiag.report import Level
+from distdiag.workload.view import log_lines, rank_table, run_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import RenderableType
+
+    from distdiag.commands.allreduce_bench.model import Bench, SizeResult, Unit
+    from distdiag.report import Report
+
+
+def bench_view(report: Report[Bench], unit: Unit, *, draw: bool = False) -> Iterator[RenderableType]:
+    """The hosts that could not be used, the table of ranks where one failed, then the rows."""
+    data = report.data
+    yield from host_table(data.hosts)
+    if not data.ranks:
+        return
+    if any(finding.where.ranks and finding.level is Level.FAIL for finding in report.findings):
+        yield rank_table(data)
+        yield ""
+    if data.results:
+        yield _rows(data, unit)
+    if data.compared:
+        yield ""
+        yield _beside(data)
+    if draw and (drawn := plot.drawn(data, unit)):
+        yield ""
+        yield from map(Whole, drawn.splitlines())
+    yield Text("\n".join(["", *run_lines(data), *_how(data, unit), *log_lines(data)]))
+    for lines in (data.verdict.lines if data.verdict is not None else (), data.training):
+        if lines:
+            yield Text("\n".join(["", *lines]))
+
+
+def _rows(data: Bench, unit: Unit) -> Table:
+    right = {"justify": "right", "no_wrap": True}
+    table = Table(
+        Column("size", justify="right", no_wrap=True),
+        Column("count", justify="right", no_wrap=True),
+        Column("type", no_wrap=True),
+        Column("op", no_wrap=True),
+        Column("p50 us", **right),  # type: ignore[arg-type]
+        Column("p99 us", **right),  # type: ignore[arg-type]
+        Column("max us", **right),  # type: ignore[arg-type]
+        Column("algbw", **right),  # type: ignore[arg-type]
+        Column("busbw", **right),  # type: ignore[arg-type]
+        Column("#wrong", **right),  # type: ignore[arg-type]
+        box=None,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        header_style="bold",
+    )
+    for row in data.results:
+        table.add_row(*_cells(row, unit))
+    return table
+
+
+def _cells(row: SizeResult, unit: Unit) -> list[str | Text]:
+    head: list[str | Text] = [short(row.size_bytes), str(row.count), row.dtype, row.op]
+    if row.time_s is None or row.algbw_bytes_per_s is None or row.busbw_bytes_per_s is None:
+        return [*head, *["-"] * 5, "N/A"]
+    wrong = "N/A" if row.wrong is None else Text(str(row.wrong), style="bold red" if row.wrong else "")
+    return [
+        *head,
+        *(micros(one) for one in (row.time_s.p50, row.time_s.p99, row.time_s.max)),
+        number(row.algbw_bytes_per_s, unit),
+        number(row.busbw_bytes_per_s, unit),
+        wrong,
+    ]
+
+
+def _beside(data: Bench) -> Table:
+    table = plain_table(
+        Column("op", no_wrap=True),
+        Column("size", justify="right", no_wrap=True),
+        Column("before us", justify="right", no_wrap=True),
+        Column("now us", justify="right", no_wrap=True),
+        Column("ratio", justify="right", no_wrap=True),
+        Column("noise to", justify="right", no_wrap=True),
+        Column("", no_wrap=True),
+    )
+    for row in data.compared:
+        table.add_row(
+            row.op,
+            short(row.size_bytes),
+            micros(row.earlier_p50_s),
+            micros(row.p50_s),
+            f"{row.ratio:.2f}",
+            f"{1 + row.band:.2f}",
+            Text("slower", style="bold red") if row.slower else "",
+        )
+    return table
+
+
+def _how(data: Bench, unit: Unit) -> Iterator[str]:
+    iterations = sorted({row.iterations for row in data.results if row.time_s is not None})
+    if iterations:
+        often = f"{iterations[0]}" if len(iterations) == 1 else f"{iterations[0]} to {iterations[-1]}"
+        yield f"{often} iterations a row, each as long as its slowest rank; {data.stat} counts"
+        yield f"algbw and busbw in {'Gb/s' if unit == 'gbps' else 'GB/s (1e9 bytes)'}, as nccl-tests defines them"

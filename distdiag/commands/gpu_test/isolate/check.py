@@ -1,0 +1,76 @@
+"""What `gpu-test --isolate` does with ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from distdiag.commands.gpu_test.isolate import diagnose
+from distdiag.errors import UsageError
+from distdiag.workload import carry_out
+from distdiag.workload.carry_out import Job
+from distdiag.workload.model import Device
+
+if TYPE_CHECKING:
+    from distdiag.cluster.recipes import Recipe
+    from distdiag.commands.gpu_test.isolate.model import Fault, Isolated, Request
+    from distdiag.deliver import Progress
+    from distdiag.report import Report
+    from distdiag.workload.model import Plan, Share
+
+_ITERATIONS = 4
+_PAIR_TIMEOUT_S = {Device.CPU: 3.0, Device.CUDA: 15.0}
+"""For all of a pair's work. NCCL makes its connections in it, which takes seconds."""
+_LEAST_TIMEOUT_S = {Device.CPU: 1.0, Device.CUDA: 5.0}
+"""Once pairs have worked, the others may take five times as long as the slowest of them, and so long at least."""
+_LAG_S = 0.05
+_LEAST_BYTES = 4096
+
+
+def check(request: Request, progress: Progress) -> Report[Isolated]:
+    """Measure the pairs of the ranks of this node, or of all nodes that are asked for.
+
+    Raises:
+        UsageError: the request contradicts itself or the machine.
+        DistdiagError: the node side failed, or the logs asked for cannot be kept.
+    """
+    return carry_out.carry_out(_job(request), progress)
+
+
+def explain(request: Request, recipe: Recipe | None) -> list[str]:
+    """Write how the hosts would be reached, or the lines that start the same under a launcher."""
+    return carry_out.explain(_job(request), recipe)
+
+
+def _job(request: Request) -> Job[Request, Isolated]:
+    if request.size_bytes is not None and request.size_bytes < _LEAST_BYTES:
+        raise UsageError("--size is too small to tell a bandwidth by", hint="leave it out, or give 1MiB or more")
+    return Job(
+        request=request,
+        rank="distdiag.commands.gpu_test.isolate.rank",
+        config=_config,
+        diagnose=diagnose.diagnose,
+        not_run=diagnose.not_run,
+    )
+
+
+def _config(request: Request, plan: Plan, share: Share, rank: int) -> dict[str, Any]:
+    return {
+        "size_bytes": diagnose.size_for(request, plan),
+        "nodes": plan.machines,
+        "iterations": _ITERATIONS,
+        "at_once": max(1, (share.cpus or 2) // 2) if plan.device is Device.CPU else None,
+        "least_timeout_s": _LEAST_TIMEOUT_S[plan.device],
+        "pair_timeout_s": min(_PAIR_TIMEOUT_S[plan.device], request.timeout_s),
+        "fault": None if request.fault is None else _fault(request.fault, plan.nproc),
+    }
+
+
+def _fault(fault: Fault, nproc: int) -> dict[str, Any]:
+    hit = [[a, b] for a in range(nproc) for b in range(a + 1, nproc) if fault.meets(a, b)]
+    slow = fault.kind == "slow"
+    return {
+        "dropped": [] if slow else hit,
+        "slow": hit if slow else [],
+        "slow_ranks": list(fault.first) or list(range(nproc)),
+        "lag_s": _LAG_S,
+    }

@@ -1,0 +1,145 @@
+"""Pairs of ranks -> Report. Pure: the same answer for recorded facts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from distdiag.cluster.hosts import fold
+from distdiag.cluster.launch import Outcome
+from distdiag.commands.gpu_test.isolate.classify import classify
+from distdiag.commands.gpu_test.isolate.model import STAGES, Classified, Isolated, PairResult
+from distdiag.commands.gpu_test.isolate.pairs import Kind, Pair, PairStatus
+from distdiag.report import Finding, Fix, Level, Report, Where
+from distdiag.workload import judge
+from distdiag.workload.model import Device
+
+if TYPE_CHECKING:
+    from distdiag.commands.gpu_test.isolate.model import Request
+    from distdiag.commands.gpu_test.isolate.pairs import Classification
+    from distdiag.workload.model import Course, NotRun, Plan, Scene
+
+_SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\] ")
+"""Where in its own source gloo raised an error."""
+_SIZE_BYTES = {Device.CPU: 4 * 2**20, Device.CUDA: 64 * 2**20}
+
+
+def size_for(request: Request, plan: Plan) -> int:
+    """Give the bytes that a pair reduces."""
+    return request.size_bytes or _SIZE_BYTES[plan.device]
+
+
+def diagnose(request: Request, scene: Scene, plan: Plan, course: Course) -> Report[Isolated]:
+    """Say what the pairs show."""
+    told: list[dict[str, Any]] = next(reversed(judge.payloads(course.traces[:1], "pairs")), [])
+    pairs = [_pair(one) for one in told]
+    host_of = {trace.rank: trace.host for trace in course.traces}
+    classification, statuses = classify(pairs, host_of, least_bytes_per_s=request.expected_bytes_per_s)
+    finished = course.outcome is Outcome.FINISHED
+    data = Isolated(
+        **judge.facts_of(request, scene, plan, course),
+        size_bytes=size_for(request, plan),
+        pairs=tuple(
+            PairResult(
+                a=pair.a,
+                b=pair.b,
+                level=pair.level,
+                busbw_bytes_per_s=pair.busbw_bytes_per_s,
+                status=statuses[pair.a, pair.b],
+                wrong=pair.wrong,
+                error=pair.error,
+            )
+            for pair in pairs
+        ),
+        classification=_classified(classification) if finished else None,
+        measuring_s=_measuring(course),
+    )
+    found = judge.findings_of(request, scene, plan, course)
+    if finished and plan.nproc > 1:
+        found += _finding(request, classification, data)
+    interrupted = course.outcome is Outcome.INTERRUPTED
+    return Report(
+        command=request.command,
+        data=data,
+        findings=tuple(found),
+        summary=_summary(scene, data, classification, found, interrupted=interrupted),
+        interrupted=interrupted,
+    )
+
+
+def not_run(request: Request, why: NotRun) -> Report[Isolated]:
+    """Report why no rank was started."""
+    found = judge.findings_not_run(request, why)
+    data = Isolated(
+        **judge.facts_not_run(request, why),
+        size_bytes=request.size_bytes or 0,
+        pairs=(),
+        classification=None,
+        measuring_s=None,
+    )
+    return Report(
+        command=request.command,
+        data=data,
+        findings=tuple(found),
+        summary=judge.summary_not_run(why, found),
+        interrupted=why.interrupted,
+    )
+
+
+def _measuring(course: Course) -> float | None:
+    steps = [event.elapsed_s for event in course.traces[0].events if event.stage == "pairs"]
+    return round(steps[-1] - steps[0], 3) if steps else None
+
+
+def _pair(told: dict[str, Any]) -> Pair:
+    return Pair(
+        a=told["a"],
+        b=told["b"],
+        level=told["level"],
+        busbw_bytes_per_s=told["bytes_per_s"],
+        failed=told["failed"],
+        wrong=told["wrong"],
+        error=_SOURCE_LINE.sub("", told["error"]),
+    )
+
+
+def _classified(found: Classification) -> Classified:
+    fields = asdict(found)
+    return Classified(**{name: fields[name] for name in ("kind", "ranks", "hosts", "links", "groups", "reason")})
+
+
+def _finding(request: Request, found: Classification, data: Isolated) -> list[Finding]:
+    if found.kind is Kind.HEALTHY:
+        return []
+    host_of = {rank.rank: rank.host for rank in data.ranks}
+    # Somebody is to blame for what fails, if it cannot be told who; what is slow may be as it should.
+    broken = any(pair.status in (PairStatus.FAILED, PairStatus.WRONG) for pair in data.pairs)
+    errors = dict.fromkeys(pair.error for pair in data.pairs if pair.error)
+    ranks = sorted({*found.ranks, *(end for link in found.links for end in link)})
+    return [
+        Finding(
+            id=f"{request.command}.{found.kind}",
+            level=Level.UNKNOWN if found.kind is Kind.UNDECIDABLE and not broken else Level.FAIL,
+            title=found.sentence,
+            where=Where(
+                hosts=tuple(dict.fromkeys([*found.hosts, *(host_of[rank] for rank in ranks)])), ranks=tuple(ranks)
+            ),
+            evidence=(*found.reason, *(f"torch says: {error}" for error in list(errors)[:2])),
+            fix=Fix(text=found.next) if found.next else None,
+        )
+    ]
+
+
+def _summary(scene: Scene, data: Isolated, found: Classification, findings: list[Finding], *, interrupted: bool) -> str:
+    measured = sum(pair.busbw_bytes_per_s is not None or pair.status == "failed" for pair in data.pairs)
+    so_far = f"{measured} of {len(data.pairs)} pairs were measured"
+    wrong = [finding.title for finding in findings if finding.level in (Level.FAIL, Level.UNKNOWN)]
+    if interrupted:
+        return f"interrupted; {wrong[0] if wrong else judge.how_far(data.ranks, STAGES)}; {so_far}"
+    if words := judge.worst_of(findings):
+        return words if data.classification is not None else f"{words}; {so_far}"
+    where = fold(dict.fromkeys(place.host for place in scene.places))
+    if data.world_size == 1:
+        return f"one rank on {where} has no pair"
+    return f"{data.world_size} ranks on {where}, {len(data.pairs)} pairs: {found.sentence}"

@@ -1,0 +1,216 @@
+"""Bandwidths of links and of large all_reduces that others published (bandwidth.toml), and the arithmetic. Pure."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from importlib import resources
+from typing import Any
+
+GB = 1e9
+# What a ring gets of a link's line rate, or of a node's NICs: 70 to 82% in the table's figures, mostly 80.
+NORMAL = 0.8
+
+
+class Algorithm(StrEnum):
+    """How a figure came about; AUTO where it is not told."""
+
+    RING = "ring"
+    NVLS = "nvls"
+    AUTO = "auto"
+
+
+class Kind(StrEnum):
+    """What a figure is: somebody's alarm, or a sound machine's result."""
+
+    THRESHOLD = "threshold"
+    MEASURED = "measured"
+
+
+class Way(StrEnum):
+    """How a node is wired whose GPUs have less than their links: pairs without a switch, or the host's memory."""
+
+    MESH = "mesh"
+    HOST = "host"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Poorer:
+    """A wiring slower than the links: a pair's line rate (MESH) or a busbw (HOST); `always`: there is no better one."""
+
+    way: Way
+    bytes_per_s: float
+    always: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """The links of a GPU; `link_bytes_per_s` is one GPU's line rate in one direction, all its links together."""
+
+    name: str
+    pattern: re.Pattern[str]
+    link: str
+    link_bytes_per_s: float
+    bridge_bytes_per_s: float | None
+    nvls: bool
+    poorer: Poorer | None
+    source: str
+
+    def line_rate(self, ranks: int) -> float:
+        """Give what one GPU's links to so many ranks of its node carry in one direction, in bytes/s."""
+        if self.poorer is not None and self.poorer.always and self.poorer.way is Way.MESH:
+            return min(self.link_bytes_per_s, self.poorer.bytes_per_s * (ranks - 1))
+        return self.link_bytes_per_s
+
+    def normal(self, ranks: int) -> float:
+        """Give the busbw in bytes/s that a ring over so many of a node's GPUs has, wired at its best."""
+        if self.poorer is not None and self.poorer.always:
+            return self.poorest(ranks)
+        return NORMAL * self.link_bytes_per_s
+
+    def poorest(self, ranks: int) -> float:
+        """Give the busbw in bytes/s that a node has which is wired at its worst and yet sound."""
+        best = NORMAL * self.link_bytes_per_s
+        if self.poorer is None:
+            return best
+        if self.poorer.way is Way.HOST:
+            return min(best, self.poorer.bytes_per_s)
+        return min(best, NORMAL * self.poorer.bytes_per_s * (ranks - 1))
+
+    def ceiling(self, ranks: int) -> float:
+        """Give the busbw in bytes/s that nothing can exceed within a node."""
+        line_rate = max(self.link_bytes_per_s, self.bridge_bytes_per_s or 0)
+        return line_rate * max(1.0, busbw_factor(ranks) / wire_factor(ranks)) if self.nvls else line_rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """One published figure; `nic_bytes_per_s` is the line rate of one rank's share of its node's NICs."""
+
+    gpu: str
+    ranks_per_node: int
+    nodes: int
+    algorithm: Algorithm
+    kind: Kind
+    busbw_bytes_per_s: float
+    nic_bytes_per_s: float | None
+    bridge: bool
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tables:
+    """The file, as it stands, in bytes/s; `zero3_steps` are bits/s of a node and what they are for ZeRO-3."""
+
+    sources: dict[str, str]
+    gpus: tuple[Gpu, ...]
+    expected: tuple[Expected, ...]
+    zero3_ranks: int
+    zero3_steps: tuple[tuple[float, str], ...]
+
+
+def find_gpu(device_name: str | None) -> Gpu | None:
+    """Find a GPU by what torch.cuda.get_device_properties() calls it; None if the table lacks it."""
+    return next((gpu for gpu in tables().gpus if gpu.pattern.fullmatch(device_name or "")), None)
+
+
+@cache
+def tables() -> Tables:
+    """Read the file, once."""
+    told = tomllib.loads(resources.files(__package__).joinpath("bandwidth.toml").read_text("utf-8"))
+    sources = told["source"]
+    return Tables(
+        sources=sources,
+        gpus=tuple(_read_gpu(row, sources) for row in told["gpu"]),
+        expected=tuple(_read_expected(row, sources) for row in told["expected"]),
+        zero3_ranks=told["zero3"]["ranks"],
+        zero3_steps=tuple((step["at_least_bits_per_s"], step["says"]) for step in told["zero3"]["step"]),
+    )
+
+
+def _read_gpu(row: dict[str, Any], sources: dict[str, str]) -> Gpu:
+    bridge, poorer = row.get("bridge_gb_per_s"), row.get("poorer")
+    return Gpu(
+        name=row["name"],
+        pattern=re.compile(row["pattern"]),
+        link=row["link"],
+        link_bytes_per_s=row["link_gb_per_s"] * GB,
+        bridge_bytes_per_s=bridge and bridge * GB,
+        nvls=row.get("nvls", False),
+        poorer=poorer and Poorer(way=Way(poorer["way"]), bytes_per_s=poorer["gb_per_s"] * GB, always=poorer["always"]),
+        source=sources[row["source"]],
+    )
+
+
+def _read_expected(row: dict[str, Any], sources: dict[str, str]) -> Expected:
+    nic = row.get("nic_gb_per_s")
+    return Expected(
+        gpu=row["gpu"],
+        ranks_per_node=row["ranks_per_node"],
+        nodes=row["nodes"],
+        algorithm=Algorithm(row["algorithm"]),
+        kind=Kind(row["kind"]),
+        busbw_bytes_per_s=row["gb_per_s"] * GB,
+        nic_bytes_per_s=nic and nic * GB,
+        bridge=row.get("bridge", False),
+        source=sources[row["source"]],
+    )
+
+
+def busbw_factor(n: int) -> float:
+    """Give busbw / algbw of an all_reduce over n ranks: 2(n-1)/n, so 0 for one (nccl-tests, doc/PERFORMANCE.md)."""
+    return 2 * (n - 1) / n
+
+
+def wire_factor(n: int) -> float:
+    """Give what a GPU's links carry under NVLS, over algbw, for n ranks of a node: (n+1)/n, as the switch adds.
+
+    Source: NCCL's author in NVIDIA/nccl-tests issue 153. So busbw may be 2(n-1)/(n+1) of the line rate: 14/9 for 8.
+    """
+    return (n + 1) / n
+
+
+def nic_share(busbw: float, nodes: int, world_size: int) -> float:
+    """Give what each rank's NIC carries at least, in busbw's unit: busbw (k-1)/(n-1) for n ranks on k nodes.
+
+    An all_reduce of S bytes that is summed within the nodes first sends 2(k-1)/k of S/(n/k) by each NIC while busbw
+    says 2(n-1)/n of S; the quotient is free of S (ml-engineering, network/README.md, "So what should you expect?",
+    where 381.8 * 3/31 = 36.9). One ring over all ranks sends more, busbw / (n/k), which is why `assess` holds busbw
+    against what a ring gets of the NICs: this share of a sound network is 49% on two nodes and 90% on many.
+    """
+    return busbw * (nodes - 1) / (world_size - 1) if nodes > 1 else 0.0
+
+
+def training_lines(params: float, bytes_per_param: int, algbw_bytes_per_s: float) -> tuple[str, ...]:
+    """Say how many seconds one all_reduce of all gradients of a model takes at an algbw, which must be above 0."""
+    size = params * bytes_per_param
+    seconds = size / algbw_bytes_per_s
+    return (
+        f"{params / 1e9:.3g}e9 parameters x {bytes_per_param} bytes = {gb(size)} GB of gradients",
+        f"{gb(size)} GB / algbw {gb(algbw_bytes_per_s)} GB/s = {seconds:.3g} s for each all_reduce of them all",
+    )
+
+
+def zero3_rule(inter_node_bits_per_s: float | None, world_size: int) -> str:
+    """Hold the network of one node, in bits/s, against the rule of thumb for ZeRO-3 on 64 GPUs and more.
+
+    Source: ml-engineering, network/benchmarks/README.md, "Network throughput".
+    """
+    table = tables()
+    (_, fine, *_, ideal) = (f"{at_least / GB:.0f} Gb/s" for at_least, _ in table.zero3_steps)
+    rule = f"the rule of thumb for ZeRO-3 on {table.zero3_ranks} GPUs or more"
+    if inter_node_bits_per_s is None:
+        return f"{rule} asks {fine} between nodes, better {ideal}; the rate here is unknown"
+    rate = f"{inter_node_bits_per_s / GB:.0f} Gb/s between nodes"
+    says = [says for at_least, says in table.zero3_steps if inter_node_bits_per_s >= at_least][-1]
+    if world_size < table.zero3_ranks:
+        return f"{rate}: {rule} calls it {says}; {world_size} ask less of it"
+    return f"{rate}: {says}, by {rule} (found with V100; faster GPUs ask more)"
+
+
+def gb(bytes_per_s: float) -> str:
+    """Write bytes, or bytes/s, in GB."""
+    return f"{bytes_per_s / GB:.1f}"

@@ -1,0 +1,147 @@
+"""Whether the bandwidth of a large all_reduce is good, and the arithmetic line by line. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from distdiag.knowledge.bandwidth import GB, Algorithm, Kind, Way, find_gpu, gb, tables
+from distdiag.knowledge.expectation import BAD_BELOW, LOW_BELOW, SAYS, Case, Judgement, Setting
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from distdiag.knowledge.bandwidth import Gpu
+    from distdiag.knowledge.expectation import Bar
+
+# A node that sends no more than one 200 Gb/s card can by TCP may not use its InfiniBand or RoCE.
+SOCKET_AT_MOST_BYTES_PER_S = 25e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assessment:
+    """What a busbw is worth, and the arithmetic line by line.
+
+    `percent_of_link` is what a GPU's links carry of their line rate (under NVLS less than busbw). `percent_of_nic` is
+    what each rank's NIC carries at least (nic_share). Both are None where nothing crosses, or a rate is unknown.
+    """
+
+    judgement: Judgement
+    busbw_bytes_per_s: float
+    expected_bytes_per_s: float | None
+    percent_of_link: float | None
+    percent_of_nic: float | None
+    nvls_likely: bool
+    lines: tuple[str, ...]
+    source: str
+
+
+def assess(busbw_bytes_per_s: float, setting: Setting) -> Assessment:
+    """Judge the busbw of a LARGE all_reduce in bytes/s; give that of the largest message measured.
+
+    The message must have 128 MiB at least on one node. Between nodes bandwidth grows on for longer (a sound network of
+    32 x B200 has 52% of its peak at 128 MiB, 86% at 512 MiB), so there it should have 512 MiB, else it may seem low.
+    """
+    case = Case(busbw=busbw_bytes_per_s, setting=setting, gpu=find_gpu(setting.device_name))
+    bar = case.bar()
+    judgement = case.judge(bar)
+    return Assessment(
+        judgement=judgement,
+        busbw_bytes_per_s=busbw_bytes_per_s,
+        expected_bytes_per_s=bar.expected if bar else None,
+        percent_of_link=case.percent_of_link(),
+        percent_of_nic=case.percent_of_nic(),
+        nvls_likely=case.nvls_likely,
+        lines=tuple(_lines(case, bar, judgement)),
+        source=bar.source if bar else tables().sources["busbw"],
+    )
+
+
+def _lines(case: Case, bar: Bar | None, judgement: Judgement) -> Iterator[str]:
+    """Show the arithmetic, what is expected and why, and what to ask; lines of less than 100 characters."""
+    if case.setting.world_size > 1:
+        n = case.setting.world_size
+        yield f"busbw {gb(case.busbw)} GB/s = algbw {gb(case.algbw)} GB/s x 2({n}-1)/{n}"
+    yield from _link_lines(case)
+    yield from _nic_lines(case)
+    if bar is None or case.gpu is None:
+        yield _why_unknown(case)
+    elif judgement is Judgement.UNKNOWN:
+        most = gb(case.gpu.ceiling(case.setting.world_size))
+        yield f"more than {most} GB/s, the most that a link can do: did the clock wait for the GPU?"
+    else:
+        yield f"expected: {gb(bar.expected)} GB/s, {bar.why}"
+        bad = f"bad below {gb(bar.bad_below)}" if bar.bad_below else "never bad, as the NICs' rate is unknown"
+        yield f"low is below {gb(LOW_BELOW * bar.expected)} GB/s, {bad}"
+        yield from _questions(case, case.gpu, bar, judgement)
+
+
+def _link_lines(case: Case) -> Iterator[str]:
+    traffic = case.link_traffic()
+    if traffic is None or case.gpu is None or (case.setting.nodes > 1 and not case.nvls_likely):
+        return
+    carried, line_rate = traffic
+    part = f"{carried / line_rate:.0%} of {line_rate / GB:g} GB/s"
+    m = case.setting.ranks_per_node
+    if case.nvls_likely:
+        yield f"NVLS: the switch adds, a link carries algbw x ({m}+1)/{m} = {gb(carried)} GB/s, {part}"
+    elif carried <= line_rate:
+        link = "an NVLink bridge" if line_rate > case.gpu.link_bytes_per_s else case.gpu.link
+        yield f"that is {part}, the line rate of {link} in one direction"
+
+
+def _nic_lines(case: Case) -> Iterator[str]:
+    k, n, m = case.setting.nodes, case.setting.world_size, case.setting.ranks_per_node
+    nic = case.setting.nic_bytes_per_s
+    if k < 2:
+        return
+    of_nic = f", {case.nic_share / nic:.0%} of its {nic / GB:g} GB/s" if nic else ""
+    yield f"busbw {gb(case.busbw)} GB/s x ({k}-1)/({n}-1) = {gb(case.nic_share)} GB/s for each GPU's NIC{of_nic}"
+    if nic and case.nic_share > nic:
+        yield "more than the NIC can: NVLink between the nodes, SHARP, or a rate that is not the NIC's?"
+    elif nic and m > 1 and case.busbw <= m * nic:
+        ring = case.busbw / m
+        yield f"at least; if it was one ring: {gb(case.busbw)} / {m} = {gb(ring)} GB/s, {ring / nic:.0%}"
+    elif nic and m > 1:
+        yield f"at least; it was no ring, which would need {gb(case.busbw)} / {m} = {gb(case.busbw / m)} GB/s"
+
+
+def _why_unknown(case: Case) -> str:
+    if case.setting.world_size < 2:
+        return "one rank: busbw is 0 by definition, as 2(1-1)/1 = 0"
+    if case.gpu is None:
+        return f"no figure is known for {case.setting.device_name or 'ranks without a GPU'}"
+    where = f"{case.setting.nodes} x {case.setting.ranks_per_node} {case.gpu.name}"
+    return f"the NICs' rate is unknown, and so is what others have on {where}"
+
+
+def _questions(case: Case, gpu: Gpu, bar: Bar, judgement: Judgement) -> Iterator[str]:
+    yield from _between_nodes(case, judgement) if case.setting.nodes > 1 else _better(case, gpu)
+    if judgement is Judgement.LOW and case.busbw >= BAD_BELOW * bar.expected:
+        yield "a message below 1 GiB may not reach the peak: is it the same with 4 GiB?"
+    if judgement is Judgement.GOOD or case.setting.nodes > 1 or gpu.poorer is None or gpu.poorer.always:
+        return
+    if gpu.poorer.way is Way.HOST:
+        yield "through the host's memory (IOMMU, ACS, two sockets)? see: nvidia-smi topo -p2p r"
+    elif gpu.poorest(case.setting.ranks_per_node) < gpu.normal(case.setting.ranks_per_node):
+        yield "a board without NVSwitch, where two GPUs share few links? see: nvidia-smi topo -m"
+
+
+def _between_nodes(case: Case, judgement: Judgement) -> Iterator[str]:
+    if judgement is not Judgement.GOOD and case.busbw <= SOCKET_AT_MOST_BYTES_PER_S:
+        yield "as slow as TCP sockets: NCCL does not use InfiniBand/RoCE? NCCL_DEBUG=INFO tells"
+    elif case.setting.nodes == 2:
+        # NVIDIA/nccl-tests issues 196 and 290.
+        yield "two nodes: NCCL's trees can hide slow NICs; NCCL_ALGO=Ring shows what they give"
+
+
+def _better(case: Case, gpu: Gpu) -> Iterator[str]:
+    """Ask for what makes the same GPUs faster than a ring over their links, where others have it."""
+    for row in sorted(case.rows(gpu), key=lambda row: row.kind is Kind.MEASURED):
+        others = f"{gb(row.busbw_bytes_per_s)} GB/s with it, {SAYS[row.kind]} on {row.ranks_per_node} x {gpu.name}"
+        if row.algorithm is Algorithm.NVLS and not case.nvls_likely:
+            yield f"NVLS off (NCCL_NVLS_ENABLE)? {others}"
+            return
+        if row.bridge and case.busbw < LOW_BELOW * row.busbw_bytes_per_s:
+            yield f"no NVLink bridge? {others}"
+            return

@@ -1,0 +1,168 @@
+"""What busbw is to be expected of a large all_reduce, and what a measured one is worth. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from distdiag.knowledge.bandwidth import GB, NORMAL, Algorithm, Kind, Way, busbw_factor, nic_share, tables, wire_factor
+
+if TYPE_CHECKING:
+    from distdiag.knowledge.bandwidth import Expected, Gpu
+
+# Low is below this part of what is expected. The table's figures are of 8 GB and more; at 128 MiB a sound 8 x A100 has
+# 75% of its peak and 8 x H200 83%, so a narrower band would call sound nodes low.
+LOW_BELOW = 0.75
+# Bad is below this part of what the poorest sound wiring gives. Chance does not halve a bandwidth: a link is down, half
+# of the NICs are not used, or the transport is another one.
+BAD_BELOW = 0.5
+# A ring never had more than 82% of NVLink; 8 x H100, H200, B200 and B300 with NVLS have 93% and more, 6 x B200 86%.
+NVLS_ABOVE = 0.85
+SAYS = {Kind.THRESHOLD: "others' alarm limit", Kind.MEASURED: "as others measured"}
+
+
+class Judgement(StrEnum):
+    """What a bandwidth is worth; UNKNOWN where nothing is known to hold against it."""
+
+    GOOD = "good"
+    LOW = "low"
+    BAD = "bad"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Where the ranks ran; `nic_bytes_per_s`: the line rate of one rank's share of its node's NICs, None if unknown."""
+
+    device_name: str | None
+    world_size: int
+    nodes: int
+    ranks_per_node: int
+    nic_bytes_per_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """What a busbw is held against, in bytes/s."""
+
+    expected: float
+    bad_below: float
+    why: str
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A busbw where it was measured; all rates are bytes/s."""
+
+    busbw: float
+    setting: Setting
+    gpu: Gpu | None
+
+    @property
+    def algbw(self) -> float:
+        """Bytes of the message per second; 0 for one rank, whose busbw says nothing of it."""
+        factor = busbw_factor(self.setting.world_size)
+        return self.busbw / factor if factor else 0.0
+
+    @property
+    def nic_share(self) -> float:
+        """What each rank's NIC carries at least."""
+        return nic_share(self.busbw, self.setting.nodes, self.setting.world_size)
+
+    @property
+    def nvls_likely(self) -> bool:
+        """Whether this is more than a ring had on these links."""
+        if self.gpu is None or not self.gpu.nvls or self.setting.ranks_per_node < 2:
+            return False
+        return self.busbw > NVLS_ABOVE * self.gpu.link_bytes_per_s
+
+    def link_traffic(self) -> tuple[float, float] | None:
+        """Give what one GPU's links carry within the node, and their line rate; None where there is no link known."""
+        ranks = self.setting.ranks_per_node
+        if self.gpu is None or ranks < 2:
+            return None
+        if self.nvls_likely:
+            return self.algbw * wire_factor(ranks), self.gpu.link_bytes_per_s
+        bridge = self.gpu.bridge_bytes_per_s
+        if bridge is not None and self.busbw > self.gpu.link_bytes_per_s:
+            return self.busbw, bridge
+        return self.busbw, self.gpu.line_rate(ranks)
+
+    def percent_of_link(self) -> float | None:
+        """Give what one GPU's links carry of their line rate; None where there is no link known."""
+        traffic = self.link_traffic()
+        return 100 * traffic[0] / traffic[1] if traffic else None
+
+    def percent_of_nic(self) -> float | None:
+        """Give what each rank's NIC carries of its rate at least; None where nothing crosses, or it is unknown."""
+        nic = self.setting.nic_bytes_per_s
+        return 100 * self.nic_share / nic if nic and self.setting.nodes > 1 else None
+
+    def bar(self) -> Bar | None:
+        """Choose what to hold the busbw against; None if nothing is known."""
+        if self.gpu is None or self.setting.world_size < 2:
+            return None
+        if self.setting.nodes == 1:
+            return self._bar_of_node(self.gpu)
+        if not self.setting.nic_bytes_per_s:
+            return self._bar_of_others(self.gpu)
+        return self._bar_of_network(self.gpu, self.setting.nic_bytes_per_s)
+
+    def _bar_of_node(self, gpu: Gpu) -> Bar:
+        """Expect what a ring gets: NVLS and a bridge give more, which the lines ask for."""
+        ranks = self.setting.ranks_per_node
+        rows = [row for row in self.rows(gpu) if row.algorithm is not Algorithm.NVLS and not row.bridge]
+        if rows:
+            least = min(rows, key=lambda row: row.busbw_bytes_per_s)
+            expected, why, source = (
+                least.busbw_bytes_per_s,
+                f"{SAYS[least.kind]} on {ranks} x {gpu.name}",
+                least.source,
+            )
+        else:
+            expected, source = gpu.normal(ranks), gpu.source
+            host = gpu.poorer is not None and gpu.poorer.always and gpu.poorer.way is Way.HOST
+            why = "through the host's memory, its only way" if host else _part_of(gpu.line_rate(ranks), gpu.link)
+        return Bar(expected=expected, bad_below=BAD_BELOW * min(expected, gpu.poorest(ranks)), why=why, source=source)
+
+    def _bar_of_network(self, gpu: Gpu, nic: float) -> Bar:
+        """Expect what one ring over all ranks gets of the slower of the links and a node's NICs."""
+        ranks = self.setting.ranks_per_node
+        of_nics = NORMAL * ranks * nic
+        normal, poorest = (gpu.normal(ranks), gpu.poorest(ranks)) if ranks > 1 else (of_nics, of_nics)
+        why = f"a ring over {gpu.link}" if normal < of_nics else _part_of(ranks * nic, "a node's NICs")
+        expected, bad_below = min(normal, of_nics), BAD_BELOW * min(poorest, of_nics)
+        return Bar(expected=expected, bad_below=bad_below, why=why, source=tables().sources["nics"])
+
+    def _bar_of_others(self, gpu: Gpu) -> Bar | None:
+        """Expect what others had on so many nodes; never bad, as the NICs here may be slower by right."""
+        rows = self.rows(gpu)
+        if not rows:
+            return None
+        least = min(rows, key=lambda row: row.busbw_bytes_per_s)
+        nics = f", NICs of {least.nic_bytes_per_s / GB:g} a rank" if least.nic_bytes_per_s else ""
+        why = f"{SAYS[least.kind]} on {least.nodes} x {least.ranks_per_node} {gpu.name}{nics}"
+        return Bar(expected=least.busbw_bytes_per_s, bad_below=0.0, why=why, source=least.source)
+
+    def rows(self, gpu: Gpu) -> list[Expected]:
+        """Find what others published of as many nodes and GPUs."""
+        here = (gpu.name, self.setting.ranks_per_node, self.setting.nodes)
+        return [row for row in tables().expected if (row.gpu, row.ranks_per_node, row.nodes) == here]
+
+    def judge(self, bar: Bar | None) -> Judgement:
+        """Compare; a busbw that no link can carry is measured wrongly, so it is unknown."""
+        if bar is None or self.gpu is None or self._impossible(self.gpu):
+            return Judgement.UNKNOWN
+        if self.busbw < bar.bad_below:
+            return Judgement.BAD
+        return Judgement.LOW if self.busbw < LOW_BELOW * bar.expected else Judgement.GOOD
+
+    def _impossible(self, gpu: Gpu) -> bool:
+        # Between nodes nothing is: racks exist that join them by NVLink.
+        return self.setting.nodes == 1 and self.busbw > gpu.ceiling(self.setting.world_size)
+
+
+def _part_of(line_rate: float, link: str) -> str:
+    return f"{NORMAL:.0%} of the {line_rate / GB:g} GB/s of {link}"

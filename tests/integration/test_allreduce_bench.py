@@ -1,0 +1,188 @@
+"""allreduce-bench on real ranks: every collective checked, faults made for real, files, launchers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from support import Running, distdiag, need
+
+if TYPE_CHECKING:
+    from support import Result
+
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "sendrecv")
+QUICK = ("--min-time", "0.02", "--device", "cpu")
+
+
+def bench(*arguments: str, env: dict[str, str] | None = None, wrap: tuple[str, ...] = ()) -> Result:
+    return distdiag("allreduce-bench", "--json", *QUICK, *arguments, env=env, wrap=wrap)
+
+
+def rows(result: Result) -> list[dict[str, Any]]:
+    found = result.report["data"]["results"]
+    assert isinstance(found, list)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int64"])
+def test_every_collective_is_right_in_every_element(dtype: str) -> None:
+    result = bench("--nproc", "3", "--op", "all", "--sizes", "100,1000KB", "--dtype", dtype)
+    assert result.code == 0, result.out
+    assert [(row["op"], row["wrong"], row["skipped"]) for row in rows(result)] == [
+        (op, 0, "") for op in OPS for _ in range(2)
+    ]
+    for row in rows(result):
+        assert row["time_s"]["min"] <= row["time_s"]["p50"] <= row["time_s"]["p99"] <= row["time_s"]["max"]
+        assert row["algbw_bytes_per_s"] == pytest.approx(row["size_bytes"] / row["time_s"]["p50"])
+        assert row["iterations"] >= 20
+    assert {arrival["rank"] for arrival in result.report["data"]["arrivals"]} == {0, 1, 2}
+
+
+def test_both_forms_of_what_has_two() -> None:
+    for option, in_place in (("--in-place", True), ("--out-of-place", False)):
+        result = bench("--nproc", "2", "--op", "all_gather,reduce_scatter", "--sizes", "64KiB", option)
+        assert [(row["in_place"], row["wrong"]) for row in rows(result)] == [(in_place, 0)] * 2
+
+
+def test_no_timed_call_can_overflow_however_many_there_are() -> None:
+    result = bench("--nproc", "2", "--sizes", "1KiB", "--dtype", "float16", "--iters", "3000", "--warmup", "50")
+    assert result.code == 0, result.out
+    assert (rows(result)[0]["iterations"], rows(result)[0]["wrong"]) == (3000, 0)
+
+
+def test_a_corrupted_element_is_found_in_the_rank_that_sent_it() -> None:
+    result = bench("--nproc", "3", "--op", "all_reduce,all_to_all", "--sizes", "64KiB", "--inject", "corrupt:1")
+    assert result.code == 1
+    finding = result.findings["wrong-result"]
+    assert finding["where"]["ranks"] == [1]
+    assert "rank 1 " in finding["title"]
+    assert [row["wrong"] for row in rows(result)] == [3, 1]
+
+
+def test_a_wrong_dtype_is_found_before_anything_is_sent() -> None:
+    result = bench("--nproc", "2", "--sizes", "1KiB", "--inject", "dtype:1")
+    assert (result.code, list(result.findings)) == (1, ["mismatch"])
+    assert result.findings["mismatch"]["where"]["ranks"] == [1]
+    assert rows(result) == []
+
+
+@pytest.mark.parametrize(("fault", "finding"), [("kill:1@3", "rank-died"), ("stop:0@3", "rank-missing")])
+def test_what_was_measured_before_a_rank_fails_is_kept(fault: str, finding: str) -> None:
+    result = bench("--nproc", "2", "--sizes", "1KiB,4KiB,16KiB,64KiB", "--inject", fault, "--timeout", "4")
+    assert (result.code, list(result.findings)) == (1, [finding])
+    assert result.findings[finding]["where"]["ranks"] == [int(fault[5])]
+    assert [row["size_bytes"] for row in rows(result)] == [1024, 4096]
+    assert all(row["time_s"] for row in rows(result))
+    assert result.report["summary"].endswith("2 of 4 rows were measured")
+
+
+@pytest.mark.alone
+def test_a_late_rank_is_named() -> None:
+    result = bench("--nproc", "3", "--sizes", "256KiB:4MiB:x4", "--inject", "slow:1", "--iters", "15")
+    assert result.code == 0
+    assert result.findings["late-rank"]["where"]["ranks"] == [1]
+
+
+def test_ctrl_c_reports_and_keeps_what_was_measured(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    run = Running(
+        "allreduce-bench", "--json", "--nproc", "2", "--sizes", "1KiB,64MiB", "--min-time", "30", "--iters", "2000",
+        "--save", str(kept), "--device", "cpu",
+    )  # fmt: skip
+    run.wait_for("all_reduce 1KiB: busbw")
+    os.kill(run.process.pid, signal.SIGINT)
+    result = run.finish()
+    assert result.code == 130
+    assert [row["size_bytes"] for row in rows(result)] == [1024]
+    assert "1 of 2 rows were measured" in result.report["summary"]
+    assert json.loads(kept.read_text()) == result.report
+
+
+def test_a_size_that_does_not_fit_is_a_row_that_says_so() -> None:
+    result = bench("--nproc", "2", "--sizes", "1KiB,64TiB,2KiB".replace("64TiB", "65536GiB"))
+    assert result.code == 0
+    assert [(row["size_bytes"], bool(row["time_s"])) for row in rows(result)] == [
+        (1024, True), (65536 * 2**30, False), (2048, True),
+    ]  # fmt: skip
+    assert "bytes on each rank" in rows(result)[1]["skipped"]
+    assert "too-large" in {one["id"].partition(".")[2] for one in result.report["findings"]}
+
+
+def test_one_rank_alone() -> None:
+    result = bench("--nproc", "1", "--op", "all_reduce,sendrecv", "--sizes", "1KiB")
+    assert result.code == 0
+    assert (rows(result)[0]["busbw_bytes_per_s"], rows(result)[1]["time_s"]) == (0.0, None)
+
+
+def test_saved_compared_and_drawn(tmp_path: Path) -> None:
+    saved, picture = tmp_path / "before.json", tmp_path / "curve.svg"
+    sizes = ("--nproc", "2", "--sizes", "1KiB:64KiB:x8")
+    first = bench(*sizes, "--save", str(saved), "--plot", str(picture))
+    assert first.code == 0
+    assert json.loads(saved.read_text()) == first.report
+    assert picture.read_text().lstrip().startswith("<?xml")
+    second = bench(*sizes, "--compare", str(saved))
+    assert len(second.report["data"]["compared"]) == 3
+    kept = json.loads(saved.read_text())
+    for row in kept["data"]["results"]:
+        row["time_s"] = {name: one / 10 for name, one in row["time_s"].items()}
+        row["busbw_bytes_per_s"] *= 10
+        row["algbw_bytes_per_s"] *= 10
+    saved.write_text(json.dumps(kept))
+    third = bench(*sizes, "--compare", str(saved))
+    assert (third.code, "slower" in third.findings) == (1, True)
+
+
+def test_the_table_and_the_curve_fit_into_80_columns() -> None:
+    result = distdiag(
+        "allreduce-bench", *QUICK, "--nproc", "2", "--op", "all", "--sizes", "1KiB:1MiB:x4", "--plot", "-",
+        "--params", "350M", env={"NO_COLOR": "1"},
+    )  # fmt: skip
+    assert result.code == 0
+    assert "\x1b" not in result.out
+    assert max(map(len, result.out.splitlines())) <= 80
+    assert "reduce_scatter" in result.out
+    assert "350" in result.out.replace("0.35e9", "350")
+    # In a pipe each row is a line on stderr as soon as it is there.
+    assert sum("busbw" in line for line in result.err.splitlines()) == 7 * 6
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--op", "nonsense"),
+        ("--sizes", "big"),
+        ("--dtype", "float8"),
+        ("--op", "all_reduce", "--out-of-place"),
+        ("--op", "all_to_all", "--in-place"),
+        ("--params", "many"),
+        ("--inject", "slow:7", "--nproc", "2"),
+        ("--compare", "/nowhere/at/all.json"),
+        ("--plot", "curve.gif"),
+        ("--save", "/nowhere/at/all.json"),
+        ("--iters", "0"),
+    ],
+)
+def test_wrong_usage_is_exit_2_and_says_why(arguments: tuple[str, ...]) -> None:
+    result = bench(*arguments)
+    assert result.code == 2
+    assert result.report["error"]["message"]
+
+
+def test_as_ranks_of_torchrun() -> None:
+    need(TORCHRUN)
+    wrap = (TORCHRUN, "--standalone", "--nproc-per-node", "2", "--no-python")
+    result = bench("--sizes", "1KiB,64KiB", wrap=wrap)
+    assert result.code == 0, result.err
+    assert [row["wrong"] for row in rows(result)] == [0, 0]
+
+
+def test_the_lines_for_a_launcher_paste() -> None:
+    result = distdiag("allreduce-bench", "--nproc", "2", "--sizes", "1KiB", "--print-command", "torchrun")
+    assert "allreduce-bench --sizes 1KiB" in result.out

@@ -1,0 +1,150 @@
+"""gpu-test --isolate: rank, link, groups, all slow, and what cannot be told, each made for real."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cluster import Network, need_network
+from support import Running, distdiag
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from support import Result
+
+SIX = ("--nproc", "6", "--size", "1MiB")
+
+
+def isolate(*arguments: str, env: dict[str, str] | None = None, wrap: tuple[str, ...] = ()) -> Result:
+    return distdiag("gpu-test", "--isolate", "--json", "--device", "cpu", *arguments, env=env, wrap=wrap)
+
+
+def bad_pairs(result: Result) -> set[tuple[int, int]]:
+    return {(one["a"], one["b"]) for one in result.report["data"]["pairs"] if one["status"] not in ("ok", "skipped")}
+
+
+def classified(result: Result) -> dict[str, Any]:
+    found = result.report["data"]["classification"]
+    assert isinstance(found, dict), result.out
+    return found
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    need_network()
+    with Network(3) as network:
+        yield network
+
+
+@pytest.mark.alone
+def test_healthy_pairs() -> None:
+    result = isolate(*SIX)
+    assert (result.code, classified(result)["kind"]) == (0, "healthy")
+    pairs = result.report["data"]["pairs"]
+    assert len(pairs) == 15
+    assert all(one["wrong"] == 0 and one["busbw_bytes_per_s"] > 0 for one in pairs)
+
+
+@pytest.mark.alone
+def test_a_slow_rank() -> None:
+    result = isolate(*SIX, "--inject", "slow:2")
+    assert (result.code, list(result.findings)) == (1, ["bad-rank"])
+    assert result.findings["bad-rank"]["where"]["ranks"] == [2]
+    assert bad_pairs(result) == {(0, 2), (1, 2), (2, 3), (2, 4), (2, 5)}
+
+
+def test_a_link_that_drops_everything() -> None:
+    result = isolate(*SIX, "--inject", "block:1-4")
+    assert (result.code, list(result.findings)) == (1, ["bad-link"])
+    assert classified(result)["links"] == [[1, 4]]
+    failed = [one for one in result.report["data"]["pairs"] if one["status"] == "failed"]
+    assert [(one["a"], one["b"]) for one in failed] == [(1, 4)]
+    assert "imed out" in failed[0]["error"]
+
+
+@pytest.mark.alone
+def test_a_slow_link() -> None:
+    result = isolate(*SIX, "--inject", "slow:1-4")
+    assert (result.code, list(result.findings)) == (1, ["bad-link"])
+    assert classified(result)["links"] == [[1, 4]]
+
+
+def test_two_groups_that_do_not_reach_each_other() -> None:
+    result = isolate(*SIX, "--inject", "split:0-2")
+    assert (result.code, list(result.findings)) == (1, ["split"])
+    assert classified(result)["groups"] == [[0, 1, 2], [3, 4, 5]]
+    assert classified(result)["ranks"] == []
+
+
+@pytest.mark.alone
+def test_all_slow_alike_is_told_only_against_an_expectation() -> None:
+    result = isolate(*SIX, "--inject", "slow:all", "--expect", "0.1")
+    assert (result.code, list(result.findings)) == (1, ["uniformly-slow"])
+    assert isolate(*SIX, "--inject", "slow:all").code == 0
+
+
+def test_two_ranks_cannot_be_told_apart() -> None:
+    result = isolate("--nproc", "2", "--size", "1MiB", "--inject", "block:0-1")
+    assert (result.code, list(result.findings)) == (1, ["undecidable"])
+    assert result.findings["undecidable"]["fix"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("number", "finding"), [(signal.SIGKILL, "rank-died"), (signal.SIGSTOP, "rank-missing")], ids=["killed", "stopped"]
+)
+def test_a_rank_that_fails_meanwhile_is_named(number: signal.Signals, finding: str) -> None:
+    arguments = ("--nproc", "3", "--size", "256MiB", "--timeout", "12")
+    run = Running("gpu-test", "--isolate", "--json", "--device", "cpu", *arguments)
+    run.wait_for("pairs: all ranks")
+    os.kill(run.pid_of_rank(2), number)
+    result = run.finish()
+    assert (result.code, list(result.findings)) == (1, [finding])
+    assert result.findings[finding]["where"]["ranks"] == [2]
+    assert result.report["data"]["classification"] is None
+
+
+def test_on_several_nodes_ranks_meet_inside_and_across(network: Network) -> None:
+    wrap, env = tuple(network.client.command()), network.client_env()
+    where = ("--hosts", network.hosts, "--via", network.via, "--nproc", "2", "--size", "256KiB")
+    result = isolate(*where, env=env, wrap=wrap)
+    assert result.code == 0, result.out
+    pairs = {(one["a"], one["b"]): one["level"] for one in result.report["data"]["pairs"]}
+    assert pairs == {
+        (0, 1): "node", (2, 3): "node", (4, 5): "node",
+        (0, 2): "net", (1, 3): "net", (0, 4): "net", (1, 5): "net", (2, 4): "net", (3, 5): "net",
+    }  # fmt: skip
+    result = isolate(*where, "--inject", "block:2", env=env, wrap=wrap)
+    assert result.code == 1
+    assert classified(result)["ranks"] == [2]
+
+
+def test_the_benchmark_of_several_nodes(network: Network) -> None:
+    wrap, env = tuple(network.client.command()), network.client_env()
+    where = ("--hosts", network.hosts, "--via", network.via, "--nproc", "1", "--device", "cpu")
+    row = ("--sizes", "1KiB,1MiB", "--min-time", "0.02", "--params", "7B")
+    result = distdiag("allreduce-bench", "--json", *where, *row, env=env, wrap=wrap)
+    assert result.code == 0, result.out
+    data = result.report["data"]
+    assert (data["nodes"], [one["wrong"] for one in data["results"]]) == (3, [0, 0])
+    assert [one["host"] for one in data["arrivals"]][:3] == [node.name for node in network.nodes]
+    assert "ZeRO-3" in " ".join(data["training"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--inject", "kill:1"),
+        ("--inject", "slow:"),
+        ("--inject", "block:1-2-3"),
+        ("--inject", "slow:9"),
+        ("--size", "1KiB"),
+        ("--memory", "0.5"),
+    ],
+)
+def test_wrong_usage(arguments: tuple[str, ...]) -> None:
+    result = isolate("--nproc", "2", *arguments)
+    assert result.code == 2
+    assert result.report["error"]["message"]
