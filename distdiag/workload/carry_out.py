@@ -55,8 +55,8 @@ class Job(Generic[Asked, Data]):
     """What the command itself tells a rank, beside what every rank is told."""
     diagnose: Callable[[Asked, Scene, Plan, Course], Report[Data]]
     not_run: Callable[[Asked, NotRun], Report[Data]]
-    tell: Callable[[launch.Run, Progress], None] | None = None
-    """Says what is new in a run under way, beside the stages."""
+    tell: Callable[[launch.Run, Progress], str] | None = None
+    """Says what is new in a run under way, beside the stages; gives how far it is, for the line that changes."""
 
     @property
     def agent(self) -> Agent:
@@ -209,11 +209,10 @@ class _Narrator:
             self._told_waiting = False
             pids = ", ".join(f"{trace.rank}={trace.pid}" for trace in run.traces.values()) if self._told == 0 else ""
             self._progress.news(f"{self._stages[self._told]}: all ranks" + (f" (pids {pids})" if pids else ""))
-        if self._tell is not None:
-            self._tell(run, self._progress)
+        so_far = self._tell(run, self._progress) if self._tell is not None else ""
         behind = name_ranks(rank for rank, place in at.items() if place == lowest)
         waiting = f"waiting for {behind} in {self._stages[max(stage, 0)]} ({run.silent_s:.0f} s)"
-        self._progress.now(waiting)
+        self._progress.now(f"{so_far}; {waiting}" if so_far else waiting)
         if run.silent_s > _WAITING_IS_NEWS_S and not self._told_waiting:
             self._told_waiting = True
             self._progress.news(waiting)

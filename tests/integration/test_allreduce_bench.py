@@ -30,7 +30,7 @@ def rows(result: Result) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_every_collective_is_right_in_every_element(dtype: str) -> None:
     result = bench("--nproc", "3", "--op", "all", "--sizes", "100,1000KB", "--dtype", dtype)
     assert result.code == 0, result.out

@@ -65,13 +65,6 @@ def test_a_link_that_drops_everything() -> None:
     assert "imed out" in failed[0]["error"]
 
 
-@pytest.mark.alone
-def test_a_slow_link() -> None:
-    result = isolate(*SIX, "--inject", "slow:1-4")
-    assert (result.code, list(result.findings)) == (1, ["bad-link"])
-    assert classified(result)["links"] == [[1, 4]]
-
-
 def test_two_groups_that_do_not_reach_each_other() -> None:
     result = isolate(*SIX, "--inject", "split:0-2")
     assert (result.code, list(result.findings)) == (1, ["split"])
@@ -80,10 +73,9 @@ def test_two_groups_that_do_not_reach_each_other() -> None:
 
 
 @pytest.mark.alone
-def test_all_slow_alike_is_told_only_against_an_expectation() -> None:
+def test_all_slow_alike_is_told_against_an_expectation() -> None:
     result = isolate(*SIX, "--inject", "slow:all", "--expect", "0.1")
     assert (result.code, list(result.findings)) == (1, ["uniformly-slow"])
-    assert isolate(*SIX, "--inject", "slow:all").code == 0
 
 
 def test_two_ranks_cannot_be_told_apart() -> None:
@@ -109,16 +101,13 @@ def test_a_rank_that_fails_meanwhile_is_named(number: signal.Signals, finding: s
 def test_on_several_nodes_ranks_meet_inside_and_across(network: Network) -> None:
     wrap, env = tuple(network.client.command()), network.client_env()
     where = ("--hosts", network.hosts, "--via", network.via, "--nproc", "2", "--size", "256KiB")
-    result = isolate(*where, env=env, wrap=wrap)
-    assert result.code == 0, result.out
+    result = isolate(*where, "--inject", "block:2", env=env, wrap=wrap)
+    assert (result.code, classified(result)["ranks"]) == (1, [2])
     pairs = {(one["a"], one["b"]): one["level"] for one in result.report["data"]["pairs"]}
     assert pairs == {
         (0, 1): "node", (2, 3): "node", (4, 5): "node",
         (0, 2): "net", (1, 3): "net", (0, 4): "net", (1, 5): "net", (2, 4): "net", (3, 5): "net",
     }  # fmt: skip
-    result = isolate(*where, "--inject", "block:2", env=env, wrap=wrap)
-    assert result.code == 1
-    assert classified(result)["ranks"] == [2]
 
 
 def test_the_benchmark_of_several_nodes(network: Network) -> None:

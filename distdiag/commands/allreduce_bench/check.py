@@ -84,15 +84,18 @@ class _Teller:
     def __init__(self, request: Request) -> None:
         self._request = request
         self._told = 0
+        self._so_far = ""
 
-    def tell(self, run: Run, progress: Progress) -> None:
-        """Say what is new."""
+    def tell(self, run: Run, progress: Progress) -> str:
+        """Say what is new; gives the last row and how many there are."""
         zero = run.traces[0]
         if sum("row" in event.payload for event in zero.events) <= self._told:
-            return
+            return self._so_far
         device = str(next(event.payload["started"]["device"] for event in zero.events if "started" in event.payload))
         rows = rows_for(self._request, device.partition(":")[0])
         measured = rows_of(self._request, rows, list(run.traces.values()))
         for row in measured[self._told :]:
             progress.news(row_in_words(row, self._request.unit))
         self._told = len(measured)
+        self._so_far = f"{len(measured)} of {len(rows)} rows, {row_in_words(measured[-1], self._request.unit)}"
+        return self._so_far

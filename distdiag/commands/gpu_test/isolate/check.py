@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _ITERATIONS = 4
 _PAIR_TIMEOUT_S = {Device.CPU: 3.0, Device.CUDA: 15.0}
 """For all of a pair's work. NCCL makes its connections in it, which takes seconds."""
-_LEAST_TIMEOUT_S = {Device.CPU: 1.0, Device.CUDA: 5.0}
+_LEAST_TIMEOUT_S = {Device.CPU: 1.5, Device.CUDA: 5.0}
 """Once pairs have worked, the others may take five times as long as the slowest of them, and so long at least."""
 _LAG_S = 0.05
 _LEAST_BYTES = 4096

@@ -91,8 +91,9 @@ class Coordinator:
             }
             best = sorted(speeds.values())[-1 - len(speeds) // 10] if speeds else 0.0
             found += [(speed, pair) for pair, speed in speeds.items() if best and speed < _SUSPECT * best]
-        failed = [pair for speed, pair in sorted(found) if not speed][:_AGAIN_FAILED]
-        return failed + [pair for speed, pair in sorted(found) if speed][:_AGAIN]
+        # First those whose ranks work together by way of others: groups that do not meet fail in any case.
+        failed = sorted((pair for speed, pair in found if not speed), key=lambda pair: not self._meet(pair))
+        return failed[:_AGAIN_FAILED] + [pair for speed, pair in sorted(found) if speed][:_AGAIN]
 
     def _is_hopeless(self, pair: tuple[int, int]) -> bool:
         """Tell whether one of the two works with nobody, and failed with somebody that works with the other."""
@@ -104,6 +105,9 @@ class Coordinator:
             if not failed_with.isdisjoint(self._connected(other)):
                 return True
         return False
+
+    def _meet(self, pair: tuple[int, int]) -> bool:
+        return pair[1] in self._connected(pair[0])
 
     def _connected(self, rank: int) -> set[int]:
         """Find all that work with a rank, if need be by way of others; itself, too."""
