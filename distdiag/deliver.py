@@ -190,6 +190,19 @@ def host_table(rows: Iterable[Row]) -> Iterator[RenderableType]:
     yield ""
 
 
+class Wide:
+    """A table of numbers at its own width: where that is more than there is, its lines run over, and nothing is cut."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.measure import Measurement
+
+        wanted = Measurement.get(console, options.update(max_width=1000), self._table).maximum
+        yield from console.render(self._table, options.update(width=max(wanted, options.max_width)))
+
+
 class Whole:
     """A line that is never wrapped, so that it pastes and greps. (rich forgets that of a bare Text.)"""
 

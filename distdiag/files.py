@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -43,6 +44,8 @@ def write_whole(path: str, data: bytes) -> None:
             file.write(data)
         os.replace(draft, path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
         raise DistdiagError(
             f"cannot write {path}: {error.strerror}", hint="name a place that can be written"
         ) from error

@@ -189,7 +189,7 @@ def training_lines(params: float, bytes_per_param: int, algbw_bytes_per_s: float
     size = params * bytes_per_param
     seconds = size / algbw_bytes_per_s
     return (
-        f"{params / 1e9:.3g}e9 parameters x {bytes_per_param} bytes = {gb(size)} GB of gradients",
+        f"{_billions(params)} parameters x {bytes_per_param} bytes = {gb(size)} GB of gradients",
         f"{gb(size)} GB / algbw {gb(algbw_bytes_per_s)} GB/s = {seconds:.3g} s for each all_reduce of them all",
     )
 
@@ -211,6 +211,11 @@ def zero3_rule(inter_node_bits_per_s: float | None, world_size: int) -> str:
     return f"{rate}: {says}, by {rule} (found with V100; faster GPUs ask more)"
 
 
+def _billions(params: float) -> str:
+    return f"{params / 1e9:.4g}B" if params >= 1e9 else f"{params / 1e6:.4g}M"
+
+
 def gb(bytes_per_s: float) -> str:
     """Write bytes, or bytes/s, in GB."""
-    return f"{bytes_per_s / GB:.1f}"
+    value = bytes_per_s / GB
+    return f"{value:.1f}" if value >= 1 else f"{value:.2g}"

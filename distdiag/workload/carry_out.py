@@ -108,7 +108,8 @@ def explain(job: Job[Asked, Data], recipe: Recipe | None) -> list[str]:
     gpus = (find_gpus().visible or 0) if request.device is not Device.CPU else 0
     nproc = request.nproc or targets.hosts[0].slots or gpus or RANKS_WITHOUT_GPU
     plain = replace(request, nproc=None, cluster=Cluster())
-    lines = recipes.lines(recipe, hosts, nproc, plain.again(), gpus=gpus > 0)
+    again = plain.again(**({"inject": plain.fault_option} if plain.fault_option else {}))
+    lines = recipes.lines(recipe, hosts, nproc, again, gpus=gpus > 0)
     if shutil.which("torchrun") is None:
         lines = [
             line.replace("torchrun ", f"{shlex.quote(sys.executable)} -m torch.distributed.run ") for line in lines

@@ -82,6 +82,11 @@ class Request:
         """The fault that is made, in words; empty if none."""
         return ""
 
+    @property
+    def fault_option(self) -> str | None:
+        """The fault as it is typed after --inject, if any."""
+        return None
+
     def own_options(self) -> dict[str, object]:
         """Options of this command alone, by name, that differ from their defaults; None leaves one out."""
         raise NotImplementedError
@@ -106,6 +111,8 @@ class Request:
             "master-addr": self.master_addr or None,
             "master-port": self.master_port or None,
             "ifname": self.ifname or None,
+            "nccl-debug": "" if self.nccl_debug else None,
+            "strict": "" if self.strict else None,
             **self.own_options(),
             **{name.replace("_", "-"): value for name, value in changes.items()},
         }

@@ -167,6 +167,8 @@ def test_the_table_and_the_curve_fit_into_80_columns() -> None:
         ("--plot", "curve.gif"),
         ("--save", "/nowhere/at/all.json"),
         ("--iters", "0"),
+        ("--save", "/tmp"),
+        ("--inject", "kill:1@9", "--sizes", "1KiB", "--nproc", "2"),
     ],
 )
 def test_wrong_usage_is_exit_2_and_says_why(arguments: tuple[str, ...]) -> None:
@@ -183,6 +185,21 @@ def test_as_ranks_of_torchrun() -> None:
     assert [row["wrong"] for row in rows(result)] == [0, 0]
 
 
-def test_the_lines_for_a_launcher_paste() -> None:
-    result = distdiag("allreduce-bench", "--nproc", "2", "--sizes", "1KiB", "--print-command", "torchrun")
-    assert "allreduce-bench --sizes 1KiB" in result.out
+def test_a_report_that_cannot_be_kept_is_still_told() -> None:
+    result = bench("--nproc", "2", "--sizes", "1KiB", "--save", "/dev/full")
+    assert (result.code, list(result.findings)) == (3, ["not-saved"])
+    assert rows(result)[0]["time_s"]
+
+
+def test_the_lines_for_a_launcher_keep_what_was_typed() -> None:
+    typed = ("--sizes", "1KiB", "--stat", "mean", "--params", "7B", "--save", "m x.json", "--inject", "kill:1@1")
+    result = distdiag("allreduce-bench", "--nproc", "2", *typed, "--strict", "--print-command", "torchrun")
+    for words in (
+        "--sizes 1KiB",
+        "--stat mean",
+        "--params 7e+09",
+        "--save 'm x.json'",
+        "--inject kill:1@1",
+        "--strict",
+    ):
+        assert words in result.out, result.out

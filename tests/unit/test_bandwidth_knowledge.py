@@ -192,7 +192,7 @@ def test_the_share_of_a_nic_is_what_a_sum_within_the_nodes_leaves() -> None:
 
 def test_how_long_the_gradients_take() -> None:
     assert training_lines(7e9, 4, 280e9) == (
-        "7e9 parameters x 4 bytes = 28.0 GB of gradients",
+        "7B parameters x 4 bytes = 28.0 GB of gradients",
         "28.0 GB / algbw 280.0 GB/s = 0.1 s for each all_reduce of them all",
     )
 

@@ -103,6 +103,7 @@ def test_what_is_in_place_and_what_it_takes() -> None:
         ("1KiB:1MiB:x4", [1024, 4096, 16384, 65536, 262144, MIB]),
         ("1KiB:10KiB:x3", [1024, 3072, 9216]),
         ("4096, 1MiB:2MiB, 4096", [4096, MIB, 2 * MIB]),
+        ("1K,1KB,1k:2k", [1024, 1000, 2048]),
     ],
 )
 def test_sizes_are_read(text: str, sizes: list[int]) -> None:
@@ -262,7 +263,7 @@ def test_a_small_message_is_not_judged_by() -> None:
     assert (report.data.verdict.judgement, "too small" in report.data.verdict.lines[0]) == ("unknown", True)
 
 
-def earlier(*seconds: float, world_size: int = 2, spread: float | None = 0.02) -> Baseline:
+def earlier(*seconds: float, world_size: int = 2, spread: float | None = 0.02, device: str = "cpu") -> Baseline:
     rows = tuple(
         Earlier(
             op="all_reduce",
@@ -275,7 +276,7 @@ def earlier(*seconds: float, world_size: int = 2, spread: float | None = 0.02) -
         )
         for size, one in zip(THREE.sizes or (), seconds, strict=False)
     )
-    return Baseline(rows=rows, made_by="distdiag 0.1.0", world_size=world_size, device="cpu", notes=())
+    return Baseline(rows=rows, made_by="distdiag 0.1.0", world_size=world_size, device=device, notes=())
 
 
 @pytest.mark.parametrize(
@@ -288,9 +289,20 @@ def earlier(*seconds: float, world_size: int = 2, spread: float | None = 0.02) -
         (earlier(0.002, 0.008, 0.032), set(), "ok"),
         (earlier(0.001, 0.004, 0.008), {"slower"}, "fail"),
         (earlier(0.001, 0.004, 0.016, world_size=8), {"compare-differs"}, "unknown"),
+        (earlier(0.001, 0.004, 0.016, device="NVIDIA A100-SXM4-80GB"), {"compare-differs"}, "unknown"),
         (earlier(), {"compare-differs"}, "unknown"),
     ],
-    ids=["equal", "5% slower", "twice", "twice and noisy", "faster", "one of three", "other world", "no row"],
+    ids=[
+        "equal",
+        "5% slower",
+        "twice",
+        "twice and noisy",
+        "faster",
+        "one of three",
+        "other world",
+        "other device",
+        "no row",
+    ],
 )
 def test_a_run_beside_an_earlier_one(baseline: Baseline, finding: set[str], verdict: str) -> None:
     request = Request(device=Device.CPU, sizes=THREE.sizes, baseline=baseline)

@@ -63,9 +63,12 @@ def _check_forms(request: Request) -> None:
 
 def _config(request: Request, plan: Plan, share: Share, rank: int) -> dict[str, Any]:
     fault = request.fault
+    rows = rows_for(request, plan.device)
+    if fault is not None and fault.row > len(rows):
+        raise UsageError(f"--inject names row {fault.row}, and there are {len(rows)}", hint=f"1 to {len(rows)}")
     mine = fault is not None and fault.rank == rank
     return {
-        "rows": [{"op": op, "size_bytes": size} for op, size in rows_for(request, plan.device)],
+        "rows": [{"op": op, "size_bytes": size} for op, size in rows],
         "dtype": request.dtype,
         "warmup": request.warmup,
         "iterations": request.iterations,

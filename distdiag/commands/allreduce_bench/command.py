@@ -81,7 +81,7 @@ def allreduce_bench(
         str,
         typer.Option(
             metavar="RANGE",
-            help="Sizes: 64MiB, 1KiB:1GiB (doubling), 1KiB:1GiB:x4, several with commas. "
+            help="Sizes: 64MiB (or 64M), 1KiB:1GiB (doubling), 1KiB:1GiB:x4, several with commas. "
             "[default: 1KiB:4GiB:x4; to 64MiB on the CPU]",
         ),
     ] = "",
@@ -181,6 +181,7 @@ def allreduce_bench(
             strict=strict,
             cluster=cluster,
             nccl_debug=nccl_debug,
+            files=(("save", save), ("compare", compare), ("plot", plot)),
             fault=parse_fault(inject) if inject is not None else None,
         )
 

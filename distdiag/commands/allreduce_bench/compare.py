@@ -52,13 +52,19 @@ def _compared(row: SizeResult, before: Earlier) -> Compared:
     )
 
 
-def findings_of(request: Request, baseline: Baseline, world_size: int, compared: Sequence[Compared]) -> list[Finding]:
-    """Say whether this run is slower than the earlier one."""
+def differs(baseline: Baseline, world_size: int, device: str) -> str:
+    """Say why the times of two runs do not compare at all; empty if they do."""
     if baseline.world_size is not None and baseline.world_size != world_size:
-        words = f"the earlier run had {baseline.world_size} ranks and this one has {world_size}: times do not compare"
-        return [_finding(request, "compare-differs", Level.UNKNOWN, words, baseline)]
-    if not compared:
-        words = "no row of this run is in the earlier one: other sizes, collectives or types"
+        return f"the earlier run had {baseline.world_size} ranks and this one has {world_size}: times do not compare"
+    if baseline.device and baseline.device != device:
+        return f"the earlier run was on {baseline.device} and this one is on {device}: times do not compare"
+    return ""
+
+
+def findings_of(request: Request, baseline: Baseline, why: str, compared: Sequence[Compared]) -> list[Finding]:
+    """Say whether this run is slower than the earlier one; `why`: they do not compare."""
+    if why or not compared:
+        words = why or "no row of this run is in the earlier one: other sizes, collectives or types"
         return [_finding(request, "compare-differs", Level.UNKNOWN, words, baseline)]
     slower = sorted((row for row in compared if row.slower), key=lambda row: -row.ratio)
     if not slower:
@@ -80,12 +86,19 @@ def _finding(request: Request, name: str, level: Level, title: str, baseline: Ba
         title=title,
         detail=f"The earlier run was made by {baseline.made_by}"
         + (f" on {baseline.device}" if baseline.device else "")
-        + f". Noise is what each row's own iterations show, {_BAND_LEAST:.0%} at least.",
+        + f". Noise is what each row's own iterations show, {_BAND_LEAST:.0%} at least, {_BAND_MOST:.0%} at most.",
         evidence=baseline.notes,
         fix=Fix(
             text="run it again; if it stays, see whether a rank is named as late, or measure pairs of ranks",
             commands=(request.pairs(),),
         )
         if level in (Level.FAIL, Level.WARN)
-        else None,
+        else Fix(text=f"it has {_content(baseline)}"),
     )
+
+
+def _content(baseline: Baseline) -> str:
+    ops = ", ".join(dict.fromkeys(f"{row.op} ({row.dtype})" for row in baseline.rows))
+    sizes = ",".join(dict.fromkeys(short(row.size_bytes) for row in baseline.rows))
+    ranks = "" if baseline.world_size is None else f", {baseline.world_size} ranks"
+    return f"{ops}, --sizes {sizes}{ranks}"

@@ -32,7 +32,9 @@ def diagnose(request: Request, scene: Scene, plan: Plan, course: Course) -> Repo
     arrivals = arrivals_of(rows, course.traces)
     device_name = judge.started(course.traces).get("device_name")
     expected = verdict.expectation(plan, scene, device_name, results)
-    compared = compare.compare(request.baseline, results) if request.baseline is not None else ()
+    here = device_name if device_name not in (None, "cpu") else str(plan.device)
+    differs = compare.differs(request.baseline, plan.nproc, here) if request.baseline is not None else ""
+    compared = compare.compare(request.baseline, results) if request.baseline is not None and not differs else ()
     data = Bench(
         **judge.facts_of(request, scene, plan, course),
         device_name=device_name,
@@ -51,7 +53,7 @@ def diagnose(request: Request, scene: Scene, plan: Plan, course: Course) -> Repo
         *verdict.findings_of(request, expected),
     ]
     if request.baseline is not None and results:
-        found += compare.findings_of(request, request.baseline, plan.nproc, compared)
+        found += compare.findings_of(request, request.baseline, differs, compared)
     interrupted = course.outcome is Outcome.INTERRUPTED
     return Report(
         command=request.command,
@@ -90,12 +92,12 @@ def _not_measured(request: Request, results: tuple[SizeResult, ...]) -> list[Fin
     reasons: dict[tuple[str, str], list[SizeResult]] = {}
     for row in results:
         if row.skipped:
-            kind = "too-large" if "bytes" in row.skipped else "unsupported"
-            reasons.setdefault((kind, row.skipped if kind == "unsupported" else ""), []).append(row)
+            kind = "too-large" if "bytes" in row.skipped else "alone" if "nobody" in row.skipped else "unsupported"
+            reasons.setdefault((kind, row.skipped if kind != "too-large" else ""), []).append(row)
     found = [
         Finding(
             id=f"{request.command}.{kind}",
-            level=Level.INFO if kind == "too-large" else Level.WARN,
+            level=Level.WARN if kind == "unsupported" else Level.INFO,
             title=f"not measured: {', '.join(f'{row.op} {short(row.size_bytes)}' for row in group)}",
             detail=group[0].skipped,
         )

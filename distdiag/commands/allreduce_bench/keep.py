@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING
 from distdiag.commands.allreduce_bench import baseline, plot
 from distdiag.commands.allreduce_bench.check import check
 from distdiag.deliver import document
-from distdiag.errors import UsageError
+from distdiag.errors import DistdiagError, UsageError
 from distdiag.files import write_whole
 from distdiag.node.identity import identify
+from distdiag.report import Finding, Fix, Level
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from distdiag.commands.allreduce_bench.model import Bench, Request
     from distdiag.deliver import Progress
     from distdiag.report import Report
@@ -39,13 +42,31 @@ def answer(request: Request, files: Files, progress: Progress, *, strict: bool) 
     me = identify(os.environ)
     if me is None or me.rank == 0:  # the files of the others' nodes are not ours
         plot.check_target(files.plot)
-        if files.save and not os.path.isdir(os.path.dirname(os.path.abspath(files.save))):
-            raise UsageError(f"--save {files.save}: there is no such folder", hint="name a folder that is there")
+        _check_save(files.save)
         if files.compare:
             request = replace(request, baseline=baseline.read(files.compare))
     report = check(request, progress)
-    if files.save:
-        write_whole(files.save, json.dumps(document(report, strict=strict), indent=2).encode() + b"\n")
     if files.plot not in ("", "-"):
-        plot.save(report.data, request.unit, files.plot)
+        report = _told(report, lambda: plot.save(report.data, request.unit, files.plot))
+    if files.save:
+        kept = json.dumps(document(report, strict=strict), indent=2).encode() + b"\n"
+        report = _told(report, lambda: write_whole(files.save, kept))
+    return report
+
+
+def _check_save(target: str) -> None:
+    folder = os.path.dirname(os.path.abspath(target)) if target else "."
+    if os.path.isdir(target) or not os.path.isdir(folder):
+        what = "that is a folder" if os.path.isdir(target) else f"there is no folder {folder}"
+        raise UsageError(f"--save {target}: {what}", hint="name a file in a folder that is there")
+
+
+def _told(report: Report[Bench], write: Callable[[], None]) -> Report[Bench]:
+    """Write a file; where that fails, the report says so, and is not lost with it."""
+    try:
+        write()
+    except DistdiagError as error:
+        fix = Fix(text=error.hint) if error.hint else None
+        failed = Finding(id=f"{report.command}.not-saved", level=Level.UNKNOWN, title=str(error), fix=fix)
+        return replace(report, findings=(*report.findings, failed), summary=f"{report.summary}; {error}")
     return report

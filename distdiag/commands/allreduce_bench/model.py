@@ -67,6 +67,8 @@ class Request(model.Request):
     stat: Stat = Stat.P50
     unit: Unit = Unit.GBPS_BYTES
     params: float | None = None
+    files: tuple[tuple[str, str], ...] = ()
+    """--save, --compare and --plot, as they were typed."""
     baseline: Baseline | None = None
     """The earlier run to compare with."""
     fault: Fault | None = None
@@ -87,6 +89,14 @@ class Request(model.Request):
         return None if self.fault is None else self.fault.rank
 
     @property
+    def fault_option(self) -> str | None:
+        """The fault as it is typed."""
+        if self.fault is None:
+            return None
+        at = f"@{self.fault.row}" if self.fault.kind in (FaultKind.KILL, FaultKind.STOP) else ""
+        return f"{self.fault.kind}:{self.fault.rank}{at}"
+
+    @property
     def injected(self) -> str:
         """The fault that is made, in words."""
         if self.fault is None:
@@ -105,6 +115,10 @@ class Request(model.Request):
             "min-time": f"{self.min_time_s:g}" if self.min_time_s != Request.min_time_s else None,
             "in-place": "" if self.in_place else None,
             "no-check": None if self.check else "",
+            "stat": self.stat if self.stat is not Stat.P50 else None,
+            "unit": self.unit if self.unit is not Unit.GBPS_BYTES else None,
+            "params": f"{self.params:g}" if self.params is not None else None,
+            **{name: path or None for name, path in self.files},
         }
 
     def less(self) -> dict[str, str]:

@@ -88,6 +88,8 @@ def save(data: Bench, unit: Unit, target: str) -> None:
     try:
         figure.savefig(target, bbox_inches="tight")
     except OSError as error:
+        if os.path.isfile(target) and not os.path.getsize(target):
+            os.unlink(target)
         raise DistdiagError(
             f"cannot write {target}: {error.strerror}", hint="name a place that can be written"
         ) from error

@@ -26,7 +26,8 @@ def _range(text: str) -> list[int]:
     factor = _factor(words.pop()) if len(words) == 3 else 2.0
     if len(words) > 2:
         raise UsageError(f"--sizes {text}: too many colons", hint="write FIRST:LAST:xFACTOR, such as 1KiB:1GiB:x4")
-    ends = [parse_size(word) for word in words]
+    # As nccl-tests reads them: 1K is 1024 bytes, while 1KB is 1000.
+    ends = [parse_size(re.sub(r"(?i)(?<=\d)([kmgt])$", r"\1i", word.strip())) for word in words]
     if ends[0] < 1:
         raise UsageError(f"--sizes {text}: a size of nothing", hint="start at 4 bytes or more")
     if ends[-1] < ends[0]:

@@ -21,6 +21,7 @@ _LATE_S = 50e-6
 """A rank is late where it came later than the first by this part of the row's time, and by so much at least."""
 _OTHERS_SHARE = 0.5
 """And the next latest by no more than this part of it."""
+_ENOUGH_FOR_LATE = 10
 _LARGE_BYTES = 2**20
 _FALL = 0.6
 _OUTLIERS = 3.0
@@ -43,7 +44,7 @@ class Late:
 
 def late_rank(results: Sequence[SizeResult], arrivals: Sequence[Arrival]) -> Late | None:
     """Find the rank that comes late, the same one in most of the rows; None where there is none."""
-    times = {(row.op, row.size_bytes): row.time_s.p50 for row in results if row.time_s and row.op in _ALL_WAIT}
+    times = {(row.op, row.size_bytes): row.time_s.p50 for row in results if row.time_s and _counts(row)}
     named: list[tuple[Arrival, float]] = []
     rows = 0
     for (op, size), p50 in times.items():
@@ -61,6 +62,10 @@ def late_rank(results: Sequence[SizeResult], arrivals: Sequence[Arrival]) -> Lat
             late_s, share = median(one.late_s for one, _ in mine), median(share for _, share in mine)
             return Late(rank, mine[0][0].host, len(mine), rows, late_s, share)
     return None
+
+
+def _counts(row: SizeResult) -> bool:
+    return row.op in _ALL_WAIT and row.iterations >= _ENOUGH_FOR_LATE
 
 
 def _is_of(arrival: Arrival, op: str, size_bytes: int) -> bool:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from distdiag.commands.allreduce_bench import plot
 from distdiag.commands.allreduce_bench.words import micros, number, short
-from distdiag.deliver import Whole, host_table, plain_table
+from distdiag.deliver import Whole, Wide, host_table, plain_table
 from distdiag.report import Level
 from distdiag.workload.view import log_lines, rank_table, run_lines
 
@@ -32,10 +32,10 @@ def bench_view(report: Report[Bench], unit: Unit, *, draw: bool = False) -> Iter
         yield rank_table(data)
         yield ""
     if data.results:
-        yield _rows(data, unit)
+        yield Wide(_rows(data, unit))
     if data.compared:
         yield ""
-        yield _beside(data)
+        yield Wide(_beside(data))
     if draw and (drawn := plot.drawn(data, unit)):
         yield ""
         yield from map(Whole, drawn.splitlines())
@@ -109,5 +109,6 @@ def _how(data: Bench, unit: Unit) -> Iterator[str]:
     iterations = sorted({row.iterations for row in data.results if row.time_s is not None})
     if iterations:
         often = f"{iterations[0]}" if len(iterations) == 1 else f"{iterations[0]} to {iterations[-1]}"
-        yield f"{often} iterations a row, each as long as its slowest rank; {data.stat} counts"
+        plural = "" if often == "1" else "s"
+        yield f"{often} iteration{plural} a row, each as long as its slowest rank; {data.stat} counts"
         yield f"algbw and busbw in {'Gb/s' if unit == 'gbps' else 'GB/s (1e9 bytes)'}, as nccl-tests defines them"

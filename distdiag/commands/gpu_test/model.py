@@ -57,6 +57,14 @@ class Request(model.Request):
         return None if self.fault is None else self.fault.rank
 
     @property
+    def fault_option(self) -> str | None:
+        """The fault as it is typed."""
+        if self.fault is None:
+            return None
+        at = "" if self.fault.kind in STAGELESS else f"@{self.fault.stage}"
+        return f"{self.fault.kind}:{self.fault.rank}{at}"
+
+    @property
     def injected(self) -> str:
         """The fault that is made, in words."""
         if self.fault is None:

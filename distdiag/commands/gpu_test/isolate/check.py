@@ -67,6 +67,8 @@ def _config(request: Request, plan: Plan, share: Share, rank: int) -> dict[str, 
 
 def _fault(fault: Fault, nproc: int) -> dict[str, Any]:
     hit = [[a, b] for a in range(nproc) for b in range(a + 1, nproc) if fault.meets(a, b)]
+    if not hit and nproc > 1:
+        raise UsageError(f"--inject {fault.text} meets no pair of {nproc} ranks", hint="name some of them, and not all")
     slow = fault.kind == "slow"
     return {
         "dropped": [] if slow else hit,

@@ -116,6 +116,8 @@ def _finding(request: Request, found: Classification, data: Isolated) -> list[Fi
     # Somebody is to blame for what fails, if it cannot be told who; what is slow may be as it should.
     broken = any(pair.status in (PairStatus.FAILED, PairStatus.WRONG) for pair in data.pairs)
     errors = dict.fromkeys(pair.error for pair in data.pairs if pair.error)
+    # Its first line counts pairs that are slow beside others; none is here.
+    reason = found.reason[1:] if found.kind is Kind.UNIFORMLY_SLOW else found.reason
     ranks = sorted({*found.ranks, *(end for link in found.links for end in link)})
     return [
         Finding(
@@ -125,7 +127,7 @@ def _finding(request: Request, found: Classification, data: Isolated) -> list[Fi
             where=Where(
                 hosts=tuple(dict.fromkeys([*found.hosts, *(host_of[rank] for rank in ranks)])), ranks=tuple(ranks)
             ),
-            evidence=(*found.reason, *(f"torch says: {error}" for error in list(errors)[:2])),
+            evidence=(*reason, *(f"torch says: {error}" for error in list(errors)[:2])),
             fix=Fix(text=found.next) if found.next else None,
         )
     ]
@@ -133,7 +135,7 @@ def _finding(request: Request, found: Classification, data: Isolated) -> list[Fi
 
 def _summary(scene: Scene, data: Isolated, found: Classification, findings: list[Finding], *, interrupted: bool) -> str:
     measured = sum(pair.busbw_bytes_per_s is not None or pair.status == "failed" for pair in data.pairs)
-    so_far = f"{measured} of {len(data.pairs)} pairs were measured"
+    so_far = f"{measured} of {len(data.pairs)} pair(s) measured"
     wrong = [finding.title for finding in findings if finding.level in (Level.FAIL, Level.UNKNOWN)]
     if interrupted:
         return f"interrupted; {wrong[0] if wrong else judge.how_far(data.ranks, STAGES)}; {so_far}"
@@ -142,4 +144,4 @@ def _summary(scene: Scene, data: Isolated, found: Classification, findings: list
     where = fold(dict.fromkeys(place.host for place in scene.places))
     if data.world_size == 1:
         return f"one rank on {where} has no pair"
-    return f"{data.world_size} ranks on {where}, {len(data.pairs)} pairs: {found.sentence}"
+    return f"{data.world_size} ranks on {where}, {len(data.pairs)} pair(s): {found.sentence}"

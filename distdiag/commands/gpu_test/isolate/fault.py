@@ -18,7 +18,11 @@ def parse_fault(text: str) -> Fault:
     if whom == "all" and kind == "slow":
         return Fault(text=text, kind=kind, first=())
     ranks = _ranks(text, whom) if kind == "split" else tuple(int(one) for one in whom.split("-") if one.isdecimal())
-    if not ranks or (kind != "split" and (len(ranks) > 2 or len(whom.split("-")) != len(ranks))):
+    if (
+        not ranks
+        or (kind != "split" and len(set(ranks)) != len(ranks))
+        or (kind != "split" and (len(ranks) > 2 or len(whom.split("-")) != len(ranks)))
+    ):
         raise UsageError(f"--inject {text!r} does not name ranks", hint=_HINT)
     return Fault(text=text, kind=kind, first=tuple(sorted(set(ranks))))
 

@@ -52,6 +52,11 @@ class Request(model.Request):
         return max(self.fault.first, default=None) if self.fault is not None else None
 
     @property
+    def fault_option(self) -> str | None:
+        """The fault as it is typed."""
+        return None if self.fault is None else self.fault.text
+
+    @property
     def injected(self) -> str:
         """The fault that is made, in words."""
         return "" if self.fault is None else f"the fault {self.fault.text} was made, as asked"

@@ -207,7 +207,7 @@ def nothing_measured(case: Case) -> Classification:
 def healthy(case: Case) -> Classification:
     """Say that no pair is bad, and of whom nothing is known."""
     fast = {edge for edge in case.good if case.speed(edge) * SLOW > case.typical[case.pairs[edge].level]}
-    alike = f"no pair is slow, but {len(fast)} have far more than the others" if fast else "all pairs are alike"
+    alike = f"no pair is slow, but {len(fast)} have far more than the others" if fast else "no pair stands out"
     doubt = "" if case.least is not None else "; whether that is good cannot be known from pairs"
     unmet = set(case.host_of).difference(*case.good)
     if unmet:

@@ -88,4 +88,9 @@ def _how(data: Isolated) -> Iterator[str]:
     if data.pairs:
         yield f"all_reduce of {amount(data.size_bytes)} between two ranks at a time, every element checked"
     if any(pair.status is PairStatus.SLOW for pair in data.pairs):
-        yield "! is slow beside the others; such pairs were measured once more, alone"
+        uniform = data.classification is not None and data.classification.kind == "uniformly-slow"
+        yield (
+            "! is below --expect"
+            if uniform
+            else "! is slow beside the others; such pairs were measured once more, alone"
+        )
