@@ -7,9 +7,9 @@ TORCH := torch==2.13.0
 # What the tests use beside Python: shells to press TAB in, and what real clusters are made of: namespaces, firewalls,
 # sshd, SLURM, MPI; what stands in the way of a look (strace); a browser; compilers.
 TOOLS := bash zsh fish tcsh unshare nsenter mount ip nft ssh sshd ssh-keygen \
-  slurmctld slurmd srun munged mpirun.openmpi mpirun.mpich strace setpriv chromium chromedriver gcc g++ as readelf nmap
+  slurmctld slurmd srun munged mpirun.openmpi mpirun.mpich strace gdb zstd lz4 xz prlimit setpriv chromium chromedriver gcc g++ as readelf nmap
 PACKAGES := bash zsh fish tcsh util-linux mount iproute2 nftables openssh-client openssh-server \
-  slurmctld slurmd slurm-client munge openmpi-bin mpich strace chromium chromium-driver gcc g++ binutils nmap
+  slurmctld slurmd slurm-client munge openmpi-bin mpich strace gdb zstd lz4 xz-utils chromium chromium-driver gcc g++ binutils nmap
 # A CUDA toolkit as small as can compile, which nothing but the tests sees: 100 MB to fetch.
 TOOLKIT := nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-runtime==13.0.96
 
@@ -55,6 +55,7 @@ bench: $(VENV)/installed-dev $(VENV)/cuda tools ## Measure beside the peers: tor
 	$(BIN)/python tests/benchmarks/pyspy_all.py
 	$(BIN)/python tests/benchmarks/cuda_env.py
 	$(BIN)/python tests/benchmarks/ports.py
+	$(BIN)/python tests/benchmarks/core_bt.py
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

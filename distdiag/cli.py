@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, TextIO, cast
 import typer
 
 from distdiag.commands.allreduce_bench.command import allreduce_bench
+from distdiag.commands.core_bt.command import core_bt
 from distdiag.commands.cuda_env.command import cuda_env
 from distdiag.commands.gpu_test.command import gpu_test
 from distdiag.commands.ports.command import ports
@@ -36,6 +37,7 @@ app.command("allreduce-bench", short_help="How fast are the collectives, is that
 app.command(
     "pyspy-all", short_help="Where does every rank of a hung job stand, and which one is not where the others are?"
 )(pyspy_all)
+app.command("core-bt", short_help="What crashed, in which thread, in Python and in C, and why?")(core_bt)
 app.command("ports", short_help="Can the nodes reach each other, on which interface, both ways?")(ports)
 app.command("cuda-env", short_help="Why does CUDA not run or build here, and what mends it?")(cuda_env)
 

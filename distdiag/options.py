@@ -18,12 +18,12 @@ from distdiag.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30, "t": 10**12, "ti": 2**40}
 
 
 def parse_size(text: str) -> int:
     """Read a number of bytes: 4096, 64MiB, 1.5GiB, 500MB. Raises UsageError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?|)b?\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?\s*", text, re.IGNORECASE)
     if match is None:
         raise UsageError(f"{text!r} is not a size", hint="write bytes, or a unit: 4096, 64MiB, 1GiB")
     return int(float(match[1]) * _UNITS[match[2].lower()])
@@ -115,9 +115,13 @@ def _given(text: str | None) -> str:
 
 
 def on_hosts(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options that say on which hosts it works; it gets them all as its argument `cluster`."""
+    """Give a command the options that say on which hosts it works; it gets them all as its argument `cluster`.
+
+    An option of the command's own goes before a shared one of the same name, which has its default then.
+    """
     own = [one for one in inspect.signature(command, eval_str=True).parameters.values() if one.name != "cluster"]
-    shared = list(inspect.signature(_cluster, eval_str=True).parameters.values())
+    names = {one.name for one in own}
+    shared = [one for one in inspect.signature(_cluster, eval_str=True).parameters.values() if one.name not in names]
 
     @functools.wraps(command)
     def with_hosts(**given: Any) -> None:  # noqa: ANN401 - what typer parsed

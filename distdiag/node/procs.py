@@ -124,8 +124,13 @@ def variables(pid: int) -> dict[str, str] | None:
             data = file.read()
     except OSError:
         return None
+    return wanted(data.split(b"\0"))
+
+
+def wanted(entries: Iterable[bytes]) -> dict[str, str]:
+    """Take from an environment, NAME=value each, the variables that tell a place in a job; no other is looked at."""
     found = {}
-    for entry in data.split(b"\0"):
+    for entry in entries:
         if entry.startswith(_WANTED):
             name, _, value = entry.decode("utf-8", "replace").partition("=")
             found[name] = value[:256]

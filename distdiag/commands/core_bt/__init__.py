@@ -1,0 +1,1 @@
+"""distdiag core-bt: what crashed and why, from core files or a live process."""

@@ -1,0 +1,106 @@
+"""collect -> diagnose, for core-bt."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from distdiag.cluster import access
+from distdiag.cluster.access import Agent, open_fleet
+from distdiag.cluster.node import decode
+from distdiag.cluster.targets import describe, find_targets
+from distdiag.commands.core_bt.collect import NodeCores
+from distdiag.commands.core_bt.diagnose import diagnose
+from distdiag.errors import DistdiagError
+from distdiag.node import procs
+from distdiag.node.identity import identify
+
+if TYPE_CHECKING:
+    from distdiag.cluster.fleet import Fleet
+    from distdiag.cluster.targets import Targets
+    from distdiag.commands.core_bt.model import CoreBt, Request
+    from distdiag.deliver import Progress
+    from distdiag.report import Report
+
+_SPARE_S = 30.0
+_CORES_AT_LEAST = 4
+_TURN_S = 0.2
+
+
+def check(request: Request, progress: Progress) -> Report[CoreBt]:
+    """Look at cores here or on all hosts that are asked for.
+
+    Raises:
+        UsageError: the request contradicts itself.
+        DistdiagError: this machine's node side failed.
+    """
+    targets = find_targets(request.cluster, os.environ)
+    nodes: list[NodeCores] = []
+    missing: dict[str, str] = {}
+    with open_fleet(request.cluster, targets, _AGENT) as fleet:
+        interrupted = False
+        try:
+            if targets.launcher is not None:
+                progress.news(f"reaching {describe(targets)}")
+            fleet.gather(lambda now: progress.now(f"{len(now.up)} of {len(now.hosts)} hosts reached"))
+            _ask_all(fleet, targets, request, progress, (nodes, missing))
+        except KeyboardInterrupt:
+            interrupted = True
+        rows = () if targets.launcher is None else fleet.rows
+        return diagnose(request, nodes, (rows, dict(fleet.refusals), missing), interrupted=interrupted)
+
+
+def explain(request: Request) -> list[str]:
+    """Write how the hosts would be reached."""
+    return access.explain(request.cluster, find_targets(request.cluster, os.environ), _AGENT)
+
+
+_AGENT = Agent(collect="distdiag.commands.core_bt.collect")
+
+
+def _ask(request: Request, targets: Targets) -> dict[str, Any]:
+    local = targets.launcher is None
+    return {
+        "paths": [os.path.abspath(path) if local else path for path in request.paths],
+        "exe": os.path.realpath(request.exe) if local and request.exe else request.exe,
+        "gdb": request.gdb,
+        "all": request.all_threads,
+        "timeout_s": request.timeout_s,
+        "pid": request.pid,
+        "setup": request.setup,
+        "pids": _ranks() if local and request.setup else [],
+    }
+
+
+def _ranks() -> list[int]:
+    """List the processes here that are ranks of a job."""
+    return [pid for pid in procs.table() if pid != os.getpid() and identify(procs.variables(pid) or {}) is not None]
+
+
+def _ask_all(
+    fleet: Fleet, targets: Targets, request: Request, progress: Progress, told: tuple[list[NodeCores], dict[str, str]]
+) -> None:
+    nodes, missing = told
+    local = targets.launcher is None
+    busy = {node.name: node for node in fleet.machines(local=local)}
+    for node in busy.values():
+        node.order("collect", ask=_ask(request, targets))
+    progress.news("reading" if local else f"reading on {len(busy)} hosts")
+    deadline = time.monotonic() + _SPARE_S + 2 * request.timeout_s * max(_CORES_AT_LEAST, len(request.paths))
+    while busy and (left := deadline - time.monotonic()) > 0:
+        for node, record in fleet.records(min(left, _TURN_S)):
+            if node.name not in busy:
+                continue
+            if record["kind"] == "more":
+                try:
+                    nodes.append(decode(record.get("facts"), NodeCores, node.host))
+                except DistdiagError as error:
+                    missing[node.host] = str(error)
+            elif record["kind"] == "down":
+                missing[node.host] = node.refusal.message if node.refusal is not None else "it went away"
+            if record["kind"] in ("more-end", "down"):
+                del busy[node.name]
+    for node in busy.values():
+        missing[node.host] = "it did not answer in time"
+        node.deaf = True

@@ -1,0 +1,203 @@
+"""Cores of one node, or one live process, as facts: what the notes say at once, then the stacks."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from dataclasses import dataclass, replace
+
+from distdiag.node import identity, machine, procs
+from distdiag.node.core import by_gdb, by_pystack, merge, notes, packed, places, setup, variables
+from distdiag.node.core.image import NotACore
+from distdiag.node.core.merge import Merged  # noqa: TC001 - decoding reads it
+from distdiag.node.core.notes import CoreNotes  # noqa: TC001 - decoding reads it
+from distdiag.node.core.setup import SetupFacts  # noqa: TC001 - decoding reads it
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from distdiag.node.core.frames import Stacks
+
+_MOST = 32
+_HEAD_BYTES = 32 * 2**20
+_UNPACKED_BYTES = 64 * 2**30
+_MOST_THREADS = 512
+
+
+@dataclass(frozen=True)
+class CoreFacts:
+    """One core file. `error`: why it could not be read; else there are notes, which took `seconds`."""
+
+    path: str
+    error: str
+    modified_s: float | None = None
+    notes: CoreNotes | None = None
+    rank: int | None = None
+    exe: str = ""
+    changed: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    threads: tuple[Merged, ...] = ()
+    tools: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class LiveFacts:
+    """One live process and its threads; the states are letters of proc(5), before and after the look."""
+
+    pid: int
+    error: str
+    exe: str
+    cmdline: str
+    rank: int | None
+    state_before: str
+    state_after: str
+    threads: tuple[Merged, ...]
+    tools: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class NodeCores:
+    """All that was asked of a node. `left_out`: cores that were found and not looked at."""
+
+    host: str
+    cores: tuple[CoreFacts, ...] = ()
+    left_out: int = 0
+    searched: tuple[str, ...] = ()
+    missed: tuple[tuple[str, str], ...] = ()
+    live: LiveFacts | None = None
+    setup: SetupFacts | None = None
+
+
+def facts(ask: dict[str, Any]) -> NodeCores:
+    """Say that this node is here; cores take longer than facts may."""
+    return NodeCores(machine.host_name())
+
+
+def more(ask: dict[str, Any], tell: Callable[[object], None]) -> None:
+    """Look at cores, or at what is asked instead.
+
+    {"paths": files and folders, empty: the newest of where this system puts cores; "exe", "gdb": True, False, None:
+    where it is needed; "all": all threads by gdb, too; "timeout_s"; "pid": a live process; "setup": whether this
+    machine and the ranks with these "pids" can leave a core}
+    """
+    host = machine.host_name()
+    if ask["setup"]:
+        tell(NodeCores(host, setup=setup.look(tuple(ask["pids"]))))
+    elif ask["pid"] is not None:
+        tell(NodeCores(host, live=_live(ask)))
+    else:
+        tell(_cores(host, ask))
+
+
+def _cores(host: str, ask: dict[str, Any]) -> NodeCores:
+    searched: list[str] = []
+    missed: list[tuple[str, str]] = []
+    paths: dict[str, float | None] = {}
+    for name in ask["paths"] or [None]:
+        if name is not None and not os.path.isdir(name):
+            paths[name] = None
+            continue
+        found = places.find(name)
+        searched += found.searched
+        missed += [(one.path, one.why) for one in found.missed]
+        paths.update((one.path, one.modified_s) for one in sorted(found.cores, key=lambda one: -one.modified_s))
+    chosen = list(paths)[: _MOST if ask["paths"] else 1]
+    cores = tuple(_core(path, ask) for path in chosen)
+    return NodeCores(host, cores, len(paths) - len(chosen), tuple(searched), tuple(missed))
+
+
+def _core(path: str, ask: dict[str, Any]) -> CoreFacts:
+    began = time.monotonic()
+    try:
+        is_packed = packed.kind(path) is not packed.Kind.PLAIN
+        core: Any = packed.head(path, _HEAD_BYTES) if is_packed else path
+        told = notes.read(core)
+        seconds = time.monotonic() - began
+        facts = CoreFacts(
+            path=path,
+            error="",
+            modified_s=os.stat(path).st_mtime,
+            notes=told,
+            rank=_rank(variables.said_in(core)),
+            exe=ask["exe"] or _executable(told),
+            changed=notes.changed_files(core, told),
+            missing=notes.missing_files(core, told),
+            seconds=seconds,
+        )
+    except (NotACore, packed.CannotUnpack) as error:
+        return CoreFacts(path, str(error))
+    except OSError as error:
+        return CoreFacts(path, error.strerror or str(error))
+    except ValueError as error:
+        return CoreFacts(path, str(error))
+    if not is_packed:
+        return _with_stacks(facts, path, ask)
+    with tempfile.TemporaryDirectory(prefix="distdiag-core-") as folder:
+        try:
+            plain = packed.unpack(path, folder, most_bytes=_UNPACKED_BYTES, timeout_s=ask["timeout_s"])
+        except (packed.CannotUnpack, OSError) as error:
+            return replace(facts, tools=(f"stacks: {error}",))
+        return _with_stacks(facts, plain, ask)
+
+
+def _rank(variables: dict[str, str]) -> int | None:
+    found = identity.identify(variables)
+    return found.rank if found is not None else None
+
+
+def _executable(told: CoreNotes) -> str:
+    """Find the program: by the path that the kernel started, else the first file that is mapped."""
+    for path in (told.execfn, told.files[0].path if told.files else ""):
+        if path.startswith("/") and os.path.exists(path):
+            return os.path.realpath(path)
+    return told.files[0].path if told.files else told.execfn
+
+
+def _with_stacks(facts: CoreFacts, plain: str, ask: dict[str, Any]) -> CoreFacts:
+    assert facts.notes is not None
+    crashed = facts.notes.threads[0].tid
+    if not os.path.exists(facts.exe):
+        return replace(facts, tools=(f"stacks: the program {facts.exe or 'that crashed'} is not on this machine",))
+    pystack = by_pystack.of_core(plain, facts.exe, timeout_s=ask["timeout_s"])
+    gdb = None
+    if ask["gdb"] or (ask["gdb"] is None and merge.needs_gdb(pystack, crashed)):
+        only_first = bool(pystack.threads) and not ask["all"]
+        gdb = by_gdb.of_core(plain, facts.exe, timeout_s=ask["timeout_s"], only_first=only_first)
+    merged = merge.merge(pystack, gdb, crashed)
+    return replace(facts, threads=_short(merged), tools=_said(pystack, gdb))
+
+
+def _live(ask: dict[str, Any]) -> LiveFacts:
+    pid = ask["pid"]
+    found = procs.read(pid)
+    if found is None:
+        return LiveFacts(pid, "there is no such process", "", "", None, "", "", (), ())
+    before = machine.process_state(pid).letter
+    pystack = by_pystack.of_process(pid, timeout_s=ask["timeout_s"])
+    wanted = ask["gdb"] or (ask["gdb"] is None and not pystack.threads)
+    gdb = by_gdb.of_process(pid, timeout_s=ask["timeout_s"]) if wanted else None
+    threads = _short(merge.merge(pystack, gdb, pid))
+    words = " ".join(procs.command_words(pid))
+    rank = _rank(procs.variables(pid) or {})
+    error = "" if any(one.thread.frames for one in threads) else "; ".join(_said(pystack, gdb))
+    after = machine.process_state(pid).letter
+    return LiveFacts(pid, error, procs.program(pid), words, rank, before, after, threads, _said(pystack, gdb))
+
+
+def _said(*stacks: Stacks | None) -> tuple[str, ...]:
+    """Say who read the stacks, and what they complained of."""
+    return tuple(
+        f"{one.tool}: {one.error or f'{len(one.threads)} threads'} ({one.seconds:.1f} s)" for one in stacks if one
+    )
+
+
+def _short(threads: tuple[Merged, ...]) -> tuple[Merged, ...]:
+    """Leave out what the interpreter does between Python frames, and threads beyond what anybody reads."""
+    return tuple(
+        replace(one, thread=replace(one.thread, frames=merge.shorten(merge.essential(one.thread.frames))))
+        for one in threads[:_MOST_THREADS]
+    )

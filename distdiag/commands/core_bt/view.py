@@ -1,0 +1,84 @@
+"""core-bt for people: each crash with its stack, other threads folded; nothing else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distdiag.commands.core_bt.words import frame_in_words, redacted, who
+from distdiag.deliver import Whole, Wrapped
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rich.console import RenderableType
+
+    from distdiag.commands.core_bt.model import Core, CoreBt, Thread
+    from distdiag.report import Report
+
+_STACK, _FOLDED = 40, 12
+
+
+def core_bt_view(report: Report[CoreBt], *, all_threads: bool) -> Iterator[RenderableType]:
+    """Every core: who, the thread that crashed with its stack, the other threads."""
+    for core in report.data.cores:
+        yield ""
+        yield Wrapped(who(core), margin=0, hang=2, style="bold")
+        yield Wrapped(f"{core.signal_name}: {core.meaning}" if core.signal else core.meaning, margin=2)
+        if core.path:
+            yield Whole(f"  core {core.path}")
+        if core.exe:
+            yield Whole(f"  exe {core.exe}")
+        yield from map(Whole, _threads(core, all_threads=all_threads))
+
+
+def lines_of(report: Report[CoreBt]) -> Iterator[str]:
+    """Write the same as plain lines, for a report that is attached to an issue; nothing that looks like a secret."""
+    for core in report.data.cores:
+        yield redacted(who(core))
+        yield f"  {core.signal_name}: {core.meaning}"
+        yield f"  exe {core.exe}"
+        yield from (redacted(line) for line in _threads(core, all_threads=False))
+        yield ""
+
+
+def _threads(core: Core, *, all_threads: bool) -> Iterator[str]:
+    if core.crash_thread is not None:
+        mark = "thread that crashed" if core.signal else "main thread"
+        yield f"  {mark}: {_named(core.crash_thread)}"
+        yield from _stack(core.crash_thread, _STACK)
+    elif core.signal:
+        yield "  the stack of the thread that crashed could not be read"
+    groups: dict[tuple[str, ...], list[Thread]] = {}
+    for thread in core.threads:
+        groups.setdefault(tuple(frame_in_words(frame) for frame in thread.frames), []).append(thread)
+    if groups and not all_threads:
+        yield f"  {len(core.threads)} other threads:"
+    for frames, group in sorted(groups.items(), key=lambda item: (-_python(item[1]), -len(item[1]))):
+        names = f"{len(group)} threads" if len(group) > 1 else _named(group[0])
+        if all_threads:
+            yield f"  {names}"
+            yield from _stack(group[0], _STACK)
+        else:
+            yield f"    {names}: {_short(frames)}"
+
+
+def _python(group: Sequence[Thread]) -> int:
+    return sum(frame.language == "python" for frame in group[0].frames)
+
+
+def _short(frames: tuple[str, ...]) -> str:
+    return " < ".join(frames[:3]) + (" < ..." if len(frames) > 3 else "") if frames else "no stack"
+
+
+def _named(thread: Thread) -> str:
+    gil = ", holds the GIL" if thread.gil else ""
+    return f"{thread.tid}{f' ({thread.name})' if thread.name else ''}{gil}"
+
+
+def _stack(thread: Thread, most: int) -> Iterator[str]:
+    frames = thread.frames
+    shown = frames if len(frames) <= most else (*frames[: most - _FOLDED], *frames[-_FOLDED:])
+    for number, frame in enumerate(shown):
+        if len(frames) > most and number == most - _FOLDED:
+            yield f"      ... {len(frames) - most} frames more ..."
+        yield f"    {'py' if frame.language == 'python' else 'C '} {frame_in_words(frame)}"

@@ -1,0 +1,183 @@
+"""What a crash means: a signal in words, the crashes that are known, how to get a core; as data (crashes.toml)."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any, Literal
+
+from distdiag.node.run import signal_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_SI_USER, _SI_QUEUE, _SI_TKILL = 0, -1, -6
+_SENT = (_SI_USER, _SI_QUEUE, _SI_TKILL)
+"""si_codes of a signal that a process sent; see sigaction(2)."""
+_NEAR_NULL = 0x10000
+_FAULTS = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crash:
+    """One known crash. A consequence is what another process, or something before, brought about."""
+
+    id: str
+    role: Literal["cause", "consequence"]
+    says: str
+    fix: str
+    source: str
+    commands: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreLimit:
+    """How to let ranks of one launcher leave a core."""
+
+    fix: str
+    commands: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _When:
+    """What has to be there, as crashes.toml describes it."""
+
+    signals: tuple[str, ...] = ()
+    codes: tuple[int, ...] = ()
+    address_from: int = 0
+    address_below: int = 0
+    frames: tuple[str, ...] = ()
+    within: int | None = None
+    text: str = ""
+    repeated: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Signal:
+    means: str
+    code: dict[str, str]
+
+
+def recognise(functions: Sequence[str], text: str, signal: int, code: int | None, address: int | None) -> Crash | None:
+    """Find the first known crash that fits; None if none does, or if the signal came from another process.
+
+    Args:
+        functions: names of the crashed thread's frames, native ones too, innermost first.
+        text: the end of the process's log and the name of the file that is mapped at `address`; empty if unknown.
+        signal: its number.
+        code: si_code of sigaction(2); None if unknown.
+        address: si_addr; None if unknown, or if this signal has none.
+    """
+    if code in (_SI_USER, _SI_QUEUE):
+        return None
+    name = signal_name(signal)
+    fitting = (
+        crash for crash, when in _crashes() if _fits(when, name, code, address) and _shows(when, functions, text)
+    )
+    return next(fitting, None)
+
+
+def known_crashes() -> tuple[Crash, ...]:
+    """List all known crashes, in their order of trust."""
+    return tuple(crash for crash, _ in _crashes())
+
+
+def core_limit(launcher: str) -> CoreLimit:
+    """Tell how to raise the limit on cores: for a launcher as `node.identity` calls it, a container, or "systemd"."""
+    names = {"Open MPI": "mpirun", "MPICH": "mpirun", "MVAPICH2": "mpirun"}
+    known = _data()["limit"]
+    row = known.get(names.get(launcher, launcher), known["shell"])
+    return CoreLimit(fix=row["fix"], commands=tuple(row["commands"]))
+
+
+def meaning(signal: int, code: int | None, address: int | None, sender_pid: int | None, own_pid: int | None) -> str:
+    """Put into words what a signal says; it stands behind the signal's name and ": ".
+
+    Args:
+        signal: its number.
+        code: si_code of sigaction(2); None if unknown.
+        address: si_addr; None if unknown.
+        sender_pid: si_pid, who sent it; None if unknown, or if nobody did.
+        own_pid: the process that died; None if unknown.
+    """
+    name = signal_name(signal)
+    known = _signals().get(name)
+    if code in _SENT and name != "SIGKILL":
+        itself = sender_pid == own_pid if sender_pid is not None and own_pid is not None else code == _SI_TKILL
+        return _sent_by_itself(name) if itself else _sent_by(sender_pid)
+    if known is None:
+        return "a signal that ends a process" if code is None else f"a signal that ends a process (si_code {code})"
+    words = known.code.get(str(code), known.means)
+    if name == "SIGSEGV" and code in (1, 2) and address is not None and address < _NEAR_NULL:
+        words += ", a pointer to nothing (NULL)"
+    return words.format(address="an address that is not known" if address is None else f"{address:#x}")
+
+
+def _sent_by_itself(name: str) -> str:
+    if name == "SIGABRT":
+        return (
+            "the process aborted itself (a C++ exception that nobody caught, a check of the C library's heap, "
+            "a failed assertion, a fatal error of Python)"
+        )
+    if name in _FAULTS:
+        return (
+            "raised again by a handler of the process itself (Python's faulthandler, or torch's in a DataLoader "
+            "worker): the address is lost, the frames below the handler are those of the fault"
+        )
+    return "sent by the process itself"
+
+
+def _sent_by(sender_pid: int | None) -> str:
+    if sender_pid is None:
+        return "sent by another process (which one is not known): its own code made no fault"
+    if sender_pid == 0:
+        return "sent from outside of its container (or by the kernel): its own code made no fault"
+    return f"sent by process {sender_pid}: its own code made no fault"
+
+
+def _fits(when: _When, name: str, code: int | None, address: int | None) -> bool:
+    if when.signals and name not in when.signals:
+        return False
+    if when.codes and code not in when.codes:
+        return False
+    if when.address_below:
+        return address is not None and when.address_from <= address < when.address_below
+    return True
+
+
+def _shows(when: _When, functions: Sequence[str], text: str) -> bool:
+    """Look for the evidence: one kind of it is enough, and none is asked for if the row names none."""
+    if not (when.frames or when.text or when.repeated):
+        return True
+    if when.text and text and re.search(when.text, text, re.MULTILINE):
+        return True
+    if when.frames and _in_order(when.frames, functions[: when.within]):
+        return True
+    return bool(when.repeated) and max(Counter(functions).values(), default=0) >= when.repeated
+
+
+def _in_order(patterns: Sequence[str], functions: Sequence[str]) -> bool:
+    left = iter(functions)
+    return all(any(re.search(pattern, function) for function in left) for pattern in patterns)
+
+
+@cache
+def _crashes() -> tuple[tuple[Crash, _When], ...]:
+    import msgspec
+
+    rows = _data()["crash"]
+    return tuple((msgspec.convert(row, Crash), msgspec.convert(row["when"], _When)) for row in rows)
+
+
+@cache
+def _signals() -> dict[str, _Signal]:
+    return {name: _Signal(means=row["means"], code=row.get("code", {})) for name, row in _data()["signal"].items()}
+
+
+@cache
+def _data() -> dict[str, Any]:
+    return tomllib.loads(resources.files(__package__).joinpath("crashes.toml").read_text("utf-8"))

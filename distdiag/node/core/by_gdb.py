@@ -1,0 +1,167 @@
+"""C stacks of a core or of a live process, by gdb, which reads symbols of those libraries only that are on a stack.
+
+It would read those of all libraries: seconds where torch is loaded, however few threads are asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from dataclasses import replace
+
+from distdiag.node import capture, machine, procs, run, tools
+from distdiag.node.core import merge
+from distdiag.node.core.frames import Frame, Stacks, ThreadStack
+from distdiag.node.wire import printable
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_SETTINGS = (
+    *("auto-load off", "pagination off", "width 0", "height 0", "confirm off", "style enabled off"),
+    *("print frame-arguments none", "print frame-arguments presence", "print entry-values no"),
+    *("print thread-events off", "print inferior-events off", "filename-display absolute", "demangle-style gnu-v3"),
+    f"backtrace limit {merge.MAX_FRAMES}",
+)
+"""None of the program's code is run (auto-load) and no value shown. What a gdb does not know it ignores."""
+_NO_LIBRARIES = 'python gdb.execute("set auto-solib-add off")'
+"""Where gdb has no Python this is refused, and gdb reads all, as ever."""
+_NEEDED_LIBRARIES = """python
+import re
+def unread(known):
+    frame = gdb.newest_frame()
+    while frame is not None:
+        name = gdb.solib_name(frame.pc())
+        if name and name not in known:
+            return name
+        frame = frame.older()
+def read_all():
+    known = set()
+    for thread in gdb.selected_inferior().threads():
+        if thread.num <= {last}:
+            thread.switch()
+            name = unread(known)
+            while name:
+                known.add(name)
+                gdb.execute("sharedlibrary ^" + re.sub(r"([][.*^$\\\\])", r"\\\\\\1", name) + "$", to_string=True)
+                name = unread(known)
+read_all()
+"""
+"""A library that is read now may lead to further frames, and these to further libraries."""
+_HARMFUL = ("PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP")  # gdb has a Python of its own
+_HEADER = re.compile(r'Thread \d+ \(.*?\b(?:LWP|process) (?P<tid>\d+)\)?(?: "(?P<name>.*)")?\)+:')
+_FRAME = re.compile(
+    r"#\d+ +(?:0x[0-9a-f]+ in )?(?P<function>.+?)(?: \((?:\.\.\.|[^ ]+=\.\.\.(?:, [^ ]+=\.\.\.)*)?\))?"
+    r"(?: at (?P<file>.+):(?P<line>\d+)| from (?P<module>.+))?"
+)
+_DOUBTS = re.compile(r"may not match|is newer than|past end of file|truncated|not a core dump|No such file|ptrace")
+
+
+def of_core(core: str, executable: str, *, timeout_s: float, only_first: bool = False) -> Stacks:
+    """Read the C stacks of a core; with `only_first`, that of its first thread alone, which is the one that crashed."""
+    return _ask([os.path.realpath(executable), core], timeout_s, only_first=only_first)
+
+
+def of_process(pid: int, *, timeout_s: float) -> Stacks:
+    """Read the C stacks of a live process, which is paused meanwhile; it is left as it was found."""
+    with left_as_found(pid) as hindrance:
+        if hindrance:
+            return Stacks("gdb", (), hindrance, 0.0)
+        stacks = _ask(["-p", str(pid)], timeout_s)
+    if "not permitted" in stacks.error:
+        return replace(stacks, error=capture.why_unreadable(pid, stacks.error)[1])
+    return stacks
+
+
+@contextlib.contextmanager
+def left_as_found(pid: int) -> Iterator[str]:
+    """Say why nobody may attach to a process ("" if one may), and let it run again if it is stopped afterwards."""
+    before = procs.read(pid)
+    hindrance = _hindrance(pid, before)
+    try:
+        yield hindrance
+    finally:
+        now = procs.read(pid)
+        was_stopped = before is None or before.state in machine.STOPPED
+        # Whoever is killed while it attaches leaves the SIGSTOP of PTRACE_ATTACH behind.
+        if not hindrance and not was_stopped and now and now.state == "T" and procs.tracer(pid) is None:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def parse(text: str) -> tuple[ThreadStack, ...]:
+    """Read what `thread apply ... bt` says; words between the threads are left out."""
+    found: list[ThreadStack] = []
+    frames: list[Frame] = []
+    for line in text.splitlines():
+        header = _HEADER.fullmatch(line)
+        if header:
+            frames = []
+            found.append(ThreadStack(int(header["tid"]), printable(header["name"] or ""), (), None))
+        elif found and line.startswith("#"):
+            frames.append(_frame(line))
+            found[-1] = replace(found[-1], frames=tuple(frames))
+    return tuple(found)
+
+
+def _ask(target: Sequence[str], timeout_s: float, *, only_first: bool = False) -> Stacks:
+    tool = tools.find("gdb")
+    if tool is None:
+        return Stacks("gdb", (), "gdb is not installed", 0.0)
+    before = [*(f"set {setting}" for setting in _SETTINGS), _NO_LIBRARIES]
+    after = [
+        _NEEDED_LIBRARIES.replace("{last}", "1" if only_first else "1e9"),
+        f"thread apply {'1' if only_first else 'all -ascending'} bt",
+    ]
+    argv = [tool, "-batch", "-nx", *_each("-iex", before), *target, *_each("-ex", after)]
+    environment = {name: value for name, value in os.environ.items() if name not in _HARMFUL}
+    environment.update(LC_ALL="C", DEBUGINFOD_URLS="")
+    try:
+        done = run.run(argv, timeout_s=timeout_s, env=environment)
+    except run.CannotRun as error:
+        return Stacks("gdb", (), str(error), 0.0)
+    threads = parse(done.stdout.decode("utf-8", "replace"))
+    return Stacks("gdb", threads, _why(done, bool(threads), timeout_s), done.elapsed_s)
+
+
+def _each(option: str, words: Sequence[str]) -> list[str]:
+    return [text for word in words for text in (option, word)]
+
+
+def _why(done: run.Done, has_threads: bool, timeout_s: float) -> str:
+    """Say what makes gdb's answer doubtful, or why there is none."""
+    if done.timed_out:
+        return f"gdb did not {'finish' if has_threads else 'answer'} within {timeout_s:g} s"
+    lines = done.stderr.decode("utf-8", "replace").splitlines()
+    # "76<tab>strlen.S: No such file" is only the source that nobody asked for.
+    said = [printable(line) for line in lines if line.strip() and not re.match(r"\d+\t", line)]
+    doubt = next((line for line in said if _DOUBTS.search(line)), "")
+    if doubt or has_threads:
+        return doubt[:300]
+    return f"gdb: {said[-1][:300]}" if said else "gdb found no threads"
+
+
+def _frame(line: str) -> Frame:
+    match = _FRAME.fullmatch(line)
+    assert match is not None  # whatever follows the number is a function
+    number = match["line"]
+    return Frame(
+        language="c",
+        function=printable(match["function"]),
+        file=printable(match["file"] or ""),
+        line=int(number) if number else None,
+        module=printable(match["module"] or ""),
+    )
+
+
+def _hindrance(pid: int, proc: procs.Proc | None) -> str:
+    tracer = procs.tracer(pid)
+    if proc is None or proc.state in "ZX":
+        return "it has ended"
+    if tracer is not None:
+        return f"it is traced by {machine.command_line(tracer) or 'a program'} (pid {tracer})"
+    blocked = sum(task.state == "D" for task in procs.tasks(pid))
+    return f"{blocked} of its threads cannot be paused: they wait in the kernel (D)" if blocked else ""

@@ -1,0 +1,78 @@
+"""core-bt beside pystack and gdb on the same core of a program that had torch loaded, interleaved; medians.
+
+Times are of whole commands; "first facts" is what reading the notes takes inside core-bt. Peak memory is of the largest
+process of each, from the kernel (wait4).
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from cores import make_core
+
+from distdiag.node.core import by_gdb, by_pystack, merge, notes
+
+ROUNDS = int(os.environ.get("ROUNDS", "5"))
+BIN = Path(sys.executable).parent
+
+
+def run(command: list[str]) -> tuple[float, float]:
+    """Run a command; its seconds, and the peak memory of its largest process in MB."""
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, _, usage = os.wait4(process.pid, 0)
+    process.returncode = 0
+    return time.perf_counter() - began, usage.ru_maxrss / 1000
+
+
+def merged(core: str, executable: str) -> float:
+    """Give the seconds of what core-bt does: notes, then one stack from both tools, gdb where it is needed."""
+    began = time.perf_counter()
+    crashed = notes.read(core).threads[0].tid
+    pystack = by_pystack.of_core(core, executable, timeout_s=60)
+    needed = merge.needs_gdb(pystack, crashed)
+    gdb = by_gdb.of_core(core, executable, timeout_s=60, only_first=True) if needed else None
+    threads = merge.merge(pystack, gdb, crashed)
+    assert threads[0].thread.frames, pystack
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        core = str(make_core("dies_in_torch", Path(folder)))
+        executable = os.path.realpath(sys.executable)
+        commands = {
+            "core-bt": [str(BIN / "distdiag"), "core-bt", core],
+            "pystack core --native-all": [str(BIN / "pystack"), "core", "--native-all", core, executable],
+            "gdb thread apply all bt": ["gdb", "-batch", "-nx", "-ex", "thread apply all bt", executable, core],
+        }
+        facts, inside = [], []
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
+        for _ in range(ROUNDS):
+            began = time.perf_counter()
+            notes.read(core)
+            facts.append(time.perf_counter() - began)
+            inside.append(merged(core, executable))
+            for name, command in commands.items():
+                found[name].append(run(command))
+        print(
+            f"load {os.getloadavg()[0]:.1f}, core of {os.stat(core).st_size / 1e6:.0f} MB, median of {ROUNDS} rounds\n"
+        )
+        print("| | seconds | peak memory |\n|---|---|---|")
+        print(f"| first facts (notes) | {statistics.median(facts):.4f} | |")
+        print(f"| merged stacks, inside core-bt | {statistics.median(inside):.2f} | |")
+        for name, rounds in found.items():
+            took, memory = (statistics.median(one[which] for one in rounds) for which in (0, 1))
+            print(f"| {name} | {took:.2f} | {memory:.0f} MB |")
+
+
+if __name__ == "__main__":
+    main()

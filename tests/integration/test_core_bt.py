@@ -1,0 +1,232 @@
+"""core-bt on cores of real crashes: right signal, thread, line and sentence; clear answers where there is none."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cluster import Network, need_network
+from cores import make_core
+from support import distdiag
+
+if TYPE_CHECKING:
+    from support import Result
+
+
+@pytest.fixture(scope="module")
+def segv(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_core("dies_by_segv", tmp_path_factory.mktemp("segv"))
+
+
+def core_bt(*arguments: str, env: dict[str, str] | None = None) -> Result:
+    return distdiag("core-bt", "--json", *arguments, env=env)
+
+
+def only(result: Result) -> dict[str, Any]:
+    (core,) = result.report["data"]["cores"]
+    assert isinstance(core, dict)
+    return core
+
+
+def python_frames(core: dict[str, Any]) -> list[str]:
+    return [frame["function"] for frame in core["crash_thread"]["frames"] if frame["language"] == "python"]
+
+
+def test_a_segfault_in_ctypes(segv: Path) -> None:
+    result = core_bt(str(segv))
+    core = only(result)
+    assert (result.code, core["signal_name"], core["truncated"]) == (1, "SIGSEGV", False)
+    assert "dies_by_segv.py" in core["cmdline"]
+    assert core["crash_thread"]["frames"][0]["language"] == "c"
+    frames = python_frames(core)
+    assert len(frames) >= 3
+    assert frames[-1] == "<module>"
+    finding = result.findings["crash"]
+    assert finding["where"]["pids"] == [core["pid"]]
+    assert "SIGSEGV" in finding["title"]
+    assert "dies_by_segv.py:" in finding["title"]
+
+
+def test_a_mapping_beyond_the_end_of_its_file_is_no_segfault(tmp_path: Path) -> None:
+    result = core_bt(str(make_core("dies_by_sigbus", tmp_path)))
+    core = only(result)
+    assert (core["signal_name"], core["signal_code"]) == ("SIGBUS", 2)
+    assert "SIGBUS" in result.findings["crash"]["title"]
+    assert "segmentation" not in json.dumps(result.report).lower()
+
+
+def test_an_abort_in_a_thread_of_cpp_while_python_sleeps(tmp_path: Path) -> None:
+    result = core_bt(str(make_core("dies_in_cpp_thread", tmp_path, str(tmp_path))))
+    core = only(result)
+    assert core["signal_name"] == "SIGABRT"
+    assert core["crash_thread"]["tid"] != core["pid"]
+    assert any("abort" in frame["function"] for frame in core["crash_thread"]["frames"])
+    assert not python_frames(core)
+    main = next(thread for thread in core["threads"] if thread["tid"] == core["pid"])
+    assert any(frame["language"] == "python" for frame in main["frames"])
+
+
+def test_an_uncaught_exception_of_cpp_is_known(tmp_path: Path) -> None:
+    result = core_bt(str(make_core("dies_by_cpp_exception", tmp_path, str(tmp_path))))
+    assert only(result)["signature"], result.out
+    assert "exception" in result.findings["crash"]["detail"].lower()
+
+
+def test_a_stack_overflow(tmp_path: Path) -> None:
+    result = core_bt(str(make_core("dies_by_stack_overflow", tmp_path, str(tmp_path))))
+    assert only(result)["signal_name"] == "SIGSEGV"
+    assert "stack" in result.findings["crash"]["detail"].lower()
+
+
+def test_faulthandler_does_not_hide_the_crash(tmp_path: Path) -> None:
+    core = only(core_bt(str(make_core("dies_with_faulthandler", tmp_path))))
+    assert core["signal_name"] == "SIGSEGV"
+    assert python_frames(core)
+
+
+def test_of_four_ranks_the_one_that_crashed_is_told_from_those_that_followed(tmp_path: Path) -> None:
+    make_core("ranks_of_which_one_crashes", tmp_path)
+    result = core_bt(str(tmp_path))
+    cores = result.report["data"]["cores"]
+    assert len(cores) >= 2, result.out
+    assert cores[0]["signal_name"] == "SIGSEGV"
+    assert cores[0]["rank"] is not None
+    assert {core["signal_name"] for core in cores[1:]} == {"SIGABRT"}
+    first = next(one for one in result.report["findings"] if one["id"] == "core-bt.crash")
+    assert first["where"]["ranks"] == [cores[0]["rank"]]
+
+
+def test_a_torch_program(tmp_path: Path) -> None:
+    core = only(core_bt(str(make_core("dies_in_torch", tmp_path))))
+    assert core["signal_name"] == "SIGSEGV"
+    assert python_frames(core)
+    assert core["crash_thread"]["frames"][0]["language"] == "c"
+    assert any("torch" in frame["module"] for frame in core["crash_thread"]["frames"])
+
+
+def test_tools_that_are_not_there(segv: Path, tmp_path: Path) -> None:
+    path = str(segv)
+    empty = tmp_path / "bin"
+    empty.mkdir()
+    without_gdb = core_bt(path, "--gdb", env={"PATH": str(empty)})
+    assert python_frames(only(without_gdb))
+    assert any("gdb" in words and "not installed" in words for words in only(without_gdb)["tools"])
+    # A module of that name that cannot be imported stands for a pystack that is not there.
+    (tmp_path / "pystack.py").write_text("raise ModuleNotFoundError(\"No module named 'pystack'\", name='pystack')")
+    without_pystack = only(core_bt(path, env={"PYTHONPATH": str(tmp_path)}))
+    assert any("pystack" in words and "pip install" in words for words in without_pystack["tools"])
+    assert without_pystack["crash_thread"]["frames"]
+
+
+def test_on_other_hosts(segv: Path) -> None:
+    need_network()
+    with Network(1) as network:
+        where = ("--hosts", network.hosts, "--via", network.via)
+        command = ("core-bt", "--json", *where, str(segv))
+        result = distdiag(*command, wrap=tuple(network.client.command()), env=network.client_env())
+        assert (result.code, only(result)["host"]) == (1, network.nodes[0].name), result.out
+        assert python_frames(only(result))
+
+
+@pytest.mark.parametrize("percent", [10, 40, 90])
+def test_a_core_that_was_cut_off_still_names_signal_and_thread(segv: Path, tmp_path: Path, percent: int) -> None:
+    whole = segv.read_bytes()
+    cut = tmp_path / "core.cut"
+    cut.write_bytes(whole[: len(whole) * percent // 100])
+    result = core_bt(str(cut))
+    core = only(result)
+    assert (result.code, core["signal_name"], core["truncated"]) == (1, "SIGSEGV", True)
+    assert "truncated" in result.findings
+
+
+@pytest.mark.parametrize("content", [b"", b"no core at all\n" * 100])
+def test_what_is_no_core_is_said(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "core"
+    path.write_bytes(content)
+    result = core_bt(str(path))
+    assert (result.code, list(result.findings)) == (3, ["unreadable"])
+
+
+def test_a_program_and_a_file_that_is_not_there(tmp_path: Path) -> None:
+    result = core_bt(sys.executable, str(tmp_path / "absent"))
+    assert (result.code, len(result.report["data"]["unread"])) == (3, 2)
+
+
+def test_packed_cores_are_read(segv: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "core.gz"
+    with gzip.open(packed, "wb", compresslevel=1) as file:
+        file.write(segv.read_bytes())
+    core = only(core_bt(str(packed)))
+    assert core["signal_name"] == "SIGSEGV"
+    assert python_frames(core)
+    assert not list(Path("/tmp").glob("distdiag-core-*/core-*"))
+
+
+def test_without_gdb_and_without_the_program(segv: Path, tmp_path: Path) -> None:
+    core = only(core_bt(str(segv), "--no-gdb"))
+    assert python_frames(core)
+    result = core_bt(str(segv), "--exe", str(tmp_path / "gone"))
+    assert (result.code, only(result)["crash_thread"]) == (1, None)
+    assert "not on this machine" in json.dumps(result.report)
+
+
+def test_the_newest_core_here_is_taken_and_none_is_said(segv: Path, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(segv.parent)
+        assert only(core_bt())["path"] == str(segv)
+        patch.chdir(tmp_path)
+        result = core_bt(str(tmp_path))
+        assert (result.code, list(result.findings)) == (3, ["none"])
+        assert "--setup" in result.findings["none"]["fix"]["commands"][0]
+
+
+def test_secrets_stay_out_of_the_kept_report(tmp_path: Path) -> None:
+    core = make_core("dies_by_segv", tmp_path, "--token=hf_abcdefghijklmnop")
+    kept = tmp_path / "report.txt"
+    distdiag("core-bt", str(core), "--save", str(kept))
+    assert "SIGSEGV" in kept.read_text()
+    assert "abcdefghij" not in kept.read_text()
+
+
+def test_a_live_process_goes_on() -> None:
+    program = "import time\ndef waits_here():\n    time.sleep(60)\nprint('ready', flush=True)\nwaits_here()\n"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            result = core_bt("--pid", str(process.pid))
+            state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        finally:
+            process.kill()
+    assert (result.code, state) == (0, "S")
+    assert "waits_here" in python_frames(only(result))
+
+
+def test_setup_says_what_keeps_cores_away() -> None:
+    limited = ("prlimit", "--core=0:0")
+    if shutil.which("prlimit") is None:
+        pytest.skip("not installed: prlimit")
+    result = distdiag("core-bt", "--json", "--setup", wrap=limited)
+    assert any(name.startswith("setup-limit") for name in result.findings), result.out
+    assert os.path.exists("/proc/sys/kernel/core_pattern")
+
+
+@pytest.mark.parametrize("arguments", [("--pid", "1", "--setup"), ("--pid", "0"), ("core", "--setup")])
+def test_wrong_usage(arguments: tuple[str, ...]) -> None:
+    assert core_bt(*arguments).code == 2
+
+
+def test_a_table_for_people(segv: Path) -> None:
+    result = distdiag("core-bt", str(segv), env={"NO_COLOR": "1"})
+    lines = result.out.splitlines()
+    assert lines[0] == "distdiag core-bt: FAIL"
+    assert any(line.startswith("  thread that crashed: ") for line in lines)
+    assert any(line.startswith("    py ") for line in lines)
+    assert "\x1b" not in result.out
