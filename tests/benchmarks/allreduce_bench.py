@@ -101,11 +101,28 @@ def pairs() -> None:
     )
 
 
+def situations() -> None:
+    """Print what is said of faults that are made for real among six ranks."""
+    faults = {
+        "slow:2": "bad-rank",
+        "block:1-4": "bad-link",
+        "split:0-2": "split",
+        "slow:all": "uniformly-slow",
+    }
+    asked = ("gpu-test", "--isolate", "--device", "cpu", "--size", "1MiB", "--expect", "0.05", "--inject")
+    for fault, kind in faults.items():
+        said = [report(*asked, fault, "--nproc", "6", codes=(0, 1, 3))["data"]["classification"]["kind"] for _ in "123"]
+        print(f"six ranks, {fault}: {kind} {said.count(kind)} of 3 times")
+    said = [report(*asked, "block:0-1", "--nproc", "2", codes=(1, 3))["data"]["classification"]["kind"] for _ in "123"]
+    print(f"two ranks, block:0-1: undecidable {said.count('undecidable')} of 3 times")
+
+
 def main() -> None:
     print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, median of {ROUNDS} interleaved runs\n")
     beside_the_loop()
     harness()
     pairs()
+    situations()
     compared()
 
 

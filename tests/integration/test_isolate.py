@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from support import Result
 
-SIX = ("--nproc", "6", "--size", "1MiB")
+# tests/benchmarks/allreduce_bench.py makes the same faults among six ranks.
+FOUR = ("--nproc", "4", "--size", "1MiB")
 
 
 def isolate(*arguments: str, env: dict[str, str] | None = None, wrap: tuple[str, ...] = ()) -> Result:
@@ -41,40 +42,41 @@ def network() -> Iterator[Network]:
 
 @pytest.mark.alone
 def test_healthy_pairs() -> None:
-    result = isolate(*SIX)
+    result = isolate(*FOUR)
     assert (result.code, classified(result)["kind"]) == (0, "healthy")
     pairs = result.report["data"]["pairs"]
-    assert len(pairs) == 15
+    assert len(pairs) == 6
     assert all(one["wrong"] == 0 and one["busbw_bytes_per_s"] > 0 for one in pairs)
 
 
 @pytest.mark.alone
 def test_a_slow_rank() -> None:
-    result = isolate(*SIX, "--inject", "slow:2")
+    result = isolate(*FOUR, "--inject", "slow:2")
     assert (result.code, list(result.findings)) == (1, ["bad-rank"])
     assert result.findings["bad-rank"]["where"]["ranks"] == [2]
-    assert bad_pairs(result) == {(0, 2), (1, 2), (2, 3), (2, 4), (2, 5)}
+    assert bad_pairs(result) == {(0, 2), (1, 2), (2, 3)}
 
 
 def test_a_link_that_drops_everything() -> None:
-    result = isolate(*SIX, "--inject", "block:1-4")
+    result = isolate(*FOUR, "--inject", "block:1-3")
     assert (result.code, list(result.findings)) == (1, ["bad-link"])
-    assert classified(result)["links"] == [[1, 4]]
+    assert classified(result)["links"] == [[1, 3]]
     failed = [one for one in result.report["data"]["pairs"] if one["status"] == "failed"]
-    assert [(one["a"], one["b"]) for one in failed] == [(1, 4)]
+    assert [(one["a"], one["b"]) for one in failed] == [(1, 3)]
     assert "imed out" in failed[0]["error"]
 
 
+@pytest.mark.alone
 def test_two_groups_that_do_not_reach_each_other() -> None:
-    result = isolate(*SIX, "--inject", "split:0-2")
+    result = isolate(*FOUR, "--inject", "split:0-1")
     assert (result.code, list(result.findings)) == (1, ["split"])
-    assert classified(result)["groups"] == [[0, 1, 2], [3, 4, 5]]
+    assert classified(result)["groups"] == [[0, 1], [2, 3]]
     assert classified(result)["ranks"] == []
 
 
 @pytest.mark.alone
 def test_all_slow_alike_is_told_against_an_expectation() -> None:
-    result = isolate(*SIX, "--inject", "slow:all", "--expect", "0.1")
+    result = isolate(*FOUR, "--inject", "slow:all", "--expect", "0.1")
     assert (result.code, list(result.findings)) == (1, ["uniformly-slow"])
 
 
@@ -84,17 +86,14 @@ def test_two_ranks_cannot_be_told_apart() -> None:
     assert result.findings["undecidable"]["fix"]["text"]
 
 
-@pytest.mark.parametrize(
-    ("number", "finding"), [(signal.SIGKILL, "rank-died"), (signal.SIGSTOP, "rank-missing")], ids=["killed", "stopped"]
-)
-def test_a_rank_that_fails_meanwhile_is_named(number: signal.Signals, finding: str) -> None:
+def test_a_rank_that_dies_meanwhile_is_named() -> None:
     arguments = ("--nproc", "3", "--size", "256MiB", "--timeout", "12")
     run = Running("gpu-test", "--isolate", "--json", "--device", "cpu", *arguments)
     run.wait_for("pairs: all ranks")
-    os.kill(run.pid_of_rank(2), number)
+    os.kill(run.pid_of_rank(2), signal.SIGKILL)
     result = run.finish()
-    assert (result.code, list(result.findings)) == (1, [finding])
-    assert result.findings[finding]["where"]["ranks"] == [2]
+    assert (result.code, list(result.findings)) == (1, ["rank-died"])
+    assert result.findings["rank-died"]["where"]["ranks"] == [2]
     assert result.report["data"]["classification"] is None
 
 

@@ -32,12 +32,15 @@ _NO_LIBRARIES = 'python gdb.execute("set auto-solib-add off")'
 _NEEDED_LIBRARIES = """python
 import re
 def unread(known):
-    frame = gdb.newest_frame()
-    while frame is not None:
-        name = gdb.solib_name(frame.pc())
-        if name and name not in known:
-            return name
-        frame = frame.older()
+    try:
+        frame = gdb.newest_frame()
+        while frame is not None:
+            name = gdb.solib_name(frame.pc())
+            if name and name not in known:
+                return name
+            frame = frame.older()
+    except gdb.error:
+        return None
 def read_all():
     known = set()
     for thread in gdb.selected_inferior().threads():
@@ -51,7 +54,7 @@ def read_all():
 read_all()
 """
 """A library that is read now may lead to further frames, and these to further libraries."""
-_HARMFUL = ("PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP")  # gdb has a Python of its own
+_HARMFUL = ("PYTHONHOME", "PYTHONPATH")  # gdb has a Python of its own
 _HEADER = re.compile(r'Thread \d+ \(.*?\b(?:LWP|process) (?P<tid>\d+)\)?(?: "(?P<name>.*)")?\)+:')
 _FRAME = re.compile(
     r"#\d+ +(?:0x[0-9a-f]+ in )?(?P<function>.+?)(?: \((?:\.\.\.|[^ ]+=\.\.\.(?:, [^ ]+=\.\.\.)*)?\))?"
@@ -62,7 +65,7 @@ _DOUBTS = re.compile(r"may not match|is newer than|past end of file|truncated|no
 
 def of_core(core: str, executable: str, *, timeout_s: float, only_first: bool = False) -> Stacks:
     """Read the C stacks of a core; with `only_first`, that of its first thread alone, which is the one that crashed."""
-    return _ask([os.path.realpath(executable), core], timeout_s, only_first=only_first)
+    return _ask([os.path.realpath(executable), os.path.abspath(core)], timeout_s, only_first=only_first)
 
 
 def of_process(pid: int, *, timeout_s: float) -> Stacks:
@@ -93,18 +96,23 @@ def left_as_found(pid: int) -> Iterator[str]:
 
 
 def parse(text: str) -> tuple[ThreadStack, ...]:
-    """Read what `thread apply ... bt` says; words between the threads are left out."""
+    """Read what `thread apply ... bt` says; words between the threads are left out, and a line without an end."""
     found: list[ThreadStack] = []
-    frames: list[Frame] = []
-    for line in text.splitlines():
-        header = _HEADER.fullmatch(line)
+    for line in text.split("\n")[:-1]:
+        header, frame = _HEADER.fullmatch(line), _FRAME.fullmatch(line)
         if header:
-            frames = []
             found.append(ThreadStack(int(header["tid"]), printable(header["name"] or ""), (), None))
-        elif found and line.startswith("#"):
-            frames.append(_frame(line))
-            found[-1] = replace(found[-1], frames=tuple(frames))
-    return tuple(found)
+        elif frame and found:
+            found[-1] = replace(found[-1], frames=(*found[-1].frames, _frame(frame)))
+    return tuple(replace(one, frames=_without_guesses(one.frames)) for one in found)
+
+
+def _without_guesses(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """Leave out what gdb guesses where it has lost the way: callers that are in no file."""
+    count = len(frames)
+    while count > 1 and frames[count - 1].function == "??" and not frames[count - 1].module:
+        count -= 1
+    return frames[:count]
 
 
 def _ask(target: Sequence[str], timeout_s: float, *, only_first: bool = False) -> Stacks:
@@ -144,13 +152,11 @@ def _why(done: run.Done, has_threads: bool, timeout_s: float) -> str:
     return f"gdb: {said[-1][:300]}" if said else "gdb found no threads"
 
 
-def _frame(line: str) -> Frame:
-    match = _FRAME.fullmatch(line)
-    assert match is not None  # whatever follows the number is a function
+def _frame(match: re.Match[str]) -> Frame:
     number = match["line"]
     return Frame(
         language="c",
-        function=printable(match["function"]),
+        function=printable(match["function"]).removeprefix("__GI_"),  # glibc's own names for its functions
         file=printable(match["file"] or ""),
         line=int(number) if number else None,
         module=printable(match["module"] or ""),

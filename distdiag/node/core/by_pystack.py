@@ -7,20 +7,16 @@ ends in a call that does not return, as those on the way to abort() do, gets the
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import json
 import os
 import re
-import struct
 import sys
-from array import array
-from bisect import bisect_left
 from dataclasses import replace
 
-from distdiag.node import capture, elf, procs, run
+from distdiag.node import capture, run
 from distdiag.node.core import by_gdb, merge, notes
-from distdiag.node.core.frames import Frame, Stacks, ThreadStack
+from distdiag.node.core.frames import UNKNOWN, Frame, Functions, Stacks, ThreadStack
 from distdiag.node.wire import printable
 
 TYPE_CHECKING = False
@@ -31,11 +27,6 @@ if TYPE_CHECKING:
 _CHILD = "from __future__ import annotations\n{}\nimport sys\n_tell(*sys.argv[1:])"
 _VERSION = re.compile(r"@@?[A-Z][A-Za-z]*_[\w.]+$")  # "@@GLIBC_2.34" after a symbol's name
 _INLINED, _RETURN_OF_SIGNAL = " (inlined)", "__restore_rt"
-_UNKNOWN = ("???", "??", "")
-_MOST_SYMBOLS_BYTES = 256 << 20  # libtorch_cpu.so has 13 MB of them
-_PT_LOAD, _PT_GNU_EH_FRAME, _STT_FUNC = 1, 0x6474E550, 2
-_HEADER, _SEGMENT = struct.Struct("<32xQ16xH6x"), struct.Struct("<I4xQQ8xQ16x")
-_EH_FRAME_HDR = b"\x01\x1b\x03\x3b"  # version 1, encodings that gcc and clang use; then 2 words and pairs of words
 
 
 def of_core(core: str, executable: str, *, timeout_s: float, python: str = "") -> Stacks:
@@ -54,8 +45,7 @@ def of_process(pid: int, *, timeout_s: float, python: str = "") -> Stacks:
     with by_gdb.left_as_found(pid) as hindrance:
         if hindrance:
             return Stacks("pystack", (), hindrance, 0.0)
-        functions = Functions(tuple(_mapped(procs.maps(pid) or "")))
-        stacks = _ask(["process", str(pid)], functions, timeout_s, python or sys.executable)
+        stacks = _ask(["process", str(pid)], Functions.of_process(pid), timeout_s, python or sys.executable)
     if "not permitted" in stacks.error:
         return replace(stacks, error=capture.why_unreadable(pid, stacks.error)[1])
     return stacks
@@ -101,6 +91,8 @@ def _why(done: run.Done, timeout_s: float, python: str) -> str:
         return f"pystack did not answer within {timeout_s:g} s"
     if done.status is not None and done.status < 0:
         return f"pystack died of {run.signal_name(-done.status)}"
+    if len(done.stdout) >= run.MAX_OUTPUT_BYTES:
+        return "pystack found stacks that are too deep to be handed over"
     words = (done.stderr.decode("utf-8", "replace").strip().splitlines() or [f"it ended with status {done.status}"])[-1]
     if "No module named 'pystack'" in words:
         return f"pystack is not installed ({python} -m pip install pystack)"
@@ -129,103 +121,25 @@ def _native(told: Sequence[Sequence[Any]], functions: Functions) -> Iterator[Fra
         name = _VERSION.sub("", symbol)
         if at and told[at - 1][0] == _RETURN_OF_SIGNAL:
             exact = address
+        path = functions.path(address - (address != exact))
+        if path and not _may_be(module, path):  # a core that was cut off misleads pystack
+            name, line = "??", 0
         if name.endswith(_INLINED):
             name = name[: -len(_INLINED)]
-        elif address != exact and name != _RETURN_OF_SIGNAL:
-            name = functions.before(address, name) or name
-        known = file not in (*_UNKNOWN, module)
-        yield Frame(
-            language="c",
-            function="<signal handler called>"
-            if name == _RETURN_OF_SIGNAL
-            else "??"
-            if name in _UNKNOWN
-            else printable(name),
-            file=printable(file) if known else "",
-            line=line or None,
-            module="" if module in _UNKNOWN else printable(module),
-        )
+        elif name == _RETURN_OF_SIGNAL:
+            name = "<signal handler called>"
+        elif address != exact or name in UNKNOWN:
+            name = functions.before(address + (address == exact), name)
+        name = "??" if name in UNKNOWN else printable(name)
+        module = path or ("" if module in UNKNOWN else module)
+        # Without a line pystack tells the module in the place of the file.
+        yield Frame("c", name, printable(file) if line else "", line or None, printable(module))
 
 
-def _mapped(maps: str) -> Iterator[notes.MappedFile]:
-    """Read the text of /proc/PID/maps, see proc(5)."""
-    for line in maps.splitlines():
-        words = line.split(maxsplit=5)
-        if len(words) == 6 and words[5].startswith("/"):
-            start, end = (int(word, 16) for word in words[0].split("-"))
-            yield notes.MappedFile(start, end, int(words[2], 16), words[5])
-
-
-class Functions:
-    """The functions of the programs and libraries that a process has mapped, by address."""
-
-    def __init__(self, files: Sequence[notes.MappedFile]) -> None:
-        self._files = files
-        self._libraries: dict[str, _Library] = {}
-
-    def before(self, address: int, name: str) -> str:
-        """Name the function whose last call returns to `address`; "" where `name` need not be doubted."""
-        one = next((one for one in self._files if one.start < address <= one.end), None)
-        try:
-            if one is None:
-                return ""
-            if one.path not in self._libraries:
-                self._libraries[one.path] = _Library(one.path)
-            return self._libraries[one.path].before(address - one.start + one.offset, is_known=name not in _UNKNOWN)
-        except (OSError, ValueError, elf.Malformed, struct.error):  # not here, or not as it was there
-            return ""
-
-
-class _Library:
-    """Where the functions of one file begin: the table for exceptions (.eh_frame_hdr, Linux Standard Base 5, 10.6)."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        with elf.File(path) as file:
-            at, count = _HEADER.unpack(file.at(0, _HEADER.size))
-            rows = list(_SEGMENT.iter_unpack(file.at(at, count * _SEGMENT.size)))
-            self._loaded = [(offset, address, size) for kind, offset, address, size in rows if kind == _PT_LOAD]
-            tables = [row[1:] for row in rows if row[0] == _PT_GNU_EH_FRAME]
-            if not tables:
-                raise elf.Malformed
-            offset, self._base, size = tables[0]
-            data = file.at(offset, size)
-        words = array("i", data[12 : size - (size - 12) % 8] if data.startswith(_EH_FRAME_HDR) else b"")
-        self._starts = words[::2]
-
-    def before(self, offset: int, *, is_known: bool) -> str:
-        """Name the function whose last call ends at an offset; "" where nothing else begins and the name is known."""
-        start, address = next((row[:2] for row in self._loaded if row[0] < offset <= row[0] + row[2]), (0, 0))
-        there = offset - start + address - self._base
-        at = bisect_left(self._starts, there)
-        if at == 0 or (is_known and self._starts[at : at + 1] != array("i", [there])):
-            return ""
-        return _symbol(self._path, self._starts[at - 1] + self._base)
-
-
-def _symbol(path: str, address: int) -> str:
-    """Name the function that begins at an address of a file; "" if its symbols are stripped."""
-    found = elf.read(path)
-    sections = {one.name: one for one in found.sections} if found else {}
-    with elf.File(path, _MOST_SYMBOLS_BYTES) as file:
-        for symbols, names in ((".symtab", ".strtab"), (".dynsym", ".dynstr")):
-            if symbols in sections and names in sections:
-                size = sections[symbols].size
-                # Three words for each: its name, kind and section; its value; its size.
-                words = array("Q", file.at(sections[symbols].offset, size - size % 24))
-                for at, value in enumerate(words[1::3]):
-                    if value == address and words[3 * at] >> 32 & 0xF == _STT_FUNC:
-                        return _demangled(file.name_at(sections[names].offset + (words[3 * at] & 0xFFFFFFFF)))
-    return ""
-
-
-def _demangled(name: str) -> str:
-    try:
-        demangle = ctypes.CDLL("libstdc++.so.6")["__cxa_demangle"]
-    except (OSError, AttributeError):  # musl, or no C++ here
-        return name
-    demangle.restype = ctypes.c_char_p
-    return (demangle(name.encode(), None, None, None) or name.encode()).decode("utf-8", "replace")
+def _may_be(module: str, path: str) -> bool:
+    """Tell whether libc.so.6, as a program asked for it, may be libc-2.31.so, as the kernel knows it."""
+    shorter, longer = sorted((os.path.basename(one).partition(".so")[0] for one in (module, path)), key=len)
+    return longer.startswith(shorter)
 
 
 # The functions from here on run in the child, where nothing else of this module is: they import what they use.
@@ -246,7 +160,7 @@ def _tell(kind: str, *where: str) -> None:
     def tell() -> None:
         threads, errors = _read(kind, where)
         with os.fdopen(out, "w") as file:
-            json.dump({**_pack(threads), "errors": errors, "live": kind == "process"}, file)
+            json.dump({**_pack(threads), "errors": errors, "live": kind == "process"}, file, separators=(",", ":"))
 
     # pystack calls itself for every Python frame: 10,000 of them are more than the usual stack of 8 MiB holds.
     threading.stack_size(1 << 29)
@@ -286,7 +200,7 @@ def _pack(threads: Sequence[Any]) -> dict[str, Any]:
         python = []
         for one in thread.all_frames:
             code = (one.code.scope, one.code.filename, one.code.location.lineno) if one.code else ()
-            python.append([number(*code), one.is_entry, one.is_shim])
+            python.append([number(*code), int(one.is_entry), int(one.is_shim)])
         native = [
             number(one.symbol, one.path, one.linenumber, one.library, one.address) for one in thread.native_frames
         ]

@@ -40,7 +40,7 @@ class Merged:
 def needs_gdb(pystack: Stacks, crashed_tid: int) -> bool:
     """Tell whether pystack's answer lacks what only gdb, which is far slower, may know: where the thread crashed."""
     stack = next((one for one in pystack.threads if one.tid == crashed_tid), None)
-    return stack is None or not stack.aligned or not any(frame.language == "c" for frame in stack.frames)
+    return stack is None or not stack.aligned or not reaches_start(_native(stack.frames))
 
 
 def merge(pystack: Stacks, gdb: Stacks | None, crashed_tid: int | None) -> tuple[Merged, ...]:
@@ -132,11 +132,15 @@ def _of_both(tid: int, pystack: ThreadStack | None, gdb: ThreadStack | None) -> 
     if pystack is None or gdb is None:
         return pystack or gdb or ThreadStack(tid, "", (), None)
     told = replace(pystack, name=pystack.name or gdb.name)
-    native = [frame for frame in pystack.frames if frame.language == "c"]
+    native = _native(pystack.frames)
     if native and pystack.aligned and (reaches_start(native) or not reaches_start(gdb.frames)):
         return told
     frames, aligned = interleave(_loops(pystack.frames), gdb.frames)
     return replace(told, frames=shorten(frames), aligned=aligned) if aligned or not native else told
+
+
+def _native(frames: Iterable[Frame]) -> list[Frame]:
+    return [frame for frame in frames if frame.language == "c"]
 
 
 def _loops(frames: Iterable[Frame]) -> list[list[Frame]]:

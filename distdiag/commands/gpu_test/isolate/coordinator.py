@@ -16,10 +16,12 @@ _HOPELESS = 3
 """A rank that failed with so many others and worked with none need not be tried with whom those work with, too: each
 try costs a timeout. With others it is tried: groups that do not reach each other are to be told from a bad rank."""
 _SUSPECT = 0.6
-"""Below this part of the best of its level a pair is measured once more, alone: a busy machine looks slow, too."""
+"""Below this part of the best of its level a pair is measured again, alone: a busy machine looks slow, too."""
 _AGAIN = 12
 _PATIENCE = 5.0
 _AGAIN_FAILED = 2
+_LOOKS = 3
+"""How often what is slow is looked at again, at most; what fails is tried again once, as it costs a timeout."""
 
 
 class Coordinator:
@@ -38,9 +40,11 @@ class Coordinator:
         """Yield what is done and with which pairs; the results of a round are to be there before the next is asked."""
         for number, pairs in enumerate(self._rounds, 1):
             yield f"round {number} of {len(self._rounds)}", [pair for pair in pairs if not self._is_hopeless(pair)]
-        suspects = self.suspects()
-        for number, pair in enumerate(suspects, 1):
-            yield f"second look {number} of {len(suspects)}", [pair]
+        for look in range(_LOOKS):
+            suspects = self.suspects()
+            for number, pair in enumerate(suspects, 1):
+                if not look or not self.results[pair]["failed"]:
+                    yield f"look {look + 2}, {number} of {len(suspects)}", [pair]
 
     def note(self, pair: tuple[int, int], result: dict[str, Any]) -> None:
         """Keep a result; a second look counts where it is better."""

@@ -92,5 +92,5 @@ def _how(data: Isolated) -> Iterator[str]:
         yield (
             "! is below --expect"
             if uniform
-            else "! is slow beside the others; such pairs were measured once more, alone"
+            else "! is slow beside the others; such pairs were measured again, alone"
         )

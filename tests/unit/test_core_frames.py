@@ -1,0 +1,391 @@
+"""Stacks of Python and C frames: what gdb and pystack say alone, where that is wrong, and that merged it is right."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+import venv
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+from cores import cores_in, make_core, need_cores
+from support import need, wait_until
+
+from distdiag.cluster import bundle
+from distdiag.node import procs, run
+from distdiag.node.core import by_gdb, by_pystack, merge, notes
+from distdiag.node.core.frames import Frame, Functions, Stacks, ThreadStack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+RECORDED = Path(__file__).parents[1] / "recorded" / "core_stacks"
+PROGRAM = os.path.realpath(sys.executable)
+GUILTY = """
+void fail(void) __attribute__((noreturn));
+__attribute__((noreturn, noinline, aligned(1))) void guilty(void) { fail(); }
+__attribute__((noinline, aligned(1))) int innocent(int x) { return x + 1; }
+int start(int x) { if (x) guilty(); return innocent(x); }
+"""
+"""guilty() ends with a call, so that what it returns to is where innocent() begins."""
+FAIL = "void abort(void); void fail(void) { abort(); }"
+
+
+def read_gdb(name: str) -> Stacks:
+    return Stacks("gdb", by_gdb.parse((RECORDED / f"gdb_{name}.txt").read_text()), "", 0.0)
+
+
+def read_pystack(name: str) -> Stacks:
+    threads, error = by_pystack.parse((RECORDED / f"pystack_{name}.json").read_text(), Functions(()))
+    return Stacks("pystack", threads, error, 0.0)
+
+
+def shown(frames: Sequence[Frame]) -> list[str]:
+    """Write the essential frames short, those of Python in brackets."""
+    return [f"[{one.function}]" if one.language == "python" else one.function for one in merge.essential(frames)]
+
+
+def without_c(stacks: Stacks) -> Stacks:
+    """Leave what pystack would say if it could read no C frames."""
+    only = (replace(one, frames=tuple(f for f in one.frames if f.language == "python")) for one in stacks.threads)
+    return replace(stacks, threads=tuple(only))
+
+
+def c(*functions: str) -> list[Frame]:
+    return c_in("", *functions)
+
+
+def c_in(module: str, *functions: str) -> list[Frame]:
+    return [Frame("c", name, "", None, module) for name in functions]
+
+
+def python(*names: str) -> list[Frame]:
+    return [Frame("python", name, "train.py", 1, "", entry=name == names[-1]) for name in names]
+
+
+@pytest.fixture(scope="module")
+def needs_both() -> None:
+    """Skip where gdb or pystack is missing; fail where all is promised."""
+    need("gdb")
+    if importlib.util.find_spec("pystack") is None:
+        if os.environ.get("DISTDIAG_TESTS_REQUIRE_ALL"):
+            pytest.fail("required here and not installed: pystack")
+        pytest.skip("not installed: pystack")
+
+
+@pytest.fixture(scope="module")
+def core_of(needs_both: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Make each core once."""
+    made: dict[str, Path] = {}
+
+    def core(name: str) -> Path:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            made[name] = _die(name, folder) if name in PROGRAMS else make_core(name, folder)
+        return made[name]
+
+    return core
+
+
+PROGRAMS = {
+    "jumps_nowhere": "import ctypes\ndef jump(): ctypes.CFUNCTYPE(None)(0xDEAD000)()\njump()",
+    "ends_in_a_call": "import ctypes\ndef call(): ctypes.CDLL('./libcheck.so').start(1)\ncall()",
+    "recurses": "import ctypes, sys\nsys.setrecursionlimit(10**6)\n"
+    "def descend(n): return descend(n - 1) if n else ctypes.string_at(0xDEAD000)\ndescend(30_000)",
+}
+
+
+def _die(name: str, folder: Path) -> Path:
+    need_cores()
+    (folder / "train.py").write_text(PROGRAMS[name])
+    if name == "ends_in_a_call":
+        need("gcc")
+        for source, text in (("guilty.c", GUILTY), ("fail.c", FAIL)):
+            (folder / source).write_text(text)
+        build = ["gcc", "-O1", "-fPIC", "-shared", "-fno-toplevel-reorder", "-o", "libcheck.so", "guilty.c", "fail.c"]
+        subprocess.run(build, cwd=folder, check=True)
+    command = ["sh", "-c", 'ulimit -c unlimited && exec "$@"', "sh", sys.executable, "train.py"]
+    subprocess.run(command, cwd=folder, check=False, capture_output=True, timeout=60)
+    return cores_in(folder)[0]
+
+
+def read_core(core: Path, *, asker: str = "") -> tuple[merge.Merged, ...]:
+    """Read a core as the command does: gdb is asked only for what pystack does not know."""
+    crashed = notes.read(str(core)).threads[0].tid
+    first = by_pystack.of_core(str(core), PROGRAM, timeout_s=30, python=asker)
+    second = (
+        by_gdb.of_core(str(core), PROGRAM, timeout_s=30, only_first=True) if merge.needs_gdb(first, crashed) else None
+    )
+    return merge.merge(first, second, crashed)
+
+
+class Alone(NamedTuple):
+    """What one tool makes of a core: `wrong` is in its words and should not be, `silent` is not and should be."""
+
+    core: str
+    tool: str
+    wrong: str
+    silent: str
+    merged: list[str]
+    """Of the crashed thread, without what comes before."""
+
+
+PYSTACK, PYSTACK_ALL, GDB = "pystack core", "pystack core --native-all", "gdb"
+ABORT = "abort"
+ALONE = [
+    Alone("dies_by_sigbus", PYSTACK_ALL, "segmentation fault", "SIGBUS", ["mmap_subscript", "[read_shard]", "[train]"]),
+    Alone("dies_in_cpp_thread", PYSTACK, "wait_for_batches", "check_batch", [ABORT, "check_batch()"]),
+    Alone("dies_in_cpp_thread", GDB, "", "wait_for_batches", [ABORT, "check_batch()", "prefetch_batches()"]),
+    Alone("ends_in_a_call", PYSTACK_ALL, "innocent", "guilty", [ABORT, "fail", "guilty", "start"]),
+    Alone("jumps_nowhere", PYSTACK_ALL, "Unable to merge", "ffi_call", ["PyCFuncPtr_call", "[jump]", "[<module>]"]),
+    Alone("jumps_nowhere", GDB, "", "jump", ["ffi_call", "_call_function_pointer", "_ctypes_callproc"]),
+    Alone("recurses", PYSTACK_ALL, "", "descend", ["PyCFuncPtr_call", "[string_at]", "[descend]", "[descend]"]),
+    Alone("dies_with_faulthandler", GDB, "", "read_sample", ["<signal handler called>"]),
+]
+
+
+@pytest.mark.parametrize("row", ALONE, ids=lambda row: f"{row.core}-{row.tool.replace(' ', '_')}")
+def test_one_tool_alone_is_wrong_or_silent_and_merged_is_right(row: Alone, core_of: Callable[[str], Path]) -> None:
+    core = core_of(row.core)
+    ask = [str(Path(sys.executable).with_name("pystack")), "core", str(core), PROGRAM, "--no-color"]
+    ask += ["--native-all"] if row.tool == PYSTACK_ALL else []
+    if row.tool == GDB:
+        ask = ["gdb", "-batch", "-nx", PROGRAM, str(core), "-ex", "thread apply all bt -frame-arguments none"]
+    said = run.run(ask, timeout_s=60).stdout.decode()
+    assert row.wrong in said
+    assert row.silent not in said
+    first, *_ = read_core(core)
+    frames = shown(first.thread.frames)
+    assert first.crashed
+    assert first.thread.aligned
+    assert row.merged[0] in frames
+    start = frames.index(row.merged[0])
+    assert frames[start : start + len(row.merged)] == row.merged
+
+
+@pytest.mark.parametrize("name", ["core_thread", "core_handler", "core_interpreters"])
+def test_python_frames_take_the_same_places_among_the_c_frames_of_either_tool(name: str) -> None:
+    by_both = merge.merge(read_pystack(name), None, None)
+    by_gdb_and_python = merge.merge(without_c(read_pystack(name)), read_gdb(name), None)
+    for one, other in zip(by_both, by_gdb_and_python, strict=True):
+        assert from_python(one) == from_python(other)
+        assert (one.thread.aligned, other.thread.aligned) == (True, True)
+        assert (one.tools, other.tools) == (("pystack",), ("pystack", "gdb"))
+
+
+def from_python(merged: merge.Merged) -> list[str]:
+    """Give the frames from the innermost of Python on, as far as they have names."""
+    frames = [name for name in shown(merged.thread.frames) if name != "??"]
+    return list(itertools.dropwhile(lambda name: not name.startswith("["), frames))
+
+
+def test_the_crashed_thread_comes_first_with_what_gdb_knows_of_it() -> None:
+    pystack, gdb = read_pystack("core_pointer"), read_gdb("core_pointer")
+    crashed = gdb.threads[0].tid
+    assert merge.needs_gdb(pystack, crashed)
+    first, second = merge.merge(pystack, gdb, crashed)
+    assert (first.thread.tid, first.crashed, second.crashed) == (crashed, True, False)
+    assert [f for f in shown(first.thread.frames) if f != "??"] == ["ffi_call", "[jump]", "[main]", "[<module>]"]
+    assert not merge.merge(pystack, None, crashed)[0].thread.aligned
+    # Nobody has it: it is said all the same who crashed.
+    unknown = merge.merge(pystack, gdb, 4711)[0]
+    assert (unknown.crashed, unknown.tools, unknown.thread) == (True, (), ThreadStack(4711, "", (), None))
+
+
+def test_gdb_frames_with_and_without_symbols_are_read() -> None:
+    crashed = read_gdb("core_thread").threads[0].frames
+    library = "/lib/x86_64-linux-gnu/libstdc++.so.6"
+    assert crashed[2] == Frame("c", "raise", "./signal/../sysdeps/posix/raise.c", 26, "")
+    assert crashed[5:8] == (*c_in(library, "??", "std::terminate()", "__cxa_throw"),)
+    assert crashed[8] == Frame("c", "Watchdog::check", "/srv/job/watch.cpp", 7, "")
+    assert [one.function for one in crashed[12:14]] == [
+        "operator()",
+        "std::__invoke_impl<void, start()::<lambda()> >(std::__invoke_other, struct {...} &&)",
+    ]
+    handler = read_gdb("core_handler").threads
+    assert [one.function for one in handler[0].frames[2:5]] == ["raise", "<signal handler called>", "__strlen_avx2"]
+    assert [one.name for one in read_gdb("process").threads] == ["python3", "python3"]
+    only = read_gdb("process_static").threads[0]
+    assert (only.tid, only.name, [one.function for one in only.frames]) == (6807, "sleeper", ["pause", "main"])
+    # The callers that gdb makes up where the stack is not in the core are left out, but for what it is sure of.
+    assert [one.frames[-1].function for one in read_gdb("core_cut").threads] == ["<signal handler called>", "??"]
+
+
+def test_a_deep_stack_keeps_both_ends() -> None:
+    frames = merge.shorten(c(*(str(number) for number in range(10_000))))
+    assert len(frames) == merge.MAX_FRAMES + 1
+    assert (frames[0].function, frames[-1].function) == ("0", "9999")
+    assert frames[384].function == "(9488 frames left out)"
+
+
+EVAL = "_PyEval_EvalFrameDefault"
+
+
+@pytest.mark.parametrize(
+    ("loops", "native", "expected", "aligned"),
+    [
+        ([["f", "g"], ["m"]], ["x", EVAL, "y", EVAL, "_start"], "x [f] [g] y [m] _start", True),
+        # The innermost Python function is gone already, or not there yet.
+        ([["m"]], ["x", EVAL, "y", EVAL, "_start"], f"x {EVAL} y [m] _start", False),
+        # More Python than C: what is left over is nearest to where the thread is.
+        ([["f"], ["g"], ["m"]], ["x", EVAL, "y", EVAL, "_start"], "x [f] [g] y [m] _start", False),
+        # The C frames are lost on the way out.
+        ([["f"], ["m"]], ["x", EVAL, "y"], "x [f] y [m]", False),
+        ([["f"], ["m"]], ["x"], "x [f] [m]", False),
+        ([], ["x", EVAL, "clone3"], f"x {EVAL} clone3", False),
+    ],
+)
+def test_frames_are_interleaved(loops: list[list[str]], native: list[str], expected: str, aligned: bool) -> None:
+    frames, fits = merge.interleave([python(*names) for names in loops], c(*native))
+    assert " ".join(f"[{f.function}]" if f.language == "python" else f.function for f in frames) == expected
+    assert fits is aligned
+
+
+def test_calls_of_the_interpreter_are_left_out_but_not_where_it_crashed() -> None:
+    inside = c("_PyObject_MakeTpCall", "cfunction_call", "list_sort", "PyObject_Vectorcall", "PyObject_CallOneArg")
+    assert [one.function for one in merge.essential([*inside, *c("start_thread", "clone3")])] == [
+        "_PyObject_MakeTpCall",
+        "cfunction_call",
+        "list_sort",
+    ]
+    # The same name elsewhere is somebody's own function.
+    assert not merge.is_interpreter(Frame("c", "main", "", None, "/srv/job/server"))
+    assert merge.is_interpreter(Frame("c", "main", "", None, "/usr/bin/python3.11"))
+
+
+def test_a_core_that_was_cut_off_names_the_thread_that_crashed_and_where(core_of: Callable[[str], Path]) -> None:
+    whole = core_of("ends_in_a_call")
+    cut = whole.with_name("cut")
+    cut.write_bytes(whole.read_bytes()[: 2**20])
+    first, *_ = read_core(cut)
+    assert (first.crashed, first.tools) == (True, ("pystack", "gdb"))
+    assert (first.thread.frames[0].function, Path(first.thread.frames[0].module).name[:4]) == ("??", "libc")
+    assert by_pystack.of_core(str(cut), PROGRAM, timeout_s=30).error == "no Python frames were found"
+    assert "past end of file" in by_gdb.of_core(str(cut), PROGRAM, timeout_s=30).error
+
+
+def test_pystack_is_asked_from_where_distdiag_is_not_installed(core_of: Callable[[str], Path]) -> None:
+    sources = bundle.sources("distdiag.node.core.by_pystack")
+    ask = f"by_pystack.of_core({str(core_of('dies_by_sigbus'))!r}, {PROGRAM!r}, timeout_s=30)"
+    program = (
+        f"import sys\nsources = {sources!r}\nexec(sources['distdiag.node.boot'], globals())\n"
+        "sys.meta_path.insert(0, CarriedFinder(sources))\nfrom distdiag.node.core import by_pystack\n"
+        f"print([one.function for one in {ask}.threads[0].frames if one.language == 'python'])\n"
+    )
+    done = subprocess.run([sys.executable, "-S", "-P", "-"], input=program, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("['read_shard', 'train', '<module>']\n", "")
+
+
+def test_without_pystack_gdb_tells_the_c_frames(core_of: Callable[[str], Path], tmp_path: Path) -> None:
+    venv.create(tmp_path / "bare", symlinks=True)
+    bare = str(tmp_path / "bare" / "bin" / "python")
+    core = core_of("dies_in_cpp_thread")
+    first, *others = read_core(core, asker=bare)
+    assert by_pystack.of_core(str(core), PROGRAM, timeout_s=30, python=bare).error == (
+        f"pystack is not installed ({bare} -m pip install pystack)"
+    )
+    assert (first.tools, others) == (("gdb",), [])
+    assert shown(first.thread.frames)[2:5] == ["raise", "abort", "check_batch"]
+
+
+def test_without_gdb_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert by_gdb.of_core("core", PROGRAM, timeout_s=5).error == "gdb is not installed"
+
+
+@pytest.mark.parametrize(
+    ("core", "executable", "pystack", "gdb"),
+    [
+        ("/etc/passwd", PROGRAM, "not a core: it does not begin as an ELF file does", "is not a core dump"),
+        ("/nonexistent", PROGRAM, "No such file or directory", "No such file or directory"),
+        ("", "/bin/sh", "Unable to find maps for the executable", "may not match specified executable"),
+    ],
+)
+def test_what_cannot_be_read_says_why(
+    core: str, executable: str, pystack: str, gdb: str, core_of: Callable[[str], Path]
+) -> None:
+    path = core or str(core_of("dies_by_sigbus"))
+    assert pystack in by_pystack.of_core(path, executable, timeout_s=30).error
+    assert gdb in by_gdb.of_core(path, executable, timeout_s=30).error
+
+
+WAITS = """
+import threading, time
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+print("ready", flush=True)
+time.sleep(60)
+"""
+IN_THE_KERNEL = """
+import ctypes
+libc = ctypes.CDLL(None)
+print("ready", flush=True)
+if libc.vfork() == 0:
+    libc.pause()
+"""
+"""Whose child borrows its memory waits in D state, as one does for a dead disk."""
+
+
+@pytest.fixture
+def start(needs_both: None) -> Iterator[Callable[[str], int]]:
+    """Start programs that say that they are ready; they end with the test."""
+    with contextlib.ExitStack() as ended:
+
+        def begin(code: str) -> int:
+            process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+            ended.enter_context(process)
+            ended.callback(os.killpg, process.pid, signal.SIGKILL)
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            wait_until(lambda: states(process.pid)[0][0] in "SD", 5, lambda: str(states(process.pid)))
+            return process.pid
+
+        yield begin
+
+
+READERS = [by_pystack.of_process, by_gdb.of_process]
+
+
+def states(pid: int) -> tuple[list[str], int | None]:
+    """Tell the states of its threads, whether or not they happen to run just now, and who traces it."""
+    return [task.state.replace("R", "S") for task in procs.tasks(pid)], procs.tracer(pid)
+
+
+@pytest.mark.parametrize("read", READERS, ids=["pystack", "gdb"])
+@pytest.mark.parametrize("stopped", [False, True], ids=["waiting", "stopped"])
+def test_a_process_is_left_as_it_was_found(
+    start: Callable[[str], int], read: Callable[..., Stacks], stopped: bool
+) -> None:
+    pid = start(WAITS)
+    if stopped:
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: states(pid)[0] == ["T", "T"], 5, lambda: str(states(pid)))
+    before = states(pid)
+    for timeout_s in (0.1, 0.2, 0.3, 0.4, 30.0):
+        stacks = read(pid, timeout_s=timeout_s)
+        # A SIGSTOP that was on its way when its sender died would show a little later.
+        time.sleep(0.02)
+        assert states(pid) == before
+    assert (len(stacks.threads), stacks.error) == (2, "")
+    assert stacks.threads[0].name
+    assert any("nanosleep" in frame.function for frame in stacks.threads[0].frames)
+
+
+@pytest.mark.parametrize("read", READERS, ids=["pystack", "gdb"])
+def test_nobody_attaches_to_a_process_that_would_not_bear_it(
+    start: Callable[[str], int], read: Callable[..., Stacks]
+) -> None:
+    in_the_kernel, traced = start(IN_THE_KERNEL), start(WAITS)
+    assert "they wait in the kernel (D)" in read(in_the_kernel, timeout_s=5).error
+    assert states(in_the_kernel) == (["D"], None)
+    assert ctypes.CDLL(None).ptrace(0x4206, traced, 0, 0) == 0  # PTRACE_SEIZE
+    assert f"(pid {os.getpid()})" in read(traced, timeout_s=5).error
+    assert read(2**22, timeout_s=5).error == "it has ended"
