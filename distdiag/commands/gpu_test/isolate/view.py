@@ -90,7 +90,5 @@ def _how(data: Isolated) -> Iterator[str]:
     if any(pair.status is PairStatus.SLOW for pair in data.pairs):
         uniform = data.classification is not None and data.classification.kind == "uniformly-slow"
         yield (
-            "! is below --expect"
-            if uniform
-            else "! is slow beside the others; such pairs were measured again, alone"
+            "! is below --expect" if uniform else "! is slow beside the others; such pairs were measured again, alone"
         )
