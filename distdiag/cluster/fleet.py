@@ -158,6 +158,30 @@ class Fleet:
         self._pending = kept + self._pending
         return found
 
+    def more_from(
+        self, nodes: Iterable[Node], timeout_s: float, watch: Callable[[list[str]], None]
+    ) -> Iterator[tuple[Node, Any, str | None]]:
+        """Take what nodes have to tell that were ordered to collect; `watch` gets the names of those still at it.
+
+        Yields (node, facts, None) for each piece, undecoded, then (node, None, "") when a node is done, or (node, None,
+        reason) when it went away or did not answer in time.
+        """
+        busy = {node.name: node for node in nodes}
+        deadline = time.monotonic() + timeout_s
+        while busy and (left := deadline - time.monotonic()) > 0:
+            for node, record in self.records(min(left, _TURN_S)):
+                if node.name not in busy or record["kind"] not in ("more", "more-end", "down"):
+                    continue
+                if record["kind"] == "more":
+                    yield node, record.get("facts"), None
+                    continue
+                del busy[node.name]
+                yield node, None, _why_down(node) if record["kind"] == "down" else ""
+            watch(list(busy))
+        for node in busy.values():
+            node.deaf = True
+            yield node, None, "it did not answer in time"
+
     def no_answer(self, node: Node) -> NodeFailed:
         """Give the error of a node that is up and does not react; it is killed at once when we close."""
         node.deaf = True
@@ -322,3 +346,8 @@ class Fleet:
             for node in list(self.nodes.values()):
                 if node.stage in (NodeStage.TELLING, NodeStage.UP):
                     node.link.beat()
+
+
+def _why_down(node: Node) -> str:
+    refusal = node.refusal
+    return "; ".join([refusal.message, *refusal.evidence[-2:]]) if refusal is not None else "it went away"

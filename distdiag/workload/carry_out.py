@@ -6,11 +6,11 @@ import os
 import shlex
 import shutil
 import sys
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster import access, launch, recipes
-from distdiag.cluster.access import Agent, open_fleet
+from distdiag.cluster.access import open_fleet
 from distdiag.cluster.hosts import name_ranks
 from distdiag.cluster.meeting import Scout, Wish
 from distdiag.cluster.rows import HostState, Refusal
@@ -19,53 +19,25 @@ from distdiag.errors import DistdiagError, NodeFailed
 from distdiag.node import machine, rendezvous
 from distdiag.node.identity import identify
 from distdiag.report import Finding
-from distdiag.workload import findings, join
+from distdiag.workload import findings, join, judge
 from distdiag.workload.blame import position
 from distdiag.workload.collect import NodeFacts, find_gpus
 from distdiag.workload.model import Course, Device, NotRun, Place, Request, Scene
 from distdiag.workload.plan import RANKS_WITHOUT_GPU, check_request, make_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from distdiag.cluster.fleet import Fleet
     from distdiag.cluster.meeting import Meeting
     from distdiag.cluster.recipes import Recipe
     from distdiag.cluster.targets import Targets
     from distdiag.deliver import Progress
     from distdiag.report import Report
+    from distdiag.workload.job import Asked, Data, Job
     from distdiag.workload.model import Plan, Share
-
-Asked = TypeVar("Asked", bound=Request)
-Data = TypeVar("Data")
 
 _LOOPBACK = "127.0.0.1"
 _WAITING_IS_NEWS_S = 5.0
 _LOGS_S = 5.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job(Generic[Asked, Data]):
-    """What one command does with ranks: what they run and are told, and what their run means."""
-
-    request: Asked
-    rank: str
-    """The module that every rank runs: main(config)."""
-    config: Callable[[Asked, Plan, Share, int], dict[str, Any]]
-    """What the command itself tells a rank, beside what every rank is told."""
-    diagnose: Callable[[Asked, Scene, Plan, Course], Report[Data]]
-    not_run: Callable[[Asked, NotRun], Report[Data]]
-    tell: Callable[[launch.Run, Progress], str] | None = None
-    """Says what is new in a run under way, beside the stages; gives how far it is, for the line that changes."""
-
-    @property
-    def agent(self) -> Agent:
-        """What runs on the nodes."""
-        return Agent(
-            collect="distdiag.workload.collect",
-            ask={"gpus": self.request.device is not Device.CPU},
-            rank=self.rank,
-        )
 
 
 def carry_out(job: Job[Asked, Data], progress: Progress) -> Report[Data]:
@@ -89,15 +61,15 @@ def carry_out(job: Job[Asked, Data], progress: Progress) -> Report[Data]:
             fleet.gather(lambda now: _tell_reached(now, progress))
             scene = _scene(fleet, targets)
             if not scene.places:
-                return job.not_run(request, NotRun(scene=scene))
+                return judge.not_run(job, NotRun(scene=scene))
             return run(job, fleet, scene, progress)
         except KeyboardInterrupt:
             if targets.launcher is None:
                 raise
-            return job.not_run(request, NotRun(scene=_scene(fleet, targets), interrupted=True))
+            return judge.not_run(job, NotRun(scene=_scene(fleet, targets), interrupted=True))
 
 
-def explain(job: Job[Asked, Data], recipe: Recipe | None) -> list[str]:
+def explain(job: Job[Any, Any], recipe: Recipe | None) -> list[str]:
     """Write how the hosts would be reached, or the lines that start the same under a launcher."""
     request = job.request
     check_request(request)
@@ -108,7 +80,7 @@ def explain(job: Job[Asked, Data], recipe: Recipe | None) -> list[str]:
     gpus = (find_gpus().visible or 0) if request.device is not Device.CPU else 0
     nproc = request.nproc or targets.hosts[0].slots or gpus or RANKS_WITHOUT_GPU
     plain = replace(request, nproc=None, cluster=Cluster())
-    again = plain.again(**({"inject": plain.fault_option} if plain.fault_option else {}))
+    again = plain.again(**({"inject": plain.injected.option} if plain.injected is not None else {}))
     lines = recipes.lines(recipe, hosts, nproc, again, gpus=gpus > 0)
     if shutil.which("torchrun") is None:
         lines = [
@@ -122,19 +94,19 @@ def run(job: Job[Asked, Data], fleet: Fleet, scene: Scene, progress: Progress) -
     request = job.request
     plan = make_plan(request, scene.places)
     if isinstance(plan, Finding):
-        return job.not_run(request, NotRun(scene=scene, why=(plan,)))
+        return judge.not_run(job, NotRun(scene=scene, why=(plan,)))
     head = fleet.nodes[plan.shares[0].node]
     port, taken = launch.take_port(fleet, head, request.master_port)
     if taken is not None:
         why = findings.port_not_free(head.host, taken, request)
-        return job.not_run(request, NotRun(scene=scene, why=(why,), plan=plan))
+        return judge.not_run(job, NotRun(scene=scene, why=(why,), plan=plan))
     meeting = None
     doors = list(dict.fromkeys(share.door for share in plan.shares))
     if len(doors) > 1:
         progress.news("trying the ways between the nodes")
         meeting = Scout(fleet, doors, port, Wish(request.master_addr, request.ifname)).find()
         if not meeting.is_open:
-            return job.not_run(request, NotRun(scene=scene, plan=plan, meeting=meeting))
+            return judge.not_run(job, NotRun(scene=scene, plan=plan, meeting=meeting))
     log_dirs = _keep_logs(fleet, plan, request) if request.nccl_debug else {}
     nonce = rendezvous.new_nonce()
     specs = {share.node: _specs(job, plan, share, (port, nonce), meeting) for share in plan.shares}

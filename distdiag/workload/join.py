@@ -22,6 +22,7 @@ from distdiag.node import boot, call_home, machine
 from distdiag.node.identity import Identity, contradiction, nested_tasks
 from distdiag.node.wire import Writer
 from distdiag.report import Finding, Fix, Level, Report, Where
+from distdiag.workload import judge
 from distdiag.workload.collect import NodeFacts
 from distdiag.workload.model import NotRun, Place, Scene
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from distdiag.cluster.hub import Hub
     from distdiag.cluster.node import Node
     from distdiag.deliver import Progress
-    from distdiag.workload.carry_out import Asked, Data, Job
+    from distdiag.workload.job import Asked, Data, Job
     from distdiag.workload.model import Request
 
 _LEFT_ALONE = 3
@@ -57,7 +58,7 @@ def carry_out(
     tasks = nested_tasks(os.environ, machine.ancestors(os.getpid()))
     if tasks:
         _leave_it_to_rank_0(me, 1)
-        return job.not_run(request, NotRun(scene=Scene(places=()), why=(_nested(me, tasks, request),)))
+        return judge.not_run(job, NotRun(scene=Scene(places=()), why=(_nested(me, tasks, request),)))
     home, hub = find_home(me, os.environ, timeout_s=request.timeout_s)
     if hub is None:
         sys.exit(_serve(me, home, job.agent, request.timeout_s))
@@ -161,7 +162,7 @@ def _judge(
     request = job.request
     trouble = (*_missing(me, fleet, request), *_doubles(transport, request))
     if trouble:
-        return job.not_run(request, NotRun(scene=scene, why=trouble))
+        return judge.not_run(job, NotRun(scene=scene, why=trouble))
     report = run(job, fleet, scene, progress)
     extra = _contradiction(request)
     if extra is None:

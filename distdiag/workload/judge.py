@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from distdiag.cluster.hosts import name_ranks
 from distdiag.cluster.reached import summary_of
 from distdiag.cluster.ways import way_findings
-from distdiag.report import Level
+from distdiag.report import Level, Report
 from distdiag.workload import findings, troubles
 from distdiag.workload.blame import blame
 from distdiag.workload.model import RankResult, Rendezvous, Status, Versions
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from distdiag.cluster.meeting import Meeting
     from distdiag.report import Finding
     from distdiag.workload.blame import Blame
+    from distdiag.workload.job import Asked, Data, Job
     from distdiag.workload.model import Course, NotRun, Plan, Request, Scene
 
 
@@ -57,14 +58,11 @@ def facts_of(request: Request, scene: Scene, plan: Plan, course: Course) -> dict
     }
 
 
-def findings_not_run(request: Request, why: NotRun) -> list[Finding]:
-    """Say why no rank was started."""
-    return [*why.why, *_ways(request, why.meeting), *about_hosts(why.scene)]
-
-
-def facts_not_run(request: Request, why: NotRun) -> dict[str, Any]:
-    """Give the fields of RunFacts where no rank was started."""
-    return {
+def not_run(job: Job[Asked, Data], why: NotRun) -> Report[Data]:
+    """Report why no rank was started."""
+    request = job.request
+    found = [*why.why, *_ways(request, why.meeting), *about_hosts(why.scene)]
+    facts = {
         "world_size": why.plan.nproc if why.plan else request.nproc or 0,
         "backend": why.plan.backend if why.plan else request.backend,
         "device": why.plan.device if why.plan else request.device,
@@ -76,13 +74,16 @@ def facts_not_run(request: Request, why: NotRun) -> dict[str, Any]:
         "hosts": why.scene.rows,
         "rendezvous": _rendezvous(why.meeting),
     }
-
-
-def summary_not_run(why: NotRun, found: Sequence[Finding]) -> str:
-    """Say the same in a sentence."""
+    summary = worst_of(found) or "no rank was started"
     if why.interrupted:
-        return f"interrupted before any rank was started; hosts: {summary_of(why.scene.rows)}"
-    return worst_of(found) or "no rank was started"
+        summary = f"interrupted before any rank was started; hosts: {summary_of(why.scene.rows)}"
+    return Report(
+        command=request.command,
+        data=job.no_data(request, why, facts),
+        findings=tuple(found),
+        summary=summary,
+        interrupted=why.interrupted,
+    )
 
 
 def worst_of(found: Sequence[Finding]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from distdiag.cluster.targets import Cluster
 
@@ -46,9 +46,58 @@ class Status(StrEnum):
     WAITING = "waiting"
 
 
+class Injected(Protocol):
+    """A fault to make for real, as each command has them."""
+
+    @property
+    def highest_rank(self) -> int | None:
+        """The highest rank that it names."""
+
+    @property
+    def option(self) -> str:
+        """What is typed after --inject."""
+
+    @property
+    def words(self) -> str:
+        """What is done: "kill was made in rank 1"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFault:
+    """A fault to make in one rank: kill:1. Commands add where in their work it happens."""
+
+    kind: str
+    rank: int
+
+    @property
+    def at(self) -> tuple[str, str]:
+        """Where it happens: as it is typed after @, and in words. Empty where there is no choice."""
+        raise NotImplementedError
+
+    @property
+    def highest_rank(self) -> int:
+        """The rank."""
+        return self.rank
+
+    @property
+    def option(self) -> str:
+        """What is typed after --inject."""
+        return f"{self.kind}:{self.rank}" + (f"@{self.at[0]}" if self.at[0] else "")
+
+    @property
+    def words(self) -> str:
+        """What is done."""
+        return f"{self.kind} was made in rank {self.rank}" + (f" in {self.at[1]}" if self.at[1] else "")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What was typed; `program` is how distdiag was called, for commands that paste."""
+
+    command: ClassVar[str]
+    """The subcommand; its findings' ids begin with it."""
+    stages: ClassVar[tuple[str, ...]]
+    """What every rank goes through, in order."""
 
     program: str = "distdiag"
     nproc: int | None = None
@@ -63,29 +112,9 @@ class Request:
     cluster: Cluster = field(default_factory=Cluster)
 
     @property
-    def command(self) -> str:
-        """The subcommand; its findings' ids begin with it."""
+    def injected(self) -> Injected | None:
+        """The fault that is to be made, if any."""
         raise NotImplementedError
-
-    @property
-    def stages(self) -> tuple[str, ...]:
-        """What every rank goes through, in order."""
-        raise NotImplementedError
-
-    @property
-    def faulty_rank(self) -> int | None:
-        """The rank in which a fault is to be made, if any."""
-        return None
-
-    @property
-    def injected(self) -> str:
-        """The fault that is made, in words; empty if none."""
-        return ""
-
-    @property
-    def fault_option(self) -> str | None:
-        """The fault as it is typed after --inject, if any."""
-        return None
 
     def own_options(self) -> dict[str, object]:
         """Options of this command alone, by name, that differ from their defaults; None leaves one out."""

@@ -43,10 +43,11 @@ def make_plan(request: Request, places: Sequence[Place]) -> Plan | Finding:
             return _too_few_gpus(request, place, places, max(share.nproc, 1))
         shares.append(share)
     plan = Plan(shares=tuple(shares), backend=backend, device=device)
-    if request.faulty_rank is not None and request.faulty_rank >= plan.nproc:
+    highest = request.injected.highest_rank if request.injected is not None else None
+    if highest is not None and highest >= plan.nproc:
         raise UsageError(
-            f"--inject names rank {request.faulty_rank}, and there are ranks 0 to {plan.nproc - 1}",
-            hint=f"give a smaller rank, or --nproc {request.faulty_rank + 1}",
+            f"--inject names rank {highest}, and there are ranks 0 to {plan.nproc - 1}",
+            hint=f"give a smaller rank, or --nproc {highest + 1}",
         )
     return plan
 

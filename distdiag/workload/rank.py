@@ -21,6 +21,7 @@ from distdiag.node.progress import Progress
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from types import ModuleType
     from typing import Any, NoReturn
 
     import torch
@@ -121,8 +122,8 @@ class Rank:
         self.progress.step("device chosen", started={**_versions(), **facts})
 
     def import_torch(self) -> None:
-        """Import torch. Not at the top: a torch that cannot be imported is a thing to report."""
-        load_torch()
+        """Import torch, also for the module of the command's own rank."""
+        load_torch(sys.modules[type(self).__module__])
 
     def work(self) -> None:
         """Do what the command is for, in stages of its own."""
@@ -270,13 +271,18 @@ class _Hides:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
-def load_torch() -> None:
-    """Import torch into this module. Not at its top: a torch that cannot be imported is a thing to report."""
+def load_torch(*modules: ModuleType) -> None:
+    """Import torch into this module and into others, as their names `torch` and `dist`.
+
+    Not at their top: a torch that cannot be imported is a thing to report.
+    """
     global torch, dist
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
         import torch
         import torch.distributed as dist
+    for module in modules:
+        vars(module).update(torch=torch, dist=dist)
 
 
 def _differences(headers: list[dict[str, object]]) -> dict[str, dict[str, list[int]]]:

@@ -43,8 +43,8 @@ def about_hosts(scene: Scene) -> list[Finding]:
 def surroundings(request: Request, plan: Plan, places: Sequence[Place]) -> list[Finding]:
     """What was not tested, and what will hurt the real job."""
     found = []
-    if request.injected:
-        found.append(_info(f"{request.command}.injected", request.injected))
+    if request.injected is not None:
+        found.append(_info(f"{request.command}.injected", f"the fault {request.injected.words}, as asked"))
     if plan.device is Device.CPU and request.device is Device.AUTO and request.backend is Backend.AUTO:
         hidden = " (CUDA_VISIBLE_DEVICES hides them)" if any(one.facts.gpus.driver_present for one in places) else ""
         where = fold(one.host for one in places)

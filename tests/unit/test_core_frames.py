@@ -23,7 +23,8 @@ from support import need, wait_until
 from distdiag.cluster import bundle
 from distdiag.node import procs, run
 from distdiag.node.core import by_gdb, by_pystack, merge, notes
-from distdiag.node.core.frames import Frame, Functions, Stacks, ThreadStack
+from distdiag.node.core.frames import Frame, Stacks, ThreadStack
+from distdiag.node.core.functions import Functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

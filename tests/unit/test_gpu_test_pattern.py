@@ -7,6 +7,7 @@ import torch
 
 from distdiag.commands.gpu_test import rank as gpu_test_rank
 from distdiag.commands.gpu_test.rank import MARK, PERIOD, expected_tile, explain, pattern, wrong_elements
+from distdiag.workload.rank import load_torch
 
 CPU = torch.device("cpu")
 WORLD = 4
@@ -15,7 +16,7 @@ COUNT = 3 * PERIOD + 17
 
 @pytest.fixture(autouse=True)
 def loaded_torch() -> None:
-    gpu_test_rank.load_torch()
+    load_torch(gpu_test_rank)
 
 
 def summed(ranks: list[int], count: int = COUNT, world_size: int = WORLD) -> torch.Tensor:

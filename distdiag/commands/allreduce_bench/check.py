@@ -10,41 +10,24 @@ from distdiag.commands.allreduce_bench.formulas import BOTH_WAYS, ONLY_IN_PLACE
 from distdiag.commands.allreduce_bench.measured import rows_of
 from distdiag.commands.allreduce_bench.words import row_in_words
 from distdiag.errors import UsageError
-from distdiag.workload import carry_out
-from distdiag.workload.carry_out import Job
+from distdiag.workload.job import Job
 
 if TYPE_CHECKING:
     from distdiag.cluster.launch import Run
-    from distdiag.cluster.recipes import Recipe
     from distdiag.commands.allreduce_bench.model import Bench, Request
     from distdiag.deliver import Progress
-    from distdiag.report import Report
     from distdiag.workload.model import Plan, Share
 
 
-def check(request: Request, progress: Progress) -> Report[Bench]:
-    """Measure on the ranks of this node, or of all nodes that are asked for.
-
-    Raises:
-        UsageError: the request contradicts itself or the machine.
-        DistdiagError: the node side failed, or the logs asked for cannot be kept.
-    """
-    return carry_out.carry_out(_job(request), progress)
-
-
-def explain(request: Request, recipe: Recipe | None) -> list[str]:
-    """Write how the hosts would be reached, or the lines that start the same under a launcher."""
-    return carry_out.explain(_job(request), recipe)
-
-
-def _job(request: Request) -> Job[Request, Bench]:
+def job_of(request: Request) -> Job[Request, Bench]:
+    """Say what the benchmark runs and means. Raises UsageError where the request contradicts itself."""
     _check_forms(request)
     return Job(
         request=request,
         rank="distdiag.commands.allreduce_bench.rank",
         config=_config,
         diagnose=diagnose.diagnose,
-        not_run=diagnose.not_run,
+        no_data=diagnose.no_data,
         tell=_Teller(request).tell,
     )
 

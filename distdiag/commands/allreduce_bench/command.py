@@ -6,13 +6,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distdiag.cluster.recipes import Recipe  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.allreduce_bench.formulas import ITEM_BYTES, OPS
 from distdiag.commands.allreduce_bench.model import Fault, FaultKind, Request, Stat, Unit
 from distdiag.errors import UsageError
 from distdiag.options import JsonOpt, StrictOpt, TimeoutOpt, called_as, on_hosts
 from distdiag.workload.model import Backend, Device
+from distdiag.workload.options import (  # noqa: TC001 - on_hosts reads the annotations
+    BackendOpt,
+    DeviceOpt,
+    IfnameOpt,
+    MasterAddrOpt,
+    MasterPortOpt,
+    NcclDebugOpt,
+    NprocOpt,
+    PrintCommandOpt,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -71,9 +80,7 @@ def parse_params(text: str) -> float:
 
 @on_hosts
 def allreduce_bench(
-    nproc: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Ranks on each node. [default: one per GPU; 2 without a GPU]")
-    ] = None,
+    nproc: NprocOpt = None,
     op: Annotated[
         str, typer.Option(metavar="NAMES", help=f"Collectives, with commas: {', '.join(OPS)}; or all.")
     ] = "all_reduce",
@@ -115,21 +122,13 @@ def allreduce_bench(
     params: Annotated[
         str, typer.Option(metavar="N", help="Say how long the gradients of a model of N parameters take: 7B.")
     ] = "",
-    backend: Annotated[Backend, typer.Option(help="auto is nccl on GPUs and gloo on the CPU.")] = Backend.AUTO,
-    device: Annotated[Device, typer.Option(help="auto is cuda where a GPU is visible.")] = Device.AUTO,
+    backend: BackendOpt = Backend.AUTO,
+    device: DeviceOpt = Device.AUTO,
     timeout: TimeoutOpt = 30.0,
-    master_port: Annotated[
-        int, typer.Option(min=0, max=65535, metavar="PORT", help="Rendezvous port; 0 takes a free one.")
-    ] = 0,
-    master_addr: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Rendezvous address on several nodes. [default: chosen and tried]")
-    ] = "",
-    ifname: Annotated[
-        str, typer.Option(metavar="NAME", help="Network interface for the ranks. [default: the one that works]")
-    ] = "",
-    nccl_debug: Annotated[
-        bool, typer.Option("--nccl-debug", help="Set NCCL_DEBUG=INFO and keep what each rank prints in a directory.")
-    ] = False,
+    master_port: MasterPortOpt = 0,
+    master_addr: MasterAddrOpt = "",
+    ifname: IfnameOpt = "",
+    nccl_debug: NcclDebugOpt = False,
     inject: Annotated[
         str | None,
         typer.Option(
@@ -137,10 +136,7 @@ def allreduce_bench(
             help="Make a fault for real, to see it found: slow, corrupt, dtype, kill or stop; such as kill:0@3.",
         ),
     ] = None,
-    print_command: Annotated[
-        Recipe | None,
-        typer.Option(help="Print the lines that start this under a launcher (for slurm a script), and stop."),
-    ] = None,
+    print_command: PrintCommandOpt = None,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
     *,
@@ -192,9 +188,10 @@ def allreduce_bench(
             return answer(asked(), Files(save=save, compare=compare, plot=plot), progress, strict=strict)
 
     def commands() -> list[str]:
-        from distdiag.commands.allreduce_bench.check import explain
+        from distdiag.commands.allreduce_bench.check import job_of
+        from distdiag.workload.carry_out import explain
 
-        return explain(asked(), print_command)
+        return explain(job_of(asked()), print_command)
 
     def view(report: Report[Bench]) -> Iterable[RenderableType]:
         from distdiag.commands.allreduce_bench.view import bench_view

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import fold
 from distdiag.cluster.launch import Outcome
@@ -64,11 +64,10 @@ def diagnose(request: Request, scene: Scene, plan: Plan, course: Course) -> Repo
     )
 
 
-def not_run(request: Request, why: NotRun) -> Report[Bench]:
-    """Report why no rank was started."""
-    found = judge.findings_not_run(request, why)
-    data = Bench(
-        **judge.facts_not_run(request, why),
+def no_data(request: Request, why: NotRun, facts: dict[str, Any]) -> Bench:
+    """Give the facts of a run in which no rank was started."""
+    return Bench(
+        **facts,
         device_name=None,
         nodes=len(why.scene.places),
         stat=request.stat,
@@ -77,13 +76,6 @@ def not_run(request: Request, why: NotRun) -> Report[Bench]:
         verdict=None,
         compared=(),
         training=(),
-    )
-    return Report(
-        command=request.command,
-        data=data,
-        findings=tuple(found),
-        summary=judge.summary_not_run(why, found),
-        interrupted=why.interrupted,
     )
 
 

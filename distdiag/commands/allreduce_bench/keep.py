@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from distdiag.commands.allreduce_bench import baseline, plot
-from distdiag.commands.allreduce_bench.check import check
+from distdiag.commands.allreduce_bench.check import job_of
 from distdiag.deliver import document
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.files import write_whole
 from distdiag.node.identity import identify
 from distdiag.report import Finding, Fix, Level
+from distdiag.workload.carry_out import carry_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +46,7 @@ def answer(request: Request, files: Files, progress: Progress, *, strict: bool) 
         _check_save(files.save)
         if files.compare:
             request = replace(request, baseline=baseline.read(files.compare))
-    report = check(request, progress)
+    report = carry_out(job_of(request), progress)
     if files.plot not in ("", "-"):
         report = _told(report, lambda: plot.save(report.data, request.unit, files.plot))
     if files.save:

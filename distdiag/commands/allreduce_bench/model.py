@@ -26,12 +26,15 @@ class FaultKind(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
+class Fault(model.RankFault):
     """A fault to make in one rank; kill and stop happen in the row of this number, from 1."""
 
-    kind: FaultKind
-    rank: int
     row: int = 1
+
+    @property
+    def at(self) -> tuple[str, str]:
+        """The row, where there is a choice."""
+        return (str(self.row), f"row {self.row}") if self.kind in (FaultKind.KILL, FaultKind.STOP) else ("", "")
 
 
 class Unit(StrEnum):
@@ -55,6 +58,8 @@ class Stat(StrEnum):
 class Request(model.Request):
     """What was typed; `iterations` None: as many as `min_time_s` needs. `in_place` None: torch's usual form."""
 
+    command = "allreduce-bench"
+    stages = STAGES
     ops: tuple[str, ...] = ("all_reduce",)
     sizes: tuple[int, ...] | None = None
     sizes_text: str = ""
@@ -74,35 +79,9 @@ class Request(model.Request):
     fault: Fault | None = None
 
     @property
-    def command(self) -> str:
-        """The subcommand."""
-        return "allreduce-bench"
-
-    @property
-    def stages(self) -> tuple[str, ...]:
-        """What every rank goes through."""
-        return STAGES
-
-    @property
-    def faulty_rank(self) -> int | None:
-        """The rank in which a fault is to be made."""
-        return None if self.fault is None else self.fault.rank
-
-    @property
-    def fault_option(self) -> str | None:
-        """The fault as it is typed."""
-        if self.fault is None:
-            return None
-        at = f"@{self.fault.row}" if self.fault.kind in (FaultKind.KILL, FaultKind.STOP) else ""
-        return f"{self.fault.kind}:{self.fault.rank}{at}"
-
-    @property
-    def injected(self) -> str:
-        """The fault that is made, in words."""
-        if self.fault is None:
-            return ""
-        at = f" in row {self.fault.row}" if self.fault.kind in (FaultKind.KILL, FaultKind.STOP) else ""
-        return f"the fault {self.fault.kind} was made in rank {self.fault.rank}{at}, as asked"
+    def injected(self) -> Fault | None:
+        """The fault that is to be made."""
+        return self.fault
 
     def own_options(self) -> dict[str, object]:
         """Options of allreduce-bench alone that differ from their defaults."""

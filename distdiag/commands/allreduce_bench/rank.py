@@ -49,20 +49,8 @@ def main(config: dict[str, Any]) -> None:
     run_rank(config, Rank)
 
 
-def load_torch() -> None:
-    """Import torch into this module."""
-    global torch, dist
-    import torch
-    import torch.distributed as dist
-
-
 class Rank(AnyRank):
     """One rank on its way through the sizes."""
-
-    def import_torch(self) -> None:
-        """Import torch, also for the functions of this module."""
-        super().import_torch()
-        load_torch()
 
     def work(self) -> None:
         """Take the stages of this command."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster import access
@@ -13,19 +13,17 @@ from distdiag.cluster.targets import describe, find_targets
 from distdiag.commands.core_bt.collect import NodeCores
 from distdiag.commands.core_bt.diagnose import diagnose
 from distdiag.errors import DistdiagError
-from distdiag.node import procs
-from distdiag.node.identity import identify
 
 if TYPE_CHECKING:
     from distdiag.cluster.fleet import Fleet
     from distdiag.cluster.targets import Targets
-    from distdiag.commands.core_bt.model import CoreBt, Request
+    from distdiag.commands.core_bt.model import Request
+    from distdiag.commands.core_bt.result import CoreBt
     from distdiag.deliver import Progress
     from distdiag.report import Report
 
 _SPARE_S = 30.0
 _CORES_AT_LEAST = 4
-_TURN_S = 0.2
 
 
 def check(request: Request, progress: Progress) -> Report[CoreBt]:
@@ -69,13 +67,7 @@ def _ask(request: Request, targets: Targets) -> dict[str, Any]:
         "timeout_s": request.timeout_s,
         "pid": request.pid,
         "setup": request.setup,
-        "pids": _ranks() if local and request.setup else [],
     }
-
-
-def _ranks() -> list[int]:
-    """List the processes here that are ranks of a job."""
-    return [pid for pid in procs.table() if pid != os.getpid() and identify(procs.variables(pid) or {}) is not None]
 
 
 def _ask_all(
@@ -87,20 +79,13 @@ def _ask_all(
     for node in busy.values():
         node.order("collect", ask=_ask(request, targets))
     progress.news("reading" if local else f"reading on {len(busy)} hosts")
-    deadline = time.monotonic() + _SPARE_S + 2 * request.timeout_s * max(_CORES_AT_LEAST, len(request.paths))
-    while busy and (left := deadline - time.monotonic()) > 0:
-        for node, record in fleet.records(min(left, _TURN_S)):
-            if node.name not in busy:
-                continue
-            if record["kind"] == "more":
-                try:
-                    nodes.append(decode(record.get("facts"), NodeCores, node.host))
-                except DistdiagError as error:
-                    missing[node.host] = str(error)
-            elif record["kind"] == "down":
-                missing[node.host] = node.refusal.message if node.refusal is not None else "it went away"
-            if record["kind"] in ("more-end", "down"):
-                del busy[node.name]
-    for node in busy.values():
-        missing[node.host] = "it did not answer in time"
-        node.deaf = True
+    timeout_s = _SPARE_S + 2 * request.timeout_s * max(_CORES_AT_LEAST, len(request.paths))
+    for node, facts, why in fleet.more_from(list(busy.values()), timeout_s, lambda names: None):
+        if why:
+            missing[node.host] = why
+        elif facts is not None:
+            try:
+                cores = decode(facts, NodeCores, node.host)
+                nodes.append(cores if local else replace(cores, host=node.host))
+            except DistdiagError as error:
+                missing[node.host] = str(error)

@@ -82,15 +82,20 @@ def more(ask: dict[str, Any], tell: Callable[[object], None]) -> None:
 
     {"paths": files and folders, empty: the newest of where this system puts cores; "exe", "gdb": True, False, None:
     where it is needed; "all": all threads by gdb, too; "timeout_s"; "pid": a live process; "setup": whether this
-    machine and the ranks with these "pids" can leave a core}
+    machine and the ranks on it can leave a core}
     """
     host = machine.host_name()
     if ask["setup"]:
-        tell(NodeCores(host, setup=setup.look(tuple(ask["pids"]))))
+        tell(NodeCores(host, setup=setup.look(_ranks())))
     elif ask["pid"] is not None:
         tell(NodeCores(host, live=_live(ask)))
     else:
         tell(_cores(host, ask))
+
+
+def _ranks() -> list[int]:
+    """List the processes here that are ranks of a job."""
+    return [pid for pid in procs.table() if pid != os.getpid() and _rank(procs.variables(pid) or {}) is not None]
 
 
 def _cores(host: str, ask: dict[str, Any]) -> NodeCores:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from distdiag.commands.core_bt.model import CoreBt
+    from distdiag.commands.core_bt.result import CoreBt
     from distdiag.report import Report
 
 
@@ -78,8 +78,11 @@ def core_bt(
     def run() -> Report[CoreBt]:
         from distdiag.commands.core_bt.check import check
         from distdiag.commands.core_bt.view import lines_of
+        from distdiag.deliver import is_done_by_another
         from distdiag.files import write_whole
 
+        if is_done_by_another():
+            raise typer.Exit(0)
         with Progress() as progress:
             report = check(asked(), progress)
         if save:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.reached import host_findings, summary_of
 from distdiag.commands.core_bt import able
-from distdiag.commands.core_bt.model import COMMAND, Core, CoreBt, Thread, Unread
+from distdiag.commands.core_bt.model import COMMAND
+from distdiag.commands.core_bt.result import Core, CoreBt, Thread, Unread
 from distdiag.commands.core_bt.words import redacted, where, who
 from distdiag.knowledge import crashes
 from distdiag.node.run import signal_name

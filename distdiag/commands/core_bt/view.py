@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from distdiag.commands.core_bt.model import Core, CoreBt, Thread
+    from distdiag.commands.core_bt.result import Core, CoreBt, Thread
     from distdiag.report import Report
 
 _STACK, _FOLDED = 40, 12

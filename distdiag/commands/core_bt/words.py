@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from distdiag.commands.core_bt.model import Core
+    from distdiag.commands.core_bt.result import Core
     from distdiag.node.core.frames import Frame
 
 _SECRET = re.compile(r"(?i)([\w-]*(?:token|secret|passw|api[-_]?key|credential|auth)[\w-]*(?:=|\s+))(\S+)")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distdiag.cluster import access
 from distdiag.cluster.access import Agent, open_fleet
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from distdiag.deliver import Progress
 
 _SPARE_S = 20.0
-_TURN_S = 0.2
 
 
 def look(request: Request, progress: Progress) -> tuple[list[CudaFacts], Reached]:
@@ -96,35 +94,27 @@ def _ask_all(fleet: Fleet, targets: Targets, request: Request, progress: Progres
 
     if not local:
         progress.news(f"looking at {len(busy)} host{'' if len(busy) == 1 else 's'}")
-    deadline = time.monotonic() + _SPARE_S + 2 * request.timeout_s
-    while busy and (left := deadline - time.monotonic()) > 0:
-        for node, record in fleet.records(min(left, _TURN_S)):
-            if node.name in busy and _is_done(node, record, told, local=local):
-                del busy[node.name]
-        progress.now(f"{len(told.nodes)} hosts looked at; waiting for {', '.join(list(busy)[:4])}")
-    for node in busy.values():
-        told.missing[node.host] = "it did not answer in time"
-        node.deaf = True
+    timeout_s = _SPARE_S + 2 * request.timeout_s
+    for node, facts, why in fleet.more_from(busy.values(), timeout_s, lambda names: _tell(told, names, progress)):
+        if why:
+            told.missing[node.host] = why
+        elif facts is not None:
+            _take(node, facts, told, local=local)
 
 
-def _is_done(node: Node, record: dict[str, Any], told: _Told, *, local: bool) -> bool:
-    """Take a record of a node; tells whether it was its last."""
-    if record["kind"] == "more":
-        try:
-            facts = decode(record.get("facts"), CudaFacts, node.host)
-            from distdiag.commands.cuda_env.judge import sections_of
-
-            sections_of(facts, Goal.ALL)
-            told.nodes[node.name] = facts if local else replace(facts, host=node.host)
-        except DistdiagError as error:
-            told.missing[node.host] = str(error)
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            told.missing[node.host] = f"its facts make no sense: {error!r}"
-    if record["kind"] == "down":
-        told.missing[node.host] = _why_down(node)
-    return record["kind"] in ("more-end", "down")
+def _tell(told: _Told, names: list[str], progress: Progress) -> None:
+    progress.now(f"{len(told.nodes)} hosts looked at; waiting for {', '.join(names[:4])}")
 
 
-def _why_down(node: Node) -> str:
-    refusal = node.refusal
-    return "; ".join([refusal.message, *refusal.evidence[-2:]]) if refusal is not None else "it went away"
+def _take(node: Node, told_facts: object, told: _Told, *, local: bool) -> None:
+    """Keep the facts of a node, or why they are of no use."""
+    try:
+        facts = decode(told_facts, CudaFacts, node.host)
+        from distdiag.commands.cuda_env.judge import sections_of
+
+        sections_of(facts, Goal.ALL)
+        told.nodes[node.name] = facts if local else replace(facts, host=node.host)
+    except DistdiagError as error:
+        told.missing[node.host] = str(error)
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        told.missing[node.host] = f"its facts make no sense: {error!r}"

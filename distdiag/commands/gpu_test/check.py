@@ -6,14 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from distdiag.commands.gpu_test import diagnose
 from distdiag.errors import UsageError
-from distdiag.workload import carry_out
-from distdiag.workload.carry_out import Job
+from distdiag.workload.job import Job
 
 if TYPE_CHECKING:
-    from distdiag.cluster.recipes import Recipe
     from distdiag.commands.gpu_test.model import GpuTest, Request
-    from distdiag.deliver import Progress
-    from distdiag.report import Report
     from distdiag.workload.model import Plan, Share
 
 _MEMORY_ON_CPU_BYTES = 64 * 2**20
@@ -21,22 +17,8 @@ _MEMORY_FRACTION = 0.5
 _FLOAT_BYTES = 4
 
 
-def check(request: Request, progress: Progress) -> Report[GpuTest]:
-    """Test the ranks of this node, or of all nodes that are asked for.
-
-    Raises:
-        UsageError: the request contradicts itself or the machine.
-        DistdiagError: the node side failed, or the logs asked for cannot be kept.
-    """
-    return carry_out.carry_out(_job(request), progress)
-
-
-def explain(request: Request, recipe: Recipe | None) -> list[str]:
-    """Write how the hosts would be reached, or the lines that start the test under a launcher."""
-    return carry_out.explain(_job(request), recipe)
-
-
-def _job(request: Request) -> Job[Request, GpuTest]:
+def job_of(request: Request) -> Job[Request, GpuTest]:
+    """Say what the test of all ranks runs and means. Raises UsageError where the request contradicts itself."""
     if request.size_bytes < _FLOAT_BYTES:
         raise UsageError("--size is less than one float32 element", hint="give at least 4 bytes")
     return Job(
@@ -44,7 +26,7 @@ def _job(request: Request) -> Job[Request, GpuTest]:
         rank="distdiag.commands.gpu_test.rank",
         config=_config,
         diagnose=diagnose.diagnose,
-        not_run=diagnose.not_run,
+        no_data=diagnose.no_data,
     )
 
 

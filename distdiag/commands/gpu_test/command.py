@@ -6,12 +6,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distdiag.cluster.recipes import Recipe  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.gpu_test.model import SIZE_BYTES, STAGES, Fault, FaultKind, Request
 from distdiag.errors import UsageError
 from distdiag.options import JsonOpt, StrictOpt, TimeoutOpt, called_as, on_hosts, parse_size
 from distdiag.workload.model import Backend, Device
+from distdiag.workload.options import (  # noqa: TC001 - on_hosts reads the annotations
+    BackendOpt,
+    DeviceOpt,
+    IfnameOpt,
+    MasterAddrOpt,
+    MasterPortOpt,
+    NcclDebugOpt,
+    NprocOpt,
+    PrintCommandOpt,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,8 +28,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from distdiag.commands.gpu_test.isolate import model as isolate_model
-    from distdiag.commands.gpu_test.model import GpuTest
     from distdiag.report import Report
+    from distdiag.workload.job import Job
 
 _DEFAULT_STAGE = {FaultKind.CORRUPT: "reduce", FaultKind.DTYPE: "agree", FaultKind.NO_IMPORT: "start"}
 
@@ -68,20 +77,11 @@ def _pairs(
     )
 
 
-def _lines(request: Request | isolate_model.Request, recipe: Recipe | None) -> list[str]:
-    from distdiag.commands.gpu_test import check
-    from distdiag.commands.gpu_test.isolate import check as of_pairs
-
-    return check.explain(request, recipe) if isinstance(request, Request) else of_pairs.explain(request, recipe)
-
-
 @on_hosts
 def gpu_test(
-    nproc: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Ranks on each node. [default: one per GPU; 2 without a GPU]")
-    ] = None,
-    backend: Annotated[Backend, typer.Option(help="auto is nccl on GPUs and gloo on the CPU.")] = Backend.AUTO,
-    device: Annotated[Device, typer.Option(help="auto is cuda where a GPU is visible.")] = Device.AUTO,
+    nproc: NprocOpt = None,
+    backend: BackendOpt = Backend.AUTO,
+    device: DeviceOpt = Device.AUTO,
     timeout: TimeoutOpt = 30.0,
     size: Annotated[
         str,
@@ -98,19 +98,10 @@ def gpu_test(
             help="Share of the free memory to write and read back. [default: 0.5 of a GPU's; 64 MiB a rank on the CPU]",
         ),
     ] = None,
-    master_port: Annotated[
-        int, typer.Option(min=0, max=65535, metavar="PORT", help="Rendezvous port; 0 takes a free one.")
-    ] = 0,
-    master_addr: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Rendezvous address on several nodes. [default: chosen and tried]")
-    ] = "",
-    ifname: Annotated[
-        str, typer.Option(metavar="NAME", help="Network interface for the ranks. [default: the one that works]")
-    ] = "",
-    nccl_debug: Annotated[
-        bool,
-        typer.Option("--nccl-debug", help="Set NCCL_DEBUG=INFO and keep what each rank prints in a directory."),
-    ] = False,
+    master_port: MasterPortOpt = 0,
+    master_addr: MasterAddrOpt = "",
+    ifname: IfnameOpt = "",
+    nccl_debug: NcclDebugOpt = False,
     inject: Annotated[
         str | None,
         typer.Option(
@@ -131,10 +122,7 @@ def gpu_test(
         float | None,
         typer.Option(min=0.0, metavar="GB/S", help="With --isolate: the bandwidth that a pair has at least."),
     ] = None,
-    print_command: Annotated[
-        Recipe | None,
-        typer.Option(help="Print the lines that start this test under a launcher (for slurm a script), and stop."),
-    ] = None,
+    print_command: PrintCommandOpt = None,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
     *,
@@ -164,37 +152,31 @@ def gpu_test(
             "nccl_debug": nccl_debug,
         }
 
-    def test() -> Request:
-        return _test(shared(), size, memory, expect, inject)
+    def job() -> Job[Any, Any]:
+        from distdiag.commands.gpu_test import check
+        from distdiag.commands.gpu_test.isolate import check as of_pairs
 
-    def pairs() -> isolate_model.Request:
-        return _pairs(shared(), size, memory, expect, inject)
+        if isolate:
+            return of_pairs.job_of(_pairs(shared(), size, memory, expect, inject))
+        return check.job_of(_test(shared(), size, memory, expect, inject))
 
-    def run() -> Report[GpuTest]:
-        from distdiag.commands.gpu_test.check import check
-
-        with Progress() as progress:
-            return check(test(), progress)
-
-    def run_pairs() -> Report[isolate_model.Isolated]:
-        from distdiag.commands.gpu_test.isolate.check import check
+    def run() -> Report[Any]:
+        from distdiag.workload.carry_out import carry_out
 
         with Progress() as progress:
-            return check(pairs(), progress)
+            return carry_out(job(), progress)
 
-    def view(report: Report[GpuTest]) -> Iterable[RenderableType]:
+    def commands() -> list[str]:
+        from distdiag.workload.carry_out import explain
+
+        return explain(job(), print_command)
+
+    def view(report: Report[Any]) -> Iterable[RenderableType]:
+        from distdiag.commands.gpu_test.isolate.view import isolate_view
         from distdiag.commands.gpu_test.view import gpu_test_view
 
-        return gpu_test_view(report)
+        return isolate_view(report) if isolate else gpu_test_view(report)
 
-    def view_pairs(report: Report[isolate_model.Isolated]) -> Iterable[RenderableType]:
-        from distdiag.commands.gpu_test.isolate.view import isolate_view
-
-        return isolate_view(report)
-
-    output = Output(json=as_json, strict=strict)
     if cluster.explain or print_command is not None:
-        deliver_lines("gpu-test", lambda: _lines(pairs() if isolate else test(), print_command), as_json=as_json)
-    if isolate:
-        deliver("gpu-test", run_pairs, view_pairs, output)
-    deliver("gpu-test", run, view, output)
+        deliver_lines("gpu-test", commands, as_json=as_json)
+    deliver("gpu-test", run, view, Output(json=as_json, strict=strict))

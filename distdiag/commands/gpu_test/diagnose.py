@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import fold
 from distdiag.cluster.launch import Outcome
@@ -36,17 +36,9 @@ def diagnose(request: Request, scene: Scene, plan: Plan, course: Course) -> Repo
     )
 
 
-def not_run(request: Request, why: NotRun) -> Report[GpuTest]:
-    """Report why no rank was started."""
-    found = judge.findings_not_run(request, why)
-    data = GpuTest(**judge.facts_not_run(request, why), size_bytes=request.size_bytes, memory_bytes=None, arch_list=())
-    return Report(
-        command="gpu-test",
-        data=data,
-        findings=tuple(found),
-        summary=judge.summary_not_run(why, found),
-        interrupted=why.interrupted,
-    )
+def no_data(request: Request, why: NotRun, facts: dict[str, Any]) -> GpuTest:
+    """Give the facts of a run in which no rank was started."""
+    return GpuTest(**facts, size_bytes=request.size_bytes, memory_bytes=None, arch_list=())
 
 
 def _summary(found: list[Finding], scene: Scene, plan: Plan) -> str:

@@ -25,52 +25,31 @@ class FaultKind(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
+class Fault(model.RankFault):
     """A fault to make in one rank; at `stage` where the kind allows any."""
 
-    kind: FaultKind
-    rank: int
     stage: str
+
+    @property
+    def at(self) -> tuple[str, str]:
+        """The stage, where there is a choice."""
+        return ("", "") if self.kind in STAGELESS else (self.stage, f"stage {self.stage}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request(model.Request):
     """What was typed."""
 
+    command = "gpu-test"
+    stages = STAGES
     size_bytes: int = SIZE_BYTES
     memory_fraction: float | None = None
     fault: Fault | None = None
 
     @property
-    def command(self) -> str:
-        """The subcommand."""
-        return "gpu-test"
-
-    @property
-    def stages(self) -> tuple[str, ...]:
-        """What every rank goes through."""
-        return STAGES
-
-    @property
-    def faulty_rank(self) -> int | None:
-        """The rank in which a fault is to be made."""
-        return None if self.fault is None else self.fault.rank
-
-    @property
-    def fault_option(self) -> str | None:
-        """The fault as it is typed."""
-        if self.fault is None:
-            return None
-        at = "" if self.fault.kind in STAGELESS else f"@{self.fault.stage}"
-        return f"{self.fault.kind}:{self.fault.rank}{at}"
-
-    @property
-    def injected(self) -> str:
-        """The fault that is made, in words."""
-        if self.fault is None:
-            return ""
-        at = "" if self.fault.kind in STAGELESS else f" in stage {self.fault.stage}"
-        return f"the fault {self.fault.kind} was made in rank {self.fault.rank}{at}, as asked"
+    def injected(self) -> Fault | None:
+        """The fault that is to be made."""
+        return self.fault
 
     def own_options(self) -> dict[str, object]:
         """Options of gpu-test alone that differ from their defaults."""

@@ -34,11 +34,6 @@ class Rank(AnyRank):
 
     dtype: torch.dtype
 
-    def import_torch(self) -> None:
-        """Import torch, also for the functions of this module."""
-        super().import_torch()
-        load_torch()
-
     def work(self) -> None:
         """Take gpu-test's own stages."""
         self.dtype = torch.float64 if self.is_faulty("dtype") else torch.float32
@@ -128,13 +123,6 @@ class Rank(AnyRank):
         if bad:
             self.trouble("memory-corrupt", chunks=bad, chunk_bytes=chunk_bytes)
         self.progress.step("memory holds", memory_bytes=(len(chunks) + 1) * chunk_bytes)
-
-
-def load_torch() -> None:
-    """Import torch into this module."""
-    global torch, dist
-    import torch
-    import torch.distributed as dist
 
 
 def pattern(count: int, rank: int, world_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

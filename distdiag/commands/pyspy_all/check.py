@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distdiag.cluster import access
 from distdiag.cluster.access import Agent, open_fleet
@@ -32,7 +31,6 @@ _COLLECT = "distdiag.commands.pyspy_all.collect"
 _BRING_TO = 256
 """Nodes that py-spy is brought to, 3 MB each; on a cluster it mostly lies on a shared file system."""
 _SPARE_S = 10.0
-_TURN_S = 0.2
 
 
 @dataclass
@@ -140,32 +138,23 @@ def _look(fleet: Fleet, seen: dict[str, _Seen], request: Request, progress: Prog
     total = sum(one.todo for one in seen.values())
     if total:
         progress.news(f"looking at {total} processes on {len(busy)} host{'s' if len(busy) > 1 else ''}")
-    deadline = time.monotonic() + _SPARE_S + request.samples * (2 * request.timeout_s + request.interval_s)
-    while busy and (left := deadline - time.monotonic()) > 0:
-        for node, record in fleet.records(min(left, _TURN_S)):
-            if node.name in busy and (why := _hear(seen[node.name], node, record)) is not None:
-                seen[node.name].missing = why
-                del busy[node.name]
+
+    def tell(names: list[str]) -> None:
         done = sum(len(one.watched) for one in seen.values())
-        progress.now(f"{done} of {total} processes looked at; waiting for {', '.join(list(busy)[:4])}")
-    for node in busy.values():
-        seen[node.name].missing = "it did not answer in time"
-        node.deaf = True
+        progress.now(f"{done} of {total} processes looked at; waiting for {', '.join(names[:4])}")
 
-
-def _hear(seen: _Seen, node: Node, record: dict[str, Any]) -> str | None:
-    """Take a record of a node that is at work; when it is done with it, say what is missing: nothing, or why."""
-    if record["kind"] == "more":
-        try:
-            watched = decode(record.get("facts"), Watched, node.host)
-            seen.watched[watched.pid] = watched
-        except DistdiagError as error:
-            return str(error)
-    elif record["kind"] == "more-end":
-        return ""
-    elif record["kind"] == "down":
-        return node.refusal.message if node.refusal is not None else "the node went away"
-    return None
+    broken: set[str] = set()
+    timeout_s = _SPARE_S + request.samples * (2 * request.timeout_s + request.interval_s)
+    for node, facts, why in fleet.more_from(busy.values(), timeout_s, tell):
+        if why is None:
+            try:
+                watched = decode(facts, Watched, node.host)
+                seen[node.name].watched[watched.pid] = watched
+            except DistdiagError as error:
+                broken.add(node.name)
+                seen[node.name].missing = str(error)
+        elif node.name not in broken:
+            seen[node.name].missing = why
 
 
 def _ask(request: Request, pids: list[int], once: list[int]) -> dict[str, object]:

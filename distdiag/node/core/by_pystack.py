@@ -16,7 +16,8 @@ from dataclasses import replace
 
 from distdiag.node import capture, run
 from distdiag.node.core import by_gdb, merge, notes
-from distdiag.node.core.frames import UNKNOWN, Frame, Functions, Stacks, ThreadStack
+from distdiag.node.core.frames import UNKNOWN, Frame, Stacks, ThreadStack
+from distdiag.node.core.functions import Functions
 from distdiag.node.wire import printable
 
 TYPE_CHECKING = False

@@ -6,15 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from distdiag.commands.gpu_test.isolate import diagnose
 from distdiag.errors import UsageError
-from distdiag.workload import carry_out
-from distdiag.workload.carry_out import Job
+from distdiag.workload.job import Job
 from distdiag.workload.model import Device
 
 if TYPE_CHECKING:
-    from distdiag.cluster.recipes import Recipe
     from distdiag.commands.gpu_test.isolate.model import Fault, Isolated, Request
-    from distdiag.deliver import Progress
-    from distdiag.report import Report
     from distdiag.workload.model import Plan, Share
 
 _ITERATIONS = 4
@@ -26,22 +22,8 @@ _LAG_S = 0.05
 _LEAST_BYTES = 4096
 
 
-def check(request: Request, progress: Progress) -> Report[Isolated]:
-    """Measure the pairs of the ranks of this node, or of all nodes that are asked for.
-
-    Raises:
-        UsageError: the request contradicts itself or the machine.
-        DistdiagError: the node side failed, or the logs asked for cannot be kept.
-    """
-    return carry_out.carry_out(_job(request), progress)
-
-
-def explain(request: Request, recipe: Recipe | None) -> list[str]:
-    """Write how the hosts would be reached, or the lines that start the same under a launcher."""
-    return carry_out.explain(_job(request), recipe)
-
-
-def _job(request: Request) -> Job[Request, Isolated]:
+def job_of(request: Request) -> Job[Request, Isolated]:
+    """Say what the pairs of ranks runs and means. Raises UsageError where the request contradicts itself."""
     if request.size_bytes is not None and request.size_bytes < _LEAST_BYTES:
         raise UsageError("--size is too small to tell a bandwidth by", hint="leave it out, or give 1MiB or more")
     return Job(
@@ -49,7 +31,7 @@ def _job(request: Request) -> Job[Request, Isolated]:
         rank="distdiag.commands.gpu_test.isolate.rank",
         config=_config,
         diagnose=diagnose.diagnose,
-        not_run=diagnose.not_run,
+        no_data=diagnose.no_data,
     )
 
 
@@ -68,7 +50,9 @@ def _config(request: Request, plan: Plan, share: Share, rank: int) -> dict[str, 
 def _fault(fault: Fault, nproc: int) -> dict[str, Any]:
     hit = [[a, b] for a in range(nproc) for b in range(a + 1, nproc) if fault.meets(a, b)]
     if not hit and nproc > 1:
-        raise UsageError(f"--inject {fault.text} meets no pair of {nproc} ranks", hint="name some of them, and not all")
+        raise UsageError(
+            f"--inject {fault.option} meets no pair of {nproc} ranks", hint="name some of them, and not all"
+        )
     slow = fault.kind == "slow"
     return {
         "dropped": [] if slow else hit,

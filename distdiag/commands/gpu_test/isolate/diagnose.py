@@ -68,23 +68,9 @@ def diagnose(request: Request, scene: Scene, plan: Plan, course: Course) -> Repo
     )
 
 
-def not_run(request: Request, why: NotRun) -> Report[Isolated]:
-    """Report why no rank was started."""
-    found = judge.findings_not_run(request, why)
-    data = Isolated(
-        **judge.facts_not_run(request, why),
-        size_bytes=request.size_bytes or 0,
-        pairs=(),
-        classification=None,
-        measuring_s=None,
-    )
-    return Report(
-        command=request.command,
-        data=data,
-        findings=tuple(found),
-        summary=judge.summary_not_run(why, found),
-        interrupted=why.interrupted,
-    )
+def no_data(request: Request, why: NotRun, facts: dict[str, Any]) -> Isolated:
+    """Give the facts of a run in which no rank was started."""
+    return Isolated(**facts, size_bytes=request.size_bytes or 0, pairs=(), classification=None, measuring_s=None)
 
 
 def _measuring(course: Course) -> float | None:

@@ -16,7 +16,7 @@ def parse_fault(text: str) -> Fault:
     if kind not in ("slow", "block", "split"):
         raise UsageError(f"--inject {text!r} is no fault for --isolate", hint=_HINT)
     if whom == "all" and kind == "slow":
-        return Fault(text=text, kind=kind, first=())
+        return Fault(option=text, kind=kind, first=())
     ranks = _ranks(text, whom) if kind == "split" else tuple(int(one) for one in whom.split("-") if one.isdecimal())
     if (
         not ranks
@@ -24,7 +24,7 @@ def parse_fault(text: str) -> Fault:
         or (kind != "split" and (len(ranks) > 2 or len(whom.split("-")) != len(ranks)))
     ):
         raise UsageError(f"--inject {text!r} does not name ranks", hint=_HINT)
-    return Fault(text=text, kind=kind, first=tuple(sorted(set(ranks))))
+    return Fault(option=text, kind=kind, first=tuple(sorted(set(ranks))))
 
 
 def _ranks(text: str, words: str) -> tuple[int, ...]:

@@ -14,11 +14,22 @@ STAGES = ("start", "connect", "init", "pairs", "done")
 class Fault:
     """A fault to make for real: packets dropped, or a delay before each call, in the pairs it names."""
 
-    text: str
+    option: str
+    """As it was typed."""
     kind: str
     """slow, block or split."""
     first: tuple[int, ...]
     """slow and block: a rank, or the two of a link, or all (empty). split: the ranks of one group."""
+
+    @property
+    def highest_rank(self) -> int | None:
+        """The highest rank that it names."""
+        return max(self.first, default=None)
+
+    @property
+    def words(self) -> str:
+        """What is done."""
+        return f"{self.option} was made"
 
     def meets(self, a: int, b: int) -> bool:
         """Tell whether this pair is hit."""
@@ -32,34 +43,16 @@ class Fault:
 class Request(model.Request):
     """What was typed; sizes in bytes, bandwidths in bytes per second."""
 
+    command = "gpu-test"
+    stages = STAGES
     size_bytes: int | None = None
     expected_bytes_per_s: float | None = None
     fault: Fault | None = None
 
     @property
-    def command(self) -> str:
-        """The subcommand."""
-        return "gpu-test"
-
-    @property
-    def stages(self) -> tuple[str, ...]:
-        """What every rank goes through."""
-        return STAGES
-
-    @property
-    def faulty_rank(self) -> int | None:
-        """The highest rank that the fault names."""
-        return max(self.fault.first, default=None) if self.fault is not None else None
-
-    @property
-    def fault_option(self) -> str | None:
-        """The fault as it is typed."""
-        return None if self.fault is None else self.fault.text
-
-    @property
-    def injected(self) -> str:
-        """The fault that is made, in words."""
-        return "" if self.fault is None else f"the fault {self.fault.text} was made, as asked"
+    def injected(self) -> Fault | None:
+        """The fault that is to be made."""
+        return self.fault
 
     def own_options(self) -> dict[str, object]:
         """Options that differ from their defaults."""

@@ -34,22 +34,14 @@ def main(config: dict[str, Any]) -> None:
     run_rank(config, Rank)
 
 
-def load_torch() -> None:
-    """Import torch into this module."""
-    global torch, dist
-    import torch
-    import torch.distributed as dist
-
-
 class Rank(AnyRank):
     """One rank on its way through the pairs."""
 
     def import_torch(self) -> None:
-        """Import torch, also for the functions of this module."""
+        """Import torch, and have it raise where a collective takes too long."""
         # So that a collective of NCCL that takes too long raises here, and its watchdog does not end the process.
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         super().import_torch()
-        load_torch()
 
     def join_group(self, patience: timedelta) -> None:
         """Make none: each pair makes its own."""
