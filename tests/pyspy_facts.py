@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.targets import Cluster
-from distdiag.commands.pyspy_all.collect import Process, Processes, Watched
 from distdiag.commands.pyspy_all.diagnose import diagnose
 from distdiag.commands.pyspy_all.model import Request
-from distdiag.commands.pyspy_all.nodes import NodeStacks
+from distdiag.jobs.collect import Process, Processes, Watched
+from distdiag.jobs.nodes import NodeStacks
 from distdiag.node.capture import Capture, Counter, Frame, Thread
 from distdiag.node.identity import Identity
 

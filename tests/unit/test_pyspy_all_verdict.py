@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from pyspy_facts import SITE, frames, ids, job, judge, loads, look, node, odd_ranks, process, twice, waits
 
-from distdiag.commands.pyspy_all.collect import Watched
 from distdiag.commands.pyspy_all.grouping import parse_groups
+from distdiag.jobs.collect import Watched
 from distdiag.node.procs import Standstill
 from distdiag.report import Verdict
 

@@ -12,19 +12,19 @@ from distdiag.cluster.node import decode
 from distdiag.cluster.rows import HostState, Refusal
 from distdiag.cluster.targets import describe, find_targets
 from distdiag.cluster.toolbox import bring_py_spy
-from distdiag.commands.pyspy_all.collect import Processes, Watched
 from distdiag.commands.pyspy_all.model import Request, Threads
-from distdiag.commands.pyspy_all.nodes import NodeStacks
-from distdiag.commands.pyspy_all.roles import answers_to, to_look_at
 from distdiag.errors import DistdiagError
+from distdiag.jobs.collect import Processes, Watched
+from distdiag.jobs.nodes import NodeStacks
+from distdiag.jobs.roles import answers_to, to_look_at
 
 if TYPE_CHECKING:
     from distdiag.cluster.fleet import Fleet
     from distdiag.cluster.node import Node
     from distdiag.cluster.targets import Targets
-    from distdiag.commands.pyspy_all.collect import Process
     from distdiag.commands.pyspy_all.result import PySpyAll
     from distdiag.deliver import Progress
+    from distdiag.jobs.collect import Process
     from distdiag.report import Report
 
 _COLLECT = "distdiag.commands.pyspy_all.collect"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import fold
 from distdiag.cluster.reached import host_findings
 from distdiag.commands.pyspy_all import findings
-from distdiag.commands.pyspy_all.model import COMMAND, Job
+from distdiag.commands.pyspy_all.model import COMMAND
 from distdiag.commands.pyspy_all.result import (
     FrameRow,
     Group,
@@ -20,10 +20,10 @@ from distdiag.commands.pyspy_all.result import (
     PySpyAll,
     ThreadRow,
 )
-from distdiag.commands.pyspy_all.roles import answers_to, find_jobs
 from distdiag.commands.pyspy_all.standing import helper_frames, site_of
 from distdiag.commands.pyspy_all.unread import where
 from distdiag.commands.pyspy_all.verdict import Outcome, judge_job, split
+from distdiag.jobs.roles import answers_to, find_jobs
 from distdiag.knowledge.frames import library_path
 from distdiag.report import Finding, Fix, Level, Report, Where
 
@@ -31,10 +31,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from distdiag.cluster.rows import Refusal, Row
-    from distdiag.commands.pyspy_all.collect import Process, Watched
-    from distdiag.commands.pyspy_all.model import FrameClass, Member, Request, Standing
-    from distdiag.commands.pyspy_all.nodes import NodeStacks
+    from distdiag.commands.pyspy_all.model import FrameClass, Request, Standing
     from distdiag.commands.pyspy_all.verdict import JobVerdict
+    from distdiag.jobs.collect import Process, Watched
+    from distdiag.jobs.model import Job, Member
+    from distdiag.jobs.nodes import NodeStacks
     from distdiag.node.capture import Capture, Frame
 
 _WORTH = (

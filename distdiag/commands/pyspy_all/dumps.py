@@ -11,9 +11,9 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from distdiag.commands.pyspy_all.collect import Process, Processes, Watched
-from distdiag.commands.pyspy_all.nodes import NodeStacks
-from distdiag.commands.pyspy_all.roles import DUMPED
+from distdiag.jobs.collect import Process, Processes, Watched
+from distdiag.jobs.nodes import NodeStacks
+from distdiag.jobs.roles import DUMPED
 from distdiag.node.capture import COUNTERS, Capture, Counter, Frame, Thread, read_threads
 from distdiag.node.identity import Identity
 from distdiag.node.wire import printable

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.commands.pyspy_all.model import Request, Standing
-    from distdiag.commands.pyspy_all.nodes import NodeStacks
     from distdiag.commands.pyspy_all.verdict import JobVerdict
+    from distdiag.jobs.nodes import NodeStacks
     from distdiag.node.capture import Frame
 
 _SHOWN = 6

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import msgspec  # noqa: TID253 - this module is only imported when files are kept or read
 
-from distdiag.commands.pyspy_all.collect import Processes
-from distdiag.commands.pyspy_all.nodes import NodeStacks
 from distdiag.deliver import Progress, document
 from distdiag.errors import UsageError
 from distdiag.files import as_text, make_folder, named_files, write_for_host, write_whole
+from distdiag.jobs.collect import Processes
+from distdiag.jobs.nodes import NodeStacks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from distdiag.cluster.targets import Cluster
-    from distdiag.commands.pyspy_all.collect import Process, Watched
+    from distdiag.jobs.model import Member
     from distdiag.node.capture import Frame
 
 COMMAND = "pyspy-all"
@@ -61,37 +61,6 @@ class Request:
     groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Parallel groups that the user named: ("tp", (0, 1)), ("tp", (2, 3)), ..."""
     timeout_s: float = 5.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Helper:
-    """A process that works for a rank: a DataLoader worker, a tracker, a compile worker."""
-
-    process: Process
-    watched: Watched | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Member:
-    """One rank of a job. `rank` is None where nothing tells it; `process` is None for one that is gone."""
-
-    host: str
-    rank: int | None
-    local_rank: int | None
-    process: Process | None
-    watched: Watched | None
-    helpers: tuple[Helper, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """All that was found of one job. `unseen`: ranks of it that were on none of the hosts looked at."""
-
-    name: str
-    launcher: str
-    world_size: int | None
-    members: tuple[Member, ...]
-    unseen: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ from distdiag.knowledge.frames import is_native, kind_of, library_path
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from distdiag.commands.pyspy_all.collect import Watched
-    from distdiag.commands.pyspy_all.model import Member
+    from distdiag.jobs.collect import Watched
+    from distdiag.jobs.model import Member
     from distdiag.node.capture import Capture, Frame
 
 BUSY = 0.5

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from distdiag.commands.pyspy_all.model import Request, Standing
-    from distdiag.commands.pyspy_all.nodes import NodeStacks
     from distdiag.commands.pyspy_all.verdict import JobVerdict
+    from distdiag.jobs.nodes import NodeStacks
 
 _PLACES = 3
 _REMEDIES = {

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from distdiag.commands.pyspy_all.model import FrameClass, Job, Standing
+from distdiag.commands.pyspy_all.model import FrameClass, Standing
 from distdiag.commands.pyspy_all.standing import BUSY, judge_all
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
+
+    from distdiag.jobs.model import Job
 
 _MINORITY = 1 / 3
 """Up to this share of the ranks, those in another collective are named; more may as well be the right ones."""

@@ -13,7 +13,8 @@ from distdiag.knowledge.frames import library_path
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.commands.pyspy_all.model import Helper, Standing
+    from distdiag.commands.pyspy_all.model import Standing
+    from distdiag.jobs.model import Helper
     from distdiag.node.capture import Frame
     from distdiag.node.procs import Standstill
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distdiag.commands.pyspy_all.collect import Processes, Watched  # noqa: TC001 - decoded by their annotations
+from distdiag.jobs.collect import Processes, Watched  # noqa: TC001 - decoded by their annotations
 
 
 @dataclass(frozen=True)

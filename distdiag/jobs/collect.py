@@ -1,0 +1,266 @@
+"""Facts of one node: the processes that may belong to a job. Nothing is judged here."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+from distdiag.node import capture, machine, patience, procs
+from distdiag.node.capture import Capture  # noqa: TC001 - decoded by its annotations
+from distdiag.node.identity import Identity, identify
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from distdiag.node.procs import Proc
+
+_PATIENCE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process that may belong to a job.
+
+    `place` is what its environment says; None if it says nothing, or (`hidden`) may not be read. `job` are the names
+    by which its launcher tells jobs apart. `above` are its ancestors, the nearest first. `started_s` after boot.
+    `network` names its network namespace; `asked`: its pid was given.
+    """
+
+    pid: int
+    parent: int
+    above: tuple[int, ...]
+    user: int
+    state: str
+    comm: str
+    command: str
+    kind: str
+    python: bool
+    torch: bool
+    gpu: bool
+    hidden: bool
+    place: Identity | None
+    job: dict[str, str]
+    started_s: float
+    network: str = ""
+    asked: bool = False
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of one node. `asked_missing` are pids that were asked for and are not there."""
+
+    host: str
+    user: int
+    ptrace_scope: int | None
+    may_trace: bool
+    processes: tuple[Process, ...]
+    asked_missing: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Watched:
+    """All looks at one process, in order of time.
+
+    `hints`: (file, line, "gpu" or "comm") where the source line of an innermost frame waits for a GPU, or for a Work.
+    """
+
+    pid: int
+    looks: tuple[Capture, ...]
+    hints: tuple[tuple[str, int, str], ...]
+
+
+def facts(ask: dict[str, Any]) -> Processes:
+    """Find the processes that may belong to a job.
+
+    {"pids": those that are wanted whatever they are, "user": whose processes alone, "" for everybody's}
+    """
+    wanted = set(ask["pids"])
+    table = procs.table()
+    children = procs.children_of(table.values())
+    words, mute = patience.each(table, procs.command_words, patience_s=_PATIENCE_S)
+    ours = _ourselves(table, children, words)
+    looked, late = patience.each(
+        [pid for pid in words if pid not in ours],
+        lambda pid: _look_at(table[pid], table, words[pid], asked=pid in wanted),
+        patience_s=_PATIENCE_S,
+    )
+    found = {pid: one for pid, one in looked.items() if one is not None}
+    locked = [_locked(table[pid], table) for pid in (*mute, *late)]
+    _add_neighbours(found, table, children, {*ours, *mute, *late})
+    parents = {one.parent for one in found.values() if one.place is not None}
+    found.update((one.pid, one) for one in locked if one.parent in parents or one.pid in wanted)
+    if ask["user"]:
+        owner = _user_id(ask["user"])
+        found = {pid: one for pid, one in found.items() if one.user == owner}
+    return Processes(
+        host=machine.host_name(),
+        user=os.geteuid(),
+        ptrace_scope=capture.ptrace_scope(),
+        may_trace=capture.may_trace(),
+        processes=tuple(found.values()),
+        asked_missing=tuple(sorted(wanted - table.keys())),
+    )
+
+
+def _user_id(name: str) -> int:
+    """Give a user's number on this node; -2, which nobody has, if there is no such user."""
+    import pwd
+
+    if name.isdigit():
+        return int(name)
+    try:
+        return pwd.getpwnam(name).pw_uid
+    except KeyError:
+        return -2
+
+
+def _ourselves(table: dict[int, Proc], children: dict[int, list[int]], words: dict[int, list[str]]) -> set[int]:
+    """List distdiag's own processes: those above this one, all below it, and agents that other distdiags started."""
+    found = set(_above(os.getpid(), table))
+    todo = [os.getpid(), *(pid for pid in words if _is_distdiag(words[pid]))]
+    while todo:
+        pid = todo.pop()
+        found.add(pid)
+        todo += [child for child in children.get(pid, ()) if child not in found]
+    return found
+
+
+def _is_distdiag(words: list[str]) -> bool:
+    """Tell whether this is another distdiag at the same work, or its agent; the ranks of a gpu-test are ranks."""
+    program = [os.path.basename(word) for word in words[:4]]
+    return "distdiag-agent" in words[-3:] or ("distdiag" in program and "pyspy-all" in words[:8])
+
+
+def _locked(proc: Proc, table: dict[int, Proc]) -> Process:
+    """Tell of a process whose memory the kernel does not let anybody look into just now."""
+    return Process(
+        pid=proc.pid,
+        parent=proc.parent,
+        above=tuple(_above(proc.pid, table)),
+        user=-1,
+        state=proc.state,
+        comm=proc.comm,
+        command=proc.comm,
+        kind="locked",
+        python=False,
+        torch=False,
+        gpu=False,
+        hidden=True,
+        place=None,
+        job={},
+        started_s=proc.started / os.sysconf("SC_CLK_TCK"),
+    )
+
+
+def _look_at(proc: Proc, table: dict[int, Proc], words: list[str], *, asked: bool) -> Process | None:
+    """Read what a process is; None if nothing says that it belongs to a job."""
+    if not words and proc.state != "Z":
+        return None  # a kernel thread
+    variables = procs.variables(proc.pid)
+    place = identify(variables) if variables else None
+    kind = kind_of(words, proc.comm)
+    python = proc.state != "Z" and procs.is_python(proc.pid, words)
+    # Which of the processes of a rank is the rank itself is told by the torch that it has loaded.
+    torch = python and "libtorch" in (procs.maps(proc.pid) or "")
+    if place is None and not asked and not torch and kind != "launcher":
+        return None
+    one = _process(proc, table, words, variables, kind=kind, python=python, torch=torch)
+    return replace(one, asked=asked)
+
+
+def _process(
+    proc: Proc,
+    table: dict[int, Proc],
+    words: list[str],
+    variables: dict[str, str] | None,
+    *,
+    kind: str,
+    python: bool,
+    torch: bool,
+) -> Process:
+    owner = procs.owner(proc.pid)
+    return Process(
+        pid=proc.pid,
+        parent=proc.parent,
+        above=tuple(_above(proc.pid, table)),
+        user=-1 if owner is None else owner,
+        state=proc.state,
+        comm=proc.comm,
+        command=machine.command_line(proc.pid) or proc.comm,
+        kind=kind,
+        python=python,
+        torch=torch,
+        gpu=procs.uses_gpu(proc.pid) if python else False,
+        hidden=variables is None and proc.state != "Z",
+        place=identify(variables) if variables else None,
+        job={name: value for name, value in (variables or {}).items() if name in _JOB_NAMES},
+        started_s=proc.started / os.sysconf("SC_CLK_TCK"),
+        network=procs.network(proc.pid),
+    )
+
+
+_JOB_NAMES = (
+    *("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE"),
+    "OMPI_MCA_ess_base_jobid",
+)
+
+
+def _add_neighbours(
+    found: dict[int, Process], table: dict[int, Proc], children: dict[int, list[int]], ours: set[int]
+) -> None:
+    """Add what cannot be read, or has ended, beside ranks: the same parent, and a Python by its command line."""
+    for parent in {one.parent for one in found.values() if one.place is not None and one.parent > 1}:
+        for pid in children.get(parent, ()):
+            if pid in found or pid in ours:
+                continue
+            words = procs.command_words(pid)
+            looks_python = bool(words) and os.path.basename(words[0]).startswith("python")
+            if table[pid].state == "Z" or (looks_python and procs.variables(pid) is None):
+                kind = kind_of(words, table[pid].comm)
+                one = _process(
+                    table[pid], table, words, procs.variables(pid), kind=kind, python=looks_python, torch=False
+                )
+                found[pid] = one
+
+
+def kind_of(words: list[str], comm: str) -> str:
+    """Tell by command line and name: launcher, data-worker, compile-worker, tracker, spawned; "" for all else."""
+    line = " ".join(words[:8])
+    base = os.path.basename(words[0]) if words else comm
+    if comm == "pt_data_worker":
+        return "data-worker"
+    if "multiprocessing.resource_tracker" in line or "multiprocessing.forkserver" in line:
+        return "tracker"
+    if "torch/_inductor/compile_worker" in line or "torch._inductor.compile_worker" in line:
+        return "compile-worker"
+    if "multiprocessing.spawn import spawn_main" in line:
+        return "spawned"
+    script = next((os.path.basename(word) for word in words[1:4] if not word.startswith("-")), "")
+    module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
+    if base in _LAUNCHERS or base.startswith("slurmstepd") or comm == "pt_elastic":
+        return "launcher"
+    if base.startswith("python") and (script in _LAUNCHERS or module in _LAUNCHING_MODULES):
+        return "launcher"
+    return ""
+
+
+_LAUNCHERS = (
+    *("torchrun", "accelerate", "deepspeed", "srun", "mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy"),
+    *("mpirun.openmpi", "mpiexec.openmpi", "mpirun.mpich", "mpiexec.mpich", "orterun", "orted", "prted", "prterun"),
+    *("jsrun", "flux", "slurmstepd", "horovodrun"),
+)
+_LAUNCHING_MODULES = (
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "deepspeed.launcher.launch",
+    "accelerate.commands.launch",
+)
+
+
+def _above(pid: int, table: dict[int, Proc]) -> list[int]:
+    found = []
+    while pid in table and (parent := table[pid].parent) > 0 and parent not in found:
+        found.append(parent)
+        pid = parent
+    return found

@@ -1,0 +1,40 @@
+"""Who is who in a job. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from distdiag.jobs.collect import Process, Watched
+
+
+@dataclass(frozen=True, kw_only=True)
+class Helper:
+    """A process that works for a rank: a DataLoader worker, a tracker, a compile worker."""
+
+    process: Process
+    watched: Watched | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """One rank of a job. `rank` is None where nothing tells it; `process` is None for one that is gone."""
+
+    host: str
+    rank: int | None
+    local_rank: int | None
+    process: Process | None
+    watched: Watched | None
+    helpers: tuple[Helper, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """All that was found of one job. `unseen`: ranks of it that were on none of the hosts looked at."""
+
+    name: str
+    launcher: str
+    world_size: int | None
+    members: tuple[Member, ...]
+    unseen: tuple[int, ...] = ()
