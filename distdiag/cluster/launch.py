@@ -37,6 +37,14 @@ _INSPECTED_S = 2.5
 """After this the agent is taken for dead: two rounds of stacks that all run into their limit, and some."""
 
 
+IMPORTED_ONCE = {
+    "modules": ("torch", "torch.distributed"),
+    "stage": "start",
+    "note": "importing torch",
+}
+"""What ranks that are forked have in common, and the step that they are at meanwhile."""
+
+
 class Outcome(StrEnum):
     """How a run of ranks ended."""
 
@@ -130,12 +138,16 @@ class Trace:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpec:
-    """One rank to start. `config` goes to the `main` of the rank module, `env` into its environment."""
+    """One rank to start. `config` goes to the `main` of the rank module, `env` into its environment.
+
+    `forked`: whether the imports may be made once for it and others of its node, see `distdiag.node.forkserver`.
+    """
 
     rank: int
     local_rank: int
     config: dict[str, Any]
     env: dict[str, str]
+    forked: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +195,8 @@ class Run:
             node = fleet.nodes[name]
             for spec in mine:
                 self.traces[spec.rank] = Trace(rank=spec.rank, local_rank=spec.local_rank, host=node.host)
-                node.order("start", rank=spec.rank, env=spec.env, entry=entry, config=spec.config)
+                forked = IMPORTED_ONCE if spec.forked else None
+                node.order("start", rank=spec.rank, env=spec.env, entry=entry, config=spec.config, forked=forked)
         self.traces = dict(sorted(self.traces.items()))
 
     @property

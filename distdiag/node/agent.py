@@ -143,7 +143,7 @@ class _Hands:
     @property
     def busy(self) -> bool:
         """Whether there are ranks to look after."""
-        return self._ranks is not None and bool(self._ranks.running)
+        return self._ranks is not None and self._ranks.busy
 
     def descriptors(self) -> list[int]:
         """List what becomes readable when a rank has something to tell."""

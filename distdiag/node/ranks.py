@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass, field
 
 from distdiag.node import boot, machine, rendezvous, run, stacks
+from distdiag.node.forkserver import Forkserver
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _GUEST_VARIABLES = (
     *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "THP_MEM_ALLOC_ENABLE"),
 )
 """What a parent that never proved who it is may set: nothing that makes a program load anything."""
-_NEEDED = ("boot", "machine", "progress", "rendezvous", "run", "wire")
+_NEEDED = ("boot", "forkserver", "machine", "progress", "rendezvous", "run", "wire")
 """Of distdiag.node, what ranks import. All of it would not fit into a pipe, and each start would wait."""
 _LAUNCHER_VARIABLES = ("TORCHELASTIC_", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "PET_")
 
@@ -41,7 +42,7 @@ class Rank:
     """One rank process and what of it is still unread."""
 
     rank: int
-    process: run.Process[bytes]
+    process: run.Process[bytes] | run.Adopted
     events: int
     began: float
     log: BinaryIO | None  # unbuffered
@@ -63,6 +64,8 @@ class Ranks:
         self.listener: socket.socket | None = None
         self._oom_kills = machine.oom_kills()
         self._log_folder: str | None = None
+        self._forkserver: Forkserver | None = None
+        self._waiting: list[tuple[dict[str, Any], float]] = []
         self.running: dict[int, Rank] = {}
 
     def keep_logs(self) -> None:
@@ -84,41 +87,36 @@ class Ranks:
             self._wire.send("listening", port=self.listener.getsockname()[1], taken=None)
 
     def start(self, order: dict[str, Any]) -> None:
-        """Start one rank: {"rank", "env", "entry", "config"}; it finds its descriptors in its config."""
-        read_end, write_end = os.pipe()
-        os.set_blocking(read_end, False)
-        changes = {name: value for name, value in order["env"].items() if not self._guest or name in _GUEST_VARIABLES}
-        config = {**order["config"], "events_fd": write_end, "listener_fd": None}
-        keep = [write_end]
-        if order["rank"] == 0 and self.listener is not None:
-            config["listener_fd"] = self.listener.fileno()
-            keep.append(self.listener.fileno())
-        payload = boot.pack(self._sources, order["entry"], config)
+        """Start one rank: {"rank", "env", "entry", "config", "forked"}; it finds its descriptors in its config.
+
+        "forked" is None for a rank that is to be a program of its own, else {"modules", "stage", "note"}: what is
+        imported once for all of them, and what they report meanwhile.
+        """
         began = time.monotonic()
-        process = run.start(
-            [sys.executable, "-c", boot.START, str(len(payload)), "distdiag-rank", str(order["rank"])],
-            env=_environment(changes),
-            pipes=run.Pipes(stderr_to_stdout=True, keep=tuple(keep)),
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        # Some 20 KiB, so it fits into the pipe and cannot block; the pipe stays open: its end ends the rank.
-        process.stdin.write(payload)
-        os.close(write_end)
-        os.set_blocking(process.stdout.fileno(), False)
-        if self.listener is not None and order["rank"] == 0:
-            self.listener.close()
-        rank = Rank(order["rank"], process, read_end, began, self._open_log(order["rank"]))
-        rank.open_fds = {read_end, process.stdout.fileno()}
-        self.running[rank.rank] = rank
-        self._wire.send("started", rank=rank.rank, pid=process.pid)
+        forked = order["forked"]
+        if forked is None or not sys.platform.startswith("linux"):
+            self._start_alone(order, began)
+            return
+        if self._forkserver is None:
+            modules = [*forked["modules"], order["entry"]]
+            self._forkserver = Forkserver(self._sources, modules, self._environment(order))
+        self._waiting.append((order, began))
+        step = {"stage": forked["stage"], "note": forked["note"], "at": 0, "waiting": False, "payload": {}}
+        self._wire.send("event", rank=order["rank"], elapsed_s=0.0, **step)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are ranks to look after."""
+        return bool(self.running or self._waiting)
 
     def descriptors(self) -> list[int]:
         """List what has to be watched for new events and output."""
-        return [fd for rank in self.running.values() for fd in rank.open_fds]
+        news = [] if self._forkserver is None or not self._waiting else self._forkserver.descriptors()
+        return news + [fd for rank in self.running.values() for fd in rank.open_fds]
 
     def poll(self) -> None:
         """Pass on all that is new: events first, then the end of those that ended."""
+        self._fork_waiting()
         for rank in list(self.running.values()):
             ended = rank.process.poll() is not None  # asked before reading, so that nothing said last is lost
             self._read_output(rank)
@@ -131,22 +129,23 @@ class Ranks:
 
         {"ranks": [...], "timeout_s"}. Ranks that are stopped go before all others.
         """
-        wanted = [self.running[number] for number in order["ranks"] if number in self.running]
-        states = {rank.rank: machine.process_state(rank.process.pid) for rank in wanted}
-        wanted.sort(key=lambda rank: states[rank.rank].letter not in machine.STOPPED)
-        pids = [rank.process.pid for rank in wanted]
-        found = stacks.dump_all(pids[:_STACKS], timeout_s=order["timeout_s"])
+        pids = self._pids(order["ranks"])
+        states = {number: machine.process_state(pid) for number, pid in pids.items()}
+        wanted = sorted(pids, key=lambda number: states[number].letter not in machine.STOPPED)
+        found = stacks.dump_all(
+            [*dict.fromkeys(pids[number] for number in wanted)][:_STACKS], timeout_s=order["timeout_s"]
+        )
         unread = stacks.Stack((), f"not read: the stacks of {_STACKS} other ranks were")
-        for rank in wanted:
-            state, stack = states[rank.rank], found.get(rank.process.pid, unread)
+        for number in wanted:
+            state, stack = states[number], found.get(pids[number], unread)
             self._wire.send(
                 "inspected",
-                rank=rank.rank,
+                rank=number,
                 state=state.letter,
                 wait_channel=state.wait_channel,
                 frames=stack.frames,
                 stack_error=stack.error,
-                tail=_text(rank.tail),
+                tail=_text(self.running[number].tail) if number in self.running else "",
             )
         self._wire.send("inspection-done")
 
@@ -157,6 +156,86 @@ class Ranks:
         for rank in self.running.values():
             self._close(rank)
         self.running.clear()
+        self._waiting.clear()
+        if self._forkserver is not None:
+            self._forkserver.end()
+
+    def _start_alone(self, order: dict[str, Any], began: float) -> None:
+        """Start one rank as a program of its own."""
+        read_end, write_end = os.pipe()
+        config = {**order["config"], "events_fd": write_end, "listener_fd": None}
+        keep = [write_end]
+        if order["rank"] == 0 and self.listener is not None:
+            config["listener_fd"] = self.listener.fileno()
+            keep.append(self.listener.fileno())
+        payload = boot.pack(self._sources, order["entry"], config)
+        process = run.start(
+            [sys.executable, "-c", boot.START, str(len(payload)), "distdiag-rank", str(order["rank"])],
+            env=self._environment(order),
+            pipes=run.Pipes(stderr_to_stdout=True, keep=tuple(keep)),
+        )
+        assert process.stdin is not None
+        # Some 20 KiB, so it fits into the pipe and cannot block; the pipe stays open: its end ends the rank.
+        process.stdin.write(payload)
+        os.close(write_end)
+        self._follow(order["rank"], process, read_end, began)
+
+    def _fork_waiting(self) -> None:
+        """Make the ranks that wait for the imports, once these are done; as programs of their own if they failed."""
+        if not self._waiting:
+            return
+        assert self._forkserver is not None
+        self._forkserver.poll()
+        if not self._forkserver.ready and not self._forkserver.failed:
+            return
+        waiting, self._waiting = self._waiting, []
+        for order, began in waiting:
+            if self._forkserver.failed or not self._fork(self._forkserver, order, began):
+                self._start_alone(order, began)
+        self._forkserver.end()  # whoever is ordered later starts alone
+
+    def _fork(self, server: Forkserver, order: dict[str, Any], began: float) -> bool:
+        stdin, output, events = os.pipe(), os.pipe(), os.pipe()
+        theirs = [stdin[0], output[1], events[1]]
+        listener = [self.listener.fileno()] if order["rank"] == 0 and self.listener is not None else []
+        wanted = {"env": self._environment(order), "entry": order["entry"], "config": order["config"]}
+        pid = server.fork(wanted, theirs + listener)
+        for fd in theirs:
+            os.close(fd)
+        if pid is None:
+            for fd in (stdin[1], output[0], events[0]):
+                os.close(fd)
+            return False
+        process = run.Adopted(pid, stdin[1], output[0])
+        self._follow(order["rank"], process, events[0], began)
+        return True
+
+    def _follow(self, number: int, process: run.Process[bytes] | run.Adopted, events: int, began: float) -> None:
+        """Look after a rank that has just been started."""
+        assert process.stdout is not None
+        os.set_blocking(events, False)
+        os.set_blocking(process.stdout.fileno(), False)
+        if self.listener is not None and number == 0:
+            self.listener.close()
+        rank = self.running[number] = Rank(number, process, events, began, self._open_log(number))
+        rank.open_fds = {events, process.stdout.fileno()}
+        self._wire.send("started", rank=number, pid=process.pid)
+
+    def _environment(self, order: dict[str, Any]) -> dict[str, str]:
+        """Give this process's environment with the rank's own; what another launcher left would mislead torch."""
+        changes = {name: value for name, value in order["env"].items() if not self._guest or name in _GUEST_VARIABLES}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_VARIABLES)}
+        # One thread a rank as torchrun has it: all ranks of a node at full width would only trip over each other.
+        return {"OMP_NUM_THREADS": "1", **kept, **changes}
+
+    def _pids(self, numbers: list[int]) -> dict[int, int]:
+        """Give the process of each rank that is there; of one that waits for the imports, who imports for it."""
+        pids = {number: self.running[number].process.pid for number in numbers if number in self.running}
+        for order, _ in self._waiting:
+            if order["rank"] in numbers and self._forkserver is not None:
+                pids[order["rank"]] = self._forkserver.process.pid
+                self._wire.send("started", rank=order["rank"], pid=self._forkserver.process.pid)
+        return pids
 
     def _open_log(self, rank: int) -> BinaryIO | None:
         if self._log_folder is None:
@@ -200,13 +279,6 @@ class Ranks:
         if rank.log is not None:
             rank.log.close()
         return status
-
-
-def _environment(changes: dict[str, str]) -> dict[str, str]:
-    """Give this process's environment with the rank's own; what another launcher left would mislead torch."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_VARIABLES)}
-    # One thread a rank as torchrun has it: all ranks of a node at full width would only trip over each other.
-    return {"OMP_NUM_THREADS": "1", **kept, **changes}
 
 
 def _who_has(port: int, error: OSError) -> dict[str, Any]:

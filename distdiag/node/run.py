@@ -14,7 +14,7 @@ from dataclasses import dataclass
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from typing import TypeVar
+    from typing import BinaryIO, TypeVar
 
     K = TypeVar("K")
 
@@ -22,7 +22,7 @@ Process = subprocess.Popen  # the type of what `start` returns; Popen[bytes]
 REAP_S = 1.0
 MAX_OUTPUT_BYTES = 4 * 2**20
 _LATE_S = 0.5
-_started: set[subprocess.Popen[bytes]] = set()
+_started: set[subprocess.Popen[bytes] | Adopted] = set()
 
 
 class CannotRun(Exception):
@@ -74,6 +74,41 @@ def start(
         raise CannotRun(f"cannot run {argv[0]}: {error.strerror}") from error
     _started.add(process)
     return process
+
+
+class Adopted:
+    """A child that this process did not start itself, see `adopt_orphans`; as much of Popen as its users need."""
+
+    def __init__(self, pid: int, stdin: int, stdout: int) -> None:
+        self.pid = pid
+        self.stdin: BinaryIO = os.fdopen(stdin, "wb", buffering=0)
+        self.stdout: BinaryIO = os.fdopen(stdout, "rb", buffering=0)
+        self.stderr = None
+        self.returncode: int | None = None
+        _started.add(self)
+
+    def poll(self) -> int | None:
+        """Give its status if it has ended, as Popen does: negative for a signal."""
+        return self._wait(os.WNOHANG)
+
+    def wait(self, timeout: float) -> int:
+        """Wait for its end. Raises TimeoutExpired."""
+        deadline = time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(0.005)
+        return status
+
+    def _wait(self, flags: int) -> int | None:
+        if self.returncode is None:
+            try:
+                pid, status = os.waitpid(self.pid, flags)
+            except ChildProcessError:  # reaped by somebody else: its status is not to be had
+                self.returncode = 1
+            else:
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
 
 
 def run(argv: Sequence[str], *, timeout_s: float, env: dict[str, str] | None = None) -> Done:
@@ -161,7 +196,7 @@ class _Running:
         return Done(self.process.returncode, bytes(self._output[1]), bytes(self._output[2]), not in_time, elapsed)
 
 
-def end_group(process: subprocess.Popen[bytes]) -> int | None:
+def end_group(process: subprocess.Popen[bytes] | Adopted) -> int | None:
     """Kill the group that a `start`ed process leads, reap it and close its pipes; its status, None if unkillable."""
     _started.discard(process)
     status = process.poll()
@@ -204,6 +239,11 @@ def die_with_parent() -> None:
     _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
+def adopt_orphans() -> None:
+    """Become the parent of what our descendants leave behind; Linux only."""
+    _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
 def allow_tracing_by_anyone() -> None:
     """Let a sibling (py-spy) read this process where yama's ptrace_scope is 1; only for processes we made."""
     _prctl(0x59616D61, -1)  # PR_SET_PTRACER, PR_SET_PTRACER_ANY
@@ -223,7 +263,7 @@ def _prctl(option: int, value: int | bytes) -> None:
     ctypes.CDLL(None).prctl(option, value if isinstance(value, bytes) else ctypes.c_ulong(value), 0, 0, 0)
 
 
-def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
+def _wait(process: subprocess.Popen[bytes] | Adopted, timeout_s: float) -> int | None:
     try:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:

@@ -177,6 +177,8 @@ class _Narrator:
         at = {trace.rank: position(trace, self._stages) for trace in run.traces.values()}
         lowest = min(at.values())
         stage = min(lowest[0], len(self._stages) - 1)
+        if any(trace.pid is None and trace.is_live for trace in run.traces.values()):
+            stage = -1  # importing, before they are forked
         while self._told < stage:
             self._told += 1
             self._told_waiting = False
@@ -233,16 +235,20 @@ def _specs(
         **({"NCCL_DEBUG": "INFO"} if request.nccl_debug else {}),
         **_interface(request, share, meeting),
     }
+    specs = []
     ranks = range(share.first_rank, share.first_rank + share.nproc)
-    return [
-        launch.RankSpec(
-            rank=rank,
-            local_rank=local_rank,
-            config={**shared, "rank": rank, "local_rank": local_rank, **job.config(request, plan, share, rank)},
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(local_rank)},
-        )
-        for local_rank, rank in enumerate(ranks, share.first_local_rank)
-    ]
+    for local_rank, rank in enumerate(ranks, share.first_local_rank):
+        config = {**shared, "rank": rank, "local_rank": local_rank, **job.config(request, plan, share, rank)}
+        env = {**common, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+        # On GPUs each rank imports its own torch, as each rank of the job will.
+        forked = plan.device is Device.CPU and share.nproc > 1 and not _fault_before_torch(config["fault"])
+        specs.append(launch.RankSpec(rank=rank, local_rank=local_rank, config=config, env=env, forked=forked))
+    return specs
+
+
+def _fault_before_torch(fault: dict[str, Any] | None) -> bool:
+    """Whether a rank is to meet its fault while it starts: it has to be alone then."""
+    return fault is not None and (fault.get("kind") == "no-import" or fault.get("stage") == "start")
 
 
 def _interface(request: Request, share: Share, meeting: Meeting | None) -> dict[str, str]:

@@ -249,7 +249,7 @@ def test_too_few_descriptors_is_no_fault_of_the_job() -> None:
 
 def test_a_machine_without_loopback_is_told_so() -> None:
     need_mounts()
-    result = gpu_test("--timeout", "6", wrap=("unshare", "-n"))
+    result = gpu_test("--timeout", "20", wrap=("unshare", "-n"))
     assert result.code == 1
     (finding,) = result.findings.values()
     assert finding["fix"]["commands"] == ["ip link set lo up"]
