@@ -1,0 +1,275 @@
+"""Logs of strace as people have them: recorded by four versions, and written here where a defect is to be placed."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from distdiag.node.strace import log, reader, workers
+from distdiag.node.strace.log import read_logs
+
+if TYPE_CHECKING:
+    from distdiag.node.strace.model import Logs, ThreadLog, Trouble
+
+RECORDED = Path(__file__).parents[1] / "recorded" / "strace"
+VERSIONS = ["5.10", "6.1", "6.13", "7.2"]
+
+
+def read(text: str | bytes, tmp_path: Path, name: str = "log") -> Logs:
+    path = tmp_path / name
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return read_logs([str(path)])
+
+
+def only(logs: Logs) -> ThreadLog:
+    (thread,) = logs.threads
+    assert logs.errors == ()
+    return thread
+
+
+def recorded(version: str, name: str) -> tuple[ThreadLog, ...]:
+    path = RECORDED / f"{version}_{name}"
+    logs = read_logs([str(path if path.exists() else path.with_name(path.name + ".txt"))])
+    assert logs.errors == ()
+    assert sum(one.n_unread for one in logs.threads) == 0
+    return logs.threads
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", ["files", "files_bare"])
+def test_what_was_not_found_is_folded_and_what_was_found_elsewhere_is_no_trouble(version: str, name: str) -> None:
+    (thread,) = recorded(version, name)
+    assert [(one.error, one.target, one.places, one.weight) for one in thread.troubles] == [
+        ("ENOENT", "libmissing.so.1", 2, 6),
+        ("ENOENT", "train.yaml", 2, 4),
+    ]
+    assert (thread.state, thread.comm, thread.programs) == ("exited 3", "demo", ("./demo",))
+    counts = {one.name: (one.count, one.errors) for one in thread.calls}
+    assert counts["openat"] == (9, 5)
+    assert counts["write"] == (2, 0)
+    assert counts["read"] == (2, 0)
+    assert sum(count for count, _ in counts.values()) == thread.n_calls
+    # With -y or without: read(3, ...) of three different files, by what 3 was at the time.
+    places = {one.where: one.count for one in thread.places}
+    assert places["/etc"] == 4
+    assert places["/dev"] == 3
+    assert places["/tmp/demo"] >= 9
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_slowest_calls_on_files_have_their_arguments(version: str) -> None:
+    (thread,) = recorded(version, "files")
+    times = [one.time_s for one in thread.slowest]
+    assert times == sorted(times, key=lambda time_s: -(time_s or 0))
+    assert len(times) == 10
+    opened = next(one for one in thread.slowest if one.name == "openat" and "O_CREAT" in one.args)
+    assert opened.target == '/tmp/demo/data/a) = 5, "b"'
+    assert opened.at_s is not None
+    assert thread.first_at_s is not None
+    assert thread.last_at_s is not None
+    assert thread.first_at_s < opened.at_s < thread.last_at_s
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", ["threads", "threads_stderr", "comm"])
+def test_interleaved_threads_are_told_apart_and_their_halves_joined(version: str, name: str) -> None:
+    if not (RECORDED / f"{version}_{name}.txt").exists():
+        assert (version, name) == ("5.10", "comm"), "it has no -Y"
+        return
+    main, worker = sorted(recorded(version, name), key=lambda one: one.tid or 0)
+    assert (main.comm, main.state, worker.comm, worker.state) == ("demo", "exited 3", "worker", "exited 0")
+    assert main.pid == worker.pid == main.tid
+    assert worker.tid != main.tid
+    assert {one.name: one.count for one in main.calls}["clock_nanosleep"] == 3
+    assert {one.name: one.count for one in main.calls}["write"] == 3
+    assert {one.name: one.count for one in worker.calls}["read"] == 3
+    assert {one.where: one.count for one in worker.places} == {"pipe": 3}
+    assert worker.last is not None
+    assert (worker.last.name, worker.last.result) == ("exit", "?")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", ["forks", "forks_bare", "forks_relative", "log_and_summary"])
+def test_a_child_is_a_process_of_its_own_with_the_files_of_its_parent(version: str, name: str) -> None:
+    parent, child = recorded(version, name)
+    assert (parent.pid, child.pid) == (parent.tid, child.tid)
+    assert (child.comm, child.programs, child.state) == ("true", ("/bin/true",), "exited 0")
+    assert parent.signals == (("SIGCHLD", 1),)
+    assert {one.name: one.errors for one in child.calls}["execve"] == 1
+    assert {one.where: one.count for one in child.places}["/etc"] >= 2
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_times_since_the_line_before_are_added_up(version: str) -> None:
+    text = (RECORDED / f"{version}_forks_relative.txt").read_text()
+    parent, _ = recorded(version, "forks_relative")
+    assert parent.last_at_s == pytest.approx(sum(float(one) for one in re.findall(r"^\d+ +(\d+\.\d{6})", text, re.M)))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(("name", "state"), [("blocked", "detached"), ("live", "blocked")])
+def test_a_thread_that_waits_is_seen_to_wait_for_its_peer(version: str, name: str, state: str) -> None:
+    (thread,) = recorded(version, name)
+    assert (thread.state, thread.blocked_s) == (state, 0.0)
+    assert thread.last is not None
+    assert (thread.last.name, thread.last.fd, thread.last.result) == ("recvfrom", 5, "")
+    assert re.fullmatch(r"TCP:\[127\.0\.0\.1:\d+->127\.0\.0\.1:\d+\]", thread.last.target)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_how_it_ended_and_what_was_refused(version: str) -> None:
+    (killed,), (crashed,), (refused,) = (recorded(version, name) for name in ("killed", "segv", "refused"))
+    assert (killed.state, killed.signals) == ("killed SIGUSR1", (("SIGUSR1", 1),))
+    assert (crashed.state, crashed.signals) == ("killed SIGSEGV", (("SIGSEGV", 1),))
+    assert killed.last is not None
+    assert killed.last.name == "tgkill"
+    (trouble,) = refused.troubles
+    assert (trouble.name, trouble.error, trouble.target) == ("connect", "ECONNREFUSED", "127.0.0.1:9")
+    assert recorded(version, "stacks")[0].troubles[0].target == "127.0.0.1:9"
+    only_summary = RECORDED / f"{version}_summary.txt"
+    assert read_logs([str(only_summary)]).errors == ((str(only_summary), "only a summary (-c), no log"),)
+
+
+def test_how_long_a_thread_is_blocked_is_told_by_the_newest_time_of_all_logs(tmp_path: Path) -> None:
+    (tmp_path / "F.1").write_text("23:59:58.5 futex(0x7f00, FUTEX_WAIT, 0, NULL <detached ...>\n")
+    (tmp_path / "F.2").write_text('00:00:01.5 read(3</x>, "", 9) = 0 <0.1>\n00:00:02.5 close(3</x>) = 0 <0.1>\n')
+    (tmp_path / "notes.md").write_text("strace -ff -tt -T\n")
+    blocked, other = read_logs([str(tmp_path)]).threads
+    assert blocked.tid == 1
+    assert blocked.blocked_s == pytest.approx(4.0)
+    assert (other.tid, other.state, other.blocked_s) == (2, "returned", None)
+
+
+@pytest.mark.parametrize(
+    ("end", "state"),
+    [
+        ('1.000003 read(3</x>, "abc', "cut"),
+        ('1.000003 read(3</x>, "abc", 3) = ', "cut"),
+        ("1.0000", "cut"),
+        ("1.000003 read(3</x>, ", "blocked"),
+        ("1.000003 read(3</x>", "blocked"),
+        ('1.000003 read(3</x>, "abc", 3) = 3 <0.000009>', "returned"),
+        ("1.000003 +++ exited with 9 +++", "exited 9"),
+    ],
+)
+def test_how_a_log_ends_inside_a_line(end: str, state: str, tmp_path: Path) -> None:
+    end = end.replace("1.", "1700000000.", 1)
+    thread = only(read(f'1700000000.000001 read(3</x>, "a", 3) = 1 <0.000009>\n{end}', tmp_path))
+    assert thread.state == state
+
+
+def test_errors_that_are_usual_are_no_troubles_and_grave_ones_come_first(tmp_path: Path) -> None:
+    said = [
+        ('write(3</data/x>, "a", 1)', "ENOSPC"),
+        ('openat(AT_FDCWD</w>, "/etc/shadow", O_RDONLY)', "EACCES"),
+        ("futex(0x7f00, FUTEX_WAIT, 1, {tv_sec=1})", "ETIMEDOUT"),
+        ("read(3</data/x>, 0x7f00, 1)", "EAGAIN"),
+        ("ioctl(3</data/x>, TCGETS, 0x7f00)", "ENOTTY"),
+        (
+            'connect(4<TCP:[9]>, {sa_family=AF_INET, sin_port=htons(1), sin_addr=inet_addr("10.0.0.2")}, 16)',
+            "ETIMEDOUT",
+        ),
+    ]
+    text = "".join(f"1700000000.{at:06d} {call} = -1 {error} (So) <0.1>\n" for at, (call, error) in enumerate(said * 2))
+    thread = only(read(text, tmp_path))
+    assert [(one.error, one.target, one.count, one.weight) for one in thread.troubles] == [
+        ("ENOSPC", "/data/x", 2, 10),
+        ("ETIMEDOUT", "10.0.0.2:1", 2, 8),
+        ("EACCES", "/etc/shadow", 2, 7),
+    ]
+    first: Trouble = thread.troubles[0]
+    assert first.first_at_s == pytest.approx(1700000000.0)
+    assert first.last_at_s == pytest.approx(1700000000.000006, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "step_us", "count", "spins"),
+    [
+        ("poll([{fd=3<pipe:[9]>, events=POLLIN}], 1, 0) = 0 (Timeout)", 100, 2000, [("poll", "pipe:[9]")]),
+        ("sched_yield() = 0", 100, 2000, [("sched_yield", "")]),
+        ('stat("/tmp/ready", 0x7f00) = -1 ENOENT (No such file or directory)', 100, 2000, [("stat", "/tmp/ready")]),
+        ("recvfrom(3<TCP:[9]>, 0x7, 1, 0, NULL, NULL) = -1 EAGAIN (Again)", 100, 2000, [("recvfrom", "TCP:[9]")]),
+        ("poll([{fd=3<pipe:[9]>, events=POLLIN}], 1, 0) = 0 (Timeout)", 2000, 2000, []),
+        ("poll([{fd=3<pipe:[9]>, events=POLLIN}], 1, 0) = 1 ([{fd=3}])", 100, 2000, []),
+        ("sched_yield() = 0", 100, 900, []),
+        ('read(3</data/x>, "a", 1) = 1', 100, 2000, []),
+    ],
+)
+def test_a_spin_is_fast_and_gets_nothing_done(
+    call: str, step_us: int, count: int, spins: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    lines = [f"17000000{at * step_us / 1e6:09.6f} {call} <0.000005>\n" for at in range(count)]
+    thread = only(read("".join(lines), tmp_path))
+    assert [(one.name, one.target) for one in thread.spins] == spins
+    for spin in thread.spins:
+        assert spin.count == count
+        assert spin.span_s == pytest.approx(count * step_us / 1e6, rel=0.01)
+        assert spin.per_s == pytest.approx(1e6 / step_us, rel=0.01)
+
+
+@pytest.mark.parametrize(("count", "spins"), [(10_000, [("sched_yield", 10_000, None)]), (9_999, [])])
+def test_without_times_a_spin_is_many_calls(count: int, spins: list[tuple[str, int, None]], tmp_path: Path) -> None:
+    text = "sched_yield() = 0\n" * count + 'read(3</data/x>, "a", 1) = 1\n' * 20_000
+    assert [(one.name, one.count, one.per_s) for one in only(read(text, tmp_path)).spins] == spins
+
+
+@pytest.mark.parametrize("step_bytes", [300, 1000, 4096])
+def test_a_file_says_the_same_in_parts_side_by_side(
+    step_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["6.1_files.txt", "7.2_segv.txt", "6.13_refused.txt"]
+    text = b"".join((RECORDED / name).read_bytes() for name in names[:1]) + b"".join(
+        b"%d 1795306300.%06d %b" % (7 + at % 3, at, half)
+        for at in range(400)
+        for half in [(b"read(3</data/x>,  <unfinished ...>\n", b'<... read resumed>"a", 9) = 1 <0.01>\n')[at // 3 % 2]]
+    )
+    whole = read(text, tmp_path)
+    monkeypatch.setattr(log, "PART_BYTES", step_bytes)
+    monkeypatch.setattr(log, "_WORTH_BYTES", 0)
+    monkeypatch.setattr(reader, "BLOCK_BYTES", 512)
+    for width in (1, 3):
+        parts = read_logs([str(tmp_path / "log")], width=width)
+        assert [counted(one) for one in parts.threads] == [counted(one) for one in whole.threads]
+    assert [one.n_calls for one in whole.threads] == [35, 67, 66, 66]
+
+
+def counted(thread: ThreadLog) -> tuple[object, ...]:
+    counts = {one.name: (one.count, one.errors, round(one.time_s or 0, 6)) for one in thread.calls}
+    last = thread.last and (thread.last.name, thread.last.at_s, thread.last.result, thread.last.target)
+    ends = (thread.first_at_s, thread.last_at_s, thread.state, last, thread.n_lines)
+    return thread.tid, counts, ends, thread.troubles, {one.where: one.count for one in thread.places}
+
+
+@pytest.mark.parametrize("cut", range(0, 3000, 61))
+def test_garbage_and_cuts_are_borne(cut: int, tmp_path: Path) -> None:
+    data = (RECORDED / "6.1_files.txt").read_bytes()
+    noisy = data[:cut] + bytes(range(256)) + b"\n" + data[cut:]
+    logs = read(noisy, tmp_path)
+    assert logs.errors == ()
+    assert sum(one.n_calls for one in logs.threads if one.tid == 10757) in (34, 35, 36)
+    assert read(data[:cut], tmp_path).threads or cut < 100
+
+
+def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    (tmp_path / "text").write_text("Epoch 1: loss 0.3\n")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    names = ["empty", "text", "pipe", "folder", "missing"]
+    assert [why for _, why in read_logs([str(tmp_path / name) for name in names]).errors] == [
+        "it is empty",
+        "no log of strace",
+        "not a file",
+        "no log of strace in it",
+        "No such file or directory",
+    ]
+
+
+def test_a_worker_that_is_killed_costs_only_what_it_read() -> None:
+    found = workers.run(lambda number: os.kill(os.getpid(), 9) if number == 1 else number, [0, 1, 2, 3], width=2)
+    assert "the process that read it ended with -9" in found
+    assert {one for one in found if isinstance(one, int)} <= {0, 2, 3}
