@@ -1,6 +1,6 @@
 """distdiag: from "my distributed PyTorch job is slow, hung, crashed or won't build" to this rank, this link, this fix.
 
-The names below are for programs that read reports; they are imported when first used.
+The names below are for programs that read reports, and for training scripts; they are imported when first used.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from distdiag.errors import DistdiagError
     from distdiag.report import Finding, Fix, Level, Report, Verdict, Where
+    from distdiag.training.lines.session import trace_lines
 
-__all__ = ["DistdiagError", "Finding", "Fix", "Level", "Report", "Verdict", "Where"]
+__all__ = ["DistdiagError", "Finding", "Fix", "Level", "Report", "Verdict", "Where", "trace_lines"]
 
-_HOME = {"DistdiagError": "distdiag.errors"}
+_HOME = {"DistdiagError": "distdiag.errors", "trace_lines": "distdiag.training.lines.session"}
 
 
 def __getattr__(name: str) -> object:

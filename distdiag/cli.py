@@ -15,6 +15,7 @@ from distdiag.commands.cuda_env.command import cuda_env
 from distdiag.commands.gpu_test.command import gpu_test
 from distdiag.commands.ports.command import ports
 from distdiag.commands.pyspy_all.command import pyspy_all
+from distdiag.commands.trace.app import app as trace
 from distdiag.errors import Interrupted
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ app.command("allreduce-bench", short_help="How fast are the collectives, is that
 app.command(
     "pyspy-all", short_help="Where does every rank of a hung job stand, and which one is not where the others are?"
 )(pyspy_all)
+app.add_typer(trace)
 app.command("core-bt", short_help="What crashed, in which thread, in Python and in C, and why?")(core_bt)
 app.command("ports", short_help="Can the nodes reach each other, on which interface, both ways?")(ports)
 app.command("cuda-env", short_help="Why does CUDA not run or build here, and what mends it?")(cuda_env)
@@ -123,8 +125,17 @@ def _end_without_report(code: int, id_: str, message: str) -> NoReturn:
     if "--json" in sys.argv:
         from distdiag import deliver
 
-        known = [command.name for command in app.registered_commands]
-        command = next((word for word in sys.argv[1:] if word in known), "")
+        command = _command_of(sys.argv[1:])
         hint = f"distdiag {command} --help" if command else "distdiag --help"
         deliver.emit(deliver.error_document(command, code, id_, message, hint))
     sys.exit(code)
+
+
+def _command_of(words: list[str]) -> str:
+    """Find the command in what was typed: "pyspy-all", "trace blocked"; empty if there is none."""
+    known = ["trace", *(command.name for command in app.registered_commands)]
+    at = next((number for number, word in enumerate(words) if word in known), None)
+    if at is None or words[at] != "trace":
+        return "" if at is None else words[at]
+    below = [command.name for command in trace.registered_commands]
+    return " ".join(["trace", *[word for word in words[at + 1 :] if word in below][:1]])

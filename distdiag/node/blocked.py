@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from distdiag.node import machine, patience, procs, syscall_names
+from distdiag.node import asleep, machine, patience, procs, syscall_names
 from distdiag.node.descriptors import PATIENCE_S, Descriptor, Look, Watch, descriptors, wants
 
 TYPE_CHECKING = False
@@ -113,8 +113,8 @@ def blocked(pid: int, look: Look | None = None, *, patience_s: float = PATIENCE_
     process = _Process(pid, look or Look(), patience_s)
     tasks = procs.tasks(pid)
     process.calls = _with_memory(pid, [_call(pid, task) for task in tasks], patience_s)
-    asleep = _asleep_s(pid, tasks, process.look.clocks, patience_s)
-    return tuple(_thread(process, task, call, asleep.get(task.tid)) for task, call in zip(tasks, process.calls))
+    asleep_s = asleep.seconds(pid, [task.tid for task in tasks], process.look.clocks, patience_s=patience_s)
+    return tuple(_thread(process, task, call, asleep_s.get(task.tid)) for task, call in zip(tasks, process.calls))
 
 
 def locks_before(text: str, pid: int, kind: str, inode: int | None) -> tuple[Lock, ...]:
@@ -204,39 +204,6 @@ def _remember(pid: int, call: _Call) -> _Call:
     except (OSError, OverflowError):
         return replace(call, unread="unmapped")
     return replace(call, memory=memory)
-
-
-def _asleep_s(pid: int, tasks: list[procs.Task], clocks: dict[int, float], patience_s: float) -> dict[int, float]:
-    """Tell for how long threads have not run, where the kernel says when they last did."""
-    ran = {task.tid: _ran_at(f"/proc/{pid}/task/{task.tid}") for task in tasks}
-    processors = {one[0] for one in ran.values() if one is not None} - clocks.keys()
-    told, _ = patience.each(processors, _clock_of, patience_s=patience_s)
-    clocks.update((processor, ahead) for processor, ahead in told.items() if ahead is not None)
-    now = time.monotonic()
-    return {
-        tid: max(0.0, now + clocks[one[0]] - one[1]) for tid, one in ran.items() if one is not None and one[0] in clocks
-    }
-
-
-def _clock_of(processor: int) -> float | None:
-    """Compare a processor's scheduler clock with time.monotonic(); None if we may not run there.
-
-    Each has one of its own: it leaves out the time of interrupts, and what a hypervisor took. It is read by running
-    there, in a thread that patience has for this.
-    """
-    try:
-        os.sched_setaffinity(0, {processor})
-    except OSError:
-        return None
-    ran = _ran_at("/proc/thread-self")
-    return ran[1] - time.monotonic() if ran is not None and ran[0] == processor else None
-
-
-def _ran_at(folder: str) -> tuple[int, float] | None:
-    """Read where and when a thread ran last: (processor, seconds of its scheduler's clock)."""
-    started = re.search(r"^se\.exec_start\s*:\s*([\d.]+)", machine.read_text(f"{folder}/sched"), re.MULTILINE)
-    fields = machine.read_text(f"{folder}/stat").rpartition(")")[2].split()
-    return (int(fields[36]), float(started[1]) / 1e3) if started and len(fields) > 36 else None
 
 
 def _thread(process: _Process, task: procs.Task, call: _Call, asleep_s: float | None) -> Thread:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from distdiag.node import machine
+from distdiag.node import asleep, machine, syscall_names
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,23 +24,6 @@ _WANTED_FAMILIES = (
 )
 _WANTED = tuple(name.encode() for name in (*_WANTED_PREFIXES, *_WANTED_FAMILIES))
 _TICKS = os.sysconf("SC_CLK_TCK")
-_SYSCALLS = {
-    "x86_64": {
-        **{0: "read", 1: "write", 17: "pread64", 18: "pwrite64", 19: "readv", 20: "writev", 74: "fsync"},
-        **{75: "fdatasync", 2: "open", 4: "stat", 257: "openat", 262: "newfstatat", 332: "statx", 16: "ioctl"},
-        **{7: "poll", 23: "select", 270: "pselect6", 271: "ppoll", 232: "epoll_wait", 281: "epoll_pwait"},
-        **{35: "nanosleep", 230: "clock_nanosleep", 202: "futex", 61: "wait4", 247: "waitid", 58: "vfork"},
-        **{42: "connect", 43: "accept", 288: "accept4", 44: "sendto", 45: "recvfrom", 46: "sendmsg", 47: "recvmsg"},
-    },
-    "aarch64": {
-        **{63: "read", 64: "write", 65: "readv", 66: "writev", 67: "pread64", 68: "pwrite64", 82: "fsync"},
-        **{83: "fdatasync", 56: "openat", 79: "newfstatat", 291: "statx", 29: "ioctl", 72: "pselect6", 73: "ppoll"},
-        **{22: "epoll_pwait", 101: "nanosleep", 115: "clock_nanosleep", 98: "futex", 260: "wait4", 95: "waitid"},
-        **{203: "connect", 202: "accept", 242: "accept4", 206: "sendto", 207: "recvfrom", 211: "sendmsg"},
-        **{212: "recvmsg", 220: "clone"},
-    },
-}
-"""Numbers of the system calls that a training process waits in (asm/unistd.h)."""
 _ON_DESCRIPTOR = ("read", "write", "pread64", "pwrite64", "readv", "writev", "fsync", "fdatasync", "ioctl")
 _ON_PATH = {"open": 0, "stat": 0, "openat": 1, "newfstatat": 1, "statx": 1}
 """Which argument points to the path."""
@@ -210,7 +193,7 @@ def standstill(pid: int, tid: int) -> Standstill:
         wait_channel=machine.read_text(f"{folder}/wchan").strip("0"),
         syscall=name,
         path=path,
-        since_s=_asleep_s(folder),
+        since_s=asleep.seconds(pid, [tid], {}).get(tid),
     )
 
 
@@ -250,7 +233,7 @@ def _syscall(pid: int, words: list[str]) -> tuple[str, str]:
     if len(words) < 4:
         return "", ""
     number, arguments = int(words[0]), [int(word, 16) for word in words[1:7]]
-    name = _SYSCALLS.get(os.uname().machine, {}).get(number, f"syscall {number}")
+    name = syscall_names.NAMES.get(os.uname().machine, {}).get(number, f"syscall {number}")
     if name in _ON_DESCRIPTOR:
         try:
             return name, os.readlink(f"/proc/{pid}/fd/{arguments[0]}")
@@ -268,17 +251,3 @@ def _path_at(pid: int, address: int) -> str:
     except (OSError, OverflowError):
         return ""
     return text.decode("utf-8", "replace")
-
-
-def _asleep_s(folder: str) -> float | None:
-    """Tell for how long it has not run; None where the kernel does not say when it last did."""
-    last, now = _ran_at_s(folder), _ran_at_s("/proc/self")
-    return None if last is None or now is None else max(0.0, now - last)
-
-
-def _ran_at_s(folder: str) -> float | None:
-    # Milliseconds of the scheduler's own clock, which starts when it likes: only differences mean something.
-    for line in machine.read_text(f"{folder}/sched").splitlines():
-        if line.startswith("se.exec_start"):
-            return float(line.split()[-1]) / 1e3
-    return None

@@ -118,7 +118,6 @@ def test_a_rank_that_is_stopped_or_late_where_the_others_wait_is_told_from_them_
     [
         (signal.SIGSTOP, "reduce", "rank-missing", "missing"),
         (signal.SIGKILL, "reduce", "rank-died", "died"),
-        (signal.SIGKILL, "start", "rank-died", "died"),
     ],
 )
 def test_a_signal_from_another_program_gives_the_same_answer(

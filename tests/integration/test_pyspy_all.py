@@ -97,18 +97,18 @@ def test_a_rank_that_left_is_named_though_a_child_of_it_lives_on() -> None:
 
 
 def test_ranks_in_another_collective_are_named() -> None:
-    with Job("other_collective", 8) as job:
+    with Job("other_collective", 4) as job:
         job.wait_ready()
         result = job.look(*SOON)
         assert result.code == 1
-        assert odd(result) == [([2, 5], "log_metrics")]
-        assert "ranks 2,5" in result.report["summary"]
+        assert odd(result) == [([2], "log_metrics")]
+        assert "rank 2 (" in result.report["summary"]
         assert "in `broadcast` called from `log_metrics`" in result.report["summary"]
-        assert "ranks 0-1,3-4,6-7 wait in `all_reduce` called from `train_step`" in result.report["summary"]
+        assert "ranks 0-1,3 wait in `all_reduce` called from `train_step`" in result.report["summary"]
 
 
 def test_where_all_wait_at_one_line_the_loop_counters_tell() -> None:
-    with Job("counters_differ", 4) as job, Job("counters_differ", 4, env={"EQUAL": "1"}) as equal:
+    with Job("counters_differ", 4) as job, Job("counters_differ", 3, env={"EQUAL": "1"}) as equal:
         job.wait_ready()
         equal.wait_ready()
         result = job.look(*SOON)

@@ -1,4 +1,4 @@
-"""A DataLoader worker of rank 3 does not come back from reading a file. START=fork or spawn, WORKERS for each rank."""
+"""A DataLoader worker of the last rank does not come back from a file. START=fork or spawn, WORKERS for each rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from job import RANK, join, ready
+from job import RANK, WORLD_SIZE, join, ready
 from torch.utils.data import DataLoader, Dataset
 
 
@@ -15,7 +15,7 @@ class Samples(Dataset[torch.Tensor]):
         return 100
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 5 and RANK == 3:
+        if index == 5 and RANK == WORLD_SIZE - 1:
             with open(os.path.join(os.environ["JOB_FOLDER"], "sample")) as file:
                 file.read()
         return torch.ones(8)
@@ -26,7 +26,7 @@ def train() -> None:
         Samples(), batch_size=2, num_workers=int(os.environ["WORKERS"]), multiprocessing_context=os.environ["START"]
     )
     for step, batch in enumerate(loader):
-        if step == 2 or (step == 1 and RANK == 3):
+        if step == 2 or (step == 1 and RANK == WORLD_SIZE - 1):
             ready()
         dist.all_reduce(batch)
 

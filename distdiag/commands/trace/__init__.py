@@ -1,0 +1,1 @@
+"""`distdiag trace`: system calls and Python lines of every rank, live or afterwards."""

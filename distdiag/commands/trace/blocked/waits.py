@@ -1,0 +1,224 @@
+"""What a thread waits for, from what the kernel tells of it. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from distdiag.commands.trace.blocked.result import Kind, Wait
+from distdiag.node import syscall_names
+from distdiag.node.machine import STOPPED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from distdiag.commands.trace.blocked.collect import Blocked
+    from distdiag.commands.trace.who import Key, People
+    from distdiag.node.blocked import Target, Thread
+    from distdiag.node.descriptors import Descriptor
+
+ENDED = ("Z", "X", "")
+_FORKS = ("vfork", "clone", "clone3", "fork")
+_TIMEOUTS = {"poll": 2, "ppoll": 2, "select": 4, "pselect6": 4, "epoll_wait": 3, "epoll_pwait": 3, "epoll_pwait2": 3}
+"""Which argument is the timeout."""
+_BY_POINTER = ("ppoll", "select", "pselect6", "epoll_pwait2")
+"""Where it is a pointer, null for none; else milliseconds as an int, negative for none."""
+_SIGNALS = ("pause", "rt_sigsuspend", "rt_sigtimedwait")
+_ANY_OF = (*syscall_names.POLLS, *syscall_names.SELECTS, *syscall_names.EPOLLS)
+_STORAGE = re.compile(r"nfs|rpc_|fuse|request_wait_answer|ceph|ll_|cl_|gpfs|io_schedule|folio_|ext4|xfs|jbd2|btrfs")
+"""Functions of the kernel in which somebody waits for a file system or a disk."""
+_WITH_OTHER_END = ("socket", "pipe", "fifo")
+
+
+def wait_of(thread: Thread, process: Blocked, host: str, people: People) -> Wait:
+    """Tell what a thread waits for."""
+    if process.state in ENDED:
+        return _wait(thread, Kind.ENDED, "ended", "has ended")
+    if thread.state in STOPPED:
+        by = f" by {people.name((host, process.tracer))}, which traces it" if process.tracer else ""
+        return _wait(thread, Kind.STOPPED, f"stopped{by}", f"is stopped{by}", thread.state)
+    if thread.state == "S" and not thread.hidden and _has_timeout(thread):
+        found = _asleep(thread, (host, process.pid), people)
+        if found.kind is Kind.PEER or thread.tid not in process.moved:
+            return replace(found, again=True)
+    if thread.state == "R" or thread.tid in process.moved:
+        again = "woke up between the looks" if thread.state != "R" else "on a processor, or wants one"
+        return _wait(thread, Kind.RUNS, again, "runs" if thread.state == "R" else f"wakes up now and then{_of(thread)}")
+    if thread.hidden:
+        return _wait(thread, Kind.UNREADABLE, "not ours to read", "may not be read", thread.state)
+    if thread.state == "D":
+        return _in_kernel(thread)
+    return _asleep(thread, (host, process.pid), people)
+
+
+def _has_timeout(thread: Thread) -> bool:
+    """Tell whether it waits in a poll that ends by itself, to see whether all is well and wait again."""
+    if thread.syscall not in _TIMEOUTS or len(thread.arguments) < 5:
+        return False
+    timeout = thread.arguments[_TIMEOUTS[thread.syscall]]
+    is_pointer = thread.syscall in _BY_POINTER
+    return timeout != 0 if is_pointer else timeout & 0x80000000 == 0
+
+
+def lasting(seconds: float | None) -> str:
+    """Write how long something has lasted: "0.4 s", "214 s", "3.5 h"; "?" where the kernel does not say."""
+    if seconds is None:
+        return "?"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    return f"{seconds:.0f} s" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _asleep(thread: Thread, key: Key, people: People) -> Wait:
+    """Tell what one in state S waits for."""
+    call = thread.syscall
+    if call in syscall_names.SLEEPS:
+        left = f"a sleep, {lasting(thread.wakes_in_s)} left" if thread.wakes_in_s is not None else "a sleep"
+        return _wait(thread, Kind.SLEEP, left, "sleeps", call)
+    if call in syscall_names.WAITS:
+        return _for_child(thread, key, people)
+    if call in syscall_names.FUTEXES:
+        return _wait(thread, Kind.OWN_THREADS, _at_futex(thread), "waits for another thread of its own", call)
+    if thread.locks:
+        return _for_lock(thread, key, people)
+    if thread.path:
+        verb = {"open": "opens", "openat": "opens"}.get(call, f"is in {call} of")
+        return _wait(thread, Kind.FILE, thread.path, f"{verb} {thread.path}, and nobody opens the other end", call)
+    if thread.targets:
+        return _for_targets(thread, key, people)
+    if call in _SIGNALS:
+        return _wait(thread, Kind.SLEEP, "a signal", "waits for a signal", call)
+    if call in _ANY_OF and not thread.unread:
+        return _wait(thread, Kind.SLEEP, "nothing but time", "sleeps", call)
+    why = f" ({thread.unread})" if thread.unread else ""
+    on = f"unknown{why}" if not thread.wait_channel else f"{thread.wait_channel} in the kernel{why}"
+    return _wait(thread, Kind.KERNEL, on, f"waits for {on}", call)
+
+
+def _for_targets(thread: Thread, key: Key, people: People) -> Wait:
+    """Tell what a call waits for that is about descriptors: the processes at their other ends, or the files."""
+    call, targets = thread.syscall, thread.targets
+    connected = [
+        one.descriptor for one in targets if one.descriptor is not None and one.descriptor.kind in _WITH_OTHER_END
+    ]
+    stores = [one for one in connected if people.is_store(key, one)]
+    if stores and len(stores) == len(connected):
+        return _at_store(thread, stores[0], key, people)
+    peers = tuple(dict.fromkeys(peer for one in connected for peer in people.others(*key, one)))
+    if peers:
+        end = _ends(connected) + (f" (any of {len(targets)})" if len(targets) > 1 else "")
+        on, does = f"{end} = {people.names(peers, seen_from=key[0])}", f"waits for {people.names(peers)}"
+        wants = "".join(sorted({one.wants for one in targets}))
+        return replace(_wait(thread, Kind.PEER, on, does, call), peers=peers, end=end, wants=wants)
+    remote = [one for one in connected if one.socket is not None and one.socket.remote]
+    if remote:
+        on = f"{_ends(remote)}, whose other end was not seen"
+        return _wait(thread, Kind.NETWORK, on, f"waits for {on}", call)
+    listeners = [one.socket for one in connected if one.socket is not None and one.socket.state == "LISTEN"]
+    if listeners:
+        on = f"a connection to {listeners[0].local}"
+        return _wait(thread, Kind.NETWORK, on, f"waits for {on}, and nobody has come", call)
+    files = [one for one in targets if one.descriptor is not None and one.descriptor.kind != "anon"]
+    if not files:
+        return _wait(thread, Kind.OWN_THREADS, _plain(targets), "waits for another thread of its own", call)
+    return _on_files(thread, files)
+
+
+def _on_files(thread: Thread, files: Sequence[Target]) -> Wait:
+    one = files[0].descriptor
+    assert one is not None
+    verb = {"r": "reads", "w": "writes"}.get(files[0].wants, "uses")
+    nobody = one.kind in ("pipe", "fifo")
+    if one.kind == "pipe":  # only itself has the other end: how a thread is woken by another one
+        return _wait(
+            thread, Kind.OWN_THREADS, "a pipe of its own", "waits for another thread of its own", thread.syscall
+        )
+    other = ", which nobody else has open for writing" if nobody and verb == "reads" else ""
+    other = other or (", which nobody else reads" if nobody else "")
+    what = "its terminal" if one.target.startswith(("/dev/pts/", "/dev/tty")) else one.target
+    return _wait(thread, Kind.FILE, what + other, f"{verb} {what}{other}", thread.syscall)
+
+
+def _at_store(thread: Thread, one: Descriptor, key: Key, people: People) -> Wait:
+    peers = people.others(*key, one)
+    assert one.socket is not None
+    owner = f", at {people.name(peers[0], seen_from=key[0])}" if peers else ""
+    on = f"{one.socket.remote} = the job's store{owner}"
+    return replace(_wait(thread, Kind.STORE, on, "waits for a key in the job's store", thread.syscall), peers=peers)
+
+
+def _for_lock(thread: Thread, key: Key, people: People) -> Wait:
+    holders = tuple((key[0], lock.pid) for lock in thread.locks if lock.pid and lock.pid != key[1])
+    file = next((one.descriptor.target for one in thread.targets if one.descriptor is not None), "a file")
+    held = f", held by {people.names(holders)}" if holders else ", held by nobody who can be named"
+    does = f"waits for the lock on {file}"
+    return replace(_wait(thread, Kind.LOCK, f"lock on {file}{held}", does, thread.syscall), peers=holders, end=file)
+
+
+def _for_child(thread: Thread, key: Key, people: People) -> Wait:
+    alive = [one for one in thread.children if one.state not in ENDED]
+    if len(alive) == 1:
+        one = alive[0]
+        state = {"T": ", which is stopped", "D": ", which is in the kernel (D)", "R": ", which runs"}.get(one.state, "")
+        on = f"its child {one.pid} ({one.comm}){state}"
+    else:
+        on = f"any of its {len(alive)} children" if alive else "a child"
+    peers = tuple((key[0], one.pid) for one in alive)
+    return replace(_wait(thread, Kind.CHILD, on, f"waits for {on}", thread.syscall), peers=peers)
+
+
+def _in_kernel(thread: Thread) -> Wait:
+    """Tell what one in state D waits for: nothing wakes it up but what it waits for."""
+    targets = [one.descriptor for one in thread.targets if one.descriptor is not None]
+    path = thread.path or next((one.target for one in targets if one.target.startswith("/")), "")
+    channel = f"{thread.wait_channel} in the kernel" if thread.wait_channel else "the kernel"
+    if thread.syscall in _FORKS:
+        return _wait(thread, Kind.CHILD, "the program that it starts", "waits for the program that it starts", "D")
+    if path.startswith("/dev/"):
+        return _wait(thread, Kind.KERNEL, f"the driver of {path} (D)", f"waits for the driver of {path}", "D")
+    if path:
+        return _wait(thread, Kind.STORAGE, f"{path} (D)", f"waits for the file system of {path}", "D")
+    if _STORAGE.search(thread.wait_channel):
+        return _wait(thread, Kind.STORAGE, f"{channel} (D)", f"waits for a file system, in {channel}", "D")
+    return _wait(thread, Kind.KERNEL, f"{channel} (D)", f"waits for {channel}", "D")
+
+
+def _at_futex(thread: Thread) -> str:
+    owner = thread.futex.owner if thread.futex is not None else None
+    return f"a lock that its thread {owner} holds" if owner else "another thread of its own"
+
+
+def _ends(connected: Sequence[Descriptor]) -> str:
+    """Name the other ends: addresses, "a pipe", paths."""
+    names = list(dict.fromkeys(map(_end, connected)))
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _end(one: Descriptor) -> str:
+    if one.socket is not None and one.socket.remote:
+        unanswered = ", which does not answer" if one.socket.state == "SYN_SENT" else ""
+        return f"{one.socket.remote}{unanswered}"
+    if one.socket is not None:
+        return "a unix socket" if one.socket.protocol == "unix" else f"a {one.socket.protocol or 'local'} socket"
+    return "a pipe" if one.kind == "pipe" else one.target
+
+
+def _plain(targets: Iterable[Target]) -> str:
+    """Name what has no other end."""
+    names = dict.fromkeys(one.descriptor.target if one.descriptor else f"descriptor {one.fd}" for one in targets)
+    shown = list(names)
+    return shown[0] if len(shown) == 1 else f"{shown[0]} and {len(shown) - 1} more"
+
+
+def _of(thread: Thread) -> str:
+    return f", in {thread.syscall}" if thread.syscall else ""
+
+
+def _wait(thread: Thread, kind: Kind, on: str, does: str, how: str = "") -> Wait:
+    """Put it together; `how` and since when follow what it does, in brackets."""
+    call = thread.syscall or "-"
+    facts = [how] if how in ("", call) else [how, *([call] if thread.syscall else [])]
+    facts += [lasting(thread.since_s)] if thread.since_s is not None and kind is not Kind.RUNS else []
+    brackets = f" ({', '.join(fact for fact in facts if fact)})" if any(facts) else ""
+    return Wait(kind=kind, call=call, on=on, does=does + brackets, since_s=thread.since_s, thread=thread)

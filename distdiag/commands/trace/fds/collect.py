@@ -1,0 +1,60 @@
+"""Facts of one node: what processes have open. Nothing is judged here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from distdiag.jobs.collect import facts
+from distdiag.node import machine
+from distdiag.node.descriptors import Descriptor, Look, descriptors
+from distdiag.node.ends import Network, Person, networks, people
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+__all__ = ["facts", "more"]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What one process has open. `limit`: how many it may have (RLIMIT_NOFILE), None if unlimited or not known.
+
+    `unread`: why there are none: "denied", "gone".
+    """
+
+    pid: int
+    limit: int | None
+    descriptors: tuple[Descriptor, ...]
+    unread: str
+
+
+@dataclass(frozen=True)
+class Told:
+    """What is told at a time: processes first, at the end the sockets of all of them, and who was mentioned."""
+
+    processes: tuple[Opened, ...] = ()
+    networks: tuple[Network, ...] = ()
+    people: tuple[Person, ...] = ()
+
+
+def more(ask: dict[str, Any], tell: Callable[[Told], None]) -> None:
+    """Read the descriptors of processes: {"pids": of whom, "others": who may have the other ends}."""
+    look = Look()
+    mentioned: set[int] = set()
+    for pid in ask["pids"]:
+        found = descriptors(pid, look)
+        tell(Told(processes=(Opened(pid, _limit(pid), found.descriptors, found.unread),)))
+        mentioned.update(end.pid for one in found.descriptors for end in one.ends)
+    known = [*ask["pids"], *ask["others"]]
+    sockets = networks(known, look)
+    mentioned.update(one.pid for network in sockets for one in network.sockets)
+    tell(Told(networks=sockets, people=people(mentioned.union(ask["pids"]))))
+
+
+def _limit(pid: int) -> int | None:
+    limits = machine.read_text(f"/proc/{pid}/limits")
+    soft = re.search(r"^Max open files\s+(\d+)", limits, re.MULTILINE)
+    return int(soft[1]) if soft else None

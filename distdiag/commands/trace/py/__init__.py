@@ -1,0 +1,1 @@
+"""`trace py`: run a job with the tracer inside."""

@@ -1,0 +1,75 @@
+"""What you type for trace py. The process becomes the job: pid, stdout, signals and exit status are the job's own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from distdiag.commands.trace.argv import argv_of
+from distdiag.options import called_as
+from distdiag.training.lines.settings import LINES, THREADS, VARIABLE, Settings, default_folder
+
+
+def trace_py(
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="-- SCRIPT ARGS...", help="A script, -m MODULE, or any program that runs Python below."),
+    ],
+    include: Annotated[
+        str,
+        typer.Option(
+            metavar="PACKAGES",
+            help="Trace these too: torch,mypkg.sub; all: all packages; stdlib: the standard library.",
+        ),
+    ] = "",
+    exclude: Annotated[
+        str, typer.Option(metavar="NAMES", help="Leave these out: packages, or files and directories of your own.")
+    ] = "",
+    lines: Annotated[
+        int, typer.Option(min=2, max=1_000_000, metavar="N", help="Lines to keep of each thread.")
+    ] = LINES,
+    threads: Annotated[
+        int, typer.Option(min=1, max=4096, metavar="N", help="Threads of a process to keep lines of, at a time.")
+    ] = THREADS,
+    dir_: Annotated[
+        str,
+        typer.Option("--dir", metavar="DIR", help="Where to keep them: the node's own disk. [default: below /tmp]"),
+    ] = "",
+) -> None:
+    """Run a job and keep the last lines of Python that each thread of each process executed.
+
+    They survive kill -9, a crash and the OOM killer; `distdiag trace show` reads them, also while the job runs. Works
+    below torchrun, srun and mpirun: put `-m distdiag trace py --` before the script. Exit status: the job's own.
+    """
+    folder = os.path.abspath(dir_ or default_folder())
+    settings = Settings(folder, lines, threads, tuple(_names(include)), tuple(_names(exclude)))
+    argv = argv_of(command, example=f"{called_as()} trace py -- train.py")
+    if os.environ.get("RANK", "0") == "0" and os.environ.get("SLURM_PROCID", "0") == "0":
+        shown = "" if folder == default_folder() else f" {folder}"
+        typer.echo(f"distdiag trace: what runs is kept in {folder}; {called_as()} trace show{shown}", err=True)
+    _become(argv, _environment(settings))
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in (one.strip() for one in text.split(",")) if name]
+
+
+def _environment(settings: Settings) -> dict[str, str]:
+    from distdiag.training.lines import site
+
+    ours = next(iter(site.__path__))
+    before = os.environ.get("PYTHONPATH")
+    path = ours if not before else os.pathsep.join([ours, before])
+    return {**os.environ, "PYTHONPATH": path, VARIABLE: settings.to_text()}
+
+
+def _become(argv: list[str], env: dict[str, str]) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execve(argv[0], argv, env)
+    except OSError as error:
+        raise typer.BadParameter(f"{argv[0]} cannot be run: {error.strerror}") from error

@@ -1,0 +1,184 @@
+"""Which processes a command of `trace` is about: --pid, --rank and --job, on all nodes. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.hosts import fold, fold_ranks, name_ranks
+from distdiag.errors import DistdiagError, UsageError
+from distdiag.jobs.collect import Process
+from distdiag.jobs.roles import answers_to, find_jobs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from distdiag.jobs.model import Job, Member
+    from distdiag.jobs.nodes import NodeStacks
+
+_BARE = Process(
+    pid=0,
+    parent=0,
+    above=(),
+    user=-1,
+    state="",
+    comm="",
+    command="",
+    kind="",
+    python=False,
+    torch=False,
+    gpu=False,
+    hidden=False,
+    place=None,
+    job={},
+    started_s=0.0,
+    asked=True,
+)
+_MAX_RANK = 10_000_000
+_SHOWN = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What was asked for; all jobs if it is nothing."""
+
+    pids: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
+    job: str = ""
+    user: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """A process that was chosen, and which it is. `rank` and `job` are None where nothing tells them.
+
+    `process`: None for a rank that is certainly gone. `member`: the rank that it is, or that (`is_helper`) it helps.
+    """
+
+    host: str
+    rank: int | None
+    process: Process | None
+    job: Job | None = None
+    member: Member | None = None
+    is_helper: bool = False
+
+
+def wanted(pids: Iterable[int] | None, ranks: Iterable[str] | None, job: str, user: str) -> Wanted:
+    """Put the options together. Raises UsageError."""
+    chosen = Wanted(pids=tuple(pids or ()), ranks=parse_ranks(ranks or ()), job=job, user=user)
+    if chosen.pids and chosen.ranks:
+        raise UsageError("--pid and --rank both say which processes", hint="give one of them")
+    return chosen
+
+
+def parse_ranks(texts: Iterable[str]) -> tuple[int, ...]:
+    """Read what --rank takes: "3", "0-3,7". Raises UsageError."""
+    found: set[int] = set()
+    for part in (part.strip() for text in texts for part in text.split(",")):
+        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if last < first or last > _MAX_RANK:
+            raise UsageError(f"--rank: {part!r} is not a rank, nor a range of them", hint="--rank 0-3,7")
+        found.update(range(first, last + 1))
+    return tuple(sorted(found))
+
+
+def jobs_on(nodes: Sequence[NodeStacks], wanted: Wanted) -> list[Job]:
+    """Find the jobs that are meant: of --job that one, else those that live."""
+    found = find_jobs(nodes, whole=not wanted.user)
+    if wanted.job:
+        return [job for job in found if _answers(job, wanted.job)]
+    # A lone process with torch, such as a notebook, is of interest where there is nothing else.
+    real = [job for job in found if len(job.members) > 1 or job.members[0].rank is not None]
+    # A program that outlived its job still has the rank in its environment.
+    alive = [job for job in real if any(one.process is not None and one.process.python for one in job.members)]
+    return alive or real or found
+
+
+def choose(nodes: Sequence[NodeStacks], wanted: Wanted) -> list[Chosen]:
+    """Choose processes: those of --pid whatever they are, else the ranks of the jobs that are meant, or of them --rank.
+
+    Nobody is no error here: a host that was not reached may be the reason.
+    """
+    if wanted.pids:
+        members = {
+            (one.host, process.pid): (job, one, process is not one.process)
+            for job in find_jobs(nodes, whole=False)
+            for one in job.members
+            for process in _processes(one)
+        }
+        return [_by_pid(node, one, members) for node in nodes for one in _asked(node, wanted.pids)]
+    return [
+        Chosen(host=one.host, rank=one.rank, process=one.process, job=job, member=one)
+        for job in jobs_on(nodes, wanted)
+        for one in job.members
+        if not wanted.ranks or one.rank in wanted.ranks
+    ]
+
+
+def nobody(nodes: Sequence[NodeStacks], wanted: Wanted, again: str) -> DistdiagError:
+    """Make the error of a choice that is empty. `again`: the command without options, to be pasted."""
+    hosts = fold(node.host for node in nodes)
+    place = f" on {hosts}" if hosts else ""
+    if wanted.pids:
+        pids = ", ".join(map(str, wanted.pids))
+        several = len(wanted.pids) > 1
+        return DistdiagError(
+            f"there {'are no processes' if several else 'is no process'} {pids}{place}",
+            hint="it has ended, or it is on another host: --hosts LIST; --rank finds processes by their rank",
+        )
+    jobs = jobs_on(nodes, wanted)
+    if wanted.ranks and jobs:
+        there = "; ".join(f"{_ranks_of(job)} of job {job.name}" for job in jobs[:_SHOWN])
+        return DistdiagError(
+            f"{name_ranks(wanted.ranks)} {'was' if len(wanted.ranks) == 1 else 'were'} not found{place}",
+            hint=f"found: {there}; others may be on other hosts: --hosts LIST, or --slurm-job ID",
+        )
+    of = f" of job {wanted.job}" if wanted.job else f" of user {wanted.user}" if wanted.user else ""
+    known = ", ".join(job.name for job in find_jobs(nodes)[:_SHOWN] if job.name) if wanted.job else ""
+    return DistdiagError(
+        f"no rank{of} was found{place}: no process has RANK, SLURM_PROCID, OMPI_COMM_WORLD_RANK, PMI_RANK or the like "
+        "in its environment, nor is one a Python that has loaded torch; those of other users are only seen as root",
+        hint=f"there are {known}" if known else f"name the process: {again} --pid PID",
+    )
+
+
+def _asked(node: NodeStacks, pids: Iterable[int]) -> Iterator[Process]:
+    """Find those on a node that were asked for; of those that started this distdiag no more is told than that."""
+    known = {one.pid: one for one in node.processes.processes}
+    for pid in dict.fromkeys(pids):
+        if pid in known:
+            yield known[pid]
+        elif pid not in node.processes.asked_missing:
+            yield replace(_BARE, pid=pid)
+
+
+def _by_pid(node: NodeStacks, process: Process, members: dict[tuple[str, int], tuple[Job, Member, bool]]) -> Chosen:
+    job, member, is_helper = members.get((node.host, process.pid), (None, None, False))
+    return Chosen(
+        host=node.host,
+        rank=member.rank if member is not None and not is_helper else None,
+        process=process,
+        job=job,
+        member=member,
+        is_helper=is_helper,
+    )
+
+
+def _processes(member: Member) -> Iterator[Process]:
+    if member.process is not None:
+        yield member.process
+    for helper in member.helpers:
+        yield helper.process
+
+
+def _answers(job: Job, name: str) -> bool:
+    return job.name == name or any(one.process is not None and answers_to(one.process.job, name) for one in job.members)
+
+
+def _ranks_of(job: Job) -> str:
+    ranks = [one.rank for one in job.members if one.rank is not None and one.process is not None]
+    if not ranks:
+        return f"{len(job.members)} processes without a rank"
+    return f"rank{'s' if len(ranks) > 1 else ''} {fold_ranks(ranks)}"

@@ -1,0 +1,1 @@
+"""`trace show`: read what the tracer kept."""

@@ -1,0 +1,253 @@
+"""Facts of one node: what the tracer kept of each process, and how the processes fare. Nothing is judged here."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import time
+from dataclasses import dataclass
+
+from distdiag.node import machine, procs, rings
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
+_MOST_FILES = 4096
+_MOST_MATCHES = 1000
+_SOURCE = 200
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line that was executed. `at_s` is wall-clock time, None if the process ended while it was written.
+
+    `kind` is "user", "library" or "stdlib". `back`: a call made from it had just returned. `changed`: the file was
+    written after the process began, so that `source` may be another line.
+    """
+
+    at_s: float | None
+    file: str
+    line: int
+    function: str
+    kind: str
+    source: str
+    back: bool
+    changed: bool
+
+
+@dataclass(frozen=True)
+class Thread:
+    """One thread. `last` are its last lines, the newest last; `user` the last that is the user's own.
+
+    `matches` are lines that match the pattern, `count` how many of those kept match the other.
+    """
+
+    tid: int
+    name: str
+    main: bool
+    ended: bool
+    kept: int
+    last: tuple[Line, ...]
+    user: Line | None
+    matches: tuple[Line, ...]
+    count: int
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process. `state` is "running", "ended" (it came to its own end) or "died"; `age_s` of its last line.
+
+    `began_s` and `ended_s` are wall-clock times. `untold` threads had no room in the file.
+    """
+
+    path: str
+    pid: int
+    parent: int
+    rank: int | None
+    local_rank: int | None
+    world_size: int | None
+    launcher: str
+    job: dict[str, str]
+    command: str
+    python: str
+    include: tuple[str, ...]
+    lines: int
+    state: str
+    began_s: float
+    ended_s: float | None
+    age_s: float | None
+    threads: tuple[Thread, ...]
+    untold: int
+
+
+@dataclass(frozen=True)
+class NodeLines:
+    """All that was found on a node. `unread`: (path, why). `left_out` files were not read: there were too many."""
+
+    host: str
+    processes: tuple[Process, ...] = ()
+    unread: tuple[tuple[str, str], ...] = ()
+    left_out: int = 0
+
+
+def facts(ask: dict[str, Any]) -> NodeLines:
+    """Tell who is here; the rest is told by `more`, as often as it is asked."""
+    return NodeLines(machine.host_name())
+
+
+def more(ask: dict[str, Any], tell: Callable[[NodeLines], None]) -> None:
+    """Read all files: {"paths", "last": lines of each thread, "grep" and "count": patterns, or ""}."""
+    linecache.checkcache()
+    files, unread = _files(ask["paths"])
+    reader = _Reader(ask["last"], ask["grep"], ask["count"])
+    processes = []
+    for path in files[:_MOST_FILES]:
+        try:
+            processes.append(reader.read(path))
+        except rings.NotARing as error:
+            unread.append((path, str(error)))
+        except OSError as error:
+            unread.append((path, error.strerror or str(error)))
+    tell(
+        NodeLines(
+            host=machine.host_name(),
+            processes=tuple(processes),
+            unread=tuple(unread),
+            left_out=max(0, len(files) - _MOST_FILES),
+        )
+    )
+
+
+def _files(paths: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """List the files, the newest first; directories are searched, also those below."""
+    found: dict[str, float] = {}
+    unread = []
+    for path in paths:
+        if os.path.isdir(path):
+            below = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
+            found.update((one, _modified(one)) for one in below if one.endswith(rings.SUFFIX))
+        elif os.path.exists(path):
+            found[path] = _modified(path)
+        else:
+            unread.append((path, "there is no such file or directory"))
+    return sorted(found, key=lambda one: -found[one]), unread
+
+
+def _modified(path: str) -> float:
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return 0.0
+
+
+class _Reader:
+    """Reads files and finds the source of their lines."""
+
+    def __init__(self, last: int, grep: str, count: str) -> None:
+        self._last = last
+        self._grep = re.compile(grep) if grep else None
+        self._count = re.compile(count) if count else None
+        self._boot = machine.read_text("/proc/sys/kernel/random/boot_id").strip()
+
+    def read(self, path: str) -> Process:
+        ring = rings.read(path)
+        about = ring.about
+        to_wall = about["wall_s"] - about["monotonic_s"]
+        clock = _Clock(to_wall, about["wall_s"], self)
+        threads = tuple(sorted((clock.thread(one, about["pid"]) for one in ring.threads), key=lambda one: not one.main))
+        newest = max((one.last[-1].at_s or 0.0 for one in threads if one.last), default=0.0)
+        return Process(
+            path=path,
+            pid=about["pid"],
+            parent=about["parent"],
+            rank=about["rank"],
+            local_rank=about["local_rank"],
+            world_size=about["world_size"],
+            launcher=about["launcher"],
+            job=about["job"],
+            command=about["command"],
+            python=about["python"],
+            include=tuple(about["include"]),
+            lines=about["lines"],
+            state=self._state(ring),
+            began_s=about["wall_s"],
+            ended_s=None if ring.ended_s is None else ring.ended_s + to_wall,
+            age_s=max(0.0, time.time() - newest) if newest else None,
+            threads=threads,
+            untold=ring.untold_threads,
+        )
+
+    def _state(self, ring: rings.RingFile) -> str:
+        if ring.ended_s is not None:
+            return "ended"
+        about = ring.about
+        proc = procs.read(about["pid"]) if about["boot"] == self._boot else None
+        alive = proc is not None and proc.started == about["started"] and proc.state not in ("Z", "X")
+        return "running" if alive else "died"
+
+    def matches(self, lines: Sequence[Line]) -> tuple[tuple[Line, ...], int]:
+        """Give the lines that match one pattern, and how many match the other; returns to a line do not count."""
+        begun = [line for line in lines if not line.back]
+        found = [line for line in begun if self._grep is not None and self._grep.search(_text(line))]
+        count = sum(1 for line in begun if self._count is not None and self._count.search(_text(line)))
+        return tuple(found[-_MOST_MATCHES:]), count
+
+    @property
+    def wants_all(self) -> bool:
+        return self._grep is not None or self._count is not None
+
+    @property
+    def last(self) -> int:
+        return self._last
+
+
+class _Clock:
+    """Makes the lines of one process, whose monotonic clock it knows."""
+
+    def __init__(self, to_wall: float, began_s: float, reader: _Reader) -> None:
+        self._to_wall = to_wall
+        self._began_s = began_s
+        self._reader = reader
+        self._changed: dict[str, bool] = {}
+
+    def thread(self, one: rings.Thread, pid: int) -> Thread:
+        records = one.records
+        user = next((record for record in reversed(records) if record.code.kind == "user"), None)
+        all_lines = [self._line(record) for record in records] if self._reader.wants_all else []
+        matches, count = self._reader.matches(all_lines)
+        return Thread(
+            tid=one.tid,
+            name=one.name,
+            main=one.tid == pid,
+            ended=one.ended_s is not None,
+            kept=len(records),
+            last=tuple(self._line(record) for record in records[-self._reader.last :]),
+            user=None if user is None else self._line(user),
+            matches=matches,
+            count=count,
+        )
+
+    def _line(self, record: rings.Record) -> Line:
+        file = record.code.file
+        return Line(
+            at_s=None if record.at_s is None else record.at_s + self._to_wall,
+            file=file,
+            line=record.line,
+            function=record.code.function,
+            kind=record.code.kind,
+            source=linecache.getline(file, record.line).strip()[:_SOURCE] if not file.startswith("<") else "",
+            back=record.back,
+            changed=self._has_changed(file),
+        )
+
+    def _has_changed(self, file: str) -> bool:
+        if file not in self._changed:
+            self._changed[file] = _modified(file) > self._began_s
+        return self._changed[file]
+
+
+def _text(line: Line) -> str:
+    return f"{line.file}:{line.line} {line.function} {line.source}"

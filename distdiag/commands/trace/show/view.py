@@ -1,0 +1,134 @@
+"""trace show for people: the ranks by place, the odd one first; its last lines; what matches a pattern."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distdiag.commands.trace.show.runs import find_runs
+from distdiag.commands.trace.show.standing import judge, split
+from distdiag.commands.trace.show.words import clock, shortened, spot, state_of, who
+from distdiag.deliver import Whole, Wrapped, plain_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rich.console import RenderableType
+
+    from distdiag.commands.trace.show.collect import Line, NodeLines, Process, Thread
+    from distdiag.commands.trace.show.model import Member, Request, Run, Stand
+    from distdiag.commands.trace.show.standing import Judged
+
+_FEW = 4
+
+
+def trace_show_view(request: Request, nodes: Sequence[NodeLines]) -> Iterator[RenderableType]:
+    """Every run that is shown: its places, the last lines, what matches."""
+    runs = find_runs(nodes)
+    shown = runs if request.all_runs else runs[-1:]
+    for run in shown:
+        yield from _run(request, judge(run))
+    if len(runs) > len(shown):
+        yield ""
+        yield f"{len(runs) - len(shown)} older runs lie there too (--all)"
+
+
+def _run(request: Request, judged: Judged) -> Iterator[RenderableType]:
+    run = judged.run
+    number = len(run.members)
+    size = f"{number} of {run.world_size} ranks" if run.world_size else f"{number} process{'' if number == 1 else 'es'}"
+    yield ""
+    yield Wrapped(f"{run.name}: {size}, begun at {clock(run.began_s)}", margin=0, hang=2, style="bold")
+    if request.count:
+        yield _counts(run)
+    elif request.grep:
+        yield from map(Whole, _matches(run))
+    else:
+        yield from _places(request, judged)
+
+
+def _places(request: Request, judged: Judged) -> Iterator[RenderableType]:
+    odd = {id(one) for one in judged.odd}
+    groups = sorted(split(judged.stands), key=lambda group: id(group[0]) not in odd)
+    for group in groups:
+        first = group[0]
+        mark = "  <- odd" if id(first) in odd else ""
+        yield Wrapped(f"{who(group)}: {state_of(first)}{mark}", margin=2, hang=2)
+        line = first.user
+        if line is None and first.library is None:
+            yield "    no line of it was kept"
+        if line is not None:
+            yield Whole(f"    {spot(line)}{_marks(line)}")
+            if line.source:
+                yield Whole(f"      {line.source}")
+        if first.library is not None:
+            yield Whole(f"    inside {spot(first.library)}")
+        if request.verbose or id(first) in odd or len(groups) <= _FEW:
+            yield from _last_lines(request, group[:1] if not request.verbose else group)
+
+
+def _marks(line: Line) -> str:
+    parts = ["a call from it had returned"] if line.back else []
+    if line.changed:
+        parts.append("the file was changed since")
+    return f" ({'; '.join(parts)})" if parts else ""
+
+
+def _last_lines(request: Request, group: Sequence[Stand]) -> Iterator[RenderableType]:
+    if request.last < 2:
+        return
+    for stand in group:
+        member = stand.member
+        for process in (member.process, *(member.helpers if request.verbose else ())):
+            for thread in process.threads:
+                if thread.main or request.verbose:
+                    yield from map(Whole, _thread(member, process, thread))
+
+
+def _thread(member: Member, process: Process, thread: Thread) -> Iterator[str]:
+    name = "" if thread.main and process is member.process else f" {_name(member, process, thread)}:"
+    yield f"      the last {len(thread.last)} lines{name}"
+    for line in thread.last:
+        text = "(a call from it returned)" if line.back else shortened(line.source)
+        yield f"        {clock(line.at_s)}  {spot(line):<36}  {text}".rstrip()
+
+
+def _name(member: Member, process: Process, thread: Thread) -> str:
+    helper = f" of pid {process.pid}, which it started" if process is not member.process else ""
+    return f"in thread {thread.name} ({thread.tid}){helper}"
+
+
+def _counts(run: Run) -> RenderableType:
+    from rich.table import Column
+
+    table = plain_table(
+        Column("rank"),
+        Column("pid"),
+        Column("host"),
+        Column("times", justify="right"),
+        Column("of lines kept", justify="right"),
+    )
+    for member in run.members:
+        threads = member.process.threads
+        table.add_row(
+            "-" if member.rank is None else str(member.rank),
+            str(member.process.pid),
+            member.host,
+            str(sum(thread.count for thread in threads)),
+            str(sum(thread.kept for thread in threads)),
+        )
+    return table
+
+
+def _matches(run: Run) -> Iterator[str]:
+    found = [
+        (line.at_s or float("inf"), member, process, line)
+        for member in run.members
+        for process in (member.process, *member.helpers)
+        for thread in process.threads
+        for line in thread.matches
+    ]
+    if not found:
+        yield "  no line that is kept matches"
+    for _, member, process, line in sorted(found, key=lambda one: one[0]):
+        rank = f"rank {member.rank}" if member.rank is not None else f"pid {process.pid}"
+        yield f"  {clock(line.at_s)}  {rank:<8}  {spot(line)}  {line.source}".rstrip()

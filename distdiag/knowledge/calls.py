@@ -1,0 +1,27 @@
+"""What a line of source code may wait for, as data (calls.toml)."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from functools import cache
+from importlib import resources
+
+_NOISE = re.compile(r"""#.*|"[^"]*"|'[^']*'""")
+
+
+@cache
+def call_in(source: str) -> tuple[str, str]:
+    """Give class and name of the call in a line that may wait: ("communication wait", "all_reduce"); else ("", "")."""
+    text = _NOISE.sub("", source)
+    for kind, pattern in _rules():
+        found = pattern.search(text)
+        if found is not None:
+            return kind, next((group for group in found.groups() if group), "")
+    return "", ""
+
+
+@cache
+def _rules() -> tuple[tuple[str, re.Pattern[str]], ...]:
+    text = resources.files(__package__).joinpath("calls.toml").read_text("utf-8")
+    return tuple((one["class"], re.compile(one["call"])) for one in tomllib.loads(text)["call"])

@@ -1,0 +1,58 @@
+"""For how long threads have not run, as the scheduler notes it: on the clock of the processor that each ran on last.
+
+Each processor has a clock of its own: it leaves out the time of interrupts, and what a hypervisor took. They may be
+many seconds apart.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+
+from distdiag.node import machine, patience
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+PATIENCE_S = 0.2
+"""How long one processor is waited for: one that is busy with a thread of real-time priority lets nobody else run."""
+
+
+def seconds(
+    pid: int, tids: Iterable[int], clocks: dict[int, float], *, patience_s: float = PATIENCE_S
+) -> dict[int, float]:
+    """Tell for how many seconds threads of a process have not run; without those of which the kernel does not say it.
+
+    `clocks`: by processor, what its clock is ahead of time.monotonic(), in seconds; what is missing is added. They
+    drift: keep them for one look.
+    """
+    ran = {tid: _ran_at(f"/proc/{pid}/task/{tid}") for tid in tids}
+    processors = {one[0] for one in ran.values() if one is not None} - clocks.keys()
+    told, _ = patience.each(processors, _ahead_s, patience_s=patience_s)
+    clocks.update((processor, ahead_s) for processor, ahead_s in told.items() if ahead_s is not None)
+    now = time.monotonic()
+    return {
+        tid: max(0.0, now + clocks[one[0]] - one[1]) for tid, one in ran.items() if one is not None and one[0] in clocks
+    }
+
+
+def _ahead_s(processor: int) -> float | None:
+    """Compare a processor's clock with time.monotonic(); None if we may not run there.
+
+    It is read by running there, in a thread that patience has for this.
+    """
+    try:
+        os.sched_setaffinity(0, {processor})
+    except OSError:
+        return None
+    ran = _ran_at("/proc/thread-self")
+    return ran[1] - time.monotonic() if ran is not None and ran[0] == processor else None
+
+
+def _ran_at(folder: str) -> tuple[int, float] | None:
+    """Read where and when a thread ran last: (processor, seconds of its clock)."""
+    started = re.search(r"^se\.exec_start\s*:\s*([\d.]+)", machine.read_text(f"{folder}/sched"), re.MULTILINE)
+    fields = machine.read_text(f"{folder}/stat").rpartition(")")[2].split()
+    return (int(fields[36]), float(started[1]) / 1e3) if started and len(fields) > 36 else None

@@ -1,0 +1,175 @@
+"""The file in which a process keeps the last lines of Python that its threads have executed, and how to read it.
+
+Its size is fixed when it is made. One page tells of the process, then come the threads, then a ring of lines for each:
+
+    0     magic, length of the JSON text, the JSON text that describes the process
+    4072  threads that found no room (u64), the process's own end (f64, seconds of the monotonic clock; 0: none)
+    4096  per thread 128 bytes: id (u64), state (u64), begin and end (f64), name (UTF-8)
+    then  per thread `lines` records of two f64: place, then time
+
+A place is `code * 2**20 + line`, negative where a function returned to that line. What a code number means stands in a
+second file beside it, one JSON line each, written before the number is first used. Doubles, because Python stores them
+fastest; place before time, so that a record cut in the middle carries an old time or none and sorts as the oldest.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+MAGIC = b"DDLINES1"
+SUFFIX = ".lines"
+NAMES_SUFFIX = ".names"
+PAGE = 4096
+TAIL = 4072
+TEXT_BYTES = TAIL - 12
+THREAD = struct.Struct("<QQdd96s")
+RECORD_BYTES = 16
+LINE_BITS = 20
+LIVE, ENDED = 1, 2
+
+
+@dataclass(frozen=True)
+class Code:
+    """A piece of Python code: `kind` is "user", or what else was asked for: "library", "stdlib"."""
+
+    file: str
+    function: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line, at a time of the machine's monotonic clock, None if the process ended while it was written.
+
+    `back`: the line was not begun then, a call made from it returned.
+    """
+
+    at_s: float | None
+    code: Code
+    line: int
+    back: bool
+
+
+@dataclass(frozen=True)
+class Thread:
+    """One thread; its records in order of time. `ended_s` is None while it lives, or if it died with its process."""
+
+    tid: int
+    name: str
+    began_s: float
+    ended_s: float | None
+    records: tuple[Record, ...]
+
+
+@dataclass(frozen=True)
+class RingFile:
+    """One process. `about` is what it told of itself; `ended_s` is None unless it came to its own end."""
+
+    about: dict[str, Any]
+    threads: tuple[Thread, ...]
+    untold_threads: int
+    ended_s: float | None
+
+
+class NotARing(Exception):
+    """The file is none of ours, or cut off."""
+
+
+def size_of(threads: int, lines: int) -> int:
+    """Give the bytes of a file for so many threads and lines each."""
+    return PAGE + threads * (THREAD.size + lines * RECORD_BYTES)
+
+
+def ring_offset(threads: int, lines: int, thread: int) -> int:
+    """Tell where the records of a thread begin."""
+    return PAGE + threads * THREAD.size + thread * lines * RECORD_BYTES
+
+
+def read(path: str) -> RingFile:
+    """Read a file, also while its process writes it, or after it has died.
+
+    Raises:
+        NotARing: it is something else.
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        data = file.read()
+    about = _about(data)
+    codes = _codes(path[: -len(SUFFIX)] + NAMES_SUFFIX if path.endswith(SUFFIX) else path + NAMES_SUFFIX)
+    threads, lines = about["threads"], about["lines"]
+    if len(data) < size_of(threads, lines):
+        raise NotARing(f"{path} is cut off")
+    untold, ended = struct.unpack_from("<Qd", data, TAIL)
+    found = (_thread(data, threads, lines, number, codes) for number in range(threads))
+    return RingFile(about, tuple(one for one in found if one is not None), untold, ended or None)
+
+
+def _about(data: bytes) -> dict[str, Any]:
+    if len(data) < PAGE or data[:8] != MAGIC:
+        raise NotARing("it does not begin as a ring of lines does")
+    (length,) = struct.unpack_from("<I", data, 8)
+    try:
+        about = json.loads(data[12 : 12 + min(length, TEXT_BYTES)])
+        if not 0 < int(about["threads"]) <= 4096 or not 0 < int(about["lines"]) <= 2**24:
+            raise ValueError
+    except (ValueError, KeyError, TypeError) as error:
+        raise NotARing("its description cannot be read") from error
+    return dict(about)
+
+
+def _codes(path: str) -> dict[int, Code]:
+    """Read what code numbers mean; a last line cut in the middle was never used."""
+    codes = {}
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    number, name, function, kind = json.loads(line)
+                    codes[int(number)] = Code(str(name), str(function), str(kind))
+                except (ValueError, TypeError):
+                    continue
+    except OSError:
+        pass
+    return codes
+
+
+def _thread(data: bytes, threads: int, lines: int, number: int, codes: dict[int, Code]) -> Thread | None:
+    tid, state, began, ended, name = THREAD.unpack_from(data, PAGE + number * THREAD.size)
+    if state not in (LIVE, ENDED):
+        return None
+    offset = ring_offset(threads, lines, number)
+    values = memoryview(data)[offset : offset + lines * RECORD_BYTES].cast("d")
+    return Thread(
+        tid=tid,
+        name=name.rstrip(b"\0").decode("utf-8", "replace"),
+        began_s=began,
+        ended_s=ended if state == ENDED else None,
+        records=tuple(_records(values, codes)),
+    )
+
+
+def _records(values: memoryview[float], codes: dict[int, Code]) -> list[Record]:
+    """Sort by time. In a ring that is full the oldest may be the torn one; it goes."""
+    written = [(values[k + 1], values[k]) for k in range(0, len(values), 2) if values[k] != 0]
+    is_full = len(written) * 2 == len(values)
+    begun = [place for at, place in written if at == 0]
+    timed = sorted((one for one in written if one[0] > 0), key=lambda one: one[0])
+    found = [_record(at, place, codes) for at, place in timed[1 if is_full else 0 :]]
+    return found + [_record(None, place, codes) for place in begun]
+
+
+def _record(at_s: float | None, place: float, codes: dict[int, Code]) -> Record:
+    code, line = divmod(int(abs(place)), 1 << LINE_BITS)
+    return Record(at_s, codes.get(code) or _unknown(code), line, place < 0)
+
+
+@lru_cache
+def _unknown(code: int) -> Code:
+    return Code(f"<code {code}, of which no name was kept>", "?", "user")

@@ -1,0 +1,129 @@
+"""Tracing by sys.monitoring, for Python 3.12 and later: all threads, whoever made them; other code costs nothing.
+
+Python asks once for each piece of code; only that which is traced tells of its lines from then on. Relies on the GIL.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+from distdiag.training.lines.watched import Lease
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import CodeType, FrameType
+    from typing import Any
+
+    from distdiag.training.lines.watched import Watched
+
+_TOOLS = (4, 3)
+"""Numbers that no debugger, coverage or profiler has by convention."""
+
+
+class NoTool(Exception):
+    """Others have taken both numbers."""
+
+
+class ByMonitoring:
+    """Traces all threads of this process."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+        self._rings: dict[int, Callable[[], Any]] = {}
+        self._local = threading.local()
+        self._tool = -1
+
+    def start(self, frame: FrameType | None) -> None:
+        """Begin; all functions that any thread is in already are traced too, so that `frame` is not needed.
+
+        Raises:
+            NoTool: there is no number for us.
+        """
+        monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
+        self._tool = self._take_tool(monitoring)
+        events = monitoring.events
+        monitoring.register_callback(self._tool, events.PY_START, self._on_start)
+        monitoring.register_callback(self._tool, events.PY_RESUME, self._on_start)
+        monitoring.register_callback(self._tool, events.LINE, self._line_callback())
+        monitoring.register_callback(self._tool, events.PY_RETURN, self._on_return)
+        monitoring.register_callback(self._tool, events.PY_YIELD, self._on_return)
+        monitoring.restart_events()
+        monitoring.set_events(self._tool, events.PY_START | events.PY_RESUME)
+        for running in sys._current_frames().values():
+            one: FrameType | None = running
+            while one is not None:
+                self._begin_code(one)
+                one = one.f_back
+
+    def stop(self) -> None:
+        """End in all threads."""
+        monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
+        monitoring.set_events(self._tool, 0)
+        for code in self._watched.codes():
+            monitoring.set_local_events(self._tool, code, 0)
+        monitoring.free_tool_id(self._tool)
+
+    def after_fork(self) -> None:
+        """In a child: the one thread that is left gets a ring of a file of its own at its next line."""
+        self._rings.clear()
+
+    def _take_tool(self, monitoring: Any) -> int:
+        for tool in _TOOLS:
+            if monitoring.get_tool(tool) is None:
+                monitoring.use_tool_id(tool, "distdiag trace")
+                return tool
+        raise NoTool
+
+    def _on_start(self, code: CodeType, offset: int) -> Any:
+        self._begin_code(sys._getframe(1))
+        return sys.monitoring.DISABLE  # type: ignore[attr-defined]
+
+    def _begin_code(self, frame: FrameType) -> None:
+        if id(frame.f_code) in self._watched.bases or self._watched.base_of(frame) is not None:
+            monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
+            events = monitoring.events
+            monitoring.set_local_events(self._tool, frame.f_code, events.LINE | events.PY_RETURN | events.PY_YIELD)
+
+    def _line_callback(self) -> Callable[[CodeType, int], None]:
+        bases, rings_of, ident, now = self._watched.bases, self._rings, threading.get_ident, time.monotonic
+        last_code: CodeType | None = None
+        base = 0.0
+
+        def on_line(code: CodeType, line: int) -> None:
+            nonlocal last_code, base
+            if code is last_code:
+                mine = base
+            else:
+                mine = base = bases[id(code)]
+                last_code = code
+            try:
+                cell = rings_of[ident()]()
+            except KeyError:
+                cell = self._first()
+            cell[0] = mine + line
+            cell[1] = now()
+
+        return on_line
+
+    def _on_return(self, code: CodeType, offset: int, value: object) -> None:
+        place = self._watched.place_of_caller(sys._getframe(1))
+        if place is not None:
+            cell = self._rings.get(threading.get_ident(), self._first)()
+            cell[0] = place
+            cell[1] = time.monotonic()
+
+    def _first(self) -> Any:
+        following, end = self._watched.lease()
+        number = threading.get_ident()
+        self._rings[number] = following
+
+        def forget() -> None:
+            if self._rings.get(number) is following:  # not after a fork, nor if a new thread has this number already
+                del self._rings[number]
+            end()
+
+        self._local.lease = Lease(forget)
+        return following()

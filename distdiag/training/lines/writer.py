@@ -1,0 +1,182 @@
+"""Makes the file of `distdiag.node.rings` and hands out its parts to threads."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import mmap
+import os
+import struct
+import sys
+import threading
+import time
+
+from distdiag.node import identity, machine, procs, rings
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from distdiag.training.lines.settings import Settings
+
+_NAMES_BYTES = 8 * 2**20
+"""At most so much is written for names; code beyond is not traced."""
+_WORDS = 300
+
+
+class Writer:
+    """The file of one process. All of its bytes are there from the beginning: a full disk shows here, never later."""
+
+    def __init__(self, settings: Settings, notes: dict[str, Any], names: list[bytes]) -> None:
+        """Make the files, with the names of code that are known already.
+
+        Raises:
+            OSError: they cannot be made, or the disk is full.
+        """
+        self.pid = os.getpid()
+        self.rank_known = True
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._names_left = _NAMES_BYTES
+        self._notes = notes
+        os.makedirs(settings.folder, mode=0o700, exist_ok=True)
+        proc = procs.read(self.pid)
+        started = proc.started if proc is not None else int(time.time())
+        # A name of its own each time: to cut off a file that somebody still writes to would end the process by SIGBUS.
+        stem = os.path.join(settings.folder, f"{machine.host_name()}-{self.pid}-{time.time_ns()}")
+        self.path = stem + rings.SUFFIX
+        size = rings.size_of(settings.threads, settings.lines)
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            _take_space(fd, size)
+            self._map = mmap.mmap(fd, size)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+            self._names = os.open(stem + rings.NAMES_SUFFIX, flags, 0o600)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+            raise
+        finally:
+            os.close(fd)
+        self.tell_name(b"".join(names))
+        self._doubles = memoryview(self._map).cast("d")
+        self._about = _about(settings, started)
+        self.describe()
+
+    def describe(self) -> None:
+        """Write what this process is; once more when its rank has become known."""
+        self._about.update(_place(), notes=self._notes)
+        text = json.dumps(self._about).encode()[: rings.TEXT_BYTES]
+        self._map[12 : 12 + len(text)] = text
+        self._map[0:12] = rings.MAGIC + struct.pack("<I", len(text))
+        self.rank_known = self._about["rank"] is not None
+
+    def tell_name(self, lines: bytes) -> bool:
+        """Write what a piece of code is called, before a place in it is; False if there is no room."""
+        if len(lines) > self._names_left:
+            return False
+        try:
+            os.write(self._names, lines)
+        except OSError:
+            return False
+        self._names_left -= len(lines)
+        if not self.rank_known and "RANK" in os.environ:
+            self.describe()
+        return True
+
+    def lease(self) -> tuple[Callable[[], Any], Callable[[], None]] | None:
+        """Give the calling thread a ring: (next record of two doubles, what to call at the thread's end).
+
+        None if as many threads as there is room for live already; the file says how many had none.
+        """
+        with self._lock:
+            number = self._free_slot()
+            if number is None:
+                count = int.from_bytes(self._map[rings.TAIL : rings.TAIL + 8], sys.byteorder)
+                self._map[rings.TAIL : rings.TAIL + 8] = struct.pack("<Q", count + 1)
+                return None
+            settings = self._settings
+            first = rings.ring_offset(settings.threads, settings.lines, number)
+            self._map[first : first + settings.lines * rings.RECORD_BYTES] = bytes(settings.lines * rings.RECORD_BYTES)
+            self._tell_thread(number, rings.LIVE, time.monotonic(), 0.0)
+        begin = first // 8
+        cells = [self._doubles[k : k + 2] for k in range(begin, begin + 2 * settings.lines, 2)]
+        return itertools.cycle(cells).__next__, lambda: self._end_thread(number)
+
+    def close(self) -> None:
+        """Note that the process came to its own end."""
+        if os.getpid() == self.pid:
+            struct.pack_into("<d", self._map, rings.TAIL + 8, time.monotonic())
+
+    def _free_slot(self) -> int | None:
+        """Find a part that was never used, else that of the thread which ended first."""
+        ended = []
+        for number in range(self._settings.threads):
+            _, state, _, end, _ = rings.THREAD.unpack_from(self._map, rings.PAGE + number * rings.THREAD.size)
+            if state == 0:
+                return number
+            if state == rings.ENDED:
+                ended.append((end, number))
+        return min(ended)[1] if ended else None
+
+    def _tell_thread(self, number: int, state: int, began: float, ended: float) -> None:
+        name = _thread_name().encode()[:96]
+        offset = rings.PAGE + number * rings.THREAD.size
+        rings.THREAD.pack_into(self._map, offset, threading.get_native_id(), state, began, ended, name)
+
+    def _end_thread(self, number: int) -> None:
+        if os.getpid() == self.pid:
+            offset = rings.PAGE + number * rings.THREAD.size
+            tid, _, began, _, name = rings.THREAD.unpack_from(self._map, offset)
+            rings.THREAD.pack_into(self._map, offset, tid, rings.ENDED, began, time.monotonic(), name)
+
+
+def _take_space(fd: int, size: int) -> None:
+    """Have the disk give the space now: a hole in the file would end the job by SIGBUS on the day the disk is full."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, size)
+    else:
+        os.pwrite(fd, bytes(size), 0)
+
+
+def _about(settings: Settings, started: int) -> dict[str, Any]:
+    return {
+        "host": machine.host_name(),
+        "pid": os.getpid(),
+        "parent": os.getppid(),
+        "started": started,
+        "boot": machine.read_text("/proc/sys/kernel/random/boot_id").strip(),
+        "wall_s": time.time(),
+        "monotonic_s": time.monotonic(),
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "command": machine.command_line(os.getpid())[:_WORDS],
+        "threads": settings.threads,
+        "lines": settings.lines,
+        "include": list(settings.include)[:20],
+    }
+
+
+def _place() -> dict[str, Any]:
+    """Tell the rank that this process is, as far as its environment says by now."""
+    place = identity.identify(os.environ)
+    names = {name: os.environ[name][:80] for name in _JOB if name in os.environ}
+    if place is None:
+        return {"rank": None, "local_rank": None, "world_size": None, "launcher": "", "job": names}
+    return {
+        "rank": place.rank,
+        "local_rank": place.local_rank,
+        "world_size": place.world_size,
+        "launcher": place.launcher,
+        "job": names,
+    }
+
+
+_JOB = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")
+
+
+def _thread_name() -> str:
+    # threading.current_thread() would make an entry for a thread that threading does not know.
+    known = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
+    return known.name if known is not None else "a thread that threading did not start"

@@ -1,0 +1,119 @@
+"""Executes lines of every kind that a tracer meets; the first argument says which. No torch: for any Python."""
+
+import _thread
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+
+def count(number: int) -> int:
+    total = 0
+    for _ in range(number):
+        total += 1
+    return total
+
+
+def ends_by_signal() -> None:
+    count(50)
+    os.kill(os.getpid(), getattr(signal, sys.argv[2]))  # LAST
+    signal.pause()
+
+
+def ends_at_once() -> None:
+    count(50)
+    os._exit(7)  # LAST
+
+
+def crashes() -> None:
+    import ctypes
+
+    count(50)
+    ctypes.string_at(1)  # LAST
+
+
+def raises() -> None:
+    raise SystemExit(5)
+
+
+def prints() -> None:
+    print("argv", sys.argv[1:], __name__, os.path.basename(__file__), len(sys.path))
+    print("modules", __import__("__main__").count is count, __spec__ is None)
+    sys.stdout.buffer.write(b"\x00\xff raw\n")
+    sys.exit(3)
+
+
+def threads() -> None:
+    done = threading.Event()
+
+    def raw() -> None:
+        count(3)
+        done.set()
+
+    _thread.start_new_thread(raw, ())
+    done.wait()
+    for number in range(6):
+        thread = threading.Thread(target=count, args=(number,), name=f"counts {number}")
+        thread.start()
+        thread.join()
+
+
+def forks() -> None:
+    pid = os.fork()
+    if pid == 0:
+        count(2)
+        os.kill(os.getpid(), signal.SIGKILL)  # CHILD
+    os.waitpid(pid, 0)  # PARENT
+
+
+def runs_another() -> None:
+    subprocess.run([sys.executable, "-c", "x = 1\ny = 2\n"], check=True)
+
+
+def without_a_file() -> None:
+    exec(compile("a = 1\nb = 2\n", "<made up>", "exec"), {})
+
+
+def generates() -> None:
+    def numbers() -> Iterator[int]:
+        yield 1
+        yield 2
+
+    for number in numbers():
+        count(number)
+    return  # GENERATED
+
+
+async def _wait() -> None:
+    await asyncio.sleep(0)
+    count(1)
+    return  # AWAITED
+
+
+def waits() -> None:
+    asyncio.run(_wait())
+
+
+def turns() -> None:
+    count(5000)
+
+
+def eats() -> None:
+    kept = []
+    while True:
+        kept.append(bytearray(10**6))  # EATS
+
+
+def _argument() -> float:
+    return 0.0
+
+
+def hangs_after_a_call() -> None:
+    os.kill(os.getpid() + 0 * int(_argument()), signal.SIGKILL)  # CALLER
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()

@@ -1,0 +1,57 @@
+"""For how long a thread has not run: the same on whatever processor it ran last, and whoever asks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from distdiag.node import asleep, procs
+
+_SLEEPER = "import os, sys, time; os.sched_setaffinity(0, {int(sys.argv[1])}); print(flush=True); time.sleep(600)"
+
+
+def test_a_thread_that_ran_on_any_processor_has_slept_as_long_as_it_has() -> None:
+    """Asked from each processor in turn: their clocks may be many seconds apart."""
+    ours = sorted(os.sched_getaffinity(0))
+    sleepers = []
+    for processor in ours[:4]:
+        process = subprocess.Popen([sys.executable, "-c", _SLEEPER, str(processor)], stdout=subprocess.PIPE)
+        sleepers.append(process)
+    try:
+        began = []
+        for process in sleepers:
+            assert process.stdout is not None
+            process.stdout.readline()
+            began.append(time.monotonic())
+        time.sleep(1)
+        for processor in ours[:4]:
+            os.sched_setaffinity(0, {processor})
+            for process, start in zip(sleepers, began, strict=True):
+                expected = pytest.approx(time.monotonic() - start, abs=0.4)
+                assert procs.standstill(process.pid, process.pid).since_s == expected
+                assert asleep.seconds(process.pid, [process.pid], {}) == {process.pid: expected}
+    finally:
+        os.sched_setaffinity(0, ours)
+        for process in sleepers:
+            process.kill()
+            process.wait(10)
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def test_the_clocks_are_read_once_for_a_look() -> None:
+    clocks: dict[int, float] = {}
+    asleep.seconds(os.getpid(), [threading.get_native_id()], clocks)
+    known = dict(clocks)
+    assert set(known) <= os.sched_getaffinity(0)
+    asleep.seconds(os.getpid(), [threading.get_native_id()], clocks)
+    assert {processor: clocks[processor] for processor in known} == known
+
+
+def test_a_thread_that_is_gone_is_left_out() -> None:
+    assert asleep.seconds(2**22 + 1, [2**22 + 1], {}) == {}

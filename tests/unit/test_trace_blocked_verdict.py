@@ -1,0 +1,292 @@
+"""trace blocked: who is blamed, from constructed facts; and what must not be concluded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from pyspy_facts import node, process
+from trace_facts import (
+    NET,
+    REQUEST,
+    all_threads,
+    at_futex,
+    at_lock,
+    connection,
+    judge,
+    judge_nodes,
+    owned,
+    reads_pipe,
+    receives,
+    sleeps,
+    thread,
+)
+
+from distdiag.commands.trace.blocked.collect import Blocked, Told
+from distdiag.commands.trace.ranks import Wanted, choose, nobody, parse_ranks
+from distdiag.errors import UsageError
+from distdiag.node.blocked import Target, Thread
+from distdiag.node.descriptors import Descriptor
+from distdiag.node.ends import Network, Owned, Person
+
+FIFO = Target(5, "r", Descriptor(5, "fifo", "/data/fifo", "r", 0))
+
+
+@pytest.mark.parametrize(
+    ("rank_1", "cause", "words"),
+    [
+        (sleeps(101, 214.0), "sleep", "sleeps (clock_nanosleep, 214 s)"),
+        (sleeps(101, state="T"), "stopped", "is stopped (T, clock_nanosleep, 60 s)"),
+        (
+            thread(101, "openat", state="D", path="/nfs/x"),
+            "storage",
+            "waits for the file system of /nfs/x (D, openat, ",
+        ),
+        (
+            thread(101, state="D", wait_channel="folio_wait_bit"),
+            "storage",
+            "waits for a file system, in folio_wait_bit",
+        ),
+        (thread(101, "ioctl", state="D", path="/dev/nvidia0"), "kernel", "waits for the driver of /dev/nvidia0"),
+        (thread(101, "read", targets=(FIFO,)), "file", "reads /data/fifo, which nobody else has open for writing"),
+        (thread(101, "wait4"), "child", "waits for a child"),
+    ],
+)
+def test_the_rank_that_holds_up_another_is_named_first(rank_1: Thread, cause: str, words: str) -> None:
+    report = judge({100: receives(100, 101), 101: rank_1}, sockets=owned((100, 101)))
+    (found,) = report.findings
+    assert (found.id, report.exit_code()) == ("trace.waits-for", 1)
+    assert found.title.startswith(f"rank 1 (n1, pid 101) {words}")
+    assert found.title.endswith("; rank 0 waits for its data: recvfrom on 10.0.0.1:101")
+    assert (found.where.ranks, found.where.pids) == ((0, 1), (101, 100))
+    (chain,) = report.data.chains
+    assert (chain.rank, chain.cause, [(one.rank, one.for_rank) for one in chain.waiting]) == (1, cause, [(0, 1)])
+    assert report.data.threads[0].last.peer_rank == 1
+
+
+def test_who_has_stopped_is_told_how_to_let_it_go_on() -> None:
+    report = judge({100: receives(100, 101), 101: sleeps(101, state="T")}, sockets=owned((100, 101)))
+    assert report.findings[0].fix is not None
+    assert report.findings[0].fix.commands == ("kill -CONT 101",)
+
+
+def test_what_has_not_stood_for_long_is_a_warning() -> None:
+    report = judge({100: receives(100, 101, since_s=2.0), 101: sleeps(101, 60.0)}, sockets=owned((100, 101)))
+    assert [(one.id, one.level) for one in report.findings] == [("trace.waits-for", "warn")]
+    report = judge({100: receives(100, 101), 101: sleeps(101, 2.0)}, sockets=owned((100, 101)))
+    assert (report.verdict, report.exit_code(), report.exit_code(strict=True)) == ("warn", 0, 1)
+
+
+def test_a_chain_is_followed_to_its_end() -> None:
+    ranks = {100: receives(100, 101), 101: receives(101, 102), 102: sleeps(102)}
+    sockets = (*owned((100, 101)), *(one for one in owned((101, 102)) if one.pid == 102))
+    # Rank 1 has two connections here; that to rank 2 is the one that it reads.
+    sockets = (*(one for one in sockets if one.pid != 101), Owned(101, 1010, "tcp", "", "10.0.0.1:101", "10.0.0.1:102"))
+    sockets = (*sockets, Owned(101, 1011, "tcp", "ESTABLISHED", "10.0.0.1:101", "10.0.0.1:100"))
+    report = judge(ranks, sockets=sockets)
+    (found,) = report.findings
+    assert found.title.startswith("rank 2 (n1, pid 102) sleeps")
+    assert "; rank 1 waits for its data: recvfrom on 10.0.0.1:102" in found.title
+    assert found.title.endswith("; rank 0 waits for rank 1: recvfrom on 10.0.0.1:101")
+
+
+def test_who_wait_for_each_other() -> None:
+    report = judge({100: receives(100, 101), 101: receives(101, 100)}, sockets=owned((100, 101)))
+    (found,) = report.findings
+    assert found.title.startswith("ranks 0-1 wait for each other: ")
+    assert report.data.chains[0].cause == "cycle"
+
+
+def test_a_rank_that_computes_is_not_blamed() -> None:
+    for rank_1, moved in ((thread(101, state="R"), ()), (sleeps(101), (101,))):
+        report = judge({100: receives(100, 101), 101: rank_1}, sockets=owned((100, 101)), moved=moved)
+        assert [one.id for one in report.findings] == ["trace.not-hung"]
+        assert (report.verdict, report.exit_code()) == ("ok", 0)
+
+
+def test_who_waits_for_any_of_several_waits_for_nobody_in_particular() -> None:
+    targets = (connection(100, "10.0.0.1:101"), replace(connection(100, "10.0.0.1:102"), fd=8))
+    second = Owned(100, 1001, "tcp", "ESTABLISHED", "10.0.0.1:100", "10.0.0.1:102")
+    assert targets[1].descriptor is not None
+    assert targets[1].descriptor.socket is not None
+    other = replace(targets[1].descriptor, socket=replace(targets[1].descriptor.socket, inode=1001))
+    polls = thread(100, "poll", targets=(targets[0], replace(targets[1], descriptor=other)))
+    sockets = (*owned((100, 101)), second, Owned(102, 1020, "tcp", "ESTABLISHED", "10.0.0.1:102", "10.0.0.1:100"))
+    report = judge({100: polls, 101: sleeps(101), 102: sleeps(102)}, sockets=sockets)
+    assert [one.id for one in report.findings] == ["trace.undecided"]
+    assert report.data.threads[0].on == "10.0.0.1:101 and 1 more (any of 2) = ranks 1-2"
+    assert report.data.threads[0].last.peer_rank is None
+
+
+def test_where_all_wait_in_threads_of_their_own_it_cannot_tell() -> None:
+    report = judge({100 + rank: at_futex(100 + rank) for rank in range(4)})
+    (found,) = report.findings
+    assert (found.id, report.verdict, report.exit_code()) == ("trace.undecided", "unknown", 3)
+    assert found.title.startswith("/proc cannot tell: all 4 wait")
+    assert found.fix is not None
+    assert found.fix.commands == ("distdiag pyspy-all",)
+
+
+def test_who_stands_elsewhere_than_those_is_named_and_not_blamed() -> None:
+    report = judge({100: at_futex(100), 101: at_futex(101), 102: sleeps(102)})
+    (found,) = report.findings
+    assert (found.id, found.level) == ("trace.undecided", "unknown")
+    assert found.title.startswith(
+        "rank 2 (n1, pid 102) sleeps (clock_nanosleep, 60 s); ranks 0-1 wait for other threads"
+    )
+
+
+def test_the_thread_that_receives_tells_for_whom_the_main_thread_waits() -> None:
+    rank_0 = (at_futex(100), receives(100, 101, tid=7))
+    report = judge({100: rank_0, 101: sleeps(101)}, sockets=owned((100, 101)))
+    assert report.findings[0].id == "trace.waits-for"
+    assert report.findings[0].title.endswith("recvfrom on 10.0.0.1:101 in its thread 7")
+    # One that watches connections does so all the time.
+    rank_0 = (at_futex(100), receives(100, 101, tid=7, call="epoll_wait"))
+    assert [one.id for one in judge({100: rank_0, 101: sleeps(101)}, sockets=owned((100, 101))).findings] == [
+        "trace.undecided"
+    ]
+
+
+def test_the_store_is_not_rank_0() -> None:
+    """Who waits for a key waits for whoever sets it."""
+    asks = thread(101, "poll", targets=(connection(101, "10.0.0.1:29500"),))
+    sockets = (
+        Owned(101, 1010, "tcp", "ESTABLISHED", "10.0.0.1:101", "10.0.0.1:29500"),
+        Owned(100, 1000, "tcp", "ESTABLISHED", "10.0.0.1:29500", "10.0.0.1:101"),
+    )
+    report = judge({100: sleeps(100), 101: asks}, sockets=sockets)
+    assert report.data.threads[1].kind == "store"
+    assert report.data.threads[1].on == "10.0.0.1:29500 = the job's store, at rank 0"
+    assert [one.id for one in report.findings] == ["trace.undecided"]
+
+
+def test_the_holder_of_a_lock_is_named() -> None:
+    holder = Person(900, "python", "python /home/me/keeps.py", "S")
+    report = judge({100: at_lock(100, 900)}, people=(holder,))
+    (found,) = report.findings
+    assert (found.id, found.level) == ("trace.lock-held", "fail")
+    assert found.title == "pid 900 (keeps.py) holds the lock on /data/lock; rank 0 waits for it (flock, 60 s)"
+    report = judge({100: at_lock(100, 101), 101: sleeps(101)})
+    assert report.findings[0].title.startswith("rank 1 (n1, pid 101) holds the lock on /data/lock, and sleeps (")
+
+
+def test_the_worker_that_a_rank_waits_for_is_shown_and_named() -> None:
+    workers = [
+        process(pid, 0, 1, parent=100, above=(100, 1000, 1), kind="data-worker", comm="pt_data_worker")
+        for pid in (200, 201)
+    ]
+    threads = {
+        100: reads_pipe(100, 200, 201),
+        200: sleeps(200, state="T"),
+        201: reads_pipe(201, 100, target="pipe:[6]"),
+    }
+    report = judge(threads, others=workers)
+    (found,) = report.findings
+    assert found.title.startswith("DataLoader worker 200 of rank 0 is stopped (T, ")
+    assert report.data.threads[0].on == "a pipe = DataLoader worker 200 or 201 of rank 0"
+    assert found.title.endswith("rank 0 waits for its data: read on a pipe")
+    assert [(row.role, row.pid) for row in report.data.threads] == [("rank", 100), ("helper", 200), ("helper", 201)]
+    # Two that both wait for work hold nobody up.
+    threads[200] = reads_pipe(200, 100, target="pipe:[7]")
+    assert [one.id for one in judge(threads, others=workers).findings] == ["trace.undecided"]
+
+
+def test_a_poll_that_ends_by_itself_does_not_make_it_a_rank_that_goes_on() -> None:
+    """A rank looks every 5 s whether its workers live."""
+    worker = process(200, 0, 1, parent=100, above=(100, 1000, 1), kind="data-worker", comm="pt_data_worker")
+    polls = replace(reads_pipe(100, 200, call="poll"), since_s=0.1, arguments=(1, 1, 5000, 0, 0, 0))
+    for moved in ((), (100,)):
+        report = judge({100: polls, 200: sleeps(200)}, others=[worker], moved=moved)
+        assert [(one.id, one.level) for one in report.findings] == [("trace.waits-for", "fail")]
+        report = judge({100: polls, 200: sleeps(200, 1.0)}, others=[worker], moved=moved)
+        assert [(one.id, one.level) for one in report.findings] == [("trace.waits-for", "warn")]
+    for_ever = replace(polls, arguments=(1, 1, 0xFFFFFFFF, 0, 0, 0))
+    report = judge({100: for_ever, 200: sleeps(200)}, others=[worker], moved=(100,))
+    assert [one.id for one in report.findings] == ["trace.not-hung"]
+
+
+def test_stopped_and_stuck_ranks_are_faults_though_nobody_is_seen_to_wait() -> None:
+    report = judge({100: at_futex(100), 101: sleeps(101, 1.0, state="T")})
+    (found,) = report.findings
+    assert (found.id, found.level) == ("trace.stopped", "fail")
+    assert found.title.endswith("; rank 0 waits for another thread of its own (futex, 60 s)")
+    report = judge({100: at_futex(100), 101: thread(101, "read", state="D", path="/nfs/a b/x")})
+    (found,) = report.findings
+    assert found.id == "trace.storage"
+    assert found.fix is not None
+    assert found.fix.commands[0] == "timeout 5 stat -f '/nfs/a b'"
+
+
+def test_a_rank_that_has_ended() -> None:
+    dead = replace(process(101, 1, 2), state="Z", python=False, torch=False, place=None, comm="python")
+    report = judge({100: at_futex(100)}, size=2, others=[dead])
+    assert [one.id for one in report.findings] == ["trace.gone"]
+    assert report.findings[0].title.startswith("rank 1 (n1) has ended; rank 0 waits for")
+
+
+def test_the_other_end_was_not_seen() -> None:
+    report = judge({100: receives(100, 999), 101: sleeps(101)})
+    assert report.data.threads[0].on == "10.0.0.1:999, whose other end was not seen"
+    assert report.exit_code() == 3
+
+
+def test_ranks_of_two_hosts() -> None:
+    def host(name: str, rank: int, one: Thread, socket: Owned) -> tuple[object, list[Told]]:
+        told = Told((Blocked(one.tid, "S", None, (one,), ()),), (Network(NET, (name,), (socket,)),))
+        own = replace(process(one.tid, rank, 2, local=False), network=NET)
+        return node([own], {}, host=name), [told]
+
+    first, told_0 = host("n1", 0, receives(100, 101), Owned(100, 1000, "tcp", "", "10.0.0.1:100", "10.0.0.1:101"))
+    second, told_1 = host("n2", 1, sleeps(101), Owned(101, 1010, "tcp", "", "10.0.0.1:101", "10.0.0.1:100"))
+    report = judge_nodes([first, second], {"n1": told_0, "n2": told_1})  # type: ignore[list-item]
+    assert report.findings[0].title.startswith("rank 1 (n2, pid 101) sleeps")
+    assert report.data.threads[0].on == "10.0.0.1:101 = rank 1 on n2"
+    # What one does who was not asked for still counts.
+    only = replace(REQUEST, wanted=Wanted(ranks=(0,)))
+    report = judge_nodes([first, second], {"n1": told_0, "n2": told_1}, only)  # type: ignore[list-item]
+    assert report.findings[0].title.startswith("rank 1 (n2, pid 101) sleeps")
+    assert [row.rank for row in report.data.threads] == [0]
+
+
+def test_the_others_of_the_job_count_though_only_one_rank_was_asked_for() -> None:
+    only = replace(REQUEST, wanted=Wanted(ranks=(0,)))
+    report = judge({100: at_futex(100), 101: sleeps(101)}, request=only)
+    assert [row.rank for row in report.data.threads] == [0]
+    assert report.summary.startswith("rank 1 (n1, pid 101) sleeps (")
+
+
+def test_what_may_not_be_read_is_told_with_the_fix() -> None:
+    report = judge({100: thread(100, hidden=True), 101: at_futex(101)})
+    found = {one.id: one for one in report.findings}
+    assert found["trace.unreadable"].title == "rank 0 on n1 may not be read"
+    assert found["trace.unreadable"].fix is not None
+    assert found["trace.unreadable"].fix.commands == ('sudo env "PATH=$PATH" distdiag trace blocked',)
+    assert report.exit_code() == 3
+
+
+def test_all_threads_or_the_main_ones() -> None:
+    threads = {100: (at_futex(100), *(at_futex(100, tid=tid) for tid in range(1, 5)))}
+    assert len(judge(threads).data.threads) == 1
+    assert [row.tid for row in judge(threads, request=all_threads()).data.threads] == [100, 1, 2, 3, 4]
+
+
+def test_ranks_as_they_are_written() -> None:
+    assert parse_ranks(["0-3,7", "5"]) == (0, 1, 2, 3, 5, 7)
+    for wrong in ("", "a", "3-1", "-1", "1,,2", "0-99999999"):
+        with pytest.raises(UsageError, match="is not a rank"):
+            parse_ranks([wrong])
+
+
+def test_who_is_not_there() -> None:
+    nodes = [node([process(100, 0, 2)], {})]
+    for wanted, words in (
+        (Wanted(ranks=(7,)), ("rank 7 was not found on n1", "found: rank 0 of job")),
+        (Wanted(job="nope"), ("no rank of job nope was found on n1", "there are 10.0.0.1:29500")),
+        (Wanted(pids=(7,)), ("there is no process 7 on n1", "--hosts")),
+    ):
+        there = [replace(one, processes=replace(one.processes, asked_missing=wanted.pids)) for one in nodes]
+        assert choose(there, wanted) == []
+        error = nobody(there, wanted, "distdiag trace blocked")
+        assert words[0] in str(error)
+        assert words[1] in error.hint
