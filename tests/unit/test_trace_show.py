@@ -13,7 +13,7 @@ from distdiag.commands.trace.show.model import Request
 from distdiag.commands.trace.show.runs import find_runs
 
 if TYPE_CHECKING:
-    from distdiag.commands.trace.show.model import TraceShow
+    from distdiag.commands.trace.show.result import TraceShow
     from distdiag.report import Report
 
 REDUCE = ("dist.all_reduce(tensor)", 21)

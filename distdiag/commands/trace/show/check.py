@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from distdiag.cluster.fleet import Fleet
     from distdiag.cluster.targets import Targets
-    from distdiag.commands.trace.show.model import Request, TraceShow
+    from distdiag.commands.trace.show.model import Request
+    from distdiag.commands.trace.show.result import TraceShow
     from distdiag.deliver import Progress
     from distdiag.report import Report
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from distdiag.commands.trace.show.collect import NodeLines
-    from distdiag.commands.trace.show.model import TraceShow
+    from distdiag.commands.trace.show.result import TraceShow
     from distdiag.report import Report
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.reached import host_findings
-from distdiag.commands.trace.show.model import COMMAND, Group, LastLine, Ring, TraceShow
+from distdiag.commands.trace.show.model import COMMAND
+from distdiag.commands.trace.show.result import Group, LastLine, Ring, TraceShow
 from distdiag.commands.trace.show.runs import find_runs
 from distdiag.commands.trace.show.standing import Outcome, judge, split
 from distdiag.commands.trace.show.words import does, spot, waits, who
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 
     from distdiag.cluster.rows import Refusal, Row
     from distdiag.commands.trace.show.collect import Line, NodeLines, Process, Thread
-    from distdiag.commands.trace.show.model import Member, Request, Run, Stand
+    from distdiag.commands.trace.show.model import Request
+    from distdiag.commands.trace.show.result import Member, Run, Stand
     from distdiag.commands.trace.show.standing import Judged
 
     Reached = tuple[Sequence[Row], Mapping[str, Refusal], Mapping[str, str]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distdiag.commands.trace.show.model import Member, Run
+from distdiag.commands.trace.show.result import Member, Run
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

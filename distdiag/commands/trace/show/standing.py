@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from distdiag.commands.trace.show.model import Stand
+from distdiag.commands.trace.show.result import Stand
 from distdiag.knowledge.calls import call_in
 from distdiag.knowledge.frames import kind_of
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
     from distdiag.commands.trace.show.collect import Line
-    from distdiag.commands.trace.show.model import Member, Run
+    from distdiag.commands.trace.show.result import Member, Run
 
 COMM = "communication wait"
 FRESH_S = 2.0

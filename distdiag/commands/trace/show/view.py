@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from distdiag.commands.trace.show.collect import Line, NodeLines, Process, Thread
-    from distdiag.commands.trace.show.model import Member, Request, Run, Stand
+    from distdiag.commands.trace.show.model import Request
+    from distdiag.commands.trace.show.result import Member, Run, Stand
     from distdiag.commands.trace.show.standing import Judged
 
 _FEW = 4

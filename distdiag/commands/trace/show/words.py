@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.commands.trace.show.collect import Line, Process
-    from distdiag.commands.trace.show.model import Stand
+    from distdiag.commands.trace.show.result import Stand
 
 _SHORT = 60
 
