@@ -5,11 +5,13 @@ Its size is fixed when it is made. One page tells of the process, then come the 
     0     magic, length of the JSON text, the JSON text that describes the process
     4072  threads that found no room (u64), the process's own end (f64, seconds of the monotonic clock; 0: none)
     4096  per thread 128 bytes: id (u64), state (u64), begin and end (f64), name (UTF-8)
-    then  per thread `lines` records of two f64: place, then time
+    then  per thread `lines` blocks of nine f64: a time, then up to eight places
 
 A place is `code * 2**20 + line`, negative where a function returned to that line. What a code number means stands in a
 second file beside it, one JSON line each, written before the number is first used. Doubles, because Python stores them
-fastest; place before time, so that a record cut in the middle carries an old time or none and sorts as the oldest.
+fastest; eight places to a time, because reading the clock costs as much as all else. Whoever begins a block clears it
+and writes the time, then a line at a time its places: so nothing that is read was ever cut in the middle. A line that
+took long has a block of its own, and with it so have the lines around.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ PAGE = 4096
 TAIL = 4072
 TEXT_BYTES = TAIL - 12
 THREAD = struct.Struct("<QQdd96s")
-RECORD_BYTES = 16
+PLACES = 8
+BLOCK_BYTES = 8 * (1 + PLACES)
 LINE_BITS = 20
 LIVE, ENDED = 1, 2
 
@@ -46,12 +49,12 @@ class Code:
 
 @dataclass(frozen=True)
 class Record:
-    """One line, at a time of the machine's monotonic clock, None if the process ended while it was written.
+    """One line; `at_s` of the machine's monotonic clock is when it began, or one of the few quick lines before it.
 
     `back`: the line was not begun then, a call made from it returned.
     """
 
-    at_s: float | None
+    at_s: float
     code: Code
     line: int
     back: bool
@@ -84,12 +87,12 @@ class NotARing(Exception):
 
 def size_of(threads: int, lines: int) -> int:
     """Give the bytes of a file for so many threads and lines each."""
-    return PAGE + threads * (THREAD.size + lines * RECORD_BYTES)
+    return PAGE + threads * (THREAD.size + lines * BLOCK_BYTES)
 
 
 def ring_offset(threads: int, lines: int, thread: int) -> int:
-    """Tell where the records of a thread begin."""
-    return PAGE + threads * THREAD.size + thread * lines * RECORD_BYTES
+    """Tell where the blocks of a thread begin."""
+    return PAGE + threads * THREAD.size + thread * lines * BLOCK_BYTES
 
 
 def read(path: str) -> RingFile:
@@ -145,27 +148,26 @@ def _thread(data: bytes, threads: int, lines: int, number: int, codes: dict[int,
     if state not in (LIVE, ENDED):
         return None
     offset = ring_offset(threads, lines, number)
-    values = memoryview(data)[offset : offset + lines * RECORD_BYTES].cast("d")
+    values = memoryview(data)[offset : offset + lines * BLOCK_BYTES].cast("d")
     return Thread(
         tid=tid,
         name=name.rstrip(b"\0").decode("utf-8", "replace"),
         began_s=began,
         ended_s=ended if state == ENDED else None,
-        records=tuple(_records(values, codes)),
+        records=tuple(_records(values, codes)[-lines:]),
     )
 
 
 def _records(values: memoryview[float], codes: dict[int, Code]) -> list[Record]:
-    """Sort by time. In a ring that is full the oldest may be the torn one; it goes."""
-    written = [(values[k + 1], values[k]) for k in range(0, len(values), 2) if values[k] != 0]
-    is_full = len(written) * 2 == len(values)
-    begun = [place for at, place in written if at == 0]
-    timed = sorted((one for one in written if one[0] > 0), key=lambda one: one[0])
-    found = [_record(at, place, codes) for at, place in timed[1 if is_full else 0 :]]
-    return found + [_record(None, place, codes) for place in begun]
+    """Put the blocks in the order of their times."""
+    size = 1 + PLACES
+    begun = sorted((values[k], k) for k in range(0, len(values), size) if values[k] > 0)
+    return [
+        _record(at_s, place, codes) for at_s, k in begun for place in values[k + 1 : k + size].tolist() if place != 0
+    ]
 
 
-def _record(at_s: float | None, place: float, codes: dict[int, Code]) -> Record:
+def _record(at_s: float, place: float, codes: dict[int, Code]) -> Record:
     code, line = divmod(int(abs(place)), 1 << LINE_BITS)
     return Record(at_s, codes.get(code) or _unknown(code), line, place < 0)
 

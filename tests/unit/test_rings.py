@@ -18,17 +18,16 @@ def place(code: int, line: int) -> float:
     return float((code << rings.LINE_BITS) + line)
 
 
-def write(
-    folder: Path, records: list[tuple[float, float]], *, names: str = '[1, "/a/train.py", "step", "user"]\n'
-) -> str:
-    """Lay a file of one thread down as a process leaves it: (place, time) in the order of the slots."""
+def write(folder: Path, blocks: list[tuple[float, ...]], *, names: str = '[1, "/a/train.py", "step", "user"]\n') -> str:
+    """Lay a file of one thread down as a process leaves it: (time, place, place...) in the order of the blocks."""
     data = bytearray(rings.size_of(THREADS, LINES))
     text = json.dumps(ABOUT).encode()
     data[:12] = rings.MAGIC + struct.pack("<I", len(text))
     data[12 : 12 + len(text)] = text
     rings.THREAD.pack_into(data, rings.PAGE, 7, rings.LIVE, 1.0, 0.0, b"MainThread")
-    for number, record in enumerate(records):
-        struct.pack_into("<dd", data, rings.ring_offset(THREADS, LINES, 0) + 16 * number, *record)
+    for number, block in enumerate(blocks):
+        begin = rings.ring_offset(THREADS, LINES, 0) + rings.BLOCK_BYTES * number
+        struct.pack_into(f"<{len(block)}d", data, begin, *block)
     path = folder / "x.lines"
     path.write_bytes(data)
     (folder / "x.names").write_text(names)
@@ -40,38 +39,38 @@ def lines(path: str) -> list[int]:
     return [record.line for record in thread.records]
 
 
-def test_a_ring_that_is_not_full_is_read_from_its_first_record(tmp_path: Path) -> None:
-    path = write(tmp_path, [(place(1, 10), 1.0), (place(1, 11), 2.0)])
+def test_a_ring_that_is_not_full_is_read_from_its_first_block(tmp_path: Path) -> None:
+    path = write(tmp_path, [(1.0, place(1, 10)), (2.0, place(1, 11), place(1, 12))])
     (thread,) = rings.read(path).threads
     assert (thread.tid, thread.name, thread.ended_s) == (7, "MainThread", None)
-    assert thread.records[1] == rings.Record(2.0, rings.Code("/a/train.py", "step", "user"), 11, False)
+    assert thread.records[0] == rings.Record(1.0, rings.Code("/a/train.py", "step", "user"), 10, False)
+    assert [(record.at_s, record.line) for record in thread.records[1:]] == [(2.0, 11), (2.0, 12)]
 
 
-def test_a_full_ring_begins_behind_its_newest_record_and_gives_up_the_oldest(tmp_path: Path) -> None:
-    path = write(tmp_path, [(place(1, 14), 5.0), (place(1, 11), 2.0), (place(1, 12), 3.0), (place(1, 13), 4.0)])
-    assert lines(path) == [12, 13, 14]
+def test_a_ring_that_went_round_begins_behind_its_newest_block(tmp_path: Path) -> None:
+    path = write(tmp_path, [(5.0, place(1, 14)), (2.0, place(1, 11)), (3.0, place(1, 12)), (4.0, place(1, 13))])
+    assert lines(path) == [11, 12, 13, 14]
 
 
-def test_a_record_cut_in_the_middle_of_a_full_ring_is_not_taken_for_the_newest_nor_believed(tmp_path: Path) -> None:
-    # The place of line 99 is there, and the time is still that of the record it replaces.
-    path = write(tmp_path, [(place(1, 14), 5.0), (place(1, 99), 2.0), (place(1, 12), 3.0), (place(1, 13), 4.0)])
-    assert lines(path) == [12, 13, 14]
+def test_not_more_lines_are_given_than_were_asked_for(tmp_path: Path) -> None:
+    full = tuple(place(1, line) for line in range(10, 18))
+    assert lines(write(tmp_path, [(1.0, *full), (2.0, place(1, 20))])) == [15, 16, 17, 20]
 
 
-def test_a_first_record_cut_in_the_middle_is_the_last_line(tmp_path: Path) -> None:
-    path = write(tmp_path, [(place(1, 10), 1.0), (place(1, 11), 0.0)])
-    (thread,) = rings.read(path).threads
-    assert [(record.line, record.at_s) for record in thread.records] == [(10, 1.0), (11, None)]
+def test_a_block_that_was_only_begun_says_nothing(tmp_path: Path) -> None:
+    # Cleared, or with its time: the process ended before it wrote the line.
+    path = write(tmp_path, [(1.0, place(1, 10)), (0.0,), (7.0,)])
+    assert lines(path) == [10]
 
 
 def test_a_return_to_a_line_is_told_from_its_beginning(tmp_path: Path) -> None:
-    path = write(tmp_path, [(place(1, 10), 1.0), (-place(1, 10), 2.0)])
+    path = write(tmp_path, [(1.0, place(1, 10), -place(1, 10))])
     (thread,) = rings.read(path).threads
     assert [record.back for record in thread.records] == [False, True]
 
 
 def test_names_that_are_cut_off_or_gone_cost_the_name_alone(tmp_path: Path) -> None:
-    path = write(tmp_path, [(place(2, 10), 1.0)], names='[1, "/a", "f", "user"]\n[2, "/b.py", "g')
+    path = write(tmp_path, [(1.0, place(2, 10))], names='[1, "/a", "f", "user"]\n[2, "/b.py", "g')
     (thread,) = rings.read(path).threads
     assert (thread.records[0].line, thread.records[0].code.function) == (10, "?")
     (tmp_path / "x.names").unlink()

@@ -5,9 +5,9 @@ Python asks once for each piece of code; only that which is traced tells of its 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
-import time
 
 from distdiag.training.lines.watched import Lease
 
@@ -88,7 +88,7 @@ class ByMonitoring:
             monitoring.set_local_events(self._tool, frame.f_code, events.LINE | events.PY_RETURN | events.PY_YIELD)
 
     def _line_callback(self) -> Callable[[CodeType, int], None]:
-        bases, rings_of, ident, now = self._watched.bases, self._rings, threading.get_ident, time.monotonic
+        bases, rings_of, ident = self._watched.bases, self._rings, threading.get_ident
         last_code: CodeType | None = None
         base = 0.0
 
@@ -100,20 +100,19 @@ class ByMonitoring:
                 mine = base = bases[id(code)]
                 last_code = code
             try:
-                cell = rings_of[ident()]()
+                rings_of[ident()]()[0] = mine + line
             except KeyError:
-                cell = self._first()
-            cell[0] = mine + line
-            cell[1] = now()
+                self._first()[0] = mine + line
+            except ValueError:
+                return  # a signal handler or a finalizer, while this thread begins a block: it is not traced
 
         return on_line
 
     def _on_return(self, code: CodeType, offset: int, value: object) -> None:
         place = self._watched.place_of_caller(sys._getframe(1))
         if place is not None:
-            cell = self._rings.get(threading.get_ident(), self._first)()
-            cell[0] = place
-            cell[1] = time.monotonic()
+            with contextlib.suppress(ValueError):  # as above
+                self._rings.get(threading.get_ident(), self._first)()[0] = place
 
     def _first(self) -> Any:
         following, end = self._watched.lease()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import _thread
 import sys
 import threading
-import time
 
 from distdiag.training.lines.watched import Lease
 
@@ -78,7 +77,7 @@ class BySettrace:
 
     def _tracer(self) -> Callable[[FrameType, str, object], Any]:  # noqa: C901 - closures are what makes a line cheap
         """Make the trace function of the calling thread."""
-        watched, bases, now = self._watched, self._watched.bases, time.monotonic
+        watched, bases = self._watched, self._watched.bases
         of_code: dict[int, Any] = {}
         kept: list[CodeType] = []
         following: Callable[[], Any]
@@ -97,18 +96,14 @@ class BySettrace:
         def local_for(base: float) -> Any:
             def local(frame: Any, event: str, arg: object) -> None:
                 if event == "line":
-                    cell = following()
-                    cell[0] = base + frame.f_lineno
-                    cell[1] = now()
+                    following()[0] = base + frame.f_lineno
                 elif event == "return":
                     back = frame.f_back
                     place = bases.get(id(back.f_code)) if back is not None else None
                     # Mostly a function is called by one that is traced as well.
-                    place = watched.place_of_caller(frame) if place is None else -(place + back.f_lineno)
+                    place = watched.place_of_caller(frame) if place is None else -(place + (back.f_lineno or 0))
                     if place is not None:
-                        cell = following()
-                        cell[0] = place
-                        cell[1] = now()
+                        following()[0] = place
                 # None: goes on with this function.
 
             return local

@@ -25,8 +25,8 @@ _DEEP = 64
 
 
 def nowhere() -> list[float]:
-    """Take the place of a ring where there is none: the record goes to nobody."""
-    return [0.0, 0.0]
+    """Take the place of a ring where there is none: what is written goes to nobody."""
+    return [0.0]
 
 
 class Watched:
@@ -47,6 +47,13 @@ class Watched:
 
     def base_of(self, frame: FrameType) -> float | None:
         """Give what places in this frame's code begin with, None if it is not traced. Asked once per code."""
+        try:
+            return self._base_of(frame)
+        except Exception as error:  # noqa: BLE001 - it would come out of a line of the job's
+            self._give_up(error)
+            return None
+
+    def _base_of(self, frame: FrameType) -> float | None:
         code = frame.f_code
         name = getattr(code, "co_qualname", code.co_name)
         kind = self._choice.kind_of(code.co_filename, name, str(frame.f_globals.get("__name__", "")))
@@ -85,9 +92,19 @@ class Watched:
 
     def lease(self) -> tuple[Callable[[], Any], Callable[[], None]]:
         """Give the calling thread its ring, see `Writer.lease`; nowhere if there is none."""
-        writer = self._file()
-        leased = writer.lease() if writer is not None else None
+        try:
+            writer = self._file()
+            leased = writer.lease() if writer is not None else None
+        except Exception as error:  # noqa: BLE001 - as above
+            self._give_up(error)
+            leased = None
         return leased if leased is not None else (nowhere, lambda: None)
+
+    def _give_up(self, error: Exception) -> None:
+        if not self._broken:
+            complain(f"no more lines are kept of process {os.getpid()}: {type(error).__name__} {error}")
+        self._broken = True
+        self._writer = None
 
     def forget_file(self) -> None:
         """In a child: the file is the parent's. A file of its own, with all names, is made at its first line."""

@@ -16,7 +16,7 @@ from distdiag.node import identity, machine, procs, rings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from typing import Any
 
     from distdiag.training.lines.settings import Settings
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 _NAMES_BYTES = 8 * 2**20
 """At most so much is written for names; code beyond is not traced."""
 _WORDS = 300
+_SLOW_S = 0.005
+_SLOW_LINES = 64
+"""A line, or eight of them, that took so long: so many lines from there on have a time of their own."""
 
 
 class Writer:
@@ -87,7 +90,7 @@ class Writer:
         return True
 
     def lease(self) -> tuple[Callable[[], Any], Callable[[], None]] | None:
-        """Give the calling thread a ring: (next record of two doubles, what to call at the thread's end).
+        """Give the calling thread a ring: (the next place to write, what to call at the thread's end).
 
         None if as many threads as there is room for live already; the file says how many had none.
         """
@@ -99,11 +102,10 @@ class Writer:
                 return None
             settings = self._settings
             first = rings.ring_offset(settings.threads, settings.lines, number)
-            self._map[first : first + settings.lines * rings.RECORD_BYTES] = bytes(settings.lines * rings.RECORD_BYTES)
+            self._map[first : first + settings.lines * rings.BLOCK_BYTES] = bytes(settings.lines * rings.BLOCK_BYTES)
             self._tell_thread(number, rings.LIVE, time.monotonic(), 0.0)
-        begin = first // 8
-        cells = [self._doubles[k : k + 2] for k in range(begin, begin + 2 * settings.lines, 2)]
-        return itertools.cycle(cells).__next__, lambda: self._end_thread(number)
+        blocks = self._doubles[first // 8 : first // 8 + settings.lines * (1 + rings.PLACES)]
+        return itertools.chain.from_iterable(_turns(blocks)).__next__, lambda: self._end_thread(number)
 
     def close(self) -> None:
         """Note that the process came to its own end."""
@@ -131,6 +133,25 @@ class Writer:
             offset = rings.PAGE + number * rings.THREAD.size
             tid, _, began, _, name = rings.THREAD.unpack_from(self._map, offset)
             rings.THREAD.pack_into(self._map, offset, tid, rings.ENDED, began, time.monotonic(), name)
+
+
+def _turns(ring: memoryview[float]) -> Iterator[tuple[memoryview[float], ...]]:
+    """Begin one block after the other, for ever; yield its places: one only, as long as lines take long.
+
+    A chain of these gives a place at a time without running any Python between.
+    """
+    size, now = 1 + rings.PLACES, time.monotonic
+    blocks = [ring[k : k + size] for k in range(0, len(ring), size)]
+    places = [tuple(block[k : k + 1] for k in range(1, size)) for block in blocks]
+    nothing = memoryview(bytes(8 * size)).cast("d")
+    before, slow = now(), _SLOW_LINES
+    while True:
+        for block, all_places in zip(blocks, places):
+            block[:] = nothing
+            at_s = block[0] = now()
+            slow = _SLOW_LINES if at_s - before > _SLOW_S else slow - 1
+            before = at_s
+            yield all_places[:1] if slow > 0 else all_places
 
 
 def _take_space(fd: int, size: int) -> None:

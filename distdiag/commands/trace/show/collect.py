@@ -22,13 +22,13 @@ _SOURCE = 200
 
 @dataclass(frozen=True)
 class Line:
-    """One line that was executed. `at_s` is wall-clock time, None if the process ended while it was written.
+    """One line that was executed. `at_s` is wall-clock time, of this line or of one a few quick lines before it.
 
     `kind` is "user", "library" or "stdlib". `back`: a call made from it had just returned. `changed`: the file was
     written after the process began, so that `source` may be another line.
     """
 
-    at_s: float | None
+    at_s: float
     file: str
     line: int
     function: str
@@ -158,7 +158,7 @@ class _Reader:
         to_wall = about["wall_s"] - about["monotonic_s"]
         clock = _Clock(to_wall, about["wall_s"], self)
         threads = tuple(sorted((clock.thread(one, about["pid"]) for one in ring.threads), key=lambda one: not one.main))
-        newest = max((one.last[-1].at_s or 0.0 for one in threads if one.last), default=0.0)
+        newest = max((one.last[-1].at_s for one in threads if one.last), default=0.0)
         return Process(
             path=path,
             pid=about["pid"],
@@ -233,7 +233,7 @@ class _Clock:
     def _line(self, record: rings.Record) -> Line:
         file = record.code.file
         return Line(
-            at_s=None if record.at_s is None else record.at_s + self._to_wall,
+            at_s=record.at_s + self._to_wall,
             file=file,
             line=record.line,
             function=record.code.function,

@@ -49,7 +49,7 @@ class Stand:
 class LastLine:
     """One line as JSON has it; `time` in seconds since 1970. `returned`: a call made from it had just returned."""
 
-    time: float | None
+    time: float
     file: str
     line: int
     function: str

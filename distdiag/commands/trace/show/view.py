@@ -122,7 +122,7 @@ def _counts(run: Run) -> RenderableType:
 
 def _matches(run: Run) -> Iterator[str]:
     found = [
-        (line.at_s or float("inf"), member, process, line)
+        (line.at_s, member, process, line)
         for member in run.members
         for process in (member.process, *member.helpers)
         for thread in process.threads

@@ -89,7 +89,7 @@ def _since(one: Stand) -> str:
 def state_of(one: Stand) -> str:
     """Say how its process fares: "running, last line 35 s ago", "died; last line at 14:02:11.3"."""
     process = one.member.process
-    newest = max((thread.last[-1].at_s or 0.0 for thread in process.threads if thread.last), default=0.0)
+    newest = max((thread.last[-1].at_s for thread in process.threads if thread.last), default=0.0)
     at = f"last line at {clock(newest)}" if newest else "no line"
     if process.state == "running":
         return f"running, last line {seconds(process.age_s)} ago" if process.age_s is not None else "running"
@@ -105,10 +105,8 @@ def seconds(value: float) -> str:
     return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.1f} h"
 
 
-def clock(at_s: float | None) -> str:
+def clock(at_s: float) -> str:
     """Write the time of day, as the local clock has it."""
-    if at_s is None:
-        return "as it ended "
     return time.strftime("%H:%M:%S", time.localtime(at_s)) + f".{int(at_s % 1 * 1000):03d}"
 
 
