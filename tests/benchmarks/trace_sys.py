@@ -1,6 +1,7 @@
 """The reader of strace's logs beside a plain Python loop over the same lines and `grep -c .`; best of several rounds.
 
     python tests/benchmarks/trace_sys.py [MB]
+    python tests/benchmarks/trace_sys.py launch    what a job's own calls cost that nobody asked for
 
 Logs of `strace -ff -yy -ttt -T` with lines as a training job writes them, 4 threads; the same as one file of
 `strace -f -yy -ttt -T` with the threads interleaved, a tenth of the calls in two halves; and that without -y, where a
@@ -37,6 +38,19 @@ began = time.perf_counter()
 sum(1 for path in sys.argv[1:] for line in open(path, "rb") if line.rpartition(b" = ")[2])
 print(time.perf_counter() - began)
 """
+
+CALLS = """
+import os, sys, time
+fd, count = os.open("/dev/zero", os.O_RDONLY), int(sys.argv[1])
+best = 1e9
+for _ in range(5):
+    began = time.perf_counter()
+    for _ in range(count):
+        os.read(fd, 1)
+    best = min(best, (time.perf_counter() - began) / count)
+print(best)
+"""
+UNTRACED = 200_000
 
 
 def calls(draw: random.Random) -> list[bytes]:
@@ -111,7 +125,32 @@ def grep(paths: list[str]) -> float:
     return time.perf_counter() - began
 
 
+def launched() -> None:
+    """Compare the cost of a call that is not traced: bare, and below strace as distdiag starts it and as people do."""
+    distdiag = [str(Path(sys.executable).with_name("distdiag")), "trace", "sys", "--only", "network"]
+    with tempfile.TemporaryDirectory() as folder:
+        ways = {
+            "bare": [],
+            "distdiag trace sys --only network --": [*distdiag, "--report", f"{folder}/report", "--"],
+            "strace -f -e trace=network": ["strace", "-f", "-e", "trace=network", "-o", f"{folder}/log"],
+        }
+        found: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(ROUNDS):
+            for way, argv in ways.items():
+                count = UNTRACED // 50 if way.startswith("strace") else UNTRACED
+                command = [*argv, sys.executable, "-c", CALLS, str(count)]
+                told = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+                found[way].append(float(told.stdout))
+    print(f"load {os.getloadavg()[0]:.1f}, best of {ROUNDS} rounds, read() of /dev/zero\n")
+    print("| | us a call | times bare |\n|---|---|---|")
+    for way, seconds in found.items():
+        print(f"| {way} | {min(seconds) * 1e6:.2f} | {min(seconds) / min(found['bare']):.2f} |")
+
+
 def main() -> None:
+    if sys.argv[1:] == ["launch"]:
+        launched()
+        return
     size = int(sys.argv[1] if len(sys.argv) > 1 else "200") * 10**6
     with tempfile.TemporaryDirectory() as folder:
         write_logs(Path(folder), size)

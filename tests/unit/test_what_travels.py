@@ -22,6 +22,7 @@ COMMANDS = {
     ),
     "ports": ("distdiag.commands.ports.collect",),
     "pyspy-all": ("distdiag.commands.pyspy_all.collect",),
+    "trace-sys": ("distdiag.commands.trace.sys.collect",),
     "trace blocked": ("distdiag.commands.trace.blocked.collect",),
     "trace fds": ("distdiag.commands.trace.fds.collect",),
     "trace show": ("distdiag.commands.trace.show.collect",),

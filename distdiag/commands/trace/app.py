@@ -8,6 +8,7 @@ from distdiag.commands.trace.blocked.command import blocked
 from distdiag.commands.trace.fds.command import fds
 from distdiag.commands.trace.py.command import trace_py
 from distdiag.commands.trace.show.command import trace_show
+from distdiag.commands.trace.sys.command import trace_sys
 
 app = typer.Typer(
     name="trace",
@@ -21,3 +22,4 @@ app.command("blocked", short_help="Who is blocked on what, and which rank do all
 app.command("fds", short_help="What do the file descriptors of a process point to, and who has the other ends?")(fds)
 app.command("py", short_help="Run a job and keep the last lines of Python of every thread of every rank.")(trace_py)
 app.command("show", short_help="Where was, or is, each rank? The last lines that trace py kept.")(trace_show)
+app.command("sys", short_help="System calls of ranks that run, of a job to start, or of logs of strace.")(trace_sys)

@@ -1,0 +1,1 @@
+"""`trace sys`: the system calls of every rank, by strace."""

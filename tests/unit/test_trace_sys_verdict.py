@@ -1,0 +1,342 @@
+"""What is concluded from logs of strace: recorded ones, and small ones written here where one thing is to be seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from pyspy_facts import node, process
+from trace_facts import NET, owned, receives, sleeps
+
+from distdiag.cluster.targets import Cluster
+from distdiag.commands.trace import ranks
+from distdiag.commands.trace.nodes import Answers
+from distdiag.commands.trace.sys import words
+from distdiag.commands.trace.sys.bounded import Bounded
+from distdiag.commands.trace.sys.choices import expression, parse_duration, parse_only
+from distdiag.commands.trace.sys.collect import Attached, Told, Traced
+from distdiag.commands.trace.sys.diagnose import diagnose, judge_logs
+from distdiag.commands.trace.sys.model import MAX_PROCESSES, Request
+from distdiag.commands.trace.sys.saved import read
+from distdiag.errors import DistdiagError, UsageError
+from distdiag.node.ends import Network
+from distdiag.node.strace.model import Call, ThreadLog
+from distdiag.report import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from distdiag.commands.trace.sys.model import TraceSys
+    from distdiag.node.blocked import Thread
+    from distdiag.report import Finding, Report
+
+RECORDED = Path(__file__).parents[1] / "recorded" / "strace"
+REQUEST = Request(program="distdiag", cluster=Cluster(), wanted=ranks.Wanted())
+EPOCH_S = 1_700_000_000
+MINE, THEIRS = "10.0.0.1:29501", "10.0.0.2:40000"
+
+
+def judge(*paths: Path) -> Report[TraceSys]:
+    return judge_logs(REQUEST, *read(list(map(str, paths))))
+
+
+def written(tmp_path: Path, **logs: str) -> Report[TraceSys]:
+    """Judge logs: name "rank_0" is that of rank 0 on host n0, with process 100."""
+    for name, text in logs.items():
+        rank = int(name.removeprefix("rank_"))
+        (tmp_path / words.log_name(rank, f"n{rank}", 100 + rank)).write_text(text)
+    return judge(tmp_path)
+
+
+def only(report: Report[TraceSys], id_: str) -> Finding:
+    (found,) = [one for one in report.findings if one.id == id_]
+    return found
+
+
+def line(tid: int, at_s: float, call: str, result: str = "0", took_s: float = 0.00002) -> str:
+    return f"{tid} {EPOCH_S + at_s:.6f} {call} = {result} <{took_s:.6f}>\n"
+
+
+def begun(tid: int, at_s: float, call: str) -> str:
+    return f"{tid} {EPOCH_S + at_s:.6f} {call},  <detached ...>\n"
+
+
+def test_a_rank_that_waits_for_another_is_told_by_both_logs(tmp_path: Path) -> None:
+    report = written(
+        tmp_path,
+        rank_0=begun(100, 0.0, f"recvfrom(7<TCP:[{MINE}->{THEIRS}]>"),
+        rank_1=line(101, 1.0, f'sendto(5<TCP:[{THEIRS}->{MINE}]>, "x"..., 8, 0, NULL, 0)', "8")
+        + begun(101, 8.0, "clock_nanosleep(CLOCK_MONOTONIC, 0, {tv_sec=600, tv_nsec=0}")
+        + line(102, 12.0, "getppid()", "1"),
+    )
+    finding = only(report, "trace.blocked")
+    assert finding.title == (
+        f"rank 0 (n0, pid 100) has been blocked for 12 s in recvfrom on {THEIRS} = rank 1 (n1, pid 101); "
+        "rank 1 is not blocked on another rank: it is in clock_nanosleep on a sleep"
+    )
+    assert (report.verdict, finding.where.ranks) == (Verdict.FAIL, (0, 1))
+    first = report.data.threads[0]
+    assert first.last is not None
+    assert (first.last.peer_rank, first.last.blocked_s) == (1, 12.0)
+
+
+def test_several_waiters_are_one_sentence_and_a_chain_is_followed_to_its_end(tmp_path: Path) -> None:
+    pairs = {rank: (f"10.0.0.{rank}:50000", "10.0.0.9:29501") for rank in (0, 2)}
+    logs = {f"rank_{rank}": begun(100 + rank, 0.0, f"recvfrom(7<TCP:[{a}->{b}]>") for rank, (a, b) in pairs.items()}
+    sent = "".join(line(101, 0.5, f'sendto(7<TCP:[{b}->{a}]>, "", 1, 0, NULL, 0)') for a, b in pairs.values())
+    waits = begun(101, 0.6, f"recvfrom(9<TCP:[{MINE}->{THEIRS}]>")
+    runs = line(103, 0.0, f'sendto(3<TCP:[{THEIRS}->{MINE}]>, "", 1, 0, NULL, 0)') + line(103, 20.0, "getppid()", "1")
+    report = written(tmp_path, **logs, rank_1=sent + waits, rank_3=runs)
+    title = only(report, "trace.blocked").title
+    assert title.startswith("ranks 0,2 (n[0,2]) have been blocked for 20 s in recvfrom on rank 1")
+    assert "rank 1 (n1, pid 101) has been blocked for 19 s in recvfrom on 10.0.0.2:40000 = rank 3" in title
+    assert title.endswith("rank 3 is not blocked on another rank: it goes on, with 2 system calls in 20 s")
+    # AND who goes on may get there: that is no fault yet.
+    assert report.verdict is Verdict.WARN
+
+
+def test_two_that_wait_for_each_other(tmp_path: Path) -> None:
+    report = written(
+        tmp_path,
+        rank_0=begun(100, 0.0, f"recvfrom(7<TCP:[{MINE}->{THEIRS}]>") + line(200, 9.0, "getppid()", "1"),
+        rank_1=begun(101, 1.0, f"recvfrom(7<TCP:[{THEIRS}->{MINE}]>"),
+    )
+    finding = only(report, "trace.blocked")
+    assert finding.title.endswith("they wait for each other")
+    assert report.verdict is Verdict.FAIL
+
+
+def test_who_only_connected_is_found_if_it_was_the_only_one(tmp_path: Path) -> None:
+    connects = 'connect(3<TCP:[77]>, {sa_family=AF_INET, sin_port=htons(29501), sin_addr=inet_addr("10.0.0.1")}, 16)'
+    waits = begun(100, 0.0, f"recvfrom(7<TCP:[{MINE}->{THEIRS}]>") + line(200, 9.0, "getppid()", "1")
+    one = written(tmp_path, rank_0=waits, rank_1=line(101, 0.0, connects))
+    assert "= rank 1" in only(one, "trace.blocked").title
+    two = written(tmp_path, rank_0=waits, rank_1=line(101, 0.0, connects), rank_2=line(102, 0.0, connects))
+    assert "10.0.0.2:40000, whose other end is in no log" in only(two, "trace.blocked").title
+
+
+@pytest.mark.parametrize(
+    ("text", "id_", "verdict", "says"),
+    [
+        (
+            line(100, 0.0, 'write(3</ckpt/step.pt>, "x"..., 4096)', "-1 ENOSPC (No space left on device)"),
+            "trace.error-enospc",
+            Verdict.FAIL,
+            "got ENOSPC once: write on /ckpt/step.pt: no space is left",
+        ),
+        (
+            line(100, 0.0, 'openat(AT_FDCWD</w>, "/data/1", O_RDONLY)', "-1 EMFILE (Too many open files)") * 9,
+            "trace.error-emfile",
+            Verdict.FAIL,
+            "got EMFILE 9 times: openat on /data/1: the process has as many files open as it may",
+        ),
+        (
+            line(
+                100,
+                0.0,
+                'connect(3<TCP:[7]>, {sa_family=AF_INET, sin_port=htons(29500), sin_addr=inet_addr("10.0.0.1")}, 16)',
+                "-1 ECONNREFUSED (Connection refused)",
+            )
+            * 3,
+            "trace.error-econnrefused",
+            Verdict.WARN,
+            "got ECONNREFUSED 3 times: connect on 10.0.0.1:29500: nobody listens there",
+        ),
+        (
+            line(100, 0.0, 'openat(AT_FDCWD</w>, "/data/1", O_RDONLY)', "-1 EACCES (Permission denied)"),
+            "trace.error-eacces",
+            Verdict.WARN,
+            "got EACCES once: openat on /data/1: that may not be done",
+        ),
+        (
+            line(100, 0.0, 'openat(AT_FDCWD</w>, "/usr/lib/libnccl.so.2", O_RDONLY)', "-1 ENOENT (No such file)"),
+            "trace.error-enoent",
+            Verdict.OK,
+            "looked in vain for /usr/lib/libnccl.so.2",
+        ),
+        (
+            "".join(line(100, at / 10, 'read(3</mnt/nfs/a/b>, ""..., 9)', "9", 0.05) for at in range(9)),
+            "trace.slow-storage",
+            Verdict.WARN,
+            "calls on /mnt/nfs took 56% of the time; the slowest one 50 ms",
+        ),
+        (
+            line(100, 0.0, "fsync(3</mnt/nfs/a/b>)", "0", 3.5) + line(100, 60.0, "getppid()", "1"),
+            "trace.slow-storage",
+            Verdict.WARN,
+            "the slowest one 3.5 s",
+        ),
+        (
+            "".join(line(100, at / 5000, "poll([{fd=3<pipe:[7]>, events=POLLIN}], 1, 0)", "0") for at in range(2000)),
+            "trace.spins",
+            Verdict.WARN,
+            "called poll on pipe:[7] 2000 times in vain, 5003 times a second",
+        ),
+    ],
+    ids=lambda one: one if isinstance(one, str) and one.startswith("trace.") else "",
+)
+def test_what_is_worth_to_be_looked_at(tmp_path: Path, text: str, id_: str, verdict: Verdict, says: str) -> None:
+    report = written(tmp_path, rank_0=text)
+    assert says in only(report, id_).title
+    assert only(report, id_).where.ranks == (0,)
+    assert report.verdict is verdict
+
+
+def test_a_log_that_ends_within_a_line_is_said_to_be_cut(tmp_path: Path) -> None:
+    report = written(tmp_path, rank_0=line(100, 0.0, "getppid()", "1") + f'100 {EPOCH_S}.000000 read(3</x>, "abc')
+    assert "ends early" in only(report, "trace.log-cut").title
+
+
+@pytest.mark.parametrize("version", ["5.10", "6.1", "6.13", "7.2"])
+def test_recorded_logs_are_read_whatever_the_version(version: str) -> None:
+    report = judge(RECORDED / f"{version}_live")
+    (row,) = report.data.threads
+    assert (row.main, row.n_calls > 20) == (True, True)
+    blocked = judge(RECORDED / f"{version}_blocked").data.threads[0]
+    assert blocked.last is not None
+    assert (blocked.state, blocked.last.call) == ("blocked", "recvfrom")
+    assert blocked.last.peer_rank is None
+
+
+def test_what_is_no_log_is_an_error() -> None:
+    with pytest.raises(DistdiagError, match="only a summary"):
+        judge(RECORDED / "6.1_summary.txt")
+    with pytest.raises(UsageError, match="there is no such file"):
+        judge(RECORDED / "not-there")
+
+
+def thread_log(pid: int, last: Call | None, n_calls: int = 0, at_s: float = 1000.0) -> ThreadLog:
+    state = "detached" if last is not None else "returned"
+    return ThreadLog(
+        "", None, pid, "", at_s, at_s, 1, n_calls, 0, state, 0.0, last, (), (), (), (), (), (), ()
+    )  # fmt: skip
+
+
+def seen(pid: int, threads: Sequence[Thread], logs: Sequence[ThreadLog], **more: object) -> Told:
+    one = Traced(pid, 1000.0, 1002.0, 99, False, "", "", tuple(logs), "S", None, tuple(threads))
+    before = Attached(pid, "", "", None, "S", tuple(threads))
+    return Told(attached=(before,), traced=(replace(one, **more),))  # type: ignore[arg-type]
+
+
+def two_ranks(*told: Told, **more: object) -> Report[TraceSys]:
+    nodes = [node([process(100, 0, 2), process(101, 1, 2)], {})]
+    network = Network(NET, ("10.0.0.1",), owned((100, 101)))
+    answers = Answers[Told](nodes=nodes, told={"n1": [Told(networks=(network,)), *told]}, **more)  # type: ignore[arg-type]
+    return diagnose(REQUEST, answers, ranks.choose(nodes, ranks.Wanted()))
+
+
+def received() -> Call:
+    target = "TCP:[10.0.0.1:100->10.0.0.1:101]"
+    return Call("recvfrom", f"7<{target}>", 7, target, 1000.0, "", "", None)
+
+
+def waits_and_sleeps(**more: object) -> tuple[Told, Told]:
+    return (
+        seen(100, [receives(100, 101)], [thread_log(100, received())], **more),
+        seen(101, [sleeps(101)], [], **more),
+    )
+
+
+def test_how_long_it_was_blocked_counts_from_before_it_was_traced() -> None:
+    report = two_ranks(*waits_and_sleeps())
+    finding = only(report, "trace.blocked")
+    assert "rank 0 (n1, pid 100) has been blocked for 62 s in recvfrom on 10.0.0.1:101 = rank 1" in finding.title
+    assert finding.title.endswith("rank 1 is not blocked on another rank: it sleeps (clock_nanosleep, 62 s)")
+    assert finding.fix is not None
+    assert finding.fix.commands == ("distdiag pyspy-all --pid 101",)
+    assert report.exit_code() == 1
+    assert "2 processes were left as found" in only(report, "trace.left-as-found").title
+
+
+def test_a_rank_that_was_left_stopped_is_a_fault() -> None:
+    report = two_ranks(*waits_and_sleeps(state="t", tracer=7))
+    titles = [one.title for one in report.findings if one.id == "trace.left-stopped"]
+    assert len(titles) == 2
+    assert "rank 0 (n1, pid 100) was not left as it was found: it is traced by 7" in titles[0]
+
+
+def test_a_log_that_became_too_long_is_said() -> None:
+    report = two_ranks(*waits_and_sleeps(cut=True))
+    assert "256 MiB of logs of a node were reached" in only(report, "trace.log-cut").title
+
+
+@pytest.mark.parametrize(
+    ("why", "words", "says", "command"),
+    [
+        ("no-strace", "", "on n1 was not traced: strace is not installed", "apt-get"),
+        ("traced", "gdb -p 100", "another program traces it already: pid 7 (gdb -p 100)", "trace blocked --pid 100"),
+        ("kernel", "", "a thread of it stays in the kernel (D)", "trace blocked --pid 100"),
+        ("denied", "Operation not permitted", "it may not be traced (Operation not permitted)", "trace blocked"),
+    ],
+)
+def test_who_was_not_traced_and_what_works_instead(why: str, words: str, says: str, command: str) -> None:
+    refused = Told(attached=(Attached(100, why, words, 7 if why == "traced" else None, "S", ()),))
+    report = two_ranks(refused, waits_and_sleeps()[1])
+    finding = only(report, "trace.not-attached")
+    assert says in finding.title
+    assert finding.fix is not None
+    assert any(command in one for one in finding.fix.commands)
+    assert finding.fix.commands[-1] == "distdiag trace blocked --pid 100"
+    assert (report.verdict, report.exit_code()) == (Verdict.UNKNOWN, 3)
+
+
+def test_more_processes_than_a_node_can_bear_are_not_traced() -> None:
+    nodes = [node([process(100 + rank, rank, 70) for rank in range(70)], {})]
+    answers = Answers[Told](nodes=nodes, told={"n1": []})
+    report = diagnose(REQUEST, answers, ranks.choose(nodes, ranks.Wanted()))
+    finding = only(report, "trace.not-attached")
+    assert "rank 64, rank 65, rank 66, rank 67, rank 68 and 1 more were not traced" in finding.title
+    assert str(MAX_PROCESSES) in finding.title
+
+
+def test_data_and_arguments_of_programs_are_not_shown() -> None:
+    data = Call("sendto", f'3<TCP:[1]>, "{"s" * 60}"..., 60', 3, "", None, "60", "", None)
+    assert words.arguments(data) == f'3<TCP:[1]>, "{"s" * 40}"..., 60'
+    execute = Call("execve", '"/usr/bin/x", ["x", "--token=abc"], 0x7 /* 9 vars */', None, "", None, "0", "", None)
+    assert words.arguments(execute) == '"/usr/bin/x"'
+
+
+def test_names_of_logs_are_read_back() -> None:
+    assert words.of_log(words.log_name(3, "node-07", 4711)) == (3, "node-07", 4711)
+    assert words.of_log(words.log_name(None, "a.b", 1)) == (None, "a_b", 1)
+    assert words.of_log("F.1234") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("5", 5.0), ("5s", 5.0), ("500ms", 0.5), ("2m", 120.0), ("1.5 s", 1.5), ("1min", 60.0)]
+)
+def test_times_are_read(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "x", "-5", "5h", "0", "11m", "1e3"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_duration(text)
+
+
+def test_kinds_of_calls_are_those_of_strace() -> None:
+    assert parse_only(["network,file", "%desc"]) == ("network", "file", "desc")
+    assert expression(("network",)) == "%network,execve,?execveat,clone,?clone3,fork,vfork"
+    assert expression(()) == ""
+
+
+def test_of_a_log_that_is_too_long_the_beginning_and_the_end_are_kept_in_whole_lines(tmp_path: Path) -> None:
+    path, lines = tmp_path / "log", [b"%07d line\n" % number for number in range(200_000)]
+    with open(path, "w+b") as file, open(path, "r+b") as writer, open(tmp_path / "kept", "w+b") as kept:
+        bounded = Bounded(file, 2**20)
+        for start in range(0, len(lines), 10_000):
+            writer.write(b"".join(lines[start : start + 10_000]))
+            writer.flush()
+            bounded.check()
+        if not bounded.tail:
+            pytest.skip("this file system makes no holes")
+        assert path.stat().st_blocks * 512 <= 2**20
+        bounded.copy_to(kept)
+    found = (tmp_path / "kept").read_bytes().splitlines(keepends=True)
+    assert (found[0], found[-1]) == (lines[0], lines[-1])
+    assert found == sorted(set(found))
+    assert 2**19 < sum(map(len, found)) < 2**20
+    assert set(found) <= set(lines)
