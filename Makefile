@@ -58,6 +58,7 @@ bench: $(VENV)/installed-dev $(VENV)/cuda tools ## Measure beside the peers: tor
 	$(BIN)/python tests/benchmarks/core_bt.py
 	$(BIN)/python tests/benchmarks/trace_lines.py --torch
 	$(BIN)/python tests/benchmarks/trace_sys.py 200
+	$(BIN)/python tests/benchmarks/trace_sys.py launch
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -10,6 +10,7 @@ from distdiag.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+COMMAND = "trace sys"
 KINDS = ("network", "file", "process", "desc", "memory", "signal")
 """Classes of calls, as strace names them."""
 _UNITS_S = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0}

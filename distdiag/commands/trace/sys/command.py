@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
-from distdiag.commands.trace.sys.model import COMMAND
+from distdiag.commands.trace.sys.choices import COMMAND
 from distdiag.options import JsonOpt, StrictOpt, called_as, on_hosts
 
 if TYPE_CHECKING:

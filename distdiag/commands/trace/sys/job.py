@@ -13,8 +13,8 @@ import typer
 
 from distdiag.commands.trace.argv import argv_of
 from distdiag.commands.trace.sys import ask, launch, saved
+from distdiag.commands.trace.sys.choices import COMMAND
 from distdiag.commands.trace.sys.diagnose import judge_logs
-from distdiag.commands.trace.sys.model import COMMAND
 from distdiag.deliver import Output, deliver, document, say
 from distdiag.errors import DistdiagError
 from distdiag.files import write_whole

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from distdiag.commands.trace.who import Key
     from distdiag.node.strace.model import Place, Spin, ThreadLog
 
-COMMAND = "trace sys"
+
 MAX_PROCESSES = 64
 """Of one node; each has a strace of its own."""
 MAX_LOG_BYTES = 256 * 2**20
