@@ -238,6 +238,8 @@ def kind_of(words: list[str], comm: str) -> str:
         return "spawned"
     script = next((os.path.basename(word) for word in words[1:4] if not word.startswith("-")), "")
     module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
+    if "trace" in words[1:6] and "distdiag" in [os.path.basename(word) for word in words[:4]]:
+        return "launcher"  # `distdiag trace sys -- train.py` stays above its job
     if base in _LAUNCHERS or base.startswith("slurmstepd") or comm == "pt_elastic":
         return "launcher"
     if base.startswith("python") and (script in _LAUNCHERS or module in _LAUNCHING_MODULES):
