@@ -57,6 +57,8 @@ bench: $(VENV)/installed-dev $(VENV)/cuda tools ## Measure beside the peers: tor
 	$(BIN)/python tests/benchmarks/ports.py
 	$(BIN)/python tests/benchmarks/core_bt.py
 	$(BIN)/python tests/benchmarks/trace_lines.py --torch
+	$(BIN)/python tests/benchmarks/printflock.py
+	$(BIN)/python tests/benchmarks/floatcmp.py
 	$(BIN)/python tests/benchmarks/trace_sys.py 200
 	$(BIN)/python tests/benchmarks/trace_sys.py launch
 

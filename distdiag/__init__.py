@@ -10,11 +10,32 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from distdiag.errors import DistdiagError
     from distdiag.report import Finding, Fix, Level, Report, Verdict, Where
+    from distdiag.training.floatcmp import floatcmp
     from distdiag.training.lines.session import trace_lines
+    from distdiag.training.printing import printflock
+    from distdiag.training.rank_breakpoint import breakpoint
 
-__all__ = ["DistdiagError", "Finding", "Fix", "Level", "Report", "Verdict", "Where", "trace_lines"]
+__all__ = [
+    "DistdiagError",
+    "Finding",
+    "Fix",
+    "Level",
+    "Report",
+    "Verdict",
+    "Where",
+    "breakpoint",
+    "floatcmp",
+    "printflock",
+    "trace_lines",
+]
 
-_HOME = {"DistdiagError": "distdiag.errors", "trace_lines": "distdiag.training.lines.session"}
+_HOME = {
+    "DistdiagError": "distdiag.errors",
+    "breakpoint": "distdiag.training.rank_breakpoint",
+    "floatcmp": "distdiag.training.floatcmp",
+    "printflock": "distdiag.training.printing",
+    "trace_lines": "distdiag.training.lines.session",
+}
 
 
 def __getattr__(name: str) -> object:

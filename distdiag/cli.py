@@ -12,6 +12,7 @@ import typer
 from distdiag.commands.allreduce_bench.command import allreduce_bench
 from distdiag.commands.core_bt.command import core_bt
 from distdiag.commands.cuda_env.command import cuda_env
+from distdiag.commands.floatcmp.command import floatcmp
 from distdiag.commands.gpu_test.command import gpu_test
 from distdiag.commands.ports.command import ports
 from distdiag.commands.pyspy_all.command import pyspy_all
@@ -42,6 +43,9 @@ app.add_typer(trace)
 app.command("core-bt", short_help="What crashed, in which thread, in Python and in C, and why?")(core_bt)
 app.command("ports", short_help="Can the nodes reach each other, on which interface, both ways?")(ports)
 app.command("cuda-env", short_help="Why does CUDA not run or build here, and what mends it?")(cuda_env)
+app.command("floatcmp", short_help="Are two files of tensors the same but for rounding, and where do they part?")(
+    floatcmp
+)
 
 
 def _print_version(wanted: bool) -> None:

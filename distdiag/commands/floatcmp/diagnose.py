@@ -1,0 +1,180 @@
+"""How two files compare -> Report. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distdiag.commands.floatcmp.model import COMMAND
+from distdiag.report import Finding, Fix, Level, Report
+from distdiag.training.floats.judge import limits, sum_of
+from distdiag.training.floats.model import NO_REFERENCE, Likeness
+from distdiag.training.floats.words import folded, nearness, places, verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from distdiag.commands.floatcmp.model import Request
+    from distdiag.commands.floatcmp.result import FloatCmp
+    from distdiag.training.floats.model import Pair
+
+_SHOWN = 8
+
+
+def diagnose(request: Request, found: FloatCmp) -> Report[FloatCmp]:
+    """Say whether the files hold the same numbers, and if not, what is unlike and where to begin."""
+    findings = (*_faults(request, found), *_remarks(request, found))
+    return Report(command=COMMAND, data=found, findings=findings, summary=_summary(found, findings))
+
+
+def _named(pair: Pair) -> str:
+    return f"{pair.key}: {verdict(pair)}" if pair.key else verdict(pair)
+
+
+def _list(pairs: Sequence[Pair]) -> tuple[str, ...]:
+    more = [f"... and {len(pairs) - _SHOWN} more"] if len(pairs) > _SHOWN else []
+    return (*map(_named, pairs[:_SHOWN]), *more)
+
+
+def _some(pairs: Sequence[Pair]) -> str:
+    return f"{len(pairs)} tensors" if len(pairs) > 1 else pairs[0].key or "the tensor"
+
+
+def _faults(request: Request, found: FloatCmp) -> Iterator[Finding]:
+    shapes = [pair for pair in found.pairs if pair.shape_a != pair.shape_b]
+    odd = [pair for pair in found.pairs if pair.counts.one_sided]
+    rest = [pair for pair in found.pairs if pair.likeness == Likeness.DIFFERS and pair not in (*shapes, *odd)]
+    far, whole = [pair for pair in rest if pair.unit], [pair for pair in rest if not pair.unit]
+    if odd:
+        yield Finding(
+            id=f"{COMMAND}.one-sided",
+            level=Level.FAIL,
+            title=f"nan or inf stands on one side only, in {_some(odd)}",
+            evidence=(*_list(odd), *(line.strip() for line in places(odd[0].one_sided, (request.a, request.b)))),
+            fix=Fix(text="find the module where it is born, on that side; numbers alone do not tell"),
+        )
+    if far:
+        yield _far(request, far)
+    if whole:
+        yield Finding(
+            id=f"{COMMAND}.integers",
+            level=Level.FAIL,
+            title=f"whole numbers or booleans, which are exact, are not equal in {_some(whole)}",
+            evidence=_list(whole),
+            fix=Fix(text="look for other input, another seed or another step, before looking at rounding"),
+        )
+    if shapes:
+        yield Finding(
+            id=f"{COMMAND}.shapes", level=Level.FAIL, title=f"other shapes in {_some(shapes)}", evidence=_list(shapes)
+        )
+    yield from _names(request, found)
+
+
+def _far(request: Request, far: Sequence[Pair]) -> Finding:
+    function, sum_ = limits(far[0].unit)
+    only = ("--key", request.key or far[0].key) if far[0].key else ()
+    return Finding(
+        id=f"{COMMAND}.beyond-rounding",
+        level=Level.FAIL,
+        title=f"{_some(far)} differ{'s' if len(far) == 1 else ''} by more than rounding explains",
+        detail=f"One function may differ by {function} ulp of {far[0].unit}, a long sum by {sum_}. Layers after "
+        "each other add up: rounding in the first ones can come to this in the last.",
+        evidence=_list(far),
+        fix=Fix(
+            text="compare what goes in, then layer by layer from the first: the earliest that differs is the one",
+            commands=(request.again(*only, "--worst", "20"),) if request.worst < 20 else (),
+        ),
+    )
+
+
+def _names(request: Request, found: FloatCmp) -> Iterator[Finding]:
+    missing = ((request.a, found.only_a), (request.b, found.only_b))
+    if found.only_a or found.only_b:
+        count = len(found.only_a) + len(found.only_b)
+        yield Finding(
+            id=f"{COMMAND}.keys",
+            level=Level.FAIL,
+            title=f"{count} names are in one file only" if count > 1 else "a name is in one file only",
+            evidence=tuple(f"only in {path}: {folded(names)}" for path, names in missing if names),
+        )
+    if found.not_compared:
+        yield Finding(
+            id=f"{COMMAND}.not-compared",
+            level=Level.UNKNOWN,
+            title=f"{len(found.not_compared)} values are in both files and could not be compared",
+            evidence=found.not_compared[:_SHOWN],
+        )
+    if not found.tensors and not found.not_compared:
+        yield Finding(
+            id=f"{COMMAND}.nothing", level=Level.UNKNOWN, title="the files have no tensor of the same name in common"
+        )
+
+
+def _remarks(request: Request, found: FloatCmp) -> Iterator[Finding]:
+    names = (request.a, request.b)
+    sums = [pair for pair in found.pairs if pair.likeness == Likeness.LONG_SUM]
+    if sums:
+        length = sum_of(max(pair.max_scaled_ulp for pair in sums))
+        yield Finding(
+            id=f"{COMMAND}.long-sum",
+            level=Level.WARN,
+            title=f"{_some(sums)}: rounding only if sums of some {length} numbers lie behind",
+            detail="Sums of n numbers in another order differ by about sqrt(n) ulp. That is a hint: what was "
+            "calculated is not known here.",
+            evidence=_list(sums),
+        )
+    if found.both_nan:
+        yield Finding(
+            id=f"{COMMAND}.both-nan",
+            level=Level.WARN,
+            title=f"nan at the same places in both files: {folded(found.both_nan)}",
+        )
+    if found.values_differ:
+        yield Finding(
+            id=f"{COMMAND}.values",
+            level=Level.WARN,
+            title=f"text or other values, no tensors, are not the same: {folded(found.values_differ)}",
+        )
+    unlike = [pair for pair in found.pairs if pair.likeness != Likeness.IDENTICAL]
+    lacking = [pair for pair in unlike if any(NO_REFERENCE in note for note in pair.notes)]
+    if lacking:
+        why = next(note for note in lacking[0].notes if NO_REFERENCE in note)
+        yield Finding(
+            id=f"{COMMAND}.reference",
+            level=Level.WARN,
+            title=f"the reference cannot judge {_some(lacking)}",
+            evidence=(why,),
+            fix=Fix(text="calculate the same in float64, and save it under the same names"),
+        )
+    near = [pair for pair in found.pairs if pair.nearness is not None]
+    if near:
+        yield Finding(
+            id=f"{COMMAND}.nearer",
+            level=Level.INFO,
+            title="who is nearer to the reference",
+            evidence=tuple(
+                f"{one.key}{': ' if one.key else ''}{nearness(one.nearness, names)}"
+                for one in near[:_SHOWN]
+                if one.nearness is not None
+            ),
+        )
+
+
+def _summary(found: FloatCmp, findings: Sequence[Finding]) -> str:
+    first = next((one for one in findings if one.level == Level.FAIL), None) or next(
+        (one for one in findings if one.level == Level.UNKNOWN), None
+    )
+    if first is not None:
+        return first.title
+    numbers = f"{found.numbers:,} number{'' if found.numbers == 1 else 's'} in {_count(found.tensors)}"
+    if found.identical == found.tensors:
+        return f"identical: {numbers}"
+    worst = max(
+        (pair for pair in found.pairs if pair.likeness != Likeness.IDENTICAL), key=lambda one: one.max_scaled_ulp
+    )
+    where = f", most in {worst.key}" if worst.key else ""
+    same = f", {found.identical} of them identical" if found.identical else ""
+    return f"equal within {worst.max_scaled_ulp} ulp of {worst.unit}{where} (rounding): {numbers}{same}"
+
+
+def _count(tensors: int) -> str:
+    return f"{tensors:,} tensor{'' if tensors == 1 else 's'}"

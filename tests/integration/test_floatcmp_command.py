@@ -1,0 +1,196 @@
+"""floatcmp on files as they are written by torch, numpy and safetensors; damaged ones, and one that would run code."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from support import distdiag
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import torch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+from distdiag.commands.floatcmp import ask_torch
+from distdiag.commands.floatcmp.ask_files import Unreadable, read
+
+
+class RunsCode:
+    """What an attacker pickles: making a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """a; b, which is rounding away; c, which differs; r, the reference."""
+    folder = tmp_path_factory.mktemp("files")
+    torch.manual_seed(0)
+    x, w = torch.randn(8, 512), torch.randn(512, 8)
+    a = {"layers": [{"weight": w, "out": x @ w}], "step": 3, "run": "one"}
+    b = {"layers": [{"weight": w, "out": (x.double() @ w.double()).float()}], "step": 3, "run": "two"}
+    broken = w.clone()
+    broken[3, 4] = float("nan")
+    c = {"layers": [{"weight": broken, "out": (x @ w) * 1.01}], "step": 3, "more": w}
+    r = {"layers": [{"weight": w.double(), "out": x.double() @ w.double()}]}
+    for name, values in (("a", a), ("b", b), ("c", c), ("r", r)):
+        torch.save(values, folder / f"{name}.pt")
+    return folder
+
+
+def test_rounding_is_healthy_and_the_reference_says_who_is_nearer(files: Path) -> None:
+    result = distdiag(
+        *("floatcmp", "--json", str(files / "a.pt"), str(files / "b.pt")),
+        *("--reference", str(files / "r.pt"), "--key", "layers*", "--worst", "2"),
+    )
+    report = result.report
+    assert (result.code, report["data"]["tensors"], report["data"]["identical"]) == (0, 2, 1)
+    out = report["data"]["pairs"][0]
+    assert (out["key"], out["unit"], len(out["worst"])) == ("layers[0].out", "float32", 2)
+    assert out["nearness"]["b"]["max_ulp"] == 0
+    (nearer,) = [one for one in report["findings"] if one["id"] == "floatcmp.nearer"]
+    assert nearer["evidence"][0].endswith(
+        "b.pt is correctly rounded in 100 % (worst 0 ulp): " + f"{files}/b.pt is nearer"
+    )
+
+
+def test_what_differs_is_named_with_its_place(files: Path) -> None:
+    result = distdiag("floatcmp", "a.pt", "c.pt", wrap=("env", f"--chdir={files}", "NO_COLOR=1"))
+    assert result.code == 1
+    assert "\x1b" not in result.out
+    assert "distdiag floatcmp: FAIL" in result.out
+    assert "[3, 4]  a " in result.out
+    assert "nan in b only: 1" in result.out
+    assert "FAIL  floatcmp.beyond-rounding" in result.out
+    assert "only in c.pt: more" in result.out
+    assert "    distdiag floatcmp a.pt c.pt --key 'layers[0].out' --worst 20" in result.out
+    prose = [line for line in result.out.splitlines() if not line.startswith("    ")]
+    assert max(map(len, prose)) <= 80
+
+
+def test_a_file_that_would_run_code_is_refused_and_does_not(tmp_path: Path, files: Path) -> None:
+    trap = tmp_path / "made_by_the_file"
+    # Both formats of torch.save: zip, and the bare pickle of old.
+    for zipped in (True, False):
+        torch.save({"w": RunsCode(trap)}, tmp_path / f"{zipped}.pt", _use_new_zipfile_serialization=zipped)
+        with pytest.raises(Unreadable, match="wants more than tensors") as refused:
+            read(str(tmp_path / f"{zipped}.pt"))
+        assert "torch.save(model.state_dict()" in refused.value.hint
+    (tmp_path / "plain.pkl").write_bytes(pickle.dumps(RunsCode(trap)))
+    with pytest.raises(Unreadable):
+        read(str(tmp_path / "plain.pkl"))
+    result = distdiag("floatcmp", "--json", str(tmp_path / "True.pt"), str(files / "a.pt"))
+    assert result.code == 3
+    assert "posix.mkdir" in result.report["error"]["message"]
+    assert not trap.exists()
+
+
+def test_files_that_are_cut_off_or_none_of_ours(tmp_path: Path, files: Path) -> None:
+    whole = (files / "a.pt").read_bytes()
+    safe = safetensors({"w": ("F32", [4], bytes(16))})
+    cases = {
+        "half.pt": whole[: len(whole) // 2],
+        "empty.pt": b"",
+        "text.txt": b"0.5 0.25\n",
+        "half.safetensors": safe[:-3],
+        "odd.safetensors": safetensors({"w": ("F32", [5], bytes(16))}),
+        "no_header.safetensors": struct.pack("<Q", 9) + b"{" + b"x" * 8,
+        "half.npy": npy("<f4", (4,), bytes(16))[:-3],
+        "short.npy": b"\x93NUMPY",
+        "objects.npy": npy("|O", (1,), pickle.dumps([1])),
+    }
+    for name, content in cases.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(Unreadable) as refused:
+            read(str(tmp_path / name))
+        assert str(refused.value).startswith(str(tmp_path / name)), name
+        assert refused.value.hint, name
+
+
+def safetensors(tensors: dict[str, tuple[str, list[int], bytes]], padding: str = "") -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"by": "test"}}
+    body = b""
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(body), len(body) + len(data)]}
+        body += data
+    text = json.dumps(header).encode() + padding.encode()
+    return struct.pack("<Q", len(text)) + text + body
+
+
+def npy(descr: str, shape: tuple[int, ...], data: bytes, *, fortran: bool = False) -> bytes:
+    text = repr({"descr": descr, "fortran_order": fortran, "shape": shape}).encode() + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + data
+
+
+@pytest.mark.parametrize("padding", ["", " ", "   "])
+def test_safetensors_wherever_their_numbers_lie(tmp_path: Path, padding: str) -> None:
+    data = struct.pack("<6f", *range(6))
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(
+        safetensors({"byte": ("U8", [1], b"\x07"), "w": ("F32", [2, 3], data), "none": ("F32", [0], b"")}, padding)
+    )
+    values = read(str(path))
+    assert isinstance(values, dict)
+    assert values["w"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert (values["byte"].tolist(), values["none"].shape) == ([7], (0,))
+
+
+@pytest.mark.parametrize(
+    ("descr", "code"), [("<f4", "<6f"), (">f4", ">6f"), ("<f8", "<6d"), (">i2", ">6h"), ("|u1", "6B")]
+)
+def test_npy_in_each_order(tmp_path: Path, descr: str, code: str) -> None:
+    path, turned_path = tmp_path / "x.npy", tmp_path / "turned.npy"
+    path.write_bytes(npy(descr, (2, 3), struct.pack(code, *range(6))))
+    values = read(str(path))
+    assert isinstance(values, torch.Tensor)
+    assert values.tolist() == [[0, 1, 2], [3, 4, 5]]
+    turned_path.write_bytes(npy(descr, (2, 3), struct.pack(code, 0, 3, 1, 4, 2, 5), fortran=True))
+    turned = read(str(turned_path))
+    assert isinstance(turned, torch.Tensor)
+    assert turned.tolist() == values.tolist()
+
+
+def test_wrong_usage(tmp_path: Path, files: Path) -> None:
+    missing = distdiag("floatcmp", "--json", str(files / "a.pt"), str(tmp_path / "none.pt"))
+    assert (missing.code, missing.report["error"]["id"]) == (2, "usage")
+    folder = distdiag("floatcmp", str(files / "a.pt"), str(tmp_path))
+    assert (folder.code, folder.out) == (2, "")
+    assert "a folder" in folder.err
+    assert distdiag("floatcmp", "--json", str(files / "a.pt")).code == 2
+
+
+def test_a_pattern_that_fits_nothing_is_answered_with_names(tmp_path: Path, files: Path) -> None:
+    order = {"a": str(files / "a.pt"), "b": str(files / "b.pt"), "key": "nothing*"}
+    ask_torch.main(json.dumps(order), str(tmp_path / "answer"))
+    answer = json.loads((tmp_path / "answer").read_bytes())
+    assert answer["no_match"] == ["layers[0].weight", "layers[0].out", "step", "run"]
+
+
+def test_a_torch_that_cannot_be_imported_is_told_as_such(tmp_path: Path, files: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
+    result = distdiag("floatcmp", str(files / "a.pt"), str(files / "b.pt"), env={"PYTHONPATH": str(tmp_path)})
+    assert result.code == 3
+    assert "torch cannot be imported: OSError: libcudart.so.12" in result.err
+    assert "cuda-env" in result.err
+
+
+def test_a_deadline_ends_it_and_says_where_it_was(tmp_path: Path, files: Path) -> None:
+    (tmp_path / "torch.py").write_text("import time\ntime.sleep(60)\n")
+    result = distdiag(
+        "floatcmp", str(files / "a.pt"), str(files / "b.pt"), "--timeout", "1", env={"PYTHONPATH": str(tmp_path)}
+    )
+    assert result.code == 3
+    assert "no answer in 1 s; it was importing torch" in result.err
+    assert "--timeout 4" in result.err

@@ -1,0 +1,146 @@
+"""Ranks that come to breakpoints, as many jobs as are asked for, all forked from this process: it has torch already.
+
+Each line of stdin is a job as JSON: `what` functions of this file, `size`, `store` (a file, or host:port that rank 0
+then serves), the `terminal` that they run on, `as_terminal`: False if it only is to show what they say, `listen`,
+`on_quit`, `env`, `exits`: see `end`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from bdb import BdbQuit
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distdiag import breakpoint, printflock
+from distdiag.training import rank_meeting
+
+JOB: dict[str, Any] = {}
+
+
+def timeouts() -> list[float]:
+    world = dist.distributed_c10d._world
+    backends = [group._get_backend(torch.device("cpu")) for group in world.pg_map]
+    store: Any = dist.distributed_c10d._get_default_store()
+    return [one.total_seconds() for one in [*(backend.options._timeout for backend in backends), store.timeout]]
+
+
+def total() -> float:
+    mine = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(mine)
+    return float(mine)
+
+
+def steps() -> None:
+    """Stop, go on, and add up what the ranks have."""
+    before = timeouts()
+    breakpoint(0, timeout_s=100, listen=JOB["listen"], on_quit=JOB["on_quit"])
+    secret = dist.get_rank() * 10 + 7
+    time.sleep(0)
+    printflock("after line", secret)
+    printflock("total", total(), "timeouts as before", timeouts() == before)
+
+
+def releases() -> None:
+    """Stop, and step over a collective."""
+    before = timeouts()
+    breakpoint(0, timeout_s=100)
+    added = total()
+    printflock("added", added, "with timeouts", timeouts())
+    while dist.get_rank() == 1 and timeouts() != before:
+        time.sleep(0.05)
+    printflock("timeouts as before", timeouts() == before)
+
+
+def quiet_twice() -> None:
+    """Pass two places twice each, as often as both are to be skipped; then stop in the third call of one."""
+    for turn in range(2):
+        breakpoint(0, skip=2)
+        printflock("first place", turn)
+        breakpoint(0, skip=2)
+        printflock("second place", turn)
+    for turn in range(3):
+        breakpoint(0, skip=2)
+        printflock("third place", turn)
+
+
+def impatient() -> None:
+    """Stop for longer than the others wait."""
+    before = timeouts()
+    try:
+        breakpoint(0, timeout_s=1)
+    except RuntimeError as error:
+        printflock(type(error).__name__, error, timeouts() == before)
+
+
+def some() -> None:
+    """Stop one of a group of two, the third of the ranks goes on."""
+    pair = dist.new_group([0, 2], timeout=timedelta(seconds=33))
+    breakpoint(2, group=pair)
+    printflock("passed")
+
+
+def far_away() -> None:
+    """Stop where the others cannot see the process."""
+    rank_meeting._space = lambda: str(os.getpid())
+    rank_meeting.SILENCE_S = 2.5
+    steps()
+
+
+def run_on_terminal() -> None:
+    os.setsid()
+    terminal = os.open(JOB["terminal"], os.O_RDWR | (0 if JOB["as_terminal"] else os.O_NOCTTY))
+    os.dup2(terminal if JOB["as_terminal"] else os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(terminal, 1)
+    os.dup2(terminal, 2)
+    os.closerange(3, 20)
+
+
+def be_rank(rank: int) -> None:
+    dist.set_debug_level_from_env()
+    where = f"file://{JOB['store']}" if JOB["store"].startswith("/") else f"tcp://{JOB['store']}"
+    short = timedelta(seconds=20)
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=JOB["size"], timeout=short)
+    try:
+        printflock("pid", os.getpid())
+        for what in JOB["what"]:
+            globals()[what]()
+        printflock("ended well")
+    except (RuntimeError, BdbQuit) as error:
+        printflock("ended by", type(error).__name__, error)
+    finally:
+        dist.destroy_process_group()
+
+
+def run() -> None:
+    run_on_terminal()
+    os.environ.update(JOB["env"])
+    print("job", os.getpid(), flush=True)
+    for rank in range(JOB["size"]):
+        if not os.fork():
+            be_rank(rank)
+            end()
+    for _ in range(JOB["size"]):
+        os.wait()
+    end()
+
+
+def end() -> None:
+    """End; to take all of torch down takes a second, so only where what happens at exit is looked at."""
+    if JOB["exits"]:
+        sys.exit()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        JOB = json.loads(line)
+        if not os.fork():
+            run()

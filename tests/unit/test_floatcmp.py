@@ -1,0 +1,325 @@
+"""floatcmp: distances in ulp in every dtype, what is counted apart, who is nearer, in any shape and nesting."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import torch
+
+from distdiag import floatcmp
+from distdiag.commands.floatcmp.diagnose import diagnose
+from distdiag.commands.floatcmp.model import Request
+from distdiag.commands.floatcmp.result import FloatCmp
+from distdiag.report import Verdict
+from distdiag.training.floats import tally
+from distdiag.training.floats.bits import distance, precision, rounded
+from distdiag.training.floats.judge import limits, share
+from distdiag.training.floats.model import FAR, Likeness
+
+if TYPE_CHECKING:
+    from distdiag.training.floats.model import Pair
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+INF, NAN = math.inf, math.nan
+
+
+def pair_of(a: object, b: object, **options: Any) -> Pair:  # noqa: ANN401 - what floatcmp takes
+    (pair,) = floatcmp(a, b, **options).pairs
+    return pair
+
+
+def test_the_power_that_a_cpu_and_a_gpu_disagree_on_is_2_ulp_apart() -> None:
+    pair = pair_of(torch.tensor([7.94328212738037109375]), torch.tensor([7.94328308105468750000]))
+    assert (pair.counts.max_ulp, pair.likeness, pair.unit) == (2, Likeness.ROUNDING, "float32")
+    assert (pair.worst[0].a, pair.worst[0].a_bits, pair.worst[0].b_bits) == (
+        "7.943282127380371",
+        "0x40fe2f5e",
+        "0x40fe2f60",
+    )
+    assert pair.max_abs == 9.5367431640625e-07
+
+
+def test_zeros_of_two_signs_are_equal_and_told() -> None:
+    pair = pair_of(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]))
+    assert (pair.likeness, pair.counts.equal, pair.counts.zero_signs) == (Likeness.IDENTICAL, 2, 1)
+
+
+def test_the_smallest_numbers_on_both_sides_of_zero_are_2_apart() -> None:
+    assert pair_of(torch.tensor([1e-45]), torch.tensor([-1e-45])).counts.max_ulp == 2
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_neighbours_are_1_apart_everywhere(dtype: torch.dtype) -> None:
+    info = torch.finfo(dtype)
+    numbers = torch.tensor([0.0, info.tiny, 1.0, -1.0, 1.5, 3.0, -65000.0, -info.tiny / 2], dtype=dtype)
+    above = torch.nextafter(numbers, torch.full_like(numbers, INF))
+    assert distance(numbers, above).tolist() == [1] * len(numbers)
+    pair = pair_of(numbers, above)
+    assert (pair.counts.max_ulp, pair.counts.equal, pair.likeness) == (1, 0, Likeness.ROUNDING)
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+def test_all_numbers_of_8_bits_are_in_their_order(dtype: torch.dtype) -> None:
+    numbers = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(dtype)
+    numbers = numbers[numbers.float().isfinite()]
+    order = numbers.float().argsort(stable=True)
+    ladder = numbers.view(torch.uint8)[order].view(dtype)
+    steps = distance(ladder[:-1], ladder[1:])
+    same = ladder.float()[:-1] == ladder.float()[1:]  # 0.0 and -0.0
+    assert steps.tolist() == (~same).long().tolist()
+
+
+def test_nan_and_infinities_are_counted_apart_and_hide_nothing() -> None:
+    a = torch.tensor([NAN, NAN, 1.0, INF, INF, 2.0, INF, 1.0])
+    b = torch.tensor([NAN, 1.0, NAN, INF, 3e38, -INF, -INF, 1.5])
+    pair = pair_of(a, b)
+    counts = pair.counts
+    assert (counts.both_nan, counts.nan_only_a, counts.nan_only_b) == (1, 1, 1)
+    assert (counts.inf_only_a, counts.inf_only_b, counts.inf_opposite) == (1, 1, 1)
+    assert (counts.equal, counts.one_sided, counts.differing) == (1, 5, 6)
+    assert (pair.max_abs, pair.counts.max_ulp) == (0.5, 2**22)
+    assert [place.index for place in pair.one_sided] == [(1,), (2,), (4,), (5,), (6,)]
+    assert pair.first is not None
+    assert pair.first.index == (1,)
+    assert pair.likeness == Likeness.DIFFERS
+    text = str(floatcmp(a, b, names=("cpu", "cuda")))
+    assert "nan in cpu only: 1" in text
+    assert "inf in cuda only: 1" in text
+
+
+def test_nan_at_the_same_place_is_equal_whatever_its_bits() -> None:
+    a = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    pair = pair_of(a, a.flip(0))
+    assert (pair.likeness, pair.counts.both_nan) == (Likeness.IDENTICAL, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int64, torch.bool])
+def test_integers_are_exact(dtype: torch.dtype) -> None:
+    a, b = torch.tensor([0, 1, 1]).to(dtype), torch.tensor([0, 1, 0]).to(dtype)
+    assert pair_of(a, a.clone()).likeness == Likeness.IDENTICAL
+    pair = pair_of(a, b)
+    assert (pair.likeness, pair.unit, pair.counts.differing, pair.max_abs) == (Likeness.DIFFERS, "", 1, 1.0)
+
+
+def test_two_kinds_of_integers_are_compared_where_something_holds_both() -> None:
+    found = pair_of(torch.tensor([255], dtype=torch.uint8), torch.tensor([-1], dtype=torch.int8))
+    assert (found.likeness, found.max_abs) == (Likeness.DIFFERS, 256.0)
+    huge = torch.tensor([2**63], dtype=torch.uint64)
+    assert floatcmp([huge], [torch.tensor([-(2**63)])]).likeness == Likeness.NOT_COMPARED
+
+
+def test_distances_beyond_64_bits_are_held_at_their_end() -> None:
+    top = torch.tensor([2**63 - 1, -(2**63)])
+    assert distance(top, torch.tensor([-(2**63), 0])).tolist() == [FAR, FAR]
+    far = pair_of(torch.tensor([1.7e308], dtype=torch.float64), torch.tensor([-1.7e308], dtype=torch.float64))
+    assert far.counts.max_ulp == FAR
+    assert math.isfinite(far.max_abs)
+    assert far.max_rel <= 2
+
+
+def test_complex_numbers_are_two_numbers_each() -> None:
+    pair = pair_of(torch.tensor([1 + 1j]).conj(), torch.tensor([1 - 1.0000001j]))
+    assert (pair.counts.size, pair.counts.max_ulp, pair.worst[0].index) == (2, 1, (0, 1))
+
+
+def test_two_dtypes_are_compared_in_the_coarser_one() -> None:
+    exact = torch.tensor([1.0, math.pi, 7.0])
+    pair = pair_of(exact.bfloat16(), exact)
+    assert (pair.likeness, pair.unit) == (Likeness.IDENTICAL, "bfloat16")
+    assert any("compared in bfloat16" in note for note in pair.notes)
+
+
+def test_what_only_rounding_makes_infinite_is_not_taken_for_an_infinity() -> None:
+    wide = torch.tensor([1e5, 7.0, INF, 1e5])
+    narrow = torch.tensor([INF, 7.0, 65504.0, 65504.0], dtype=torch.float16)
+    counts = pair_of(wide, narrow).counts
+    assert (counts.equal, counts.inf_only_b, counts.inf_only_a) == (1, 1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, *EIGHT_BITS])
+def test_float64_is_rounded_once(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    digits = precision(dtype)
+    # Next to the middle of two neighbours, where a first rounding to float32 falls onto the middle itself.
+    odd = torch.randint(2 ** (digits - 1), 2**digits, (200,), dtype=torch.int64) * 2 + 1
+    beside = 1 + torch.where(odd % 3 == 0, -1, 1).double() * 2.0**-45
+    numbers = torch.ldexp(odd.double(), torch.tensor(-digits)) * beside
+    numbers = torch.cat([numbers, -numbers])
+    for number, got in zip(numbers.tolist(), rounded(numbers, dtype).double().tolist(), strict=True):
+        grain = Fraction(2) ** (math.frexp(number)[1] - digits)
+        assert Fraction(got) == round(Fraction(number) / grain) * grain
+    special = torch.tensor([INF, -INF, NAN, 0.0, -0.0], dtype=torch.float64)
+    if dtype in (torch.float16, torch.bfloat16):
+        assert str(rounded(special, dtype).tolist()) == "[inf, -inf, nan, 0.0, -0.0]"
+
+
+def test_a_reference_tells_who_is_nearer() -> None:
+    inputs = torch.arange(0, 10)
+    right = 10 ** (inputs.double() / 10)
+    a, b = right.float(), right.float()
+    b[9] = torch.nextafter(torch.nextafter(b[9], torch.tensor(INF)), torch.tensor(INF))
+    by_tensor = pair_of(a, b, reference=right)
+    by_function = pair_of(a, b, reference=lambda at: 10 ** (at / 10), inputs=(inputs,))
+    assert torch.get_default_dtype() == torch.float32
+    for pair in (by_tensor, by_function):
+        assert pair.nearness is not None
+        assert (pair.nearness.nearer, pair.nearness.a.differing, pair.nearness.b.max_ulp) == ("a", 0, 2)
+    text = str(floatcmp(a, b, reference=right, names=("cpu", "cuda")))
+    assert "cpu is correctly rounded in 100 %" in text
+    assert "cuda is correctly rounded in 90.0 % (worst 2 ulp): cpu is nearer" in text
+
+
+def test_a_reference_that_is_no_finer_is_refused() -> None:
+    one = torch.ones(3)
+    pair = pair_of(one, one, reference=one)
+    assert pair.nearness is None
+    assert "not finer" in pair.notes[0]
+    assert "lacks" in pair_of({"x": one}, {"x": one}, reference={"y": one.double()}).notes[0]
+    assert "shape" in pair_of(one, one, reference=torch.ones(4, dtype=torch.float64)).notes[0]
+
+
+def test_a_sum_in_another_order_is_rounding_though_near_zero_it_is_many_ulp() -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(64, 1024), torch.randn(1024, 64)
+    pair = pair_of(x @ w, x.flip(1) @ w.flip(0))
+    assert pair.counts.max_ulp > limits("float32")[1]
+    assert pair.max_scaled_ulp < math.isqrt(1024)
+    assert pair.likeness in (Likeness.ROUNDING, Likeness.LONG_SUM)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_percent_is_no_rounding(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    numbers = torch.randn(1000, dtype=torch.float64)
+    assert pair_of(numbers.to(dtype), (numbers * 1.08).to(dtype)).likeness == Likeness.DIFFERS
+
+
+def test_pieces_are_counted_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    a = torch.randn(7, 50, 3)
+    b = torch.where(torch.rand_like(a) < 0.2, a * (1 + 3e-7), a)
+    b[6, 49, 2] = NAN
+    whole = floatcmp(a, b, reference=a.double(), worst=7)
+    monkeypatch.setattr(tally, "PIECE", 16)
+    assert floatcmp(a, b, reference=a.double(), worst=7) == whole
+    turned = floatcmp(a.permute(2, 1, 0).contiguous().permute(2, 1, 0), b, reference=a.double(), worst=7)
+    assert turned == whole
+    assert sum(bucket.count for bucket in whole.pairs[0].counts.histogram) == a.numel() - 1
+
+
+def test_an_expanded_tensor_is_not_copied_as_a_whole() -> None:
+    row = torch.randn(1, 1000)
+    pair = pair_of(row.expand(300, 1000), row.expand(300, 1000))
+    assert (pair.likeness, pair.counts.size) == (Likeness.IDENTICAL, 300_000)
+
+
+def test_the_worst_places_are_the_first_of_the_worst() -> None:
+    a = torch.ones(10)
+    b = a.clone()
+    b[[2, 5, 8]] = torch.nextafter(b[0], torch.tensor(2.0))
+    b[7] += 1e-5
+    pair = pair_of(a, b, worst=3)
+    assert [place.index for place in pair.worst] == [(7,), (2,), (5,)]
+    assert pair.largest is not None
+    assert pair.largest.index == (7,)
+    none = pair_of(a, b, worst=0)
+    assert (none.worst, none.counts.max_ulp) == ((), pair.counts.max_ulp)
+
+
+@pytest.mark.parametrize(("a", "b"), [((3, 4), (4, 3)), ((), (1,)), ((0,), (2,))])
+def test_other_shapes_are_an_answer(a: tuple[int, ...], b: tuple[int, ...]) -> None:
+    found = floatcmp(torch.zeros(a), torch.zeros(b))
+    assert found.likeness == Likeness.DIFFERS
+    assert "other shapes" in str(found)
+
+
+def test_empty_tensors_and_single_numbers() -> None:
+    assert floatcmp(torch.empty(0, 3), torch.empty(0, 3)).likeness == Likeness.IDENTICAL
+    assert floatcmp(torch.tensor(1.0), 1.0).likeness == Likeness.IDENTICAL
+    assert floatcmp(2**70, 2**70).values_differ == ()
+    assert floatcmp([1, 2.5], [1, 2.5]).pairs[0].counts.size == 2
+
+
+def test_nested_tensors_are_paired_by_name() -> None:
+    one = torch.ones(2)
+    a = {"model": {"w": one, "gone": one}, "step": 3, "opt": [one, {"m": one}], "note": "x", 0: one, "kind": one}
+    b = {"model": {"w": one + 1, "new": one}, "step": 4, "opt": [one, {"m": one}], "note": "y", 0: one, "kind": None}
+    found = floatcmp(a, b)
+    assert [pair.key for pair in found.pairs] == ["model.w", "step", "opt[0]", "opt[1].m", "0"]
+    assert (found.only_a, found.only_b) == (("kind (Tensor)", "model.gone"), ("kind (NoneType)", "model.new"))
+    assert (found.values_differ, found.not_compared) == (("note",), ())
+    assert found.worst_first[0].key == "model.w"
+    text = str(found)
+    assert "only in a: kind (Tensor), model.gone" in text
+    assert "of 5 tensors, 2 differ beyond rounding, 3 are identical" in text
+
+
+def test_what_holds_no_numbers_is_said_and_not_called_equal() -> None:
+    found = floatcmp({"x": torch.empty(2, device="meta"), "y": object()}, {"x": torch.ones(2), "y": object()})
+    assert found.likeness == Likeness.NOT_COMPARED
+    assert [name.partition(":")[0] for name in found.not_compared] == ["x", "y"]
+    with pytest.raises(TypeError, match="state_dict"):
+        floatcmp(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+
+
+def test_what_contains_itself_is_refused() -> None:
+    ring: list[object] = []
+    ring.append(ring)
+    with pytest.raises(ValueError, match="nested deeper"):
+        floatcmp(ring, ring)
+
+
+def test_sparse_and_gradient_tensors() -> None:
+    assert floatcmp(torch.eye(3).to_sparse(), torch.eye(3)).likeness == Likeness.IDENTICAL
+    assert floatcmp(torch.ones(2, requires_grad=True), torch.ones(2)).likeness == Likeness.IDENTICAL
+
+
+def test_a_share_is_never_rounded_to_all_or_none() -> None:
+    assert [share(part, 10_000) for part in (0, 1, 5_000, 9_999, 10_000)] == [
+        "0 %",
+        "<0.1 %",
+        "50.0 %",
+        ">99.9 %",
+        "100 %",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("b", "verdict", "ids"),
+    [
+        ({"w": torch.ones(4)}, Verdict.OK, []),
+        ({"w": torch.ones(4) * (1 + 3e-7)}, Verdict.OK, []),
+        ({"w": torch.ones(4) * (1 + 3e-6)}, Verdict.WARN, ["long-sum"]),
+        ({"w": torch.ones(4) * 1.1}, Verdict.FAIL, ["beyond-rounding"]),
+        ({"w": torch.tensor([1.0, 1.0, NAN, 1.0])}, Verdict.FAIL, ["one-sided"]),
+        ({"w": torch.ones(5)}, Verdict.FAIL, ["shapes"]),
+        ({"v": torch.ones(4)}, Verdict.FAIL, ["keys", "nothing"]),
+    ],
+)
+def test_a_verdict_for_each_kind(b: object, verdict: Verdict, ids: list[str]) -> None:
+    found = floatcmp({"w": torch.ones(4)}, b)
+    facts = FloatCmp(
+        a="a.pt",
+        b="b.pt",
+        reference="",
+        tensors=len(found.pairs),
+        identical=sum(pair.likeness == Likeness.IDENTICAL for pair in found.pairs),
+        numbers=4,
+        both_nan=(),
+        pairs=found.worst_first,
+        only_a=found.only_a,
+        only_b=found.only_b,
+        values_differ=(),
+        not_compared=(),
+        peak_bytes=0,
+    )
+    report = diagnose(Request(a="a.pt", b="b.pt"), facts)
+    assert (report.verdict, [finding.id.partition(".")[2] for finding in report.findings]) == (verdict, ids)
