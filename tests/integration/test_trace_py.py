@@ -196,6 +196,16 @@ def test_a_call_that_returned_into_the_line_that_hangs(tmp_path: Path, python: s
     assert (last.line, last.back) == (marked("CALLER"), True)
 
 
+@pytest.mark.parametrize("how", ["is_interrupted", "recurses"])
+def test_an_exception_that_comes_out_of_the_tracer_does_no_harm(tmp_path: Path, python: str, how: str) -> None:
+    # A signal handler's may be raised anywhere, and the last frame that there is room for may be the tracer's.
+    done = run(tmp_path, python, LINES, how)
+    assert (done.returncode, done.stderr.count(b"Traceback")) == (-signal.SIGKILL, 0), done.stderr
+    (ring,) = kept(tmp_path)
+    (main,) = (thread for thread in ring.threads if thread.tid == ring.about["pid"])
+    assert main.records[-1].line == marked("END")
+
+
 def test_disk_use_is_constant_and_packages_are_chosen(tmp_path: Path, python: str) -> None:
     code = "import json\nfor i in range(300): json.dumps({'a': [i]}, indent=1)\n"
     run(tmp_path / "user", python, "-c", code)

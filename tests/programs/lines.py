@@ -2,6 +2,7 @@
 
 import _thread
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -105,6 +106,45 @@ def eats() -> None:
     kept = []
     while True:
         kept.append(bytearray(10**6))  # EATS
+
+
+class Late(Exception):
+    pass
+
+
+def is_interrupted() -> None:
+    def late(number: int, frame: object) -> None:
+        raise Late
+
+    signal.signal(signal.SIGALRM, late)
+    for _ in range(20):
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        try:
+            while True:
+                count(10)
+        except Late:
+            pass
+    _later()
+
+
+def recurses() -> None:
+    def deeper() -> None:
+        deeper()
+
+    with contextlib.suppress(RecursionError):
+        deeper()
+    _later()
+
+
+def _later() -> None:
+    garbage = []
+    for number in range(5000):
+        garbage.append([number])
+    _end()
+
+
+def _end() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)  # END
 
 
 def _argument() -> float:

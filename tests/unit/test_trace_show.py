@@ -44,6 +44,7 @@ def process(rank: int | None, at: tuple[str, int], *more: Line, **changes: objec
         "include": (),
         "lines": 1000,
         "state": "died",
+        "error": "",
         "began_s": 10.0,
         "ended_s": None,
         "age_s": 60.0,
@@ -100,6 +101,36 @@ def test_who_died_while_the_others_live() -> None:
     report = judged(*alive, process(3, COMPUTE))
     assert (report.exit_code(), report.data.odd) == (1, (3,))
     assert "was killed or crashed, last at `step` train.py:18" in report.findings[0].title
+
+
+def test_of_those_that_ended_the_first_is_named_and_an_error_in_a_collective_is_a_consequence() -> None:
+    killed = judged(process(0, REDUCE, state="raised", error="RuntimeError: closed", ended_s=80.0), process(1, REDUCE))
+    assert (killed.exit_code(), killed.data.odd) == (1, (1,))
+    assert killed.summary.startswith("rank 1 (node1, pid 1001) was killed or crashed first, last at `step` train.py:21")
+    raised = judged(
+        process(0, REDUCE, state="raised", error="RuntimeError: closed", ended_s=80.0),
+        process(1, COMPUTE, state="raised", error="ValueError: no", ended_s=79.0),
+        process(2, REDUCE),
+    )
+    assert raised.data.odd == (1,)
+    assert "ended by ValueError: no first" in raised.summary
+    left = judged(
+        process(0, REDUCE, state="raised", error="RuntimeError: closed", ended_s=80.0),
+        process(1, COMPUTE, state="ended", ended_s=70.0),
+    )
+    assert left.data.odd == (1,)
+    alone = judged(process(0, COMPUTE, state="raised", error="ValueError: no", ended_s=1.0, world_size=1))
+    assert (alone.exit_code(), "ended by ValueError: no" in alone.summary) == (1, True)
+
+
+def test_an_older_run_that_still_runs_is_shown_beside_the_newest() -> None:
+    hung = [
+        process(rank, at, state="running", began_s=5.0, job={"MASTER_PORT": "9"})
+        for rank, at in ((0, REDUCE), (1, SLEEP))
+    ]
+    fine = ranks(dict.fromkeys(range(4), COMPUTE), state="ended", began_s=50.0)
+    report = judged(*hung, *fine)
+    assert (report.exit_code(), report.data.odd, report.data.older_runs) == (1, (1,), 0)
 
 
 def test_all_that_came_to_their_end_are_fine() -> None:

@@ -33,6 +33,7 @@ class ByMonitoring:
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
         self._rings: dict[int, Callable[[], Any]] = {}
+        self._begun: dict[int, Callable[[], Callable[[], Any]]] = {}
         self._local = threading.local()
         self._tool = -1
 
@@ -82,7 +83,11 @@ class ByMonitoring:
         return sys.monitoring.DISABLE  # type: ignore[attr-defined]
 
     def _begin_code(self, frame: FrameType) -> None:
-        if id(frame.f_code) in self._watched.bases or self._watched.base_of(frame) is not None:
+        try:
+            is_traced = id(frame.f_code) in self._watched.bases or self._watched.base_of(frame) is not None
+        except RecursionError:
+            return
+        if is_traced:
             monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
             events = monitoring.events
             monitoring.set_local_events(self._tool, frame.f_code, events.LINE | events.PY_RETURN | events.PY_YIELD)
@@ -101,28 +106,36 @@ class ByMonitoring:
                 last_code = code
             try:
                 rings_of[ident()]()[0] = mine + line
-            except KeyError:
+            except (KeyError, StopIteration):
                 self._first()[0] = mine + line
-            except ValueError:
-                return  # a signal handler or a finalizer, while this thread begins a block: it is not traced
+            except (ValueError, RecursionError):
+                return  # a signal handler or a finalizer, while this thread begins a block; or no room: not traced
 
         return on_line
 
     def _on_return(self, code: CodeType, offset: int, value: object) -> None:
         place = self._watched.place_of_caller(sys._getframe(1))
         if place is not None:
-            with contextlib.suppress(ValueError):  # as above
-                self._rings.get(threading.get_ident(), self._first)()[0] = place
+            with contextlib.suppress(ValueError, RecursionError):  # as above
+                try:
+                    self._rings.get(threading.get_ident(), self._first)()[0] = place
+                except StopIteration:
+                    self._first()[0] = place
 
     def _first(self) -> Any:
-        following, end = self._watched.lease()
+        """Give the calling thread a ring at its first line; the same once more if an exception went through it."""
         number = threading.get_ident()
-        self._rings[number] = following
-
-        def forget() -> None:
-            if self._rings.get(number) is following:  # not after a fork, nor if a new thread has this number already
-                del self._rings[number]
-            end()
-
-        self._local.lease = Lease(forget)
+        begin = getattr(self._local, "begin", None)
+        if number not in self._rings or begin is None:
+            begin, end = self._watched.lease()
+            self._local.begin = begin
+            self._local.lease = Lease(lambda: self._forget(number, begin, end))
+        self._rings[number] = following = begin()
+        self._begun[number] = begin
         return following()
+
+    def _forget(self, number: int, begin: object, end: Callable[[], None]) -> None:
+        if self._begun.get(number) is begin:  # not after a fork, nor if a new thread has this number already
+            self._rings.pop(number, None)
+            self._begun.pop(number, None)
+        end()

@@ -7,6 +7,7 @@ into it, so that a line costs no look-up. Threads that C code made are not seen.
 from __future__ import annotations
 
 import _thread
+import gc
 import sys
 import threading
 
@@ -37,11 +38,8 @@ class BySettrace:
         threading.settrace(self._first_event)
         self._start_new_thread = _thread.start_new_thread
         _thread.start_new_thread = self._traced_thread
-        enter = self._tracer()
-        sys.settrace(enter)
-        while frame is not None:
-            frame.f_trace = enter(frame, "call", None)
-            frame = frame.f_back
+        gc.callbacks.append(self._watch)
+        self._trace_from(self._tracer(), frame)
 
     def stop(self) -> None:
         """End in the calling thread and for new ones; others end when they next call a function."""
@@ -49,6 +47,7 @@ class BySettrace:
         threading.settrace(None)
         if self._start_new_thread is not None:
             _thread.start_new_thread = self._start_new_thread
+        gc.callbacks.remove(self._watch)
         sys.settrace(None)
         frame: FrameType | None = sys._getframe()
         while frame is not None:
@@ -60,6 +59,22 @@ class BySettrace:
         renew = getattr(self._local, "renew", None)
         if renew is not None:
             renew()
+
+    def _trace_from(self, enter: Callable[[FrameType, str, object], Any], frame: FrameType | None) -> None:
+        sys.settrace(enter)
+        while frame is not None:
+            if frame.f_trace is None:
+                frame.f_trace = enter(frame, "call", None)
+            frame = frame.f_back
+
+    def _watch(self, phase: str, info: object) -> None:
+        """Take up tracing again where Python has ended it: an exception came out of a trace function.
+
+        That may be a signal handler's, or RecursionError. The garbage collector calls this, every few hundred objects.
+        """
+        enter = getattr(self._local, "enter", None)
+        if phase == "stop" and enter is not None and not self._stopped and sys.gettrace() is None:
+            self._trace_from(enter, sys._getframe(1))
 
     def _first_event(self, frame: FrameType, event: str, arg: object) -> Any:
         enter = self._tracer()
@@ -81,12 +96,20 @@ class BySettrace:
         of_code: dict[int, Any] = {}
         kept: list[CodeType] = []
         following: Callable[[], Any]
+        begin: Callable[[], Callable[[], Any]]
 
         def first() -> Any:
             # A child makes its file only if it has lines to tell: most execute another program at once.
-            nonlocal following
-            following, end = watched.lease()
+            nonlocal following, begin
+            begin, end = watched.lease()
+            following = begin()
             self._local.lease = Lease(end)
+            return following()
+
+        def again() -> Any:
+            # A signal handler's exception came through the ring.
+            nonlocal following
+            following = begin()
             return following()
 
         def renew() -> None:
@@ -96,14 +119,20 @@ class BySettrace:
         def local_for(base: float) -> Any:
             def local(frame: Any, event: str, arg: object) -> None:
                 if event == "line":
-                    following()[0] = base + frame.f_lineno
+                    try:
+                        following()[0] = base + frame.f_lineno
+                    except StopIteration:
+                        again()[0] = base + frame.f_lineno
                 elif event == "return":
                     back = frame.f_back
                     place = bases.get(id(back.f_code)) if back is not None else None
                     # Mostly a function is called by one that is traced as well.
                     place = watched.place_of_caller(frame) if place is None else -(place + (back.f_lineno or 0))
                     if place is not None:
-                        following()[0] = place
+                        try:
+                            following()[0] = place
+                        except StopIteration:
+                            again()[0] = place
                 # None: goes on with this function.
 
             return local
@@ -116,7 +145,10 @@ class BySettrace:
             try:
                 return of_code[id(code)]
             except KeyError:
-                base = watched.bases.get(id(code)) or watched.base_of(frame)
+                try:
+                    base = watched.bases.get(id(code)) or watched.base_of(frame)
+                except RecursionError:
+                    return None
                 if len(of_code) > _MOST_CODE:
                     of_code.clear()
                     kept.clear()
@@ -125,5 +157,5 @@ class BySettrace:
                 return made
 
         following = first
-        self._local.renew = renew
+        self._local.renew, self._local.enter = renew, enter
         return enter

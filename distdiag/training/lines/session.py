@@ -109,7 +109,11 @@ class trace_lines:
     `folder`: where the file is made (default: a directory of the user's below the temporary one, where
     `distdiag trace show` looks); `lines` for each of `threads` threads; `include`: packages beside the user's own code,
     "all" for all of them, "stdlib"; `exclude`: packages, directories or files that are not wanted. Where tracing cannot
-    start, that is said on stderr and the block runs untraced. `path` is the file, None as long as there is none.
+    start, that is said on stderr and the block runs untraced. `path` is the file, None as long as there is none; it
+    takes 72 bytes for each of `lines` lines of `threads` threads.
+
+    Raises:
+        ValueError: fewer than 2 lines, or no thread.
     """
 
     def __init__(
@@ -121,6 +125,8 @@ class trace_lines:
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
     ) -> None:
+        if lines < 2 or threads < 1:
+            raise ValueError("trace_lines keeps 2 lines at least, of 1 thread at least")
         self._settings = Settings(
             folder=os.path.abspath(folder or default_folder()),
             lines=lines,

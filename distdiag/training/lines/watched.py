@@ -49,6 +49,8 @@ class Watched:
         """Give what places in this frame's code begin with, None if it is not traced. Asked once per code."""
         try:
             return self._base_of(frame)
+        except RecursionError:
+            raise  # the job's own: whoever calls us makes do without this call
         except Exception as error:  # noqa: BLE001 - it would come out of a line of the job's
             self._give_up(error)
             return None
@@ -90,7 +92,7 @@ class Watched:
             back = back.f_back
         return None
 
-    def lease(self) -> tuple[Callable[[], Any], Callable[[], None]]:
+    def lease(self) -> tuple[Callable[[], Callable[[], Any]], Callable[[], None]]:
         """Give the calling thread its ring, see `Writer.lease`; nowhere if there is none."""
         try:
             writer = self._file()
@@ -98,7 +100,7 @@ class Watched:
         except Exception as error:  # noqa: BLE001 - as above
             self._give_up(error)
             leased = None
-        return leased if leased is not None else (nowhere, lambda: None)
+        return leased if leased is not None else (lambda: nowhere, lambda: None)
 
     def _give_up(self, error: Exception) -> None:
         if not self._broken:

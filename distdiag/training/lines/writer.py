@@ -89,8 +89,8 @@ class Writer:
             self.describe()
         return True
 
-    def lease(self) -> tuple[Callable[[], Any], Callable[[], None]] | None:
-        """Give the calling thread a ring: (the next place to write, what to call at the thread's end).
+    def lease(self) -> tuple[Callable[[], Callable[[], Any]], Callable[[], None]] | None:
+        """Give the calling thread a ring: (what gives what gives the next place to write, what to call at its end).
 
         None if as many threads as there is room for live already; the file says how many had none.
         """
@@ -105,11 +105,15 @@ class Writer:
             self._map[first : first + settings.lines * rings.BLOCK_BYTES] = bytes(settings.lines * rings.BLOCK_BYTES)
             self._tell_thread(number, rings.LIVE, time.monotonic(), 0.0)
         blocks = self._doubles[first // 8 : first // 8 + settings.lines * (1 + rings.PLACES)]
-        return itertools.chain.from_iterable(_turns(blocks)).__next__, lambda: self._end_thread(number)
+        return lambda: itertools.chain.from_iterable(_turns(blocks)).__next__, lambda: self._end_thread(number)
 
     def close(self) -> None:
-        """Note that the process came to its own end."""
+        """Note that the process came to its own end, and the exception that ended it if there was one."""
         if os.getpid() == self.pid:
+            error = getattr(sys, "last_value", None)  # Python sets it when nobody caught an exception
+            if error is not None:
+                self._notes["error"] = f"{type(error).__name__}: {error}"[:_WORDS]
+                self.describe()
             struct.pack_into("<d", self._map, rings.TAIL + 8, time.monotonic())
 
     def _free_slot(self) -> int | None:
@@ -138,13 +142,18 @@ class Writer:
 def _turns(ring: memoryview[float]) -> Iterator[tuple[memoryview[float], ...]]:
     """Begin one block after the other, for ever; yield its places: one only, as long as lines take long.
 
-    A chain of these gives a place at a time without running any Python between.
+    A chain of these gives a place at a time without running any Python between. Begins behind the newest block: where
+    a signal handler's exception came through here, this is done again.
     """
     size, now = 1 + rings.PLACES, time.monotonic
     blocks = [ring[k : k + size] for k in range(0, len(ring), size)]
     places = [tuple(block[k : k + 1] for k in range(1, size)) for block in blocks]
     nothing = memoryview(bytes(8 * size)).cast("d")
     before, slow = now(), _SLOW_LINES
+    newest = max(range(len(blocks)), key=lambda k: blocks[k][0])
+    if blocks[newest][0]:
+        blocks = blocks[newest + 1 :] + blocks[: newest + 1]
+        places = places[newest + 1 :] + places[: newest + 1]
     while True:
         for block, all_places in zip(blocks, places):
             block[:] = nothing

@@ -29,7 +29,7 @@ def trace_py(
         str, typer.Option(metavar="NAMES", help="Leave these out: packages, or files and directories of your own.")
     ] = "",
     lines: Annotated[
-        int, typer.Option(min=2, max=1_000_000, metavar="N", help="Lines to keep of each thread.")
+        int, typer.Option(min=2, max=100_000, metavar="N", help="Lines to keep of each thread; 72 bytes of disk each.")
     ] = LINES,
     threads: Annotated[
         int, typer.Option(min=1, max=4096, metavar="N", help="Threads of a process to keep lines of, at a time.")
@@ -49,7 +49,10 @@ def trace_py(
     argv = argv_of(command, example=f"{called_as()} trace py -- train.py")
     if os.environ.get("RANK", "0") == "0" and os.environ.get("SLURM_PROCID", "0") == "0":
         shown = "" if folder == default_folder() else f" {folder}"
-        typer.echo(f"distdiag trace: what runs is kept in {folder}; {called_as()} trace show{shown}", err=True)
+        typer.echo(
+            f"distdiag trace: each thread's last lines go to {folder}; to read them: {called_as()} trace show{shown}",
+            err=True,
+        )
     _become(argv, _environment(settings))
 
 

@@ -13,7 +13,7 @@ from distdiag.cluster.node import decode
 from distdiag.cluster.targets import describe, find_targets
 from distdiag.commands.trace.show.collect import NodeLines
 from distdiag.commands.trace.show.diagnose import diagnose
-from distdiag.commands.trace.show.runs import find_runs
+from distdiag.commands.trace.show.runs import find_runs, newest
 from distdiag.commands.trace.show.standing import stand_of
 from distdiag.commands.trace.show.words import clock, does
 from distdiag.errors import DistdiagError
@@ -81,7 +81,7 @@ def explain(request: Request) -> list[str]:
 def _news(
     nodes: list[NodeLines], told: dict[tuple[str, int], tuple[object, ...]], tell: Callable[[str], None]
 ) -> Iterator[str]:
-    for run in find_runs(nodes)[-1:]:
+    for run in newest(find_runs(nodes)):
         for member in run.members:
             stand = stand_of(member)
             line = stand.user or stand.library

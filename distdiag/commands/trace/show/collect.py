@@ -58,7 +58,8 @@ class Thread:
 
 @dataclass(frozen=True)
 class Process:
-    """One process. `state` is "running", "ended" (it came to its own end) or "died"; `age_s` of its last line.
+    """One process. `state` is "running", "ended", "raised" (of `error`, which nobody caught) or "died"; `age_s` of its
+    last line.
 
     `began_s` and `ended_s` are wall-clock times. `untold` threads had no room in the file.
     """
@@ -76,6 +77,7 @@ class Process:
     include: tuple[str, ...]
     lines: int
     state: str
+    error: str
     began_s: float
     ended_s: float | None
     age_s: float | None
@@ -124,10 +126,11 @@ def more(ask: dict[str, Any], tell: Callable[[NodeLines], None]) -> None:
 def _files(paths: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
     """List the files, the newest first; directories are searched, also those below."""
     found: dict[str, float] = {}
-    unread = []
+    unread: list[tuple[str, str]] = []
     for path in paths:
         if os.path.isdir(path):
-            below = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
+            walk = os.walk(path, onerror=lambda error: unread.append((str(error.filename), error.strerror or "")))
+            below = (os.path.join(folder, name) for folder, _, names in walk for name in names)
             found.update((one, _modified(one)) for one in below if one.endswith(rings.SUFFIX))
         elif os.path.exists(path):
             found[path] = _modified(path)
@@ -173,6 +176,7 @@ class _Reader:
             include=tuple(about["include"]),
             lines=about["lines"],
             state=self._state(ring),
+            error=str(about.get("notes", {}).get("error", "")),
             began_s=about["wall_s"],
             ended_s=None if ring.ended_s is None else ring.ended_s + to_wall,
             age_s=max(0.0, time.time() - newest) if newest else None,
@@ -182,7 +186,7 @@ class _Reader:
 
     def _state(self, ring: rings.RingFile) -> str:
         if ring.ended_s is not None:
-            return "ended"
+            return "raised" if ring.about.get("notes", {}).get("error") else "ended"
         about = ring.about
         proc = procs.read(about["pid"]) if about["boot"] == self._boot else None
         alive = proc is not None and proc.started == about["started"] and proc.state not in ("Z", "X")

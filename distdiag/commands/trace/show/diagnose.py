@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.reached import host_findings
 from distdiag.commands.trace.show.model import COMMAND
 from distdiag.commands.trace.show.result import Group, LastLine, Ring, TraceShow
-from distdiag.commands.trace.show.runs import find_runs
-from distdiag.commands.trace.show.standing import Outcome, judge, split
-from distdiag.commands.trace.show.words import does, spot, waits, who
+from distdiag.commands.trace.show.runs import find_runs, newest
+from distdiag.commands.trace.show.standing import COMM, Outcome, judge, split
+from distdiag.commands.trace.show.words import does, end_of, spot, waits, who
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def diagnose(request: Request, nodes: Sequence[NodeLines], reached: Reached, *, 
     """Say where every rank of the newest run is, or was when it ended, and who is odd."""
     rows, refusals, missing = reached
     runs = find_runs(nodes)
-    shown = runs if request.all_runs else runs[-1:]
+    shown = runs if request.all_runs else newest(runs)
     judged = [judge(run) for run in shown]
     found: list[Finding] = []
     for one in judged:
@@ -81,7 +81,7 @@ def _odd(request: Request, judged: Judged) -> Finding:
     ]
     if len(groups) > 3:
         parts.append(f"{sum(map(len, groups[3:]))} more are elsewhere")
-    slow = all(one.member.process.state == "running" and (one.member.process.age_s or 0) < LONG_S for one in judged.odd)
+    slow = _is_young(judged.odd)
     return Finding(
         id="trace.odd-rank",
         level=Level.WARN if slow else Level.FAIL,
@@ -92,10 +92,13 @@ def _odd(request: Request, judged: Judged) -> Finding:
     )
 
 
+def _is_young(stands: Sequence[Stand]) -> bool:
+    return all(one.member.process.state == "running" and (one.member.process.age_s or 0) < LONG_S for one in stands)
+
+
 def _gone(request: Request, judged: Judged) -> Finding:
     first = judged.odd[0]
-    state = "came to its end" if first.member.process.state == "ended" else "was killed or crashed"
-    what = "have ended" if len(judged.odd) > 1 else state
+    what = "have ended" if len(judged.odd) > 1 else _ended(first)
     return Finding(
         id="trace.exited",
         level=Level.FAIL,
@@ -107,11 +110,30 @@ def _gone(request: Request, judged: Judged) -> Finding:
     )
 
 
+def _ended(one: Stand) -> str:
+    return f"was {end_of(one)}" if one.member.process.state == "died" else end_of(one)
+
+
+def _left_first(request: Request, judged: Judged) -> Finding:
+    groups = split(judged.odd)
+    parts = [f"{who(group)} {_ended(group[0])} first, last {does(group[0])}" for group in groups[:3]]
+    rest = split(judged.waiting)[::-1]
+    parts += [f"after that {who(group)} {_ended(group[0])}" for group in rest[:1]]
+    core = Fix(text="if it left a core, what crashed", commands=(f"{request.program} core-bt",))
+    return Finding(
+        id="trace.left-first",
+        level=Level.FAIL,
+        title="; ".join(parts),
+        where=_where(judged.odd),
+        fix=core if judged.odd[0].member.process.state == "died" else None,
+    )
+
+
 def _elsewhere(request: Request, judged: Judged) -> Finding:
     first = judged.odd[0]
     return Finding(
         id="trace.elsewhere",
-        level=Level.WARN if first.kind == judged.waiting[0].kind == "" else Level.FAIL,
+        level=Level.WARN if first.kind == judged.waiting[0].kind == "" or _is_young(judged.odd) else Level.FAIL,
         title=f"{who(judged.odd)} {_are(judged.odd)} in another place than the others: "
         f"{does(first)}; {_waiting(judged.waiting)}",
         where=_where(judged.odd),
@@ -120,6 +142,14 @@ def _elsewhere(request: Request, judged: Judged) -> Finding:
 
 
 def _same(request: Request, judged: Judged) -> Finding:
+    if judged.waiting[0].kind != COMM:
+        return Finding(
+            id="trace.same-place",
+            level=Level.UNKNOWN,
+            title=f"all ranks are {waits(judged.waiting[0])}, which is no collective",
+            detail="" if judged.waiting[0].member.process.state == "died" else "It may only take long: look again.",
+            where=_where(judged.waiting),
+        )
     return Finding(
         id="trace.same-place",
         level=Level.UNKNOWN,
@@ -145,11 +175,11 @@ def _apart(request: Request, judged: Judged) -> Finding:
 
 def _alone(request: Request, judged: Judged) -> Finding:
     (one,) = judged.waiting
-    died = one.member.process.state == "died"
+    died = one.member.process.state != "running"
     return Finding(
         id="trace.last-line",
         level=Level.FAIL if died else Level.UNKNOWN,
-        title=f"{who([one])} {'was killed or crashed, last' if died else 'is'} {does(one)}",
+        title=f"{who([one])} {f'{_ended(one)}, last' if died else 'is'} {does(one)}",
         detail="" if died else "One process alone: nothing to compare it with.",
         where=_where([one]),
     )
@@ -168,6 +198,7 @@ def _no_lines(request: Request, judged: Judged) -> Finding:
 _MAKERS = {
     Outcome.ODD: _odd,
     Outcome.GONE: _gone,
+    Outcome.LEFT_FIRST: _left_first,
     Outcome.ELSEWHERE: _elsewhere,
     Outcome.SAME: _same,
     Outcome.APART: _apart,

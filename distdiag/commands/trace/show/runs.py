@@ -27,6 +27,12 @@ def find_runs(nodes: Iterable[NodeLines]) -> list[Run]:
     return sorted(runs, key=lambda run: max(_newest(member) for member in run.members))
 
 
+def newest(runs: Sequence[Run]) -> list[Run]:
+    """Choose what is looked at unless all are: the newest run, and every other that still runs."""
+    alive = [run for run in runs[:-1] if any(one.process.state == "running" for one in run.members)]
+    return [*alive, *runs[-1:]]
+
+
 def _newest(member: Member) -> float:
     return member.process.began_s
 

@@ -32,6 +32,7 @@ class Outcome(StrEnum):
     GOES_ON = "goes-on"
     ODD = "odd-rank"
     GONE = "exited"
+    LEFT_FIRST = "left-first"
     ELSEWHERE = "elsewhere"
     SAME = "same-place"
     APART = "undecided"
@@ -94,19 +95,48 @@ def _decide(stands: Sequence[Stand]) -> tuple[Outcome, list[Stand], list[Stand]]
     known = [one for one in stands if one.user is not None or one.library is not None]
     if not known:
         return Outcome.NOTHING, [], []
-    ended = [one for one in stands if one.member.process.state == "ended"]
-    left = [one for one in known if one.member.process.state != "ended"]
-    if not left:
+    by_state = {state: [one for one in known if one.member.process.state == state] for state in _STATES}
+    running, gone = by_state["running"], [one for one in known if one.member.process.state != "running"]
+    if len(by_state["ended"]) == len(known):
         return Outcome.ENDED, [], []
-    running = [one for one in left if one.member.process.state == "running"]
-    died = [one for one in left if one.member.process.state == "died"]
-    if running and (died or ended):
-        return Outcome.GONE, [*died, *ended], running
+    if running and gone:
+        return Outcome.GONE, _first_to_leave(by_state) or gone, running
     if running and all(goes_on(one) for one in running):
         return Outcome.GOES_ON, [], list(running)
-    if len(left) == 1 and not ended:
-        return Outcome.ALONE, [], left
-    return _compare(left)
+    if len(known) == 1:
+        return Outcome.ALONE, [], known
+    first = _first_to_leave(by_state)
+    if first and len(by_state["died"]) < len(known):
+        return Outcome.LEFT_FIRST, first, without(known, first)
+    return _compare(known)
+
+
+_STATES = ("running", "ended", "raised", "died")
+
+
+def _first_to_leave(by_state: dict[str, list[Stand]]) -> list[Stand]:
+    """Find whose end the others' followed: an exception in a collective mostly tells that another rank has gone."""
+    causes = [one for one in by_state["raised"] if one.kind != COMM]
+    consequences = [one for one in by_state["raised"] if one.kind == COMM]
+    if causes:
+        return [min(causes, key=ended_at)]
+    if by_state["died"] and (consequences or not by_state["ended"]):
+        return by_state["died"]
+    if by_state["ended"]:
+        return [min(by_state["ended"], key=ended_at)]
+    return []
+
+
+def ended_at(one: Stand) -> float:
+    """When a process came to its end, in seconds since 1970; infinite where nobody knows."""
+    at_s = one.member.process.ended_s
+    return float("inf") if at_s is None else at_s
+
+
+def without(stands: Iterable[Stand], others: Iterable[Stand]) -> list[Stand]:
+    """Leave some out."""
+    left_out = {id(one) for one in others}
+    return [one for one in stands if id(one) not in left_out]
 
 
 def _compare(left: list[Stand]) -> tuple[Outcome, list[Stand], list[Stand]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distdiag.commands.trace.show.runs import find_runs
+from distdiag.commands.trace.show.runs import find_runs, newest
 from distdiag.commands.trace.show.standing import judge, split
 from distdiag.commands.trace.show.words import clock, shortened, spot, state_of, who
 from distdiag.deliver import Whole, Wrapped, plain_table
@@ -20,17 +20,20 @@ if TYPE_CHECKING:
     from distdiag.commands.trace.show.standing import Judged
 
 _FEW = 4
+_SOURCE = 30
+"""Of a line's source; with the rest of the row it fits into 80 columns where the place is short."""
 
 
 def trace_show_view(request: Request, nodes: Sequence[NodeLines]) -> Iterator[RenderableType]:
     """Every run that is shown: its places, the last lines, what matches."""
     runs = find_runs(nodes)
-    shown = runs if request.all_runs else runs[-1:]
+    shown = runs if request.all_runs else newest(runs)
     for run in shown:
         yield from _run(request, judge(run))
     if len(runs) > len(shown):
         yield ""
-        yield f"{len(runs) - len(shown)} older runs lie there too (--all)"
+        older = len(runs) - len(shown)
+        yield f"{older} older run{'s lie' if older > 1 else ' lies'} there too (--all)"
 
 
 def _run(request: Request, judged: Judged) -> Iterator[RenderableType]:
@@ -41,9 +44,9 @@ def _run(request: Request, judged: Judged) -> Iterator[RenderableType]:
     yield Wrapped(f"{run.name}: {size}, begun at {clock(run.began_s)}", margin=0, hang=2, style="bold")
     if request.count:
         yield _counts(run)
-    elif request.grep:
+    if request.grep:
         yield from map(Whole, _matches(run))
-    else:
+    if not (request.count or request.grep):
         yield from _places(request, judged)
 
 
@@ -68,7 +71,7 @@ def _places(request: Request, judged: Judged) -> Iterator[RenderableType]:
 
 
 def _marks(line: Line) -> str:
-    parts = ["a call from it had returned"] if line.back else []
+    parts = ["a call from it returned"] if line.back else []
     if line.changed:
         parts.append("the file was changed since")
     return f" ({'; '.join(parts)})" if parts else ""
@@ -87,10 +90,10 @@ def _last_lines(request: Request, group: Sequence[Stand]) -> Iterator[Renderable
 
 def _thread(member: Member, process: Process, thread: Thread) -> Iterator[str]:
     name = "" if thread.main and process is member.process else f" {_name(member, process, thread)}:"
-    yield f"      the last {len(thread.last)} lines{name}"
+    yield f"      the last {len(thread.last)} line{'' if len(thread.last) == 1 else 's'}{name}"
     for line in thread.last:
-        text = "(a call from it returned)" if line.back else shortened(line.source)
-        yield f"        {clock(line.at_s)}  {spot(line):<36}  {text}".rstrip()
+        text = "(a call from it returned)" if line.back else shortened(line.source, _SOURCE)
+        yield f"        {clock(line.at_s)}  {spot(line):<26}  {text}".rstrip()
 
 
 def _name(member: Member, process: Process, thread: Thread) -> str:

@@ -93,7 +93,15 @@ def state_of(one: Stand) -> str:
     at = f"last line at {clock(newest)}" if newest else "no line"
     if process.state == "running":
         return f"running, last line {seconds(process.age_s)} ago" if process.age_s is not None else "running"
-    return f"{'ended by itself' if process.state == 'ended' else 'killed or crashed'}, {at}"
+    return f"{end_of(one)}, {at}"
+
+
+def end_of(one: Stand) -> str:
+    """Say how its process ended: "came to its end", "ended by ValueError: no", "killed or crashed"."""
+    process = one.member.process
+    if process.state == "raised":
+        return f"ended by {shortened(process.error, 100)}"
+    return "came to its end" if process.state == "ended" else "killed or crashed"
 
 
 def seconds(value: float) -> str:
