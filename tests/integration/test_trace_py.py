@@ -321,6 +321,15 @@ def test_a_job_that_comes_to_its_end_is_fine_and_an_older_run_is_not_mixed_in(tm
     assert {ring["rank"] for ring in result.report["data"]["rings"]} == {0, 1}
 
 
+def test_an_exception_that_nobody_caught_is_told_with_its_line(tmp_path: Path) -> None:
+    assert run(tmp_path, LINES, "fails").returncode == 1
+    result = show(str(tmp_path))
+    assert result.code == 1
+    title = result.findings["last-line"]["title"]
+    assert "ended by ValueError: bad batch" in title
+    assert f"`fails` lines.py:{marked('RAISED')}" in title
+
+
 def test_files_that_are_cut_off_or_foreign_are_named(tmp_path: Path) -> None:
     run(tmp_path, LINES, "turns")
     (good,) = tmp_path.glob("*.lines")

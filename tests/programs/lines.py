@@ -40,6 +40,10 @@ def raises() -> None:
     raise SystemExit(5)
 
 
+def fails() -> None:
+    raise ValueError("bad batch")  # RAISED
+
+
 def prints() -> None:
     print("argv", sys.argv[1:], __name__, os.path.basename(__file__), len(sys.path))
     print("modules", __import__("__main__").count is count, __spec__ is None)

@@ -45,6 +45,7 @@ def process(rank: int | None, at: tuple[str, int], *more: Line, **changes: objec
         "lines": 1000,
         "state": "died",
         "error": "",
+        "error_at": None,
         "began_s": 10.0,
         "ended_s": None,
         "age_s": 60.0,
@@ -113,7 +114,7 @@ def test_of_those_that_ended_the_first_is_named_and_an_error_in_a_collective_is_
         process(2, REDUCE),
     )
     assert raised.data.odd == (1,)
-    assert "ended by ValueError: no first" in raised.summary
+    assert "ended first, by ValueError: no" in raised.summary
     left = judged(
         process(0, REDUCE, state="raised", error="RuntimeError: closed", ended_s=80.0),
         process(1, COMPUTE, state="ended", ended_s=70.0),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from distdiag.training.lines.settings import Settings
 
 _MANY = 200_000
+_ERROR = 300
 _DEEP = 64
 """Frames to look through for the one that a call returns to: between it and a callback lie those of a library."""
 
@@ -43,7 +44,6 @@ class Watched:
         self._broken = False
         self._making = False
         self._lock = threading.RLock()
-        self.notes: dict[str, Any] = {}
 
     def base_of(self, frame: FrameType) -> float | None:
         """Give what places in this frame's code begin with, None if it is not traced. Asked once per code."""
@@ -115,9 +115,22 @@ class Watched:
         self._broken = False
 
     def close(self) -> None:
-        """Note the process's own end."""
+        """Note the process's own end, and the exception that ended it if there was one."""
         if self._writer is not None:
-            self._writer.close()
+            error = getattr(sys, "last_value", None)  # Python sets it when nobody caught an exception
+            self._writer.close({} if error is None else self._about_error(error))
+
+    def _about_error(self, error: BaseException) -> dict[str, Any]:
+        """Tell what was raised, and the innermost line of the user's own that it came through."""
+        found: dict[str, Any] = {"error": f"{type(error).__name__}: {error}"[:_ERROR]}
+        trace = error.__traceback__
+        while trace is not None:
+            code = trace.tb_frame.f_code
+            module = str(trace.tb_frame.f_globals.get("__name__", ""))
+            if self._choice.kind_of(code.co_filename, code.co_name, module) == "user":
+                found["at"] = [code.co_filename, trace.tb_lineno, getattr(code, "co_qualname", code.co_name)]
+            trace = trace.tb_next
+        return found
 
     @property
     def path(self) -> str | None:
@@ -130,7 +143,7 @@ class Watched:
             if self._writer is None and not self._broken and not self._making:
                 self._making = True
                 try:
-                    self._writer = Writer(self._settings, self.notes, self._names)
+                    self._writer = Writer(self._settings, self._names)
                 except OSError as error:
                     self._broken = True
                     complain(f"lines are not kept in {self._settings.folder}: {error.strerror or error}")

@@ -32,7 +32,7 @@ _SLOW_LINES = 64
 class Writer:
     """The file of one process. All of its bytes are there from the beginning: a full disk shows here, never later."""
 
-    def __init__(self, settings: Settings, notes: dict[str, Any], names: list[bytes]) -> None:
+    def __init__(self, settings: Settings, names: list[bytes]) -> None:
         """Make the files, with the names of code that are known already.
 
         Raises:
@@ -43,7 +43,7 @@ class Writer:
         self._settings = settings
         self._lock = threading.Lock()
         self._names_left = _NAMES_BYTES
-        self._notes = notes
+        self._notes: dict[str, Any] = {}
         os.makedirs(settings.folder, mode=0o700, exist_ok=True)
         proc = procs.read(self.pid)
         started = proc.started if proc is not None else int(time.time())
@@ -107,12 +107,11 @@ class Writer:
         blocks = self._doubles[first // 8 : first // 8 + settings.lines * (1 + rings.PLACES)]
         return lambda: itertools.chain.from_iterable(_turns(blocks)).__next__, lambda: self._end_thread(number)
 
-    def close(self) -> None:
-        """Note that the process came to its own end, and the exception that ended it if there was one."""
+    def close(self, notes: dict[str, Any]) -> None:
+        """Note that the process came to its own end, and what else is to be known of that."""
         if os.getpid() == self.pid:
-            error = getattr(sys, "last_value", None)  # Python sets it when nobody caught an exception
-            if error is not None:
-                self._notes["error"] = f"{type(error).__name__}: {error}"[:_WORDS]
+            if notes:
+                self._notes = notes
                 self.describe()
             struct.pack_into("<d", self._map, rings.TAIL + 8, time.monotonic())
 

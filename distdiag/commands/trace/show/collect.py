@@ -58,8 +58,7 @@ class Thread:
 
 @dataclass(frozen=True)
 class Process:
-    """One process. `state` is "running", "ended", "raised" (of `error`, which nobody caught) or "died"; `age_s` of its
-    last line.
+    """One process. `state`: "running", "ended", "raised" (`error`, at `error_at`) or "died"; `age_s` of its last line.
 
     `began_s` and `ended_s` are wall-clock times. `untold` threads had no room in the file.
     """
@@ -78,6 +77,7 @@ class Process:
     lines: int
     state: str
     error: str
+    error_at: Line | None
     began_s: float
     ended_s: float | None
     age_s: float | None
@@ -177,6 +177,7 @@ class _Reader:
             lines=about["lines"],
             state=self._state(ring),
             error=str(about.get("notes", {}).get("error", "")),
+            error_at=clock.error_at(about.get("notes", {}), ring.ended_s),
             began_s=about["wall_s"],
             ended_s=None if ring.ended_s is None else ring.ended_s + to_wall,
             age_s=max(0.0, time.time() - newest) if newest else None,
@@ -233,6 +234,13 @@ class _Clock:
             matches=matches,
             count=count,
         )
+
+    def error_at(self, notes: dict[str, Any], ended_s: float | None) -> Line | None:
+        """Give the line that an exception came through that nobody caught."""
+        if "at" not in notes or ended_s is None:
+            return None
+        file, line, function = notes["at"]
+        return self._line(rings.Record(ended_s, rings.Code(str(file), str(function), "user"), int(line), False))
 
     def _line(self, record: rings.Record) -> Line:
         file = record.code.file

@@ -114,9 +114,17 @@ def _ended(one: Stand) -> str:
     return f"was {end_of(one)}" if one.member.process.state == "died" else end_of(one)
 
 
+def _ended_first(one: Stand) -> str:
+    return end_of(one).replace("ended by", "ended first, by", 1) if _is_raised(one) else f"{_ended(one)} first"
+
+
+def _is_raised(one: Stand) -> bool:
+    return one.member.process.state == "raised"
+
+
 def _left_first(request: Request, judged: Judged) -> Finding:
     groups = split(judged.odd)
-    parts = [f"{who(group)} {_ended(group[0])} first, last {does(group[0])}" for group in groups[:3]]
+    parts = [f"{who(group)} {_ended_first(group[0])}, last {does(group[0])}" for group in groups[:3]]
     rest = split(judged.waiting)[::-1]
     parts += [f"after that {who(group)} {_ended(group[0])}" for group in rest[:1]]
     core = Fix(text="if it left a core, what crashed", commands=(f"{request.program} core-bt",))

@@ -60,6 +60,12 @@ def judge(run: Run) -> Judged:
 
 def stand_of(member: Member) -> Stand:
     """Say where a process's main thread is."""
+    raised_at = member.process.error_at
+    if raised_at is not None:
+        kind, operation = call_in(raised_at.source)
+        return Stand(
+            member=member, kind=kind, operation=operation, user=raised_at, library=None, source=raised_at.source
+        )
     thread = next((one for one in member.process.threads if one.main), None)
     if thread is None or not thread.last:
         return Stand(member=member, kind="", operation="", user=None, library=None, source="")

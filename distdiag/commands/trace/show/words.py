@@ -100,7 +100,7 @@ def end_of(one: Stand) -> str:
     """Say how its process ended: "came to its end", "ended by ValueError: no", "killed or crashed"."""
     process = one.member.process
     if process.state == "raised":
-        return f"ended by {shortened(process.error, 100)}"
+        return f"ended by {shortened(process.error.splitlines()[0], 70)}"
     return "came to its end" if process.state == "ended" else "killed or crashed"
 
 
