@@ -75,7 +75,7 @@ def test_what_differs_is_named_with_its_place(files: Path) -> None:
     assert "nan in b only: 1" in result.out
     assert "FAIL  floatcmp.beyond-rounding" in result.out
     assert "only in c.pt: more" in result.out
-    assert "    distdiag floatcmp a.pt c.pt --key 'layers[0].out' --worst 20" in result.out
+    assert " floatcmp a.pt c.pt --key 'layers[0].out' --worst 20" in result.out
     prose = [line for line in result.out.splitlines() if not line.startswith("    ")]
     assert max(map(len, prose)) <= 80
 

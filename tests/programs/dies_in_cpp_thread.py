@@ -6,10 +6,10 @@ from native import library
 
 
 def wait_for_batches() -> None:
+    prefetch()
     time.sleep(600)
 
 
 prefetch = library().abort_in_a_thread
 print("ready", flush=True)
-prefetch()
 wait_for_batches()
