@@ -210,6 +210,7 @@ def test_a_live_process_goes_on() -> None:
     assert "waits_here" in python_frames(only(result))
 
 
+@pytest.mark.alone  # it is about the ranks that are here, so those of other tests would count
 def test_setup_says_what_keeps_cores_away() -> None:
     limited = ("prlimit", "--core=0:0")
     if shutil.which("prlimit") is None:
