@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 def blocked(
     pid: Annotated[
         list[int] | None,
-        typer.Option("--pid", "-p", min=1, metavar="PID", help="This process, and the ranks of its job that it may wait for; can be repeated."),
+        typer.Option(
+            "--pid", "-p", min=1, metavar="PID", help="This process, and whom it may wait for; can be repeated."
+        ),
     ] = None,
     rank: Annotated[
         list[str] | None, typer.Option(metavar="RANKS", help="Only these ranks: 3, or 0-3,7; can be repeated.")
