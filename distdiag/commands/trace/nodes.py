@@ -6,10 +6,12 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from distdiag.cluster.access import open_fleet
+from distdiag.cluster import access
+from distdiag.cluster.access import Agent, open_fleet
 from distdiag.cluster.node import decode
 from distdiag.cluster.rows import HostState, Refusal
 from distdiag.cluster.targets import describe, find_targets
+from distdiag.commands.trace import ranks
 from distdiag.errors import DistdiagError
 from distdiag.jobs.collect import Processes
 from distdiag.jobs.nodes import NodeStacks
@@ -18,11 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
-    from distdiag.cluster.access import Agent
     from distdiag.cluster.fleet import Fleet
     from distdiag.cluster.node import Node
     from distdiag.cluster.rows import Row
     from distdiag.cluster.targets import Cluster, Targets
+    from distdiag.commands.trace.ranks import Chosen, Wanted
     from distdiag.deliver import Progress
 
 Told = TypeVar("Told")
@@ -68,11 +70,9 @@ def ask(
     targets = find_targets(cluster, os.environ)
     answers = Answers[Told]()
     with open_fleet(cluster, targets, agent) as fleet:
-        if targets.launcher is not None:
-            progress.news(f"reaching {describe(targets)}")
         try:
-            fleet.gather(lambda now: progress.now(f"{len(now.up)} of {len(now.hosts)} hosts reached"))
-            by_host = _processes(fleet, targets, answers)
+            reach(fleet, targets, progress)
+            by_host = take_processes(fleet, targets, answers)
             _ask_all(fleet, by_host, plan(answers.nodes), told, answers, progress)
         except KeyboardInterrupt:
             if not answers.nodes:
@@ -83,8 +83,33 @@ def ask(
     return answers
 
 
-def _processes(fleet: Fleet, targets: Targets, answers: Answers[Told]) -> dict[str, Node]:
-    """Take what the nodes told of their processes; a second name of the same machine adds nothing."""
+def finder(collect: str, wanted: Wanted) -> Agent:
+    """Say what runs on the nodes: a collect that begins with the processes there."""
+    return Agent(collect=collect, ask={"pids": list(wanted.pids), "user": wanted.user})
+
+
+def explain(cluster: Cluster, agent: Agent) -> list[str]:
+    """Write how the hosts would be reached."""
+    return access.explain(cluster, find_targets(cluster, os.environ), agent)
+
+
+def chosen_of(answers: Answers[Told], wanted: Wanted, command: str) -> list[Chosen]:
+    """Give the processes that were meant. Raises DistdiagError if there is none, and no other reason for that."""
+    chosen = ranks.choose(answers.nodes, wanted)
+    if not chosen and not answers.refusals and not answers.interrupted:
+        raise ranks.nobody(answers.nodes, wanted, command)
+    return list(chosen)
+
+
+def reach(fleet: Fleet, targets: Targets, progress: Progress) -> None:
+    """Log in to the nodes, and say how far that is."""
+    if targets.launcher is not None:
+        progress.news(f"reaching {describe(targets)}")
+    fleet.gather(lambda now: progress.now(f"{len(now.up)} of {len(now.hosts)} hosts reached"))
+
+
+def take_processes(fleet: Fleet, targets: Targets, answers: Answers[Told]) -> dict[str, Node]:
+    """Take what the nodes told of their processes, by host; a second name of the same machine adds nothing."""
     by_host = {}
     for node in fleet.machines(local=targets.launcher is None):
         try:

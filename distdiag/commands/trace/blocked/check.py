@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
-from distdiag.cluster import access
-from distdiag.cluster.access import Agent
-from distdiag.cluster.targets import find_targets
 from distdiag.commands.trace import nodes as all_nodes
 from distdiag.commands.trace import ranks
 from distdiag.commands.trace.blocked.collect import Told
@@ -34,10 +30,9 @@ def check(request: Request, progress: Progress) -> Report[TraceBlocked]:
         UsageError: the options contradict each other.
         DistdiagError: there is no such process; or the node side failed on this machine.
     """
-    answers = all_nodes.ask(request.cluster, _agent(request), lambda nodes: _plan(nodes, request), Told, progress)
-    chosen = ranks.choose(answers.nodes, request.wanted)
-    if not chosen and not answers.refusals and not answers.interrupted:
-        raise ranks.nobody(answers.nodes, request.wanted, f"{request.program} trace blocked")
+    agent = all_nodes.finder(_COLLECT, request.wanted)
+    answers = all_nodes.ask(request.cluster, agent, lambda nodes: _plan(nodes, request), Told, progress)
+    chosen = all_nodes.chosen_of(answers, request.wanted, f"{request.program} trace blocked")
     from distdiag.commands.trace.blocked.diagnose import diagnose
 
     return diagnose(request, answers, chosen)
@@ -45,11 +40,7 @@ def check(request: Request, progress: Progress) -> Report[TraceBlocked]:
 
 def explain(request: Request) -> list[str]:
     """Write how the hosts would be reached."""
-    return access.explain(request.cluster, find_targets(request.cluster, os.environ), _agent(request))
-
-
-def _agent(request: Request) -> Agent:
-    return Agent(collect=_COLLECT, ask={"pids": list(request.wanted.pids), "user": request.wanted.user})
+    return all_nodes.explain(request.cluster, all_nodes.finder(_COLLECT, request.wanted))
 
 
 def _plan(nodes: Sequence[NodeStacks], request: Request) -> dict[str, dict[str, Any]]:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
-from distdiag.cluster import access
-from distdiag.cluster.access import Agent
-from distdiag.cluster.targets import find_targets
 from distdiag.commands.trace import nodes as all_nodes
 from distdiag.commands.trace import ranks
 from distdiag.commands.trace.fds.collect import Told
@@ -36,10 +32,9 @@ def check(request: Request, progress: Progress) -> Report[TraceFds]:
     """
     if not (request.wanted.pids or request.wanted.ranks or request.wanted.job):
         raise UsageError("say of which process", hint="distdiag trace fds PID, or --rank 0-3, or --job ID")
-    answers = all_nodes.ask(request.cluster, _agent(request), lambda nodes: _plan(nodes, request), Told, progress)
-    chosen = ranks.choose(answers.nodes, request.wanted)
-    if not chosen and not answers.refusals and not answers.interrupted:
-        raise ranks.nobody(answers.nodes, request.wanted, f"{request.program} trace fds")
+    agent = all_nodes.finder(_COLLECT, request.wanted)
+    answers = all_nodes.ask(request.cluster, agent, lambda nodes: _plan(nodes, request), Told, progress)
+    chosen = all_nodes.chosen_of(answers, request.wanted, f"{request.program} trace fds")
     from distdiag.commands.trace.fds.diagnose import diagnose
 
     return diagnose(request, answers, chosen)
@@ -47,11 +42,7 @@ def check(request: Request, progress: Progress) -> Report[TraceFds]:
 
 def explain(request: Request) -> list[str]:
     """Write how the hosts would be reached."""
-    return access.explain(request.cluster, find_targets(request.cluster, os.environ), _agent(request))
-
-
-def _agent(request: Request) -> Agent:
-    return Agent(collect=_COLLECT, ask={"pids": list(request.wanted.pids), "user": request.wanted.user})
+    return all_nodes.explain(request.cluster, all_nodes.finder(_COLLECT, request.wanted))
 
 
 def _plan(nodes: Sequence[NodeStacks], request: Request) -> dict[str, dict[str, Any]]:

@@ -7,10 +7,10 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from distdiag.cluster import access
 from distdiag.cluster.access import Agent, open_fleet
 from distdiag.cluster.node import decode
-from distdiag.cluster.targets import describe, find_targets
+from distdiag.cluster.targets import find_targets
+from distdiag.commands.trace import nodes as all_nodes
 from distdiag.commands.trace.show.collect import NodeLines
 from distdiag.commands.trace.show.diagnose import diagnose
 from distdiag.commands.trace.show.runs import find_runs, newest
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _AGENT = Agent(collect="distdiag.commands.trace.show.collect")
 _PATIENCE_S = 60.0
 _FOLLOW_S = 0.5
+_LINES_FOR_PLACE = 5
 
 
 def check(request: Request, progress: Progress) -> tuple[Report[TraceShow], list[NodeLines]]:
@@ -46,7 +47,7 @@ def check(request: Request, progress: Progress) -> tuple[Report[TraceShow], list
     with open_fleet(request.cluster, targets, _AGENT) as fleet:
         interrupted = False
         try:
-            _reach(fleet, targets, progress)
+            all_nodes.reach(fleet, targets, progress)
             nodes, missing = _read(fleet, targets, request)
         except KeyboardInterrupt:
             interrupted = True
@@ -64,7 +65,7 @@ def follow(request: Request, progress: Progress, tell: Callable[[str], None]) ->
     targets = find_targets(request.cluster, os.environ)
     told: dict[tuple[str, int], tuple[object, ...]] = {}
     with open_fleet(request.cluster, targets, _AGENT) as fleet:
-        _reach(fleet, targets, progress)
+        all_nodes.reach(fleet, targets, progress)
         while True:
             nodes, _ = _read(fleet, targets, request)
             states = list(_news(nodes, told, tell))
@@ -75,7 +76,7 @@ def follow(request: Request, progress: Progress, tell: Callable[[str], None]) ->
 
 def explain(request: Request) -> list[str]:
     """Write how the hosts would be reached."""
-    return access.explain(request.cluster, find_targets(request.cluster, os.environ), _AGENT)
+    return all_nodes.explain(request.cluster, _AGENT)
 
 
 def _news(
@@ -94,12 +95,6 @@ def _news(
                     state = "" if process.state == "running" else f" ({process.state})"
                     tell(f"{clock(line.at_s)}  {rank}  {does(stand)}{state}")
             yield process.state
-
-
-def _reach(fleet: Fleet, targets: Targets, progress: Progress) -> None:
-    if targets.launcher is not None:
-        progress.news(f"reaching {describe(targets)}")
-    fleet.gather(lambda now: progress.now(f"{len(now.up)} of {len(now.hosts)} hosts reached"))
 
 
 def _read(fleet: Fleet, targets: Targets, request: Request) -> tuple[list[NodeLines], dict[str, str]]:
@@ -124,5 +119,5 @@ def _read(fleet: Fleet, targets: Targets, request: Request) -> tuple[list[NodeLi
 
 def _ask(request: Request, *, local: bool) -> dict[str, Any]:
     paths = [os.path.abspath(path) if local else path for path in request.paths]
-    # Classification looks at a few library lines behind the last one of the user's.
-    return {"paths": paths, "last": max(request.last, 1), "grep": request.grep, "count": request.count}
+    # Who is where is also told by the library lines behind the last one of the user's, however few are to be shown.
+    return {"paths": paths, "last": max(request.last, _LINES_FOR_PLACE), "grep": request.grep, "count": request.count}

@@ -315,7 +315,7 @@ def _ring(request: Request, member: Member, process: Process, thread: Thread) ->
         thread=f"{helper}{thread.name}",
         state=process.state,
         age_s=process.age_s,
-        last=tuple(_last_line(line) for line in thread.last),
+        last=tuple(_last_line(line) for line in thread.last[-request.last :]),
         matches=tuple(_last_line(line) for line in thread.matches),
         count=thread.count if request.count else None,
     )

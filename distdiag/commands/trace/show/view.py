@@ -85,13 +85,14 @@ def _last_lines(request: Request, group: Sequence[Stand]) -> Iterator[Renderable
         for process in (member.process, *(member.helpers if request.verbose else ())):
             for thread in process.threads:
                 if thread.main or request.verbose:
-                    yield from map(Whole, _thread(member, process, thread))
+                    yield from map(Whole, _thread(member, process, thread, request.last))
 
 
-def _thread(member: Member, process: Process, thread: Thread) -> Iterator[str]:
+def _thread(member: Member, process: Process, thread: Thread, last: int) -> Iterator[str]:
     name = "" if thread.main and process is member.process else f" {_name(member, process, thread)}:"
-    yield f"      the last {len(thread.last)} line{'' if len(thread.last) == 1 else 's'}{name}"
-    for line in thread.last:
+    lines = thread.last[-last:]
+    yield f"      the last {len(lines)} line{'' if len(lines) == 1 else 's'}{name}"
+    for line in lines:
         text = "(a call from it returned)" if line.back else shortened(line.source, _SOURCE)
         yield f"        {clock(line.at_s)}  {spot(line):<26}  {text}".rstrip()
 

@@ -7,11 +7,11 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from distdiag.cluster import access, bundle
-from distdiag.cluster.access import Agent, open_fleet
+from distdiag.cluster import bundle
+from distdiag.cluster.access import open_fleet
 from distdiag.cluster.node import NodeStage, decode
-from distdiag.cluster.rows import HostState, Refusal
-from distdiag.cluster.targets import describe, find_targets
+from distdiag.cluster.targets import find_targets
+from distdiag.commands.trace import nodes as all_nodes
 from distdiag.commands.trace import ranks
 from distdiag.commands.trace.nodes import Answers
 from distdiag.commands.trace.sys.choices import expression
@@ -19,8 +19,6 @@ from distdiag.commands.trace.sys.collect import Told, reader_text
 from distdiag.commands.trace.sys.model import MAX_LOG_BYTES, MAX_PROCESSES, Request
 from distdiag.commands.trace.sys.words import lasting, log_name
 from distdiag.errors import DistdiagError
-from distdiag.jobs.collect import Processes
-from distdiag.jobs.nodes import NodeStacks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -47,7 +45,7 @@ def check(request: Request, progress: Progress) -> Report[TraceSys]:
         DistdiagError: there is no such process; or the node side failed on this machine.
     """
     targets = find_targets(request.cluster, os.environ)
-    with open_fleet(request.cluster, targets, _agent(request)) as fleet:
+    with open_fleet(request.cluster, targets, all_nodes.finder(_COLLECT, request.wanted)) as fleet:
         session = _Session(request, fleet, targets, progress)
         session.go()
         session.answers.rows = () if targets.launcher is None else fleet.rows
@@ -59,11 +57,7 @@ def check(request: Request, progress: Progress) -> Report[TraceSys]:
 
 def explain(request: Request) -> list[str]:
     """Write how the hosts would be reached."""
-    return access.explain(request.cluster, find_targets(request.cluster, os.environ), _agent(request))
-
-
-def _agent(request: Request) -> Agent:
-    return Agent(collect=_COLLECT, ask={"pids": list(request.wanted.pids), "user": request.wanted.user})
+    return all_nodes.explain(request.cluster, all_nodes.finder(_COLLECT, request.wanted))
 
 
 @dataclass
@@ -80,7 +74,8 @@ class _Session:
     _busy: set[str] = field(default_factory=set)
 
     def go(self) -> None:
-        self._reach()
+        all_nodes.reach(self.fleet, self.targets, self.progress)
+        self._by_host = all_nodes.take_processes(self.fleet, self.targets, self.answers)
         self.chosen = ranks.choose(self.answers.nodes, self.request.wanted)
         if not self.chosen and not self.answers.refusals and not self.fleet.refusals:
             raise ranks.nobody(self.answers.nodes, self.request.wanted, f"{self.request.program} trace sys")
@@ -102,22 +97,6 @@ class _Session:
         self.progress.news("detaching, and reading what was seen")
         ask = {"do": "finish", "reader": _reader()}
         self._take([self._order(host, ask) for host in pids if host in self._by_host], _FINISH_S)
-
-    def _reach(self) -> None:
-        """Reach the nodes and take what they tell of their processes; a second name of a machine adds nothing."""
-        if self.targets.launcher is not None:
-            self.progress.news(f"reaching {describe(self.targets)}")
-        self.fleet.gather(lambda now: self.progress.now(f"{len(now.up)} of {len(now.hosts)} hosts reached"))
-        for node in self.fleet.machines(local=self.targets.launcher is None):
-            try:
-                facts = node.facts(Processes)
-            except DistdiagError as error:
-                refusal = Refusal(state=HostState.NONSENSE, stage="facts", message=str(error))
-                self.fleet.refuse(node.name, refusal, node.began)
-                continue
-            host = facts.host if self.targets.launcher is None else node.host
-            self.answers.nodes.append(NodeStacks(host, facts, ()))
-            self._by_host[host] = node
 
     def _say_what_it_costs(self, count: int) -> None:
         what = "1 process" if count == 1 else f"{count} processes"
