@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from distdiag.training.printing import printflock
     from distdiag.training.rank_breakpoint import breakpoint
 
+__version__ = "0.1.0"
+
 __all__ = [
     "DistdiagError",
     "Finding",
@@ -23,6 +25,7 @@ __all__ = [
     "Report",
     "Verdict",
     "Where",
+    "__version__",
     "breakpoint",
     "floatcmp",
     "printflock",

@@ -23,11 +23,12 @@ def main() -> None:
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
     if "--json" in sys.argv:
         import json
-        from importlib import metadata
+
+        from distdiag import __version__
 
         command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
         error = {"id": "interrupted", "message": "interrupted before there was anything to report", "hint": ""}
-        head = {"schema": "distdiag/1", "version": metadata.version("distdiag"), "command": command, "exit_code": 130}
+        head = {"schema": "distdiag/1", "version": __version__, "command": command, "exit_code": 130}
         os.write(1, json.dumps({**head, "error": error}).encode() + b"\n")
     os._exit(130)
 

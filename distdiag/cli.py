@@ -9,54 +9,69 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, TextIO, cast
 
 import typer
 
-from distdiag.commands.allreduce_bench.command import allreduce_bench
-from distdiag.commands.core_bt.command import core_bt
-from distdiag.commands.cuda_env.command import cuda_env
-from distdiag.commands.floatcmp.command import floatcmp
-from distdiag.commands.gpu_test.command import gpu_test
-from distdiag.commands.ports.command import ports
-from distdiag.commands.pyspy_all.command import pyspy_all
-from distdiag.commands.trace.app import app as trace
+from distdiag import __version__
 from distdiag.errors import Interrupted
+from distdiag.subcommands import Group, Sub, add, split, typed_words
 
 if TYPE_CHECKING:
     from types import FrameType
 
-app = typer.Typer(
-    name="distdiag",
-    help="Find which rank, GPU, link or setting makes a distributed PyTorch job slow, hang or fail, and the fix.",
-    no_args_is_help=True,
-    # Plain text: it pastes, reads the same in a pipe, and spares every TAB the import of rich.
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+_SUBCOMMANDS = (
+    Sub("gpu-test", "gpu_test.command:gpu_test", "Can all ranks talk, reduce correctly and use their memory?"),
+    Sub(
+        "allreduce-bench",
+        "allreduce_bench.command:allreduce_bench",
+        "How fast are the collectives, is that good, and which rank is late?",
+    ),
+    Sub(
+        "pyspy-all",
+        "pyspy_all.command:pyspy_all",
+        "Where does every rank of a hung job stand, and which one is not where the others are?",
+    ),
+    Group(
+        "trace",
+        "What is every rank blocked on, and what did it do last? (blocked, fds, py, show, sys)",
+        "What did each rank do last: its system calls, its lines of Python; and what is it blocked on?",
+        (
+            Sub("blocked", "trace.blocked.command:blocked", "Who is blocked on what, and whom do all ranks wait for?"),
+            Sub("fds", "trace.fds.command:fds", "What are the descriptors of a process, and who has the other ends?"),
+            Sub("py", "trace.py.command:trace_py", "Run a job and keep the last lines of Python of every thread."),
+            Sub("show", "trace.show.command:trace_show", "Where was, or is, each rank? The last lines trace py kept."),
+            Sub("sys", "trace.sys.command:trace_sys", "System calls of ranks that run, of a new job, or of logs."),
+        ),
+    ),
+    Sub("core-bt", "core_bt.command:core_bt", "What crashed, in which thread, in Python and in C, and why?"),
+    Sub("ports", "ports.command:ports", "Can the nodes reach each other, on which interface, both ways?"),
+    Sub("cuda-env", "cuda_env.command:cuda_env", "Why does CUDA not run or build here, and what mends it?"),
+    Sub(
+        "floatcmp",
+        "floatcmp.command:floatcmp",
+        "Are two files of tensors the same but for rounding, and where do they part?",
+    ),
 )
 
-app.command("gpu-test", short_help="Can all ranks talk, reduce correctly and use their memory?")(gpu_test)
-app.command("allreduce-bench", short_help="How fast are the collectives, is that good, and which rank is late?")(
-    allreduce_bench
-)
-app.command(
-    "pyspy-all", short_help="Where does every rank of a hung job stand, and which one is not where the others are?"
-)(pyspy_all)
-app.add_typer(trace)
-app.command("core-bt", short_help="What crashed, in which thread, in Python and in C, and why?")(core_bt)
-app.command("ports", short_help="Can the nodes reach each other, on which interface, both ways?")(ports)
-app.command("cuda-env", short_help="Why does CUDA not run or build here, and what mends it?")(cuda_env)
-app.command("floatcmp", short_help="Are two files of tensors the same but for rounding, and where do they part?")(
-    floatcmp
-)
+
+def _program() -> typer.Typer:
+    app = typer.Typer(
+        name="distdiag",
+        help="Find which rank, GPU, link or setting makes a distributed PyTorch job slow, hang or fail, and the fix.",
+        no_args_is_help=True,
+        # Plain text: it pastes, reads the same in a pipe, and spares every TAB the import of rich.
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+    app.callback()(_main)
+    add(app, _SUBCOMMANDS, typed_words())
+    return app
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib import metadata
-
-        typer.echo(f"distdiag {metadata.version('distdiag')}")
+        typer.echo(f"distdiag {__version__}")
         raise typer.Exit
 
 
-@app.callback()
 def _main(
     version: Annotated[
         bool,
@@ -103,7 +118,7 @@ def main() -> None:
     tee = _Tee(sys.stderr)
     sys.stderr = cast("TextIO", tee)
     try:
-        app()
+        _program()()
     except SystemExit as end:
         if end.code == Interrupted.exit_code and not _has_spoken():
             # Typer took the Ctrl-C for itself, before any command had begun.
@@ -137,9 +152,6 @@ def _end_without_report(code: int, id_: str, message: str) -> NoReturn:
 
 def _command_of(words: list[str]) -> str:
     """Find the command in what was typed: "pyspy-all", "trace blocked"; empty if there is none."""
-    known = ["trace", *(command.name for command in app.registered_commands)]
-    at = next((number for number, word in enumerate(words) if word in known), None)
-    if at is None or words[at] != "trace":
-        return "" if at is None else words[at]
-    below = [command.name for command in trace.registered_commands]
-    return " ".join(["trace", *[word for word in words[at + 1 :] if word in below][:1]])
+    chosen, rest = split(_SUBCOMMANDS, words)
+    below = split(chosen.subs, rest)[0] if isinstance(chosen, Group) else None
+    return " ".join(one.name for one in (chosen, below) if one is not None)

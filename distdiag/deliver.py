@@ -11,11 +11,11 @@ import os
 import re
 import sys
 from dataclasses import dataclass
-from importlib import metadata
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
 import typer
 
+from distdiag import __version__
 from distdiag.errors import DistdiagError, Interrupted
 from distdiag.report import Level
 
@@ -278,7 +278,7 @@ def _discard(stream: TextIO) -> None:
 def _head(command: str, exit_code: int) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
-        "version": metadata.version("distdiag"),
+        "version": __version__,
         "command": command,
         "exit_code": exit_code,
     }

@@ -27,6 +27,10 @@ DUMPED = -1
 _OUTERMOST = 8
 _SHELLS = ("sh", "bash", "dash", "zsh", "fish", "ksh", "csh", "tcsh", "tmux", "screen", "sshd")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1", "127.0.1.1")
+_START_S = 5.0
+"""So long may a launcher take from one rank to the next."""
+_TICK_S = 0.02
+"""The kernel tells starts in hundredths of a second."""
 
 
 @dataclass
@@ -289,9 +293,21 @@ def _gone(part: _Part, missing: set[int]) -> list[tuple[int, int | None, Process
         found = [(first + local, local) for local in range(local_size) if first + local in missing]
     elif part.world_size is not None and _is_all_here(part):
         found = [(rank, None) for rank in sorted(missing)]
+    started = {one.rank: one.process.started_s for one in part.members if one.process is not None}
+    near = [one for one in part.zombies if any(_fits(one, rank, started) for rank, _ in found)]
     # As many zombies as there are gaps, or nobody knows whose they are.
-    zombies = part.zombies if len(part.zombies) == len(found) else [None] * len(found)
+    zombies = sorted(near, key=lambda one: one.started_s) if len(near) == len(found) else [None] * len(found)
     return [(rank, local, zombie) for (rank, local), zombie in zip(found, zombies, strict=True)]
+
+
+def _fits(zombie: Process, rank: int, started: Mapping[int | None, float]) -> bool:
+    """Tell whether a zombie was started when the rank must have been: launchers start ranks one after the other."""
+    known = {number: at for number, at in started.items() if number is not None}
+    below = [at for number, at in known.items() if number < rank]
+    above = [at for number, at in known.items() if number > rank]
+    earliest = max(below, default=min(above, default=0.0) - _START_S)
+    latest = min(above, default=max(below, default=0.0) + _START_S)
+    return earliest - _TICK_S <= zombie.started_s <= latest + _TICK_S
 
 
 def _is_all_here(part: _Part) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from cluster import Network, need_network
 from jobs import PROGRAMS, Job
-from support import PROGRAM, distdiag, need, need_mounts
+from support import PROGRAM, distdiag, need_mounts
 
 from distdiag.node import rings
 from distdiag.training.lines import site
@@ -377,9 +377,9 @@ def test_on_several_nodes_each_tells_of_its_own_files() -> None:
 
 
 def test_under_torchrun(tmp_path: Path) -> None:
-    need("torchrun")
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
     command = [
-        *("torchrun", "--nproc-per-node", "2", "--master-port", "0", "-m", "distdiag", "trace", "py"),
+        *(torchrun, "--nproc-per-node", "2", "--master-port", "0", "-m", "distdiag", "trace", "py"),
         *("--dir", str(tmp_path), "--", LINES, "turns"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)

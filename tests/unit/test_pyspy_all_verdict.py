@@ -296,3 +296,14 @@ def test_what_outlived_its_job_is_no_job() -> None:
     }
     report = judge(node([left, *own], looks))
     assert (ids(report), report.verdict) == (["not-hung"], Verdict.OK)
+
+
+def test_a_zombie_is_a_rank_that_is_gone_only_if_it_was_started_among_the_ranks() -> None:
+    ranks = [process(100 + rank, rank, 4, started_s=50.0 + rank / 10) for rank in (0, 1, 3)]
+    dead = process(102, state="Z", python=False, torch=False, comm="python", started_s=50.2)
+    other = process(90, state="Z", python=False, torch=False, comm="git", started_s=20.0)
+    looks = {one.pid: twice(waits()) for one in ranks}
+    for zombies, pid in (([dead], 102), ([other, dead], 102), ([other], None)):
+        report = judge(node([*ranks, *zombies], looks))
+        gone = next(one for one in report.data.processes if one.rank == 2)
+        assert (gone.status, gone.pid) == ("gone", pid)
