@@ -12,21 +12,27 @@ if TYPE_CHECKING:
     from distdiag.report import Finding, Fix, Level, Report, Verdict, Where
     from distdiag.training.floatcmp import floatcmp
     from distdiag.training.lines.session import trace_lines
+    from distdiag.training.overflow.detection import OverflowDetected
+    from distdiag.training.overflow.detector import DebugUnderflowOverflow
+    from distdiag.training.overflow.here import detect_overflow
     from distdiag.training.printing import printflock
     from distdiag.training.rank_breakpoint import breakpoint
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DebugUnderflowOverflow",
     "DistdiagError",
     "Finding",
     "Fix",
     "Level",
+    "OverflowDetected",
     "Report",
     "Verdict",
     "Where",
     "__version__",
     "breakpoint",
+    "detect_overflow",
     "floatcmp",
     "printflock",
     "trace_lines",
@@ -34,7 +40,10 @@ __all__ = [
 
 _HOME = {
     "DistdiagError": "distdiag.errors",
+    "DebugUnderflowOverflow": "distdiag.training.overflow.detector",
+    "OverflowDetected": "distdiag.training.overflow.detection",
     "breakpoint": "distdiag.training.rank_breakpoint",
+    "detect_overflow": "distdiag.training.overflow.here",
     "floatcmp": "distdiag.training.floatcmp",
     "printflock": "distdiag.training.printing",
     "trace_lines": "distdiag.training.lines.session",

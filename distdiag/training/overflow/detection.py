@@ -1,0 +1,192 @@
+"""What was found: one bad tensor, where it was made, and how that reads."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from distdiag.training.overflow import numbers
+from distdiag.training.overflow.frames import HEADING, NEAR, finite_or_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from distdiag.training.overflow.frames import Frame, Line
+    from distdiag.training.overflow.numbers import Tally
+
+HERE, BETWEEN, GIVEN, WEIGHTS, BACKWARD, UNSEEN = "here", "between", "given", "weights", "backward", "unseen"
+"""Where it was made: in the module itself; in the forward of the module around it, before it called this one; before
+the model was called; before this forward, in the weights; in the backward; or that could not be seen."""
+
+
+class OverflowDetected(ValueError):
+    """nan or inf was found. `detection` says where; with many ranks all of them raise it, for the same tensor."""
+
+    def __init__(self, detection: Detection) -> None:
+        super().__init__(f"DebugUnderflowOverflow: {detection.sentence}")
+        self.detection = detection
+
+    def __reduce__(self) -> tuple[type, tuple[Detection]]:
+        return type(self), (self.detection,)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A module: its name, empty for the model itself, and its class."""
+
+    module: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"`{self.module}` ({self.kind})" if self.module else f"the model ({self.kind})"
+
+
+@dataclass(frozen=True)
+class When:
+    """`batch` counts what `unit` says, forwards or steps, from 0; `step` the optimizer's steps that were complete."""
+
+    batch: int
+    step: int
+    unit: str
+
+
+@dataclass(frozen=True)
+class Detection:
+    """The first bad tensor, of the module at `place`; `made_by` is the module whose code made it."""
+
+    when: When
+    place: Place
+    tensor: str
+    origin: str
+    made_by: Place
+    tally: Tally | None
+    rank: int | None = None
+    host: str = ""
+    other_ranks: tuple[int, ...] = ()
+    hints: tuple[str, ...] = ()
+    number: int = 0
+    """Which frame of the forward it was: of several ranks the lowest was the first."""
+    frames: tuple[Any, ...] = field(default=(), repr=False, compare=False)
+
+    @property
+    def sentence(self) -> str:
+        """Say who, when, where and what, and where it was made."""
+        who = "" if self.rank is None else f"rank {self.rank} ({self.host}), "
+        others = ""
+        if self.other_ranks:
+            others = f" (also on rank{'s' if len(self.other_ranks) > 1 else ''} {_ranks(self.other_ranks)})"
+        return f"{who}batch {self.when.batch}: {self.what} in `{self.tensor}` of {self.place}{others}. {self.why}"
+
+    @property
+    def what(self) -> str:
+        """Name the kinds of bad numbers."""
+        if self.tally is None:
+            return "nan or inf"
+        kinds = (("nan", self.tally.nan), ("inf", self.tally.inf), ("-inf", self.tally.minus_inf))
+        return " and ".join(f"{count:,} {kind}" for kind, count in kinds if count) or "nan or inf"
+
+    @property
+    def why(self) -> str:
+        """Say where it was made."""
+        return {
+            HERE: "What went in was finite: it was made here.",
+            BETWEEN: f"All outputs before it were finite: the forward of {self.made_by} made it, and passed it on.",
+            GIVEN: "The model was called with it: look at the data, or at what comes before the model.",
+            WEIGHTS: "It was there before the forward: a step of the optimizer made it, or the checkpoint has it.",
+            BACKWARD: "The forward was finite: it was made in the backward, here or nearer to the loss.",
+            UNSEEN: "",
+        }[self.origin]
+
+    def text(self) -> str:
+        """Write the report: frames as transformers' detector has them, then the answer."""
+        lines = []
+        if self.frames:
+            lines += [
+                f"\nDetected inf/nan during batch_number={self.when.batch}",
+                f"Last {len(self.frames)} forward frames:",
+                HEADING,
+                *map(str, self.frames),
+                "",
+            ]
+        lines += [f"distdiag: {self.sentence}", *_of_tally(self.tally), *self.hints]
+        return "\n".join(lines) + "\n"
+
+    def to_json(self) -> dict[str, Any]:
+        """Write for a file of frames."""
+        told: dict[str, Any] = {"kind": "detection", "sentence": self.sentence}
+        told |= {**asdict(self.when), "rank": self.rank, "host": self.host}
+        told |= {"module": self.place.module, "class": self.place.kind, "tensor": self.tensor, "origin": self.origin}
+        told |= {"made_by": self.made_by.module, "made_by_class": self.made_by.kind}
+        told |= {"other_ranks": list(self.other_ranks), "hints": list(self.hints)}
+        if self.tally is None:
+            return {**told, "tally": None}
+        return {**told, "tally": {**asdict(self.tally), "abs_max": finite_or_text(self.tally.abs_max)}}
+
+
+def from_frames(bad: Line, frames: Sequence[Frame], masks: Sequence[Line], when: When) -> Detection:
+    """Say what the first line that went wrong means, from the frames that lead up to it."""
+    frame, parent = bad.frame, bad.frame.parent
+    origin, made = HERE, frame
+    if bad.phase in ("weight", "buffer"):
+        origin = WEIGHTS
+    elif bad.phase == "input":
+        origin, made = (GIVEN, frame) if parent is None else (BETWEEN, parent)
+    tensor = bad.source if bad.source is not None and bad.unchanged() else None
+    return Detection(
+        when=when,
+        place=Place(frame.name, frame.kind),
+        tensor=bad.label,
+        origin=origin,
+        made_by=Place(made.name, made.kind),
+        tally=None if tensor is None else numbers.tally(tensor),
+        hints=tuple(_hints(bad, frames, masks)),
+        number=max(frame.number, 0),
+        frames=tuple(frames),
+    )
+
+
+def _hints(bad: Line, frames: Sequence[Frame], masks: Sequence[Line]) -> list[str]:
+    hints = []
+    rows = [one for one in masks if one.numbers is not None and one.unchanged() and numbers.has_masked_row(one.numbers)]
+    if rows and bad.phase == "output":
+        where = rows[-1]
+        hints.append(
+            f"A row of the mask `{where.label}` of {_place(where)} is -inf from end to end: its softmax is nan."
+        )
+    near = _nearest_to_limit(bad, frames)
+    if near is not None and near.source is not None:
+        name = str(near.source.dtype)[len("torch.") :]
+        share = f"{near.abs_max:.2e} = {100 * near.share_of_limit:.0f} % of {name}'s greatest number"
+        hints.append(f"Before it: {share}, `{near.label}` of {_place(near)}. Run that part in bfloat16 or float32.")
+    return hints
+
+
+def _nearest_to_limit(bad: Line, frames: Sequence[Frame]) -> Line | None:
+    lines = [line for frame in frames for line in frame.lines if line is not bad and not line.text]
+    found = [line for line in lines if line.share_of_limit >= NEAR]
+    return max(found, key=lambda line: line.share_of_limit, default=None)
+
+
+def _of_tally(tally: Tally | None) -> list[str]:
+    if tally is None:
+        return []
+    at = "" if tally.first is None else f", first at [{', '.join(map(str, tally.first))}]"
+    shape = ", ".join(map(str, tally.shape))
+    most = "" if math.isnan(tally.abs_max) else f"; its finite numbers go up to {tally.abs_max:.2e}"
+    lines = [f"{tally.dtype} of shape [{shape}], {tally.of:,} numbers{at}{most}."]
+    small = tally.zeros + tally.subnormals
+    if small and tally.of:
+        lines.append(
+            f"{100 * tally.zeros / tally.of:.1f} % are zero, {100 * tally.subnormals / tally.of:.1f} % subnormal."
+        )
+    return lines
+
+
+def _place(line: Line) -> Place:
+    return Place(line.frame.name, line.frame.kind)
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8]))
+    return shown if len(numbers) <= 8 else f"{shown} and {len(numbers) - 8} more"

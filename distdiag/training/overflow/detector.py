@@ -1,0 +1,338 @@
+"""DebugUnderflowOverflow: watches a model for nan and inf, at the cost of one look at its outputs for each step."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from distdiag.training import whoami
+from distdiag.training.overflow import ranks
+from distdiag.training.overflow.detection import OverflowDetected, When
+from distdiag.training.overflow.frames import batch_head
+from distdiag.training.overflow.gradients import Gradients, underflowed
+from distdiag.training.overflow.hook import Hook
+from distdiag.training.overflow.judge import Forward, Judge, outputs_of
+from distdiag.training.overflow.names import innermost, within_ddp
+from distdiag.training.overflow.output import Output
+from distdiag.training.overflow.recorder import Recorder
+from distdiag.training.overflow.replay import Buffers, Call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from types import TracebackType
+    from typing import Literal
+
+    from torch.nn import Module
+    from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
+
+    from distdiag.training.overflow.detection import Detection
+    from distdiag.training.overflow.frames import Frame
+    from distdiag.training.overflow.gradients import Gradient
+
+_watched: weakref.WeakKeyDictionary[Module, DebugUnderflowOverflow] = weakref.WeakKeyDictionary()
+_MOST_WAITING = 16
+"""So many forwards wait for a step of the optimizer; then they are judged without one."""
+_UNDERFLOW = 0.5
+"""From this share of zeros and subnormals on, a gradient in float16 is worth a word."""
+_UNDERFLOW_STEPS = {0, 1, 10, 100, 1000, 10_000, 100_000}
+
+
+class DebugUnderflowOverflow:
+    """Find the first nan or inf in a model: which batch, rank, module and tensor, and which module made it.
+
+    On the way nothing is looked at but the outputs of the model and, before each step of the optimizer, the gradients:
+    one wait for the device. When something is wrong the same forward is run once more, with the same random numbers and
+    buffers, and each tensor of each module is read; the report shows the last of those frames, in the lines of
+    transformers' detector of this name.
+
+    With many ranks they agree, before each step of the optimizer, whether one of them has found something (one
+    reduction of one number): then one report is printed and all raise the same error. Each rank needs its own detector.
+
+    Args:
+        model: any module; also in DistributedDataParallel, before or after fully_shard, or what torch.compile returned
+            (and not what it was given).
+        max_frames_to_save: how many frames to show.
+        trace_batch_nums: batches (from 0) of which all frames are printed.
+        abort_after_batch_num: raise ValueError when this batch is over.
+        mode: "step" as above; "full" reads all tensors of all modules in each forward: for what cannot be run again.
+        unit: what a batch is: a "forward" of the model, or a "step" of the optimizer.
+        gradients: "step" looks before the optimizer uses them; "each" while they are made, which names the first bad
+            one, before clipping; "off".
+        ignore: patterns of modules, or module:tensor, that may hold nan and inf: "lm_head", "*.attn:input*".
+        on_detect: "raise" OverflowDetected, a ValueError; "report" the first and go on; or call it with the Detection.
+        agree: False where the ranks do not step together; then each rank is on its own.
+        save: a file for the frames that are shown and what was found, for `distdiag overflow show`; "{rank}" in it
+            becomes the rank.
+
+    An additive mask of 0 and -inf is no fault, nor is -inf that goes into a softmax. What is lost at the other end,
+    underflow, is a warning: gradients in float16 that are mostly zero or subnormal.
+
+    Raises:
+        ValueError: it is in DataParallel, is watched already, or an argument makes no sense.
+    """
+
+    def __init__(  # noqa: PLR0913 - the first four are transformers' own, the others go by name
+        self,
+        model: Module,
+        max_frames_to_save: int = 21,
+        trace_batch_nums: Iterable[int] | None = (),
+        abort_after_batch_num: int | None = None,
+        *,
+        mode: Literal["step", "full"] = "step",
+        unit: Literal["forward", "step"] = "forward",
+        gradients: Literal["step", "each", "off"] = "step",
+        ignore: Sequence[str] | str = (),
+        on_detect: Literal["raise", "report"] | Callable[[Detection], object] = "raise",
+        agree: bool = True,
+        save: str = "",
+    ) -> None:
+        _check("mode", mode, "step", "full")
+        _check("unit", unit, "forward", "step")
+        _check("gradients", gradients, "step", "each", "off")
+        if not callable(on_detect):
+            _check("on_detect", on_detect, "raise", "report")
+        if max_frames_to_save < 1:
+            raise ValueError(f"max_frames_to_save is 1 at least, not {max_frames_to_save}")
+        self._root = within_ddp(model)
+        if self._root in _watched:
+            raise ValueError(f"this {type(self._root).__name__} is watched already; detach() the other detector first")
+        self._model = innermost(self._root)
+        self._traced, self._last = set(trace_batch_nums or ()), abort_after_batch_num
+        self._unit, self._on_detect, self._agree = unit, on_detect, agree
+        patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+        self._judge = Judge(self._model, max_frames_to_save, patterns, each=gradients == "each")
+        self._output = Output(save, type(self._model).__name__)
+        self._compiled = getattr(self._root, "_compiled_call_impl", None)
+        self._full = self._judge.recorder(exact=False) if mode == "full" else None
+        self._is_compiled = self._root is not self._model or self._compiled is not None
+        if self._full is not None and self._is_compiled:
+            self._full = None
+            self._output.note("a compiled model cannot be read frame by frame: mode='step' is used")
+        self._buffers = Buffers(self._model)
+        self._gradients = Gradients(self._model, each=gradients == "each")
+        self._looks_at_gradients = gradients != "off"
+        self._handles: list[RemovableHandle] = []
+        self._waiting: list[Forward] = []
+        self._call: Call | None = None
+        self._tracer: Recorder | None = None
+        self._busy = False
+        self._forwards = self._steps = self._found = 0
+        self._told: set[str] = set()
+        self._attach()
+
+    def __enter__(self) -> DebugUnderflowOverflow:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    @property
+    def batch(self) -> int:
+        """The batch that is on its way, or comes next."""
+        return self._forwards if self._unit == "forward" else self._steps
+
+    @property
+    def found(self) -> int:
+        """How often something was found."""
+        return self._found
+
+    def detach(self) -> None:
+        """Take all hooks off: the model is as it was. May be called again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._end_tracer()
+        self._waiting.clear()
+        self._call = None
+        self._gradients.detach()
+        if self._full is not None:
+            self._full.detach()
+        if _watched.get(self._root) is self:
+            del _watched[self._root]
+            if self._compiled is not None:
+                self._root._compiled_call_impl = self._compiled
+
+    def around(self, call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Call the model, looking at what goes in and comes out."""
+        self._before(self._root, args, kwargs)
+        output = call(*args, **kwargs)
+        self._after(self._root, args, kwargs, output)
+        return output
+
+    def _attach(self) -> None:
+        if self._compiled is not None:
+            # Model.compile() compiles the model's hooks with it, so these stand around what was compiled.
+            self._root._compiled_call_impl = functools.partial(_call_and_look, weakref.ref(self), self._compiled)
+        else:
+            before = self._root.register_forward_pre_hook(Hook(self._before), with_kwargs=True)
+            self._handles += (before, self._root.register_forward_hook(Hook(self._after), with_kwargs=True))
+        self._handles.append(register_optimizer_step_pre_hook(self._before_step))
+        self._handles.append(register_optimizer_step_post_hook(self._after_step))
+        if self._full is not None:
+            self._full.attach()
+        _watched[self._root] = self
+
+    def _before(self, module: Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        if torch.compiler.is_compiling() or self._busy:
+            return
+        with torch.no_grad():
+            if self._full is not None:
+                self._full.begin(args, kwargs, everything=self.batch in self._traced)
+                return
+            self._call = Call(self._model, args, kwargs, self._buffers)
+            self._end_tracer()  # of a forward that was left by an exception
+            if self.batch in self._traced and not self._is_compiled:
+                self._tracer = self._new_tracer()
+                self._tracer.attach()
+                self._tracer.begin(args, kwargs)
+
+    def _after(self, module: Module, args: object, kwargs: object, output: object) -> None:
+        if torch.compiler.is_compiling() or self._busy:
+            return
+        # Before the next step of the optimizer all ranks come to one place; in an evaluation there is none.
+        agreed = self._agree and self._root.training and torch.is_grad_enabled() and ranks.count() > 1
+        with torch.no_grad():
+            forward = self._seen_by_frames(output) if self._full is not None else self._seen_by_outputs(output)
+            if agreed:
+                self._waiting.append(forward)
+                if len(self._waiting) >= _MOST_WAITING:
+                    self._judge_step([])
+            else:
+                self._settle(self._alone([forward], [], forward.when))
+        self._forwards += 1
+        self._maybe_abort("forward", self._forwards)
+
+    def _seen_by_frames(self, output: object) -> Forward:
+        recorder = self._full
+        assert recorder is not None
+        recorder.end(output)
+        if self.batch in self._traced:
+            self._output.frames(batch_head(self.batch), self.batch, recorder.frames)
+        return Forward(self._when(), None, found=self._judge.of_recorder(recorder, self._when()))
+
+    def _seen_by_outputs(self, output: object) -> Forward:
+        call, self._call = self._call, None
+        assert call is not None
+        call.returned()
+        if self._tracer is not None:
+            self._tracer.end(output)
+            self._end_tracer()
+        elif self.batch in self._traced:
+            self._trace_again(call)
+        return Forward(self._when(), call, outputs_of(output))
+
+    def _when(self, batch: int | None = None) -> When:
+        return When(self.batch if batch is None else batch, self._steps, self._unit)
+
+    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if self._busy or not self._gradients.are_stepped_by(optimizer):
+            return
+        with torch.no_grad():
+            found = self._gradients.start(optimizer) if self._looks_at_gradients else []
+            self._judge_step(found)
+            if self._steps in _UNDERFLOW_STEPS:
+                self._warn_of_underflow(found)
+
+    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if not self._busy and self._gradients.are_stepped_by(optimizer):
+            self._steps += 1
+            self._maybe_abort("step", self._steps)
+
+    def _judge_step(self, gradients: list[Gradient]) -> None:
+        waiting, self._waiting = self._waiting, []
+        when = self._when(self._steps if self._unit == "step" else max(0, self._forwards - 1))
+        if self._agree and ranks.count() > 1:
+            with self._left_alone():
+                found = self._judge.together(waiting, gradients, when)
+        else:
+            found = self._alone(waiting, gradients, when)
+        self._settle(found)
+
+    def _alone(self, waiting: list[Forward], gradients: list[Gradient], when: When) -> Detection | None:
+        with self._left_alone():
+            return self._judge.alone(waiting, gradients, when)
+
+    @contextlib.contextmanager
+    def _left_alone(self) -> Iterator[None]:
+        """Let the model be called without being looked at: what is run again is no batch."""
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+
+    def _new_tracer(self) -> Recorder:
+        """Give a recorder that prints each frame of this batch as soon as it is complete."""
+        batch = self.batch
+
+        def show(frame: Frame) -> None:
+            self._output.frames("" if frame.number else batch_head(batch), batch, [frame])
+
+        return Recorder(self._model, 1, ("*",), exact=True, on_frame=show)
+
+    def _end_tracer(self) -> None:
+        if self._tracer is not None:
+            self._tracer.detach()
+            self._tracer = None
+
+    def _trace_again(self, call: Call) -> None:
+        """Print the frames of a compiled model, by running it once more as it was written."""
+        with self._left_alone():
+            why = call.again(self._new_tracer())
+        if why:
+            self._output.note(f"batch {self.batch} cannot be traced: {why}")
+
+    def _settle(self, found: Detection | None) -> None:
+        """Do with what was found as the user wishes."""
+        if found is None:
+            return
+        self._found += 1
+        rank = whoami.rank()
+        if found.rank is None and rank is not None:
+            found = replace(found, rank=rank, host=whoami.host())
+        if found.rank == rank and (self._found == 1 or self._on_detect == "raise"):
+            self._output.detection(found)
+        if callable(self._on_detect):
+            self._on_detect(found)
+        elif self._on_detect == "raise":
+            raise OverflowDetected(found)
+
+    def _maybe_abort(self, unit: str, done: int) -> None:
+        if unit == self._unit and self._last is not None and done > self._last:
+            why = f"aborting after {done} batches due to `abort_after_batch_num={self._last}` arg"
+            raise ValueError(f"DebugUnderflowOverflow: {why}")
+
+    def _warn_of_underflow(self, gradients: list[Gradient]) -> None:
+        shares = {one.name: underflowed(one) for one in gradients}
+        lost = {name: share for name, share in shares.items() if share >= _UNDERFLOW and name not in self._told}
+        if not lost:
+            return
+        self._told |= lost.keys()
+        name, share = max(lost.items(), key=lambda one: one[1])
+        self._output.note(
+            f"underflow in step {self._steps}: of {len(shares)} gradients in float16 {len(lost)} are mostly zero or "
+            f"subnormal; `{name}.grad`: {100 * share:.0f} %. A GradScaler, or bfloat16, mends that."
+        )
+
+
+def _check(name: str, given: object, *known: str) -> None:
+    if given not in known:
+        raise ValueError(f"{name} is {' or '.join(map(repr, known))}, not {given!r}")
+
+
+def _call_and_look(
+    watcher: weakref.ref[DebugUnderflowOverflow], call: Callable[..., object], *args: object, **kwargs: object
+) -> object:
+    detector = watcher()
+    if detector is None:
+        return call(*args, **kwargs)
+    return detector.around(call, args, kwargs)

@@ -1,0 +1,95 @@
+"""Gradients at the moment when the optimizer is about to use them, named by their parameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from distdiag.training.overflow import numbers
+from distdiag.training.overflow.names import clean
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
+
+
+class Gradient(NamedTuple):
+    """A gradient whose ends are still on the device."""
+
+    name: str
+    tensor: Tensor
+    ends: tuple[Tensor, Tensor]
+
+
+class Gradients:
+    """The gradients of one model. With `each`, they are also looked at one by one while the backward makes them.
+
+    Then the first bad one is known, before anything clips or scales them.
+    """
+
+    def __init__(self, model: Module, *, each: bool) -> None:
+        self._model = model
+        self._names: dict[int, str] = {}
+        self._own: dict[int, bool] = {}
+        self._made: list[Gradient] = []
+        self._handles: list[RemovableHandle] = []
+        if each:
+            for name, weight in model.named_parameters():
+                if weight.requires_grad:
+                    self._handles.append(weight.register_post_accumulate_grad_hook(self._hook(clean(name))))
+
+    def detach(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._made.clear()
+
+    def are_stepped_by(self, optimizer: Optimizer) -> bool:
+        """Tell whether an optimizer steps parameters of this model."""
+        known = self._own.get(id(optimizer))
+        if not known:  # parameters may have been given to it, or replaced, since
+            self._names = {id(weight): clean(name) for name, weight in self._model.named_parameters()}
+            known = any(id(weight) in self._names for weight in _weights(optimizer))
+            self._own[id(optimizer)] = known
+        return known
+
+    def start(self, optimizer: Optimizer) -> list[Gradient]:
+        """Start to read the gradients that an optimizer is about to use, the last made first."""
+        made, self._made = self._made, []
+        found = [_start(self._names[id(one)], one.grad) for one in _weights(optimizer) if id(one) in self._names]
+        return [*made, *(one for one in reversed(found) if one is not None)]
+
+    def _hook(self, name: str):  # type: ignore[no-untyped-def] # noqa: ANN202 - a hook of torch
+        def look(weight: Tensor) -> None:
+            found = _start(name, weight.grad)
+            if found is not None:
+                self._made.append(found)
+
+        return look
+
+
+def underflowed(gradient: Gradient) -> float:
+    """Give the share of a float16 gradient that is zero or subnormal; 0 for dtypes of more range."""
+    if gradient.tensor.dtype is not torch.float16:
+        return 0.0
+    told = numbers.tally(gradient.tensor)
+    return 0.0 if told is None or not told.of else (told.zeros + told.subnormals) / told.of
+
+
+def _start(name: str, grad: Tensor | None) -> Gradient | None:
+    if grad is None:
+        return None
+    with torch.no_grad():
+        found = numbers.start(grad)
+    return None if isinstance(found, str) else Gradient(name, grad, (found[1], found[2]))
+
+
+def _weights(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

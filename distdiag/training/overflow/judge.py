@@ -1,0 +1,160 @@
+"""Whether something is wrong, alone or with the other ranks; what it was is seen by running the forward again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from distdiag.training import whoami
+from distdiag.training.overflow import numbers, ranks, walk
+from distdiag.training.overflow.detection import BACKWARD, UNSEEN, Detection, Place, from_frames
+from distdiag.training.overflow.names import kind_of
+from distdiag.training.overflow.recorder import Recorder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+    from torch.nn import Module
+
+    from distdiag.training.overflow.detection import When
+    from distdiag.training.overflow.gradients import Gradient
+    from distdiag.training.overflow.replay import Call
+
+_FIRST = 1_000_000
+"""What a rank says when the first forward since the last step went wrong; one less for each later one."""
+_IN_GRADIENTS = 1
+_NOT_EACH = "With gradients='each' (--grads) the first bad one is named, before clipping spreads it."
+
+
+@dataclass(frozen=True)
+class Output:
+    """One tensor that the model gave back; its ends are still on the device."""
+
+    label: str
+    numbers: Tensor
+    ends: tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A forward that is over and not judged yet: by its outputs, or (`found`) by its frames."""
+
+    when: When
+    call: Call | None
+    outputs: tuple[Output, ...] = ()
+    found: Detection | None = None
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Judges the forwards and the gradients of one model."""
+
+    model: Module
+    keep: int
+    ignore: tuple[str, ...]
+    each: bool = False
+
+    def recorder(self, *, exact: bool) -> Recorder:
+        """Give a new recorder for the model."""
+        return Recorder(self.model, self.keep, self.ignore, exact=exact)
+
+    def alone(self, waiting: Sequence[Forward], gradients: Sequence[Gradient], when: When) -> Detection | None:
+        """Judge without asking anybody; the device is waited for once."""
+        ends = _ends(waiting, gradients)
+        values = numbers.fetch(ends)
+        if not any(one.found for one in waiting) and not numbers.any_bad(values):
+            return None
+        bad = next((one for one in waiting if self._is_bad(one)), None)
+        if bad is not None:
+            return self.again(bad)
+        return self._of_gradients(gradients, when)
+
+    def together(self, waiting: Sequence[Forward], gradients: Sequence[Gradient], when: When) -> Detection | None:
+        """Judge what all ranks have; all of them must come here. Gives the same answer to all."""
+        weights = [_FIRST - number for number, one in enumerate(waiting) for _ in range(2 * len(one.outputs))]
+        weights += [_IN_GRADIENTS] * (2 * len(gradients))
+        found = max((_FIRST - number for number, one in enumerate(waiting) if one.found), default=0)
+        if not ranks.agree(_ends(waiting, gradients), weights, found):
+            return None
+        # Somewhere a number is not finite: that may be a mask, which takes a second look.
+        mine = max((_FIRST - number for number, one in enumerate(waiting) if self._is_bad(one)), default=0)
+        told = self._of_gradients(gradients, when)
+        worst = ranks.greatest(mine or (_IN_GRADIENTS if told else 0))
+        if worst > _IN_GRADIENTS:
+            # All ranks run it again, as there may be collectives in it.
+            number = _FIRST - worst
+            told = self.again(waiting[number], asked=mine == worst) if number < len(waiting) else None
+        return self._first_of(told) if worst else None
+
+    def again(self, forward: Forward, *, asked: bool = True) -> Detection | None:
+        """Run a forward again to see what went wrong in it; `asked`: whether this rank has seen that something did."""
+        if forward.found is not None or forward.call is None:
+            return forward.found
+        recorder = self.recorder(exact=True)
+        why = forward.call.again(recorder)
+        if not why and recorder.bad is not None:
+            return self.of_recorder(recorder, forward.when)
+        if not asked:
+            return None
+        label = next(one.label for one in forward.outputs if self._is_bad_output(one))
+        hint = f"It could not be run again ({why})" if why else "When it was run again, all of it was finite"
+        return self._bare(forward.when, label, UNSEEN, f"{hint}: mode='full' (--full) names the module.")
+
+    def of_recorder(self, recorder: Recorder, when: When) -> Detection | None:
+        """Say what a recorder has seen in a forward."""
+        if recorder.bad is None:
+            return None
+        return from_frames(recorder.bad, recorder.frames, recorder.masks, when)
+
+    def _is_bad(self, forward: Forward) -> bool:
+        return forward.found is not None or any(self._is_bad_output(one) for one in forward.outputs)
+
+    def _is_bad_output(self, one: Output) -> bool:
+        least, greatest = numbers.fetch(one.ends)
+        if not numbers.is_bad(least, greatest):
+            return False
+        if any(fnmatchcase(name, pattern) for name in ("", f":{one.label}") for pattern in self.ignore):
+            return False
+        return not (numbers.looks_like_mask(least, greatest) and numbers.is_mask(one.numbers))
+
+    def _of_gradients(self, gradients: Sequence[Gradient], when: When) -> Detection | None:
+        values = numbers.fetch([end for one in gradients for end in one.ends])
+        ends = zip(gradients, values[::2], values[1::2])
+        bad = [one for one, least, greatest in ends if numbers.is_bad(least, greatest)]
+        if not bad:
+            return None
+        first, count = bad[0], len({one.name for one in bad})
+        hint = f"{count} of {len({one.name for one in gradients})} gradients are bad."
+        module, _, weight = first.name.rpartition(".")
+        kind = kind_of(dict(self.model.named_modules()).get(module, self.model))
+        place = Place(module, kind)
+        bare = self._bare(when, f"{weight}.grad", BACKWARD, hint if self.each else f"{hint} {_NOT_EACH}")
+        return replace(bare, place=place, made_by=place, tally=numbers.tally(first.tensor))
+
+    def _bare(self, when: When, tensor: str, origin: str, hint: str) -> Detection:
+        root = Place("", kind_of(self.model))
+        return Detection(when, root, tensor, origin, made_by=root, tally=None, hints=(hint,))
+
+    def _first_of(self, mine: Detection | None) -> Detection | None:
+        """Choose, of what the ranks have found, what came first in the forward; of equals the lowest rank's."""
+        rank = whoami.rank()
+        told = ranks.gather(None if mine is None else replace(mine, rank=rank, host=whoami.host(), frames=()))
+        found = [one for one in told if one is not None]
+        if not found:
+            return None
+        first = min(found, key=lambda one: (one.number, one.rank))
+        chosen: Detection = replace(first, other_ranks=tuple(sorted(one.rank for one in found if one is not first)))
+        return replace(chosen, frames=mine.frames) if mine is not None and chosen.rank == rank else chosen
+
+
+def outputs_of(value: object) -> tuple[Output, ...]:
+    """Start to look at what a model gave back."""
+    found = ((label, numbers.start(tensor)) for label, tensor in walk.tensors(value, "output"))
+    return tuple(Output(label, one[0], (one[1], one[2])) for label, one in found if not isinstance(one, str))
+
+
+def _ends(waiting: Sequence[Forward], gradients: Sequence[Gradient]) -> list[Tensor]:
+    ends = [end for forward in waiting for one in forward.outputs for end in one.ends]
+    return ends + [end for one in gradients for end in one.ends]

@@ -1,0 +1,172 @@
+"""Runs a forward again as it was: the same inputs, random numbers, buffers and autocast, without torch.compile."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distdiag.training.overflow import walk
+from distdiag.training.overflow.frames import version_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+    from torch.nn import Module
+
+    from distdiag.training.overflow.recorder import Recorder
+
+    _Place = tuple[Module, str]
+
+_SMALL_BYTES = 1 << 20
+"""Buffers larger than this are tables, and not what a forward changes."""
+
+
+class Buffers:
+    """The buffers that a forward of this model changes, such as the running means of BatchNorm."""
+
+    def __init__(self, model: Module) -> None:
+        self._model = model
+        self._moving: dict[bool, list[_Place]] = {}
+        """By whether the model is in training."""
+
+    def save(self) -> list[tuple[_Place, Tensor]]:
+        """Copy those that a forward may change: at first all, later those that were seen to change."""
+        places = self._moving.get(self._model.training)
+        if places is None:
+            places = [(module, name) for module in self._model.modules() for name in module._buffers]
+        found = ((place, place[0]._buffers.get(place[1])) for place in places)
+        return [(place, one.detach().clone()) for place, one in found if one is not None and one.nbytes <= _SMALL_BYTES]
+
+    def learn(self, saved: list[tuple[_Place, Tensor]]) -> list[tuple[_Place, Tensor]]:
+        """Look which of them the forward has changed, and give the copies of those.
+
+        They are compared, once: batch_norm changes its buffers without torch's count of changes knowing of it.
+        """
+        if self._model.training in self._moving:
+            return saved
+        moved = [one for one in saved if not torch.equal(one[1], _at(one[0]))]
+        self._moving[self._model.training] = [place for place, _ in moved]
+        return moved
+
+    @contextlib.contextmanager
+    def as_they_were(self, saved: list[tuple[_Place, Tensor]]) -> Iterator[None]:
+        """Put the copies in their places for a while."""
+        now = [(place, _at(place).detach().clone()) for place, _ in saved]
+        _put(saved)
+        try:
+            yield
+        finally:
+            _put(now)
+
+
+def _at(place: _Place) -> Tensor:
+    buffer = place[0]._buffers[place[1]]
+    assert buffer is not None
+    return buffer
+
+
+def _put(values: list[tuple[_Place, Tensor]]) -> None:
+    with torch.no_grad():
+        for place, value in values:
+            _at(place).copy_(value)
+
+
+class Call:
+    """One call of a model, with all that it takes to make it again; the inputs are kept, not copied."""
+
+    def __init__(self, model: Module, args: tuple[object, ...], kwargs: dict[str, object], buffers: Buffers) -> None:
+        self.args, self.kwargs = args, dict(kwargs)
+        self._model, self._buffers = model, buffers
+        self._saved = buffers.save()
+        self._versions = [(tensor, version_of(tensor)) for _, tensor in _tensors(args, kwargs)]
+        self._random = _random_states()
+        self._autocast = _autocast()
+
+    def returned(self) -> None:
+        """Say that the forward is over."""
+        self._saved = self._buffers.learn(self._saved)
+
+    @property
+    def why_not(self) -> str:
+        """Why it cannot be made again; empty if it can."""
+        changed = any(version_of(tensor) != version for tensor, version in self._versions)
+        return "its inputs were changed in place since" if changed else ""
+
+    def again(self, recorder: Recorder) -> str:
+        """Make the call once more under a recorder; gives the reason if that failed."""
+        why = self.why_not
+        if why:
+            return why
+        for grad in (torch.no_grad, torch.enable_grad):  # some models need gradients in their forward
+            recorder.attach()
+            try:
+                with self._as_it_was(), grad():
+                    recorder.begin(self.args, self.kwargs)
+                    recorder.end(self._model(*self.args, **self.kwargs))
+            except Exception as error:  # noqa: BLE001 - the user's own forward: anything may be wrong with it
+                why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            else:
+                return ""
+            finally:
+                recorder.unhook()
+        return f"its forward failed the second time: {why}"
+
+    @contextlib.contextmanager
+    def _as_it_was(self) -> Iterator[None]:
+        now = _random_states()
+        with contextlib.ExitStack() as stack:
+            stack.callback(_set_random_states, now)
+            stack.enter_context(self._buffers.as_they_were(self._saved))
+            for device, enabled, dtype in self._autocast:
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+            stack.enter_context(_eagerly())
+            _set_random_states(self._random)
+            yield
+
+
+def _tensors(args: tuple[object, ...], kwargs: dict[str, object]) -> list[tuple[str, Tensor]]:
+    return [(label, leaf) for label, leaf in walk.inputs(args, kwargs) if isinstance(leaf, torch.Tensor)]
+
+
+def _random_states() -> list[tuple[str, Any]]:
+    states: list[tuple[str, Any]] = [("torch", torch.get_rng_state()), ("python", random.getstate())]
+    if torch.cuda.is_initialized():
+        states.append(("cuda", torch.cuda.get_rng_state()))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and hasattr(numpy, "random"):
+        states.append(("numpy", numpy.random.get_state()))
+    return states
+
+
+def _set_random_states(states: list[tuple[str, Any]]) -> None:
+    for kind, state in states:
+        if kind == "torch":
+            torch.set_rng_state(state)
+        elif kind == "cuda":
+            torch.cuda.set_rng_state(state)
+        elif kind == "python":
+            random.setstate(state)
+        else:
+            sys.modules["numpy"].random.set_state(state)
+
+
+def _autocast() -> list[tuple[str, bool, torch.dtype]]:
+    if not hasattr(torch, "get_autocast_dtype"):  # before 2.4
+        return [
+            ("cpu", torch.is_autocast_cpu_enabled(), torch.get_autocast_cpu_dtype()),
+            ("cuda", torch.is_autocast_enabled(), torch.get_autocast_gpu_dtype()),
+        ]
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_initialized() else [])]
+    return [(one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in devices]
+
+
+def _eagerly() -> contextlib.AbstractContextManager[object]:
+    """Let compiled parts run as they were written, so that their modules are called; only if something is compiled."""
+    if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
+        return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
+    return contextlib.nullcontext()

@@ -1,0 +1,580 @@
+"""The overflow detector in one process: what it must find, name, leave alone and survive."""
+
+# ruff: noqa: ANN401 - modules take and give anything
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import math
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from distdiag import DebugUnderflowOverflow, OverflowDetected, detect_overflow
+from distdiag.training.overflow import numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from distdiag.training.overflow.detection import Detection
+
+INF = math.inf
+MODES: tuple[Any, ...] = ("step", "full")
+
+
+class Then(nn.Module):
+    """Calls modules one after the other."""
+
+    def __init__(self, **modules: nn.Module) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self, x: Any) -> Any:
+        for module in self.children():
+            x = module(x)
+        return x
+
+
+class Does(nn.Module):
+    """Does what it is told."""
+
+    def __init__(self, what: Callable[..., Any]) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.what(*args, **kwargs)
+
+
+class Sub(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / 0
+
+
+@dataclass
+class Held:
+    hidden: torch.Tensor
+    more: object = None
+
+
+def found(model: nn.Module, *args: Any, mode: Any = "step", **kwargs: Any) -> Detection | None:
+    """Call a model once under a detector."""
+    options = {name[1:]: kwargs.pop(name) for name in list(kwargs) if name.startswith("_")}
+    with DebugUnderflowOverflow(model, mode=mode, **options):
+        try:
+            model(*args, **kwargs)
+        except OverflowDetected as error:
+            return error.detection
+    return None
+
+
+def must_find(model: nn.Module, *args: Any, mode: Any = "step", **kwargs: Any) -> Detection:
+    told = found(model, *args, mode=mode, **kwargs)
+    assert told is not None
+    return told
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_module_that_divides_by_zero_is_named_and_no_other(mode: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Then(a=nn.Linear(4, 4), sub=Sub(), b=nn.Linear(4, 4))
+    told = must_find(model, torch.ones(3, 4), mode=mode)
+    assert (told.place.module, told.place.kind, told.tensor, told.origin) == ("sub", "Sub", "output", "here")
+    assert told.tally is not None
+    assert (told.tally.inf + told.tally.minus_inf, told.tally.first, told.when.batch) == (12, (0, 0), 0)
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index("Detected inf/nan during batch_number=0")
+    assert lines[at + 1 : at + 4] == ["Last 2 forward frames:", "abs min  abs max  metadata", " " * 18 + "a Linear"]
+    assert lines[at + 8 : at + 11] == [
+        " " * 18 + "sub Sub",
+        lines[at + 7].replace("output", "input[0]"),
+        "     inf      inf output",
+    ]
+    assert " b Linear" not in "\n".join(lines)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("wrap", "label"),
+    [
+        (lambda bad, x: {"y": x, "x": bad}, "output['x']"),
+        (lambda bad, x: [bad], "output[0]"),
+        (lambda bad, x: (x, (x, [x, bad])), "output[1][1][1]"),
+        (lambda bad, x: Held(x, {"in": (bad,)}), "output.more['in'][0]"),
+    ],
+)
+def test_it_is_found_in_any_container(mode: Any, wrap: Callable[..., object], label: str) -> None:
+    told = must_find(Does(lambda x: wrap(x / 0, x)), torch.ones(2), mode=mode)
+    assert (told.tensor, told.origin) == (label, "here")
+
+
+class GivesOn(nn.Module):
+    """Makes inf between the calls of its children, and hands it on by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.then = Does(lambda hidden: hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.then(hidden=self.first(x).abs() * INF)
+        return out
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_comes_by_keyword_was_made_by_the_module_around(mode: Any) -> None:
+    told = must_find(Then(block=GivesOn()), torch.ones(1, 2), mode=mode)
+    assert (told.place.module, told.tensor, told.origin) == ("block.then", "input['hidden']", "between")
+    assert (told.made_by.module, told.made_by.kind) == ("block", "GivesOn")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_the_model_is_given_is_not_its_fault(mode: Any) -> None:
+    told = must_find(Then(a=nn.Linear(2, 2)), torch.tensor([[1.0, INF]]), mode=mode)
+    assert (told.place.module, told.tensor, told.origin) == ("", "input[0]", "given")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mask_is_no_fault(mode: Any) -> None:
+    mask = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -INF)
+    adds = Does(lambda x, mask: (x + 1, mask))
+    softmax = Then(hide=Does(lambda x: x.masked_fill(x == 1, 0)), soft=nn.Softmax(-1))
+    scores = torch.randn(4, 4) + mask
+    for model, given in (
+        (adds, (torch.ones(4, 4), mask)),
+        (softmax, (scores.clamp(min=-9),)),
+        (nn.Softmax(-1), (scores,)),
+    ):
+        assert found(model, *given, mode=mode) is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_row_that_is_masked_from_end_to_end_is_a_hint(mode: Any) -> None:
+    mask = torch.zeros(3, 3)
+    mask[1] = -INF
+    model = Then(add=Does(lambda x: torch.softmax(x[0] + x[1], -1)))
+    told = must_find(model, (torch.randn(3, 3), mask), mode=mode)
+    assert (told.place.module, told.origin) == ("add", "here")
+    assert "row of the mask `input[0][1]` of `add`" in told.hints[0]
+
+
+_ODD = {
+    "bool": lambda: torch.tensor([True, False]),
+    "least int64": lambda: torch.tensor([-(2**63), 5]),
+    "empty": lambda: torch.empty(0, 3),
+    "float8_e4m3fn": lambda: torch.tensor([1.0, -448.0]).to(torch.float8_e4m3fn),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "complex": lambda: torch.tensor([1 + 2j]),
+    "scalar": lambda: torch.tensor(3.5),
+    "uint64": lambda: torch.tensor([1, 2], dtype=torch.uint64),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "none": lambda: None,
+    "text": lambda: "words",
+    "inference": lambda: _inference(),
+}
+
+
+def _inference() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", _ODD)
+def test_no_kind_of_tensor_ends_the_job(kind: str, mode: Any) -> None:
+    model = Then(a=Does(lambda x: x), b=Does(lambda x: (x, x)))
+    assert found(model, _ODD[kind](), mode=mode, _trace_batch_nums=[0]) is None
+
+
+def test_how_odd_tensors_read_in_frames(capsys: pytest.CaptureFixture[str]) -> None:
+    given = [_ODD[kind]() for kind in ("bool", "least int64", "empty", "meta", "none", "text", "complex")]
+    with DebugUnderflowOverflow(Does(lambda *x: None), trace_batch_nums=[0]) as detector:
+        detector._root(*given)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "input" in line]
+    assert lines == [
+        "0.00e+00 1.00e+00 input[0]",
+        "5.00e+00 9.22e+18 input[1]",
+        "            empty input[2]",
+        "             meta input[3]",
+        "             None input[4]",
+        "     not a tensor input[5]",
+        "1.00e+00 2.00e+00 input[6]",
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e5m2, torch.bfloat16, torch.float64])
+def test_inf_is_found_in_every_dtype_that_has_it(dtype: torch.dtype) -> None:
+    told = must_find(Does(lambda x: torch.tensor([1.0, INF]).to(dtype)), torch.ones(1))
+    assert (told.tally.inf if told.tally else 0) == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_inf_in_the_models_own_output_has_the_number_of_its_batch(mode: Any) -> None:
+    model = Does(lambda x: x / 0)
+    assert must_find(model, torch.ones(2), mode=mode).when.batch == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_traced_batch_is_judged_too_and_the_next_one_is_clean(mode: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[int] = []
+    model = Then(a=nn.Linear(2, 2), b=Does(lambda x: x / (0 if len(seen) else 1)))
+    with DebugUnderflowOverflow(
+        model,
+        2,
+        [1],
+        mode=mode,
+        on_detect=lambda told: seen.append(-told.when.batch),
+    ):
+        model(torch.ones(1, 2))
+        seen.append(7)
+        model(torch.ones(1, 2))
+        seen.remove(7)
+        batches = list(seen)
+        seen.clear()
+        for _ in range(100):
+            model(torch.ones(1, 2))
+        assert (batches, seen) == ([-1], [])
+        seen.append(7)
+        model(torch.ones(1, 2))
+    assert seen == [7, -102]
+    out = capsys.readouterr().out
+    assert out.count("*** Starting batch number=1 ***\nabs min  abs max  metadata") == 1
+    assert "Last 2 forward frames:" in out
+
+
+def test_at_most_so_many_frames_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(*[nn.Identity() for _ in range(30)], Sub())
+    for keep, shown in ((2, 2), (21, 21), (100, 31)):
+        must_find(model, torch.ones(1), _max_frames_to_save=keep)
+        out = capsys.readouterr().out
+        assert f"Last {shown} forward frames:" in out
+        assert out.count(" Identity\n") == shown - 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_changed_in_place_is_read_before(mode: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    found(Then(relu=nn.ReLU(inplace=True)), torch.tensor([-3.0]), mode=mode, _trace_batch_nums=[0])
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index(" " * 18 + "relu ReLU")
+    assert lines[at + 1 : at + 3] == ["3.00e+00 3.00e+00 input[0]", "0.00e+00 0.00e+00 output"]
+
+
+def test_inputs_changed_in_place_cannot_be_run_again_and_that_is_said() -> None:
+    told = must_find(Does(lambda x: x.div_(0)), torch.ones(2))
+    assert told.origin == "unseen"
+    assert "changed in place" in told.hints[0]
+    assert "mode='full'" in told.hints[0]
+    told = must_find(Then(a=Does(lambda x: x.div_(0))), torch.ones(2), mode="full")
+    assert (told.place.module, told.origin) == ("a", "here")
+
+
+def test_what_nan_to_num_hides_is_found_at_the_input() -> None:
+    model = Then(bad=Sub(), hides=Does(lambda x: x.nan_to_num_()))
+    assert must_find(model, torch.ones(2), mode="full").place.module == "bad"
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    optimizer.zero_grad()
+    loss(model(torch.ones(1, 2, dtype=next(model.parameters()).dtype))).backward()
+    optimizer.step()
+
+
+def _spoils_gradients(x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    y.register_hook(lambda grad: grad * math.nan)
+    return y
+
+
+def test_a_bad_gradient_is_found_before_the_optimizer_uses_it() -> None:
+    model = Then(early=nn.Linear(2, 2), late=nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with DebugUnderflowOverflow(model):
+        _step(model, optimizer, lambda out: out.sum())
+        before = [weight.detach().clone() for weight in model.parameters()]
+        with pytest.raises(OverflowDetected) as error:
+            _step(model, optimizer, lambda out: _spoils_gradients(out).sum())
+    told = error.value.detection
+    assert (told.when.batch, told.when.step, told.place.module, told.tensor) == (1, 1, "late", "bias.grad")
+    assert (told.origin, told.hints[0].split(".")[0]) == ("backward", "4 of 4 gradients are bad")
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
+def test_each_gradient_is_looked_at_before_clipping_spreads_it() -> None:
+    class Between(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.early, self.late = nn.Linear(2, 2), nn.Linear(2, 1)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.late(_spoils_gradients(self.early(x)))
+
+    model = Between()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    places: dict[Any, str] = {}
+    hows: list[Any] = ["step", "each"]
+    for how in hows:
+        with DebugUnderflowOverflow(model, gradients=how) as detector:
+            model(torch.ones(1, 2)).sum().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with pytest.raises(OverflowDetected) as error:
+                optimizer.step()
+            places[how] = error.value.detection.place.module
+            assert detector.found == 1
+        optimizer.zero_grad()
+    assert places == {"step": "late", "each": "early"}
+
+
+def test_a_step_that_the_scaler_skips_is_no_fault() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=10**6)
+    with DebugUnderflowOverflow(model) as detector:
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale((model(torch.ones(1, 2)) * 8).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert (detector.found, detector._steps) == (0, 1)
+
+
+def test_a_gradient_in_float16_that_underflows_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(2, 1).half()
+    with DebugUnderflowOverflow(model):
+        _step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda out: (out.float() * 1e-9).sum())
+    said = capsys.readouterr().err
+    assert "underflow in step 0: of 2 gradients in float16 2 are mostly zero" in said
+    assert "100 %" in said
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_buffer_that_is_bad_before_the_forward(mode: Any) -> None:
+    norm = nn.BatchNorm1d(2).eval()
+    assert norm.running_var is not None
+    norm.running_var[0] = math.nan
+    told = must_find(Then(norm=norm), torch.ones(3, 2), mode=mode)
+    assert (told.place.module, told.tensor, told.origin) == ("norm", "running_var", "weights")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_shared_module_has_its_first_name_in_both_frames(mode: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    shared = nn.Linear(2, 2)
+    model = Then(one=shared, bad=Does(lambda x: x / 0))
+    model.add_module("two", shared)
+    with DebugUnderflowOverflow(model, trace_batch_nums=[0], mode=mode, on_detect="report"):
+        model(torch.ones(1, 2))
+    out = capsys.readouterr().out.split("Detected")[0]
+    assert (out.count(" one Linear\n"), out.count(" two Linear\n")) == (1, 0)
+
+
+def test_headroom_is_told_before_it_is_gone() -> None:
+    model = Then(wo=Does(lambda x: x * 6.27), drop=Does(lambda x: x * 1.2))
+    told = must_find(model, torch.full((2, 2), 1e4).half())
+    assert told.place.module == "drop"
+    assert "6.27e+04 = 96 % of float16's greatest number, `output` of `wo` (Does)" in told.hints[0]
+
+
+@pytest.mark.parametrize("unit", ["forward", "step"])
+def test_abort_after_a_batch(unit: Any) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = 0
+    with DebugUnderflowOverflow(model, abort_after_batch_num=3, unit=unit) as detector:
+        with pytest.raises(ValueError, match=r"aborting after 4 batches due to `abort_after_batch_num=3` arg"):  # noqa: PT012
+            while True:
+                for _ in range(4):
+                    model(torch.ones(1, 2)).sum().backward()
+                model.eval()(torch.ones(1, 2))
+                model.train()
+                steps += 1
+                optimizer.step()
+        assert detector.batch == 4
+    assert (steps, detector._steps) == ((4, 4) if unit == "step" else (0, 0))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_left_after_detach_and_nothing_is_changed_before(mode: Any) -> None:
+    out = torch.ones(3)
+    model = Then(a=Does(lambda x: x), b=Does(lambda x: out))
+    detector = DebugUnderflowOverflow(model, mode=mode)
+    with pytest.raises(ValueError, match="is watched already"):
+        DebugUnderflowOverflow(model)
+    assert model(torch.ones(1)) is out
+    detector.detach()
+    detector.detach()
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+    DebugUnderflowOverflow(model).detach()
+
+
+def test_the_detector_does_not_keep_the_model_alive_after_detach() -> None:
+    model = nn.Linear(2, 2)
+    with DebugUnderflowOverflow(model) as detector:
+        model(torch.ones(1, 2))
+    gone = [weakref.ref(one) for one in (model, detector)]
+    del model, detector
+    gc.collect()
+    assert [one() for one in gone] == [None, None]
+
+
+def test_a_large_finite_tensor_is_fine_and_all_that_is_bad_is_counted() -> None:
+    assert found(Does(lambda x: torch.full((4096,), 3e38)), torch.ones(1)) is None
+    told = must_find(Does(lambda x: torch.tensor([math.nan, INF, 1.0])), torch.ones(1))
+    assert told.tally is not None
+    assert (told.tally.nan, told.tally.inf, told.what) == (1, 1, "1 nan and 1 inf")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dropout_and_running_means_are_bit_identical_beside_a_bare_run(mode: Any) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+
+    outs = []
+    for watched in (False, True):
+        model, given = build(), torch.linspace(-1, 1, 32).reshape(8, 4)
+        detector = DebugUnderflowOverflow(model, trace_batch_nums=[1], mode=mode) if watched else None
+        outs.append([model(given) for _ in range(3)] + [*model.state_dict().values(), torch.rand(3)])
+        if detector is not None:
+            detector.detach()
+    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
+
+
+def test_the_second_run_has_the_random_numbers_and_buffers_of_the_first() -> None:
+    """Only the first forward of this model is bad: by its dropout and by a buffer that it changes."""
+
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+            self.calls: torch.Tensor
+            self.register_buffer("calls", torch.zeros(1))
+            self.seen: list[torch.Tensor] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            self.seen.append(self.drop(x))
+            return self.seen[-1] / (self.calls - 2)
+
+    model = Once()
+    assert found(model, torch.ones(64)) is None
+    told = must_find(model, torch.ones(64))
+    assert (told.place.kind, told.origin) == ("Once", "here")
+    assert torch.equal(model.seen[-1], model.seen[-2])
+    assert float(model.calls) == 2
+
+
+def test_autocast_is_as_it_was() -> None:
+    """The product overflows in float16 only."""
+    model = Then(big=nn.Linear(2, 2, bias=False))
+    with torch.no_grad():
+        model.get_parameter("big.weight").fill_(300.0)
+    assert found(model, torch.full((1, 2), 300.0)) is None
+    seen: list[Detection] = []
+    with DebugUnderflowOverflow(model, on_detect=seen.append) as detector:
+        with torch.autocast("cpu", dtype=torch.float16):
+            model(torch.full((1, 2), 300.0))
+        assert detector.found == 1
+    assert (seen[0].place.module, seen[0].origin) == ("big", "here")
+
+
+def test_ignored_modules_may_hold_what_they_like() -> None:
+    model = Then(a=Sub(), b=Does(lambda x: x.nan_to_num()))
+    assert must_find(model, torch.ones(1), mode="full").place.module == "a"
+    for patterns in ("a", ["a:output", "b:input*"], "*"):
+        told = found(model, torch.ones(1), mode="full", _ignore=patterns)
+        assert (told is None) == (patterns != "a")
+
+
+def test_report_says_the_first_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Then(a=Sub())
+    with DebugUnderflowOverflow(model, on_detect="report") as detector:
+        for _ in range(3):
+            model(torch.ones(1))
+        assert detector.found == 3
+    assert capsys.readouterr().out.count("Detected inf/nan") == 1
+
+
+def test_a_copy_and_a_pickled_model_are_not_watched() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    with DebugUnderflowOverflow(model, mode="full") as detector:
+        twin = copy.deepcopy(model)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        again = torch.load(file, weights_only=False)
+        for other in (twin, again):
+            other(torch.full((1, 2), INF))
+        assert (detector.batch, detector.found) == (0, 0)
+
+
+def test_activation_checkpoints_are_no_frames_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Saves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    model = Saves()
+    for mode in MODES:
+        with DebugUnderflowOverflow(model, trace_batch_nums=[0], mode=mode):
+            model(torch.ones(1, 2)).sum().backward()
+        assert capsys.readouterr().out.count(" inner Linear\n") == 1
+
+
+def test_data_parallel_and_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="DistributedDataParallel"):
+        DebugUnderflowOverflow(nn.DataParallel(nn.Linear(1, 1)))
+    wrong: list[dict[str, Any]] = [
+        {"mode": "deep"},
+        {"unit": "epoch"},
+        {"gradients": True},
+        {"on_detect": "mail"},
+        {"max_frames_to_save": 0},
+    ]
+    for options in wrong:
+        with pytest.raises(ValueError, match=next(iter(options))):
+            DebugUnderflowOverflow(nn.Linear(1, 1), **options)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.t(),
+        lambda x: x[:1].expand(50, 30),
+        lambda x: x[:, ::2],
+        lambda x: x.reshape(5, 10, 30).permute(2, 0, 1),
+        lambda x: x.unfold(1, 4, 2),
+    ],
+)
+def test_views_have_the_numbers_of_their_contiguous_copies(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = view(torch.randn(50, 30))
+    read = numbers.start(x)
+    assert not isinstance(read, str)
+    least, greatest = numbers.fetch(read[1:])
+    assert (least, greatest) == (float(x.min()), float(x.max()))
+    assert numbers.abs_min(read[0]) == float(x.abs().min())
+
+
+def test_reading_an_expanded_tensor_allocates_nothing_of_its_size() -> None:
+    x = torch.randn(1, 1000).expand(1000, 1000)
+    read = numbers.readable(x)
+    assert isinstance(read, torch.Tensor)
+    assert read.numel() == 1000
+
+
+def test_detect_overflow_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not detect_overflow(torch.ones(2), "fine")
+    assert not detect_overflow(torch.empty(0), "empty")
+    assert detect_overflow(torch.tensor([1.0, math.nan, -INF]), "after layer_norm")
+    said = "after layer_norm has nans\nafter layer_norm has infs\n"
+    assert capsys.readouterr().out == said + "after layer_norm: float32 of shape [3], 2 of 3 bad, the first at [1]\n"
