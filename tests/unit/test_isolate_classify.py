@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from distdiag.commands.gpu_test.isolate.classify import classify
+from distdiag.commands.gpu_test.isolate.coordinator import Coordinator
 from distdiag.commands.gpu_test.isolate.pairs import Classification, Kind, Pair, PairStatus
 from distdiag.commands.gpu_test.isolate.rounds import rounds
+from distdiag.commands.gpu_test.isolate.slowness import by_chance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 INSIDE, BETWEEN = 1.4e9, 0.9e9
 WAYS = ("slow", "failed", "wrong")
+LOOKS = 10  # enough to prove a slow pair beside a single good one
 
 
 def machine(sizes: Iterable[int]) -> list[list[int]]:
@@ -61,7 +64,7 @@ class Cluster:
             a=a,
             b=b,
             level="node" if self.is_inside(a, b) else "net",
-            busbw_bytes_per_s=None if fare in ("failed", "skipped") else speed,
+            looks=() if fare in ("failed", "skipped") else (speed,) * LOOKS,
             failed=fare == "failed",
             wrong=7 if fare == "wrong" else 0,
             error="timed out" if fare == "failed" else "",
@@ -302,7 +305,7 @@ def exact(pairs: dict[Edge, str | float], host_of: dict[int, str], least: float 
             a=a,
             b=b,
             level="node" if host_of[a] == host_of[b] else "net",
-            busbw_bytes_per_s=fare * 1e9 if isinstance(fare, float) else 1e9 if fare == "wrong" else None,
+            looks=(fare * 1e9,) * LOOKS if isinstance(fare, float) else (1e9,) * (fare == "wrong"),
             failed=fare == "failed",
             wrong=3 * (fare == "wrong"),
             error="",
@@ -625,3 +628,131 @@ def test_troubles_of_several_nodes_are_each_said() -> None:
     assert verdict(found) == (Kind.SEVERAL, {"ranks": (5,), "links": ((0, 12), (1, 13), (2, 14), (3, 15))})
     assert "rank 5 (node1) is slow with every other rank of its node" in found.sentence
     assert "; and the links between node0 and node3 (4 pairs) fail" in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("own", "good", "chance"),
+    [
+        ([1.0], [5.0, 6.0, 7.0, 8.0], 1 / 5),  # one of five is the slowest
+        ([1.0, 2.0], [5.0, 6.0, 7.0, 8.0], 1 / 15),  # 1 of the 15 ways to choose two of six
+        ([1.0, 6.0], [5.0, 6.0, 7.0, 8.0], 6 / 15),  # four are not faster than 6: 6 ways to choose two of them
+        ([9.0], [5.0, 6.0, 7.0, 8.0], 1.0),
+    ],
+)
+def test_the_chance_that_noise_alone_is_so_slow(own: list[float], good: list[float], chance: float) -> None:
+    assert by_chance(own, good) == pytest.approx(chance)
+
+
+def looked_at(looks: dict[Edge, list[float]]) -> tuple[Classification, dict[Edge, PairStatus]]:
+    """Classify looks of GB/s at the pairs of one node."""
+    pairs = [
+        Pair(a=a, b=b, level="node", looks=tuple(look * 1e9 for look in own), failed=False, wrong=0, error="")
+        for (a, b), own in looks.items()
+    ]
+    return classify(pairs, dict.fromkeys((end for edge in looks for end in edge), "node0"))
+
+
+def test_what_was_slow_once_is_not_called_slow() -> None:
+    found, status = looked_at({edge: [1.4] for edge in meetings(machine([4]))} | {(0, 3): [0.2]})
+    assert verdict(found) == (Kind.UNDECIDABLE, {"links": ((0, 3),)})
+    assert status[0, 3] is PairStatus.UNSURE
+    assert found.sentence == (
+        "the link between rank 0 (node0) and rank 3 (node0) looks slow: 0.2 GB/s where the others have 1.4 GB/s; "
+        "that may be noise, so nobody is blamed"
+    )
+    assert found.reason[:2] == (
+        "inside nodes: 0 of 5 pairs bad, 1 unsure; the good ones have 1.4 GB/s",
+        "rank 0 with rank 3: unsure, 0.2 GB/s",
+    )
+    assert "nothing else running" in found.next
+
+
+def test_what_is_slow_each_time_is_slow_only_where_good_pairs_are_not() -> None:
+    edges = meetings(machine([4]))
+    calm = {edge: [1.4] * 8 for edge in edges}
+    noisy = {edge: [1.4, 0.2, 0.2, 0.2] * 2 for edge in edges}
+    slow: dict[Edge, list[float]] = {(0, 3): [0.2] * 8}
+    assert verdict(looked_at(calm | slow)[0]) == (Kind.BAD_LINK, {"links": ((0, 3),)})
+    assert looked_at(noisy | slow)[0].kind is Kind.UNDECIDABLE
+
+
+def test_noise_beside_what_is_certain_is_no_trouble_of_its_own() -> None:
+    edges = meetings(machine([6]))
+    looks: dict[Edge, list[float]] = {edge: [0.1] * 6 if 2 in edge else [1.4] * 6 for edge in edges}
+    found, status = looked_at(looks | {(0, 1): [0.3]})
+    assert verdict(found) == (Kind.BAD_RANK, {"ranks": (2,)})
+    assert status[0, 1] is PairStatus.UNSURE
+    assert "1 unsure" in found.reason[0]
+
+
+class Machine(Cluster):
+    """Looked at as ranks do it. `strays`: of the looks at pairs of a node, how many its other programs make slow."""
+
+    def measure(self, strays: dict[str, float]) -> tuple[Classification, int]:
+        """Give what is found, and how often a pair was looked at in all."""
+        coordinator = Coordinator(self.nodes, 1, (1.5, 3.0), 0.0)
+        done = 0
+        for _, pairs in coordinator.plan():
+            for edge in pairs:
+                coordinator.note(edge, self.look(edge, strays))
+                done += 1
+        found, _ = classify(
+            [
+                Pair(a=one["a"], b=one["b"], level=one["level"], looks=tuple(one["looks"]),
+                     failed=one["failed"], wrong=one["wrong"], error="")
+                for one in coordinator.told()
+            ],
+            self.host_of,
+        )  # fmt: skip
+        return found, done
+
+    def look(self, edge: Edge, strays: dict[str, float]) -> dict[str, Any]:
+        speed = self.pair(*edge).busbw_bytes_per_s
+        noise = max(strays.get(self.host_of[end], 0.0) for end in edge)
+        if speed is not None and self.chance.random() < noise:
+            speed /= self.chance.uniform(2, 20)
+        return {"bytes_per_s": speed, "failed": speed is None, "wrong": 0, "error": "", "took_s": 0.01}
+
+
+@pytest.mark.parametrize(("strays", "most"), [(0.0, 16), (0.1, 40), (0.3, 60), (0.5, 90)])
+def test_noise_is_not_called_a_fault(strays: float, most: int) -> None:
+    for seed in range(200):
+        found, looks = Machine(4, seed=seed).measure({"node0": strays})
+        assert verdict(found) == (Kind.HEALTHY, {}), seed
+        assert looks <= most
+
+
+@pytest.mark.parametrize("strays", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize(("inject", "size"), [(bad_rank, 3), (bad_rank, 4), (bad_link, 4), (split, 4), (bad_rank, 8)])
+def test_faults_are_found_in_noise(inject: Callable[[Cluster, str], Verdict], size: int, strays: float) -> None:
+    right = 0
+    for seed in range(40):
+        a_machine = Machine(size, seed=seed)
+        expected = inject(a_machine, "slow")
+        found, looks = a_machine.measure({"node0": strays})
+        right += verdict(found) == expected
+        assert looks <= 3 * 24 * size
+    assert right >= (40 if not strays else 36)
+
+
+def test_a_node_with_noise_beside_quiet_ones_is_not_called_bad() -> None:
+    for seed in range(100):
+        found, _ = Machine(4, 4, 4, 4, 4, 4, seed=seed).measure({"node3": 0.4})
+        assert verdict(found) == (Kind.HEALTHY, {}), seed
+
+
+@pytest.mark.parametrize(("sizes", "rank"), [((32,), 5), ((8,) * 8, 21)])
+def test_of_many_slow_pairs_a_dozen_are_looked_at_again(sizes: tuple[int, ...], rank: int) -> None:
+    machines = Machine(*sizes)
+    machines.make("slow", by_rank(rank))
+    found, looks = machines.measure({})
+    assert verdict(found) == (Kind.BAD_RANK, {"ranks": (rank,)})
+    assert looks - len(machines.edges) <= 2 * 12 * 5
+
+
+def test_what_was_wrong_once_stays_wrong() -> None:
+    coordinator = Coordinator([[0, 1]], 1, (1.5, 3.0), 0.0)
+    result = {"bytes_per_s": 1e9, "failed": False, "wrong": 7, "error": "", "took_s": 0.01}
+    coordinator.note((0, 1), result)
+    coordinator.note((0, 1), {**result, "wrong": 0})
+    assert coordinator.told()[0]["wrong"] == 7

@@ -5,12 +5,10 @@ What is slow falls out of the pairs of its level.
 
 from __future__ import annotations
 
-from math import exp, log
-from statistics import median
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold, name_ranks
-from distdiag.commands.gpu_test.isolate import graph
+from distdiag.commands.gpu_test.isolate import graph, slowness
 from distdiag.commands.gpu_test.isolate.pairs import LEVELS, PairStatus
 
 if TYPE_CHECKING:
@@ -18,11 +16,6 @@ if TYPE_CHECKING:
 
     from distdiag.commands.gpu_test.isolate.pairs import Classification, Edge, Pair
 
-SLOW = 1 / 2
-"""Of the typical bandwidth. Good pairs on a busy machine vary by 30% either way, so that the slowest has 0.54 of the
-fastest; PCIe that lost half its lanes, or a bond that lost one of two ports, has half at most."""
-_CERTAIN = 1 / 4
-"""Of the typical bandwidth: slow, however much good pairs vary, as the spread of few pairs says little."""
 _BAD = (PairStatus.SLOW, PairStatus.FAILED, PairStatus.WRONG)
 
 
@@ -36,10 +29,12 @@ class Case:
         for rank in sorted(host_of):
             self.ranks_of.setdefault(host_of[rank], []).append(rank)
         self.least = least
-        self.status, self.typical = _judge(self.pairs)
+        self.status, self.typical = _judge(self.pairs, host_of)
         self.good = {edge for edge, status in self.status.items() if status is PairStatus.OK}
         self.bad = {edge for edge, status in self.status.items() if status in _BAD}
+        self.unsure = {edge for edge, status in self.status.items() if status is PairStatus.UNSURE}
         self.skipped = set(self.pairs) - self.good - self.bad
+        """No evidence: those that were not measured, and the unsure."""
         self.left = set(self.bad)
         self.blamed: dict[tuple[int, ...], None] = {}
         """Single ranks, or all ranks of a node."""
@@ -73,18 +68,17 @@ class Case:
         self.left -= graph.touching(ranks, of)
 
 
-def _judge(pairs: Mapping[Edge, Pair]) -> tuple[dict[Edge, PairStatus], dict[str, float]]:
+def _judge(pairs: Mapping[Edge, Pair], host_of: Mapping[int, str]) -> tuple[dict[Edge, PairStatus], dict[str, float]]:
     """Judge pairs by themselves, then those of a level by each other; give the typical bandwidth of each level too."""
     status, typical = {edge: _status(pair) for edge, pair in pairs.items()}, {}
     for level in LEVELS:
-        speeds = {
-            edge: pair.busbw_bytes_per_s
-            for edge, pair in pairs.items()
-            if pair.level == level and pair.busbw_bytes_per_s and status[edge] is PairStatus.OK
+        looks = {
+            edge: pair.looks for edge, pair in pairs.items() if pair.level == level and status[edge] is PairStatus.OK
         }
-        if speeds:
-            typical[level], least = _norm(list(speeds.values()))
-            status.update((edge, PairStatus.SLOW) for edge, speed in speeds.items() if speed < least)
+        if looks:
+            typical[level], slow, unsure = slowness.judge(looks, host_of)
+            status.update(dict.fromkeys(slow, PairStatus.SLOW))
+            status.update(dict.fromkeys(unsure, PairStatus.UNSURE))
     return status, typical
 
 
@@ -94,19 +88,3 @@ def _status(pair: Pair) -> PairStatus:
     if pair.wrong:
         return PairStatus.WRONG
     return PairStatus.OK if pair.busbw_bytes_per_s else PairStatus.SKIPPED
-
-
-def _norm(speeds: Sequence[float]) -> tuple[float, float]:
-    """Give the typical bandwidth of good pairs, and below which one is slow.
-
-    Good pairs need not be most: one bad rank of 3 spoils 2 pairs of 3, one of 4 half of them. But they are the fast
-    ones, so they are sought from the top: what has half at least of the pair that a sixth of all exceeds. So more than
-    a sixth must be good (which they are if half of the ranks are, and in a split into two groups), and a few pairs
-    with a bridge of their own do not make all others slow. Where good pairs vary much (the MAD of their logarithms), a
-    slow one must be further below them.
-    """
-    fast = sorted(speeds, reverse=True)[(len(speeds) - 1) // 6]
-    good = [speed for speed in speeds if speed >= fast * SLOW]
-    typical = median(good)
-    deviation = 1.4826 * median(abs(log(speed / typical)) for speed in good)
-    return typical, typical * min(SLOW, max(_CERTAIN, exp(-3 * deviation)))

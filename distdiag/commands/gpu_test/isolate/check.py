@@ -18,6 +18,9 @@ _PAIR_TIMEOUT_S = {Device.CPU: 3.0, Device.CUDA: 15.0}
 """For all of a pair's work. NCCL makes its connections in it, which takes seconds."""
 _LEAST_TIMEOUT_S = {Device.CPU: 1.5, Device.CUDA: 5.0}
 """Once pairs have worked, the others may take five times as long as the slowest of them, and so long at least."""
+_PAUSE_S = 0.25
+"""Before each time that slow pairs are looked at again: other programs make noise in spells, which must not last
+through all looks at a pair. A second or two in all, and only if something is slow."""
 _LAG_S = 0.05
 _LEAST_BYTES = 4096
 
@@ -42,6 +45,7 @@ def _config(request: Request, plan: Plan, share: Share, rank: int) -> dict[str, 
         "iterations": _ITERATIONS,
         "at_once": max(1, (share.cpus or 2) // 2) if plan.device is Device.CPU else None,
         "least_timeout_s": _LEAST_TIMEOUT_S[plan.device],
+        "pause_s": _PAUSE_S,
         "pair_timeout_s": min(_PAIR_TIMEOUT_S[plan.device], request.timeout_s),
         "fault": None if request.fault is None else _fault(request.fault, plan.nproc),
     }

@@ -29,6 +29,7 @@ from distdiag.commands.gpu_test.isolate.troubles import (
     say_doubtful,
     say_links,
     say_splits,
+    say_unsure,
 )
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def classify(
     if case.good:
         for step in (dead_nodes, no_network, dead_ranks, between_nodes, nothing_inside, cells):
             step(case)
-        for say in (say_blamed, say_splits, say_doubtful, say_links):
+        for say in (say_blamed, say_splits, say_doubtful, say_links, say_unsure):
             say(case)
     else:
         case.troubles.append(nothing_works(case) if case.bad else nothing_measured(case))

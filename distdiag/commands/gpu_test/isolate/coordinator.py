@@ -1,11 +1,16 @@
 """Rank 0's part of measuring pairs: who meets whom next, whom to leave out, and what to look at again.
 
-Standard library only: it travels with the ranks.
+Noise makes pairs slow as faults do, but not each time: what is slow is looked at again, in turn with good pairs, until
+it was fast once or slow so often, beside good ones that were not, that it is no chance. Standard library only: it
+travels with the ranks.
 """
 
 from __future__ import annotations
 
+import time
+
 from distdiag.commands.gpu_test.isolate.rounds import rounds
+from distdiag.commands.gpu_test.isolate.slowness import DOZEN, judge
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -15,21 +20,31 @@ if TYPE_CHECKING:
 _HOPELESS = 3
 """A rank that failed with so many others and worked with none need not be tried with whom those work with, too: each
 try costs a timeout. With others it is tried: groups that do not reach each other are to be told from a bad rank."""
-_SUSPECT = 0.6
-"""Below this part of the best of its level a pair is measured again, alone: a busy machine looks slow, too."""
-_AGAIN = 12
 _PATIENCE = 5.0
 _AGAIN_FAILED = 2
-_LOOKS = 3
-"""How often what is slow is looked at again, at most; what fails is tried again once, as it costs a timeout."""
+"""Of the pairs that failed are tried again, once: it costs a timeout."""
+_LOOKS = 24
+"""How often what may be slow is looked at again, at most."""
+_DIM = 0.6
+"""Below this part of the best of its level a pair is looked at again if it is good, too: what slow pairs are slower
+than is to be known well."""
+_LOOKS_DIM = 3
+_FEW = 12
+"""So often where need be, however long it takes: that proves a slow pair beside a single good one."""
+_LOOKING_S = 20.0
+"""After so long, what may be chance stays so."""
 
 
 class Coordinator:
-    """Plans rounds of pairs, one after the other; `results` has the better of what each pair came to."""
+    """Plans rounds of pairs, one after the other; `results` has what each pair came to, and all looks at it."""
 
-    def __init__(self, nodes: list[list[int]], at_once: int | None, patience_s: tuple[float, float]) -> None:
+    def __init__(
+        self, nodes: list[list[int]], at_once: int | None, patience_s: tuple[float, float], pause_s: float
+    ) -> None:
         """`nodes`: the ranks of each; `at_once`: pairs that a node can have at the same time, None for any number;
-        `patience_s`: the least and the most that a pair is waited for."""
+        `patience_s`: the least and the most that a pair is waited for; `pause_s`: how long to rest before each time
+        that slow pairs are looked at again."""
+        self._pause_s = pause_s
         self._patience_s = patience_s
         self._longest_s: float | None = None
         self._node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
@@ -40,19 +55,29 @@ class Coordinator:
         """Yield what is done and with which pairs; the results of a round are to be there before the next is asked."""
         for number, pairs in enumerate(self._rounds, 1):
             yield f"round {number} of {len(self._rounds)}", [pair for pair in pairs if not self._is_hopeless(pair)]
+        failed = self._failed()
+        for number, pair in enumerate(failed, 1):
+            yield f"failed pair {number} of {len(failed)} again", [pair]
+        began = time.monotonic()
         for look in range(_LOOKS):
-            suspects = self.suspects()
+            good, suspects = self.suspects(also_dim=look < _LOOKS_DIM)
+            if not suspects or (look >= _FEW and time.monotonic() - began > _LOOKING_S):
+                return
+            time.sleep(self._pause_s)
             for number, pair in enumerate(suspects, 1):
-                if not look or not self.results[pair]["failed"]:
-                    yield f"look {look + 2}, {number} of {len(suspects)}", [pair]
+                words = f"look {look + 2}, {number} of {len(suspects)}"
+                # A good pair just before it has the same noise: what slows that one down as well tells nothing.
+                yield f"{words}: a good pair", [self._control(pair, good)]
+                yield words, [pair]
 
     def note(self, pair: tuple[int, int], result: dict[str, Any]) -> None:
-        """Keep a result; a second look counts where it is better."""
+        """Keep a result; what was wrong once remains so, and a pair that worked once has not failed."""
         if not result["failed"]:
             self._longest_s = max(self._longest_s or 0.0, result["took_s"])
-        before = self.results.get(pair)
-        if before is None or (result["bytes_per_s"] or 0) > (before["bytes_per_s"] or 0):
-            self.results[pair] = result
+        before = self.results.get(pair, result)
+        looks = [*before.get("looks", ()), result["bytes_per_s"] or 0.0]
+        better = before if result["failed"] else result
+        self.results[pair] = {**better, "looks": looks, "wrong": max(before["wrong"], result["wrong"])}
 
     def patience_s(self) -> float:
         """Give the seconds that a pair may take for a step: what has worked tells how long is too long."""
@@ -64,8 +89,8 @@ class Coordinator:
         return "node" if self._node_of[pair[0]] == self._node_of[pair[1]] else "net"
 
     def told(self) -> list[dict[str, Any]]:
-        """List all pairs with what they came to; those never tried have neither a bandwidth nor an error."""
-        nothing: dict[str, Any] = {"bytes_per_s": None, "failed": False, "wrong": 0, "error": "", "iterations": 0}
+        """List all pairs with what they came to; those never tried have neither looks nor an error."""
+        nothing: dict[str, Any] = {"looks": [], "failed": False, "wrong": 0, "error": "", "iterations": 0}
         return [
             {"a": pair[0], "b": pair[1], "level": self.level(pair), **self.results.get(pair, nothing)}
             for pairs in self._rounds
@@ -86,18 +111,37 @@ class Coordinator:
             parts[part].append(pair)
         return parts
 
-    def suspects(self) -> list[tuple[int, int]]:
-        """List the pairs to be looked at again, those of each level that are most below the best."""
-        found: list[tuple[float, tuple[int, int]]] = []
+    def suspects(self, *, also_dim: bool) -> tuple[set[tuple[int, int]], list[tuple[int, int]]]:
+        """List the good pairs, and those to look at again, as they may be slow: first those of which most is known."""
+        good: set[tuple[int, int]] = set()
+        found: list[tuple[int, float, tuple[int, int]]] = []
+        well = {pair: one["looks"] for pair, one in self.results.items() if not one["failed"] and not one["wrong"]}
         for level in ("node", "net"):
-            speeds = {
-                pair: one["bytes_per_s"] or 0.0 for pair, one in self.results.items() if self.level(pair) == level
-            }
-            best = sorted(speeds.values())[-1 - len(speeds) // 10] if speeds else 0.0
-            found += [(speed, pair) for pair, speed in speeds.items() if best and speed < _SUSPECT * best]
+            looks = {pair: own for pair, own in well.items() if self.level(pair) == level}
+            if looks:
+                _, slow, unsure = judge(looks, self._node_of)
+                good |= looks.keys() - slow - unsure
+                again = unsure | _dim(looks) - slow if also_dim else unsure
+                found += [(-len(looks[pair]), max(looks[pair]), pair) for pair in again]
+        return good, [pair for _, _, pair in sorted(found)[:DOZEN]]
+
+    def _control(self, suspect: tuple[int, int], good: set[tuple[int, int]]) -> tuple[int, int]:
+        """Choose a good pair to look at beside one: of its level, of its node if there is one, and the least known."""
+        nodes = {self._node_of[rank] for rank in suspect}
+
+        def order(pair: tuple[int, int]) -> tuple[bool, int, tuple[int, int]]:
+            is_far = nodes.isdisjoint(self._node_of[rank] for rank in pair)
+            return is_far, len(self.results[pair]["looks"]), pair
+
+        others = (pair for pair in good if pair != suspect and self.level(pair) == self.level(suspect))
+        return min(others, key=order)
+
+    def _failed(self) -> list[tuple[int, int]]:
+        """List failed pairs to be tried again, where others of their level work."""
+        working = {self.level(pair) for pair, one in self.results.items() if not one["failed"]}
+        failed = [pair for pair, one in self.results.items() if one["failed"] and self.level(pair) in working]
         # First those whose ranks work together by way of others: groups that do not meet fail in any case.
-        failed = sorted((pair for speed, pair in found if not speed), key=lambda pair: not self._meet(pair))
-        return failed[:_AGAIN_FAILED] + [pair for speed, pair in sorted(found) if speed][:_AGAIN]
+        return sorted(failed, key=lambda pair: (not self._meet(pair), pair))[:_AGAIN_FAILED]
 
     def _is_hopeless(self, pair: tuple[int, int]) -> bool:
         """Tell whether one of the two works with nobody, and failed with somebody that works with the other."""
@@ -124,3 +168,8 @@ class Coordinator:
                     found |= new
                     waiting += new
         return found
+
+
+def _dim(looks: dict[tuple[int, int], list[float]]) -> set[tuple[int, int]]:
+    best = sorted(map(max, looks.values()))[-1 - len(looks) // 10]
+    return {pair for pair, own in looks.items() if max(own) < _DIM * best}

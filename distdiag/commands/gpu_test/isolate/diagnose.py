@@ -47,6 +47,7 @@ def diagnose(request: Request, scene: Scene, plan: Plan, course: Course) -> Repo
                 level=pair.level,
                 busbw_bytes_per_s=pair.busbw_bytes_per_s,
                 status=statuses[pair.a, pair.b],
+                looks=len(pair.looks),
                 wrong=pair.wrong,
                 error=pair.error,
             )
@@ -83,7 +84,7 @@ def _pair(told: dict[str, Any]) -> Pair:
         a=told["a"],
         b=told["b"],
         level=told["level"],
-        busbw_bytes_per_s=told["bytes_per_s"],
+        looks=tuple(told["looks"]),
         failed=told["failed"],
         wrong=told["wrong"],
         error=_SOURCE_LINE.sub("", told["error"]),

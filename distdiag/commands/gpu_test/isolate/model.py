@@ -74,6 +74,8 @@ class PairResult:
     """node: both on one. net: between two nodes."""
     busbw_bytes_per_s: float | None
     status: PairStatus
+    looks: int
+    """How often it was measured."""
     wrong: int
     error: str
 

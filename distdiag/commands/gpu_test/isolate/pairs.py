@@ -11,13 +11,17 @@ LEVELS = {NODE: "inside nodes", NET: "between nodes"}
 
 
 class PairStatus(StrEnum):
-    """How two ranks fared. FAILED: timed out, or raised. WRONG: the data was. SKIPPED: not measured, so no evidence."""
+    """How two ranks fared. FAILED: timed out, or raised. WRONG: the data was.
+
+    SKIPPED: not measured, so no evidence. UNSURE: it looks slow, but noise explains that as well.
+    """
 
     OK = "ok"
     SLOW = "slow"
     FAILED = "failed"
     SKIPPED = "skipped"
     WRONG = "wrong"
+    UNSURE = "unsure"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +31,16 @@ class Pair:
     a: int
     b: int
     level: str
-    busbw_bytes_per_s: float | None
-    """None if it was not measured; without `failed`, that is no evidence."""
+    looks: tuple[float, ...]
+    """Its bandwidth each time it was measured, in bytes/s; 0 where that failed."""
     failed: bool
     wrong: int
     error: str
+
+    @property
+    def busbw_bytes_per_s(self) -> float | None:
+        """The best that was seen; None if it was not measured, which without `failed` is no evidence."""
+        return max(self.looks, default=0.0) or None
 
 
 class Kind(StrEnum):

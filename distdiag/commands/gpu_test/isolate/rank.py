@@ -66,6 +66,7 @@ class Rank(AnyRank):
             self.config["nodes"],
             self.config["at_once"],
             (self.config["least_timeout_s"], self.config["pair_timeout_s"]),
+            self.config["pause_s"],
         )
         number = 0
         for number, (words, pairs) in enumerate(coordinator.plan()):

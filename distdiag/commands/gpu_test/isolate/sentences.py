@@ -25,6 +25,7 @@ _VERBS = {
     PairStatus.SLOW: ("is slow", "are slow"),
     PairStatus.FAILED: ("fails", "fail"),
     PairStatus.WRONG: ("gets wrong data", "get wrong data"),
+    PairStatus.UNSURE: ("looks slow", "look slow"),
 }
 _WHOM = {
     (False, frozenset({NET})): ("with every other node", "inside its own all is well: its NIC or rail"),
@@ -48,6 +49,7 @@ NEXT_RANK = "run again without it; look at its GPU (dmesg for Xid, nvidia-smi -q
 NEXT_NODE = "run again without it; look at its NICs, cables and switch ports, and at what differs from other nodes"
 NEXT_LINK = "look at what only these pairs share: a cable, a switch port or uplink, a PCIe path (nvidia-smi topo -m)"
 NEXT_SPLIT = "run again with --nccl-debug and compare the groups: plugins and libraries, NCCL_*, subnets, switches"
+NEXT_NOISE = "run again with nothing else running there; without GPUs, with no more ranks than cores"
 NEXT_THIRD = "whichever is bad with that one too is at fault; if neither is, it is the link"
 
 
@@ -80,7 +82,7 @@ def fare(case: Case, edges: Collection[Edge], whom: str = "", *, are_several: bo
     states = {case.status[edge] for edge in edges}
     verbs = _VERBS[min(states)] if len(states) == 1 else ("is bad", "are bad")
     figures = [counts(case, edges)] if len(states) > 1 else []
-    if states == {PairStatus.SLOW}:
+    if states in ({PairStatus.SLOW}, {PairStatus.UNSURE}):
         levels = [level for level in LEVELS if case.at(level, edges)]
         figures = [_slow(case, level, edges) + f" {LEVELS[level]}" * (len(levels) > 1) for level in levels]
     return f"{verbs[are_several]} {whom}".rstrip() + (f": {' and '.join(figures)}" if figures else "")
@@ -146,10 +148,12 @@ def _way(case: Case, status: PairStatus, edges: Sequence[Edge]) -> str:
 
 def measured_at(case: Case, level: str) -> str:
     """Say what the pairs of a level are like: the first line of evidence."""
-    good, bad, skipped = (case.at(level, edges) for edges in (case.good, case.bad, case.skipped))
+    good, bad, unsure = (case.at(level, edges) for edges in (case.good, case.bad, case.unsure))
+    unmeasured = case.at(level, case.skipped - unsure)
     return (
         f"{LEVELS[level]}: {len(bad)} of {len(good) + len(bad)} pairs bad"
-        + (f", {len(skipped)} not measured" if skipped else "")
+        + (f", {len(unsure)} unsure" if unsure else "")
+        + (f", {len(unmeasured)} not measured" if unmeasured else "")
         + (f"; the good ones have {_range(map(case.speed, good))}" if good else "")
     )
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold, fold_ranks, name_ranks
 from distdiag.commands.gpu_test.isolate import graph, sentences
-from distdiag.commands.gpu_test.isolate.case import SLOW
 from distdiag.commands.gpu_test.isolate.pairs import LEVELS, NODE, Classification, Kind, PairStatus
+from distdiag.commands.gpu_test.isolate.slowness import SLOW
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -96,6 +96,26 @@ def say_links(case: Case) -> None:
             sentence=f"{links} {fare}; {ends} fine {well}",
             reason=sentences.evidence(case, case.left) + ((doubt,) if unsure else ()),
             next=f"add a third node or rank: {sentences.NEXT_THIRD}" if unsure else sentences.NEXT_LINK,
+        )
+    )
+
+
+def say_unsure(case: Case) -> None:
+    """Say of pairs that look slow that it may be noise; beside what is certain, they are in its evidence alone."""
+    if not case.unsure or case.troubles:
+        return
+    most = max(len(case.pairs[edge].looks) for edge in case.unsure)
+    fare = sentences.fare(case, case.unsure, are_several=len(case.unsure) > 1)
+    case.troubles.append(
+        Classification(
+            kind=Kind.UNDECIDABLE,
+            links=tuple(sorted(case.unsure)),
+            sentence=f"{sentences.links(case, case.unsure)} {fare}; that may be noise, so nobody is blamed",
+            reason=(
+                *sentences.evidence(case, case.unsure),
+                f"looked at up to {most} times: too seldom, given how often good pairs look slow for a while",
+            ),
+            next=sentences.NEXT_NOISE,
         )
     )
 

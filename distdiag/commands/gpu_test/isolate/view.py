@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _WIDEST = 10
 _MOST = 16
 _WORDS = {PairStatus.FAILED: "fails", PairStatus.SKIPPED: ".", PairStatus.WRONG: "wrong"}
+_SIGNS = {PairStatus.SLOW: ("!", "bold red"), PairStatus.UNSURE: ("?", "yellow")}
 
 
 def isolate_view(report: Report[Isolated]) -> Iterator[RenderableType]:
@@ -58,9 +59,9 @@ def _cell(pair: PairResult | None) -> Text:
         return Text("")
     if pair.busbw_bytes_per_s is None or pair.status in _WORDS:
         return Text(_WORDS.get(pair.status, "."), style="" if pair.status is PairStatus.SKIPPED else "bold red")
-    slow = pair.status is PairStatus.SLOW
     # A sign besides the colour, which may not be there.
-    return Text(f"{pair.busbw_bytes_per_s / 1e9:.2f}{'!' if slow else ' '}", style="bold red" if slow else "")
+    sign, style = _SIGNS.get(pair.status, (" ", ""))
+    return Text(f"{pair.busbw_bytes_per_s / 1e9:.2f}{sign}", style=style)
 
 
 def _worst(data: Isolated) -> Table:
@@ -89,6 +90,6 @@ def _how(data: Isolated) -> Iterator[str]:
         yield f"all_reduce of {amount(data.size_bytes)} between two ranks at a time, every element checked"
     if any(pair.status is PairStatus.SLOW for pair in data.pairs):
         uniform = data.classification is not None and data.classification.kind == "uniformly-slow"
-        yield (
-            "! is below --expect" if uniform else "! is slow beside the others; such pairs were measured again, alone"
-        )
+        yield "! is below --expect" if uniform else "! is slow: looked at again, alone, each time beside a good pair"
+    if any(pair.status is PairStatus.UNSURE for pair in data.pairs):
+        yield "? looks slow, but good pairs did so too often to tell"
