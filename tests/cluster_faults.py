@@ -27,6 +27,7 @@ class Faults:
     def __init__(self, cable: Cable, pid: int) -> None:
         self.cable = cable
         self.pid = pid
+        self._hurt: set[str] = set()
 
     def drop(self, *ports: int, direction: Direction = "in") -> None:
         """Swallow TCP packets to these ports: of this node (in), or of others when they come from here (out)."""
@@ -56,17 +57,22 @@ class Faults:
 
     def unplug(self) -> None:
         """Pull the cable: neighbours that did not talk to it lately get "No route to host" after 3 s."""
+        self._hurt.add("cable")
         self._ip("down")
 
     def heal(self) -> None:
         """Undo all faults of this node."""
-        table = f"netdev faults_{self.cable.port}"
-        self._nft(self.cable.switch_pid, f"add table {table}", f"delete table {table}")
-        self._nft(self.pid, "add table inet faults", "delete table inet faults")
-        self._ip("up")
+        if "switch" in self._hurt:
+            self._nft(self.cable.switch_pid, f"delete table netdev faults_{self.cable.port}")
+        if "firewall" in self._hurt:
+            self._nft(self.pid, "delete table inet faults")
+        if "cable" in self._hurt:
+            self._ip("up")
+        self._hurt.clear()
 
     def at_switch(self, rule: str, direction: Direction) -> None:
         """Add an nft rule for what passes this node's port."""
+        self._hurt.add("switch")
         # Seen from the switch, what goes to the node leaves: it is egress.
         hooks = {"in": ["egress"], "out": ["ingress"], "both": ["ingress", "egress"]}[direction]
         table = f"netdev faults_{self.cable.port}"
@@ -79,6 +85,7 @@ class Faults:
 
     def in_firewall(self, chain: str, kind: str, rule: str) -> None:
         """Add an nft rule of the node's own for what comes from the cable."""
+        self._hurt.add("firewall")
         self._nft(
             self.pid,
             "add table inet faults",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -23,7 +24,10 @@ PROGRAMS = Path(__file__).with_name("programs")
 
 
 class Job:
-    """A program of tests/programs as `size` ranks, with the environment that a plain launcher gives them."""
+    """A program of tests/programs as `size` ranks, with the environment that a plain launcher gives them.
+
+    `forked`: by one process, which imports torch for all of them; only for programs that import `job` after it.
+    """
 
     def __init__(
         self,
@@ -34,8 +38,11 @@ class Job:
         rank_env: Mapping[int, Mapping[str, str]] | None = None,
         wrap: Sequence[str] = (),
         run_id: str = "",
+        forked: bool = False,
     ) -> None:
+        assert not forked or (size < 10 and not rank_env), "only one digit is another in each rank"
         self.size = size
+        self._forked = forked
         self._argv = [*wrap, sys.executable, str(PROGRAMS / f"{program}.py")]
         self._env = dict(env or {})
         self._rank_env = rank_env or {}
@@ -48,17 +55,18 @@ class Job:
     def __enter__(self) -> Self:
         with socket.create_server(("127.0.0.1", 0)) as door:
             self.port = door.getsockname()[1]
-        for rank in range(self.size):
+        for rank in range(1 if self._forked else self.size):
             self.processes.append(self._start(rank))
         return self
 
     def __exit__(self, *_: object) -> None:
+        for path in self.folder.glob("pid-*"):
+            _end_group(int(path.read_text()))
         for process in self.processes:
-            for number in (signal.SIGCONT, signal.SIGKILL):
-                try:
-                    os.killpg(process.pid, number)
-                except ProcessLookupError:
-                    break
+            if self._forked:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(5)  # it leaves when its ranks have
+            _end_group(process.pid)
         for process in self.processes:
             process.wait(20)
         self._folder.cleanup()
@@ -70,7 +78,15 @@ class Job:
 
     def pid(self, rank: int) -> int:
         """Give the process id of a rank."""
-        return self.processes[rank].pid
+        return int((self.folder / f"pid-{rank}").read_text()) if self._forked else self.processes[rank].pid
+
+    def wait_ended(self, rank: int) -> None:
+        """Wait until a rank has ended, and whoever started it knows."""
+        if self._forked:
+            pid = self.pid(rank)
+            wait_until(lambda: not os.path.exists(f"/proc/{pid}"), 20, lambda: f"rank {rank} lives on")
+        else:
+            self.processes[rank].wait(20)
 
     def wait_ready(self, names: Iterable[object] | None = None, timeout: float = 60) -> None:
         """Wait until these (all ranks) have said that they are there."""
@@ -90,6 +106,9 @@ class Job:
             **{"WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.size)},
             **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), "OMP_NUM_THREADS": "1"},
         }
+        if self._forked:
+            hidden = {name.replace("RANK", "rANK").replace("MASTER", "mASTER"): its for name, its in place.items()}
+            place = {"JOB_FORKS": str(self.size), **hidden}
         if self._run_id:
             place["TORCHELASTIC_RUN_ID"] = self._run_id
         with (self.folder / f"stderr-{rank}").open("wb") as log:
@@ -107,6 +126,12 @@ class Job:
                 stderr=log,
                 start_new_session=True,
             )
+
+
+def _end_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        for number in (signal.SIGCONT, signal.SIGKILL):
+            os.killpg(leader, number)
 
 
 def odd(result: Result) -> list[tuple[list[int], str]]:

@@ -224,12 +224,12 @@ def test_an_interpreter_without_torch_can_be_examined(tmp_path: Path) -> None:
 
 @pytest.mark.alone
 def test_it_answers_quickly_and_without_importing_torch(wrapper: Path) -> None:
-    times = []
-    for _ in range(3):
+    times: list[float] = []
+    while sum(one < 1.5 for one in times) < 2 and len(times) < 3:  # the median of three, as soon as it is known
         began = time.monotonic()
         cuda_env("--for", "build", "--json", path=str(wrapper))
         times.append(time.monotonic() - began)
-    assert sorted(times)[1] < 1.5, times
+    assert sum(one < 1.5 for one in times) == 2, times
 
 
 BUILD_LOG = (

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import subprocess
     from collections.abc import Iterator
 
-NODES = 8
+NODES = 4
 GONE_S = 3.0
 END = [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
 

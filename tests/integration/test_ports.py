@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from support import Result
 
+SOON = ("--timeout", "1")  # no packet is lost by chance: who does not answer in a second never does
 WEB = ("-c", "import http.server as h; h.HTTPServer(('', 29500), h.BaseHTTPRequestHandler).serve_forever()")
 
 
@@ -235,9 +236,9 @@ def test_the_state_of_a_port_and_what_nmap_says(network: Network, case: str, sta
     need("nmap")
     address = network["node1"].address
     prepare(network, case)
-    result = ports(network, f"{address}:6000")
+    result = ports(network, f"{address}:6000", *SOON)
     assert states(result) == {6000: state}
-    scanned = network.client.run("nmap", "-sT", "-Pn", "-n", "-p", "6000", address).stdout
+    scanned = network.client.run("nmap", "-sT", "-Pn", "-n", "--max-retries", "0", "-p", "6000", address).stdout
     assert re.search(rf"6000/tcp\s+{nmap}\s", scanned), scanned
 
 
@@ -263,7 +264,7 @@ def test_another_open_port_tells_a_firewall_from_a_dead_host(network: Network) -
     prepare(network, "open")
     network["node1"].drop(7000)
     address = network["node1"].address
-    result = ports(network, address, "--port", "6000,7000")
+    result = ports(network, address, "--port", "6000,7000", *SOON)
     assert states(result) == {6000: "open", 7000: "filtered"}
     assert "the host is up" in faults(result)["filtered"]["detail"]
 
@@ -290,7 +291,7 @@ def test_ipv6_only(network: Network) -> None:
 def test_a_server_and_a_check_without_ssh(network: Network) -> None:
     node = network["node1"]
     serving = Running(
-        "ports", "serve", "--port", "6500", "--for", "14", "--token", "secret", "--json", wrap=tuple(node.command())
+        "ports", "serve", "--port", "6500", "--for", "9", "--token", "secret", "--json", wrap=tuple(node.command())
     )
     try:
         serving.wait_for("listening at port 6500")
@@ -341,7 +342,7 @@ def test_a_server_that_goes_away_midway_is_unknown(network: Network) -> None:
 
 def test_the_server_greets_and_tells_a_stranger_nothing_else(network: Network) -> None:
     node = network["node1"]
-    serving = Running("ports", "serve", "--port", "6501", "--for", "8", "--json", wrap=tuple(node.command()))
+    serving = Running("ports", "serve", "--port", "6501", "--for", "4", "--json", wrap=tuple(node.command()))
     try:
         serving.wait_for("listening at port 6501")
         talk = (
@@ -395,14 +396,14 @@ def test_sixteen_nodes_and_one_block_in_five_seconds() -> None:
     with Network(16) as network:
         source = network["node7"].address
         network["node12"].at_switch(f"ip saddr {source} tcp flags & (syn | ack) == syn drop", "in")
-        times = []
-        for _ in range(3):
+        times: list[float] = []
+        while sum(one < 5.0 for one in times) < 2 and len(times) < 3:  # the median of three, as soon as it is known
             result = pairs(network)
             (finding,) = faults(result).values()
             assert finding["title"].startswith("node7 -> node12: no answer"), finding["title"]
             times.append(float(result.ended_at - result.told_at[0][0]))
         assert len(result.report["data"]["pairs"]) == 240 * 3
-        assert sorted(times)[1] < 5.0, times
+        assert sum(one < 5.0 for one in times) == 2, times
 
 
 def test_torchs_store_survives_being_tried() -> None:
@@ -410,9 +411,11 @@ def test_torchs_store_survives_being_tried() -> None:
     code = (
         "import sys, datetime, torch.distributed as d\n"
         "soon = datetime.timedelta(seconds=20)\n"
-        "for libuv in (True, False):\n"
-        "    s = d.TCPStore('127.0.0.1', 0, 2, True, timeout=soon, wait_for_workers=False, use_libuv=libuv)\n"
-        "    print(s.port, flush=True); sys.stdin.readline()\n"
+        "def serve(libuv):\n"
+        "    return d.TCPStore('127.0.0.1', 0, 2, True, timeout=soon, wait_for_workers=False, use_libuv=libuv)\n"
+        "stores = [(libuv, serve(libuv)) for libuv in (True, False)]\n"
+        "print(*(s.port for _, s in stores), flush=True); sys.stdin.readline()\n"
+        "for libuv, s in stores:\n"
         "    c = d.TCPStore('127.0.0.1', s.port, 2, False, timeout=soon, use_libuv=libuv)\n"
         "    c.set('a', 'b'); print(s.get('a').decode(), c.add('n', 3), flush=True)\n"
     )
@@ -421,11 +424,10 @@ def test_torchs_store_survives_being_tried() -> None:
     ) as store:
         assert store.stdin is not None
         assert store.stdout is not None
-        for _ in range(2):
-            port = int(store.stdout.readline())
-            for _ in range(3):
-                result = distdiag("ports", "--json", f"127.0.0.1:{port}")
-                assert states(result) == {port: "open"}
-            store.stdin.write("go\n")
-            store.stdin.flush()
-            assert store.stdout.readline().strip() == "b 3"
+        ports = store.stdout.readline().split()
+        for _ in range(3):
+            result = distdiag("ports", "--json", *(f"127.0.0.1:{port}" for port in ports))
+            assert states(result) == {int(port): "open" for port in ports}
+        store.stdin.write("go\n")
+        store.stdin.flush()
+        assert [line.strip() for line in store.stdout] == ["b 3"] * 2

@@ -86,9 +86,9 @@ def assert_same_from_py_spy(folder: Path, pids: list[int]) -> None:
 
 
 def test_a_rank_that_left_is_named_though_a_child_of_it_lives_on() -> None:
-    with Job("exits_early", 4) as job:
+    with Job("exits_early", 4, forked=True) as job:
         job.wait_ready()
-        job.processes[1].wait(20)
+        job.wait_ended(1)
         result = job.look(*SOON)
         assert result.code == 1
         assert [(one["ranks"], one["class"]) for one in result.report["data"]["odd"]] == [([1], "exited")]
@@ -97,7 +97,7 @@ def test_a_rank_that_left_is_named_though_a_child_of_it_lives_on() -> None:
 
 
 def test_ranks_in_another_collective_are_named() -> None:
-    with Job("other_collective", 4) as job:
+    with Job("other_collective", 4, forked=True) as job:
         job.wait_ready()
         result = job.look(*SOON)
         assert result.code == 1
@@ -108,7 +108,10 @@ def test_ranks_in_another_collective_are_named() -> None:
 
 
 def test_where_all_wait_at_one_line_the_loop_counters_tell() -> None:
-    with Job("counters_differ", 4) as job, Job("counters_differ", 3, env={"EQUAL": "1"}) as equal:
+    with (
+        Job("counters_differ", 4, forked=True) as job,
+        Job("counters_differ", 3, env={"EQUAL": "1"}, forked=True) as equal,
+    ):
         job.wait_ready()
         equal.wait_ready()
         result = job.look(*SOON)
@@ -123,7 +126,7 @@ def test_where_all_wait_at_one_line_the_loop_counters_tell() -> None:
 
 
 def test_pipeline_stages_stand_at_different_places_rightly() -> None:
-    with Job("pipeline_saves", 4) as job:
+    with Job("pipeline_saves", 4, forked=True) as job:
         os.mkfifo(job.folder / "full")
         job.wait_ready()
         result = job.look(*SOON)
@@ -139,7 +142,7 @@ def test_pipeline_stages_stand_at_different_places_rightly() -> None:
 
 
 def test_ranks_in_backward_wait_there_for_the_one_that_is_not() -> None:
-    with Job("waits_in_backward", 2) as job:
+    with Job("waits_in_backward", 2, forked=True) as job:
         job.wait_ready()
         result = job.look(*SOON)
         assert (result.code, odd(result)) == (1, [([1], "validate")])

@@ -13,7 +13,7 @@ SOON = ("--interval", "0.3")
 
 def test_a_stuck_dataloader_worker_is_named_under_its_rank() -> None:
     for start, size in (("fork", 4), ("spawn", 2)):
-        with Job("worker_reads", size, env={"START": start, "WORKERS": "2"}) as job:
+        with Job("worker_reads", size, env={"START": start, "WORKERS": "2"}, forked=True) as job:
             os.mkfifo(job.folder / "sample")
             job.wait_ready()
             result = job.look(*SOON)
@@ -45,7 +45,7 @@ def test_no_rank_is_invented_for_spawned_processes() -> None:
 
 
 def test_two_jobs_at_once_are_told_apart_and_a_healthy_one_is_not_hung() -> None:
-    with Job("hangs_in_load_batch", 3) as hung, Job("trains_well", 2) as well:
+    with Job("hangs_in_load_batch", 3, forked=True) as hung, Job("trains_well", 2, forked=True) as well:
         hung.wait_ready()
         well.wait_ready()
         both = distdiag("pyspy-all", "--json", *SOON)

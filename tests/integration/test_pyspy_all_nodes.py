@@ -63,14 +63,14 @@ def test_a_slurm_job_from_outside(tmp_path: Path) -> None:
             f"RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS MASTER_ADDR={address} MASTER_PORT=29500 "
             f"GLOO_SOCKET_IFNAME=eth0 JOB_FOLDER={tmp_path} OMP_NUM_THREADS=1 "
             f"exec {sys.executable} {PROGRAMS / 'hangs_in_load_batch.py'}",
-            options=("-n", "4"),
+            options=("-n", "3"),
         )
-        wait_ready(tmp_path, 4)
+        wait_ready(tmp_path, 3)
         wrap, env = tuple(slurm.client.command()), {**slurm.network.client_env(), **slurm.env()}
         result = distdiag("pyspy-all", "--json", "--slurm-job", str(job), *SOON, wrap=wrap, env=env)
         assert (result.code, odd(result)) == (1, [([2], "load_batch")]), result.out + result.err
         assert result.report["data"]["jobs"][0]["launcher"] in ("srun", "environment")
-        assert "ranks 0-1,3 wait in `all_reduce`" in result.report["summary"]
+        assert "ranks 0-1 wait in `all_reduce`" in result.report["summary"]
 
 
 pytestmark = pytest.mark.timeout(180)

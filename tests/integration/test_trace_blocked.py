@@ -62,7 +62,7 @@ def jobs() -> Iterator[dict[str, Job]]:
     """Several jobs that grow old at the same time."""
     kinds = ("sleep", "stop", "fifo", "flock", "recv", "pin")
     started = {kind: pair(kind.replace("stop", "sleep")) for kind in kinds}
-    started["gloo"] = Job("hangs_in_load_batch", 3)
+    started["gloo"] = Job("hangs_in_load_batch", 3, forked=True)
     with contextlib.ExitStack() as stack:
         for job in started.values():
             stack.enter_context(job)
@@ -271,7 +271,7 @@ def test_a_process_that_is_not_there(command: tuple[str, ...]) -> None:
     ("arguments", "words"),
     [
         (("blocked", "--rank", "x"), "is not a rank"),
-        (("blocked", "--pid", "0"), "greater than or equal to 1"),
+        (("blocked", "--pid", "0"), "is not in the range x>=1"),
         (("blocked", "--pid", "1", "--rank", "0"), "give one of them"),
         (("blocked", "--job", "10.9.8.7:1"), "no rank of job 10.9.8.7:1 was found"),
         (("fds",), "say of which process"),

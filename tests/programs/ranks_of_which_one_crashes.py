@@ -7,43 +7,35 @@ import sys
 import time
 from pathlib import Path
 
-WORLD_SIZE = 4
 
-
-def load_batch(step: int) -> None:
-    if step == 2 and os.environ["RANK"] == "2":
+def load_batch(step: int, rank: int) -> None:
+    if step == 2 and rank == 2:
         ctypes.string_at(0xDEAD000)
 
 
-def train(rank: int) -> None:
+def train() -> None:
     import torch
     import torch.distributed as dist
+    from job import RANK, WORLD_SIZE
 
+    folder = Path(f"rank-{RANK}")
+    folder.mkdir()
+    os.chdir(folder)
     dist.init_process_group(
-        "gloo", init_method=f"file://{Path('../store').resolve()}", rank=rank, world_size=WORLD_SIZE
+        "gloo", init_method=f"file://{Path('../store').resolve()}", rank=RANK, world_size=WORLD_SIZE
     )
     try:
         for step in range(4):
-            load_batch(step)
+            load_batch(step, RANK)
             dist.all_reduce(torch.ones(8))
     except RuntimeError:
         time.sleep(0.2)
         os.abort()
 
 
-def start(rank: int) -> "subprocess.Popen[bytes]":
-    folder = Path(f"rank-{rank}")
-    folder.mkdir()
-    return subprocess.Popen(
-        [sys.executable, Path(__file__).resolve()],
-        cwd=folder,
-        env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE)},
-    )
-
-
-if "RANK" in os.environ:
-    train(int(os.environ["RANK"]))
+if "JOB_FORKS" in os.environ:
+    train()
 else:
     print("ready", flush=True)
-    for process in [start(rank) for rank in range(WORLD_SIZE)]:
-        process.wait()
+    job = {"JOB_FORKS": "4", "rANK": "0", "LOCAL_rANK": "0", "WORLD_SIZE": "4", "JOB_FOLDER": os.getcwd()}
+    subprocess.run([sys.executable, Path(__file__).resolve()], env={**os.environ, **job}, check=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
+import torch._dynamo  # which DistributedDataParallel would import in each rank
 from job import RANK, join, ready
 from torch.nn.parallel import DistributedDataParallel
 
