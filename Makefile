@@ -46,7 +46,7 @@ COMPLETIONS ?= completions
 completions: $(VENV)/installed ## Generate the completion files of bash, zsh and fish
 	$(BIN)/python tests/make_completions.py $(COMPLETIONS)
 
-bench: $(VENV)/installed-dev $(VENV)/cuda tools ## Measure beside the peers: torchrun, clush, pdsh, asyncssh, py-spy, clubak, collect_env, ds_report, nmap (30 minutes)
+bench: $(VENV)/installed-dev $(VENV)/cuda tools ## Measure beside the peers: torchrun, clush, pdsh, asyncssh, py-spy, clubak, collect_env, ds_report, nmap, transformers (30 minutes)
 	@for peer in pdsh clush; do command -v $$peer >/dev/null || echo "$$peer is not installed: apt-get install pdsh clustershell"; done
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check asyncssh
 	$(BIN)/python tests/benchmarks/gpu_test.py
@@ -59,6 +59,7 @@ bench: $(VENV)/installed-dev $(VENV)/cuda tools ## Measure beside the peers: tor
 	$(BIN)/python tests/benchmarks/trace_lines.py --torch
 	$(BIN)/python tests/benchmarks/printflock.py
 	$(BIN)/python tests/benchmarks/floatcmp.py
+	$(BIN)/python tests/benchmarks/overflow.py
 	$(BIN)/python tests/benchmarks/trace_sys.py 200
 	$(BIN)/python tests/benchmarks/trace_sys.py launch
 

@@ -40,6 +40,12 @@ _SUBCOMMANDS = (
             Sub("sys", "trace.sys.command:trace_sys", "System calls of ranks that run, of a new job, or of logs."),
         ),
     ),
+    Sub(
+        "overflow",
+        "overflow.command:overflow",
+        "Where does the first nan or inf of a training run come from: which rank, step, module?",
+        below=(Sub("show", "overflow.show.command:overflow_show", "Where did the numbers grow, or two runs part?"),),
+    ),
     Sub("core-bt", "core_bt.command:core_bt", "What crashed, in which thread, in Python and in C, and why?"),
     Sub("ports", "ports.command:ports", "Can the nodes reach each other, on which interface, both ways?"),
     Sub("cuda-env", "cuda_env.command:cuda_env", "Why does CUDA not run or build here, and what mends it?"),
@@ -153,5 +159,5 @@ def _end_without_report(code: int, id_: str, message: str) -> NoReturn:
 def _command_of(words: list[str]) -> str:
     """Find the command in what was typed: "pyspy-all", "trace blocked"; empty if there is none."""
     chosen, rest = split(_SUBCOMMANDS, words)
-    below = split(chosen.subs, rest)[0] if isinstance(chosen, Group) else None
+    below = split(chosen.subs if isinstance(chosen, Group) else chosen.below, rest[:1])[0] if chosen else None
     return " ".join(one.name for one in (chosen, below) if one is not None)

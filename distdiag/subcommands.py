@@ -21,6 +21,8 @@ class Sub:
     name: str
     home: str
     help: str
+    below: tuple[Sub, ...] = ()
+    """Subcommands of it, for what it has done: `distdiag overflow -- train.py`, `distdiag overflow show FILE`."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,18 @@ def add(app: typer.Typer, subs: Sequence[Sub | Group], words: Sequence[str]) -> 
         if one is not chosen:
             app.command(one.name, short_help=one.help)(_not_loaded)
         elif isinstance(one, Group):
-            below = typer.Typer(
-                name=one.name, help=one.about, short_help=one.help, no_args_is_help=True, rich_markup_mode=None
-            )
-            add(below, one.subs, rest)
-            app.add_typer(below)
+            app.add_typer(_group(one.name, one.help, one.about, one.subs, rest))
+        elif rest and any(rest[0] == sub.name for sub in one.below):
+            app.add_typer(_group(one.name, one.help, one.help, one.below, rest))
         else:
             module, _, function = one.home.partition(":")
             app.command(one.name, short_help=one.help)(getattr(import_module(f"distdiag.commands.{module}"), function))
+
+
+def _group(name: str, line: str, about: str, subs: Sequence[Sub], words: Sequence[str]) -> typer.Typer:
+    group = typer.Typer(name=name, help=about, short_help=line, no_args_is_help=True, rich_markup_mode=None)
+    add(group, subs, words)
+    return group
 
 
 def split(subs: Sequence[Sub | Group], words: Sequence[str]) -> tuple[Sub | Group | None, Sequence[str]]:

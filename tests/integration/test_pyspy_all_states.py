@@ -105,7 +105,7 @@ def test_where_there_is_no_job_it_says_what_was_looked_for() -> None:
         (("--groups", "tp:0-1"), "is not NAME=RANKS/RANKS"),
         (("--html", "/nowhere/page.html"), "cannot be written"),
         (("--pid", "0"), "is not in the range x>=1"),
-        (("--samples", "0"), "is not in the range x>=1"),
+        (("--samples", "0"), "is not in the range 1<=x<=100"),
     ],
 )
 def test_wrong_input_is_a_usage_error(arguments: tuple[str, ...], words: str) -> None:

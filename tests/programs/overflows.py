@@ -2,12 +2,20 @@
 
 WRAP: bare, ddp, fsdp-before, fsdp-after (the detector before or after fully_shard), ddp-compile; with "none:" before
 it, it has no detector of its own. WHERE: forward (rank 1, batch 1), backward (rank 0, batch 2), weights, never.
+
+`overflows.py pairs FOLDER WRAP:WHERE...` runs two ranks for each, one case after the other, forked from one process
+that has imported torch; FOLDER/WRAP:WHERE.N is what rank N wrote, FOLDER/statuses how each ended and when.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import sys
+import time
+import traceback
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -50,8 +58,7 @@ def wrapped(model: nn.Module, how: str, watch: bool) -> nn.Module:
     return outer
 
 
-def main() -> None:
-    how, where = sys.argv[1:3]
+def train(how: str, where: str) -> None:
     watch = not how.startswith("none:")
     how = how.removeprefix("none:")
     rank = 0
@@ -76,6 +83,45 @@ def main() -> None:
         print(f"batch {batch} done", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def pairs(folder: Path, cases: list[str]) -> None:
+    import torch._dynamo  # noqa: F401 - optimizers import it, which takes longer than all the rest
+
+    statuses = {}
+    for case in cases:
+        with socket.create_server(("127.0.0.1", 0)) as door:
+            port = door.getsockname()[1]
+        os.environ.update(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        began = time.monotonic()
+        ranks = [forked(folder / f"{case}.{rank}", rank, *case.split(":")) for rank in range(2)]
+        ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+        statuses[case] = {"exit": ends, "seconds": time.monotonic() - began}
+    (folder / "statuses").write_text(json.dumps(statuses))
+
+
+def forked(path: Path, rank: int, how: str, where: str) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    with path.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        train(how, where)
+    except BaseException:  # noqa: BLE001 - as the interpreter itself does
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
+
+
+def main() -> None:
+    if sys.argv[1] == "pairs":
+        pairs(Path(sys.argv[2]), sys.argv[3:])
+    else:
+        train(*sys.argv[1:3])
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ def test_a_row_that_is_masked_from_end_to_end_is_a_hint(mode: Any) -> None:
     assert "row of the mask `input[0][1]` of `add`" in told.hints[0]
 
 
-_ODD = {
+_ODD: dict[str, Callable[[], Any]] = {
     "bool": lambda: torch.tensor([True, False]),
     "least int64": lambda: torch.tensor([-(2**63), 5]),
     "empty": lambda: torch.empty(0, 3),

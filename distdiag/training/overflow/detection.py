@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from distdiag.training.overflow import numbers
-from distdiag.training.overflow.frames import HEADING, NEAR, finite_or_text
+from distdiag.training.overflow.frames import HEADING, NEAR, Reading, finite_or_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 HERE, BETWEEN, GIVEN, WEIGHTS, BACKWARD, UNSEEN = "here", "between", "given", "weights", "backward", "unseen"
 """Where it was made: in the module itself; in the forward of the module around it, before it called this one; before
 the model was called; before this forward, in the weights; in the backward; or that could not be seen."""
+
+
+_MEND = "Run that part in bfloat16 or float32."
 
 
 class OverflowDetected(ValueError):
@@ -94,7 +97,7 @@ class Detection:
             BETWEEN: f"All outputs before it were finite: the forward of {self.made_by} made it, and passed it on.",
             GIVEN: "The model was called with it: look at the data, or at what comes before the model.",
             WEIGHTS: "It was there before the forward: a step of the optimizer made it, or the checkpoint has it.",
-            BACKWARD: "The forward was finite: it was made in the backward, here or nearer to the loss.",
+            BACKWARD: "The forward was finite: it was made in the loss or in the backward, here or nearer to the loss.",
             UNSEEN: "",
         }[self.origin]
 
@@ -132,7 +135,8 @@ def from_frames(bad: Line, frames: Sequence[Frame], masks: Sequence[Line], when:
         origin = WEIGHTS
     elif bad.phase == "input":
         origin, made = (GIVEN, frame) if parent is None else (BETWEEN, parent)
-    tensor = bad.source if bad.source is not None and bad.unchanged() else None
+    reading = bad.what
+    tensor = reading.source if isinstance(reading, Reading) and reading.unchanged() else None
     return Detection(
         when=when,
         place=Place(frame.name, frame.kind),
@@ -148,24 +152,31 @@ def from_frames(bad: Line, frames: Sequence[Frame], masks: Sequence[Line], when:
 
 def _hints(bad: Line, frames: Sequence[Frame], masks: Sequence[Line]) -> list[str]:
     hints = []
-    rows = [one for one in masks if one.numbers is not None and one.unchanged() and numbers.has_masked_row(one.numbers)]
-    if rows and bad.phase == "output":
-        where = rows[-1]
-        hints.append(
-            f"A row of the mask `{where.label}` of {_place(where)} is -inf from end to end: its softmax is nan."
-        )
-    near = _nearest_to_limit(bad, frames)
-    if near is not None and near.source is not None:
-        name = str(near.source.dtype)[len("torch.") :]
-        share = f"{near.abs_max:.2e} = {100 * near.share_of_limit:.0f} % of {name}'s greatest number"
-        hints.append(f"Before it: {share}, `{near.label}` of {_place(near)}. Run that part in bfloat16 or float32.")
+    if bad.phase == "output":
+        rows = [one for one in masks if _has_masked_row(one.what)]
+        hints += [f"A row of the mask `{one.label}` of {_place(one)} is -inf: its softmax is nan." for one in rows[-1:]]
+    lines = [line for frame in frames for line in frame.lines if line is not bad and isinstance(line.what, Reading)]
+    near = max(lines, key=_share, default=None)
+    if near is not None and _share(near) >= NEAR:
+        hints.append(f"Before it: {_near_limit(near.what)}, `{near.label}` of {_place(near)}. {_MEND}")
     return hints
 
 
-def _nearest_to_limit(bad: Line, frames: Sequence[Frame]) -> Line | None:
-    lines = [line for frame in frames for line in frame.lines if line is not bad and not line.text]
-    found = [line for line in lines if line.share_of_limit >= NEAR]
-    return max(found, key=lambda line: line.share_of_limit, default=None)
+def _has_masked_row(what: Reading | str) -> bool:
+    if isinstance(what, str) or what.numbers is None or not what.unchanged():
+        return False
+    return numbers.has_masked_row(what.numbers)
+
+
+def _share(line: Line) -> float:
+    return line.what.share_of_limit if isinstance(line.what, Reading) else 0.0
+
+
+def _near_limit(what: Reading | str) -> str:
+    assert isinstance(what, Reading)
+    assert what.source is not None
+    dtype = str(what.source.dtype)[len("torch.") :]
+    return f"{what.abs_max:.2e} = {100 * what.share_of_limit:.0f} % of {dtype}'s greatest number"
 
 
 def _of_tally(tally: Tally | None) -> list[str]:

@@ -21,7 +21,7 @@ from distdiag.training.overflow.judge import Forward, Judge, outputs_of
 from distdiag.training.overflow.names import innermost, within_ddp
 from distdiag.training.overflow.output import Output
 from distdiag.training.overflow.recorder import Recorder
-from distdiag.training.overflow.replay import Buffers, Call
+from distdiag.training.overflow.replay import Call, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -115,7 +115,7 @@ class DebugUnderflowOverflow:
         if self._full is not None and self._is_compiled:
             self._full = None
             self._output.note("a compiled model cannot be read frame by frame: mode='step' is used")
-        self._buffers = Buffers(self._model)
+        self._state = State(self._model)
         self._gradients = Gradients(self._model, each=gradients == "each")
         self._looks_at_gradients = gradients != "off"
         self._handles: list[RemovableHandle] = []
@@ -125,6 +125,7 @@ class DebugUnderflowOverflow:
         self._busy = False
         self._forwards = self._steps = self._found = 0
         self._told: set[str] = set()
+        self._aborted = False
         self._attach()
 
     def __enter__(self) -> DebugUnderflowOverflow:
@@ -144,6 +145,21 @@ class DebugUnderflowOverflow:
     def found(self) -> int:
         """How often something was found."""
         return self._found
+
+    @property
+    def forwards(self) -> int:
+        """How many forwards are over."""
+        return self._forwards
+
+    @property
+    def steps(self) -> int:
+        """How many steps of its optimizers are over."""
+        return self._steps
+
+    @property
+    def aborted(self) -> bool:
+        """Whether `abort_after_batch_num` has ended the job."""
+        return self._aborted
 
     def detach(self) -> None:
         """Take all hooks off: the model is as it was. May be called again."""
@@ -188,7 +204,7 @@ class DebugUnderflowOverflow:
             if self._full is not None:
                 self._full.begin(args, kwargs, everything=self.batch in self._traced)
                 return
-            self._call = Call(self._model, args, kwargs, self._buffers)
+            self._call = Call(self._state, args, kwargs)
             self._end_tracer()  # of a forward that was left by an exception
             if self.batch in self._traced and not self._is_compiled:
                 self._tracer = self._new_tracer()
@@ -202,13 +218,13 @@ class DebugUnderflowOverflow:
         agreed = self._agree and self._root.training and torch.is_grad_enabled() and ranks.count() > 1
         with torch.no_grad():
             forward = self._seen_by_frames(output) if self._full is not None else self._seen_by_outputs(output)
+            self._forwards += 1
             if agreed:
                 self._waiting.append(forward)
                 if len(self._waiting) >= _MOST_WAITING:
                     self._judge_step([])
             else:
                 self._settle(self._alone([forward], [], forward.when))
-        self._forwards += 1
         self._maybe_abort("forward", self._forwards)
 
     def _seen_by_frames(self, output: object) -> Forward:
@@ -236,6 +252,8 @@ class DebugUnderflowOverflow:
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if self._busy or not self._gradients.are_stepped_by(optimizer):
             return
+        if self._steps == self._forwards == 0:
+            self._output.note("no forward was seen before this step: watch what torch.compile returned")
         with torch.no_grad():
             found = self._gradients.start(optimizer) if self._looks_at_gradients else []
             self._judge_step(found)
@@ -299,8 +317,8 @@ class DebugUnderflowOverflow:
         rank = whoami.rank()
         if found.rank is None and rank is not None:
             found = replace(found, rank=rank, host=whoami.host())
-        if found.rank == rank and (self._found == 1 or self._on_detect == "raise"):
-            self._output.detection(found)
+        if self._found == 1 or self._on_detect == "raise":
+            self._output.detection(found, show=found.rank == rank)
         if callable(self._on_detect):
             self._on_detect(found)
         elif self._on_detect == "raise":
@@ -308,6 +326,7 @@ class DebugUnderflowOverflow:
 
     def _maybe_abort(self, unit: str, done: int) -> None:
         if unit == self._unit and self._last is not None and done > self._last:
+            self._aborted = True
             why = f"aborting after {done} batches due to `abort_after_batch_num={self._last}` arg"
             raise ValueError(f"DebugUnderflowOverflow: {why}")
 

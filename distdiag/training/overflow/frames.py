@@ -7,7 +7,7 @@ about those applies to these.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distdiag.training.overflow import numbers
 
@@ -21,43 +21,27 @@ NEAR = 0.5
 """From this share of a dtype's greatest number on, a tensor is worth a word: twice more overflows."""
 
 
-class Line:
-    """One tensor of a frame, or what stands in its place.
+class Reading:
+    """What is known of one tensor, as it was at one moment; frames that show the same tensor share it.
 
-    `phase`: weight, buffer, input or output. `text` instead of numbers: None, not a tensor, empty, meta, fake, unread.
-    `alarm`: it went wrong. `least` and `greatest` are known when `ends` is None again: until then they are on the
-    device.
+    `source` is the tensor and `numbers` what is read of it; they are let go of after a while. `least` and `greatest`
+    are known when `ends` is None again: until then they are on the device.
     """
 
-    __slots__ = (
-        "alarm",
-        "ends",
-        "exact",
-        "frame",
-        "greatest",
-        "label",
-        "least",
-        "numbers",
-        "phase",
-        "source",
-        "text",
-        "version",
-    )
+    __slots__ = ("ends", "exact", "greatest", "least", "numbers", "source", "version")
 
-    def __init__(self, frame: Frame, phase: str, label: str) -> None:
-        self.frame, self.phase, self.label, self.text = frame, phase, label, ""
-        self.numbers: Tensor | None = None
-        self.source: Tensor | None = None
-        self.ends: tuple[Tensor, Tensor] | None = None
-        self.version = -1
-        self.alarm = False
+    def __init__(self, source: Tensor, found: tuple[Tensor, Tensor, Tensor], version: int) -> None:
+        self.source: Tensor | None = source
+        self.numbers: Tensor | None = found[0]
+        self.ends: tuple[Tensor, Tensor] | None = found[1:]
+        self.version = version
         self.least = self.greatest = math.nan
         self.exact: float | None = None
 
     @property
     def is_bad(self) -> bool:
         """Whether there is nan or inf in it."""
-        return not self.text and numbers.is_bad(self.least, self.greatest)
+        return numbers.is_bad(self.least, self.greatest)
 
     @property
     def abs_max(self) -> float:
@@ -89,12 +73,26 @@ class Line:
         """Let go of the tensor."""
         self.numbers = self.source = None
 
-    def __str__(self) -> str:
-        if self.text:
-            return f"{self.text:>17} {self.label}"
-        least = self.abs_min()
+
+class Line(NamedTuple):
+    """One tensor of a frame, or what stands in its place: None, not a tensor, empty, meta, fake, unread.
+
+    `order` counts the lines of a forward as they came; `phase`: weight, buffer, input or output.
+    """
+
+    frame: Frame
+    order: int
+    phase: str
+    label: str
+    what: Reading | str
+
+    def text(self) -> str:
+        """Write it: `3.18e-04 6.27e+04 output`."""
+        if isinstance(self.what, str):
+            return f"{self.what:>17} {self.label}"
+        least = self.what.abs_min()
         shown = f"{_UNKNOWN:>8}" if least is None else f"{least:8.2e}"
-        return f"{shown} {self.abs_max:8.2e} {self.label}"
+        return f"{shown} {self.what.abs_max:8.2e} {self.label}"
 
 
 class Frame:
@@ -108,7 +106,13 @@ class Frame:
         self.number = -1
 
     def __str__(self) -> str:
-        return "\n".join([f"{_MARGIN} {self.name} {self.kind}", *map(str, self.lines)])
+        return "\n".join([f"{_MARGIN} {self.name} {self.kind}", *[line.text() for line in self.lines]])
+
+    def release(self) -> None:
+        """Let go of what went in and came out; weights stay anyway."""
+        for line in self.lines:
+            if isinstance(line.what, Reading) and line.phase in ("input", "output"):
+                line.what.release()
 
     def to_json(self, batch: int) -> dict[str, Any]:
         """Write for a file of frames; numbers that JSON lacks become "inf" and "nan", an unknown one null."""
@@ -120,11 +124,12 @@ class Frame:
 
 def _line_to_json(line: Line) -> dict[str, Any]:
     told: dict[str, Any] = {"label": line.label, "phase": line.phase}
-    if line.text:
-        return {**told, "text": line.text}
-    if line.source is not None:
-        told |= {"dtype": str(line.source.dtype)[len("torch.") :], "shape": list(line.source.shape)}
-    return {**told, "abs_min": finite_or_text(line.abs_min()), "abs_max": finite_or_text(line.abs_max)}
+    what = line.what
+    if isinstance(what, str):
+        return {**told, "text": what}
+    if what.source is not None:
+        told |= {"dtype": str(what.source.dtype)[len("torch.") :], "shape": list(what.source.shape)}
+    return {**told, "abs_min": finite_or_text(what.abs_min()), "abs_max": finite_or_text(what.abs_max)}
 
 
 def finite_or_text(value: float | None) -> float | str | None:

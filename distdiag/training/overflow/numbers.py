@@ -121,8 +121,14 @@ def ends(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 def fetch(found: Sequence[Tensor]) -> list[float]:
     """Wait for 0-d tensors of any dtypes and give their values; one wait for each device."""
-    if len({(one.device, one.dtype) for one in found}) == 1:
-        return list(map(float, torch.stack(tuple(found)).tolist()))
+    if not found:
+        return []
+    dtype = found[0].dtype
+    if dtype in _FLOATS and all(one.dtype is dtype for one in found):
+        try:
+            return torch.stack(tuple(found)).tolist()
+        except RuntimeError:  # of several devices
+            pass
     values = [0.0] * len(found)
     places: dict[torch.device, dict[torch.dtype, list[int]]] = {}
     for number, one in enumerate(found):

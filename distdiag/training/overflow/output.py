@@ -33,9 +33,10 @@ class Output:
         _print("\n".join([*([heading] if heading else []), *map(str, frames)]))
         self._keep([frame.to_json(batch) for frame in frames])
 
-    def detection(self, found: Detection) -> None:
-        """Print and keep what was found."""
-        _print(found.text())
+    def detection(self, found: Detection, *, show: bool) -> None:
+        """Keep what was found, and print it if it is for this rank to do so."""
+        if show:
+            _print(found.text())
         self._keep([*(frame.to_json(found.when.batch) for frame in found.frames), found.to_json()])
 
     def note(self, text: str) -> None:

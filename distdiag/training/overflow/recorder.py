@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import sys
-import weakref
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distdiag.training.overflow import numbers, walk
-from distdiag.training.overflow.frames import Frame, Line, version_of
+from distdiag.training.overflow.frames import Frame, Line, Reading
 from distdiag.training.overflow.hook import Hook
 from distdiag.training.overflow.names import kind_of, named
 
@@ -44,8 +44,10 @@ class Recorder:
         on_frame: Callable[[Frame], object] | None = None,
     ) -> None:
         self.exact, self._on_frame = exact, on_frame
-        self._model, self._names, self._keep, self._ignore = model, named(model), keep, tuple(ignore)
-        self._seen: dict[int, tuple[weakref.ref[Tensor], int, Line]] = {}
+        self._model, self._keep, self._ignore = model, keep, tuple(ignore)
+        self._names = {module: (name, kind_of(module)) for module, name in named(model).items()}
+        self._weights: dict[int, Reading] = {}
+        self._bad_weights = False
         self._handles: list[RemovableHandle] = []
         self._clear()
 
@@ -53,11 +55,14 @@ class Recorder:
         self.frames: list[Frame] = []
         self.bad: Line | None = None
         self.masks: list[Line] = []
+        self._seen: dict[int, Reading] = {}
         self._stack: list[Frame] = []
-        self._open: list[Line] = []
-        self._held = self._count = 0
+        self._open: list[Reading] = []
+        self._alarmed: set[Frame] = set()
+        self._judged = 0
+        self._held = self._count = self._order = 0
         self._last, self._most = -1, self._keep
-        self.runs = False
+        self._any_bad, self.runs = self._bad_weights, False
 
     def attach(self) -> None:
         """Put the hooks on."""
@@ -77,7 +82,7 @@ class Recorder:
     def detach(self) -> None:
         """Take the hooks off, and let go of all tensors."""
         self.unhook()
-        self._seen.clear()
+        self._weights.clear()
         self._clear()
 
     def begin(self, args: tuple[object, ...], kwargs: dict[str, object], *, everything: bool = False) -> None:
@@ -92,115 +97,132 @@ class Recorder:
         self._after(self._model, (), {}, output)
         self._fetch()
         self.runs = False
-        self._trim()
-        if len(self._seen) > 4 * len(self._names) + 4096:  # of tensors that are gone
-            self._seen = {key: one for key, one in self._seen.items() if one[0]() is not None}
+        self._seen.clear()
+        # A bad weight stays bad, without being read again.
+        self._bad_weights = self._any_bad and any(one.is_bad for one in self._weights.values())
+        if len(self._weights) > 4 * len(self._names) + 4096:  # weights that are made anew for each forward
+            self._weights.clear()
 
     def _before(self, module: Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        if torch.compiler.is_compiling() or not self.runs:
+        if not self.runs or torch.compiler.is_compiling():
             return
-        with torch.no_grad():
-            frame = Frame(self._names[module], kind_of(module), self._stack[-1] if self._stack else None)
-            self._stack.append(frame)
-            for name, weight in module._parameters.items():
-                if weight is not None:
-                    self._read(frame, "weight", name, weight)
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_floating_point():
-                    self._read(frame, "buffer", name, buffer)
-            for label, value in walk.inputs(args, kwargs):
-                self._read(frame, "input", label, value)
-            if self.exact:
-                self._fetch()
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._enter(module, args, kwargs)
+        else:
+            self._enter(module, args, kwargs)
 
     def _after(self, module: Module, args: object, kwargs: object, output: object) -> None:
-        if torch.compiler.is_compiling() or not self.runs or not self._stack:
+        if not self.runs or not self._stack or torch.compiler.is_compiling():
             return
-        with torch.no_grad():
-            name = self._names[module]
-            while self._stack[-1].name != name and len(self._stack) > 1:  # a call that was left by an exception
-                self._stack.pop()
-            frame = self._stack.pop()
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._leave(module, output)
+        else:
+            self._leave(module, output)
+
+    def _enter(self, module: Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        frame = Frame(*self._names[module], self._stack[-1] if self._stack else None)
+        self._stack.append(frame)
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                self._read(frame, "weight", name, weight)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                self._read(frame, "buffer", name, buffer)
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
+            self._read(frame, "input", "input[0]", args[0])
+        else:
+            for label, value in walk.inputs(args, kwargs):
+                self._read(frame, "input", label, value)
+        if self.exact:
+            self._fetch()
+
+    def _leave(self, module: Module, output: object) -> None:
+        name = self._names[module][0]
+        while self._stack[-1].name != name and len(self._stack) > 1:  # a call that was left by an exception
+            self._stack.pop()
+        frame = self._stack.pop()
+        if type(output) is Tensor:
+            self._read(frame, "output", "output", output)
+        else:
             for label, value in walk.leaves(output, "output"):
                 self._read(frame, "output", label, value)
-            frame.number = self._count
-            self._count += 1
-            self.frames.append(frame)
-            if self.exact:
-                self._fetch()
-                if self._on_frame is not None:
-                    self._on_frame(frame)
-            elif self._held > _HELD_BYTES:
-                self._fetch()
+        frame.number = self._count
+        self._count += 1
+        self.frames.append(frame)
+        if self.exact:
+            self._fetch()
+            if self._on_frame is not None:
+                self._on_frame(frame)
+        elif self._held > _HELD_BYTES:
+            self._fetch()
 
     def _read(self, frame: Frame, phase: str, label: str, value: object) -> None:
-        line = Line(frame, phase, label)
-        frame.lines.append(line)
-        if not isinstance(value, Tensor):
-            line.text = "None" if value is None else "not a tensor"
-            return
-        version = version_of(value)
-        known = self._seen.get(id(value))
-        if known is not None and known[0]() is value and known[1] == version != -1:
-            self._repeat(line, value, known[2])
-            return
-        found = numbers.start(value)
-        if isinstance(found, str):
-            line.text = found
-            return
-        line.source, line.version = value, version
-        line.numbers, least, greatest = found
-        line.ends = (least, greatest)
-        self._open.append(line)
-        self._held += line.numbers.nbytes
-        self._seen[id(value)] = (weakref.ref(value), version, line)
+        self._order += 1
+        if isinstance(value, Tensor):
+            what = self._reading(value, self._weights if phase in ("weight", "buffer") else self._seen)
+        else:
+            what = "None" if value is None else "not a tensor"
+        frame.lines.append(Line(frame, self._order, phase, label, what))
 
-    def _repeat(self, line: Line, value: Tensor, known: Line) -> None:
-        """Take over what is known of the same numbers; if that is still on the device, also from there."""
-        line.source, line.version, line.numbers = value, known.version, known.numbers
-        if line.numbers is None:  # `known` was let go of
-            again = numbers.readable(value)
-            line.numbers = None if isinstance(again, str) else again
-        line.least, line.greatest, line.exact, line.ends = known.least, known.greatest, known.exact, known.ends
-        if line.ends is not None or line.is_bad:
-            self._open.append(line)
+    def _reading(self, tensor: Tensor, known: dict[int, Reading]) -> Reading | str:
+        """Start to read a tensor, unless that was done already and it has not changed since."""
+        reading = known.get(id(tensor))
+        try:
+            version = tensor._version
+        except RuntimeError:  # an inference tensor: torch does not count its changes
+            reading, version = None, -1
+        if reading is not None and reading.source is tensor and reading.version == version:
+            return reading
+        found = numbers.start(tensor)
+        if isinstance(found, str):
+            return found
+        reading = known[id(tensor)] = Reading(tensor, found, version)
+        self._open.append(reading)
+        self._held += found[0].nbytes
+        return reading
 
     def _fetch(self) -> None:
+        """Get all numbers that are still on the device, and look at them."""
         opened, self._open, self._held = self._open, [], 0
-        waiting = [line for line in opened if line.ends is not None]
-        values = numbers.fetch([end for line in waiting for end in line.ends or ()])
-        for line, least, greatest in zip(waiting, values[::2], values[1::2]):
-            line.least, line.greatest, line.ends = least, greatest, None
-        for line in opened:
+        values = numbers.fetch([end for one in opened for end in one.ends or ()])
+        for reading, least, greatest in zip(opened, values[::2], values[1::2]):
+            reading.least, reading.greatest, reading.ends = least, greatest, None
             if self.exact:
-                line.abs_min()
-            if line.is_bad and not self._is_fine(line):
-                line.alarm = True
-                self.bad = self.bad or line
-        self._trim()
+                reading.abs_min()
+        self._any_bad = self._any_bad or numbers.any_bad(values)
+        if self._any_bad:
+            self._judge()
+        if len(self.frames) > self._most:
+            gone, self.frames = self.frames[: -self._most], self.frames[-self._most :]
+            for frame in gone:
+                frame.release()
 
-    def _trim(self) -> None:
-        """Keep the last frames; once something went wrong, those that lead there."""
-        if self._last < 0 and self.bad is not None:
-            self._last = next((one.number for one in self.frames if any(line.alarm for line in one.lines)), -1)
+    def _judge(self) -> None:
+        """Look for what went wrong; from the first frame that shows it on, no more frames are kept."""
+        lines = [line for frame in (*self.frames, *self._stack) for line in frame.lines if line.order > self._judged]
+        for line in sorted(lines, key=lambda one: one.order):
+            if isinstance(line.what, Reading) and line.what.is_bad and not self._is_fine(line, line.what):
+                self._alarmed.add(line.frame)
+                self.bad = self.bad or line
+        self._judged = self._order
+        if self._last < 0:
+            self._last = next((one.number for one in self.frames if one in self._alarmed), -1)
         if self._last >= 0:
             self.frames = [frame for frame in self.frames if frame.number <= self._last]
-        gone, self.frames = self.frames[: -self._most], self.frames[-self._most :]
-        for frame in gone:
-            for line in frame.lines:
-                line.release()
 
-    def _is_fine(self, line: Line) -> bool:
+    def _is_fine(self, line: Line, reading: Reading) -> bool:
         """Tell whether what is not finite is meant so: ignored, or a mask."""
         where = (line.frame.name, f"{line.frame.name}:{line.label}")
         if any(fnmatchcase(one, pattern) for one in where for pattern in self._ignore):
             return True
-        if line.least != -float("inf") or line.greatest == float("inf"):
+        if reading.least != -math.inf or reading.greatest == math.inf:
             return False
-        given_to_softmax = line.phase == "input" and "softmax" in line.frame.kind.lower()
-        mask = numbers.looks_like_mask(line.least, line.greatest)
-        if mask and line.numbers is not None and line.unchanged():
-            mask = numbers.is_mask(line.numbers)
-        if mask or given_to_softmax:
+        mask = numbers.looks_like_mask(reading.least, reading.greatest)
+        if mask and reading.numbers is not None and reading.unchanged():
+            mask = numbers.is_mask(reading.numbers)
+        mask = mask or (line.phase == "input" and "softmax" in line.frame.kind.lower())
+        if mask:
             self.masks.append(line)
-        return mask or given_to_softmax
+        return mask

@@ -76,20 +76,28 @@ def _put(values: list[tuple[_Place, Tensor]]) -> None:
             _at(place).copy_(value)
 
 
+class State:
+    """What a forward of a model changes beside its outputs."""
+
+    def __init__(self, model: Module) -> None:
+        self.model, self.buffers, self.numbers = model, Buffers(model), RandomNumbers()
+
+
 class Call:
     """One call of a model, with all that it takes to make it again; the inputs are kept, not copied."""
 
-    def __init__(self, model: Module, args: tuple[object, ...], kwargs: dict[str, object], buffers: Buffers) -> None:
+    def __init__(self, state: State, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         self.args, self.kwargs = args, dict(kwargs)
-        self._model, self._buffers = model, buffers
-        self._saved = buffers.save()
+        self._model, self._buffers, self._numbers = state.model, state.buffers, state.numbers
+        self._saved = self._buffers.save()
         self._versions = [(tensor, version_of(tensor)) for _, tensor in _tensors(args, kwargs)]
-        self._random = _random_states()
+        self._random = self._numbers.save()
         self._autocast = _autocast()
 
     def returned(self) -> None:
         """Say that the forward is over."""
         self._saved = self._buffers.learn(self._saved)
+        self._numbers.learn(self._random)
 
     @property
     def why_not(self) -> str:
@@ -118,14 +126,14 @@ class Call:
 
     @contextlib.contextmanager
     def _as_it_was(self) -> Iterator[None]:
-        now = _random_states()
+        now = self._numbers.save()
         with contextlib.ExitStack() as stack:
-            stack.callback(_set_random_states, now)
+            stack.callback(self._numbers.put, now)
             stack.enter_context(self._buffers.as_they_were(self._saved))
             for device, enabled, dtype in self._autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
             stack.enter_context(_eagerly())
-            _set_random_states(self._random)
+            self._numbers.put(self._random)
             yield
 
 
@@ -133,26 +141,49 @@ def _tensors(args: tuple[object, ...], kwargs: dict[str, object]) -> list[tuple[
     return [(label, leaf) for label, leaf in walk.inputs(args, kwargs) if isinstance(leaf, torch.Tensor)]
 
 
-def _random_states() -> list[tuple[str, Any]]:
-    states: list[tuple[str, Any]] = [("torch", torch.get_rng_state()), ("python", random.getstate())]
-    if torch.cuda.is_initialized():
-        states.append(("cuda", torch.cuda.get_rng_state()))
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and hasattr(numpy, "random"):
-        states.append(("numpy", numpy.random.get_state()))
-    return states
+class RandomNumbers:
+    """The states of the random number generators that this model's forward uses."""
+
+    def __init__(self) -> None:
+        self._python = self._numpy = True
+        self._used = [False, False]
+        self._learns = 2
+
+    def save(self) -> dict[str, Any]:
+        """Copy the states: torch's, and, unless the first forwards did without them, Python's and numpy's."""
+        states: dict[str, Any] = {"torch": torch.get_rng_state()}
+        if torch.cuda.is_initialized():
+            states["cuda"] = torch.cuda.get_rng_state()
+        if self._python:
+            states["python"] = random.getstate()
+        if self._numpy and _numpy_random() is not None:
+            states["numpy"] = _numpy_random().get_state(legacy=False)
+        return states
+
+    def learn(self, before: dict[str, Any]) -> None:
+        """Look, after each of the first forwards, whether they were used: to copy them takes longer than the rest."""
+        if not self._learns:
+            return
+        self._learns -= 1
+        self._used[0] |= before["python"] != random.getstate()
+        numpy = _numpy_random()
+        self._used[1] |= numpy is not None and str(before.get("numpy")) != str(numpy.get_state(legacy=False))
+        if not self._learns:
+            self._python, self._numpy = self._used
+
+    def put(self, states: dict[str, Any]) -> None:
+        """Set the states."""
+        torch.set_rng_state(states["torch"])
+        if "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"])
+        if "python" in states:
+            random.setstate(states["python"])
+        if "numpy" in states:
+            _numpy_random().set_state(states["numpy"])
 
 
-def _set_random_states(states: list[tuple[str, Any]]) -> None:
-    for kind, state in states:
-        if kind == "torch":
-            torch.set_rng_state(state)
-        elif kind == "cuda":
-            torch.cuda.set_rng_state(state)
-        elif kind == "python":
-            random.setstate(state)
-        else:
-            sys.modules["numpy"].random.set_state(state)
+def _numpy_random() -> Any:  # noqa: ANN401 - a module that is not ours to import
+    return getattr(sys.modules.get("numpy"), "random", None)
 
 
 def _autocast() -> list[tuple[str, bool, torch.dtype]]:

@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from distdiag.commands.trace.argv import argv_of
+from distdiag.foreground import argv_of
 from distdiag.options import called_as
 from distdiag.training.lines.settings import LINES, THREADS, VARIABLE, Settings, default_folder
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from distdiag.commands.trace.argv import argv_of
 from distdiag.commands.trace.sys import ask, launch, saved
 from distdiag.commands.trace.sys.choices import COMMAND
 from distdiag.commands.trace.sys.diagnose import judge_logs
 from distdiag.deliver import Output, deliver, document, say
 from distdiag.errors import DistdiagError
 from distdiag.files import write_whole
+from distdiag.foreground import argv_of, leave_like
 
 if TYPE_CHECKING:
     from distdiag.commands.trace.sys.ask import Typed
@@ -44,7 +44,7 @@ def become(typed: Typed, program: str) -> NoReturn:
         _tell(request, log, typed.report and os.path.join(folder, typed.report))
     except (DistdiagError, KeyboardInterrupt) as error:
         say(f"distdiag {COMMAND}: {error or 'interrupted'}")
-    launch.leave_like(status)
+    leave_like(status)
 
 
 def _tell(request: Request, log: Log, file: str) -> None:

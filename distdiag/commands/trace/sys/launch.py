@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import resource
-import signal
-import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, BinaryIO
 
+from distdiag import foreground
 from distdiag.commands.trace.sys import collect
 from distdiag.commands.trace.sys.bounded import Bounded
 from distdiag.commands.trace.sys.choices import expression
@@ -21,14 +18,11 @@ from distdiag.node import machine, run, tools
 from distdiag.node.identity import identify
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 _SECCOMP, _KILLS = (5, 3), (6, 6)
 """Since which version strace has --seccomp-bpf and --kill-on-exit."""
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-_FROM_PROCESS = 0
-"""si_code of a signal that a process sent (SI_USER); what a terminal sends goes to the job as well."""
-_VERSION_S, _TURN_S = 10.0, 1.0
+_VERSION_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +71,9 @@ def launch(argv: Sequence[str], only: Sequence[str], log: Log, program: str) -> 
     options += ["--seccomp-bpf"] if only and version >= _SECCOMP else []
     options += ["--kill-on-exit"] if version >= _KILLS else []
     bounded = Bounded(log.file, MAX_JOB_LOG_BYTES)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [*_FORWARDED, signal.SIGCHLD])
-    try:
-        status = _wait(_start([tool, *options, *argv], before), bounded)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with foreground.signals_for_the_job() as mask:
+        # strace ends like the job.
+        status = foreground.wait(foreground.start([tool, *options, *argv], mask), _pass_on, bounded.check)
     return status, _whole(log, bounded)
 
 
@@ -97,18 +89,6 @@ def _whole(log: Log, bounded: Bounded) -> Log:
     return replace(log, file=file, gap=True)
 
 
-def leave_like(status: int) -> NoReturn:
-    """End as the job did: with its exit status, or by its signal."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if status < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the core is the job's
-        with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler to reset
-            signal.signal(-status, signal.SIG_DFL)
-        os.kill(os.getpid(), -status)
-    os._exit(status if status >= 0 else 128 - status)
-
-
 def _version(tool: str) -> tuple[int, int]:
     try:
         told = run.run([tool, "-V"], timeout_s=_VERSION_S).stdout
@@ -118,41 +98,7 @@ def _version(tool: str) -> tuple[int, int]:
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
-def _start(argv: list[str], mask: Iterable[int]) -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    child = os.fork()
-    if child:
-        return child
-    try:
-        run.die_with_parent()
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and the job would inherit that
-            signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        os.execv(argv[0], argv)
-    finally:
-        # Never back into the program that this is a copy of.
-        os._exit(127)
-
-
-def _wait(child: int, log: Bounded) -> int:
-    """Wait for strace to end, which ends like the job; signals that are meant for us are the job's."""
-    while True:
-        told = signal.sigtimedwait([*_FORWARDED, signal.SIGCHLD], _TURN_S)
-        if told is None:
-            log.check()
-            continue
-        if told.si_signo != signal.SIGCHLD:
-            if told.si_code == _FROM_PROCESS:
-                _pass_on(child, told.si_signo)
-            continue
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-
-
 def _pass_on(child: int, number: int) -> None:
     """Send a signal to the job itself: strace, which is between, does not hand it on."""
     for pid in machine.read_text(f"/proc/{child}/task/{child}/children").split():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(pid), number)
+        foreground.send(int(pid), number)

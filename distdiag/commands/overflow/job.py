@@ -1,0 +1,88 @@
+"""Runs a job with its models watched, and reads what its processes told."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from distdiag import foreground
+from distdiag.commands.overflow.model import Detection, Overflow, Watched
+from distdiag.errors import UsageError
+from distdiag.training.overflow.settings import VARIABLE, Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+Told = TypeVar("Told")
+_MOST_LINES = 1_000_000
+
+
+def run(argv: Sequence[str], settings: Settings, keep: str, *, quiet: bool) -> Overflow:
+    """Run a job to its end; `keep` is the folder for frames, `quiet` sends its stdout to stderr.
+
+    Raises:
+        UsageError: the folder cannot be made.
+    """
+    with tempfile.TemporaryDirectory(prefix="distdiag-overflow-") as scratch:
+        folder = os.path.abspath(keep) if keep else scratch
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--save {keep}: {error.strerror}", hint="name a folder that can be written") from error
+        before = set(os.listdir(folder))
+        env = _environment(settings, folder)
+        with foreground.signals_for_the_job() as mask:
+            child = foreground.start(argv, mask, env=env, stdout=sys.stderr.fileno() if quiet else None)
+            status = foreground.wait(child, foreground.send)
+        new = [path for path in glob.glob(os.path.join(folder, "*")) if os.path.basename(path) not in before]
+        return Overflow(
+            argv=tuple(argv),
+            status=status,
+            processes=tuple(sorted(_watched(new), key=lambda one: (one.rank or 0, one.pid))),
+            detections=tuple({one.sentence: one for one in _detections(new)}.values()),
+            folder=folder if keep else "",
+        )
+
+
+def _environment(settings: Settings, folder: str) -> dict[str, str]:
+    from distdiag.training.overflow import site
+
+    ours = next(iter(site.__path__))
+    before = os.environ.get("PYTHONPATH")
+    path = ours if not before else os.pathsep.join([ours, before])
+    return {**os.environ, "PYTHONPATH": path, VARIABLE: replace(settings, folder=folder).to_text()}
+
+
+def _watched(paths: Sequence[str]) -> Iterator[Watched]:
+    for path in paths:
+        if os.path.basename(path).startswith("watched-") and path.endswith(".json"):
+            with open(path, "rb") as file:
+                told = _read(file.read(), Watched)
+            if told is not None:
+                yield told
+
+
+def _detections(paths: Sequence[str]) -> Iterator[Detection]:
+    for path in sorted(paths):
+        if not os.path.basename(path).startswith("frames-"):
+            continue
+        with open(path, "rb") as file:
+            for _, line in zip(range(_MOST_LINES), file, strict=False):
+                if line.startswith(b'{"kind": "detection"'):
+                    told = _read(line, Detection)
+                    if told is not None:
+                        yield told
+
+
+def _read(data: bytes, kind: type[Told]) -> Told | None:
+    """Read what a process wrote; None if that was cut off by its end."""
+    import msgspec
+
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError:
+        return None

@@ -1,0 +1,56 @@
+"""What is asked of overflow, and what the watched processes of a job told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+COMMAND = "overflow"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """One model that was watched: its class, how many forwards and optimizer steps were seen, and what was found."""
+
+    model: str
+    batches: int
+    steps: int
+    found: int
+    aborted: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """One process of the job."""
+
+    rank: int | None
+    host: str
+    pid: int
+    models: tuple[Model, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Detection:
+    """The first bad tensor of a process: `sentence` says it; see the detector's Detection for the parts."""
+
+    sentence: str
+    batch: int
+    step: int
+    rank: int | None
+    host: str
+    module: str
+    tensor: str
+    origin: str
+    made_by: str
+    other_ranks: tuple[int, ...] = ()
+    hints: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overflow:
+    """What came of a job. `status`: its own exit status, negative for a signal; `folder`: where frames were kept."""
+
+    argv: tuple[str, ...]
+    status: int
+    processes: tuple[Watched, ...]
+    detections: tuple[Detection, ...]
+    folder: str = ""

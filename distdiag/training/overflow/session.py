@@ -1,0 +1,78 @@
+"""Starts to look for models in this process, once it has imported torch. Whatever goes wrong here, the job runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from importlib.abc import Loader, MetaPathFinder
+
+from distdiag.training.overflow.settings import VARIABLE, from_text
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+    from distdiag.training.overflow.settings import Settings
+
+
+def begin_from_environment(root: str) -> None:
+    """Wait for the import of torch, as `distdiag overflow` asked for; `root` is the place that distdiag lies in."""
+    text = os.environ.get(VARIABLE)
+    if text:
+        try:
+            settings = from_text(text)
+        except (ValueError, TypeError, KeyError):
+            _complain(f"{VARIABLE} cannot be read")
+        else:
+            sys.meta_path.insert(0, _AfterTorch(settings, root))
+
+
+class _AfterTorch(MetaPathFinder):
+    """Finds torch as it would be found, and does something after it was loaded."""
+
+    def __init__(self, settings: Settings, root: str) -> None:
+        self._settings, self._root = settings, root
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Find torch for the import system."""
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loads(spec.loader, self._begin)
+        return spec
+
+    def _begin(self) -> None:
+        sys.path.insert(0, self._root)
+        try:
+            from distdiag.training.overflow.finder import Finder
+        finally:
+            sys.path.remove(self._root)
+        Finder(self._settings).begin()
+
+
+class _Loads(Loader):
+    def __init__(self, loader: Loader, then: object) -> None:
+        self._loader, self._then = loader, then
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # As if this had never stood between: torch looks at its own loader.
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        try:
+            self._then()  # type: ignore[operator]
+        except Exception as error:  # noqa: BLE001 - the job is what matters
+            _complain(f"{type(error).__name__} {error}")
+
+
+def _complain(why: str) -> None:
+    sys.stderr.write(f"distdiag overflow: this process is not watched: {why}\n")

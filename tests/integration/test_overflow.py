@@ -1,0 +1,111 @@
+"""distdiag overflow, and detectors in scripts of several ranks: real programs, gloo, torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import PROGRAMS
+from support import distdiag
+
+PROGRAM = str(PROGRAMS / "overflows.py")
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+HERE = "in `output` of `scale` (Scale). What went in was finite: it was made here."
+
+
+CASES = ("ddp:forward", "fsdp-before:forward", "fsdp-after:forward", "ddp-compile:forward", "ddp:backward")
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks of each case wrote, and how they ended."""
+    folder = tmp_path_factory.mktemp("pairs")
+    command = [sys.executable, PROGRAM, "pairs", str(folder), *CASES]
+    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=100, capture_output=True)
+    return folder
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.endswith("forward")])
+def test_one_rank_overflows_and_all_end_alike_with_one_report(told: Path, case: str) -> None:
+    ended = json.loads((told / "statuses").read_text())[case]
+    assert ended["exit"] == [1, 1]
+    assert ended["seconds"] < 10
+    wrote = [(told / f"{case}.{rank}").read_text() for rank in range(2)]
+    for text in wrote:
+        assert f"OverflowDetected: DebugUnderflowOverflow: rank 1 ({os.uname().nodename.partition('.')[0]}), " in text
+        assert "batch 1: 15 inf and 17 -inf " + HERE in text
+        assert [line for line in text.splitlines() if line.endswith("done")] == ["batch 0 done"]
+    assert "Detected inf/nan" not in wrote[0]
+    assert wrote[1].count("Detected inf/nan during batch_number=1") == 1
+
+
+def test_a_loss_that_is_nan_on_one_rank_is_found_in_the_gradients_of_both(told: Path) -> None:
+    assert json.loads((told / "statuses").read_text())["ddp:backward"]["exit"] == [1, 1]
+    for rank in range(2):
+        text = (told / f"ddp:backward.{rank}").read_text()
+        assert "rank 0 (" in text
+        assert "batch 2: 8 nan in `bias.grad` of `last` (Linear) (also on rank 1)" in text
+
+
+def test_a_script_that_knows_nothing_of_it(tmp_path: Path) -> None:
+    result = distdiag("overflow", "--json", "--save", str(tmp_path), "--", PROGRAM, "none:bare", "forward")
+    assert (result.code, result.report["verdict"]) == (1, "fail")
+    assert result.findings["detected"]["title"] == "batch 1: 15 inf and 17 -inf " + HERE
+    (process,) = result.report["data"]["processes"]
+    assert process["models"] == [{"model": "Model", "batches": 2, "steps": 1, "found": 1, "aborted": False}]
+    assert "Detected inf/nan during batch_number=1" in result.err
+    (frames,) = tmp_path.glob("frames-*.jsonl")
+    kinds = [json.loads(line)["kind"] for line in frames.read_text().splitlines()]
+    assert kinds == ["head", "frame", "frame", "detection"]
+
+
+def test_a_job_in_which_all_is_well_keeps_its_output_and_its_status() -> None:
+    result = distdiag("overflow", "--", PROGRAM, "none:bare", "never")
+    assert (result.code, result.out) == (0, "".join(f"batch {number} done\n" for number in range(4)))
+    assert "OK: no nan or inf in 4 forwards of Model" in result.err
+    result = distdiag("overflow", "--json", "--", "-c", "import torch; raise SystemExit(7)")
+    assert (result.code, result.report["verdict"]) == (7, "unknown")
+    assert distdiag("overflow", "--", "-c", "print('hi')").code == 3
+
+
+def test_a_batch_is_traced_and_the_job_ended_after_it() -> None:
+    result = distdiag("overflow", "--trace", "1", "--abort-after", "1", "--", PROGRAM, "none:bare", "never")
+    assert result.code == 0
+    assert result.out.count("*** Starting batch number=1 ***") == 1
+    assert "it was ended after the batch of --abort-after" in result.err
+    assert [line for line in result.out.splitlines() if line.startswith("batch")] == ["batch 0 done"]
+
+
+def test_the_job_goes_on_where_that_is_asked() -> None:
+    result = distdiag("overflow", "--go-on", "--grads", "--", PROGRAM, "none:bare", "weights")
+    assert result.code == 1
+    assert result.out.count("Detected inf/nan") == 1
+    assert "batch 3 done" in result.out
+
+
+@pytest.mark.parametrize("place", ["around", "nproc"])
+def test_under_torchrun(place: str) -> None:
+    torchrun = (TORCHRUN, "--standalone", "--nproc-per-node", "2")
+    if place == "nproc":
+        result = distdiag("overflow", "--nproc", "2", "--", PROGRAM, "none:ddp", "forward")
+    else:
+        words = ("-m", "distdiag", "overflow", "--", PROGRAM, "none:ddp", "forward")
+        done = subprocess.run([*torchrun, *words], capture_output=True, text=True, check=False, timeout=100)
+        assert done.returncode == 1
+        assert done.stdout.count("Detected inf/nan") == 1
+        assert done.stderr.count("rank 1 (") >= 2
+        return
+    assert result.code == 1
+    assert result.out.count("Detected inf/nan") == 1
+    assert result.err.count("FAIL  overflow.detected") == 1
+
+
+def test_wrong_words() -> None:
+    for words in (["--trace", "x"], ["--trace", "3-1"], ["--unit", "epoch"], ["--nproc", "2", "--", "ls"]):
+        typed = words if "--" in words else [*words, "--", PROGRAM]
+        result = distdiag("overflow", "--json", *typed)
+        assert (result.code, result.report["exit_code"]) == (2, 2), typed

@@ -1,0 +1,188 @@
+"""The overflow detector on compiled models, and on models of transformers made from a configuration."""
+
+# ruff: noqa: ANN401 - modules take and give anything
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from distdiag import DebugUnderflowOverflow, OverflowDetected
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+INF = math.inf
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.linear(x) * 1.0
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Block(), Block()
+
+    def forward(self, x: torch.Tensor, by: float = 1.0) -> Any:
+        return self.b(self.a(x) * by)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile's own
+@pytest.mark.parametrize("how", ["compiled", "method", "blocks"])
+def test_a_compiled_model_stays_one_graph_and_is_judged_outside_of_it(how: str) -> None:
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(2, 4)
+    bare = model(x)
+    called: Any = model
+    if how == "compiled":
+        called = torch.compile(model, fullgraph=True, backend="eager")
+    elif how == "method":
+        model.compile(fullgraph=True, backend="eager")
+    else:
+        model.a.compile(fullgraph=True, backend="eager")
+        model.b.compile(fullgraph=True, backend="eager")
+    seen: list[Any] = []
+    torch._dynamo.utils.counters.clear()
+    with DebugUnderflowOverflow(called, on_detect=seen.append):
+        assert torch.equal(called(x), bare)
+        called(x, INF)
+    assert [(one.place.module, one.tensor, one.origin) for one in seen] == [("b", "input[0]", "between")]
+    assert not torch._dynamo.utils.counters["graph_break"]
+    called(x, INF)
+    assert len(seen) == 1
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_the_argument_of_torch_compile_is_compiled_with_its_hooks_and_that_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with DebugUnderflowOverflow(model) as detector:
+        compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
+        compiled(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+        assert detector.forwards == 0
+    assert "watch what torch.compile returned" in capsys.readouterr().err
+
+
+class Feeds(nn.Module):
+    """The feed-forward of an mT5 block, as far as its numbers go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wi_0, self.wi_1, self.wo = (nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.wo(self.dropout(nn.functional.gelu(self.wi_0(x)) * self.wi_1(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.DenseReluDense, self.dropout = Feeds(), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + self.dropout(self.DenseReluDense(x))
+
+
+def test_a_block_that_overflows_in_dropout_reads_as_in_the_guide_of_transformers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"layer": Layer()})["layer"].half()
+    x = torch.linspace(20, 60, 64).reshape(8, 8).half()
+    with torch.no_grad():
+        wo = model.get_parameter("DenseReluDense.wo.weight")
+        state = torch.get_rng_state()
+        out = model.DenseReluDense(x)  # type: ignore[operator]
+        torch.set_rng_state(state)
+        wo.mul_(6.27e4 / out.abs().max())
+    with DebugUnderflowOverflow(model), pytest.raises(OverflowDetected) as error:
+        model(x)
+    told = error.value.detection
+    assert (told.place.module, told.place.kind, told.tensor) == ("dropout", "Dropout", "output")
+    assert "% of float16's greatest number, `output` of `DenseReluDense" in told.hints[0]
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index("Detected inf/nan during batch_number=0")
+    heads = [line.strip() for line in lines[at:] if line.startswith(" " * 18)]
+    assert heads == [
+        *("DenseReluDense.wi_0 Linear", "DenseReluDense.wi_1 Linear", "DenseReluDense.dropout Dropout"),
+        *("DenseReluDense.wo Linear", "DenseReluDense Feeds", "dropout Dropout"),
+    ]
+    last = lines[lines.index(" " * 18 + "dropout Dropout") :][:3]
+    assert last[1].endswith(" input[0]")
+    assert float(last[1][9:17]) == pytest.approx(6.27e4, rel=0.01)
+    assert last[2] == "0.00e+00      inf output"
+
+
+def llama(dtype: torch.dtype) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    model: nn.Module = LlamaForCausalLM(LlamaConfig(vocab_size=64, attention_dropout=0.1, **sizes))
+    return model.to(dtype).train()
+
+
+@pytest.mark.parametrize("mode", ["step", "full"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_deep_in_a_model_of_transformers(dtype: torch.dtype, mode: Any) -> None:
+    words = torch.arange(16).reshape(2, 8)
+    outs = []
+    for watched in (False, True):
+        model = llama(dtype)
+        detector = DebugUnderflowOverflow(model, mode=mode) if watched else None
+        outs.append([model(input_ids=words, labels=words).loss, model(input_ids=words).logits, torch.rand(2)])
+        if detector is not None:
+            assert detector.found == 0
+            detector.detach()
+    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.mlp.up_proj.weight").mul_(1e4)
+        model.get_parameter("model.layers.1.mlp.down_proj.weight").fill_(torch.finfo(dtype).max / 4)
+    with DebugUnderflowOverflow(model, mode=mode), pytest.raises(OverflowDetected) as error:
+        model(input_ids=words)
+    told = error.value.detection
+    assert (told.place.module, told.place.kind) == ("model.layers.1.mlp.down_proj", "Linear")
+    assert (told.tensor, told.origin) == ("output", "here")
+
+
+def test_frames_of_a_model_of_transformers_are_those_of_its_own_detector(capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers.debug_utils import DebugUnderflowOverflow as Theirs
+
+    model, words = llama(torch.float32).eval(), torch.arange(16).reshape(2, 8)
+    with DebugUnderflowOverflow(model, trace_batch_nums=[0]), torch.no_grad():
+        model(words)
+    ours = capsys.readouterr().out
+    Theirs(model, trace_batch_nums=[0])  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        model(words)
+    theirs = capsys.readouterr().out
+    heading = "*** Starting batch number=0 ***\nabs min  abs max  metadata\n"
+    assert heading in theirs
+    frames = [[one for one in text.split(heading)[1].splitlines() if one.strip()] for text in (ours, theirs)]
+    # What theirs leaves out: buffers, what goes in by keyword, what comes out in a dict.
+    missing = [line for line in frames[0] if line not in frames[1]]
+    assert all("inv_freq" in line or "input['" in line or "output[" in line for line in missing), missing
+    wrong = [line for line in frames[1] if line not in frames[0]]
+    assert all(line.endswith((" not a tensor output", " not a tensor output[1]")) for line in wrong), wrong
