@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 from distdiag.commands.overflow.model import COMMAND, Overflow
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from distdiag.commands.overflow.model import Detection
+
+
+_MOST_FILES = 4
 
 
 def diagnose(seen: Overflow, program: str) -> Report[Overflow]:
@@ -62,6 +66,7 @@ def _where(one: Detection) -> Where:
 
 
 def _fix(seen: Overflow, program: str) -> Fix | None:
-    if not seen.folder:
+    if not seen.frames:
         return None
-    return Fix(text="The frames that lead there:", commands=(f"{program} overflow show {seen.folder}/frames-*.jsonl",))
+    shown = shlex.join(seen.frames[:_MOST_FILES])
+    return Fix(text="The frames that lead there:", commands=(f"{program} overflow show {shown}",))

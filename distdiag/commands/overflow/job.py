@@ -44,7 +44,7 @@ def run(argv: Sequence[str], settings: Settings, keep: str, *, quiet: bool) -> O
             status=status,
             processes=tuple(sorted(_watched(new), key=lambda one: (one.rank or 0, one.pid))),
             detections=tuple({one.sentence: one for one in _detections(new)}.values()),
-            folder=folder if keep else "",
+            frames=tuple(sorted(path for path in new if _has_frames(path))) if keep else (),
         )
 
 
@@ -68,7 +68,7 @@ def _watched(paths: Sequence[str]) -> Iterator[Watched]:
 
 def _detections(paths: Sequence[str]) -> Iterator[Detection]:
     for path in sorted(paths):
-        if not os.path.basename(path).startswith("frames-"):
+        if not _has_frames(path):
             continue
         with open(path, "rb") as file:
             for _, line in zip(range(_MOST_LINES), file, strict=False):
@@ -76,6 +76,10 @@ def _detections(paths: Sequence[str]) -> Iterator[Detection]:
                     told = _read(line, Detection)
                     if told is not None:
                         yield told
+
+
+def _has_frames(path: str) -> bool:
+    return os.path.basename(path).startswith("frames-")
 
 
 def _read(data: bytes, kind: type[Told]) -> Told | None:

@@ -47,10 +47,10 @@ class Detection:
 
 @dataclass(frozen=True, kw_only=True)
 class Overflow:
-    """What came of a job. `status`: its own exit status, negative for a signal; `folder`: where frames were kept."""
+    """What came of a job. `status`: its own exit status, negative for a signal; `frames`: the files that were kept."""
 
     argv: tuple[str, ...]
     status: int
     processes: tuple[Watched, ...]
     detections: tuple[Detection, ...]
-    folder: str = ""
+    frames: tuple[str, ...] = ()

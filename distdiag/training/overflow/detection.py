@@ -174,8 +174,7 @@ def _share(line: Line) -> float:
 
 def _near_limit(what: Reading | str) -> str:
     assert isinstance(what, Reading)
-    assert what.source is not None
-    dtype = str(what.source.dtype)[len("torch.") :]
+    dtype = str(what.dtype)[len("torch.") :]
     return f"{what.abs_max:.2e} = {100 * what.share_of_limit:.0f} % of {dtype}'s greatest number"
 
 
@@ -186,8 +185,7 @@ def _of_tally(tally: Tally | None) -> list[str]:
     shape = ", ".join(map(str, tally.shape))
     most = "" if math.isnan(tally.abs_max) else f"; its finite numbers go up to {tally.abs_max:.2e}"
     lines = [f"{tally.dtype} of shape [{shape}], {tally.of:,} numbers{at}{most}."]
-    small = tally.zeros + tally.subnormals
-    if small and tally.of:
+    if tally.zeros + tally.subnormals >= tally.of / 1000 > 0:
         lines.append(
             f"{100 * tally.zeros / tally.of:.1f} % are zero, {100 * tally.subnormals / tally.of:.1f} % subnormal."
         )

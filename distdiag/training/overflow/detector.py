@@ -200,11 +200,12 @@ class DebugUnderflowOverflow:
     def _before(self, module: Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if torch.compiler.is_compiling() or self._busy:
             return
+        grad = torch.is_grad_enabled()
         with torch.no_grad():
-            if self._full is not None:
-                self._full.begin(args, kwargs, everything=self.batch in self._traced)
-                return
             self._call = Call(self._state, args, kwargs)
+            if self._full is not None:
+                self._full.begin(args, kwargs, everything=self.batch in self._traced, grad=grad)
+                return
             self._end_tracer()  # of a forward that was left by an exception
             if self.batch in self._traced and not self._is_compiled:
                 self._tracer = self._new_tracer()
@@ -217,7 +218,12 @@ class DebugUnderflowOverflow:
         # Before the next step of the optimizer all ranks come to one place; in an evaluation there is none.
         agreed = self._agree and self._root.training and torch.is_grad_enabled() and ranks.count() > 1
         with torch.no_grad():
-            forward = self._seen_by_frames(output) if self._full is not None else self._seen_by_outputs(output)
+            call, self._call = self._call, None
+            if call is None:  # it was attached while the model ran
+                return
+            call.returned()
+            look = self._seen_by_outputs if self._full is None else self._seen_by_frames
+            forward = look(call, output)
             self._forwards += 1
             if agreed:
                 self._waiting.append(forward)
@@ -227,18 +233,15 @@ class DebugUnderflowOverflow:
                 self._settle(self._alone([forward], [], forward.when))
         self._maybe_abort("forward", self._forwards)
 
-    def _seen_by_frames(self, output: object) -> Forward:
+    def _seen_by_frames(self, call: Call, output: object) -> Forward:
         recorder = self._full
         assert recorder is not None
         recorder.end(output)
         if self.batch in self._traced:
             self._output.frames(batch_head(self.batch), self.batch, recorder.frames)
-        return Forward(self._when(), None, found=self._judge.of_recorder(recorder, self._when()))
+        return Forward(self._when(), call, found=self._judge.of_recorder(recorder, self._when()))
 
-    def _seen_by_outputs(self, output: object) -> Forward:
-        call, self._call = self._call, None
-        assert call is not None
-        call.returned()
+    def _seen_by_outputs(self, call: Call, output: object) -> Forward:
         if self._tracer is not None:
             self._tracer.end(output)
             self._end_tracer()

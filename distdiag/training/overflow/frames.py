@@ -24,16 +24,17 @@ NEAR = 0.5
 class Reading:
     """What is known of one tensor, as it was at one moment; frames that show the same tensor share it.
 
-    `source` is the tensor and `numbers` what is read of it; they are let go of after a while. `least` and `greatest`
-    are known when `ends` is None again: until then they are on the device.
+    `source` is the tensor and `numbers` what is read of it, until they are let go of. `least` and `greatest` are known
+    when `ends` is None again: until then they are on the device.
     """
 
-    __slots__ = ("ends", "exact", "greatest", "least", "numbers", "source", "version")
+    __slots__ = ("dtype", "ends", "exact", "greatest", "least", "numbers", "shape", "source", "version")
 
-    def __init__(self, source: Tensor, found: tuple[Tensor, Tensor, Tensor], version: int) -> None:
+    def __init__(self, source: Tensor, found: tuple[Tensor, tuple[Tensor, Tensor]], version: int) -> None:
         self.source: Tensor | None = source
+        self.dtype, self.shape = source.dtype, source.shape
         self.numbers: Tensor | None = found[0]
-        self.ends: tuple[Tensor, Tensor] | None = found[1:]
+        self.ends: tuple[Tensor, Tensor] | None = found[1]
         self.version = version
         self.least = self.greatest = math.nan
         self.exact: float | None = None
@@ -60,18 +61,18 @@ class Reading:
         """Tell whether the numbers are still there, and are those that were read."""
         return self.source is not None and version_of(self.source) == self.version
 
-    @property
-    def share_of_limit(self) -> float:
-        """How much of what its dtype can hold the greatest magnitude is; 0 where that says nothing."""
-        if self.source is None or not self.source.dtype.is_floating_point or not math.isfinite(self.abs_max):
-            return 0.0
-        most = numbers.limit(self.source.dtype)
-        # Masks are made of the dtype's own least number.
-        return 0.0 if self.abs_max == most else self.abs_max / most
-
     def release(self) -> None:
         """Let go of the tensor."""
         self.numbers = self.source = None
+
+    @property
+    def share_of_limit(self) -> float:
+        """How much of what its dtype can hold the greatest magnitude is; 0 where that says nothing."""
+        if not self.dtype.is_floating_point or not math.isfinite(self.abs_max):
+            return 0.0
+        most = numbers.limit(self.dtype)
+        # Masks are made of the dtype's own least number.
+        return 0.0 if self.abs_max == most else self.abs_max / most
 
 
 class Line(NamedTuple):
@@ -98,21 +99,21 @@ class Line(NamedTuple):
 class Frame:
     """One call of one module; `parent` is the call that it was made in, `number` counts the frames of a forward."""
 
-    __slots__ = ("kind", "lines", "name", "number", "parent")
+    __slots__ = ("kind", "name", "number", "parent", "raw")
 
     def __init__(self, name: str, kind: str, parent: Frame | None) -> None:
         self.name, self.kind, self.parent = name, kind, parent
-        self.lines: list[Line] = []
+        self.raw: list[tuple[int, str, str, Reading | str]] = []
+        """The lines, as cheaply as they can be kept: order, phase, label, what."""
         self.number = -1
+
+    @property
+    def lines(self) -> list[Line]:
+        """What was read of it."""
+        return [Line(self, *one) for one in self.raw]
 
     def __str__(self) -> str:
         return "\n".join([f"{_MARGIN} {self.name} {self.kind}", *[line.text() for line in self.lines]])
-
-    def release(self) -> None:
-        """Let go of what went in and came out; weights stay anyway."""
-        for line in self.lines:
-            if isinstance(line.what, Reading) and line.phase in ("input", "output"):
-                line.what.release()
 
     def to_json(self, batch: int) -> dict[str, Any]:
         """Write for a file of frames; numbers that JSON lacks become "inf" and "nan", an unknown one null."""
@@ -127,8 +128,7 @@ def _line_to_json(line: Line) -> dict[str, Any]:
     what = line.what
     if isinstance(what, str):
         return {**told, "text": what}
-    if what.source is not None:
-        told |= {"dtype": str(what.source.dtype)[len("torch.") :], "shape": list(what.source.shape)}
+    told |= {"dtype": str(what.dtype)[len("torch.") :], "shape": list(what.shape)}
     return {**told, "abs_min": finite_or_text(what.abs_min()), "abs_max": finite_or_text(what.abs_max)}
 
 

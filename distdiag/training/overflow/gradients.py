@@ -87,7 +87,7 @@ def _start(name: str, grad: Tensor | None) -> Gradient | None:
         return None
     with torch.no_grad():
         found = numbers.start(grad)
-    return None if isinstance(found, str) else Gradient(name, grad, (found[1], found[2]))
+    return None if isinstance(found, str) else Gradient(name, grad, found[1])
 
 
 def _weights(optimizer: Optimizer) -> Iterator[Tensor]:

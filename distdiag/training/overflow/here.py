@@ -17,7 +17,7 @@ def detect_overflow(var: torch.Tensor, ctx: str) -> bool:
     """
     with torch.no_grad():
         found = numbers.start(var.detach())
-        if isinstance(found, str) or not numbers.any_bad(numbers.fetch(found[1:])):
+        if isinstance(found, str) or not numbers.any_bad(numbers.fetch(found[1])):
             return False
         told = numbers.tally(var.detach())
     kinds = [("nans", told.nan), ("infs", told.inf + told.minus_inf)] if told is not None else [("nans or infs", 1)]

@@ -39,10 +39,10 @@ class Output:
 
 @dataclass(frozen=True)
 class Forward:
-    """A forward that is over and not judged yet: by its outputs, or (`found`) by its frames."""
+    """A forward that is over and not judged yet: by its outputs, or by its frames, which came to `found`."""
 
     when: When
-    call: Call | None
+    call: Call
     outputs: tuple[Output, ...] = ()
     found: Detection | None = None
 
@@ -90,14 +90,12 @@ class Judge:
 
     def again(self, forward: Forward, *, asked: bool = True) -> Detection | None:
         """Run a forward again to see what went wrong in it; `asked`: whether this rank has seen that something did."""
-        if forward.found is not None or forward.call is None:
-            return forward.found
         recorder = self.recorder(exact=True)
         why = forward.call.again(recorder)
         if not why and recorder.bad is not None:
             return self.of_recorder(recorder, forward.when)
-        if not asked:
-            return None
+        if forward.found is not None or not asked:
+            return forward.found
         label = next(one.label for one in forward.outputs if self._is_bad_output(one))
         hint = f"It could not be run again ({why})" if why else "When it was run again, all of it was finite"
         return self._bare(forward.when, label, UNSEEN, f"{hint}: mode='full' (--full) names the module.")
@@ -152,7 +150,7 @@ class Judge:
 def outputs_of(value: object) -> tuple[Output, ...]:
     """Start to look at what a model gave back."""
     found = ((label, numbers.start(tensor)) for label, tensor in walk.tensors(value, "output"))
-    return tuple(Output(label, one[0], (one[1], one[2])) for label, one in found if not isinstance(one, str))
+    return tuple(Output(label, *one) for label, one in found if not isinstance(one, str))
 
 
 def _ends(waiting: Sequence[Forward], gradients: Sequence[Gradient]) -> list[Tensor]:

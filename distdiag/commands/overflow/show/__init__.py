@@ -1,0 +1,1 @@
+"""`overflow show`: read the frames that the detector of overflow kept."""

@@ -1,0 +1,381 @@
+"""Where numbers grew and where two forwards part, from frames as they are kept; and files that are strange."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from distdiag.commands.overflow.show.choose import choose, columns, table_of
+from distdiag.commands.overflow.show.command import parse_batches
+from distdiag.commands.overflow.show.compare import compare
+from distdiag.commands.overflow.show.diagnose import diagnose
+from distdiag.commands.overflow.show.diverge import What, beside
+from distdiag.commands.overflow.show.growth import chain_of
+from distdiag.commands.overflow.show.kept import INPUT, Call, Forward, Given, Place, Recording, Row, Side, Spec
+from distdiag.commands.overflow.show.model import Request
+from distdiag.commands.overflow.show.read import NotFrames, Reader
+from distdiag.commands.overflow.show.records import Detection
+from distdiag.errors import UsageError
+from distdiag.report import Level
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from distdiag.commands.overflow.show.result import OverflowShow
+    from distdiag.report import Report
+
+HIDDEN = (2, 8)
+REQUEST = Request(paths=("f.jsonl",))
+HEAD = {"kind": "head", "schema": "distdiag-frames/1", "model": "T5", "rank": 1, "host": "node07"}
+
+
+def out(most: float | None, *, least: float | None = 0.01, dtype: str = "float16", text: str = "") -> Row:
+    return Row(Place("", "", "output"), Spec.of(dtype, None if text else HIDDEN, text), least, most)
+
+
+def call(number: int, module: str, given: float | None, row: Row | float, *, least: float = 0.01) -> Call:
+    row = row if isinstance(row, Row) else out(row)
+    size = math.prod(HIDDEN)
+    row = row._replace(place=Place(module, module.rpartition(".")[2].title() or "Model", "output"))
+    return Call(number, None if given is None else Given(least, given, size, "float16"), (row,))
+
+
+def forward(*calls: Call, batch: int = 0) -> Forward:
+    made = Forward(batch, 0)
+    for one in calls:
+        made.add(one)
+    return made
+
+
+def recording(*forwards: Forward, rank: int | None = 0, detections: tuple[Detection, ...] = ()) -> Recording:
+    return Recording(
+        path=f"frames-{rank}.jsonl",
+        model="T5",
+        rank=rank,
+        host="node07",
+        forwards=list(forwards),
+        detections=list(detections),
+    )
+
+
+def judged(*recordings: Recording, request: Request = REQUEST) -> Report[OverflowShow]:
+    chosen = choose(request, recordings)
+    return diagnose(request, chosen, compare(request, chosen), {})
+
+
+def model(wo: float = 62700.0, *, wi: float = 12.0, norm: float = 1.7) -> list[Call]:
+    """Two blocks with a residual; in the second `norm` makes the numbers small, and `wo` great."""
+    return [
+        call(0, "emb", None, 3.4),
+        call(1, "block.0.norm", 3.4, 2.0),
+        call(2, "block.0.wo", 2.0, 2.5),
+        call(3, "block.0", 3.4, 4.65),
+        call(4, "block.1.norm", 4.65, norm),
+        call(5, "block.1.wi", norm, wi),
+        call(6, "block.1.wo", wi, wo),
+        call(7, "block.1", 4.65, wo + 1),
+        call(8, "", None, wo + 1),
+    ]
+
+
+def written(folder: Path, *records: object, end: str = "\n") -> str:
+    path = folder / "frames.jsonl"
+    path.write_text("\n".join(json.dumps(one) for one in records) + end)
+    return str(path)
+
+
+def frame(batch: int, number: int, *lines: dict[str, Any], module: str = "a") -> dict[str, Any]:
+    return {"kind": "frame", "batch": batch, "number": number, "module": module, "class": "A", "lines": list(lines)}
+
+
+def line(phase: str, most: object, dtype: str = "float16", label: str = "") -> dict[str, Any]:
+    about = {"dtype": dtype, "shape": [2, 8], "abs_min": 0.5, "abs_max": most}
+    return {"label": label or {"input": "input[0]"}.get(phase, phase), "phase": phase, **about}
+
+
+def read(path: str, most_rows: int = 1000, batches: tuple[int, ...] = ()) -> list[Recording]:
+    reader = Reader(lambda _: None, batches, most_rows=most_rows)
+    reader.read(path)
+    return reader.recordings
+
+
+# Where it grew
+
+
+def test_growth_begins_where_a_norm_made_the_numbers_small_and_ends_where_they_were_made() -> None:
+    chain = chain_of(model())
+    assert chain is not None
+    # Not at the block and not at the model, which hand on what `wo` made.
+    assert [point.call.module for point in chain.points] == ["block.1.norm", "block.1.wi", "block.1.wo"]
+    assert chain.factor == pytest.approx(62700 / 1.7)
+    assert chain.end.share == pytest.approx(62700 / 65504)
+
+
+def test_a_residual_stream_is_followed_through_blocks() -> None:
+    blocks = [call(0, "emb", None, 0.5), call(1, "block.0", 0.5, 40.0), call(2, "block.1", 40.0, 3000.0)]
+    chain = chain_of([*blocks, call(3, "head", 3000.0, 2.0)])
+    assert chain is not None
+    assert [point.call.module for point in chain.points] == ["emb", "block.0", "block.1"]
+    assert chain.factor == 6000
+
+
+def test_code_between_modules_is_gone_through_by_what_the_module_around_was_given() -> None:
+    # The forward of ff multiplies what `wi` gave back: no output is what `drop` was given.
+    calls = [call(0, "norm", None, 2.0), call(1, "ff.wi", 2.0, 1.5), call(2, "ff.drop", 37000.0, 40000.0)]
+    chain = chain_of([*calls, call(3, "ff", 2.0, 900.0)])
+    assert chain is not None
+    assert [(point.call.module, point.tensor) for point in chain.points] == [("norm", "output"), ("ff.drop", INPUT)]
+    # Without the frame of ff, as before a detection, it begins with what came in.
+    alone = chain_of(calls)
+    assert alone is not None
+    assert [(point.call.module, point.most) for point in alone.points] == [("ff.drop", 37000.0)]
+
+
+def test_masks_whole_numbers_and_unknown_types_are_no_growth() -> None:
+    for row in (out(65504.0), out(63.0, dtype="int64"), out(5.0, dtype=""), out(math.inf), out(None, text="None")):
+        assert chain_of([call(0, "a", None, row)]) is None
+        assert call(0, "a", 1.0, row).growth(row) is None
+    assert call(0, "a", 0.0, 5.0).growth(out(5.0)) is None
+
+
+def test_the_nearest_to_its_own_limit_is_the_answer_and_not_the_greatest() -> None:
+    chain = chain_of(
+        [call(0, "a", 1.0, out(1e6, dtype="float32")), call(1, "b", 1.0, out(300.0, dtype="float8_e4m3fn"))]
+    )
+    assert chain is not None
+    assert (chain.end.call.module, round(chain.end.share, 2)) == ("b", 0.67)
+
+
+# Where two part
+
+
+def test_two_ranks_part_at_the_first_module_whose_numbers_do() -> None:
+    report = judged(recording(forward(*model(2.0))), recording(forward(*model()), rank=1))
+    divergence = report.data.divergence
+    assert divergence is not None
+    assert divergence.first is not None
+    assert (divergence.first.a.module, divergence.first.what, divergence.compared) == ("block.1.wo", "numbers", 9)
+    (found,) = [one for one in report.findings if one.id == "overflow.diverges"]
+    assert found.level == Level.INFO
+    assert found.title == (
+        "rank 0 and rank 1 diverge in batch 0 from `block.1.wo` (Wo), `output` on: abs max 2.00e+00 and 6.27e+04; "
+        "what went in was alike (1.20e+01 and 1.20e+01)"
+    )
+
+
+def test_the_smallest_number_tells_only_while_both_were_the_same() -> None:
+    def two(first: float, last: Row) -> Forward:
+        return forward(call(0, "a", 1.0, first), call(1, "b", first, last))
+
+    least, other = out(5.0, least=1e-3), out(5.0, least=0.4)
+    same = beside(two(2.0, least), two(2.0, other), 2.0, lambda _: True)
+    assert same.first is not None
+    assert (same.first.of_least, same.first.a.place.module) == (True, "b")
+    assert beside(two(2.0, least), two(2.3, other), 2.0, lambda _: True).first is None
+    # In the first module it is chance, too.
+    assert beside(two(2.0, least), two(2.0, least), 2.0, lambda _: True).first is None
+    chance = beside(forward(call(0, "a", None, least)), forward(call(0, "a", None, other)), 2.0, lambda _: True)
+    assert chance.first is None
+
+
+def test_other_lengths_are_told_apart_from_other_numbers() -> None:
+    longer = [one._replace(rows=(one.rows[0]._replace(spec=Spec.of("float16", (2, 9))),)) for one in model()]
+    found = beside(forward(*model(2.0)), forward(*longer), 2.0, lambda _: True)
+    assert found.first is not None
+    assert found.in_numbers is not None
+    assert (found.first.what, found.first.a.place.module) == (What.SHAPE, "emb")
+    assert (found.in_numbers.what, found.in_numbers.a.place.module) == (What.NUMBERS, "block.1.wo")
+
+
+@pytest.mark.parametrize(
+    ("other", "what", "level"),
+    [
+        (out(math.nan, least=math.nan), What.NOT_FINITE, Level.WARN),
+        (out(3.4, dtype="bfloat16"), What.DTYPE, Level.WARN),
+        (out(None, text="None"), What.KIND, Level.WARN),
+        (out(0.0, least=0.0), What.NUMBERS, Level.INFO),
+    ],
+)
+def test_what_other_data_cannot_explain_is_a_warning(other: Row, what: What, level: Level) -> None:
+    report = judged(recording(forward(call(0, "a", None, 3.4))), recording(forward(call(0, "a", None, other)), rank=1))
+    assert report.data.divergence is not None
+    assert report.data.divergence.first is not None
+    assert report.data.divergence.first.what == what
+    (found,) = [one for one in report.findings if one.id == "overflow.diverges"]
+    assert found.level == level
+    json.dumps(report.data.divergence.first.ratio, allow_nan=False)
+
+
+def test_calls_are_matched_by_name_where_the_order_differs_and_those_of_one_side_are_told() -> None:
+    a = forward(call(0, "a", 1.0, 1.0), call(1, "b", 1.0, 1.0), call(2, "b", 1.0, 9.0), call(3, "", 1.0, 9.0))
+    b = forward(call(0, "a", 1.0, 1.0), call(1, "c", 1.0, 1.0), call(2, "b", 1.0, 1.0), call(3, "", 1.0, 9.0))
+    found = beside(a, b, 2.0, lambda _: True)
+    assert [(pair.a.number, pair.b.number) for pair in found.pairs] == [(0, 0), (1, 2), (3, 3)]
+    assert [one.number for one in found.only_a] == [2]
+    assert [one.module for one in found.only_b] == ["c"]
+
+
+def test_frames_that_were_not_kept_are_not_missing() -> None:
+    whole = model()
+    window = forward(*whole[4:6])
+    found = beside(forward(*whole), window, 2.0, lambda _: True)
+    assert (found.first, len(found.pairs), found.only_a, found.only_b) == (None, 2, (), ())
+
+
+def test_two_files_are_compared_in_the_first_batch_where_they_part() -> None:
+    same, other = [forward(*model(2.0), batch=0), forward(*model(2.0), batch=1)], [forward(*model(2.0), batch=0)]
+    report = judged(recording(*same), recording(*other, forward(*model(), batch=1), rank=1))
+    assert report.data.divergence is not None
+    assert report.data.divergence.a.batch == 1
+    report = judged(recording(*same), recording(*same, rank=1))
+    assert report.data.divergence is not None
+    assert report.data.divergence.first is None
+    report = judged(recording(*same), recording(*(forward(*model(), batch=batch) for batch in (7, 8)), rank=1))
+    assert [one.id for one in report.findings if one.level == Level.UNKNOWN] == ["overflow.not-compared"]
+    report = judged(recording(*same), recording(rank=1, detections=(Detection("batch 0: 1 nan", 0, rank=1),)))
+    assert "rank 0 and rank 1 cannot be compared: there are no frames of rank 1" in [
+        one.title for one in report.findings
+    ]
+
+
+# The verdict
+
+
+def test_a_detection_is_a_fault_and_the_growth_before_it_is_told() -> None:
+    found = Detection("rank 1 (node07), batch 0: 3 inf in `output` of `block.1.wo` (Wo).", 0, rank=1, host="node07")
+    report = judged(recording(forward(*model()[:7]), rank=1, detections=(found,)))
+    assert report.exit_code() == 1
+    assert report.summary == found.sentence
+    first = next(one for one in report.findings if one.id == "overflow.detected")
+    assert (first.where.ranks, first.where.hosts) == ((1,), ("node07",))
+    assert report.data.growth[0].through[-1].module == "block.1.wo"
+
+
+def test_near_the_limit_is_a_warning_and_far_from_it_is_fine() -> None:
+    report = judged(recording(forward(*model())))
+    assert [(one.id, one.level) for one in report.findings] == [("overflow.near-limit", Level.WARN)]
+    assert report.summary.startswith("`output` of `block.1` (1) comes to 6.27e+04 = 96 % of float16's greatest number")
+    report = judged(recording(forward(*model(2.0))))
+    assert (report.findings, report.exit_code()) == ((), 0)
+    assert report.summary.startswith("nothing was detected; the numbers do not grow: 1.20e+01 is the greatest")
+
+
+def test_what_may_lack_the_detection_is_unknown_and_never_fine() -> None:
+    cut = recording(forward(*model(2.0)))
+    cut.truncated = True
+    report = judged(cut)
+    assert ([one.id for one in report.findings], report.exit_code()) == (["overflow.incomplete"], 3)
+    cut.detections.append(Detection("batch 0: 1 nan", 0))
+    assert judged(cut).exit_code() == 1
+
+
+def test_many_rows_are_folded_to_those_that_matter() -> None:
+    calls = [call(number, f"layer.{number}", 2.0, 2.0) for number in range(300)]
+    calls[150] = call(150, "layer.150", 2.0, 60000.0)
+    calls[200] = call(200, "layer.200", 2.0, out(math.inf, least=0.0))
+    side = Side(recording(), forward(*calls))
+    lines = table_of(REQUEST, side, chain_of(calls))
+    modules = [one.call.module if one.call is not None else one.skipped for one in lines]
+    assert modules == ["layer.0", 148, "layer.149", "layer.150", 49, "layer.200", 98, "layer.299"]
+    assert len(table_of(Request(paths=("f",), everything=True), side, None)) == 300
+    assert len(table_of(Request(paths=("f",), module="*.15?"), side, None)) == 10
+
+
+def test_of_many_batches_the_first_the_last_and_the_highest_are_shown() -> None:
+    one = recording(*(forward(*model(60000.0 if batch == 37 else 2.0), batch=batch) for batch in range(100)))
+    shown = [side.forward.batch for side in columns([Side(one, each) for each in one.forwards], 4)]
+    assert shown == [0, 33, 37, 99]
+
+
+# Reading
+
+
+def test_a_batch_that_is_traced_and_in_which_something_was_found_is_kept_once(tmp_path: Path) -> None:
+    traced = [frame(3, number, line("output", 1.0 + number)) for number in range(5)]
+    found = {"kind": "detection", "sentence": "batch 3: 1 inf", "batch": 3, "unit": "forward"}
+    (one,) = read(written(tmp_path, HEAD, *traced, *traced[2:4], found))
+    assert [list(each.numbers) for each in one.forwards] == [[0, 1, 2, 3, 4]]
+    assert (one.rank, one.host, one.model, len(one.detections)) == (1, "node07", "T5", 1)
+
+
+def test_the_forwards_of_one_step_stand_apart(tmp_path: Path) -> None:
+    first = [frame(0, number, line("output", 1.0 + number)) for number in range(3)]
+    second = [frame(0, number, line("output", 9.0 + number)) for number in range(3)]
+    found = {"kind": "detection", "sentence": "batch 0: 1 inf", "batch": 0, "unit": "step"}
+    (one,) = read(written(tmp_path, HEAD, *first, *second, *second[1:], found))
+    assert [(each.turn, len(each)) for each in one.forwards] == [(0, 3), (1, 3)]
+
+
+def test_what_goes_in_is_the_greatest_of_the_floats(tmp_path: Path) -> None:
+    lines = [line("weight", 70.0), line("input", 63.0, "int64"), line("input", 2.0), line("input", 3.0)]
+    lines += [line("input", "inf"), line("input", 65504.0), line("output", 6.0)]
+    (one,) = read(written(tmp_path, HEAD, frame(0, 0, *lines)))
+    (only,) = one.forwards[0].calls()
+    assert (only.given, only.growth(only.rows[0])) == (Given(0.5, 3.0, 16, "float16"), 2.0)
+    assert [(odd.tensor, odd.what) for odd in one.forwards[0].odd] == [("input[0]", "inf")]
+
+
+def test_a_file_that_is_cut_off_gives_what_is_there(tmp_path: Path) -> None:
+    whole = json.dumps(HEAD) + "\n" + json.dumps(frame(0, 0, line("output", 1.0))) + "\n"
+    path = tmp_path / "cut.jsonl"
+    for text, frames, truncated in (
+        (whole + '{"kind": "frame", "batch": 0, "num', 1, True),
+        (whole[:-1], 1, False),
+        ('{"kind": "head", "sch', 0, True),
+        ("", 0, False),
+    ):
+        path.write_text(text)
+        (one,) = read(str(path))
+        assert (one.frames, one.truncated, one.torn) == (frames, truncated, 0), text
+
+
+def test_lines_that_ranks_have_torn_are_counted_and_those_of_a_later_kind_are_not(tmp_path: Path) -> None:
+    torn = [frame(0, 1, line("output", -1.0)), frame(0, 2, line("output", "big")), frame(-1, 0), {"kind": "frame"}, 5]
+    later = {"kind": "histogram", "bins": []}
+    (one,) = read(written(tmp_path, HEAD, frame(0, 0, line("output", 1.0)), *torn, later, frame(0, 3)))
+    assert (one.torn, one.first_torn, one.frames) == (5, 3, 2)
+    report = judged(one)
+    assert report.exit_code() == 3
+    assert 'save="frames-{rank}.jsonl" gives each its own' in report.findings[0].title
+
+
+def test_what_is_none_of_ours_or_of_a_later_distdiag_is_refused(tmp_path: Path) -> None:
+    for first, why in (
+        ({"kind": "head", "schema": "distdiag-frames/2"}, "later distdiag: distdiag-frames/2"),
+        ({"kind": "head", "schema": "something"}, "but 'something'"),
+        (frame(0, 0), "was its beginning cut off"),
+        ([1, 2], "no file of frames"),
+    ):
+        with pytest.raises(NotFrames, match=why):
+            read(written(tmp_path, first))
+    path = tmp_path / "deep.jsonl"
+    path.write_bytes(b"[" * 100_000 + b"\n")
+    with pytest.raises(NotFrames):
+        read(str(path))
+
+
+def test_no_more_is_kept_than_there_is_room_for(tmp_path: Path) -> None:
+    frames = [frame(batch, 0, line("output", 1.0), line("output", 2.0, label="output[1]")) for batch in range(10)]
+    found = {"kind": "detection", "sentence": "batch 9: 1 inf", "batch": 9}
+    (one,) = read(written(tmp_path, HEAD, *frames, found), most_rows=7)
+    assert (one.frames, one.left_out, len(one.detections)) == (3, 7, 1)
+    assert any("its last 7 frames are left out" in each.title for each in judged(one).findings)
+    (one,) = read(str(tmp_path / "frames.jsonl"), most_rows=7, batches=(8,))
+    assert (one.frames, one.left_out, one.batches) == (1, 0, tuple(range(10)))
+
+
+def test_files_put_one_after_the_other_are_several(tmp_path: Path) -> None:
+    both = read(written(tmp_path, HEAD, frame(0, 0), {**HEAD, "rank": 0}, frame(0, 0)))
+    assert [(one.rank, one.frames) for one in both] == [(1, 1), (0, 1)]
+    assert [one.recording.rank for one in choose(REQUEST, both).sides] == [0, 1]
+
+
+def test_batches_are_numbers_with_commas() -> None:
+    assert parse_batches("") == ()
+    assert parse_batches("0, 3,0") == (0, 3)
+    for text in ("a", "-1", "1,", "9" * 20):
+        with pytest.raises(UsageError):
+            parse_batches(text)
