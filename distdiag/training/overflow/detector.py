@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 _watched: weakref.WeakKeyDictionary[Module, DebugUnderflowOverflow] = weakref.WeakKeyDictionary()
 _MOST_WAITING = 16
 """So many forwards wait for a step of the optimizer; then they are judged without one."""
+_MOST_KEPT_BYTES = 1 << 30
+"""So much of inputs is kept of forwards that wait, to run them again; of later ones nothing is."""
 _UNDERFLOW = 0.5
 """From this share of zeros and subnormals on, a gradient in float16 is worth a word."""
 _UNDERFLOW_STEPS = {0, 1, 10, 100, 1000, 10_000, 100_000}
@@ -124,6 +126,7 @@ class DebugUnderflowOverflow:
         self._tracer: Recorder | None = None
         self._busy = False
         self._forwards = self._steps = self._found = 0
+        self._steps_of: dict[int, int] = {}
         self._told: set[str] = set()
         self._aborted = False
         self._attach()
@@ -227,6 +230,8 @@ class DebugUnderflowOverflow:
             self._forwards += 1
             if agreed:
                 self._waiting.append(forward)
+                if sum(one.call.kept_bytes for one in self._waiting) > _MOST_KEPT_BYTES:
+                    call.forget()
                 if len(self._waiting) >= _MOST_WAITING:
                     self._judge_step([])
             else:
@@ -265,7 +270,9 @@ class DebugUnderflowOverflow:
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if not self._busy and self._gradients.are_stepped_by(optimizer):
-            self._steps += 1
+            # Of several optimizers of one model each makes a step of its own in what users call a step.
+            self._steps_of[id(optimizer)] = self._steps_of.get(id(optimizer), 0) + 1
+            self._steps = max(self._steps_of.values())
             self._maybe_abort("step", self._steps)
 
     def _judge_step(self, gradients: list[Gradient]) -> None:

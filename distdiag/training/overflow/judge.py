@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 from distdiag.training import whoami
 from distdiag.training.overflow import numbers, ranks, walk
 from distdiag.training.overflow.detection import BACKWARD, UNSEEN, Detection, Place, from_frames
-from distdiag.training.overflow.names import kind_of
+from distdiag.training.overflow.names import kind_of, named
 from distdiag.training.overflow.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -30,11 +31,23 @@ _NOT_EACH = "With gradients='each' (--grads) the first bad one is named, before 
 
 @dataclass(frozen=True)
 class Output:
-    """One tensor that the model gave back; its ends are still on the device."""
+    """One tensor that the model gave back; its ends are still on the device.
+
+    The tensor itself is not kept: until the next step of the optimizer that would be the logits of many forwards.
+    """
 
     label: str
-    numbers: Tensor
+    tensor: weakref.ref[Tensor]
     ends: tuple[Tensor, Tensor]
+
+    def is_mask(self) -> bool:
+        """Tell whether it is an additive mask; once it is gone, whether it may be one."""
+        least, greatest = numbers.fetch(self.ends)
+        if not numbers.looks_like_mask(least, greatest):
+            return False
+        tensor = self.tensor()
+        found = "gone" if tensor is None else numbers.readable(tensor)
+        return isinstance(found, str) or numbers.is_mask(found)
 
 
 @dataclass(frozen=True)
@@ -115,7 +128,7 @@ class Judge:
             return False
         if any(fnmatchcase(name, pattern) for name in ("", f":{one.label}") for pattern in self.ignore):
             return False
-        return not (numbers.looks_like_mask(least, greatest) and numbers.is_mask(one.numbers))
+        return not one.is_mask()
 
     def _of_gradients(self, gradients: Sequence[Gradient], when: When) -> Detection | None:
         values = numbers.fetch([end for one in gradients for end in one.ends])
@@ -126,7 +139,7 @@ class Judge:
         first, count = bad[0], len({one.name for one in bad})
         hint = f"{count} of {len({one.name for one in gradients})} gradients are bad."
         module, _, weight = first.name.rpartition(".")
-        kind = kind_of(dict(self.model.named_modules()).get(module, self.model))
+        kind = next((kind_of(one) for one, name in named(self.model).items() if name == module), "")
         place = Place(module, kind)
         bare = self._bare(when, f"{weight}.grad", BACKWARD, hint if self.each else f"{hint} {_NOT_EACH}")
         return replace(bare, place=place, made_by=place, tally=numbers.tally(first.tensor))
@@ -149,8 +162,8 @@ class Judge:
 
 def outputs_of(value: object) -> tuple[Output, ...]:
     """Start to look at what a model gave back."""
-    found = ((label, numbers.start(tensor)) for label, tensor in walk.tensors(value, "output"))
-    return tuple(Output(label, *one) for label, one in found if not isinstance(one, str))
+    found = ((label, tensor, numbers.start(tensor)) for label, tensor in walk.tensors(value, "output"))
+    return tuple(Output(label, weakref.ref(tensor), one[1]) for label, tensor, one in found if not isinstance(one, str))
 
 
 def _ends(waiting: Sequence[Forward], gradients: Sequence[Gradient]) -> list[Tensor]:

@@ -89,6 +89,7 @@ class Call:
     def __init__(self, state: State, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         self.args, self.kwargs = args, dict(kwargs)
         self._model, self._buffers, self._numbers = state.model, state.buffers, state.numbers
+        self._forgotten = False
         self._saved = self._buffers.save()
         self._versions = [(tensor, version_of(tensor)) for _, tensor in _tensors(args, kwargs)]
         self._random = self._numbers.save()
@@ -100,8 +101,20 @@ class Call:
         self._numbers.learn(self._random)
 
     @property
+    def kept_bytes(self) -> int:
+        """How much memory its inputs take."""
+        return sum(tensor.nbytes for tensor, _ in self._versions if tensor.layout is torch.strided)
+
+    def forget(self) -> None:
+        """Let go of the inputs."""
+        self.args, self.kwargs, self._versions = (), {}, []
+        self._forgotten = True
+
+    @property
     def why_not(self) -> str:
         """Why it cannot be made again; empty if it can."""
+        if self._forgotten:
+            return "its inputs were too large to be kept"
         changed = any(version_of(tensor) != version for tensor, version in self._versions)
         return "its inputs were changed in place since" if changed else ""
 
