@@ -58,8 +58,7 @@ def start(
     stdout: int | None = None,
 ) -> int:
     """Start a program that dies with us; gives its pid. `mask` are the signals that it holds back."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     child = os.fork()
     if child:
         return child
@@ -104,11 +103,17 @@ def send(pid: int, number: int) -> None:
 
 def leave_like(status: int) -> NoReturn:
     """End as the job did: with its exit status, or by its signal."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     if status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the core is the job's
         with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler to reset
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status if status >= 0 else 128 - status)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # closed from the start
+            with contextlib.suppress(OSError):
+                stream.flush()

@@ -341,7 +341,7 @@ def test_a_step_that_the_scaler_skips_is_no_fault() -> None:
             scaler.scale((model(torch.ones(1, 2)) * 8).sum()).backward()
             scaler.step(optimizer)
             scaler.update()
-        assert (detector.found, detector._steps) == (0, 1)
+        assert (detector.found, detector.counts.steps) == (0, 1)
 
 
 def test_a_gradient_in_float16_that_underflows_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
@@ -395,7 +395,7 @@ def test_abort_after_a_batch(unit: Any) -> None:
                 steps += 1
                 optimizer.step()
         assert detector.batch == 4
-    assert (steps, detector._steps) == ((4, 4) if unit == "step" else (0, 0))
+    assert (steps, detector.counts.steps) == ((4, 4) if unit == "step" else (0, 0))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -80,7 +80,7 @@ def test_the_argument_of_torch_compile_is_compiled_with_its_hooks_and_that_is_sa
         compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
         compiled(torch.randn(2, 4)).sum().backward()
         optimizer.step()
-        assert detector.forwards == 0
+        assert detector.counts.forwards == 0
     assert "watch what torch.compile returned" in capsys.readouterr().err
 
 

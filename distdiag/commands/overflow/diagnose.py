@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 _MOST_FILES = 4
+_NOTHING = "nothing was watched: no forward of a torch model was seen"
 
 
 def diagnose(seen: Overflow, program: str) -> Report[Overflow]:
@@ -25,13 +26,19 @@ def diagnose(seen: Overflow, program: str) -> Report[Overflow]:
 def _summary(seen: Overflow) -> str:
     if seen.detections:
         return seen.detections[0].sentence
-    if not seen.processes:
-        return "nothing was watched: no process of the job called a model"
+    if _saw_nothing(seen):
+        return _NOTHING
+    found = sum(model.found for one in seen.processes for model in one.models)
+    if found:
+        return f"something was found {found:,} times, and what it was could not be kept"
+    if not all(one.ended for one in seen.processes):
+        return "nothing was found, as far as is known: the job was ended before it could tell what it saw"
     batches = sum(model.batches for one in seen.processes for model in one.models)
     models = sorted({model.model for one in seen.processes for model in one.models})
     ranks = len(seen.processes)
     where = f" on {ranks} ranks" if ranks > 1 else ""
-    return f"no nan or inf in {batches:,} forwards of {', '.join(models)}{where}"
+    until = f", until the job ended with {_how(seen.status)}" if seen.status else ""
+    return f"no nan or inf in {batches:,} forward{'s' * (batches != 1)} of {', '.join(models)}{where}{until}"
 
 
 def _findings(seen: Overflow, program: str) -> Iterator[Finding]:
@@ -44,20 +51,43 @@ def _findings(seen: Overflow, program: str) -> Iterator[Finding]:
             evidence=one.hints,
             fix=_fix(seen, program),
         )
-    if not seen.processes:
+    if _saw_nothing(seen):
         yield Finding(
             id="overflow.nothing-watched",
             level=Level.UNKNOWN,
-            title="no process of the job called a torch model",
+            title=_NOTHING,
             detail="A model is found when it is called, in a Python that reads PYTHONPATH (not python -S, -I or -E), "
             "below the command that was typed.",
             fix=Fix(text="Or watch it from the script: DebugUnderflowOverflow(model)."),
         )
+    lost = [one for one in seen.processes if not one.ended]
+    if lost and not seen.detections:
+        yield Finding(
+            id="overflow.ended-early",
+            level=Level.UNKNOWN,
+            title=f"{len(lost)} of {len(seen.processes)} processes ended before they could tell what they saw",
+            detail="They were killed, crashed, or left by os._exit().",
+            where=Where(hosts=tuple({one.host for one in lost}), pids=tuple(one.pid for one in lost)),
+        )
     if seen.status and not seen.detections:
-        how = f"status {seen.status}" if seen.status > 0 else f"signal {-seen.status}"
         aborted = any(model.aborted for one in seen.processes for model in one.models)
-        title = "it was ended after the batch of --abort-after" if aborted else f"the job itself ended with {how}"
-        yield Finding(id="overflow.job-ended", level=Level.INFO, title=title)
+        title = (
+            "it was ended after the batch of --abort-after"
+            if aborted
+            else f"the job itself ended with {_how(seen.status)}"
+        )
+        yield Finding(id="overflow.job-ended", level=Level.INFO if aborted else Level.WARN, title=title)
+
+
+def _saw_nothing(seen: Overflow) -> bool:
+    """Tell whether there was no forward; of processes that were killed it is not known."""
+    return not any(model.batches for one in seen.processes for model in one.models) and all(
+        one.ended for one in seen.processes
+    )
+
+
+def _how(status: int) -> str:
+    return f"status {status}" if status > 0 else f"signal {-status}"
 
 
 def _where(one: Detection) -> Where:

@@ -20,12 +20,13 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Watched:
-    """One process of the job."""
+    """One process of the job. `ended`: it came to its own end; else the counts are those of its beginning."""
 
     rank: int | None
     host: str
     pid: int
     models: tuple[Model, ...]
+    ended: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import weakref
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -15,10 +17,10 @@ from distdiag.training import whoami
 from distdiag.training.overflow import ranks
 from distdiag.training.overflow.detection import OverflowDetected, When
 from distdiag.training.overflow.frames import batch_head
-from distdiag.training.overflow.gradients import Gradients, underflowed
+from distdiag.training.overflow.gradients import NONE, Gradients, underflowed
 from distdiag.training.overflow.hook import Hook
 from distdiag.training.overflow.judge import Forward, Judge, outputs_of
-from distdiag.training.overflow.names import innermost, within_ddp
+from distdiag.training.overflow.names import ddp_in, innermost, within_ddp
 from distdiag.training.overflow.output import Output
 from distdiag.training.overflow.recorder import Recorder
 from distdiag.training.overflow.replay import Call, State
@@ -34,9 +36,9 @@ if TYPE_CHECKING:
 
     from distdiag.training.overflow.detection import Detection
     from distdiag.training.overflow.frames import Frame
-    from distdiag.training.overflow.gradients import Gradient
+    from distdiag.training.overflow.gradients import Gradient, Made
 
-_watched: weakref.WeakKeyDictionary[Module, DebugUnderflowOverflow] = weakref.WeakKeyDictionary()
+_watched: weakref.WeakKeyDictionary[Module, weakref.ref[DebugUnderflowOverflow]] = weakref.WeakKeyDictionary()
 _MOST_WAITING = 16
 """So many forwards wait for a step of the optimizer; then they are judged without one."""
 _MOST_KEPT_BYTES = 1 << 30
@@ -44,6 +46,16 @@ _MOST_KEPT_BYTES = 1 << 30
 _UNDERFLOW = 0.5
 """From this share of zeros and subnormals on, a gradient in float16 is worth a word."""
 _UNDERFLOW_STEPS = {0, 1, 10, 100, 1000, 10_000, 100_000}
+
+
+@dataclass
+class Counts:
+    """What a detector has seen: forwards, steps of the optimizer, hits; `aborted`: by `abort_after_batch_num`."""
+
+    forwards: int = 0
+    steps: int = 0
+    found: int = 0
+    aborted: bool = False
 
 
 class DebugUnderflowOverflow:
@@ -69,7 +81,8 @@ class DebugUnderflowOverflow:
             one, before clipping; "off".
         ignore: patterns of modules, or module:tensor, that may hold nan and inf: "lm_head", "*.attn:input*".
         on_detect: "raise" OverflowDetected, a ValueError; "report" the first and go on; or call it with the Detection.
-        agree: False where the ranks do not step together; then each rank is on its own.
+        agree: False: each rank is on its own, and raises alone. Ranks agree in DistributedDataParallel (not in its
+            join()) and where fully_shard shares out the weights; nothing else promises that all take the same steps.
         save: a file for the frames that are shown and what was found, for `distdiag overflow show`; "{rank}" in it
             becomes the rank.
 
@@ -103,9 +116,10 @@ class DebugUnderflowOverflow:
         if max_frames_to_save < 1:
             raise ValueError(f"max_frames_to_save is 1 at least, not {max_frames_to_save}")
         self._root = within_ddp(model)
-        if self._root in _watched:
+        _make_way(self._root)
+        if is_watched(self._root):
             raise ValueError(f"this {type(self._root).__name__} is watched already; detach() the other detector first")
-        self._model = innermost(self._root)
+        self._model, self._ddp = innermost(self._root), ddp_in(self._root)
         self._traced, self._last = set(trace_batch_nums or ()), abort_after_batch_num
         self._unit, self._on_detect, self._agree = unit, on_detect, agree
         patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
@@ -125,10 +139,13 @@ class DebugUnderflowOverflow:
         self._call: Call | None = None
         self._tracer: Recorder | None = None
         self._busy = False
-        self._forwards = self._steps = self._found = 0
+        self._group: Any = None
+        self.counts = Counts()
+        self.gives_way = False
+        """Whether another detector may take its place: one that the script did not ask for."""
         self._steps_of: dict[int, int] = {}
         self._told: set[str] = set()
-        self._aborted = False
+        self._pid, self._thread = os.getpid(), 0
         self._attach()
 
     def __enter__(self) -> DebugUnderflowOverflow:
@@ -142,27 +159,12 @@ class DebugUnderflowOverflow:
     @property
     def batch(self) -> int:
         """The batch that is on its way, or comes next."""
-        return self._forwards if self._unit == "forward" else self._steps
+        return self.counts.forwards if self._unit == "forward" else self.counts.steps
 
     @property
     def found(self) -> int:
         """How often something was found."""
-        return self._found
-
-    @property
-    def forwards(self) -> int:
-        """How many forwards are over."""
-        return self._forwards
-
-    @property
-    def steps(self) -> int:
-        """How many steps of its optimizers are over."""
-        return self._steps
-
-    @property
-    def aborted(self) -> bool:
-        """Whether `abort_after_batch_num` has ended the job."""
-        return self._aborted
+        return self.counts.found
 
     def detach(self) -> None:
         """Take all hooks off: the model is as it was. May be called again."""
@@ -175,12 +177,12 @@ class DebugUnderflowOverflow:
         self._gradients.detach()
         if self._full is not None:
             self._full.detach()
-        if _watched.get(self._root) is self:
+        if self._root in _watched and _watched[self._root]() is self:
             del _watched[self._root]
             if self._compiled is not None:
                 self._root._compiled_call_impl = self._compiled
 
-    def around(self, call: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def around(self, call: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Call the model, looking at what goes in and comes out."""
         self._before(self._root, args, kwargs)
         output = call(*args, **kwargs)
@@ -190,53 +192,76 @@ class DebugUnderflowOverflow:
     def _attach(self) -> None:
         if self._compiled is not None:
             # Model.compile() compiles the model's hooks with it, so these stand around what was compiled.
-            self._root._compiled_call_impl = functools.partial(_call_and_look, weakref.ref(self), self._compiled)
+            self._root._compiled_call_impl = functools.partial(self.around, self._compiled)
         else:
             before = self._root.register_forward_pre_hook(Hook(self._before), with_kwargs=True)
             self._handles += (before, self._root.register_forward_hook(Hook(self._after), with_kwargs=True))
-        self._handles.append(register_optimizer_step_pre_hook(self._before_step))
-        self._handles.append(register_optimizer_step_post_hook(self._after_step))
+        # These hooks are torch's, and not to keep a model alive that nobody else has.
+        self._handles.append(
+            register_optimizer_step_pre_hook(functools.partial(_weakly, weakref.WeakMethod(self._before_step)))
+        )
+        self._handles.append(
+            register_optimizer_step_post_hook(functools.partial(_weakly, weakref.WeakMethod(self._after_step)))
+        )
         if self._full is not None:
             self._full.attach()
-        _watched[self._root] = self
+        _watched[self._root] = weakref.ref(self)
 
     def _before(self, module: Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        if torch.compiler.is_compiling() or self._busy:
+        if torch.compiler.is_compiling() or self._is_elsewhere():
             return
-        grad = torch.is_grad_enabled()
-        with torch.no_grad():
-            self._call = Call(self._state, args, kwargs)
-            if self._full is not None:
-                self._full.begin(args, kwargs, everything=self.batch in self._traced, grad=grad)
-                return
-            self._end_tracer()  # of a forward that was left by an exception
-            if self.batch in self._traced and not self._is_compiled:
-                self._tracer = self._new_tracer()
-                self._tracer.attach()
-                self._tracer.begin(args, kwargs)
+        with self._harmless():
+            grad = torch.is_grad_enabled()
+            self._thread = get_ident()
+            with torch.no_grad():
+                self._call = Call(self._state, args, kwargs)
+                if self._full is not None:
+                    self._full.begin(args, kwargs, everything=self.batch in self._traced, grad=grad)
+                    return
+                self._end_tracer()  # of a forward that was left by an exception
+                if self.batch in self._traced and not self._is_compiled:
+                    self._tracer = self._new_tracer()
+                    self._tracer.attach()
+                    self._tracer.begin(args, kwargs)
 
     def _after(self, module: Module, args: object, kwargs: object, output: object) -> None:
-        if torch.compiler.is_compiling() or self._busy:
+        if torch.compiler.is_compiling() or self._call is None or self._is_elsewhere() or self._thread != get_ident():
             return
-        # Before the next step of the optimizer all ranks come to one place; in an evaluation there is none.
-        agreed = self._agree and self._root.training and torch.is_grad_enabled() and ranks.count() > 1
-        with torch.no_grad():
+        trains = self._agree and self._root.training and torch.is_grad_enabled()
+        found = None
+        with self._harmless(), torch.no_grad():
             call, self._call = self._call, None
-            if call is None:  # it was attached while the model ran
-                return
             call.returned()
             look = self._seen_by_outputs if self._full is None else self._seen_by_frames
             forward = look(call, output)
-            self._forwards += 1
-            if agreed:
+            self.counts.forwards += 1
+            self._group = ranks.group_of(self._model, self._ddp) if trains else None
+            if self._group is None:
+                found = self._alone([forward], NONE, forward.when)
+            else:
+                # Before the next step of the optimizer all of them come to one place.
                 self._waiting.append(forward)
                 if sum(one.call.kept_bytes for one in self._waiting) > _MOST_KEPT_BYTES:
                     call.forget()
                 if len(self._waiting) >= _MOST_WAITING:
-                    self._judge_step([])
-            else:
-                self._settle(self._alone([forward], [], forward.when))
-        self._maybe_abort("forward", self._forwards)
+                    found = self._judge_step(NONE)
+        self._settle(found)
+        self._maybe_abort("forward", self.counts.forwards)
+
+    def _is_elsewhere(self) -> bool:
+        """Tell whether this call is none of the script's own: run again, in a fork, in a transform of torch.func."""
+        if self._busy or os.getpid() != self._pid:
+            return True
+        return (self._call is not None and self._thread not in (0, get_ident())) or _is_transformed()
+
+    @contextlib.contextmanager
+    def _harmless(self) -> Iterator[None]:
+        """Whatever goes wrong in the detector, the script goes on, without it."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - the job is what matters
+            self.detach()
+            self._output.note(f"the detector is off from now on: {type(error).__name__} {error}".splitlines()[0][:300])
 
     def _seen_by_frames(self, call: Call, output: object) -> Forward:
         recorder = self._full
@@ -255,37 +280,42 @@ class DebugUnderflowOverflow:
         return Forward(self._when(), call, outputs_of(output))
 
     def _when(self, batch: int | None = None) -> When:
-        return When(self.batch if batch is None else batch, self._steps, self._unit)
+        return When(self.batch if batch is None else batch, self.counts.steps, self._unit)
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if self._busy or not self._gradients.are_stepped_by(optimizer):
+        if self._busy or os.getpid() != self._pid:
             return
-        if self._steps == self._forwards == 0:
-            self._output.note("no forward was seen before this step: watch what torch.compile returned")
-        with torch.no_grad():
-            found = self._gradients.start(optimizer) if self._looks_at_gradients else []
-            self._judge_step(found)
-            if self._steps in _UNDERFLOW_STEPS:
-                self._warn_of_underflow(found)
-
-    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if not self._busy and self._gradients.are_stepped_by(optimizer):
-            # Of several optimizers of one model each makes a step of its own in what users call a step.
-            self._steps_of[id(optimizer)] = self._steps_of.get(id(optimizer), 0) + 1
-            self._steps = max(self._steps_of.values())
-            self._maybe_abort("step", self._steps)
-
-    def _judge_step(self, gradients: list[Gradient]) -> None:
-        waiting, self._waiting = self._waiting, []
-        when = self._when(self._steps if self._unit == "step" else max(0, self._forwards - 1))
-        if self._agree and ranks.count() > 1:
-            with self._left_alone():
-                found = self._judge.together(waiting, gradients, when)
-        else:
-            found = self._alone(waiting, gradients, when)
+        found = None
+        with self._harmless(), torch.no_grad():
+            if not self._gradients.are_stepped_by(optimizer):
+                return
+            if self.counts.steps == self.counts.forwards == 0 and not _has_closure(args, kwargs):
+                self._output.note(
+                    "no forward was seen before this step: watch what torch.compile returned, if you use it"
+                )
+            made = self._gradients.start(optimizer) if self._looks_at_gradients else NONE
+            found = self._judge_step(made)
+            if found is None and self.counts.steps in _UNDERFLOW_STEPS:
+                self._warn_of_underflow(made.now)
         self._settle(found)
 
-    def _alone(self, waiting: list[Forward], gradients: list[Gradient], when: When) -> Detection | None:
+    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if self._busy or os.getpid() != self._pid or not self._gradients.are_stepped_by(optimizer):
+            return
+        # Of several optimizers of one model each makes a step of its own in what users call a step.
+        self._steps_of[id(optimizer)] = self._steps_of.get(id(optimizer), 0) + 1
+        self.counts.steps = max(self._steps_of.values())
+        self._maybe_abort("step", self.counts.steps)
+
+    def _judge_step(self, gradients: Made) -> Detection | None:
+        waiting, self._waiting = self._waiting, []
+        when = self._when(self.counts.steps if self._unit == "step" else max(0, self.counts.forwards - 1))
+        if self._group is None:
+            return self._alone(waiting, gradients, when)
+        with self._left_alone():
+            return self._judge.together(waiting, gradients, when, self._group)
+
+    def _alone(self, waiting: list[Forward], gradients: Made, when: When) -> Detection | None:
         with self._left_alone():
             return self._judge.alone(waiting, gradients, when)
 
@@ -323,11 +353,11 @@ class DebugUnderflowOverflow:
         """Do with what was found as the user wishes."""
         if found is None:
             return
-        self._found += 1
+        self.counts.found += 1
         rank = whoami.rank()
         if found.rank is None and rank is not None:
             found = replace(found, rank=rank, host=whoami.host())
-        if self._found == 1 or self._on_detect == "raise":
+        if self.counts.found == 1 or self._on_detect == "raise":
             self._output.detection(found, show=found.rank == rank)
         if callable(self._on_detect):
             self._on_detect(found)
@@ -336,7 +366,7 @@ class DebugUnderflowOverflow:
 
     def _maybe_abort(self, unit: str, done: int) -> None:
         if unit == self._unit and self._last is not None and done > self._last:
-            self._aborted = True
+            self.counts.aborted = True
             why = f"aborting after {done} batches due to `abort_after_batch_num={self._last}` arg"
             raise ValueError(f"DebugUnderflowOverflow: {why}")
 
@@ -348,8 +378,8 @@ class DebugUnderflowOverflow:
         self._told |= lost.keys()
         name, share = max(lost.items(), key=lambda one: one[1])
         self._output.note(
-            f"underflow in step {self._steps}: of {len(shares)} gradients in float16 {len(lost)} are mostly zero or "
-            f"subnormal; `{name}.grad`: {100 * share:.0f} %. A GradScaler, or bfloat16, mends that."
+            f"underflow in step {self.counts.steps}: of {len(shares)} gradients in float16 {len(lost)} are mostly zero "
+            f"or subnormal; `{name}.grad`: {100 * share:.0f} %. A GradScaler, or bfloat16, mends that."
         )
 
 
@@ -358,10 +388,31 @@ def _check(name: str, given: object, *known: str) -> None:
         raise ValueError(f"{name} is {' or '.join(map(repr, known))}, not {given!r}")
 
 
-def _call_and_look(
-    watcher: weakref.ref[DebugUnderflowOverflow], call: Callable[..., object], *args: object, **kwargs: object
-) -> object:
-    detector = watcher()
-    if detector is None:
-        return call(*args, **kwargs)
-    return detector.around(call, args, kwargs)
+def is_watched(module: Module) -> bool:
+    """Tell whether a detector is on a model."""
+    watcher = _watched.get(module)
+    return watcher is not None and watcher() is not None
+
+
+def _make_way(module: Module) -> None:
+    watcher = _watched.get(module)
+    other = watcher() if watcher is not None else None
+    if other is not None and other.gives_way:
+        other.detach()
+
+
+def _weakly(method: weakref.WeakMethod[Callable[..., None]], *args: object) -> None:
+    call = method()
+    if call is not None:
+        call(*args)
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:  # noqa: ANN401 - what step() was called with, itself included
+    """Tell whether the forward is called by the step itself, as LBFGS does."""
+    return len(args) > 1 or "closure" in kwargs
+
+
+def _is_transformed() -> bool:
+    """Tell whether a transform of torch.func runs: its tensors have no memory to be read."""
+    look = getattr(torch._C._functorch, "peek_interpreter_stack", None)
+    return look is not None and look() is not None

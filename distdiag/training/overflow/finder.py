@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.nn import DataParallel
 
 from distdiag.training import whoami
-from distdiag.training.overflow.detector import DebugUnderflowOverflow
+from distdiag.training.overflow.detector import DebugUnderflowOverflow, is_watched
+from distdiag.training.overflow.names import innermost, within_ddp
 
 if TYPE_CHECKING:
     from typing import Any
 
+    from distdiag.training.overflow.detector import Counts
     from distdiag.training.overflow.settings import Settings
 
 _MOST = 64
@@ -26,15 +28,13 @@ _MOST = 64
 
 
 class Finder:
-    """Watches each model from its first call on; looks for models until the first step of an optimizer is over."""
+    """Watches each model from its first call on."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._detectors: list[DebugUnderflowOverflow] = []
-        self._names: list[str] = []
-        self._looks = True
-        self._pid = os.getpid()
+        self._watched: list[tuple[str, Counts]] = []
+        self._pid, self._ended = os.getpid(), False
 
     def begin(self) -> None:
         """Look for models from now on."""
@@ -48,22 +48,22 @@ class Finder:
                 finder.meet(self)
                 return call(self, *args, **kwargs)
             finally:
-                if finder._looks:
-                    nn.Module.__call__ = call_and_look  # type: ignore[method-assign]
+                nn.Module.__call__ = call_and_look  # type: ignore[method-assign]
 
         nn.Module.__call__ = call_and_look  # type: ignore[method-assign]
-        register_optimizer_step_post_hook(self._after_step)
-        atexit.register(self._tell)
+        atexit.register(self._end)
 
     def meet(self, module: nn.Module) -> None:
         """Watch a model that is called, unless it is watched already or has nothing to learn."""
         if module in self._known or os.getpid() != self._pid:
             return
-        self._known.add(module)
+        self._known.update(module.modules())  # a part that is called by itself, too, is no model
         if isinstance(module, torch.jit.ScriptModule) or next(module.parameters(), None) is None:
             return
+        if isinstance(module, DataParallel) or is_watched(within_ddp(module)) or len(self._watched) >= _MOST:
+            return
         settings = self._settings
-        number = "" if not self._detectors else f"-{len(self._detectors)}"
+        number = f"-{len(self._watched)}" if self._watched else ""
         try:
             detector = DebugUnderflowOverflow(
                 module,
@@ -77,17 +77,16 @@ class Finder:
                 on_detect=settings.on_detect,  # type: ignore[arg-type]
                 save=os.path.join(settings.folder, f"frames-{self._me()}{number}.jsonl"),
             )
-        except ValueError as why:  # it has a detector of its own, or is in DataParallel
+        except ValueError as why:
             sys.stderr.write(f"distdiag: {type(module).__name__} is not watched: {why}\n")
             return
-        self._detectors.append(detector)
-        self._names.append(type(module).__name__)
-        self._looks = len(self._detectors) < _MOST
+        detector.gives_way = True
+        self._watched.append((type(innermost(module)).__name__, detector.counts))
         self._tell()
 
-    def _after_step(self, optimizer: object, args: object, kwargs: object) -> None:
-        self._looks = self._looks and not self._detectors
-        # It goes when the model is called the next time.
+    def _end(self) -> None:
+        self._ended = True
+        self._tell()
 
     def _me(self) -> str:
         rank = whoami.rank()
@@ -95,12 +94,13 @@ class Finder:
 
     def _tell(self) -> None:
         """Leave word of what is watched, and at the end of how far it came."""
-        if os.getpid() != self._pid or not self._detectors:
+        if os.getpid() != self._pid or not self._watched:
             return
         told: dict[str, Any] = {"rank": whoami.rank(), "host": whoami.host(), "pid": self._pid}
+        told["ended"] = self._ended
         told["models"] = [
             {"model": name, "batches": one.forwards, "steps": one.steps, "found": one.found, "aborted": one.aborted}
-            for name, one in zip(self._names, self._detectors)
+            for name, one in self._watched
         ]
         path = os.path.join(self._settings.folder, f"watched-{self._pid}-{whoami.host()}.json")
         try:

@@ -32,7 +32,7 @@ class Reading:
 
     def __init__(self, source: Tensor, found: tuple[Tensor, tuple[Tensor, Tensor]], version: int) -> None:
         self.source: Tensor | None = source
-        self.dtype, self.shape = source.dtype, source.shape
+        self.dtype, self.shape = source.dtype, (found[0] if source.is_nested else source).shape
         self.numbers: Tensor | None = found[0]
         self.ends: tuple[Tensor, Tensor] | None = found[1]
         self.version = version

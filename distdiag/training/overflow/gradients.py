@@ -26,6 +26,16 @@ class Gradient(NamedTuple):
     ends: tuple[Tensor, Tensor]
 
 
+class Made(NamedTuple):
+    """The gradients that an optimizer is about to use, and (`early`) the same when the backward made them, in order."""
+
+    now: list[Gradient]
+    early: list[Gradient]
+
+
+NONE = Made([], [])
+
+
 class Gradients:
     """The gradients of one model. With `each`, they are also looked at one by one while the backward makes them.
 
@@ -36,7 +46,7 @@ class Gradients:
         self._model = model
         self._names: dict[int, str] = {}
         self._own: dict[int, bool] = {}
-        self._made: list[Gradient] = []
+        self._made: dict[str, Gradient] = {}
         self._handles: list[RemovableHandle] = []
         if each:
             for name, weight in model.named_parameters():
@@ -59,17 +69,20 @@ class Gradients:
             self._own[id(optimizer)] = known
         return known
 
-    def start(self, optimizer: Optimizer) -> list[Gradient]:
+    def start(self, optimizer: Optimizer) -> Made:
         """Start to read the gradients that an optimizer is about to use, the last made first."""
-        made, self._made = self._made, []
+        early, self._made = list(self._made.values()), {}
+        if getattr(optimizer, "found_inf", None) is not None:
+            return NONE  # a GradScaler and a fused optimizer: they are scaled, and looked at by those
         found = [_start(self._names[id(one)], one.grad) for one in _weights(optimizer) if id(one) in self._names]
-        return [*made, *(one for one in reversed(found) if one is not None)]
+        return Made([one for one in reversed(found) if one is not None], early)
 
     def _hook(self, name: str):  # type: ignore[no-untyped-def] # noqa: ANN202 - a hook of torch
         def look(weight: Tensor) -> None:
             found = _start(name, weight.grad)
+            self._made.pop(name, None)  # of a step that was skipped, or of an earlier part of this one
             if found is not None:
-                self._made.append(found)
+                self._made[name] = found
 
         return look
 

@@ -14,6 +14,7 @@ class Hook:
 
     def __init__(self, method: Callable[..., None]) -> None:
         self._method = method
+        self.__name__ = type(self).__name__
 
     def __call__(self, *args: object) -> None:
         """Do as the method does."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distdiag.training import whoami
 from distdiag.training.overflow import numbers, ranks, walk
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from distdiag.training.overflow.detection import When
-    from distdiag.training.overflow.gradients import Gradient
+    from distdiag.training.overflow.gradients import Gradient, Made
     from distdiag.training.overflow.replay import Call
 
 _FIRST = 1_000_000
@@ -37,17 +36,7 @@ class Output:
     """
 
     label: str
-    tensor: weakref.ref[Tensor]
     ends: tuple[Tensor, Tensor]
-
-    def is_mask(self) -> bool:
-        """Tell whether it is an additive mask; once it is gone, whether it may be one."""
-        least, greatest = numbers.fetch(self.ends)
-        if not numbers.looks_like_mask(least, greatest):
-            return False
-        tensor = self.tensor()
-        found = "gone" if tensor is None else numbers.readable(tensor)
-        return isinstance(found, str) or numbers.is_mask(found)
 
 
 @dataclass(frozen=True)
@@ -73,7 +62,7 @@ class Judge:
         """Give a new recorder for the model."""
         return Recorder(self.model, self.keep, self.ignore, exact=exact)
 
-    def alone(self, waiting: Sequence[Forward], gradients: Sequence[Gradient], when: When) -> Detection | None:
+    def alone(self, waiting: Sequence[Forward], gradients: Made, when: When) -> Detection | None:
         """Judge without asking anybody; the device is waited for once."""
         ends = _ends(waiting, gradients)
         values = numbers.fetch(ends)
@@ -81,30 +70,42 @@ class Judge:
             return None
         bad = next((one for one in waiting if self._is_bad(one)), None)
         if bad is not None:
-            return self.again(bad)
+            return self.again(bad, alone=True)
         return self._of_gradients(gradients, when)
 
-    def together(self, waiting: Sequence[Forward], gradients: Sequence[Gradient], when: When) -> Detection | None:
-        """Judge what all ranks have; all of them must come here. Gives the same answer to all."""
+    def together(
+        self,
+        waiting: Sequence[Forward],
+        gradients: Made,
+        when: When,
+        group: Any,  # noqa: ANN401
+    ) -> Detection | None:
+        """Judge what all ranks of a group have; all of them must come here. Gives the same answer to all."""
         weights = [_FIRST - number for number, one in enumerate(waiting) for _ in range(2 * len(one.outputs))]
-        weights += [_IN_GRADIENTS] * (2 * len(gradients))
+        weights += [_IN_GRADIENTS] * (2 * len(gradients.now))
         found = max((_FIRST - number for number, one in enumerate(waiting) if one.found), default=0)
-        if not ranks.agree(_ends(waiting, gradients), weights, found):
+        if not ranks.agree(_ends(waiting, gradients), weights, found, group):
             return None
         # Somewhere a number is not finite: that may be a mask, which takes a second look.
         mine = max((_FIRST - number for number, one in enumerate(waiting) if self._is_bad(one)), default=0)
         told = self._of_gradients(gradients, when)
-        worst = ranks.greatest(mine or (_IN_GRADIENTS if told else 0))
+        worst = ranks.greatest(mine or (_IN_GRADIENTS if told else 0), group)
         if worst > _IN_GRADIENTS:
             # All ranks run it again, as there may be collectives in it.
             number = _FIRST - worst
             told = self.again(waiting[number], asked=mine == worst) if number < len(waiting) else None
-        return self._first_of(told) if worst else None
+        return self._first_of(told, group) if worst else None
 
-    def again(self, forward: Forward, *, asked: bool = True) -> Detection | None:
-        """Run a forward again to see what went wrong in it; `asked`: whether this rank has seen that something did."""
+    def again(self, forward: Forward, *, asked: bool = True, alone: bool = False) -> Detection | None:
+        """Run a forward again to see what went wrong in it.
+
+        `asked`: whether this rank has seen that something did; `alone`: whether it runs without the others.
+        """
         recorder = self.recorder(exact=True)
-        why = forward.call.again(recorder)
+        if alone and ranks.shares_weights(self.model):
+            why = "other ranks have a part of its weights, and do not run it"
+        else:
+            why = forward.call.again(recorder)
         if not why and recorder.bad is not None:
             return self.of_recorder(recorder, forward.when)
         if forward.found is not None or not asked:
@@ -124,20 +125,16 @@ class Judge:
 
     def _is_bad_output(self, one: Output) -> bool:
         least, greatest = numbers.fetch(one.ends)
-        if not numbers.is_bad(least, greatest):
+        if not numbers.is_bad(least, greatest) or numbers.may_be_masked(least, greatest, one.ends[0].dtype):
             return False
-        if any(fnmatchcase(name, pattern) for name in ("", f":{one.label}") for pattern in self.ignore):
-            return False
-        return not one.is_mask()
+        return not any(fnmatchcase(name, pattern) for name in ("", f":{one.label}") for pattern in self.ignore)
 
-    def _of_gradients(self, gradients: Sequence[Gradient], when: When) -> Detection | None:
-        values = numbers.fetch([end for one in gradients for end in one.ends])
-        ends = zip(gradients, values[::2], values[1::2])
-        bad = [one for one, least, greatest in ends if numbers.is_bad(least, greatest)]
-        if not bad:
+    def _of_gradients(self, gradients: Made, when: When) -> Detection | None:
+        if not _bad(gradients.now):
             return None
-        first, count = bad[0], len({one.name for one in bad})
-        hint = f"{count} of {len({one.name for one in gradients})} gradients are bad."
+        bad = _bad(gradients.early) or _bad(gradients.now)
+        first, count = bad[0], len(_bad(gradients.now))
+        hint = f"{count} of {len(gradients.now)} gradients are bad."
         module, _, weight = first.name.rpartition(".")
         kind = next((kind_of(one) for one, name in named(self.model).items() if name == module), "")
         place = Place(module, kind)
@@ -148,10 +145,10 @@ class Judge:
         root = Place("", kind_of(self.model))
         return Detection(when, root, tensor, origin, made_by=root, tally=None, hints=(hint,))
 
-    def _first_of(self, mine: Detection | None) -> Detection | None:
+    def _first_of(self, mine: Detection | None, group: Any) -> Detection | None:  # noqa: ANN401
         """Choose, of what the ranks have found, what came first in the forward; of equals the lowest rank's."""
         rank = whoami.rank()
-        told = ranks.gather(None if mine is None else replace(mine, rank=rank, host=whoami.host(), frames=()))
+        told = ranks.gather(None if mine is None else replace(mine, rank=rank, host=whoami.host(), frames=()), group)
         found = [one for one in told if one is not None]
         if not found:
             return None
@@ -162,10 +159,16 @@ class Judge:
 
 def outputs_of(value: object) -> tuple[Output, ...]:
     """Start to look at what a model gave back."""
-    found = ((label, tensor, numbers.start(tensor)) for label, tensor in walk.tensors(value, "output"))
-    return tuple(Output(label, weakref.ref(tensor), one[1]) for label, tensor, one in found if not isinstance(one, str))
+    found = ((label, numbers.start(tensor)) for label, tensor in walk.tensors(value, "output"))
+    return tuple(Output(label, one[1]) for label, one in found if not isinstance(one, str))
 
 
-def _ends(waiting: Sequence[Forward], gradients: Sequence[Gradient]) -> list[Tensor]:
+def _bad(gradients: Sequence[Gradient]) -> list[Gradient]:
+    values = numbers.fetch([end for one in gradients for end in one.ends])
+    ends = zip(gradients, values[::2], values[1::2])
+    return [one for one, least, greatest in ends if numbers.is_bad(least, greatest)]
+
+
+def _ends(waiting: Sequence[Forward], gradients: Made) -> list[Tensor]:
     ends = [end for forward in waiting for one in forward.outputs for end in one.ends]
-    return ends + [end for one in gradients for end in one.ends]
+    return ends + [end for one in gradients.now for end in one.ends]

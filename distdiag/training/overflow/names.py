@@ -26,6 +26,16 @@ def within_ddp(model: Module) -> Module:
     return model
 
 
+def ddp_in(model: Module) -> DistributedDataParallel | None:
+    """Find the DistributedDataParallel that a compiled model calls."""
+    while not isinstance(model, DistributedDataParallel):
+        inner = model._modules.get("_orig_mod")
+        if inner is None:
+            return None
+        model = inner
+    return model
+
+
 def innermost(model: Module) -> Module:
     """Give the user's own module: what runs without torch.compile."""
     while True:

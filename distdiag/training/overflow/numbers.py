@@ -123,7 +123,7 @@ def start(tensor: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]] | str:
     try:
         numbers = tensor if _is_plain(tensor) else readable(tensor)
         return numbers if isinstance(numbers, str) else (numbers, torch.aminmax(numbers))
-    except (RuntimeError, TypeError, NotImplementedError):  # a dtype or a subclass of tomorrow
+    except (RuntimeError, TypeError, ValueError):  # a dtype or a subclass of tomorrow
         return "unread"
 
 
@@ -180,14 +180,13 @@ def abs_min(tensor: Tensor) -> float:
     return min(fetch([piece.abs().min() for piece in pieces]))
 
 
-def looks_like_mask(least: float, greatest: float) -> bool:
-    """Tell by its ends whether a tensor may be an additive mask: nothing but 0 and -inf, and some of both."""
-    return least == -math.inf and greatest == 0.0
+def may_be_masked(least: float, greatest: float, dtype: torch.dtype) -> bool:
+    """Tell whether it looks meant that a tensor is not finite: some of it is -inf, and the rest is small.
 
-
-def is_mask(tensor: Tensor) -> bool:
-    """Tell whether there is nothing but 0 and -inf in it."""
-    return bool(((tensor == 0) | (tensor == -math.inf)).all())
+    So are masks, scores and logits where something is left out. What overflows has large numbers beside it; where it
+    has not, nan or inf comes of it, which is seen.
+    """
+    return least == -math.inf < greatest <= limit(dtype) / 100
 
 
 def has_masked_row(tensor: Tensor) -> bool:
@@ -227,4 +226,4 @@ def tally(tensor: Tensor) -> Tally | None:
 
 def limit(dtype: torch.dtype) -> float:
     """Give the greatest number of a dtype of floats; infinity for other dtypes."""
-    return torch.finfo(dtype).max if dtype.is_floating_point else math.inf
+    return float(torch.finfo(dtype).max) if dtype.is_floating_point else math.inf

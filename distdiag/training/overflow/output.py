@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -35,9 +36,9 @@ class Output:
 
     def detection(self, found: Detection, *, show: bool) -> None:
         """Keep what was found, and print it if it is for this rank to do so."""
+        self._keep([*(frame.to_json(found.when.batch) for frame in found.frames), found.to_json()])
         if show:
             _print(found.text())
-        self._keep([*(frame.to_json(found.when.batch) for frame in found.frames), found.to_json()])
 
     def note(self, text: str) -> None:
         """Say something that is no fault."""
@@ -63,4 +64,5 @@ class Output:
 
 
 def _print(text: str) -> None:
-    printflock(text, prefix=ranks.count() > 1)
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it: what was found counts all the same
+        printflock(text, prefix=ranks.count() > 1)

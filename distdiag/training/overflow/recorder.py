@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -63,6 +62,7 @@ class Recorder:
         self._stack: list[Frame] = []
         self._open: list[Reading] = []
         self._alarmed: set[Frame] = set()
+        self._doubtful: list[Line] = []
         self._judged = 0
         self._held = self._count = self._order = 0
         self._last, self._most = -1, self._keep
@@ -250,7 +250,9 @@ class Recorder:
     def _judge(self) -> None:
         """Look for what went wrong; from the first frame that shows it on, no more frames are kept."""
         lines = [line for frame in (*self.frames, *self._stack) for line in frame.lines if line.order > self._judged]
-        for line in sorted(lines, key=lambda one: one.order):
+        lines = sorted([*self._doubtful, *lines], key=lambda one: one.order)
+        self._doubtful = []
+        for line in lines:
             if isinstance(line.what, Reading) and line.what.is_bad and not self._is_fine(line, line.what):
                 self._alarmed.add(line.frame)
                 self.bad = self.bad or line
@@ -261,19 +263,23 @@ class Recorder:
             self.frames = [frame for frame in self.frames if frame.number <= self._last]
 
     def _is_fine(self, line: Line, reading: Reading) -> bool:
-        """Tell whether what is not finite is meant so: ignored, or a mask."""
+        """Tell whether what is not finite is meant so, or is ignored; what only its outputs can tell waits for them."""
         where = (line.frame.name, f"{line.frame.name}:{line.label}")
         if any(fnmatchcase(one, pattern) for one in where for pattern in self._ignore):
             return True
-        if reading.least != -math.inf or reading.greatest == math.inf:
-            return False
-        mask = numbers.looks_like_mask(reading.least, reading.greatest)
-        if mask and reading.numbers is not None and reading.unchanged():
-            mask = numbers.is_mask(reading.numbers)
-        mask = mask or (line.phase == "input" and "softmax" in line.frame.kind.lower())
-        if mask:
+        masked = numbers.may_be_masked(reading.least, reading.greatest, reading.dtype)
+        if masked:
             self.masks.append(line)
-        return mask
+        if line.phase == "buffer":  # of observers, caches: filled with what is never used
+            if line.frame.number < 0:
+                self._doubtful.append(line)
+                return True
+            return not any(_is_bad_output(one) for one in line.frame.lines)
+        return masked
+
+
+def _is_bad_output(line: Line) -> bool:
+    return line.phase == "output" and isinstance(line.what, Reading) and line.what.is_bad
 
 
 def _leaves_inputs_alone(module: Module) -> bool:

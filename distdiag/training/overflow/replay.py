@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from distdiag.training.overflow import walk
 from distdiag.training.overflow.frames import version_of
@@ -40,7 +41,7 @@ class Buffers:
         if places is None:
             places = [(module, name) for module in self._model.modules() for name in module._buffers]
         found = ((place, place[0]._buffers.get(place[1])) for place in places)
-        return [(place, one.detach().clone()) for place, one in found if one is not None and one.nbytes <= _SMALL_BYTES]
+        return [(place, one.detach().clone()) for place, one in found if one is not None and _can_be_kept(one)]
 
     def learn(self, saved: list[tuple[_Place, Tensor]]) -> list[tuple[_Place, Tensor]]:
         """Look which of them the forward has changed, and give the copies of those.
@@ -49,7 +50,7 @@ class Buffers:
         """
         if self._model.training in self._moving:
             return saved
-        moved = [one for one in saved if not torch.equal(one[1], _at(one[0]))]
+        moved = [(place, before) for place, before in saved if _has_changed(before, place[0]._buffers.get(place[1]))]
         self._moving[self._model.training] = [place for place, _ in moved]
         return moved
 
@@ -62,6 +63,19 @@ class Buffers:
             yield
         finally:
             _put(now)
+
+
+def _can_be_kept(buffer: Tensor) -> bool:
+    if is_lazy(buffer) or buffer.is_meta or buffer.layout is not torch.strided:
+        return False
+    return buffer.nbytes <= _SMALL_BYTES
+
+
+def _has_changed(before: Tensor, now: Tensor | None) -> bool:
+    """Tell whether a buffer has other numbers than before; one that became something else cannot be put back."""
+    if now is None or now.shape != before.shape or now.dtype != before.dtype or now.device != before.device:
+        return False
+    return not torch.equal(before, now)
 
 
 def _at(place: _Place) -> Tensor:

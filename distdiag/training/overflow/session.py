@@ -35,18 +35,24 @@ class _AfterTorch(MetaPathFinder):
 
     def __init__(self, settings: Settings, root: str) -> None:
         self._settings, self._root = settings, root
+        self._asks = False
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Find torch for the import system."""
-        if name != "torch":
+        if name != "torch" or self._asks:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
+        self._asks = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asks = False
+        if spec is not None and spec.loader is not None:  # who only looks whether torch is there does not load it
             spec.loader = _Loads(spec.loader, self._begin)
         return spec
 
     def _begin(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
         sys.path.insert(0, self._root)
         try:
             from distdiag.training.overflow.finder import Finder

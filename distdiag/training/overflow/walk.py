@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import UserDict
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 _DEEPEST = 16
 _MOST = 4096
@@ -40,16 +40,21 @@ def _opened(value: object, label: str, depth: int, left: list[int]) -> Iterator[
         yield from _opened(one, label + step, depth + 1, left)
 
 
-def _inside(value: object) -> list[tuple[str, object]] | None:
+def _inside(value: object) -> Iterator[tuple[str, object]] | None:
     if isinstance(value, Tensor):
         return None
-    if isinstance(value, Mapping):
-        return [(f"[{key!r}]", one) for key, one in value.items()]
+    if isinstance(value, (dict, UserDict)):  # another mapping may read a file for each of its values
+        return ((f"[{key!r}]", one) for key, one in value.items())
     if isinstance(value, (tuple, list)):
-        return [(f"[{number}]", one) for number, one in enumerate(value)]
+        return ((f"[{number}]", one) for number, one in enumerate(value))
     if is_dataclass(value) and not isinstance(value, type):
-        return [(f".{field.name}", getattr(value, field.name, None)) for field in fields(value)]
+        return ((f".{name}", vars(value)[name]) for name in _held(value))
     return None
+
+
+def _held(value: object) -> list[str]:
+    """Name the fields of a dataclass that are plain attributes; others are code, and may do anything."""
+    return [field.name for field in fields(value) if field.name in getattr(value, "__dict__", {})]  # type: ignore[arg-type]
 
 
 def inputs(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Iterator[tuple[str, object]]:
