@@ -18,13 +18,14 @@ HERE = "in `output` of `scale` (Scale). What went in was finite: it was made her
 
 
 CASES = ("ddp:forward", "fsdp-before:forward", "fsdp-after:forward", "ddp-compile:forward", "ddp:backward")
+HEALTHY = ("ddp:join", "ddp:apart")
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks of each case wrote, and how they ended."""
     folder = tmp_path_factory.mktemp("pairs")
-    command = [sys.executable, PROGRAM, "pairs", str(folder), *CASES]
+    command = [sys.executable, PROGRAM, "pairs", str(folder), *CASES, *HEALTHY, "ddp:evaluation"]
     subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=100, capture_output=True)
     return folder
 
@@ -51,6 +52,19 @@ def test_a_loss_that_is_nan_on_one_rank_is_found_in_the_gradients_of_both(told: 
         assert "batch 2: 8 nan in `bias.grad` of `last` (Linear) (also on rank 1)" in text
 
 
+@pytest.mark.parametrize("case", HEALTHY)
+def test_ranks_that_do_not_step_together_are_left_alone(told: Path, case: str) -> None:
+    ended = json.loads((told / "statuses").read_text())[case]
+    assert ended["exit"] == [0, 0], (told / f"{case}.0").read_text()
+
+
+def test_in_an_evaluation_each_rank_is_on_its_own(told: Path) -> None:
+    assert json.loads((told / "statuses").read_text())["ddp:evaluation"]["exit"] == [0, 1]
+    text = (told / "ddp:evaluation.1").read_text()
+    assert "DebugUnderflowOverflow: rank 1 (" in text
+    assert HERE in text
+
+
 def test_a_script_that_knows_nothing_of_it(tmp_path: Path) -> None:
     result = distdiag("overflow", "--json", "--save", str(tmp_path), "--", PROGRAM, "none:bare", "forward")
     assert (result.code, result.report["verdict"]) == (1, "fail")
@@ -70,6 +84,36 @@ def test_a_job_in_which_all_is_well_keeps_its_output_and_its_status() -> None:
     result = distdiag("overflow", "--json", "--", "-c", "import torch; raise SystemExit(7)")
     assert (result.code, result.report["verdict"]) == (7, "unknown")
     assert distdiag("overflow", "--", "-c", "print('hi')").code == 3
+
+
+def test_what_a_job_that_was_ended_saw_is_not_known() -> None:
+    script = "import os, torch; torch.nn.Linear(1, 1)(torch.ones(1)); os._exit(0)"
+    result = distdiag("overflow", "--json", "--", "-c", script)
+    assert (result.code, result.report["verdict"], list(result.findings)) == (3, "unknown", ["ended-early"])
+
+
+def test_models_are_found_at_any_time_and_however_torch_is_imported() -> None:
+    script = """
+import importlib.util
+importlib.util.find_spec("torch")
+import torch
+from torch import nn
+from distdiag import DebugUnderflowOverflow
+first = nn.Linear(2, 1)
+steps = torch.optim.SGD(first.parameters(), lr=0.1)
+for _ in range(2):
+    first(torch.ones(1, 2)).sum().backward()
+    steps.step()
+DebugUnderflowOverflow(first)
+second = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+with torch.no_grad():
+    second[1].weight.fill_(float("nan"))
+second(torch.ones(1, 2))
+"""
+    result = distdiag("overflow", "--json", "--", "-c", script)
+    assert result.code == 1
+    assert "`weight` of `1` (Linear). It was there before" in result.findings["detected"]["title"]
+    assert [one["model"] for one in result.report["data"]["processes"][0]["models"]] == ["Linear", "Sequential"]
 
 
 def test_a_batch_is_traced_and_the_job_ended_after_it() -> None:

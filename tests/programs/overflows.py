@@ -1,7 +1,9 @@
 """A training loop whose numbers go wrong: `overflows.py WRAP WHERE`.
 
 WRAP: bare, ddp, fsdp-before, fsdp-after (the detector before or after fully_shard), ddp-compile; with "none:" before
-it, it has no detector of its own. WHERE: forward (rank 1, batch 1), backward (rank 0, batch 2), weights, never.
+it, it has no detector of its own. WHERE: forward (rank 1, batch 1), backward (rank 0, batch 2), weights, never; or all
+is well, and the ranks do not step together: join (uneven batches), apart (rank 0 has work of its own), or not at all:
+evaluation (rank 1, one of its more batches).
 
 `overflows.py pairs FOLDER WRAP:WHERE...` runs two ranks for each, one case after the other, forked from one process
 that has imported torch; FOLDER/WRAP:WHERE.N is what rank N wrote, FOLDER/statuses how each ended and when.
@@ -58,6 +60,44 @@ def wrapped(model: nn.Module, how: str, watch: bool) -> nn.Module:
     return outer
 
 
+def uneven(model: nn.Module, rank: int) -> None:
+    """Train with more batches on rank 1."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.join():  # type: ignore[operator]
+        for _ in range(2 + 2 * rank):
+            model(torch.randn(4, 8), 1.0).sum().backward()
+            optimizer.step()
+
+
+def apart(model: nn.Module, rank: int) -> None:
+    """Let rank 0 train something and look at the model often, and then train all together."""
+    if rank == 0:
+        own = nn.Linear(8, 1)
+        DebugUnderflowOverflow(own)
+        steps = torch.optim.SGD(own.parameters(), lr=0.1)
+        for _ in range(3):
+            own(torch.randn(4, 8)).sum().backward()
+            steps.step()
+        for _ in range(20):
+            model.module(torch.randn(4, 8), 1.0)  # type: ignore[operator]
+    dist.barrier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.randn(4, 8), 1.0).sum().backward()
+        optimizer.step()
+
+
+def evaluation(model: nn.Module, rank: int) -> None:
+    """Let only rank 1 have a bad batch, in which rank 0 does not take part."""
+    model.eval()
+    with torch.no_grad():
+        for batch in range(2 + rank):
+            model(torch.randn(4, 8), float("inf") if batch == 2 else 1.0)
+
+
+OTHERS = {"join": uneven, "apart": apart, "evaluation": evaluation}
+
+
 def train(how: str, where: str) -> None:
     watch = not how.startswith("none:")
     how = how.removeprefix("none:")
@@ -68,6 +108,10 @@ def train(how: str, where: str) -> None:
     torch.manual_seed(0)
     model = Model()
     outer = wrapped(model, how, watch)
+    if where in OTHERS:
+        OTHERS[where](outer, rank)
+        dist.destroy_process_group()
+        return
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in range(4):
         optimizer.zero_grad()

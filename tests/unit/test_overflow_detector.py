@@ -531,6 +531,117 @@ def test_activation_checkpoints_are_no_frames_of_their_own(capsys: pytest.Captur
         assert capsys.readouterr().out.count(" inner Linear\n") == 1
 
 
+def test_a_step_that_a_fused_optimizer_skips_is_no_fault() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=10**6)
+    hows: list[Any] = ["step", "each"]
+    for how in hows:
+        with DebugUnderflowOverflow(model, gradients=how) as detector:
+            for _ in range(3):
+                optimizer.zero_grad()
+                scaler.scale((model(torch.ones(1, 2)) * 8).sum()).backward()
+                scaler.step(optimizer)
+                scaler.update(2.0**126)
+            assert detector.found == 0
+
+
+def test_a_step_that_the_script_skips_is_forgotten() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with DebugUnderflowOverflow(model, gradients="each") as detector:
+        for bad in (True, False):
+            optimizer.zero_grad()
+            out = model(torch.ones(1, 2))
+            (_spoils_gradients(out) if bad else out).sum().backward()
+            if not bad:
+                optimizer.step()
+        assert (detector.found, detector.counts.steps) == (0, 1)
+
+
+def test_transforms_of_torch_func_are_left_alone() -> None:
+    model = nn.Linear(4, 1)
+    weights: dict[str, torch.Tensor] = dict(model.named_parameters())
+
+    def loss(weights: dict[str, torch.Tensor], x: torch.Tensor) -> Any:
+        return torch.func.functional_call(model, weights, (x,)).sum()
+
+    for mode in MODES:
+        with DebugUnderflowOverflow(model, mode=mode) as detector:
+            grads = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, torch.ones(3, 4))
+            assert (grads["weight"].shape, detector.counts.forwards) == ((3, 1, 4), 0)
+
+
+class Forgets(nn.Module):
+    """Has a buffer that becomes something else."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.c: torch.Tensor | None
+        self.register_buffer("c", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "none":
+            self.c = None
+        elif self.how == "gone":
+            self._buffers.pop("c", None)
+        else:
+            self.c = torch.empty(3, device="meta")
+        return x
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_buffers_that_vanish_and_lazy_modules_do_not_end_the_job(mode: Any) -> None:
+    for how in ("none", "gone", "meta"):
+        with DebugUnderflowOverflow(Forgets(how), mode=mode) as detector:
+            detector._root(torch.ones(2))
+            detector._root(torch.ones(2))
+            assert detector.counts.forwards == 2
+    assert found(nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d()), torch.ones(4, 3), mode=mode) is None
+
+
+def test_a_fault_of_the_detector_itself_is_said_and_the_script_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    class Odd(dict[str, torch.Tensor]):
+        def items(self) -> Any:
+            raise RuntimeError("not now")
+
+    model = nn.Linear(1, 1)
+    with DebugUnderflowOverflow(Then(a=Does(lambda x: x), b=model)) as detector:
+        given = Odd(x=torch.ones(1))
+        assert Does(lambda x: x)(given) is given
+        with pytest.raises(TypeError):  # the model's own
+            detector._root(given)
+    assert "the detector is off from now on: RuntimeError not now" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_buffers_full_of_inf_that_are_not_used_are_no_fault(mode: Any) -> None:
+    class Observes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.least: torch.Tensor
+            self.register_buffer("least", torch.tensor(INF))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.least = torch.minimum(self.least, x.min())
+            return x
+
+    bad = nn.Linear(2, 2)
+    assert found(Then(see=Observes(), linear=bad), torch.ones(1, 2), mode=mode) is None
+    with torch.no_grad():
+        bad.bias[0] = math.nan
+    told = must_find(Then(see=Observes(), linear=bad), torch.ones(1, 2), mode=mode)
+    assert (told.place.module, told.tensor, told.origin) == ("linear", "bias", "weights")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_logits_of_which_some_are_left_out_are_no_fault(mode: Any) -> None:
+    model = Then(linear=nn.Linear(2, 4), out=Does(lambda x: x.masked_fill(torch.tensor([True, False] * 2), -INF)))
+    assert found(model, torch.ones(3, 2), mode=mode) is None
+    assert found(Then(log=Does(lambda x: x.log())), torch.zeros(2), mode=mode) is not None
+
+
 def test_data_parallel_and_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="DistributedDataParallel"):
         DebugUnderflowOverflow(nn.DataParallel(nn.Linear(1, 1)))
