@@ -30,7 +30,6 @@ __all__ = [
     "Report",
     "Verdict",
     "Where",
-    "__version__",
     "breakpoint",
     "detect_overflow",
     "floatcmp",
