@@ -13,6 +13,43 @@ from distdiag.errors import DistdiagError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from matplotlib.figure import Figure
+
+
+_PICTURES = (".svg", ".png", ".pdf")
+
+
+def check_picture(target: str) -> None:
+    """Refuse a picture (--plot) that could not be made, before any work is done. Raises UsageError, DistdiagError."""
+    if target in ("", "-"):
+        return
+    if os.path.splitext(target)[1].lower() not in _PICTURES:
+        raise UsageError(
+            f"--plot {target}: no such kind of picture", hint=f"end it in {', '.join(_PICTURES)}; - draws here"
+        )
+    folder = os.path.dirname(os.path.abspath(target))
+    if not os.path.isdir(folder):
+        raise UsageError(f"--plot {target}: there is no folder {folder}", hint=f"mkdir -p {folder}")
+    try:
+        import matplotlib  # noqa: F401 - only whether it is there
+    except ImportError as error:
+        raise DistdiagError(
+            f"--plot {target}: a picture needs matplotlib, which is not installed ({error})",
+            hint='pip install "distdiag[plot]"; or --plot - draws in the terminal',
+        ) from error
+
+
+def write_picture(figure: Figure, target: str) -> None:
+    """Write a figure of matplotlib. Raises DistdiagError; then no empty file is left."""
+    try:
+        figure.savefig(target, bbox_inches="tight")
+    except OSError as error:
+        if os.path.isfile(target) and not os.path.getsize(target):
+            os.unlink(target)
+        raise DistdiagError(
+            f"cannot write {target}: {error.strerror}", hint="name a place that can be written"
+        ) from error
+
 
 def make_folder(option: str, folder: str) -> None:
     """Make a folder that an option names. Raises UsageError."""

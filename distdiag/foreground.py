@@ -40,6 +40,16 @@ def argv_of(command: Sequence[str], *, example: str) -> list[str]:
     return [program, *command[1:]]
 
 
+def watched(variable: str, text: str) -> dict[str, str]:
+    """Give an environment in which each Python of the job begins with `training/site`, and finds `text` there."""
+    from distdiag.training import site
+
+    ours = next(iter(site.__path__))
+    before = os.environ.get("PYTHONPATH")
+    path = ours if not before else os.pathsep.join([ours, before])
+    return {**os.environ, "PYTHONPATH": path, variable: text}
+
+
 @contextlib.contextmanager
 def signals_for_the_job() -> Iterator[set[signal.Signals | int]]:
     """Hold back the signals that are meant for the job, for `wait` to take; gives what was held back before."""

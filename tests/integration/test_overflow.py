@@ -18,7 +18,7 @@ HERE = "in `output` of `scale` (Scale). What went in was finite: it was made her
 
 
 CASES = ("ddp:forward", "fsdp-before:forward", "fsdp-after:forward", "ddp-compile:forward", "ddp:backward")
-HEALTHY = ("ddp:join", "ddp:apart")
+HEALTHY = ("ddp:join", "ddp:apart", "ddp:odd")
 
 
 @pytest.fixture(scope="module")

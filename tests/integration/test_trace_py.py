@@ -19,7 +19,7 @@ from jobs import PROGRAMS, Job
 from support import PROGRAM, distdiag, need_mounts
 
 from distdiag.node import rings
-from distdiag.training.lines import site
+from distdiag.training import site
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -2,8 +2,8 @@
 
 WRAP: bare, ddp, fsdp-before, fsdp-after (the detector before or after fully_shard), ddp-compile; with "none:" before
 it, it has no detector of its own. WHERE: forward (rank 1, batch 1), backward (rank 0, batch 2), weights, never; or all
-is well, and the ranks do not step together: join (uneven batches), apart (rank 0 has work of its own), or not at all:
-evaluation (rank 1, one of its more batches).
+is well, and the ranks do not step together: join (uneven batches), apart (rank 0 has work of its own), odd (the
+detector of rank 1 fails), or not at all: evaluation (rank 1, one of its more batches).
 
 `overflows.py pairs FOLDER WRAP:WHERE...` runs two ranks for each, one case after the other, forked from one process
 that has imported torch; FOLDER/WRAP:WHERE.N is what rank N wrote, FOLDER/statuses how each ended and when.
@@ -18,12 +18,14 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from distdiag import DebugUnderflowOverflow
+from distdiag.node import run
 
 
 class Scale(nn.Module):
@@ -36,8 +38,9 @@ class Model(nn.Module):
         super().__init__()
         self.first, self.scale, self.last = nn.Linear(8, 8), Scale(), nn.Linear(8, 8)
 
-    def forward(self, x: Tensor, by: float) -> Tensor:
-        out: Tensor = self.last(self.scale(self.first(x), by))
+    def forward(self, x: Tensor | dict[str, Tensor], by: float) -> Tensor:
+        given = x["x"] if isinstance(x, dict) else x
+        out: Tensor = self.last(self.scale(self.first(given), by))
         return out
 
 
@@ -84,6 +87,26 @@ def apart(model: nn.Module, rank: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         model(torch.randn(4, 8), 1.0).sum().backward()
+        if rank == 0:
+            model.module(torch.randn(4, 8), 1.0)  # type: ignore[operator]
+        optimizer.step()
+    if rank == 0:
+        for _ in range(2):  # a backward would be DistributedDataParallel's
+            model.module(torch.randn(4, 8), 1.0)  # type: ignore[operator]
+            optimizer.step()
+
+
+def odd(model: nn.Module, rank: int) -> None:
+    """Give the model of rank 1 something that the detector fails on, and train on."""
+
+    class Odd(dict[str, Tensor]):
+        def items(self) -> NoReturn:
+            raise RuntimeError("not now")
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in range(20):
+        given: Any = Odd(x=torch.randn(4, 8)) if rank == 1 and batch == 1 else {"x": torch.randn(4, 8)}
+        model(given, 1.0).sum().backward()
         optimizer.step()
 
 
@@ -95,7 +118,7 @@ def evaluation(model: nn.Module, rank: int) -> None:
             model(torch.randn(4, 8), float("inf") if batch == 2 else 1.0)
 
 
-OTHERS = {"join": uneven, "apart": apart, "evaluation": evaluation}
+OTHERS = {"join": uneven, "apart": apart, "odd": odd, "evaluation": evaluation}
 
 
 def train(how: str, where: str) -> None:
@@ -148,6 +171,7 @@ def forked(path: Path, rank: int, how: str, where: str) -> int:
     pid = os.fork()
     if pid:
         return pid
+    run.die_with_parent()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     with path.open("wb") as file:
         os.dup2(file.fileno(), 1)

@@ -11,7 +11,7 @@ from distdiag.commands.allreduce_bench import baseline, plot
 from distdiag.commands.allreduce_bench.check import job_of
 from distdiag.deliver import document
 from distdiag.errors import DistdiagError, UsageError
-from distdiag.files import write_whole
+from distdiag.files import check_picture, write_whole
 from distdiag.node.identity import identify
 from distdiag.report import Finding, Fix, Level
 from distdiag.workload.carry_out import carry_out
@@ -42,7 +42,7 @@ def answer(request: Request, files: Files, progress: Progress, *, strict: bool) 
     """
     me = identify(os.environ)
     if me is None or me.rank == 0:  # the files of the others' nodes are not ours
-        plot.check_target(files.plot)
+        check_picture(files.plot)
         _check_save(files.save)
         if files.compare:
             request = replace(request, baseline=baseline.read(files.compare))

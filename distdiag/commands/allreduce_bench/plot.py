@@ -3,44 +3,22 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import TYPE_CHECKING
 
 from distdiag.commands.allreduce_bench.model import GIGA, Unit
 from distdiag.commands.allreduce_bench.words import short
-from distdiag.errors import DistdiagError, UsageError
+from distdiag.files import write_picture
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.commands.allreduce_bench.model import Bench, SizeResult
 
-_KINDS = (".svg", ".png", ".pdf")
 _COLUMNS, _LINES = 60, 12
 _COLUMNS_OF_A_DOUBLING = (10, 5, 2.5, 2, 1)
 """plotille writes a number every ten columns: with these it stands at a size that is a power of two."""
 _MARKS = "oxs+*#@"
 Line = tuple[str, list[int], list[float]]
-
-
-def check_target(target: str) -> None:
-    """Refuse a picture that could not be made, before anything is measured. Raises UsageError, DistdiagError."""
-    if target in ("", "-"):
-        return
-    if os.path.splitext(target)[1].lower() not in _KINDS:
-        raise UsageError(
-            f"--plot {target}: no such kind of picture", hint=f"end it in {', '.join(_KINDS)}; - draws here"
-        )
-    folder = os.path.dirname(os.path.abspath(target))
-    if not os.path.isdir(folder):
-        raise UsageError(f"--plot {target}: there is no folder {folder}", hint=f"mkdir -p {folder}")
-    try:
-        import matplotlib  # noqa: F401 - only whether it is there
-    except ImportError as error:
-        raise DistdiagError(
-            f"--plot {target}: a picture needs matplotlib, which is not installed ({error})",
-            hint='pip install "distdiag[plot]"; or --plot - draws in the terminal',
-        ) from error
 
 
 def drawn(data: Bench, unit: Unit) -> str:
@@ -86,13 +64,7 @@ def save(data: Bench, unit: Unit, target: str) -> None:
     if data.results:
         axes.legend()
     try:
-        figure.savefig(target, bbox_inches="tight")
-    except OSError as error:
-        if os.path.isfile(target) and not os.path.getsize(target):
-            os.unlink(target)
-        raise DistdiagError(
-            f"cannot write {target}: {error.strerror}", hint="name a place that can be written"
-        ) from error
+        write_picture(figure, target)
     finally:
         pyplot.close(figure)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from distdiag import foreground
 from distdiag.commands.overflow.model import Detection, Overflow, Watched
-from distdiag.errors import UsageError
+from distdiag.files import make_folder
 from distdiag.training.overflow.settings import VARIABLE, Settings
 
 if TYPE_CHECKING:
@@ -29,12 +29,9 @@ def run(argv: Sequence[str], settings: Settings, keep: str, *, quiet: bool) -> O
     """
     with tempfile.TemporaryDirectory(prefix="distdiag-overflow-") as scratch:
         folder = os.path.abspath(keep) if keep else scratch
-        try:
-            os.makedirs(folder, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"--save {keep}: {error.strerror}", hint="name a folder that can be written") from error
+        make_folder("--save", folder)
         before = set(os.listdir(folder))
-        env = _environment(settings, folder)
+        env = foreground.watched(VARIABLE, replace(settings, folder=folder).to_text())
         with foreground.signals_for_the_job() as mask:
             child = foreground.start(argv, mask, env=env, stdout=sys.stderr.fileno() if quiet else None)
             status = foreground.wait(child, foreground.send)
@@ -46,15 +43,6 @@ def run(argv: Sequence[str], settings: Settings, keep: str, *, quiet: bool) -> O
             detections=tuple({one.sentence: one for one in _detections(new)}.values()),
             frames=tuple(sorted(path for path in new if _has_frames(path))) if keep else (),
         )
-
-
-def _environment(settings: Settings, folder: str) -> dict[str, str]:
-    from distdiag.training.overflow import site
-
-    ours = next(iter(site.__path__))
-    before = os.environ.get("PYTHONPATH")
-    path = ours if not before else os.pathsep.join([ours, before])
-    return {**os.environ, "PYTHONPATH": path, VARIABLE: replace(settings, folder=folder).to_text()}
 
 
 def _watched(paths: Sequence[str]) -> Iterator[Watched]:

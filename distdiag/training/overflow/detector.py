@@ -138,8 +138,11 @@ class DebugUnderflowOverflow:
         self._waiting: list[Forward] = []
         self._call: Call | None = None
         self._tracer: Recorder | None = None
-        self._busy = False
+        self._busy = self._is_off = False
         self._group: Any = None
+        """The ranks that this one steps together with, as its last forward with others said; None if there are none."""
+        self._asked: set[int] = set()
+        """The optimizers that have made a step since."""
         self.counts = Counts()
         self.gives_way = False
         """Whether another detector may take its place: one that the script did not ask for."""
@@ -171,16 +174,19 @@ class DebugUnderflowOverflow:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._end_tracer()
         self._waiting.clear()
-        self._call = None
-        self._gradients.detach()
-        if self._full is not None:
-            self._full.detach()
+        self._stop_looking()
         if self._root in _watched and _watched[self._root]() is self:
             del _watched[self._root]
             if self._compiled is not None:
                 self._root._compiled_call_impl = self._compiled
+
+    def _stop_looking(self) -> None:
+        self._end_tracer()
+        self._call = None
+        self._gradients.detach()
+        if self._full is not None:
+            self._full.detach()
 
     def around(self, call: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Call the model, looking at what goes in and comes out."""
@@ -213,6 +219,8 @@ class DebugUnderflowOverflow:
         with self._harmless():
             grad = torch.is_grad_enabled()
             self._thread = get_ident()
+            if self._is_off:
+                return
             with torch.no_grad():
                 self._call = Call(self._state, args, kwargs)
                 if self._full is not None:
@@ -225,26 +233,20 @@ class DebugUnderflowOverflow:
                     self._tracer.begin(args, kwargs)
 
     def _after(self, module: Module, args: object, kwargs: object, output: object) -> None:
-        if torch.compiler.is_compiling() or self._call is None or self._is_elsewhere() or self._thread != get_ident():
+        if torch.compiler.is_compiling() or self._is_elsewhere() or self._thread != get_ident():
+            return
+        if self._call is None and not self._is_off:  # it was put on while the model ran
             return
         trains = self._agree and self._root.training and torch.is_grad_enabled()
         found = None
         with self._harmless(), torch.no_grad():
-            call, self._call = self._call, None
-            call.returned()
-            look = self._seen_by_outputs if self._full is None else self._seen_by_frames
-            forward = look(call, output)
+            forward = self._seen(output)
             self.counts.forwards += 1
-            self._group = ranks.group_of(self._model, self._ddp) if trains else None
-            if self._group is None:
+            group = ranks.group_of(self._model, self._ddp) if trains else None
+            if group is None:
                 found = self._alone([forward], NONE, forward.when)
             else:
-                # Before the next step of the optimizer all of them come to one place.
-                self._waiting.append(forward)
-                if sum(one.call.kept_bytes for one in self._waiting) > _MOST_KEPT_BYTES:
-                    call.forget()
-                if len(self._waiting) >= _MOST_WAITING:
-                    found = self._judge_step(NONE)
+                found = self._wait_for_others(forward, group)
         self._settle(found)
         self._maybe_abort("forward", self.counts.forwards)
 
@@ -256,12 +258,34 @@ class DebugUnderflowOverflow:
 
     @contextlib.contextmanager
     def _harmless(self) -> Iterator[None]:
-        """Whatever goes wrong in the detector, the script goes on, without it."""
+        """Whatever goes wrong in the detector, the script goes on, without it.
+
+        Where other ranks ask this one before each step, it still answers: they would wait for ever.
+        """
         try:
             yield
         except Exception as error:  # noqa: BLE001 - the job is what matters
-            self.detach()
+            self._is_off = True
+            self._stop_looking()
+            if ranks.count() == 1 or not self._agree:
+                self.detach()
             self._output.note(f"the detector is off from now on: {type(error).__name__} {error}".splitlines()[0][:300])
+
+    def _wait_for_others(self, forward: Forward, group: Any) -> Detection | None:  # noqa: ANN401
+        """Keep a forward until the next step of the optimizer, before which all ranks of the group come together."""
+        self._group, self._asked = group, set()
+        self._waiting.append(forward)
+        kept = [one.call for one in self._waiting if one.call is not None]
+        if kept and sum(call.kept_bytes for call in kept) > _MOST_KEPT_BYTES:
+            kept[-1].forget()
+        return self._judge_step(NONE) if len(self._waiting) >= _MOST_WAITING else None
+
+    def _seen(self, output: object) -> Forward:
+        call, self._call = self._call, None
+        if call is None:
+            return Forward(self._when(), None)
+        call.returned()
+        return self._seen_by_outputs(call, output) if self._full is None else self._seen_by_frames(call, output)
 
     def _seen_by_frames(self, call: Call, output: object) -> Forward:
         recorder = self._full
@@ -293,7 +317,10 @@ class DebugUnderflowOverflow:
                 self._output.note(
                     "no forward was seen before this step: watch what torch.compile returned, if you use it"
                 )
-            made = self._gradients.start(optimizer) if self._looks_at_gradients else NONE
+            made = self._gradients.start(optimizer) if self._looks_at_gradients and not self._is_off else NONE
+            if id(optimizer) in self._asked:  # no forward with others since: this step may be this rank's own
+                self._group = None
+            self._asked.add(id(optimizer))
             found = self._judge_step(made)
             if found is None and self.counts.steps in _UNDERFLOW_STEPS:
                 self._warn_of_underflow(made.now)

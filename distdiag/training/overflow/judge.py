@@ -44,7 +44,7 @@ class Forward:
     """A forward that is over and not judged yet: by its outputs, or by its frames, which came to `found`."""
 
     when: When
-    call: Call
+    call: Call | None
     outputs: tuple[Output, ...] = ()
     found: Detection | None = None
 
@@ -101,6 +101,8 @@ class Judge:
 
         `asked`: whether this rank has seen that something did; `alone`: whether it runs without the others.
         """
+        if forward.call is None:  # of a rank that only answers
+            return None
         recorder = self.recorder(exact=True)
         if alone and ranks.shares_weights(self.model):
             why = "other ranks have a part of its weights, and do not run it"

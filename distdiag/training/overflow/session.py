@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from distdiag.training.overflow.settings import Settings
 
 
-def begin_from_environment(root: str) -> None:
-    """Wait for the import of torch, as `distdiag overflow` asked for; `root` is the place that distdiag lies in."""
+def begin_from_environment() -> None:
+    """Wait for the import of torch, as `distdiag overflow` asked for."""
     text = os.environ.get(VARIABLE)
     if text:
         try:
@@ -27,14 +27,14 @@ def begin_from_environment(root: str) -> None:
         except (ValueError, TypeError, KeyError):
             _complain(f"{VARIABLE} cannot be read")
         else:
-            sys.meta_path.insert(0, _AfterTorch(settings, root))
+            sys.meta_path.insert(0, _AfterTorch(settings))
 
 
 class _AfterTorch(MetaPathFinder):
     """Finds torch as it would be found, and does something after it was loaded."""
 
-    def __init__(self, settings: Settings, root: str) -> None:
-        self._settings, self._root = settings, root
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         self._asks = False
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -53,11 +53,9 @@ class _AfterTorch(MetaPathFinder):
     def _begin(self) -> None:
         if self in sys.meta_path:
             sys.meta_path.remove(self)
-        sys.path.insert(0, self._root)
-        try:
-            from distdiag.training.overflow.finder import Finder
-        finally:
-            sys.path.remove(self._root)
+        # distdiag itself is loaded already; what is below it is found beside it.
+        from distdiag.training.overflow.finder import Finder
+
         Finder(self._settings).begin()
 
 

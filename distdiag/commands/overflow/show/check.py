@@ -12,6 +12,7 @@ from distdiag.commands.overflow.show.compare import Compared, compare
 from distdiag.commands.overflow.show.diagnose import diagnose
 from distdiag.commands.overflow.show.read import NotFrames, Reader
 from distdiag.errors import DistdiagError, UsageError
+from distdiag.files import check_picture
 from distdiag.report import Finding, Fix, Level
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def check(request: Request, progress: Progress) -> tuple[Report[OverflowShow], C
         UsageError: a file is not there, or no batch or module is like that.
         DistdiagError: no file can be read, or a picture cannot be made.
     """
-    plot.check_target(request.plot)
+    check_picture(request.plot)
     reader = Reader(progress.news, frozenset(request.batches))
     unread: dict[str, str] = {}
     hint, interrupted = "", False

@@ -10,7 +10,7 @@ from distdiag.commands.overflow.show.growth import chain_of
 from distdiag.commands.overflow.show.kept import NEAR, Side, sides
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from distdiag.commands.overflow.show.growth import Chain
     from distdiag.commands.overflow.show.kept import Call, Recording, Row
@@ -132,8 +132,3 @@ def columns(chosen: Sequence[Side], room: int) -> list[Side]:
     wanted += [max(range(len(chosen)), key=lambda at: chosen[at].forward.peak)]
     wanted += [round(step * (len(chosen) - 1) / (room - 1)) for step in range(room)]
     return [chosen[at] for at in sorted(list(dict.fromkeys(wanted))[:room])]
-
-
-def several(of: Iterable[object]) -> bool:
-    """Tell whether there are at least two different ones."""
-    return len(set(of)) > 1

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from distdiag.commands.overflow.show import words
 from distdiag.commands.overflow.show.choose import columns, wants
-from distdiag.errors import DistdiagError, UsageError
+from distdiag.files import write_picture
 
 if TYPE_CHECKING:
     from distdiag.commands.overflow.show.choose import Chosen
     from distdiag.commands.overflow.show.kept import Side
     from distdiag.commands.overflow.show.model import Request
 
-_KINDS = (".svg", ".png", ".pdf")
 _COLUMNS, _LINES = 60, 14
 _MARKS = "oxs+*#@"
 _NAMED = 6
@@ -32,26 +30,6 @@ class Curve(NamedTuple):
     bad: list[int]
     names: dict[int, str]
     limits: dict[str, float]
-
-
-def check_target(target: str) -> None:
-    """Refuse a picture that could not be made, before anything is read. Raises UsageError, DistdiagError."""
-    if target in ("", "-"):
-        return
-    if os.path.splitext(target)[1].lower() not in _KINDS:
-        raise UsageError(
-            f"--plot {target}: no such kind of picture", hint=f"end it in {', '.join(_KINDS)}; - draws here"
-        )
-    folder = os.path.dirname(os.path.abspath(target))
-    if not os.path.isdir(folder):
-        raise UsageError(f"--plot {target}: there is no folder {folder}", hint=f"mkdir -p {folder}")
-    try:
-        import matplotlib  # noqa: F401 - only whether it is there
-    except ImportError as error:
-        raise DistdiagError(
-            f"--plot {target}: a picture needs matplotlib, which is not installed ({error})",
-            hint='pip install "distdiag[plot]"; or --plot - draws in the terminal',
-        ) from error
 
 
 def drawn(request: Request, chosen: Chosen) -> str:
@@ -103,13 +81,7 @@ def save(request: Request, chosen: Chosen, target: str) -> None:
         for text in axes.legend(fontsize=8).get_texts():
             text.set_parse_math(False)
     try:
-        figure.savefig(target, bbox_inches="tight")
-    except OSError as error:
-        if os.path.isfile(target) and not os.path.getsize(target):
-            os.unlink(target)
-        raise DistdiagError(
-            f"cannot write {target}: {error.strerror}", hint="name a place that can be written"
-        ) from error
+        write_picture(figure, target)
     finally:
         pyplot.close(figure)
 

@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from distdiag.foreground import argv_of
+from distdiag.foreground import argv_of, watched
 from distdiag.options import called_as
 from distdiag.training.lines.settings import LINES, THREADS, VARIABLE, Settings, default_folder
 
@@ -53,20 +53,11 @@ def trace_py(
             f"distdiag trace: each thread's last lines go to {folder}; to read them: {called_as()} trace show{shown}",
             err=True,
         )
-    _become(argv, _environment(settings))
+    _become(argv, watched(VARIABLE, settings.to_text()))
 
 
 def _names(text: str) -> list[str]:
     return [name for name in (one.strip() for one in text.split(",")) if name]
-
-
-def _environment(settings: Settings) -> dict[str, str]:
-    from distdiag.training.lines import site
-
-    ours = next(iter(site.__path__))
-    before = os.environ.get("PYTHONPATH")
-    path = ours if not before else os.pathsep.join([ours, before])
-    return {**os.environ, "PYTHONPATH": path, VARIABLE: settings.to_text()}
 
 
 def _become(argv: list[str], env: dict[str, str]) -> NoReturn:
