@@ -82,7 +82,8 @@ def test_a_job_in_which_all_is_well_keeps_its_output_and_its_status() -> None:
     assert (result.code, result.out) == (0, "".join(f"batch {number} done\n" for number in range(4)))
     assert "OK: no nan or inf in 4 forwards of Model" in result.err
     result = distdiag("overflow", "--json", "--", "-c", "import torch; raise SystemExit(7)")
-    assert (result.code, result.report["verdict"]) == (7, "unknown")
+    assert (result.code, result.report["exit_code"], result.report["verdict"]) == (7, 7, "unknown")
+    assert "ended with status 7 before it called one" in result.findings["nothing-watched"]["detail"]
     assert distdiag("overflow", "--", "-c", "print('hi')").code == 3
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ from distdiag.commands.overflow import job
 from distdiag.commands.overflow.diagnose import diagnose
 from distdiag.commands.overflow.model import COMMAND
 from distdiag.commands.overflow.view import overflow_view
-from distdiag.deliver import Output, deliver, fail
+from distdiag.deliver import Output, deliver, document, emit, fail
 from distdiag.errors import UsageError
 from distdiag.foreground import argv_of, leave_like
 from distdiag.node.identity import identify
@@ -62,15 +63,17 @@ def become(typed: Typed) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     report = diagnose(seen, typed.program)
     me = identify(os.environ)
+    status = _status(report, seen)
     if typed.as_json:
         if me is None or me.rank == 0:
+            code = status if status >= 0 else 128 - status  # as a shell tells of a signal
             with contextlib.suppress(typer.Exit):
-                deliver(COMMAND, lambda: report, overflow_view, Output(json=True))
+                emit(json.dumps({**document(report), "exit_code": code}, indent=2) + "\n")
     elif me is None or me.rank == 0 or seen.detections:
         # stdout is the job's.
         with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(typer.Exit):
             deliver(COMMAND, lambda: report, overflow_view, Output())
-    leave_like(_status(report, seen))
+    leave_like(status)
 
 
 def _status(report: Report[Overflow], seen: Overflow) -> int:

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 
 _MOST_FILES = 4
+_HOW_FOUND = (
+    "A model is found when it is called, in a Python that reads PYTHONPATH (not python -S, -I or -E), "
+    "below the command that was typed."
+)
 _NOTHING = "nothing was watched: no forward of a torch model was seen"
 
 
@@ -56,9 +60,8 @@ def _findings(seen: Overflow, program: str) -> Iterator[Finding]:
             id="overflow.nothing-watched",
             level=Level.UNKNOWN,
             title=_NOTHING,
-            detail="A model is found when it is called, in a Python that reads PYTHONPATH (not python -S, -I or -E), "
-            "below the command that was typed.",
-            fix=Fix(text="Or watch it from the script: DebugUnderflowOverflow(model)."),
+            detail=f"The job ended with {_how(seen.status)} before it called one." if seen.status else _HOW_FOUND,
+            fix=None if seen.status else Fix(text="Or watch it from the script: DebugUnderflowOverflow(model)."),
         )
     lost = [one for one in seen.processes if not one.ended]
     if lost and not seen.detections:
