@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distdiag import DebugUnderflowOverflow
@@ -109,6 +110,15 @@ def waits_of(model: nn.Module, given: Tensor) -> tuple[int, int]:
     return counts.operations, counts.waits + fetched
 
 
+def allocated(model: nn.Module, given: Tensor) -> int:
+    """Count the bytes that one forward asks of torch's allocator."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        model(given)
+    assert seen.profiler is not None
+    events = seen.profiler.kineto_results.events()
+    return sum(max(0, event.nbytes()) for event in events if event.name() == "[memory]")
+
+
 def measure(d: int, tokens: int, dtype: torch.dtype, rounds: int, *, backward: bool = False) -> dict[str, list[float]]:
     models = {name: build(d, dtype) for name in VARIANTS}
     given = torch.randint(0, 2048, (1, tokens), generator=torch.Generator().manual_seed(1))
@@ -132,7 +142,8 @@ def measure(d: int, tokens: int, dtype: torch.dtype, rounds: int, *, backward: b
     with torch.no_grad():
         for name, model in models.items():
             operations, waits = waits_of(model, given)
-            print(f"    {name:13} {operations:6} operations, {waits:4} waits for the device", file=sys.stderr)
+            bytes_ = allocated(model, given)
+            print(f"    {name:13} {operations:6} operations, {waits:4} waits, {bytes_:12,} bytes", file=sys.stderr)
     return times
 
 
