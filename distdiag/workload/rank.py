@@ -54,7 +54,7 @@ class Rank:
     """One rank on its way through the stages."""
 
     device: torch.device
-    store: dist.Store
+    store: dist.TCPStore
     listener: socket.socket
 
     def __init__(self, config: dict[str, Any], progress: Progress) -> None:

@@ -5,6 +5,7 @@ There is no group of all ranks: one dead link would keep it from being made. The
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -18,7 +19,7 @@ from distdiag.workload.rank import first_lines, run_rank
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from typing import Any
 
     import torch
@@ -127,7 +128,8 @@ class Rank(AnyRank):
         )
         fault = self.config["fault"] or {"dropped": [], "slow": []}
         if [a, b] in fault["dropped"] and self.rank == a:
-            _drop_what_comes_in(_sockets() - before)
+            fresh = (fd for made, fd in _sockets().items() if made not in before)
+            _drop_what_comes_in(fresh, spared_port=self.store.port)
         wrong = self.check(b)
         self.buffer.zero_()
         lag_s = fault["lag_s"] if [a, b] in fault["slow"] and self.rank in fault["slow_ranks"] else 0.0
@@ -166,20 +168,24 @@ class Rank(AnyRank):
             self.store.wait([f"left/{rank}" for rank in range(self.world_size)])
 
 
-def _sockets() -> set[int]:
-    """List this process's connected TCP sockets."""
-    found = set()
+def _sockets() -> dict[str, int]:
+    """List this process's sockets by what never comes twice, as descriptors do: those of the last pair close late."""
+    found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                found.add(int(name))
+            made = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue
+        if made.startswith("socket:"):
+            found[made] = int(name)
     return found
 
 
-def _drop_what_comes_in(sockets: set[int]) -> None:
-    """Make the kernel drop every packet that comes in for these sockets, as a firewall would: see socket(7), bpf."""
+def _drop_what_comes_in(sockets: Iterable[int], *, spared_port: int) -> None:
+    """Make the kernel drop every packet that comes in for these sockets, as a firewall would: see socket(7), bpf.
+
+    Connections to or from `spared_port` are left alone: torch opens more of them to its store for each group.
+    """
 
     class Instruction(ctypes.Structure):
         _fields_ = (("code", ctypes.c_ushort), ("jt", ctypes.c_ubyte), ("jf", ctypes.c_ubyte), ("k", ctypes.c_uint))
@@ -191,5 +197,10 @@ def _drop_what_comes_in(sockets: set[int]) -> None:
     program = Program(1, ctypes.pointer(accept_nothing))
     for fd in sockets:
         with socket.socket(fileno=os.dup(fd)) as connection:
-            if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
+            if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            ends = [connection.getsockname()]
+            with contextlib.suppress(OSError):  # one that listens has nobody at the other end
+                ends.append(connection.getpeername())
+            if all(port != spared_port for _, port, *_ in ends):
                 connection.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, bytes(program))
