@@ -19,7 +19,7 @@ TOOLKIT := nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.
 help: ## Show what there is to make
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-run: $(VENV)/installed ## Install distdiag into .venv and test two ranks on this machine
+run: $(VENV)/installed compiled ## Install distdiag into .venv and test two ranks on this machine
 	@$(BIN)/distdiag gpu-test --nproc 2
 
 # Test files side by side, in their order: the long ones are in the middle. Then, alone, what measures time.
@@ -28,7 +28,7 @@ WORKERS := $(shell n=$$(nproc); echo $$((n < 3 ? n + 1 : 4)))
 SIDE_BY_SIDE := --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 # pytest leaves with 5 when it has no test: fine where ARGS choose tests of one kind only.
 NO_TEST := $(if $(ARGS),[ $$? = 5 ],false)
-test: $(VENV)/installed-dev $(VENV)/cuda tools ## Run the whole test suite (installs what it needs; as root, system packages too)
+test: $(VENV)/installed-dev $(VENV)/cuda compiled tools ## Run the whole test suite (installs what it needs; as root, system packages too)
 	$(BIN)/python -m pytest -m "not alone" $(SIDE_BY_SIDE) $(ARGS) || $(NO_TEST)
 	$(BIN)/python -m pytest -m alone $(ARGS) || $(NO_TEST)
 
@@ -48,7 +48,7 @@ COMPLETIONS ?= completions
 completions: $(VENV)/installed ## Generate the completion files of bash, zsh and fish
 	$(BIN)/python tests/make_completions.py $(COMPLETIONS)
 
-bench: $(VENV)/installed-dev $(VENV)/cuda tools ## Measure beside the peers: torchrun, clush, pdsh, asyncssh, py-spy, clubak, collect_env, ds_report, nmap, transformers (30 minutes)
+bench: $(VENV)/installed-dev $(VENV)/cuda compiled tools ## Measure beside the peers: torchrun, clush, pdsh, asyncssh, py-spy, clubak, collect_env, ds_report, nmap, transformers (30 minutes)
 	@for peer in pdsh clush; do command -v $$peer >/dev/null || echo "$$peer is not installed: apt-get install pdsh clustershell"; done
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check asyncssh
 	$(BIN)/python tests/benchmarks/gpu_test.py
@@ -67,6 +67,11 @@ bench: $(VENV)/installed-dev $(VENV)/cuda tools ## Measure beside the peers: tor
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+
+# As pip does with a wheel, so that what is tested and measured here starts as it does for users.
+.PHONY: compiled
+compiled: $(VENV)/installed
+	@$(BIN)/python -m compileall -q distdiag
 
 .PHONY: tools
 tools:

@@ -32,9 +32,10 @@ class Agent:
     rank: str | None = None
     carries: tuple[str, ...] = ()
 
-    def pack(self, cluster: Cluster, *, silence_s: float | None) -> bytes:
-        """Pack sources and orders into what boot.START reads."""
-        return boot.pack(self.sources(), "distdiag.node.agent", self.config(cluster, silence_s=silence_s))
+    def pack(self, cluster: Cluster, *, silence_s: float | None, here: bool = False) -> bytes:
+        """Pack sources and orders into what boot.START reads; `here`: on this machine."""
+        config = self.config(cluster, silence_s=silence_s)
+        return boot.pack(self.sources(), "distdiag.node.agent", config, bundle.folder() if here else "")
 
     def sources(self) -> dict[str, str]:
         """Read what travels."""
@@ -62,7 +63,8 @@ def open_fleet(cluster: Cluster, targets: Targets, agent: Agent) -> Fleet:
         UsageError: an option cannot be read.
         DistdiagError: the tool that the way needs is not here.
     """
-    payload = agent.pack(cluster, silence_s=None if targets.launcher is None else SILENCE_S)
+    here = targets.launcher is None
+    payload = agent.pack(cluster, silence_s=None if here else SILENCE_S, here=here)
     limits = Limits(start_s=cluster.host_timeout_s or _START_S)
     if targets.launcher in (Launcher.SLURM, Launcher.MPI):
         return Fleet(targets.hosts, _step(cluster, targets, agent, limits), payload, limits)

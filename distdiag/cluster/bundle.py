@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from importlib import resources
 
@@ -27,6 +28,12 @@ def sources(*modules: str) -> dict[str, str]:
             found[name] = _read(name)
             waiting += _imports_of(found[name])
     return dict(sorted(found.items()))
+
+
+def folder() -> str:
+    """Tell where distdiag is installed; empty if it is not in a folder (but in a zip file)."""
+    where = str(resources.files("distdiag"))
+    return where if os.path.isdir(where) else ""
 
 
 def _imports_of(text: str) -> list[str]:

@@ -227,6 +227,8 @@ class Fleet:
 
     def _turn(self, timeout_s: float) -> Iterator[tuple[Node, dict[str, Any]]]:
         """Look once at everything."""
+        if any(node.link.has_unsent for node in self.nodes.values()):
+            timeout_s = min(timeout_s, _FLUSH_S)
         ready = self._selector.select(timeout_s)
         now = time.monotonic()
         pause, self._last_turn = now - self._last_turn, now

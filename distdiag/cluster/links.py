@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
 import threading
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MAX_UNSENT_BYTES = 64 * 2**20
+_PIPE_BYTES = 2**18
+"""Within what the kernel gives anybody: what a command sends first fits whole, and nobody has to come back for it."""
 UNKNOWN_SIGNAL = -1
 """Stands for the exit status of a program that a signal ended, where nobody told which."""
 
@@ -44,6 +47,11 @@ class Link(ABC):
         self._unsent = bytearray()
         self._lock = threading.Lock()
         self._closing = False
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether something was kept for `flush`."""
+        return bool(self._unsent)
 
     @abstractmethod
     def fds(self) -> tuple[int, ...]:
@@ -109,6 +117,9 @@ class ProcessLink(Link):
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             assert stream is not None
             os.set_blocking(stream.fileno(), False)
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):  # the user's share of such memory is used up
+            fcntl.fcntl(self.process.stdin.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._open = {1: self.process.stdout, 2: self.process.stderr}
 
     def fds(self) -> tuple[int, ...]:

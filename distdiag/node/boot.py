@@ -9,11 +9,12 @@ Where stdin cannot be had (srun and mpirun give it to one task), the same bytes 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import sys
 import zlib
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, SourceFileLoader
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -40,13 +41,19 @@ ARGUMENT_START = (
 
 carried: dict[str, str] = {}
 """Module name -> source of what this interpreter was given; empty where distdiag is installed."""
+installed: list[str] = []
+"""The folder of the distdiag that gave them, if it is on this machine: what Python keeps compiled there is used."""
 
 
 class CarriedFinder:
-    """Imports modules from source text that came over stdin; goes before an installed distdiag."""
+    """Imports modules from source text that came over stdin; goes before an installed distdiag.
 
-    def __init__(self, sources: dict[str, str]) -> None:
+    Where they came from `folder` on this machine, they are read there, as Python has them compiled.
+    """
+
+    def __init__(self, sources: dict[str, str], folder: str = "") -> None:
         self.sources = sources
+        self.folder = folder
         parts = (name.split(".") for name in sources)
         self.packages = {".".join(words[:above]) for words in parts for above in range(1, len(words))}
 
@@ -64,28 +71,39 @@ class CarriedFinder:
     def exec_module(self, module: ModuleType) -> None:
         """Run the carried source in the module."""
         name = module.__name__
-        code = compile(self.sources.get(name, ""), self.get_filename(name), "exec", dont_inherit=True)
+        path = self.get_filename(name)
+        code = None
+        if self.folder and name in self.sources:
+            with contextlib.suppress(OSError):  # this distdiag is being replaced
+                code = SourceFileLoader(name, path).get_code(name)
+        if code is None:
+            code = compile(self.sources.get(name, ""), path, "exec", dont_inherit=True)
         exec(code, module.__dict__)
 
     def get_filename(self, name: str) -> str:
         """Give the path that tracebacks show."""
-        return "<distdiag>/" + "/".join(name.split(".")[1:]) + ".py"
+        return f"{self.folder or '<distdiag>'}/{'/'.join(name.split('.')[1:])}.py"
 
     def get_source(self, name: str) -> str:
         """Give the source text, for tracebacks."""
         return self.sources.get(name, "")
 
 
-def pack(sources: dict[str, str], entry: str, config: dict[str, Any]) -> bytes:
-    """Make the bytes that START expects on stdin. `entry` names a carried module with a `main(config)`."""
-    order = json.dumps({"sources": sources, "entry": entry, "config": config})
+def pack(sources: dict[str, str], entry: str, config: dict[str, Any], folder: str = "") -> bytes:
+    """Make the bytes that START expects on stdin. `entry` names a carried module with a `main(config)`.
+
+    `folder`: where the sources are from, if they are for this machine; what was started so starts others so, too.
+    """
+    folder = folder or "".join(installed)
+    order = json.dumps({"sources": sources, "entry": entry, "config": config, "folder": folder})
     return zlib.compress(f"{sources[__name__]}\nbegin({order!r})\n".encode())
 
 
 def begin(order: str) -> None:
     """Install the carried modules and hand over to the entry module."""
     given = json.loads(order)
-    sys.meta_path.insert(0, CarriedFinder(given["sources"]))
+    sys.meta_path.insert(0, CarriedFinder(given["sources"], given["folder"]))
     boot = importlib.import_module("distdiag.node.boot")
     boot.carried.update(given["sources"])
+    boot.installed.extend(filter(None, [given["folder"]]))
     importlib.import_module(given["entry"]).main(given["config"])

@@ -118,6 +118,8 @@ class _Scan:
                     yield self._finished(one)
                 else:
                     running.add(one)
+            if not running:
+                continue
             for key, _ in self._selector.select(0 if self._todo and len(running) < self._width else _LOOK_S):
                 one = key.data
                 one.go_on()

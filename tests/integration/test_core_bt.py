@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from cluster import Network, need_network
 from cores import PROGRAMS, make_core
-from support import distdiag
+from support import distdiag, need
 
 if TYPE_CHECKING:
     from support import Result
@@ -168,6 +168,20 @@ def test_packed_cores_are_read(segv: Path, tmp_path: Path) -> None:
     assert core["signal_name"] == "SIGSEGV"
     assert python_frames(core)
     assert not list(Path("/tmp").glob("distdiag-core-*/core-*"))
+
+
+def test_a_large_packed_core_is_whole_and_one_without_its_end_is_not(tmp_path: Path) -> None:
+    need("zstd")
+    packed = tmp_path / "core.zst"
+    subprocess.run(["zstd", "-q1", make_core("dies_in_torch", tmp_path), "-o", packed], check=True)
+    core = only(core_bt(str(packed)))
+    assert (core["truncated"], core["size_bytes"]) == (False, core["whole_bytes"])
+    assert python_frames(core)
+    with packed.open("r+b") as file:
+        file.truncate(packed.stat().st_size // 2)
+    result = core_bt(str(packed))
+    core = only(result)
+    assert (core["truncated"], core["signal_name"], "truncated" in result.findings) == (True, "SIGSEGV", True)
 
 
 def test_without_gdb_and_without_the_program(segv: Path, tmp_path: Path) -> None:

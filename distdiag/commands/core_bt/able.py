@@ -154,11 +154,12 @@ def _on_the_host(pattern: Pattern) -> str:
 
 
 def _limit(node: _Node) -> Iterator[Finding]:
-    """Judge RLIMIT_CORE, which the kernel itself obeys for files only; of programs, systemd-coredump obeys it too."""
+    """Judge RLIMIT_CORE, which the kernel obeys for files only. Programs may be told it (%c), or, as Debian does with
+    systemd-coredump, a number instead; what it is told systemd-coredump obeys."""
     pattern = node.pattern
-    obeyed = pattern.kind in _FILES or pattern.handler == "systemd-coredump"
-    if not obeyed and not pattern.told_limit:
+    if pattern.kind not in _FILES and not pattern.told_limit:
         return
+    obeyed = pattern.kind in _FILES or pattern.handler == "systemd-coredump"
     none = [one for one in node.processes if one.limits is not None and _limited(one, _LEAST_BYTES)]
     cut = [one for one in node.processes if one not in none and _limited(one, one.memory_bytes or 0)]
     if none:

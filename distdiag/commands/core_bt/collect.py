@@ -145,8 +145,12 @@ def _core(path: str, ask: dict[str, Any]) -> CoreFacts:
         try:
             plain = packed.unpack(path, folder, most_bytes=_UNPACKED_BYTES, timeout_s=ask["timeout_s"])
         except (packed.CannotUnpack, OSError) as error:
-            return replace(facts, tools=(f"stacks: {error}",))
-        return _with_stacks(facts, plain, ask)
+            is_cut = isinstance(error, packed.CutOff)
+            return replace(facts, notes=replace(told, truncated=is_cut), tools=(f"stacks: {error}",))
+        # Its first bytes alone did not tell how long it is.
+        size = os.stat(plain).st_size
+        whole = replace(told, size_bytes=size, truncated=size < told.whole_bytes)
+        return _with_stacks(replace(facts, notes=whole), plain, ask)
 
 
 def _rank(variables: dict[str, str]) -> int | None:
