@@ -269,7 +269,19 @@ def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
     ]
 
 
+def test_results_come_in_order_and_as_soon_as_they_are_there_and_nobody_is_left_behind() -> None:
+    release, hold = os.pipe()  # the last jobs wait until the first results were seen
+    found = workers.run(lambda number: number if number < 4 else os.read(release, 1), range(6), width=2)
+    assert [next(found) for _ in range(4)] == [0, 1, 2, 3]
+    children = Path("/proc/thread-self/children").read_text().split()
+    assert len(children) >= 2
+    found.close()
+    assert not set(children) & set(Path("/proc/thread-self/children").read_text().split())
+    os.close(release)
+    os.close(hold)
+
+
 def test_a_worker_that_is_killed_costs_only_what_it_read() -> None:
-    found = workers.run(lambda number: os.kill(os.getpid(), 9) if number == 1 else number, [0, 1, 2, 3], width=2)
+    found = list(workers.run(lambda number: os.kill(os.getpid(), 9) if number == 1 else number, [0, 1, 2, 3], width=2))
     assert "the process that read it ended with -9" in found
     assert {one for one in found if isinstance(one, int)} <= {0, 2, 3}

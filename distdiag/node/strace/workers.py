@@ -6,13 +6,14 @@ import contextlib
 import os
 import pickle
 import selectors
+import signal
 import struct
 import traceback
 import warnings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
     from typing import TypeVar
 
     Job = TypeVar("Job")
@@ -21,37 +22,51 @@ if TYPE_CHECKING:
 MOST = 4
 """A node may have work of its own to do."""
 _NUMBER = struct.Struct("<H")
+_HEAD = struct.Struct("<HQ")
+"""The number of a job, and how long its result is that follows."""
 _JOBS = 16384
 """Numbers that fit into a pipe, which holds 64 KiB, while nobody reads."""
 
 
-def run(work: Callable[[Job], Result], jobs: Sequence[Job], *, width: int | None = None) -> list[Result | str]:
+def run(
+    work: Callable[[Job], Result], jobs: Sequence[Job], *, width: int | None = None
+) -> Generator[Result | str, None, None]:
     """Do jobs in up to `width` processes, by default one for each processor.
 
-    Returns:
-        The result of each job in their order, or why there is none: its process was killed.
+    Yields:
+        The result of each job, in their order and as soon as it is there, so that not all of them are in memory; or
+        why there is none: its process was killed.
 
     Raises:
         Exception: what `work` raised, where there was only one process.
     """
     width = min(MOST, len(jobs), len(os.sched_getaffinity(0)) if width is None else width)
     if width < 2 or len(jobs) > _JOBS:
-        return [work(job) for job in jobs]
-    numbers, ends = _queue(len(jobs)), []
+        yield from map(work, jobs)
+        return
+    numbers, children = _queue(len(jobs)), {}
+    found: dict[int, Result] = {}
+    told, why = 0, ""
     try:
         for _ in range(width):
-            ends.append(_fork(work, jobs, numbers))
+            pid, reading = _fork(work, jobs, numbers)
+            children[pid] = reading
+        for number, data in _gather(list(children.values())):
+            found[number] = pickle.loads(data)  # It is from our own child.
+            while told in found:
+                yield found.pop(told)
+                told += 1
+        for pid in list(children):
+            _, status = os.waitpid(pid, 0)
+            del children[pid]
+            if status:
+                why = f"the process that read it ended with {os.waitstatus_to_exitcode(status)}"
     finally:
         os.close(numbers)
-    results: dict[int, Result] = {}
-    why = ""
-    for pid, data in _gather(ends):
-        _, status = os.waitpid(pid, 0)
-        if status:
-            why = f"the process that read it ended with {os.waitstatus_to_exitcode(status)}"
-        with contextlib.suppress(EOFError, pickle.UnpicklingError):
-            results.update(pickle.loads(data))  # It is from our own child.
-    return [results.get(number, why) for number in range(len(jobs))]
+        for pid in children:  # whoever asked has lost interest, or was interrupted
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    yield from (found.get(number, why) for number in range(told, len(jobs)))
 
 
 def _queue(count: int) -> int:
@@ -74,7 +89,10 @@ def _fork(work: Callable[[Job], Result], jobs: Sequence[Job], numbers: int) -> t
     try:
         os.close(reading)
         with os.fdopen(writing, "wb") as out:
-            pickle.dump({number: work(jobs[number]) for number in _taken(numbers)}, out)
+            for number in _taken(numbers):
+                data = pickle.dumps(work(jobs[number]))
+                out.write(_HEAD.pack(number, len(data)) + data)
+                out.flush()
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -92,17 +110,28 @@ def _taken(numbers: int) -> Iterator[int]:
         yield int(_NUMBER.unpack(taken)[0])
 
 
-def _gather(ends: list[tuple[int, int]]) -> list[tuple[int, bytes]]:
-    """Read what all children write until they end."""
-    data = {reading: bytearray() for _, reading in ends}
-    with selectors.DefaultSelector() as selector:
-        for reading in data:
-            selector.register(reading, selectors.EVENT_READ)
+def _gather(readings: list[int]) -> Iterator[tuple[int, bytes]]:
+    """Read what all children write until they end; yield each whole result, by the number of its job."""
+    with contextlib.ExitStack() as stack:
+        selector = stack.enter_context(selectors.DefaultSelector())
+        for reading in readings:
+            stack.callback(os.close, reading)
+            selector.register(reading, selectors.EVENT_READ, bytearray())
         while selector.get_map():
             for key, _ in selector.select():
                 got = os.read(key.fd, 1 << 20)
-                data[key.fd] += got
+                key.data.extend(got)
+                yield from _whole(key.data)
                 if not got:
                     selector.unregister(key.fd)
-                    os.close(key.fd)
-    return [(pid, bytes(data[reading])) for pid, reading in ends]
+
+
+def _whole(data: bytearray) -> Iterator[tuple[int, bytes]]:
+    """Take the results off that are there as a whole."""
+    while len(data) >= _HEAD.size:
+        number, size = _HEAD.unpack_from(data)
+        end = _HEAD.size + size
+        if len(data) < end:
+            return
+        yield number, bytes(data[_HEAD.size : end])
+        del data[:end]
