@@ -5,11 +5,15 @@ from __future__ import annotations
 import base64
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
 
 from distdiag.cluster import bootstrap, bundle
 from distdiag.node import boot
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 ARGUMENT_BYTES = 128 * 1024  # MAX_ARG_STRLEN of Linux
 COMMANDS = {
@@ -54,3 +58,24 @@ def test_what_travels_imports_nothing_that_does_not(command: str) -> None:
     )
     done = subprocess.run([sys.executable, "-S", "-P", "-"], input=order, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_on_this_machine_modules_come_from_where_they_are_installed_else_as_carried(tmp_path: Path) -> None:
+    sources = {
+        name: f"WHO = {name!r}, 'carried'\n" for name in ("distdiag.a", "distdiag.b.c")
+    }
+    (tmp_path / "a.py").write_text("WHO = 'distdiag.a', 'installed'\n")
+    order = (
+        f"sources = {sources!r}\n"
+        f"import importlib, sys\nfrom distdiag.node.boot import CarriedFinder\n"
+        "for name in [name for name in sys.modules if name.split('.')[0] == 'distdiag']: del sys.modules[name]\n"
+        f"sys.meta_path.insert(0, CarriedFinder(sources, {str(tmp_path)!r}))\n"
+        "for name in sources:\n"
+        "    module = importlib.import_module(name)\n"
+        "    print(*module.WHO, module.__file__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", order], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        f"distdiag.a installed {tmp_path}/a.py",
+        f"distdiag.b.c carried {tmp_path}/b/c.py",
+    ]
