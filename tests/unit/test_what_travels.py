@@ -61,9 +61,7 @@ def test_what_travels_imports_nothing_that_does_not(command: str) -> None:
 
 
 def test_on_this_machine_modules_come_from_where_they_are_installed_else_as_carried(tmp_path: Path) -> None:
-    sources = {
-        name: f"WHO = {name!r}, 'carried'\n" for name in ("distdiag.a", "distdiag.b.c")
-    }
+    sources = {name: f"WHO = {name!r}, 'carried'\n" for name in ("distdiag.a", "distdiag.b.c")}
     (tmp_path / "a.py").write_text("WHO = 'distdiag.a', 'installed'\n")
     order = (
         f"sources = {sources!r}\n"
