@@ -132,10 +132,13 @@ def _parts_of(host: str, processes: Sequence[Process], watched: Mapping[int, Wat
             _add_rank(parts, own_name, host, head, same, watched)
         used.update(one.pid for one in same)
     yield from _with_dead(parts, host, [one for one in processes if one.pid not in used])
+    # Who started ranks is their launcher, whatever it is called and has loaded.
+    started_ranks = {pid for one in processes if one.pid in used for pid in one.above}
     rest = [
         one
         for one in processes
-        if one.pid not in used and (one.torch or one.asked) and one.kind not in ("tracker", "compile-worker")
+        if one.asked or (one.torch and one.pid not in started_ranks)
+        if one.pid not in used and one.kind not in ("tracker", "compile-worker")
     ]
     yield from _unlabelled(host, rest, watched)
 
