@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import socket
 import threading
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MAX_UNSENT_BYTES = 64 * 2**20
-_PIPE_BYTES = 2**18
-"""Within what the kernel gives anybody: what a command sends first fits whole, and nobody has to come back for it."""
 UNKNOWN_SIGNAL = -1
 """Stands for the exit status of a program that a signal ended, where nobody told which."""
 
@@ -50,8 +47,8 @@ class Link(ABC):
 
     @property
     def has_unsent(self) -> bool:
-        """Whether something was kept for `flush`."""
-        return bool(self._unsent)
+        """Whether something was kept for `flush`, which may still go."""
+        return bool(self._unsent) and not self._closing
 
     @abstractmethod
     def fds(self) -> tuple[int, ...]:
@@ -117,9 +114,6 @@ class ProcessLink(Link):
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             assert stream is not None
             os.set_blocking(stream.fileno(), False)
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # the user's share of such memory is used up
-            fcntl.fcntl(self.process.stdin.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._open = {1: self.process.stdout, 2: self.process.stderr}
 
     def fds(self) -> tuple[int, ...]:

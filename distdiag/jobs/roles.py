@@ -42,6 +42,9 @@ class _Part:
     world_size: int | None
     members: list[Member] = field(default_factory=list)
     zombies: list[Process] = field(default_factory=list)
+    without_rank: int = 0
+    """Processes with torch and no rank of their own that started ranks of this part: they may be ranks that are missed,
+    as where rank 0 starts the others."""
 
 
 def to_look_at(processes: Sequence[Process], *, helpers: bool) -> tuple[list[int], list[int]]:
@@ -131,14 +134,15 @@ def _parts_of(host: str, processes: Sequence[Process], watched: Mapping[int, Wat
                 own_name = f"{name} {mark}".strip()
             _add_rank(parts, own_name, host, head, same, watched)
         used.update(one.pid for one in same)
-    yield from _with_dead(parts, host, [one for one in processes if one.pid not in used])
-    # Who started ranks is their launcher, whatever it is called and has loaded.
-    started_ranks = {pid for one in processes if one.pid in used for pid in one.above}
+    others = [one for one in processes if one.pid not in used]
+    for part in parts.values():
+        above = {pid for one in part.members if one.process is not None for pid in one.process.above}
+        part.without_rank = sum(one.torch and one.kind == "" and one.pid in above for one in others)
+    yield from _with_dead(parts, host, others)
     rest = [
         one
         for one in processes
-        if one.asked or (one.torch and one.pid not in started_ranks)
-        if one.pid not in used and one.kind not in ("tracker", "compile-worker")
+        if one.pid not in used and (one.torch or one.asked) and one.kind not in ("tracker", "compile-worker")
     ]
     yield from _unlabelled(host, rest, watched)
 
@@ -296,6 +300,8 @@ def _gone(part: _Part, missing: set[int]) -> list[tuple[int, int | None, Process
         found = [(first + local, local) for local in range(local_size) if first + local in missing]
     elif part.world_size is not None and _is_all_here(part):
         found = [(rank, None) for rank in sorted(missing)]
+    if len(found) <= part.without_rank:
+        return []
     started = {one.rank: one.process.started_s for one in part.members if one.process is not None}
     near = [one for one in part.zombies if any(_fits(one, rank, started) for rank, _ in found)]
     # As many zombies as there are gaps, or nobody knows whose they are.

@@ -74,7 +74,8 @@ class CarriedFinder:
         path = self.get_filename(name)
         code = None
         if self.folder and name in self.sources:
-            with contextlib.suppress(OSError):  # this distdiag is being replaced
+            # It is being replaced, or what Python kept is damaged.
+            with contextlib.suppress(OSError, EOFError, ValueError, TypeError, ImportError):
                 code = SourceFileLoader(name, path).get_code(name)
         if code is None:
             code = compile(self.sources.get(name, ""), path, "exec", dont_inherit=True)

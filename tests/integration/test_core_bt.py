@@ -182,6 +182,26 @@ def test_a_large_packed_core_is_whole_and_one_without_its_end_is_not(tmp_path: P
     result = core_bt(str(packed))
     core = only(result)
     assert (core["truncated"], core["signal_name"], "truncated" in result.findings) == (True, "SIGSEGV", True)
+    unpacked = subprocess.run(["zstd", "-dcq", packed], stdout=subprocess.PIPE, check=False).stdout
+    assert core["size_bytes"] == len(unpacked)
+    assert "this file is cut off" in result.findings["crash"]["detail"]
+
+
+def test_a_packed_core_of_gcore_which_has_its_notes_at_the_end(tmp_path: Path) -> None:
+    need("gcore", "zstd")
+    program = "import time\nblock = b'x' * 50_000_000\nprint('ready', flush=True)\ntime.sleep(60)\n"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            subprocess.run(["gcore", "-o", tmp_path / "core", str(process.pid)], check=True, stdout=subprocess.DEVNULL)
+        finally:
+            process.kill()
+    packed = tmp_path / "core.zst"
+    subprocess.run(["zstd", "-q1", tmp_path / f"core.{process.pid}", "-o", packed], check=True)
+    core = only(core_bt(str(packed)))
+    assert (core["pid"], core["truncated"]) == (process.pid, False)
+    assert "<module>" in python_frames(core)
 
 
 def test_without_gdb_and_without_the_program(segv: Path, tmp_path: Path) -> None:

@@ -211,26 +211,29 @@ def test_what_they_have_open_leads_to_each_other(jobs: dict[str, Job]) -> None:
     assert all(len(line.rstrip()) <= 80 for line in shown.out.splitlines())
 
 
-def test_who_started_the_ranks_is_no_job_of_its_own() -> None:
+def test_rank_0_that_started_the_others_has_not_ended() -> None:
     rank = "print('ready', flush=True); import time; time.sleep(600)"
-    launcher = (
+    first = (
         "import os, subprocess, sys, torch\n"
-        "for rank in '01':\n"
-        "    env = {**os.environ, 'RANK': rank, 'WORLD_SIZE': '2'}\n"
+        "for rank in '12':\n"
+        "    env = {**os.environ, 'RANK': rank, 'WORLD_SIZE': '3'}\n"
         f"    own = subprocess.Popen([sys.executable, '-c', {rank!r}], env=env)\n"
         "own.wait()\n"
     )
     env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29613"}
     with subprocess.Popen(
-        [sys.executable, "-c", launcher], env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", first], env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         try:
             assert process.stdout is not None
             assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
-            result = distdiag("trace", "blocked", "--json", "--job", "127.0.0.1:29613")
+            blocked = distdiag("trace", "blocked", "--json", "--job", "127.0.0.1:29613")
+            result = distdiag("pyspy-all", "--json", "--job", "127.0.0.1:29613")
         finally:
             os.killpg(process.pid, signal.SIGKILL)
-    assert [one["rank"] for one in result.report["data"]["threads"]] == [0, 1], result.out
+    assert process.pid in [one["pid"] for one in blocked.report["data"]["threads"]]
+    found = result.findings["exited"]
+    assert (found["level"], "gone, or on other hosts" in found["title"]) == ("unknown", True), result.out
 
 
 def test_a_rank_that_goes_on_is_not_blamed() -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import base64
+import py_compile
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from distdiag.cluster import bootstrap, bundle
 from distdiag.node import boot
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ARGUMENT_BYTES = 128 * 1024  # MAX_ARG_STRLEN of Linux
 COMMANDS = {
@@ -61,8 +59,11 @@ def test_what_travels_imports_nothing_that_does_not(command: str) -> None:
 
 
 def test_on_this_machine_modules_come_from_where_they_are_installed_else_as_carried(tmp_path: Path) -> None:
-    sources = {name: f"WHO = {name!r}, 'carried'\n" for name in ("distdiag.a", "distdiag.b.c")}
+    sources = {name: f"WHO = {name!r}, 'carried'\n" for name in ("distdiag.a", "distdiag.b.c", "distdiag.d")}
     (tmp_path / "a.py").write_text("WHO = 'distdiag.a', 'installed'\n")
+    (tmp_path / "d.py").write_text("WHO = 'distdiag.d', 'installed'\n")
+    kept = Path(py_compile.compile(str(tmp_path / "d.py"), doraise=True) or "")
+    kept.write_bytes(kept.read_bytes()[:30])  # a disk was full
     order = (
         f"sources = {sources!r}\n"
         f"import importlib, sys\nfrom distdiag.node.boot import CarriedFinder\n"
@@ -76,4 +77,5 @@ def test_on_this_machine_modules_come_from_where_they_are_installed_else_as_carr
     assert done.stdout.splitlines() == [
         f"distdiag.a installed {tmp_path}/a.py",
         f"distdiag.b.c carried {tmp_path}/b/c.py",
+        f"distdiag.d carried {tmp_path}/d.py",
     ]

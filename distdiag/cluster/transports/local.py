@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import shlex
 import sys
 from typing import TYPE_CHECKING
@@ -17,6 +19,11 @@ if TYPE_CHECKING:
     from distdiag.cluster.hosts import Host
 
 
+_PIPE_BYTES = 2**18
+"""What a command sends first fits whole, so that nobody has to come back for the rest of it. Of one pipe only: all of
+a user's together may have 64 MiB, and he gets small ones then."""
+
+
 class LocalTransport(Transport):
     """Starts the node side right here; only for this one machine."""
 
@@ -25,7 +32,8 @@ class LocalTransport(Transport):
     remote = False
 
     def __init__(self, payload_bytes: int) -> None:
-        self._argv = [sys.executable, "-c", boot.START, str(payload_bytes), "distdiag-agent"]
+        flags = ["-B"] if sys.dont_write_bytecode else []
+        self._argv = [sys.executable, *flags, "-c", boot.START, str(payload_bytes), "distdiag-agent"]
 
     def start(self, hosts: Sequence[Host], arrivals: Arrivals) -> None:
         for host in hosts:
@@ -35,6 +43,9 @@ class LocalTransport(Transport):
                 arrivals.refuse(host.name, Refusal(state=HostState.FAILED, stage="start", message=str(error)))
                 continue
             link.pid = link.process.pid
+            assert link.process.stdin is not None
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(link.process.stdin.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
             arrivals.link(host.name, link)
 
     def explain(self, host: Host) -> str:

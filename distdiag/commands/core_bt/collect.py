@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from distdiag.node import identity, machine, procs
 from distdiag.node.core import by_gdb, by_pystack, merge, notes, packed, places, setup, variables
-from distdiag.node.core.image import NotACore
+from distdiag.node.core.image import NotACore, OtherMachine
 from distdiag.node.core.merge import Merged  # noqa: TC001 - decoding reads it
 from distdiag.node.core.notes import CoreNotes  # noqa: TC001 - decoding reads it
 from distdiag.node.core.setup import SetupFacts  # noqa: TC001 - decoding reads it
@@ -116,41 +116,61 @@ def _cores(host: str, ask: dict[str, Any]) -> NodeCores:
 
 
 def _core(path: str, ask: dict[str, Any]) -> CoreFacts:
-    began = time.monotonic()
     try:
-        is_packed = packed.kind(path) is not packed.Kind.PLAIN
-        core: Any = packed.head(path, _HEAD_BYTES) if is_packed else path
-        told = notes.read(core)
-        seconds = time.monotonic() - began
-        facts = CoreFacts(
-            path=path,
-            error="",
-            modified_s=os.stat(path).st_mtime,
-            notes=told,
-            rank=_rank(variables.said_in(core)),
-            exe=ask["exe"] or _executable(told),
-            changed=notes.changed_files(core, told),
-            missing=notes.missing_files(core, told),
-            seconds=seconds,
-        )
+        if packed.kind(path) is packed.Kind.PLAIN:
+            return _with_stacks(_facts(path, path, ask), path, ask)
+        return _packed(path, ask)
     except (NotACore, packed.CannotUnpack) as error:
         return CoreFacts(path, str(error))
     except OSError as error:
         return CoreFacts(path, error.strerror or str(error))
     except ValueError as error:
         return CoreFacts(path, str(error))
-    if not is_packed:
-        return _with_stacks(facts, path, ask)
+
+
+def _facts(path: str, core: Any, ask: dict[str, Any]) -> CoreFacts:  # noqa: ANN401 - a path, or the first bytes
+    began = time.monotonic()
+    told = notes.read(core)
+    seconds = time.monotonic() - began
+    return CoreFacts(
+        path=path,
+        error="",
+        modified_s=os.stat(path).st_mtime,
+        notes=told,
+        rank=_rank(variables.said_in(core)),
+        exe=ask["exe"] or _executable(told),
+        changed=notes.changed_files(core, told),
+        missing=notes.missing_files(core, told),
+        seconds=seconds,
+    )
+
+
+def _packed(path: str, ask: dict[str, Any]) -> CoreFacts:
+    """Read a packed core; its notes before all of it is unpacked, if they come first, as in those of the kernel."""
+    facts = None
+    try:
+        facts = _facts(path, packed.head(path, _HEAD_BYTES), ask)
+    except OtherMachine:
+        raise
+    except NotACore:  # gdb's gcore has its notes at the end
+        pass
     with tempfile.TemporaryDirectory(prefix="distdiag-core-") as folder:
         try:
             plain = packed.unpack(path, folder, most_bytes=_UNPACKED_BYTES, timeout_s=ask["timeout_s"])
         except (packed.CannotUnpack, OSError) as error:
-            is_cut = isinstance(error, packed.CutOff)
-            return replace(facts, notes=replace(told, truncated=is_cut), tools=(f"stacks: {error}",))
-        # Its first bytes alone did not tell how long it is.
-        size = os.stat(plain).st_size
-        whole = replace(told, size_bytes=size, truncated=size < told.whole_bytes)
-        return _with_stacks(replace(facts, notes=whole), plain, ask)
+            if facts is None:
+                raise
+            size = error.unpacked_bytes if isinstance(error, packed.CutOff) else None
+            return replace(_of_size(facts, size), tools=(f"stacks: {error}",))
+        return _with_stacks(_of_size(facts or _facts(path, plain, ask), os.stat(plain).st_size), plain, ask)
+
+
+def _of_size(facts: CoreFacts, size: int | None) -> CoreFacts:
+    """Say how long a packed core is, which its first bytes did not tell; None: as long as its headers promise."""
+    assert facts.notes is not None
+    whole = facts.notes.whole_bytes
+    size = whole if size is None else size
+    return replace(facts, notes=replace(facts.notes, size_bytes=size, truncated=size < whole))
 
 
 def _rank(variables: dict[str, str]) -> int | None:

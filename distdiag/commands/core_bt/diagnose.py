@@ -154,7 +154,11 @@ def _crash(request: Request, group: Sequence[tuple[Core, Crash | None]]) -> Find
         level=Level.FAIL,
         title=f"{who(first)}{others} died by {first.signal_name}{' ' + place if place else ''}",
         detail=_sentence(known.says if known is not None else first.meaning)
-        + ("" if first.crash_thread is not None else " Its stack could not be read."),
+        + (
+            ""
+            if first.crash_thread is not None
+            else f" {_sentence('; '.join(('its stack could not be read', *first.tools)))}"
+        ),
         where=Where(
             hosts=tuple(dict.fromkeys(core.host for core, _ in group)),
             ranks=tuple(core.rank for core, _ in group if core.rank is not None),

@@ -72,7 +72,9 @@ class CannotUnpack(Exception):
 
 
 class CutOff(CannotUnpack):
-    """A packed file whose end is missing; its `head` may be all that is needed."""
+    """A packed file whose end is missing; its `head` may be all that is needed. `unpack` says how much came out."""
+
+    unpacked_bytes = 0
 
 
 def kind(path: str) -> Kind:
@@ -130,6 +132,8 @@ def unpack(path: str, folder: str, *, most_bytes: int, timeout_s: float) -> str:
         with open(fd, "wb") as file, contextlib.closing(_pieces(path, packing, timeout_s)) as pieces:
             _write(file, pieces, promised)
     except BaseException as error:
+        if isinstance(error, CutOff):
+            error.unpacked_bytes = os.path.getsize(unpacked)
         os.unlink(unpacked)
         if isinstance(error, OSError):
             raise CannotUnpack(f"cannot be unpacked into {folder}: {error.strerror}") from error
@@ -157,7 +161,8 @@ def _check_room(promised: int, folder: str, most_bytes: int) -> None:
     if promised > most_bytes:
         raise CannotUnpack(f"unpacked it would have {_mib(promised)}, and {_mib(most_bytes)} are allowed")
     if promised > free:
-        raise CannotUnpack(f"unpacked it would have {_mib(promised)}, and {folder} has room for {_mib(max(0, free))}")
+        room = f"{folder} has room for {_mib(max(0, free))}; TMPDIR can name another folder"
+        raise CannotUnpack(f"unpacked it would have {_mib(promised)}, and {room}")
 
 
 def _mib(size: int) -> str:

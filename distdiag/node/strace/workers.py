@@ -94,6 +94,8 @@ def _fork(work: Callable[[Job], Result], jobs: Sequence[Job], numbers: int) -> t
                 out.write(_HEAD.pack(number, len(data)) + data)
                 out.flush()
         status = 0
+    except BrokenPipeError:
+        pass  # whoever asked is gone
     except BaseException:
         traceback.print_exc()
         raise

@@ -218,11 +218,18 @@ def _logs(threads: Sequence[ThreadLog], whose: Mapping[str, Whose]) -> Iterator[
             rank=rank,
             pid=pid,
             path="" if path.startswith("/proc/") else path,
-            size_bytes=os.path.getsize(path),
+            size_bytes=_size(path),
             span_s=max(times) - min(times) if times else 0.0,
             cut=any(log.state == "cut" for log in own),
             unread=f"{n_unread} lines of it are not strace's" if n_unread else "",
         )
+
+
+def _size(path: str) -> int:
+    try:
+        return os.path.getsize(path)
+    except OSError:  # removed since it was read
+        return 0
 
 
 def _unread(path: str, why: str) -> Log:
