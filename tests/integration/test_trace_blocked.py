@@ -212,7 +212,7 @@ def test_what_they_have_open_leads_to_each_other(jobs: dict[str, Job]) -> None:
 
 
 def test_rank_0_that_started_the_others_has_not_ended() -> None:
-    rank = "print('ready', flush=True); import time; time.sleep(600)"
+    rank = "import os, time; os.write(1, b'ready\\n'); time.sleep(600)"
     first = (
         "import os, subprocess, sys, torch\n"
         "for rank in '12':\n"
