@@ -32,9 +32,9 @@ class Agent:
     rank: str | None = None
     carries: tuple[str, ...] = ()
 
-    def pack(self, cluster: Cluster, *, silence_s: float | None, here: bool = False) -> bytes:
-        """Pack sources and orders into what boot.START reads; `here`: on this machine."""
-        config = self.config(cluster, silence_s=silence_s)
+    def pack(self, cluster: Cluster, *, here: bool) -> bytes:
+        """Pack sources and orders into what boot.START reads; `here`: on this machine, where no connection is cut."""
+        config = self.config(cluster, silence_s=None if here else SILENCE_S)
         return boot.pack(self.sources(), "distdiag.node.agent", config, bundle.folder() if here else "")
 
     def sources(self) -> dict[str, str]:
@@ -63,8 +63,7 @@ def open_fleet(cluster: Cluster, targets: Targets, agent: Agent) -> Fleet:
         UsageError: an option cannot be read.
         DistdiagError: the tool that the way needs is not here.
     """
-    here = targets.launcher is None
-    payload = agent.pack(cluster, silence_s=None if here else SILENCE_S, here=here)
+    payload = agent.pack(cluster, here=targets.launcher is None)
     limits = Limits(start_s=cluster.host_timeout_s or _START_S)
     if targets.launcher in (Launcher.SLURM, Launcher.MPI):
         return Fleet(targets.hosts, _step(cluster, targets, agent, limits), payload, limits)

@@ -300,11 +300,11 @@ def _gone(part: _Part, missing: set[int]) -> list[tuple[int, int | None, Process
         found = [(first + local, local) for local in range(local_size) if first + local in missing]
     elif part.world_size is not None and _is_all_here(part):
         found = [(rank, None) for rank in sorted(missing)]
-    if len(found) <= part.without_rank:
-        return []
     started = {one.rank: one.process.started_s for one in part.members if one.process is not None}
     near = [one for one in part.zombies if any(_fits(one, rank, started) for rank, _ in found)]
     # As many zombies as there are gaps, or nobody knows whose they are.
+    if len(near) != len(found) and len(found) <= part.without_rank:
+        return []
     zombies = sorted(near, key=lambda one: one.started_s) if len(near) == len(found) else [None] * len(found)
     return [(rank, local, zombie) for (rank, local), zombie in zip(found, zombies, strict=True)]
 

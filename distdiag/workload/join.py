@@ -119,7 +119,7 @@ def _lead(
     run: Callable[[Job[Asked, Data], Fleet, Scene, Progress], Report[Data]],
 ) -> Report[Data]:
     request = replace(job.request, program=_program(me, job.request.program))
-    payload = job.agent.pack(request.cluster, silence_s=SILENCE_S)
+    payload = job.agent.pack(request.cluster, here=False)
     transport = JoinTransport(hub, len(payload), patience_s=request.timeout_s)
     hosts = [Host(name=name_of(rank)) for rank in range(me.world_size)]
     with Fleet(hosts, transport, payload, Limits(facts_s=60.0)) as fleet:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 _PIPE_BYTES = 2**18
-"""What a command sends first fits whole, so that nobody has to come back for the rest of it. Of one pipe only: all of
-a user's together may have 64 MiB, and he gets small ones then."""
+"""What a command sends first fits whole, so that nobody has to come back for the rest of it. Only here, where there is
+one pipe: the pipes of a user share 64 MiB, and once these are used up all new ones are small."""
 
 
 class LocalTransport(Transport):
@@ -44,7 +44,8 @@ class LocalTransport(Transport):
                 continue
             link.pid = link.process.pid
             assert link.process.stdin is not None
-            with contextlib.suppress(OSError):
+            # Not everywhere (macOS), nor for everybody: the rest is sent later then.
+            with contextlib.suppress(AttributeError, OSError):
                 fcntl.fcntl(link.process.stdin.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
             arrivals.link(host.name, link)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from dataclasses import dataclass, replace
 
 from distdiag.node import identity, machine, procs
@@ -29,7 +28,7 @@ _MOST_THREADS = 512
 
 @dataclass(frozen=True)
 class CoreFacts:
-    """One core file. `error`: why it could not be read; else there are notes, which took `seconds`."""
+    """One core file. `error`: why it could not be read; else there are notes."""
 
     path: str
     error: str
@@ -41,7 +40,6 @@ class CoreFacts:
     missing: tuple[str, ...] = ()
     threads: tuple[Merged, ...] = ()
     tools: tuple[str, ...] = ()
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -129,9 +127,7 @@ def _core(path: str, ask: dict[str, Any]) -> CoreFacts:
 
 
 def _facts(path: str, core: Any, ask: dict[str, Any]) -> CoreFacts:  # noqa: ANN401 - a path, or the first bytes
-    began = time.monotonic()
     told = notes.read(core)
-    seconds = time.monotonic() - began
     return CoreFacts(
         path=path,
         error="",
@@ -141,7 +137,6 @@ def _facts(path: str, core: Any, ask: dict[str, Any]) -> CoreFacts:  # noqa: ANN
         exe=ask["exe"] or _executable(told),
         changed=notes.changed_files(core, told),
         missing=notes.missing_files(core, told),
-        seconds=seconds,
     )
 
 

@@ -154,11 +154,7 @@ def _crash(request: Request, group: Sequence[tuple[Core, Crash | None]]) -> Find
         level=Level.FAIL,
         title=f"{who(first)}{others} died by {first.signal_name}{' ' + place if place else ''}",
         detail=_sentence(known.says if known is not None else first.meaning)
-        + (
-            ""
-            if first.crash_thread is not None
-            else f" {_sentence('; '.join(('its stack could not be read', *first.tools)))}"
-        ),
+        + ("" if first.crash_thread is not None else " Its stack could not be read."),
         where=Where(
             hosts=tuple(dict.fromkeys(core.host for core, _ in group)),
             ranks=tuple(core.rank for core, _ in group if core.rank is not None),
@@ -167,6 +163,8 @@ def _crash(request: Request, group: Sequence[tuple[Core, Crash | None]]) -> Find
         evidence=(
             *([f"{first.signal_name}: {first.meaning}"] if known is not None else []),
             *(core.path for core, _ in group[:8]),
+            # Of an unknown crash that is what the fix is about.
+            *(first.tools if first.crash_thread is None and known is not None else ()),
             *([f"known from {known.source}"] if known is not None and known.source else []),
         ),
         fix=_fix(request, first, known),

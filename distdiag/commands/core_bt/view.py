@@ -47,7 +47,7 @@ def _threads(core: Core, *, all_threads: bool) -> Iterator[str]:
         yield f"  {mark}: {_named(core.crash_thread)}"
         yield from _stack(core.crash_thread, _STACK)
     elif core.signal:
-        yield "  the stack of the thread that crashed could not be read" + "".join(f"; {why}" for why in core.tools)
+        yield "  the stack of the thread that crashed could not be read"
     groups: dict[tuple[str, ...], list[Thread]] = {}
     for thread in core.threads:
         groups.setdefault(tuple(frame_in_words(frame) for frame in thread.frames), []).append(thread)

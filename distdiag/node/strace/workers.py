@@ -64,8 +64,9 @@ def run(
     finally:
         os.close(numbers)
         for pid in children:  # whoever asked has lost interest, or was interrupted
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # interrupted right after its end
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
     yield from (found.get(number, why) for number in range(told, len(jobs)))
 
 
