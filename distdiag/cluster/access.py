@@ -35,7 +35,10 @@ class Agent:
     def pack(self, cluster: Cluster, *, here: bool) -> bytes:
         """Pack sources and orders into what boot.START reads; `here`: on this machine, where no connection is cut."""
         config = self.config(cluster, silence_s=None if here else SILENCE_S)
-        return boot.pack(self.sources(), "distdiag.node.agent", config, bundle.folder() if here else "")
+        sources, entry = self.sources(), "distdiag.node.agent"
+        if here:
+            return boot.pack(sources, entry, config, bundle.folder())
+        return boot.pack(sources, entry, config, compiled=bundle.first(sources, entry, self.collect))
 
     def sources(self) -> dict[str, str]:
         """Read what travels."""

@@ -30,6 +30,17 @@ def sources(*modules: str) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
+def first(found: dict[str, str], *modules: str) -> list[str]:
+    """List which of these sources are imported when these modules are: not what is imported only when it is needed."""
+    waiting, names = [*modules], set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name in found and name not in names:
+            names.add(name)
+            waiting += _imports_of(re.sub(r"^[ \t].*\n", "", found[name], flags=re.MULTILINE))
+    return sorted(names)
+
+
 def folder() -> str:
     """Tell where distdiag is installed; empty if it is not in a folder (but in a zip file)."""
     where = str(resources.files("distdiag"))

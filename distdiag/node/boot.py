@@ -5,21 +5,25 @@ carried sources importable under their own names (so tracebacks and py-spy show 
 calls `main(config)` of the entry module. Stdin stays open afterwards: its end means that the sender is gone.
 An agent says that it is ready before it is sent anything: the shell before it may read ahead and would swallow it.
 Where stdin cannot be had (srun and mpirun give it to one task), the same bytes go into ARGUMENT_START's argument.
+
+Of a large job all nodes do this at once, sometimes many on one machine: what every agent imports at its start is sent
+compiled as well, for the same Python, and does without modules of the standard library that take long to import
+(dataclasses, hashlib, base64, contextlib, shutil).
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
+import marshal
 import sys
 import zlib
 from importlib.machinery import ModuleSpec, SourceFileLoader
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import ModuleType
+    from collections.abc import Mapping, Sequence
+    from types import CodeType, ModuleType
     from typing import Any
 
 # The first statement drops the working directory from sys.path: a stray ./random.py must not break a diagnosis.
@@ -32,11 +36,12 @@ while len(b)<n:
   c=os.read(0,n-len(b))
   if not c: sys.exit(0)
   b+=c
-exec(compile(zlib.decompress(b),"<distdiag>/node/boot.py","exec"))"""
+z=zlib.decompressobj()
+exec(compile(z.decompress(b),"<distdiag>/node/boot.py","exec"))"""
 
 ARGUMENT_START = (
-    "import sys,zlib,base64;sys.path[:]=[p for p in sys.path if p];"
-    'exec(compile(zlib.decompress(base64.b64decode(sys.argv.pop(1))),"<distdiag>/node/boot.py","exec"))'
+    "import sys,zlib,binascii;sys.path[:]=[p for p in sys.path if p];z=zlib.decompressobj();"
+    'exec(compile(z.decompress(binascii.a2b_base64(sys.argv.pop(1))),"<distdiag>/node/boot.py","exec"))'
 )
 
 carried: dict[str, str] = {}
@@ -48,12 +53,14 @@ installed: list[str] = []
 class CarriedFinder:
     """Imports modules from source text that came over stdin; goes before an installed distdiag.
 
-    Where they came from `folder` on this machine, they are read there, as Python has them compiled.
+    Where they came from `folder` on this machine, they are read there, as Python has them compiled. `codes`: those that
+    came compiled.
     """
 
-    def __init__(self, sources: dict[str, str], folder: str = "") -> None:
+    def __init__(self, sources: dict[str, str], folder: str = "", codes: Mapping[str, CodeType] | None = None) -> None:
         self.sources = sources
         self.folder = folder
+        self.codes = codes or {}
         parts = (name.split(".") for name in sources)
         self.packages = {".".join(words[:above]) for words in parts for above in range(1, len(words))}
 
@@ -72,11 +79,12 @@ class CarriedFinder:
         """Run the carried source in the module."""
         name = module.__name__
         path = self.get_filename(name)
-        code = None
+        code = self.codes.get(name)
         if self.folder and name in self.sources:
-            # It is being replaced, or what Python kept is damaged.
-            with contextlib.suppress(OSError, EOFError, ValueError, TypeError, ImportError):
+            try:
                 code = SourceFileLoader(name, path).get_code(name)
+            except (OSError, EOFError, ValueError, TypeError, ImportError):
+                code = None  # it is being replaced, or what Python kept is damaged
         if code is None:
             code = compile(self.sources.get(name, ""), path, "exec", dont_inherit=True)
         exec(code, module.__dict__)
@@ -90,20 +98,32 @@ class CarriedFinder:
         return self.sources.get(name, "")
 
 
-def pack(sources: dict[str, str], entry: str, config: dict[str, Any], folder: str = "") -> bytes:
+def pack(
+    sources: dict[str, str], entry: str, config: dict[str, Any], folder: str = "", compiled: Sequence[str] = ()
+) -> bytes:
     """Make the bytes that START expects on stdin. `entry` names a carried module with a `main(config)`.
 
     `folder`: where the sources are from, if they are for this machine; what was started so starts others so, too.
+    `compiled`: modules to send compiled as well.
     """
     folder = folder or "".join(installed)
-    order = json.dumps({"sources": sources, "entry": entry, "config": config, "folder": folder})
-    return zlib.compress(f"{sources[__name__]}\nbegin({order!r})\n".encode())
+    order = json.dumps({"sources": sources, "entry": entry, "config": config, "folder": folder, "for": _python()})
+    finder = CarriedFinder(sources)
+    codes = {name: compile(sources[name], finder.get_filename(name), "exec", dont_inherit=True) for name in compiled}
+    text = f"{sources[__name__]}\nbegin({order!r}, z.unused_data)\n"
+    return zlib.compress(text.encode()) + (zlib.compress(marshal.dumps(codes)) if codes else b"")
 
 
-def begin(order: str) -> None:
-    """Install the carried modules and hand over to the entry module."""
+def _python() -> str:
+    """Tell which Pythons may take each other's compiled code."""
+    return f"{sys.implementation.cache_tag} {sys.hexversion:x}"
+
+
+def begin(order: str, codes: bytes) -> None:
+    """Install the carried modules, some of them compiled, and hand over to the entry module."""
     given = json.loads(order)
-    sys.meta_path.insert(0, CarriedFinder(given["sources"], given["folder"]))
+    ready = marshal.loads(zlib.decompress(codes)) if codes and given["for"] == _python() else {}
+    sys.meta_path.insert(0, CarriedFinder(given["sources"], given["folder"], ready))
     boot = importlib.import_module("distdiag.node.boot")
     boot.carried.update(given["sources"])
     boot.installed.extend(filter(None, [given["folder"]]))

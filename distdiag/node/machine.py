@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,21 +18,22 @@ _STATES = {
 _TCP_LISTEN = "0A"  # include/net/tcp_states.h
 
 
-@dataclass(frozen=True)
+# Not dataclasses, see distdiag.node.boot: every agent imports this at its start.
 class PortHolder:
     """Who has a TCP port. `pid` is None where the kernel does not let us see the owner."""
 
-    listening: bool
-    pid: int | None
-    command: str
+    def __init__(self, pid: int | None, command: str, *, listening: bool) -> None:
+        self.pid = pid
+        self.command = command
+        self.listening = listening
 
 
-@dataclass(frozen=True)
 class ProcessState:
     """State letter of proc(5) (R S D T t Z X), empty if the process is gone, and the kernel function it waits in."""
 
-    letter: str
-    wait_channel: str
+    def __init__(self, letter: str, wait_channel: str) -> None:
+        self.letter = letter
+        self.wait_channel = wait_channel
 
 
 def host_name() -> str:
@@ -91,7 +91,7 @@ def port_holder(port: int) -> PortHolder | None:
     found.sort(key=lambda entry: entry[0] != _TCP_LISTEN)
     state, inode = found[0]
     pid = _owner_of(inode)
-    return PortHolder(state == _TCP_LISTEN, pid, command_line(pid) if pid else "")
+    return PortHolder(pid, command_line(pid) if pid else "", listening=state == _TCP_LISTEN)
 
 
 def ancestors(pid: int) -> list[str]:

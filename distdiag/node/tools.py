@@ -16,10 +16,11 @@ _brought: dict[str, str] = {}
 
 def find(name: str) -> str | None:
     """Find a tool: beside this Python, on PATH, or brought along."""
-    import shutil
-
-    beside = os.path.join(os.path.dirname(sys.executable), name)
-    return beside if os.access(beside, os.X_OK) else shutil.which(name) or _brought.get(name)
+    for folder in (os.path.dirname(sys.executable), *os.get_exec_path()):
+        path = os.path.join(folder, name)
+        if os.access(path, os.X_OK) and not os.path.isdir(path):
+            return path
+    return _brought.get(name)
 
 
 class Tools:

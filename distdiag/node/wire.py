@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-from dataclasses import dataclass, field
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -54,13 +53,13 @@ class Writer:
             line = line[os.write(self._fd, line) :]
 
 
-@dataclass
 class Reader:
     """Cuts a byte stream into records; keeps the end of what was not a record as noise."""
 
-    noise: bytes = b""
-    _rest: bytearray = field(default_factory=bytearray)
-    _skipping: bool = False
+    def __init__(self) -> None:
+        self.noise = b""
+        self._rest = bytearray()
+        self._skipping = False
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
         """Take bytes as they come and yield the records they complete."""

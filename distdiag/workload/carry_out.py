@@ -21,7 +21,8 @@ from distdiag.node.identity import identify
 from distdiag.report import Finding
 from distdiag.workload import findings, join, judge
 from distdiag.workload.blame import position
-from distdiag.workload.collect import NodeFacts, find_gpus
+from distdiag.workload.collect import find_gpus
+from distdiag.workload.facts import NodeFacts
 from distdiag.workload.model import Course, Device, NotRun, Place, Request, Scene
 from distdiag.workload.plan import RANKS_WITHOUT_GPU, check_request, make_plan
 
@@ -77,7 +78,7 @@ def explain(job: Job[Any, Any], recipe: Recipe | None) -> list[str]:
     if recipe is None:
         return access.explain(request.cluster, targets, job.agent)
     hosts = [machine.host_name() if host is THIS_NODE else host.name for host in targets.hosts]
-    gpus = (find_gpus().visible or 0) if request.device is not Device.CPU else 0
+    gpus = (find_gpus()["visible"] or 0) if request.device is not Device.CPU else 0
     nproc = request.nproc or targets.hosts[0].slots or gpus or RANKS_WITHOUT_GPU
     plain = replace(request, nproc=None, cluster=Cluster())
     again = plain.again(**({"inject": plain.injected.option} if plain.injected is not None else {}))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
 
 from distdiag.node import machine
 
@@ -24,49 +23,24 @@ if status == 0:
 print(status, count.value)
 """
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE, cuda.h
+_NO_DRIVER = {"driver_present": False, "visible": 0, "error": ""}
 
 
-@dataclass(frozen=True)
-class Gpus:
-    """NVIDIA GPUs here. `visible` is None if the driver did not tell; `error` says why."""
-
-    driver_present: bool
-    visible: int | None
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class NodeFacts:
-    """What is to be known of a node before ranks start there."""
-
-    host: str
-    kernel: str
-    python: str
-    gpus: Gpus
-    cuda_visible_devices: str | None
-    memory_available_bytes: int | None
-    shm_free_bytes: int | None
-    shm_total_bytes: int | None
-    cpus: int | None = None
-    rdma_bits_per_s: int | None = None
-    """Line rate of all active InfiniBand, RoCE and EFA ports; None where there are none."""
-
-
-def facts(ask: dict[str, Any]) -> NodeFacts:
-    """Look at this node. {"gpus": False} leaves the driver alone."""
+def facts(ask: dict[str, Any]) -> dict[str, Any]:
+    """Look at this node: distdiag.workload.facts.NodeFacts. {"gpus": False} leaves the driver alone."""
     shm = machine.shared_memory_bytes()
-    return NodeFacts(
-        host=machine.host_name(),
-        kernel=os.uname().release,
-        python=sys.executable,
-        gpus=find_gpus() if ask["gpus"] else Gpus(driver_present=False, visible=0),
-        cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        memory_available_bytes=machine.available_memory_bytes(),
-        shm_free_bytes=shm[0] if shm else None,
-        shm_total_bytes=shm[1] if shm else None,
-        cpus=len(os.sched_getaffinity(0)),
-        rdma_bits_per_s=_rdma_rate(),
-    )
+    return {
+        "host": machine.host_name(),
+        "kernel": os.uname().release,
+        "python": sys.executable,
+        "gpus": find_gpus() if ask["gpus"] else _NO_DRIVER,
+        "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "memory_available_bytes": machine.available_memory_bytes(),
+        "shm_free_bytes": shm[0] if shm else None,
+        "shm_total_bytes": shm[1] if shm else None,
+        "cpus": len(os.sched_getaffinity(0)),
+        "rdma_bits_per_s": _rdma_rate(),
+    }
 
 
 def _rdma_rate() -> int | None:
@@ -77,25 +51,29 @@ def _rdma_rate() -> int | None:
     return sum(port.rate_bits_per_s or 0 for port in nics.ib_ports() if port.state == "ACTIVE") or None
 
 
-def find_gpus() -> Gpus:
-    """Count the GPUs that a program started here could use; no driver, no question."""
+def find_gpus() -> dict[str, Any]:
+    """Count the GPUs that a program started here could use: distdiag.workload.facts.Gpus. No driver, no question."""
     devices = os.listdir("/dev") if os.path.isdir("/dev") else []
     if not (
         any(name.startswith("nvidia") and name[6:].isdigit() for name in devices)
         or os.path.exists("/proc/driver/nvidia/version")
         or os.path.exists("/dev/dxg")
     ):
-        return Gpus(driver_present=False, visible=0)
+        return _NO_DRIVER
     from distdiag.node import run  # not before: its imports cost a node without a GPU 10 ms
 
     done = run.run([sys.executable, "-c", _COUNT_GPUS], timeout_s=_DRIVER_TIMEOUT_S)
     if done.timed_out:
-        return Gpus(True, None, f"the driver did not answer within {_DRIVER_TIMEOUT_S:g} s")
+        return _gpus(None, f"the driver did not answer within {_DRIVER_TIMEOUT_S:g} s")
     words = done.stdout.split()
     if done.status != 0 or len(words) != 2:
         complaint = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        return Gpus(True, None, complaint[-1] if complaint else f"the driver's library ended with {done.status}")
+        return _gpus(None, complaint[-1] if complaint else f"the driver's library ended with {done.status}")
     status, count = int(words[0]), int(words[1])
     if status in (0, _NO_DEVICE):
-        return Gpus(True, count)
-    return Gpus(True, None, f"the driver's cuInit failed with error {status}")
+        return _gpus(count)
+    return _gpus(None, f"the driver's cuInit failed with error {status}")
+
+
+def _gpus(visible: int | None, error: str = "") -> dict[str, Any]:
+    return {"driver_present": True, "visible": visible, "error": error}

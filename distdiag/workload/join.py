@@ -23,7 +23,7 @@ from distdiag.node.identity import Identity, contradiction, nested_tasks
 from distdiag.node.wire import Writer
 from distdiag.report import Finding, Fix, Level, Report, Where
 from distdiag.workload import judge
-from distdiag.workload.collect import NodeFacts
+from distdiag.workload.facts import NodeFacts
 from distdiag.workload.model import NotRun, Place, Scene
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from distdiag.cluster.meeting import Meeting
     from distdiag.cluster.rows import Refusal, Row
     from distdiag.report import Finding
-    from distdiag.workload.collect import NodeFacts
+    from distdiag.workload.facts import NodeFacts
 
 
 class Backend(StrEnum):

@@ -15,7 +15,7 @@ from distdiag.commands.allreduce_bench.measured import bandwidths, times_of
 from distdiag.commands.allreduce_bench.model import Bench, Request
 from distdiag.commands.allreduce_bench.sizes import parse_sizes
 from distdiag.errors import UsageError
-from distdiag.workload.collect import Gpus, NodeFacts
+from distdiag.workload.facts import Gpus, NodeFacts
 from distdiag.workload.model import Backend, Course, Device, Place, Plan, Scene, Share
 
 if TYPE_CHECKING:

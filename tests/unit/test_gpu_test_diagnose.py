@@ -14,7 +14,7 @@ from distdiag.commands.gpu_test.model import Request
 from distdiag.errors import UsageError
 from distdiag.options import parse_size
 from distdiag.report import Finding
-from distdiag.workload.collect import Gpus, NodeFacts
+from distdiag.workload.facts import Gpus, NodeFacts
 from distdiag.workload.findings import covers
 from distdiag.workload.model import Backend, Course, Device, Place, Plan, Scene
 from distdiag.workload.plan import make_plan

@@ -214,7 +214,9 @@ def _order(collect: str) -> dict[str, Any]:
 def test_the_node_side_runs_where_nothing_is_installed(python: str, tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("raise ImportError('a stray file of the working directory')")
     collect = "distdiag.workload.collect"
-    payload = boot.pack(bundle.sources(collect), "distdiag.node.agent", _order(collect))
+    sources, entry = bundle.sources(collect), "distdiag.node.agent"
+    # Compiled for the Python of this test, which another Python may not take.
+    payload = boot.pack(sources, entry, _order(collect), compiled=bundle.first(sources, entry, collect))
     agent = subprocess.Popen(
         [python, "-S", "-c", boot.START, str(len(payload)), "distdiag-agent"],
         stdin=subprocess.PIPE,

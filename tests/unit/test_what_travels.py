@@ -58,6 +58,48 @@ def test_what_travels_imports_nothing_that_does_not(command: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_an_agent_imports_first_is_known(command: str) -> None:
+    collect = COMMANDS[command][0]
+    sources = bundle.sources(*COMMANDS[command])
+    order = (
+        f"import sys; sys.path.insert(0, {str(Path(bundle.folder()).parent)!r})\n"
+        f"import distdiag.node.call_home, {collect}\n"
+        "print(*(name for name, module in sys.modules.items() if name.startswith('distdiag') and module.__file__))"
+    )
+    done = subprocess.run([sys.executable, "-S", "-c", order], capture_output=True, text=True, check=True)
+    imported = {name for name in done.stdout.split() if name in sources}
+    assert set(bundle.first(sources, "distdiag.node.call_home", collect)) == imported
+
+
+def test_what_takes_long_to_import_is_not_needed_before_there_are_orders() -> None:
+    sources = bundle.sources(*COMMANDS["gpu-test"])
+    order = (
+        f"exec({sources['distdiag.node.boot']!r}, globals())\n"
+        f"sys.meta_path.insert(0, CarriedFinder({sources!r}))\n"
+        "from distdiag.node import call_home, hello\n"
+        "from distdiag.workload import collect\n"
+        "call_home.greeting('nonce', {}), hello.who_is_here(), collect.facts({'gpus': False})\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-S", "-"], input=order, capture_output=True, text=True, check=True)
+    slow = {"dataclasses", "inspect", "typing", "hashlib", "_hashlib", "base64", "contextlib", "shutil", "subprocess"}
+    assert not slow & set(done.stdout.split())
+
+
+def test_what_came_compiled_is_used_and_what_did_not_is_compiled_here() -> None:
+    sources = {"distdiag.a": "WHO = 'source'\n", "distdiag.b": "WHO = 'source'\n"}
+    order = (
+        "import importlib, sys\nfrom distdiag.node.boot import CarriedFinder\n"
+        "for name in [name for name in sys.modules if name.split('.')[0] == 'distdiag']: del sys.modules[name]\n"
+        "codes = {'distdiag.a': compile('WHO = 0', 'a', 'exec')}\n"
+        f"sys.meta_path.insert(0, CarriedFinder({sources!r}, '', codes))\n"
+        "print(*(importlib.import_module(name).WHO for name in ('distdiag.a', 'distdiag.b')))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", order], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "source"]
+
+
 def test_on_this_machine_modules_come_from_where_they_are_installed_else_as_carried(tmp_path: Path) -> None:
     sources = {name: f"WHO = {name!r}, 'carried'\n" for name in ("distdiag.a", "distdiag.b.c", "distdiag.d")}
     (tmp_path / "a.py").write_text("WHO = 'distdiag.a', 'installed'\n")

@@ -1,7 +1,8 @@
 """From names to connections that greet as ssh does, for many hosts at once in one thread.
 
-A host that does not answer costs a descriptor, not a thread. Hosts that answer are only as many at a time as the logins
-keep up with, so that none of them waits in a queue of ours while its own deadline runs.
+A host that does not answer costs a descriptor, not a thread, and is asked well before its turn to be logged in to: so
+its deadline is over by the time that the others are done. Those that have greeted us and wait for their turn are not so
+many that an sshd would lose its patience (LoginGraceTime).
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import random
 import selectors
 import socket
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.rows import HostState, Refusal
 from distdiag.cluster.transports.ssh_login import Refused, Retry
+from distdiag.cluster.transports.ssh_socket import ReadsAhead
 from distdiag.cluster.transports.threads import Threads
 from distdiag.node.wire import printable
 
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
     from distdiag.cluster.transports.ssh_login import Login
 
 ATTEMPTS = 3
+_ASKED = 4
+"""For each of the threads that log in so many hosts are asked at a time, and have not greeted us yet."""
+_AHEAD = 16
+"""For each of those threads so many hosts that have greeted us wait for their login, or are in it."""
 _RESOLVERS = 16
 _ANSWERS_SOON_S = 0.3
 """Who has not answered by then holds up nobody any more."""
@@ -67,8 +73,8 @@ class Target:
     attempts: int = 0
     deadline: float = 0.0
     socket: socket.socket | None = None
-    counts: bool = False
-    """Whether it counts among those that are on their way."""
+    counts_as: str = ""
+    """Whether it counts among those that are "asked" or have "greeted"."""
     has_room: bool = False
     answered: bool = False
     knocked: bool = False
@@ -94,7 +100,7 @@ class Connector:
         self._resolved_at = 0.0
         self._ready: deque[Target] = deque()
         self._later: list[tuple[float, Target]] = []
-        self._counted = 0
+        self._counted = Counter({"asked": 0, "greeted": 0})
         self._soon: deque[tuple[float, Target]] = deque()
         self._selector = selectors.DefaultSelector()
         self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -147,7 +153,7 @@ class Connector:
         while self._soon and self._soon[0][0] <= now:
             target = self._soon.popleft()[1]
             if not target.answered:
-                self._count(target, on_its_way=False)
+                self._count(target, "")
 
     def _tell(self, news: Callable[..., None], *arguments: object) -> None:
         """Have something done by our own thread; for the others."""
@@ -180,11 +186,11 @@ class Connector:
         self._ready.append(target)
 
     def _begin_more(self) -> None:
-        while self._ready and self._counted < 2 * self._width and self._room.take():
+        while self._ready and self._is_time_for_more() and self._room.take():
             target = self._ready.popleft()
             target.has_room = True
             self._connect(target)
-        on_the_way = len(self._selector.get_map()) - 1 + self._counted
+        on_the_way = len(self._selector.get_map()) - 1 + self._counted.total()
         if self._ready and not on_the_way and time.monotonic() - self._room.changed > self._patience.connect_s:
             words = (
                 f"there is no room for it: we may open {self._room.limit} files, enough for {self._room.hosts} hosts"
@@ -194,6 +200,10 @@ class Connector:
                 self._give_up(target, Refusal(state=HostState.FAILED, stage="connect", message=words, hint=hint))
             self._ready.clear()
 
+    def _is_time_for_more(self) -> bool:
+        counted = self._counted
+        return counted["asked"] < _ASKED * self._width and counted["greeted"] < _AHEAD * self._width
+
     def _connect(self, target: Target) -> None:
         """Connect to the first of the addresses that are left; the target has its room."""
         self._arrivals.stage(target.host.name, "connect")
@@ -201,11 +211,11 @@ class Connector:
         target.deadline = now + self._patience.connect_s
         target.answered = target.knocked = False
         target.said = b""
-        self._count(target, on_its_way=True)
+        self._count(target, "asked")
         self._soon.append((now + _ANSWERS_SOON_S, target))
         family, address = target.addresses[0]
         try:
-            target.socket = socket.socket(family, socket.SOCK_STREAM)
+            target.socket = ReadsAhead(family, socket.SOCK_STREAM)
             target.socket.setblocking(False)
             if target.settings.bind_address:
                 target.socket.bind((target.settings.bind_address, 0))
@@ -227,7 +237,7 @@ class Connector:
             return
         self._arrivals.stage(target.host.name, "banner")
         target.answered = True
-        self._count(target, on_its_way=True)
+        self._count(target, "asked")
         target.deadline = time.monotonic() + self._patience.banner_s
         self._selector.register(target.socket, selectors.EVENT_READ, (self._greeted, target))
 
@@ -278,6 +288,7 @@ class Connector:
             return
         target.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
         target.socket.setblocking(True)
+        self._count(target, "greeted")
         self._logins.submit(self._log_in, target, target.socket)
 
     def _log_in(self, target: Target, connection: socket.socket) -> None:
@@ -365,7 +376,7 @@ class Connector:
     def _let_go(self, target: Target) -> None:
         """Take back what the target has."""
         self._hang_up(target)
-        self._count(target, on_its_way=False)
+        self._count(target, "")
         if target.has_room:
             target.has_room = False
             self._room.give_back()
@@ -377,9 +388,12 @@ class Connector:
             target.socket.close()
             target.socket = None
 
-    def _count(self, target: Target, *, on_its_way: bool) -> None:
-        self._counted += on_its_way - target.counts
-        target.counts = on_its_way
+    def _count(self, target: Target, what: str) -> None:
+        if target.counts_as:
+            self._counted[target.counts_as] -= 1
+        if what:
+            self._counted[what] += 1
+        target.counts_as = what
 
 
 def _greets_as_ssh(said: bytes) -> bool:

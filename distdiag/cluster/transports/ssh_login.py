@@ -14,6 +14,7 @@ from distdiag.cluster.links import UNKNOWN_SIGNAL, Heard, Link
 from distdiag.cluster.rows import HostState, Refusal
 from distdiag.cluster.transports import known_hosts
 from distdiag.cluster.transports.known_hosts import KeyVerdict, KnownHosts
+from distdiag.cluster.transports.threads import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,6 +47,7 @@ class Login:
         self._accept_new = accept_new
         self._known: dict[tuple[str, ...], KnownHosts] = {}
         self._lock = threading.Lock()
+        self._limits = Limits()
         self._kept: list[paramiko.Transport] = []
         self._wanted_types: dict[tuple[str, int], list[str]] = {}
         """Types of host keys to ask for, where a host showed another one than those that are known."""
@@ -68,13 +70,11 @@ class Login:
             # An inner connection that is closed early makes sshd end the bastion's: they all go at the end.
             self._kept.append(transport)
         began = time.monotonic()
-        # paramiko waits for the answer to exec_command for ever.
-        limit = threading.Timer(self._timeout_s, transport.close)
-        limit.daemon = True
-        limit.start()
         try:
-            channel = transport.open_session(timeout=self._timeout_s)
-            channel.exec_command(self._command)
+            # paramiko waits for the answer to exec_command for ever.
+            with self._limits.within(self._timeout_s, transport.close):
+                channel = transport.open_session(timeout=self._timeout_s)
+                channel.exec_command(self._command)
         except (paramiko.SSHException, EOFError, OSError) as error:
             transport.close()
             late = time.monotonic() - began > 0.95 * self._timeout_s
@@ -82,8 +82,6 @@ class Login:
             state = HostState.TIMEOUT if late else HostState.FAILED
             words = f"it lets us in and does not run a command: {why}"
             raise Refused(Refusal(state=state, stage="session", message=words)) from error
-        finally:
-            limit.cancel()
         link = ChannelLink(transport, channel, keep=through_bastion)
         link.write(self._words)  # it may have ended already: then what it said tells why
         return link
@@ -95,7 +93,8 @@ class Login:
         transport = paramiko.Transport(connection)
         transport.daemon = True
         transport.banner_timeout = self._timeout_s
-        transport.handshake_timeout = self._timeout_s
+        # It would start a thread for this; start_client has the same limit.
+        transport.packetizer.start_handshake = lambda timeout: None
         transport.auth_timeout = self._timeout_s
         try:
             self._prefer_known(transport, settings)

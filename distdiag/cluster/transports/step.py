@@ -16,7 +16,7 @@ from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from distdiag.cluster import bootstrap
+from distdiag.cluster import bootstrap, bundle
 from distdiag.cluster.hosts import fold_ranks
 from distdiag.cluster.hub import Hub
 from distdiag.cluster.links import Heard, Link, ProcessLink
@@ -36,6 +36,8 @@ _STAGGER_S = 8.0
 """How much later than the first the last agent may come: a node that does not start one in this time is stuck."""
 _FIND_S = 6.0
 _TICK_S = 0.02
+_PACKED_BYTES = 72 * 2**10
+"""So much, and the lines around it, fits into one argument (128 KiB on Linux) as base64."""
 _ROUNDS = 4
 
 
@@ -154,8 +156,11 @@ class StepTransport(Transport):
     def _program(self) -> list[str]:
         payload = self._payload
         config = {**payload.config, "addresses": Hub.addresses(), "port": self._hub.port, "find_s": _FIND_S}
-        packed = boot.pack(payload.sources, "distdiag.node.call_home", config)
-        words = [boot.ARGUMENT_START, base64.b64encode(packed).decode()]
+        entry = "distdiag.node.call_home"
+        packed = boot.pack(payload.sources, entry, config)
+        faster = bundle.first(payload.sources, entry, config["collect"])
+        compiled = boot.pack(payload.sources, entry, config, compiled=faster)
+        words = [boot.ARGUMENT_START, base64.b64encode(compiled if len(compiled) < _PACKED_BYTES else packed).decode()]
         lines = bootstrap.script(words, python=payload.python, setup=payload.setup, needs_torch=payload.needs_torch)
         if payload.setup:
             lines = f"exec {bootstrap.shell(payload.setup)} -c {shlex.quote(lines)}"

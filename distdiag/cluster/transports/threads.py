@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import queue
 import threading
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+_LATE_S = 0.2
+"""So much later a limit may be noticed."""
 
 
 class Threads:
@@ -38,3 +43,40 @@ class Threads:
     def _run(self) -> None:
         while not self._closed:
             self._work.get()()
+
+
+class Limits:
+    """Ends what takes too long: one thread for all, where threading.Timer would take one each."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: dict[object, tuple[float, Callable[[], object]]] = {}
+        self._is_watched = False
+
+    @contextlib.contextmanager
+    def within(self, seconds: float, too_late: Callable[[], object]) -> Iterator[None]:
+        """Call `too_late`, from another thread, if this is not over after so many seconds; it must not raise."""
+        this = object()
+        with self._lock:
+            self._running[this] = time.monotonic() + seconds, too_late
+            begin, self._is_watched = not self._is_watched, True
+        if begin:
+            threading.Thread(target=self._watch, name="limits", daemon=True).start()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running.pop(this, None)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_LATE_S)
+            with self._lock:
+                if not self._running:
+                    self._is_watched = False
+                    return
+                now = time.monotonic()
+                late = [this for this, (end, _) in self._running.items() if end < now]
+                calls = [self._running.pop(this)[1] for this in late]
+            for too_late in calls:
+                too_late()
