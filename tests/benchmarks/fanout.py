@@ -146,8 +146,8 @@ def a_large_job() -> None:
     print(
         f"\n64-node SLURM job: srun hostname {middle['hostname']:.2f} s, srun of a Python that prints its host name "
         f"{middle['python']:.2f} s; distdiag has the facts of all nodes after {middle['facts']:.2f} s "
-        f"({middle['facts'] / middle['python']:.2f} of the second) and has left them all after {middle['distdiag']:.2f} s "
-        f"({middle['distdiag'] / middle['python']:.2f})",
+        f"({middle['facts'] / middle['python']:.2f} of the second) and has left them all after "
+        f"{middle['distdiag']:.2f} s ({middle['distdiag'] / middle['python']:.2f})",
         flush=True,
     )
 
