@@ -13,7 +13,7 @@ from distdiag.training.lines.watched import Lease
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import CodeType, FrameType
     from typing import Any
 
@@ -33,7 +33,7 @@ class ByMonitoring:
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
         self._rings: dict[int, Callable[[], Any]] = {}
-        self._begun: dict[int, Callable[[], Callable[[], Any]]] = {}
+        self._begun: dict[int, Callable[[], Iterator[Any]]] = {}
         self._local = threading.local()
         self._tool = -1
 
@@ -130,7 +130,7 @@ class ByMonitoring:
             begin, end = self._watched.lease()
             self._local.begin = begin
             self._local.lease = Lease(lambda: self._forget(number, begin, end))
-        self._rings[number] = following = begin()
+        self._rings[number] = following = begin().__next__
         self._begun[number] = begin
         return following()
 

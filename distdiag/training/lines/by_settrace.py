@@ -10,12 +10,13 @@ import _thread
 import gc
 import sys
 import threading
+import weakref
 
 from distdiag.training.lines.watched import Lease
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import CodeType, FrameType
     from typing import Any
 
@@ -32,9 +33,13 @@ class BySettrace:
         self._local = threading.local()
         self._start_new_thread: Callable[..., int] | None = None
         self._stopped = False
+        self._events: dict[str, str] = {}
+        self._forget: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()
+        """Of each thread that lives what makes it ask again for each code whether it is traced."""
 
     def start(self, frame: FrameType | None) -> None:
         """Begin; `frame`: also in this function that the calling thread is in already, and in those outside of it."""
+        self._events = _names_of_events()
         threading.settrace(self._first_event)
         self._start_new_thread = _thread.start_new_thread
         _thread.start_new_thread = self._traced_thread
@@ -44,6 +49,8 @@ class BySettrace:
     def stop(self) -> None:
         """End in the calling thread and for new ones; others end when they next call a function."""
         self._stopped = True
+        for forget in list(self._forget):
+            forget()
         threading.settrace(None)
         if self._start_new_thread is not None:
             _thread.start_new_thread = self._start_new_thread
@@ -95,67 +102,101 @@ class BySettrace:
         watched, bases = self._watched, self._watched.bases
         of_code: dict[int, Any] = {}
         kept: list[CodeType] = []
-        following: Callable[[], Any]
-        begin: Callable[[], Callable[[], Any]]
+        returns: dict[int, float] = {}
+        begin: Callable[[], Iterator[Any]] | None = None
+        following: Iterator[Any] = iter(())
+        a_line, a_return = self._events["line"], self._events["return"]
 
-        def first() -> Any:
-            # A child makes its file only if it has lines to tell: most execute another program at once.
+        def keep(place: float) -> None:
+            """Write a place, also if it is the first, or a signal handler's exception came through the ring."""
             nonlocal following, begin
-            begin, end = watched.lease()
-            following = begin()
-            self._local.lease = Lease(end)
-            return following()
-
-        def again() -> Any:
-            # A signal handler's exception came through the ring.
-            nonlocal following
-            following = begin()
-            return following()
+            try:
+                next(following)[0] = place
+            except StopIteration:
+                if begin is None:
+                    # A child makes its file only if it has lines to tell: most execute another program at once.
+                    begin, end = watched.lease()
+                    self._local.lease = Lease(end)
+                following = begin()
+                next(following)[0] = place
 
         def renew() -> None:
-            nonlocal following
-            following = first
+            nonlocal following, begin
+            following, begin = iter(()), None
+
+        def keep_caller(frame: Any) -> None:
+            back = frame.f_back
+            base = bases.get(id(back.f_code)) if back is not None else None
+            if base is None:
+                place = watched.place_of_caller(frame)
+                if place is not None:
+                    keep(place)
+                return
+            # The code lies in the object itself and is kept, so this number is nobody else's.
+            place = returns[id(back.f_code) + back.f_lasti] = -(base + (back.f_lineno or 0))
+            keep(place)
 
         def local_for(base: float) -> Any:
             def local(frame: Any, event: str, arg: object) -> None:
-                if event == "line":
+                if event is a_line:
                     try:
-                        following()[0] = base + frame.f_lineno
+                        next(following)[0] = base + frame.f_lineno
                     except StopIteration:
-                        again()[0] = base + frame.f_lineno
-                elif event == "return":
-                    back = frame.f_back
-                    place = bases.get(id(back.f_code)) if back is not None else None
-                    # Mostly a function is called by one that is traced as well.
-                    place = watched.place_of_caller(frame) if place is None else -(place + (back.f_lineno or 0))
-                    if place is not None:
-                        try:
-                            following()[0] = place
-                        except StopIteration:
-                            again()[0] = place
+                        keep(base + frame.f_lineno)
+                elif event is a_return:
+                    try:
+                        # To ask the caller for its line would take Python a walk through all lines of its code.
+                        back = frame.f_back
+                        next(following)[0] = returns[id(back.f_code) + back.f_lasti]
+                    except (KeyError, AttributeError, StopIteration):
+                        keep_caller(frame)
                 # None: goes on with this function.
 
             return local
 
         def enter(frame: FrameType, event: str, arg: object) -> Any:
-            code = frame.f_code
+            try:
+                return of_code[id(frame.f_code)]
+            except KeyError:
+                return meet(frame)
+
+        def meet(frame: FrameType) -> Any:
             if self._stopped:
                 sys.settrace(None)
                 return None
+            code = frame.f_code
             try:
-                return of_code[id(code)]
-            except KeyError:
-                try:
-                    base = watched.bases.get(id(code)) or watched.base_of(frame)
-                except RecursionError:
-                    return None
-                if len(of_code) > _MOST_CODE:
-                    of_code.clear()
-                    kept.clear()
-                kept.append(code)
-                made = of_code[id(code)] = None if base is None else local_for(base)
-                return made
+                base = bases.get(id(code)) or watched.base_of(frame)
+            except RecursionError:
+                return None
+            if len(of_code) > _MOST_CODE:
+                forget()
+            kept.append(code)
+            made = of_code[id(code)] = None if base is None else local_for(base)
+            return made
 
-        following = first
-        self._local.renew, self._local.enter = renew, enter
+        def forget() -> None:
+            of_code.clear()
+            kept.clear()
+
+        self._forget.add(forget)
+        self._local.renew, self._local.enter, self._local.forget = renew, enter, forget
         return enter
+
+
+def _names_of_events() -> dict[str, str]:
+    """Give the very objects that Python names events by: `is` saves a tenth of all that is done for a line.
+
+    It has one of each, and not all of them are interned.
+    """
+    found: dict[str, str] = {}
+
+    def see(frame: FrameType, event: str, arg: object) -> Any:
+        found[event] = event
+        return see
+
+    before = sys.gettrace()
+    sys.settrace(see)
+    (lambda: None)()
+    sys.settrace(before)
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -13,7 +14,7 @@ from distdiag.training.lines.writer import Writer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import CodeType, FrameType
     from typing import Any
 
@@ -25,9 +26,9 @@ _DEEP = 64
 """Frames to look through for the one that a call returns to: between it and a callback lie those of a library."""
 
 
-def nowhere() -> list[float]:
+def nowhere() -> Iterator[list[float]]:
     """Take the place of a ring where there is none: what is written goes to nobody."""
-    return [0.0]
+    return itertools.repeat([0.0])
 
 
 class Watched:
@@ -92,7 +93,7 @@ class Watched:
             back = back.f_back
         return None
 
-    def lease(self) -> tuple[Callable[[], Callable[[], Any]], Callable[[], None]]:
+    def lease(self) -> tuple[Callable[[], Iterator[Any]], Callable[[], None]]:
         """Give the calling thread its ring, see `Writer.lease`; nowhere if there is none."""
         try:
             writer = self._file()
@@ -100,7 +101,7 @@ class Watched:
         except Exception as error:  # noqa: BLE001 - as above
             self._give_up(error)
             leased = None
-        return leased if leased is not None else (lambda: nowhere, lambda: None)
+        return leased if leased is not None else (nowhere, lambda: None)
 
     def _give_up(self, error: Exception) -> None:
         if not self._broken:

@@ -89,8 +89,8 @@ class Writer:
             self.describe()
         return True
 
-    def lease(self) -> tuple[Callable[[], Callable[[], Any]], Callable[[], None]] | None:
-        """Give the calling thread a ring: (what gives what gives the next place to write, what to call at its end).
+    def lease(self) -> tuple[Callable[[], Iterator[Any]], Callable[[], None]] | None:
+        """Give the calling thread a ring: (what begins it, to take one place after the other; what to call at its end).
 
         None if as many threads as there is room for live already; the file says how many had none.
         """
@@ -105,7 +105,7 @@ class Writer:
             self._map[first : first + settings.lines * rings.BLOCK_BYTES] = bytes(settings.lines * rings.BLOCK_BYTES)
             self._tell_thread(number, rings.LIVE, time.monotonic(), 0.0)
         blocks = self._doubles[first // 8 : first // 8 + settings.lines * (1 + rings.PLACES)]
-        return lambda: itertools.chain.from_iterable(_turns(blocks)).__next__, lambda: self._end_thread(number)
+        return lambda: itertools.chain.from_iterable(_turns(blocks)), lambda: self._end_thread(number)
 
     def close(self, notes: dict[str, Any]) -> None:
         """Note that the process came to its own end, and what else is to be known of that."""
