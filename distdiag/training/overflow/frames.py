@@ -25,16 +25,15 @@ class Reading:
     """What is known of one tensor, as it was at one moment; frames that show the same tensor share it.
 
     `source` is the tensor and `numbers` what is read of it, until they are let go of. `least` and `greatest` are known
-    when `ends` is None again: until then they are on the device.
+    when they have been fetched from the device.
     """
 
-    __slots__ = ("dtype", "ends", "exact", "greatest", "least", "numbers", "shape", "source", "version")
+    __slots__ = ("dtype", "exact", "greatest", "least", "numbers", "shape", "source", "version")
 
-    def __init__(self, source: Tensor, found: tuple[Tensor, tuple[Tensor, Tensor]], version: int) -> None:
+    def __init__(self, source: Tensor, found: Tensor, version: int) -> None:
         self.source: Tensor | None = source
-        self.dtype, self.shape = source.dtype, (found[0] if source.is_nested else source).shape
-        self.numbers: Tensor | None = found[0]
-        self.ends: tuple[Tensor, Tensor] | None = found[1]
+        self.dtype, self.shape = source.dtype, (found if source.is_nested else source).shape
+        self.numbers: Tensor | None = found
         self.version = version
         self.least = self.greatest = math.nan
         self.exact: float | None = None

@@ -61,7 +61,8 @@ def readable(tensor: Tensor) -> Tensor | str:
     return tensor if tensor.is_contiguous() else _in_order(tensor)
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
+    """Tell whether a tensor can be read as it is."""
     kind = type(tensor)
     return (
         (kind is Tensor or kind is Parameter)
@@ -121,7 +122,7 @@ def start(tensor: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]] | str:
     CPU. Gives the reason instead where it cannot be read; never raises.
     """
     try:
-        numbers = tensor if _is_plain(tensor) else readable(tensor)
+        numbers = tensor if is_plain(tensor) else readable(tensor)
         return numbers if isinstance(numbers, str) else (numbers, torch.aminmax(numbers))
     except (RuntimeError, TypeError, ValueError):  # a dtype or a subclass of tomorrow
         return "unread"
@@ -142,12 +143,16 @@ def fetch(found: Sequence[Tensor]) -> list[float]:
     for number, one in enumerate(found):
         places.setdefault(one.device, {}).setdefault(one.dtype, []).append(number)
     for device, by_dtype in places.items():
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        parts = [torch.stack([found[at] for at in where]).to(wide) for where in by_dtype.values()]
+        parts = [torch.stack([found[at] for at in where]).to(widest(device)) for where in by_dtype.values()]
         order = [at for where in by_dtype.values() for at in where]
         for at, value in zip(order, torch.cat(parts).tolist()):
             values[at] = value
     return values
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """Give the floats of a device that hold those of all other dtypes, as far as it has such."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def is_bad(least: float, greatest: float) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from distdiag.training.overflow import numbers, walk
+from distdiag.training.overflow.ends import Ends
 from distdiag.training.overflow.frames import Frame, Line, Reading
 from distdiag.training.overflow.hook import Hook
 from distdiag.training.overflow.names import kind_of, named
@@ -51,6 +52,7 @@ class Recorder:
         self._weights: dict[int, Reading] = {}
         self._of_module: dict[Module, list[tuple[dict[str, Any], str, str, Reading]]] = {}
         self._bad_weights = False
+        self._ends = Ends()
         self._handles: list[RemovableHandle] = []
         self._clear()
 
@@ -60,7 +62,7 @@ class Recorder:
         self.masks: list[Line] = []
         self._seen: dict[int, Reading] = {}
         self._stack: list[Frame] = []
-        self._open: list[Reading] = []
+        self._ends.forget()
         self._alarmed: set[Frame] = set()
         self._doubtful: list[Line] = []
         self._judged = 0
@@ -222,21 +224,20 @@ class Recorder:
             reading, version = None, -1
         if reading is not None and reading.source is tensor and reading.version == version:
             return reading
-        found = numbers.start(tensor)
+        found = self._ends.start(tensor)
         if isinstance(found, str):
             return found
-        reading = known[id(tensor)] = Reading(tensor, found, version)
-        self._open.append(reading)
+        reading = known[id(tensor)] = Reading(tensor, found[0], version)
+        found[1].append(reading)
         self._held += found[0].nbytes
         return reading
 
     def _fetch(self) -> None:
         """Get all numbers that are still on the device, and look at them."""
-        opened, self._open, self._held = self._open, [], 0
-        values = numbers.fetch([end for one in opened for end in one.ends or ()])
-        for reading, least, greatest in zip(opened, values[::2], values[1::2]):
-            reading.least, reading.greatest, reading.ends = least, greatest, None
-            if self.exact:
+        self._held = 0
+        values, readings = self._ends.fetch()
+        if self.exact:
+            for reading in readings:
                 reading.abs_min()
         self._any_bad = self._any_bad or numbers.any_bad(values)
         if self._any_bad:
