@@ -99,7 +99,7 @@ def waits_of(model: nn.Module, given: Tensor) -> tuple[int, int]:
         fetched += 1
         return before(tensor)
 
-    Tensor.tolist = counted  # type: ignore[method-assign]
+    Tensor.tolist = counted  # type: ignore[assignment, method-assign]
     try:
         with Counts() as counts:
             model(given)
