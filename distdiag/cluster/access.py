@@ -35,9 +35,10 @@ class Agent:
     def pack(self, cluster: Cluster, *, here: bool) -> bytes:
         """Pack sources and orders into what boot.START reads; `here`: on this machine, where no connection is cut."""
         config = self.config(cluster, silence_s=None if here else SILENCE_S)
-        sources, entry = self.sources(), "distdiag.node.agent"
-        if here:
-            return boot.pack(sources, entry, config, bundle.folder())
+        entry = "distdiag.node.agent"
+        if here and (folder := bundle.folder()):
+            return boot.pack(bundle.only(boot.__name__), entry, config, folder)
+        sources = self.sources()
         return boot.pack(sources, entry, config, compiled=bundle.first(sources, entry, self.collect))
 
     def sources(self) -> dict[str, str]:
@@ -70,6 +71,8 @@ def open_fleet(cluster: Cluster, targets: Targets, agent: Agent) -> Fleet:
     limits = Limits(start_s=cluster.host_timeout_s or _START_S)
     if targets.launcher in (Launcher.SLURM, Launcher.MPI):
         return Fleet(targets.hosts, _step(cluster, targets, agent, limits), payload, limits)
+    if targets.launcher is None:
+        return Fleet(targets.hosts, LocalTransport(payload), b"", limits)
     transport = _transport(cluster, targets, len(payload), needs_torch=agent.rank is not None)
     return Fleet(targets.hosts, transport, payload, limits)
 
@@ -110,8 +113,6 @@ def _shell_lines(cluster: Cluster, payload_bytes: int, *, needs_torch: bool) -> 
 
 
 def _transport(cluster: Cluster, targets: Targets, payload_bytes: int, *, needs_torch: bool) -> Transport:
-    if targets.launcher is None:
-        return LocalTransport(payload_bytes)
     shell = bootstrap.shell(cluster.setup)
     lines = _shell_lines(cluster, payload_bytes, needs_torch=needs_torch)
     if targets.launcher is Launcher.VIA:

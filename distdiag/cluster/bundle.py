@@ -41,6 +41,11 @@ def first(found: dict[str, str], *modules: str) -> list[str]:
     return sorted(names)
 
 
+def only(module: str) -> dict[str, str]:
+    """Read one module, without what it imports."""
+    return {module: _read(module)}
+
+
 def folder() -> str:
     """Tell where distdiag is installed; empty if it is not in a folder (but in a zip file)."""
     where = str(resources.files("distdiag"))

@@ -76,6 +76,8 @@ class Fleet:
     def __enter__(self) -> Fleet:
         if self.transport.remote:
             threading.Thread(target=self._beat, daemon=True).start()
+        else:
+            self._start_more()  # it takes as long as what else is to be loaded here
         return self
 
     def __exit__(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib
 import json
 import marshal
+import os
 import sys
 import zlib
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -53,8 +54,8 @@ installed: list[str] = []
 class CarriedFinder:
     """Imports modules from source text that came over stdin; goes before an installed distdiag.
 
-    Where they came from `folder` on this machine, they are read there, as Python has them compiled. `codes`: those that
-    came compiled.
+    Where that is in `folder` on this machine, modules are read there, as Python has them compiled, and none need come.
+    `codes`: those that came compiled.
     """
 
     def __init__(self, sources: dict[str, str], folder: str = "", codes: Mapping[str, CodeType] | None = None) -> None:
@@ -65,10 +66,17 @@ class CarriedFinder:
         self.packages = {".".join(words[:above]) for words in parts for above in range(1, len(words))}
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        """Answer for carried modules and the packages above them, and for nothing else."""
-        if name not in self.sources and name not in self.packages:
+        """Answer for what is carried, or distdiag's own, and for nothing else. Packages are empty."""
+        file = self.get_filename(name)
+        if self.folder:
+            is_package = os.path.isdir(file[:-3])
+            is_known = name.partition(".")[0] == "distdiag" and (is_package or os.path.isfile(file))
+        else:
+            is_package = name in self.packages
+            is_known = is_package or name in self.sources
+        if not is_known:
             return None
-        spec = ModuleSpec(name, self, origin=self.get_filename(name), is_package=name in self.packages)  # type: ignore[arg-type]
+        spec = ModuleSpec(name, self, origin=file, is_package=is_package)  # type: ignore[arg-type]
         spec.has_location = True
         return spec
 
@@ -76,26 +84,33 @@ class CarriedFinder:
         """Let Python make the module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the carried source in the module."""
-        name = module.__name__
-        path = self.get_filename(name)
-        code = self.codes.get(name)
-        if self.folder and name in self.sources:
-            try:
-                code = SourceFileLoader(name, path).get_code(name)
-            except (OSError, EOFError, ValueError, TypeError, ImportError):
-                code = None  # it is being replaced, or what Python kept is damaged
-        if code is None:
-            code = compile(self.sources.get(name, ""), path, "exec", dont_inherit=True)
-        exec(code, module.__dict__)
+        """Run the module's code in it."""
+        if not hasattr(module, "__path__"):
+            exec(self._code(module.__name__), module.__dict__)
 
     def get_filename(self, name: str) -> str:
         """Give the path that tracebacks show."""
-        return f"{self.folder or '<distdiag>'}/{'/'.join(name.split('.')[1:])}.py"
+        return "/".join([self.folder or "<distdiag>", *name.split(".")[1:]]) + ".py"
 
     def get_source(self, name: str) -> str:
         """Give the source text, for tracebacks."""
-        return self.sources.get(name, "")
+        if not self.folder:
+            return self.sources.get(name, "")
+        with open(self.get_filename(name), encoding="utf-8") as file:
+            return file.read()
+
+    def _code(self, name: str) -> CodeType:
+        path = self.get_filename(name)
+        if self.folder:
+            try:
+                code = SourceFileLoader(name, path).get_code(name)
+                if code is not None:
+                    return code
+            except (EOFError, ValueError, TypeError, ImportError):
+                pass  # what Python kept is damaged
+        elif name in self.codes:
+            return self.codes[name]
+        return compile(self.get_source(name), path, "exec", dont_inherit=True)
 
 
 def pack(
@@ -103,8 +118,8 @@ def pack(
 ) -> bytes:
     """Make the bytes that START expects on stdin. `entry` names a carried module with a `main(config)`.
 
-    `folder`: where the sources are from, if they are for this machine; what was started so starts others so, too.
-    `compiled`: modules to send compiled as well.
+    `folder`: where distdiag is installed, if it is for this machine: then no source but this one's need be carried.
+    What was started so starts others so, too. `compiled`: modules to send compiled as well.
     """
     folder = folder or "".join(installed)
     order = json.dumps({"sources": sources, "entry": entry, "config": config, "folder": folder, "for": _python()})

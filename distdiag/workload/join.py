@@ -120,9 +120,9 @@ def _lead(
 ) -> Report[Data]:
     request = replace(job.request, program=_program(me, job.request.program))
     payload = job.agent.pack(request.cluster, here=False)
-    transport = JoinTransport(hub, len(payload), patience_s=request.timeout_s)
+    transport = JoinTransport(hub, payload, patience_s=request.timeout_s)
     hosts = [Host(name=name_of(rank)) for rank in range(me.world_size)]
-    with Fleet(hosts, transport, payload, Limits(facts_s=60.0)) as fleet:
+    with Fleet(hosts, transport, b"", Limits(facts_s=60.0)) as fleet:
         status = DistdiagError.exit_code
         try:
             progress.news(f"rank 0 of {me.world_size} by {_launcher(me)}; waiting for the others")

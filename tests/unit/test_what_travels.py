@@ -100,24 +100,28 @@ def test_what_came_compiled_is_used_and_what_did_not_is_compiled_here() -> None:
     assert done.stdout.split() == ["0", "source"]
 
 
-def test_on_this_machine_modules_come_from_where_they_are_installed_else_as_carried(tmp_path: Path) -> None:
-    sources = {name: f"WHO = {name!r}, 'carried'\n" for name in ("distdiag.a", "distdiag.b.c", "distdiag.d")}
-    (tmp_path / "a.py").write_text("WHO = 'distdiag.a', 'installed'\n")
-    (tmp_path / "d.py").write_text("WHO = 'distdiag.d', 'installed'\n")
+def test_on_this_machine_modules_come_from_where_they_are_installed(tmp_path: Path) -> None:
+    names = ("distdiag.a", "distdiag.b.c", "distdiag.d")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "__init__.py").write_text("raise RuntimeError('packages are empty')")
+    for name in names:
+        path = tmp_path.joinpath(*name.split(".")[1:]).with_suffix(".py")
+        path.write_text(f"WHO = {name!r}, 'installed'\n")
     kept = Path(py_compile.compile(str(tmp_path / "d.py"), doraise=True) or "")
     kept.write_bytes(kept.read_bytes()[:30])  # a disk was full
     order = (
-        f"sources = {sources!r}\n"
-        f"import importlib, sys\nfrom distdiag.node.boot import CarriedFinder\n"
+        f"import importlib.util, sys\nfrom distdiag.node.boot import CarriedFinder\n"
         "for name in [name for name in sys.modules if name.split('.')[0] == 'distdiag']: del sys.modules[name]\n"
-        f"sys.meta_path.insert(0, CarriedFinder(sources, {str(tmp_path)!r}))\n"
-        "for name in sources:\n"
+        f"sys.meta_path.insert(0, CarriedFinder({{}}, {str(tmp_path)!r}))\n"
+        f"for name in {names!r}:\n"
         "    module = importlib.import_module(name)\n"
-        "    print(*module.WHO, module.__file__)\n"
+        "    print(*module.WHO, module.__file__, module.__loader__.get_source(name).count('installed'))\n"
+        "print(importlib.util.find_spec('distdiag.e'))\n"
     )
     done = subprocess.run([sys.executable, "-c", order], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [
-        f"distdiag.a installed {tmp_path}/a.py",
-        f"distdiag.b.c carried {tmp_path}/b/c.py",
-        f"distdiag.d carried {tmp_path}/d.py",
+        f"distdiag.a installed {tmp_path}/a.py 1",
+        f"distdiag.b.c installed {tmp_path}/b/c.py 1",
+        f"distdiag.d installed {tmp_path}/d.py 1",
+        "None",
     ]

@@ -34,14 +34,17 @@ class JoinTransport(Transport):
     name = "join"
     names_itself = True
 
-    def __init__(self, hub: Hub, payload_bytes: int, *, patience_s: float) -> None:
-        """`hub` is not started yet; `patience_s` is how long nobody may come before the missing are given up."""
+    def __init__(self, hub: Hub, payload: bytes, *, patience_s: float) -> None:
+        """`hub` is not started yet, `payload` is for our own node side.
+
+        `patience_s` is how long nobody may come before the missing are given up.
+        """
         self.said: dict[str, dict[str, Any]] = {}
         self.doubles: list[int] = []
         """Ranks that more than one process claims to be."""
         self._hub = hub
         self._patience_s = patience_s
-        self._local = LocalTransport(payload_bytes)
+        self._local = LocalTransport(payload)
         self._over = threading.Event()
         self._arrivals: Arrivals | None = None
         self._missing: set[str] = set()

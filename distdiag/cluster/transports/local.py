@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import shlex
 import sys
 from typing import TYPE_CHECKING
@@ -19,11 +17,6 @@ if TYPE_CHECKING:
     from distdiag.cluster.hosts import Host
 
 
-_PIPE_BYTES = 2**18
-"""What a command sends first fits whole, so that nobody has to come back for the rest of it. Only here, where there is
-one pipe: the pipes of a user share 64 MiB, and once these are used up all new ones are small."""
-
-
 class LocalTransport(Transport):
     """Starts the node side right here; only for this one machine."""
 
@@ -31,9 +24,11 @@ class LocalTransport(Transport):
     names_itself = True
     remote = False
 
-    def __init__(self, payload_bytes: int) -> None:
+    def __init__(self, payload: bytes) -> None:
+        self._payload = payload
         flags = ["-B"] if sys.dont_write_bytecode else []
-        self._argv = [sys.executable, *flags, "-c", boot.START, str(payload_bytes), "distdiag-agent"]
+        # The agent needs no site-packages, and reading them takes as long as all the rest of Python's start.
+        self._argv = [sys.executable, *flags, "-S", "-c", boot.START, str(len(payload)), "distdiag-agent"]
 
     def start(self, hosts: Sequence[Host], arrivals: Arrivals) -> None:
         for host in hosts:
@@ -43,10 +38,7 @@ class LocalTransport(Transport):
                 arrivals.refuse(host.name, Refusal(state=HostState.FAILED, stage="start", message=str(error)))
                 continue
             link.pid = link.process.pid
-            assert link.process.stdin is not None
-            # Not everywhere (macOS), nor for everybody: the rest is sent later then.
-            with contextlib.suppress(AttributeError, OSError):
-                fcntl.fcntl(link.process.stdin.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+            link.write(self._payload)  # no shell stands before it that could swallow this
             arrivals.link(host.name, link)
 
     def explain(self, host: Host) -> str:

@@ -10,13 +10,12 @@ from distdiag.cluster import access
 from distdiag.cluster.access import Agent, open_fleet
 from distdiag.cluster.node import decode
 from distdiag.cluster.targets import describe, find_targets
-from distdiag.commands.core_bt.collect import NodeCores
-from distdiag.commands.core_bt.diagnose import diagnose
 from distdiag.errors import DistdiagError
 
 if TYPE_CHECKING:
     from distdiag.cluster.fleet import Fleet
     from distdiag.cluster.targets import Targets
+    from distdiag.commands.core_bt.collect import NodeCores
     from distdiag.commands.core_bt.model import Request
     from distdiag.commands.core_bt.result import CoreBt
     from distdiag.deliver import Progress
@@ -37,6 +36,8 @@ def check(request: Request, progress: Progress) -> Report[CoreBt]:
     nodes: list[NodeCores] = []
     missing: dict[str, str] = {}
     with open_fleet(request.cluster, targets, _AGENT) as fleet:
+        from distdiag.commands.core_bt.diagnose import diagnose  # while the node side starts
+
         interrupted = False
         try:
             if targets.launcher is not None:
@@ -73,6 +74,8 @@ def _ask(request: Request, targets: Targets) -> dict[str, Any]:
 def _ask_all(
     fleet: Fleet, targets: Targets, request: Request, progress: Progress, told: tuple[list[NodeCores], dict[str, str]]
 ) -> None:
+    from distdiag.commands.core_bt.collect import NodeCores
+
     nodes, missing = told
     local = targets.launcher is None
     busy = {node.name: node for node in fleet.machines(local=local)}
