@@ -14,16 +14,17 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from distdiag.training import whoami
-from distdiag.training.overflow import ranks
+from distdiag.training.overflow import ranks, watching
 from distdiag.training.overflow.detection import OverflowDetected, When
 from distdiag.training.overflow.frames import batch_head
-from distdiag.training.overflow.gradients import NONE, Gradients, underflowed
+from distdiag.training.overflow.gradients import NONE, Gradients
 from distdiag.training.overflow.hook import Hook
 from distdiag.training.overflow.judge import Forward, Judge, outputs_of
 from distdiag.training.overflow.names import ddp_in, innermost, within_ddp
 from distdiag.training.overflow.output import Output
-from distdiag.training.overflow.recorder import Recorder
 from distdiag.training.overflow.replay import Call, State
+from distdiag.training.overflow.traced import Traced
+from distdiag.training.overflow.underflow import Underflow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,17 +36,12 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from distdiag.training.overflow.detection import Detection
-    from distdiag.training.overflow.frames import Frame
-    from distdiag.training.overflow.gradients import Gradient, Made
+    from distdiag.training.overflow.gradients import Made
 
-_watched: weakref.WeakKeyDictionary[Module, weakref.ref[DebugUnderflowOverflow]] = weakref.WeakKeyDictionary()
 _MOST_WAITING = 16
 """So many forwards wait for a step of the optimizer; then they are judged without one."""
 _MOST_KEPT_BYTES = 1 << 30
 """So much of inputs is kept of forwards that wait, to run them again; of later ones nothing is."""
-_UNDERFLOW = 0.5
-"""From this share of zeros and subnormals on, a gradient in float16 is worth a word."""
-_UNDERFLOW_STEPS = {0, 1, 10, 100, 1000, 10_000, 100_000}
 
 
 @dataclass
@@ -116,15 +112,16 @@ class DebugUnderflowOverflow:
         if max_frames_to_save < 1:
             raise ValueError(f"max_frames_to_save is 1 at least, not {max_frames_to_save}")
         self._root = within_ddp(model)
-        _make_way(self._root)
-        if is_watched(self._root):
+        watching.make_way(self._root)
+        if watching.is_watched(self._root):
             raise ValueError(f"this {type(self._root).__name__} is watched already; detach() the other detector first")
         self._model, self._ddp = innermost(self._root), ddp_in(self._root)
-        self._traced, self._last = set(trace_batch_nums or ()), abort_after_batch_num
+        self._last = abort_after_batch_num
         self._unit, self._on_detect, self._agree = unit, on_detect, agree
         patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
         self._judge = Judge(self._model, max_frames_to_save, patterns, each=gradients == "each")
         self._output = Output(save, type(self._model).__name__)
+        self._traced = Traced(self._model, trace_batch_nums, self._output)
         self._compiled = getattr(self._root, "_compiled_call_impl", None)
         self._full = self._judge.recorder(exact=False) if mode == "full" else None
         self._is_compiled = self._root is not self._model or self._compiled is not None
@@ -137,7 +134,6 @@ class DebugUnderflowOverflow:
         self._handles: list[RemovableHandle] = []
         self._waiting: list[Forward] = []
         self._call: Call | None = None
-        self._tracer: Recorder | None = None
         self._busy = self._is_off = False
         self._group: Any = None
         """The ranks that this one steps together with, as its last forward with others said; None if there are none."""
@@ -147,7 +143,7 @@ class DebugUnderflowOverflow:
         self.gives_way = False
         """Whether another detector may take its place: one that the script did not ask for."""
         self._steps_of: dict[int, int] = {}
-        self._told: set[str] = set()
+        self._underflow = Underflow()
         self._pid, self._thread = os.getpid(), 0
         self._attach()
 
@@ -176,13 +172,11 @@ class DebugUnderflowOverflow:
         self._handles.clear()
         self._waiting.clear()
         self._stop_looking()
-        if self._root in _watched and _watched[self._root]() is self:
-            del _watched[self._root]
-            if self._compiled is not None:
-                self._root._compiled_call_impl = self._compiled
+        if watching.end(self._root, self) and self._compiled is not None:
+            self._root._compiled_call_impl = self._compiled
 
     def _stop_looking(self) -> None:
-        self._end_tracer()
+        self._traced.stop()
         self._call = None
         self._gradients.detach()
         if self._full is not None:
@@ -211,7 +205,7 @@ class DebugUnderflowOverflow:
         )
         if self._full is not None:
             self._full.attach()
-        _watched[self._root] = weakref.ref(self)
+        watching.begin(self._root, self)
 
     def _before(self, module: Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if torch.compiler.is_compiling() or self._is_elsewhere():
@@ -226,11 +220,9 @@ class DebugUnderflowOverflow:
                 if self._full is not None:
                     self._full.begin(args, kwargs, everything=self.batch in self._traced, grad=grad)
                     return
-                self._end_tracer()  # of a forward that was left by an exception
+                self._traced.stop()  # of a forward that was left by an exception
                 if self.batch in self._traced and not self._is_compiled:
-                    self._tracer = self._new_tracer()
-                    self._tracer.attach()
-                    self._tracer.begin(args, kwargs)
+                    self._traced.begin(self.batch, args, kwargs)
 
     def _after(self, module: Module, args: object, kwargs: object, output: object) -> None:
         if torch.compiler.is_compiling() or self._is_elsewhere() or self._thread != get_ident():
@@ -296,11 +288,9 @@ class DebugUnderflowOverflow:
         return Forward(self._when(), call, found=self._judge.of_recorder(recorder, self._when()))
 
     def _seen_by_outputs(self, call: Call, output: object) -> Forward:
-        if self._tracer is not None:
-            self._tracer.end(output)
-            self._end_tracer()
-        elif self.batch in self._traced:
-            self._trace_again(call)
+        if not self._traced.end(output) and self.batch in self._traced:
+            with self._left_alone():
+                self._traced.again(call, self.batch)
         return Forward(self._when(), call, outputs_of(output))
 
     def _when(self, batch: int | None = None) -> When:
@@ -322,8 +312,8 @@ class DebugUnderflowOverflow:
                 self._group = None
             self._asked.add(id(optimizer))
             found = self._judge_step(made)
-            if found is None and self.counts.steps in _UNDERFLOW_STEPS:
-                self._warn_of_underflow(made.now)
+            if found is None and (warning := self._underflow.look(made.now, self.counts.steps)):
+                self._output.note(warning)
         self._settle(found)
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -355,27 +345,6 @@ class DebugUnderflowOverflow:
         finally:
             self._busy = False
 
-    def _new_tracer(self) -> Recorder:
-        """Give a recorder that prints each frame of this batch as soon as it is complete."""
-        batch = self.batch
-
-        def show(frame: Frame) -> None:
-            self._output.frames("" if frame.number else batch_head(batch), batch, [frame])
-
-        return Recorder(self._model, 1, ("*",), exact=True, on_frame=show)
-
-    def _end_tracer(self) -> None:
-        if self._tracer is not None:
-            self._tracer.detach()
-            self._tracer = None
-
-    def _trace_again(self, call: Call) -> None:
-        """Print the frames of a compiled model, by running it once more as it was written."""
-        with self._left_alone():
-            why = call.again(self._new_tracer())
-        if why:
-            self._output.note(f"batch {self.batch} cannot be traced: {why}")
-
     def _settle(self, found: Detection | None) -> None:
         """Do with what was found as the user wishes."""
         if found is None:
@@ -397,35 +366,10 @@ class DebugUnderflowOverflow:
             why = f"aborting after {done} batches due to `abort_after_batch_num={self._last}` arg"
             raise ValueError(f"DebugUnderflowOverflow: {why}")
 
-    def _warn_of_underflow(self, gradients: list[Gradient]) -> None:
-        shares = {one.name: underflowed(one) for one in gradients}
-        lost = {name: share for name, share in shares.items() if share >= _UNDERFLOW and name not in self._told}
-        if not lost:
-            return
-        self._told |= lost.keys()
-        name, share = max(lost.items(), key=lambda one: one[1])
-        self._output.note(
-            f"underflow in step {self.counts.steps}: of {len(shares)} gradients in float16 {len(lost)} are mostly zero "
-            f"or subnormal; `{name}.grad`: {100 * share:.0f} %. A GradScaler, or bfloat16, mends that."
-        )
-
 
 def _check(name: str, given: object, *known: str) -> None:
     if given not in known:
         raise ValueError(f"{name} is {' or '.join(map(repr, known))}, not {given!r}")
-
-
-def is_watched(module: Module) -> bool:
-    """Tell whether a detector is on a model."""
-    watcher = _watched.get(module)
-    return watcher is not None and watcher() is not None
-
-
-def _make_way(module: Module) -> None:
-    watcher = _watched.get(module)
-    other = watcher() if watcher is not None else None
-    if other is not None and other.gives_way:
-        other.detach()
 
 
 def _weakly(method: weakref.WeakMethod[Callable[..., None]], *args: object) -> None:

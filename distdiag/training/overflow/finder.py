@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn import DataParallel
 
 from distdiag.training import whoami
-from distdiag.training.overflow.detector import DebugUnderflowOverflow, is_watched
+from distdiag.training.overflow.detector import DebugUnderflowOverflow
 from distdiag.training.overflow.names import innermost, within_ddp
+from distdiag.training.overflow.watching import is_watched
 
 if TYPE_CHECKING:
     from typing import Any

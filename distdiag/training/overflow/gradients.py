@@ -87,14 +87,6 @@ class Gradients:
         return look
 
 
-def underflowed(gradient: Gradient) -> float:
-    """Give the share of a float16 gradient that is zero or subnormal; 0 for dtypes of more range."""
-    if gradient.tensor.dtype is not torch.float16:
-        return 0.0
-    told = numbers.tally(gradient.tensor)
-    return 0.0 if told is None or not told.of else (told.zeros + told.subnormals) / told.of
-
-
 def _start(name: str, grad: Tensor | None) -> Gradient | None:
     if grad is None:
         return None
