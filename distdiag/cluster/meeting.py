@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.node import decode
 from distdiag.node import rendezvous
+from distdiag.node.knock import Probe
 from distdiag.node.network import Interface, Network, is_loopback
-from distdiag.node.reach import Probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -10,8 +10,8 @@ from distdiag.cluster.reached import host_findings
 from distdiag.cluster.rows import HostState, Refusal, Row
 from distdiag.cluster.ways import way_findings
 from distdiag.node.identity import contradiction, nested_tasks
+from distdiag.node.knock import Probe
 from distdiag.node.network import Interface, Names, Network
-from distdiag.node.reach import Probe
 from distdiag.report import Finding, Level
 
 

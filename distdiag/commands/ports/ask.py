@@ -48,7 +48,7 @@ def targets_of(words: Sequence[str], ports: tuple[int, ...]) -> tuple[tuple[str,
 
 def bulk_of(text: str) -> int:
     """Read --data. Raises UsageError."""
-    from distdiag.node.reach import MOST_BULK_BYTES
+    from distdiag.node.probing import MOST_BULK_BYTES
     from distdiag.options import parse_size
 
     size = parse_size(text)

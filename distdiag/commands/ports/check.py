@@ -18,7 +18,7 @@ from distdiag.commands.ports.collect import Found, Ports
 from distdiag.commands.ports.model import USUAL_PORT, Way
 from distdiag.errors import UsageError
 from distdiag.node import rendezvous
-from distdiag.node.reach import Probe
+from distdiag.node.knock import Probe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -23,7 +23,9 @@ from distdiag.commands.ports.check import Seen
 from distdiag.commands.ports.model import USUAL_PORT, Way
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.node import machine, rendezvous, scan
-from distdiag.node.reach import MOST_BULK_BYTES, Knock, Probe, Server, Target
+from distdiag.node.door import Server
+from distdiag.node.knock import Knock, Probe, Target
+from distdiag.node.probing import MOST_BULK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,7 @@ from distdiag.errors import UsageError
 
 if TYPE_CHECKING:
     from distdiag.cluster.targets import Cluster
-    from distdiag.node.reach import Probe
+    from distdiag.node.knock import Probe
 
 COMMAND = "ports"
 USUAL_PORT = 29500
