@@ -24,7 +24,8 @@ class Process:
 
     `place` is what its environment says; None if it says nothing, or (`hidden`) may not be read. `job` are the names
     by which its launcher tells jobs apart. `above` are its ancestors, the nearest first. `started_s` after boot.
-    `network` names its network namespace; `asked`: its pid was given.
+    `network` names its network namespace; `asked`: its pid was given. `store`: it says no rank, started ranks, and has
+    a connection at their MASTER_PORT.
     """
 
     pid: int
@@ -44,6 +45,7 @@ class Process:
     started_s: float
     network: str = ""
     asked: bool = False
+    store: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ def facts(ask: dict[str, Any]) -> Processes:
     _add_neighbours(found, table, children, {*ours, *mute, *late})
     parents = {one.parent for one in found.values() if one.place is not None}
     found.update((one.pid, one) for one in locked if one.parent in parents or one.pid in wanted)
+    found.update((one.pid, replace(one, store=True)) for one in _with_store(found))
     if ask["user"]:
         owner = _user_id(ask["user"])
         found = {pid: one for pid, one in found.items() if one.user == owner}
@@ -101,6 +104,21 @@ def facts(ask: dict[str, Any]) -> Processes:
         processes=tuple(found.values()),
         asked_missing=tuple(sorted(wanted - table.keys())),
     )
+
+
+def _with_store(found: dict[int, Process]) -> list[Process]:
+    """List those with torch and no rank that started ranks, and meet them: such a one may be a rank itself."""
+    ports: dict[int, set[int]] = {}
+    for one in found.values():
+        port = one.job.get("MASTER_PORT", "")
+        if one.place is not None and port.isascii() and port.isdigit():
+            ports.setdefault(one.parent, set()).add(int(port))
+    above = [(found[pid], own) for pid, own in ports.items() if pid in found]
+    return [
+        one
+        for one, own in above
+        if one.place is None and one.torch and one.kind == "" and procs.has_connection(one.pid, own)
+    ]
 
 
 def _user_id(name: str) -> int:
@@ -158,7 +176,7 @@ def _look_at(proc: Proc, table: dict[int, Proc], words: list[str], *, asked: boo
     if not words and proc.state != "Z":
         return None  # a kernel thread
     variables = procs.variables(proc.pid)
-    place = identify(variables) if variables else None
+    place = place_of(variables or {})
     kind = kind_of(words, proc.comm)
     python = proc.state != "Z" and procs.is_python(proc.pid, words)
     # Which of the processes of a rank is the rank itself is told by the torch that it has loaded.
@@ -193,11 +211,23 @@ def _process(
         torch=torch,
         gpu=procs.uses_gpu(proc.pid) if python else False,
         hidden=variables is None and proc.state != "Z",
-        place=identify(variables) if variables else None,
+        place=place_of(variables or {}),
         job={name: value for name, value in (variables or {}).items() if name in _JOB_NAMES},
         started_s=proc.started / os.sysconf("SC_CLK_TCK"),
         network=procs.network(proc.pid),
     )
+
+
+def place_of(variables: dict[str, str]) -> Identity | None:
+    """Tell a process's place in its job by its environment; None if that says nothing.
+
+    What Lightning's first rank of a node starts is told its local rank alone, which on the first node is its rank too.
+    """
+    found = identify(variables)
+    if found is not None or variables.get("NODE_RANK") != "0" or "MASTER_PORT" not in variables:
+        return found
+    known = identify({**variables, "RANK": variables.get("LOCAL_RANK", "")})
+    return None if known is None else replace(known, launcher="Lightning")
 
 
 _JOB_NAMES = (

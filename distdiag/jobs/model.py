@@ -19,7 +19,10 @@ class Helper:
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One rank of a job. `rank` is None where nothing tells it; `process` is None for one that is gone."""
+    """One rank of a job. `rank` is None where nothing tells it; `process` is None for one that is gone.
+
+    `deduced`: its rank stands in no environment; it started the others, meets them, and theirs leave it this one.
+    """
 
     host: str
     rank: int | None
@@ -27,6 +30,7 @@ class Member:
     process: Process | None
     watched: Watched | None
     helpers: tuple[Helper, ...] = ()
+    deduced: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,13 @@
 """Who is who: ranks, their helpers, launchers, and which job each belongs to. Pure.
 
 DataLoader workers and other children inherit RANK; so of the processes of one rank, the topmost that is a Python with
-torch is the rank, and the others below it are its helpers. What has no rank in its environment gets none here.
+torch is the rank, and the others below it are its helpers. What has no rank in its environment gets none here, but
+for one kind of process: what started the other ranks of its host and meets them is the rank that they leave over.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from distdiag.jobs.model import Helper, Job, Member
@@ -136,6 +137,9 @@ def _parts_of(host: str, processes: Sequence[Process], watched: Mapping[int, Wat
         used.update(one.pid for one in same)
     others = [one for one in processes if one.pid not in used]
     for part in parts.values():
+        used.update(_add_starter(part, host, others, watched))
+    others = [one for one in others if one.pid not in used]
+    for part in parts.values():
         above = {pid for one in part.members if one.process is not None for pid in one.process.above}
         part.without_rank = sum(one.torch and one.kind == "" and one.pid in above for one in others)
     yield from _with_dead(parts, host, others)
@@ -145,6 +149,25 @@ def _parts_of(host: str, processes: Sequence[Process], watched: Mapping[int, Wat
         if one.pid not in used and (one.torch or one.asked) and one.kind not in ("tracker", "compile-worker")
     ]
     yield from _unlabelled(host, rest, watched)
+
+
+def _add_starter(part: _Part, host: str, others: Sequence[Process], watched: Mapping[int, Watched]) -> list[int]:
+    """Add the rank that started all others of this host, as Lightning's does, if there is one; gives whom it took."""
+    known = [one.process for one in part.members if one.process is not None and one.process.place is not None]
+    parents = {one.parent for one in known}
+    starter = next((one for one in others if one.store and parents == {one.pid}), None)
+    dead = any(one.state == "Z" and one.parent in parents for one in others)
+    if starter is None or dead or part.launcher == "torchrun":
+        return []
+    places = [one.place for one in known if one.place is not None]
+    firsts = {place.rank - (place.rank if place.local_rank is None else place.local_rank) for place in places}
+    if len(firsts) != 1 or (first := firsts.pop()) in {place.rank for place in places}:
+        return []
+    own = [one for one in others if starter.pid in one.above]
+    local_rank = None if places[0].local_rank is None else 0
+    member = _member(host, starter, first, local_rank, own, watched)
+    part.members.append(replace(member, deduced=True))
+    return [starter.pid, *(one.pid for one in own)]
 
 
 def _heads(same: Sequence[Process]) -> list[tuple[Process, int]]:
@@ -272,6 +295,8 @@ def _frame_in(watched: Watched | None, file: str, function: str) -> bool:
 def _join(name: str, parts: Sequence[_Part], *, whole: bool) -> Job:
     """Join the parts of all hosts, and tell which ranks are missing: certainly gone, or not seen on these hosts."""
     members = [member for part in parts for member in part.members]
+    said = {member.rank for member in members if not member.deduced}
+    members = [replace(one, rank=None) if one.deduced and one.rank in said else one for one in members]
     world_size = next((part.world_size for part in parts if part.world_size), None)
     missing = set(range(world_size or 0)) - {member.rank for member in members} if whole else set()
     for part in parts:

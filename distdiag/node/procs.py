@@ -20,7 +20,7 @@ _WANTED_FAMILIES = (
     *("TORCHELASTIC_RUN_ID=", "SLURM_JOB_ID=", "SLURM_STEP_ID=", "SLURM_PROCID=", "SLURM_NTASKS=", "SLURM_LOCALID="),
     *("SLURM_STEP_NUM_TASKS=", "SLURM_STEP_TASKS_PER_NODE=", "SLURM_NODEID=", "PMIX_NAMESPACE=", "OMPI_COMM_WORLD_"),
     *("OMPI_MCA_ess_base_jobid=", "MV2_COMM_WORLD_", "JSM_NAMESPACE_", "FLUX_TASK_", "FLUX_JOB_", "PMI_RANK="),
-    *("PMI_SIZE=", "MPI_LOCALRANKID=", "MPI_LOCALNRANKS="),
+    *("PMI_SIZE=", "MPI_LOCALRANKID=", "MPI_LOCALNRANKS=", "NODE_RANK="),
 )
 _WANTED = tuple(name.encode() for name in (*_WANTED_PREFIXES, *_WANTED_FAMILIES))
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -180,6 +180,19 @@ def uses_gpu(pid: int) -> bool:
     except OSError:
         return False
     return False
+
+
+def has_connection(pid: int, ports: set[int]) -> bool:
+    """Tell whether a process has a TCP socket of which either end is one of these ports, or listens there."""
+    wanted = {f":{port:04X}" for port in ports}
+    tables = [machine.read_text(f"/proc/{pid}/net/{name}").splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table]
+    inodes = {row[9] for row in rows if row[1][-5:] in wanted or row[2][-5:] in wanted} - {"0"}
+    try:
+        entries = os.listdir(f"/proc/{pid}/fd") if inodes else []
+        return any(os.readlink(f"/proc/{pid}/fd/{one}")[8:-1] in inodes for one in entries)
+    except OSError:  # gone, not ours to read, or closing what was just listed
+        return False
 
 
 def standstill(pid: int, tid: int) -> Standstill:

@@ -73,10 +73,10 @@ def echo_by(method: str, many: ManyHosts, file: Path, connect_s: int) -> dict[st
     return {**done, "ok": done["out"].count(": ok"), "rss_mib": None}
 
 
-def compare(many: ManyHosts, title: str, file: Path, expected: int) -> None:
+def compare(many: ManyHosts, title: str, file: Path, expected: int, *more: str) -> None:
     rows: dict[str, list[dict[str, Any]]] = {}
     for _ in range(ROUNDS):
-        for method in ("distdiag", "asyncssh", "pdsh", "clush", STOCK):
+        for method in ("distdiag", "asyncssh", "pdsh", "clush", *more):
             rows.setdefault(method, []).append(echo_by(method, many, file, 5))
     print(f"\n{title}, {ROUNDS} rounds, medians\n")
     print("| | seconds | ratio | answered | client CPU per host | peak memory |\n|---|---|---|---|---|---|")
@@ -104,7 +104,7 @@ def a_thousand() -> None:
         compare(many, f"`echo` on {COUNT} hosts", file, COUNT)
         dead = many.names[-(COUNT // 10) :]
         many.black_hole(dead)
-        compare(many, f"`echo` on {COUNT} hosts, {len(dead)} of them black holes", file, COUNT - len(dead))
+        compare(many, f"`echo` on {COUNT} hosts, {len(dead)} of them black holes", file, COUNT - len(dead), STOCK)
 
 
 def a_bastion() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 
+import pytest
 from jobs import Job, odd
 from support import distdiag, need
 
@@ -42,6 +43,35 @@ def test_no_rank_is_invented_for_spawned_processes() -> None:
         (one,) = result.report["data"]["odd"]
         assert (one["ranks"], one["frame"]["function"], len(one["pids"])) == ([], "work", 1)
         assert f"pid {one['pids'][0]}" in result.report["summary"]
+
+
+UNNAMED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.mark.parametrize("how", ["", "lightning"])
+def test_rank_0_that_started_the_others_is_found_though_nothing_names_it(how: str) -> None:
+    unnamed = ("env", *(word for name in UNNAMED for word in ("-u", name)))
+    with Job("starts_the_others", 1, wrap=unnamed, env={"HOW": how}) as job:
+        job.wait_ready(range(3))
+        name = f"127.0.0.1:{(job.folder / 'port').read_text()}"
+        result = distdiag("pyspy-all", "--json", "--job", name, *SOON)
+        rows = {row["rank"]: row["pid"] for row in result.report["data"]["processes"] if row["role"] == "rank"}
+        assert sorted(rows) == [0, 1, 2]
+        assert rows[0] == job.pid(0)
+        assert odd(result) == [([0], "load_batch")]
+        assert [one["id"] for one in result.report["findings"]] == ["pyspy-all.odd-rank", "pyspy-all.rank-deduced"]
+
+
+def test_who_has_the_store_and_started_all_ranks_is_none_of_them() -> None:
+    unnamed = ("env", *(word for name in UNNAMED for word in ("-u", name)))
+    with Job("starts_the_others", 1, wrap=unnamed, env={"HOW": "parent"}) as job:
+        job.wait_ready(range(3))
+        name = f"127.0.0.1:{(job.folder / 'port').read_text()}"
+        result = distdiag("pyspy-all", "--json", "--job", name, *SOON)
+        rows = {row["rank"]: row["pid"] for row in result.report["data"]["processes"] if row["role"] == "rank"}
+        assert sorted(rows) == [0, 1, 2]
+        assert job.pid(0) not in rows.values()
+        assert odd(result) == [([0], "load_batch")]
 
 
 def test_two_jobs_at_once_are_told_apart_and_a_healthy_one_is_not_hung() -> None:

@@ -103,6 +103,7 @@ def _only_wanted(facts: Processes, request: Request) -> Processes:
         named = {one.pid for one in kept if answers_to(one.job, request.job)}
         parents = {one.parent for one in kept if one.pid in named}
         kept = [one for one in kept if one.pid in named or named & set(one.above) or _is_beside(one, parents)]
+        kept += [one for one in facts.processes if one.store and one.pid in parents and one not in kept]
     if request.pids:
         pids = set(request.pids)
         kept = [one for one in kept if one.pid in pids or pids & set(one.above)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import fold_ranks
 from distdiag.commands.pyspy_all.model import COMMAND, FrameClass
 from distdiag.commands.pyspy_all.standing import helper_frames
-from distdiag.commands.pyspy_all.unread import kernel_words, unreadable, unseen, where
+from distdiag.commands.pyspy_all.unread import deduced, kernel_words, unreadable, unseen, where
 from distdiag.commands.pyspy_all.verdict import ALIVE, Outcome, goes_on, split
 from distdiag.commands.pyspy_all.words import briefly, does, looks, stuck_worker, waits, who, worker_does
 from distdiag.knowledge.frames import library_path
@@ -44,7 +44,7 @@ def job_findings(verdict: JobVerdict, request: Request, nodes: Sequence[NodeStac
     }
     maker = makers.get(verdict.outcome)
     found = maker(verdict, request) if maker is not None else []
-    return [*found, *_helpers(verdict), *unreadable(verdict, request, nodes), *unseen(verdict)]
+    return [*found, *_helpers(verdict), *unreadable(verdict, request, nodes), *unseen(verdict), *deduced(verdict)]
 
 
 def waiting_in_words(members: Sequence[Standing]) -> str:

@@ -88,6 +88,22 @@ def unseen(verdict: JobVerdict) -> list[Finding]:
     ]
 
 
+def deduced(verdict: JobVerdict) -> list[Finding]:
+    """Say of whom only the other ranks tell which rank it is."""
+    return [
+        Finding(
+            id=f"{COMMAND}.rank-deduced",
+            level=Level.INFO,
+            title=f"pid {one.process.pid} on {one.host} is taken for rank {one.rank}",
+            detail="Its environment names no rank. It started the other ranks of its host, has a connection at their "
+            "MASTER_PORT, and they leave this rank over: so does Lightning's first rank of a node.",
+            where=Where(hosts=(one.host,), ranks=(one.rank,), pids=(one.process.pid,)),
+        )
+        for one in verdict.job.members
+        if one.deduced and one.rank is not None and one.process is not None
+    ]
+
+
 def where(members: Iterable[Standing]) -> Where:
     """Say whom a finding is about."""
     members = list(members)
