@@ -57,16 +57,19 @@ def script(program: list[str], *, python: str | None, setup: str | None, needs_t
         parts.append(f"{told} {shlex.quote(missing)}")
         return "\n".join(parts) + "\nexit 0\n"
     parts.append(
-        'distdiag_try() { command -v "$2" >/dev/null && "$2" -c "$1" </dev/null >/dev/null 2>&1 && distdiag_run "$2"; }'
+        'distdiag_try() { command -v "$2" >/dev/null && "$2" $3 -c "$1" </dev/null >/dev/null 2>&1 && '
+        'distdiag_run "$2"; }'
     )
-    if not needs_torch and re.fullmatch(r"python3\.(9|[1-9][0-9])", os.path.basename(sys.executable)):
+    real = os.path.realpath(sys.executable)
+    if not needs_torch and re.fullmatch(r"python3\.(9|[1-9][0-9])", os.path.basename(real)):
         # Its name says that it is new enough: spare every node the start of a Python that only tells its version.
         own = shlex.quote(sys.executable)
-        parts.append(f"if [ -x {own} ]; then distdiag_run {own}; fi")
+        parts.append(f"if [ -x {own} ] && [ {own} -ef {shlex.quote(real)} ]; then distdiag_run {own}; fi")
     nearest = f'{shlex.quote(sys.executable)} "$CONDA_PREFIX/bin/python" "$VIRTUAL_ENV/bin/python"'
     for check in [_HAS_TORCH, _OLD_ENOUGH] if needs_torch else [_OLD_ENOUGH]:
         for places in (nearest, f"$({_OF_THE_JOB})", " ".join(_NAMES)):
-            parts.append(f'for p in {places}; do distdiag_try {shlex.quote(check)} "$p"; done')
+            flags = "" if check is _HAS_TORCH else "-S"
+            parts.append(f'for p in {places}; do distdiag_try {shlex.quote(check)} "$p" {flags}; done')
     missing = json.dumps({"kind": "no-python", "tried": "python3"})
     parts.append(f"{told} {shlex.quote(missing)}")
     return "\n".join(parts) + "\nexit 0\n"

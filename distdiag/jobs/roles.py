@@ -163,6 +163,8 @@ def _add_starter(part: _Part, host: str, others: Sequence[Process], watched: Map
     firsts = {place.rank - (place.rank if place.local_rank is None else place.local_rank) for place in places}
     if len(firsts) != 1 or (first := firsts.pop()) in {place.rank for place in places}:
         return []
+    if part.world_size is not None and first >= part.world_size:
+        return []
     own = [one for one in others if starter.pid in one.above]
     local_rank = None if places[0].local_rank is None else 0
     member = _member(host, starter, first, local_rank, own, watched)

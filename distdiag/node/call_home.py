@@ -91,7 +91,7 @@ def _knock(
         connection = None
         try:
             # As bytes: else Python loads what turns names of other alphabets into ASCII.
-            where = (place[0].encode(), place[1])
+            where = (place[0].encode() if place[0].isascii() else place[0], place[1])
             connection = socket.create_connection(where, timeout=min(left, _TRY_S))  # type: ignore[arg-type]
             said, expected = greeting(nonce, me)
             connection.sendall(said)

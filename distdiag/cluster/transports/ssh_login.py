@@ -72,7 +72,7 @@ class Login:
         began = time.monotonic()
         try:
             # paramiko waits for the answer to exec_command for ever.
-            with self._limits.within(self._timeout_s, transport.close):
+            with self._limits.within(self._timeout_s, functools.partial(_drop, transport)):
                 channel = transport.open_session(timeout=self._timeout_s)
                 channel.exec_command(self._command)
         except (paramiko.SSHException, EOFError, OSError) as error:

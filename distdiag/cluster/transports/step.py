@@ -123,6 +123,15 @@ class StepTransport(Transport):
                 self._round.process.kill()
 
     def _go(self, hosts: list[Host], arrivals: Arrivals) -> None:
+        try:
+            self._start_all(hosts, arrivals)
+        except Exception as error:  # noqa: BLE001 - in a thread nobody else would hear of it
+            refusal = Refusal(
+                state=HostState.FAILED, stage="start", message=f"{self.name} cannot be started: {error!r}"
+            )
+            self._refuse_all(hosts, refusal, arrivals)
+
+    def _start_all(self, hosts: list[Host], arrivals: Arrivals) -> None:
         for host in hosts:
             arrivals.stage(host.name, "start")
         for _ in range(_ROUNDS):

@@ -55,7 +55,10 @@ class Limits:
 
     @contextlib.contextmanager
     def within(self, seconds: float, too_late: Callable[[], object]) -> Iterator[None]:
-        """Call `too_late`, from another thread, if this is not over after so many seconds; it must not raise."""
+        """Call `too_late`, from another thread, if this is not over after so many seconds.
+
+        It must neither raise nor take long: the others' limits wait for it.
+        """
         this = object()
         with self._lock:
             self._running[this] = time.monotonic() + seconds, too_late
