@@ -190,9 +190,18 @@ def has_connection(pid: int, ports: set[int]) -> bool:
     inodes = {row[9] for row in rows if row[1][-5:] in wanted or row[2][-5:] in wanted} - {"0"}
     try:
         entries = os.listdir(f"/proc/{pid}/fd") if inodes else []
-        return any(os.readlink(f"/proc/{pid}/fd/{one}")[8:-1] in inodes for one in entries)
-    except OSError:  # gone, not ours to read, or closing what was just listed
+    except OSError:  # gone, or not ours to read
         return False
+    return any(_inode_of(f"/proc/{pid}/fd/{one}") in inodes for one in entries)
+
+
+def _inode_of(descriptor: str) -> str:
+    """Give a socket's inode; empty for what is none, or was closed since it was listed."""
+    try:
+        target = os.readlink(descriptor)
+    except OSError:
+        return ""
+    return target[8:-1] if target.startswith("socket:[") else ""
 
 
 def standstill(pid: int, tid: int) -> Standstill:

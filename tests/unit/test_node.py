@@ -16,7 +16,7 @@ import pytest
 from support import wait_until
 
 from distdiag.cluster import bundle
-from distdiag.node import boot, machine, rendezvous, run, stacks, wire
+from distdiag.node import boot, machine, procs, rendezvous, run, stacks, wire
 from distdiag.node.identity import Identity, identify
 
 if TYPE_CHECKING:
@@ -167,6 +167,23 @@ def test_the_holder_of_a_port_is_found() -> None:
         holder = machine.port_holder(server.getsockname()[1])
     assert holder is not None
     assert (holder.listening, holder.pid) == (True, os.getpid())
+
+
+def test_who_listens_or_is_connected_at_a_port_has_a_connection_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as other:
+        port, free = server.getsockname()[1], other.getsockname()[1]
+        other.close()
+        assert procs.has_connection(os.getpid(), {port, free})
+        assert not procs.has_connection(os.getpid(), {free})
+        child = run.start(
+            [sys.executable, "-c", f"import socket as s; c = s.create_connection(('127.0.0.1', {port})); input()"]
+        )
+        try:
+            server.accept()[0].close()
+            assert procs.has_connection(child.pid, {port})
+        finally:
+            run.end_group(child)
+    assert not procs.has_connection(child.pid, {port})
 
 
 def test_a_stack_is_read_and_the_process_left_as_it_was() -> None:

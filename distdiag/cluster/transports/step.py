@@ -166,10 +166,11 @@ class StepTransport(Transport):
         payload = self._payload
         config = {**payload.config, "addresses": Hub.addresses(), "port": self._hub.port, "find_s": _FIND_S}
         entry = "distdiag.node.call_home"
-        packed = boot.pack(payload.sources, entry, config)
-        faster = bundle.first(payload.sources, entry, config["collect"])
-        compiled = boot.pack(payload.sources, entry, config, compiled=faster)
-        words = [boot.ARGUMENT_START, base64.b64encode(compiled if len(compiled) < _PACKED_BYTES else packed).decode()]
+        first = bundle.first(payload.sources, entry, config["collect"])
+        packed = boot.pack(payload.sources, entry, config, compiled=first)
+        if len(packed) > _PACKED_BYTES:
+            packed = boot.pack(payload.sources, entry, config)
+        words = [boot.ARGUMENT_START, base64.b64encode(packed).decode()]
         lines = bootstrap.script(words, python=payload.python, setup=payload.setup, needs_torch=payload.needs_torch)
         if payload.setup:
             lines = f"exec {bootstrap.shell(payload.setup)} -c {shlex.quote(lines)}"

@@ -1,0 +1,30 @@
+"""A step of srun or mpirun that cannot even be prepared: each host hears of it, and nobody waits."""
+
+from __future__ import annotations
+
+import select
+
+from support import need
+
+from distdiag.cluster.hosts import Host
+from distdiag.cluster.rows import HostState, Refusal
+from distdiag.cluster.transports import Arrivals
+from distdiag.cluster.transports.mpi import MpiTransport
+from distdiag.cluster.transports.step import Payload
+
+
+def test_a_step_that_cannot_be_prepared_is_told_at_once() -> None:
+    need("mpirun")
+    payload = Payload(sources={}, config={}, python=None, setup=None, needs_torch=False)  # nothing to start
+    transport, arrivals = MpiTransport(payload, start_s=60), Arrivals()
+    try:
+        transport.start([Host(name="node1"), Host(name="node2")], arrivals)
+        found: dict[str, Refusal] = {}
+        while len(found) < 2:
+            assert select.select([arrivals.bell], [], [], 10)[0], "nobody was told"
+            found.update((host, what) for _, host, what in arrivals.take() if isinstance(what, Refusal))
+    finally:
+        transport.close()
+        arrivals.close()
+    assert {name: one.state for name, one in found.items()} == dict.fromkeys(("node1", "node2"), HostState.FAILED)
+    assert "KeyError" in found["node1"].message
