@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -17,7 +18,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _leave)
     from distdiag.cli import main as run
 
-    run()
+    try:
+        run()
+    finally:
+        gc.freeze()  # nobody needs what is left; to look through all of it at the end takes 20 ms
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:

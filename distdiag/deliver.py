@@ -68,6 +68,12 @@ def deliver(
     raise typer.Exit(code)
 
 
+def load() -> None:
+    """Load what draws a report; for a moment in which others are at work."""
+    import rich.console
+    import rich.table  # noqa: F401
+
+
 def document(report: Report[Data], *, strict: bool = False) -> dict[str, Any]:
     """Give the document that --json prints."""
     return _envelope(report, report.exit_code(strict=strict))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from distdiag.node import capture, machine, patience, procs
+from distdiag.node import machine, patience, procs, rights
 from distdiag.node.capture import Capture  # noqa: TC001 - decoded by its annotations
 from distdiag.node.identity import Identity, identify
 
@@ -99,8 +99,8 @@ def facts(ask: dict[str, Any]) -> Processes:
     return Processes(
         host=machine.host_name(),
         user=os.geteuid(),
-        ptrace_scope=capture.ptrace_scope(),
-        may_trace=capture.may_trace(),
+        ptrace_scope=rights.ptrace_scope(),
+        may_trace=rights.may_trace(),
         processes=tuple(found.values()),
         asked_missing=tuple(sorted(wanted - table.keys())),
     )

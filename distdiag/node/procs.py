@@ -204,8 +204,8 @@ def _inode_of(descriptor: str) -> str:
     return target[8:-1] if target.startswith("socket:[") else ""
 
 
-def standstill(pid: int, tid: int) -> Standstill:
-    """Ask the kernel what one thread waits for; what is not ours to read stays empty."""
+def standstill(pid: int, tid: int, clocks: dict[int, float]) -> Standstill:
+    """Ask the kernel what one thread waits for; what is not ours to read stays empty. `clocks`: see asleep.seconds."""
     folder = f"/proc/{pid}/task/{tid}"
     fields = _stat(f"{folder}/stat")
     name, path = _syscall(pid, machine.read_text(f"{folder}/syscall").split())
@@ -215,7 +215,7 @@ def standstill(pid: int, tid: int) -> Standstill:
         wait_channel=machine.read_text(f"{folder}/wchan").strip("0"),
         syscall=name,
         path=path,
-        since_s=asleep.seconds(pid, [tid], {}).get(tid),
+        since_s=asleep.seconds(pid, [tid], clocks).get(tid),
     )
 
 

@@ -21,6 +21,8 @@ sys.path.insert(0, str(HERE.parent))
 
 from jobs import Job, wait_for_state  # noqa: E402
 
+from distdiag.node import looking  # noqa: E402
+
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
 BIN = Path(sys.executable).parent
 PROGRAM, PY_SPY = str(BIN / "distdiag"), str(BIN / "py-spy")
@@ -129,22 +131,21 @@ def no_harm() -> None:
     for name in ("alone", "looked at"):
         with Job("trains_well", 2, env={"STEPS": str(steps)}) as job:
             job.wait_ready()
-            seen = 0
+            seen = read = 0
             while any(process.poll() is None for process in job.processes):
                 if name == "looked at" and seen < looks:
                     seen += 1
-                    for rank in range(2):
-                        done = timed(
-                            [PY_SPY, "dump", "--nonblocking", "--locals", "--json", "--pid", str(job.pid(rank))]
-                        )
-                        assert done[2] is not None
+                    found = looking.look_at([job.pid(rank) for rank in range(2)], looking.Look(timeout_s=5))
+                    read += sum(one.status == "ok" for one in found.values())
                 else:
                     time.sleep(0.01)
             assert name == "alone" or seen == looks, f"only {seen} looks: more steps are needed"
             told[name] = ((job.folder / "losses").read_text(), float((job.folder / "seconds").read_text()))
     same = told["alone"][0] == told["looked at"][0] and told["alone"][0].count("\n") == steps
-    print(f"\n{looks} looks at each rank of a job of {steps} steps: losses {'equal' if same else 'DIFFERENT'}; "
-          f"{told['alone'][1]:.1f} s without, {told['looked at'][1]:.1f} s with")  # fmt: skip
+    print(
+        f"\n{looks} looks at each rank of a job of {steps} steps, {read} with a stack: losses "
+        f"{'equal' if same else 'DIFFERENT'}; {told['alone'][1]:.1f} s without, {told['looked at'][1]:.1f} s with"
+    )
     if not same:
         sys.exit("the looks changed the job")
 

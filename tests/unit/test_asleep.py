@@ -33,7 +33,7 @@ def test_a_thread_that_ran_on_any_processor_has_slept_as_long_as_it_has() -> Non
             os.sched_setaffinity(0, {processor})
             for process, start in zip(sleepers, began, strict=True):
                 expected = pytest.approx(time.monotonic() - start, abs=0.4)
-                assert procs.standstill(process.pid, process.pid).since_s == expected
+                assert procs.standstill(process.pid, process.pid, {}).since_s == expected
                 assert asleep.seconds(process.pid, [process.pid], {}) == {process.pid: expected}
     finally:
         os.sched_setaffinity(0, ours)

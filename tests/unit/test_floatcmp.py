@@ -191,7 +191,8 @@ def test_a_sum_in_another_order_is_rounding_though_near_zero_it_is_many_ulp() ->
     x, w = torch.randn(64, 1024), torch.randn(1024, 64)
     pair = pair_of(x @ w, x.flip(1) @ w.flip(0))
     assert pair.counts.max_ulp > limits("float32")[1]
-    assert pair.max_scaled_ulp < math.isqrt(1024)
+    # Which order a processor's own kernels take is its own affair: 25 on one, 36 on another.
+    assert pair.max_scaled_ulp < 2 * math.isqrt(1024)
     assert pair.likeness in (Likeness.ROUNDING, Likeness.LONG_SUM)
 
 

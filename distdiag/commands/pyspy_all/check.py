@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from distdiag import deliver
 from distdiag.cluster import access
 from distdiag.cluster.access import Agent, open_fleet
 from distdiag.cluster.node import decode
@@ -55,6 +56,10 @@ def check(request: Request, progress: Progress) -> tuple[Report[PySpyAll], list[
     with open_fleet(request.cluster, targets, _agent(request)) as fleet:
         if targets.launcher is not None:
             progress.news(f"reaching {describe(targets)}")
+        # What judges and draws is loaded while the nodes have their hands full.
+        from distdiag.commands.pyspy_all.diagnose import diagnose
+
+        deliver.load()
         seen: dict[str, _Seen] = {}
         interrupted = False
         try:
@@ -65,8 +70,6 @@ def check(request: Request, progress: Progress) -> tuple[Report[PySpyAll], list[
             if not seen:
                 raise
             interrupted = True
-        from distdiag.commands.pyspy_all.diagnose import diagnose
-
         nodes = [NodeStacks(one.host, one.processes, tuple(one.watched.values()), one.missing) for one in seen.values()]
         rows = () if targets.launcher is None else fleet.rows
         report = diagnose(request, nodes, rows=rows, refusals=dict(fleet.refusals), interrupted=interrupted)
@@ -134,8 +137,6 @@ def _look(fleet: Fleet, seen: dict[str, _Seen], request: Request, progress: Prog
             seen[node.name].missing = "not finished when interrupted"
             seen[node.name].todo = len(pids)
             busy[node.name] = node
-    import distdiag.commands.pyspy_all.diagnose  # noqa: F401 - loaded while the nodes have their hands full
-
     total = sum(one.todo for one in seen.values())
     if total:
         progress.news(f"looking at {total} processes on {len(busy)} host{'s' if len(busy) > 1 else ''}")

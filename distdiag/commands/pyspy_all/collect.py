@@ -6,13 +6,15 @@ import re
 import time
 
 from distdiag.jobs.collect import Watched, facts
-from distdiag.node import capture, patience, procs
-from distdiag.node.capture import Capture, Look
+from distdiag.node import looking, patience, procs
+from distdiag.node.looking import Look
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
+
+    from distdiag.node.capture import Capture
 
 __all__ = ["facts", "more"]
 
@@ -40,7 +42,7 @@ def more(ask: dict[str, Any], tell: Callable[[Watched], None]) -> None:
         if number:
             time.sleep(max(0.0, began + number * ask["interval_s"] - time.monotonic()))
         todo = [pid for pid in pids if number == 0 or _worth_another_look(looks[pid], pid in once)]
-        for pid, one in capture.capture_all(todo, look).items():
+        for pid, one in looking.look_at(todo, look).items():
             looks[pid].append(one)
         if number == 0 and ask["samples"] > 1 and ask["interval_s"] >= _LONG_S:
             for pid, seen in looks.items():  # whoever is interrupted in a long wait has this at least

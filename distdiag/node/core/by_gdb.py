@@ -11,7 +11,7 @@ import re
 import signal
 from dataclasses import replace
 
-from distdiag.node import capture, machine, procs, run, tools
+from distdiag.node import machine, procs, rights, run, tools
 from distdiag.node.core import merge
 from distdiag.node.core.frames import Frame, Stacks, ThreadStack
 from distdiag.node.wire import printable
@@ -75,7 +75,7 @@ def of_process(pid: int, *, timeout_s: float) -> Stacks:
             return Stacks("gdb", (), hindrance, 0.0)
         stacks = _ask(["-p", str(pid)], timeout_s)
     if "not permitted" in stacks.error:
-        return replace(stacks, error=capture.why_unreadable(pid, stacks.error)[1])
+        return replace(stacks, error=rights.why_unreadable(pid, stacks.error)[1])
     return stacks
 
 

@@ -14,7 +14,7 @@ import re
 import sys
 from dataclasses import replace
 
-from distdiag.node import capture, run
+from distdiag.node import rights, run
 from distdiag.node.core import by_gdb, merge, notes
 from distdiag.node.core.frames import UNKNOWN, Frame, Stacks, ThreadStack
 from distdiag.node.core.functions import Functions
@@ -48,7 +48,7 @@ def of_process(pid: int, *, timeout_s: float, python: str = "") -> Stacks:
             return Stacks("pystack", (), hindrance, 0.0)
         stacks = _ask(["process", str(pid)], Functions.of_process(pid), timeout_s, python or sys.executable)
     if "not permitted" in stacks.error:
-        return replace(stacks, error=capture.why_unreadable(pid, stacks.error)[1])
+        return replace(stacks, error=rights.why_unreadable(pid, stacks.error)[1])
     return stacks
 
 

@@ -1,0 +1,226 @@
+"""Stacks of many processes at once, each by its state, each with its own deadline, and none of them harmed.
+
+Who waits, as nearly all ranks of a hung job do, is read from its memory here (see `resting`), which costs a tenth of a
+start of py-spy. The others are read by py-spy, without being paused: it would wait for ever to pause one that is
+stopped or has a thread in the kernel (D), and fail on one that is traced. Whatever was done, it is looked after whether
+the process was left as found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+from distdiag.node import machine, patience, procs, resting, rights, run, tools
+from distdiag.node.capture import COUNTERS, MAIN, WHOLE, Capture, Counter, Frame, Thread, read_threads
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+_PATIENCE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Look:
+    """How to look at processes."""
+
+    timeout_s: float
+    native: bool = False
+    counters: bool = True
+    all_threads: bool = False
+
+
+def look_at(pids: Sequence[int], look: Look) -> dict[int, Capture]:
+    """Look at several processes at the same time; each costs its own deadline at most."""
+    clocks: dict[int, float] = {}
+    before = {pid: _Before(pid, clocks) for pid in pids}
+    found = {pid: one.failed("gone", one.how_it_ended()) for pid, one in before.items() if one.is_gone}
+    if not look.native and not look.all_threads:
+        found.update(_resting([one for pid, one in before.items() if pid not in found], look))
+    living = [pid for pid in pids if pid not in found]
+    if not living:
+        return found
+    tool = tools.find("py-spy")
+    if tool is None:
+        missing = "py-spy is not there, and could not be brought"
+        return {**found, **{pid: before[pid].failed("failed", missing) for pid in living}}
+    if look.native:
+        paused = _dump(tool, {pid: before[pid] for pid in living if before[pid].may_be_paused}, look, native=True)
+        found.update({pid: one for pid, one in paused.items() if one.threads})
+    found.update(_dump(tool, {pid: before[pid] for pid in living if pid not in found}, look, native=False))
+    # A running process may change under py-spy's eyes, so what made no sense is read once more.
+    torn = {pid: before[pid] for pid in living if found[pid].status == "failed"}
+    found.update(_dump(tool, torn, look, native=False))
+    return found
+
+
+def _resting(processes: Sequence[_Before], look: Look) -> dict[int, Capture]:
+    """Read those whose main thread waits, and no other thread is stuck in the kernel: that may hold up any reader."""
+
+    def read(one: _Before) -> Capture | None:
+        try:
+            return one.at_rest(resting.main_thread(one.pid, COUNTERS if look.counters else None))
+        except resting.Unclear:
+            return None
+
+    found, _ = patience.each([one for one in processes if not one.blocked], read, patience_s=look.timeout_s)
+    return {one.pid: capture for one, capture in found.items() if capture is not None}
+
+
+def _dump(tool: str, processes: Mapping[int, _Before], look: Look, *, native: bool) -> dict[int, Capture]:
+    how = ["--native" if native else "--nonblocking", "--json", *(["--locals"] if look.counters else [])]
+    commands = {pid: [tool, "dump", *how, "--pid", str(pid)] for pid in processes}
+    ends = run.run_many(commands, timeout_s=look.timeout_s)
+    return {pid: processes[pid].after(done, look, native=native) for pid, done in ends}
+
+
+class _Before:
+    """What a process was like before it was looked at."""
+
+    def __init__(self, pid: int, clocks: dict[int, float]) -> None:
+        self.pid = pid
+        self._clocks = clocks
+        self.at_s = time.monotonic()
+        self.switches = procs.switches(pid)
+        self.proc = procs.read(pid)
+        self.tasks = procs.tasks(pid)
+        self.tracer = procs.tracer(pid)
+        self.blocked = [task.tid for task in self.tasks if task.state == "D"]
+
+    @property
+    def is_gone(self) -> bool:
+        """There is nothing to look at."""
+        return self.proc is None or self.proc.state in "ZX"
+
+    @property
+    def may_be_paused(self) -> bool:
+        """Whether pausing it for a moment, as --native needs, can neither hang nor collide with a debugger."""
+        return not self.blocked and self.tracer is None and self.proc is not None and self.proc.state in "RS"
+
+    def how_it_ended(self) -> str:
+        """Tell of a process that is gone."""
+        return "it has ended" if self.proc is None else "it has ended and is a zombie"
+
+    def failed(self, status: str, reason: str, *, left_stopped: bool = False) -> Capture:
+        """Tell why there are no stacks, and what the kernel says instead."""
+        return self._capture(status, reason, (), native=False, left_stopped=left_stopped)
+
+    def at_rest(self, main: resting.Main) -> Capture:
+        """Take over what was read of a main thread that waits."""
+        status, reason = self._standing()
+        thread = Thread(
+            os_thread_id=self.pid,
+            name=MAIN,
+            active=False,
+            owns_gil=main.gil_holder == self.pid,
+            state=next((task.state for task in self.tasks if task.tid == self.pid), ""),
+            frames=tuple(Frame(one.function, one.file, one.line) for one in main.frames),
+            counters=tuple(
+                Counter(depth, one.function, name, value)
+                for depth, one in enumerate(reversed(main.frames))
+                for name, value in one.whole_numbers
+                if WHOLE.fullmatch(str(value))
+            ),
+        )
+        return self._capture(status, reason, (thread,), native=False, left_stopped=False, gil_holder=main.gil_holder)
+
+    def after(self, done: run.Done | None, look: Look, *, native: bool) -> Capture:
+        """Judge what py-spy said."""
+        left_stopped = native and self._let_go()
+        if done is None:
+            return self.failed("failed", "py-spy could not be started", left_stopped=left_stopped)
+        threads = _threads(done.stdout, {task.tid: task for task in self.tasks})
+        if threads:
+            status, reason = self._standing()
+            return self._capture(
+                status,
+                reason,
+                threads if look.all_threads else threads[:1],
+                native=native,
+                left_stopped=left_stopped,
+                gil_holder=next((thread.os_thread_id for thread in threads if thread.owns_gil), None),
+            )
+        now = procs.read(self.pid)
+        if now is None or now.state in "ZX":
+            return self.failed("gone", "it ended while it was looked at")
+        if done.timed_out:
+            return self.failed(
+                "timeout", f"py-spy did not answer within {done.elapsed_s:.1f} s", left_stopped=left_stopped
+            )
+        status, reason = rights.why_unreadable(self.pid, done.stderr.decode("utf-8", "replace"))
+        return self.failed(status, reason, left_stopped=left_stopped)
+
+    def _standing(self) -> tuple[str, str]:
+        state = self.proc.state if self.proc else ""
+        if self.tracer is not None:
+            return "traced", f"traced by {machine.command_line(self.tracer) or 'a program'} (pid {self.tracer})"
+        if state in machine.STOPPED:
+            return "stopped", machine.why_it_stands_still(state)
+        if self.blocked:
+            return (
+                "kernel",
+                f"{len(self.blocked)} of its threads {'is' if len(self.blocked) == 1 else 'are'} in D state",
+            )
+        return "ok", ""
+
+    def _standstill(self, tid: int) -> procs.Standstill:
+        return procs.standstill(self.pid, tid, self._clocks)
+
+    def _let_go(self) -> bool:
+        """Let a process run again that is stopped now and was not before; tells whether that was needed."""
+        now = procs.read(self.pid)
+        if now is None or now.state != "T" or self.proc is None or self.proc.state in machine.STOPPED:
+            return False
+        if not self.may_be_paused or procs.tracer(self.pid) is not None:
+            return False
+        try:
+            os.kill(self.pid, signal.SIGCONT)
+        except OSError:
+            return True
+        return True
+
+    def _capture(
+        self,
+        status: str,
+        reason: str,
+        threads: tuple[Thread, ...],
+        *,
+        native: bool,
+        left_stopped: bool,
+        gil_holder: int | None = None,
+    ) -> Capture:
+        main = next((task for task in self.tasks if task.tid == self.pid), None)
+        # The main thread, and whoever is stuck in the kernel.
+        stuck = [] if self.is_gone else sorted({self.pid, *self.blocked[:4]})
+        return Capture(
+            status=status,
+            reason=reason,
+            state=self.proc.state if self.proc else "",
+            tracer=self.tracer,
+            cpu_s=self.proc.cpu_s if self.proc else 0.0,
+            main_cpu_s=main.cpu_s if main else 0.0,
+            threads=threads,
+            standstill=tuple(
+                patience.each(stuck, self._standstill, patience_s=_PATIENCE_S)[0].values()
+                if self.blocked
+                else map(self._standstill, stuck)
+            ),
+            native=native,
+            gil_holder=gil_holder,
+            at_s=self.at_s,
+            switches=self.switches,
+            left_stopped=left_stopped,
+        )
+
+
+def _threads(data: bytes, tasks: dict[int, procs.Task]) -> tuple[Thread, ...]:
+    """Read py-spy's JSON; the main thread comes first. Of the locals nothing but loop counters is kept."""
+    try:
+        return read_threads(json.loads(data), tasks)
+    except (ValueError, KeyError, TypeError):  # torn while the process went on
+        return ()

@@ -1,0 +1,353 @@
+"""The Python frames of a main thread that waits, read from its memory: nobody is paused, no program is started.
+
+What a thread has on its stack changes only while it runs. So its state and its switches (how often it went to wait)
+are read before and after: if it waited both times and never went to wait in between, it did not run, and what was
+read is as true as if it had been stopped. Of all else (it runs, another Python, an object that is not of the type it
+has to be) nothing is said: py-spy is there for it.
+
+Where things are in CPython 3.11 to 3.13: Include/internal/pycore_{runtime,interp,frame}.h and Include/cpython/*.h of
+these versions; 3.13 tells the places in the interpreter itself (_Py_DebugOffsets). Lines: Objects/locations.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import struct
+from typing import NamedTuple
+
+from distdiag.node import elf, exported, machine, procs
+from distdiag.node.wire import printable
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_SYMBOLS = ("_PyRuntime", "Py_Version", "PyCode_Type", "PyUnicode_Type", "PyLong_Type")
+_MAPPED = re.compile(r"^([0-9a-f]+)-\S+ \S+ 0+ \S+ \d+ +(/.*)$", re.MULTILINE)
+_MOST_FRAMES, _MOST_THREADS, _MOST_INTERPRETERS = 20_000, 10_000, 64
+_LONGEST_TEXT, _LONGEST_TABLE, _MOST_NAMES = 4096, 1 << 20, 4096
+_HELD_BY_C = 3
+"""A frame (its `owner`) that stands for the interpreter's own loop, from 3.12 on."""
+
+
+class Unclear(Exception):
+    """It runs, or is no Python that we know, or not ours to read."""
+
+
+class Frame(NamedTuple):
+    """One frame; `whole_numbers` are those of its local variables that were asked for and have one."""
+
+    function: str
+    file: str
+    line: int
+    whole_numbers: tuple[tuple[str, int], ...]
+
+
+class Main(NamedTuple):
+    """A main thread, innermost frame first, and the thread that holds the interpreter's lock, if any does."""
+
+    frames: tuple[Frame, ...]
+    gil_holder: int | None
+
+
+class _Layout(NamedTuple):
+    """Offsets, in bytes, that differ between versions."""
+
+    interpreters: int
+    next_interpreter: int
+    threads: int
+    gil: int
+    gil_is_pointer: bool
+    native_id: int
+    frame: int
+    frame_is_behind: int | None
+    code: int
+    previous: int
+    first_line: int
+    instructions: int
+    ascii_text: int
+    sign_in_tag: bool
+
+
+_LAYOUTS = {
+    0x030B: _Layout(40, 0, 16, 360, False, 160, 56, 8, 32, 48, 72, 184, 48, False),
+    0x030C: _Layout(40, 0, 72, 384, True, 144, 56, 0, 0, 8, 68, 192, 40, True),
+    0x030D: _Layout(632, 7264, 7344, 16, True, 160, 72, None, 0, 8, 68, 200, 40, True),
+}
+# The same in all of them: of a frame, of a code object, of objects.
+_NEXT_THREAD, _INSTRUCTION, _OWNER, _LOCALS, _FRAME_BYTES = 8, 56, 70, 72, 72 + 24 * 8
+_NAMES, _FILE, _QUALIFIED_NAME, _LINES, _CODE_BYTES = 96, 112, 128, 136, 144
+_TYPE, _SIZE, _ITEMS, _BYTES = 8, 16, 24, 32
+
+
+def main_thread(pid: int, wanted: re.Pattern[str] | None = None) -> Main:
+    """Read the main thread of a process, with the local variables whose names match `wanted` in full.
+
+    Raises:
+        Unclear: nothing can be said this way.
+    """
+    before = _standing(pid)
+    try:
+        fd = os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise Unclear from error
+    try:
+        main = _Process(pid, fd, wanted).main()
+    except (OSError, ValueError, OverflowError, IndexError, struct.error, elf.Malformed) as error:
+        raise Unclear from error
+    finally:
+        os.close(fd)
+    if _standing(pid) != before:
+        raise Unclear
+    return main
+
+
+def _standing(pid: int) -> tuple[str, str]:
+    """Tell the state of a main thread that does not run, and how often it went to wait."""
+    text = machine.read_text(f"/proc/{pid}/status")
+    found = dict(line.split(":", 1) for line in text.splitlines() if line.startswith(("State:", "NSpid:", "voluntary")))
+    state, switches = found.get("State", "").split(), found.get("voluntary_ctxt_switches", "").strip()
+    # In a container, Python knows its threads by other numbers than we do.
+    if not state or state[0] not in "SDTt" or not switches or len(found.get("NSpid", "").split()) > 1:
+        raise Unclear
+    return state[0], switches
+
+
+_known: dict[tuple[int, int], dict[str, int]] = {}
+
+
+def _interpreter(pid: int) -> dict[str, int]:
+    """Find the addresses of what we look for, in libpython or in the program itself."""
+    program = procs.program(pid)
+    for start, path in _MAPPED.findall(procs.maps(pid) or ""):
+        if path == program or os.path.basename(path).startswith("libpython3"):
+            there = f"/proc/{pid}/root{path}"
+            try:
+                state = os.stat(there)
+            except OSError:  # replaced since
+                continue
+            key = state.st_dev, state.st_ino
+            if key not in _known:
+                _known[key] = exported.addresses(there, _SYMBOLS)
+            if len(_known[key]) == len(_SYMBOLS):
+                return {name: int(start, 16) + offset for name, offset in _known[key].items()}
+    raise Unclear
+
+
+class _Code(NamedTuple):
+    """What a frame takes from its code object; `wanted` are the places of the local variables asked for."""
+
+    function: str
+    file: str
+    first_line: int
+    lines: bytes
+    instructions: int
+    wanted: tuple[tuple[int, str], ...]
+
+
+class _Process:
+    """The memory of one process, read as CPython lays it out."""
+
+    def __init__(self, pid: int, fd: int, wanted: re.Pattern[str] | None) -> None:
+        self._pid, self._fd, self._wanted = pid, fd, wanted
+        self._at = _interpreter(pid)
+        self._texts: dict[int, str] = {}
+        self._codes: dict[int, _Code] = {}
+        version = self._word(self._at["Py_Version"]) >> 16
+        if version not in _LAYOUTS:
+            raise Unclear
+        self._layout = _LAYOUTS[version]
+        if version == 0x030D:
+            self._ask_offsets()
+
+    def main(self) -> Main:
+        """Find the main thread, and read it."""
+        interpreter = self._word(self._at["_PyRuntime"] + self._layout.interpreters)
+        threads: dict[int, tuple[int, int]] = {}
+        holders: set[int] = set()
+        for _ in range(_MOST_INTERPRETERS):
+            if not interpreter:
+                break
+            threads.update(self._threads(interpreter))
+            holders.add(self._holder(interpreter))
+            interpreter = self._word(interpreter + self._layout.next_interpreter)
+        mine = [thread for thread, (native, _) in threads.items() if native == self._pid]
+        # One thread may run several interpreters, one within another.
+        if len(mine) != 1:
+            raise Unclear
+        frame = threads[mine[0]][1]
+        if self._layout.frame_is_behind is not None:
+            frame = self._word(frame + self._layout.frame_is_behind)
+        holder = next((threads[one][0] for one in holders if one in threads), None)
+        return Main(tuple(self._frames(frame)), holder)
+
+    def _ask_offsets(self) -> None:
+        """Take from the interpreter what 3.13 says of itself; its fields are numbers of 8 bytes."""
+        told = self._read(self._at["_PyRuntime"], 27 * 8)
+        cookie, _, free_threaded, *words = struct.unpack("<8s26Q", told)
+        if cookie != b"xdebugpy" or free_threaded:
+            raise Unclear
+        self._layout = self._layout._replace(
+            interpreters=words[2], next_interpreter=words[5], threads=words[6], gil=words[11]
+        )
+
+    def _threads(self, interpreter: int) -> Iterator[tuple[int, tuple[int, int]]]:
+        """List the threads of an interpreter: address, native id, where its innermost frame is told."""
+        thread = self._word(interpreter + self._layout.threads)
+        for _ in range(_MOST_THREADS):
+            if not thread:
+                return
+            data = self._read(thread, self._layout.native_id + 8)
+            (native,) = struct.unpack_from("<Q", data, self._layout.native_id)
+            (frame,) = struct.unpack_from("<Q", data, self._layout.frame)
+            yield thread, (native, frame)
+            (thread,) = struct.unpack_from("<Q", data, _NEXT_THREAD)
+        raise Unclear
+
+    def _holder(self, interpreter: int) -> int:
+        """Tell which thread holds the interpreter's lock; 0 if none does."""
+        # In 3.11 one lock for all is a part of the runtime; later each interpreter has a pointer to one.
+        lock = interpreter + self._layout.gil
+        lock = self._word(lock) if self._layout.gil_is_pointer else self._at["_PyRuntime"] + self._layout.gil
+        holder, locked = struct.unpack("<8xQi", self._read(lock, 20))
+        return int(holder) if locked == 1 else 0
+
+    def _frames(self, frame: int) -> Iterator[Frame]:
+        for _ in range(_MOST_FRAMES):
+            if not frame:
+                return
+            data = self._read(frame, _LOCALS, _FRAME_BYTES)
+            (code,) = struct.unpack_from("<Q", data, self._layout.code)
+            (instruction,) = struct.unpack_from("<Q", data, _INSTRUCTION)
+            if self._layout.code == 0 and data[_OWNER] == _HELD_BY_C:
+                pass
+            else:
+                its = self._code(code)
+                line = _line(its.lines, its.first_line, (instruction - its.instructions) // 2)
+                yield Frame(its.function, its.file, line, tuple(self._whole_numbers(frame, data, its.wanted)))
+            (frame,) = struct.unpack_from("<Q", data, self._layout.previous)
+        raise Unclear
+
+    def _code(self, address: int) -> _Code:
+        known = self._codes.get(address)
+        if known is None:
+            data = self._typed(address, "PyCode_Type", _CODE_BYTES)
+            (first_line,) = struct.unpack_from("<i", data, self._layout.first_line)
+            file, name, lines = (struct.unpack_from("<Q", data, at)[0] for at in (_FILE, _QUALIFIED_NAME, _LINES))
+            (names,) = struct.unpack_from("<Q", data, _NAMES)
+            known = self._codes[address] = _Code(
+                self._text(name),
+                self._text(file),
+                first_line,
+                self._bytes(lines),
+                address + self._layout.instructions,
+                tuple(self._wanted_of(names)),
+            )
+        return known
+
+    def _wanted_of(self, names: int) -> Iterator[tuple[int, str]]:
+        if self._wanted is None:
+            return
+        (count,) = struct.unpack_from("<Q", self._read(names, _ITEMS), _SIZE)
+        if count > _MOST_NAMES:
+            raise Unclear
+        for at, name in enumerate(struct.unpack(f"<{count}Q", self._read(names + _ITEMS, count * 8))):
+            if self._wanted.fullmatch(text := self._text(name)):
+                yield at, text
+
+    def _whole_numbers(self, frame: int, data: bytes, wanted: tuple[tuple[int, str], ...]) -> Iterator[tuple[str, int]]:
+        for number, name in wanted:
+            at = _LOCALS + number * 8
+            value = struct.unpack_from("<Q", data, at)[0] if at + 8 <= len(data) else self._word(frame + at)
+            if value and (whole := self._whole_number(value)) is not None:
+                yield name, whole
+
+    def _whole_number(self, address: int) -> int | None:
+        """Read an int of up to two digits of 30 bits; None for any other object."""
+        kind, size, digits = struct.unpack("<8xQqQ", self._read(address, 32))
+        if kind != self._at["PyLong_Type"]:
+            return None
+        count, negative = (size >> 3, size & 3 == 2) if self._layout.sign_in_tag else (abs(size), size < 0)
+        if count > 2:
+            return None
+        value = (digits & 0x3FFFFFFF if count else 0) | (digits >> 32 << 30 if count == 2 else 0)
+        return -value if negative else value
+
+    def _text(self, address: int) -> str:
+        text = self._texts.get(address)
+        if text is None:
+            data = self._typed(address, "PyUnicode_Type", self._layout.ascii_text, 256)
+            length, state = struct.unpack_from("<Q8xI", data, _SIZE)
+            kind, compact, is_ascii = state >> 2 & 7, state & 0x20, state & 0x40
+            start = self._layout.ascii_text if is_ascii else self._layout.ascii_text + (24 if self._is_old else 16)
+            end = start + length * kind
+            if not compact or kind not in (1, 2, 4) or length > _LONGEST_TEXT:
+                raise Unclear
+            data = data if end <= len(data) else self._read(address, end)
+            encoding = {1: "latin-1", 2: "utf-16-le", 4: "utf-32-le"}[kind]
+            text = self._texts[address] = printable(data[start:end].decode(encoding, "replace"))
+        return text
+
+    @property
+    def _is_old(self) -> bool:
+        return not self._layout.sign_in_tag
+
+    def _bytes(self, address: int) -> bytes:
+        (size,) = struct.unpack_from("<Q", self._read(address, _ITEMS), _SIZE)
+        if size > _LONGEST_TABLE:
+            raise Unclear
+        return self._read(address + _BYTES, size)
+
+    def _typed(self, address: int, kind: str, least: int, most: int = 0) -> bytes:
+        data = self._read(address, least, most)
+        if struct.unpack_from("<Q", data, _TYPE)[0] != self._at[kind]:
+            raise Unclear
+        return data
+
+    def _word(self, address: int) -> int:
+        return int.from_bytes(self._read(address, 8), "little")
+
+    def _read(self, address: int, least: int, most: int = 0) -> bytes:
+        """Read `most` bytes, where there are so many; Unclear if not even the `least` are there."""
+        data = os.pread(self._fd, most or least, address)
+        if len(data) < least:
+            raise Unclear
+        return data
+
+
+@functools.lru_cache(maxsize=4096)  # the ranks of a job wait at the same lines
+def _line(table: bytes, first: int, instruction: int) -> int:
+    """Look an instruction's line up: entries of 1 to 8 instructions each, the line as a difference to the one before.
+
+    Only an entry's first byte has its highest bit set: kind in bits 3 to 6, number of instructions less 1 below.
+    """
+    if instruction < 0:
+        return first
+    line, at, covered = first, 0, 0
+    while at < len(table):
+        kind = table[at] >> 3 & 15
+        covered += (table[at] & 7) + 1
+        at += 1
+        if kind in (13, 14):
+            line += _difference(table, at)
+        elif 10 <= kind <= 12:
+            line += kind - 10
+        if instruction < covered:
+            if kind == 15:  # no line belongs to it
+                break
+            return line
+        while at < len(table) and table[at] < 128:
+            at += 1
+    raise Unclear
+
+
+def _difference(table: bytes, at: int) -> int:
+    """Read a number in pieces of 6 bits, lowest first; bit 6 tells that there are more, bit 0 of it all is the sign."""
+    value = shift = 0
+    while True:
+        value |= (table[at] & 63) << shift
+        if not table[at] & 64:
+            return -(value >> 1) if value & 1 else value >> 1
+        at, shift = at + 1, shift + 6

@@ -1,0 +1,122 @@
+"""Waits at a stack of all kinds of frames, says on stdout that it does. Any Python from 3.8 on, and nothing else.
+
+argv[1]: "sleeps"; "runs"; "alternates" between two stacks, each with one number in all its frames; "behind": a thread
+holds the interpreter's lock in a long C call, and the main thread waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def steps(count: int) -> Iterator[Holder]:
+    for step in range(count):
+        yield within(step)
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.found = [deep(30) for i in range(1)]
+
+
+def within(
+    step: int,
+    epoch: int = 10**11,
+    batch: int = -5,
+    it: int = 0,
+    big: int = 2**40,
+    cur_step: object = True,
+    idx: int = 10**13,
+    num_steps: float = 1.5,
+) -> Holder:
+    return (lambda: Holder())()
+
+
+def deep(micro: int) -> object:
+    if micro:
+        return deep(micro - 1)
+    return {key: last() for key in [1]}
+
+
+def last() -> object | None:
+    with contextlib.suppress(ValueError):
+        try:
+            raise ValueError
+        except ValueError:
+            for batch_idx, local_step in ((2**30 - 1, 2**30),):
+
+                def é_ü日本() -> object:
+                    step = 7
+
+                    def keeps() -> int:
+                        return step
+
+                    print("ready", flush=True)
+                    return (
+                        keeps,
+                        select.select(
+                            *([], [], []),
+                            600,
+                        ),
+                    )
+
+                é_ü日本()
+                print(batch_idx, local_step)
+    return None
+
+
+def one(step: int) -> None:
+    time.sleep(0.0002)
+    one_within(step, step)
+
+
+def one_within(step: int, micro: int) -> None:
+    time.sleep(0.0002)
+
+
+def other(step: int) -> None:
+    other_within(step, step)
+    time.sleep(0.0002)
+
+
+def other_within(step: int, micro: int) -> None:
+    time.sleep(0.0002)
+    sum(range(2000))
+
+
+def alternate() -> None:
+    print("ready", flush=True)
+    for step in range(10**9):
+        (one if step % 2 else other)(step)
+
+
+def run() -> None:
+    print("ready", flush=True)
+    while True:
+        pass
+
+
+def behind() -> None:
+    def hold() -> None:
+        print(threading.get_native_id(), flush=True)
+        sum(range(10**12))
+
+    threading.Thread(target=hold, daemon=True).start()
+    while True:
+        time.sleep(0.001)
+
+
+def sleep() -> None:
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    sorted([1], key=lambda x: sum(1 for _ in steps(3)))
+
+
+{"sleeps": sleep, "runs": run, "alternates": alternate, "behind": behind}[sys.argv[1]]()
