@@ -5,8 +5,8 @@ The names below are for programs that read reports, and for training scripts; th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+# Not from typing, which takes as long to load as Python itself: see distdiag.__main__.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from distdiag.errors import DistdiagError
     from distdiag.report import Finding, Fix, Level, Report, Verdict, Where

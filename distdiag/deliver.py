@@ -70,6 +70,7 @@ def deliver(
 
 def load() -> None:
     """Load what draws a report; for a moment in which others are at work."""
+    import msgspec  # noqa: F401
     import rich.console
     import rich.table  # noqa: F401
 

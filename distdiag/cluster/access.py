@@ -72,7 +72,7 @@ def open_fleet(cluster: Cluster, targets: Targets, agent: Agent) -> Fleet:
     if targets.launcher in (Launcher.SLURM, Launcher.MPI):
         return Fleet(targets.hosts, _step(cluster, targets, agent, limits), payload, limits)
     if targets.launcher is None:
-        return Fleet(targets.hosts, LocalTransport(payload), b"", limits)
+        return Fleet(targets.hosts, LocalTransport(payload, agent.collect), b"", limits)
     transport = _transport(cluster, targets, len(payload), needs_torch=agent.rank is not None)
     return Fleet(targets.hosts, transport, payload, limits)
 

@@ -107,10 +107,10 @@ class Link(ABC):
 class ProcessLink(Link):
     """A program started on this machine that is the far side, or leads to it (ssh, srun, kubectl exec)."""
 
-    def __init__(self, argv: Sequence[str], env: dict[str, str] | None = None) -> None:
-        """Start it. Raises run.CannotRun."""
+    def __init__(self, process: run.Process[bytes] | run.Adopted) -> None:
+        """Take over what `run.start` gave."""
         super().__init__()
-        self.process = run.start(argv, env=env)
+        self.process = process
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             assert stream is not None
             os.set_blocking(stream.fileno(), False)
@@ -221,14 +221,16 @@ def close_all(links: Sequence[Link], goodbye_s: float) -> None:
         link.finish()
     deadline = time.monotonic() + goodbye_s
     left = [link for link in links if not link.has_ended()]
+    pause_s = 0.001  # most are gone at once
     while left and time.monotonic() < deadline:
-        time.sleep(0.005)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.01)
         left = [link for link in left if not link.has_ended()]
     for link in links:
         link.kill()
 
 
-def _wait(process: run.Process[bytes], timeout_s: float) -> None:
+def _wait(process: run.Process[bytes] | run.Adopted, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)

@@ -165,6 +165,11 @@ def _in_order(patterns: Sequence[str], functions: Sequence[str]) -> bool:
     return all(any(re.search(pattern, function) for function in left) for pattern in patterns)
 
 
+def load() -> None:
+    """Read the signatures, for a moment in which others are at work."""
+    _crashes()
+
+
 @cache
 def _crashes() -> tuple[tuple[Crash, _When], ...]:
     import msgspec

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from typing import BinaryIO, TypeVar
 
+    from distdiag.node.spawn import Spawned
+
     K = TypeVar("K")
 
 Process = subprocess.Popen  # the type of what `start` returns; Popen[bytes]
@@ -79,13 +81,18 @@ def start(
 class Adopted:
     """A child that this process did not start itself, see `adopt_orphans`; as much of Popen as its users need."""
 
-    def __init__(self, pid: int, stdin: int, stdout: int) -> None:
+    def __init__(self, pid: int, stdin: int, stdout: int, stderr: int | None = None) -> None:
         self.pid = pid
         self.stdin: BinaryIO = os.fdopen(stdin, "wb", buffering=0)
         self.stdout: BinaryIO = os.fdopen(stdout, "rb", buffering=0)
-        self.stderr = None
+        self.stderr: BinaryIO | None = None if stderr is None else os.fdopen(stderr, "rb", buffering=0)
         self.returncode: int | None = None
         _started.add(self)
+
+    @classmethod
+    def of(cls, spawned: Spawned) -> Adopted:
+        """Take over what was started before this module was loaded."""
+        return cls(spawned.pid, spawned.stdin, spawned.stdout, spawned.stderr)
 
     def poll(self) -> int | None:
         """Give its status if it has ended, as Popen does: negative for a signal."""
@@ -116,10 +123,22 @@ def run(argv: Sequence[str], *, timeout_s: float, env: dict[str, str] | None = N
 
     A child of it that keeps the pipes open cannot make this wait longer, and each stream is kept up to 4 MiB.
     """
-    began = time.monotonic()
     process = start(argv, env=env)
+    say(process, b"")
+    return hear(process, timeout_s=timeout_s)
+
+
+def say(process: subprocess.Popen[bytes] | Adopted, words: bytes) -> None:
+    """Say all that what `start` gave will ever be told: no more than a pipe holds."""
     assert process.stdin is not None
+    with contextlib.suppress(OSError):  # it has ended already
+        process.stdin.write(words)
     process.stdin.close()
+
+
+def hear(process: subprocess.Popen[bytes] | Adopted, *, timeout_s: float) -> Done:
+    """Hear what it tells, to its end, as `run` does."""
+    began = time.monotonic()
     output, in_time = _read(process, began + timeout_s)
     if in_time:
         in_time = _wait(process, max(0.0, began + timeout_s - time.monotonic())) is not None
@@ -270,7 +289,7 @@ def _wait(process: subprocess.Popen[bytes] | Adopted, timeout_s: float) -> int |
         return None
 
 
-def _read(process: subprocess.Popen[bytes], deadline: float) -> tuple[dict[int, bytes], bool]:
+def _read(process: subprocess.Popen[bytes] | Adopted, deadline: float) -> tuple[dict[int, bytes], bool]:
     assert process.stdout is not None
     assert process.stderr is not None
     output = {1: b"", 2: b""}

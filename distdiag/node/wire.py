@@ -90,7 +90,7 @@ class Reader:
 
 def printable(text: str) -> str:
     """Put a question mark for what would move the cursor or worse: it was said by somebody else."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    return text if text.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def parse(line: bytes) -> dict[str, Any] | None:

@@ -38,7 +38,7 @@ class CommandTransport(Transport):
 
     def _start(self, host: Host, arrivals: Arrivals) -> ProcessLink | None:
         try:
-            link = ProcessLink(self.argv(host))
+            link = ProcessLink(run.start(self.argv(host)))
         except run.CannotRun as error:
             arrivals.refuse(host.name, Refusal(state=HostState.FAILED, stage="start", message=str(error)))
             return None

@@ -159,7 +159,7 @@ class StepTransport(Transport):
     def _begin(self, hosts: list[Host]) -> _Round:
         environment = {**self.environment(), call_home.NONCE: self._nonce}
         with self._lock:
-            self._round = _Round(hosts, ProcessLink(self.command(hosts, self._program()), environment))
+            self._round = _Round(hosts, ProcessLink(run.start(self.command(hosts, self._program()), env=environment)))
         return self._round
 
     def _program(self) -> list[str]:

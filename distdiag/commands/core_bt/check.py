@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from distdiag import deliver
 from distdiag.cluster import access
 from distdiag.cluster.access import Agent, open_fleet
 from distdiag.cluster.node import decode
@@ -14,7 +15,6 @@ from distdiag.errors import DistdiagError
 
 if TYPE_CHECKING:
     from distdiag.cluster.fleet import Fleet
-    from distdiag.cluster.targets import Targets
     from distdiag.commands.core_bt.collect import NodeCores
     from distdiag.commands.core_bt.model import Request
     from distdiag.commands.core_bt.result import CoreBt
@@ -35,18 +35,19 @@ def check(request: Request, progress: Progress) -> Report[CoreBt]:
     targets = find_targets(request.cluster, os.environ)
     nodes: list[NodeCores] = []
     missing: dict[str, str] = {}
+    local = targets.launcher is None
     with open_fleet(request.cluster, targets, _AGENT) as fleet:
-        from distdiag.commands.core_bt.diagnose import diagnose  # while the node side starts
-
         interrupted = False
         try:
-            if targets.launcher is not None:
+            if not local:
                 progress.news(f"reaching {describe(targets)}")
             fleet.gather(lambda now: progress.now(f"{len(now.up)} of {len(now.hosts)} hosts reached"))
-            _ask_all(fleet, targets, request, progress, (nodes, missing))
+            _ask_all(fleet, request, progress, (nodes, missing), local=local)
         except KeyboardInterrupt:
             interrupted = True
-        rows = () if targets.launcher is None else fleet.rows
+        from distdiag.commands.core_bt.diagnose import diagnose
+
+        rows = () if local else fleet.rows
         return diagnose(request, nodes, (rows, dict(fleet.refusals), missing), interrupted=interrupted)
 
 
@@ -58,8 +59,7 @@ def explain(request: Request) -> list[str]:
 _AGENT = Agent(collect="distdiag.commands.core_bt.collect")
 
 
-def _ask(request: Request, targets: Targets) -> dict[str, Any]:
-    local = targets.launcher is None
+def _ask(request: Request, *, local: bool) -> dict[str, Any]:
     return {
         "paths": [os.path.abspath(path) if local else path for path in request.paths],
         "exe": os.path.realpath(request.exe) if local and request.exe else request.exe,
@@ -72,16 +72,26 @@ def _ask(request: Request, targets: Targets) -> dict[str, Any]:
 
 
 def _ask_all(
-    fleet: Fleet, targets: Targets, request: Request, progress: Progress, told: tuple[list[NodeCores], dict[str, str]]
+    fleet: Fleet,
+    request: Request,
+    progress: Progress,
+    told: tuple[list[NodeCores], dict[str, str]],
+    *,
+    local: bool,
 ) -> None:
-    from distdiag.commands.core_bt.collect import NodeCores
-
     nodes, missing = told
-    local = targets.launcher is None
     busy = {node.name: node for node in fleet.machines(local=local)}
     for node in busy.values():
-        node.order("collect", ask=_ask(request, targets))
+        node.order("collect", ask=_ask(request, local=local))
     progress.news("reading" if local else f"reading on {len(busy)} hosts")
+    # What judges and draws is loaded while they read.
+    import distdiag.commands.core_bt.diagnose
+    import distdiag.commands.core_bt.view  # noqa: F401
+    from distdiag.commands.core_bt.collect import NodeCores
+    from distdiag.knowledge import crashes
+
+    deliver.load()
+    crashes.load()
     timeout_s = _SPARE_S + 2 * request.timeout_s * max(_CORES_AT_LEAST, len(request.paths))
     for node, facts, why in fleet.more_from(list(busy.values()), timeout_s, lambda names: None):
         if why:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from dataclasses import dataclass, replace
 
 from distdiag.node import identity, machine, procs
-from distdiag.node.core import by_gdb, by_pystack, merge, notes, packed, places, setup, variables
+from distdiag.node.core import asking_pystack, by_gdb, by_pystack, merge, notes, packed, places, setup, variables
 from distdiag.node.core.image import NotACore, OtherMachine
 from distdiag.node.core.merge import Merged  # noqa: TC001 - decoding reads it
 from distdiag.node.core.notes import CoreNotes  # noqa: TC001 - decoding reads it
@@ -89,6 +88,7 @@ def more(ask: dict[str, Any], tell: Callable[[object], None]) -> None:
         tell(NodeCores(host, live=_live(ask)))
     else:
         tell(_cores(host, ask))
+    asking_pystack.over()
 
 
 def _ranks() -> list[int]:
@@ -116,7 +116,7 @@ def _cores(host: str, ask: dict[str, Any]) -> NodeCores:
 def _core(path: str, ask: dict[str, Any]) -> CoreFacts:
     try:
         if packed.kind(path) is packed.Kind.PLAIN:
-            return _with_stacks(_facts(path, path, ask), path, ask)
+            return _plain(path, ask)
         return _packed(path, ask)
     except (NotACore, packed.CannotUnpack) as error:
         return CoreFacts(path, str(error))
@@ -124,6 +124,12 @@ def _core(path: str, ask: dict[str, Any]) -> CoreFacts:
         return CoreFacts(path, error.strerror or str(error))
     except ValueError as error:
         return CoreFacts(path, str(error))
+
+
+def _plain(path: str, ask: dict[str, Any]) -> CoreFacts:
+    told = notes.read(path)
+    with by_pystack.OfCore(path, ask["exe"] or _executable(told)) as reading:
+        return _with_stacks(_facts(path, path, ask), path, ask, reading)
 
 
 def _facts(path: str, core: Any, ask: dict[str, Any]) -> CoreFacts:  # noqa: ANN401 - a path, or the first bytes
@@ -149,6 +155,8 @@ def _packed(path: str, ask: dict[str, Any]) -> CoreFacts:
         raise
     except NotACore:  # gdb's gcore has its notes at the end
         pass
+    import tempfile
+
     with tempfile.TemporaryDirectory(prefix="distdiag-core-") as folder:
         try:
             plain = packed.unpack(path, folder, most_bytes=_UNPACKED_BYTES, timeout_s=ask["timeout_s"])
@@ -157,7 +165,9 @@ def _packed(path: str, ask: dict[str, Any]) -> CoreFacts:
                 raise
             size = error.unpacked_bytes if isinstance(error, packed.CutOff) else None
             return replace(_of_size(facts, size), tools=(f"stacks: {error}",))
-        return _with_stacks(_of_size(facts or _facts(path, plain, ask), os.stat(plain).st_size), plain, ask)
+        facts = _of_size(facts or _facts(path, plain, ask), os.stat(plain).st_size)
+        with by_pystack.OfCore(plain, facts.exe) as reading:
+            return _with_stacks(facts, plain, ask, reading)
 
 
 def _of_size(facts: CoreFacts, size: int | None) -> CoreFacts:
@@ -181,12 +191,12 @@ def _executable(told: CoreNotes) -> str:
     return told.files[0].path if told.files else told.execfn
 
 
-def _with_stacks(facts: CoreFacts, plain: str, ask: dict[str, Any]) -> CoreFacts:
+def _with_stacks(facts: CoreFacts, plain: str, ask: dict[str, Any], reading: by_pystack.OfCore) -> CoreFacts:
     assert facts.notes is not None
     crashed = facts.notes.threads[0].tid
     if not os.path.exists(facts.exe):
         return replace(facts, tools=(f"stacks: the program {facts.exe or 'that crashed'} is not on this machine",))
-    pystack = by_pystack.of_core(plain, facts.exe, timeout_s=ask["timeout_s"])
+    pystack = reading.stacks(timeout_s=ask["timeout_s"])
     gdb = None
     if ask["gdb"] or (ask["gdb"] is None and merge.needs_gdb(pystack, crashed)):
         only_first = bool(pystack.threads) and not ask["all"]

@@ -7,7 +7,6 @@ ends in a call that does not return, as those on the way to abort() do, gets the
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from dataclasses import replace
 
 from distdiag.node import rights, run
 from distdiag.node.core import by_gdb, merge, notes
+from distdiag.node.core.asking_pystack import Asked
 from distdiag.node.core.frames import UNKNOWN, Frame, Stacks, ThreadStack
 from distdiag.node.core.functions import Functions
 from distdiag.node.wire import printable
@@ -25,39 +25,67 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import Any
 
-_CHILD = "from __future__ import annotations\n{}\nimport sys\n_tell(*sys.argv[1:])"
 _VERSION = re.compile(r"@@?[A-Z][A-Za-z]*_[\w.]+$")  # "@@GLIBC_2.34" after a symbol's name
 _INLINED, _RETURN_OF_SIGNAL = " (inlined)", "__restore_rt"
 
 
+class OfCore:
+    """All threads of a core, with the program that left it; read meanwhile, by `python`, else by this Python."""
+
+    def __init__(self, core: str, executable: str, *, python: str = "") -> None:
+        self._python = python or sys.executable
+        self._core = core
+        # A virtual environment's python is a link; pystack looks for the name of the real one in the core.
+        target = ["core", os.path.abspath(core), os.path.realpath(executable)]
+        self._asked: Asked | None = None
+        self._error = ""
+        try:
+            self._asked = Asked(target, self._python)
+        except run.CannotRun as error:
+            self._error = str(error)
+
+    def __enter__(self) -> OfCore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._asked is not None:
+            self._asked.drop()
+
+    def stacks(self, *, timeout_s: float) -> Stacks:
+        """Wait for them."""
+        try:
+            files = notes.read(self._core).files
+        except (notes.NotACore, OSError, ValueError) as error:
+            return Stacks("pystack", (), str(error), 0.0)
+        if self._asked is None:
+            return Stacks("pystack", (), self._error, 0.0)
+        return _stacks(self._asked, Functions(files), timeout_s, self._python)
+
+
 def of_core(core: str, executable: str, *, timeout_s: float, python: str = "") -> Stacks:
-    """Read all threads of a core, with the program that left it. pystack is asked of `python`, else of this Python."""
-    try:
-        files = notes.read(core).files
-    except (notes.NotACore, OSError, ValueError) as error:
-        return Stacks("pystack", (), str(error), 0.0)
-    # A virtual environment's python is a link; pystack looks for the name of the real one in the core.
-    target = ["core", os.path.abspath(core), os.path.realpath(executable)]
-    return _ask(target, Functions(files), timeout_s, python or sys.executable)
+    """Read all threads of a core, as `OfCore` does."""
+    with OfCore(core, executable, python=python) as reading:
+        return reading.stacks(timeout_s=timeout_s)
 
 
 def of_process(pid: int, *, timeout_s: float, python: str = "") -> Stacks:
     """Read all threads of a live process, which is paused meanwhile; it is left as it was found."""
+    python = python or sys.executable
     with by_gdb.left_as_found(pid) as hindrance:
         if hindrance:
             return Stacks("pystack", (), hindrance, 0.0)
-        stacks = _ask(["process", str(pid)], Functions.of_process(pid), timeout_s, python or sys.executable)
+        try:
+            asked = Asked(["process", str(pid)], python)
+        except run.CannotRun as error:
+            return Stacks("pystack", (), str(error), 0.0)
+        stacks = _stacks(asked, Functions.of_process(pid), timeout_s, python)
     if "not permitted" in stacks.error:
         return replace(stacks, error=rights.why_unreadable(pid, stacks.error)[1])
     return stacks
 
 
-def _ask(target: Sequence[str], functions: Functions, timeout_s: float, python: str) -> Stacks:
-    program = "\n".join(inspect.getsource(part) for part in (_tell, _read, _pack))
-    try:
-        done = run.run([python, "-B", "-c", _CHILD.format(program), *target], timeout_s=timeout_s)
-    except run.CannotRun as error:
-        return Stacks("pystack", (), str(error), 0.0)
+def _stacks(asked: Asked, functions: Functions, timeout_s: float, python: str) -> Stacks:
+    done = asked.answer(timeout_s)
     try:
         threads, error_said = parse(done.stdout.decode("utf-8", "replace"), functions)
     except (ValueError, KeyError, TypeError, IndexError):  # it ended before it had said all
@@ -141,70 +169,3 @@ def _may_be(module: str, path: str) -> bool:
     """Tell whether libc.so.6, as a program asked for it, may be libc-2.31.so, as the kernel knows it."""
     shorter, longer = sorted((os.path.basename(one).partition(".so")[0] for one in (module, path)), key=len)
     return longer.startswith(shorter)
-
-
-# The functions from here on run in the child, where nothing else of this module is: they import what they use.
-
-
-def _tell(kind: str, *where: str) -> None:
-    """Write what pystack reads of a "core" (its path, the program's path) or a "process" (its id) as one JSON."""
-    import os
-    import sys
-
-    out = os.dup(1)
-    os.dup2(2, 1)
-    # A stray ./threading.py must not break a diagnosis.
-    sys.path[:] = [path for path in sys.path if path]
-    import json
-    import threading
-
-    def tell() -> None:
-        threads, errors = _read(kind, where)
-        with os.fdopen(out, "w") as file:
-            json.dump({**_pack(threads), "errors": errors, "live": kind == "process"}, file, separators=(",", ":"))
-
-    # pystack calls itself for every Python frame: 10,000 of them are more than the usual stack of 8 MiB holds.
-    threading.stack_size(1 << 29)
-    thread = threading.Thread(target=tell)
-    thread.start()
-    thread.join()
-
-
-def _read(kind: str, where: Sequence[str]) -> tuple[Sequence[Any], list[str]]:
-    """Read as much as can be: threads without Python as well, else those with it, else these without C frames."""
-    import importlib
-    import pathlib
-
-    engine = importlib.import_module("pystack.engine")
-    errors: list[str] = []
-    for mode in (engine.NativeReportingMode.ALL, engine.NativeReportingMode.PYTHON, engine.NativeReportingMode.OFF):
-        try:
-            if kind == "core":
-                return engine.get_process_threads_for_core(*map(pathlib.Path, where), native_mode=mode), errors
-            return engine.get_process_threads(int(where[0]), native_mode=mode), errors
-        except Exception as error:  # noqa: BLE001 - whatever it is, less may be readable
-            if str(error) in errors:
-                break
-            errors.append(str(error))
-    return [], errors
-
-
-def _pack(threads: Sequence[Any]) -> dict[str, Any]:
-    """Tell each frame once and the threads by its number: endless recursion is a hundred thousand equal frames."""
-    numbers: dict[tuple[Any, ...], int] = {}
-
-    def number(*frame: str | int) -> int:
-        return numbers.setdefault(frame, len(numbers))
-
-    told = []
-    for thread in threads:
-        python = []
-        for one in thread.all_frames:
-            code = (one.code.scope, one.code.filename, one.code.location.lineno) if one.code else ()
-            python.append([number(*code), int(one.is_entry), int(one.is_shim)])
-        native = [
-            number(one.symbol, one.path, one.linenumber, one.library, one.address) for one in thread.native_frames
-        ]
-        gil = int(thread.holds_the_gil)
-        told.append({"tid": thread.tid, "name": thread.name, "gil": gil, "native": native, "python": python})
-    return {"frames": list(numbers), "threads": told}

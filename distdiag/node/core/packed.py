@@ -10,7 +10,6 @@ import enum
 import importlib
 import os
 import selectors
-import tempfile
 import time
 from dataclasses import dataclass
 
@@ -127,6 +126,8 @@ def unpack(path: str, folder: str, *, most_bytes: int, timeout_s: float) -> str:
         raise ValueError(f"not packed: {path}")
     promised = _promised_bytes(head(path, _HEAD_BYTES, timeout_s=timeout_s))
     _check_room(promised, folder, most_bytes)
+    import tempfile
+
     fd, unpacked = tempfile.mkstemp(prefix="core-", dir=folder)
     try:
         with open(fd, "wb") as file, contextlib.closing(_pieces(path, packing, timeout_s)) as pieces:

@@ -22,7 +22,8 @@ def said_in(core: Core) -> dict[str, str]:
     Empty where that part of the memory is not in the core. Raises NotACore, OSError, ValueError as `notes.read`.
     """
     with opened(core) as image:
-        return procs.wanted(_below(image, _name_at(image)).split(b"\0"))
+        # Most of what lies there is zero.
+        return procs.wanted(filter(None, _below(image, _name_at(image)).split(b"\0")))
 
 
 def _name_at(image: Image) -> int:

@@ -1,0 +1,69 @@
+"""A child that reads stacks by pystack, started before it is known whose: it takes a while to load."""
+
+from __future__ import annotations
+
+import sys
+
+from distdiag.node.core import pystack_child
+from distdiag.node.spawn import spawn
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from distdiag.node import run
+    from distdiag.node.spawn import Spawned
+
+_waiting: list[Spawned] = []
+
+
+def ahead() -> None:
+    """Start one that this Python runs, for the first that asks."""
+    if (spawned := spawn(_program(sys.executable))) is not None:
+        _waiting.append(spawned)
+
+
+def over() -> None:
+    """End it if nobody asked."""
+    from distdiag.node import run
+
+    while _waiting:
+        run.end_group(run.Adopted.of(_waiting.pop()))
+
+
+class Asked:
+    """A child that reads what it was asked: ["core", its path, the program's path], or ["process", its id].
+
+    Raises run.CannotRun.
+    """
+
+    def __init__(self, target: Sequence[str], python: str) -> None:
+        import json
+
+        from distdiag.node import run
+
+        self._child: run.Process[bytes] | run.Adopted
+        if _waiting and python == sys.executable:
+            self._child = run.Adopted.of(_waiting.pop())
+        else:
+            self._child = run.start(_program(python))
+        run.say(self._child, json.dumps(target).encode() + b"\n")
+
+    def answer(self, timeout_s: float) -> run.Done:
+        """Hear what it tells, see `pystack_child`."""
+        from distdiag.node import run
+
+        return run.hear(self._child, timeout_s=timeout_s)
+
+    def drop(self) -> None:
+        """Do without; nothing happens to one that has answered."""
+        from distdiag.node import run
+
+        run.end_group(self._child)
+
+
+def _program(python: str) -> list[str]:
+    text = pystack_child.__loader__.get_source(pystack_child.__name__)  # type: ignore[union-attr]
+    # Without the working directory: a stray ./threading.py must not break a diagnosis.
+    without = "import sys; sys.path[:] = [path for path in sys.path if path]"
+    return [python, "-B", "-c", f"{without}\nexec(compile({text!r}, 'pystack_child.py', 'exec'))"]

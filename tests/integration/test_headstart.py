@@ -1,0 +1,102 @@
+"""The node side that is started before its command is loaded: taken when it was meant, gone when it was not."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from support import PROGRAM, Running, distdiag, need, wait_until
+
+from distdiag import __main__ as entry
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CHECKS = {
+    ("core-bt",): ("distdiag.commands.core_bt.check", "_AGENT"),
+    ("pyspy-all",): ("distdiag.commands.pyspy_all.check", "_COLLECT"),
+    ("trace", "blocked"): ("distdiag.commands.trace.blocked.check", "_COLLECT"),
+    ("trace", "fds"): ("distdiag.commands.trace.fds.check", "_COLLECT"),
+}
+
+
+def test_each_command_is_guessed_by_what_it_collects_by() -> None:
+    assert CHECKS.keys() == entry._COLLECTS.keys()
+    for words, (module, name) in CHECKS.items():
+        value = getattr(importlib.import_module(module), name)
+        assert entry._COLLECTS[words][-1] == getattr(value, "collect", value)
+        assert entry._here([*words, "12"]) == entry._COLLECTS[words]
+        for elsewhere in ("--hosts", "-h", "--help", "--hostfile=x", "--slurm-job", "--via", "--explain"):
+            assert entry._here([*words, elsewhere]) is None
+    assert entry._here([]) is None
+    assert entry._here(["trace", "sys"]) is None
+
+
+@pytest.mark.parametrize("words", [("pyspy-all",), ("trace", "blocked"), ("trace", "fds")])
+def test_what_was_begun_is_what_works(words: tuple[str, ...], tmp_path: Path) -> None:
+    """One Python is started beside the command's own, and the answer comes from it."""
+    need("strace")
+    with subprocess.Popen(["sleep", "600"]) as sleeper:
+        target = [str(sleeper.pid)] if words[-1] == "fds" else ["--pid", str(sleeper.pid)]
+        log = tmp_path / "log"
+        watched = ["strace", "-f", "-qq", "-e", "trace=execve", "-o", str(log)]
+        done = distdiag(*words, *target, "--json", wrap=tuple(watched))
+        sleeper.kill()
+    assert str(sleeper.pid) in done.out
+    agents = [line for line in log.read_text().splitlines() if '"distdiag-agent"' in line and line.endswith("= 0")]
+    assert len(agents) == 1
+    # START is given a length in this place.
+    assert '"distdiag.commands.' in agents[0]
+
+
+@pytest.mark.parametrize("wrong", [["core-bt", "--no-such-option"], ["core-bt", "--from"], ["pyspy-all", "--pid", "x"]])
+def test_a_wrong_guess_leaves_nothing(wrong: list[str]) -> None:
+    run = Running(*wrong)
+    done = run.finish()
+    assert done.code == 2
+    assert "Error" in done.err
+    wait_until(lambda: not run.left_behind(), 1, lambda: str(run.left_behind()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_whoever_ends_us_while_we_load_leaves_nothing(number: signal.Signals) -> None:
+    for after_s in (0.0, 0.02, 0.04, 0.06, 0.08, 0.1, 0.12, 0.15, 0.2):
+        run = Running("core-bt", "/dev/null")
+        time.sleep(after_s)
+        run.process.send_signal(number)
+        run.finish()
+        wait_until(lambda: not run.left_behind(), 2, lambda: f"{after_s}: {run.left_behind()}")  # noqa: B023
+
+
+def test_without_standard_streams_it_is_done_as_ever() -> None:
+    for closed in ("<&-", ">&-", "2>&-"):
+        done = subprocess.run(
+            ["sh", "-c", f"{PROGRAM} core-bt /dev/null {closed}"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert done.returncode == 3
+        assert "/dev/null" in done.stdout or closed == ">&-"
+
+
+def test_a_module_in_the_working_directory_is_not_taken_for_pythons(tmp_path: Path) -> None:
+    for name in ("json", "threading", "pathlib", "zlib", "subprocess"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a stray module was imported')\n")
+    done = subprocess.run(
+        [sys.executable, "-P", PROGRAM, "core-bt", "--pid", str(os.getpid())],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert "stray" not in done.stdout + done.stderr
+    assert "python" in done.stdout
