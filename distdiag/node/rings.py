@@ -5,11 +5,11 @@ Its size is fixed when it is made. One page tells of the process, then come the 
     0     magic, length of the JSON text, the JSON text that describes the process
     4072  threads that found no room (u64), the process's own end (f64, seconds of the monotonic clock; 0: none)
     4096  per thread 128 bytes: id (u64), state (u64), begin and end (f64), name (UTF-8)
-    then  per thread `lines` blocks of nine f64: a time, then up to eight places
+    then  per thread `lines` blocks of 17 f64: a time, then up to 16 places
 
 A place is `code * 2**20 + line`, negative where a function returned to that line. What a code number means stands in a
 second file beside it, one JSON line each, written before the number is first used. Doubles, because Python stores them
-fastest; eight places to a time, because reading the clock costs as much as all else. Whoever begins a block clears it
+fastest; 16 places to a time, because reading the clock costs as much as all else. Whoever begins a block clears it
 and writes the time, then a line at a time its places: so nothing that is read was ever cut in the middle. A line that
 took long has a block of its own, and with it so have the lines around.
 """
@@ -25,14 +25,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-MAGIC = b"DDLINES1"
+MAGIC = b"DDLINES2"
 SUFFIX = ".lines"
 NAMES_SUFFIX = ".names"
 PAGE = 4096
 TAIL = 4072
 TEXT_BYTES = TAIL - 12
 THREAD = struct.Struct("<QQdd96s")
-PLACES = 8
+PLACES = 16
 BLOCK_BYTES = 8 * (1 + PLACES)
 LINE_BITS = 20
 LIVE, ENDED = 1, 2

@@ -13,7 +13,7 @@ from distdiag.training.lines.watched import Lease
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from types import CodeType, FrameType
     from typing import Any
 
@@ -32,9 +32,8 @@ class ByMonitoring:
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
-        self._rings: dict[int, Callable[[], Any]] = {}
-        self._begun: dict[int, Callable[[], Iterator[Any]]] = {}
         self._local = threading.local()
+        """Of each thread `following`, an iterator of the places in its ring, what begins that, and what ends it."""
         self._tool = -1
 
     def start(self, frame: FrameType | None) -> None:
@@ -69,7 +68,7 @@ class ByMonitoring:
 
     def after_fork(self) -> None:
         """In a child: the one thread that is left gets a ring of a file of its own at its next line."""
-        self._rings.clear()
+        vars(self._local).clear()
 
     def _take_tool(self, monitoring: Any) -> int:
         for tool in _TOOLS:
@@ -93,7 +92,7 @@ class ByMonitoring:
             monitoring.set_local_events(self._tool, frame.f_code, events.LINE | events.PY_RETURN | events.PY_YIELD)
 
     def _line_callback(self) -> Callable[[CodeType, int], None]:
-        bases, rings_of, ident = self._watched.bases, self._rings, threading.get_ident
+        bases, local = self._watched.bases, self._local
         last_code: CodeType | None = None
         base = 0.0
 
@@ -105,8 +104,8 @@ class ByMonitoring:
                 mine = base = bases[id(code)]
                 last_code = code
             try:
-                rings_of[ident()]()[0] = mine + line
-            except (KeyError, StopIteration):
+                next(local.following)[0] = mine + line
+            except (AttributeError, StopIteration):
                 self._first()[0] = mine + line
             except (ValueError, RecursionError):
                 return  # a signal handler or a finalizer, while this thread begins a block; or no room: not traced
@@ -118,24 +117,16 @@ class ByMonitoring:
         if place is not None:
             with contextlib.suppress(ValueError, RecursionError):  # as above
                 try:
-                    self._rings.get(threading.get_ident(), self._first)()[0] = place
-                except StopIteration:
+                    next(self._local.following)[0] = place
+                except (AttributeError, StopIteration):
                     self._first()[0] = place
 
     def _first(self) -> Any:
         """Give the calling thread a ring at its first line; the same once more if an exception went through it."""
-        number = threading.get_ident()
-        begin = getattr(self._local, "begin", None)
-        if number not in self._rings or begin is None:
-            begin, end = self._watched.lease()
-            self._local.begin = begin
-            self._local.lease = Lease(lambda: self._forget(number, begin, end))
-        self._rings[number] = following = begin().__next__
-        self._begun[number] = begin
-        return following()
-
-    def _forget(self, number: int, begin: object, end: Callable[[], None]) -> None:
-        if self._begun.get(number) is begin:  # not after a fork, nor if a new thread has this number already
-            self._rings.pop(number, None)
-            self._begun.pop(number, None)
-        end()
+        local = self._local
+        begin = getattr(local, "begin", None)
+        if begin is None:
+            local.begin, end = self._watched.lease()
+            local.lease = Lease(end)
+        local.following = local.begin()
+        return next(local.following)

@@ -110,7 +110,7 @@ class trace_lines:
     `distdiag trace show` looks); `lines` for each of `threads` threads; `include`: packages beside the user's own code,
     "all" for all of them, "stdlib"; `exclude`: packages, directories or files that are not wanted. Where tracing cannot
     start, that is said on stderr and the block runs untraced. `path` is the file, None as long as there is none; it
-    takes 72 bytes for each of `lines` lines of `threads` threads.
+    takes 136 bytes for each of `lines` lines of `threads` threads.
 
     Raises:
         ValueError: fewer than 2 lines, or no thread.

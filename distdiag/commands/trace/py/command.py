@@ -29,7 +29,7 @@ def trace_py(
         str, typer.Option(metavar="NAMES", help="Leave these out: packages, or files and directories of your own.")
     ] = "",
     lines: Annotated[
-        int, typer.Option(min=2, max=100_000, metavar="N", help="Lines to keep of each thread; 72 bytes of disk each.")
+        int, typer.Option(min=2, max=100_000, metavar="N", help="Lines to keep of each thread; 136 bytes of disk each.")
     ] = LINES,
     threads: Annotated[
         int, typer.Option(min=1, max=4096, metavar="N", help="Threads of a process to keep lines of, at a time.")
