@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -21,6 +22,18 @@ if TYPE_CHECKING:
     from support import Result
 
 PROGRAMS = Path(__file__).with_name("programs")
+
+
+_ports = itertools.count()
+
+
+def free_port() -> int:
+    """Give a port that nobody takes before it is used: below those that the kernel hands out, and our worker's own."""
+    first = 12_000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    while True:
+        port = first + next(_ports) % 1000
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 class Job:
@@ -53,8 +66,7 @@ class Job:
         self.folder.chmod(0o777)
 
     def __enter__(self) -> Self:
-        with socket.create_server(("127.0.0.1", 0)) as door:
-            self.port = door.getsockname()[1]
+        self.port = free_port()
         for rank in range(1 if self._forked else self.size):
             self.processes.append(self._start(rank))
         return self
@@ -91,11 +103,18 @@ class Job:
     def wait_ready(self, names: Iterable[object] | None = None, timeout: float = 60) -> None:
         """Wait until these (all ranks) have said that they are there."""
         wanted = set(map(str, range(self.size) if names is None else names))
-        wait_until(lambda: not wanted - self._ready(), timeout, lambda: f"not ready: {wanted - self._ready()}")
+        wait_until(
+            lambda: not wanted - self._ready(),
+            timeout,
+            lambda: f"not ready: {wanted - self._ready()}; they said: {self._said()}",
+        )
 
     def look(self, *arguments: str, wrap: tuple[str, ...] = (), env: Mapping[str, str] | None = None) -> Result:
         """Run pyspy-all on this job alone."""
         return distdiag("pyspy-all", "--json", "--job", self.name, *arguments, wrap=wrap, env=dict(env or {}))
+
+    def _said(self) -> dict[str, str]:
+        return {path.name: path.read_text(errors="replace")[-2000:] for path in self.folder.glob("stderr-*")}
 
     def _ready(self) -> set[str]:
         return {path.name.partition("-")[2] for path in self.folder.glob("ready-*")}
