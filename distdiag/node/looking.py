@@ -60,15 +60,22 @@ def look_at(pids: Sequence[int], look: Look) -> dict[int, Capture]:
 
 
 def _resting(processes: Sequence[_Before], look: Look) -> dict[int, Capture]:
-    """Read those whose main thread waits, and no other thread is stuck in the kernel: that may hold up any reader."""
+    """Read those whose main thread waits, and no other thread is stuck in the kernel: that may hold up any reader.
+
+    All in turn, so all together have no more than a moment: where memory has to come back from a disk first, py-spy
+    reads many at the same time.
+    """
+    deadline = time.monotonic() + _PATIENCE_S
 
     def read(one: _Before) -> Capture | None:
+        if time.monotonic() > deadline:
+            return None
         try:
             return one.at_rest(resting.main_thread(one.pid, COUNTERS if look.counters else None))
         except resting.Unclear:
             return None
 
-    found, _ = patience.each([one for one in processes if not one.blocked], read, patience_s=look.timeout_s)
+    found, _ = patience.each([one for one in processes if not one.blocked], read, patience_s=_PATIENCE_S)
     return {one.pid: capture for one, capture in found.items() if capture is not None}
 
 

@@ -28,8 +28,6 @@ _SYMBOLS = ("_PyRuntime", "Py_Version", "PyCode_Type", "PyUnicode_Type", "PyLong
 _MAPPED = re.compile(r"^([0-9a-f]+)-\S+ \S+ 0+ \S+ \d+ +(/.*)$", re.MULTILINE)
 _MOST_FRAMES, _MOST_THREADS, _MOST_INTERPRETERS = 20_000, 10_000, 64
 _LONGEST_TEXT, _LONGEST_TABLE, _MOST_NAMES = 4096, 1 << 20, 4096
-_HELD_BY_C = 3
-"""A frame (its `owner`) that stands for the interpreter's own loop, from 3.12 on."""
 
 
 class Unclear(Exception):
@@ -53,29 +51,54 @@ class Main(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """Offsets, in bytes, that differ between versions."""
+    """Offsets, in bytes, that differ between versions; these are of 3.13.
 
-    interpreters: int
-    next_interpreter: int
-    threads: int
-    gil: int
-    gil_is_pointer: bool
-    native_id: int
-    frame: int
-    frame_is_behind: int | None
-    code: int
-    previous: int
-    first_line: int
-    instructions: int
-    ascii_text: int
-    sign_in_tag: bool
+    `gil`: where an interpreter has a pointer to its lock; None: all have one, a part of the runtime. `behind`: what
+    a thread points to has the pointer to its frame there; None: it is the frame. `held_by_c`: the owner of a frame that
+    stands for the interpreter's own loop. `sign_in_tag`: an int's size and sign are one number, its lowest bits.
+    """
+
+    interpreters: int = 632
+    next_interpreter: int = 7264
+    threads: int = 7344
+    gil: int | None = 16
+    native_id: int = 160
+    frame: int = 72
+    behind: int | None = None
+    code: int = 0
+    previous: int = 8
+    held_by_c: int | None = 3
+    first_line: int = 68
+    instructions: int = 200
+    ascii_text: int = 40
+    other_text: int = 56
+    sign_in_tag: bool = True
 
 
 _LAYOUTS = {
-    0x030B: _Layout(40, 0, 16, 360, False, 160, 56, 8, 32, 48, 72, 184, 48, False),
-    0x030C: _Layout(40, 0, 72, 384, True, 144, 56, 0, 0, 8, 68, 192, 40, True),
-    0x030D: _Layout(632, 7264, 7344, 16, True, 160, 72, None, 0, 8, 68, 200, 40, True),
+    0x030B: _Layout(
+        interpreters=40,
+        next_interpreter=0,
+        threads=16,
+        gil=None,
+        native_id=160,
+        frame=56,
+        behind=8,
+        code=32,
+        previous=48,
+        held_by_c=None,
+        first_line=72,
+        instructions=184,
+        ascii_text=48,
+        other_text=72,
+        sign_in_tag=False,
+    ),
+    0x030C: _Layout(
+        interpreters=40, next_interpreter=0, threads=72, gil=384, native_id=144, frame=56, behind=0, instructions=192
+    ),
+    0x030D: _Layout(),
 }
+_GIL_OF_ALL = 360
 # The same in all of them: of a frame, of a code object, of objects.
 _NEXT_THREAD, _INSTRUCTION, _OWNER, _LOCALS, _FRAME_BYTES = 8, 56, 70, 72, 72 + 24 * 8
 _NAMES, _FILE, _QUALIFIED_NAME, _LINES, _CODE_BYTES = 96, 112, 128, 136, 144
@@ -178,8 +201,8 @@ class _Process:
         if len(mine) != 1:
             raise Unclear
         frame = threads[mine[0]][1]
-        if self._layout.frame_is_behind is not None:
-            frame = self._word(frame + self._layout.frame_is_behind)
+        if self._layout.behind is not None:
+            frame = self._word(frame + self._layout.behind)
         holder = next((threads[one][0] for one in holders if one in threads), None)
         return Main(tuple(self._frames(frame)), holder)
 
@@ -208,9 +231,8 @@ class _Process:
 
     def _holder(self, interpreter: int) -> int:
         """Tell which thread holds the interpreter's lock; 0 if none does."""
-        # In 3.11 one lock for all is a part of the runtime; later each interpreter has a pointer to one.
-        lock = interpreter + self._layout.gil
-        lock = self._word(lock) if self._layout.gil_is_pointer else self._at["_PyRuntime"] + self._layout.gil
+        gil = self._layout.gil
+        lock = self._at["_PyRuntime"] + _GIL_OF_ALL if gil is None else self._word(interpreter + gil)
         holder, locked = struct.unpack("<8xQi", self._read(lock, 20))
         return int(holder) if locked == 1 else 0
 
@@ -221,9 +243,7 @@ class _Process:
             data = self._read(frame, _LOCALS, _FRAME_BYTES)
             (code,) = struct.unpack_from("<Q", data, self._layout.code)
             (instruction,) = struct.unpack_from("<Q", data, _INSTRUCTION)
-            if self._layout.code == 0 and data[_OWNER] == _HELD_BY_C:
-                pass
-            else:
+            if self._layout.held_by_c is None or data[_OWNER] != self._layout.held_by_c:
                 its = self._code(code)
                 line = _line(its.lines, its.first_line, (instruction - its.instructions) // 2)
                 yield Frame(its.function, its.file, line, tuple(self._whole_numbers(frame, data, its.wanted)))
@@ -281,7 +301,7 @@ class _Process:
             data = self._typed(address, "PyUnicode_Type", self._layout.ascii_text, 256)
             length, state = struct.unpack_from("<Q8xI", data, _SIZE)
             kind, compact, is_ascii = state >> 2 & 7, state & 0x20, state & 0x40
-            start = self._layout.ascii_text if is_ascii else self._layout.ascii_text + (24 if self._is_old else 16)
+            start = self._layout.ascii_text if is_ascii else self._layout.other_text
             end = start + length * kind
             if not compact or kind not in (1, 2, 4) or length > _LONGEST_TEXT:
                 raise Unclear
@@ -289,10 +309,6 @@ class _Process:
             encoding = {1: "latin-1", 2: "utf-16-le", 4: "utf-32-le"}[kind]
             text = self._texts[address] = printable(data[start:end].decode(encoding, "replace"))
         return text
-
-    @property
-    def _is_old(self) -> bool:
-        return not self._layout.sign_in_tag
 
     def _bytes(self, address: int) -> bytes:
         (size,) = struct.unpack_from("<Q", self._read(address, _ITEMS), _SIZE)
