@@ -116,5 +116,5 @@ def _counters(frames: Sequence[dict[str, Any]]) -> tuple[Counter, ...]:
         for local in frame.get("locals") or ():
             text = str(local["repr"])
             if COUNTERS.fullmatch(str(local["name"])) and WHOLE.fullmatch(text):
-                found.append(Counter(depth, str(frame["name"]), str(local["name"]), int(text)))
+                found.append(Counter(depth, printable(str(frame["name"])), str(local["name"]), int(text)))
     return tuple(found)

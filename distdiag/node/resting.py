@@ -1,8 +1,8 @@
 """The Python frames of a main thread that waits, read from its memory: nobody is paused, no program is started.
 
 What a thread has on its stack changes only while it runs. So its state and its switches (how often it went to wait)
-are read before and after: if it waited both times and never went to wait in between, it did not run, and what was
-read is as true as if it had been stopped. Of all else (it runs, another Python, an object that is not of the type it
+are read before and after: if it waits in the end and never went to wait in between, it did not run, and what was read
+is as true as if it had been stopped. Of all else (it runs, another Python, an object that is not of the type it
 has to be) nothing is said: py-spy is there for it.
 
 Where things are in CPython 3.11 to 3.13: Include/internal/pycore_{runtime,interp,frame}.h and Include/cpython/*.h of
@@ -15,6 +15,7 @@ import functools
 import os
 import re
 import struct
+import time
 from typing import NamedTuple
 
 from distdiag.node import elf, exported, machine, procs
@@ -24,10 +25,13 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_SYMBOLS = ("_PyRuntime", "Py_Version", "PyCode_Type", "PyUnicode_Type", "PyLong_Type")
+_SYMBOLS = ("_PyRuntime", "Py_Version", "PyCode_Type", "PyUnicode_Type")
 _MAPPED = re.compile(r"^([0-9a-f]+)-\S+ \S+ 0+ \S+ \d+ +(/.*)$", re.MULTILINE)
-_MOST_FRAMES, _MOST_THREADS, _MOST_INTERPRETERS = 20_000, 10_000, 64
+_MOST_FRAMES, _MOST_THREADS, _MOST_INTERPRETERS = 4096, 10_000, 64
 _LONGEST_TEXT, _LONGEST_TABLE, _MOST_NAMES = 4096, 1 << 20, 4096
+_MOST_TEXT = 2 << 20
+"""Letters of all frames together: what a node tells of a process is one line, which may not be longer than 4 MiB."""
+_MOST_S = 0.5
 
 
 class Unclear(Exception):
@@ -101,6 +105,7 @@ _LAYOUTS = {
 _GIL_OF_ALL = 360
 # The same in all of them: of a frame, of a code object, of objects.
 _NEXT_THREAD, _INSTRUCTION, _OWNER, _LOCALS, _FRAME_BYTES = 8, 56, 70, 72, 72 + 24 * 8
+_TYPE_NAME, _TYPE_FLAGS, _IS_INT = 24, 168, 1 << 24
 _NAMES, _FILE, _QUALIFIED_NAME, _LINES, _CODE_BYTES = 96, 112, 128, 136, 144
 _TYPE, _SIZE, _ITEMS, _BYTES = 8, 16, 24, 32
 
@@ -122,7 +127,8 @@ def main_thread(pid: int, wanted: re.Pattern[str] | None = None) -> Main:
         raise Unclear from error
     finally:
         os.close(fd)
-    if _standing(pid) != before:
+    # The kernel looks whether it is off its processors: a state of "S" alone it has shortly before that, too.
+    if machine.read_text(f"/proc/{pid}/syscall").startswith("running") or _standing(pid) != before:
         raise Unclear
     return main
 
@@ -138,12 +144,16 @@ def _standing(pid: int) -> tuple[str, str]:
     return state[0], switches
 
 
-_known: dict[tuple[int, int], dict[str, int]] = {}
+_known: dict[tuple[int, ...], dict[str, int]] = {}
 
 
 def _interpreter(pid: int) -> dict[str, int]:
-    """Find the addresses of what we look for, in libpython or in the program itself."""
+    """Find the addresses of what we look for, in libpython or in the program itself.
+
+    What both have is the program's: a linker may put there what it uses of a library (a copy relocation).
+    """
     program = procs.program(pid)
+    found: dict[str, int] = {}
     for start, path in _MAPPED.findall(procs.maps(pid) or ""):
         if path == program or os.path.basename(path).startswith("libpython3"):
             there = f"/proc/{pid}/root{path}"
@@ -151,12 +161,14 @@ def _interpreter(pid: int) -> dict[str, int]:
                 state = os.stat(there)
             except OSError:  # replaced since
                 continue
-            key = state.st_dev, state.st_ino
+            key = state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
             if key not in _known:
                 _known[key] = exported.addresses(there, _SYMBOLS)
-            if len(_known[key]) == len(_SYMBOLS):
-                return {name: int(start, 16) + offset for name, offset in _known[key].items()}
-    raise Unclear
+            its = {name: int(start, 16) + offset for name, offset in _known[key].items()}
+            found = {**found, **its} if path == program else {**its, **found}
+    if len(found) < len(_SYMBOLS):
+        raise Unclear
+    return found
 
 
 class _Code(NamedTuple):
@@ -176,7 +188,9 @@ class _Process:
     def __init__(self, pid: int, fd: int, wanted: re.Pattern[str] | None) -> None:
         self._pid, self._fd, self._wanted = pid, fd, wanted
         self._at = _interpreter(pid)
+        self._until = time.monotonic() + _MOST_S
         self._texts: dict[int, str] = {}
+        self._types: dict[int, bool] = {}
         self._codes: dict[int, _Code] = {}
         version = self._word(self._at["Py_Version"]) >> 16
         if version not in _LAYOUTS:
@@ -204,7 +218,10 @@ class _Process:
         if self._layout.behind is not None:
             frame = self._word(frame + self._layout.behind)
         holder = next((threads[one][0] for one in holders if one in threads), None)
-        return Main(tuple(self._frames(frame)), holder)
+        frames = tuple(self._frames(frame))
+        if not frames or sum(len(one.function) + len(one.file) for one in frames) > _MOST_TEXT:
+            raise Unclear
+        return Main(frames, holder)
 
     def _ask_offsets(self) -> None:
         """Take from the interpreter what 3.13 says of itself; its fields are numbers of 8 bytes."""
@@ -240,12 +257,18 @@ class _Process:
         for _ in range(_MOST_FRAMES):
             if not frame:
                 return
+            if time.monotonic() > self._until:
+                break
             data = self._read(frame, _LOCALS, _FRAME_BYTES)
             (code,) = struct.unpack_from("<Q", data, self._layout.code)
             (instruction,) = struct.unpack_from("<Q", data, _INSTRUCTION)
             if self._layout.held_by_c is None or data[_OWNER] != self._layout.held_by_c:
                 its = self._code(code)
                 line = _line(its.lines, its.first_line, (instruction - its.instructions) // 2)
+                # 3.13 calls what has no line of its own between a class and its __init__.
+                if line is None and not its.function == its.file == "__init__":
+                    break
+                line = line or 0
                 yield Frame(its.function, its.file, line, tuple(self._whole_numbers(frame, data, its.wanted)))
             (frame,) = struct.unpack_from("<Q", data, self._layout.previous)
         raise Unclear
@@ -285,9 +308,12 @@ class _Process:
                 yield name, whole
 
     def _whole_number(self, address: int) -> int | None:
-        """Read an int of up to two digits of 30 bits; None for any other object."""
+        """Read an int of up to two digits of 30 bits; None for any other object, and for True and False."""
         kind, size, digits = struct.unpack("<8xQqQ", self._read(address, 32))
-        if kind != self._at["PyLong_Type"]:
+        if kind not in self._types:
+            (flags,) = struct.unpack("<Q", self._read(kind + _TYPE_FLAGS, 8))
+            self._types[kind] = bool(flags & _IS_INT) and self._read(self._word(kind + _TYPE_NAME), 5) != b"bool\0"
+        if not self._types[kind]:
             return None
         count, negative = (size >> 3, size & 3 == 2) if self._layout.sign_in_tag else (abs(size), size < 0)
         if count > 2:
@@ -333,11 +359,12 @@ class _Process:
         return data
 
 
-@functools.lru_cache(maxsize=4096)  # the ranks of a job wait at the same lines
-def _line(table: bytes, first: int, instruction: int) -> int:
-    """Look an instruction's line up: entries of 1 to 8 instructions each, the line as a difference to the one before.
+@functools.lru_cache(maxsize=512)  # the ranks of a job wait at the same lines
+def _line(table: bytes, first: int, instruction: int) -> int | None:
+    """Look an instruction's line up; None if it has none.
 
-    Only an entry's first byte has its highest bit set: kind in bits 3 to 6, number of instructions less 1 below.
+    Entries are of 1 to 8 instructions each, the line as a difference to the one before. Only an entry's first byte has
+    its highest bit set: kind in bits 3 to 6, number of instructions less 1 below.
     """
     if instruction < 0:
         return first
@@ -351,9 +378,7 @@ def _line(table: bytes, first: int, instruction: int) -> int:
         elif 10 <= kind <= 12:
             line += kind - 10
         if instruction < covered:
-            if kind == 15:  # no line belongs to it
-                break
-            return line
+            return None if kind == 15 else line
         while at < len(table) and table[at] < 128:
             at += 1
     raise Unclear

@@ -1,7 +1,7 @@
 """Waits at a stack of all kinds of frames, says on stdout that it does. Any Python from 3.8 on, and nothing else.
 
-argv[1]: "sleeps"; "runs"; "alternates" between two stacks, each with one number in all its frames; "behind": a thread
-holds the interpreter's lock in a long C call, and the main thread waits for it.
+argv[1]: "sleeps"; "recurses" 5,000 calls deep; "runs"; "alternates" between two stacks, each with one number in all its
+frames; "behind": a thread holds the interpreter's lock in a long C call, and the main thread waits for it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ def steps(count: int) -> Iterator[Holder]:
         yield within(step)
 
 
+class Whole(int):
+    """A number that is not exactly an int."""
+
+
 class Holder:
     def __init__(self) -> None:
         self.found = [deep(30) for i in range(1)]
@@ -31,7 +35,7 @@ def within(
     step: int,
     epoch: int = 10**11,
     batch: int = -5,
-    it: int = 0,
+    it: int = Whole(7),
     big: int = 2**40,
     cur_step: object = True,
     idx: int = 10**13,
@@ -71,6 +75,13 @@ def last() -> object | None:
                 é_ü日本()
                 print(batch_idx, local_step)
     return None
+
+
+def recurse(micro: int) -> None:
+    if micro:
+        return recurse(micro - 1)
+    print("ready", flush=True)
+    return time.sleep(600)
 
 
 def one(step: int) -> None:
@@ -119,4 +130,9 @@ def sleep() -> None:
     sorted([1], key=lambda x: sum(1 for _ in steps(3)))
 
 
-{"sleeps": sleep, "runs": run, "alternates": alternate, "behind": behind}[sys.argv[1]]()
+def recurse_deep() -> None:
+    sys.setrecursionlimit(10**6)
+    recurse(5000)
+
+
+{"recurses": recurse_deep, "sleeps": sleep, "runs": run, "alternates": alternate, "behind": behind}[sys.argv[1]]()
