@@ -38,6 +38,9 @@ def main() -> None:
     try:
         run()
     finally:
+        # All is said: a signal that comes now would only change the status.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         headstart.drop()
         gc.freeze()  # nobody needs what is left; to look through all of it at the end takes 20 ms
 
@@ -55,7 +58,8 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 
         from distdiag import __version__
 
-        command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+        words = [word for word in sys.argv[1:] if not word.startswith("-")]
+        command = " ".join(words[: 2 if words[:1] == ["trace"] or words[:2] == ["overflow", "show"] else 1])
         error = {"id": "interrupted", "message": "interrupted before there was anything to report", "hint": ""}
         head = {"schema": "distdiag/1", "version": __version__, "command": command, "exit_code": 130}
         os.write(1, json.dumps({**head, "error": error}).encode() + b"\n")

@@ -80,7 +80,12 @@ class _Inbox:
         self._wire = wire
         self._silence_s = silence_s
         self._lost = lost
-        threading.Thread(target=self._watch, daemon=True).start()
+        try:
+            threading.Thread(target=self._watch, daemon=True).start()
+        except RuntimeError:  # as many processes as we may have: what was begun ahead took the last place
+            for module in boot.begun_ahead:
+                module.over()
+            threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
         heard = time.monotonic()

@@ -51,6 +51,10 @@ installed: list[str] = []
 """The folder of the distdiag that gave them, if it is on this machine: what Python keeps compiled there is used."""
 
 
+begun_ahead: list[Any] = []
+"""Modules that have begun something which nobody may need, see `wait`."""
+
+
 class CarriedFinder:
     """Imports modules from source text that came over stdin; goes before an installed distdiag.
 
@@ -137,13 +141,17 @@ def _python() -> str:
 def wait(folder: str, modules: Sequence[str]) -> None:
     """Load what an agent will need, from where distdiag is installed; then do as START does.
 
-    A module may have a function ahead(), for what can be begun already. The payload comes after a line with its length.
+    A module may have a function ahead(), for what can be begun already, and over(), which ends it. The payload comes
+    after a line with its length.
     """
     os.write(1, b'\n\x1eDD1 {"kind":"ready"}\n')
     finder = CarriedFinder({}, folder)
     sys.meta_path.insert(0, finder)
     for name in ("distdiag.node.boot", *modules, "distdiag.node.agent"):
-        getattr(importlib.import_module(name), "ahead", lambda: None)()
+        loaded = importlib.import_module(name)
+        if hasattr(loaded, "ahead"):
+            loaded.ahead()
+            sys.modules["distdiag.node.boot"].begun_ahead.append(loaded)
     sys.meta_path.remove(finder)
     data, length = b"", -1
     while length < 0 or len(data) < length:

@@ -74,6 +74,19 @@ def test_whoever_ends_us_while_we_load_leaves_nothing(number: signal.Signals) ->
         wait_until(lambda: not run.left_behind(), 2, lambda: f"{after_s}: {run.left_behind()}")  # noqa: B023
 
 
+def test_an_early_end_is_told_as_that_of_the_command() -> None:
+    told = 0
+    for after_s in (0.03, 0.05, 0.07, 0.09, 0.11, 0.15, 0.2, 0.3, 0.4):
+        run = Running("trace", "blocked", "--json")
+        time.sleep(after_s)
+        run.process.send_signal(signal.SIGTERM)
+        done = run.finish()
+        if done.out:  # before that it is Python that loads
+            told += 1
+            assert (done.report["command"], done.report["exit_code"]) == ("trace blocked", done.code)
+    assert told
+
+
 def test_without_standard_streams_it_is_done_as_ever() -> None:
     for closed in ("<&-", ">&-", "2>&-"):
         done = subprocess.run(

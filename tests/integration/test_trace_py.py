@@ -149,6 +149,27 @@ def test_a_ring_is_used_again_when_there_are_more_threads_than_room(tmp_path: Pa
     assert ring.untold_threads == 0
 
 
+def test_an_alarm_ends_what_it_is_to_end(tmp_path: Path, python: str) -> None:
+    """A signal handler's exception is the job's, wherever in the tracer the signal came."""
+    done = run(tmp_path, python, LINES, "is_alarmed")
+    missed = int(done.stdout.split()[-1])
+    assert b"no more lines" not in done.stderr
+    # 3.11's garbage collector calls a function of ours: what is raised in there is nobody's.
+    assert missed <= (20 if "3.11" in _version(python) else 0)
+
+
+def test_threads_do_not_see_how_tracing_begins_and_ends(tmp_path: Path, python: str) -> None:
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [python, LINES, "is_traced_now_and_then", str(tmp_path)],
+        capture_output=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+    assert (done.returncode, done.stdout) == (0, b"seen []\n"), done.stderr
+
+
 def test_a_fork_writes_into_a_file_of_its_own(tmp_path: Path, python: str) -> None:
     run(tmp_path, python, "-W", "ignore", LINES, "forks")
     parent, child = kept(tmp_path)

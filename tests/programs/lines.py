@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 
 def count(number: int) -> int:
@@ -157,6 +158,58 @@ def _argument() -> float:
 
 def hangs_after_a_call() -> None:
     os.kill(os.getpid() + 0 * int(_argument()), signal.SIGKILL)  # CALLER
+
+
+def is_alarmed() -> None:
+    """Run code that is new to the tracer, until an alarm ends it; tell how often that did not end it."""
+
+    def ring(number: int, frame: object) -> None:
+        raise Late
+
+    signal.signal(signal.SIGALRM, ring)
+    missed = 0
+    for number in range(200):
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.0005)
+            until = time.monotonic() + 0.05
+            while time.monotonic() < until:
+                space: dict[str, Callable[[], int]] = {}
+                exec(compile("def one():\n  return 1\n", f"new{number}.py", "exec"), space)
+                space["one"]()
+            missed += 1
+        except Late:
+            continue
+    print("missed", missed)
+
+
+def is_traced_now_and_then() -> None:
+    """Begin and end tracing while other threads run code that is new to it; tell what they saw of that."""
+    from distdiag import trace_lines
+
+    seen: list[str] = []
+    over = threading.Event()
+
+    def work() -> None:
+        number = 0
+        while not over.is_set():
+            number += 1
+            space: dict[str, Callable[[int], int]] = {}
+            try:
+                exec(compile("def one(x):\n  y = x\n  return y\n", f"new{number}.py", "exec"), space)
+                space["one"](1)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is not theirs
+                seen.append(repr(error))
+
+    workers = [threading.Thread(target=work) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for _ in range(20):
+        with trace_lines(sys.argv[2]):
+            time.sleep(0.02)
+    over.set()
+    for worker in workers:
+        worker.join()
+    print("seen", seen)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import struct
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from distdiag.node import rings
+from distdiag.training.lines import writer
 
 THREADS, LINES = 2, 4
 ABOUT = {"threads": THREADS, "lines": LINES, "pid": 7, "rank": 3}
@@ -95,3 +98,15 @@ def test_a_description_that_makes_no_sense_is_no_ring(tmp_path: Path, about: byt
     path.write_bytes(data)
     with pytest.raises(rings.NotARing):
         rings.read(str(path))
+
+
+def test_a_thread_that_ends_early_takes_little_of_its_ring() -> None:
+    ring = memoryview(bytearray(10_000 * rings.BLOCK_BYTES)).cast("d")
+    before = sum(isinstance(one, memoryview) for one in gc.get_objects())
+    places = itertools.chain.from_iterable(writer._turns(ring))
+    for number in range(100):
+        next(places)[0] = float(number)
+    assert sum(isinstance(one, memoryview) for one in gc.get_objects()) - before < 200 * (1 + rings.PLACES)
+    for number in range(10_000 * rings.PLACES):
+        next(places)[0] = float(number)
+    assert all(ring[:: 1 + rings.PLACES])

@@ -36,6 +36,8 @@ def check(request: Request, progress: Progress) -> Report[CoreBt]:
     nodes: list[NodeCores] = []
     missing: dict[str, str] = {}
     local = targets.launcher is None
+    if local:
+        _check_working_directory()
     with open_fleet(request.cluster, targets, _AGENT) as fleet:
         interrupted = False
         try:
@@ -57,6 +59,14 @@ def explain(request: Request) -> list[str]:
 
 
 _AGENT = Agent(collect="distdiag.commands.core_bt.collect")
+
+
+def _check_working_directory() -> None:
+    """Paths are meant from there, and it is searched for cores."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise DistdiagError(f"the working directory: {error.strerror}", hint="cd to one that is there") from error
 
 
 def _ask(request: Request, *, local: bool) -> dict[str, Any]:

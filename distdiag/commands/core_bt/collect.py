@@ -195,7 +195,14 @@ def _with_stacks(facts: CoreFacts, plain: str, ask: dict[str, Any], reading: by_
     assert facts.notes is not None
     crashed = facts.notes.threads[0].tid
     if not os.path.exists(facts.exe):
-        return replace(facts, tools=(f"stacks: the program {facts.exe or 'that crashed'} is not on this machine",))
+        try:
+            os.stat(facts.exe)
+            why = "cannot be found"
+        except PermissionError:
+            why = "may not be read by this user"
+        except (OSError, ValueError):
+            why = "is not on this machine"
+        return replace(facts, tools=(f"stacks: the program {facts.exe or 'that crashed'} {why}",))
     pystack = reading.stacks(timeout_s=ask["timeout_s"])
     gdb = None
     if ask["gdb"] or (ask["gdb"] is None and merge.needs_gdb(pystack, crashed)):

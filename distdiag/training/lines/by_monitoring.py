@@ -89,18 +89,22 @@ class ByMonitoring:
         if is_traced:
             monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
             events = monitoring.events
-            monitoring.set_local_events(self._tool, frame.f_code, events.LINE | events.PY_RETURN | events.PY_YIELD)
+            with contextlib.suppress(ValueError):  # the number was given back meanwhile
+                monitoring.set_local_events(self._tool, frame.f_code, events.LINE | events.PY_RETURN | events.PY_YIELD)
 
     def _line_callback(self) -> Callable[[CodeType, int], None]:
         bases, local = self._watched.bases, self._local
+        disable = sys.monitoring.DISABLE  # type: ignore[attr-defined]
         last_code: CodeType | None = None
         base = 0.0
 
-        def on_line(code: CodeType, line: int) -> None:
+        def on_line(code: CodeType, line: int) -> Any:
             nonlocal last_code, base
             if code is last_code:
                 mine = base
             else:
+                if id(code) not in bases:  # another thread began it while a tracer before this one ended
+                    return disable
                 mine = base = bases[id(code)]
                 last_code = code
             try:
@@ -108,7 +112,8 @@ class ByMonitoring:
             except (AttributeError, StopIteration):
                 self._first()[0] = mine + line
             except (ValueError, RecursionError):
-                return  # a signal handler or a finalizer, while this thread begins a block; or no room: not traced
+                pass  # a signal handler or a finalizer, while this thread begins a block; or no room: not traced
+            return None
 
         return on_line
 

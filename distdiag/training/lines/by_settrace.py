@@ -81,7 +81,7 @@ class BySettrace:
         """
         enter = getattr(self._local, "enter", None)
         if phase == "stop" and enter is not None and not self._stopped and sys.gettrace() is None:
-            self._trace_from(enter, sys._getframe(1))
+            self._trace_from(enter, sys._getframe().f_back)
 
     def _first_event(self, frame: FrameType, event: str, arg: object) -> Any:
         enter = self._tracer()

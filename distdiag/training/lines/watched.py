@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _MANY = 200_000
 _ERROR = 300
+_LIBRARY, _OWN = (os.path.dirname(module.__file__ or "") + os.sep for module in (os, rings))
+_OWN = os.path.dirname(os.path.dirname(_OWN)) + os.sep
 _DEEP = 64
 """Frames to look through for the one that a call returns to: between it and a callback lie those of a library."""
 
@@ -52,7 +54,9 @@ class Watched:
             return self._base_of(frame)
         except RecursionError:
             raise  # the job's own: whoever calls us makes do without this call
-        except Exception as error:  # noqa: BLE001 - it would come out of a line of the job's
+        except Exception as error:
+            if not _is_ours(error):
+                raise
             self._give_up(error)
             return None
 
@@ -98,7 +102,9 @@ class Watched:
         try:
             writer = self._file()
             leased = writer.lease() if writer is not None else None
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:
+            if not _is_ours(error):
+                raise
             self._give_up(error)
             leased = None
         return leased if leased is not None else (nowhere, lambda: None)
@@ -151,6 +157,21 @@ class Watched:
                 finally:
                     self._making = False
             return self._writer
+
+
+def _is_ours(error: Exception) -> bool:
+    """Tell whether our own code failed: that would come out of a line of the job's, which must not see it.
+
+    Else it is the job's: a signal handler that ran in the midst of ours raised it.
+    """
+    trace = error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        is_library = file.startswith((_LIBRARY, "<frozen ")) and "-packages" not in file
+        if not file.startswith(_OWN) and not is_library:
+            return False
+        trace = trace.tb_next
+    return True
 
 
 class Lease:

@@ -16,7 +16,7 @@ from distdiag.node import identity, machine, procs, rings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from typing import Any
 
     from distdiag.training.lines.settings import Settings
@@ -145,21 +145,30 @@ def _turns(ring: memoryview[float]) -> Iterator[tuple[memoryview[float], ...]]:
     a signal handler's exception came through here, this is done again.
     """
     size, now = 1 + rings.PLACES, time.monotonic
-    blocks = [ring[k : k + size] for k in range(0, len(ring), size)]
-    places = [tuple(block[k : k + 1] for k in range(1, size)) for block in blocks]
     nothing, whole = memoryview(bytes(8 * size)).cast("d"), slice(None)
     before, slow = now(), _SLOW_LINES
-    newest = max(range(len(blocks)), key=lambda k: blocks[k][0])
-    if blocks[newest][0]:
-        blocks = blocks[newest + 1 :] + blocks[: newest + 1]
-        places = places[newest + 1 :] + places[: newest + 1]
+    times = ring[::size].tolist()
+    newest = max(range(len(times)), key=times.__getitem__)
+    first = newest + 1 if times[newest] else 0
+    order = [*range(first, len(times)), *range(first)]
+
+    def blocks() -> Iterator[tuple[memoryview[float], tuple[memoryview[float], ...]]]:
+        """Make what a block takes when it is begun: most threads end before they are through their ring."""
+        for k in order:
+            block = ring[k * size : (k + 1) * size]
+            made.append((block, tuple(block[place : place + 1] for place in range(1, size))))
+            yield made[-1]
+
+    made: list[tuple[memoryview[float], tuple[memoryview[float], ...]]] = []
+    turn: Iterable[tuple[memoryview[float], tuple[memoryview[float], ...]]] = blocks()
     while True:
-        for block, all_places in zip(blocks, places):
+        for block, all_places in turn:
             block[whole] = nothing  # `:` would make a slice each time, which takes as long as this does
             at_s = block[0] = now()
             slow = _SLOW_LINES if at_s - before > _SLOW_S else slow - 1
             before = at_s
             yield all_places[:1] if slow > 0 else all_places
+        turn = made
 
 
 def _take_space(fd: int, size: int) -> None:
