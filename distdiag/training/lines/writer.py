@@ -27,6 +27,7 @@ _WORDS = 300
 _SLOW_S = 0.005
 _SLOW_LINES = 64
 """A line, or 16 of them, that took so long: so many lines from there on have a time of their own."""
+_MADE_AT_ONCE = 32
 
 
 class Writer:
@@ -147,17 +148,18 @@ def _turns(ring: memoryview[float]) -> Iterator[tuple[memoryview[float], ...]]:
     size, now = 1 + rings.PLACES, time.monotonic
     nothing, whole = memoryview(bytes(8 * size)).cast("d"), slice(None)
     before, slow = now(), _SLOW_LINES
+    slices = [slice(place, place + 1) for place in range(1, size)]
     times = ring[::size].tolist()
     newest = max(range(len(times)), key=times.__getitem__)
     first = newest + 1 if times[newest] else 0
     order = [*range(first, len(times)), *range(first)]
 
     def blocks() -> Iterator[tuple[memoryview[float], tuple[memoryview[float], ...]]]:
-        """Make what a block takes when it is begun: most threads end before they are through their ring."""
-        for k in order:
-            block = ring[k * size : (k + 1) * size]
-            made.append((block, tuple(block[place : place + 1] for place in range(1, size))))
-            yield made[-1]
+        """Make what blocks take shortly before they are begun: most threads end before they are through their ring."""
+        for at in range(0, len(order), _MADE_AT_ONCE):
+            few = [ring[k * size : (k + 1) * size] for k in order[at : at + _MADE_AT_ONCE]]
+            made.extend((block, tuple(map(block.__getitem__, slices))) for block in few)
+            yield from made[at:]
 
     made: list[tuple[memoryview[float], tuple[memoryview[float], ...]]] = []
     turn: Iterable[tuple[memoryview[float], tuple[memoryview[float], ...]]] = blocks()
