@@ -151,6 +151,8 @@ def test_a_ring_is_used_again_when_there_are_more_threads_than_room(tmp_path: Pa
 
 def test_an_alarm_ends_what_it_is_to_end(tmp_path: Path, python: str) -> None:
     """A signal handler's exception is the job's, wherever in the tracer the signal came."""
+    if "3.13.0" in _version(python):
+        pytest.skip("3.13.0 itself lets a signal handler's exception out of a `try` around a loop, traced or not")
     done = run(tmp_path, python, LINES, "is_alarmed")
     missed = int(done.stdout.split()[-1])
     assert b"no more lines" not in done.stderr
