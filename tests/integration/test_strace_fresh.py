@@ -30,7 +30,8 @@ def test_a_program_that_waits_and_spins(options: list[str], tmp_path: Path) -> N
         try:
             assert strace.stdout is not None
             assert strace.stdout.readline() == b"ready\n"
-            wait_until(lambda: _size(folder) > 500_000, 10, lambda: str(_size(folder)))
+            # Long enough that a busy machine leaves the loop alone for a tenth of a second.
+            wait_until(lambda: _size(folder) > 2_000_000, 30, lambda: str(_size(folder)))
         finally:
             os.killpg(strace.pid, signal.SIGKILL)
     logs = read_logs([str(folder)])
