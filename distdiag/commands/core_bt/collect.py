@@ -194,14 +194,11 @@ def _executable(told: CoreNotes) -> str:
 def _with_stacks(facts: CoreFacts, plain: str, ask: dict[str, Any], reading: by_pystack.OfCore) -> CoreFacts:
     assert facts.notes is not None
     crashed = facts.notes.threads[0].tid
-    if not os.path.exists(facts.exe):
-        try:
-            os.stat(facts.exe)
-            why = "cannot be found"
-        except PermissionError:
-            why = "may not be read by this user"
-        except (OSError, ValueError):
-            why = "is not on this machine"
+    try:
+        os.stat(facts.exe)
+    except (OSError, ValueError) as error:
+        is_hidden = isinstance(error, PermissionError)
+        why = "may not be read by this user" if is_hidden else "is not on this machine"
         return replace(facts, tools=(f"stacks: the program {facts.exe or 'that crashed'} {why}",))
     pystack = reading.stacks(timeout_s=ask["timeout_s"])
     gdb = None

@@ -42,6 +42,7 @@ class Asked:
 
         from distdiag.node import run
 
+        self._is_over = False
         self._child: run.Process[bytes] | run.Adopted
         if _waiting and python == sys.executable:
             self._child = run.Adopted.of(_waiting.pop())
@@ -53,13 +54,16 @@ class Asked:
         """Hear what it tells, see `pystack_child`."""
         from distdiag.node import run
 
-        return run.hear(self._child, timeout_s=timeout_s)
+        done = run.hear(self._child, timeout_s=timeout_s)
+        self._is_over = True
+        return done
 
     def drop(self) -> None:
         """Do without; nothing happens to one that has answered."""
         from distdiag.node import run
 
-        run.end_group(self._child)
+        if not self._is_over:  # by then its number may be somebody else's
+            run.end_group(self._child)
 
 
 def _program(python: str) -> list[str]:

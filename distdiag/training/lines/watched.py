@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _MANY = 200_000
 _ERROR = 300
-_LIBRARY, _OWN = (os.path.dirname(module.__file__ or "") + os.sep for module in (os, rings))
-_OWN = os.path.dirname(os.path.dirname(_OWN)) + os.sep
+_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_OWN = os.path.dirname(os.path.dirname(rings.__file__ or "")) + os.sep
 _DEEP = 64
 """Frames to look through for the one that a call returns to: between it and a callback lie those of a library."""
 
