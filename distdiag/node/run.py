@@ -123,9 +123,10 @@ def run(argv: Sequence[str], *, timeout_s: float, env: dict[str, str] | None = N
 
     A child of it that keeps the pipes open cannot make this wait longer, and each stream is kept up to 4 MiB.
     """
+    began = time.monotonic()
     process = start(argv, env=env)
     say(process, b"")
-    return hear(process, timeout_s=timeout_s)
+    return hear(process, timeout_s=timeout_s, began=began)
 
 
 def say(process: subprocess.Popen[bytes] | Adopted, words: bytes) -> None:
@@ -136,9 +137,9 @@ def say(process: subprocess.Popen[bytes] | Adopted, words: bytes) -> None:
     process.stdin.close()
 
 
-def hear(process: subprocess.Popen[bytes] | Adopted, *, timeout_s: float) -> Done:
-    """Hear what it tells, to its end, as `run` does."""
-    began = time.monotonic()
+def hear(process: subprocess.Popen[bytes] | Adopted, *, timeout_s: float, began: float | None = None) -> Done:
+    """Hear what it tells, to its end, as `run` does; `began`: since when its seconds count, by default from now."""
+    began = time.monotonic() if began is None else began
     output, in_time = _read(process, began + timeout_s)
     if in_time:
         in_time = _wait(process, max(0.0, began + timeout_s - time.monotonic())) is not None
