@@ -129,12 +129,13 @@ def run(argv: Sequence[str], *, timeout_s: float, env: dict[str, str] | None = N
     return hear(process, timeout_s=timeout_s, began=began)
 
 
-def say(process: subprocess.Popen[bytes] | Adopted, words: bytes) -> None:
-    """Say all that what `start` gave will ever be told: no more than a pipe holds."""
+def say(process: subprocess.Popen[bytes] | Adopted, words: bytes, *, is_all: bool = True) -> None:
+    """Tell something to what `start` gave, by default all that it will ever be told; no more than a pipe holds."""
     assert process.stdin is not None
     with contextlib.suppress(OSError):  # it has ended already
         process.stdin.write(words)
-    process.stdin.close()
+    if is_all:
+        process.stdin.close()
 
 
 def hear(process: subprocess.Popen[bytes] | Adopted, *, timeout_s: float, began: float | None = None) -> Done:

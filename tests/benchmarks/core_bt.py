@@ -1,9 +1,9 @@
 """core-bt beside pystack and gdb on the same core of a program that had torch loaded, interleaved; medians.
 
 Times are of whole commands; "first facts" is what reading the notes takes inside core-bt. Peak memory is of the largest
-process of each, from the kernel (wait4): pages of mapped files that anybody had read before count. So each command
-is run in a memory cgroup (version 1) of 100 MB as well, with nothing of any file in memory before: what needs more ends
-by the kernel's hand.
+process of each, from the kernel (wait4): pages of mapped files that anybody had read before count. Each command is
+run in a memory cgroup (version 1) of 100 MB as well, with nothing of any file in memory before: what needs more ends by
+the kernel's hand.
 """
 
 from __future__ import annotations
@@ -28,13 +28,21 @@ PATIENCE_S = 30
 BIN = Path(sys.executable).parent
 
 
+MEASURE = """
+import os, sys, time
+nothing = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (1, 2)]
+began = time.perf_counter()
+_, _, usage = os.wait4(os.posix_spawnp(sys.argv[1], sys.argv[1:], os.environ, file_actions=nothing), 0)
+print(time.perf_counter() - began, usage.ru_maxrss / 1000)
+"""
+"""Run from a small process: the kernel counts as a program's memory what it had before exec, its parent's."""
+
+
 def run(command: list[str]) -> tuple[float, float]:
     """Run a command; its seconds, and the peak memory of its largest process in MB."""
-    began = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _, _, usage = os.wait4(process.pid, 0)
-    process.returncode = 0
-    return time.perf_counter() - began, usage.ru_maxrss / 1000
+    told = subprocess.run([sys.executable, "-S", "-c", MEASURE, *command], capture_output=True, text=True, check=True)
+    seconds, memory = map(float, told.stdout.split())
+    return seconds, memory
 
 
 def in_100_mb(command: list[str]) -> str:

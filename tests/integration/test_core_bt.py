@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from cluster import Network, need_network
 from cores import PROGRAMS, make_core
-from support import distdiag, need
+from support import PROGRAM, distdiag, need
 
 if TYPE_CHECKING:
     from support import Result
@@ -104,8 +104,19 @@ def test_of_four_ranks_the_one_that_crashed_is_told_from_those_that_followed(tmp
     assert first["where"]["ranks"] == [cores[0]["rank"]]
 
 
+LARGEST_CHILD = """
+import os, resource, subprocess, sys
+subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1000)
+"""
+"""Run from a small process: the kernel counts as a program's memory what it had before exec, its parent's."""
+
+
 def test_a_torch_program(tmp_path: Path) -> None:
-    core = only(core_bt(str(make_core("dies_in_torch", tmp_path))))
+    path = str(make_core("dies_in_torch", tmp_path))
+    measure = [sys.executable, "-S", "-c", LARGEST_CHILD, PROGRAM, "core-bt", path]
+    assert float(subprocess.run(measure, capture_output=True, text=True, check=True).stdout) < 100
+    core = only(core_bt(path))
     assert core["signal_name"] == "SIGSEGV"
     assert python_frames(core)
     assert core["crash_thread"]["frames"][0]["language"] == "c"

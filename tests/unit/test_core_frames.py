@@ -22,7 +22,9 @@ from support import need, wait_until
 
 from distdiag.cluster import bundle
 from distdiag.node import procs, run
-from distdiag.node.core import by_gdb, by_pystack, merge, notes
+from distdiag.node.core import by_gdb, by_pystack, merge, notes, unwinding
+from distdiag.node.core.callframes import NoRules
+from distdiag.node.core.cframes import CFrames, has_debug_information
 from distdiag.node.core.frames import Frame, Stacks, ThreadStack
 from distdiag.node.core.functions import Functions
 
@@ -100,6 +102,16 @@ def core_of(needs_both: None, tmp_path_factory: pytest.TempPathFactory) -> Calla
 PROGRAMS = {
     "jumps_nowhere": "import ctypes\ndef jump(): ctypes.CFUNCTYPE(None)(0xDEAD000)()\njump()",
     "ends_in_a_call": "import ctypes\ndef call(): ctypes.CDLL('./libcheck.so').start(1)\ncall()",
+    "in_a_handler": "import ctypes\nlibc = ctypes.CDLL(None)\n"
+    "@ctypes.CFUNCTYPE(None, ctypes.c_int)\ndef handle(number): ctypes.string_at(0xDEAD000)\n"
+    "libc.signal(10, handle)\ndef work(): libc['raise'](10)\nwork()",
+    "frees_twice": "import ctypes\nlibc = ctypes.CDLL(None)\nlibc.free.argtypes = [ctypes.c_void_p]\n"
+    "data = ctypes.create_string_buffer(100)\nlibc.free(ctypes.addressof(data) + 16)",
+    "many_threads": "import os, threading\nlock = threading.Lock()\nlock.acquire()\n"
+    "for _ in range(100): threading.Thread(target=lock.acquire, daemon=True).start()\nos.abort()",
+    "calls_back": "import ctypes\nlibc = ctypes.CDLL(None)\n"
+    "@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)\n"
+    "def compare(a, b): ctypes.string_at(0xDEAD000)\nlibc.qsort((ctypes.c_int * 3)(3, 2, 1), 3, 4, compare)",
     "recurses": "import ctypes, sys\nsys.setrecursionlimit(10**6)\n"
     "def descend(n): return descend(n - 1) if n else ctypes.string_at(0xDEAD000)\ndescend(30_000)",
 }
@@ -127,6 +139,64 @@ def read_core(core: Path, *, asker: str = "") -> tuple[merge.Merged, ...]:
         by_gdb.of_core(str(core), PROGRAM, timeout_s=30, only_first=True) if merge.needs_gdb(first, crashed) else None
     )
     return merge.merge(first, second, crashed)
+
+
+class Everything:
+    """What every path is in."""
+
+    def __contains__(self, path: object) -> bool:
+        return True
+
+
+OWN_CORES = ["dies_by_segv", "dies_by_sigbus", "dies_in_cpp_thread", "dies_by_cpp_exception", "dies_with_faulthandler"]
+OWN_CORES += ["dies_in_torch", "in_a_handler", "calls_back", "many_threads", "ends_in_a_call"]
+
+
+@pytest.mark.parametrize("name", OWN_CORES)
+def test_c_frames_are_those_that_pystack_follows(name: str, core_of: Callable[[str], Path]) -> None:
+    core = str(core_of(name))
+    files = notes.read(core).files
+    CFrames(core, files, ())
+    with by_pystack.OfCore(core, PROGRAM, files) as reading:
+        ours = reading.stacks(timeout_s=30)
+    with by_pystack.OfCore(core, PROGRAM, files) as reading:
+        theirs = reading.stacks(timeout_s=30, unlike=Everything())
+    assert (ours.error, theirs.error) == ("", "")
+    found, expected = ({one.tid: essential(one) for one in stacks.threads} for stacks in (ours, theirs))
+    assert found == expected
+    assert all(one.aligned for one in ours.threads)
+
+
+def essential(stack: ThreadStack) -> ThreadStack:
+    return replace(stack, frames=merge.essential(stack.frames))
+
+
+def test_a_function_that_ends_in_a_call_has_its_own_name_and_not_the_next_ones(core_of: Callable[[str], Path]) -> None:
+    first, *_ = read_core(core_of("frees_twice"))
+    functions = [one.function for one in first.thread.frames]
+    # It calls __libc_message, which does not return.
+    if has_debug_information(next(one.module for one in first.thread.frames if "libc" in one.module)):
+        assert "malloc_printerr" in functions
+
+
+def test_frames_are_not_followed_through_what_is_no_longer_what_it_was(core_of: Callable[[str], Path]) -> None:
+    core = str(core_of("ends_in_a_call"))
+    files = notes.read(core).files
+    library = next(one.path for one in files if one.path.endswith("libcheck.so"))
+    stacks = unwinding.stacks(core, files, ())
+    assert library in {place.path for places in stacks.values() for place in places}
+    with pytest.raises(NoRules):
+        unwinding.stacks(core, files, {library})
+    with pytest.raises(NoRules):
+        unwinding.stacks(core, [replace(one, path=f"{one.path} (deleted)") for one in files], ())
+    with pytest.raises(NoRules):
+        unwinding.stacks(core, (), ())
+    # Somewhere in the registers of its last thread, and in its stack.
+    for size in (2_000, 2**20):
+        cut = Path(core).with_name(f"cut-{size}")
+        cut.write_bytes(Path(core).read_bytes()[:size])
+        with pytest.raises(NoRules):
+            unwinding.stacks(str(cut), files, ())
 
 
 class Alone(NamedTuple):

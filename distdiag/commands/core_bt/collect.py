@@ -128,12 +128,11 @@ def _core(path: str, ask: dict[str, Any]) -> CoreFacts:
 
 def _plain(path: str, ask: dict[str, Any]) -> CoreFacts:
     told = notes.read(path)
-    with by_pystack.OfCore(path, ask["exe"] or _executable(told)) as reading:
-        return _with_stacks(_facts(path, path, ask), path, ask, reading)
+    with by_pystack.OfCore(path, ask["exe"] or _executable(told), told.files) as reading:
+        return _with_stacks(_facts(path, path, told, ask), path, ask, reading)
 
 
-def _facts(path: str, core: Any, ask: dict[str, Any]) -> CoreFacts:  # noqa: ANN401 - a path, or the first bytes
-    told = notes.read(core)
+def _facts(path: str, core: Any, told: CoreNotes, ask: dict[str, Any]) -> CoreFacts:  # noqa: ANN401 - a path, or the first bytes
     return CoreFacts(
         path=path,
         error="",
@@ -150,7 +149,8 @@ def _packed(path: str, ask: dict[str, Any]) -> CoreFacts:
     """Read a packed core; its notes before all of it is unpacked, if they come first, as in those of the kernel."""
     facts = None
     try:
-        facts = _facts(path, packed.head(path, _HEAD_BYTES), ask)
+        head = packed.head(path, _HEAD_BYTES)
+        facts = _facts(path, head, notes.read(head), ask)
     except OtherMachine:
         raise
     except NotACore:  # gdb's gcore has its notes at the end
@@ -165,8 +165,9 @@ def _packed(path: str, ask: dict[str, Any]) -> CoreFacts:
                 raise
             size = error.unpacked_bytes if isinstance(error, packed.CutOff) else None
             return replace(_of_size(facts, size), tools=(f"stacks: {error}",))
-        facts = _of_size(facts or _facts(path, plain, ask), os.stat(plain).st_size)
-        with by_pystack.OfCore(plain, facts.exe) as reading:
+        facts = _of_size(facts or _facts(path, plain, notes.read(plain), ask), os.stat(plain).st_size)
+        assert facts.notes is not None
+        with by_pystack.OfCore(plain, facts.exe, facts.notes.files) as reading:
             return _with_stacks(facts, plain, ask, reading)
 
 
@@ -200,7 +201,7 @@ def _with_stacks(facts: CoreFacts, plain: str, ask: dict[str, Any], reading: by_
         is_hidden = isinstance(error, PermissionError)
         why = "may not be read by this user" if is_hidden else "is not on this machine"
         return replace(facts, tools=(f"stacks: the program {facts.exe or 'that crashed'} {why}",))
-    pystack = reading.stacks(timeout_s=ask["timeout_s"])
+    pystack = reading.stacks(timeout_s=ask["timeout_s"], unlike={*facts.changed, *facts.missing})
     gdb = None
     if ask["gdb"] or (ask["gdb"] is None and merge.needs_gdb(pystack, crashed)):
         only_first = bool(pystack.threads) and not ask["all"]

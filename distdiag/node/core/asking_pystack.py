@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from distdiag.node.core import pystack_child
+from distdiag.node.core import libdw, pystack_child
 from distdiag.node.spawn import spawn
 
 TYPE_CHECKING = False
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from distdiag.node import run
     from distdiag.node.spawn import Spawned
 
+_LONGEST_QUESTION = 48_000  # a pipe holds 65,536 bytes by itself
 _waiting: list[Spawned] = []
 
 
@@ -34,7 +35,7 @@ def over() -> None:
 class Asked:
     """A child that reads what it was asked: ["core", its path, the program's path], or ["process", its id].
 
-    Raises run.CannotRun.
+    For a core there is more to say, see `go_on`. Raises run.CannotRun.
     """
 
     def __init__(self, target: Sequence[str], python: str) -> None:
@@ -48,7 +49,16 @@ class Asked:
             self._child = run.Adopted.of(_waiting.pop())
         else:
             self._child = run.start(_program(python))
-        run.say(self._child, json.dumps(target).encode() + b"\n")
+        run.say(self._child, json.dumps(target).encode() + b"\n", is_all=target[0] != "core")
+
+    def go_on(self, question: dict[str, list[int]] | None) -> None:
+        """Ask for the debug information of addresses in files; None: for pystack's C frames."""
+        import json
+
+        from distdiag.node import run
+
+        words = json.dumps(question).encode()
+        run.say(self._child, (words if len(words) <= _LONGEST_QUESTION else b"null") + b"\n")
 
     def answer(self, timeout_s: float) -> run.Done:
         """Hear what it tells, see `pystack_child`."""
@@ -67,7 +77,8 @@ class Asked:
 
 
 def _program(python: str) -> list[str]:
-    text = pystack_child.__loader__.get_source(pystack_child.__name__)  # type: ignore[union-attr]
     # Without the working directory: a stray ./threading.py must not break a diagnosis.
-    without = "import sys; sys.path[:] = [path for path in sys.path if path]"
-    return [python, "-B", "-c", f"{without}\nexec(compile({text!r}, 'pystack_child.py', 'exec'))"]
+    without = "import sys; sys.path[:] = [path for path in sys.path if path]; here = {'__name__': 'child'}"
+    texts = (one.__loader__.get_source(one.__name__) for one in (libdw, pystack_child))  # type: ignore[union-attr]
+    load = "".join(f"exec(compile({text!r}, 'child.py', 'exec'), here)\n" for text in texts)
+    return [python, "-B", "-c", f"{without}\n{load}here['main'](here['Lines'])"]

@@ -9,38 +9,38 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from dataclasses import replace
 
 from distdiag.node import rights, run
 from distdiag.node.core import by_gdb, merge, notes
 from distdiag.node.core.asking_pystack import Asked
+from distdiag.node.core.callframes import NoRules
+from distdiag.node.core.cframes import CFrames
 from distdiag.node.core.frames import UNKNOWN, Frame, Stacks, ThreadStack
-from distdiag.node.core.functions import Functions
+from distdiag.node.core.functions import VERSION, Functions
 from distdiag.node.wire import printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Container, Iterator, Sequence
     from typing import Any
 
-_VERSION = re.compile(r"@@?[A-Z][A-Za-z]*_[\w.]+$")  # "@@GLIBC_2.34" after a symbol's name
 _INLINED, _RETURN_OF_SIGNAL = " (inlined)", "__restore_rt"
 
 
 class OfCore:
     """All threads of a core, with the program that left it; read meanwhile, by `python`, else by this Python."""
 
-    def __init__(self, core: str, executable: str, *, python: str = "") -> None:
+    def __init__(self, core: str, executable: str, files: Sequence[notes.MappedFile], *, python: str = "") -> None:
         self._python = python or sys.executable
-        self._core = core
+        self._core, self._files = core, files
         # A virtual environment's python is a link; pystack looks for the name of the real one in the core.
-        target = ["core", os.path.abspath(core), os.path.realpath(executable)]
+        self._target = ["core", os.path.abspath(core), os.path.realpath(executable)]
         self._asked: Asked | None = None
         self._error = ""
         try:
-            self._asked = Asked(target, self._python)
+            self._asked = Asked(self._target, self._python)
         except run.CannotRun as error:
             self._error = str(error)
 
@@ -51,21 +51,37 @@ class OfCore:
         if self._asked is not None:
             self._asked.drop()
 
-    def stacks(self, *, timeout_s: float) -> Stacks:
-        """Wait for them."""
-        try:
-            files = notes.read(self._core).files
-        except (notes.NotACore, OSError, ValueError) as error:
-            return Stacks("pystack", (), str(error), 0.0)
+    def stacks(self, *, timeout_s: float, unlike: Container[str] = ()) -> Stacks:
+        """Wait for them; `unlike`: mapped files that are no longer what they were."""
         if self._asked is None:
             return Stacks("pystack", (), self._error, 0.0)
-        return _stacks(self._asked, Functions(files), timeout_s, self._python)
+        try:
+            ours: CFrames | None = CFrames(self._core, self._files, unlike)
+        except NoRules:
+            ours = None
+        self._asked.go_on(ours.question if ours else None)
+        functions = Functions(self._files)
+        stacks = _stacks(self._asked, functions, timeout_s, self._python, ours)
+        left_s = timeout_s - stacks.seconds
+        if ours is None or left_s <= 0 or (stacks.threads and all(one.aligned for one in stacks.threads)):
+            return stacks
+        try:
+            self._asked = Asked(self._target, self._python)
+        except run.CannotRun:
+            return stacks
+        self._asked.go_on(None)
+        return _stacks(self._asked, functions, left_s, self._python)
 
 
 def of_core(core: str, executable: str, *, timeout_s: float, python: str = "") -> Stacks:
     """Read all threads of a core, as `OfCore` does."""
-    with OfCore(core, executable, python=python) as reading:
-        return reading.stacks(timeout_s=timeout_s)
+    try:
+        told = notes.read(core)
+    except (notes.NotACore, OSError, ValueError) as error:
+        return Stacks("pystack", (), str(error), 0.0)
+    with OfCore(core, executable, told.files, python=python) as reading:
+        unlike = {*notes.changed_files(core, told), *notes.missing_files(core, told)}
+        return reading.stacks(timeout_s=timeout_s, unlike=unlike)
 
 
 def of_process(pid: int, *, timeout_s: float, python: str = "") -> Stacks:
@@ -84,30 +100,34 @@ def of_process(pid: int, *, timeout_s: float, python: str = "") -> Stacks:
     return stacks
 
 
-def _stacks(asked: Asked, functions: Functions, timeout_s: float, python: str) -> Stacks:
+def _stacks(asked: Asked, functions: Functions, timeout_s: float, python: str, ours: CFrames | None = None) -> Stacks:
     done = asked.answer(timeout_s)
     try:
-        threads, error_said = parse(done.stdout.decode("utf-8", "replace"), functions)
+        threads, error_said = parse(done.stdout.decode("utf-8", "replace"), functions, ours)
     except (ValueError, KeyError, TypeError, IndexError):  # it ended before it had said all
         return Stacks("pystack", (), _why(done, timeout_s, python), done.elapsed_s)
     return Stacks("pystack", threads, error_said, done.elapsed_s)
 
 
-def parse(text: str, functions: Functions) -> tuple[tuple[ThreadStack, ...], str]:
-    """Read the threads, and what went wrong, from what the child says.
+def parse(text: str, functions: Functions, ours: CFrames | None = None) -> tuple[tuple[ThreadStack, ...], str]:
+    """Read the threads, and what went wrong, from what the child says; the C frames may be `ours`.
 
     Raises:
         ValueError, KeyError, TypeError, IndexError: the child ended before it had said all.
     """
     told = json.loads(text)
     threads: dict[int, ThreadStack] = {}
+    by_tid = ours.frames(told["lines"]) if ours and "lines" in told else None
     for one in told["threads"]:
-        stack = _stack(one, told["frames"], functions)
+        native = by_tid.get(one["tid"], []) if by_tid is not None else None
+        stack = _stack(one, told["frames"], functions, native)
         above = threads.get(stack.tid)
         # One thread that runs several interpreters is told once for each, the innermost last.
         if above:
             stack = replace(stack, frames=stack.frames + above.frames, aligned=stack.aligned and above.aligned)
         threads[stack.tid] = stack
+    for tid, frames in (by_tid or {}).items():
+        threads.setdefault(tid, ThreadStack(tid, "", merge.shorten(frames), gil=False))
     found = threads.values() if told["live"] else (replace(one, name="") for one in threads.values())
     errors = told["errors"]
     if threads and not any(one["python"] for one in told["threads"]):
@@ -128,8 +148,10 @@ def _why(done: run.Done, timeout_s: float, python: str) -> str:
     return f"pystack: {printable(words)[:300]}"
 
 
-def _stack(told: dict[str, Any], frames: Sequence[Sequence[Any]], functions: Functions) -> ThreadStack:
-    """Make one thread's stack of what is told of it, outermost first."""
+def _stack(
+    told: dict[str, Any], frames: Sequence[Sequence[Any]], functions: Functions, ours: list[Frame] | None
+) -> ThreadStack:
+    """Make one thread's stack of what is told of it, outermost first, with our C frames if there are any."""
     loops: list[list[Frame]] = []
     for number, entry, shim in told["python"]:
         if entry or not loops:
@@ -137,7 +159,7 @@ def _stack(told: dict[str, Any], frames: Sequence[Sequence[Any]], functions: Fun
         if not shim:
             function, file, line = frames[number]
             loops[-1].append(Frame("python", printable(function), printable(file), line or None, "", bool(entry)))
-    native = list(_native([frames[number] for number in reversed(told["native"])], functions))
+    native = ours if ours is not None else list(_native([frames[n] for n in reversed(told["native"])], functions))
     merged, aligned = merge.interleave([loop[::-1] for loop in reversed(loops)], native)
     gil = None if told["gil"] < 0 else bool(told["gil"])
     return ThreadStack(int(told["tid"]), printable(told["name"] or ""), merge.shorten(merged), gil, aligned)
@@ -147,7 +169,7 @@ def _native(told: Sequence[Sequence[Any]], functions: Functions) -> Iterator[Fra
     """Make C frames, innermost first: that where the thread is, and that where a signal came, are at no call's end."""
     exact: int | None = told[0][4] if told else None
     for at, (symbol, file, line, module, address) in enumerate(told):
-        name = _VERSION.sub("", symbol)
+        name = VERSION.sub("", symbol)
         if at and told[at - 1][0] == _RETURN_OF_SIGNAL:
             exact = address
         path = functions.path(address - (address != exact))

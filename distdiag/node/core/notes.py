@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 _PC_AT = {"x86_64": 240, "aarch64": 368}
 """Where in a prstatus the program counter stands: the registers begin at 112, and 16 or 32 come before it."""
+_REGISTERS_AT, _REGISTERS = 112, struct.Struct("<27Q")
+_DWARF_NUMBERS = (15, 14, 13, 12, 6, 3, 11, 10, 9, 8, 0, 2, 1, 4, 5, None, 16, None, None, 7)
+"""Of the registers of x86-64 in the order of user_regs_struct: r15, r14, r13, r12, rbp, rbx, r11 to r8, rax, rcx, rdx,
+rsi, rdi, orig_rax, rip, cs, eflags, rsp; by the System V ABI, AMD64 supplement, 3.6.2."""
 _NT_PRSTATUS, _NT_PRPSINFO, _NT_AUXV, _NT_SIGINFO, _NT_FILE = 1, 3, 6, 0x53494749, 0x46494C45
 _PRSTATUS = struct.Struct("<12xh18xi")  # pr_cursig, pr_pid
 _PRPSINFO = struct.Struct("<16xI4xi12x16s80s")  # pr_uid, pr_pid, pr_fname, pr_psargs
@@ -116,6 +120,17 @@ def read(core: Core) -> CoreNotes:
             whole_bytes=image.whole_bytes,
             truncated=image.size_bytes < image.whole_bytes,
         )
+
+
+def registers(image: Image) -> Iterator[tuple[int, dict[int, int]]]:
+    """Give each thread's id and its registers by their DWARF numbers; none of a machine other than x86-64."""
+    if image.machine != "x86_64":
+        return
+    for note in image.notes():
+        if note.owner == b"CORE" and note.kind == _NT_PRSTATUS:
+            state = image.at(note.offset, _REGISTERS_AT + _REGISTERS.size)
+            values = zip(_DWARF_NUMBERS, _REGISTERS.unpack_from(state, _REGISTERS_AT))
+            yield _PRSTATUS.unpack_from(state)[1], {number: value for number, value in values if number is not None}
 
 
 def build_ids(core: Core, notes: CoreNotes) -> dict[str, str]:

@@ -1,6 +1,9 @@
 """Reads stacks by pystack, and tells them as JSON: a program of its own, which imports nothing of distdiag.
 
-Its text is run by whatever Python has pystack. It loads that, and waits to be told on stdin whom to read.
+Its text is run by whatever Python has pystack. It loads that, and waits to be told on stdin whom to read: a "process"
+by its id, with its C frames; or a "core" by its path and that of the program, Python frames first. Who asks for a core
+reads the C frames meanwhile, and has a question left, in a second line: what the debug information says of addresses.
+If it cannot read them, that is null, and pystack reads them, too.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
+    Lines = Any  # libdw.Lines, which is not here
 
-def main() -> None:
+
+def main(lines: type[Lines]) -> None:
     """Load pystack, hear what to read, and tell it."""
     heard: list[str] = []
     hearing = threading.Thread(target=_hear, args=(heard,), daemon=True)
@@ -29,7 +34,7 @@ def main() -> None:
         traceback.print_exc()
         os._exit(1)
     hearing.join()
-    _tell(engine, *json.loads(heard[0]))
+    _tell(engine, lines, *json.loads(heard[0]))
     # Taking Python apart takes longer than all that was told.
     os._exit(0)
 
@@ -41,15 +46,15 @@ def _hear(heard: list[str]) -> None:
         os._exit(0)
 
 
-def _tell(engine: ModuleType, kind: str, *where: str) -> None:
-    """Write what pystack reads of a "core" (its path, the program's path) or a "process" (its id) as one JSON."""
+def _tell(engine: ModuleType, lines: type[Lines], kind: str, *where: str) -> None:
+    """Write what is read as one JSON."""
     out = os.dup(1)
     os.dup2(2, 1)
 
     def tell() -> None:
-        threads, errors = _read(engine, kind, where)
+        told = _core(engine, lines, where) if kind == "core" else _all(engine, kind, where)
         with os.fdopen(out, "w") as file:
-            json.dump({**_pack(threads), "errors": errors, "live": kind == "process"}, file, separators=(",", ":"))
+            json.dump({**told, "live": kind == "process"}, file, separators=(",", ":"))
 
     # pystack calls itself for every Python frame: 10,000 of them are more than the usual stack of 8 MiB holds.
     threading.stack_size(1 << 29)
@@ -58,21 +63,46 @@ def _tell(engine: ModuleType, kind: str, *where: str) -> None:
     thread.join()
 
 
-def _read(engine: ModuleType, kind: str, where: Sequence[str]) -> tuple[Sequence[Any], list[str]]:
-    """Read as much as can be: threads without Python as well, else those with it, else these without C frames."""
-    import pathlib
+def _core(engine: ModuleType, lines: type[Lines], where: Sequence[str]) -> dict[str, Any]:
+    try:
+        threads = _threads(engine, "core", where, engine.NativeReportingMode.OFF)
+    except Exception:  # noqa: BLE001 - _all will say it
+        return _all(engine, "core", where)
+    question = sys.stdin.readline()
+    if not question:  # nobody is there any more
+        os._exit(0)
+    wanted = json.loads(question)
+    if wanted is None:
+        return _all(engine, "core", where)
+    told = {**_pack(threads), "errors": [], "lines": {}}
+    if wanted:
+        from pystack import _pystack
 
+        reading = lines(_pystack.__file__)
+        told["lines"] = {path: reading.of(path, addresses) for path, addresses in wanted.items()}
+    return told
+
+
+def _all(engine: ModuleType, kind: str, where: Sequence[str]) -> dict[str, Any]:
+    """Read as much as can be: threads without Python as well, else those with it, else these without C frames."""
+    modes = engine.NativeReportingMode
     errors: list[str] = []
-    for mode in (engine.NativeReportingMode.ALL, engine.NativeReportingMode.PYTHON, engine.NativeReportingMode.OFF):
+    for mode in (modes.ALL, modes.PYTHON, modes.OFF):
         try:
-            if kind == "core":
-                return engine.get_process_threads_for_core(*map(pathlib.Path, where), native_mode=mode), errors
-            return engine.get_process_threads(int(where[0]), native_mode=mode), errors
+            return {**_pack(_threads(engine, kind, where, mode)), "errors": errors}
         except Exception as error:  # noqa: BLE001 - whatever it is, less may be readable
             if str(error) in errors:
                 break
             errors.append(str(error))
-    return [], errors
+    return {**_pack([]), "errors": errors}
+
+
+def _threads(engine: ModuleType, kind: str, where: Sequence[str], mode: object) -> Sequence[Any]:
+    import pathlib
+
+    if kind == "core":
+        return list(engine.get_process_threads_for_core(*map(pathlib.Path, where), native_mode=mode))
+    return list(engine.get_process_threads(int(where[0]), native_mode=mode))
 
 
 def _pack(threads: Sequence[Any]) -> dict[str, Any]:
@@ -94,7 +124,3 @@ def _pack(threads: Sequence[Any]) -> dict[str, Any]:
         gil = int(thread.holds_the_gil)
         told.append({"tid": thread.tid, "name": thread.name, "gil": gil, "native": native, "python": python})
     return {"frames": list(numbers), "threads": told}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,116 @@
+"""The C frames of a core, read beside pystack, which is left with the Python ones: over C it takes long.
+
+Functions are named by their symbols; what has debug information is told by libdw, in the child that asks pystack.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+
+from distdiag.node import elf
+from distdiag.node.core import merge, unwinding
+from distdiag.node.core.binary import Binary
+from distdiag.node.core.callframes import NoRules
+from distdiag.node.core.frames import Frame
+from distdiag.node.core.functions import VERSION, demangled
+from distdiag.node.wire import printable
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterator, Sequence
+
+    from distdiag.node.core.notes import MappedFile
+    from distdiag.node.core.unwinding import Place
+
+    Told = dict[str, list[list[tuple[str, str, int]]]]
+    """For each file, and each address that was asked for, what is there: see `libdw.Lines.of`."""
+
+_DEBUG_FOLDER = "/usr/lib/debug"
+
+
+class CFrames:
+    """All threads of a core. Raises NoRules if one cannot be followed to its begin, see `unwinding.stacks`."""
+
+    def __init__(self, core: str, files: Sequence[MappedFile], unlike: Container[str]) -> None:
+        self._stacks = unwinding.stacks(core, files, unlike)
+        self._names = dict(self._named())
+        self.question = self._wanted()
+
+    def frames(self, told: Told) -> dict[int, list[Frame]]:
+        """Give the frames of each thread, innermost first, with what was told of the addresses of `question`."""
+        lines = {
+            (path, address): found
+            for path, addresses in self.question.items()
+            for address, found in zip(addresses, told[path])
+        }
+        return {
+            tid: [frame for place in places for frame in self._shown(place, lines.get((place.path, place.address)))]
+            for tid, places in self._stacks.items()
+        }
+
+    def _named(self) -> Iterator[tuple[tuple[str, int], str]]:
+        begins: dict[str, set[int]] = {}
+        for place in self._places():
+            begins.setdefault(place.path, set()).add(place.begin)
+        for path, wanted in begins.items():
+            try:
+                for begin, name in Binary(path).names(wanted).items():
+                    yield (path, begin), name
+            except (OSError, ValueError, elf.Malformed, struct.error) as error:
+                raise NoRules from error
+
+    def _wanted(self) -> dict[str, list[int]]:
+        """List the addresses, by file, of which debug information may tell more, and which will be shown."""
+        found: dict[str, list[int]] = {}
+        for places in self._stacks.values():
+            inside = True
+            for place in places:
+                plain = Frame("c", self._name(place), "", None, place.path)
+                inside = inside and (merge.is_interpreter(plain) or merge.is_eval(plain))
+                if inside or not (merge.is_interpreter(plain) or merge.is_eval(plain)):
+                    found.setdefault(place.path, []).append(place.address)
+        return {
+            path: list(dict.fromkeys(addresses)) for path, addresses in found.items() if has_debug_information(path)
+        }
+
+    def _places(self) -> Iterator[Place]:
+        for places in self._stacks.values():
+            yield from places
+
+    def _name(self, place: Place) -> str:
+        return self._names.get((place.path, place.begin), "")
+
+    def _shown(self, place: Place, told: list[tuple[str, str, int]] | None) -> Iterator[Frame]:
+        if place.signal:
+            yield Frame("c", "<signal handler called>", "", None, printable(place.path))
+            return
+        *inlined, last = told or [("", "", 0)]
+        for name, file, line in (*inlined, (last[0] or demangled(self._name(place)), *last[1:])):
+            function = printable(VERSION.sub("", name)) or "??"
+            yield Frame("c", function, printable(file) if line else "", line or None, printable(place.path))
+
+
+def has_debug_information(path: str) -> bool:
+    """Tell whether a file has it, in itself or in a file beside it, as gdb's manual has it (Separate Debug Files)."""
+    found = elf.read(path)
+    if found is None:
+        return False
+    if any(one.name in (".debug_info", ".zdebug_info") for one in found.sections):
+        return True
+    build_id = found.build_id
+    if build_id and os.path.exists(f"{_DEBUG_FOLDER}/.build-id/{build_id[:2]}/{build_id[2:]}.debug"):
+        return True
+    return any(os.path.exists(one) for one in _beside(path, found.sections))
+
+
+def _beside(path: str, sections: Sequence[elf.Section]) -> Iterator[str]:
+    """List where the file that .gnu_debuglink names may be."""
+    folder = os.path.dirname(os.path.realpath(path))
+    for section in sections:
+        if section.name == ".gnu_debuglink":
+            with elf.File(path) as file:
+                name = file.name_at(section.offset)
+            yield from (f"{folder}/.debug/{name}", f"{_DEBUG_FOLDER}{folder}/{name}")
+            if name != os.path.basename(path):
+                yield f"{folder}/{name}"
