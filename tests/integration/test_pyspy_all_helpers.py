@@ -6,7 +6,7 @@ import json
 import os
 
 import pytest
-from jobs import Job, odd
+from jobs import Job, free_port, odd
 from support import distdiag, need
 
 SOON = ("--interval", "0.3")
@@ -51,9 +51,10 @@ UNNAMED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"
 @pytest.mark.parametrize("how", ["", "lightning"])
 def test_rank_0_that_started_the_others_is_found_though_nothing_names_it(how: str) -> None:
     unnamed = ("env", *(word for name in UNNAMED for word in ("-u", name)))
-    with Job("starts_the_others", 1, wrap=unnamed, env={"HOW": how}) as job:
+    port = free_port()
+    with Job("starts_the_others", 1, wrap=unnamed, env={"HOW": how, "PORT": str(port)}) as job:
         job.wait_ready(range(3))
-        name = f"127.0.0.1:{(job.folder / 'port').read_text()}"
+        name = f"127.0.0.1:{port}"
         result = distdiag("pyspy-all", "--json", "--job", name, *SOON)
         rows = {row["rank"]: row["pid"] for row in result.report["data"]["processes"] if row["role"] == "rank"}
         assert sorted(rows) == [0, 1, 2]
@@ -64,9 +65,10 @@ def test_rank_0_that_started_the_others_is_found_though_nothing_names_it(how: st
 
 def test_who_has_the_store_and_started_all_ranks_is_none_of_them() -> None:
     unnamed = ("env", *(word for name in UNNAMED for word in ("-u", name)))
-    with Job("starts_the_others", 1, wrap=unnamed, env={"HOW": "parent"}) as job:
+    port = free_port()
+    with Job("starts_the_others", 1, wrap=unnamed, env={"HOW": "parent", "PORT": str(port)}) as job:
         job.wait_ready(range(3))
-        name = f"127.0.0.1:{(job.folder / 'port').read_text()}"
+        name = f"127.0.0.1:{port}"
         result = distdiag("pyspy-all", "--json", "--job", name, *SOON)
         rows = {row["rank"]: row["pid"] for row in result.report["data"]["processes"] if row["role"] == "rank"}
         assert sorted(rows) == [0, 1, 2]

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 import pexpect
 import pexpect.fdpexpect
 import pytest
-from jobs import PROGRAMS
+from jobs import PROGRAMS, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -208,9 +208,7 @@ def test_a_group_of_some_ranks_keeps_no_others(ranks: Callable[..., Ranks]) -> N
 
 @pytest.mark.parametrize("store", ["in a file", "kept by the dead"])
 def test_a_rank_killed_in_the_debugger_is_missed(ranks: Callable[..., Ranks], store: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    job = ranks("steps", **({} if store == "in a file" else {"store": f"127.0.0.1:{port}"}))
+    job = ranks("steps", **({} if store == "in a file" else {"store": f"127.0.0.1:{free_port()}"}))
     job.at_prompt()
     began = time.monotonic()
     os.kill(job.pid(0), signal.SIGKILL)

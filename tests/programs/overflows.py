@@ -11,9 +11,9 @@ that has imported torch; FOLDER/WRAP:WHERE.N is what rank N wrote, FOLDER/status
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
-import socket
 import sys
 import time
 import traceback
@@ -126,8 +126,9 @@ def train(how: str, where: str) -> None:
     how = how.removeprefix("none:")
     rank = 0
     if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-        rank = dist.get_rank()
+        rank = int(os.environ["RANK"])
+        store = os.environ.get("STORE")  # else the launcher has set MASTER_PORT
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
     torch.manual_seed(0)
     model = Model()
     outer = wrapped(model, how, watch)
@@ -157,9 +158,7 @@ def pairs(folder: Path, cases: list[str]) -> None:
 
     statuses = {}
     for case in cases:
-        with socket.create_server(("127.0.0.1", 0)) as door:
-            port = door.getsockname()[1]
-        os.environ.update(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(WORLD_SIZE="2", STORE=f"file://{folder}/{case}.store")
         began = time.monotonic()
         ranks = [forked(folder / f"{case}.{rank}", rank, *case.split(":")) for rank in range(2)]
         ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
@@ -172,6 +171,7 @@ def forked(path: Path, rank: int, how: str, where: str) -> int:
     if pid:
         return pid
     run.die_with_parent()
+    faulthandler.dump_traceback_later(60, exit=True)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     with path.open("wb") as file:
         os.dup2(file.fileno(), 1)

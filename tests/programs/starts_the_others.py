@@ -1,17 +1,15 @@
 """Rank 0 starts the other two itself, as Lightning does: its own environment names no rank. It stays in load_batch.
 
 HOW=lightning: the others are told LOCAL_RANK and NODE_RANK alone, as Lightning tells them. HOW=parent: all three ranks
-are started, by a process that has the store and is none of them.
+are started, by a process that has the store and is none of them. They meet at PORT.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,15 +23,12 @@ def load_batch() -> None:
 
 
 def start(ranks: range) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        port = str(door.getsockname()[1])
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE=str(SIZE))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["PORT"], WORLD_SIZE=str(SIZE))
     for rank in ranks:
         place = {"LOCAL_RANK": str(rank), "RANK": str(rank)}
         if os.environ.get("HOW") == "lightning":
             place = {"LOCAL_RANK": str(rank), "NODE_RANK": "0"}
         subprocess.Popen([sys.executable, __file__], env={**os.environ, **place})
-    Path(os.environ["JOB_FOLDER"], "port").write_text(port)
 
 
 def main() -> None:
