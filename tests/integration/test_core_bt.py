@@ -135,6 +135,13 @@ def test_tools_that_are_not_there(segv: Path, tmp_path: Path) -> None:
     without_pystack = only(core_bt(path, env={"PYTHONPATH": str(tmp_path)}))
     assert any("pystack" in words and "pip install" in words for words in without_pystack["tools"])
     assert without_pystack["crash_thread"]["frames"]
+    without_both = core_bt(path, env={"PYTHONPATH": str(tmp_path), "PATH": str(empty)})
+    frames = only(without_both)["crash_thread"]["frames"]
+    assert [frame["language"] for frame in frames] == ["c"] * len(frames)
+    assert "PyCFuncPtr_call" in [frame["function"] for frame in frames]
+    assert only(without_both)["tools"][2:] == ["distdiag: C frames alone"]
+    (crash,) = (one for one in without_both.report["findings"] if one["id"] == "core-bt.crash")
+    assert "its Python frames are missing" in crash["evidence"]
 
 
 def test_on_other_hosts(segv: Path) -> None:

@@ -206,8 +206,10 @@ def _with_stacks(facts: CoreFacts, plain: str, ask: dict[str, Any], reading: by_
     if ask["gdb"] or (ask["gdb"] is None and merge.needs_gdb(pystack, crashed)):
         only_first = bool(pystack.threads) and not ask["all"]
         gdb = by_gdb.of_core(plain, facts.exe, timeout_s=ask["timeout_s"], only_first=only_first)
-    merged = merge.merge(pystack, gdb, crashed)
-    return replace(facts, threads=_short(merged), tools=_said(pystack, gdb))
+    if pystack.threads or (gdb is not None and gdb.threads):
+        return replace(facts, threads=_short(merge.merge(pystack, gdb, crashed)), tools=_said(pystack, gdb))
+    alone = reading.c_frames()
+    return replace(facts, threads=_short(merge.merge(alone, None, crashed)), tools=_said(pystack, gdb, alone))
 
 
 def _live(ask: dict[str, Any]) -> LiveFacts:
@@ -230,7 +232,9 @@ def _live(ask: dict[str, Any]) -> LiveFacts:
 def _said(*stacks: Stacks | None) -> tuple[str, ...]:
     """Say who read the stacks, and what they complained of."""
     return tuple(
-        f"{one.tool}: {one.error or f'{len(one.threads)} threads'} ({one.seconds:.1f} s)" for one in stacks if one
+        f"{one.tool}: {one.error or f'{len(one.threads)} threads'}{f' ({one.seconds:.1f} s)' if one.seconds >= 0.05 else ''}"
+        for one in stacks
+        if one
     )
 
 

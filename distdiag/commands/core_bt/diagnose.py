@@ -10,6 +10,7 @@ from distdiag.commands.core_bt.model import COMMAND
 from distdiag.commands.core_bt.result import Core, CoreBt, Thread, Unread
 from distdiag.commands.core_bt.words import redacted, where, who
 from distdiag.knowledge import crashes
+from distdiag.node.core.merge import is_eval
 from distdiag.node.run import signal_name
 from distdiag.report import Finding, Fix, Level, Report, Where
 
@@ -165,10 +166,17 @@ def _crash(request: Request, group: Sequence[tuple[Core, Crash | None]]) -> Find
             *(core.path for core, _ in group[:8]),
             # Of an unknown crash that is what the fix is about.
             *(first.tools if first.crash_thread is None and known is not None else ()),
+            *(("its Python frames are missing", *first.tools) if _lacks_python(first) else ()),
             *([f"known from {known.source}"] if known is not None and known.source else []),
         ),
         fix=_fix(request, first, known),
     )
+
+
+def _lacks_python(core: Core) -> bool:
+    """Tell whether the thread that crashed ran Python, and nobody says what."""
+    frames = core.crash_thread.frames if core.crash_thread is not None else ()
+    return any(is_eval(frame) for frame in frames) and not any(frame.language == "python" for frame in frames)
 
 
 def _sentence(words: str) -> str:

@@ -7,6 +7,7 @@ ends in a call that does not return, as those on the way to abort() do, gets the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -38,6 +39,7 @@ class OfCore:
         # A virtual environment's python is a link; pystack looks for the name of the real one in the core.
         self._target = ["core", os.path.abspath(core), os.path.realpath(executable)]
         self._asked: Asked | None = None
+        self._ours: CFrames | None = None
         self._error = ""
         try:
             self._asked = Asked(self._target, self._python)
@@ -53,12 +55,11 @@ class OfCore:
 
     def stacks(self, *, timeout_s: float, unlike: Container[str] = ()) -> Stacks:
         """Wait for them; `unlike`: mapped files that are no longer what they were."""
+        with contextlib.suppress(NoRules):
+            self._ours = CFrames(self._core, self._files, unlike)
+        ours = self._ours
         if self._asked is None:
             return Stacks("pystack", (), self._error, 0.0)
-        try:
-            ours: CFrames | None = CFrames(self._core, self._files, unlike)
-        except NoRules:
-            ours = None
         self._asked.go_on(ours.question if ours else None)
         functions = Functions(self._files)
         stacks = _stacks(self._asked, functions, timeout_s, self._python, ours)
@@ -71,6 +72,11 @@ class OfCore:
             return stacks
         self._asked.go_on(None)
         return _stacks(self._asked, functions, left_s, self._python)
+
+    def c_frames(self) -> Stacks:
+        """Give what is known without pystack, once `stacks` was asked for: functions in C, without lines."""
+        threads = self._ours.threads() if self._ours else ()
+        return Stacks("distdiag", threads, "C frames alone" if threads else "no C frames either", 0.0)
 
 
 def of_core(core: str, executable: str, *, timeout_s: float, python: str = "") -> Stacks:

@@ -12,7 +12,7 @@ from distdiag.node import elf
 from distdiag.node.core import merge, unwinding
 from distdiag.node.core.binary import Binary
 from distdiag.node.core.callframes import NoRules
-from distdiag.node.core.frames import Frame
+from distdiag.node.core.frames import Frame, ThreadStack
 from distdiag.node.core.functions import VERSION, demangled
 from distdiag.node.wire import printable
 
@@ -48,6 +48,11 @@ class CFrames:
             tid: [frame for place in places for frame in self._shown(place, lines.get((place.path, place.address)))]
             for tid, places in self._stacks.items()
         }
+
+    def threads(self) -> tuple[ThreadStack, ...]:
+        """Give all threads as they are without anything that is told."""
+        found = self.frames({path: [] for path in self.question})
+        return tuple(ThreadStack(tid, "", merge.shorten(frames), None) for tid, frames in found.items())
 
     def _named(self) -> Iterator[tuple[tuple[str, int], str]]:
         begins: dict[str, set[int]] = {}

@@ -47,10 +47,11 @@ def merge(pystack: Stacks, gdb: Stacks | None, crashed_tid: int | None) -> tuple
     """Put the answers together, thread by thread: the one that crashed is first, the others stay in their order."""
     first = {one.tid: one for one in pystack.threads}
     second = {one.tid: one for one in gdb.threads} if gdb else {}
+    names = pystack.tool, gdb.tool if gdb else ""
     found = []
     for tid in dict.fromkeys([*([crashed_tid] if crashed_tid else []), *first, *second]):
         one, other = first.get(tid), second.get(tid)
-        tools = tuple(name for name, has in (("pystack", one), ("gdb", other)) if has)
+        tools = tuple(name for name, has in zip(names, (one, other)) if has)
         found.append(Merged(_of_both(tid, one, other), tid == crashed_tid, tools))
     return tuple(found)
 
