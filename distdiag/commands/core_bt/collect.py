@@ -231,10 +231,9 @@ def _live(ask: dict[str, Any]) -> LiveFacts:
 
 def _said(*stacks: Stacks | None) -> tuple[str, ...]:
     """Say who read the stacks, and what they complained of."""
+    took = (f" ({one.seconds:.1f} s)" if one and one.seconds >= 0.05 else "" for one in stacks)
     return tuple(
-        f"{one.tool}: {one.error or f'{len(one.threads)} threads'}{f' ({one.seconds:.1f} s)' if one.seconds >= 0.05 else ''}"
-        for one in stacks
-        if one
+        f"{one.tool}: {one.error or f'{len(one.threads)} threads'}{time}" for one, time in zip(stacks, took) if one
     )
 
 
