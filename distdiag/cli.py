@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import signal
 import sys
 from typing import TYPE_CHECKING, Annotated, NoReturn, TextIO, cast
@@ -102,6 +103,11 @@ class _Tee:
                 self.stream.flush()
         return len(text)
 
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            if self.stream is not None:
+                self.stream.flush()
+
     def isatty(self) -> bool:
         return self.stream is not None and self.stream.isatty()
 
@@ -135,10 +141,23 @@ def main() -> None:
     except KeyboardInterrupt:
         _end_without_report(Interrupted.exit_code, Interrupted.id, str(Interrupted()))
     except Exception as bug:  # noqa: BLE001 - the last boundary: status 1 would say that a fault of the job was found
+        if scarce := _scarce(bug):
+            sys.stderr.write(f"distdiag: {scarce}\n")
+            _end_without_report(3, "scarce", scarce)
         import traceback
 
         traceback.print_exc()
         _end_without_report(3, "distdiag.bug", f"this is a bug of distdiag: {type(bug).__name__}: {bug}")
+
+
+def _scarce(error: Exception) -> str:
+    """Name what there is no more of for us; empty if that is not what went wrong."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.EMFILE, errno.ENFILE):
+        return "no more files may be opened: raise the limit (ulimit -n 1024)"
+    if number == errno.ENOMEM or isinstance(error, MemoryError):
+        return "there is no memory left for distdiag (see ulimit -v, and the limit of the container)"
+    return ""
 
 
 def _has_spoken() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import signal
 import subprocess
@@ -88,7 +89,7 @@ def test_an_early_end_is_told_as_that_of_the_command() -> None:
 
 
 def test_without_standard_streams_it_is_done_as_ever() -> None:
-    for closed in ("<&-", ">&-", "2>&-"):
+    for closed in ("<&-", ">&-", "2>&-", ">&- 2>&-"):
         done = subprocess.run(
             ["sh", "-c", f"{PROGRAM} core-bt /dev/null {closed}"],
             capture_output=True,
@@ -97,7 +98,23 @@ def test_without_standard_streams_it_is_done_as_ever() -> None:
             timeout=60,
         )
         assert done.returncode == 3
-        assert "/dev/null" in done.stdout or closed == ">&-"
+        assert "/dev/null" in done.stdout or ">&-" in closed.split()
+
+
+@pytest.mark.parametrize("files", [6, 7, 8, 9])
+def test_where_no_more_files_may_be_opened_that_is_said(files: int) -> None:
+    shell = f'ulimit -n {files}; exec "$@"'
+    done = subprocess.run(
+        ["sh", "-c", shell, "sh", PROGRAM, "core-bt", "/dev/null", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 3
+    assert "Traceback" not in done.stderr
+    message = json.loads(done.stdout)["error"]["message"]
+    assert "ulimit -n" in message or "Too many open files" in message
 
 
 def test_a_module_in_the_working_directory_is_not_taken_for_pythons(tmp_path: Path) -> None:
