@@ -183,20 +183,28 @@ def test_frames_are_not_followed_through_what_is_no_longer_what_it_was(core_of: 
     core = str(core_of("ends_in_a_call"))
     files = notes.read(core).files
     library = next(one.path for one in files if one.path.endswith("libcheck.so"))
-    stacks = unwinding.stacks(core, files, ())
-    assert library in {place.path for places in stacks.values() for place in places}
+
+    def followed(unlike: set[str], files: Sequence[notes.MappedFile] = files, core: str = core) -> unwinding.Stack:
+        (stack,) = unwinding.stacks(core, files, unlike).values()
+        return stack
+
+    whole = followed(set())
+    paths = [place.path for place in whole.places]
+    assert (whole.whole, library in paths) == (True, True)
+    # Up to the first frame in it, which is known by its file alone.
+    until = followed({library})
+    assert (until.whole, [place.path for place in until.places]) == (False, paths[: paths.index(library) + 1])
+    assert [place.begin is None for place in until.places] == [False] * paths.index(library) + [True]
+    gone = followed(set(), [replace(one, path=f"{one.path} (deleted)") for one in files])
+    assert [(place.path, place.begin) for place in gone.places] == [(f"{paths[0]} (deleted)", None)]
+    assert [place.path for place in followed(set(), ()).places] == [""]
+    # Its stack is cut off, but not its registers.
+    cut = Path(core).with_name("cut")
+    cut.write_bytes(Path(core).read_bytes()[: 2**20])
+    assert [place.address for place in followed(set(), core=str(cut)).places] == [whole.places[0].address]
+    cut.write_bytes(Path(core).read_bytes()[:2_000])
     with pytest.raises(NoRules):
-        unwinding.stacks(core, files, {library})
-    with pytest.raises(NoRules):
-        unwinding.stacks(core, [replace(one, path=f"{one.path} (deleted)") for one in files], ())
-    with pytest.raises(NoRules):
-        unwinding.stacks(core, (), ())
-    # Somewhere in the registers of its last thread, and in its stack.
-    for size in (2_000, 2**20):
-        cut = Path(core).with_name(f"cut-{size}")
-        cut.write_bytes(Path(core).read_bytes()[:size])
-        with pytest.raises(NoRules):
-            unwinding.stacks(str(cut), files, ())
+        followed(set(), core=str(cut))
 
 
 class Alone(NamedTuple):

@@ -200,16 +200,27 @@ def _with_stacks(facts: CoreFacts, plain: str, ask: dict[str, Any], reading: by_
     except (OSError, ValueError) as error:
         is_hidden = isinstance(error, PermissionError)
         why = "may not be read by this user" if is_hidden else "is not on this machine"
-        return replace(facts, tools=(f"stacks: the program {facts.exe or 'that crashed'} {why}",))
+        facts = replace(facts, tools=(f"stacks: the program {facts.exe or 'that crashed'} {why}",))
+        return _without_tools(facts, ask, reading)
     pystack = reading.stacks(timeout_s=ask["timeout_s"], unlike={*facts.changed, *facts.missing})
     gdb = None
     if ask["gdb"] or (ask["gdb"] is None and merge.needs_gdb(pystack, crashed)):
         only_first = bool(pystack.threads) and not ask["all"]
         gdb = by_gdb.of_core(plain, facts.exe, timeout_s=ask["timeout_s"], only_first=only_first)
-    if pystack.threads or (gdb is not None and gdb.threads):
-        return replace(facts, threads=_short(merge.merge(pystack, gdb, crashed)), tools=_said(pystack, gdb))
-    alone = reading.c_frames()
-    return replace(facts, threads=_short(merge.merge(alone, None, crashed)), tools=_said(pystack, gdb, alone))
+    merged = merge.merge(pystack, gdb, crashed)
+    facts = replace(facts, threads=_short(merged), tools=_said(pystack, gdb))
+    # One frame is what gdb makes of the registers alone.
+    return facts if len(merged[0].thread.frames) > 1 else _without_tools(facts, ask, reading)
+
+
+def _without_tools(facts: CoreFacts, ask: dict[str, Any], reading: by_pystack.OfCore) -> CoreFacts:
+    """Fill in what can be followed in C where neither pystack nor gdb knew more."""
+    assert facts.notes is not None
+    alone = reading.c_frames(timeout_s=ask["timeout_s"], unlike={*facts.changed, *facts.missing})
+    merged = merge.merge(alone, None, facts.notes.threads[0].tid)
+    if not merged[0].thread.frames:
+        return facts
+    return replace(facts, threads=_short(merged), tools=(*facts.tools, *_said(alone)))
 
 
 def _live(ask: dict[str, Any]) -> LiveFacts:

@@ -33,9 +33,9 @@ def over() -> None:
 
 
 class Asked:
-    """A child that reads what it was asked: ["core", its path, the program's path], or ["process", its id].
+    """A child that reads ["core", its path, the program's path], ["process", its id], or ["lines"] alone.
 
-    For a core there is more to say, see `go_on`. Raises run.CannotRun.
+    There is more to say but for a process, see `go_on`. Raises run.CannotRun.
     """
 
     def __init__(self, target: Sequence[str], python: str) -> None:
@@ -49,7 +49,7 @@ class Asked:
             self._child = run.Adopted.of(_waiting.pop())
         else:
             self._child = run.start(_program(python))
-        run.say(self._child, json.dumps(target).encode() + b"\n", is_all=target[0] != "core")
+        run.say(self._child, json.dumps(target).encode() + b"\n", is_all=target[0] == "process")
 
     def go_on(self, question: dict[str, list[int]] | None) -> None:
         """Ask for the debug information of addresses in files; None: for pystack's C frames."""

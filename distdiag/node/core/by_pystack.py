@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Sequence
     from typing import Any
 
+    from distdiag.node.core.cframes import Told
+
 _INLINED, _RETURN_OF_SIGNAL = " (inlined)", "__restore_rt"
 
 
@@ -55,9 +57,9 @@ class OfCore:
 
     def stacks(self, *, timeout_s: float, unlike: Container[str] = ()) -> Stacks:
         """Wait for them; `unlike`: mapped files that are no longer what they were."""
-        with contextlib.suppress(NoRules):
-            self._ours = CFrames(self._core, self._files, unlike)
-        ours = self._ours
+        ours = self._followed(unlike)
+        if ours and not ours.whole:
+            ours = None
         if self._asked is None:
             return Stacks("pystack", (), self._error, 0.0)
         self._asked.go_on(ours.question if ours else None)
@@ -73,10 +75,34 @@ class OfCore:
         self._asked.go_on(None)
         return _stacks(self._asked, functions, left_s, self._python)
 
-    def c_frames(self) -> Stacks:
-        """Give what is known without pystack, once `stacks` was asked for: functions in C, without lines."""
-        threads = self._ours.threads() if self._ours else ()
-        return Stacks("distdiag", threads, "C frames alone" if threads else "no C frames either", 0.0)
+    def c_frames(self, *, timeout_s: float, unlike: Container[str] = ()) -> Stacks:
+        """Give what is known without pystack's stacks: C frames, as far as they can be followed."""
+        ours = self._followed(unlike)
+        if ours is None:
+            return Stacks("distdiag", (), "no C frames either", 0.0)
+        found = ours.frames(self._lines(ours.question, timeout_s))
+        threads = tuple(ThreadStack(tid, "", merge.shorten(frames), None) for tid, frames in found.items())
+        return Stacks("distdiag", threads, "C frames alone", 0.0)
+
+    def _followed(self, unlike: Container[str]) -> CFrames | None:
+        if self._ours is None:
+            with contextlib.suppress(NoRules):
+                self._ours = CFrames(self._core, self._files, unlike)
+        return self._ours
+
+    def _lines(self, question: dict[str, list[int]], timeout_s: float) -> Told:
+        """Ask for debug information alone; there is none if pystack is not there."""
+        try:
+            asked = Asked(["lines"], self._python)
+        except run.CannotRun:
+            return {}
+        asked.go_on(question)
+        done = asked.answer(timeout_s)
+        try:
+            lines: Told = json.loads(done.stdout)["lines"]
+        except (ValueError, KeyError):  # it ended before it had said all
+            return {}
+        return lines
 
 
 def of_core(core: str, executable: str, *, timeout_s: float, python: str = "") -> Stacks:

@@ -11,8 +11,7 @@ import struct
 from distdiag.node import elf
 from distdiag.node.core import merge, unwinding
 from distdiag.node.core.binary import Binary
-from distdiag.node.core.callframes import NoRules
-from distdiag.node.core.frames import Frame, ThreadStack
+from distdiag.node.core.frames import Frame
 from distdiag.node.core.functions import VERSION, demangled
 from distdiag.node.wire import printable
 
@@ -30,61 +29,59 @@ _DEBUG_FOLDER = "/usr/lib/debug"
 
 
 class CFrames:
-    """All threads of a core. Raises NoRules if one cannot be followed to its begin, see `unwinding.stacks`."""
+    """All threads of a core; `whole`: to where each began. Raises NoRules, see `unwinding.stacks`."""
 
     def __init__(self, core: str, files: Sequence[MappedFile], unlike: Container[str]) -> None:
         self._stacks = unwinding.stacks(core, files, unlike)
+        self.whole = all(one.whole for one in self._stacks.values())
         self._names = dict(self._named())
         self.question = self._wanted()
 
     def frames(self, told: Told) -> dict[int, list[Frame]]:
-        """Give the frames of each thread, innermost first, with what was told of the addresses of `question`."""
+        """Give the frames of each thread, innermost first, with what was told of `question`, as far as it was."""
         lines = {
             (path, address): found
             for path, addresses in self.question.items()
-            for address, found in zip(addresses, told[path])
+            for address, found in zip(addresses, told.get(path, ()))
         }
         return {
-            tid: [frame for place in places for frame in self._shown(place, lines.get((place.path, place.address)))]
-            for tid, places in self._stacks.items()
+            tid: [frame for one in stack.places for frame in self._shown(one, lines.get((one.path, one.address)))]
+            for tid, stack in self._stacks.items()
         }
-
-    def threads(self) -> tuple[ThreadStack, ...]:
-        """Give all threads as they are without anything that is told."""
-        found = self.frames({path: [] for path in self.question})
-        return tuple(ThreadStack(tid, "", merge.shorten(frames), None) for tid, frames in found.items())
 
     def _named(self) -> Iterator[tuple[tuple[str, int], str]]:
         begins: dict[str, set[int]] = {}
         for place in self._places():
-            begins.setdefault(place.path, set()).add(place.begin)
+            if place.begin is not None:
+                begins.setdefault(place.path, set()).add(place.begin)
         for path, wanted in begins.items():
             try:
                 for begin, name in Binary(path).names(wanted).items():
                     yield (path, begin), name
-            except (OSError, ValueError, elf.Malformed, struct.error) as error:
-                raise NoRules from error
+            except (OSError, ValueError, elf.Malformed, struct.error):
+                continue  # what it has for exceptions was readable: without names, frames are still right
 
     def _wanted(self) -> dict[str, list[int]]:
         """List the addresses, by file, of which debug information may tell more, and which will be shown."""
         found: dict[str, list[int]] = {}
-        for places in self._stacks.values():
+        for stack in self._stacks.values():
             inside = True
-            for place in places:
+            for place in stack.places:
                 plain = Frame("c", self._name(place), "", None, place.path)
-                inside = inside and (merge.is_interpreter(plain) or merge.is_eval(plain))
-                if inside or not (merge.is_interpreter(plain) or merge.is_eval(plain)):
+                own = merge.is_interpreter(plain) or merge.is_eval(plain)
+                inside = inside and own
+                if place.begin is not None and (inside or not own):
                     found.setdefault(place.path, []).append(place.address)
         return {
             path: list(dict.fromkeys(addresses)) for path, addresses in found.items() if has_debug_information(path)
         }
 
     def _places(self) -> Iterator[Place]:
-        for places in self._stacks.values():
-            yield from places
+        for stack in self._stacks.values():
+            yield from stack.places
 
     def _name(self, place: Place) -> str:
-        return self._names.get((place.path, place.begin), "")
+        return "" if place.begin is None else self._names.get((place.path, place.begin), "")
 
     def _shown(self, place: Place, told: list[tuple[str, str, int]] | None) -> Iterator[Frame]:
         if place.signal:

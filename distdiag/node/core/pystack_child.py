@@ -3,7 +3,7 @@
 Its text is run by whatever Python has pystack. It loads that, and waits to be told on stdin whom to read: a "process"
 by its id, with its C frames; or a "core" by its path and that of the program, Python frames first. Who asks for a core
 reads the C frames meanwhile, and has a question left, in a second line: what the debug information says of addresses.
-If it cannot read them, that is null, and pystack reads them, too.
+If it cannot read them, that is null, and pystack reads them, too. "lines": there is nothing but such a question.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ def _tell(engine: ModuleType, lines: type[Lines], kind: str, *where: str) -> Non
     os.dup2(2, 1)
 
     def tell() -> None:
-        told = _core(engine, lines, where) if kind == "core" else _all(engine, kind, where)
+        if kind == "lines":
+            told = {"lines": _lines(lines, _question())}
+        else:
+            told = _core(engine, lines, where) if kind == "core" else _all(engine, kind, where)
         with os.fdopen(out, "w") as file:
             json.dump({**told, "live": kind == "process"}, file, separators=(",", ":"))
 
@@ -68,19 +71,27 @@ def _core(engine: ModuleType, lines: type[Lines], where: Sequence[str]) -> dict[
         threads = _threads(engine, "core", where, engine.NativeReportingMode.OFF)
     except Exception:  # noqa: BLE001 - _all will say it
         return _all(engine, "core", where)
-    question = sys.stdin.readline()
-    if not question:  # nobody is there any more
-        os._exit(0)
-    wanted = json.loads(question)
-    if wanted is None:
+    question = _question()
+    if question is None:
         return _all(engine, "core", where)
-    told = {**_pack(threads), "errors": [], "lines": {}}
-    if wanted:
-        from pystack import _pystack
+    return {**_pack(threads), "errors": [], "lines": _lines(lines, question)}
 
-        reading = lines(_pystack.__file__)
-        told["lines"] = {path: reading.of(path, addresses) for path, addresses in wanted.items()}
-    return told
+
+def _question() -> dict[str, list[int]] | None:
+    line = sys.stdin.readline()
+    if not line:  # nobody is there any more
+        os._exit(0)
+    wanted: dict[str, list[int]] | None = json.loads(line)
+    return wanted
+
+
+def _lines(lines: type[Lines], question: dict[str, list[int]] | None) -> dict[str, Any]:
+    if not question:
+        return {}
+    from pystack import _pystack
+
+    reading = lines(_pystack.__file__)
+    return {path: reading.of(path, addresses) for path, addresses in question.items()}
 
 
 def _all(engine: ModuleType, kind: str, where: Sequence[str]) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """The C frames of a core's threads, followed through the tables that compilers leave for exceptions.
 
 libdw, by which pystack follows them, first sorts all of the table of each library: 0.1 s and 30 MB for libtorch_cpu.so.
-Here only those entries are read that are on a stack. It is followed to its end, or it does not count.
+Here only those entries are read that are on a stack.
 """
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from bisect import bisect_right
 
@@ -28,27 +29,38 @@ _WORD = struct.Struct("<Q")
 class Place:
     """Code that runs: `address` in `path`, as that was linked, in what begins at `begin`.
 
-    `signal`: the kernel put this frame there, to return from a signal handler.
+    Where nobody knows what is there, `begin` is None; and `path` is "" where no file was mapped. `signal`: the kernel
+    put this frame there, to return from a signal handler.
     """
 
     __slots__ = ("address", "begin", "path", "signal")
 
-    def __init__(self, path: str, address: int, begin: int, *, signal: bool) -> None:
+    def __init__(self, path: str, address: int, begin: int | None, *, signal: bool = False) -> None:
         self.path, self.address, self.begin, self.signal = path, address, begin, signal
 
 
-def stacks(core: str, files: Sequence[notes.MappedFile], unlike: Container[str]) -> dict[int, list[Place]]:
-    """Give the frames of each thread, innermost first; `unlike`: files that are no longer what they were.
+class Stack:
+    """The frames of a thread, innermost first; `whole`: they reach to where the thread began."""
 
-    Raises NoRules if one of the threads cannot be followed to where it began.
+    __slots__ = ("places", "whole")
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []
+        self.whole = False
+
+
+def stacks(core: str, files: Sequence[notes.MappedFile], unlike: Container[str]) -> dict[int, Stack]:
+    """Follow each thread as far as can be; `unlike`: files that are no longer what they were.
+
+    Raises NoRules if the core is unreadable, or of another machine than x86-64.
     """
     try:
         with opened(core) as image:
             following = _Following(image, files, unlike)
-            found = {tid: following.frames(registers) for tid, registers in notes.registers(image)}
+            found = {tid: following.stack(registers) for tid, registers in notes.registers(image)}
     except (NotACore, OSError, ValueError) as error:
         raise NoRules from error
-    if not found:  # of another machine than x86-64
+    if not found:
         raise NoRules
     return found
 
@@ -60,22 +72,30 @@ class _Following:
         self._starts = [one.start for one in self._files]
         self._unlike = unlike
         self._binaries: dict[str, Binary] = {}
-        self._known: dict[int, tuple[Place, callframes.Rules]] = {}
+        self._known: dict[int, tuple[Place, callframes.Rules | None]] = {}
 
-    def frames(self, registers: dict[int, int]) -> list[Place]:
+    def stack(self, registers: dict[int, int]) -> Stack:
         """Follow the frames of a thread that had these registers."""
-        found: list[Place] = []
+        found = Stack()
+        with contextlib.suppress(NoRules):
+            self._follow(found, registers)
+            found.whole = True
+        return found
+
+    def _follow(self, found: Stack, registers: dict[int, int]) -> None:
         # What a thread runs now, or will when a signal handler returns, is there; callers are before where they go on.
         is_exact = True
-        while len(found) < _MOST_FRAMES:
+        while len(found.places) < _MOST_FRAMES:
             at = registers[callframes.RETURN_ADDRESS] - (not is_exact)
             if at not in self._known:
                 self._known[at] = self._look_up(at)
             place, rules = self._known[at]
             is_exact = place.signal
-            found.append(place)
+            found.places.append(place)
+            if rules is None:
+                raise NoRules
             if rules.outermost:
-                return found
+                return
             callers = rules.callers(registers, self._word)
             if callframes.RETURN_ADDRESS not in callers:
                 raise NoRules
@@ -86,23 +106,24 @@ class _Following:
             registers = callers
         raise NoRules
 
-    def _look_up(self, at: int) -> tuple[Place, callframes.Rules]:
+    def _look_up(self, at: int) -> tuple[Place, callframes.Rules | None]:
         index = bisect_right(self._starts, at) - 1
         if index < 0 or at >= self._files[index].end:
-            raise NoRules
+            return Place("", at, None), None
         file = self._files[index]
+        place = Place(file.path, at, None)
         if file.path in self._unlike:
-            raise NoRules
+            return place, None
         try:
             if file.path not in self._binaries:
                 self._binaries[file.path] = Binary(file.path)
             binary = self._binaries[file.path]
             address = binary.address(at - file.start + file.offset)
             function = binary.function(address)
-        except (OSError, ValueError, elf.Malformed, struct.error) as error:
-            raise NoRules from error
-        place = Place(file.path, address, function.begin, signal=function.common.signal)
-        return place, function.rules(address)
+            place = Place(file.path, address, function.begin, signal=function.common.signal)
+            return place, function.rules(address)
+        except (NoRules, OSError, ValueError, elf.Malformed, struct.error):
+            return place, None
 
     def _word(self, address: int) -> int:
         data = self._image.memory(address, _WORD.size)
