@@ -12,7 +12,6 @@ import json
 import os
 import sys
 import threading
-import traceback
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def main(lines: type[Lines]) -> None:
     try:
         from pystack import engine
     except Exception:  # noqa: BLE001 - whoever asks will hear of it; leaving as usual would wait for the other thread
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
         os._exit(1)
     hearing.join()
     _tell(engine, lines, *json.loads(heard[0]))
