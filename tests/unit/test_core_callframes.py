@@ -190,6 +190,9 @@ def test_registers_that_a_call_may_use_are_not_the_callers_but_after_a_signal_th
         pytest.param(b"\x86\x80\x80", id="a number without its end"),
         pytest.param(b"\x02", id="a step without its size"),
         pytest.param(b"\x0d\x40", id="no register"),
+        pytest.param(b"\x07\x81\x01", id="more registers than there are"),
+        pytest.param(b"\x0a" * 65, id="states without end"),
+        pytest.param(b"\x0e" + b"\x80" * 12 + b"\x01", id="a number without end"),
     ],
 )
 def test_what_is_damaged_gives_no_rules(program: bytes) -> None:
@@ -217,6 +220,7 @@ static int hidden(int x) { return square(x) + 1; }
 __attribute__((weak)) int often(int x) { return hidden(x); }
 int public_name(int x) __attribute__((alias("often")));
 int twice(int x) { return hidden(x) + hidden(x + 1); }
+__asm__(".globl untyped\\nuntyped: .cfi_startproc\\nret\\n.cfi_endproc");
 """
 
 
@@ -233,16 +237,43 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def symbols(path: Path) -> dict[str, int]:
     text = subprocess.run(["readelf", "-sW", path], capture_output=True, text=True, check=True).stdout
     return {
-        found[2]: int(found[1], 16) for found in re.finditer(r"\d+: (\w{16}) .* FUNC .* ([\w.]+)$", text, re.MULTILINE)
+        found[2]: int(found[1], 16)
+        for found in re.finditer(r"\d+: (\w{16}) .* (?:FUNC|NOTYPE) .* ([\w.]+)$", text, re.MULTILINE)
     }
+
+
+def test_a_library_without_its_section_headers_is_left_to_others(built: Path, tmp_path: Path) -> None:
+    data = bytearray(built.read_bytes())
+    data[40:48], data[60:64] = bytes(8), bytes(4)  # e_shoff, e_shnum, e_shstrndx
+    path = tmp_path / "without.so"
+    path.write_bytes(data)
+    at = symbols(built)["twice"]
+    assert Binary(str(path)).function(at).begin == at
+    with pytest.raises(elf.Malformed):
+        Binary(str(path)).names({at})
+
+
+def test_a_damaged_table_of_symbols_does_not_take_the_names_of_the_other(built: Path, tmp_path: Path) -> None:
+    data = bytearray(built.read_bytes())
+    (headers,) = struct.unpack_from("<Q", data, 40)
+    found = elf.read(str(built))
+    assert found is not None
+    (table,) = (one for one in found.sections if one.name == ".symtab")
+    for header in range(headers, len(data), 64):
+        if struct.unpack_from("<Q", data, header + 24)[0] == table.offset:
+            struct.pack_into("<Q", data, header + 32, 1 << 60)
+    path = tmp_path / "damaged.so"
+    path.write_bytes(data)
+    at = symbols(built)
+    assert Binary(str(path)).names({at["twice"], at["hidden"]}) == {at["twice"]: "twice"}
 
 
 def test_functions_are_named_by_their_symbols(built: Path, tmp_path: Path) -> None:
     at = symbols(built)
-    names = ("square", "hidden", "often", "twice")
+    names = ("square", "hidden", "often", "twice", "untyped")
     found = Binary(str(built)).names({at[name] for name in names} | {at["square"] + 1, 0xFFFF_FFFF_FFFF})
     # Of two names the one that a library may not replace.
-    assert found == {at[name]: name for name in ("square", "hidden", "twice")} | {at["often"]: "public_name"}
+    assert found == {at[name]: name for name in ("square", "hidden", "twice", "untyped")} | {at["often"]: "public_name"}
     stripped = tmp_path / "stripped.so"
     subprocess.run(["strip", "-o", stripped, built], check=True)
     assert "hidden" not in Binary(str(stripped)).names({at["hidden"], at["twice"]}).values()

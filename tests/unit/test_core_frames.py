@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import importlib.util
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -41,6 +42,7 @@ int start(int x) { if (x) guilty(); return innocent(x); }
 """
 """guilty() ends with a call, so that what it returns to is where innocent() begins."""
 FAIL = "void abort(void); void fail(void) { abort(); }"
+AT_ITS_END = "void abort(void); __attribute__((destructor)) static void at_end(void) { abort(); }"
 
 
 def read_gdb(name: str) -> Stacks:
@@ -112,6 +114,7 @@ PROGRAMS = {
     "calls_back": "import ctypes\nlibc = ctypes.CDLL(None)\n"
     "@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)\n"
     "def compare(a, b): ctypes.string_at(0xDEAD000)\nlibc.qsort((ctypes.c_int * 3)(3, 2, 1), 3, 4, compare)",
+    "dies_at_its_end": "import ctypes\nctypes.CDLL('./libcheck.so')",
     "recurses": "import ctypes, sys\nsys.setrecursionlimit(10**6)\n"
     "def descend(n): return descend(n - 1) if n else ctypes.string_at(0xDEAD000)\ndescend(30_000)",
 }
@@ -120,9 +123,10 @@ PROGRAMS = {
 def _die(name: str, folder: Path) -> Path:
     need_cores()
     (folder / "train.py").write_text(PROGRAMS[name])
-    if name == "ends_in_a_call":
+    if "libcheck" in PROGRAMS[name]:
         need("gcc")
-        for source, text in (("guilty.c", GUILTY), ("fail.c", FAIL)):
+        texts = (GUILTY, FAIL) if name == "ends_in_a_call" else (AT_ITS_END, "")
+        for source, text in zip(("guilty.c", "fail.c"), texts, strict=True):
             (folder / source).write_text(text)
         build = ["gcc", "-O1", "-fPIC", "-shared", "-fno-toplevel-reorder", "-o", "libcheck.so", "guilty.c", "fail.c"]
         subprocess.run(build, cwd=folder, check=True)
@@ -205,6 +209,44 @@ def test_frames_are_not_followed_through_what_is_no_longer_what_it_was(core_of: 
     cut.write_bytes(Path(core).read_bytes()[:2_000])
     with pytest.raises(NoRules):
         followed(set(), core=str(cut))
+
+
+DIES_OF_LINES = """
+import os, signal
+from distdiag.node.core import pystack_child
+class Lines:
+    def __init__(self, library): assert os.path.exists(library)
+    def of(self, path, addresses): os.kill(os.getpid(), signal.SIGKILL)
+pystack_child.main(Lines)
+"""
+
+
+def test_what_libdw_does_costs_lines_and_no_frames(core_of: Callable[[str], Path]) -> None:
+    core = str(core_of("dies_by_segv"))
+    ours = CFrames(core, notes.read(core).files, ())
+    question = ours.question or {PROGRAM: [4096]}
+    asked = "".join(f"{json.dumps(one)}\n" for one in (["core", core, PROGRAM], question))
+    done = subprocess.run(
+        [sys.executable, "-c", DIES_OF_LINES], input=asked, capture_output=True, text=True, check=False, timeout=30
+    )
+    assert done.returncode == -signal.SIGKILL
+    (thread,), error = by_pystack.parse(done.stdout, Functions(()), ours)
+    assert "[read_sample]" in shown(thread.frames)
+    assert thread.aligned
+    assert ("no source lines" in error) == bool(ours.question)
+
+
+def test_a_program_that_dies_after_python_has_gone_has_c_frames(core_of: Callable[[str], Path]) -> None:
+    stacks = by_pystack.of_core(str(core_of("dies_at_its_end")), PROGRAM, timeout_s=30)
+    (thread,) = stacks.threads
+    assert thread.frames[[one.function for one in thread.frames].index(ABORT) + 1].module.endswith("libcheck.so")
+    assert "no Python frames were found" in stacks.error
+    assert merge.reaches_start(thread.frames)
+
+
+def test_a_thread_that_crashed_is_there_whatever_its_number(core_of: Callable[[str], Path]) -> None:
+    (one,) = merge.merge(Stacks("pystack", (), "damaged", 0.0), None, 0)
+    assert (one.crashed, one.thread.tid, one.thread.frames) == (True, 0, ())
 
 
 class Alone(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -118,6 +119,27 @@ def test_debug_information_beside_the_file_is_found(build: Callable[..., Path], 
         debug = debug.rename(place)
         assert has_debug_information(str(path))
         assert short(lines.of(str(path), [address])[0]) == expected
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "huge"])
+def test_what_would_take_long_to_read_is_not_read(kind: str, build: Callable[..., Path]) -> None:
+    path = build("-shared", "-g", "-Wl,--build-id=none")
+    debug = path.parent / "aside.debug"
+    subprocess.run(["objcopy", "--only-keep-debug", path, debug], check=True)
+    subprocess.run(["strip", path], check=True)
+    subprocess.run(["objcopy", f"--add-gnu-debuglink={debug}", path], check=True)
+    assert has_debug_information(str(path))
+    if kind == "huge":
+        os.truncate(debug, 1 << 30)
+        assert not has_debug_information(str(path))
+        return
+    other = debug.parent / ".debug" / debug.name
+    other.parent.mkdir()
+    if kind == "pipe":
+        os.mkfifo(other)
+    else:
+        other.mkdir()
+    assert not has_debug_information(str(path))
 
 
 def test_without_debug_information_there_are_no_lines(build: Callable[..., Path], lines: Lines) -> None:

@@ -51,14 +51,19 @@ class Asked:
             self._child = run.start(_program(python))
         run.say(self._child, json.dumps(target).encode() + b"\n", is_all=target[0] == "process")
 
-    def go_on(self, question: dict[str, list[int]] | None) -> None:
-        """Ask for the debug information of addresses in files; None: for pystack's C frames."""
+    def go_on(self, question: dict[str, list[int]] | None) -> bool:
+        """Ask for the debug information of addresses in files; None: for pystack's C frames.
+
+        False: so many addresses that it was asked for these instead.
+        """
         import json
 
         from distdiag.node import run
 
         words = json.dumps(question).encode()
-        run.say(self._child, (words if len(words) <= _LONGEST_QUESTION else b"null") + b"\n")
+        is_short = len(words) <= _LONGEST_QUESTION
+        run.say(self._child, (words if is_short else b"null") + b"\n")
+        return is_short
 
     def answer(self, timeout_s: float) -> run.Done:
         """Hear what it tells, see `pystack_child`."""

@@ -6,8 +6,10 @@ rest. Addresses are those that the file was linked for; a library is loaded else
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from bisect import bisect_left, bisect_right
+from itertools import islice
 
 from distdiag.node import elf
 from distdiag.node.core.callframes import Common, Function, NoRules
@@ -16,7 +18,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_MOST_SYMBOLS_BYTES = 256 << 20  # libtorch_cpu.so has 13 MB of them
+_MOST_SYMBOLS_BYTES = 1 << 30  # libtorch_cpu.so has 13 MB of them
 _MOST_TABLE_BYTES = 1 << 16  # of one function
 _PT_LOAD, _PT_GNU_EH_FRAME = 1, 0x6474E550
 _HEADER, _SEGMENT, _WORD = struct.Struct("<8s10xH12xQ16xH6x"), struct.Struct("<I4xQQ8xQ16x"), struct.Struct("<I")
@@ -24,9 +26,9 @@ _READABLE, _X86_64 = b"\x7fELF\x02\x01\x01", 62  # 64 bits, little endian, versi
 _EH_FRAME_HDR = b"\x01\x1b\x03\x3b"  # version 1, encodings that gcc and clang use; then 2 words and pairs of words
 _PAIR, _PAIRS_AT = struct.Struct("<ii"), 12
 _SYMBOL = struct.Struct("<IB3xQ8x")
-_FUNCTIONS = (2, 10)  # STT_FUNC, STT_GNU_IFUNC
-_AT_ONCE = _SYMBOL.size << 18
-_RANK = {0: 0, 2: 1, 1: 2}  # local, weak, global
+_AT_ONCE, _MOST_ALIKE = _SYMBOL.size << 18, 4096
+_KINDS = {0: 1, 2: 2, 10: 2}  # STT_NOTYPE, as assemblers write it by themselves; STT_FUNC, STT_GNU_IFUNC
+_BINDINGS = {0: 1, 2: 2, 1: 3}  # local, weak, global
 
 
 class Binary:
@@ -102,12 +104,15 @@ class Binary:
         """Name the functions that begin at these addresses, as their symbols do; what was stripped is not there."""
         found: dict[int, str] = {}
         sections = {one.name: one for one in _sections(self._path)}
+        if not sections:  # it may have symbols all the same, for who looks into its dynamic section
+            raise elf.Malformed
         with elf.File(self._path, _MOST_SYMBOLS_BYTES) as file:
             for symbols, names in ((".dynsym", ".dynstr"), (".symtab", ".strtab")):
                 wanted = addresses.difference(found)
                 if wanted and symbols in sections and names in sections:
                     table = sections[symbols]
-                    found.update(_names(file, table.offset, table.size, sections[names].offset, wanted))
+                    with contextlib.suppress(elf.Malformed):
+                        found.update(_names(file, table.offset, table.size, sections[names].offset, wanted))
         return found
 
 
@@ -147,18 +152,18 @@ def _sections(path: str) -> tuple[elf.Section, ...]:
 
 def _names(file: elf.File, at: int, size: int, names_at: int, wanted: set[int]) -> dict[int, str]:
     """Name the functions at `wanted`; of several names for one place, that which most may use."""
-    best: dict[int, tuple[int, int]] = {}
+    best: dict[int, tuple[int, int, int]] = {}
     for first in range(0, size // _SYMBOL.size * _SYMBOL.size, _AT_ONCE):
         data = file.at(at + first, min(_AT_ONCE, size // _SYMBOL.size * _SYMBOL.size - first))
         # Half a million of them are looked through in no time as one text of the lower halves of their values.
         values = memoryview(data).cast("I")[2 :: _SYMBOL.size // 4].tobytes()
         for address in wanted:
-            for index in _all(values, struct.pack("<I", address & 0xFFFFFFFF)):
+            for index in islice(_all(values, struct.pack("<I", address & 0xFFFFFFFF)), _MOST_ALIKE):
                 name, info, value = _SYMBOL.unpack_from(data, index * _SYMBOL.size)
-                rank = _RANK.get(info >> 4, -1)
-                if value == address and info & 0xF in _FUNCTIONS and rank > best.get(address, (-1, 0))[0]:
-                    best[address] = rank, name
-    return {address: file.name_at(names_at + name) for address, (_, name) in best.items()}
+                rank = _KINDS.get(info & 0xF, 0), _BINDINGS.get(info >> 4, 0)
+                if value == address and all(rank) and rank > best.get(address, (0, 0))[:2]:
+                    best[address] = *rank, name
+    return {address: file.name_at(names_at + name) for address, (*_, name) in best.items()}
 
 
 def _all(words: bytes, word: bytes) -> Iterator[int]:

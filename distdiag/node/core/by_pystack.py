@@ -62,25 +62,28 @@ class OfCore:
             ours = None
         if self._asked is None:
             return Stacks("pystack", (), self._error, 0.0)
-        self._asked.go_on(ours.question if ours else None)
+        if not self._asked.go_on(ours.question if ours else None):
+            ours = None
         functions = Functions(self._files)
         stacks = _stacks(self._asked, functions, timeout_s, self._python, ours)
         left_s = timeout_s - stacks.seconds
         if ours is None or left_s <= 0 or (stacks.threads and all(one.aligned for one in stacks.threads)):
             return stacks
+        # What does not fit together may do so as pystack sees it; or it died of what it was asked.
         try:
             self._asked = Asked(self._target, self._python)
         except run.CannotRun:
             return stacks
         self._asked.go_on(None)
-        return _stacks(self._asked, functions, left_s, self._python)
+        again = _stacks(self._asked, functions, left_s, self._python)
+        return again if again.threads else stacks
 
     def c_frames(self, *, timeout_s: float, unlike: Container[str] = ()) -> Stacks:
         """Give what is known without pystack's stacks: C frames, as far as they can be followed."""
         ours = self._followed(unlike)
         if ours is None:
             return Stacks("distdiag", (), "no C frames either", 0.0)
-        found = ours.frames(self._lines(ours.question, timeout_s))
+        found = ours.frames(self._lines(ours.question, timeout_s) if ours.question else {})
         threads = tuple(ThreadStack(tid, "", merge.shorten(frames), None) for tid, frames in found.items())
         return Stacks("distdiag", threads, "C frames alone", 0.0)
 
@@ -97,12 +100,10 @@ class OfCore:
         except run.CannotRun:
             return {}
         asked.go_on(question)
-        done = asked.answer(timeout_s)
         try:
-            lines: Told = json.loads(done.stdout)["lines"]
-        except (ValueError, KeyError):  # it ended before it had said all
+            return _told(asked.answer(timeout_s).stdout.decode("utf-8", "replace"))[1]
+        except ValueError:  # pystack is not there, or did not come so far
             return {}
-        return lines
 
 
 def of_core(core: str, executable: str, *, timeout_s: float, python: str = "") -> Stacks:
@@ -147,9 +148,9 @@ def parse(text: str, functions: Functions, ours: CFrames | None = None) -> tuple
     Raises:
         ValueError, KeyError, TypeError, IndexError: the child ended before it had said all.
     """
-    told = json.loads(text)
+    told, lines = _told(text)
     threads: dict[int, ThreadStack] = {}
-    by_tid = ours.frames(told["lines"]) if ours and "lines" in told else None
+    by_tid = ours.frames(lines) if ours else None
     for one in told["threads"]:
         native = by_tid.get(one["tid"], []) if by_tid is not None else None
         stack = _stack(one, told["frames"], functions, native)
@@ -162,9 +163,21 @@ def parse(text: str, functions: Functions, ours: CFrames | None = None) -> tuple
         threads.setdefault(tid, ThreadStack(tid, "", merge.shorten(frames), gil=False))
     found = threads.values() if told["live"] else (replace(one, name="") for one in threads.values())
     errors = told["errors"]
+    if ours and ours.question and not lines:
+        errors.append("no source lines of C code: their debug information could not be read, or not in time")
     if threads and not any(one["python"] for one in told["threads"]):
         errors.append("no Python frames were found")
     return tuple(found), printable("; ".join(errors))[:300]
+
+
+def _told(text: str) -> tuple[Any, Told]:
+    """Split what the child says into threads and lines; these are empty if it ended before it had said them."""
+    told, end = json.JSONDecoder().raw_decode(text)
+    try:
+        lines: Told = json.loads(text[end:])["lines"]
+    except ValueError:
+        return told, {}
+    return told, lines
 
 
 def _why(done: run.Done, timeout_s: float, python: str) -> str:

@@ -25,6 +25,8 @@ _KEPT_BY_CALLS = (3, 6, 12, 13, 14, 15)  # rbx, rbp, r12 to r15
 
 _AT_CFA, _IS_CFA, _REGISTER, _AT_EXPRESSION, _IS_EXPRESSION, _UNDEFINED = range(6)
 _MASK = (1 << 64) - 1
+_LONGEST_NUMBER = 10  # bytes of a LEB128 of 64 bits
+_MOST_REGISTERS, _MOST_KEPT = 128, 64
 _POINTERS = {0x0: "<Q", 0x2: "<H", 0x3: "<I", 0x4: "<Q", 0xA: "<h", 0xB: "<i", 0xC: "<q"}
 _RELATIVE_TO_ITSELF = 0x10
 
@@ -175,12 +177,16 @@ class Rules:
         if code in _OF_CFA:
             self._cfa = _OF_CFA[code](self._cfa, operands)
         elif code in _OF_REGISTER:
+            if operands[0] > _MOST_REGISTERS:
+                raise NoRules
             self._of[operands[0]] = (_OF_REGISTER[code], operands[-1])
         elif code == 0x06:  # DW_CFA_restore_extended
             self._restore(operands[0])
         elif code == 0x08:  # DW_CFA_same_value
             self._of.pop(operands[0], None)
         elif code == 0x0A:  # DW_CFA_remember_state
+            if len(self._kept) == _MOST_KEPT:
+                raise NoRules
             self._kept.append((self._cfa, dict(self._of)))
         elif code == 0x0B:  # DW_CFA_restore_state
             self._cfa, self._of = self._kept.pop()
@@ -250,6 +256,8 @@ def _unsigned(data: bytes, at: int) -> tuple[int, int]:
         value |= (data[at] & 0x7F) << shift
         shift += 7
         at += 1
+        if shift >= 7 * _LONGEST_NUMBER:
+            raise NoRules
     return value | data[at] << shift, at + 1
 
 

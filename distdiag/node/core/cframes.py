@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import struct
+import sys
 
 from distdiag.node import elf
 from distdiag.node.core import merge, unwinding
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     """For each file, and each address that was asked for, what is there: see `libdw.Lines.of`."""
 
 _DEBUG_FOLDER = "/usr/lib/debug"
+_MOST_BYTES_COMPARED = 64 << 20
 
 
 class CFrames:
@@ -59,7 +61,7 @@ class CFrames:
                 for begin, name in Binary(path).names(wanted).items():
                     yield (path, begin), name
             except (OSError, ValueError, elf.Malformed, struct.error):
-                continue  # what it has for exceptions was readable: without names, frames are still right
+                self.whole = False  # others may know more of its symbols
 
     def _wanted(self) -> dict[str, list[int]]:
         """List the addresses, by file, of which debug information may tell more, and which will be shown."""
@@ -101,9 +103,12 @@ def has_debug_information(path: str) -> bool:
     if any(one.name in (".debug_info", ".zdebug_info") for one in found.sections):
         return True
     build_id = found.build_id
-    if build_id and os.path.exists(f"{_DEBUG_FOLDER}/.build-id/{build_id[:2]}/{build_id[2:]}.debug"):
+    if build_id and os.path.isfile(f"{_DEBUG_FOLDER}/.build-id/{build_id[:2]}/{build_id[2:]}.debug"):
         return True
-    return any(os.path.exists(one) for one in _beside(path, found.sections))
+    beside = [one for one in _beside(path, found.sections) if os.path.exists(one)]
+    # Opening a pipe would wait. Without a build id libdw compares a checksum of the whole file, 80 MB in a second.
+    most_bytes = sys.maxsize if build_id else _MOST_BYTES_COMPARED
+    return bool(beside) and all(os.path.isfile(one) and os.stat(one).st_size <= most_bytes for one in beside)
 
 
 def _beside(path: str, sections: Sequence[elf.Section]) -> Iterator[str]:

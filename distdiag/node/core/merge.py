@@ -49,7 +49,7 @@ def merge(pystack: Stacks, gdb: Stacks | None, crashed_tid: int | None) -> tuple
     second = {one.tid: one for one in gdb.threads} if gdb else {}
     names = pystack.tool, gdb.tool if gdb else ""
     found = []
-    for tid in dict.fromkeys([*([crashed_tid] if crashed_tid else []), *first, *second]):
+    for tid in dict.fromkeys([*([] if crashed_tid is None else [crashed_tid]), *first, *second]):
         one, other = first.get(tid), second.get(tid)
         tools = tuple(name for name, has in zip(names, (one, other)) if has)
         found.append(Merged(_of_both(tid, one, other), tid == crashed_tid, tools))

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from types import ModuleType
     from typing import Any
 
     Lines = Any  # libdw.Lines, which is not here
+
+_MOST_S_FOR_LINES = 10
 
 
 def main(lines: type[Lines]) -> None:
@@ -46,17 +49,16 @@ def _hear(heard: list[str]) -> None:
 
 
 def _tell(engine: ModuleType, lines: type[Lines], kind: str, *where: str) -> None:
-    """Write what is read as one JSON."""
+    """Write what is read, as one JSON or two."""
     out = os.dup(1)
     os.dup2(2, 1)
 
     def tell() -> None:
-        if kind == "lines":
-            told = {"lines": _lines(lines, _question())}
-        else:
-            told = _core(engine, lines, where) if kind == "core" else _all(engine, kind, where)
         with os.fdopen(out, "w") as file:
-            json.dump({**told, "live": kind == "process"}, file, separators=(",", ":"))
+            for part in _parts(engine, lines, kind, where):
+                json.dump(part, file, separators=(",", ":"))
+                file.write("\n")
+                file.flush()
 
     # pystack calls itself for every Python frame: 10,000 of them are more than the usual stack of 8 MiB holds.
     threading.stack_size(1 << 29)
@@ -65,15 +67,25 @@ def _tell(engine: ModuleType, lines: type[Lines], kind: str, *where: str) -> Non
     thread.join()
 
 
-def _core(engine: ModuleType, lines: type[Lines], where: Sequence[str]) -> dict[str, Any]:
-    try:
-        threads = _threads(engine, "core", where, engine.NativeReportingMode.OFF)
-    except Exception:  # noqa: BLE001 - _all will say it
-        return _all(engine, "core", where)
+def _parts(engine: ModuleType, lines: type[Lines], kind: str, where: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Give threads, then lines: whatever these cost or do to us, the threads have been told."""
+    if kind == "process":
+        yield _all(engine, kind, where)
+        return
+    threads: Sequence[Any] = []
+    errors = []
+    if kind == "core":
+        try:
+            threads = _threads(engine, kind, where, engine.NativeReportingMode.OFF)
+        except Exception as error:  # noqa: BLE001 - whatever it is, who asks has the C frames
+            errors.append(str(error))
     question = _question()
     if question is None:
-        return _all(engine, "core", where)
-    return {**_pack(threads), "errors": [], "lines": _lines(lines, question)}
+        yield _all(engine, kind, where)
+        return
+    yield _told(kind, threads, errors)
+    signal.alarm(_MOST_S_FOR_LINES)  # debug information can be gigabytes
+    yield {"lines": _lines(lines, question)}
 
 
 def _question() -> dict[str, list[int]] | None:
@@ -84,7 +96,7 @@ def _question() -> dict[str, list[int]] | None:
     return wanted
 
 
-def _lines(lines: type[Lines], question: dict[str, list[int]] | None) -> dict[str, Any]:
+def _lines(lines: type[Lines], question: dict[str, list[int]]) -> dict[str, Any]:
     if not question:
         return {}
     from pystack import _pystack
@@ -99,12 +111,12 @@ def _all(engine: ModuleType, kind: str, where: Sequence[str]) -> dict[str, Any]:
     errors: list[str] = []
     for mode in (modes.ALL, modes.PYTHON, modes.OFF):
         try:
-            return {**_pack(_threads(engine, kind, where, mode)), "errors": errors}
+            return _told(kind, _threads(engine, kind, where, mode), errors)
         except Exception as error:  # noqa: BLE001 - whatever it is, less may be readable
             if str(error) in errors:
                 break
             errors.append(str(error))
-    return {**_pack([]), "errors": errors}
+    return _told(kind, [], errors)
 
 
 def _threads(engine: ModuleType, kind: str, where: Sequence[str], mode: object) -> Sequence[Any]:
@@ -113,6 +125,10 @@ def _threads(engine: ModuleType, kind: str, where: Sequence[str], mode: object) 
     if kind == "core":
         return list(engine.get_process_threads_for_core(*map(pathlib.Path, where), native_mode=mode))
     return list(engine.get_process_threads(int(where[0]), native_mode=mode))
+
+
+def _told(kind: str, threads: Sequence[Any], errors: list[str]) -> dict[str, Any]:
+    return {**_pack(threads), "errors": errors, "live": kind == "process"}
 
 
 def _pack(threads: Sequence[Any]) -> dict[str, Any]:
