@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import py_compile
 import subprocess
@@ -23,6 +24,7 @@ COMMANDS = {
         "distdiag.node.cuda",
     ),
     "ports": ("distdiag.commands.ports.collect",),
+    "core-bt": ("distdiag.commands.core_bt.collect",),
     "pyspy-all": ("distdiag.commands.pyspy_all.collect",),
     "trace-sys": ("distdiag.commands.trace.sys.collect",),
     "trace blocked": ("distdiag.commands.trace.blocked.collect",),
@@ -39,6 +41,31 @@ def test_the_payload_fits_into_the_argument_that_srun_is_given(command: str) -> 
         script = bootstrap.script([boot.ARGUMENT_START, encoded], python=None, setup=None, needs_torch=needs_torch)
         assert len(script) < 0.75 * ARGUMENT_BYTES, "the next feature would not fit"
         assert script.count(encoded) == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_travels_lacks_docstrings_and_nothing_else(command: str) -> None:
+    shorter = 0
+    for name, text in bundle.sources(*COMMANDS[command]).items():
+        whole = Path(*name.split(".")).with_suffix(".py")
+        original = (Path(boot.__file__).parents[2] / whole).read_text()
+        assert text.count("\n") == original.count("\n")
+        assert without_docstrings(text) == without_docstrings(original)
+        shorter += len(original) - len(text)
+    assert shorter > 10_000
+
+
+def without_docstrings(text: str) -> list[str]:
+    """Write a module line by line as Python understands it, with the numbers of its lines."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.If)):
+            node.body = [one for one in node.body if not is_text(one)]
+    return [f"{getattr(node, 'lineno', '')} {ast.dump(node)}" for node in ast.walk(tree)]
+
+
+def is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
