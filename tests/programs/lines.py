@@ -178,7 +178,9 @@ def is_alarmed() -> None:
                 space["one"]()
             missed += 1
         except Late:
-            continue
+            pass
+        garbage = [[number] for number in range(5000)]  # the collector runs, and tracing is taken up
+        del garbage
     print("missed", missed)
 
 

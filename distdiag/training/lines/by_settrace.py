@@ -10,6 +10,7 @@ import _thread
 import gc
 import sys
 import threading
+import types
 import weakref
 
 from distdiag.training.lines.watched import Lease
@@ -43,7 +44,6 @@ class BySettrace:
         threading.settrace(self._first_event)
         self._start_new_thread = _thread.start_new_thread
         _thread.start_new_thread = self._traced_thread
-        gc.callbacks.append(self._watch)
         self._trace_from(self._tracer(), frame)
 
     def stop(self) -> None:
@@ -54,8 +54,9 @@ class BySettrace:
         threading.settrace(None)
         if self._start_new_thread is not None:
             _thread.start_new_thread = self._start_new_thread
-        gc.callbacks.remove(self._watch)
+        self._local.lost = None
         sys.settrace(None)
+        gc.callbacks[:] = [one for one in gc.callbacks if not isinstance(one, _Lost)]
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             frame.f_trace = None
@@ -68,24 +69,30 @@ class BySettrace:
             renew()
 
     def _trace_from(self, enter: Callable[[FrameType, str, object], Any], frame: FrameType | None) -> None:
-        sys.settrace(enter)
+        self._trace(enter)
         while frame is not None:
             if frame.f_trace is None:
                 frame.f_trace = enter(frame, "call", None)
             frame = frame.f_back
 
-    def _watch(self, phase: str, info: object) -> None:
-        """Take up tracing again where Python has ended it: an exception came out of a trace function.
+    def _trace(self, enter: Callable[[FrameType, str, object], Any]) -> None:
+        """Trace the calling thread, and see to it that Python's ending that is not the end."""
+        only = types.FunctionType(enter.__code__, enter.__globals__, enter.__name__, None, enter.__closure__)
+        self._local.lost = _Lost(only, self._take_up)
+        sys.settrace(only)
 
-        That may be a signal handler's, or RecursionError. The garbage collector calls this, every few hundred objects.
-        """
+    def _take_up(self) -> bool:
+        """Trace the calling thread again, if it is not traced; tell whether all is done."""
         enter = getattr(self._local, "enter", None)
-        if phase == "stop" and enter is not None and not self._stopped and sys.gettrace() is None:
-            self._trace_from(enter, sys._getframe().f_back)
+        if enter is None or sys.gettrace() is not None:
+            return False
+        if not self._stopped:
+            self._trace_from(enter, sys._getframe(1).f_back)
+        return True
 
     def _first_event(self, frame: FrameType, event: str, arg: object) -> Any:
         enter = self._tracer()
-        sys.settrace(enter)
+        self._trace(enter)
         return enter(frame, event, arg)
 
     def _traced_thread(self, function: Callable[..., object], args: tuple[Any, ...], *more: Any) -> int:
@@ -162,6 +169,7 @@ class BySettrace:
 
         def meet(frame: FrameType) -> Any:
             if self._stopped:
+                self._local.lost = None
                 sys.settrace(None)
                 return None
             code = frame.f_code
@@ -182,6 +190,30 @@ class BySettrace:
         self._forget.add(forget)
         self._local.renew, self._local.enter, self._local.forget = renew, enter, forget
         return enter
+
+
+class _Lost(weakref.ref):  # type: ignore[type-arg]
+    """Stands for a thread's trace function, which only Python has; lets tracing be taken up once Python drops it.
+
+    It does where an exception comes out of a trace function: a signal handler's, or RecursionError. From then on the
+    garbage collector calls this, every few hundred objects, until tracing is taken up. Not before: what a signal
+    handler raises while a callback of the collector runs is lost. So what notices the end is a function in C.
+    """
+
+    __slots__ = ("_take_up", "_thread")
+
+    def __new__(cls, function: Callable[..., Any], take_up: Callable[[], bool]) -> _Lost:
+        return super().__new__(cls, function, gc.callbacks.append)
+
+    def __init__(self, function: Callable[..., Any], take_up: Callable[[], bool]) -> None:
+        super().__init__(function, gc.callbacks.append)  # type: ignore[call-arg]
+        self._take_up, self._thread = take_up, _thread.get_ident()
+
+    def __call__(self, phase: str, info: object) -> None:  # type: ignore[override]
+        # Others may have come after: to take this out of the midst would let the collector miss the next.
+        is_ours = phase == "stop" and self._thread == _thread.get_ident()
+        if is_ours and self._take_up() and gc.callbacks[-1] is self:
+            gc.callbacks.pop()
 
 
 def _names_of_events() -> dict[str, str]:
