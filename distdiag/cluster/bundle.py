@@ -10,6 +10,7 @@ _ALWAYS = ("distdiag.node.agent", "distdiag.node.call_home")
 """One of them is what is started."""
 # Not by `ast`: parsing all of it would cost every command 50 ms.
 _FOR_CHECKERS = re.compile(r"^if TYPE_CHECKING:\n(?:[ \t].*\n|\n)*", re.MULTILINE)
+# It takes any text that begins and ends a line for one: what a test holds against all of distdiag.
 _DOCSTRING = re.compile(r'^([ \t]*)"""(?:[^"\\]|"(?!"")|\\.)*"""[ \t]*$', re.MULTILINE | re.DOTALL)
 _IMPORT = re.compile(r"^[ \t]*from (distdiag[\w.]*) import ([\w, ]+|\([^)]*\))", re.MULTILINE)
 
@@ -17,8 +18,8 @@ _IMPORT = re.compile(r"^[ \t]*from (distdiag[\w.]*) import ([\w, ]+|\([^)]*\))",
 def sources(*modules: str) -> dict[str, str]:
     """Read modules, and all of distdiag that they import, as text by name; a package stands for all in it.
 
-    Only these, and without docstrings, a quarter of all, though line by line as they are: where the payload has to be
-    an argument, it may not be longer than the 128 KiB that Linux allows.
+    Only these, and without docstrings, a quarter of all: where the payload has to be an argument, it may not be longer
+    than the 128 KiB that Linux allows. Each line keeps its number, for tracebacks.
     """
     waiting = list(_ALWAYS)
     for module in modules:

@@ -141,7 +141,8 @@ def test_tools_that_are_not_there(segv: Path, tmp_path: Path) -> None:
     frames = only(without_both)["crash_thread"]["frames"]
     assert [frame["language"] for frame in frames] == ["c"] * len(frames)
     assert "PyCFuncPtr_call" in [frame["function"] for frame in frames]
-    assert only(without_both)["tools"][2:] == ["distdiag: C frames alone"]
+    (said,) = only(without_both)["tools"][2:]
+    assert said.startswith("distdiag: C frames alone")
     (crash,) = (one for one in without_both.report["findings"] if one["id"] == "core-bt.crash")
     assert "its Python frames are missing" in crash["evidence"]
 

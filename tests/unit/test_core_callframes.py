@@ -200,6 +200,17 @@ def test_what_is_damaged_gives_no_rules(program: bytes) -> None:
         function(program).rules(0x6010).callers(REGISTERS, word)
 
 
+def test_what_is_not_needed_is_skipped() -> None:
+    assert common(letters=b"zLR", more=b"\x1b\x04").pointers == 4
+    assert common(letters=b"zPLR", more=b"\x1b\0\0\0\0\x1b\x04").pointers == 4
+
+
+def test_shifts_of_any_size_end() -> None:
+    for shift in (b"\x24", b"\x25"):
+        found = function(b"\x0f\x04\x31\x09\xff" + shift).rules(0x6000).callers(REGISTERS, word)
+        assert found[STACK_POINTER] == 0
+
+
 @pytest.mark.parametrize(
     ("letters", "more"), [(b"", b""), (b"zX", b"\x1b"), (b"zP", b"\xff"), (b"z\xff", b"\x1b"), (b"eh", b"\x1b")]
 )
@@ -210,6 +221,8 @@ def test_what_is_not_known_is_not_guessed(letters: bytes, more: bytes) -> None:
         Common(b"\x09zR\0\x01\x78\x10\x01\x1b")
     with pytest.raises(NoRules):
         Common(b"\x01zR")
+    with pytest.raises(NoRules):  # the return address in another register
+        Common(b"\x01zR\0\x01\x78\x07\x01\x1b")
     with pytest.raises(NoRules):  # relative to something that is not here
         function(b"", common(more=b"\x3b"))
 
@@ -240,6 +253,15 @@ def symbols(path: Path) -> dict[str, int]:
         found[2]: int(found[1], 16)
         for found in re.finditer(r"\d+: (\w{16}) .* (?:FUNC|NOTYPE) .* ([\w.]+)$", text, re.MULTILINE)
     }
+
+
+def test_a_library_for_another_machine_is_left_alone(built: Path, tmp_path: Path) -> None:
+    data = bytearray(built.read_bytes())
+    struct.pack_into("<H", data, 18, 183)  # e_machine: aarch64
+    path = tmp_path / "other.so"
+    path.write_bytes(data)
+    with pytest.raises(NoRules):
+        Binary(str(path)).function(symbols(built)["twice"])
 
 
 def test_a_library_without_its_section_headers_is_left_to_others(built: Path, tmp_path: Path) -> None:

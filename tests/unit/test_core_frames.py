@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 from cores import cores_in, make_core, need_cores
-from support import need, wait_until
+from support import distdiag, need, wait_until
 
 from distdiag.cluster import bundle
 from distdiag.node import procs, run
@@ -42,7 +42,25 @@ int start(int x) { if (x) guilty(); return innocent(x); }
 """
 """guilty() ends with a call, so that what it returns to is where innocent() begins."""
 FAIL = "void abort(void); void fail(void) { abort(); }"
-AT_ITS_END = "void abort(void); __attribute__((destructor)) static void at_end(void) { abort(); }"
+LIBRARIES = {
+    "ends_in_a_call": (GUILTY, FAIL),
+    "dies_at_its_end": ("void abort(void); __attribute__((destructor)) static void at_end(void) { abort(); }", ""),
+    # What it says of its caller's stack is that nobody knows it.
+    "without_a_stack": (
+        '__asm__(".globl outer\\nouter: .cfi_startproc\\nsub $8,%rsp\\n.cfi_adjust_cfa_offset 8\\n"'
+        '".cfi_undefined %rsp\\ncall abort@PLT\\n.cfi_endproc");',
+        "",
+    ),
+    "goes_deep": (
+        "void abort(void); int deep(volatile int n) { int x; if (!n) abort(); x = deep(n - 1); return x + n; }",
+        "",
+    ),
+    "in_a_c_thread": (
+        "#include <pthread.h>\nstatic void *run(void *x) { ((void (*)(void)) 0xDEAD000)(); return x; }\n"
+        "void start(void) { pthread_t t; pthread_create(&t, 0, run, 0); }",
+        "",
+    ),
+}
 
 
 def read_gdb(name: str) -> Stacks:
@@ -115,6 +133,11 @@ PROGRAMS = {
     "@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)\n"
     "def compare(a, b): ctypes.string_at(0xDEAD000)\nlibc.qsort((ctypes.c_int * 3)(3, 2, 1), 3, 4, compare)",
     "dies_at_its_end": "import ctypes\nctypes.CDLL('./libcheck.so')",
+    "without_a_stack": "import ctypes\nctypes.CDLL('./libcheck.so').outer()",
+    "goes_deep": "import ctypes\nctypes.CDLL('./libcheck.so').deep(5000)",
+    "in_a_c_thread": "import ctypes, time\ndef training_loop(): ctypes.CDLL('./libcheck.so').start(); time.sleep(60)\n"
+    "training_loop()",
+    "forks_in_c": "import ctypes, os\ndef child(): os.abort()\nif ctypes.CDLL(None).fork(): os.wait()\nelse: child()",
     "recurses": "import ctypes, sys\nsys.setrecursionlimit(10**6)\n"
     "def descend(n): return descend(n - 1) if n else ctypes.string_at(0xDEAD000)\ndescend(30_000)",
 }
@@ -125,7 +148,7 @@ def _die(name: str, folder: Path) -> Path:
     (folder / "train.py").write_text(PROGRAMS[name])
     if "libcheck" in PROGRAMS[name]:
         need("gcc")
-        texts = (GUILTY, FAIL) if name == "ends_in_a_call" else (AT_ITS_END, "")
+        texts = LIBRARIES[name]
         for source, text in zip(("guilty.c", "fail.c"), texts, strict=True):
             (folder / source).write_text(text)
         build = ["gcc", "-O1", "-fPIC", "-shared", "-fno-toplevel-reorder", "-o", "libcheck.so", "guilty.c", "fail.c"]
@@ -171,8 +194,26 @@ def test_c_frames_are_those_that_pystack_follows(name: str, core_of: Callable[[s
     assert all(one.aligned for one in ours.threads)
 
 
+def test_where_pystack_takes_a_thread_for_another_it_is_asked_for_all(core_of: Callable[[str], Path]) -> None:
+    """Python does not know that it was forked: the one thread has the number of its parent's."""
+    core = str(core_of("forks_in_c"))
+    stacks = by_pystack.of_core(core, PROGRAM, timeout_s=30)
+    with by_pystack.OfCore(core, PROGRAM, notes.read(core).files) as reading:
+        theirs = reading.stacks(timeout_s=30, unlike=Everything())
+    assert stacks.threads == theirs.threads
+    assert "[child]" in [name for one in stacks.threads for name in shown(one.frames)]
+
+
+def test_what_a_thread_of_c_did_hides_no_python(core_of: Callable[[str], Path]) -> None:
+    result = distdiag("core-bt", "--json", "--no-gdb", str(core_of("in_a_c_thread")))
+    (core,) = result.report["data"]["cores"]
+    assert [frame["function"] for frame in core["crash_thread"]["frames"]] == ["??"]
+    (main,) = core["threads"]
+    assert "training_loop" in [frame["function"] for frame in main["frames"]]
+
+
 def essential(stack: ThreadStack) -> ThreadStack:
-    return replace(stack, frames=merge.essential(stack.frames))
+    return replace(stack, frames=merge.essential(stack.frames), gil=stack.gil or None)
 
 
 def test_a_function_that_ends_in_a_call_has_its_own_name_and_not_the_next_ones(core_of: Callable[[str], Path]) -> None:
@@ -247,6 +288,61 @@ def test_a_program_that_dies_after_python_has_gone_has_c_frames(core_of: Callabl
 def test_a_thread_that_crashed_is_there_whatever_its_number(core_of: Callable[[str], Path]) -> None:
     (one,) = merge.merge(Stacks("pystack", (), "damaged", 0.0), None, 0)
     assert (one.crashed, one.thread.tid, one.thread.frames) == (True, 0, ())
+
+
+def test_a_frame_whose_callers_stack_nobody_knows_is_the_last(core_of: Callable[[str], Path]) -> None:
+    core = str(core_of("without_a_stack"))
+    (stack,) = unwinding.stacks(core, notes.read(core).files, ()).values()
+    assert (stack.whole, stack.places[-1].path.endswith("libcheck.so")) == (False, True)
+    assert [one.function for one in by_pystack.of_core(core, PROGRAM, timeout_s=30).threads[0].frames]
+
+
+def test_a_stack_without_end_is_not_followed_to_it(core_of: Callable[[str], Path]) -> None:
+    core = str(core_of("goes_deep"))
+    (stack,) = unwinding.stacks(core, notes.read(core).files, ()).values()
+    assert (stack.whole, len(stack.places)) == (False, 2048)
+
+
+def test_a_library_that_was_cut_off_since_ends_the_stack(core_of: Callable[[str], Path]) -> None:
+    core = core_of("ends_in_a_call")
+    files = notes.read(str(core)).files
+    library = core.with_name("libcheck.so")
+    whole = library.read_bytes()
+    try:
+        library.write_bytes(whole[: len(whole) // 8])
+        (stack,) = unwinding.stacks(str(core), files, ()).values()
+    finally:
+        library.write_bytes(whole)
+    assert (stack.whole, stack.places[-1].path, stack.places[-1].begin) == (False, str(library), None)
+
+
+def test_a_child_that_nobody_asked_further_is_ended(core_of: Callable[[str], Path]) -> None:
+    core = str(core_of("dies_by_segv"))
+    with by_pystack.OfCore(core, PROGRAM, ()):
+        (child,) = (pid for pid in procs.table() if (procs.read(pid) or procs.read(1)).parent == os.getpid())  # type: ignore[union-attr]
+    assert procs.read(child) is None
+
+
+def test_lines_that_take_too_long_are_given_up(core_of: Callable[[str], Path]) -> None:
+    program = DIES_OF_LINES.replace("os.kill(os.getpid(), signal.SIGKILL)", "import time; time.sleep(60)")
+    program = program.replace("pystack_child.main", "pystack_child._MOST_S_FOR_LINES = 1\npystack_child.main")
+    asked = "".join(
+        f"{json.dumps(one)}\n" for one in (["core", str(core_of("dies_by_segv")), PROGRAM], {PROGRAM: [4096]})
+    )
+    done = subprocess.run([sys.executable, "-c", program], input=asked, capture_output=True, text=True, timeout=30)
+    assert done.returncode == -signal.SIGALRM
+    assert "read_sample" in done.stdout
+
+
+def test_each_thread_is_as_whoever_knows_most_of_it_has_it() -> None:
+    def thread(tid: int, frames: list[Frame], *, crashed: bool = False) -> merge.Merged:
+        return merge.Merged(ThreadStack(tid, "", tuple(frames), None), crashed, ())
+
+    known = (thread(1, c("??"), crashed=True), thread(2, python("train")), thread(3, c("a", "b")))
+    ours = (thread(1, c("strlen"), crashed=True), thread(2, c(EVAL, "x")), thread(3, c("a")), thread(4, c("z")))
+    found, is_more = merge.longer(known, ours)
+    assert (found, is_more) == ((ours[0], known[1], known[2], ours[3]), True)
+    assert merge.longer(known, known) == (known, False)
 
 
 class Alone(NamedTuple):

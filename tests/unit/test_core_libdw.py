@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support import need
 
+from distdiag.node import elf
 from distdiag.node.core.binary import Binary
 from distdiag.node.core.cframes import has_debug_information
 from distdiag.node.core.libdw import Lines
@@ -119,6 +121,21 @@ def test_debug_information_beside_the_file_is_found(build: Callable[..., Path], 
         debug = debug.rename(place)
         assert has_debug_information(str(path))
         assert short(lines.of(str(path), [address])[0]) == expected
+
+
+def test_a_link_to_debug_information_that_lies_outside_its_file_is_none(build: Callable[..., Path]) -> None:
+    path = build("-shared")
+    subprocess.run(["objcopy", f"--add-gnu-debuglink={path}", path], check=True)
+    data = bytearray(path.read_bytes())
+    found = elf.read(str(path))
+    assert found is not None
+    (link,) = (one for one in found.sections if one.name == ".gnu_debuglink")
+    (headers,) = struct.unpack_from("<Q", data, 40)
+    for header in range(headers, len(data), 64):
+        if struct.unpack_from("<Q", data, header + 24)[0] == link.offset:
+            struct.pack_into("<Q", data, header + 24, 1 << 40)
+    path.write_bytes(data)
+    assert not has_debug_information(str(path))
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "huge"])

@@ -82,13 +82,15 @@ def more(ask: dict[str, Any], tell: Callable[[object], None]) -> None:
     machine and the ranks on it can leave a core}
     """
     host = machine.host_name()
-    if ask["setup"]:
-        tell(NodeCores(host, setup=setup.look(_ranks())))
-    elif ask["pid"] is not None:
-        tell(NodeCores(host, live=_live(ask)))
-    else:
-        tell(_cores(host, ask))
-    asking_pystack.over()
+    try:
+        if ask["setup"]:
+            tell(NodeCores(host, setup=setup.look(_ranks())))
+        elif ask["pid"] is not None:
+            tell(NodeCores(host, live=_live(ask)))
+        else:
+            tell(_cores(host, ask))
+    finally:
+        asking_pystack.over()
 
 
 def _ranks() -> list[int]:
@@ -214,13 +216,11 @@ def _with_stacks(facts: CoreFacts, plain: str, ask: dict[str, Any], reading: by_
 
 
 def _without_tools(facts: CoreFacts, ask: dict[str, Any], reading: by_pystack.OfCore) -> CoreFacts:
-    """Fill in what can be followed in C where neither pystack nor gdb knew more."""
+    """Fill in the threads that can be followed further in C than pystack and gdb did."""
     assert facts.notes is not None
     alone = reading.c_frames(timeout_s=ask["timeout_s"], unlike={*facts.changed, *facts.missing})
-    merged = merge.merge(alone, None, facts.notes.threads[0].tid)
-    if not merged[0].thread.frames:
-        return facts
-    return replace(facts, threads=_short(merged), tools=(*facts.tools, *_said(alone)))
+    found, is_more = merge.longer(facts.threads, _short(merge.merge(alone, None, facts.notes.threads[0].tid)))
+    return replace(facts, threads=found, tools=(*facts.tools, *_said(alone))) if is_more else facts
 
 
 def _live(ask: dict[str, Any]) -> LiveFacts:

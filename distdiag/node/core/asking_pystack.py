@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from distdiag.node import run
     from distdiag.node.spawn import Spawned
 
-_LONGEST_QUESTION = 48_000  # a pipe holds 65,536 bytes by itself
+_LONGEST_QUESTION = 4000  # a pipe holds 4096 bytes at least, see fs.pipe-user-pages-soft in pipe(7)
 _waiting: list[Spawned] = []
 
 
@@ -85,5 +85,6 @@ def _program(python: str) -> list[str]:
     # Without the working directory: a stray ./threading.py must not break a diagnosis.
     without = "import sys; sys.path[:] = [path for path in sys.path if path]; here = {'__name__': 'child'}"
     texts = (one.__loader__.get_source(one.__name__) for one in (libdw, pystack_child))  # type: ignore[union-attr]
+    # One namespace for both: no two helpers may have one name.
     load = "".join(f"exec(compile({text!r}, 'child.py', 'exec'), here)\n" for text in texts)
     return [python, "-B", "-c", f"{without}\n{load}here['main'](here['Lines'])"]

@@ -1,8 +1,8 @@
-"""Python and C frames of a core or of a live process in one stack, by pystack, in a child that may crash or hang.
+"""Python frames by pystack, in a child that may crash or hang, in one stack with C frames: ours, see `cframes`, or its.
 
 Only its stacks are used: what it says of the signal is wrong for SIGBUS, and on a core it names the threads after
-those of whatever process has that id now. It looks functions up by their return addresses (1.7.2), so a function that
-ends in a call that does not return, as those on the way to abort() do, gets the name of the next one: see `Functions`.
+those of whatever process has that id now. Its C frames it looks up by their return addresses (1.7.2), so a function
+that ends in a call that does not return, as those on the way to abort() do, gets the name of the next: see `Functions`.
 """
 
 from __future__ import annotations
@@ -67,9 +67,8 @@ class OfCore:
         functions = Functions(self._files)
         stacks = _stacks(self._asked, functions, timeout_s, self._python, ours)
         left_s = timeout_s - stacks.seconds
-        if ours is None or left_s <= 0 or (stacks.threads and all(one.aligned for one in stacks.threads)):
+        if ours is None or left_s <= 0 or not _may_do_better(stacks):
             return stacks
-        # What does not fit together may do so as pystack sees it; or it died of what it was asked.
         try:
             self._asked = Asked(self._target, self._python)
         except run.CannotRun:
@@ -82,10 +81,11 @@ class OfCore:
         """Give what is known without pystack's stacks: C frames, as far as they can be followed."""
         ours = self._followed(unlike)
         if ours is None:
-            return Stacks("distdiag", (), "no C frames either", 0.0)
-        found = ours.frames(self._lines(ours.question, timeout_s) if ours.question else {})
-        threads = tuple(ThreadStack(tid, "", merge.shorten(frames), None) for tid, frames in found.items())
-        return Stacks("distdiag", threads, "C frames alone", 0.0)
+            return Stacks("distdiag", (), "", 0.0)
+        lines = self._lines(ours.question, timeout_s) if ours.question else {}
+        without = ", without source lines" if ours.question and not lines else ""
+        threads = tuple(_untold(tid, frames) for tid, frames in ours.frames(lines).items())
+        return Stacks("distdiag", threads, f"C frames alone{without}", 0.0)
 
     def _followed(self, unlike: Container[str]) -> CFrames | None:
         if self._ours is None:
@@ -160,7 +160,7 @@ def parse(text: str, functions: Functions, ours: CFrames | None = None) -> tuple
             stack = replace(stack, frames=stack.frames + above.frames, aligned=stack.aligned and above.aligned)
         threads[stack.tid] = stack
     for tid, frames in (by_tid or {}).items():
-        threads.setdefault(tid, ThreadStack(tid, "", merge.shorten(frames), gil=False))
+        threads.setdefault(tid, _untold(tid, frames))
     found = threads.values() if told["live"] else (replace(one, name="") for one in threads.values())
     errors = told["errors"]
     if ours and ours.question and not lines:
@@ -168,6 +168,19 @@ def parse(text: str, functions: Functions, ours: CFrames | None = None) -> tuple
     if threads and not any(one["python"] for one in told["threads"]):
         errors.append("no Python frames were found")
     return tuple(found), printable("; ".join(errors))[:300]
+
+
+def _untold(tid: int, frames: Sequence[Frame]) -> ThreadStack:
+    """Make the stack of a thread of which pystack says nothing."""
+    merged, aligned = merge.interleave([], frames)
+    return ThreadStack(tid, "", merge.shorten(merged), None, aligned)
+
+
+def _may_do_better(stacks: Stacks) -> bool:
+    """Tell whether to ask again: it died of what it was asked, or its Python frames do not fit our C frames."""
+    if not stacks.threads:
+        return "died of" in stacks.error
+    return any(not one.aligned and any(f.language == "python" for f in one.frames) for one in stacks.threads)
 
 
 def _told(text: str) -> tuple[Any, Told]:

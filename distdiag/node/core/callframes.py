@@ -118,7 +118,7 @@ class Rules:
         return self._of.get(RETURN_ADDRESS, (None,))[0] == _UNDEFINED
 
     def begin(self) -> None:
-        """Remember what holds where each function begins."""
+        """Keep what the common part says: DW_CFA_restore goes back to it."""
         self._at_begin = dict(self._of)
 
     def callers(self, registers: dict[int, int], word: Word) -> dict[int, int]:

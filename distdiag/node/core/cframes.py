@@ -31,7 +31,10 @@ _MOST_BYTES_COMPARED = 64 << 20
 
 
 class CFrames:
-    """All threads of a core; `whole`: to where each began. Raises NoRules, see `unwinding.stacks`."""
+    """All threads of a core; `whole`: to where each began, and the symbols of all files could be read.
+
+    Raises NoRules, see `unwinding.stacks`.
+    """
 
     def __init__(self, core: str, files: Sequence[MappedFile], unlike: Container[str]) -> None:
         self._stacks = unwinding.stacks(core, files, unlike)
@@ -105,7 +108,10 @@ def has_debug_information(path: str) -> bool:
     build_id = found.build_id
     if build_id and os.path.isfile(f"{_DEBUG_FOLDER}/.build-id/{build_id[:2]}/{build_id[2:]}.debug"):
         return True
-    beside = [one for one in _beside(path, found.sections) if os.path.exists(one)]
+    try:
+        beside = [one for one in _beside(path, found.sections) if os.path.exists(one)]
+    except (OSError, ValueError, elf.Malformed):
+        return False
     # Opening a pipe would wait. Without a build id libdw compares a checksum of the whole file, 80 MB in a second.
     most_bytes = sys.maxsize if build_id else _MOST_BYTES_COMPARED
     return bool(beside) and all(os.path.isfile(one) and os.stat(one).st_size <= most_bytes for one in beside)

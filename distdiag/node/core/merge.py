@@ -1,4 +1,4 @@
-"""One stack for each thread, of Python and C frames, out of what pystack and gdb read. Pure."""
+"""One stack for each thread, of Python and C frames, out of what pystack, gdb and we read. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 
-from distdiag.node.core.frames import Frame, Stacks, ThreadStack
+from distdiag.node.core.frames import UNKNOWN, Frame, Stacks, ThreadStack
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -54,6 +54,17 @@ def merge(pystack: Stacks, gdb: Stacks | None, crashed_tid: int | None) -> tuple
         tools = tuple(name for name, has in zip(names, (one, other)) if has)
         found.append(Merged(_of_both(tid, one, other), tid == crashed_tid, tools))
     return tuple(found)
+
+
+def longer(threads: Sequence[Merged], others: Sequence[Merged]) -> tuple[tuple[Merged, ...], bool]:
+    """Take from `others` each thread of which they know more, if it has no Python frames; tell if there was any."""
+    known = {one.thread.tid: one for one in threads}
+    better = {}
+    for one in others:
+        frames = known[one.thread.tid].thread.frames if one.thread.tid in known else ()
+        if _known(one.thread.frames) > _known(frames) and not any(frame.language == "python" for frame in frames):
+            better[one.thread.tid] = one
+    return tuple({**known, **better}.values()), bool(better)
 
 
 def interleave(loops: Sequence[Sequence[Frame]], native: Sequence[Frame]) -> tuple[tuple[Frame, ...], bool]:
@@ -138,6 +149,11 @@ def _of_both(tid: int, pystack: ThreadStack | None, gdb: ThreadStack | None) -> 
         return told
     frames, aligned = interleave(_loops(pystack.frames), gdb.frames)
     return replace(told, frames=shorten(frames), aligned=aligned) if aligned or not native else told
+
+
+def _known(frames: Sequence[Frame]) -> tuple[int, int]:
+    """Count frames, and those with a name."""
+    return len(frames), sum(one.function not in UNKNOWN for one in frames)
 
 
 def _native(frames: Iterable[Frame]) -> list[Frame]:

@@ -27,6 +27,8 @@ _MOST_S_FOR_LINES = 10
 
 def main(lines: type[Lines]) -> None:
     """Load pystack, hear what to read, and tell it."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    os.environ.pop("DEBUGINFOD_URLS", None)  # libdw would ask the network
     heard: list[str] = []
     hearing = threading.Thread(target=_hear, args=(heard,), daemon=True)
     hearing.start()
@@ -68,7 +70,7 @@ def _tell(engine: ModuleType, lines: type[Lines], kind: str, *where: str) -> Non
 
 
 def _parts(engine: ModuleType, lines: type[Lines], kind: str, where: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Give threads, then lines: whatever these cost or do to us, the threads have been told."""
+    """Give threads; of a core also lines, after them: whatever these cost or do to us, the threads have been told."""
     if kind == "process":
         yield _all(engine, kind, where)
         return
@@ -80,12 +82,12 @@ def _parts(engine: ModuleType, lines: type[Lines], kind: str, where: Sequence[st
         except Exception as error:  # noqa: BLE001 - whatever it is, who asks has the C frames
             errors.append(str(error))
     question = _question()
-    if question is None:
+    if question is None and kind == "core":
         yield _all(engine, kind, where)
         return
     yield _told(kind, threads, errors)
     signal.alarm(_MOST_S_FOR_LINES)  # debug information can be gigabytes
-    yield {"lines": _lines(lines, question)}
+    yield {"lines": _lines(lines, question or {})}
 
 
 def _question() -> dict[str, list[int]] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import time
 from bisect import bisect_right
 
 from distdiag.node import elf
@@ -22,15 +23,15 @@ if TYPE_CHECKING:
 
     from distdiag.node.core.image import Image
 
-_MOST_FRAMES = 2048  # more is endless recursion, which others follow faster
+_MOST_FRAMES, _MOST_S = 2048, 5  # more is endless recursion, or what others follow faster
 _WORD = struct.Struct("<Q")
 
 
 class Place:
     """Code that runs: `address` in `path`, as that was linked, in what begins at `begin`.
 
-    Where nobody knows what is there, `begin` is None; and `path` is "" where no file was mapped. `signal`: the kernel
-    put this frame there, to return from a signal handler.
+    Where a file changed or tells nothing, `begin` is None and `address` is that in memory; `path` is "" where no file
+    was mapped. `signal`: the kernel put this frame there, to return from a signal handler.
     """
 
     __slots__ = ("address", "begin", "path", "signal")
@@ -52,12 +53,17 @@ class Stack:
 def stacks(core: str, files: Sequence[notes.MappedFile], unlike: Container[str]) -> dict[int, Stack]:
     """Follow each thread as far as can be; `unlike`: files that are no longer what they were.
 
-    Raises NoRules if the core is unreadable, or of another machine than x86-64.
+    Raises NoRules if the core is unreadable, of another machine than x86-64, or has more than is followed in some time.
     """
+    late = time.monotonic() + _MOST_S
+    found: dict[int, Stack] = {}
     try:
         with opened(core) as image:
             following = _Following(image, files, unlike)
-            found = {tid: following.stack(registers) for tid, registers in notes.registers(image)}
+            for tid, registers in notes.registers(image):
+                found[tid] = following.stack(registers)
+                if time.monotonic() > late:
+                    raise NoRules
     except (NotACore, OSError, ValueError) as error:
         raise NoRules from error
     if not found:
@@ -97,10 +103,10 @@ class _Following:
             if rules.outermost:
                 return
             callers = rules.callers(registers, self._word)
-            if callframes.RETURN_ADDRESS not in callers:
+            pointer = callframes.STACK_POINTER
+            if callframes.RETURN_ADDRESS not in callers or pointer not in callers:
                 raise NoRules
             # The stack grows downwards, unless a signal has its own.
-            pointer = callframes.STACK_POINTER
             if not is_exact and callers[pointer] <= registers[pointer]:
                 raise NoRules
             registers = callers
