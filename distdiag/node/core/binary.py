@@ -55,19 +55,13 @@ class Binary:
                 return int(offset - begin + address)
         raise elf.Malformed
 
-    def begin_before(self, address: int) -> int | None:
-        """Tell where the last function begins that does so before `address`."""
+    def begin_before(self, address: int) -> tuple[int | None, bool]:
+        """Tell where the last function begins that does so before `address`, and whether another begins there."""
         with elf.File(self._path) as file:
             begins = _Begins(file, self._pairs_at, self._pairs)
             at = bisect_left(begins, address - self._base)
-            return begins[at - 1] + self._base if at else None
-
-    def begins(self, address: int) -> bool:
-        """Tell whether a function begins at `address`."""
-        with elf.File(self._path) as file:
-            begins = _Begins(file, self._pairs_at, self._pairs)
-            at = bisect_left(begins, address - self._base)
-            return at < len(begins) and begins[at] + self._base == address
+            another = at < len(begins) and begins[at] + self._base == address
+            return (begins[at - 1] + self._base if at else None), another
 
     def function(self, address: int) -> Function:
         """Give what is known of the function at an address; raises NoRules, too."""

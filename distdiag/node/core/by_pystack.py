@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from distdiag.node.core.cframes import Told
 
+_DIED = "pystack died of"
 _INLINED, _RETURN_OF_SIGNAL = " (inlined)", "__restore_rt"
 
 
@@ -179,7 +180,7 @@ def _untold(tid: int, frames: Sequence[Frame]) -> ThreadStack:
 def _may_do_better(stacks: Stacks) -> bool:
     """Tell whether to ask again: it died of what it was asked, or its Python frames do not fit our C frames."""
     if not stacks.threads:
-        return "died of" in stacks.error
+        return stacks.error.startswith(_DIED)
     return any(not one.aligned and any(f.language == "python" for f in one.frames) for one in stacks.threads)
 
 
@@ -197,7 +198,7 @@ def _why(done: run.Done, timeout_s: float, python: str) -> str:
     if done.timed_out:
         return f"pystack did not answer within {timeout_s:g} s"
     if done.status is not None and done.status < 0:
-        return f"pystack died of {run.signal_name(-done.status)}"
+        return f"{_DIED} {run.signal_name(-done.status)}"
     if len(done.stdout) >= run.MAX_OUTPUT_BYTES:
         return "pystack found stacks that are too deep to be handed over"
     words = (done.stderr.decode("utf-8", "replace").strip().splitlines() or [f"it ended with status {done.status}"])[-1]

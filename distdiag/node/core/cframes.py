@@ -39,7 +39,8 @@ class CFrames:
     def __init__(self, core: str, files: Sequence[MappedFile], unlike: Container[str]) -> None:
         self._stacks = unwinding.stacks(core, files, unlike)
         self.whole = all(one.whole for one in self._stacks.values())
-        self._names = dict(self._named())
+        self._names: dict[tuple[str, int], str] = {}
+        self._name_all()
         self.question = self._wanted()
 
     def frames(self, told: Told) -> dict[int, list[Frame]]:
@@ -54,15 +55,14 @@ class CFrames:
             for tid, stack in self._stacks.items()
         }
 
-    def _named(self) -> Iterator[tuple[tuple[str, int], str]]:
+    def _name_all(self) -> None:
         begins: dict[str, set[int]] = {}
         for place in self._places():
             if place.begin is not None:
                 begins.setdefault(place.path, set()).add(place.begin)
         for path, wanted in begins.items():
             try:
-                for begin, name in Binary(path).names(wanted).items():
-                    yield (path, begin), name
+                self._names.update(((path, begin), name) for begin, name in Binary(path).names(wanted).items())
             except (OSError, ValueError, elf.Malformed, struct.error):
                 self.whole = False  # others may know more of its symbols
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import struct
-from bisect import bisect_right
 
 from distdiag.node import elf, procs
 from distdiag.node.core import notes
@@ -24,8 +23,7 @@ class Functions:
     """The functions of the programs and libraries that a process has mapped, by address; each is looked up once."""
 
     def __init__(self, files: Sequence[notes.MappedFile]) -> None:
-        self._files = sorted(files, key=lambda one: one.start)
-        self._starts = [one.start for one in self._files]
+        self._mapped = notes.Mapped(files)
         self._binaries: dict[str, Binary] = {}
         self._names: dict[int, str] = {}
 
@@ -39,7 +37,7 @@ class Functions:
 
     def path(self, address: int) -> str:
         """Name the file that lay at an address; "" if none did."""
-        place = self._place(address)
+        place = self._mapped.at(address)
         return place.path if place else ""
 
     def before(self, address: int, name: str) -> str:
@@ -52,21 +50,17 @@ class Functions:
         return self._names[address]
 
     def _before(self, address: int, name: str) -> str:
-        place = self._place(address - 1)
+        place = self._mapped.at(address - 1)
         if place is None:
             return name
         if place.path not in self._binaries:
             self._binaries[place.path] = Binary(place.path)
         binary = self._binaries[place.path]
         there = binary.address(address - 1 - place.start + place.offset) + 1
-        begin = binary.begin_before(there)
-        if begin is None or not (name in UNKNOWN or binary.begins(there)):
+        begin, another_begins = binary.begin_before(there)
+        if begin is None or not (name in UNKNOWN or another_begins):
             return name
         return demangled(binary.names({begin}).get(begin, "")) or UNKNOWN[0]
-
-    def _place(self, address: int) -> notes.MappedFile | None:
-        at = bisect_right(self._starts, address) - 1
-        return self._files[at] if at >= 0 and address < self._files[at].end else None
 
 
 def demangled(name: str) -> str:

@@ -9,7 +9,7 @@ import ctypes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     Line = tuple[str, str, int]
     """Function, source file and line (empty and 0 if not known)."""
@@ -38,11 +38,12 @@ class _Attribute(ctypes.Structure):
 
 
 _Dies = ctypes.POINTER(_Die)
+_POINTERS = ("dwfl_begin", "dwfl_report_elf", "dwfl_module_getelf", "dwfl_module_getsrc")
+_ATTRIBUTES = ("dwarf_attr", "dwarf_attr_integrate")
+_TEXTS = ("dwfl_module_addrname", "dwfl_lineinfo", "dwarf_diename", "dwarf_formstring", "dwarf_filesrc")
 _RESULTS = {
-    **dict.fromkeys(("dwfl_begin", "dwfl_report_elf", "dwfl_module_getsrc", "dwarf_attr", "dwarf_attr_integrate")),
-    **dict.fromkeys(("dwfl_module_getelf", "__cxa_demangle"), ctypes.c_void_p),
-    **dict.fromkeys(("dwfl_module_addrname", "dwfl_lineinfo", "dwarf_diename", "dwarf_formstring"), ctypes.c_char_p),
-    "dwarf_filesrc": ctypes.c_char_p,
+    **dict.fromkeys((*_POINTERS, *_ATTRIBUTES), ctypes.c_void_p),
+    **dict.fromkeys((*_TEXTS, "__cxa_demangle"), ctypes.c_char_p),
     "dwfl_module_addrdie": _Dies,
 }
 
@@ -53,12 +54,11 @@ class Lines:
     def __init__(self, library: str) -> None:
         self._library = ctypes.CDLL(library)
         for name, kind in _RESULTS.items():
-            getattr(self._library, name).restype = kind or ctypes.c_void_p
+            getattr(self._library, name).restype = kind
         find = ctypes.cast(self._library.dwfl_standard_find_debuginfo, ctypes.c_void_p)
         address = ctypes.cast(self._library.dwfl_offline_section_address, ctypes.c_void_p)
         self._callbacks = _Callbacks(None, find, address, None)
-        self._demangle = self._library["__cxa_demangle"]
-        self._demangle.restype = ctypes.c_char_p
+        self._demangle = getattr(self._library, "__cxa_demangle")  # as an attribute its name would be mangled
 
     def of(self, path: str, addresses: Sequence[int]) -> list[list[Line]]:
         """Tell what is at addresses of a file, as it was linked; what was inlined comes before what it is in."""
@@ -111,7 +111,7 @@ class Lines:
             return unit, []
         return unit, self._list(lambda found: self._library.dwarf_getscopes_die(ctypes.byref(innermost[0]), found))
 
-    def _list(self, call) -> list[_Die]:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    def _list(self, call: Callable[[object], int]) -> list[_Die]:
         found = _Dies()
         count = call(ctypes.byref(found))
         if count <= 0:

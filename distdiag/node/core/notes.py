@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from distdiag.node import elf
@@ -17,7 +18,7 @@ from distdiag.node.core.image import OtherMachine as OtherMachine
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from distdiag.node.core.image import Core
 
@@ -60,6 +61,19 @@ class MappedFile:
     end: int
     offset: int
     path: str
+
+
+class Mapped:
+    """Mapped files by their addresses."""
+
+    def __init__(self, files: Sequence[MappedFile]) -> None:
+        self._files = sorted(files, key=lambda one: one.start)
+        self._starts = [one.start for one in self._files]
+
+    def at(self, address: int) -> MappedFile | None:
+        """Give the file that lay at an address."""
+        index = bisect_right(self._starts, address) - 1
+        return self._files[index] if index >= 0 and address < self._files[index].end else None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import struct
 import time
-from bisect import bisect_right
 
 from distdiag.node import elf
 from distdiag.node.core import callframes, notes
@@ -74,8 +73,7 @@ def stacks(core: str, files: Sequence[notes.MappedFile], unlike: Container[str])
 class _Following:
     def __init__(self, image: Image, files: Sequence[notes.MappedFile], unlike: Container[str]) -> None:
         self._image = image
-        self._files = sorted(files, key=lambda one: one.start)
-        self._starts = [one.start for one in self._files]
+        self._mapped = notes.Mapped(files)
         self._unlike = unlike
         self._binaries: dict[str, Binary] = {}
         self._known: dict[int, tuple[Place, callframes.Rules | None]] = {}
@@ -113,10 +111,9 @@ class _Following:
         raise NoRules
 
     def _look_up(self, at: int) -> tuple[Place, callframes.Rules | None]:
-        index = bisect_right(self._starts, at) - 1
-        if index < 0 or at >= self._files[index].end:
+        file = self._mapped.at(at)
+        if file is None:
             return Place("", at, None), None
-        file = self._files[index]
         place = Place(file.path, at, None)
         if file.path in self._unlike:
             return place, None
