@@ -302,6 +302,22 @@ def test_functions_are_named_by_their_symbols(built: Path, tmp_path: Path) -> No
     assert Binary(str(stripped)).function(at["hidden"] + 1).begin == at["hidden"]
 
 
+def test_a_symbol_four_gigabytes_away_gives_no_name(built: Path, tmp_path: Path) -> None:
+    at = symbols(built)
+    data = built.read_bytes()
+    # The value of a symbol comes before its size; "square" is global, which counts for more than "hidden".
+    own, far = struct.pack("<Q", at["square"]), struct.pack("<Q", at["hidden"] + (1 << 32))
+    found = elf.read(str(built))
+    assert found is not None
+    for table in (one for one in found.sections if one.name in (".symtab", ".dynsym")):
+        begin, end = table.offset, table.offset + table.size
+        assert own in data[begin:end]
+        data = data[:begin] + data[begin:end].replace(own, far) + data[end:]
+    path = tmp_path / "far.so"
+    path.write_bytes(data)
+    assert Binary(str(path)).names({at["hidden"], at["twice"]}) == {at[name]: name for name in ("hidden", "twice")}
+
+
 def test_a_damaged_library_is_refused_and_nothing_else_happens(built: Path, tmp_path: Path) -> None:
     whole, chance = built.read_bytes(), random.Random(7)
     found = elf.read(str(built))
