@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -72,6 +73,7 @@ def test_an_abort_in_a_thread_of_cpp_while_python_sleeps(tmp_path: Path) -> None
     assert core["crash_thread"]["tid"] != core["pid"]
     assert any("abort" in frame["function"] for frame in core["crash_thread"]["frames"])
     assert not python_frames(core)
+    assert result.findings["crash"]["title"].partition(" died by ")[2].startswith("SIGABRT in check_batch() ")
     main = next(thread for thread in core["threads"] if thread["tid"] == core["pid"])
     assert any(frame["language"] == "python" for frame in main["frames"])
 
@@ -80,6 +82,17 @@ def test_an_uncaught_exception_of_cpp_is_known(tmp_path: Path) -> None:
     result = core_bt(str(make_core("dies_by_cpp_exception", tmp_path, str(tmp_path))))
     assert only(result)["signature"], result.out
     assert "exception" in result.findings["crash"]["detail"].lower()
+    assert ", in C: open_shard(int) " in result.findings["crash"]["title"]
+
+
+def test_processes_that_aborted_in_different_functions_are_different_crashes(tmp_path: Path) -> None:
+    for folder, function in {"1": "load_batch", "2": "save_weights", "3": "load_batch"}.items():
+        (tmp_path / folder).mkdir()
+        make_core("dies_by_abort", tmp_path / folder, function)
+    titles = [finding["title"].partition(" pid ")[2] for finding in core_bt(str(tmp_path)).report["findings"]]
+    loading, saving = sorted(titles, key=lambda title: "save_weights" in title)
+    assert re.match(r"\d+\) and 1 more died by SIGABRT at load_batch dies_by_abort.py:8, in C: (os_)?abort", loading)
+    assert re.match(r"\d+\) died by SIGABRT at save_weights dies_by_abort.py:12, in C: (os_)?abort", saving)
 
 
 def test_a_stack_overflow(tmp_path: Path) -> None:
@@ -89,8 +102,10 @@ def test_a_stack_overflow(tmp_path: Path) -> None:
 
 
 def test_faulthandler_does_not_hide_the_crash(tmp_path: Path) -> None:
-    core = only(core_bt(str(make_core("dies_with_faulthandler", tmp_path))))
+    result = core_bt(str(make_core("dies_with_faulthandler", tmp_path)))
+    core = only(result)
     assert core["signal_name"] == "SIGSEGV"
+    assert "raise" not in result.findings["crash"]["title"]
     assert python_frames(core)
 
 

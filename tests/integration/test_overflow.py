@@ -26,7 +26,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks of each case wrote, and how they ended."""
     folder = tmp_path_factory.mktemp("pairs")
     command = [sys.executable, PROGRAM, "pairs", str(folder), *CASES, *HEALTHY, "ddp:evaluation"]
-    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=100, capture_output=True)
+    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=300, capture_output=True)
     return folder
 
 
@@ -34,7 +34,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_rank_overflows_and_all_end_alike_with_one_report(told: Path, case: str) -> None:
     ended = json.loads((told / "statuses").read_text())[case]
     assert ended["exit"] == [1, 1]
-    assert ended["seconds"] < 10
+    assert ended["seconds"] < 60  # Gloo waits for half an hour
     wrote = [(told / f"{case}.{rank}").read_text() for rank in range(2)]
     for text in wrote:
         assert f"OverflowDetected: DebugUnderflowOverflow: rank 1 ({os.uname().nodename.partition('.')[0]}), " in text

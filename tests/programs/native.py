@@ -9,12 +9,22 @@ import sys
 from pathlib import Path
 
 SOURCE = """
+#include <cstdio>
 #include <cstdlib>
 #include <stdexcept>
 #include <thread>
 
+// Not before: while it starts this thread, nobody knows its callers.
+void until_the_main_thread_sleeps() {
+    for (char state = 0; state != 'S';) {
+        FILE *told = std::fopen("/proc/self/stat", "r");
+        if (std::fscanf(told, "%*d %*s %c", &state) != 1) std::abort();
+        std::fclose(told);
+    }
+}
+
 void check_batch() { std::abort(); }
-void prefetch_batches() { check_batch(); }
+void prefetch_batches() { until_the_main_thread_sleeps(); check_batch(); }
 
 void open_shard(int number) { throw std::runtime_error("shard " + std::to_string(number) + " is not readable"); }
 void read_shards() noexcept { open_shard(7); }

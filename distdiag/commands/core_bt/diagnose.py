@@ -8,7 +8,7 @@ from distdiag.cluster.reached import host_findings, summary_of
 from distdiag.commands.core_bt import able
 from distdiag.commands.core_bt.model import COMMAND
 from distdiag.commands.core_bt.result import Core, CoreBt, Thread, Unread
-from distdiag.commands.core_bt.words import redacted, where, who
+from distdiag.commands.core_bt.words import frame_in_words, guilty, redacted, where, who
 from distdiag.knowledge import crashes
 from distdiag.node.core.merge import is_eval
 from distdiag.node.run import signal_name
@@ -138,8 +138,8 @@ def _crashes(request: Request, cores: Sequence[tuple[Core, Crash | None]]) -> li
     groups: dict[tuple[object, ...], list[tuple[Core, Crash | None]]] = {}
     for core, known in cores:
         if core.signal:
-            frames = core.crash_thread.frames[:_SAME_FRAMES] if core.crash_thread is not None else ()
-            same = (core.signal, core.signature, tuple((frame.function, frame.line) for frame in frames))
+            frames = tuple(frame_in_words(frame) for frame in guilty(core)[:_SAME_FRAMES])
+            same = (core.signal, core.signature, where(core), frames)
             groups.setdefault(same, []).append((core, known))
     ordered = sorted(groups.values(), key=lambda group: group[0][0].role == "consequence")
     return [_crash(request, group) for group in ordered]
@@ -147,7 +147,7 @@ def _crashes(request: Request, cores: Sequence[tuple[Core, Crash | None]]) -> li
 
 def _crash(request: Request, group: Sequence[tuple[Core, Crash | None]]) -> Finding:
     first, known = group[0]
-    others = f" and {len(group) - 1} more with the same stack" if len(group) > 1 else ""
+    others = f" and {len(group) - 1} more" if len(group) > 1 else ""
     place = where(first)
     consequence = known is not None and known.role == "consequence"
     return Finding(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from itertools import dropwhile
 from typing import TYPE_CHECKING
+
+from distdiag.node.core.frames import UNKNOWN
 
 if TYPE_CHECKING:
     from distdiag.commands.core_bt.result import Core
@@ -12,6 +15,16 @@ if TYPE_CHECKING:
 _SECRET = re.compile(r"(?i)([\w-]*(?:token|secret|passw|api[-_]?key|credential|auth)[\w-]*(?:=|\s+))(\S+)")
 _LIBRARY = re.compile(r"/lib/python3|/site-packages/|^<frozen ")
 _LIKELY_KEY = re.compile(r"\b(?:hf_|sk-|ghp_|AKIA|xox[bp]-)[\w-]{8,}")
+
+_SENDS = re.compile(r"_*(GI_*)?(pthread_kill\w*|raise|gsignal|t?g?kill)")
+_CARRIES_OUT = re.compile(
+    rf"{_SENDS.pattern}|(__GI_)?abort|faulthandler_fatal_error|<signal handler called>|(_*Py_)?[Ff]atal_?[Ee]rror\w*"
+    r"|__libc_(message|fatal)\w*|malloc_printerr"
+    r"|__assert\w*_fail\w*|__(fortify|stack_chk)_fail\w*|__chk_fail"
+    r"|std::terminate\b.*|__gnu_cxx::.*|__cxxabiv1::.*|__cxa_\w+|__gxx_\w+|_Unwind_\w+"
+)
+"""What the C library, C++ and Python do between what went wrong and the signal that ends the process for it."""
+_RUNTIME = re.compile(r"(libc|libstdc\+\+|libgcc_s|libc\+\+(abi)?|ld-musl-\w+)[.-]")
 
 
 def redacted(text: str) -> str:
@@ -38,8 +51,8 @@ def frame_in_words(frame: Frame) -> str:
 
 
 def where(core: Core) -> str:
-    """Say where it crashed: the innermost Python frame that is no library's, and the C function at the end."""
-    frames = core.crash_thread.frames if core.crash_thread is not None else ()
+    """Say where it crashed: the innermost Python frame that is no library's, and the C function where it went wrong."""
+    frames = _known(core)
     mine = [frame for frame in frames if frame.language == "python"]
     python = next((frame for frame in mine if not _LIBRARY.search(frame.file)), mine[0] if mine else None)
     inner = frames[0] if frames else None
@@ -47,3 +60,28 @@ def where(core: Core) -> str:
         return f"in {frame_in_words(inner)}" if inner is not None else ""
     below = "" if inner is python or inner is None else f", in C: {frame_in_words(inner)}"
     return f"at {frame_in_words(python)}{below}"
+
+
+def _known(core: Core) -> tuple[Frame, ...]:
+    """Give the frames from where it went wrong; where that has no name, from what it called."""
+    frames, found = core.crash_thread.frames if core.crash_thread is not None else (), guilty(core)
+    named = not found or found[0].function not in UNKNOWN or len(found) == len(frames)
+    return found if named else frames[len(frames) - len(found) - 1 :]
+
+
+def guilty(core: Core) -> tuple[Frame, ...]:
+    """Give the frames of the thread that crashed without the innermost, which only carry out what went wrong before."""
+    frames = core.crash_thread.frames if core.crash_thread is not None else ()
+    aborted = core.signal_name == "SIGABRT"
+    if not (frames and (aborted or _SENDS.fullmatch(frames[0].function.partition("@")[0]))):
+        return frames  # the kernel has sent it for what happened there
+    return tuple(dropwhile(lambda frame: _carries_out(frame, aborted=aborted), frames)) or frames
+
+
+def _carries_out(frame: Frame, *, aborted: bool) -> bool:
+    if frame.language != "c":
+        return False
+    if _CARRIES_OUT.fullmatch(frame.function.partition("@")[0]):
+        return True
+    # Of a library without its symbols.
+    return aborted and frame.function in UNKNOWN and bool(_RUNTIME.match(frame.module.rpartition("/")[2]))
