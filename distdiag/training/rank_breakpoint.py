@@ -139,6 +139,7 @@ def _wait(meeting: _Meeting, rank: int, held: Held, timeout_s: float) -> None:
     finally:
         if state != RELEASED:
             held.let_go()
+            hearer.end()
     if state == RELEASED:
         Watch(hearer, held, timeout_s)
 

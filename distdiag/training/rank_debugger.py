@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pdb
 
 from distdiag.training.rank_meeting import DONE, QUIT, RELEASED
@@ -38,7 +39,8 @@ class RankPdb(pdb.Pdb):
             raise
         finally:
             if self._said:
-                self.stdout.flush()
+                with contextlib.suppress(OSError, ValueError):
+                    self.stdout.flush()
                 self.leave(self._said)
 
     def leave(self, state: str) -> None:

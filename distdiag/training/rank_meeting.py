@@ -14,6 +14,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 
 from distdiag.node import procs
+from distdiag.training.rank_store import Asked, own
 from distdiag.training.whoami import host
 
 TYPE_CHECKING = False
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 BEAT_S = 1.0
 SILENCE_S = 10.0
 """After how many seconds without a beat a rank on another node is taken for dead."""
+_HEARD_S, _LOOK_S = 5.0, 0.02
+"""How long at most the last word waits until all who are there have heard it: it may be lost with the store."""
 
 STOPPED, RELEASED, DONE, QUIT = "stopped", "released", "done", "quit"
 """In the debugger; in it, but the others may go on; out of it, and all go on; out of it, and all are to stop."""
@@ -62,7 +65,8 @@ class Speaker:
     """The rank in the debugger. Its thread says every second that it is alive, until it has said its last word."""
 
     def __init__(self, store: Any, key: str, word: Word) -> None:  # noqa: ANN401 - torch's Store
-        self._store, self._key, self._word = store, key, word
+        # This process may be the keeper of the job's: until the last word was heard it is not given up.
+        self._jobs, self._store, self._key, self._word = store, own(store), key, word
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._tell()
@@ -73,6 +77,8 @@ class Speaker:
 
     def say(self, state: str, why: str = "") -> None:
         """Tell the others; after DONE or QUIT nothing is told any more."""
+        if os.getpid() != self._word.pid:  # forked, by who is in the debugger
+            return
         with self._lock:
             if self._over.is_set():
                 return
@@ -83,6 +89,15 @@ class Speaker:
             self._tell()
         if self._over.is_set():
             self._thread.join(2)
+            self._until_heard()
+
+    def _until_heard(self) -> None:
+        late = time.monotonic() + _HEARD_S
+        with contextlib.suppress(RuntimeError):
+            there = self._store.add(_there(self._key), 0)
+            while self._store.add(_heard(self._key), 0) < there and time.monotonic() < late:
+                time.sleep(_LOOK_S)
+        self._jobs = self._store = None
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_S):
@@ -101,9 +116,10 @@ class Hearer:
     """A rank that waits for the one in the debugger."""
 
     def __init__(self, store: Any, key: str, rank: int) -> None:  # noqa: ANN401 - torch's Store
-        self._store, self._key, self._rank = store, key, rank
+        self._key, self._rank = key, rank
         self._word: Word | None = None
         self._heard_at = time.monotonic()
+        self._asked = Asked(store, lambda own_store: own_store.add(_there(key), 1), self._look)
 
     def wait(self, timeout_s: float, pause_s: float) -> Word:
         """Wait until this rank may go on.
@@ -131,17 +147,20 @@ class Hearer:
 
     def hear(self) -> Word | None:
         """Read the newest word, None as long as there is none. Raises DebuggerQuit as `wait` does."""
+        waited = f"waited for {self._word or f'rank {self._rank}'} to leave the debugger, and the job's store"
         try:
-            text = self._store.get(self._key) if self._store.check([self._key]) else None
+            word: Word | None = self._asked.answer(SILENCE_S)
         except RuntimeError as error:
-            who = self._word or f"rank {self._rank}"
-            raise DebuggerQuit(
-                f"waited for {who} to leave the debugger, and the job's store is gone, with the rank or the launcher "
-                f"that kept it: {error}"
-            ) from None
-        if text is None:
+            raise DebuggerQuit(f"{waited} is gone, with the rank or the launcher that kept it: {error}") from None
+        except TimeoutError:
+            if self._word is None or not _is_seen(self._word):
+                raise DebuggerQuit(
+                    f"{waited} has given no answer for {SILENCE_S:g} s: the rank or the launcher that keeps it, or its "
+                    "node, is dead or stopped"
+                ) from None
+            word = self._word  # it may be stopped by whoever debugs it, and is looked at
+        if word is None:
             return None
-        word = Word(**json.loads(text))
         if word != self._word:
             self._word, self._heard_at = word, time.monotonic()
         if word.state == QUIT:
@@ -149,10 +168,23 @@ class Hearer:
         self._must_be_alive(word)
         return word
 
+    def end(self) -> None:
+        """Hear no more."""
+        self._asked.end()
+
+    def _look(self, store: Any) -> Word | None:  # noqa: ANN401 - torch's Store
+        """Read the newest word, in the thread that asks the store."""
+        if not store.check([self._key]):
+            return None
+        word = Word(**json.loads(store.get(self._key)))
+        if word.state in (DONE, QUIT):
+            store.add(_heard(self._key), 1)
+        return word
+
     def _must_be_alive(self, word: Word) -> None:
         if word.state == DONE:
             return
-        if word.space and word.space == _space():
+        if _is_seen(word):
             proc = procs.read(word.pid)
             if proc is None or proc.started != word.started or proc.state in "ZX":
                 raise DebuggerQuit(f"{word} died in the debugger at {word.place}")
@@ -185,11 +217,27 @@ class Watch:
             pass
         finally:
             self._held.let_go()
+            self._hearer.end()
             atexit.unregister(self._end)
 
     def _end(self) -> None:
         self._stop.set()
         self._thread.join(2)
+
+
+def _there(key: str) -> str:
+    """Name the count of the ranks that have begun to hear."""
+    return f"{key}/there"
+
+
+def _heard(key: str) -> str:
+    """Name the count of those that have heard the last word."""
+    return f"{key}/heard"
+
+
+def _is_seen(word: Word) -> bool:
+    """Tell whether the process that said it can be seen in /proc."""
+    return bool(word.space) and word.space == _space()
 
 
 def _space() -> str:

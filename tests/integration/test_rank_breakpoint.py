@@ -8,8 +8,10 @@ import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
 from typing import IO, TYPE_CHECKING, Any
 
@@ -17,6 +19,10 @@ import pexpect
 import pexpect.fdpexpect
 import pytest
 from jobs import PROGRAMS, free_port
+from support import wait_until
+
+from distdiag.node import procs
+from distdiag.training import rank_meeting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -217,6 +223,57 @@ def test_a_rank_killed_in_the_debugger_is_missed(ranks: Callable[..., Ranks], st
     assert re.search(r"ended by DebuggerQuit (rank 0 \(.* died in|waited for rank 0 .* store is gone)", job.own(1)[-1])
 
 
+@pytest.mark.parametrize("command", ["c", "q"])
+def test_the_last_word_is_heard_though_its_rank_takes_the_store_with_it(
+    ranks: Callable[..., Ranks], command: str
+) -> None:
+    job = ranks("leaves", store=f"127.0.0.1:{free_port()}", size=3)
+    job.command(command)
+    job.end()
+    last = {rank: job.own(rank)[-1] for rank in (1, 2)}
+    if command == "c":
+        assert set(last.values()) == {"ended well"}
+    else:
+        assert all(" quit the debugger at " in said for said in last.values())
+
+
+def test_who_keeps_the_store_and_answers_no_more_is_missed(ranks: Callable[..., Ranks]) -> None:
+    job = ranks("far_away", store=f"127.0.0.1:{free_port()}", exits=True)
+    job.at_prompt()
+    os.kill(job.pid(0), signal.SIGSTOP)
+    job.until("ended by DebuggerQuit waited for rank 0 .* has given no answer for 2.5 s")
+    # It ends, though one of its threads still waits in the store.
+    wait_until(lambda: (proc := procs.read(job.pid(1))) is None or proc.state == "Z", SOON_S, lambda: job.said)
+
+
+def test_a_rank_that_can_be_seen_may_be_stopped_for_long(ranks: Callable[..., Ranks]) -> None:
+    job = ranks("near", store=f"127.0.0.1:{free_port()}")
+    job.until(r":1\] heard")
+    if "(Pdb)" not in job.said:
+        job.at_prompt()
+    os.kill(job.pid(0), signal.SIGSTOP)
+    time.sleep(2)
+    os.kill(job.pid(0), signal.SIGCONT)
+    job.terminal.sendline("c")
+    job.end()
+    assert [job.own(rank)[-1] for rank in (0, 1)] == ["ended well"] * 2
+
+
+def test_a_word_is_said_while_the_job_waits_in_the_store(tmp_path: Path) -> None:
+    torch_distributed = pytest.importorskip("torch.distributed")
+    server = torch_distributed.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    jobs = server.clone()
+    speaker = rank_meeting.Speaker(jobs, "place", rank_meeting.first_word(0, "here"))
+    waits = threading.Thread(target=jobs.wait, args=(["never"],), daemon=True)
+    waits.start()
+    first = json.loads(server.get("place"))["beat"]
+    wait_until(lambda: json.loads(server.get("place"))["beat"] > first + 1, SOON_S, lambda: "no beat")
+    assert waits.is_alive()
+    server.set("never", "now")
+    waits.join(SOON_S)
+    speaker.say(rank_meeting.DONE)
+
+
 def test_a_rank_that_cannot_be_seen_is_missed_by_its_silence(ranks: Callable[..., Ranks]) -> None:
     job = ranks("far_away")
     job.at_prompt()
@@ -239,6 +296,19 @@ def test_without_a_terminal_one_connects_with_the_token(ranks: Callable[..., Ran
     job.end()
     for rank in (0, 1):
         assert job.own(rank)[-2:] == ["total 3.0 timeouts as before True", "ended well"]
+
+
+def test_a_connection_that_breaks_while_the_rank_runs_quits(ranks: Callable[..., Ranks]) -> None:
+    job = ranks("sleeps", as_terminal=False)
+    job.until(r"distdiag.training.connect (\S+) (\d+) (\w+)\s")
+    host, port, token = job.said.split("distdiag.training.connect ")[1].split()[:3]
+    with socket.create_connection((host, int(port)), timeout=SOON_S) as one:
+        one.sendall(f"{token}\nn\n".encode())
+        job.until("sleeping")
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, and no end
+    job.end()
+    assert job.own(0)[-1].startswith("ended by BdbQuit")
+    assert " quit the debugger at " in job.own(1)[-1]
 
 
 def test_without_a_terminal_and_a_socket_it_says_why(ranks: Callable[..., Ranks]) -> None:

@@ -47,6 +47,39 @@ def steps() -> None:
     printflock("total", total(), "timeouts as before", timeouts() == before)
 
 
+def near() -> None:
+    """Stop where the others see the process, and would soon miss one that they do not; they say when they hear it."""
+    rank_meeting.SILENCE_S = 0.5
+    hear = rank_meeting.Hearer.hear
+
+    def told(hearer: rank_meeting.Hearer) -> rank_meeting.Word | None:
+        word = hear(hearer)
+        if word is not None and not JOB.setdefault("heard", False):
+            JOB["heard"] = True
+            printflock("heard")
+        return word
+
+    rank_meeting.Hearer.hear = told  # type: ignore[assignment]
+    steps()
+
+
+def sleeps() -> None:
+    """Stop, and have a line that takes a second, and one after it."""
+    breakpoint(0, listen=True)
+    sleep()
+    printflock("slept")
+
+
+def sleep() -> None:
+    printflock("sleeping")
+    time.sleep(1)
+
+
+def leaves() -> None:
+    """Stop for a while; rank 0 ends right after it."""
+    breakpoint(0)
+
+
 def releases() -> None:
     """Stop, and step over a collective."""
     before = timeouts()

@@ -42,10 +42,12 @@ class ThreadStack:
 class Stacks:
     """What one tool read from one core or process in `seconds`.
 
-    `error` says why there are no threads or, beside threads, what makes them doubtful.
+    `error` says why there are no threads or, beside threads, what makes them doubtful. `cut_off`: the tool was ended
+    before it was done.
     """
 
     tool: str
     threads: tuple[ThreadStack, ...]
     error: str
     seconds: float
+    cut_off: bool = False
