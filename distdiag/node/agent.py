@@ -91,6 +91,8 @@ class _Inbox:
         heard = time.monotonic()
         rest = b""
         while True:
+            # Before the look: what came while we ourselves were held up has been said in time.
+            looked_at = time.monotonic()
             ready, _, _ = select.select([self._fd], [], [], None if self._silence_s is None else _ALIVE_S / 2)
             if ready:
                 try:
@@ -108,7 +110,7 @@ class _Inbox:
                     if order["do"] == "leave":
                         return  # the end that comes after it is no loss
             if self._silence_s is not None:
-                if time.monotonic() - heard > self._silence_s:
+                if looked_at - heard > self._silence_s:
                     self._die()
                 self._tell_that_we_live()
 

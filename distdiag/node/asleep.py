@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 PATIENCE_S = 0.2
 """How long one processor is waited for: one that is busy with a thread of real-time priority lets nobody else run."""
 
+_TRIES, _AT_ONCE_S = 3, 0.01
+
 
 def seconds(
     pid: int, tids: Iterable[int], clocks: dict[int, float], *, patience_s: float = PATIENCE_S
@@ -47,8 +49,15 @@ def _ahead_s(processor: int) -> float | None:
         os.sched_setaffinity(0, {processor})
     except OSError:
         return None
-    ran = _ran_at("/proc/thread-self")
-    return ran[1] - time.monotonic() if ran is not None and ran[0] == processor else None
+    ran, ahead_s = None, 0.0
+    for _ in range(_TRIES):
+        began = time.monotonic()
+        ran = _ran_at("/proc/thread-self")
+        now = time.monotonic()
+        ahead_s = ran[1] - now if ran is not None else 0.0
+        if now - began < _AT_ONCE_S:  # else something came between the two clocks
+            break
+    return ahead_s if ran is not None and ran[0] == processor else None
 
 
 def _ran_at(folder: str) -> tuple[int, float] | None:

@@ -9,13 +9,12 @@ the process was left as found.
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 from dataclasses import dataclass
 
 from distdiag.node import machine, patience, procs, resting, rights, run, tools
 from distdiag.node.capture import COUNTERS, MAIN, WHOLE, Capture, Counter, Frame, Thread, read_threads
+from distdiag.node.let_go import let_go
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ class _Before:
 
     def after(self, done: run.Done | None, look: Look, *, native: bool) -> Capture:
         """Judge what py-spy said."""
-        left_stopped = native and self._let_go()
+        left_stopped = native and self._let_go(cut_off=done is not None and done.cut_off)
         if done is None:
             return self.failed("failed", "py-spy could not be started", left_stopped=left_stopped)
         threads = _threads(done.stdout, {task.tid: task for task in self.tasks})
@@ -178,18 +177,9 @@ class _Before:
     def _standstill(self, tid: int) -> procs.Standstill:
         return procs.standstill(self.pid, tid, self._clocks)
 
-    def _let_go(self) -> bool:
-        """Let a process run again that is stopped now and was not before; tells whether that was needed."""
-        now = procs.read(self.pid)
-        if now is None or now.state != "T" or self.proc is None or self.proc.state in machine.STOPPED:
-            return False
-        if not self.may_be_paused or procs.tracer(self.pid) is not None:
-            return False
-        try:
-            os.kill(self.pid, signal.SIGCONT)
-        except OSError:
-            return True
-        return True
+    def _let_go(self, *, cut_off: bool) -> bool:
+        """Let a process run again that was not stopped before the look; tells whether it was found so."""
+        return self.may_be_paused and let_go(self.pid, may_come=cut_off)
 
     def _capture(
         self,

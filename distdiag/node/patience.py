@@ -75,7 +75,8 @@ class _Worker(threading.Thread):
     def abandon(self, patience_s: float) -> list[Any] | None:
         """Leave it to itself; gives the key it is at, or None if it has just gone on."""
         with self._lock:
-            if time.monotonic() - self.began <= patience_s or self.over.is_set():
+            # One that has no key yet was not even run so far: no piece of work is late for that.
+            if not self._current or time.monotonic() - self.began <= patience_s or self.over.is_set():
                 return None
             self._abandoned = True
             return self._current

@@ -283,7 +283,7 @@ class Ranks:
 
 def _who_has(port: int, error: OSError) -> dict[str, Any]:
     holder = machine.port_holder(port)
-    answer = rendezvous.who_answers("127.0.0.1", port, timeout_s=1.0) if holder and holder.listening else None
+    answer = rendezvous.who_answers("127.0.0.1", port, timeout_s=3.0) if holder and holder.listening else None
     return {
         "error": error.strerror or str(error),
         "listening": holder.listening if holder else None,

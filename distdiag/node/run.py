@@ -41,6 +41,11 @@ class Done:
     timed_out: bool
     elapsed_s: float
 
+    @property
+    def cut_off(self) -> bool:
+        """It did not end by itself."""
+        return self.timed_out or self.status is None or self.status < 0
+
 
 @dataclass(frozen=True)
 class Pipes:

@@ -120,13 +120,14 @@ class _Scan:
                     running.add(one)
             if not running:
                 continue
+            now = time.monotonic()  # before the look: if we are held up after it, nobody is late for that
             for key, _ in self._selector.select(0 if self._todo and len(running) < self._width else _LOOK_S):
                 one = key.data
                 one.go_on()
                 if one.is_over:
                     running.discard(one)
                     yield self._finished(one)
-            if (now := time.monotonic()) >= check_at:
+            if now >= check_at:
                 check_at = now + _LOOK_S
                 yield from self._late(running, now)
         self._selector.close()

@@ -49,3 +49,9 @@ def test_an_error_is_raised_where_the_work_was_asked_for() -> None:
 
 def test_nothing_to_do() -> None:
     assert patience.each([], str, patience_s=1) == ({}, [])
+
+
+def test_who_was_not_run_at_all_is_late_with_nothing() -> None:
+    worker = patience._Worker([1], abs, {})
+    worker.began -= 10
+    assert worker.abandon(0.2) is None

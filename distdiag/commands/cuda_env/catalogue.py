@@ -10,6 +10,7 @@ CHECKS = {
     "torch.import": "torch cannot be imported, or does not come back",
     "driver.present": "no driver, or none that this program or container can reach",
     "driver.hangs": "the driver does not answer",
+    "driver.unasked": "the driver could not be asked in time",
     "driver.init": "the driver does not start (cuInit)",
     "driver.userland-kernel": "the kernel's driver and its libraries are of different versions",
     "driver.min": "the driver is too old for torch's CUDA",

@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 from dataclasses import replace
 
 from distdiag.node import machine, procs, rights, run, tools
 from distdiag.node.core import merge
 from distdiag.node.core.frames import Frame, Stacks, ThreadStack
+from distdiag.node.let_go import let_go
 from distdiag.node.wire import printable
 
 TYPE_CHECKING = False
@@ -70,29 +70,38 @@ def of_core(core: str, executable: str, *, timeout_s: float, only_first: bool = 
 
 def of_process(pid: int, *, timeout_s: float) -> Stacks:
     """Read the C stacks of a live process, which is paused meanwhile; it is left as it was found."""
-    with left_as_found(pid) as hindrance:
-        if hindrance:
-            return Stacks("gdb", (), hindrance, 0.0)
+    with left_as_found(pid) as attaching:
+        if attaching.hindrance:
+            return Stacks("gdb", (), attaching.hindrance, 0.0)
         stacks = _ask(["-p", str(pid)], timeout_s)
+        attaching.is_over = not stacks.cut_off
     if "not permitted" in stacks.error:
         return replace(stacks, error=rights.why_unreadable(pid, stacks.error)[1])
     return stacks
 
 
+class Attaching:
+    """What a tool does to a process: `hindrance` says why it may not attach, "" if it may.
+
+    `is_over`: it has detached by itself, and was not ended before that.
+    """
+
+    def __init__(self, hindrance: str) -> None:
+        self.hindrance = hindrance
+        self.is_over = bool(hindrance)
+
+
 @contextlib.contextmanager
-def left_as_found(pid: int) -> Iterator[str]:
-    """Say why nobody may attach to a process ("" if one may), and let it run again if it is stopped afterwards."""
+def left_as_found(pid: int) -> Iterator[Attaching]:
+    """Let a process run again that a tool attached to, if that left it stopped."""
     before = procs.read(pid)
-    hindrance = _hindrance(pid, before)
+    attaching = Attaching(_hindrance(pid, before))
     try:
-        yield hindrance
+        yield attaching
     finally:
-        now = procs.read(pid)
         was_stopped = before is None or before.state in machine.STOPPED
-        # Whoever is killed while it attaches leaves the SIGSTOP of PTRACE_ATTACH behind.
-        if not hindrance and not was_stopped and now and now.state == "T" and procs.tracer(pid) is None:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGCONT)
+        if not attaching.hindrance and not was_stopped:
+            let_go(pid, may_come=not attaching.is_over)
 
 
 def parse(text: str) -> tuple[ThreadStack, ...]:
@@ -132,7 +141,7 @@ def _ask(target: Sequence[str], timeout_s: float, *, only_first: bool = False) -
     except run.CannotRun as error:
         return Stacks("gdb", (), str(error), 0.0)
     threads = parse(done.stdout.decode("utf-8", "replace"))
-    return Stacks("gdb", threads, _why(done, bool(threads), timeout_s), done.elapsed_s)
+    return Stacks("gdb", threads, _why(done, bool(threads), timeout_s), done.elapsed_s, cut_off=done.cut_off)
 
 
 def _each(option: str, words: Sequence[str]) -> list[str]:

@@ -121,14 +121,15 @@ def of_core(core: str, executable: str, *, timeout_s: float, python: str = "") -
 def of_process(pid: int, *, timeout_s: float, python: str = "") -> Stacks:
     """Read all threads of a live process, which is paused meanwhile; it is left as it was found."""
     python = python or sys.executable
-    with by_gdb.left_as_found(pid) as hindrance:
-        if hindrance:
-            return Stacks("pystack", (), hindrance, 0.0)
+    with by_gdb.left_as_found(pid) as attaching:
+        if attaching.hindrance:
+            return Stacks("pystack", (), attaching.hindrance, 0.0)
         try:
             asked = Asked(["process", str(pid)], python)
         except run.CannotRun as error:
             return Stacks("pystack", (), str(error), 0.0)
         stacks = _stacks(asked, Functions.of_process(pid), timeout_s, python)
+        attaching.is_over = not stacks.cut_off
     if "not permitted" in stacks.error:
         return replace(stacks, error=rights.why_unreadable(pid, stacks.error)[1])
     return stacks
@@ -139,8 +140,8 @@ def _stacks(asked: Asked, functions: Functions, timeout_s: float, python: str, o
     try:
         threads, error_said = parse(done.stdout.decode("utf-8", "replace"), functions, ours)
     except (ValueError, KeyError, TypeError, IndexError):  # it ended before it had said all
-        return Stacks("pystack", (), _why(done, timeout_s, python), done.elapsed_s)
-    return Stacks("pystack", threads, error_said, done.elapsed_s)
+        return Stacks("pystack", (), _why(done, timeout_s, python), done.elapsed_s, cut_off=done.cut_off)
+    return Stacks("pystack", threads, error_said, done.elapsed_s, cut_off=done.cut_off)
 
 
 def parse(text: str, functions: Functions, ours: CFrames | None = None) -> tuple[tuple[ThreadStack, ...], str]:

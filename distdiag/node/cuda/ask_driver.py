@@ -95,6 +95,7 @@ def ask_driver(cuda: ctypes.CDLL) -> None:
 
 
 if __name__ == "__main__":
+    say(about="begun")
     if (_nvml := load("libnvidia-ml.so.1", "nvml")) is not None:
         ask_management(_nvml)
     if (_cuda := load("libcuda.so.1", "cuda")) is not None:

@@ -40,6 +40,7 @@ class Answer:
     """What the driver's libraries said. A status is None if it was not asked or did not come back.
 
     `cuda_version` as cuDriverGetVersion gives it (12080 for 12.8). `stuck` names the call that did not come back.
+    `unasked`: the program that asks did not even begin in time.
     """
 
     nvml_path: str = ""
@@ -52,6 +53,7 @@ class Answer:
     cuda_status: int | None = None
     cuda_count: int | None = None
     stuck: str = ""
+    unasked: bool = False
     died: str = ""
     lost: tuple[int, ...] = ()
     """GPUs that NVML counts and cannot open, by index."""
@@ -143,7 +145,8 @@ def _read_answer(said: list[dict[str, Any]], done: run.Done) -> Answer:
         cuda_version=last.get("cuda-version", {}).get("version"),
         cuda_status=last.get("cuda-init", {}).get("status"),
         cuda_count=last.get("cuda-init", {}).get("count"),
-        stuck=_call_after(said) if done.timed_out and not over else "",
+        stuck=_call_after(said) if done.timed_out and said and not over else "",
+        unasked=done.timed_out and not said,
         died="" if over or done.timed_out else how_it_died(done),
         lost=tuple(one["index"] for one in said if one["about"] == "nvml-gpu" and one["status"] != 0),
         present=tuple(_gpu(one) for one in said if one["about"] == "nvml-gpu" and one["status"] == 0),
@@ -158,9 +161,9 @@ def _gpu(told: dict[str, Any]) -> Gpu:
 
 def _call_after(said: list[dict[str, Any]]) -> str:
     """Name the call that the driver did not answer, by what was said last."""
-    last = said[-1]["about"] if said else ""
+    last = said[-1]["about"]
     calls = {
-        "": "loading libnvidia-ml.so.1",
+        "begun": "loading libnvidia-ml.so.1",
         "nvml": "nvmlInit",
         "cuda": "cuDriverGetVersion",
         "cuda-init-began": "cuInit",

@@ -31,9 +31,9 @@ def about_driver(facts: CudaFacts) -> Section:
     newest = driver_cuda(facts)
     line = f"{found or 'libcuda is there'} (CUDA <= {newest})" if newest else "none"
     details = tuple(filter(None, (driver.kernel_file, driver.library_path, answer.nvml_path)))
-    if not newest or answer.cuda_error or answer.stuck or answer.died:
+    if not newest or answer.cuda_error or answer.stuck or answer.unasked or answer.died:
         line = line if newest and not answer.cuda_error else "none that can be used" if newest else "none"
-        problem = _hangs(facts) if answer.stuck or answer.died else _absent(facts)
+        problem = _hangs(facts) if answer.stuck or answer.unasked or answer.died else _absent(facts)
         return Section(name="Driver", line=line, problems=(problem,), details=details)
     problems = [
         one for one in (_stub(facts), _parts(facts), _compat(facts), _init(facts), _age(facts), _wsl(facts)) if one
@@ -49,6 +49,14 @@ def _fail(id_: str, title: str, **rest: object) -> Problem:
 
 def _hangs(facts: CudaFacts) -> Problem:
     answer = facts.driver.answer
+    if answer.unasked:
+        return Problem(
+            id="driver.unasked",
+            goals=RUN,
+            level=Level.UNKNOWN,
+            title="the driver could not be asked: a Python for that did not begin in time",
+            fix="see what keeps this machine busy, or its file system; then ask again, with a longer --timeout",
+        )
     if answer.died:
         return _fail(
             "driver.present",

@@ -161,6 +161,7 @@ class _Strace:
         self.kept = os.path.join(ask["folder"], ask["names"][str(pid)]) if ask["folder"] else ""
         self.log = private_file(self.kept)
         self.words = b""
+        self.said_all = threading.Event()
         self.cut = False
         self.began_s = self.ended_s = time.time()
         path = f"/proc/{os.getpid()}/fd/{self.log.fileno()}"
@@ -208,9 +209,8 @@ class _Tracer:
             if one.is_attached:
                 one.began_s = one.ended_s = time.time()
             else:
-                time.sleep(_SETTLE_S)  # its last words may be on their way
-                self.refused[pid] = _refusal(one.words)
                 self._drop(self.straces.pop(pid))
+                self.refused[pid] = _refusal(one.words)
 
     def end(self) -> list[_Strace]:
         """Detach all, by force if they do not; gives them."""
@@ -231,6 +231,7 @@ class _Tracer:
 
     def _drop(self, one: _Strace) -> None:
         run.end_group(one.process)
+        one.said_all.wait(_DETACH_S)
         one.log.close()
         if one.kept:
             with contextlib.suppress(OSError):
@@ -247,6 +248,7 @@ class _Tracer:
                     data = os.read(key.fd, 65536)
                     key.data.words = (key.data.words + data)[:_MAX_WORDS]
                     if not data:
+                        key.data.said_all.set()
                         selector.unregister(key.fd)
                         os.close(key.fd)
                 self._watch_size()
