@@ -231,9 +231,12 @@ class Rank:
             self.store.set("agreed", json.dumps(differing))
         else:
             differing = json.loads(self.store.get("agreed"))
+            self.store.set(f"told/{self.rank}", "")
         if differing:
             if self.rank == 0:
                 self.trouble("mismatch", differing=differing, planned=planned)
+                # With this rank the store goes, and the others would end by that.
+                self.store.wait([f"told/{rank}" for rank in range(1, self.world_size)])
             self.progress.step("held back: the ranks do not agree", waiting=True, held=True)
             raise Stop
         self.progress.step("all ranks agree")
