@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PROGRAMS = Path(__file__).with_name("programs")
 
 
-_ports = itertools.count()
+_ports = itertools.count(step=2)  # waits_on_another_rank takes the port after its own, too
 
 
 def free_port() -> int:
@@ -109,6 +109,11 @@ class Job:
             lambda: f"not ready: {wanted - self._ready()}; they said: {self._said()}",
         )
 
+    def wait_still(self, names: Iterable[object] | None = None) -> None:
+        """Wait until a job that is to hang does: that they are there, its ranks say a moment before they are stuck."""
+        self.wait_ready(names)
+        wait_still(self.folder)
+
     def look(self, *arguments: str, wrap: tuple[str, ...] = (), env: Mapping[str, str] | None = None) -> Result:
         """Run pyspy-all on this job alone."""
         return distdiag("pyspy-all", "--json", "--job", self.name, *arguments, wrap=wrap, env=dict(env or {}))
@@ -145,6 +150,28 @@ class Job:
                 stderr=log,
                 start_new_session=True,
             )
+
+
+def wait_still(folder: Path) -> None:
+    """Wait until no main thread of the job in this folder has run for 0.2 s, nor waits (in R) for a processor."""
+
+    def still() -> bool:
+        before = _turns(folder)
+        time.sleep(0.2)
+        return before == _turns(folder) and not any("State:\tR" in text for text in before.values())
+
+    wait_until(still, 60, lambda: f"they go on: {_turns(folder)}")
+
+
+def _turns(folder: Path) -> dict[str, str]:
+    """Read the state of the main threads of all processes of a job, and how often each has had its turn."""
+    mark, found = f"JOB_FOLDER={folder}\0".encode(), {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark in (process / "environ").read_bytes():
+                told = (process / "status").read_text().splitlines()
+                found[process.name] = "; ".join(line for line in told if "ctxt_switches" in line or "State" in line)
+    return found
 
 
 def _end_group(leader: int) -> None:

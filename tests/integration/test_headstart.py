@@ -45,12 +45,15 @@ def test_what_was_begun_is_what_works(words: tuple[str, ...], tmp_path: Path) ->
     need("strace")
     with subprocess.Popen(["sleep", "600"]) as sleeper:
         target = [str(sleeper.pid)] if words[-1] == "fds" else ["--pid", str(sleeper.pid)]
-        log = tmp_path / "log"
-        watched = ["strace", "-f", "-qq", "-e", "trace=execve", "-o", str(log)]
-        done = distdiag(*words, *target, "--json", wrap=tuple(watched))
-        sleeper.kill()
+        # A file for each process: in a common one, a line of another may come into the middle of a line.
+        watched = ["strace", "-ff", "-qq", "-e", "trace=execve", "-o", str(tmp_path / "log")]
+        try:
+            done = distdiag(*words, *target, "--json", wrap=tuple(watched))
+        finally:
+            sleeper.kill()
     assert str(sleeper.pid) in done.out
-    agents = [line for line in log.read_text().splitlines() if '"distdiag-agent"' in line and line.endswith("= 0")]
+    lines = [line for log in tmp_path.glob("log.*") for line in log.read_text().splitlines()]
+    agents = [line for line in lines if '"distdiag-agent"' in line and line.endswith("= 0")]
     assert len(agents) == 1
     # START is given a length in this place.
     assert '"distdiag.commands.' in agents[0]
@@ -76,15 +79,16 @@ def test_whoever_ends_us_while_we_load_leaves_nothing(number: signal.Signals) ->
 
 
 def test_an_early_end_is_told_as_that_of_the_command() -> None:
-    told = 0
-    for after_s in (0.03, 0.05, 0.07, 0.09, 0.11, 0.15, 0.2, 0.3, 0.4):
+    told, after_s = 0, 0.03
+    while after_s < 0.4 or (not told and after_s < 10):  # a busy machine takes longer until the command is there
         run = Running("trace", "blocked", "--json")
         time.sleep(after_s)
         run.process.send_signal(signal.SIGTERM)
         done = run.finish()
         if done.out:  # before that it is Python that loads
-            told += 1
+            told += done.code == 130
             assert (done.report["command"], done.report["exit_code"]) == ("trace blocked", done.code)
+        after_s *= 1.3
     assert told
 
 

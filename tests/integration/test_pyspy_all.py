@@ -24,7 +24,7 @@ def groups(result: Result) -> dict[tuple[int, ...], str]:
 
 def test_the_rank_that_is_not_in_the_collective_is_named_with_its_line(tmp_path: Path) -> None:
     with Job("hangs_in_load_batch", 4) as job:
-        job.wait_ready()
+        job.wait_still()
         pids = [job.pid(rank) for rank in range(4)]
         before = states(pids)
         page, kept = tmp_path / "page.html", tmp_path / "kept"
@@ -87,7 +87,7 @@ def assert_same_from_py_spy(folder: Path, pids: list[int]) -> None:
 
 def test_a_rank_that_left_is_named_though_a_child_of_it_lives_on() -> None:
     with Job("exits_early", 4, forked=True) as job:
-        job.wait_ready()
+        job.wait_still()
         job.wait_ended(1)
         result = job.look(*SOON)
         assert result.code == 1
@@ -98,7 +98,7 @@ def test_a_rank_that_left_is_named_though_a_child_of_it_lives_on() -> None:
 
 def test_ranks_in_another_collective_are_named() -> None:
     with Job("other_collective", 4, forked=True) as job:
-        job.wait_ready()
+        job.wait_still()
         result = job.look(*SOON)
         assert result.code == 1
         assert odd(result) == [([2], "log_metrics")]
@@ -112,8 +112,8 @@ def test_where_all_wait_at_one_line_the_loop_counters_tell() -> None:
         Job("counters_differ", 4, forked=True) as job,
         Job("counters_differ", 3, env={"EQUAL": "1"}, forked=True) as equal,
     ):
-        job.wait_ready()
-        equal.wait_ready()
+        job.wait_still()
+        equal.wait_still()
         result = job.look(*SOON)
         assert (result.code, odd(result)) == (1, [([2], "train")])
         assert "is behind: step 1, ranks 0-1,3 step 2" in result.findings["least-progress"]["title"]
@@ -126,9 +126,10 @@ def test_where_all_wait_at_one_line_the_loop_counters_tell() -> None:
 
 
 def test_pipeline_stages_stand_at_different_places_rightly() -> None:
-    with Job("pipeline_saves", 4, forked=True) as job:
-        os.mkfifo(job.folder / "full")
-        job.wait_ready()
+    job = Job("pipeline_saves", 4, forked=True)
+    os.mkfifo(job.folder / "full")
+    with job:
+        job.wait_still()
         result = job.look(*SOON)
         assert (result.code, odd(result)) == (1, [([2], "save_state")])
         assert result.report["data"]["odd"][0]["class"] == "checkpoint"
@@ -143,7 +144,7 @@ def test_pipeline_stages_stand_at_different_places_rightly() -> None:
 
 def test_ranks_in_backward_wait_there_for_the_one_that_is_not() -> None:
     with Job("waits_in_backward", 2, forked=True) as job:
-        job.wait_ready()
+        job.wait_still()
         result = job.look(*SOON)
         assert (result.code, odd(result)) == (1, [([1], "validate")])
         assert "rank 0 waits inside `backward` called from `train`" in result.report["summary"]

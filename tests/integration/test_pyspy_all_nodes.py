@@ -9,7 +9,7 @@ import pytest
 from cluster import Network, need_network
 from cluster_slurm import Slurm, need_slurm
 from cluster_ssh import SSHD, serve_ssh
-from jobs import PROGRAMS, odd
+from jobs import PROGRAMS, odd, wait_still
 from support import distdiag, need, wait_until
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ def wait_ready(folder: Path, ranks: int) -> None:
         return {f"ready-{rank}" for rank in range(ranks)} - {path.name for path in folder.glob("ready-*")}
 
     wait_until(lambda: not missing(), 60, lambda: f"not ready: {missing()}")
+    wait_still(folder)
 
 
 def test_a_job_on_three_nodes_over_ssh(tmp_path: Path) -> None:

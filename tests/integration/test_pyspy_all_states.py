@@ -6,28 +6,33 @@ import os
 import signal
 import subprocess
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 from jobs import Job, states, wait_for_state
 from support import distdiag, need, wait_until
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 TIMEOUT_S = 3.0
 
 
-def test_stopped_blocked_traced_dead_and_foreign_ranks_are_reported_in_time_and_left_alone() -> None:
+def test_stopped_blocked_traced_dead_and_foreign_ranks_are_reported_in_time_and_left_alone(tmp_path: Path) -> None:
     need("strace")
     how = {1: {"HOW": "vfork"}, 5: {"HOW": "not-python"}}
+    log = tmp_path / "log"
     with Job("stands_still", 6, rank_env=how, wrap=("sh", "-c", _MAYBE_PYTHON, "sh")) as job:
-        job.wait_ready()
+        job.wait_still()
         os.kill(job.pid(0), signal.SIGSTOP)
         os.kill(job.pid(3), signal.SIGKILL)
-        with subprocess.Popen(
-            ["strace", "-o", "/dev/null", "-p", str(job.pid(2))], stderr=subprocess.DEVNULL
-        ) as strace:
+        with subprocess.Popen(["strace", "-o", log, "-p", str(job.pid(2))], stderr=subprocess.DEVNULL) as strace:
             try:
-                for rank, letter in ((0, "T"), (1, "D"), (3, "Z")):
+                # It is traced before it may go on; and then it is back in its call, which strace notes.
+                wait_until(lambda: log.exists() and log.stat().st_size > 0, 20, lambda: "strace does not attach")
+                for rank, letter in ((0, "T"), (1, "D"), (2, "S"), (3, "Z")):
                     wait_for_state(job.pid(rank), letter)
-                wait_until(lambda: _tracer(job.pid(2)) == strace.pid, 10, lambda: "strace does not attach")
+                assert _tracer(job.pid(2)) == strace.pid
                 pids = [job.pid(rank) for rank in range(6)]
                 before = states(pids)
                 began = time.monotonic()
@@ -60,7 +65,7 @@ def test_without_the_right_to_read_it_is_said_which_and_how_to_get_it() -> None:
     need("setpriv")
     without = ("setpriv", "--bounding-set", "-sys_ptrace")
     with Job("stands_still", 3, rank_env={1: {"HOW": "other-user"}}, wrap=without) as job:
-        job.wait_ready()
+        job.wait_still()
         result = job.look("--interval", "0.1", wrap=without)
     assert result.code == 3
     found = result.findings["unreadable"]
@@ -73,7 +78,7 @@ def test_without_the_right_to_read_it_is_said_which_and_how_to_get_it() -> None:
 
 def test_a_wrapper_around_python_is_seen_through() -> None:
     with Job("stands_still", 2, wrap=("sh", "-c", 'sleep 600 & "$@" & wait', "sh")) as job:
-        job.wait_ready()
+        job.wait_still()
         result = job.look("--samples", "1")
     frames = [row["threads"][0]["frames"][0]["function"] for row in result.report["data"]["processes"]]
     assert frames == ["load_batch"] * 2

@@ -94,11 +94,15 @@ class Ranks:
 @pytest.fixture(scope="module")
 def torch_at_hand() -> Iterator[IO[str]]:
     """A process that has imported torch, and forks jobs."""
-    process = subprocess.Popen([sys.executable, PROGRAM], stdin=subprocess.PIPE, text=True)
-    assert process.stdin is not None
-    yield process.stdin
-    process.stdin.close()
-    assert process.wait(10) == 0
+    with subprocess.Popen(
+        [sys.executable, PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process.stdin
+        process.stdin.close()
+        assert process.wait(60) == 0
 
 
 @pytest.fixture
@@ -175,6 +179,8 @@ def test_released_ranks_meet_in_the_collective_and_have_their_timeouts_back(rank
     job.command("n")
     job.command("p 'sum', added")
     assert "'sum', 3.0" in job.at_prompt()
+    if ":1] added" not in job.said:
+        job.until(r":1\] added ")  # when rank 0 goes on, rank 1 has its timeouts back
     job.terminal.sendline("c")
     job.end()
     assert "added 3.0 with timeouts [100.0, 100.0]" in job.own(1)
@@ -195,7 +201,7 @@ def test_a_debugger_with_breakpoints_is_left_when_the_program_ends(ranks: Callab
 
 def test_the_others_do_not_wait_for_ever(ranks: Callable[..., Ranks]) -> None:
     job = ranks("impatient")
-    job.at_prompt()
+    job.command("dist.distributed_c10d._get_default_store().set('come', '')")
     job.until("DebuggerQuit rank 0 .* is still in the debugger at .* after 1 s, and is not waited for any longer True")
     job.terminal.sendline("c")
     assert "ended well" in job.end()
@@ -283,7 +289,7 @@ def test_a_rank_that_cannot_be_seen_is_missed_by_its_silence(ranks: Callable[...
 
 def test_without_a_terminal_one_connects_with_the_token(ranks: Callable[..., Ranks]) -> None:
     job = ranks("steps", as_terminal=False)
-    job.until(r"distdiag.training.connect (\S+) (\d+) (\w+)")
+    job.until(r"distdiag.training.connect (\S+) (\d+) (\w+)\s")
     line = job.said.splitlines()[-1]
     assert f"stopped at {STEPS_AT}" in line
     command = line.partition("): ")[2].split()

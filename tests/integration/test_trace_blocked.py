@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from cluster import Network, need_network
 from cluster_ssh import SSHD, serve_ssh
-from jobs import PROGRAMS, Job, states, wait_for_state
+from jobs import PROGRAMS, Job, free_port, states, wait_for_state
 from support import PROGRAM, distdiag, need, wait_until
 
 from distdiag.node.blocked import blocked
@@ -220,15 +220,16 @@ def test_rank_0_that_started_the_others_has_not_ended() -> None:
         f"    own = subprocess.Popen([sys.executable, '-c', {rank!r}], env=env)\n"
         "own.wait()\n"
     )
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29613"}
+    port = free_port()
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with subprocess.Popen(
         [sys.executable, "-c", first], env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         try:
             assert process.stdout is not None
             assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
-            blocked = distdiag("trace", "blocked", "--json", "--job", "127.0.0.1:29613")
-            result = distdiag("pyspy-all", "--json", "--job", "127.0.0.1:29613")
+            blocked = distdiag("trace", "blocked", "--json", "--job", f"127.0.0.1:{port}")
+            result = distdiag("pyspy-all", "--json", "--job", f"127.0.0.1:{port}")
         finally:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.pid in [one["pid"] for one in blocked.report["data"]["threads"]]

@@ -313,7 +313,7 @@ def test_the_odd_rank_of_a_job_that_was_killed_and_of_one_that_hangs(tmp_path: P
     source = (PROGRAMS / "hangs_by_line.py").read_text().splitlines()
     late, waits = (next(n for n, line in enumerate(source, 1) if f"# {mark}" in line) for mark in ("LATE", "WAITS"))
     with Job("hangs_by_line", 2, wrap=(PROGRAM, "trace", "py", "--dir", str(tmp_path), "--")) as job:
-        job.wait_ready()
+        job.wait_still()
         time.sleep(2.5)  # lines are young for two seconds, and a job with young lines goes on
         live = show(str(tmp_path))
         assert live.report["data"]["odd"] == [1]

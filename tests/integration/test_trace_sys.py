@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from jobs import Job
+from jobs import Job, states
 from support import PROGRAM, Running, distdiag, need, wait_until
 
 from distdiag.node import procs
@@ -38,7 +38,7 @@ def pair() -> Iterator[Job]:
     """Rank 0 waits in recv() for rank 1, which sleeps."""
     need("strace")
     with Job("waits_on_another_rank", 2, env={"HOW": "sleep"}) as job:
-        job.wait_ready()
+        job.wait_still()
         yield job
 
 
@@ -59,7 +59,8 @@ def count(job: Job) -> int:
 
 
 def as_it_was(job: Job) -> list[tuple[str, int | None]]:
-    return [(procs.read(one.pid).state, procs.tracer(one.pid)) for one in job.processes]  # type: ignore[union-attr]
+    pids = [one.pid for one in job.processes]
+    return [(letter, procs.tracer(pid)) for pid, letter in states(pids).items()]
 
 
 def test_who_is_blocked_on_whom_is_told_and_nobody_notices(pair: Job, tmp_path: Path) -> None:

@@ -53,14 +53,17 @@ def prints() -> None:
 
 
 def threads() -> None:
-    done = threading.Event()
+    done, tids = threading.Event(), []
 
     def raw() -> None:
         count(3)
+        tids.append(_thread.get_native_id())
         done.set()
 
     _thread.start_new_thread(raw, ())
     done.wait()
+    while os.path.exists(f"/proc/self/task/{tids[0]}"):  # nobody can join it
+        time.sleep(0.001)
     for number in range(6):
         thread = threading.Thread(target=count, args=(number,), name=f"counts {number}")
         thread.start()
@@ -123,8 +126,8 @@ def is_interrupted() -> None:
 
     signal.signal(signal.SIGALRM, late)
     for _ in range(20):
-        signal.setitimer(signal.ITIMER_REAL, 0.02)
         try:
+            signal.setitimer(signal.ITIMER_REAL, 0.02)
             while True:
                 count(10)
         except Late:

@@ -104,8 +104,10 @@ def quiet_twice() -> None:
 
 
 def impatient() -> None:
-    """Stop for longer than the others wait."""
+    """Stop for longer than the others wait; they come when rank 0, at its prompt, has told them to."""
     before = timeouts()
+    if dist.get_rank() == 1:
+        dist.distributed_c10d._get_default_store().wait(["come"])
     try:
         breakpoint(0, timeout_s=1)
     except RuntimeError as error:
@@ -175,6 +177,7 @@ def end() -> None:
 
 
 if __name__ == "__main__":
+    print("ready", flush=True)
     for line in sys.stdin:
         JOB = json.loads(line)
         if not os.fork():
