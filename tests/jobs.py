@@ -72,13 +72,13 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for path in self.folder.glob("pid-*"):
-            _end_group(int(path.read_text()))
+        self._end_ranks()
         for process in self.processes:
             if self._forked:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(5)  # it leaves when its ranks have
             _end_group(process.pid)
+        self._end_ranks()  # again, those who were being made
         for process in self.processes:
             process.wait(20)
         self._folder.cleanup()
@@ -117,6 +117,12 @@ class Job:
     def look(self, *arguments: str, wrap: tuple[str, ...] = (), env: Mapping[str, str] | None = None) -> Result:
         """Run pyspy-all on this job alone."""
         return distdiag("pyspy-all", "--json", "--job", self.name, *arguments, wrap=wrap, env=dict(env or {}))
+
+    def _end_ranks(self) -> None:
+        for path in self.folder.glob("pid-*"):
+            with contextlib.suppress(OSError, ValueError):  # without its number: the others are to end all the same
+                _end_group(int(path.read_text()))
+                path.unlink()
 
     def _said(self) -> dict[str, str]:
         return {path.name: path.read_text(errors="replace")[-2000:] for path in self.folder.glob("stderr-*")}

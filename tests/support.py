@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 PROGRAM = str(Path(sys.executable).with_name("distdiag"))
 _MARK = "DISTDIAG_TEST_RUN"
+_running: list[Running] = []
+"""Those that were started and are not closed yet."""
 
 
 def need(*tools: str) -> None:
@@ -92,6 +94,7 @@ class Running:
             text=True,
             start_new_session=True,
         )
+        _running.append(self)
         self.told_at: list[tuple[float, str]] = []
         self._news = threading.Condition()
         self._over = False
@@ -126,11 +129,10 @@ class Running:
             ended = time.monotonic()
             with self._news:
                 self._news.wait_for(lambda: self._over, 10)
-            wait_until(lambda: not self.left_behind(), 3, lambda: f"left behind: {self.left_behind()}")
+            # That it is 3 s is for tests that are alone on the machine: test_nothing_left_behind.
+            wait_until(lambda: not self.left_behind(), 15, lambda: f"left behind: {self.left_behind()}")
         finally:
-            self.kill_all()
-            self._listener.join(10)
-            self.process.stdout.close()
+            self.close()
         return Result(code, out, "".join(line for _, line in self.told_at), self.told_at, ended)
 
     def left_behind(self) -> list[str]:
@@ -145,6 +147,16 @@ class Running:
             except OSError:
                 continue
         return found
+
+    def close(self) -> None:
+        """End it and let go of its pipes, if that has not been done."""
+        if self not in _running:
+            return
+        _running.remove(self)
+        assert self.process.stdout is not None
+        self.kill_all()
+        self._listener.join(10)
+        self.process.stdout.close()
 
     def kill_all(self) -> None:
         """End what is left, whatever happened."""
@@ -165,6 +177,12 @@ class Running:
         with self._news:
             self._over = True
             self._news.notify_all()
+
+
+def close_all() -> None:
+    """End what a test that failed did not; an open pipe of it would be the failure of another, innocent test."""
+    for one in _running[:]:
+        one.close()
 
 
 def distdiag(*arguments: str, env: dict[str, str] | None = None, wrap: tuple[str, ...] = ()) -> Result:

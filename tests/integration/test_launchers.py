@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from support import Result
 
-SMALL = ("--json", "--size", "1MiB", "--timeout", "12")
+SMALL = ("--json", "--size", "1MiB", "--timeout", "20")
 MPIRUN = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe"]
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 
@@ -130,7 +130,7 @@ def test_ranks_started_by_srun(slurm: Slurm, job: int) -> None:
 
 
 def test_one_task_per_node_starts_its_own_ranks_and_names_the_stopped_one(slurm: Slurm, job: int) -> None:
-    result = as_ranks(slurm, job, "-N 2 -n 2", "--nproc", "2", "--timeout", "9", "--inject", "stop:3")
+    result = as_ranks(slurm, job, "-N 2 -n 2", "--nproc", "2", "--timeout", "15", "--inject", "stop:3")
     assert result.code == 1
     assert result.findings["rank-missing"]["where"] == {
         "hosts": ["mn2"],
@@ -266,6 +266,6 @@ def test_a_rank_without_its_rank_0_says_so_and_ends() -> None:
 def test_a_rank_0_that_is_long_silent_is_not_taken_for_a_lost_node() -> None:
     need("mpirun.openmpi")
     mpirun = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-np", "2")
-    result = Running("gpu-test", *SMALL, "--timeout", "8", "--inject", "late:0@reduce", wrap=mpirun).finish()
+    result = Running("gpu-test", *SMALL, "--timeout", "15", "--inject", "late:0@reduce", wrap=mpirun).finish()
     assert list(result.findings) == ["rank-missing"]
     assert result.findings["rank-missing"]["where"]["ranks"] == [0]

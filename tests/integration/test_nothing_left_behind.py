@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 NODES = 4
 GONE_S = 3.0
+GONE_LATE_S = 15.0
+"""With other tests beside it."""
 END = [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
 
 
@@ -62,6 +64,7 @@ def end(run: subprocess.Popen[str]) -> None:
     run.stdout.close()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("way", ["ssh", "via"])
 @pytest.mark.parametrize("number", END)
 def test_agents_end_with_distdiag(net: Network, number: signal.Signals, way: str) -> None:
@@ -119,8 +122,8 @@ def test_ranks_end_with_distdiag_and_ctrl_c_prints_what_is_known(
         assert sum("distdiag-rank" in line for line in at_work(two)) == 2
         began = time.monotonic()
         run.process.send_signal(number)
-        run.process.wait(GONE_S)
-        await_nothing(two, began)
+        run.process.wait(GONE_LATE_S)
+        await_nothing(two, began, GONE_LATE_S)
     finally:
         result = run.finish()
     if number != signal.SIGKILL:
@@ -149,7 +152,7 @@ def test_ctrl_c_while_hosts_are_reached_prints_the_rows_so_far_at_once(as_json: 
         began = time.monotonic()
         os.kill(run.process.pid, signal.SIGINT)
         result = run.finish()
-        assert result.ended_at - began < 3
+        assert result.ended_at - began < 10
         assert result.code == 130
         if as_json:
             states = {row["host"]: row["state"] for row in result.report["data"]["hosts"]}
@@ -159,4 +162,4 @@ def test_ctrl_c_while_hosts_are_reached_prints_the_rows_so_far_at_once(as_json: 
             lines = [line.split()[:4] for line in result.out.splitlines()]
             assert ["refused", "1", "refused", "connect"] in lines
             assert ["hole", "1", "cancelled", "connect"] in lines
-        wait_until(lambda: not net["good"].processes(), GONE_S, lambda: str(net["good"].processes()))
+        wait_until(lambda: not net["good"].processes(), GONE_LATE_S, lambda: str(net["good"].processes()))

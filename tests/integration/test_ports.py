@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any, Literal
@@ -216,6 +218,8 @@ def prepare(network: Network, case: str) -> None:
     if case in ("open", "dropped", "reset", "prohibited") and not node.listens_on(6000):
         node.start(sys.executable, "-m", "http.server", "6000")
         node.wait_for_port(6000)
+        # Its first answer is the slowest, and a port is not listened to for long.
+        node.run(sys.executable, "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:6000').read()")
     if case == "dropped":
         node.drop(6000)
     if case in ("reset", "prohibited"):
@@ -291,7 +295,7 @@ def test_ipv6_only(network: Network) -> None:
 def test_a_server_and_a_check_without_ssh(network: Network) -> None:
     node = network["node1"]
     serving = Running(
-        "ports", "serve", "--port", "6500", "--for", "9", "--token", "secret", "--json", wrap=tuple(node.command())
+        "ports", "serve", "--port", "6500", "--for", "100", "--token", "secret", "--json", wrap=tuple(node.command())
     )
     try:
         serving.wait_for("listening at port 6500")
@@ -312,6 +316,9 @@ def test_a_server_and_a_check_without_ssh(network: Network) -> None:
         )
         network["node1"].heal()
     finally:
+        for pid, line in node.processes().items():  # nsenter, which we started, would end without waiting for it
+            if "ports serve" in line:
+                os.kill(pid, signal.SIGINT)
         done = serving.finish()
     assert done.code == 1  # it tells, too, that the way back was closed in the end
 
@@ -342,22 +349,25 @@ def test_a_server_that_goes_away_midway_is_unknown(network: Network) -> None:
 
 def test_the_server_greets_and_tells_a_stranger_nothing_else(network: Network) -> None:
     node = network["node1"]
-    serving = Running("ports", "serve", "--port", "6501", "--for", "4", "--json", wrap=tuple(node.command()))
-    try:
-        serving.wait_for("listening at port 6501")
-        talk = (
-            "import socket as s\n"
-            f"c = s.create_connection(('{node.address}', 6501), 5); c.settimeout(9)\n"
-            "heard = c.recv(200); c.sendall(b'0' * 64 + b'\\n' + b'{\"sample\": 1}\\n')\n"
-            "rest = b''\n"
-            "try:\n    rest = c.recv(200)\nexcept OSError as e: rest = b'reset'\n"
-            "print(heard.decode().strip()[:11], rest)\n"
-        )
-        said = network.client.run(sys.executable, "-c", talk).stdout
-        assert said.startswith("distdiag/1")
-        assert said.strip().endswith(("b''", "b'reset'"))
-    finally:
-        done = serving.finish(timeout=20)
+    talk = (
+        "import socket as s, time\n"
+        "while True:\n"
+        f"    try: c = s.create_connection(('{node.address}', 6501), 5); break\n"
+        "    except OSError: time.sleep(0.05)\n"
+        "c.settimeout(9)\n"
+        "heard = c.recv(200); c.sendall(b'0' * 64 + b'\\n' + b'{\"sample\": 1}\\n')\n"
+        "rest = b''\n"
+        "try:\n    rest = c.recv(200)\nexcept OSError as e: rest = b'reset'\n"
+        "print(heard.decode().strip()[:11], rest)\n"
+    )
+    # The stranger is there first: of the few seconds that the server is open, none are spent on its start.
+    stranger = network.client.start(sys.executable, "-c", talk, output=subprocess.PIPE)
+    serving = Running("ports", "serve", "--port", "6501", "--for", "6", "--json", wrap=tuple(node.command()))
+    serving.wait_for("listening at port 6501")
+    said, _ = stranger.communicate(timeout=40)
+    assert said.startswith("distdiag/1")
+    assert said.strip().endswith(("b''", "b'reset'"))
+    done = serving.finish(timeout=40)
     assert done.code == 0  # it ended by itself
 
 

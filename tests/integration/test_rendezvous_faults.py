@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from support import Result
 
 PORT = "29500"
-BOUND_S = 8.0
-"""The ways are tried for at most 5 s; starting, and reaching two nodes, takes the rest."""
+BOUND_S = 20.0
+"""The ways are tried for at most 5 s; starting, and reaching two nodes, takes the rest, on a machine that is busy."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def nodes(network: Network) -> Iterator[list[Node]]:
 
 def start(network: Network, *arguments: str) -> Running:
     where = ("--hosts", network.hosts, "--via", network.via)
-    small = ("--nproc", "1", "--size", "1MiB", "--timeout", "12", "--json")
+    small = ("--nproc", "1", "--size", "1MiB", "--timeout", "20", "--json")
     client = tuple(network.client.command())
     return Running("gpu-test", *where, *small, *arguments, env=network.client_env(), wrap=client)
 
@@ -216,7 +216,7 @@ def test_a_node_whose_network_dies_during_the_test_is_named_and_cleans_up_by_its
 
 
 def test_a_stopped_rank_on_the_other_node_is_named_with_its_host(network: Network, nodes: list[Node]) -> None:
-    result = run(network, "--timeout", "9", "--inject", "stop:1")
+    result = run(network, "--timeout", "15", "--inject", "stop:1")
     assert result.code == 1
     assert result.findings["rank-missing"]["where"]["hosts"] == ["node2"]
     assert result.findings["rank-missing"]["where"]["ranks"] == [1]

@@ -18,7 +18,10 @@ def _become_ranks(count: int) -> None:
         if os.fork() == 0:
             os.setsid()
             _show_rank(rank)
-            Path(os.environ["JOB_FOLDER"], f"pid-{rank}").write_text(str(os.getpid()))
+            folder = Path(os.environ["JOB_FOLDER"])
+            new = folder / f".pid-{rank}"
+            new.write_text(str(os.getpid()))
+            new.replace(folder / f"pid-{rank}")  # whoever sees it sees all of it
             return
     with contextlib.suppress(ChildProcessError):
         while True:

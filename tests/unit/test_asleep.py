@@ -8,11 +8,14 @@ import sys
 import threading
 import time
 
-import pytest
+from jobs import wait_for_state
 
 from distdiag.node import asleep, procs
 
-_SLEEPER = "import os, sys, time; os.sched_setaffinity(0, {int(sys.argv[1])}); print(flush=True); time.sleep(600)"
+_SLEEPER = (
+    "import os, sys, time\n"
+    "os.sched_setaffinity(0, {int(sys.argv[1])}); print(time.monotonic(), flush=True); time.sleep(600)"
+)
 
 
 def test_a_thread_that_ran_on_any_processor_has_slept_as_long_as_it_has() -> None:
@@ -23,18 +26,23 @@ def test_a_thread_that_ran_on_any_processor_has_slept_as_long_as_it_has() -> Non
         process = subprocess.Popen([sys.executable, "-c", _SLEEPER, str(processor)], stdout=subprocess.PIPE)
         sleepers.append(process)
     try:
-        began = []
+        asleep_since = []
         for process in sleepers:
             assert process.stdout is not None
-            process.stdout.readline()
-            began.append(time.monotonic())
+            said_at = float(process.stdout.readline())
+            wait_for_state(process.pid, "S")
+            asleep_since.append((said_at, time.monotonic()))
         time.sleep(1)
         for processor in ours[:4]:
             os.sched_setaffinity(0, {processor})
-            for process, start in zip(sleepers, began, strict=True):
-                expected = pytest.approx(time.monotonic() - start, abs=0.4)
-                assert procs.standstill(process.pid, process.pid, {}).since_s == expected
-                assert asleep.seconds(process.pid, [process.pid], {}) == {process.pid: expected}
+            for process, (earliest, latest) in zip(sleepers, asleep_since, strict=True):
+                before = time.monotonic()
+                standing = procs.standstill(process.pid, process.pid, {}).since_s
+                slept = asleep.seconds(process.pid, [process.pid], {})
+                after = time.monotonic()
+                assert standing is not None
+                for found in (standing, slept[process.pid]):
+                    assert before - latest - 0.4 <= found <= after - earliest + 0.4
     finally:
         os.sched_setaffinity(0, ours)
         for process in sleepers:

@@ -595,7 +595,8 @@ def test_a_process_is_left_as_it_was_found(
     pid = start(WAITS)
     if stopped:
         os.kill(pid, signal.SIGSTOP)
-        wait_until(lambda: states(pid)[0] == ["T", "T"], 5, lambda: str(states(pid)))
+    at_rest = ["T", "T"] if stopped else ["S", "S"]  # a page that it reads may be a D for a moment
+    wait_until(lambda: states(pid)[0] == at_rest, 5, lambda: str(states(pid)))
     before = states(pid)
     for timeout_s in (0.1, 0.2, 0.3, 0.4, 30.0):
         stacks = read(pid, timeout_s=timeout_s)
@@ -613,6 +614,8 @@ def test_nobody_attaches_to_a_process_that_would_not_bear_it(
     start: Callable[[str], int], read: Callable[..., Stacks]
 ) -> None:
     in_the_kernel, traced = start(IN_THE_KERNEL), start(WAITS)
+    # It says that it is ready before it forks.
+    wait_until(lambda: states(in_the_kernel)[0] == ["D"], 5, lambda: str(states(in_the_kernel)))
     assert "they wait in the kernel (D)" in read(in_the_kernel, timeout_s=5).error
     assert states(in_the_kernel) == (["D"], None)
     assert ctypes.CDLL(None).ptrace(0x4206, traced, 0, 0) == 0  # PTRACE_SEIZE

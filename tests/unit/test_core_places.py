@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support import need
+from support import need, wait_until
 
 from distdiag.commands.core_bt.able import able
 from distdiag.node.core import places, setup
@@ -163,6 +163,8 @@ def started() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CORE, core),
         )
         running.append(one)
+        # For a moment the new program's variables are not there yet.
+        wait_until(lambda: Path(f"/proc/{one.pid}/environ").read_bytes() != b"", 10, lambda: "no environ")
         return one
 
     yield start

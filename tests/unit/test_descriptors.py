@@ -117,6 +117,7 @@ def test_a_connection() -> None:
         port = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client, server.accept()[0] as accepted:
             accepted.sendall(b"hello")
+            select.select([client], [], [], 10)  # it may be on its way
             listener, one = look_at(server.fileno()), look_at(client.fileno())
             assert listener.socket is not None
             assert (listener.socket.state, listener.socket.backlog) == ("LISTEN", 0)

@@ -38,6 +38,7 @@ def servers() -> Iterator[list[Forkserver]]:
     yield made
     for one in made:
         one.end()
+    run._prctl(36, 0)  # PR_SET_CHILD_SUBREAPER: other tests' orphans are not ours
 
 
 def start(servers: list[Forkserver], *modules: str, source: str = SOURCE) -> Forkserver:

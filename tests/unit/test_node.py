@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -44,27 +45,40 @@ def test_endless_output_without_a_line_end_is_dropped_in_bounded_memory() -> Non
 
 def test_a_line_that_grows_in_small_pieces_costs_time_in_proportion() -> None:
     reader = wire.Reader()
-    began = time.monotonic()
+    began = time.thread_time()
     for _ in range(4000):
         assert list(reader.feed(b"x" * 1000)) == []
-    assert time.monotonic() - began < 0.3, "copying it each time took 2 s"
+    assert time.thread_time() - began < 0.3, "copying it each time took 2 s"
+
+
+def first_number(process: subprocess.Popen[bytes]) -> int:
+    """Read the line by which a program says that it is under way."""
+    assert process.stdout is not None
+    return int(process.stdout.readline())
 
 
 def test_run_ends_a_program_with_all_its_children_at_the_deadline() -> None:
-    script = "sleep 60 & echo $!; sleep 60"
+    process = run.start(["sh", "-c", "sleep 60 & echo $!; sleep 60"])
+    child = first_number(process)
     began = time.monotonic()
-    done = run.run(["sh", "-c", script], timeout_s=0.3)
-    assert time.monotonic() - began < 2
+    done = run.hear(process, timeout_s=0.3)
+    assert time.monotonic() - began < 10
     assert (done.timed_out, done.status) == (True, -signal.SIGKILL)
-    child = int(done.stdout)
-    wait_until(lambda: machine.process_state(child).letter in ("", "Z"), 2, lambda: f"{child} lives")
+    wait_until(lambda: machine.process_state(child).letter in ("", "Z"), 10, lambda: f"{child} lives")
 
 
 def test_run_is_not_held_up_by_a_grandchild_that_keeps_the_pipe() -> None:
-    began = time.monotonic()
-    done = run.run(["sh", "-c", "setsid sleep 5 & echo started"], timeout_s=0.5)
-    assert time.monotonic() - began < 2
-    assert done.stdout == b"started\n"
+    # In one write: what follows the number is there when the number is.
+    process = run.start(["sh", "-c", r"setsid sleep 60 & printf '%s\nstarted\n' $!"])
+    grandchild = first_number(process)
+    try:
+        began = time.monotonic()
+        done = run.hear(process, timeout_s=0.5)
+        assert time.monotonic() - began < 10
+        assert done.stdout == b"started\n"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(grandchild, signal.SIGKILL)
 
 
 def test_a_missing_program_is_said() -> None:
@@ -211,16 +225,9 @@ def test_a_process_that_is_gone_has_a_reason_instead_of_a_stack() -> None:
 
 
 def _pythons() -> list[str]:
-    """Every Python 3 on PATH that works, ours first: what travels to a node has to run on 3.9 and later."""
-    found = [sys.executable]
-    for minor in range(9, 20):
-        program = shutil.which(f"python3.{minor}")
-        if (
-            program
-            and subprocess.run([program, "-c", ""], capture_output=True, check=False, timeout=30).returncode == 0
-        ):
-            found.append(program)
-    return found
+    """Every Python 3 on PATH, ours first: what travels to a node has to run on 3.9 and later."""
+    others = (shutil.which(f"python3.{minor}") for minor in range(9, 20))
+    return [sys.executable, *(program for program in others if program)]
 
 
 def _order(collect: str) -> dict[str, Any]:
@@ -229,6 +236,9 @@ def _order(collect: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("python", _pythons())
 def test_the_node_side_runs_where_nothing_is_installed(python: str, tmp_path: Path) -> None:
+    # A name on PATH may stand for a Python that is not installed, as with pyenv; our own is never left out.
+    if python != sys.executable and subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode:
+        pytest.skip(f"{python} does not run")
     (tmp_path / "json.py").write_text("raise ImportError('a stray file of the working directory')")
     collect = "distdiag.workload.collect"
     sources, entry = bundle.sources(collect), "distdiag.node.agent"

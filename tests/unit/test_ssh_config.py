@@ -197,8 +197,8 @@ def test_a_name_is_never_an_option(tmp_path: Path) -> None:
 def test_a_command_that_hangs_ends_with_its_time(tmp_path: Path) -> None:
     path = config(tmp_path, f'Match exec "echo $$ > {tmp_path}/pid; exec sleep 60"\n  User nobody\n')
     began = time.monotonic()
-    with pytest.raises(DistdiagError, match=r"within 0\.5 s"):
-        resolve(Host(name="n1"), config_file=path, timeout_s=0.5)
-    assert time.monotonic() - began < 3
+    with pytest.raises(DistdiagError, match=r"within 3 s"):
+        resolve(Host(name="n1"), config_file=path, timeout_s=3)
+    assert time.monotonic() - began < 20
     pid = int((tmp_path / "pid").read_text())
     wait_until(lambda: machine.process_state(pid).letter in ("", "Z"), 2, lambda: f"{pid} lives")
