@@ -62,7 +62,7 @@ def first_word(rank: int, place: str) -> Word:
 
 
 class Speaker:
-    """The rank in the debugger. Its thread says every second that it is alive, until it has said its last word."""
+    """The rank in the debugger. Its thread says every second that it is alive, until its last word has been heard."""
 
     def __init__(self, store: Any, key: str, word: Word) -> None:  # noqa: ANN401 - torch's Store
         # This process may be the keeper of the job's: until the last word was heard it is not given up.
@@ -83,21 +83,12 @@ class Speaker:
             if self._over.is_set():
                 return
             self._word = replace(self._word, state=state, why=why)
+            self._tell()
             if state in (DONE, QUIT):
                 self._over.set()
                 atexit.unregister(self.say)
-            self._tell()
         if self._over.is_set():
-            self._thread.join(2)
-            self._until_heard()
-
-    def _until_heard(self) -> None:
-        late = time.monotonic() + _HEARD_S
-        with contextlib.suppress(RuntimeError):
-            there = self._store.add(_there(self._key), 0)
-            while self._store.add(_heard(self._key), 0) < there and time.monotonic() < late:
-                time.sleep(_LOOK_S)
-        self._jobs = self._store = None
+            self._thread.join(_HEARD_S + 2)
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_S):
@@ -105,6 +96,15 @@ class Speaker:
                 if not self._over.is_set():
                     self._word = replace(self._word, beat=self._word.beat + 1)
                     self._tell()
+        self._until_heard()
+        self._jobs = self._store = None
+
+    def _until_heard(self) -> None:
+        late = time.monotonic() + _HEARD_S
+        with contextlib.suppress(RuntimeError):
+            there = self._store.add(_there(self._key), 0)
+            while self._store.add(_heard(self._key), 0) < there and time.monotonic() < late:
+                time.sleep(_LOOK_S)
 
     def _tell(self) -> None:
         # With the store, what the others wait at is gone, and they have noticed.
