@@ -88,7 +88,8 @@ def breakpoint(
     if meeting is not None and my_rank() != rank:
         _wait(meeting, rank, held, timeout_s)
         return
-    speaker = None if meeting is None else Speaker(meeting.store, meeting.key, first_word(rank, place))
+    word = first_word(rank, place)
+    speaker = None if meeting is None else Speaker(meeting.store, meeting.key, word, meeting.size - 1)
     tell = _teller(speaker, held)
     try:
         console = _console(place, listen, host, timeout_s)

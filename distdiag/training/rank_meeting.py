@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 BEAT_S = 1.0
 SILENCE_S = 10.0
 """After how many seconds without a beat a rank on another node is taken for dead."""
-_HEARD_S, _LOOK_S = 5.0, 0.02
-"""How long at most the last word waits until all who are there have heard it: it may be lost with the store."""
+_HEARD_S = 5.0
+"""How long the last word keeps this rank at most: until all who are there have heard it and, at its end, all others."""
+_LOOK_S, _LONGEST_LOOK_S = 0.02, 1.0
 
 STOPPED, RELEASED, DONE, QUIT = "stopped", "released", "done", "quit"
 """In the debugger; in it, but the others may go on; out of it, and all go on; out of it, and all are to stop."""
@@ -62,18 +63,20 @@ def first_word(rank: int, place: str) -> Word:
 
 
 class Speaker:
-    """The rank in the debugger. Its thread says every second that it is alive, until its last word has been heard."""
+    """The rank in the debugger. Its thread says every second that it is alive, and keeps its last word to be heard."""
 
-    def __init__(self, store: Any, key: str, word: Word) -> None:  # noqa: ANN401 - torch's Store
+    def __init__(self, store: Any, key: str, word: Word, others: int) -> None:  # noqa: ANN401 - torch's Store
+        """`others`: how many ranks wait for this one, or will."""
         # This process may be the keeper of the job's: until the last word was heard it is not given up.
-        self._jobs, self._store, self._key, self._word = store, own(store), key, word
+        self._jobs, self._store, self._key, self._word, self._others = store, own(store), key, word, others
+        self._heard = threading.Event()
+        self._late: float | None = None
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._tell()
         self._thread = threading.Thread(target=self._beat, name="distdiag breakpoint", daemon=True)
         self._thread.start()
-        # Who steps to the end of the program has left the debugger, too; and no thread may be in torch by then.
-        atexit.register(self.say, DONE)
+        atexit.register(self._end)
 
     def say(self, state: str, why: str = "") -> None:
         """Tell the others; after DONE or QUIT nothing is told any more."""
@@ -86,9 +89,15 @@ class Speaker:
             self._tell()
             if state in (DONE, QUIT):
                 self._over.set()
-                atexit.unregister(self.say)
         if self._over.is_set():
-            self._thread.join(_HEARD_S + 2)
+            self._heard.wait(_HEARD_S)
+
+    def _end(self) -> None:
+        """Who steps to the end of the program has left the debugger, too; and no thread may be in torch by then."""
+        if os.getpid() == self._word.pid:
+            self.say(DONE)
+            self._late = time.monotonic() + _HEARD_S
+            self._thread.join(_HEARD_S + _LONGEST_LOOK_S)
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_S):
@@ -96,15 +105,22 @@ class Speaker:
                 if not self._over.is_set():
                     self._word = replace(self._word, beat=self._word.beat + 1)
                     self._tell()
-        self._until_heard()
+        with contextlib.suppress(RuntimeError):
+            self._until_heard()
+        self._heard.set()
         self._jobs = self._store = None
+        atexit.unregister(self._end)
 
     def _until_heard(self) -> None:
-        late = time.monotonic() + _HEARD_S
-        with contextlib.suppress(RuntimeError):
-            there = self._store.add(_there(self._key), 0)
-            while self._store.add(_heard(self._key), 0) < there and time.monotonic() < late:
-                time.sleep(_LOOK_S)
+        """Wait for all others, also for those that are still to come; `_heard` is set when those who are there have."""
+        there, pause_s = self._store.add(_there(self._key), 0), _LOOK_S
+        while (heard := self._store.add(_heard(self._key), 0)) < self._others:
+            if heard >= there:
+                self._heard.set()
+            if self._late is not None and time.monotonic() > self._late:
+                return
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_LOOK_S if self._heard.is_set() else _LOOK_S)
 
     def _tell(self) -> None:
         # With the store, what the others wait at is gone, and they have noticed.

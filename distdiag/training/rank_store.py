@@ -61,6 +61,7 @@ class Asked:
         while self._questions.get():
             try:
                 if not begun:
+                    store.check(["distdiag"])  # one that is gone says so at once; a new connection tries for long
                     store = own(store)
                     self._begin(store)
                     begun = True

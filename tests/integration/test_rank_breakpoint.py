@@ -233,7 +233,7 @@ def test_a_rank_killed_in_the_debugger_is_missed(ranks: Callable[..., Ranks], st
 def test_the_last_word_is_heard_though_its_rank_takes_the_store_with_it(
     ranks: Callable[..., Ranks], command: str
 ) -> None:
-    job = ranks("leaves", store=f"127.0.0.1:{free_port()}", size=3)
+    job = ranks("leaves", store=f"127.0.0.1:{free_port()}", size=3, exits=True)
     job.command(command)
     job.end()
     last = {rank: job.own(rank)[-1] for rank in (1, 2)}
@@ -269,7 +269,7 @@ def test_a_word_is_said_while_the_job_waits_in_the_store(tmp_path: Path) -> None
     torch_distributed = pytest.importorskip("torch.distributed")
     server = torch_distributed.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
     jobs = server.clone()
-    speaker = rank_meeting.Speaker(jobs, "place", rank_meeting.first_word(0, "here"))
+    speaker = rank_meeting.Speaker(jobs, "place", rank_meeting.first_word(0, "here"), others=0)
     waits = threading.Thread(target=jobs.wait, args=(["never"],), daemon=True)
     waits.start()
     first = json.loads(server.get("place"))["beat"]
