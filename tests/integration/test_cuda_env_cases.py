@@ -508,6 +508,12 @@ def test_a_driver_that_never_answers(node: Machine, monkeypatch: pytest.MonkeyPa
     assert "cuInit" in finding.title
 
 
+def test_a_driver_that_nobody_came_to_ask_is_not_called_hung(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = found(node.report(monkeypatch, "run", timeout_s=0.001))
+    assert problems["driver.unasked"].level is Level.UNKNOWN
+    assert not {"driver.hangs", "driver.present"} & set(problems)
+
+
 def test_the_fabric_is_not_ready(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     node.env["FAKE_INIT"] = "802"
     assert found(node.report(monkeypatch, "run"))["gpu.fabric"].level is Level.FAIL
