@@ -222,7 +222,7 @@ def test_a_call_that_returned_into_the_line_that_hangs(tmp_path: Path, python: s
 @pytest.mark.parametrize("how", ["is_interrupted", "recurses"])
 def test_an_exception_that_comes_out_of_the_tracer_does_no_harm(tmp_path: Path, python: str, how: str) -> None:
     # A signal handler's may be raised anywhere, and the last frame that there is room for may be the tracer's.
-    done = run(tmp_path, python, LINES, how)
+    done = run(tmp_path, python, LINES, how, options=("--lines", "100000"))  # what is done once per ring lasts long
     assert (done.returncode, done.stderr.count(b"Traceback")) == (-signal.SIGKILL, 0), done.stderr
     (ring,) = kept(tmp_path)
     (main,) = (thread for thread in ring.threads if thread.tid == ring.about["pid"])

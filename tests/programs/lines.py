@@ -139,8 +139,14 @@ def recurses() -> None:
     def deeper() -> None:
         deeper()
 
-    with contextlib.suppress(RecursionError):
-        deeper()
+    for number in range(64):  # so that the last frame comes with each of the 16 lines of a block
+        if number % 3 == 0:
+            garbage = [number]
+            del garbage
+        if number % 2:
+            garbage = [number]
+        with contextlib.suppress(RecursionError):
+            deeper()
     _later()
 
 

@@ -110,7 +110,8 @@ class ByMonitoring:
             try:
                 next(local.following)[0] = mine + line
             except (AttributeError, StopIteration):
-                self._first()[0] = mine + line
+                with contextlib.suppress(ValueError, RecursionError):  # as below
+                    self._first()[0] = mine + line
             except (ValueError, RecursionError):
                 pass  # a signal handler or a finalizer, while this thread begins a block; or no room: not traced
             return None

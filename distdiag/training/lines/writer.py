@@ -16,7 +16,7 @@ from distdiag.node import identity, machine, procs, rings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
     from typing import Any
 
     from distdiag.training.lines.settings import Settings
@@ -154,23 +154,18 @@ def _turns(ring: memoryview[float]) -> Iterator[tuple[memoryview[float], ...]]:
     first = newest + 1 if times[newest] else 0
     order = [*range(first, len(times)), *range(first)]
 
-    def blocks() -> Iterator[tuple[memoryview[float], tuple[memoryview[float], ...]]]:
-        """Make what blocks take shortly before they are begun: most threads end before they are through their ring."""
-        for at in range(0, len(order), _MADE_AT_ONCE):
-            few = [ring[k * size : (k + 1) * size] for k in order[at : at + _MADE_AT_ONCE]]
-            made.extend((block, tuple(map(block.__getitem__, slices))) for block in few)
-            yield from made[at:]
-
     made: list[tuple[memoryview[float], tuple[memoryview[float], ...]]] = []
-    turn: Iterable[tuple[memoryview[float], tuple[memoryview[float], ...]]] = blocks()
-    while True:
-        for block, all_places in turn:
+    # No generator for them: where there is room for no more calls, its end would be told on the job's stderr.
+    for at in itertools.cycle(range(0, len(order), _MADE_AT_ONCE)):
+        if at == len(made):  # not before: most threads end before they are through their ring
+            few = [ring[k * size : (k + 1) * size] for k in order[at : at + _MADE_AT_ONCE]]
+            made.extend([(block, tuple(map(block.__getitem__, slices))) for block in few])
+        for block, all_places in made[at : at + _MADE_AT_ONCE]:
             block[whole] = nothing  # `:` would make a slice each time, which takes as long as this does
             at_s = block[0] = now()
             slow = _SLOW_LINES if at_s - before > _SLOW_S else slow - 1
             before = at_s
             yield all_places[:1] if slow > 0 else all_places
-        turn = made
 
 
 def _take_space(fd: int, size: int) -> None:
