@@ -29,6 +29,8 @@ SILENCE_S = 10.0
 _HEARD_S = 5.0
 """How long the last word keeps this rank at most: until all who are there have heard it and, at its end, all others."""
 _LOOK_S, _LONGEST_LOOK_S = 0.02, 1.0
+_leave_by: list[float] = []
+"""When this process, which is ending, waits for nobody any longer."""
 
 STOPPED, RELEASED, DONE, QUIT = "stopped", "released", "done", "quit"
 """In the debugger; in it, but the others may go on; out of it, and all go on; out of it, and all are to stop."""
@@ -70,7 +72,6 @@ class Speaker:
         # This process may be the keeper of the job's: until the last word was heard it is not given up.
         self._jobs, self._store, self._key, self._word, self._others = store, own(store), key, word, others
         self._heard = threading.Event()
-        self._late: float | None = None
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._tell()
@@ -96,8 +97,9 @@ class Speaker:
         """Who steps to the end of the program has left the debugger, too; and no thread may be in torch by then."""
         if os.getpid() == self._word.pid:
             self.say(DONE)
-            self._late = time.monotonic() + _HEARD_S
-            self._thread.join(_HEARD_S + _LONGEST_LOOK_S)
+            if not _leave_by:  # one time for all that were said
+                _leave_by.append(time.monotonic() + _HEARD_S)
+            self._thread.join(max(0, _leave_by[0] - time.monotonic()) + _LONGEST_LOOK_S)
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_S):
@@ -117,7 +119,7 @@ class Speaker:
         while (heard := self._store.add(_heard(self._key), 0)) < self._others:
             if heard >= there:
                 self._heard.set()
-            if self._late is not None and time.monotonic() > self._late:
+            if _leave_by and time.monotonic() > _leave_by[0]:
                 return
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_LOOK_S if self._heard.is_set() else _LOOK_S)
@@ -135,7 +137,8 @@ class Hearer:
         self._key, self._rank = key, rank
         self._word: Word | None = None
         self._heard_at = time.monotonic()
-        self._asked = Asked(store, lambda own_store: own_store.add(_there(key), 1), self._look)
+        self._is_counted = False
+        self._asked = Asked(store, lambda own_store: own_store.add(_there(key), 1), self._look, self._leave)
 
     def wait(self, timeout_s: float, pause_s: float) -> Word:
         """Wait until this rank may go on.
@@ -194,8 +197,14 @@ class Hearer:
             return None
         word = Word(**json.loads(store.get(self._key)))
         if word.state in (DONE, QUIT):
-            store.add(_heard(self._key), 1)
+            self._leave(store)
         return word
+
+    def _leave(self, store: Any) -> None:  # noqa: ANN401 - torch's Store
+        """Be counted once: nobody is to wait for this rank to hear any more."""
+        if not self._is_counted:
+            self._is_counted = True
+            store.add(_heard(self._key), 1)
 
     def _must_be_alive(self, word: Word) -> None:
         if word.state == DONE:
@@ -247,7 +256,7 @@ def _there(key: str) -> str:
 
 
 def _heard(key: str) -> str:
-    """Name the count of those that have heard the last word."""
+    """Name the count of those that have heard the last word, or will hear nothing any more."""
     return f"{key}/heard"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from bdb import BdbQuit
 from datetime import timedelta
@@ -61,6 +62,22 @@ def near() -> None:
 
     rank_meeting.Hearer.hear = told  # type: ignore[assignment]
     steps()
+
+
+def waits_elsewhere() -> None:
+    """Stop while another thread of rank 1 waits in the job's store for longer than silence is borne."""
+    rank_meeting.SILENCE_S = 0.5
+    store: Any = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        threading.Thread(target=store.wait, args=(["left"],)).start()
+    breakpoint(0)
+    store.set("left", "")
+
+
+def ends_released() -> None:
+    """Stop, and have nothing more to do: who is released ends."""
+    breakpoint(0)
+    printflock("went on")
 
 
 def sleeps() -> None:
