@@ -88,7 +88,7 @@ class Attaching:
 
     def __init__(self, hindrance: str) -> None:
         self.hindrance = hindrance
-        self.is_over = bool(hindrance)
+        self.is_over = False
 
 
 @contextlib.contextmanager

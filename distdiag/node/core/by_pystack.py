@@ -127,6 +127,7 @@ def of_process(pid: int, *, timeout_s: float, python: str = "") -> Stacks:
         try:
             asked = Asked(["process", str(pid)], python)
         except run.CannotRun as error:
+            attaching.is_over = True  # it has not begun: the process is to see no signal
             return Stacks("pystack", (), str(error), 0.0)
         stacks = _stacks(asked, Functions.of_process(pid), timeout_s, python)
         attaching.is_over = not stacks.cut_off
