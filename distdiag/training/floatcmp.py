@@ -69,12 +69,13 @@ def floatcmp(
     Distances are counted in ulp (units in the last place), number by number: neighbours of a dtype are 1 apart, across
     zero as well. 0.0 and -0.0 are 0 apart; nan and nan count as equal, and apart; nan or an infinity against something
     else is counted by itself and never part of a maximum. Integers and booleans are exact. Two dtypes are compared in
-    the coarser one, to which the other side is rounded.
+    the coarser one, to which the other side is rounded; that is never called identical.
 
     Where a result is near zero by cancellation, its own ulp says little: a sum of numbers near 1 that comes to 1e-6 is
-    no more exact than 1e-7. So numbers are judged by their own ulp or by that of the mean absolute value of the tensor,
-    whichever makes less of the difference (`max_scaled_ulp`); `max_ulp` is always their own. See judge.limits for what
-    counts as rounding.
+    no more exact than 1e-7. So in a tensor that has numbers of both signs, small ones are judged by their own ulp or by
+    that of their usual size (the geometric mean), whichever makes less of the difference (`max_scaled_ulp`); `max_ulp`
+    is always their own. What is of one sign (Adam's squares, probabilities), or 0 on one side alone in many places, is
+    judged by its own. See judge.limits for what counts as rounding.
 
     It works on the CPU in pieces of 65536 numbers, fetched from other devices one by one, on one thread of torch.
 

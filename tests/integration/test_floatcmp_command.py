@@ -6,6 +6,8 @@ import json
 import os
 import pickle
 import struct
+import subprocess
+import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 from distdiag.commands.floatcmp import ask_torch
-from distdiag.commands.floatcmp.ask_files import Unreadable, read
+from distdiag.commands.floatcmp.ask_checkpoints import read
+from distdiag.commands.floatcmp.ask_files import Unreadable
 
 
 class RunsCode:
@@ -166,7 +169,7 @@ def test_wrong_usage(tmp_path: Path, files: Path) -> None:
     missing = distdiag("floatcmp", "--json", str(files / "a.pt"), str(tmp_path / "none.pt"))
     assert (missing.code, missing.report["error"]["id"]) == (2, "usage")
     folder = distdiag("floatcmp", str(files / "a.pt"), str(tmp_path))
-    assert (folder.code, folder.out) == (2, "")
+    assert (folder.code, folder.out) == (3, "")
     assert "a folder" in folder.err
     assert distdiag("floatcmp", "--json", str(files / "a.pt")).code == 2
 
@@ -194,3 +197,71 @@ def test_a_deadline_ends_it_and_says_where_it_was(tmp_path: Path, files: Path) -
     assert result.code == 3
     assert "no answer in 4 s; it was importing torch" in result.err
     assert "--timeout 16" in result.err
+
+
+def sharded(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """Write tensors in two files with an index, as transformers does."""
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    places = {name: names[number % 2] for number, name in enumerate(tensors)}
+    for file in names:
+        save_file({name: one for name, one in tensors.items() if places[name] == file}, folder / file)
+    index = {"metadata": {"total_size": 1}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def of_two_ranks(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """Write a checkpoint of torch.distributed.checkpoint, of two ranks that have half of each tensor."""
+    script = """
+import os, sys, torch
+import torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}.store", rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+given = torch.load(f"{folder}.pt")
+state = {name: distribute_tensor(one, mesh, [Shard(0)]) if one.dim() else one for name, one in given.items()}
+dcp.save({"model": state, "step": 7}, checkpoint_id=folder)
+"""
+    torch.save(tensors, f"{folder}.pt")
+    argv = [[sys.executable, "-W", "ignore", "-c", script, str(rank), str(folder)] for rank in (0, 1)]
+    ranks = [subprocess.Popen(one, stderr=subprocess.DEVNULL) for one in argv]
+    assert [one.wait(timeout=120) for one in ranks] == [0, 0]
+    return folder
+
+
+def test_checkpoints_of_many_files(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tensors = {"a.weight": torch.randn(4, 3), "b.weight": torch.randn(3, 5), "scale": torch.tensor(2.0)}
+    parts, ranks = sharded(tmp_path / "parts", tensors), of_two_ranks(tmp_path / "ranks", tensors)
+    other = sharded(tmp_path / "other", {**tensors, "b.weight": tensors["b.weight"] * 2})
+    torch.save({"model": tensors, "step": 7}, tmp_path / "one.pt")
+    same = distdiag("floatcmp", "--json", "--exact", str(ranks), str(tmp_path / "one.pt"))
+    assert (same.code, same.report["data"]["tensors"], same.report["data"]["identical"]) == (0, 4, 4)
+    index = parts / "model.safetensors.index.json"
+    assert distdiag("floatcmp", "--exact", str(parts), str(index)).code == 0
+    unlike = distdiag("floatcmp", "--json", str(parts), str(other))
+    assert (unlike.code, unlike.report["data"]["pairs"][0]["key"]) == (1, "b.weight")
+    (parts / "model-00002-of-00002.safetensors").unlink()
+    lacks = distdiag("floatcmp", "--json", str(index), str(other))
+    assert (lacks.code, "model-00002-of-00002" in lacks.report["summary"]) == (3, True)
+
+
+def test_the_metadata_of_a_checkpoint_runs_nothing(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad/.metadata").write_bytes(pickle.dumps(RunsCode(made)))
+    with pytest.raises(Unreadable, match=r"posix\.mkdir, which can run code"):
+        read(str(tmp_path / "bad"))
+    assert not made.exists()
+
+
+def test_rounding_is_a_fault_where_all_is_to_be_exact(files: Path) -> None:
+    words = ("floatcmp", "--json", str(files / "a.pt"), str(files / "b.pt"))
+    assert distdiag(*words).code == 0
+    result = distdiag(*words, "--exact")
+    assert (result.code, list(result.findings)) == (1, ["not-exact", "values"])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from jobs import PROGRAMS
-from support import distdiag
+from support import distdiag, wait_until
 
 PROGRAM = str(PROGRAMS / "overflows.py")
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
@@ -18,14 +18,18 @@ HERE = "in `output` of `scale` (Scale). What went in was finite: it was made her
 
 
 CASES = ("ddp:forward", "fsdp-before:forward", "fsdp-after:forward", "ddp-compile:forward", "ddp:backward")
+FIRST = ("fsdp-after:forward-0", "tp:forward-0", "pipeline:forward-0", "tp:forward-all", "fsdp-after:forward-all")
+"""Of these rank 0 is to be named."""
+GO_ON = ("none:ddp:forward", "goes-on:ddp:forward", "none:fsdp-after:forward", "goes-on:fsdp-after:forward")
 HEALTHY = ("ddp:join", "ddp:apart", "ddp:odd")
+pytestmark = pytest.mark.timeout(300)  # the first that asks for `told` waits for 18 jobs
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks of each case wrote, and how they ended."""
     folder = tmp_path_factory.mktemp("pairs")
-    command = [sys.executable, PROGRAM, "pairs", str(folder), *CASES, *HEALTHY, "ddp:evaluation"]
+    command = [sys.executable, PROGRAM, "pairs", str(folder), *CASES, *FIRST, *GO_ON, *HEALTHY, "ddp:evaluation"]
     subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=300, capture_output=True)
     return folder
 
@@ -38,18 +42,40 @@ def test_one_rank_overflows_and_all_end_alike_with_one_report(told: Path, case: 
     wrote = [(told / f"{case}.{rank}").read_text() for rank in range(2)]
     for text in wrote:
         assert f"OverflowDetected: DebugUnderflowOverflow: rank 1 ({os.uname().nodename.partition('.')[0]}), " in text
-        assert "batch 1: 15 inf and 17 -inf " + HERE in text
+        assert "batch 1 (step 1): 15 inf and 17 -inf " + HERE in text
         assert [line for line in text.splitlines() if line.endswith("done")] == ["batch 0 done"]
     assert "Detected inf/nan" not in wrote[0]
     assert wrote[1].count("Detected inf/nan during batch_number=1") == 1
 
 
-def test_a_loss_that_is_nan_on_one_rank_is_found_in_the_gradients_of_both(told: Path) -> None:
+@pytest.mark.parametrize("case", FIRST)
+def test_nobody_waits_for_a_rank_that_runs_its_forward_alone(told: Path, case: str) -> None:
+    ended = json.loads((told / "statuses").read_text())[case]
+    assert (ended["exit"], ended["seconds"] < 60) == ([1, 1], True), (told / f"{case}.0").read_text()
+    text = (told / f"{case}.0").read_text()
+    assert "OverflowDetected: DebugUnderflowOverflow: rank 0 (" in text
+    assert "in `output` of `scale` (Scale)" in text
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp-after"])
+def test_ranks_that_go_on_have_the_weights_they_would_have_had(told: Path, how: str) -> None:
+    statuses = json.loads((told / "statuses").read_text())
+    weights = []
+    for case in (f"none:{how}:forward", f"goes-on:{how}:forward"):
+        assert statuses[case]["exit"] == [0, 0], (told / f"{case}.0").read_text()
+        texts = [(told / f"{case}.{rank}").read_text() for rank in range(2)]
+        weights.append([line for text in texts for line in text.splitlines() if line.startswith("weights ")])
+        assert ("batch 1 (step 1)" in "".join(texts)) == case.startswith("goes-on")
+    assert len(weights[0]) == 2
+    assert weights[0] == weights[1]
+
+
+def test_a_loss_that_is_nan_on_one_rank_is_named_on_both(told: Path) -> None:
     assert json.loads((told / "statuses").read_text())["ddp:backward"]["exit"] == [1, 1]
     for rank in range(2):
         text = (told / f"ddp:backward.{rank}").read_text()
         assert "rank 0 (" in text
-        assert "batch 2: 8 nan in `bias.grad` of `last` (Linear) (also on rank 1)" in text
+        assert "batch 2 (step 2): 1 nan in the loss on which backward was called. What modules took and gave" in text
 
 
 @pytest.mark.parametrize("case", HEALTHY)
@@ -68,9 +94,11 @@ def test_in_an_evaluation_each_rank_is_on_its_own(told: Path) -> None:
 def test_a_script_that_knows_nothing_of_it(tmp_path: Path) -> None:
     result = distdiag("overflow", "--json", "--save", str(tmp_path), "--", PROGRAM, "none:bare", "forward")
     assert (result.code, result.report["verdict"]) == (1, "fail")
-    assert result.findings["detected"]["title"] == "batch 1: 15 inf and 17 -inf " + HERE
+    assert result.findings["detected"]["title"] == "batch 1 (step 1): 15 inf and 17 -inf " + HERE
     (process,) = result.report["data"]["processes"]
-    assert process["models"] == [{"model": "Model", "batches": 2, "steps": 1, "found": 1, "aborted": False}]
+    (model,) = process["models"]
+    assert (model["model"], model["batches"], model["steps"], model["found"]) == ("Model", 2, 1, 1)
+    assert (model["aborted"], model["off"], model["unread"], model["warnings"]) == (False, "", 0, [])
     assert "Detected inf/nan during batch_number=1" in result.err
     (frames,) = tmp_path.glob("frames-*.jsonl")
     kinds = [json.loads(line)["kind"] for line in frames.read_text().splitlines()]
@@ -126,7 +154,7 @@ def test_a_batch_is_traced_and_the_job_ended_after_it() -> None:
 
 
 def test_the_job_goes_on_where_that_is_asked() -> None:
-    result = distdiag("overflow", "--go-on", "--grads", "--", PROGRAM, "none:bare", "weights")
+    result = distdiag("overflow", "--go-on", "--grads", "step", "--", PROGRAM, "none:bare", "weights")
     assert result.code == 1
     assert result.out.count("Detected inf/nan") == 1
     assert "batch 3 done" in result.out
@@ -154,3 +182,65 @@ def test_wrong_words() -> None:
         typed = words if "--" in words else [*words, "--", PROGRAM]
         result = distdiag("overflow", "--json", *typed)
         assert (result.code, result.report["exit_code"]) == (2, 2), typed
+
+
+def test_a_hit_where_there_is_no_numpy(tmp_path: Path) -> None:
+    (tmp_path / "numpy").mkdir()
+    (tmp_path / "numpy/__init__.py").write_text("raise ModuleNotFoundError('no numpy here', name='numpy')")
+    words = ("overflow", "--json", "--nproc", "2", "--", PROGRAM, "none:ddp", "forward")
+    result = distdiag(*words, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert (result.code, list(result.findings)) == (1, ["detected"])
+    assert HERE in result.findings["detected"]["title"]
+
+
+GIVES_UP = """
+import torch
+class Odd(dict):
+    def items(self):
+        raise RuntimeError("not now")
+class Model(torch.nn.Linear):
+    def forward(self, given):
+        return super().forward(dict.items(given).__iter__().__next__()[1])
+Model(1, 1)(Odd(x=torch.ones(1)))
+"""
+YIELDS = """
+import torch
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        yield super().forward(x) / 0
+list(Model(1, 1)(torch.ones(1)))
+"""
+WRAPPED = """
+import torch
+torch.nn.DataParallel(torch.nn.Linear(1, 1))(torch.ones(1, 1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "name", "said"),
+    [
+        (GIVES_UP, "gave-up", "the detector of Model gave up: RuntimeError not now"),
+        (YIELDS, "outputs-unread", "Model gave back nothing that can be read (generator)"),
+        (WRAPPED, "not-watched", "DataParallel: DataParallel copies the model for each device"),
+    ],
+)
+def test_where_nobody_looked_nothing_is_known(script: str, name: str, said: str) -> None:
+    result = distdiag("overflow", "--json", "--", "-c", script)
+    assert (result.code, result.report["verdict"]) == (3, "unknown")
+    assert said in result.findings[name]["title"]
+
+
+def test_ranks_end_with_distdiag_when_it_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import os, sys, time, torch\n"
+        "torch.nn.Linear(1, 1)(torch.ones(1))\n"
+        f"open(f'{tmp_path}/rank-{{os.getpid()}}', 'w').close()\n"
+        "time.sleep(600)\n"
+    )
+    words = [sys.executable, "-m", "distdiag", "overflow", "--nproc", "2", "--", str(script)]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as command:
+        wait_until(lambda: len(list(tmp_path.glob("rank-*"))) == 2, 120, lambda: "the ranks did not begin")
+        command.kill()
+    pids = [int(path.name.removeprefix("rank-")) for path in tmp_path.glob("rank-*")]
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 60, lambda: f"{pids} live on")

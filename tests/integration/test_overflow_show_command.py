@@ -142,7 +142,7 @@ def test_people_see_the_answer_first_in_80_columns_without_colour(folder: Path) 
     assert result.code == 1
     assert "\x1b" not in result.out
     assert lines[0] == "distdiag overflow show: FAIL"
-    assert lines[1].startswith("batch 1: ")
+    assert lines[1].startswith("batch 1 (step ")
     assert " inf in `input[0]` of `block.3.ff.wo`" in result.out.replace("\n  ", " ")
     assert "FAIL  overflow.detected" in result.out
     assert " overflow show found.jsonl --module 'block.3.ff*' --all" in result.out

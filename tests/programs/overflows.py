@@ -1,7 +1,8 @@
 """A training loop whose numbers go wrong: `overflows.py WRAP WHERE`.
 
-WRAP: bare, ddp, fsdp-before, fsdp-after (the detector before or after fully_shard), ddp-compile; with "none:" before
-it, it has no detector of its own. WHERE: forward (rank 1, batch 1), backward (rank 0, batch 2), weights, never; or all
+WRAP: bare, ddp, fsdp-before, fsdp-after (the detector before or after fully_shard), ddp-compile, hsdp (4 ranks), tp,
+pipeline; with "none:" before it, it has no detector of its own; with "goes-on:" the detector only reports. WHERE:
+forward (rank 1, batch 1), forward-N (rank N), forward-all, backward (rank 0, batch 2), weights, never; or all
 is well, and the ranks do not step together: join (uneven batches), apart (rank 0 has work of its own), odd (the
 detector of rank 1 fails), or not at all: evaluation (rank 1, one of its more batches).
 
@@ -18,7 +19,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,9 @@ from torch import Tensor, nn
 
 from distdiag import DebugUnderflowOverflow
 from distdiag.node import run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Scale(nn.Module):
@@ -36,31 +40,78 @@ class Scale(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        # The model's own come first of all parameters: fully_shard leaves them together until the backward.
+        self.own = nn.Parameter(torch.ones(8))
         self.first, self.scale, self.last = nn.Linear(8, 8), Scale(), nn.Linear(8, 8)
 
     def forward(self, x: Tensor | dict[str, Tensor], by: float) -> Tensor:
         given = x["x"] if isinstance(x, dict) else x
-        out: Tensor = self.last(self.scale(self.first(given), by))
+        out: Tensor = self.last(self.scale(self.first(given * self.own), by))
         return out
 
 
-def wrapped(model: nn.Module, how: str, watch: bool) -> nn.Module:
-    if how == "fsdp-before" and watch:
-        DebugUnderflowOverflow(model)
+def wrapped(model: nn.Module, how: str, watch: Callable[[nn.Module], object]) -> nn.Module:
+    if how == "fsdp-before":
+        watch(model)
     outer = model
-    if how.startswith("fsdp"):
+    if how.startswith(("fsdp", "hsdp")):
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts")) if how == "hsdp" else None
         for one in (*model.children(), model):
             if list(one.parameters()):
-                fully_shard(one)
+                fully_shard(one, mesh=mesh)
+    elif how == "tp":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        plan: Any = {"first": ColwiseParallel(), "last": RowwiseParallel()}
+        parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
     elif how.startswith("ddp"):
         outer = nn.parallel.DistributedDataParallel(model)
         if how == "ddp-compile":
             outer = torch.compile(outer, backend="eager")  # type: ignore[assignment]
-    if how != "fsdp-before" and watch:
-        DebugUnderflowOverflow(outer)
+    if how != "fsdp-before":
+        watch(outer)
     return outer
+
+
+class Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), Scale()
+        self.by = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.scale(self.linear(x), self.by)
+        return out
+
+
+def pipeline(where: str, rank: int, watch: Callable[[nn.Module], object]) -> None:
+    """Train one stage a rank; what goes wrong in one comes to the next."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    model = Stage()
+    watch(model)
+    size = dist.get_world_size()
+    stage = PipelineStage(model, rank, size, torch.device("cpu"), input_args=(torch.randn(2, 8),))
+    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda out, wanted: (out - wanted).square().mean())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in range(4):
+        optimizer.zero_grad()
+        model.by = float("inf") if is_bad(where, batch, rank) else 1.0
+        given = (torch.randn(4, 8),) if rank == 0 else ()
+        wanted: dict[str, Any] = {"target": torch.zeros(4, 8)} if rank == size - 1 else {}
+        schedule.step(*given, **wanted)
+        optimizer.step()
+        print(f"batch {batch} done", flush=True)
+
+
+def is_bad(where: str, batch: int, rank: int) -> bool:
+    """Tell whether the forward of this batch is to go wrong here."""
+    ranks = {"forward": rank == 1 or not dist.is_initialized(), f"forward-{rank}": True, "forward-all": True}
+    return batch == 1 and ranks.get(where, False)
 
 
 def uneven(model: nn.Module, rank: int) -> None:
@@ -103,7 +154,7 @@ def odd(model: nn.Module, rank: int) -> None:
         def items(self) -> NoReturn:
             raise RuntimeError("not now")
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     for batch in range(20):
         given: Any = Odd(x=torch.randn(4, 8)) if rank == 1 and batch == 1 else {"x": torch.randn(4, 8)}
         model(given, 1.0).sum().backward()
@@ -122,14 +173,21 @@ OTHERS = {"join": uneven, "apart": apart, "odd": odd, "evaluation": evaluation}
 
 
 def train(how: str, where: str) -> None:
-    watch = not how.startswith("none:")
-    how = how.removeprefix("none:")
+    goes_on: Any = "report" if how.startswith("goes-on:") else "raise"
+    watch: Callable[[nn.Module], object] = lambda model: DebugUnderflowOverflow(model, on_detect=goes_on)  # noqa: E731
+    if how.startswith("none:"):
+        watch = id
+    how = how.removeprefix("none:").removeprefix("goes-on:")
     rank = 0
     if "RANK" in os.environ:
         rank = int(os.environ["RANK"])
         store = os.environ.get("STORE")  # else the launcher has set MASTER_PORT
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
     torch.manual_seed(0)
+    if how == "pipeline":
+        pipeline(where, rank, watch)
+        dist.destroy_process_group()
+        return
     model = Model()
     outer = wrapped(model, how, watch)
     if where in OTHERS:
@@ -139,8 +197,7 @@ def train(how: str, where: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in range(4):
         optimizer.zero_grad()
-        bad = where == "forward" and batch == 1 and (rank == 1 or not dist.is_initialized())
-        loss = outer(torch.randn(4, 8), float("inf") if bad else 1.0).sum()
+        loss = outer(torch.randn(4, 8), float("inf") if is_bad(where, batch, rank) else 1.0).sum()
         if where == "backward" and rank == 0 and batch == 2:
             loss = loss * float("nan")
         loss.backward()
@@ -150,6 +207,8 @@ def train(how: str, where: str) -> None:
                 model.last.bias[0] = float("nan")
         print(f"batch {batch} done", flush=True)
     if dist.is_initialized():
+        local = [getattr(one, "_local_tensor", one).double().nan_to_num(7, 8, 9).sum() for one in model.parameters()]
+        print(f"weights {torch.stack(local).sum().item()!r}", flush=True)
         dist.destroy_process_group()
 
 
@@ -158,9 +217,11 @@ def pairs(folder: Path, cases: list[str]) -> None:
 
     statuses = {}
     for case in cases:
-        os.environ.update(WORLD_SIZE="2", STORE=f"file://{folder}/{case}.store")
+        how, _, where = case.rpartition(":")
+        size = 4 if "hsdp" in how else 2
+        os.environ.update(WORLD_SIZE=str(size), STORE=f"file://{folder}/{case}.store")
         began = time.monotonic()
-        ranks = [forked(folder / f"{case}.{rank}", rank, *case.split(":")) for rank in range(2)]
+        ranks = [forked(folder / f"{case}.{rank}", rank, how, where) for rank in range(size)]
         ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
         statuses[case] = {"exit": ends, "seconds": time.monotonic() - began}
     (folder / "statuses").write_text(json.dumps(statuses))

@@ -133,8 +133,50 @@ def test_complex_numbers_are_two_numbers_each() -> None:
 def test_two_dtypes_are_compared_in_the_coarser_one() -> None:
     exact = torch.tensor([1.0, math.pi, 7.0])
     pair = pair_of(exact.bfloat16(), exact)
-    assert (pair.likeness, pair.unit) == (Likeness.IDENTICAL, "bfloat16")
+    assert (pair.likeness, pair.unit, pair.counts.converted) == (Likeness.ROUNDING, "bfloat16", 1)
     assert any("compared in bfloat16" in note for note in pair.notes)
+    assert "equal once both are bfloat16, 1 number only by that rounding" in str(floatcmp(exact.bfloat16(), exact))
+
+
+def test_what_is_equal_only_once_converted_is_never_identical() -> None:
+    big = 2**53 + 1
+    for a, b, converted in (
+        (torch.tensor([big]), torch.tensor([float(big)], dtype=torch.float64), 1),
+        (torch.tensor([2**53]), torch.tensor([2.0**53], dtype=torch.float64), 0),
+        (torch.tensor([2**63 - 1]), torch.tensor([2.0**63], dtype=torch.float64), 1),
+        (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float16), 0),
+        (torch.tensor([1e-9]), torch.tensor([0.0], dtype=torch.float16), 1),
+    ):
+        for pair in (pair_of(a, b), pair_of(b, a)):
+            assert (pair.likeness, pair.counts.converted) == (Likeness.ROUNDING, converted), (a, b)
+
+
+def sizes(of: int) -> torch.Tensor:
+    """Numbers of all sizes, as the squares that Adam keeps have them."""
+    torch.manual_seed(0)
+    return torch.exp(torch.randn(of) * 6 - 20)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tensor_that_lost_its_small_numbers_is_not_rounding(dtype: torch.dtype) -> None:
+    squares = torch.cat([sizes(3000), torch.tensor([1e4])]).to(dtype)
+    lost = torch.where(squares < squares.quantile(0.33) if dtype == torch.float32 else squares < 1e-10, 0, squares)
+    for a, b in ((squares, lost), (lost, squares)):
+        pair = pair_of(a, b)
+        assert pair.likeness == Likeness.DIFFERS
+        assert any("numbers are 0 in" in note for note in pair.notes)
+    weights = torch.randn(4096).to(dtype)
+    small = weights.abs() < weights.abs().float().mean() * torch.finfo(dtype).eps
+    mixed = torch.cat([weights, torch.full((2000,), 1e-9).to(dtype)])
+    assert pair_of(mixed, torch.where(mixed.abs() < 1e-8, 0, mixed)).likeness == Likeness.DIFFERS
+    assert int(small.sum()) < 30
+
+
+def test_one_large_number_excuses_none_of_the_others() -> None:
+    torch.manual_seed(0)
+    a = torch.cat([torch.randn(1000) * 1e-6, torch.tensor([1e6])])
+    b = torch.cat([a[:-1] * 1.5, a[-1:]])
+    assert pair_of(a, b).likeness == Likeness.DIFFERS
 
 
 def test_what_only_rounding_makes_infinite_is_not_taken_for_an_infinity() -> None:
@@ -244,7 +286,7 @@ def test_other_shapes_are_an_answer(a: tuple[int, ...], b: tuple[int, ...]) -> N
 
 def test_empty_tensors_and_single_numbers() -> None:
     assert floatcmp(torch.empty(0, 3), torch.empty(0, 3)).likeness == Likeness.IDENTICAL
-    assert floatcmp(torch.tensor(1.0), 1.0).likeness == Likeness.IDENTICAL
+    assert floatcmp(torch.tensor(1.0, dtype=torch.float64), 1.0).likeness == Likeness.IDENTICAL
     assert floatcmp(2**70, 2**70).values_differ == ()
     assert floatcmp([1, 2.5], [1, 2.5]).pairs[0].counts.size == 2
 
@@ -324,3 +366,6 @@ def test_a_verdict_for_each_kind(b: object, verdict: Verdict, ids: list[str]) ->
     )
     report = diagnose(Request(a="a.pt", b="b.pt"), facts)
     assert (report.verdict, [finding.id.partition(".")[2] for finding in report.findings]) == (verdict, ids)
+    exact = diagnose(Request(a="a.pt", b="b.pt", exact=True), facts)
+    same = all(torch.equal(one, torch.ones(4)) for one in b.values()) if isinstance(b, dict) else False
+    assert (exact.verdict == Verdict.OK) == (same and "w" in b)  # type: ignore[operator]

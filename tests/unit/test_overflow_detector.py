@@ -347,7 +347,7 @@ def test_a_step_that_the_scaler_skips_is_no_fault() -> None:
 def test_a_gradient_in_float16_that_underflows_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Linear(2, 1).half()
     with DebugUnderflowOverflow(model):
-        _step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda out: (out.float() * 1e-9).sum())
+        _step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda out: (out.float() * 1e-6).sum())
     said = capsys.readouterr().err
     assert "underflow in step 0: of 2 gradients in float16 2 are mostly zero" in said
     assert "100 %" in said
@@ -454,18 +454,19 @@ def test_the_second_run_has_the_random_numbers_and_buffers_of_the_first() -> Non
             self.drop = nn.Dropout(0.5)
             self.calls: torch.Tensor
             self.register_buffer("calls", torch.zeros(1))
-            self.seen: list[torch.Tensor] = []
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.calls += 1
-            self.seen.append(self.drop(x))
-            return self.seen[-1] / (self.calls - 2)
+            seen.append(self.drop(x))
+            return seen[-1] / (self.calls - 2)
 
+    seen: list[torch.Tensor] = []
     model = Once()
     assert found(model, torch.ones(64)) is None
     told = must_find(model, torch.ones(64))
     assert (told.place.kind, told.origin) == ("Once", "here")
-    assert torch.equal(model.seen[-1], model.seen[-2])
+    assert len(seen) == 3
+    assert torch.equal(seen[-1], seen[-2])
     assert float(model.calls) == 2
 
 
@@ -484,7 +485,7 @@ def test_autocast_is_as_it_was() -> None:
 
 
 def test_ignored_modules_may_hold_what_they_like() -> None:
-    model = Then(a=Sub(), b=Does(lambda x: x.nan_to_num()))
+    model = Then(a=Does(lambda x: x * math.nan), b=Does(lambda x: x.nan_to_num()))
     assert must_find(model, torch.ones(1), mode="full").place.module == "a"
     for patterns in ("a", ["a:output", "b:input*"], "*"):
         told = found(model, torch.ones(1), mode="full", _ignore=patterns)
@@ -689,3 +690,212 @@ def test_detect_overflow_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert detect_overflow(torch.tensor([1.0, math.nan, -INF]), "after layer_norm")
     said = "after layer_norm has nans\nafter layer_norm has infs\n"
     assert capsys.readouterr().out == said + "after layer_norm: float32 of shape [3], 2 of 3 bad, the first at [1]\n"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_comes_to_nothing_is_no_alarm(mode: Any) -> None:
+    class Pools(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.least = Does(lambda x: x.amin(-1))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.least(x.masked_fill(torch.tensor([True, False, False]), INF))
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(3, 3)
+            self.error = Does(lambda y, labels: (y - labels)[labels.isfinite()].square().mean())
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+            return self.error(self.head(x), labels)
+
+    labels = torch.tensor([[1.0, math.nan, 3.0]])
+    assert found(Pools(), torch.ones(2, 3), mode=mode) is None
+    assert found(Loss(), torch.ones(1, 3), labels, mode=mode) is None
+    told = must_find(Loss(), torch.full((1, 3), math.nan), labels, mode=mode)
+    assert (told.tensor, told.origin) == ("input[0]", "given")
+
+
+class Outputs:
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
+
+
+def test_attributes_of_a_plain_object_are_read_and_what_cannot_be_is_counted() -> None:
+    told = must_find(Does(lambda x: Outputs(x / 0)), torch.ones(2))
+    assert (told.tensor, told.origin) == ("output.hidden", "here")
+    for what, kind in ((lambda x: iter([x / 0]), "list_iterator"), (lambda x: None, "NoneType")):
+        with DebugUnderflowOverflow(Does(what)) as detector:
+            detector._root(torch.ones(2))
+            assert (detector.found, detector.counts.unread, detector.counts.kind) == (0, 1, kind)
+
+
+def test_a_loss_that_is_nan_is_found_though_all_gradients_are_finite() -> None:
+    model = nn.Linear(2, 1)
+    with DebugUnderflowOverflow(model), pytest.raises(OverflowDetected) as error:
+        (model(torch.ones(1, 2)).sum() + torch.tensor(-1.0).log()).backward()
+    told = error.value.detection
+    assert (told.origin, told.what) == ("loss", "1 nan")
+    assert "What modules took and gave in the forward was finite: the script made it" in told.sentence
+    assert "test_overflow_detector.py" in told.hints[0]
+    assert told.hints[1] == "It comes out of: Add <- Sum <- Addmm."
+    assert model.weight.grad is None
+    assert torch.autograd.backward.__module__ == "torch.autograd"
+
+
+def test_what_is_hidden_from_the_outputs_is_named_by_what_comes_of_it() -> None:
+    """The inf of the second module is put aside by where; its gradient is nan all the same."""
+
+    class Hides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.big = nn.Linear(2, 2), Does(lambda x: (x * 1e30).exp())
+
+        def forward(self, x: torch.Tensor) -> Any:
+            y = self.first(x)
+            return torch.where(torch.ones_like(y) > 0, y, self.big(y.abs()))
+
+    model = Hides()
+    hows: list[Any] = ["step", "each"]
+    for how in hows:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with DebugUnderflowOverflow(model, gradients=how), pytest.raises(OverflowDetected) as error:
+            _step(model, optimizer, lambda out: out.sum())
+        told = error.value.detection
+        assert (told.place.module, told.tensor, told.origin) == ("big", "output", "here")
+        assert "No output of the model shows it, but the gradients do." in told.hints
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("how", ["step", "each"])
+def test_of_accumulated_forwards_only_the_last_is_called_finite(how: Any) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with DebugUnderflowOverflow(model, gradients=how), pytest.raises(OverflowDetected) as error:  # noqa: PT012
+        _spoils_gradients(model(torch.ones(1, 2))).sum().backward()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    sentence = error.value.detection.sentence
+    assert "What modules took and gave in the forward was finite, in the last of 2 since the last step" in sentence
+    assert "it was made in the loss, in an earlier forward, between the modules or in the backward" in sentence
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda y: (y * 1000).softmax(-1).log(), "`output` of the model (Does) is no mask: log made it of finite"),
+        (lambda y: {"x": y.masked_fill(y > 1, -INF), "y": (y - 1).relu().log()}, "`output['y']` of the model (Does)"),
+        (lambda y: y.masked_fill(y < y.max(), -INF), ""),
+        (lambda y: torch.where(y < 2, y, -INF).reshape(-1) * 2, ""),
+        (lambda y: y + torch.tensor([0, 0, -INF]), ""),
+        (lambda y: y.index_fill(-1, torch.tensor([1]), -INF).log_softmax(-1), ""),
+        (lambda y: y.clone().fill_diagonal_(-INF), ""),
+    ],
+)
+def test_minus_inf_in_inference_is_told_unless_it_was_filled_in(made: Callable[[torch.Tensor], Any], said: str) -> None:
+    model = Does(made).eval()
+    for mode in MODES:
+        with torch.no_grad(), DebugUnderflowOverflow(model, mode=mode) as detector:
+            for _ in range(2):
+                model(torch.tensor([[1.0, 1.5, 4.0]]).expand(3, 3))
+            assert (detector.found, detector.counts.off) == (0, "")
+            assert [said in one for one in detector.counts.warnings] == [True] * bool(said)
+
+
+def test_what_went_in_and_may_be_a_mask_is_not_called_finite() -> None:
+    model = Then(a=Does(lambda x: x.masked_fill(x > 1, -INF)), b=Does(lambda x: x.abs()))
+    told = must_find(model, torch.tensor([1.0, 2.0]))
+    assert (told.place.module, told.origin) == ("b", "here")
+    assert "What went in was finite but for -inf in `input[0]`, as masks have it: it was made here." in told.sentence
+
+
+def test_what_is_not_known_of_the_forward_is_not_said() -> None:
+    class Writes(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            self.weight.data.mul_(0.5)
+            return super().forward(x)
+
+    model = Writes(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with DebugUnderflowOverflow(model, gradients="each"), pytest.raises(OverflowDetected) as error:
+        _step(model, optimizer, lambda out: _spoils_gradients(out).sum())
+    sentence = error.value.detection.sentence
+    assert "It was made in the forward, the loss or the backward: the forward cannot be run again (" in sentence
+    assert "finite" not in sentence
+
+
+def test_log_of_a_softmax_that_underflows_is_named_where_the_loss_shows_it() -> None:
+    model = Then(linear=nn.Linear(2, 3), soft=nn.Softmax(-1), log=Does(torch.log)).half()
+    with torch.no_grad():
+        model.get_parameter("linear.weight").copy_(torch.tensor([[50.0, 0], [0, 0], [0, 0]]))
+    with DebugUnderflowOverflow(model), pytest.raises(OverflowDetected) as error:
+        nn.functional.nll_loss(model(torch.ones(1, 2).half()).float(), torch.tensor([1])).backward()
+    assert (
+        "finite, but for -inf in `output` of `log` (Does), as masks have it and log(0)"
+        in error.value.detection.sentence
+    )
+
+
+def test_a_scaler_that_skips_step_after_step() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    with DebugUnderflowOverflow(model) as detector, pytest.raises(OverflowDetected) as error:  # noqa: PT012
+        for _ in range(30):
+            optimizer.zero_grad()
+            scaler.scale(_spoils_gradients(model(torch.ones(1, 2))).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    told = error.value.detection
+    assert (told.tensor, told.origin, detector.counts.steps) == ("bias.grad", "backward", 0)
+    assert "The GradScaler has skipped 20 steps in a row." in told.hints
+
+
+def test_a_traced_batch_that_overflows_does_not_keep_the_next_from_being_traced(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = Then(a=Sub())
+    with DebugUnderflowOverflow(model, trace_batch_nums=[1, 3]), pytest.raises(OverflowDetected) as error:  # noqa: PT012
+        for _ in range(5):
+            model(torch.ones(1))
+    out = capsys.readouterr().out
+    assert (error.value.detection.when.batch, out.count("Starting batch")) == (3, 2)
+
+
+def test_detect_overflow_says_once_what_is_run_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    def looks(x: torch.Tensor) -> torch.Tensor:
+        assert detect_overflow(x / 0, "here")
+        return x / 0
+
+    assert must_find(Does(looks), torch.ones(1)).origin == "here"
+    assert capsys.readouterr().out.count("here has infs") == 1
+
+
+def test_the_advice_for_autocast_can_be_pasted() -> None:
+    model = Then(first=nn.Linear(2, 2), big=nn.Linear(2, 2, bias=False))
+    with torch.no_grad():
+        model.get_parameter("first.weight").fill_(200.0)
+        model.get_parameter("big.weight").fill_(300.0)
+    seen: list[Detection] = []
+    given = torch.full((1, 2), 1.0)
+    with torch.autocast("cpu", dtype=torch.float16):
+        with DebugUnderflowOverflow(model, on_detect=seen.append):
+            model(given)
+        (advice,) = [one for one in seen[0].hints if one.startswith("In float32")]
+        exec(advice.partition(": ")[2], {"model": model, "torch": torch})
+        assert model(given).isfinite().all()
+
+
+def test_a_run_that_diverges_has_its_losses_told() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e6)
+    with DebugUnderflowOverflow(model), pytest.raises(OverflowDetected) as error:  # noqa: PT012
+        for _ in range(20):
+            _step(model, optimizer, lambda out: out.square().sum())
+    assert "lower the learning rate" in error.value.detection.hints[-1]
+
+
+def test_a_batch_of_an_evaluation_is_said_to_be_one() -> None:
+    assert "batch 0 (step 0, evaluation): " in must_find(Then(a=Sub()).eval(), torch.ones(1)).sentence

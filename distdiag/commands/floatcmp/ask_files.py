@@ -43,7 +43,7 @@ class Unreadable(Exception):
         self.hint = hint
 
 
-def read(path: str) -> object:
+def read_file(path: str) -> object:
     """Read what is in a file of tensors, mapped rather than copied where the format allows that.
 
     Raises:

@@ -12,7 +12,8 @@ import resource
 import sys
 from typing import TYPE_CHECKING
 
-from distdiag.commands.floatcmp.ask_files import Unreadable, read
+from distdiag.commands.floatcmp.ask_checkpoints import read
+from distdiag.commands.floatcmp.ask_files import Unreadable
 from distdiag.commands.floatcmp.model import Request
 from distdiag.commands.floatcmp.result import Answer, FloatCmp
 from distdiag.node import run
@@ -90,7 +91,9 @@ def _summed_up(request: Request, found: Comparison) -> FloatCmp:
         numbers=sum(pair.counts.size for pair in found.pairs),
         both_nan=tuple(pair.key for pair in found.pairs if pair.counts.both_nan),
         pairs=tuple(
-            pair for pair in found.worst_first if pair.likeness != Likeness.IDENTICAL or pair.nearness or pair.notes
+            pair
+            for pair in found.worst_first
+            if pair.likeness != Likeness.IDENTICAL or pair.nearness or pair.notes or pair.counts.zero_signs
         ),
         only_a=found.only_a,
         only_b=found.only_b,

@@ -27,9 +27,9 @@ def check(request: Request, progress: Progress) -> Report[FloatCmp]:
         DistdiagError: a file cannot be read, or the comparison did not come to its end.
     """
     for path in (request.a, request.b, request.reference):
-        if path and not os.path.isfile(path):
-            kind = "is no file but a folder or a device" if os.path.exists(path) else "there is no such file"
-            raise UsageError(f"{path}: {kind}", hint="name files by torch.save, .npy or .safetensors")
+        if path and not os.path.isfile(path) and not os.path.isdir(path):
+            kind = "is no file and no folder but a device" if os.path.exists(path) else "there is no such file"
+            raise UsageError(f"{path}: {kind}", hint="name files by torch.save, .npy or .safetensors, or checkpoints")
     progress.news(f"comparing {request.a} with {request.b}")
     answer = _ask(request)
     if answer.unreadable:

@@ -67,6 +67,23 @@ def _faults(request: Request, found: FloatCmp) -> Iterator[Finding]:
             id=f"{COMMAND}.shapes", level=Level.FAIL, title=f"other shapes in {_some(shapes)}", evidence=_list(shapes)
         )
     yield from _names(request, found)
+    if request.exact:
+        yield from _inexact(found)
+
+
+def _inexact(found: FloatCmp) -> Iterator[Finding]:
+    """Yield what is within rounding and no fault, but for --exact."""
+    near = [pair for pair in found.pairs if pair.likeness in (Likeness.ROUNDING, Likeness.LONG_SUM)]
+    signs = [pair for pair in found.pairs if pair.likeness == Likeness.IDENTICAL and pair.counts.zero_signs]
+    if near or signs:
+        yield Finding(
+            id=f"{COMMAND}.not-exact",
+            level=Level.FAIL,
+            title=f"not the same to the last bit: {_some([*near, *signs])}",
+            evidence=(*_list(near), *(f"{one.key}: zeros of opposite signs" for one in signs[:_SHOWN])),
+        )
+    if found.values_differ:
+        yield Finding(id=f"{COMMAND}.values", level=Level.FAIL, title=f"other values: {folded(found.values_differ)}")
 
 
 def _far(request: Request, far: Sequence[Pair]) -> Finding:
@@ -112,7 +129,7 @@ def _names(request: Request, found: FloatCmp) -> Iterator[Finding]:
 def _remarks(request: Request, found: FloatCmp) -> Iterator[Finding]:
     names = (request.a, request.b)
     sums = [pair for pair in found.pairs if pair.likeness == Likeness.LONG_SUM]
-    if sums:
+    if sums and not request.exact:
         length = sum_of(max(pair.max_scaled_ulp for pair in sums))
         yield Finding(
             id=f"{COMMAND}.long-sum",
@@ -128,7 +145,7 @@ def _remarks(request: Request, found: FloatCmp) -> Iterator[Finding]:
             level=Level.WARN,
             title=f"nan at the same places in both files: {folded(found.both_nan)}",
         )
-    if found.values_differ:
+    if found.values_differ and not request.exact:
         yield Finding(
             id=f"{COMMAND}.values",
             level=Level.WARN,
@@ -172,6 +189,8 @@ def _summary(found: FloatCmp, findings: Sequence[Finding]) -> str:
         (pair for pair in found.pairs if pair.likeness != Likeness.IDENTICAL), key=lambda one: one.max_scaled_ulp
     )
     where = f", most in {worst.key}" if worst.key else ""
+    if not worst.max_scaled_ulp:
+        return f"equal once converted to {worst.unit or 'integers'}: {numbers}"
     same = f", {found.identical} of them identical" if found.identical else ""
     return f"equal within {worst.max_scaled_ulp} ulp of {worst.unit}{where} (rounding): {numbers}{same}"
 

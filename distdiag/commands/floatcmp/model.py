@@ -19,8 +19,11 @@ class Request:
     key: str = ""
     worst: int = 5
     timeout_s: float = 600.0
+    exact: bool = False
+    """Whether rounding is a fault, too."""
 
     def again(self, *words: str) -> str:
         """Write the command on the same files with other options."""
         reference = ["--reference", self.reference] if self.reference else []
-        return f"{self.program} {COMMAND} {shlex.join([self.a, self.b, *reference, *words])}"
+        exact = ["--exact"] if self.exact else []
+        return f"{self.program} {COMMAND} {shlex.join([self.a, self.b, *reference, *exact, *words])}"

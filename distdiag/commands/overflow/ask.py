@@ -42,7 +42,7 @@ class Typed:
     abort_after: int | None
     frames: int
     full: bool
-    grads: bool
+    grads: str
     unit: str
     ignore: str
     go_on: bool
@@ -97,6 +97,8 @@ def _argv(typed: Typed) -> list[str]:
 def _settings(typed: Typed) -> Settings:
     if typed.unit not in ("forward", "step"):
         raise UsageError(f"--unit {typed.unit!r}: a batch is a forward or a step", hint="write --unit forward or step")
+    if typed.grads not in ("each", "step", "off"):
+        raise UsageError(f"--grads {typed.grads!r} is not known", hint="write --grads each, step or off")
     return Settings(
         folder="",
         frames=typed.frames,
@@ -104,7 +106,7 @@ def _settings(typed: Typed) -> Settings:
         abort_after=typed.abort_after,
         mode="full" if typed.full else "step",
         unit=typed.unit,
-        gradients="each" if typed.grads else "step",
+        gradients=typed.grads,
         ignore=tuple(one.strip() for one in typed.ignore.split(",") if one.strip()),
         on_detect="report" if typed.go_on else "raise",
     )

@@ -25,8 +25,12 @@ def overflow(
         bool, typer.Option("--full", help="Read every tensor of every module: for what cannot be run a second time.")
     ] = False,
     grads: Annotated[
-        bool, typer.Option("--grads", help="Look at each gradient while it is made: names the first bad one.")
-    ] = False,
+        str,
+        typer.Option(
+            metavar="each|step|off",
+            help="When to look at gradients: as each is made, which names the first bad one; before a step; never.",
+        ),
+    ] = "each",
     unit: Annotated[str, typer.Option(metavar="forward|step", help="What a batch is.")] = "forward",
     ignore: Annotated[
         str, typer.Option(metavar="PATTERNS", help="Modules that may hold nan and inf: 'lm_head,*.mask:output'.")

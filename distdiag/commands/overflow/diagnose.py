@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.commands.overflow.model import COMMAND, Overflow
@@ -11,7 +12,7 @@ from distdiag.report import Finding, Fix, Level, Report, Where
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from distdiag.commands.overflow.model import Detection
+    from distdiag.commands.overflow.model import Detection, Watched
 
 
 _MOST_FILES = 4
@@ -35,6 +36,9 @@ def _summary(seen: Overflow) -> str:
     found = sum(model.found for one in seen.processes for model in one.models)
     if found:
         return f"something was found {found:,} times, and what it was could not be kept"
+    blind = [one for one in (*_gave_up(seen), *_unread(seen)) if one.level is Level.UNKNOWN]
+    if blind:
+        return blind[0].title
     if not all(one.ended for one in seen.processes):
         return "nothing was found, as far as is known: the job was ended before it could tell what it saw"
     batches = sum(model.batches for one in seen.processes for model in one.models)
@@ -63,6 +67,9 @@ def _findings(seen: Overflow, program: str) -> Iterator[Finding]:
             detail=f"The job ended with {_how(seen.status)} before it called one." if seen.status else _HOW_FOUND,
             fix=None if seen.status else Fix(text="Or watch it from the script: DebugUnderflowOverflow(model)."),
         )
+    yield from _gave_up(seen)
+    yield from _unread(seen)
+    yield from _warnings(seen)
     lost = [one for one in seen.processes if not one.ended]
     if lost and not seen.detections:
         yield Finding(
@@ -82,10 +89,49 @@ def _findings(seen: Overflow, program: str) -> Iterator[Finding]:
         yield Finding(id="overflow.job-ended", level=Level.INFO if aborted else Level.WARN, title=title)
 
 
+def _gave_up(seen: Overflow) -> Iterator[Finding]:
+    """Tell where nobody looked, or not to the end: what was not found there says nothing."""
+    for process in seen.processes:
+        for why in process.left_out:
+            yield _blind("not-watched", f"what was not watched is not known: {why}", process)
+        for model in process.models:
+            if model.off:
+                yield _blind("gave-up", f"the detector of {model.model} gave up: {model.off}", process)
+
+
+def _unread(seen: Overflow) -> Iterator[Finding]:
+    for process in seen.processes:
+        for model in process.models:
+            if model.unread:
+                all_ = "" if model.unread == model.batches else f"{model.unread:,} of {model.batches:,} times "
+                title = f"{model.model} {all_}gave back nothing that can be read ({model.kind})"
+                yield replace(
+                    _blind("outputs-unread", title, process),
+                    # Of what a forward makes in training the gradients tell, too.
+                    level=Level.WARN if model.steps else Level.UNKNOWN,
+                    fix=Fix(text="read what its modules give each other: add --full before the --"),
+                )
+
+
+def _blind(name: str, title: str, process: Watched) -> Finding:
+    ranks = () if process.rank is None else (process.rank,)
+    where = Where(hosts=(process.host,), ranks=ranks, pids=(process.pid,))
+    return Finding(id=f"overflow.{name}", level=Level.UNKNOWN, title=title, where=where)
+
+
+def _warnings(seen: Overflow) -> Iterator[Finding]:
+    told = {text: process for process in reversed(seen.processes) for one in process.models for text in one.warnings}
+    for text, process in told.items():
+        ranks = () if process.rank is None else (process.rank,)
+        yield Finding(
+            id="overflow.warning", level=Level.WARN, title=text, where=Where(hosts=(process.host,), ranks=ranks)
+        )
+
+
 def _saw_nothing(seen: Overflow) -> bool:
-    """Tell whether there was no forward; of processes that were killed it is not known."""
+    """Tell whether there was no forward; of processes that were killed, or not watched, it is not known."""
     return not any(model.batches for one in seen.processes for model in one.models) and all(
-        one.ended for one in seen.processes
+        one.ended and not one.left_out for one in seen.processes
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import signal
 import sys
 import tempfile
 from dataclasses import replace
@@ -33,7 +34,9 @@ def run(argv: Sequence[str], settings: Settings, keep: str, *, quiet: bool) -> O
         before = set(os.listdir(folder))
         env = foreground.watched(VARIABLE, replace(settings, folder=folder).to_text())
         with foreground.signals_for_the_job() as mask:
-            child = foreground.start(argv, mask, env=env, stdout=sys.stderr.fileno() if quiet else None)
+            out = sys.stderr.fileno() if quiet else None
+            # The job may be a launcher: only by SIGTERM its ranks go with it.
+            child = foreground.start(argv, mask, env=env, stdout=out, dies_by=signal.SIGTERM)
             status = foreground.wait(child, foreground.send)
         new = [path for path in glob.glob(os.path.join(folder, "*")) if os.path.basename(path) not in before]
         return Overflow(

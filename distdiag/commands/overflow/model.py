@@ -9,24 +9,35 @@ COMMAND = "overflow"
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """One model that was watched: its class, how many forwards and optimizer steps were seen, and what was found."""
+    """One model that was watched: its class, how many forwards and optimizer steps were seen, and what was found.
+
+    `off`: why the detector gave up. Of `unread` forwards no output could be read; the last was a `kind`.
+    """
 
     model: str
     batches: int
     steps: int
     found: int
     aborted: bool
+    off: str = ""
+    unread: int = 0
+    kind: str = ""
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Watched:
-    """One process of the job. `ended`: it came to its own end; else the counts are those of its beginning."""
+    """One process of the job. `ended`: it came to its own end; else the counts are those of its beginning.
+
+    `left_out`: why models, or the process itself, were not watched.
+    """
 
     rank: int | None
     host: str
     pid: int
     models: tuple[Model, ...]
     ended: bool = False
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

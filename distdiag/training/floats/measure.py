@@ -9,7 +9,7 @@ from distdiag.training.floats.bits import as_integers, distance, name_of, precis
 from distdiag.training.floats.judge import likeness
 from distdiag.training.floats.model import Counts, Likeness, Nearness, Pair, Place
 from distdiag.training.floats.nested import Opaque
-from distdiag.training.floats.tally import Tally, mean_size, pieces, spacing
+from distdiag.training.floats.tally import Tally, pieces, spacing, usual_size
 
 if TYPE_CHECKING:
     import torch
@@ -64,17 +64,25 @@ def measured(pair: Pair, sides: Sides, unit: torch.dtype, truth: torch.Tensor | 
     a, b = sides
     if a.shape != b.shape:
         return pair
-    scale = spacing(unit, min(mean_size(a), mean_size(b))) if pair.unit else 0.0
-    tally, of_a, of_b = Tally(unit, keep=worst, scale=scale), Tally(unit, keep=0), Tally(unit, keep=0)
+    tally = Tally(unit, keep=worst, scale=lambda: spacing(unit, min(usual_size(a), usual_size(b))))
+    of_a, of_b = Tally(unit, keep=0), Tally(unit, keep=0)
     for at, (x, y, *right) in pieces((a, b) if truth is None else (a, b, truth)):
         tally.add(at, x, y)
         for one in right:
             of_a.add(at, x, one)
             of_b.add(at, y, one)
     counts = tally.counts()
+    notes = pair.notes
+    if tally.flushed is not None:
+        count, side = max(zip(tally.flushed, "ab", strict=True))
+        notes = (*notes, f"{count:,} numbers are 0 in {side} alone: each is judged by its own size")
+    same = likeness(counts, pair.unit, tally.max_scaled)
+    if same is Likeness.IDENTICAL and a.dtype != b.dtype and (counts.converted or pair.unit):
+        same = Likeness.ROUNDING
     return replace(
         pair,
-        likeness=likeness(counts, pair.unit, tally.max_scaled),
+        likeness=same,
+        notes=notes,
         counts=counts,
         max_scaled_ulp=tally.max_scaled,
         max_abs=tally.largest[0],

@@ -67,6 +67,8 @@ class Counts:
     """An infinity against a finite number, also one made by rounding to the coarser dtype."""
     inf_only_b: int = 0
     inf_opposite: int = 0
+    converted: int = 0
+    """Of those that are equal: only once one of them was rounded to the dtype that is compared in."""
     zero_signs: int = 0
     """Of those that are equal: 0.0 against -0.0."""
     histogram: tuple[Bucket, ...] = ()
@@ -122,7 +124,7 @@ class Pair:
     """The dtype whose ulps are counted, the coarser of the two; empty for integers, which are exact."""
     counts: Counts
     max_scaled_ulp: int
-    """As max_ulp, but numbers smaller than the mean are measured with the ulp of the mean: see floatcmp."""
+    """As max_ulp, but small numbers in which terms may have cancelled have the ulp of the usual size: see floatcmp."""
     max_abs: float
     """Of finite pairs; a difference that float64 cannot hold counts as its largest number."""
     max_rel: float

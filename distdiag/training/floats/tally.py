@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 import sys
+from functools import cache
 from typing import TYPE_CHECKING
 
 from distdiag.training.floats.bits import as_integers, distance, precision, rounded
 from distdiag.training.floats.model import BUCKETS, FAR, Bucket, Counts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import torch
 
+_MIXED = 0.05
+_FLUSHED = 3
+"""From so many numbers on that are 0 on one side, and none on the other, they did not become so by rounding."""
 PIECE = 2**16
 """Numbers looked at together: what is calculated with them stays in the cache of a core."""
 
@@ -35,20 +39,23 @@ def pieces(tensors: tuple[torch.Tensor, ...], at: int = 0) -> Iterator[tuple[int
         yield from pieces(tuple(one[start : start + step].squeeze(0) for one in tensors), at + start * row)
 
 
-def mean_size(tensor: torch.Tensor) -> float:
-    """Average the absolute values of the finite numbers; 0.0 if there are none, or their sum is beyond float64."""
+def usual_size(tensor: torch.Tensor) -> float:
+    """Give the geometric mean of the finite numbers that are not 0, which one large number among them does not move.
+
+    0.0 if there are none, or they are of one sign (but for 5 %): what comes of sums in which terms cancel has both.
+    """
     import torch
 
-    total, count = 0.0, 0
+    total, count, negative = 0.0, 0, 0
     for _, (piece,) in pieces((tensor,)):
-        sizes = piece.to(_wide(piece.dtype)).abs()
-        sum_ = float(sizes.sum(dtype=torch.float64))
-        if not math.isfinite(sum_):
-            sizes = sizes[sizes.isfinite()]
-            sum_ = float(sizes.sum(dtype=torch.float64))
-        total += sum_
-        count += sizes.numel()
-    return total / count if count and math.isfinite(total) else 0.0
+        numbers = piece.to(_wide(piece.dtype))
+        numbers = numbers[numbers.isfinite() & (numbers != 0)]
+        total += float(numbers.abs().log().sum(dtype=torch.float64))
+        count += numbers.numel()
+        negative += int((numbers < 0).sum())
+    if not count or not _MIXED * count <= negative <= (1 - _MIXED) * count:
+        return 0.0
+    return math.exp(total / count)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -69,12 +76,15 @@ def spacing(dtype: torch.dtype, size: float) -> float:
 
 
 class Tally:
-    """What is known of all pieces so far. `scale` is the ulp of the mean, as a number; 0.0: there is none."""
+    """What is known of all pieces so far.
 
-    def __init__(self, unit: torch.dtype, *, keep: int, scale: float = 0.0) -> None:
+    `scale` gives the ulp of the usual size, as a number, once numbers were found to differ; 0.0: each has its own.
+    """
+
+    def __init__(self, unit: torch.dtype, *, keep: int, scale: Callable[[], float] = float) -> None:
         import torch
 
-        self._unit, self._keep, self._scale = unit, keep, scale
+        self._unit, self._keep, self._scale = unit, keep, cache(scale)
         self._limits = torch.tensor(BUCKETS, dtype=torch.int64)
         self._buckets = torch.zeros(len(BUCKETS) + 1, dtype=torch.int64)
         self._counts: dict[str, int] = {}
@@ -83,8 +93,20 @@ class Tally:
         self.one_sided: list[int] = []
         self.first: int | None = None
         self.largest: tuple[float, int] = (0.0, -1)
-        self.max_scaled = 0
+        self._scaled = self._scaled_zero = self._own_zero = 0
+        self._zeros = [0, 0]
         self.max_rel = 0.0
+
+    @property
+    def max_scaled(self) -> int:
+        """The largest distance, of small numbers in ulp of the usual size."""
+        return max(self._scaled, self._own_zero if self.flushed else self._scaled_zero)
+
+    @property
+    def flushed(self) -> tuple[int, int] | None:
+        """How many numbers are 0 on the one side alone, or on the other; None where rounding may have made them so."""
+        a, b = self._zeros
+        return (a, b) if min(a, b) == 0 and max(a, b) >= _FLUSHED else None
 
     def add(self, at: int, a: torch.Tensor, b: torch.Tensor) -> None:
         """Count a piece: flat tensors on the CPU, of one length; `at` is the flat index of the first number."""
@@ -97,6 +119,8 @@ class Tally:
             both_nan = _nan(a) & _nan(b)
             self._add(both_nan=int(both_nan.sum()))
             unlike &= ~both_nan
+            if a.dtype != b.dtype:
+                self._add(converted=int((~unlike & ~both_nan & ~_same_value(a, b)).sum()))
             self._add(equal=x.numel() - int(both_nan.sum()))
         else:
             self._add(equal=x.numel())
@@ -192,8 +216,17 @@ class Tally:
             self.largest = (float(most), at + int(where[place]))
         size = torch.maximum(x.abs(), y.abs())
         self.max_rel = max(self.max_rel, min(2.0, float((off / size).max())))
-        scaled = torch.minimum(apart, (off / self._scale).ceil().clamp(1, 2.0**62).long()) if self._scale else apart
-        self.max_scaled = max(self.max_scaled, int(scaled.max()))
+        scale = self._scale() if not exact else 0.0
+        scaled = torch.minimum(apart, (off / scale).ceil().clamp(1, 2.0**62).long()) if scale else apart
+        no_a, no_b = x == 0, y == 0
+        self._zeros = [self._zeros[0] + int(no_a.sum()), self._zeros[1] + int(no_b.sum())]
+        zero = no_a | no_b
+        if bool(zero.any()):
+            self._scaled_zero = max(self._scaled_zero, int(scaled[zero].max()))
+            self._own_zero = max(self._own_zero, int(apart[zero].max()))
+            scaled = scaled[~zero]
+        if scaled.numel():
+            self._scaled = max(self._scaled, int(scaled.max()))
 
     def counts(self) -> Counts:
         """Give the counts of all pieces."""
@@ -207,6 +240,19 @@ class Tally:
             **self._counts,
             histogram=tuple(Bucket(least=low, most=high, count=count) for low, high, count in buckets if count),
         )
+
+
+def _same_value(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Tell where numbers of two dtypes are the same, of which 64 bits of integers are too many for any float."""
+    import torch
+
+    if precision(a.dtype):
+        a, b = b, a
+    if a.dtype.itemsize < 8 or precision(a.dtype):
+        return a.to(torch.float64) == b.to(torch.float64)
+    b = b.to(torch.float64)
+    fits = (b == b.trunc()) & (b >= -(2.0**63)) & (b < 2.0**63)
+    return fits & (torch.where(fits, b, 0.0).to(torch.int64) == a.to(torch.int64))
 
 
 def _nan(numbers: torch.Tensor) -> torch.Tensor:

@@ -73,9 +73,12 @@ def verdict(pair: Pair) -> str:
         return "identical"
     if not pair.unit:
         return f"differs: {_times(pair.counts.differing)} of {pair.counts.size:,} are not equal"
+    if pair.likeness == Likeness.ROUNDING and not pair.counts.differing:
+        how = f", {_times(pair.counts.converted)} only by that rounding" if pair.counts.converted else ""
+        return f"equal once both are {pair.unit or 'integers'}{how}"
     near = f"{_ulp(pair.max_scaled_ulp)} of {pair.unit}"
     if pair.max_scaled_ulp < pair.counts.max_ulp:
-        near += f" at the mean size ({_ulp(pair.counts.max_ulp)} of their own)"
+        near += f" at their usual size ({_ulp(pair.counts.max_ulp)} of their own)"
     if pair.likeness == Likeness.ROUNDING:
         return f"equal within {near} (rounding)"
     if pair.likeness == Likeness.LONG_SUM:

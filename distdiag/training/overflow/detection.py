@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from distdiag.training.overflow import numbers
 from distdiag.training.overflow.frames import HEADING, NEAR, Reading, finite_or_text
 
@@ -15,12 +17,15 @@ if TYPE_CHECKING:
     from distdiag.training.overflow.frames import Frame, Line
     from distdiag.training.overflow.numbers import Tally
 
-HERE, BETWEEN, GIVEN, WEIGHTS, BACKWARD, UNSEEN = "here", "between", "given", "weights", "backward", "unseen"
+HERE, BETWEEN, GIVEN, WEIGHTS = "here", "between", "given", "weights"
+LOSS, BACKWARD, UNSEEN = "loss", "backward", "unseen"
 """Where it was made: in the module itself; in the forward of the module around it, before it called this one; before
-the model was called; before this forward, in the weights; in the backward; or that could not be seen."""
+the model was called; before this forward, in the weights; by the script, on the way to what it calls backward on; in
+the backward; or that could not be seen."""
 
 
 _MEND = "Run that part in bfloat16 or float32."
+_GROWN = 2.0
 
 
 class OverflowDetected(ValueError):
@@ -47,11 +52,15 @@ class Place:
 
 @dataclass(frozen=True)
 class When:
-    """`batch` counts what `unit` says, forwards or steps, from 0; `step` the optimizer's steps that were complete."""
+    """`batch` counts what `unit` says, forwards or steps, from 0; `step` the optimizer's steps that were complete.
+
+    `phase`: "training" or "evaluation", as the model was set: forwards count in both.
+    """
 
     batch: int
     step: int
     unit: str
+    phase: str = "training"
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,8 @@ class Detection:
     hints: tuple[str, ...] = ()
     number: int = 0
     """Which frame of the forward it was: of several ranks the lowest was the first."""
+    seen: str = ""
+    """What is known of the forward and of the other gradients, where it was not made in a module."""
     frames: tuple[Any, ...] = field(default=(), repr=False, compare=False)
 
     @property
@@ -79,7 +90,10 @@ class Detection:
         others = ""
         if self.other_ranks:
             others = f" (also on rank{'s' if len(self.other_ranks) > 1 else ''} {_ranks(self.other_ranks)})"
-        return f"{who}batch {self.when.batch}: {self.what} in `{self.tensor}` of {self.place}{others}. {self.why}"
+        where = "the loss on which backward was called" if self.origin == LOSS else f"`{self.tensor}` of {self.place}"
+        phase = ", evaluation" if self.when.phase == "evaluation" else ""
+        at = f"batch {self.when.batch} (step {self.when.step}{phase})"
+        return f"{who}{at}: {self.what} in {where}{others}. {self.why}".rstrip()
 
     @property
     def what(self) -> str:
@@ -93,11 +107,12 @@ class Detection:
     def why(self) -> str:
         """Say where it was made."""
         return {
-            HERE: "What went in was finite: it was made here.",
+            HERE: f"{self.seen or 'What went in was finite'}: it was made here.",
             BETWEEN: f"All outputs before it were finite: the forward of {self.made_by} made it, and passed it on.",
             GIVEN: "The model was called with it: look at the data, or at what comes before the model.",
             WEIGHTS: "It was there before the forward: a step of the optimizer made it, or the checkpoint has it.",
-            BACKWARD: "The forward was finite: it was made in the loss or in the backward, here or nearer to the loss.",
+            LOSS: f"{self.seen}: the script made it on the way from there to the loss.",
+            BACKWARD: self.seen,
             UNSEEN: "",
         }[self.origin]
 
@@ -127,6 +142,12 @@ class Detection:
         return {**told, "tally": {**asdict(self.tally), "abs_max": finite_or_text(self.tally.abs_max)}}
 
 
+def taken_for_mask(masks: Sequence[Line]) -> str:
+    """Name the first output of a module that has -inf, which may be a mask, or log(0); empty if there is none."""
+    line = next((one for one in masks if one.phase == "output"), None)
+    return "" if line is None else f"-inf in `{line.label}` of {_place(line)}, as masks have it and log(0)"
+
+
 def from_frames(bad: Line, frames: Sequence[Frame], masks: Sequence[Line], when: When) -> Detection:
     """Say what the first line that went wrong means, from the frames that lead up to it."""
     frame, parent = bad.frame, bad.frame.parent
@@ -146,7 +167,48 @@ def from_frames(bad: Line, frames: Sequence[Frame], masks: Sequence[Line], when:
         tally=None if tensor is None else numbers.tally(tensor),
         hints=tuple(_hints(bad, frames, masks)),
         number=max(frame.number, 0),
+        seen=_went_in(bad) if origin == HERE else "",
         frames=tuple(frames),
+    )
+
+
+def _went_in(bad: Line) -> str:
+    """Say so where what went in was not all finite, and was taken for a mask."""
+    masks = [f"`{one.label}`" for one in bad.frame.lines if one.phase == "input" and _is_bad(one)]
+    return f"What went in was finite but for -inf in {', '.join(masks)}, as masks have it" if masks else ""
+
+
+def _is_bad(line: Line) -> bool:
+    return isinstance(line.what, Reading) and line.what.is_bad
+
+
+def diverges(losses: Sequence[float]) -> list[str]:
+    """Say so where the last losses grew, the oldest first."""
+    finite = [one for one in losses if math.isfinite(one)]
+    if len(finite) < 3 or finite[-1] < _GROWN * abs(finite[0]):
+        return []
+    shown = ", ".join(f"{one:.3g}" for one in losses)
+    return [f"The loss grew before ({shown}): lower the learning rate, warm it up, or clip the gradients."]
+
+
+def _in_float32(bad: Line) -> list[str]:
+    """Write what lets a module that overflows under autocast run without it; its weights are in float32 there."""
+    weights = [one.what for one in bad.frame.lines if one.phase == "weight" and isinstance(one.what, Reading)]
+    what = bad.what
+    if not isinstance(what, Reading) or what.dtype is not torch.float16 or bad.phase != "output" or what.source is None:
+        return []
+    if any(one.dtype is torch.float16 for one in weights):
+        return []
+    return [in_float32(bad.frame.name, what.source.device.type)]
+
+
+def in_float32(name: str, device: str) -> str:
+    """Write what lets a module run without autocast."""
+    module = f"model.get_submodule({name!r})" if name else "model"
+    return (
+        f"In float32, without autocast: m = {module}; "
+        "m.register_forward_pre_hook(lambda m, a: tuple(x.float() if x.is_floating_point() else x for x in a)); "
+        f'm.forward = torch.autocast("{device}", enabled=False)(m.forward)'
     )
 
 
@@ -159,7 +221,7 @@ def _hints(bad: Line, frames: Sequence[Frame], masks: Sequence[Line]) -> list[st
     near = max(lines, key=_share, default=None)
     if near is not None and _share(near) >= NEAR:
         hints.append(f"Before it: {_near_limit(near.what)}, `{near.label}` of {_place(near)}. {_MEND}")
-    return hints
+    return hints + _in_float32(bad)
 
 
 def _has_masked_row(what: Reading | str) -> bool:

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
+import sys
 import weakref
-from dataclasses import dataclass, replace
-from threading import get_ident
+from collections import deque
+from dataclasses import dataclass, field, replace
+from threading import Condition, get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from distdiag.training import whoami
-from distdiag.training.overflow import ranks, watching
-from distdiag.training.overflow.detection import OverflowDetected, When
+from distdiag.training.overflow import backward, numbers, ranks, walk, watching
+from distdiag.training.overflow.detection import BACKWARD, LOSS, WEIGHTS, OverflowDetected, When, diverges
 from distdiag.training.overflow.frames import batch_head
+from distdiag.training.overflow.glance import Glance, Growth, is_due
 from distdiag.training.overflow.gradients import NONE, Gradients
 from distdiag.training.overflow.hook import Hook
-from distdiag.training.overflow.judge import Forward, Judge, outputs_of
+from distdiag.training.overflow.judge import Forward, Judge, Loss, Seen, losses_of, outputs_of
 from distdiag.training.overflow.names import ddp_in, innermost, within_ddp
 from distdiag.training.overflow.output import Output
-from distdiag.training.overflow.replay import Call, State
+from distdiag.training.overflow.replay import Call, State, Terms
 from distdiag.training.overflow.traced import Traced
 from distdiag.training.overflow.underflow import Underflow
 
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Literal
 
+    from torch import Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
@@ -44,14 +49,28 @@ _MOST_KEPT_BYTES = 1 << 30
 """So much of inputs is kept of forwards that wait, to run them again; of later ones nothing is."""
 
 
+_MOST_SKIPPED = 20
+"""A GradScaler that begins at 2**16 and halves has come below 1 by then: it does not look for its scale any more."""
+_OTHERS_S = 60.0
+"""So long a thread waits while another runs the model again."""
+_order = itertools.count(1)
+
+
 @dataclass
 class Counts:
-    """What a detector has seen: forwards, steps of the optimizer, hits; `aborted`: by `abort_after_batch_num`."""
+    """What a detector has seen: forwards, steps of the optimizer, hits; `aborted`: by `abort_after_batch_num`.
+
+    `off`: why it gave up. Of `unread` forwards no output could be read; the last was a `kind`. `warnings`: as said.
+    """
 
     forwards: int = 0
     steps: int = 0
     found: int = 0
     aborted: bool = False
+    off: str = ""
+    unread: int = 0
+    kind: str = ""
+    warnings: list[str] = field(default_factory=list)
 
 
 class DebugUnderflowOverflow:
@@ -76,14 +95,15 @@ class DebugUnderflowOverflow:
         gradients: "step" looks before the optimizer uses them; "each" while they are made, which names the first bad
             one, before clipping; "off".
         ignore: patterns of modules, or module:tensor, that may hold nan and inf: "lm_head", "*.attn:input*".
-        on_detect: "raise" OverflowDetected, a ValueError; "report" the first and go on; or call it with the Detection.
+        on_detect: "raise" OverflowDetected, a ValueError, though not before the last batch that is to be traced;
+            "report" the first and go on; or call it with the Detection.
         agree: False: each rank is on its own, and raises alone. Ranks agree in DistributedDataParallel (not in its
             join()) and where fully_shard shares out the weights; nothing else promises that all take the same steps.
         save: a file for the frames that are shown and what was found, for `distdiag overflow show`; "{rank}" in it
             becomes the rank.
 
     An additive mask of 0 and -inf is no fault, nor is -inf that goes into a softmax. What is lost at the other end,
-    underflow, is a warning: gradients in float16 that are mostly zero or subnormal.
+    underflow, is a warning, and so are outputs in float16 that grow towards its greatest number.
 
     Raises:
         ValueError: it is in DataParallel, is watched already, or an argument makes no sense.
@@ -119,7 +139,16 @@ class DebugUnderflowOverflow:
         self._last = abort_after_batch_num
         self._unit, self._on_detect, self._agree = unit, on_detect, agree
         patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
-        self._judge = Judge(self._model, max_frames_to_save, patterns, each=gradients == "each")
+        self._sharing = ranks.Sharing(self._model)
+        self._judge = Judge(
+            self._model,
+            self._sharing,
+            max_frames_to_save,
+            patterns,
+            self._alone_in_it,
+            each=gradients == "each",
+            goes_on=on_detect != "raise" or bool(trace_batch_nums),
+        )
         self._output = Output(save, type(self._model).__name__)
         self._traced = Traced(self._model, trace_batch_nums, self._output)
         self._compiled = getattr(self._root, "_compiled_call_impl", None)
@@ -133,8 +162,24 @@ class DebugUnderflowOverflow:
         self._looks_at_gradients = gradients != "off"
         self._handles: list[RemovableHandle] = []
         self._waiting: list[Forward] = []
-        self._call: Call | None = None
-        self._busy = self._is_off = False
+        self._losses: list[Loss] = []
+        self._last_forward: Forward | None = None
+        """The last one with gradients, until a step has changed the weights."""
+        self._since_step = 0
+        """So many with gradients there were since the last step."""
+        self._known_masks: set[str] = set()
+        """Outputs in inference whose -inf was looked into."""
+        self._calls: dict[int, Call] = {}
+        """Those that are on their way, by their threads."""
+        self._gate = Condition()
+        self._runs_again = self._framed = 0
+        """The thread that runs the model again, for which the others wait; and the one of which frames are taken."""
+        self.last_forward = 0
+        """When the last forward ended, in the order of all detectors."""
+        self._is_off, self._is_alone, self._is_scaled, self._was_scaled = False, True, False, False
+        self._skipped = 0
+        self._recent: deque[Tensor] = deque(maxlen=8)
+        """The last losses."""
         self._group: Any = None
         """The ranks that this one steps together with, as its last forward with others said; None if there are none."""
         self._asked: set[int] = set()
@@ -143,8 +188,10 @@ class DebugUnderflowOverflow:
         self.gives_way = False
         """Whether another detector may take its place: one that the script did not ask for."""
         self._steps_of: dict[int, int] = {}
-        self._underflow = Underflow()
-        self._pid, self._thread = os.getpid(), 0
+        self._underflow, self._glance, self._growth = Underflow(), Glance(self._model), Growth()
+        self._glanced = -1
+        """The last step of which one forward was looked at more closely."""
+        self._pid = os.getpid()
         self._attach()
 
     def __enter__(self) -> DebugUnderflowOverflow:
@@ -171,16 +218,31 @@ class DebugUnderflowOverflow:
             handle.remove()
         self._handles.clear()
         self._waiting.clear()
+        self._losses.clear()
         self._stop_looking()
         if watching.end(self._root, self) and self._compiled is not None:
             self._root._compiled_call_impl = self._compiled
 
     def _stop_looking(self) -> None:
         self._traced.stop()
-        self._call = None
+        self._glance.stop()
+        self._calls.clear()
+        self._last_forward = None
         self._gradients.detach()
+        backward.stop(self)
         if self._full is not None:
             self._full.detach()
+
+    def finish(self) -> None:
+        """Judge what still waits for a step that does not come any more; nothing is raised, and nobody is asked."""
+        if self._is_off or self._is_ours():
+            return
+        found = None
+        with self._harmless(), torch.no_grad():
+            seen = self._seen_so_far(NONE)
+            if seen.forwards or seen.losses:
+                found = self._judge.alone(seen)
+        self._settle(found, at_end=True)
 
     def around(self, call: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Call the model, looking at what goes in and comes out."""
@@ -205,18 +267,25 @@ class DebugUnderflowOverflow:
         )
         if self._full is not None:
             self._full.attach()
+        backward.listen(self)
         watching.begin(self._root, self)
 
     def _before(self, module: Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        if torch.compiler.is_compiling() or self._is_elsewhere():
+        if torch.compiler.is_compiling() or self._is_ours() or _is_transformed():
             return
         with self._harmless():
-            grad = torch.is_grad_enabled()
-            self._thread = get_ident()
+            self._wait_for_the_other()
             if self._is_off:
                 return
+            grad = torch.is_grad_enabled()
             with torch.no_grad():
-                self._call = Call(self._state, args, kwargs)
+                self._sharing.look(self.counts.forwards > 1)
+                self._calls[get_ident()] = Call(self._state, args, kwargs)
+                if not self._takes_frames():
+                    return
+                self._glance.stop()
+                if grad and (self._underflow.wants_trail or is_due(self.counts.steps)):
+                    self._maybe_glance(self._calls[get_ident()])
                 if self._full is not None:
                     self._full.begin(args, kwargs, everything=self.batch in self._traced, grad=grad)
                     return
@@ -225,28 +294,65 @@ class DebugUnderflowOverflow:
                     self._traced.begin(self.batch, args, kwargs)
 
     def _after(self, module: Module, args: object, kwargs: object, output: object) -> None:
-        if torch.compiler.is_compiling() or self._is_elsewhere() or self._thread != get_ident():
+        if torch.compiler.is_compiling() or self._is_ours() or _is_transformed():
             return
-        if self._call is None and not self._is_off:  # it was put on while the model ran
+        if get_ident() not in self._calls and not self._is_off:  # it was put on while the model ran
             return
         trains = self._agree and self._root.training and torch.is_grad_enabled()
+        grad = torch.is_grad_enabled()
         found = None
         with self._harmless(), torch.no_grad():
             forward = self._seen(output)
+            self._last_forward = forward if grad else None
             self.counts.forwards += 1
-            group = ranks.group_of(self._model, self._ddp) if trains else None
-            if group is None:
-                found = self._alone([forward], NONE, forward.when)
+            self.last_forward = next(_order)
+            group = ranks.group_of(self._sharing, self._ddp) if trains else None
+            self._is_alone = group is None
+            self._since_step += grad
+            if not grad:
+                found, warning = self._judge.inference(forward, self._known_masks)
+                if warning:
+                    self._warn(warning)
+            elif group is None:
+                found = self._judge.alone(Seen([forward], forward, [], NONE, forward.when))
             else:
                 found = self._wait_for_others(forward, group)
         self._settle(found)
         self._maybe_abort("forward", self.counts.forwards)
 
-    def _is_elsewhere(self) -> bool:
-        """Tell whether this call is none of the script's own: run again, in a fork, in a transform of torch.func."""
-        if self._busy or os.getpid() != self._pid:
-            return True
-        return (self._call is not None and self._thread not in (0, get_ident())) or _is_transformed()
+    def _is_ours(self) -> bool:
+        """Tell whether this call is none of the script's own: run again by us, or in a fork."""
+        return self._runs_again == get_ident() or os.getpid() != self._pid
+
+    def _takes_frames(self) -> bool:
+        """Begin to take frames in this thread, unless another one does: that one's forward is judged by its outputs."""
+        with self._gate:
+            if self._framed in (0, get_ident()) or self._framed not in sys._current_frames():
+                self._framed = get_ident()
+            return self._framed == get_ident()
+
+    def _wait_for_the_other(self) -> None:
+        if self._runs_again:
+            with self._gate:
+                self._gate.wait_for(lambda: not self._runs_again, _OTHERS_S)
+
+    @contextlib.contextmanager
+    def _alone_in_it(self) -> Iterator[str]:
+        """Keep other threads out of the model, whose calls are none of the script's; gives a reason why that fails."""
+        me = get_ident()
+        with self._gate:
+            living = sys._current_frames()
+            others = [one for one in self._calls if one != me and one in living]
+            why = "another thread is in the model" if others or self._runs_again else ""
+            if not why:
+                self._runs_again = me
+        try:
+            yield why
+        finally:
+            if not why:
+                with self._gate:
+                    self._runs_again = 0
+                    self._gate.notify_all()
 
     @contextlib.contextmanager
     def _harmless(self) -> Iterator[None]:
@@ -258,46 +364,125 @@ class DebugUnderflowOverflow:
             yield
         except Exception as error:  # noqa: BLE001 - the job is what matters
             self._is_off = True
+            self.counts.off = self.counts.off or f"{type(error).__name__} {error}".splitlines()[0][:300]
             self._stop_looking()
             if ranks.count() == 1 or not self._agree:
                 self.detach()
-            self._output.note(f"the detector is off from now on: {type(error).__name__} {error}".splitlines()[0][:300])
+            self._output.note(f"the detector is off from now on: {self.counts.off}")
 
     def _wait_for_others(self, forward: Forward, group: Any) -> Detection | None:  # noqa: ANN401
-        """Keep a forward until the next step of the optimizer, before which all ranks of the group come together."""
+        """Keep a forward until the next step of the optimizer, before which all ranks of the group come together.
+
+        Of many without a step this rank judges by itself: the others may have made another number of them.
+        """
         self._group, self._asked = group, set()
         self._waiting.append(forward)
         kept = [one.call for one in self._waiting if one.call is not None]
         if kept and sum(call.kept_bytes for call in kept) > _MOST_KEPT_BYTES:
             kept[-1].forget()
-        return self._judge_step(NONE) if len(self._waiting) >= _MOST_WAITING else None
+        return self._judge.alone(self._seen_so_far(NONE)) if len(self._waiting) >= _MOST_WAITING else None
+
+    def _seen_so_far(self, gradients: Made) -> Seen:
+        """Give all that nobody has judged yet."""
+        waiting, self._waiting = self._waiting, []
+        losses, self._losses = self._losses, []
+        when = self._when(self.counts.steps if self._unit == "step" else max(0, self.counts.forwards - 1))
+        return Seen(waiting, self._last_forward, losses, gradients, when, self._since_step)
+
+    def before_backward(self, tensors: object) -> None:
+        """Look at what backward is called on."""
+        if self._is_off or self._is_ours() or _is_transformed() or self._last_forward is None:
+            return
+        was_scaled, self._is_scaled = self._is_scaled, False
+        if self._underflow.wants_trail:
+            with self._harmless():
+                self._underflow.follow(tensors, self._glance.nodes)
+        if was_scaled:
+            return
+        found = None
+        with self._harmless(), torch.no_grad():
+            losses = losses_of(tensors, self._last_forward.when)
+            self._recent += [one.ends[1] for one in losses if one.tensor.dim() == 0]
+            if self._is_alone:
+                found = self._judge.alone(Seen([], self._last_forward, losses, NONE, self._last_forward.when))
+            else:
+                self._losses = [*self._losses[1 - _MOST_WAITING :], *losses]
+        self._settle(found)
+
+    def before_scale(self, tensors: object, *, scales: bool) -> None:
+        """Look at what a GradScaler is about to scale, instead of what comes of it."""
+        self.before_backward(tensors)
+        self._is_scaled = True
+        self._was_scaled = self._was_scaled or scales
+
+    def before_update(self, scaler: object, *, skips: bool) -> None:
+        """Look at the gradients where a GradScaler goes on to skip steps: it does not look for its scale any more."""
+        if self._is_off or self._is_ours():
+            return
+        found = None
+        self._skipped = self._skipped + 1 if skips else 0
+        if self._skipped and self._skipped % _MOST_SKIPPED == 0:
+            with self._harmless(), torch.no_grad():
+                found = self._judge.alone(self._seen_so_far(self._gradients.now()))
+                if found is not None:
+                    hint = f"The GradScaler has skipped {self._skipped} steps in a row."
+                    found = replace(found, hints=(*found.hints, hint))
+        self._settle(found)
+
+    def _maybe_glance(self, call: Call) -> None:
+        """Look more closely at this forward, if something of it is in float16 and it is the first of its step."""
+        if self._is_compiled or self.counts.steps == self._glanced:
+            return
+        if call.casts_to(torch.float16) or any(one.dtype is torch.float16 for one in self._model.parameters()):
+            self._glanced = self.counts.steps
+            self._glance.begin()
+
+    def _end_glance(self, call: Call, output: object) -> None:
+        if self._glance.is_on:
+            self._glance.end(output)
+            if warning := self._growth.look(self._glanced, self._glance, autocast=call.casts_to(torch.float16)):
+                self._warn(warning)
 
     def _seen(self, output: object) -> Forward:
-        call, self._call = self._call, None
+        call = self._calls.pop(get_ident(), None)
         if call is None:
             return Forward(self._when(), None)
         call.returned()
-        return self._seen_by_outputs(call, output) if self._full is None else self._seen_by_frames(call, output)
+        if self._framed != get_ident():
+            return Forward(self._when(), call, outputs_of(output))
+        try:
+            self._end_glance(call, output)
+            return self._seen_by_outputs(call, output) if self._full is None else self._seen_by_frames(call, output)
+        finally:
+            self._framed = 0
 
     def _seen_by_frames(self, call: Call, output: object) -> Forward:
         recorder = self._full
         assert recorder is not None
         recorder.end(output)
+        if recorder.failed:
+            raise RuntimeError(recorder.failed)
         if self.batch in self._traced:
             self._output.frames(batch_head(self.batch), self.batch, recorder.frames)
-        return Forward(self._when(), call, found=self._judge.of_recorder(recorder, self._when()))
+        at_end = recorder.masks and any(one.phase == "output" and one.frame.parent is None for one in recorder.masks)
+        outputs = outputs_of(output) if at_end and not torch.is_grad_enabled() else ()
+        return Forward(self._when(), call, outputs, found=self._judge.of_recorder(recorder, self._when()))
 
     def _seen_by_outputs(self, call: Call, output: object) -> Forward:
-        if not self._traced.end(output) and self.batch in self._traced:
-            with self._left_alone():
-                self._traced.again(call, self.batch)
-        return Forward(self._when(), call, outputs_of(output))
+        if not self._traced.end(output) and self.batch in self._traced and self._is_compiled:
+            with self._alone_in_it() as crowded:
+                self._traced.again(call, self.batch, Terms(is_shared=self._sharing.is_shared), crowded)
+        outputs = outputs_of(output)
+        if not outputs and next(walk.tensors(output, ""), None) is None:
+            self.counts.unread, self.counts.kind = self.counts.unread + 1, type(output).__name__
+        return Forward(self._when(), call, outputs)
 
     def _when(self, batch: int | None = None) -> When:
-        return When(self.batch if batch is None else batch, self.counts.steps, self._unit)
+        phase = "training" if self._root.training else "evaluation"
+        return When(self.batch if batch is None else batch, self.counts.steps, self._unit, phase)
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if self._busy or os.getpid() != self._pid:
+        if self._is_ours():
             return
         found = None
         with self._harmless(), torch.no_grad():
@@ -312,53 +497,47 @@ class DebugUnderflowOverflow:
                 self._group = None
             self._asked.add(id(optimizer))
             found = self._judge_step(made)
-            if found is None and (warning := self._underflow.look(made.now, self.counts.steps)):
-                self._output.note(warning)
+            if found is None and (warning := self._look_for_underflow(made)):
+                self._warn(warning)
         self._settle(found)
 
+    def _look_for_underflow(self, made: Made) -> str:
+        return self._underflow.look(made.now, self.counts.steps, scaled=self._was_scaled)
+
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if self._busy or os.getpid() != self._pid or not self._gradients.are_stepped_by(optimizer):
+        if self._is_ours() or not self._gradients.are_stepped_by(optimizer):
             return
+        self._state.steps += 1
+        self._last_forward, self._since_step = None, 0
         # Of several optimizers of one model each makes a step of its own in what users call a step.
         self._steps_of[id(optimizer)] = self._steps_of.get(id(optimizer), 0) + 1
         self.counts.steps = max(self._steps_of.values())
         self._maybe_abort("step", self.counts.steps)
 
     def _judge_step(self, gradients: Made) -> Detection | None:
-        waiting, self._waiting = self._waiting, []
-        when = self._when(self.counts.steps if self._unit == "step" else max(0, self.counts.forwards - 1))
-        if self._group is None:
-            return self._alone(waiting, gradients, when)
-        with self._left_alone():
-            return self._judge.together(waiting, gradients, when, self._group)
+        seen = self._seen_so_far(gradients)
+        return self._judge.alone(seen) if self._group is None else self._judge.together(seen, self._group)
 
-    def _alone(self, waiting: list[Forward], gradients: Made, when: When) -> Detection | None:
-        with self._left_alone():
-            return self._judge.alone(waiting, gradients, when)
-
-    @contextlib.contextmanager
-    def _left_alone(self) -> Iterator[None]:
-        """Let the model be called without being looked at: what is run again is no batch."""
-        self._busy = True
-        try:
-            yield
-        finally:
-            self._busy = False
-
-    def _settle(self, found: Detection | None) -> None:
-        """Do with what was found as the user wishes."""
+    def _settle(self, found: Detection | None, *, at_end: bool = False) -> None:
+        """Do with what was found as the user wishes; at the end nobody is left to be told by an error."""
         if found is None:
             return
         self.counts.found += 1
         rank = whoami.rank()
         if found.rank is None and rank is not None:
             found = replace(found, rank=rank, host=whoami.host())
+        if found.origin in (WEIGHTS, LOSS, BACKWARD):
+            found = replace(found, hints=(*found.hints, *diverges(numbers.fetch(list(self._recent)))))
         if self.counts.found == 1 or self._on_detect == "raise":
             self._output.detection(found, show=found.rank == rank)
         if callable(self._on_detect):
             self._on_detect(found)
-        elif self._on_detect == "raise":
+        elif self._on_detect == "raise" and not at_end and found.when.batch >= self._traced.last:
             raise OverflowDetected(found)
+
+    def _warn(self, what: str) -> None:
+        self.counts.warnings.append(what)
+        self._output.note(what)
 
     def _maybe_abort(self, unit: str, done: int) -> None:
         if unit == self._unit and self._last is not None and done > self._last:

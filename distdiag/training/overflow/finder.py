@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.nn import DataParallel
 
+from distdiag.node import private
 from distdiag.training import whoami
 from distdiag.training.overflow.detector import DebugUnderflowOverflow
-from distdiag.training.overflow.names import innermost, within_ddp
+from distdiag.training.overflow.names import innermost, kind_of, within_ddp
 from distdiag.training.overflow.watching import is_watched
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ class Finder:
         self._settings = settings
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._watched: list[tuple[str, Counts]] = []
+        self._detectors: list[weakref.ref[DebugUnderflowOverflow]] = []
+        self._left_out: list[str] = []
+        """Why models are not watched."""
         self._pid, self._ended = os.getpid(), False
 
     def begin(self) -> None:
@@ -61,7 +65,10 @@ class Finder:
         self._known.update(module.modules())  # a part that is called by itself, too, is no model
         if isinstance(module, torch.jit.ScriptModule) or next(module.parameters(), None) is None:
             return
-        if isinstance(module, DataParallel) or is_watched(within_ddp(module)) or len(self._watched) >= _MOST:
+        if not isinstance(module, DataParallel) and is_watched(within_ddp(module)):
+            return
+        if len(self._watched) >= _MOST:
+            self._leave_out(f"there are more than {_MOST} models")
             return
         settings = self._settings
         number = f"-{len(self._watched)}" if self._watched else ""
@@ -78,14 +85,27 @@ class Finder:
                 on_detect=settings.on_detect,  # type: ignore[arg-type]
                 save=os.path.join(settings.folder, f"frames-{self._me()}{number}.jsonl"),
             )
-        except ValueError as why:
+        except Exception as why:  # noqa: BLE001 - the job is what matters
             sys.stderr.write(f"distdiag: {type(module).__name__} is not watched: {why}\n")
+            self._leave_out(f"{type(module).__name__}: {why}")
             return
         detector.gives_way = True
-        self._watched.append((type(innermost(module)).__name__, detector.counts))
+        self._watched.append((kind_of(innermost(module)), detector.counts))
+        self._detectors.append(weakref.ref(detector))
         self._tell()
 
+    def _leave_out(self, why: str) -> None:
+        if why not in self._left_out:
+            self._left_out.append(why)
+            self._tell()
+
     def _end(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        for one in self._detectors:
+            detector = one()
+            if detector is not None:
+                detector.finish()
         self._ended = True
         self._tell()
 
@@ -95,19 +115,28 @@ class Finder:
 
     def _tell(self) -> None:
         """Leave word of what is watched, and at the end of how far it came."""
-        if os.getpid() != self._pid or not self._watched:
+        if os.getpid() != self._pid or not (self._watched or self._left_out):
             return
         told: dict[str, Any] = {"rank": whoami.rank(), "host": whoami.host(), "pid": self._pid}
         told["ended"] = self._ended
+        told["left_out"] = self._left_out
         told["models"] = [
-            {"model": name, "batches": one.forwards, "steps": one.steps, "found": one.found, "aborted": one.aborted}
+            {
+                "model": name,
+                "batches": one.forwards,
+                "steps": one.steps,
+                "found": one.found,
+                "aborted": one.aborted,
+                "off": one.off,
+                "unread": one.unread,
+                "kind": one.kind,
+                "warnings": one.warnings,
+            }
             for name, one in self._watched
         ]
         path = os.path.join(self._settings.folder, f"watched-{self._pid}-{whoami.host()}.json")
         try:
-            os.makedirs(self._settings.folder, exist_ok=True)
-            with open(f"{path}.part", "w", encoding="utf-8") as file:
-                json.dump(told, file)
-            os.replace(f"{path}.part", path)
+            private.make_folder(self._settings.folder)
+            private.write_whole(path, json.dumps(told).encode())
         except OSError as error:  # the job is what matters
             sys.stderr.write(f"distdiag: cannot write {path}: {error.strerror}\n")

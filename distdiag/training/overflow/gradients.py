@@ -77,6 +77,11 @@ class Gradients:
         found = [_start(self._names[id(one)], one.grad) for one in _weights(optimizer) if id(one) in self._names]
         return Made([one for one in reversed(found) if one is not None], early)
 
+    def now(self) -> Made:
+        """Start to read all gradients there are, where no step comes to look at them."""
+        found = [_start(clean(name), weight.grad) for name, weight in self._model.named_parameters()]
+        return Made([one for one in reversed(found) if one is not None], list(self._made.values()))
+
     def _hook(self, name: str):  # type: ignore[no-untyped-def] # noqa: ANN202 - a hook of torch
         def look(weight: Tensor) -> None:
             found = _start(name, weight.grad)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from distdiag.training import whoami
 from distdiag.training.overflow import numbers, ranks, walk
-from distdiag.training.overflow.detection import BACKWARD, UNSEEN, Detection, Place, from_frames
+from distdiag.training.overflow.detection import BACKWARD, LOSS, UNSEEN, Detection, Place, from_frames, taken_for_mask
+from distdiag.training.overflow.minus_inf import Makers
 from distdiag.training.overflow.names import kind_of, named
 from distdiag.training.overflow.recorder import Recorder
+from distdiag.training.overflow.replay import Terms
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+    from types import FrameType
 
     from torch import Tensor
     from torch.nn import Module
@@ -24,8 +30,16 @@ if TYPE_CHECKING:
 
 _FIRST = 1_000_000
 """What a rank says when the first forward since the last step went wrong; one less for each later one."""
-_IN_GRADIENTS = 1
-_NOT_EACH = "With gradients='each' (--grads) the first bad one is named, before clipping spreads it."
+_IN_LOSS, _IN_GRADIENTS = 2, 1
+_NOT_EACH = "With gradients='each' the first bad one is named, before clipping spreads it."
+_OPERATIONS = 8
+_NOT_THE_SCRIPT = (
+    os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
+    os.path.dirname(os.__file__),
+)
+_MASKED = "masked: "
+_INSTEAD = {"log": "Where it is of a softmax: log_softmax."}
+_FINITE = "What modules took and gave in the forward was finite"
 
 
 @dataclass(frozen=True)
@@ -50,71 +64,182 @@ class Forward:
 
 
 @dataclass(frozen=True)
+class Loss:
+    """What backward was called on; the ends of its numbers are still on the device."""
+
+    tensor: Tensor
+    ends: tuple[Tensor, Tensor]
+    when: When
+    hints: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """All that came since the last judgement; `last` is the last forward, which may have been judged before."""
+
+    forwards: Sequence[Forward]
+    last: Forward | None
+    losses: Sequence[Loss]
+    gradients: Made
+    when: When
+    since_step: int = 1
+    """So many forwards there were since the last step of the optimizer; only the last can be run again."""
+
+    def ends(self) -> list[Tensor]:
+        """List what is to be fetched: of the forwards, the losses, the gradients."""
+        ends = [end for forward in self.forwards for one in forward.outputs for end in one.ends]
+        ends += [end for loss in self.losses for end in loss.ends]
+        return ends + [end for one in self.gradients.now for end in one.ends]
+
+    def weights(self) -> list[int]:
+        """Say how bad it is, for each of these, if it is not finite: what came first is the worst."""
+        weights = [_FIRST - number for number, one in enumerate(self.forwards) for _ in range(2 * len(one.outputs))]
+        weights += [_IN_LOSS] * (2 * len(self.losses))
+        return weights + [_IN_GRADIENTS] * (2 * len(self.gradients.now))
+
+
+@dataclass(frozen=True)
 class Judge:
-    """Judges the forwards and the gradients of one model."""
+    """Judges the forwards, the losses and the gradients of one model."""
 
     model: Module
+    sharing: ranks.Sharing
     keep: int
     ignore: tuple[str, ...]
+    alone_in_it: Callable[[], AbstractContextManager[str]]
+    """Keeps other threads out of the model; gives a reason where that is not possible."""
     each: bool = False
+    goes_on: bool = True
 
     def recorder(self, *, exact: bool) -> Recorder:
         """Give a new recorder for the model."""
         return Recorder(self.model, self.keep, self.ignore, exact=exact)
 
-    def alone(self, waiting: Sequence[Forward], gradients: Made, when: When) -> Detection | None:
+    def alone(self, seen: Seen) -> Detection | None:
         """Judge without asking anybody; the device is waited for once."""
-        ends = _ends(waiting, gradients)
-        values = numbers.fetch(ends)
-        if not any(one.found for one in waiting) and not numbers.any_bad(values):
+        values = numbers.fetch(seen.ends())
+        if not any(one.found for one in seen.forwards) and not numbers.any_bad(values):
             return None
-        bad = next((one for one in waiting if self._is_bad(one)), None)
+        bad = next((one for one in seen.forwards if self._is_bad(one)), None)
         if bad is not None:
-            return self.again(bad, alone=True)
-        return self._of_gradients(gradients, when)
+            return self._of_forward(bad, *self._again(bad, self._terms(None)), asked=True)
+        told = self._of_loss(seen) or self._of_gradients(seen.gradients, seen.when)
+        return None if told is None else self._unless_in_forward(told, seen, *self._last_again(seen))
 
-    def together(
-        self,
-        waiting: Sequence[Forward],
-        gradients: Made,
-        when: When,
-        group: Any,  # noqa: ANN401
-    ) -> Detection | None:
+    def inference(self, forward: Forward, known: set[str]) -> tuple[Detection | None, str]:
+        """Judge a forward that no loss and no backward will tell of, or warn of what is not finite in its output.
+
+        `known`: outputs of which that was looked into before.
+        """
+        values = numbers.fetch([end for one in forward.outputs for end in one.ends])
+        if forward.found is None and not numbers.any_bad(values):
+            return None, ""
+        if self._is_bad(forward):
+            return self._of_forward(forward, *self._again(forward, self._terms(None)), asked=True), ""
+        new = [one.label for one in forward.outputs if one.label not in known and self._is_masked(one)]
+        known.update(new)
+        return None, self._minus_inf(forward, new) if new else ""
+
+    def _is_masked(self, one: Output) -> bool:
+        least, greatest = numbers.fetch(one.ends)
+        return numbers.is_bad(least, greatest) and not self._is_ignored(one)
+
+    def _minus_inf(self, forward: Forward, labels: Sequence[str]) -> str:
+        """Run it again to see whether -inf in an output was filled in; say so if not, or that it is not known."""
+        when, model = forward.when, Place("", kind_of(self.model))
+        where = f"batch {when.batch} (step {when.step}, {when.phase}): -inf in `{labels[0]}` of {model}"
+        recorder, makers = self.recorder(exact=True), Makers()
+        if forward.call is None:
+            return ""
+        with self.alone_in_it() as crowded:
+            why = crowded or forward.call.again(recorder, self._terms(None), makers)
+        if why:
+            return (
+                f"{where}: whether it is meant, as in masks, is not known, as the forward cannot be run again ({why})."
+            )
+        for label, tensor in walk.tensors(recorder.output, "output"):
+            maker = makers.maker_of(tensor) if label in labels else ""
+            if maker:
+                where = where.replace(f"`{labels[0]}`", f"`{label}`")
+                return f"{where} is no mask: {maker} made it of finite numbers. {_INSTEAD.get(maker, '')}".rstrip()
+        return ""
+
+    def together(self, seen: Seen, group: Any) -> Detection | None:  # noqa: ANN401
         """Judge what all ranks of a group have; all of them must come here. Gives the same answer to all."""
-        weights = [_FIRST - number for number, one in enumerate(waiting) for _ in range(2 * len(one.outputs))]
-        weights += [_IN_GRADIENTS] * (2 * len(gradients.now))
-        found = max((_FIRST - number for number, one in enumerate(waiting) if one.found), default=0)
-        if not ranks.agree(_ends(waiting, gradients), weights, found, group):
+        found = max((_FIRST - number for number, one in enumerate(seen.forwards) if one.found), default=0)
+        if not ranks.agree(seen.ends(), seen.weights(), found, group):
             return None
         # Somewhere a number is not finite: that may be a mask, which takes a second look.
-        mine = max((_FIRST - number for number, one in enumerate(waiting) if self._is_bad(one)), default=0)
-        told = self._of_gradients(gradients, when)
-        worst = ranks.greatest(mine or (_IN_GRADIENTS if told else 0), group)
-        if worst > _IN_GRADIENTS:
-            # All ranks run it again, as there may be collectives in it.
-            number = _FIRST - worst
-            told = self.again(waiting[number], asked=mine == worst) if number < len(waiting) else None
-        return self._first_of(told, group) if worst else None
-
-    def again(self, forward: Forward, *, asked: bool = True, alone: bool = False) -> Detection | None:
-        """Run a forward again to see what went wrong in it.
-
-        `asked`: whether this rank has seen that something did; `alone`: whether it runs without the others.
-        """
-        if forward.call is None:  # of a rank that only answers
+        mine = max((_FIRST - number for number, one in enumerate(seen.forwards) if self._is_bad(one)), default=0)
+        told = self._of_loss(seen) or self._of_gradients(seen.gradients, seen.when)
+        mine = mine or (0 if told is None else _IN_LOSS if told.origin == LOSS else _IN_GRADIENTS)
+        (worst,) = ranks.greatest([mine], group)
+        if not worst:
             return None
-        recorder = self.recorder(exact=True)
-        if alone and ranks.shares_weights(self.model):
-            why = "other ranks have a part of its weights, and do not run it"
+        if worst > _IN_LOSS:
+            number = _FIRST - worst
+            forward = seen.forwards[number] if number < len(seen.forwards) else None
+            again = self._again_together(forward, number, group)
+            told = None if forward is None else self._of_forward(forward, *again, asked=mine == worst)
         else:
-            why = forward.call.again(recorder)
-        if not why and recorder.bad is not None:
-            return self.of_recorder(recorder, forward.when)
-        if forward.found is not None or not asked:
-            return forward.found
+            again = self._again_together(seen.last, len(seen.forwards), group)
+            if told is not None or again[0] is not None:
+                told = self._unless_in_forward(told, seen, *again)
+        return self._first_of(told, group)
+
+    def _terms(self, group: Any) -> Terms:  # noqa: ANN401
+        return Terms(ranks.members(group), self.sharing.is_shared, self.goes_on)
+
+    def _again_together(self, forward: Forward | None, number: int, group: Any) -> tuple[Detection | None, str]:  # noqa: ANN401
+        """Run a forward again, if all ranks can: there may be collectives in it."""
+        terms = self._terms(group)
+        why = "it is gone" if forward is None or forward.call is None else forward.call.why_not(terms)
+        cannot, most, least = ranks.greatest([int(bool(why)), number, -number], group)
+        if cannot or most != -least:
+            return None, why or "another rank cannot run its own again"
+        return self._again(forward, terms)
+
+    def _last_again(self, seen: Seen) -> tuple[Detection | None, str]:
+        return self._again(seen.last, self._terms(None))
+
+    def _again(self, forward: Forward | None, terms: Terms) -> tuple[Detection | None, str]:
+        """Run a forward again: what went wrong in it, or why that is not known; neither, if all of it is finite."""
+        if forward is None or forward.call is None:
+            return None, "it is gone"
+        recorder = self.recorder(exact=True)
+        with self.alone_in_it() as crowded:
+            why = crowded or forward.call.again(recorder, terms)
+        if why or recorder.bad is not None:
+            return (None, why) if why else (self.of_recorder(recorder, forward.when), "")
+        masked = taken_for_mask(recorder.masks)
+        return None, masked and f"{_MASKED}{masked}"
+
+    def _of_forward(self, forward: Forward, found: Detection | None, why: str, *, asked: bool) -> Detection | None:
+        """Say what went wrong in a forward; `asked`: whether its outputs, on this rank, were bad."""
+        found = found or forward.found
+        if found is not None or not asked:
+            return found
         label = next(one.label for one in forward.outputs if self._is_bad_output(one))
+        why = "" if why.startswith(_MASKED) else why
         hint = f"It could not be run again ({why})" if why else "When it was run again, all of it was finite"
         return self._bare(forward.when, label, UNSEEN, f"{hint}: mode='full' (--full) names the module.")
+
+    def _unless_in_forward(
+        self, told: Detection | None, seen: Seen, found: Detection | None, why: str
+    ) -> Detection | None:
+        """Say what is wrong with a loss or with gradients, or where in the forward that began."""
+        if found is not None:
+            after = "loss" if told is not None and told.origin == LOSS else "gradients"
+            hint = f"No output of the model shows it, but the {after} do{'es' * (after == 'loss')}."
+            return replace(found, hints=(*found.hints, hint))
+        assert told is not None
+        masked = why.removeprefix(_MASKED) if why.startswith(_MASKED) else ""
+        why = "" if masked else why
+        if told.origin == LOSS:
+            return replace(told, seen="What the model gave back was finite" if why else _finite(1, masked))
+        return replace(
+            told, seen=_of_backward(_finite(seen.since_step, masked), seen.since_step, why, told.number == 0)
+        )
 
     def of_recorder(self, recorder: Recorder, when: When) -> Detection | None:
         """Say what a recorder has seen in a forward."""
@@ -129,34 +254,98 @@ class Judge:
         least, greatest = numbers.fetch(one.ends)
         if not numbers.is_bad(least, greatest) or numbers.may_be_masked(least, greatest, one.ends[0].dtype):
             return False
-        return not any(fnmatchcase(name, pattern) for name in ("", f":{one.label}") for pattern in self.ignore)
+        return not self._is_ignored(one)
+
+    def _is_ignored(self, one: Output) -> bool:
+        return any(fnmatchcase(name, pattern) for name in ("", f":{one.label}") for pattern in self.ignore)
+
+    def _of_loss(self, seen: Seen) -> Detection | None:
+        for loss in seen.losses:
+            least, greatest = numbers.fetch(loss.ends)
+            dtype = loss.ends[0].dtype
+            if numbers.is_bad(least, greatest) and not numbers.may_be_masked(least, greatest, dtype):
+                bare = self._bare(loss.when, "loss", LOSS, "")
+                return replace(bare, tally=numbers.tally(loss.tensor), hints=loss.hints)
+        return None
 
     def _of_gradients(self, gradients: Made, when: When) -> Detection | None:
         if not _bad(gradients.now):
             return None
-        bad = _bad(gradients.early) or _bad(gradients.now)
-        first, count = bad[0], len(_bad(gradients.now))
+        early = _bad(gradients.early)
+        first, count = (early or _bad(gradients.now))[0], len(_bad(gradients.now))
         hint = f"{count} of {len(gradients.now)} gradients are bad."
         module, _, weight = first.name.rpartition(".")
         kind = next((kind_of(one) for one, name in named(self.model).items() if name == module), "")
         place = Place(module, kind)
         bare = self._bare(when, f"{weight}.grad", BACKWARD, hint if self.each else f"{hint} {_NOT_EACH}")
-        return replace(bare, place=place, made_by=place, tally=numbers.tally(first.tensor))
+        return replace(bare, place=place, made_by=place, tally=numbers.tally(first.tensor), number=int(not early))
 
     def _bare(self, when: When, tensor: str, origin: str, hint: str) -> Detection:
         root = Place("", kind_of(self.model))
-        return Detection(when, root, tensor, origin, made_by=root, tally=None, hints=(hint,))
+        return Detection(when, root, tensor, origin, made_by=root, tally=None, hints=(hint,) if hint else ())
 
     def _first_of(self, mine: Detection | None, group: Any) -> Detection | None:  # noqa: ANN401
-        """Choose, of what the ranks have found, what came first in the forward; of equals the lowest rank's."""
+        """Choose, of what the ranks have found, what came first; of equals the lowest rank's."""
         rank = whoami.rank()
         told = ranks.gather(None if mine is None else replace(mine, rank=rank, host=whoami.host(), frames=()), group)
         found = [one for one in told if one is not None]
         if not found:
             return None
-        first = min(found, key=lambda one: (one.number, one.rank))
-        chosen: Detection = replace(first, other_ranks=tuple(sorted(one.rank for one in found if one is not first)))
+        first = min(found, key=lambda one: (_ORDER.get(one.origin, 0), one.number, one.rank))
+        alike = [one for one in found if _ORDER.get(one.origin, 0) == _ORDER.get(first.origin, 0) and one is not first]
+        chosen: Detection = replace(first, other_ranks=tuple(sorted(one.rank for one in alike)))
         return replace(chosen, frames=mine.frames) if mine is not None and chosen.rank == rank else chosen
+
+
+_ORDER = {LOSS: 1, BACKWARD: 2}
+
+
+def _finite(forwards: int, masked: str) -> str:
+    """Say what was looked at and is finite: what modules do between is not seen, nor other forwards than the last."""
+    text = _FINITE if forwards < 2 else f"{_FINITE}, in the last of {forwards} since the last step"
+    return f"{text}, but for {masked}" if masked else text
+
+
+def _of_backward(finite: str, forwards: int, why: str, is_first: bool) -> str:
+    """Say where a gradient may have been made."""
+    if why:
+        return f"It was made in the forward, the loss or the backward: the forward cannot be run again ({why})."
+    before = ", in an earlier forward" if forwards > 1 else ""
+    if is_first:
+        where = f"in the loss{before}, between the modules or in the backward, here or nearer to the loss"
+        return f"{finite}, and each gradient made before this one: it was made {where}."
+    return f"{finite}: it was made in the loss{before}, between the modules or in the backward."
+
+
+def losses_of(tensors: object, when: When) -> list[Loss]:
+    """Start to look at what backward is called on, and say where that is and how it was calculated."""
+    losses = []
+    for _, tensor in walk.tensors(tensors, "loss"):
+        found = numbers.start(tensor.detach())
+        if not isinstance(found, str):
+            losses.append(Loss(tensor.detach(), found[1], when, (*_place_of_call(), *_calculation(tensor))))
+    return losses
+
+
+def _place_of_call() -> list[str]:
+    """Name the line of the script that calls backward."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_NOT_THE_SCRIPT) and f"{os.sep}site-packages{os.sep}" not in file:
+            return [f"backward is called in {frame.f_code.co_name}, {file}:{frame.f_lineno}."]
+        frame = frame.f_back
+    return []
+
+
+def _calculation(tensor: Tensor) -> list[str]:
+    """Name the operations that came last, from the tensor backwards, along the first input of each."""
+    names: list[str] = []
+    node = tensor.grad_fn
+    while node is not None and len(names) < _OPERATIONS and "AccumulateGrad" not in node.name():
+        names.append(node.name().removesuffix("0").removesuffix("Backward"))
+        node = next((one for one, _ in node.next_functions if one is not None), None)
+    return [f"It comes out of: {' <- '.join(names)}."] if names else []
 
 
 def outputs_of(value: object) -> tuple[Output, ...]:
@@ -169,8 +358,3 @@ def _bad(gradients: Sequence[Gradient]) -> list[Gradient]:
     values = numbers.fetch([end for one in gradients for end in one.ends])
     ends = zip(gradients, values[::2], values[1::2])
     return [one for one, least, greatest in ends if numbers.is_bad(least, greatest)]
-
-
-def _ends(waiting: Sequence[Forward], gradients: Made) -> list[Tensor]:
-    ends = [end for forward in waiting for one in forward.outputs for end in one.ends]
-    return ends + [end for one in gradients.now for end in one.ends]

@@ -8,6 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from distdiag.node import private
 from distdiag.training import whoami
 from distdiag.training.overflow import ranks
 from distdiag.training.printing import printflock
@@ -52,10 +53,10 @@ class Output:
         if not self._begun:
             head = {"kind": "head", "schema": SCHEMA, "model": self._model, "rank": rank, "host": whoami.host()}
             records = [head, *records]
-        mode = "a" if self._begun else "w"
         try:
-            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            with open(path, mode, encoding="utf-8") as file:
+            private.make_folder(os.path.dirname(path))
+            flags = os.O_WRONLY | (os.O_APPEND if self._begun else 0)
+            with open(private.open_file(path, flags), "w", encoding="utf-8") as file:
                 file.write("".join(json.dumps(one) + "\n" for one in records))
         except OSError as error:  # the job is what matters
             self._path = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,59 @@ def count() -> int:
     return 1 if dist is None else int(dist.get_world_size())
 
 
-def group_of(model: Module, ddp: DistributedDataParallel | None) -> Any:  # noqa: ANN401 - a process group of torch
+class Sharing:
+    """Whether the weights of a model are shared out over ranks, and over which.
+
+    In the midst of a forward fully_shard has put the weights together, and nothing of it is to be seen on them: so this
+    is asked before, of all parameters and submodules, and what was shared out once stays so.
+    """
+
+    def __init__(self, model: Module) -> None:
+        self._model = model
+        self._meshes: dict[tuple[int, ...], Any] = {}
+        self._looked_at: object = None
+        self.is_shared = False
+        """A forward of this rank alone would wait for the others."""
+        self.look()
+
+    def look(self, when: object = None) -> None:
+        """Look at all of the model, unless that was done under the same `when` and it is of the same class."""
+        if (when, type(self._model)) == self._looked_at:
+            return
+        self._looked_at = (when, type(self._model))
+        for module in self._model.modules():
+            self._look_at(module)
+
+    def _look_at(self, module: Module) -> None:
+        kinds = [kind.__name__ for kind in type(module).__mro__]
+        self.is_shared |= "FSDPModule" in kinds or "FullyShardedDataParallel" in kinds
+        meshes = [getattr(one, "device_mesh", None) for one in module._parameters.values()]
+        if "FSDPModule" in kinds:  # while its weights are put together, only its own state knows of the ranks
+            state = module._get_fsdp_state()  # type: ignore[operator]
+            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+            meshes += [getattr(getattr(one, "mesh_info", None), "mesh", None) for one in groups]
+        for mesh in meshes:
+            if mesh is not None:
+                self._meshes[tuple(mesh.mesh.flatten().tolist())] = mesh
+        # DeepSpeed's third stage keeps a part of each weight, without a mesh.
+        self.is_shared |= bool(self._meshes) or any(hasattr(one, "ds_id") for one in module._parameters.values())
+
+    def group(self) -> Any:  # noqa: ANN401 - a process group of torch
+        """Give the ranks that have the weights together; None if there are none, or no one group has them all."""
+        if not self._meshes:
+            return None
+        dist = torch_distributed()
+        assert dist is not None
+        numbers = max(self._meshes, key=len)
+        if any(not set(other) <= set(numbers) for other in self._meshes):
+            return None
+        if len(numbers) == count():
+            return dist.group.WORLD
+        mesh = self._meshes[numbers]
+        return mesh.get_group() if mesh.ndim == 1 else None
+
+
+def group_of(sharing: Sharing, ddp: DistributedDataParallel | None) -> Any:  # noqa: ANN401 - a process group of torch
     """Give the ranks that step together with this one; None if nothing says that any do. Asked in a forward.
 
     They do in the forward of DistributedDataParallel, though not in its join(), and where the weights are shared out
@@ -35,19 +88,15 @@ def group_of(model: Module, ddp: DistributedDataParallel | None) -> Any:  # noqa
     if ddp is not None:
         joins = getattr(getattr(ddp, "_join_config", None), "enable", False)
         return None if joins else ddp.process_group
-    mesh = getattr(next(model.parameters(), None), "device_mesh", None)
-    if mesh is None:
-        return None
+    return sharing.group()
+
+
+def members(group: Any) -> frozenset[int]:  # noqa: ANN401
+    """Give the ranks of a group; none for None."""
     dist = torch_distributed()
-    assert dist is not None
-    if mesh.size() == count():
-        return dist.group.WORLD
-    return mesh.get_group() if mesh.ndim == 1 else None
-
-
-def shares_weights(model: Module) -> bool:
-    """Tell whether a forward of this rank alone would wait for weights of the others."""
-    return hasattr(next(model.parameters(), None), "device_mesh")
+    if group is None or dist is None:
+        return frozenset()
+    return frozenset(dist.get_process_group_ranks(group))
 
 
 def agree(ends: Sequence[Tensor], weights: Sequence[int], known: int, group: Any) -> int:  # noqa: ANN401
@@ -66,22 +115,31 @@ def agree(ends: Sequence[Tensor], weights: Sequence[int], known: int, group: Any
     return int(worst.item())
 
 
-def greatest(weight: int, group: Any) -> int:  # noqa: ANN401
-    """Give the greatest weight of all ranks of the group, which must all call this."""
+def greatest(numbers: Sequence[int], group: Any) -> list[int]:  # noqa: ANN401
+    """Give the greatest of each of some numbers that any rank of the group has; all must call this."""
     dist = torch_distributed()
     assert dist is not None
-    told = torch.tensor([weight], device=_device(group))
+    told = torch.tensor(numbers, device=_device(group))
     dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
-    return int(told.item())
+    found: list[int] = told.tolist()
+    return found
 
 
 def gather(mine: object, group: Any) -> list[Any]:  # noqa: ANN401
-    """Give what each rank of the group has to say, to all of them, which must all call this."""
+    """Give what each rank of the group has to say, to all of them, which must all call this.
+
+    torch's all_gather_object does the same, and needs numpy for it, which is not everywhere.
+    """
     dist = torch_distributed()
     assert dist is not None
-    told: list[Any] = [None] * int(dist.get_world_size(group))
-    dist.all_gather_object(told, mine, group=group)
-    return told
+    data = pickle.dumps(mine)
+    (most,) = greatest([len(data)], group)
+    own = torch.frombuffer(bytearray(len(data).to_bytes(8, "little") + data.ljust(most)), dtype=torch.uint8)
+    own = own.to(_device(group))
+    told = [torch.empty_like(own) for _ in range(int(dist.get_world_size(group)))]
+    dist.all_gather(told, own, group=group)
+    found = [bytes(one.tolist()) for one in told]
+    return [pickle.loads(one[8 : 8 + int.from_bytes(one[:8], "little")]) for one in found]
 
 
 def _device(group: Any) -> torch.device:  # noqa: ANN401

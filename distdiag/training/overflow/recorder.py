@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from fnmatch import fnmatchcase
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,17 +56,22 @@ class Recorder:
         self._bad_weights = False
         self._ends = Ends()
         self._handles: list[RemovableHandle] = []
+        self._thread = 0
+        self.failed = ""
+        """Why it gave up; the forward goes on without it."""
         self._clear()
 
     def _clear(self) -> None:
         self.frames: list[Frame] = []
         self.bad: Line | None = None
+        self.output: object = None
         self.masks: list[Line] = []
         self._seen: dict[int, Reading] = {}
         self._stack: list[Frame] = []
         self._ends.forget()
         self._alarmed: set[Frame] = set()
         self._doubtful: list[Line] = []
+        self._given: list[Line] = []
         self._judged = 0
         self._held = self._count = self._order = 0
         self._last, self._most = -1, self._keep
@@ -101,11 +108,12 @@ class Recorder:
         """Begin a forward of the model. `everything`: keep all of its frames; `grad`: autograd keeps what goes by."""
         self._clear()
         self._most = sys.maxsize if everything else self._keep
-        self.runs, self._grad = True, grad
+        self.runs, self._grad, self._thread = True, grad, get_ident()
         self._before(self._model, args, kwargs)
 
     def end(self, output: object) -> None:
         """End it: now all numbers are known."""
+        self.output = output if self.exact else None
         self._after(self._model, (), {}, output)
         self._seen.clear()
         self._fetch()
@@ -116,34 +124,47 @@ class Recorder:
             self._weights.clear()
 
     def _before(self, module: Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        if not self.runs or torch.compiler.is_compiling():
-            return
-        if torch.is_grad_enabled():
-            with torch.no_grad():
+        if not self.runs or torch.compiler.is_compiling() or self._thread != get_ident():
+            return  # other threads may be in the model too
+        try:
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    self._enter(module, args, kwargs)
+            else:
                 self._enter(module, args, kwargs)
-        else:
-            self._enter(module, args, kwargs)
+        except Exception as error:  # noqa: BLE001 - the job is what matters
+            self._give_up(error)
 
     def _after(self, module: Module, args: object, kwargs: object, output: object) -> None:
-        if not self.runs or not self._stack or torch.compiler.is_compiling():
+        if not self.runs or not self._stack or torch.compiler.is_compiling() or self._thread != get_ident():
             return
-        if torch.is_grad_enabled():
-            with torch.no_grad():
+        try:
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    self._leave(module, output)
+            else:
                 self._leave(module, output)
-        else:
-            self._leave(module, output)
+        except Exception as error:  # noqa: BLE001 - the job is what matters
+            self._give_up(error)
 
     def _around(self, module: Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
         """Do as _before and _after do, for a module that changes nothing that it is given."""
-        if not self.runs or torch.compiler.is_compiling():
+        if not self.runs or torch.compiler.is_compiling() or self._thread != get_ident():
             return
-        if torch.is_grad_enabled():
-            with torch.no_grad():
+        try:
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    self._enter(module, args, kwargs)
+                    self._leave(module, output)
+            else:
                 self._enter(module, args, kwargs)
                 self._leave(module, output)
-        else:
-            self._enter(module, args, kwargs)
-            self._leave(module, output)
+        except Exception as error:  # noqa: BLE001 - the job is what matters
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self.failed = f"{type(error).__name__} {error}".splitlines()[0][:200]
+        self.runs = False
 
     def _enter(self, module: Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         frame = Frame(*self._names[module], self._stack[-1] if self._stack else None)
@@ -250,6 +271,7 @@ class Recorder:
 
     def _judge(self) -> None:
         """Look for what went wrong; from the first frame that shows it on, no more frames are kept."""
+        was_bad = self.bad is not None
         lines = [line for frame in (*self.frames, *self._stack) for line in frame.lines if line.order > self._judged]
         lines = sorted([*self._doubtful, *lines], key=lambda one: one.order)
         self._doubtful = []
@@ -257,6 +279,10 @@ class Recorder:
             if isinstance(line.what, Reading) and line.what.is_bad and not self._is_fine(line, line.what):
                 self._alarmed.add(line.frame)
                 self.bad = self.bad or line
+        if self.bad is not None and not was_bad:
+            # What went into it, or into the calls around it, and did not count by itself.
+            before = [*self._given, *(one for one in self._doubtful if one.phase == "input")]
+            self.bad = min(self.bad, *before, key=lambda one: one.order) if before else self.bad
         self._judged = self._order
         if self._last < 0:
             self._last = next((one.number for one in self.frames if one in self._alarmed), -1)
@@ -271,12 +297,22 @@ class Recorder:
         masked = numbers.may_be_masked(reading.least, reading.greatest, reading.dtype)
         if masked:
             self.masks.append(line)
+        if masked:
+            return True
+        if line.phase == "input" and (line.frame.parent is None or any(one.what is reading for one in self._given)):
+            self._given.append(line)  # labels, of which some are missing: it counts if something comes of it
+            return True
+        if line.phase == "input" and reading.greatest == math.inf:  # filled in before the least is looked for
+            if line.frame.number < 0:
+                self._doubtful.append(line)
+                return True
+            return not any(_is_bad_output(one) for one in line.frame.lines)
         if line.phase == "buffer":  # of observers, caches: filled with what is never used
             if line.frame.number < 0:
                 self._doubtful.append(line)
                 return True
             return not any(_is_bad_output(one) for one in line.frame.lines)
-        return masked
+        return False
 
 
 def _is_bad_output(line: Line) -> bool:

@@ -18,7 +18,7 @@ class Settings:
     abort_after: int | None = None
     mode: str = "step"
     unit: str = "forward"
-    gradients: str = "step"
+    gradients: str = "each"
     ignore: tuple[str, ...] = ()
     on_detect: str = "raise"
 

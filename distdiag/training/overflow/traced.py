@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from distdiag.training.overflow.frames import Frame
     from distdiag.training.overflow.output import Output
-    from distdiag.training.overflow.replay import Call
+    from distdiag.training.overflow.replay import Call, Terms
 
 
 class Traced:
@@ -24,6 +24,11 @@ class Traced:
         self._model, self._output = model, output
         self._batches = set(batches or ())
         self._recorder: Recorder | None = None
+
+    @property
+    def last(self) -> int:
+        """The last batch to be traced; -1 if there is none."""
+        return max(self._batches, default=-1)
 
     def __contains__(self, batch: int) -> bool:
         return batch in self._batches
@@ -48,9 +53,9 @@ class Traced:
             self._recorder.detach()
             self._recorder = None
 
-    def again(self, call: Call, batch: int) -> None:
-        """Print the frames of a compiled model, by running it once more as it was written."""
-        why = call.again(self._new(batch))
+    def again(self, call: Call, batch: int, terms: Terms, why: str) -> None:
+        """Print the frames of a compiled model, by running it once more as it was written; or `why` that is not so."""
+        why = why or call.again(self._new(batch), terms)
         if why:
             self._output.note(f"batch {batch} cannot be traced: {why}")
 

@@ -1,0 +1,180 @@
+"""What float16 is too coarse or too short for: gradients that are lost, outputs that grow; and healthy jobs."""
+
+# ruff: noqa: ANN401 - modules take and give anything
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from distdiag import DebugUnderflowOverflow
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HALF = torch.float16
+
+
+class Lora(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 4, bias=False), nn.Linear(4, 16, bias=False)
+        self.base.requires_grad_(requires_grad=False)
+        nn.init.zeros_(self.b.weight)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.base(x) + self.b(self.a(x))
+
+
+class Gamma(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch, self.gamma, self.head = nn.Linear(16, 16), nn.Parameter(torch.zeros(16)), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(x + self.gamma * self.branch(x))
+
+
+class Scaled(nn.Module):
+    """Gives back larger numbers from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.by, self.last = nn.Linear(16, 16), nn.Identity(), nn.Linear(16, 1)
+        self.factor, self.growth = 1.0, 1.0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.factor *= self.growth
+        return self.last(self.by(self.first(x) * self.factor))
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+
+
+def warnings(
+    model: nn.Module,
+    loss: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    autocast: torch.dtype | None = None,
+    steps: int = 9,
+    lr: float = 1e-4,
+    given: torch.Tensor | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+) -> list[str]:
+    """Train under a detector, and give what it warned of."""
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=lr)
+    dtype = next(model.parameters()).dtype
+    with DebugUnderflowOverflow(model) as detector:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            x = torch.randn(8, 16, dtype=dtype) if given is None else given
+            with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+                out = loss(model(x))
+            (out if scaler is None else scaler.scale(out)).backward()
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+        assert (detector.found, detector.counts.off) == (0, "")
+        return detector.counts.warnings
+
+
+def tiny(out: torch.Tensor) -> torch.Tensor:
+    return out.float().mean() * 1e-9
+
+
+def mean_square(out: torch.Tensor) -> torch.Tensor:
+    return out.float().square().mean()
+
+
+def test_gradients_that_are_all_lost_under_autocast_are_told_with_the_place_and_the_scaler() -> None:
+    (said,) = warnings(mlp(), tiny, autocast=HALF)
+    assert said.startswith("step 1: all 4 gradients are exactly 0, as they were in step 0: they underflow in float16. ")
+    assert "7.8e-12 at most goes into the backward of ToCopy, before it comes to the model, and 0 comes out" in said
+    assert "scaler = torch.amp.GradScaler('cpu'); scaler.scale(loss).backward()" in said
+
+
+def test_with_weights_in_float16_which_no_scaler_takes_another_mend_is_told() -> None:
+    (said,) = warnings(mlp().half(), tiny)
+    assert "weights in float32 mend that, or bfloat16: model.to(torch.bfloat16)" in said
+
+
+def test_a_gradient_that_is_lost_in_a_module_names_it() -> None:
+    model = Scaled()
+    with torch.no_grad():
+        model.last.weight.fill_(1e-4)
+    model.last.requires_grad_(requires_grad=False)
+    (said,) = warnings(model, lambda out: (out.float() * 1e-5).mean(), autocast=HALF)
+    assert "all 2 gradients are exactly 0" in said
+    assert "behind the output of `last` (Linear), and 0 comes out" in said
+
+
+HEALTHY: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "lora": (lambda: Lora().half(), {}),
+    "gamma": (lambda: Gamma().half(), {}),
+    "lora, autocast": (Lora, {"autocast": HALF}),
+    "gamma, autocast": (Gamma, {"autocast": HALF}),
+    "bfloat16": (lambda: mlp().bfloat16(), {"loss": tiny}),
+    "bfloat16, autocast": (mlp, {"loss": tiny, "autocast": torch.bfloat16}),
+    "float32": (mlp, {"loss": lambda out: out.float().mean() * 1e-30}),
+    "a constant loss": (lambda: mlp().half(), {"loss": lambda out: (out.float() * 0).sum() + 1}),
+    "a clamped loss": (lambda: mlp().half(), {"loss": lambda out: out.float().clamp(min=100).mean()}),
+    "dead units": (lambda: nn.Sequential(nn.Linear(16, 16), nn.ReLU()).half(), {"loss": lambda out: (out * 0).sum()}),
+    "a scaler": (mlp, {"loss": tiny, "autocast": HALF, "scaler": torch.amp.GradScaler("cpu")}),
+    "an embedding": (
+        lambda: nn.Sequential(nn.Embedding(1000, 16), nn.Linear(16, 16)).half(),
+        {"given": torch.arange(8)},
+    ),
+    "large and even": (
+        lambda: _large(Scaled(), 2e4),
+        {"lr": 0.0, "autocast": HALF, "loss": lambda out: out.float().mean()},
+    ),
+    "growing and small": (lambda: _growing(Scaled(), 1.5), {"autocast": HALF, "loss": lambda out: out.float().mean()}),
+    "growing in bfloat16": (
+        lambda: _growing(Scaled(), 4.0),
+        {"autocast": torch.bfloat16, "loss": lambda out: out.float().mean()},
+    ),
+}
+
+
+def _large(model: Scaled, size: float) -> nn.Module:
+    model.last.weight.data.fill_(0.01)
+    model.first.bias.data.fill_(size)
+    return model
+
+
+def _growing(model: Scaled, factor: float) -> Scaled:
+    model.growth = factor
+    return model
+
+
+@pytest.mark.parametrize("case", HEALTHY)
+def test_healthy_jobs_are_not_warned_of(case: str) -> None:
+    make, how = HEALTHY[case]
+    assert warnings(make(), how.get("loss", mean_square), **{k: v for k, v in how.items() if k != "loss"}) == []
+
+
+def test_what_grows_towards_the_greatest_number_of_float16_is_told_with_its_module() -> None:
+    model = _growing(Scaled(), 2.8)
+    (said,) = warnings(model, lambda out: out.float().mean(), autocast=HALF)
+    assert said.startswith("step 8: what `by` (Identity) gives back in float16 grows, and that of 2 modules after it: ")
+    assert "1e4 x 1e4 overflows. In float32, without autocast: m = model.get_submodule('by')" in said
+    advice = said.partition("without autocast: ")[2]
+    exec(advice, {"model": model, "torch": torch})
+    with torch.autocast("cpu", dtype=HALF):
+        assert model.by(torch.ones(1, dtype=HALF)).dtype is torch.float32
+
+
+def test_a_forward_that_fails_in_a_look_leaves_no_hooks() -> None:
+    model = mlp().half()
+    with DebugUnderflowOverflow(model):
+        with pytest.raises(RuntimeError):
+            model(torch.ones(8, 3, dtype=HALF))
+        model(torch.ones(8, 16, dtype=HALF))
+        assert not any(one._forward_hooks for one in model)
