@@ -181,6 +181,35 @@ def test_a_fork_writes_into_a_file_of_its_own(tmp_path: Path, python: str) -> No
     assert "count" in {record.code.function for record in child.threads[0].records}
 
 
+def test_a_worker_of_a_forkserver_is_its_ranks(tmp_path: Path) -> None:
+    """Its parent is the server, which may have kept no line, and is no rank."""
+    run(tmp_path, LINES, "forkserves", env={"RANK": "3", "WORLD_SIZE": "4"})
+    result = distdiag("trace", "show", "--json", "--count", "total", str(tmp_path))
+    rings_of = {one["pid"]: one for one in result.report["data"]["rings"]}
+    assert {one["rank"] for one in rings_of.values()} == {3}
+    (worker,) = (one for one in rings_of.values() if one["count"])
+    assert (worker["count"], worker["full"], worker["thread"]) == (9, False, f"pid {worker['pid']} MainThread")
+    assert worker["kept"] >= 17
+    text = distdiag("trace", "show", "--count", "total", str(tmp_path)).out
+    assert f"{worker['pid']} (started by it)" in text
+
+
+def test_a_module_of_the_standard_library_is_included_by_its_name_and_an_unknown_one_told(tmp_path: Path) -> None:
+    code = "import json, textwrap\nfor i in range(30): json.dumps({'a': [i]}, indent=1); textwrap.dedent('a')\n"
+    words = ("--lines", "20", "--include", "json,jsno,math,pytest.nothing")
+    done = run(tmp_path, "-c", code, options=words)
+    (ring,) = kept(tmp_path)
+    files = {one.code.file for one in ring.threads[0].records if one.code.kind == "stdlib"}
+    assert {os.path.basename(os.path.dirname(file)) for file in files} == {"json"}
+    assert (done.returncode, done.stderr.count(b"traces nothing")) == (0, 3)
+    assert b"--include jsno traces nothing: there is no package of that name here; did you mean --include json?" in (
+        done.stderr
+    )
+    assert b"--include pytest.nothing traces nothing: there is no nothing in pytest" in done.stderr
+    text = distdiag("trace", "show", "--count", "dumps", str(tmp_path)).out
+    assert "more than the last 20 lines, which are kept: the others are not counted" in " ".join(text.split())
+
+
 def test_a_program_that_is_started_is_traced_too(tmp_path: Path, python: str) -> None:
     run(tmp_path, python, LINES, "runs_another")
     _, below = kept(tmp_path)

@@ -45,6 +45,15 @@ def fails() -> None:
     raise ValueError("bad batch")  # RAISED
 
 
+def forkserves() -> None:
+    import multiprocessing
+
+    context = multiprocessing.get_context("forkserver")
+    worker = context.Process(target=count, args=(7,))
+    worker.start()
+    worker.join()
+
+
 def prints() -> None:
     print("argv", sys.argv[1:], __name__, os.path.basename(__file__), len(sys.path))
     print("modules", __import__("__main__").count is count, __spec__ is None)

@@ -11,6 +11,7 @@ from distdiag.commands.trace.show.collect import Line, NodeLines, Process, Threa
 from distdiag.commands.trace.show.diagnose import diagnose
 from distdiag.commands.trace.show.model import Request
 from distdiag.commands.trace.show.runs import find_runs
+from distdiag.gathered import Gathered
 
 if TYPE_CHECKING:
     from distdiag.commands.trace.show.result import TraceShow
@@ -57,7 +58,7 @@ def process(rank: int | None, at: tuple[str, int], *more: Line, **changes: objec
 
 def judged(*processes: Process) -> Report[TraceShow]:
     request = Request(program="distdiag", cluster=Cluster(), paths=("/t",))
-    return diagnose(request, [NodeLines("node1", processes)], ((), {}, {}), interrupted=False)
+    return diagnose(request, Gathered(facts=[NodeLines("node1", processes)]))
 
 
 def ranks(at: dict[int, tuple[str, int]], **changes: object) -> list[Process]:

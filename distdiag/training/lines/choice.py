@@ -27,6 +27,7 @@ class Choice:
         self._sites = tuple(sorted((os.path.join(place, "") for place in places), key=len, reverse=True))
         self._include = tuple(include)
         self._exclude = tuple(exclude)
+        self._modules = tuple(name for name in include if name.partition(".")[0] in sys.stdlib_module_names)
 
     def kind_of(self, file: str, function: str = "", module: str = "") -> str | None:
         """Tell what code of this file is: "user", "library" or "stdlib"; None if it is not to be traced.
@@ -41,9 +42,18 @@ class Choice:
         if below is not None:
             return "library" if self._is_in(below, self._include) and not self._is_in(below, self._exclude) else None
         if file.startswith(self._stdlib):
-            return "stdlib" if "stdlib" in self._include else None
+            return "stdlib" if self._takes_stdlib(file) else None
         own = os.path.abspath(file)
         return None if any(self._is_below(own, one) for one in self._exclude) else "user"
+
+    def _takes_stdlib(self, file: str) -> bool:
+        """Tell whether the standard library, or this module of it, was asked for by its name."""
+        if "stdlib" not in self._include and not self._modules:
+            return False
+        home = next(place for place in self._stdlib if file.startswith(place))
+        below = file[len(home) :]
+        named = "stdlib" in self._include or self._is_in(below, self._modules)
+        return named and not self._is_in(below, self._exclude)
 
     def _kind_of_made_up(self, function: str, module: str) -> str | None:
         if function.startswith(_GENERATED) or module.startswith("namedtuple_"):

@@ -6,7 +6,8 @@ import atexit
 import os
 import sys
 
-from distdiag.training.lines.settings import LINES, THREADS, VARIABLE, Settings, default_folder, from_text
+from distdiag.node.rings import default_folder
+from distdiag.training.lines.settings import LINES, THREADS, VARIABLE, Settings, from_text
 from distdiag.training.lines.watched import Watched, complain
 
 TYPE_CHECKING = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 
 VARIABLE = "DISTDIAG_LINES"
@@ -15,8 +14,8 @@ THREADS = 32
 class Settings:
     """`folder` for the files, `lines` to keep of each of at most `threads` threads at a time.
 
-    `include`: packages beside the user's own code ("torch", "torch.nn"; "all" packages; "stdlib"), `exclude`: packages
-    or directories of it that are not wanted.
+    `include`: packages beside the user's own code ("torch", "torch.nn", "json"; "all" packages; "stdlib": all of that),
+    `exclude`: packages or directories of it that are not wanted.
     """
 
     folder: str
@@ -40,15 +39,3 @@ def from_text(text: str) -> Settings:
         include=tuple(given["include"]),
         exclude=tuple(given["exclude"]),
     )
-
-
-def default_folder() -> str:
-    """Give the directory where traces of this user are kept and looked for: on the node's own disk."""
-    import getpass
-    import tempfile
-
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container whose user has no name
-        user = str(os.getuid())
-    return os.path.join(tempfile.gettempdir(), f"distdiag-lines-{user}")

@@ -153,7 +153,10 @@ class Watched:
                     self._writer = Writer(self._settings, self._names)
                 except OSError as error:
                     self._broken = True
-                    complain(f"lines are not kept in {self._settings.folder}: {error.strerror or error}")
+                    why = error.strerror or error
+                    complain(
+                        f"lines are not kept in {self._settings.folder}: {why}; another folder: trace py --dir DIR"
+                    )
                 finally:
                     self._making = False
             return self._writer

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 
-from distdiag.node import identity, machine, procs, rings
+from distdiag.node import identity, machine, private, procs, rings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ _SLOW_S = 0.005
 _SLOW_LINES = 64
 """A line, or 16 of them, that took so long: so many lines from there on have a time of their own."""
 _MADE_AT_ONCE = 32
+_MOST_ANCESTORS = 4
 
 
 class Writer:
@@ -45,29 +46,37 @@ class Writer:
         self._lock = threading.Lock()
         self._names_left = _NAMES_BYTES
         self._notes: dict[str, Any] = {}
-        os.makedirs(settings.folder, mode=0o700, exist_ok=True)
+        folder = private.open_folder(settings.folder, own=os.path.basename(settings.folder) == rings.folder_name())
+        try:
+            self._make(folder)
+        finally:
+            os.close(folder)
+        self.tell_name(b"".join(names))
+        self._doubles = memoryview(self._map).cast("d")
+        self.describe()
+
+    def _make(self, folder: int) -> None:
+        settings = self._settings
         proc = procs.read(self.pid)
         started = proc.started if proc is not None else int(time.time())
         # A name of its own each time: to cut off a file that somebody still writes to would end the process by SIGBUS.
-        stem = os.path.join(settings.folder, f"{machine.host_name()}-{self.pid}-{time.time_ns()}")
-        self.path = stem + rings.SUFFIX
+        stem = f"{machine.host_name()}-{self.pid}-{time.time_ns()}"
+        self.path = os.path.join(settings.folder, stem + rings.SUFFIX)
         size = rings.size_of(settings.threads, settings.lines)
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(stem + rings.SUFFIX, os.O_RDWR | flags, 0o600, dir_fd=folder)
         try:
             _take_space(fd, size)
             self._map = mmap.mmap(fd, size)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-            self._names = os.open(stem + rings.NAMES_SUFFIX, flags, 0o600)
+            flags |= os.O_WRONLY | os.O_APPEND
+            self._names = os.open(stem + rings.NAMES_SUFFIX, flags, 0o600, dir_fd=folder)
         except OSError:
             with contextlib.suppress(OSError):
-                os.unlink(self.path)
+                os.unlink(stem + rings.SUFFIX, dir_fd=folder)
             raise
         finally:
             os.close(fd)
-        self.tell_name(b"".join(names))
-        self._doubles = memoryview(self._map).cast("d")
         self._about = _about(settings, started)
-        self.describe()
 
     def describe(self) -> None:
         """Write what this process is; once more when its rank has become known."""
@@ -181,6 +190,7 @@ def _about(settings: Settings, started: int) -> dict[str, Any]:
         "host": machine.host_name(),
         "pid": os.getpid(),
         "parent": os.getppid(),
+        "ancestors": _ancestors(),
         "started": started,
         "boot": machine.read_text("/proc/sys/kernel/random/boot_id").strip(),
         "wall_s": time.time(),
@@ -191,6 +201,16 @@ def _about(settings: Settings, started: int) -> dict[str, Any]:
         "lines": settings.lines,
         "include": list(settings.include)[:20],
     }
+
+
+def _ancestors() -> list[int]:
+    """List the processes above the parent: between a rank and its worker may be a server that forks, or a shell."""
+    found: list[int] = []
+    above = procs.read(os.getppid())
+    while above is not None and above.parent > 1 and len(found) < _MOST_ANCESTORS:
+        found.append(above.parent)
+        above = procs.read(above.parent)
+    return found
 
 
 def _place() -> dict[str, Any]:

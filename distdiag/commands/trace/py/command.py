@@ -10,7 +10,7 @@ import typer
 
 from distdiag.foreground import argv_of, watched
 from distdiag.options import called_as
-from distdiag.training.lines.settings import LINES, THREADS, VARIABLE, Settings, default_folder
+from distdiag.training.lines.settings import LINES, THREADS, VARIABLE, Settings
 
 
 def trace_py(
@@ -22,7 +22,7 @@ def trace_py(
         str,
         typer.Option(
             metavar="PACKAGES",
-            help="Trace these too: torch,mypkg.sub; all: all packages; stdlib: the standard library.",
+            help="Trace these too: torch,mypkg.sub,json; all: all packages; stdlib: all of the standard library.",
         ),
     ] = "",
     exclude: Annotated[
@@ -44,9 +44,16 @@ def trace_py(
     They survive kill -9, a crash and the OOM killer; `distdiag trace show` reads them, also while the job runs. Works
     below torchrun, srun and mpirun: put `-m distdiag trace py --` before the script. Exit status: the job's own.
     """
+    from distdiag.node.rings import default_folder
+
     folder = os.path.abspath(dir_ or default_folder())
     settings = Settings(folder, lines, threads, tuple(_names(include)), tuple(_names(exclude)))
     argv = argv_of(command, example=f"{called_as()} trace py -- train.py")
+    from distdiag.commands.trace.py.names import why_unknown
+
+    for name in settings.include:
+        if why := why_unknown(name, argv[0]):
+            typer.echo(f"distdiag trace: {why}", err=True)
     if os.environ.get("RANK", "0") == "0" and os.environ.get("SLURM_PROCID", "0") == "0":
         shown = "" if folder == default_folder() else f" {folder}"
         typer.echo(

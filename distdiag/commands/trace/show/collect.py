@@ -7,12 +7,13 @@ import os
 import re
 import time
 from dataclasses import dataclass
+from functools import cache
 
 from distdiag.node import machine, procs, rings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
 _MOST_FILES = 4096
@@ -60,7 +61,8 @@ class Thread:
 class Process:
     """One process. `state`: "running", "ended", "raised" (`error`, at `error_at`) or "died"; `age_s` of its last line.
 
-    `began_s` and `ended_s` are wall-clock times. `untold` threads had no room in the file.
+    `began_s` and `ended_s` are wall-clock times. `untold` threads had no room in the file. `owner`: the user whose
+    file it is, if it is not the one who reads it. `ancestors`: the processes above the parent.
     """
 
     path: str
@@ -83,16 +85,24 @@ class Process:
     age_s: float | None
     threads: tuple[Thread, ...]
     untold: int
+    owner: str = ""
+    ancestors: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class NodeLines:
-    """All that was found on a node. `unread`: (path, why). `left_out` files were not read: there were too many."""
+    """All that was found on a node in `searched`.
+
+    `unread`: (path, why); `not_ours`: likewise, of files and folders of other users, which may say what those like.
+    `left_out` files were not read: there were too many.
+    """
 
     host: str
     processes: tuple[Process, ...] = ()
     unread: tuple[tuple[str, str], ...] = ()
     left_out: int = 0
+    not_ours: tuple[tuple[str, str], ...] = ()
+    searched: tuple[str, ...] = ()
 
 
 def facts(ask: dict[str, Any]) -> NodeLines:
@@ -101,42 +111,79 @@ def facts(ask: dict[str, Any]) -> NodeLines:
 
 
 def more(ask: dict[str, Any], tell: Callable[[NodeLines], None]) -> None:
-    """Read all files: {"paths", "last": lines of each thread, "grep" and "count": patterns, or ""}."""
+    """Read all files: {"paths": none for where trace py keeps them, "last": lines of each thread, "grep" and "count"}.
+
+    "grep" and "count" are patterns, or "".
+    """
     linecache.checkcache()
-    files, unread = _files(ask["paths"])
+    search = _Search(ask["paths"])
     reader = _Reader(ask["last"], ask["grep"], ask["count"])
     processes = []
-    for path in files[:_MOST_FILES]:
+    files = search.files()
+    for path, owners in files[:_MOST_FILES]:
         try:
-            processes.append(reader.read(path))
+            processes.append(reader.read(path, owners))
+        except rings.NotOurs as error:
+            search.not_ours.append((path, str(error)))
         except rings.NotARing as error:
-            unread.append((path, str(error)))
+            search.unread.append((path, str(error)))
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+            search.unread.append((path, f"its description makes no sense: {error!r}"))
         except OSError as error:
-            unread.append((path, error.strerror or str(error)))
+            search.unread.append((path, error.strerror or str(error)))
     tell(
         NodeLines(
             host=machine.host_name(),
             processes=tuple(processes),
-            unread=tuple(unread),
+            unread=tuple(search.unread),
             left_out=max(0, len(files) - _MOST_FILES),
+            not_ours=tuple(search.not_ours),
+            searched=search.paths,
         )
     )
 
 
-def _files(paths: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """List the files, the newest first; directories are searched, also those below."""
-    found: dict[str, float] = {}
-    unread: list[tuple[str, str]] = []
-    for path in paths:
-        if os.path.isdir(path):
-            walk = os.walk(path, onerror=lambda error: unread.append((str(error.filename), error.strerror or "")))
-            below = (os.path.join(folder, name) for folder, _, names in walk for name in names)
-            found.update((one, _modified(one)) for one in below if one.endswith(rings.SUFFIX))
-        elif os.path.exists(path):
-            found[path] = _modified(path)
-        else:
-            unread.append((path, "there is no such file or directory"))
-    return sorted(found, key=lambda one: -found[one]), unread
+class _Search:
+    """Finds the files, and whose each may be: None for a file that was named, which may be anybody's.
+
+    In a folder that was named they may be the folder's owner's too, as when root looks at the job of a user.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.paths = tuple(paths or (rings.default_folder(),))
+        self.unread: list[tuple[str, str]] = []
+        self.not_ours: list[tuple[str, str]] = []
+        self._by_default = not paths
+
+    def files(self) -> list[tuple[str, tuple[int, ...] | None]]:
+        """List the files, the newest first; directories are searched, also those below."""
+        found: dict[str, tuple[int, ...] | None] = {}
+        for path in self.paths:
+            if os.path.isdir(path):
+                found.update(self._in_folder(path))
+            elif os.path.exists(path):
+                found[path] = None
+            else:
+                self.unread.append((path, "there is no such file or directory"))
+        return sorted(found.items(), key=lambda item: -_modified(item[0]))
+
+    def _in_folder(self, path: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+        me, owner = os.geteuid(), os.stat(path).st_uid
+        if self._by_default and (os.path.islink(path) or owner != me):
+            what = "it is a symbolic link" if os.path.islink(path) else f"it belongs to another user (uid {owner})"
+            self.not_ours.append((path, what))
+            return
+        walk = os.walk(path, onerror=lambda error: self.unread.append((str(error.filename), error.strerror or "")))
+        for folder, _, names in walk:
+            for name in names:
+                if name.endswith(rings.SUFFIX):
+                    yield os.path.join(folder, name), (me, owner)
+
+
+@cache
+def _is_file(path: str) -> bool:
+    """Tell whether source may be read there: a pipe, which a file of another user may name, would keep us waiting."""
+    return os.path.isfile(path)
 
 
 def _modified(path: str) -> float:
@@ -144,6 +191,25 @@ def _modified(path: str) -> float:
         return os.stat(path).st_mtime
     except OSError:
         return 0.0
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("pid", "parent", "started"), (int,)),
+    **dict.fromkeys(("wall_s", "monotonic_s"), (int, float)),
+    **dict.fromkeys(("rank", "local_rank", "world_size"), (int, type(None))),
+    **dict.fromkeys(("host", "boot", "python", "command", "launcher"), (str,)),
+    **{"include": (list,), "job": (dict,)},
+}
+"""What a process tells of itself, and what may be done with it."""
+
+
+def _check(about: dict[str, Any]) -> None:
+    """Check that a description can be used. Raises NotARing."""
+    wrong = [name for name, kinds in _KINDS.items() if not isinstance(about.get(name), kinds)]
+    above = about.get("ancestors", [])  # files of earlier versions have none
+    wrong += [] if isinstance(above, list) and all(isinstance(one, int) for one in above) else ["ancestors"]
+    if wrong or not all(isinstance(text, str) for text in (*about["job"].values(), *about["include"])):
+        raise rings.NotARing(f"its description makes no sense: {', '.join(wrong) or 'job, include'}")
 
 
 class _Reader:
@@ -155,9 +221,10 @@ class _Reader:
         self._count = re.compile(count) if count else None
         self._boot = machine.read_text("/proc/sys/kernel/random/boot_id").strip()
 
-    def read(self, path: str) -> Process:
-        ring = rings.read(path)
+    def read(self, path: str, owners: tuple[int, ...] | None) -> Process:
+        ring = rings.read(path, owners)
         about = ring.about
+        _check(about)
         to_wall = about["wall_s"] - about["monotonic_s"]
         clock = _Clock(to_wall, about["wall_s"], self)
         threads = tuple(sorted((clock.thread(one, about["pid"]) for one in ring.threads), key=lambda one: not one.main))
@@ -183,6 +250,8 @@ class _Reader:
             age_s=max(0.0, time.time() - newest) if newest else None,
             threads=threads,
             untold=ring.untold_threads,
+            ancestors=tuple(about.get("ancestors", ())),
+            owner="" if ring.owner == os.geteuid() else machine.user_name(ring.owner),
         )
 
     def _state(self, ring: rings.RingFile) -> str:
@@ -250,7 +319,7 @@ class _Clock:
             line=record.line,
             function=record.code.function,
             kind=record.code.kind,
-            source=linecache.getline(file, record.line).strip()[:_SOURCE] if not file.startswith("<") else "",
+            source=linecache.getline(file, record.line).strip()[:_SOURCE] if _is_file(file) else "",
             back=record.back,
             changed=self._has_changed(file),
         )

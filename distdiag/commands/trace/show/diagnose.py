@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.reached import host_findings
@@ -13,24 +14,22 @@ from distdiag.commands.trace.show.words import does, end_of, spot, waits, who
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from distdiag.cluster.rows import Refusal, Row
     from distdiag.commands.trace.show.collect import Line, NodeLines, Process, Thread
     from distdiag.commands.trace.show.model import Request
     from distdiag.commands.trace.show.result import Member, Run, Stand
     from distdiag.commands.trace.show.standing import Judged
-
-    Reached = tuple[Sequence[Row], Mapping[str, Refusal], Mapping[str, str]]
+    from distdiag.gathered import Gathered
 
 _PATHS = 6
 LONG_S = 10.0
 """A line that takes longer than this is taken for one that hangs, if the others wait."""
 
 
-def diagnose(request: Request, nodes: Sequence[NodeLines], reached: Reached, *, interrupted: bool) -> Report[TraceShow]:
+def diagnose(request: Request, gathered: Gathered[NodeLines]) -> Report[TraceShow]:
     """Say where every rank of the newest run is, or was when it ended, and who is odd."""
-    rows, refusals, missing = reached
+    nodes = gathered.facts
     runs = find_runs(nodes)
     shown = runs if request.all_runs else newest(runs)
     judged = [judge(run) for run in shown]
@@ -39,11 +38,11 @@ def diagnose(request: Request, nodes: Sequence[NodeLines], reached: Reached, *, 
         found += _of_run(request, one)
     if not runs and nodes:
         found.append(_nothing(request, nodes))
-    found += _unread(nodes)
-    found += host_findings(refusals, rows)
+    found += [*_unread(nodes), *_not_ours(request, nodes)]
+    found += host_findings(gathered.refusals, gathered.rows)
     found += [
         Finding(id="trace.no-answer", level=Level.UNKNOWN, title=f"{host}: {why}", where=Where(hosts=(host,)))
-        for host, why in missing.items()
+        for host, why in gathered.missing.items()
     ]
     data = TraceShow(
         run="; ".join(run.name for run in shown),
@@ -51,14 +50,14 @@ def diagnose(request: Request, nodes: Sequence[NodeLines], reached: Reached, *, 
         groups=tuple(_group(group) for one in judged for group in split(one.stands)),
         odd=tuple(_number(stand) for one in judged for stand in one.odd),
         older_runs=len(runs) - len(shown),
-        unread=tuple((node.host, path, why) for node in nodes for path, why in node.unread),
+        unread=tuple((node.host, path, why) for node in nodes for path, why in (*node.unread, *node.not_ours)),
     )
     return Report(
         command=COMMAND,
         data=data,
         findings=tuple(found),
         summary=_summary(judged, found),
-        interrupted=interrupted,
+        interrupted=gathered.interrupted,
     )
 
 
@@ -255,10 +254,11 @@ def _about_tracing(run: Run) -> Iterator[Finding]:
 
 
 def _nothing(request: Request, nodes: Sequence[NodeLines]) -> Finding:
+    searched = tuple(dict.fromkeys(path for node in nodes for path in node.searched)) or request.paths
     return Finding(
         id="trace.nothing-kept",
         level=Level.UNKNOWN,
-        title=f"there are no traced lines in {', '.join(request.paths[:_PATHS])}",
+        title=f"there are no traced lines in {', '.join(searched[:_PATHS])}",
         where=Where(hosts=tuple(node.host for node in nodes)),
         fix=Fix(
             text="run the job so that its lines are kept",
@@ -283,6 +283,26 @@ def _unread(nodes: Sequence[NodeLines]) -> Iterator[Finding]:
     left_out = sum(node.left_out for node in nodes)
     if left_out:
         yield Finding(id="trace.too-many", level=Level.INFO, title=f"{left_out} older files were not read")
+
+
+def _not_ours(request: Request, nodes: Sequence[NodeLines]) -> Iterator[Finding]:
+    """Name what other users have put there: it may say anything, so it is not taken for the job."""
+    found = [(node.host, path, why) for node in nodes for path, why in node.not_ours]
+    if found:
+        _, path, why = found[0]
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        yield Finding(
+            id="trace.not-yours",
+            level=Level.WARN,
+            title=f"{path}{more} not read: {why}",
+            detail="Only files of the job's own user tell of the job.",
+            where=Where(hosts=tuple(dict.fromkeys(host for host, _, _ in found))),
+            evidence=tuple(f"{host}: {path}: {why}" for host, path, why in found[1:_PATHS]),
+            fix=Fix(
+                text="if the job is that user's, name the file or folder",
+                commands=(f"{request.program} trace show {shlex.quote(path)}",),
+            ),
+        )
 
 
 def _stacks(request: Request, judged: Judged) -> Fix | None:
@@ -318,6 +338,8 @@ def _ring(request: Request, member: Member, process: Process, thread: Thread) ->
         last=tuple(_last_line(line) for line in thread.last[-request.last :]),
         matches=tuple(_last_line(line) for line in thread.matches),
         count=thread.count if request.count else None,
+        kept=thread.kept,
+        full=thread.kept >= process.lines,
     )
 
 

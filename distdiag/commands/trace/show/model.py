@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from distdiag.cluster.targets import Cluster
+from distdiag.cluster.targets import Cluster  # noqa: TC001 - msgspec reads the annotations
 
 COMMAND = "trace show"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked for."""
+    """What was asked for. No `paths`: where trace py keeps its files on each node."""
 
     program: str
     cluster: Cluster
-    paths: tuple[str, ...]
+    paths: tuple[str, ...] = ()
     last: int = 5
     grep: str = ""
     count: str = ""

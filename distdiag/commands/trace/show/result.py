@@ -59,7 +59,10 @@ class LastLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """One thread's ring. `matches` and `count` as asked for; `age_s` since the process's last line."""
+    """One thread's ring. `matches` and `count`, of `kept` lines, as asked for.
+
+    `age_s` since the process's last line. `full`: earlier lines are gone.
+    """
 
     host: str
     rank: int | None
@@ -70,6 +73,8 @@ class Ring:
     last: tuple[LastLine, ...]
     matches: tuple[LastLine, ...] = ()
     count: int | None = None
+    kept: int = 0
+    full: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from distdiag.commands.trace.show.result import Member, Run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from distdiag.commands.trace.show.collect import NodeLines, Process
 
@@ -43,19 +43,35 @@ def _members(node: NodeLines) -> list[Member]:
     helpers: dict[int, list[Process]] = {}
     heads = []
     for one in node.processes:
-        parent = by_pid.get(one.parent)
-        if parent is not None and parent is not one and parent.rank == one.rank and parent.began_s <= one.began_s:
-            helpers.setdefault(parent.pid, []).append(one)
-        else:
+        head = _head(one, by_pid)
+        if head is one:
             heads.append(one)
-    return [Member(host=node.host, process=one, helpers=tuple(helpers.get(one.pid, ()))) for one in heads]
+        else:
+            helpers.setdefault(id(head), []).append(one)
+    return [Member(host=node.host, process=one, helpers=tuple(helpers.get(id(one), ()))) for one in heads]
+
+
+def _head(one: Process, by_pid: Mapping[int, Process]) -> Process:
+    """Find the process that started another, also where one stands between them that has kept no line, as a shell."""
+    found = one
+    known = {one.pid}
+    while True:
+        above = next((pid for pid in (found.parent, *found.ancestors) if pid in by_pid), None)
+        if above is None or above in known:
+            return found
+        known.add(above)
+        parent = by_pid[above]
+        if parent.owner != one.owner or parent.rank != one.rank or parent.began_s > found.began_s:
+            return found
+        found = parent
 
 
 def _job(member: Member) -> tuple[object, ...]:
     one = member.process
     if one.rank is None:
-        return ("", member.host, one.pid)
-    return (one.launcher, *(one.job.get(name, "") for name in _NAMES), one.world_size)
+        return ("", one.owner, member.host, one.pid)
+    # Whoever may write beside a job's files must not become one of its ranks.
+    return (one.launcher, one.owner, *(one.job.get(name, "") for name in _NAMES), one.world_size)
 
 
 _NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "MASTER_ADDR", "MASTER_PORT")
@@ -82,6 +98,10 @@ def _run(members: list[Member]) -> Run:
 
 
 def _name(member: Member) -> str:
+    return _job_name(member) + (f" of user {member.process.owner}" if member.process.owner else "")
+
+
+def _job_name(member: Member) -> str:
     one = member.process
     if one.rank is None:
         return f"pid {one.pid}"

@@ -44,6 +44,7 @@ def _run(request: Request, judged: Judged) -> Iterator[RenderableType]:
     yield Wrapped(f"{run.name}: {size}, begun at {clock(run.began_s)}", margin=0, hang=2, style="bold")
     if request.count:
         yield _counts(run)
+        yield from _gone(request, run)
     if request.grep:
         yield from map(Whole, _matches(run))
     if not (request.count or request.grep):
@@ -113,15 +114,31 @@ def _counts(run: Run) -> RenderableType:
         Column("of lines kept", justify="right"),
     )
     for member in run.members:
-        threads = member.process.threads
-        table.add_row(
-            "-" if member.rank is None else str(member.rank),
-            str(member.process.pid),
-            member.host,
-            str(sum(thread.count for thread in threads)),
-            str(sum(thread.kept for thread in threads)),
-        )
+        for process in (member.process, *member.helpers):
+            table.add_row(
+                "-" if member.rank is None else str(member.rank),
+                f"{process.pid}{'' if process is member.process else ' (started by it)'}",
+                member.host,
+                f"{sum(thread.count for thread in process.threads):,}",
+                f"{sum(thread.kept for thread in process.threads):,}",
+            )
     return table
+
+
+def _gone(request: Request, run: Run) -> Iterator[RenderableType]:
+    """Say where lines that were executed before are not counted any more."""
+    full = [
+        process.lines
+        for member in run.members
+        for process in (member.process, *member.helpers)
+        if any(thread.kept >= process.lines for thread in process.threads)
+    ]
+    if full:
+        text = (
+            f"In {len(full)} process{'es' * (len(full) > 1)} a thread executed more than the last {max(full):,} lines, "
+            f"which are kept: the others are not counted. More are kept by {request.program} trace py --lines N."
+        )
+        yield Wrapped(text, margin=0, hang=2)
 
 
 def _matches(run: Run) -> Iterator[str]:

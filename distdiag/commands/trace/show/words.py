@@ -55,7 +55,9 @@ def _worker(one: Stand) -> str:
 
 def late_helper(one: Stand) -> Process | None:
     """Find, for a rank that waits for data, the process of its own that has not executed a line for the longest."""
-    helpers = [helper for helper in one.member.helpers if helper.state != "ended" and helper.age_s is not None]
+    alive = [helper for helper in one.member.helpers if helper.state != "ended" and helper.age_s is not None]
+    # Servers of multiprocessing, which fork workers or tidy up after them, have one line only.
+    helpers = [helper for helper in alive if (line := last_of(helper)) is not None and line.file != "<string>"]
     if one.kind != "data loading" or not helpers:
         return None
     return max(helpers, key=lambda helper: helper.age_s or 0.0)
