@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import sys
@@ -12,6 +11,7 @@ import time
 from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
 from threading import get_ident
 
+from distdiag.node import private
 from distdiag.training.whoami import label
 
 PATIENCE_S = 5.0
@@ -147,13 +147,9 @@ def _open_file() -> tuple[int, str]:
 
 
 def _open_in(folder: str, name: str) -> int:
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(folder, 0o700)
-    directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    # Whoever else had made this directory could hold the lock for ever.
+    directory = private.open_folder(folder, own=True)
     try:
-        # Everybody can write to /tmp, and whoever made this directory could hold the lock for ever.
-        if os.fstat(directory).st_uid != os.getuid():
-            raise PermissionError(errno.EPERM, "belongs to another user", folder)
         return os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
     finally:
         os.close(directory)

@@ -47,7 +47,7 @@ def breakpoint(
     group: Any = None,  # noqa: ANN401 - a ProcessGroup of torch, which need not be there
     on_quit: str = "stop",
     listen: bool | None = None,
-    host: str = "127.0.0.1",
+    host: str = "",
 ) -> None:
     """Stop one rank in pdb, at the line of the caller, while the others wait in their call of this.
 
@@ -65,8 +65,8 @@ def breakpoint(
         on_quit: "stop": with `q` or Ctrl-D all ranks of the group stop with an error; "continue": they all go on.
         listen: True: wait for a connection instead of using the terminal, and say on stderr what to type; None: where
             there is no terminal to be used; False: never.
-        host: address to listen on. Not only from this node: whoever has the token can run code in this process, and
-            what is typed can be read on the way.
+        host: where to listen. Empty: for this user and root on this node. An address of this node: for whoever has
+            the token, which is in a file that only this user can read; what is typed can be read on the way.
 
     Raises:
         DebuggerQuit: in the ranks that wait: the other one quit, died, or did not leave the debugger in time.

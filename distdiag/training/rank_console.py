@@ -1,27 +1,36 @@
-"""Where the debugger of a rank talks to a person: the terminal itself, or a socket that one connects to.
+"""Where the debugger of a rank talks to a person: the terminal itself, or a socket to connect to.
 
-The terminal is opened anew, so that a prompt is seen also where the launcher captures stdout or drops it.
+The terminal is opened anew, so that a prompt is seen also where the launcher captures stdout or drops it. A socket is
+by default one of this node's file system, in a folder that only this user and root can enter; nothing has to be known
+to connect to it, and nothing is open to the network.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
+import errno
 import os
-import secrets
 import select
+import shlex
 import socket
+import struct
 import sys
 import time
 
+from distdiag.node import handshake, private
 from distdiag.training.whoami import host, label
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import TextIO
 
-_TOKEN_S = 10.0
-_TOKEN_LENGTH = 200
+_PROOF_S = 10.0
+_MOST_UNPROVEN = 64
+_LONGEST_PATH = 100
+"""Of the path of a socket; the kernel takes 107 bytes."""
+_PEER = struct.Struct("iII")
+"""struct ucred of <sys/socket.h>: process, user, group."""
 
 
 class NoTerminal(RuntimeError):
@@ -79,51 +88,108 @@ def _of_stdin() -> str:
 
 
 def by_socket(address: str, place: str, timeout_s: float) -> Console:
-    """Listen until somebody connects who knows the token; say on stderr, in one line, what to type.
+    """Listen until a person connects; print on stderr, in one line, what to type.
 
-    Whoever can read that line, and reach the address, may do in this process whatever it may do.
+    Whoever connects may do in this process whatever it may do.
 
     Args:
-        address: of an interface of this node, "127.0.0.1" for those on this node only.
+        address: of an interface of this node, to listen on for whoever has the token, which is in a file that only
+            this user can read; empty for this user and root on this node.
         place: where this rank stands.
         timeout_s: seconds to listen.
 
     Raises:
-        NoTerminal: nobody came in time.
-        OSError: this node has no such address.
+        NoTerminal: no connection was made in time.
+        OSError: this node has no such address, or no folder of this user's own can be made.
     """
-    token = secrets.token_hex(16)
+    folder = _folder()
     deadline = time.monotonic() + timeout_s
-    with socket.create_server((address, 0)) as server:
-        port = server.getsockname()[1]
-        sys.stderr.write(
-            f"{label()} distdiag: stopped at {place}; to debug it, on {host()} (else after: ssh -t {host()}): "
-            f"{sys.executable} -m distdiag.training.connect {address} {port} {token}\n"
-        )
-        sys.stderr.flush()
+    with _kept(os.path.join(folder, f"{os.getpid()}.{'token' if address else 'socket'}")) as path:
+        console = _by_port(address, place, path, deadline) if address else _by_path(place, path, deadline)
+    if console is None:
+        raise NoTerminal(f"nobody connected within {timeout_s:g} s")
+    return console
+
+
+def _folder() -> str:
+    """Make or find a folder of this user's own. Raises OSError."""
+    failed = OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+    for above in (os.environ.get("TMPDIR", ""), "/tmp", "/dev/shm"):
+        path = os.path.join(above, f"distdiag-breakpoint-{os.geteuid()}")
+        if os.path.isabs(path) and len(os.fsencode(path)) <= _LONGEST_PATH - len("/4194304.socket"):
+            try:
+                os.close(private.open_folder(path, own=True))
+            except OSError as error:
+                failed = error
+            else:
+                return path
+    raise failed
+
+
+@contextlib.contextmanager
+def _kept(path: str) -> Iterator[str]:
+    """Make place for a file, and remove it in the end."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)  # of a process that was killed, and had this number
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def _by_path(place: str, path: str, deadline: float) -> Console | None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen()
+        _announce(place, f"on {host()} (else after: ssh -t {host()})", f"{_CONNECT} {shlex.quote(path)}")
         coming = select.poll()
         coming.register(server, select.POLLIN)
         while coming.poll(max(deadline - time.monotonic(), 0) * 1000):
-            console = _admit(server.accept()[0], token)
-            if console is not None:
-                return console
-    raise NoTerminal(f"nobody connected to {address} port {port} within {timeout_s:g} s")
-
-
-def _admit(connection: socket.socket, token: str) -> Console | None:
-    """Make a console of a connection whose first line is the token; turn away any other."""
-    connection.settimeout(_TOKEN_S)
-    reader = connection.makefile("r", encoding="utf-8", errors="replace")
-    writer = connection.makefile("w", encoding="utf-8", errors="replace")
-    console = Console(reader, writer, connection)
-    try:
-        if hmac.compare_digest(reader.readline(_TOKEN_LENGTH).strip().encode(), token.encode()):
-            connection.settimeout(None)
-            # A person thinks for long; a line that is cut in the meantime is noticed all the same.
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            return console
-        writer.write("wrong token: it is the last word of the line that the rank printed\n")
-    except OSError:  # gone again, or silent
-        pass
-    console.close()
+            connection, _ = server.accept()
+            if _user(connection) in (0, os.geteuid()):
+                return _console(connection)
+            connection.close()
     return None
+
+
+def _user(connection: socket.socket) -> int:
+    """Return the user at the other end; the folder keeps others out, where the file system heeds its mode."""
+    return int(_PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1])
+
+
+def _by_port(address: str, place: str, path: str, deadline: float) -> Console | None:
+    token = handshake.new_key()
+    private.write_whole(path, token.encode())
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as server:
+        bound, port = server.getsockname()[:2]
+        acceptor = handshake.Acceptor([server], token, most=_MOST_UNPROVEN, patience_s=_PROOF_S)
+        shown = host() if address in ("0.0.0.0", "::") else address
+        here = bound.startswith("127.") or bound == "::1"
+        read = f"cat {shlex.quote(path)}" if here else f"ssh {host()} cat {shlex.quote(path)}"
+        where = f"on {host()} (else after: ssh -t {host()})" if here else "from any node"
+        _announce(place, where, f"{handshake.TOKEN}=$({read}) {_CONNECT} {shown} {port}")
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                for peer in acceptor.wait(left)[0]:
+                    return _console(peer.connection)
+        finally:
+            acceptor.close()
+    return None
+
+
+_CONNECT = f"{shlex.quote(sys.executable)} -m distdiag.training.connect"
+
+
+def _announce(place: str, where: str, command: str) -> None:
+    sys.stderr.write(f"{label()} distdiag: stopped at {place}; to debug it, {where}: {command}\n")
+    sys.stderr.flush()
+
+
+def _console(connection: socket.socket) -> Console:
+    connection.settimeout(None)
+    # A person thinks for long; a connection that is cut in the meantime is noticed all the same.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    reader = connection.makefile("r", encoding="utf-8", errors="replace")
+    return Console(reader, connection.makefile("w", encoding="utf-8", errors="replace"), connection)

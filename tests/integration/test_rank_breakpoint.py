@@ -6,9 +6,10 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import socket
-import struct
+import stat
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ import pexpect
 import pexpect.fdpexpect
 import pytest
 from jobs import PROGRAMS, free_port
-from support import wait_until
+from support import need_root, wait_until
 
 from distdiag.node import procs
 from distdiag.training import rank_meeting
@@ -310,31 +311,34 @@ def test_a_rank_that_cannot_be_seen_is_missed_by_its_silence(ranks: Callable[...
     job.until("ended by DebuggerQuit rank 0 .* has given no sign of life for 2.5 s")
 
 
-def test_without_a_terminal_one_connects_with_the_token(ranks: Callable[..., Ranks]) -> None:
+CONNECT = r"distdiag.training.connect (\S+\.socket)\s"
+
+
+def test_without_a_terminal_one_connects(ranks: Callable[..., Ranks]) -> None:
     job = ranks("steps", as_terminal=False)
-    job.until(r"distdiag.training.connect (\S+) (\d+) (\w+)\s")
+    job.until(CONNECT)
     line = job.said.splitlines()[-1]
     assert f"stopped at {STEPS_AT}" in line
-    command = line.partition("): ")[2].split()
-    with socket.create_connection((command[-3], int(command[-2])), timeout=SOON_S) as stranger:
-        stranger.sendall(b"import os\n")
-        assert stranger.makefile().read().startswith("wrong token")
+    command = shlex.split(line.partition("): ")[2])
     typed = "n\np 6 * secret\nc\n"
     done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=30, check=True)
     assert "(Pdb) 42\n" in done.stdout
     job.end()
     for rank in (0, 1):
         assert job.own(rank)[-2:] == ["total 3.0 timeouts as before True", "ended well"]
+    assert not os.path.exists(command[-1])
 
 
 def test_a_connection_that_breaks_while_the_rank_runs_quits(ranks: Callable[..., Ranks]) -> None:
     job = ranks("sleeps", as_terminal=False)
-    job.until(r"distdiag.training.connect (\S+) (\d+) (\w+)\s")
-    host, port, token = job.said.split("distdiag.training.connect ")[1].split()[:3]
-    with socket.create_connection((host, int(port)), timeout=SOON_S) as one:
-        one.sendall(f"{token}\nn\n".encode())
+    job.until(CONNECT)
+    path = re.search(CONNECT, job.said)
+    assert path is not None
+    with socket.socket(socket.AF_UNIX) as person:
+        person.connect(path[1])
+        person.sendall(b"n\n")
         job.until("sleeping")
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, and no end
+        assert person.recv(1)  # what was not read makes a reset of the end
     job.end()
     assert job.own(0)[-1].startswith("ended by BdbQuit")
     assert " quit the debugger at " in job.own(1)[-1]
@@ -372,22 +376,107 @@ def plain(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         one.communicate()
 
 
-def test_nobody_came(plain: Callable[..., subprocess.Popen[str]]) -> None:
+def test_no_connection_is_made_in_time(plain: Callable[..., subprocess.Popen[str]]) -> None:
     said = plain("timeout_s=0.5").communicate(timeout=20)[0]
-    assert re.search(r"NoTerminal: nobody connected to 127.0.0.1 port \d+ within 0.5 s", said)
+    assert "NoTerminal: nobody connected within 0.5 s" in said
 
 
 def test_a_connection_that_is_lost_quits(plain: Callable[..., subprocess.Popen[str]]) -> None:
     job = plain("listen=True")
     assert job.stdout is not None
-    *_, host, port, token = job.stdout.readline().split()
-    with socket.create_connection((host, int(port)), timeout=SOON_S) as person:
-        person.sendall(f"{token}\n".encode())
+    with socket.socket(socket.AF_UNIX) as person:
+        person.connect(job.stdout.readline().split()[-1])
         assert person.recv(10)
         # What was not read makes a reset of the end.
     said = job.communicate(timeout=20)[0]
     assert "bdb.BdbQuit" in said
     assert "made 42" not in said
+
+
+OVER_TCP = "listen=True, host='127.0.0.1'"
+
+
+def test_over_tcp_the_token_is_in_a_file_and_not_on_the_command_line(plain: Callable[..., Any]) -> None:
+    job = plain(OVER_TCP)
+    line = job.stdout.readline()
+    pasted = line.partition("): ")[2].strip()
+    match = re.fullmatch(r"DISTDIAG_TOKEN=\$\(cat (\S+)\) (.*connect 127\.0\.0\.1 \d+)", pasted)
+    assert match is not None, line
+    with open(match[1], encoding="ascii") as file:
+        token = file.read()
+        assert stat.S_IMODE(os.fstat(file.fileno()).st_mode) == 0o600
+    assert len(token) == 32
+    assert token not in line
+    for wrong in ({"DISTDIAG_TOKEN": "0" * 32}, {}):
+        refused = subprocess.run(
+            shlex.split(match[2]),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            env={**os.environ, **wrong},
+        )
+        assert (refused.returncode, "token" in refused.stderr) == (1, True), refused.stderr
+    done = subprocess.run(["bash", "-c", pasted], input="p number\nc\n", capture_output=True, text=True, timeout=30)
+    assert "(Pdb) 21\n" in done.stdout, done.stderr
+    assert "made 42" in job.communicate(timeout=20)[0]
+    assert not os.path.exists(match[1])
+
+
+def test_slow_strangers_do_not_keep_the_owner_out(plain: Callable[..., Any]) -> None:
+    job = plain(OVER_TCP)
+    pasted = job.stdout.readline().partition("): ")[2].strip()
+    port = int(pasted.split()[-1])
+    strangers = [socket.create_connection(("127.0.0.1", port), timeout=SOON_S) for _ in range(100)]
+    for stranger in strangers:
+        stranger.sendall(b"d")
+    done = subprocess.run(["bash", "-c", pasted], input="c\n", capture_output=True, text=True, timeout=30)
+    assert "(Pdb) " in done.stdout, done.stderr
+    assert "made 42" in job.communicate(timeout=20)[0]
+    for stranger in strangers:
+        stranger.close()
+
+
+AS_ANOTHER_USER = """
+import os, socket, sys
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+path = sys.argv[1]
+try:
+    if path.endswith(".token"):
+        print(open(path).read())
+    else:
+        s = socket.socket(socket.AF_UNIX); s.connect(path)
+        s.sendall(b"import os; print(os.getuid())\\n"); print(s.recv(9))
+except PermissionError as error:
+    print("denied")
+"""
+
+
+@pytest.mark.parametrize("options", ["listen=True", OVER_TCP])
+def test_another_user_of_the_node_gets_neither_a_prompt_nor_the_token(plain: Callable[..., Any], options: str) -> None:
+    need_root()
+    job = plain(options)
+    line = job.stdout.readline()
+    path = re.search(r"\S+\.(?:socket|token)\b", line)
+    assert path is not None
+    tried = subprocess.run([sys.executable, "-c", AS_ANOTHER_USER, path[0]], capture_output=True, text=True, timeout=30)
+    assert tried.stdout.strip() == "denied", tried.stdout + tried.stderr
+    # His visit has cost the owner nothing.
+    pasted = line.partition("): ")[2].strip()
+    done = subprocess.run(["bash", "-c", pasted], input="c\n", capture_output=True, text=True, timeout=30)
+    assert "(Pdb) " in done.stdout, done.stderr
+    assert "made 42" in job.communicate(timeout=20)[0]
+
+
+def test_a_folder_that_another_user_made_first_is_not_used(tmp_path: Path, plain: Callable[..., Any]) -> None:
+    need_root()
+    (tmp_path / "tmp").mkdir(mode=0o777)
+    theirs = tmp_path / "tmp" / f"distdiag-breakpoint-{os.geteuid()}"
+    theirs.mkdir(mode=0o777)
+    os.chown(theirs, 65534, 65534)
+    line = plain("listen=True", TMPDIR=str(tmp_path / "tmp")).stdout.readline()
+    assert not line.split()[-1].startswith(str(tmp_path))
+    assert list(theirs.iterdir()) == []
 
 
 def test_alone_it_is_pdb_at_the_line_of_the_caller(tmp_path: Path) -> None:
