@@ -54,6 +54,7 @@ class _When:
     within: int | None = None
     text: str = ""
     repeated: int = 0
+    inside: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,21 +63,34 @@ class _Signal:
     code: dict[str, str]
 
 
-def recognise(functions: Sequence[str], text: str, signal: int, code: int | None, address: int | None) -> Crash | None:
+def recognise(
+    functions: Sequence[str],
+    text: str,
+    signal: int,
+    code: int | None,
+    address: int | None,
+    *,
+    inside: bool | None = None,
+) -> Crash | None:
     """Find the first known crash that fits; None if none does, or if the signal came from another process.
 
     Args:
         functions: names of the crashed thread's frames, native ones too, innermost first.
-        text: the end of the process's log and the name of the file that is mapped at `address`; empty if unknown.
+        text: the process's last words and the name of the file that is mapped at `address`; empty if unknown.
         signal: its number.
         code: si_code of sigaction(2); None if unknown.
         address: si_addr; None if unknown, or if this signal has none.
+        inside: whether `address` lay inside of the mapped file; None if unknown.
     """
     if code in (_SI_USER, _SI_QUEUE):
         return None
     name = signal_name(signal)
     fitting = (
-        crash for crash, when in _crashes() if _fits(when, name, code, address) and _shows(when, functions, text)
+        crash
+        for crash, when in _crashes()
+        if _fits(when, name, code, address)
+        and (when.inside is None or when.inside == inside)
+        and _shows(when, functions, text)
     )
     return next(fitting, None)
 

@@ -23,6 +23,7 @@ class Tables:
     forward_compatible: re.Pattern[str]
     status: dict[str, str]
     nvml_status: dict[str, str]
+    gpus: tuple[tuple[str, re.Pattern[str]], ...]
 
 
 @cache
@@ -40,7 +41,13 @@ def tables() -> Tables:
         forward_compatible=re.compile(told["forward_compatible"]["names"]),
         status=told["status"],
         nvml_status=told["nvml_status"],
+        gpus=tuple((row["arch"], re.compile(row["name"], re.IGNORECASE)) for row in told["gpu"]),
     )
+
+
+def arch_of(gpu: str) -> str:
+    """Give the architecture of a GPU by its name, "RTX 3090" -> "8.6"; empty if the name is not known."""
+    return next((arch for arch, name in tables().gpus if name.search(gpu)), "")
 
 
 def version(text: str) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 _BLOCK = 8192  # characters, and then to the end of the line
-_LONGEST = 1 << 20  # a longer line is cut: it is none that a person reads
+_LONGEST = 1 << 16  # a longer line is cut: it is none that a person reads
 _TAIL = 1024  # of the following lines: a sentence may end there, but not begin
 _QUOTE = 200
 _GROUP = 80
@@ -66,14 +66,17 @@ class Match:
     fix: str
     commands: tuple[str, ...]
     count: int
+    last: int
+    """The last line that it is in."""
 
 
 @dataclass(frozen=True)
 class _Hit:
-    """A failure in a block: the offset of its line in the log, its words, its groups, and in how many lines."""
+    """A failure in a block: its first and last line there, its words, its groups, and in how many lines."""
 
     index: int
     line: int
+    last: int
     start: int
     quote: str
     groups: tuple[tuple[str, str], ...]
@@ -84,14 +87,16 @@ def read_log(text: str) -> tuple[Match, ...]:
     """Find the known failures in a log: causes in the order of the log, then consequences, then notes."""
     first: dict[int, tuple[_Hit, int, int]] = {}
     count: dict[int, int] = {}
+    last: dict[int, int] = {}
     line = 1
     for number, (block, tail) in enumerate(_blocks(text)):
         for hit in _read_block(block, tail):
             first.setdefault(hit.index, (hit, number, line + hit.line))
             count[hit.index] = count.get(hit.index, 0) + hit.count
+            last[hit.index] = line + hit.last
         line += block.count("\n")
     found = sorted(first.values(), key=lambda seen: (_role(seen[0]), seen[1], seen[0].start))
-    return tuple(_match(hit, line, count[hit.index]) for hit, _, line in found)
+    return tuple(_match(hit, (line, last[hit.index]), count[hit.index]) for hit, _, line in found)
 
 
 def known_logs() -> tuple[KnownLog, ...]:
@@ -127,20 +132,21 @@ def _search(index: int, text: str, end: int, owned: set[int]) -> _Hit | None:
     """Find one failure in the lines that nobody owns yet, and own them."""
     pattern, at, count = _all()[index][1], 0, 0
     first: re.Match[str] | None = None
+    last = 0
     while (match := pattern.search(text, at)) and match.start() < end:
         start, at = text.rfind("\n", 0, match.start()) + 1, text.find("\n", match.end()) + 1 or len(text)
         if start not in owned:
             owned.add(start)
-            first, count = first or match, count + 1
-    return _hit(index, first, count) if first else None
+            first, count, last = first or match, count + 1, match.start()
+    return _hit(index, first, last, count) if first else None
 
 
-def _hit(index: int, match: re.Match[str], count: int) -> _Hit:
+def _hit(index: int, match: re.Match[str], last: int, count: int) -> _Hit:
     text, start = match.string, match.start()
     # A lone \r has become "\r\n" and is no line of the log.
-    line = text.count("\n", 0, start) - text.count("\r\n", 0, start)
+    line, last = (text.count("\n", 0, at) - text.count("\r\n", 0, at) for at in (start, last))
     groups = tuple((name.rstrip("0123456789"), value) for name, value in match.groupdict().items() if value is not None)
-    return _Hit(index, line, start, _quote(text, start), groups, count)
+    return _Hit(index, line, last, start, _quote(text, start), groups, count)
 
 
 def _clean(text: str) -> str:
@@ -166,14 +172,22 @@ def _printable(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in text).strip()
 
 
-def _match(hit: _Hit, line: int, count: int) -> Match:
+def _match(hit: _Hit, lines: tuple[int, int], count: int) -> Match:
     known = _all()[hit.index][0]
     groups = {name: _printable(value)[:_GROUP] for name, value in hit.groups}
     quoted = {name: shlex.quote(value) for name, value in groups.items()}
     commands = tuple(_fill(command, quoted) for command in known.commands if set(_PLACE.findall(command)) <= {*groups})
     means, breaks, fix = (_fill(words, groups) for words in (known.means, known.breaks, known.fix))
     return Match(
-        known=known, line=line, quote=hit.quote, means=means, breaks=breaks, fix=fix, commands=commands, count=count
+        known=known,
+        line=lines[0],
+        quote=hit.quote,
+        means=means,
+        breaks=breaks,
+        fix=fix,
+        commands=commands,
+        count=count,
+        last=lines[1],
     )
 
 

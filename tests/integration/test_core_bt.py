@@ -15,8 +15,9 @@ import pytest
 from cluster import Network, need_network
 from cores import PROGRAMS, make_core
 from jobs import wait_for_state
-from support import PROGRAM, distdiag, need
+from support import PROGRAM, distdiag, need, wait_until
 
+from distdiag.node import machine
 from distdiag.node.core.cframes import has_debug_information
 
 if TYPE_CHECKING:
@@ -265,12 +266,21 @@ def test_the_newest_core_here_is_taken_and_none_is_said(segv: Path, tmp_path: Pa
         assert "--setup" in result.findings["none"]["fix"]["commands"][0]
 
 
-def test_secrets_stay_out_of_the_kept_report(tmp_path: Path) -> None:
+def test_secrets_stay_out_of_every_report(tmp_path: Path) -> None:
     core = make_core("dies_by_segv", tmp_path, "--token=hf_abcdefghijklmnop")
     kept = tmp_path / "report.txt"
-    distdiag("core-bt", str(core), "--save", str(kept))
+    shown = distdiag("core-bt", "--json", str(core), "--text", str(kept))
     assert "SIGSEGV" in kept.read_text()
-    assert "abcdefghij" not in kept.read_text()
+    assert "abcdefghij" not in kept.read_text() + shown.out
+
+
+def test_secrets_among_the_arguments_of_a_process_are_not_shown() -> None:
+    arguments = ("-", "--token", "sesame", "--tokenizer", "gpt2", "--api-key=sesame")
+    with subprocess.Popen([sys.executable, *arguments], stdin=subprocess.PIPE) as process:
+        wait_until(lambda: "token" in machine.command_line(process.pid), 10, lambda: "it is not started")
+        assert machine.command_line(process.pid).endswith(" - --token *** ...")
+        assert "sesame" not in core_bt("--pid", str(process.pid)).out
+        process.kill()
 
 
 def test_a_live_process_goes_on() -> None:

@@ -562,6 +562,28 @@ def test_a_harmless_replacement_is_a_warning(node: Machine, monkeypatch: pytest.
     assert found(node.report(monkeypatch, "run"))["libs.shadow"].level is Level.WARN
 
 
+def test_the_version_of_a_shadowing_cudnn_is_read(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file's name has the major one only: a wheel of another environment, or a copy in the toolkit's directory."""
+    node.package("nvidia-cudnn-cu12", "9.10.2.21", ("nvidia/cudnn/lib/libcudnn.so.9",))
+    other = node.folder / "other/lib/python3.11/site-packages"
+    node.write(other / "nvidia/cudnn/lib/libcudnn.so.9", "")
+    node.write(other / "nvidia_cudnn_cu12-9.1.0.70.dist-info/RECORD", "nvidia/cudnn/lib/libcudnn.so.9,,\n")
+    node.env["LD_LIBRARY_PATH"] = str(other / "nvidia/cudnn/lib")
+    finding = found(node.report(monkeypatch, "run"))["libs.shadow"]
+    assert (finding.level, "libcudnn.so.9 (9.1.0.70) before" in finding.evidence[0]) == (Level.FAIL, True)
+    copied = node.folder / "cuda"
+    node.write(copied / "lib64/libcudnn.so.9", "")
+    node.write(
+        copied / "include/cudnn_version.h",
+        "#define CUDNN_MAJOR 9\n#define CUDNN_MINOR 11\n#define CUDNN_PATCHLEVEL 0\n",
+    )
+    node.env["LD_LIBRARY_PATH"] = str(copied / "lib64")
+    finding = found(node.report(monkeypatch, "run"))["libs.shadow"]
+    assert (finding.level, "libcudnn.so.9 (9.11.0) before" in finding.evidence[0]) == (Level.WARN, True)
+    (copied / "include/cudnn_version.h").unlink()
+    assert found(node.report(monkeypatch, "run"))["libs.shadow"].level is Level.WARN
+
+
 def test_a_toolkit_of_another_major_version_replaces_nothing(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     wheels(node)
     node.env["LD_LIBRARY_PATH"] = loader_folder(node, "lib64", "libnvJitLink.so.13.0.39")
@@ -762,22 +784,6 @@ def test_a_driver_that_does_not_start(node: Machine, monkeypatch: pytest.MonkeyP
 def test_kernel_and_libraries_differ_as_nvml_says_it(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     node.env |= {"FAKE_NVML": "18", "FAKE_INIT": "803"}
     assert "driver.userland-kernel" in found(node.report(monkeypatch, "run"))
-
-
-def test_an_extension_for_another_cuda(node: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import subprocess
-
-    from cuda_machines import GCC
-
-    (tmp_path / "empty.c").write_text("")
-    runtime, file = tmp_path / "libcudart.so", node.python() / "apex_C.so"
-    shared = [GCC, "-shared", "-fPIC", str(tmp_path / "empty.c")]
-    subprocess.run([*shared, "-o", str(runtime), "-Wl,-soname,libcudart.so.11.0"], check=True)
-    subprocess.run([*shared, "-o", str(file), "-Wl,--no-as-needed", f"-L{tmp_path}", "-lcudart"], check=True)
-    node.package("apex", "0.1", ("apex_C.so",))
-    finding = found(node.report(monkeypatch, "run"))["libs.ext-soname"]
-    assert finding.level is Level.FAIL
-    assert "it needs libcudart.so.11.0, torch 2.9.1+cu128 brings libcudart.so.12" in finding.title
 
 
 def test_a_hostile_environment_costs_nothing(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

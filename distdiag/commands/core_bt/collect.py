@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import signal
 from dataclasses import dataclass, replace
 
 from distdiag.node import identity, machine, procs
-from distdiag.node.core import asking_pystack, by_gdb, by_pystack, merge, notes, packed, places, setup, variables
+from distdiag.node.core import by_gdb, by_pystack, merge, notes, packed, places, setup, variables
 from distdiag.node.core.image import NotACore, OtherMachine
+from distdiag.node.core.last_words import read as last_words_of
 from distdiag.node.core.merge import Merged  # noqa: TC001 - decoding reads it
 from distdiag.node.core.notes import CoreNotes  # noqa: TC001 - decoding reads it
 from distdiag.node.core.setup import SetupFacts  # noqa: TC001 - decoding reads it
@@ -27,7 +30,11 @@ _MOST_THREADS = 512
 
 @dataclass(frozen=True)
 class CoreFacts:
-    """One core file. `error`: why it could not be read; else there are notes."""
+    """One core file. `error`: why it could not be read; else there are notes.
+
+    `message` and `exception`: see `last_words.read`. `inside`: the address that could not be accessed lay inside of the
+    file that was mapped there; None if that file is gone, or was written since.
+    """
 
     path: str
     error: str
@@ -37,6 +44,9 @@ class CoreFacts:
     exe: str = ""
     changed: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    message: str = ""
+    exception: str = ""
+    inside: bool | None = None
     threads: tuple[Merged, ...] = ()
     tools: tuple[str, ...] = ()
 
@@ -82,15 +92,12 @@ def more(ask: dict[str, Any], tell: Callable[[object], None]) -> None:
     machine and the ranks on it can leave a core}
     """
     host = machine.host_name()
-    try:
-        if ask["setup"]:
-            tell(NodeCores(host, setup=setup.look(_ranks())))
-        elif ask["pid"] is not None:
-            tell(NodeCores(host, live=_live(ask)))
-        else:
-            tell(_cores(host, ask))
-    finally:
-        asking_pystack.over()
+    if ask["setup"]:
+        tell(NodeCores(host, setup=setup.look(_ranks())))
+    elif ask["pid"] is not None:
+        tell(NodeCores(host, live=_live(ask)))
+    else:
+        tell(_cores(host, ask))
 
 
 def _ranks() -> list[int]:
@@ -135,16 +142,37 @@ def _plain(path: str, ask: dict[str, Any]) -> CoreFacts:
 
 
 def _facts(path: str, core: Any, told: CoreNotes, ask: dict[str, Any]) -> CoreFacts:  # noqa: ANN401 - a path, or the first bytes
+    modified_s = os.stat(path).st_mtime
+    message, exception = _last_words(core, told)
     return CoreFacts(
         path=path,
         error="",
-        modified_s=os.stat(path).st_mtime,
+        modified_s=modified_s,
+        message=message,
+        exception=exception,
+        inside=_is_inside(told, modified_s),
         notes=told,
         rank=_rank(variables.said_in(core)),
         exe=ask["exe"] or _executable(told),
         changed=notes.changed_files(core, told),
         missing=notes.missing_files(core, told),
     )
+
+
+def _last_words(core: Any, told: CoreNotes) -> tuple[str, str]:  # noqa: ANN401 - a path, or the first bytes
+    return last_words_of(core, told) if told.signal == signal.SIGABRT else ("", "")
+
+
+def _is_inside(told: CoreNotes, core_s: float) -> bool | None:
+    place = notes.Mapped(told.files).at(told.address) if told.address is not None else None
+    if place is None or told.address is None:
+        return None
+    try:
+        state = os.stat(place.path)
+    except (OSError, ValueError):
+        return None
+    page = (told.address - place.start + place.offset) // mmap.PAGESIZE * mmap.PAGESIZE
+    return page < state.st_size if state.st_mtime <= core_s else None
 
 
 def _packed(path: str, ask: dict[str, Any]) -> CoreFacts:
@@ -167,7 +195,11 @@ def _packed(path: str, ask: dict[str, Any]) -> CoreFacts:
                 raise
             size = error.unpacked_bytes if isinstance(error, packed.CutOff) else None
             return replace(_of_size(facts, size), tools=(f"stacks: {error}",))
-        facts = _of_size(facts or _facts(path, plain, notes.read(plain), ask), os.stat(plain).st_size)
+        # Its first bytes have not the memory that the words stand in.
+        facts = facts or _facts(path, plain, notes.read(plain), ask)
+        assert facts.notes is not None
+        message, exception = _last_words(plain, facts.notes)
+        facts = _of_size(replace(facts, message=message, exception=exception), os.stat(plain).st_size)
         assert facts.notes is not None
         with by_pystack.OfCore(plain, facts.exe, facts.notes.files) as reading:
             return _with_stacks(facts, plain, ask, reading)

@@ -7,15 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
-from distdiag.commands.core_bt.model import COMMAND, Request
+from distdiag.commands.core_bt.model import Request
 from distdiag.errors import UsageError
-from distdiag.options import JsonOpt, StrictOpt, called_as, on_hosts
+from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from rich.console import RenderableType
-
     from distdiag.commands.core_bt.result import CoreBt
     from distdiag.report import Report
 
@@ -42,9 +38,11 @@ def core_bt(
     setup: Annotated[
         bool, typer.Option("--setup", help="Say whether this machine, and the ranks on it, can leave a core at all.")
     ] = False,
-    save: Annotated[
-        str, typer.Option(metavar="FILE", help="Keep a short text for an issue, without what looks like a secret.")
+    text: Annotated[
+        str, typer.Option(metavar="FILE", help="Write a short text for an issue, without what looks like a secret.")
     ] = "",
+    save: SaveOpt = "",
+    from_: FromOpt = None,
     timeout: Annotated[
         float, typer.Option(min=1.0, max=3600.0, metavar="SECONDS", help="Longest time for each tool and core.")
     ] = 60.0,
@@ -58,7 +56,8 @@ def core_bt(
     Exit status: 0 nothing crashed, 1 a crash was found, 2 wrong usage, 3 no core, or none that can be read,
     130 interrupted.
     """
-    from distdiag.deliver import Output, Progress, deliver, deliver_lines
+    from distdiag import runner
+    from distdiag.commands.core_bt.check import SUBCOMMAND
 
     def asked() -> Request:
         if sum((bool(cores), pid is not None, setup)) > 1:
@@ -75,30 +74,13 @@ def core_bt(
             timeout_s=timeout,
         )
 
-    def run() -> Report[CoreBt]:
-        from distdiag.commands.core_bt.check import check
+    def write_text(report: Report[CoreBt]) -> Report[CoreBt]:
         from distdiag.commands.core_bt.view import lines_of
-        from distdiag.deliver import is_done_by_another
         from distdiag.files import write_whole
 
-        if is_done_by_another():
-            raise typer.Exit(0)
-        with Progress() as progress:
-            report = check(asked(), progress)
-        if save:
-            write_whole(save, "\n".join([report.summary, "", *lines_of(report)]).encode())
+        if text:
+            write_whole(text, "\n".join([report.summary, "", *lines_of(report)]).encode())
         return report
 
-    def view(report: Report[CoreBt]) -> Iterable[RenderableType]:
-        from distdiag.commands.core_bt.view import core_bt_view
-
-        return core_bt_view(report, all_threads=all_threads)
-
-    def commands() -> list[str]:
-        from distdiag.commands.core_bt.check import explain
-
-        return explain(asked())
-
-    if cluster.explain:
-        deliver_lines(COMMAND, commands, as_json=as_json)
-    deliver(COMMAND, run, view, Output(json=as_json, strict=strict))
+    options = runner.Options(as_json, strict, save, from_, cluster.explain)
+    runner.run(SUBCOMMAND, asked, options, write_text)

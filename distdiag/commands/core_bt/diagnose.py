@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.reached import host_findings, summary_of
 from distdiag.commands.core_bt import able
 from distdiag.commands.core_bt.model import COMMAND
 from distdiag.commands.core_bt.result import Core, CoreBt, Thread, Unread
-from distdiag.commands.core_bt.words import frame_in_words, guilty, redacted, where, who
+from distdiag.commands.core_bt.words import alike, frame_in_words, guilty, where, who
 from distdiag.knowledge import crashes
 from distdiag.node.core.merge import is_eval
+from distdiag.node.machine import redacted
 from distdiag.node.run import signal_name
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from distdiag.cluster.rows import Refusal, Row
+    from distdiag.cluster.rows import Row
     from distdiag.commands.core_bt.collect import CoreFacts, LiveFacts, NodeCores
     from distdiag.commands.core_bt.model import Request
+    from distdiag.gathered import Gathered
     from distdiag.knowledge.crashes import Crash
     from distdiag.node.core.merge import Merged
 
-    Reached = tuple[Sequence[Row], Mapping[str, Refusal], Mapping[str, str]]
-
 _SAME_FRAMES = 3
+_SAID_LINES = 6
 _STOPPED = ("T", "t")
+_ENDS_BY_EXCEPTION = re.compile(r"terminate|__cxa_|_Unwind_|__gxx_|rethrow_exception")
 
 
-def diagnose(request: Request, nodes: Sequence[NodeCores], reached: Reached, *, interrupted: bool) -> Report[CoreBt]:
+def diagnose(request: Request, gathered: Gathered[NodeCores]) -> Report[CoreBt]:
     """Say what crashed, where, and why; or what keeps this machine from leaving a core."""
-    rows, refusals, missing = reached
+    nodes, rows = gathered.facts, gathered.rows
     cores: list[tuple[Core, Crash | None]] = []
     unread: list[Unread] = []
     found: list[Finding] = []
@@ -46,8 +50,8 @@ def diagnose(request: Request, nodes: Sequence[NodeCores], reached: Reached, *, 
     cores.sort(key=lambda one: (one[0].time or 0.0, one[0].pid))
     found += _crashes(request, cores)
     found += _about_files(request, [core for core, _ in cores], unread)
-    found += host_findings(refusals, rows)
-    found += [_lost(host, why) for host, why in missing.items()]
+    found += host_findings(gathered.refusals, rows)
+    found += [_lost(host, why) for host, why in gathered.missing.items()]
     data = CoreBt(
         cores=tuple(core for core, _ in cores),
         unread=tuple(unread),
@@ -60,8 +64,8 @@ def diagnose(request: Request, nodes: Sequence[NodeCores], reached: Reached, *, 
         command=COMMAND,
         data=data,
         findings=tuple(found),
-        summary=_summary(request, data, found, rows, (left_out, interrupted)),
-        interrupted=interrupted,
+        summary=_summary(request, data, found, rows, (left_out, gathered.interrupted)),
+        interrupted=gathered.interrupted,
     )
 
 
@@ -72,12 +76,14 @@ def _core(facts: CoreFacts, host: str) -> tuple[Core, Crash | None]:
     crashed = next((thread for thread, one in zip(threads, facts.threads, strict=True) if one.crashed), None)
     functions = [frame.function for frame in crashed.frames] if crashed is not None else []
     mapped = next((one.path for one in told.files if told.address and one.start <= told.address < one.end), "")
-    known = crashes.recognise(functions, mapped, told.signal, told.code, told.address)
+    said = _said(facts, functions)
+    evidence = "\n".join(filter(None, (said, mapped)))
+    known = crashes.recognise(functions, evidence, told.signal, told.code, told.address, inside=facts.inside)
     core = Core(
         path=facts.path,
         host=host,
         exe=facts.exe,
-        cmdline=told.arguments or told.program,
+        cmdline=redacted(told.arguments or told.program),
         pid=told.pid,
         rank=facts.rank,
         time=facts.modified_s,
@@ -85,6 +91,8 @@ def _core(facts: CoreFacts, host: str) -> tuple[Core, Crash | None]:
         signal_name=signal_name(told.signal),
         signal_code=told.code,
         address=told.address,
+        said=redacted(said),
+        mapped=mapped,
         meaning=crashes.meaning(told.signal, told.code, told.address, told.sender_pid, told.pid),
         signature=known.id if known is not None else None,
         role=known.role if known is not None else None,
@@ -99,6 +107,12 @@ def _core(facts: CoreFacts, host: str) -> tuple[Core, Crash | None]:
     return core, known
 
 
+def _said(facts: CoreFacts, functions: Sequence[str]) -> str:
+    """Give the last words of the process; an exception that was thrown earlier, and caught, is none of them."""
+    ended = not functions or any(_ENDS_BY_EXCEPTION.search(function) for function in functions)
+    return facts.message or (facts.exception if ended else "")
+
+
 def _live(facts: LiveFacts, host: str) -> Core:
     threads = [_thread(one) for one in facts.threads]
     main = next((thread for thread in threads if thread.tid == facts.pid), None)
@@ -106,7 +120,7 @@ def _live(facts: LiveFacts, host: str) -> Core:
         path="",
         host=host,
         exe=facts.exe,
-        cmdline=facts.cmdline,
+        cmdline=redacted(facts.cmdline),
         pid=facts.pid,
         rank=facts.rank,
         time=None,
@@ -114,6 +128,8 @@ def _live(facts: LiveFacts, host: str) -> Core:
         signal_name="",
         signal_code=None,
         address=None,
+        said="",
+        mapped="",
         meaning=f"a live process, in state {facts.state_before or '?'} before the look and {facts.state_after or '?'} "
         "after it",
         signature=None,
@@ -139,7 +155,7 @@ def _crashes(request: Request, cores: Sequence[tuple[Core, Crash | None]]) -> li
     for core, known in cores:
         if core.signal:
             frames = tuple(frame_in_words(frame) for frame in guilty(core)[:_SAME_FRAMES])
-            same = (core.signal, core.signature, where(core), frames)
+            same = (core.signal, core.signature, where(core), frames, alike(core.said))
             groups.setdefault(same, []).append((core, known))
     ordered = sorted(groups.values(), key=lambda group: group[0][0].role == "consequence")
     return [_crash(request, group) for group in ordered]
@@ -162,6 +178,7 @@ def _crash(request: Request, group: Sequence[tuple[Core, Crash | None]]) -> Find
             pids=tuple(core.pid for core, _ in group),
         ),
         evidence=(
+            *(f"it said: {line.strip()}" for line in first.said.splitlines()[:_SAID_LINES]),
             *([f"{first.signal_name}: {first.meaning}"] if known is not None else []),
             *(core.path for core, _ in group[:8]),
             # Of an unknown crash that is what the fix is about.
@@ -185,12 +202,15 @@ def _sentence(words: str) -> str:
 
 def _fix(request: Request, core: Core, known: Crash | None) -> Fix:
     if known is not None:
-        return Fix(text=known.fix, commands=known.commands)
+        return Fix(
+            text=known.fix,
+            commands=tuple(command.replace("{file}", shlex.quote(core.mapped)) for command in known.commands),
+        )
     if core.crash_thread is None:
         return Fix(text="; ".join(core.tools) or "nothing could read its stacks")
     return Fix(
         text="look at the innermost frames; keep this report for an issue, without secrets",
-        commands=(request.again(core.path, "--all-threads", "--save", "report.txt"),),
+        commands=(request.again(core.path, "--all-threads", "--text", "report.txt"),),
     )
 
 

@@ -33,6 +33,10 @@ class Core:
     signal_name: str
     signal_code: int | None
     address: int | None
+    said: str
+    """Why it aborted, in its own words: the C library's last message, or the exception that nobody caught."""
+    mapped: str
+    """The file that was mapped at the address."""
     meaning: str
     signature: str | None
     role: str | None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distdiag.commands.core_bt.words import frame_in_words, redacted, who
+from distdiag.commands.core_bt.words import frame_in_words, who
 from distdiag.deliver import Whole, Wrapped
+from distdiag.node.machine import redacted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from distdiag.commands.core_bt.result import Core, CoreBt, Thread
     from distdiag.report import Report
 
-_STACK, _FOLDED = 40, 12
+_STACK, _FOLDED, _SAID = 40, 12, 6
 
 
 def core_bt_view(report: Report[CoreBt], *, all_threads: bool) -> Iterator[RenderableType]:
@@ -24,6 +25,7 @@ def core_bt_view(report: Report[CoreBt], *, all_threads: bool) -> Iterator[Rende
         yield ""
         yield Wrapped(who(core), margin=0, hang=2, style="bold")
         yield Wrapped(f"{core.signal_name}: {core.meaning}" if core.signal else core.meaning, margin=2)
+        yield from (Wrapped(f"it said: {line.strip()}", margin=2) for line in core.said.splitlines()[:_SAID])
         if core.path:
             yield Whole(f"  core {core.path}")
         if core.exe:
@@ -36,6 +38,7 @@ def lines_of(report: Report[CoreBt]) -> Iterator[str]:
     for core in report.data.cores:
         yield redacted(who(core))
         yield f"  {core.signal_name}: {core.meaning}"
+        yield from (f"  it said: {line.strip()}" for line in core.said.splitlines()[:_SAID])
         yield f"  exe {core.exe}"
         yield from (redacted(line) for line in _threads(core, all_threads=False))
         yield ""

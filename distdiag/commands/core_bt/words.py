@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-from itertools import dropwhile
+from itertools import dropwhile, takewhile
 from typing import TYPE_CHECKING
 
 from distdiag.node.core.frames import UNKNOWN
+from distdiag.node.machine import redacted
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from distdiag.commands.core_bt.result import Core
     from distdiag.node.core.frames import Frame
 
-_SECRET = re.compile(r"(?i)([\w-]*(?:token|secret|passw|api[-_]?key|credential|auth)[\w-]*(?:=|\s+))(\S+)")
 _LIBRARY = re.compile(r"/lib/python3|/site-packages/|^<frozen ")
-_LIKELY_KEY = re.compile(r"\b(?:hf_|sk-|ghp_|AKIA|xox[bp]-)[\w-]{8,}")
-
 _SENDS = re.compile(r"_*(GI_*)?(pthread_kill\w*|raise|gsignal|t?g?kill)")
 _CARRIES_OUT = re.compile(
     rf"{_SENDS.pattern}|(__GI_)?abort|faulthandler_fatal_error|<signal handler called>|(_*Py_)?[Ff]atal_?[Ee]rror\w*"
@@ -24,12 +24,10 @@ _CARRIES_OUT = re.compile(
     r"|std::terminate\b.*|__gnu_cxx::.*|__cxxabiv1::.*|__cxa_\w+|__gxx_\w+|_Unwind_\w+"
 )
 """What the C library, C++ and Python do between what went wrong and the signal that ends the process for it."""
-_RUNTIME = re.compile(r"(libc|libstdc\+\+|libgcc_s|libc\+\+(abi)?|ld-musl-\w+)[.-]")
-
-
-def redacted(text: str) -> str:
-    """Put stars where an argument looks like a secret."""
-    return _LIKELY_KEY.sub("***", _SECRET.sub(r"\1***", text))
+_RUNTIME = re.compile(r"(libc|libstdc\+\+|libgcc_s|libc\+\+(abi)?|libpthread|ld-musl-\w+)[.-]")
+_PYTHON = re.compile(r"(lib)?python\d?(\.\d+)?[a-z]*(\.so[\d.]*)?$")
+_STANDARD = re.compile(r"(void |\w+ )?(std|__gnu_cxx|__cxxabiv1)::|operator (new|delete)\b")
+"""Of the standard library, also where that was compiled into somebody's own."""
 
 
 def who(core: Core) -> str:
@@ -55,11 +53,33 @@ def where(core: Core) -> str:
     frames = _known(core)
     mine = [frame for frame in frames if frame.language == "python"]
     python = next((frame for frame in mine if not _LIBRARY.search(frame.file)), mine[0] if mine else None)
-    inner = frames[0] if frames else None
+    inner = _asked(core, frames) or (frames[0] if frames else None)
     if python is None:
         return f"in {frame_in_words(inner)}" if inner is not None else ""
     below = "" if inner is python or inner is None else f", in C: {frame_in_words(inner)}"
     return f"at {frame_in_words(python)}{below}"
+
+
+def _asked(core: Core, frames: Sequence[Frame]) -> Frame | None:
+    """Find who asked for what then aborted: the first C frame that is not the C library's, C++'s or Python's own.
+
+    None if there is none before the first Python frame, or if the kernel sent the signal for the innermost itself.
+    """
+    if core.signal_name != "SIGABRT":
+        return None
+    native = takewhile(lambda frame: frame.language == "c", frames)
+    return next((frame for frame in native if not _is_runtime(frame)), None)
+
+
+def _is_runtime(frame: Frame) -> bool:
+    module = frame.module.rpartition("/")[2]
+    named = frame.function not in UNKNOWN
+    return bool(_RUNTIME.match(module) or _PYTHON.match(module) or _STANDARD.match(frame.function)) or not named
+
+
+def alike(said: str) -> str:
+    """Give last words without what differs between ranks of the same crash: numbers, but not an assertion's line."""
+    return said if "Assertion" in said else re.sub(r"0x[0-9a-f]+|\d+", "#", said)
 
 
 def _known(core: Core) -> tuple[Frame, ...]:

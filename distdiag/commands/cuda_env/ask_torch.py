@@ -23,11 +23,11 @@ def say(**words: object) -> None:
 
 
 def libraries() -> list[str]:
-    """List the files of CUDA libraries that this process has loaded."""
+    """List the files of the shared libraries that this process has loaded; only the file itself says which is NCCL."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         paths = {"/" + line.rstrip("\n").partition("/")[2] for line in maps if "/" in line}
-    wanted = re.compile(r"lib(cu|nccl|nv)[^/]*\.so[\d.]*$")
-    return sorted(path for path in paths if wanted.search(path))
+    preloaded = {os.path.realpath(one) for one in re.split("[ :]", os.environ.get("LD_PRELOAD", "")) if one}
+    return sorted(path for path in paths if re.search(r"\.so(\.|$)", path) or path in preloaded)
 
 
 def main() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 from distdiag.errors import UsageError
+from distdiag.knowledge.cuda import arch_of
 
 CHECKS = {
     "python": "the interpreter to examine does not run",
@@ -24,11 +27,13 @@ CHECKS = {
     "arch.torch": "torch has no code for a GPU",
     "arch.ext": "an extension has no code for a GPU",
     "libs.shadow": "LD_LIBRARY_PATH replaces libraries that torch brings",
+    "libs.versions": "packages that are not of the versions that torch, or what needs torch, asks for",
     "libs.duplicate-wheels": "two NVIDIA wheels own the same files",
     "libs.ext-soname": "an extension was built for another CUDA",
     "libs.path-empty": "an empty element in LD_LIBRARY_PATH",
     "libs.path-missing": "a directory in LD_LIBRARY_PATH that is not there",
     "toolkit.found": "no nvcc",
+    "toolkit.path-missing": "a directory on PATH that is not there",
     "toolkit.home": "CUDA_HOME, or what torch takes for it, is no toolkit",
     "toolkit.multiple": "several toolkits",
     "toolkit.nvcc-broken": "nvcc answers and does not compile",
@@ -56,6 +61,22 @@ CHECKS = {
     "nodes-differ": "nodes that are not alike",
     "log": "what a log says (--explain)",
 }
+
+
+def capability(gpu: str) -> str:
+    """Read what --gpu names: "RTX 3090", "H100", "8.6" or "sm_86" -> "8.6".
+
+    Raises:
+        UsageError: the name is not known.
+    """
+    plain = re.fullmatch(r"(?:(?:sm|compute)_?)?(\d{1,2})\.?(\d)", gpu.strip())
+    found = f"{plain[1]}.{plain[2]}" if plain else arch_of(gpu)
+    if not found:
+        raise UsageError(
+            f"--gpu {gpu!r}: this name is not known",
+            hint="name its capability, as nvidia-smi --query-gpu=compute_cap --format=csv says it there: --gpu 8.6",
+        )
+    return found
 
 
 def chosen(given: str) -> str:

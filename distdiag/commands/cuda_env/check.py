@@ -1,70 +1,53 @@
-"""collect -> diagnose, for cuda-env: all nodes look at themselves at the same time."""
+"""cuda-env from its request to its report: every node looks at itself, at the same time."""
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from distdiag.cluster import access
-from distdiag.cluster.access import Agent, open_fleet
-from distdiag.cluster.node import decode
-from distdiag.cluster.targets import describe, find_targets
-from distdiag.commands.cuda_env.collect import CudaFacts
-from distdiag.commands.cuda_env.diagnose import Reached
-from distdiag.commands.cuda_env.model import Goal
-from distdiag.errors import DistdiagError, UsageError
+from distdiag import runner
+from distdiag.cluster.access import Agent
+from distdiag.commands.cuda_env.collect import Arrived, CudaFacts
+from distdiag.commands.cuda_env.diagnose import diagnose
+from distdiag.commands.cuda_env.model import COMMAND, Request
+from distdiag.commands.cuda_env.view import cuda_env_view
+from distdiag.errors import UsageError
+from distdiag.runner import Asks, Question, Subcommand
 
 if TYPE_CHECKING:
-    from distdiag.cluster.fleet import Fleet
-    from distdiag.cluster.node import Node
-    from distdiag.cluster.targets import Targets
-    from distdiag.commands.cuda_env.model import Request
+    from distdiag.commands.cuda_env.result import CudaEnv
     from distdiag.deliver import Progress
+    from distdiag.gathered import Gathered
+    from distdiag.report import Report
 
 _SPARE_S = 20.0
+_FOLDER = "distdiag.commands.cuda_env"
+_AGENT = Agent(
+    collect=f"{_FOLDER}.collect",
+    facts=Arrived,
+    carries=(f"{_FOLDER}.ask_torch", "distdiag.node.cuda"),
+    examines_python=True,
+)
 
 
-def look(request: Request, progress: Progress) -> tuple[list[CudaFacts], Reached]:
-    """Take the facts of this node, or of all nodes that are asked for.
-
-    Raises:
-        UsageError: the options contradict each other, or there is no such interpreter.
-        DistdiagError: the node side failed on this machine.
-    """
-    targets = find_targets(request.cluster, os.environ)
-    with open_fleet(request.cluster, targets, _agent()) as fleet:
-        if targets.launcher is not None:
-            progress.news(f"reaching {describe(targets)}")
-        told = _Told()
-        interrupted = False
-        try:
-            fleet.gather(lambda now: progress.now(f"{len(now.up)} of {len(now.hosts)} hosts reached"))
-            _ask_all(fleet, targets, request, progress, told)
-        except KeyboardInterrupt:
-            if not told.nodes:
-                raise
-            interrupted = True
-        rows = () if targets.launcher is None else fleet.rows
-        reached = Reached(rows=rows, refusals=dict(fleet.refusals), missing=told.missing, interrupted=interrupted)
-        order = [host.name for host in targets.hosts]
-        return [told.nodes[name] for name in sorted(told.nodes, key=order.index)], reached
+def _collect(request: Request, progress: Progress) -> Gathered[CudaFacts]:
+    question = Question[Arrived, CudaFacts, CudaFacts](
+        part=CudaFacts,
+        plan=lambda hosts, local: Asks(
+            by_host=dict.fromkeys(hosts, _ask(request, local=local)), timeout_s=_SPARE_S + 2 * request.timeout_s
+        ),
+        join=lambda host, _, parts, why: replace(parts[-1], host=host) if parts and not why else None,
+        doing="examining the environment",
+        each_name=True,
+    )
+    return runner.gather(request.cluster, _AGENT, question, progress)
 
 
-def explain(request: Request) -> list[str]:
-    """Write how the hosts would be reached."""
-    return access.explain(request.cluster, find_targets(request.cluster, os.environ), _agent())
-
-
-def _agent() -> Agent:
-    folder = "distdiag.commands.cuda_env"
-    return Agent(collect=f"{folder}.collect", carries=(f"{folder}.ask_torch", "distdiag.node.cuda"))
-
-
-def _ask(request: Request, targets: Targets) -> dict[str, object]:
+def _ask(request: Request, *, local: bool) -> dict[str, object]:
     """Say what to look at. On other hosts the node side itself runs in the interpreter that --python names."""
     python = ""
-    if targets.launcher is None and request.python:
+    if local and request.python:
+        import os
         import shutil
 
         python = shutil.which(request.python) or ""
@@ -74,47 +57,29 @@ def _ask(request: Request, targets: Targets) -> dict[str, object]:
     return {"goal": str(request.goal), "python": python, "timeout_s": request.timeout_s, "root": ""}
 
 
-@dataclass
-class _Told:
-    """What came so far; who is interrupted keeps it."""
-
-    nodes: dict[str, CudaFacts] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-
-
-def _ask_all(fleet: Fleet, targets: Targets, request: Request, progress: Progress, told: _Told) -> None:
-    ask = _ask(request, targets)
-    local = targets.launcher is None
-    fleet.machines(local=local)  # raises if this machine alone cannot be used
-    # A machine under two names is looked at twice: behind each name may be another environment.
-    busy = {node.name: node for node in fleet.up}
-    for node in busy.values():
-        node.order("collect", ask=ask)
-    import distdiag.commands.cuda_env.judge  # noqa: F401 - loaded while the nodes have their hands full
-
-    if not local:
-        progress.news(f"looking at {len(busy)} host{'' if len(busy) == 1 else 's'}")
-    timeout_s = _SPARE_S + 2 * request.timeout_s
-    for node, facts, why in fleet.more_from(busy.values(), timeout_s, lambda names: _tell(told, names, progress)):
-        if why:
-            told.missing[node.host] = why
-        elif facts is not None:
-            _take(node, facts, told, local=local)
+def prepared(request: Request, gathered: Gathered[CudaFacts]) -> Gathered[CudaFacts]:
+    """Build for the GPUs that were asked for; and give nodes of one name, of several files, names of their own."""
+    count: dict[str, int] = {}
+    facts = []
+    for node in gathered.facts:
+        number = count[node.host] = count.get(node.host, 0) + 1
+        host = node.host if number == 1 else f"{node.host}#{number}"
+        facts.append(replace(node, host=host, meant=request.gpus or node.meant))
+    return replace(gathered, facts=facts)
 
 
-def _tell(told: _Told, names: list[str], progress: Progress) -> None:
-    progress.now(f"{len(told.nodes)} hosts looked at; waiting for {', '.join(names[:4])}")
+def _diagnose(request: Request, gathered: Gathered[CudaFacts]) -> Report[CudaEnv]:
+    return diagnose(request, prepared(request, gathered))
 
 
-def _take(node: Node, told_facts: object, told: _Told, *, local: bool) -> None:
-    """Keep the facts of a node, or why they are of no use."""
-    try:
-        facts = decode(told_facts, CudaFacts, node.host)
-        from distdiag.commands.cuda_env.judge import sections_of
-
-        sections_of(facts, Goal.ALL)
-        told.nodes[node.name] = facts if local else replace(facts, host=node.host)
-    except DistdiagError as error:
-        told.missing[node.host] = str(error)
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        told.missing[node.host] = f"its facts make no sense: {error!r}"
+SUBCOMMAND = Subcommand(
+    name=COMMAND,
+    request=Request,
+    facts=CudaFacts,
+    collect=_collect,
+    diagnose=_diagnose,
+    view=lambda request, _, report: cuda_env_view(report, request),
+    explain=lambda request: runner.explain(request.cluster, _AGENT),
+    shown_as_typed=("goal", "only", "ignore", "gpus", "verbose"),
+    findings_in_view=True,
+)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 
 from distdiag.node import machine, run
-from distdiag.node.cuda import building, compilers, driver, environment, libraries, toolkits, torchfiles
+from distdiag.node.cuda import building, compilers, driver, environment, libraries, requirements, toolkits, torchfiles
 from distdiag.node.cuda.building import Building  # noqa: TC001 - these are decoded by their annotations
 from distdiag.node.cuda.compilers import Compilers  # noqa: TC001
 from distdiag.node.cuda.driver import Driver  # noqa: TC001
 from distdiag.node.cuda.environment import Interpreter  # noqa: TC001
 from distdiag.node.cuda.libraries import Conflict, Entry, Extension, Library  # noqa: TC001
 from distdiag.node.cuda.places import Places
+from distdiag.node.cuda.requirements import Unmet  # noqa: TC001
 from distdiag.node.cuda.toolkits import Nvcc, Toolkit, Use  # noqa: TC001
 from distdiag.node.cuda.torchfiles import DeepSpeed, Torch  # noqa: TC001
 
@@ -36,6 +38,7 @@ _VARIABLES = (
         "TORCH_EXTENSIONS_DIR",
         "TORCH_DONT_CHECK_COMPILER_ABI",
         "DS_SKIP_CUDA_CHECK",
+        "BNB_CUDA_VERSION",
     ),
 )
 
@@ -44,7 +47,8 @@ _VARIABLES = (
 class Imported:
     """How importing torch went. `error` is empty if it went well; `stage` is what did not come back, empty if all did.
 
-    `count` is None where it was not told; `libraries` are the CUDA libraries that were really loaded.
+    `count` is None where it was not told; `libraries` are the files of CUDA libraries that were really loaded, `loaded`
+    the same with their sonames. `mended_without` names a variable without which the import works; empty: none.
     """
 
     version: str = ""
@@ -57,6 +61,8 @@ class Imported:
     archs: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     libraries: tuple[str, ...] = ()
+    loaded: tuple[Library, ...] = ()
+    mended_without: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,15 @@ class CudaFacts:
     extensions: tuple[Extension, ...]
     extensions_complete: bool
     building: Building
+    unmet: tuple[Unmet, ...] = ()
+    meant: tuple[str, ...] = ()
+    """Capabilities of the GPUs that builds are for, where they are not those of this machine."""
+    no_path: tuple[str, ...] = ()
+    """What PATH names and is not there."""
+
+    def __post_init__(self) -> None:
+        if lacking := {"torch", "cmake", "nvcc"} - self.uses.keys():
+            raise ValueError(f"nothing is told of what {min(lacking)} uses")
 
 
 @dataclass(frozen=True)
@@ -114,7 +129,7 @@ def look(ask: dict[str, Any]) -> CudaFacts:
     ways: dict[str, Callable[[], Any]] = {
         "environment": lambda: _Environment(executable, ask["timeout_s"], runs=runs),
         "driver": lambda: driver.look(places, ask=runs, timeout_s=ask["timeout_s"]),
-        "tools": lambda: _Tools(places),
+        "tools": lambda: _Tools(places, min(_QUICK_S, ask["timeout_s"])),
     }
     found = _all_at_once(ways)
     return _assemble(ask["goal"], places, found)
@@ -154,7 +169,7 @@ class _Environment:
 class _Tools:
     """What programs on PATH tell: every nvcc, and the compilers that they and torch would call."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, timeout_s: float) -> None:
         self.uses = {
             "torch": toolkits.torch_use(places),
             "cmake": toolkits.cmake_use(places),
@@ -169,13 +184,13 @@ class _Tools:
         if self.uses["torch"].nvcc in used and places.env.get("CC"):
             used[self.uses["torch"].nvcc] = ["-ccbin", places.env["CC"]]
         paths = [*used, *places.which_all("nvcc"), *(one.nvcc for one in self.found if one.nvcc)]
-        self.nvccs = [toolkits.with_compiler(one, places) for one in toolkits.ask(paths, used, timeout_s=_QUICK_S)]
+        self.nvccs = [toolkits.with_compiler(one, places) for one in toolkits.ask(paths, used, timeout_s=timeout_s)]
         for nvcc in self.nvccs:  # what a wrapper leads to may lie in no usual place
             if nvcc.top and nvcc.top not in self.ways and nvcc.top not in (one.real for one in self.found):
                 self.found.append(toolkits.examine(nvcc.top, [nvcc.path]))
         limits = [one.limit.gcc_max for one in self.found if one.limit is not None and one.limit.gcc_max is not None]
         called = [one.compiler for one in self.nvccs]
-        self.compilers = compilers.find(places, called, newest_gcc=min(limits, default=99), timeout_s=_QUICK_S)
+        self.compilers = compilers.find(places, called, newest_gcc=min(limits, default=99), timeout_s=timeout_s)
 
 
 def _assemble(goal: str, places: Places, found: dict[str, Any]) -> CudaFacts:
@@ -186,7 +201,8 @@ def _assemble(goal: str, places: Places, found: dict[str, Any]) -> CudaFacts:
     versions = {one.name: one.version for one in packages}
     build = building.look(places, python)
     wheels, conflicts = libraries.in_wheels(packages)
-    extensions, complete = libraries.extensions(packages, [one.path for one in build.caches], python.paths)
+    loader = libraries.Loader(places.env.get("LD_LIBRARY_PATH", ""))
+    extensions, complete = libraries.extensions(packages, [one.path for one in build.caches], python.paths, loader)
     return CudaFacts(
         host=machine.host_name(),
         goal=goal,
@@ -208,6 +224,8 @@ def _assemble(goal: str, places: Places, found: dict[str, Any]) -> CudaFacts:
         extensions=extensions,
         extensions_complete=complete,
         building=build,
+        no_path=tuple(one for one in dict.fromkeys(places.path) if one and not os.path.isdir(one)),
+        unmet=requirements.unmet(packages, python.version),
     )
 
 
@@ -226,10 +244,27 @@ def _is_wanted(name: str) -> bool:
 
 
 def _import_torch(executable: str, timeout_s: float) -> Imported | None:
-    """Import torch in a child of the examined interpreter; None if there is none to import."""
+    """Import torch in a child of the examined interpreter; None if there is none to import.
+
+    Where it fails, it is tried without the variables that change what the loader takes, one at a time.
+    """
+    until = time.monotonic() + timeout_s
+    imported = _try_to_import(executable, timeout_s, dict(os.environ))
+    if imported is None or not imported.error or imported.came_in:
+        return imported
+    for name in ("LD_PRELOAD", "LD_LIBRARY_PATH"):
+        if os.environ.get(name):
+            others = {key: value for key, value in os.environ.items() if key != name}
+            again = _try_to_import(executable, max(1.0, until - time.monotonic()), others)
+            if again is not None and again.came_in:
+                return replace(imported, mended_without=name)
+    return imported
+
+
+def _try_to_import(executable: str, timeout_s: float, env: dict[str, str]) -> Imported | None:
     source = driver.source_of("distdiag.commands.cuda_env.ask_torch")
     try:
-        done = run.run([executable, "-B", "-c", source], timeout_s=timeout_s)
+        done = run.run([executable, "-B", "-c", source], timeout_s=timeout_s, env=env)
     except run.CannotRun:
         return None
     told = {one["about"]: one for one in driver.told_in(done.stdout)}
@@ -238,6 +273,7 @@ def _import_torch(executable: str, timeout_s: float) -> Imported | None:
         return None
     ended = "failed" in told or "end" in told
     stage = "" if ended else "torch.cuda.is_available()" if "torch" in told else "import torch"
+    found = libraries.loaded(end.get("libraries") or torch.get("libraries") or failed.get("libraries") or ())
     return Imported(
         version=torch.get("version", ""),
         error=failed.get("error", "") or ("" if ended or done.timed_out else driver.how_it_died(done)),
@@ -247,5 +283,6 @@ def _import_torch(executable: str, timeout_s: float) -> Imported | None:
         count=devices.get("count"),
         archs=tuple(torch.get("archs", ())),
         warnings=tuple(end.get("warnings", ())),
-        libraries=tuple(end.get("libraries") or torch.get("libraries") or failed.get("libraries") or ()),
+        libraries=tuple(one.path for one in found),
+        loaded=found,
     )

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.cuda_env.model import COMMAND, Goal, Request
-from distdiag.options import JsonOpt, StrictOpt, called_as, on_hosts
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from rich.console import RenderableType
-
-    from distdiag.commands.cuda_env.result import CudaEnv
-    from distdiag.report import Report
+from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
 
 
 @on_hosts
@@ -40,6 +32,12 @@ def cuda_env(
     prebuild: Annotated[
         bool, typer.Option("--prebuild", help="Print the commands that build DeepSpeed for these nodes.")
     ] = False,
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help='Build for this GPU, not for those here: "RTX 3090", H100 or 8.6; can be repeated.'
+        ),
+    ] = None,
     ops: Annotated[str, typer.Option(metavar="LIST", help="DeepSpeed's ops for --prebuild: cpu_adam,aio or all.")] = "",
     timeout: Annotated[
         float,
@@ -47,10 +45,8 @@ def cuda_env(
             min=1.0, max=3600.0, metavar="SECONDS", help="Longest time for the driver, and for importing torch."
         ),
     ] = 20.0,
-    save: Annotated[str, typer.Option(metavar="DIR", help="Keep the facts, a file for each host.")] = "",
-    from_: Annotated[
-        list[str] | None, typer.Option("--from", metavar="PATH", help="Judge facts that --save wrote; can be repeated.")
-    ] = None,
+    save: SaveOpt = "",
+    from_: FromOpt = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show all evidence, and what was found elsewhere.")
     ] = False,
@@ -66,11 +62,15 @@ def cuda_env(
     Exit status: 0 all is well (warnings too), 1 something will break, 2 wrong usage, 3 it cannot be known,
     130 interrupted.
     """
+    from distdiag import runner
+    from distdiag.commands.cuda_env import other_answers
+    from distdiag.commands.cuda_env.check import SUBCOMMAND
+    from distdiag.commands.cuda_env.view import cuda_env_view
     from distdiag.deliver import Output, deliver, deliver_lines, fail
     from distdiag.errors import UsageError
 
     def asked() -> Request:
-        from distdiag.commands.cuda_env.catalogue import chosen
+        from distdiag.commands.cuda_env.catalogue import capability, chosen
 
         pairs = [one.partition("=") for one in ignore or ()]
         return Request(
@@ -82,36 +82,29 @@ def cuda_env(
             timeout_s=timeout,
             verbose=verbose,
             program=called_as(),
+            gpus=tuple(capability(one) for one in gpu or ()),
         )
 
-    def run() -> Report[CudaEnv]:
-        from distdiag.commands.cuda_env import keep
-        from distdiag.deliver import is_done_by_another
-
-        if not from_ and is_done_by_another():
-            raise typer.Exit(0)
-        return keep.answer(asked(), keep.Files(save=save, saved=tuple(from_ or ()), log=explain))
-
-    def lines() -> list[str]:
-        from distdiag.commands.cuda_env import keep
-
-        if cluster.explain:
-            return keep.transport(asked())
-        if prebuild:
-            return keep.prebuild(asked(), keep.Files(save=save, saved=tuple(from_ or ())), ops)
-        return keep.exports(run())
-
-    def view(report: Report[CudaEnv]) -> Iterable[RenderableType]:
-        from distdiag.commands.cuda_env.view import cuda_env_view
-
-        return cuda_env_view(report, asked())
-
+    options = runner.Options(as_json, strict, save, from_, cluster.explain)
     if explain and (prebuild or export or only):
         fail(
             COMMAND,
             UsageError("--explain tells what a log says", hint="leave out --prebuild, --export and --only"),
             as_json=as_json,
         )
-    if cluster.explain or prebuild or export:
-        deliver_lines(COMMAND, lines, as_json=as_json)
-    deliver(COMMAND, run, view, Output(json=as_json, strict=strict, findings_in_view=True))
+    if prebuild or export:
+        deliver_lines(
+            COMMAND,
+            lambda: (
+                other_answers.prebuild(asked(), options, ops) if prebuild else other_answers.export(asked(), options)
+            ),
+            as_json=as_json,
+        )
+    if explain and not cluster.explain:
+        deliver(
+            COMMAND,
+            lambda: other_answers.judge_log(asked(), options, explain),
+            lambda report: cuda_env_view(report, asked()),
+            Output(json=as_json, strict=strict, findings_in_view=True),
+        )
+    runner.run(SUBCOMMAND, asked, options)

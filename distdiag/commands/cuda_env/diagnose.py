@@ -11,18 +11,18 @@ from distdiag.cluster.reached import host_findings, summary_of
 from distdiag.commands.cuda_env import fixes
 from distdiag.commands.cuda_env.archs import as_list
 from distdiag.commands.cuda_env.catalogue import matches
-from distdiag.commands.cuda_env.judge import is_ready, sections_of
+from distdiag.commands.cuda_env.judge import is_ready, mended_by, sections_of
 from distdiag.commands.cuda_env.model import COMMAND, Goal, Section
-from distdiag.commands.cuda_env.result import CudaEnv, DifferenceRow, NodeEnv, Ready, SectionRow, Silenced
+from distdiag.commands.cuda_env.result import CudaEnv, DifferenceRow, NodeEnv, Ready, SectionRow, Silenced, Step
 from distdiag.commands.cuda_env.shown import node_env
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from distdiag.cluster.rows import Refusal, Row
     from distdiag.commands.cuda_env.collect import CudaFacts
     from distdiag.commands.cuda_env.model import Problem, Request
+    from distdiag.gathered import Gathered
 
 
 _NOBODY = NodeEnv(
@@ -48,20 +48,9 @@ class _Group:
     hosts: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Reached:
-    """How the hosts were reached; empty where only this one was looked at."""
-
-    rows: tuple[Row, ...] = ()
-    refusals: Mapping[str, Refusal] = field(default_factory=dict)
-    missing: Mapping[str, str] = field(default_factory=dict)
-    interrupted: bool = False
-
-
-def diagnose(
-    request: Request, nodes: Sequence[CudaFacts], reached: Reached = Reached(), log: Sequence[Finding] = ()
-) -> Report[CudaEnv]:
+def diagnose(request: Request, gathered: Gathered[CudaFacts], log: Sequence[Finding] = ()) -> Report[CudaEnv]:
     """Judge all nodes; `log` are the findings of a log that was given."""
+    nodes = gathered.facts
     gpus = sorted({arch for facts in nodes for arch in fixes.gpu_archs(facts)})
     everywhere = gpus if len(nodes) > 1 else ()
     whole = {facts.host: sections_of(facts, request.goal, everywhere) for facts in nodes}
@@ -72,11 +61,13 @@ def diagnose(
     found = tuple(differences({facts.host: _compared(facts) for facts in nodes})) if len(nodes) > 1 else ()
     if found and not _left_out(request, "nodes-differ"):
         findings.append(_differ([str(one) for one in found], [host for one in found for host in one.odd_hosts]))
-    findings += host_findings(reached.refusals, reached.rows)
-    findings += [_missing(host, why) for host, why in reached.missing.items()]
-    ready = _ready(request, judged, incomplete=bool(reached.refusals or reached.missing))
+    findings += host_findings(gathered.refusals, gathered.rows)
+    findings += [_missing(host, why) for host, why in gathered.missing.items()]
+    ready = _ready(request, judged, incomplete=bool(gathered.refusals or gathered.missing))
     shown = tuple(node_env(facts, _ready_of(request, judged[facts.host])) for facts in nodes)
     first = shown[0] if shown else _NOBODY
+    # Of one node: others have their own.
+    exports, left = mended_by(nodes[0], request.goal, lambda one: not _left_out(request, one.id)) if nodes else ({}, ())
     data = CudaEnv(
         goal=request.goal,
         ready=ready,
@@ -93,11 +84,16 @@ def diagnose(
         differences=tuple(_difference(one.fact, one.common, one.common_hosts, one.others) for one in found),
         sections=rows,
         silenced=_silenced(request, whole),
-        exports=_exports(judged),
+        exports=exports,
+        steps=tuple(
+            Step(id=f"{COMMAND}.{one.id}", title=one.title, fix=one.fix, commands=one.commands)
+            for one in left
+            if one.level in (Level.FAIL, Level.UNKNOWN)
+        ),
     )
-    summary = _summary(findings, ready, request, reached)
+    summary = _summary(findings, ready, request, gathered)
     return Report(
-        command=COMMAND, data=data, findings=tuple(findings), summary=summary, interrupted=reached.interrupted
+        command=COMMAND, data=data, findings=tuple(findings), summary=summary, interrupted=gathered.interrupted
     )
 
 
@@ -242,24 +238,11 @@ def _ready(request: Request, judged: Mapping[str, Sequence[Section]], *, incompl
     return Ready(run=of_all([one.run for one in each]), build=of_all([one.build for one in each]))
 
 
-def _exports(judged: Mapping[str, Sequence[Section]]) -> dict[str, str]:
-    """Collect the variables that the fixes set, of one node: others have their own."""
-    found: dict[str, str] = {}
-    for sections in list(judged.values())[:1]:
-        for section in sections:
-            for problem in section.problems:
-                for name, value in problem.exports:
-                    found.setdefault(name, value)
-                for name in problem.unset:
-                    found.setdefault(name, "")
-    return found
-
-
-def _summary(findings: Sequence[Finding], ready: Ready, request: Request, reached: Reached) -> str:
+def _summary(findings: Sequence[Finding], ready: Ready, request: Request, gathered: Gathered[CudaFacts]) -> str:
     order = [Level.FAIL, Level.UNKNOWN, Level.WARN]
     worst = min(findings, key=lambda one: order.index(one.level) if one.level in order else 9, default=None)
     head = worst.title if worst is not None and worst.level is not Level.INFO else "nothing is wrong here"
-    more = f" ({summary_of(reached.rows)})" if reached.refusals else ""
+    more = f" ({summary_of(gathered.rows)})" if gathered.refusals else ""
     return f"{head}{more}. {readiness(ready, request)}" if not request.only else head + more
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import sys
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env import fixes
@@ -14,53 +16,109 @@ from distdiag.commands.cuda_env.diagnose import diagnose
 from distdiag.commands.cuda_env.judge import sections_of
 from distdiag.commands.cuda_env.model import COMMAND, Goal
 from distdiag.commands.cuda_env.result import LogRow, Ready
-from distdiag.deliver import say
 from distdiag.errors import UsageError
 from distdiag.files import as_text
 from distdiag.knowledge.logs import read_log
+from distdiag.node.strace import lines
 from distdiag.report import Finding, Fix, Level, Report
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import BinaryIO
 
     from distdiag.commands.cuda_env.collect import CudaFacts
-    from distdiag.commands.cuda_env.diagnose import Reached
     from distdiag.commands.cuda_env.model import Problem, Request
     from distdiag.commands.cuda_env.result import CudaEnv
+    from distdiag.gathered import Gathered
     from distdiag.knowledge.logs import Match
 
-_MOST_BYTES = 256 * 2**20
-_LAST_LINES = 5
+_MOST_BYTES = 64 * 2**20
+_HEAD_BYTES = _MOST_BYTES // 4
+_SHOWN_LINES = 5
+_LIKE_AN_ERROR = re.compile(r"^(?=.*?(?:error|fail|fatal|abort|killed|cannot|undefined)).*", re.I | re.M)
+_SIGNS_WITHIN = 4 << 20  # characters
+_SUCCESS = (
+    "Successfully installed ",
+    "Successfully built ",
+    "Finished processing dependencies for ",
+    "[100%] Built target ",
+)
+_FAILED = re.compile(
+    r"^(?!.*\b(?:warning|notice)\b)(?=.*?(?:error|fail|fatal|traceback|abort|killed|cannot|undefined))", re.I | re.M
+)
+_ROCM = re.compile(r"/opt/rocm[-\d.]*|\bhipcc\b|-D__HIP_PLATFORM_(?:AMD|HCC)__|\+rocm[\d.]+")
+_TORCH = re.compile(
+    r"\b(?:torch\.__version__ {0,4}= {0,4}'?|(?:Py)?[Tt]orch (?:version:? )?)(\d+\.\d+\.\d+(?:\+\w+)?)\b"
+)
+_SITE = re.compile(r"(?<![\w.])(/[^\s'\":,]{1,200}?)/(?:site|dist)-packages/")
+_PASSING = re.compile(r"^(?:/var)?/tmp/|/pip-|overlay|/_h_env")
+"""Environments that a build makes for itself, and that are gone after it."""
+_WINDOWS = re.compile(r"\b[A-Z]:\\[\w .\\-]{1,60}")
 _PATH = re.compile(r"(?<![\w.$}:/-])/[\w./+-]+(?![\w*?$])")
 
 
-def read(name: str) -> str:
-    """Read a log; "-" is stdin. Raises UsageError."""
+def read(name: str) -> tuple[str, str]:
+    """Read a log; "-" is stdin. Returns its text, and what of it was not read, if any.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
     try:
         if name == "-":
-            return as_text(sys.stdin.buffer.read(_MOST_BYTES))
+            return _read(sys.stdin.buffer, None)
         with open(name, "rb") as file:
-            head = file.read(_MOST_BYTES // 4)
-            size = os.fstat(file.fileno()).st_size
-            if size > _MOST_BYTES:  # causes stand at the beginning, and what somebody waited for at the end
-                file.seek(size - _MOST_BYTES * 3 // 4)
-                say(f"distdiag: {name} is long: its first and last parts are read; the lines of the last count too low")
-                head += b"\n"
-            return as_text(head + file.read(_MOST_BYTES))
+            regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            return _read(file, os.fstat(file.fileno()).st_size if regular else None)
     except OSError as error:
         raise UsageError(f"--explain {name}: {error.strerror}", hint="name the log of a build; - is stdin") from error
 
 
-def judge(request: Request, text: str, nodes: Sequence[CudaFacts], reached: Reached) -> Report[CudaEnv]:
+def _read(file: BinaryIO, size: int | None) -> tuple[str, str]:
+    """Read it to its end, or of a long one as much as helps: lines are cut, too. `size`: None if that is not known."""
+    unread = ""
+    if size is not None and size > _MOST_BYTES:  # causes stand at the beginning, what somebody waited for at the end
+        head = file.read(_HEAD_BYTES)
+        file.seek(size - (_MOST_BYTES - _HEAD_BYTES))
+        data = head + b"\n" + file.read(_MOST_BYTES - _HEAD_BYTES)
+        unread = (
+            f"the log has {size >> 20} MiB; its first {_HEAD_BYTES >> 20} and last "
+            f"{_MOST_BYTES - _HEAD_BYTES >> 20} MiB were read (line numbers of the last part are too low)"
+        )
+    else:
+        data = file.read(_MOST_BYTES)
+        if file.read(1):
+            unread = f"the log has more than {_MOST_BYTES >> 20} MiB; the rest was not read"
+    whole = as_text(data).encode()
+    cut = lines.shorten(whole)
+    if not unread and len(cut) < len(whole):
+        unread = f"lines longer than {lines.LINE_BYTES >> 10} KiB were read without their middle"
+    return cut.decode("utf-8", "replace"), unread
+
+
+def judge(request: Request, log: tuple[str, str], gathered: Gathered[CudaFacts]) -> Report[CudaEnv]:
     """Say what the log means. Of this machine only what mends it is said; -v adds the whole report."""
+    text, unread = log
+    nodes = gathered.facts
     if not text.strip():
         raise UsageError("--explain: the log is empty", hint="keep it: pip install -v ... 2>&1 | tee build.log")
     found = read_log(text)
-    here = [one for facts in nodes for section in sections_of(facts, Goal.ALL) for one in section.problems]
-    findings = [_finding(match, here, nodes) for match in found] or [_nothing(text)]
-    report = diagnose(request, nodes, reached, log=findings)
+    succeeded = _success(text, found)
+    elsewhere = _elsewhere(text, nodes)
+    at = () if elsewhere else nodes
+    here = [one for facts in at for section in sections_of(facts, Goal.ALL) for one in section.problems]
+    findings = [_finding(match, here, at, is_rocm=_ROCM.search(text) is not None) for match in found]
+    if succeeded:
+        findings = [succeeded, *(replace(one, level=Level.INFO, fix=None) for one in findings)]
+    elif not any(one.level is Level.FAIL for one in findings):
+        findings = [_nothing(text, found), *findings]
+    if elsewhere:
+        findings.append(_of_another_machine(elsewhere))
+    if unread:
+        findings.append(Finding(id=f"{COMMAND}.log.cut", level=Level.INFO, title=unread))
+    report = diagnose(request, gathered, log=findings)
     causes = [one for one in findings if one.level is Level.FAIL]
-    row = LogRow(lines=len(text.splitlines()), causes=len(causes), others=len(found) - len(causes))
+    count = text.count("\n") + (not text.endswith("\n"))
+    row = LogRow(lines=count, causes=len(causes), others=len(found) - len(causes))
     data = replace(report.data, log=row, ready=Ready(run=None, build=None))
     if not request.verbose:
         data = replace(data, sections=(), differences=(), silenced=())
@@ -69,7 +127,53 @@ def judge(request: Request, text: str, nodes: Sequence[CudaFacts], reached: Reac
     return Report(command=COMMAND, data=data, findings=kept, summary=worst.title, interrupted=report.interrupted)
 
 
-def _finding(match: Match, here: Sequence[Problem], nodes: Sequence[CudaFacts]) -> Finding:
+def _success(text: str, found: Sequence[Match]) -> Finding | None:
+    """Say that it went well in the end: a tool said so, and no error, known or not, comes after that."""
+    at = max(text.rfind(words) for words in _SUCCESS)
+    end = text.find("\n", at)
+    line = text.count("\n", 0, max(at, 0)) + 1
+    if at < 0 or any(match.known.role != "note" and match.last > line for match in found):
+        return None
+    if end >= 0 and _FAILED.search(text, end):
+        return None
+    return Finding(
+        id=f"{COMMAND}.log.success",
+        level=Level.INFO,
+        title="what this log is of succeeded; errors in it were got over",
+        evidence=(f"line {line}: {text[at : end if end >= 0 else None].strip()[:200]}",),
+    )
+
+
+def _elsewhere(text: str, nodes: Sequence[CudaFacts]) -> tuple[str, ...]:
+    """List the signs that a log is of another machine or environment than those examined; empty if it may be of one."""
+    if not nodes:
+        return ()
+    told = []
+    text = text[:_SIGNS_WITHIN]
+    if (rocm := _ROCM.search(text)) and not any(facts.torch is not None and facts.torch.hip for facts in nodes):
+        told.append(f"ROCm ({rocm[0]})")
+    homes = dict.fromkeys(match[1] for match in _SITE.finditer(text) if not _PASSING.search(match[1]))
+    if any(os.path.isdir(one) for one in homes):
+        return tuple(told)
+    own = {facts.torch.version for facts in nodes if facts.torch is not None}
+    versions = dict.fromkeys(match[1] for match in _TORCH.finditer(text))
+    told += [f"torch {one}" for one in versions if own and one not in own and one.partition("+")[0] not in own][:2]
+    told += list(homes)[:1]
+    if windows := _WINDOWS.search(text):
+        told.append(windows[0])
+    return tuple(told)
+
+
+def _of_another_machine(signs: Sequence[str]) -> Finding:
+    return Finding(
+        id=f"{COMMAND}.log.elsewhere",
+        level=Level.INFO,
+        title=f"this log is of another machine or environment than the one examined here: {', '.join(signs)}",
+        detail="What is said of it, and its fixes, hold there; nothing of this machine was used.",
+    )
+
+
+def _finding(match: Match, here: Sequence[Problem], nodes: Sequence[CudaFacts], *, is_rocm: bool) -> Finding:
     """Make a finding; where a check of this machine explains it too, its fix is the better one."""
     known = match.known
     own = next((one for check in known.checks for one in here if matches(one.id, check) and one.to_paste), None)
@@ -84,6 +188,11 @@ def _finding(match: Match, here: Sequence[Problem], nodes: Sequence[CudaFacts]) 
         if own
         else Fix(text=match.fix, commands=_fitting(match.commands, nodes))
     )
+    if is_rocm and any("CUDA_HOME" in words for words in (match.fix, *fix.commands)):
+        fix = Fix(
+            text="a build for ROCm needs no CUDA toolkit: it looks for one because its torch is no build for ROCm",
+            commands=("python -c 'import torch; print(torch.__version__, torch.version.hip)'",),
+        )
     return Finding(
         id=f"{COMMAND}.log.{known.id}",
         level=level,
@@ -100,15 +209,27 @@ def _fitting(commands: Sequence[str], nodes: Sequence[CudaFacts]) -> tuple[str, 
         return tuple(commands)
     own = fixes.pip(nodes[0])
     found = [re.sub(r"\b(?:python3? -m )?pip install", lambda _: own, command) for command in commands]
-    return tuple(command for command in found if all(os.path.exists(path) for path in _PATH.findall(command)))
+    set_here = nodes[0].variables.keys()
+    return tuple(
+        command
+        for command in found
+        if all(os.path.exists(path) for path in _PATH.findall(command))
+        and (not command.startswith("unset ") or command.removeprefix("unset ") in set_here)
+    )
 
 
-def _nothing(text: str) -> Finding:
-    """Say that nothing is known, and quote what looks like an error; or that nothing looks like one."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [
-        line for line in lines if re.search(r"error|fail|fatal|abort|killed|cannot|undefined", line, re.IGNORECASE)
-    ]
+def _nothing(text: str, found: Sequence[Match]) -> Finding:
+    """Say that no cause is known, and quote what looks like an error; or that nothing looks like one."""
+    following = next((match for match in found if match.known.role == "consequence"), None)
+    if following is not None:
+        return Finding(
+            id=f"{COMMAND}.log.unknown",
+            level=Level.UNKNOWN,
+            title=f"the cause is not in this log, or not known: {following.means}",
+            evidence=(f"line {following.line}: {following.quote}",),
+            fix=Fix(text=following.fix, commands=following.commands),
+        )
+    errors = [match[0].strip() for match in islice(_LIKE_AN_ERROR.finditer(text), _SHOWN_LINES)]
     if not errors:
         return Finding(
             id=f"{COMMAND}.log.clean",
@@ -119,6 +240,6 @@ def _nothing(text: str) -> Finding:
         id=f"{COMMAND}.log.unknown",
         level=Level.UNKNOWN,
         title="nothing in this log is known; these lines look most like a cause",
-        evidence=tuple(line[:200] for line in errors[:_LAST_LINES]),
+        evidence=tuple(line[:200] for line in errors),
         fix=Fix(text="look at the first error, not the last: what follows is mostly its consequence"),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from typing import TYPE_CHECKING
 
@@ -17,11 +18,18 @@ if TYPE_CHECKING:
     from distdiag.node.cuda.libraries import Entry, Library
     from distdiag.node.cuda.toolkits import Nvcc, Toolkit
 
+ANOTHERS = re.compile(
+    r"unsupported (GNU|clang)|Failed to preprocess host compiler|Unknown option"
+    r"|tmpxft|No space left|Could not open output"
+)
+"""What nvcc complains of and is not its own fault: the host compiler, a flag, the place for temporary files."""
 _INDEX = "https://download.pytorch.org/whl"
 
 
 def gpu_archs(facts: CudaFacts) -> list[Arch]:
-    """List the kinds of GPU here: those that a program sees, else those that are there."""
+    """List the kinds of GPU that are meant, else those here: that a program sees, else that are there."""
+    if facts.meant:
+        return sorted({arch for one in facts.meant if (arch := from_capability(one)) is not None})
     answer = facts.driver.answer
     gpus = answer.visible or answer.present
     return sorted({arch for gpu in gpus if (arch := from_capability(gpu.capability)) is not None})
@@ -164,12 +172,23 @@ def torch_cuda(facts: CudaFacts) -> str:
 
 
 def usable_toolkits(facts: CudaFacts) -> list[Toolkit]:
-    """List the toolkits that are whole: an nvcc and headers, each once, those with the shortest names."""
-    whole = [one for one in facts.toolkits if one.exists and one.nvcc and one.headers and one.version]
+    """List the toolkits that are whole: an nvcc that answers, and headers; each once, those with the shortest names."""
+    whole = [
+        one
+        for one in facts.toolkits
+        if one.exists and one.nvcc and one.headers and one.version and not is_broken(nvcc_at(facts, one.nvcc))
+    ]
     best: dict[str, Toolkit] = {}
     for one in sorted(whole, key=lambda toolkit: (toolkit.root != toolkit.real, len(toolkit.root))):
         best.setdefault(one.real, one)
     return list(best.values())
+
+
+def is_broken(nvcc: Nvcc | None) -> bool:
+    """Tell whether an nvcc failed by its own fault, not for its host compiler, a flag or lack of room."""
+    if nvcc is None:
+        return False
+    return nvcc.timed_out or bool(nvcc.complaint and not ANOTHERS.search(nvcc.complaint))
 
 
 def best_toolkit(facts: CudaFacts) -> Toolkit | None:
@@ -192,7 +211,9 @@ def choose_toolkit(facts: CudaFacts, toolkit: Toolkit) -> tuple[tuple[str, str],
     root = shlex.quote(toolkit.root)
     first = f"{toolkit.root}/bin" == (facts.variables.get("PATH", "").split(":") or [""])[0]
     path = () if first else (("PATH", f"{root}/bin:$PATH"),)
-    return (("CUDA_HOME", root), *path)
+    cmake = facts.uses["cmake"]
+    named = cmake.nvcc and cmake.rule in ("CUDACXX", "beside c++") and cmake.nvcc != toolkit.nvcc
+    return (("CUDA_HOME", root), *path, *((("CUDACXX", shlex.quote(toolkit.nvcc)),) if named else ()))
 
 
 def toolkit_at(facts: CudaFacts, root: str) -> Toolkit | None:
@@ -248,6 +269,11 @@ def stand_ins(facts: CudaFacts, entry: Entry) -> list[tuple[Library, Library]]:
         for one in entry.libraries
         if one.soname in own and os.path.dirname(own[one.soname].path) != os.path.dirname(one.path)
     ]
+
+
+def preloaded(facts: CudaFacts) -> list[str]:
+    """List what LD_PRELOAD names: ld.so splits it at spaces and colons."""
+    return [one for one in facts.variables.get("LD_PRELOAD", "").replace(":", " ").split() if one]
 
 
 def loader_path_without(facts: CudaFacts, entries: Iterable[str]) -> str:

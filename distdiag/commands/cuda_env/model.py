@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
+from distdiag.cluster.targets import Cluster  # noqa: TC001 - msgspec reads the annotations
 from distdiag.report import Level
-
-if TYPE_CHECKING:
-    from distdiag.cluster.targets import Cluster
 
 COMMAND = "cuda-env"
 
@@ -43,6 +40,8 @@ class Request:
     timeout_s: float = 20.0
     verbose: bool = False
     program: str = "distdiag"
+    gpus: tuple[str, ...] = ()
+    """Capabilities ("8.6") of the GPUs to build for; empty: those that are here."""
 
 
 @dataclass(frozen=True, kw_only=True)

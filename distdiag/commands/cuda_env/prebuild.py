@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env import fixes
 from distdiag.commands.cuda_env.about.archlist import recommended
-from distdiag.commands.cuda_env.about.building import jobs
+from distdiag.commands.cuda_env.about.building import jobs, libaio
 from distdiag.commands.cuda_env.archs import as_list
 from distdiag.commands.cuda_env.judge import sections_of
 from distdiag.commands.cuda_env.model import Goal
@@ -44,6 +44,8 @@ def commands(nodes: Sequence[CudaFacts], ops: Sequence[str]) -> list[str]:
     gpus = sorted({arch for facts in nodes for arch in fixes.gpu_archs(facts)})
     archs = as_list(gpus) or recommended(here)
     lines = list(_before(here))
+    missing = libaio(here) if not ops or {"aio", "gds"} & set(ops) else None
+    lines += [f"# first: {missing.title}", *missing.to_paste] if missing is not None else []
     switches = " ".join(f"DS_BUILD_{op.upper()}=1" for op in ops) if ops else "DS_BUILD_OPS=1"
     setting = f'TORCH_CUDA_ARCH_LIST="{archs}" ' if archs else ""
     start = f"{setting}{switches} MAX_JOBS={jobs(here)}"
@@ -57,7 +59,9 @@ def commands(nodes: Sequence[CudaFacts], ops: Sequence[str]) -> list[str]:
     )
     of = (
         f"all GPUs of {len(nodes)} nodes"
-        if len(nodes) > 1
+        if len(nodes) > 1 and not here.meant
+        else "the GPUs that were named"
+        if here.meant
         else "these GPUs"
         if gpus
         else "all that torch serves: no GPU is here"

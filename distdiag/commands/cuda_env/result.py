@@ -66,6 +66,16 @@ class DifferenceRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Step:
+    """What is wrong still when all variables of `exports` are set, and what mends it."""
+
+    id: str
+    title: str
+    fix: str
+    commands: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogRow:
     """The log that was given to --explain: how many causes were recognised in it, and how many other lines."""
 
@@ -95,4 +105,5 @@ class CudaEnv:
     sections: tuple[SectionRow, ...]
     silenced: tuple[Silenced, ...]
     exports: dict[str, str]
+    steps: tuple[Step, ...]
     log: LogRow | None = None

@@ -1,35 +1,16 @@
-"""A child that reads stacks by pystack, started before it is known whose: it takes a while to load."""
+"""A child that reads stacks by pystack, which may crash or hang on a damaged core."""
 
 from __future__ import annotations
 
-import sys
-
 from distdiag.node.core import libdw, pystack_child
-from distdiag.node.spawn import spawn
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.node import run
-    from distdiag.node.spawn import Spawned
 
 _LONGEST_QUESTION = 4000  # a pipe holds 4096 bytes at least, see fs.pipe-user-pages-soft in pipe(7)
-_waiting: list[Spawned] = []
-
-
-def ahead() -> None:
-    """Start one that this Python runs, for the first that asks."""
-    if (spawned := spawn(_program(sys.executable))) is not None:
-        _waiting.append(spawned)
-
-
-def over() -> None:
-    """End it if nobody asked."""
-    from distdiag.node import run
-
-    while _waiting:
-        run.end_group(run.Adopted.of(_waiting.pop()))
 
 
 class Asked:
@@ -44,11 +25,7 @@ class Asked:
         from distdiag.node import run
 
         self._is_over = False
-        self._child: run.Process[bytes] | run.Adopted
-        if _waiting and python == sys.executable:
-            self._child = run.Adopted.of(_waiting.pop())
-        else:
-            self._child = run.start(_program(python))
+        self._child = run.start(_program(python))
         run.say(self._child, json.dumps(target).encode() + b"\n", is_all=target[0] == "process")
 
     def go_on(self, question: dict[str, list[int]] | None) -> bool:

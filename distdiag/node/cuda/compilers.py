@@ -45,6 +45,10 @@ class Compilers:
     cxx: Compiler | None
     installable: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.cxx is not None and not self.cxx_asked.strip():
+            raise ValueError("a C++ compiler that nobody asked for")
+
 
 def find(places: Places, more: Iterable[str], *, newest_gcc: int, timeout_s: float) -> Compilers:
     """Find compilers by their names on PATH; `more` are others that somebody would call.

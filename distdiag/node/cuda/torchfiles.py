@@ -25,6 +25,10 @@ class Bounds:
     least: tuple[int, ...]
     below: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        if not self.below:
+            raise ValueError("bounds of a compiler without an end")
+
 
 @dataclass(frozen=True)
 class Torch:

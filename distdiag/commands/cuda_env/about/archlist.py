@@ -5,15 +5,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env import fixes
-from distdiag.commands.cuda_env.archs import Arch, ArchList, as_list, corrected, from_nvcc, how_it_runs, read_list
+from distdiag.commands.cuda_env.archs import (
+    Arch,
+    ArchList,
+    as_list,
+    corrected,
+    cubin_runs,
+    from_nvcc,
+    how_it_runs,
+    ptx_runs,
+    read_list,
+)
 from distdiag.commands.cuda_env.model import BUILD, Problem, Section
-from distdiag.knowledge.cuda import compiles, minor
+from distdiag.knowledge.cuda import compiles, major, minor, tables, version
 from distdiag.report import Level
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from distdiag.commands.cuda_env.collect import CudaFacts
+    from distdiag.node.cuda.toolkits import Toolkit
 
 _NAME = "TORCH_CUDA_ARCH_LIST"
 
@@ -30,7 +41,7 @@ def about_arch_list(facts: CudaFacts, everywhere: Sequence[Arch] = ()) -> Sectio
     if read.wrong:
         problems = [_syntax(facts, text, read, gpus)]
     else:
-        problems = [one for one in (_nvcc(facts, text, read), _gpus(facts, text, read, gpus)) if one]
+        problems = [one for one in (_nvcc(facts, text, read, gpus), _gpus(facts, text, read, gpus)) if one]
     return Section(name="Arch list", line=f"{_NAME}={text}", problems=tuple(problems))
 
 
@@ -38,10 +49,18 @@ def _unset(facts: CudaFacts, gpus: Sequence[Arch], text: str) -> Section:
     shown = f"{_NAME}={text}" if text else f"{_NAME} is not set"
     if gpus:
         kinds = as_list(gpus)
+        if len(set(gpus)) > 1 and facts.meant:
+            return Section(name="Arch list", line=shown, problems=(_not_asked(shown, kinds),))
+        asked = [Arch(one.major, one.minor) for one in gpus]
+        if refused := [one for one in asked if _is_compiled(facts, one.nvcc) is False]:
+            what = f"{shown}, so torch asks for that of the GPUs"
+            return Section(name="Arch list", line=shown, problems=(_refused(facts, refused, [], gpus, what),))
         if len(set(gpus)) > 1:
             return Section(
                 name="Arch list", line=f"{shown}: this node builds for its own GPUs; for all kinds here: {kinds}"
             )
+        if facts.meant:
+            return Section(name="Arch list", line=shown, problems=(_not_asked(shown, kinds),))
         return Section(name="Arch list", line=f"{shown}: {kinds} would be built")
     if not fixes.usable_toolkits(facts):
         return Section(name="Arch list", line=shown, skipped="no toolkit, no GPU")
@@ -57,6 +76,19 @@ def _unset(facts: CudaFacts, gpus: Sequence[Arch], text: str) -> Section:
         exports=((_NAME, f'"{wanted}"'),) if wanted else (),
     )
     return Section(name="Arch list", line=f"{shown}, no GPU", problems=(problem,))
+
+
+def _not_asked(shown: str, kinds: str) -> Problem:
+    """Give the list for GPUs that are not here: torch builds for those that are, or for none."""
+    return Problem(
+        id="archlist.unset-nogpu",
+        goals=BUILD,
+        level=Level.WARN,
+        title=f"{shown}: what is built here is not for the GPUs that are meant ({kinds})",
+        breaks="what is built, on those GPUs; running is fine",
+        fix="name them",
+        exports=((_NAME, f'"{kinds}"'),),
+    )
 
 
 def recommended(facts: CudaFacts) -> str:
@@ -104,28 +136,75 @@ def _syntax(facts: CudaFacts, text: str, read: ArchList, gpus: Sequence[Arch]) -
     )
 
 
-def _nvcc(facts: CudaFacts, text: str, read: ArchList) -> Problem | None:
+def _nvcc(facts: CudaFacts, text: str, read: ArchList, gpus: Sequence[Arch]) -> Problem | None:
     refused = [arch for arch, _ in read.wanted if _is_compiled(facts, arch.nvcc) is False]
     if not refused:
         return None
     kept = [f"{arch.torch}{'+PTX' if ptx else ''}" for arch, ptx in read.wanted if arch not in refused]
-    toolkit = fixes.target_toolkit(facts)
-    number = toolkit.version if toolkit is not None else "?"
-    archs = _nvcc_archs(facts)
+    return _refused(facts, refused, kept, gpus, f"{_NAME}={text} asks for that")
+
+
+def _refused(facts: CudaFacts, refused: Sequence[Arch], kept: Sequence[str], gpus: Sequence[Arch], why: str) -> Problem:
+    toolkit, archs = fixes.target_toolkit(facts), _nvcc_archs(facts)
     names = ", ".join(arch.torch for arch in refused)
-    better = ";".join(kept) or as_list(fixes.gpu_archs(facts)) or recommended(facts)
-    fix = f"leave {names} out" if kept else "name what it does compile for, or take a toolkit that compiles for it"
     return Problem(
         id="archlist.nvcc",
         goals=BUILD,
         level=Level.FAIL,
-        title=f"nvcc {number} does not compile for {names}, which {_NAME}={text} asks for",
+        title=f"nvcc {toolkit.version if toolkit is not None else '?'} does not compile for {names}; {why}",
         cause="torch takes the name; nvcc says: Unsupported gpu architecture.",
         breaks="building CUDA extensions; running is fine",
         evidence=(f"nvcc --list-gpu-arch: {' '.join(archs)}",) if archs else (),
-        fix=fix,
-        exports=((_NAME, f'"{better}"'),) if better else (),
+        **_remedy(facts, refused, kept, gpus),  # type: ignore[arg-type]
     )
+
+
+def _remedy(facts: CudaFacts, refused: Sequence[Arch], kept: Sequence[str], gpus: Sequence[Arch]) -> dict[str, object]:
+    """Leave out what no GPU here needs; else another toolkit, older code that runs on the GPUs too, or an install."""
+    read = read_list(";".join(kept), (), {}) if kept else None
+    names = ", ".join(arch.torch for arch in refused)
+    if read is not None and all(how_it_runs(read.cubins, read.ptx, gpu) for gpu in gpus):
+        return {"fix": f"leave {names} out", "exports": ((_NAME, f'"{";".join(kept)}"'),)}
+    for other in _other_toolkits(facts):
+        if all(compiles(arch.nvcc, other.version) for arch in refused):
+            fix = f"use the toolkit in {other.root} ({other.version}), which compiles for it"
+            return {"fix": fix, "exports": fixes.choose_toolkit(facts, other)}
+    older = _older_code(facts, gpus)
+    if older:
+        wanted = ";".join(dict.fromkeys([*kept, *older]))
+        ptx = ", which the driver compiles at each first start" if any("PTX" in one for one in older) else ""
+        return {
+            "fix": f"build {' and '.join(older)}, which runs there too{ptx}; or take a toolkit that has {names}",
+            "exports": ((_NAME, f'"{wanted}"'),),
+        }
+    first = max((tables().nvcc.get(arch.nvcc, ("", ""))[0] for arch in refused), key=version, default="")
+    newer = f"take a toolkit that compiles for {names}" + (f": {first} is the first" if first else "")
+    if not gpus and (better := recommended(facts)):
+        return {"fix": f"name what it does compile for; or {newer}", "exports": ((_NAME, f'"{better}"'),)}
+    name = f"cuda-toolkit-{first.replace('.', '-')}" if first else ""
+    return {"fix": newer, "commands": fixes.install_system(facts, apt=name, dnf=name, zypper=name) if name else ()}
+
+
+def _other_toolkits(facts: CudaFacts) -> list[Toolkit]:
+    """List the other toolkits here that torch accepts, the newest first."""
+    used, wanted = fixes.target_toolkit(facts), fixes.torch_cuda(facts)
+    fitting = [one for one in fixes.usable_toolkits(facts) if not wanted or major(one.version) == major(wanted)]
+    others = [one for one in fitting if used is None or one.real != used.real]
+    return sorted(others, key=lambda one: version(one.version), reverse=True)
+
+
+def _older_code(facts: CudaFacts, gpus: Sequence[Arch]) -> list[str]:
+    """Write, for each GPU, the newest that nvcc compiles and that runs there; empty if one of them can have none."""
+    known = [from_nvcc(one) for one in (_nvcc_archs(facts) or tables().nvcc) if one.isdigit()]
+    known = [one for one in known if _is_compiled(facts, one.nvcc)]
+    found = []
+    for gpu in gpus:
+        cubin = max((one for one in known if cubin_runs(one, gpu)), default=None)
+        ptx = max((one for one in known if ptx_runs(one, gpu)), default=None)
+        if cubin is None and ptx is None:
+            return []
+        found.append(cubin.torch if cubin is not None else f"{ptx.torch}+PTX" if ptx is not None else "")
+    return found
 
 
 def _gpus(facts: CudaFacts, text: str, read: ArchList, gpus: Sequence[Arch]) -> Problem | None:
@@ -135,8 +214,11 @@ def _gpus(facts: CudaFacts, text: str, read: ArchList, gpus: Sequence[Arch]) -> 
     compiled = [gpu for gpu, way in how.items() if way == "ptx"]
     if not missing and not compiled:
         return None
-    better = _with(read, missing or compiled)
-    names = ", ".join(gpu.torch for gpu in missing or compiled)
+    more = missing or compiled
+    names = ", ".join(gpu.torch for gpu in more)
+    refused = [gpu for gpu in more if _is_compiled(facts, gpu.nvcc) is False]
+    if refused and not missing:
+        return None  # this nvcc makes nothing better
     return Problem(
         id="archlist.gpus",
         goals=BUILD,
@@ -145,9 +227,14 @@ def _gpus(facts: CudaFacts, text: str, read: ArchList, gpus: Sequence[Arch]) -> 
         if missing
         else f"{_NAME}={text} builds only PTX for the GPUs of {names}: the driver compiles it at each first start",
         breaks='what is built fails on them: "no kernel image is available"' if missing else "",
-        fix="add them",
-        exports=((_NAME, f'"{better}"'),),
+        **_remedy(facts, refused, _kept(read), gpus)
+        if refused
+        else {"fix": "add them", "exports": ((_NAME, f'"{_with(read, more)}"'),)},
     )
+
+
+def _kept(read: ArchList) -> list[str]:
+    return [f"{arch.torch}{'+PTX' if ptx else ''}" for arch, ptx in read.wanted]
 
 
 def _with(read: ArchList, more: Iterable[Arch]) -> str:

@@ -76,8 +76,13 @@ def _header(facts: CudaFacts) -> Problem | None:
 
 
 def _aio(facts: CudaFacts) -> Problem | None:
+    return libaio(facts) if facts.deepspeed is not None else None
+
+
+def libaio(facts: CudaFacts) -> Problem | None:
+    """Say that libaio is missing, which DeepSpeed's async_io and gds are built with."""
     build = facts.building
-    if facts.deepspeed is None or (build.aio_header and build.aio_library):
+    if build.aio_header and build.aio_library:
         return None
     return _warn(
         "build.libaio",

@@ -31,7 +31,9 @@ def about_compilers(facts: CudaFacts) -> Section:
     parts += [f"nvcc calls {_named(called)}"] if called and (own is None or called.real != own.real) else []
     limit = fixes.newest_host_gcc(facts, toolkit) if toolkit is not None else None
     parts += [f"gcc <= {limit} is allowed"] if limit else []
-    problems = [one for one in (_nvcc(facts, toolkit), _torch(facts, toolkit), _flags(facts, toolkit)) if one]
+    problems = [
+        one for one in (_nvcc(facts, toolkit), _torch(facts, toolkit), _flags(facts, toolkit), _for_cmake(facts)) if one
+    ]
     details = tuple(f"{one.path}: {one.family or 'unknown'} {one.version}" for one in facts.compilers.found)
     return Section(name="Compiler", line="; ".join(parts), problems=tuple(problems), details=details)
 
@@ -245,6 +247,22 @@ def _flags(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
                 evidence=(f"{name}={value}",),
             )
     return None
+
+
+def _for_cmake(facts: CudaFacts) -> Problem | None:
+    """Say who reads CUDAHOSTCXX: CMake alone, in a new build folder; nvcc and torch do not."""
+    value = facts.variables.get("CUDAHOSTCXX", "")
+    others = [facts.variables.get(name, "") for name in ("CC", "NVCC_CCBIN")]
+    if not value or value in others:
+        return None
+    return Problem(
+        id="cc.flags",
+        goals=BUILD,
+        level=Level.INFO,
+        title=f"CUDAHOSTCXX={value} is for CMake alone: nvcc itself, torch and DeepSpeed do not read it",
+        fix="let nvcc take it, too",
+        commands=(f"export NVCC_CCBIN={shlex.quote(value)}",),
+    )
 
 
 def _unchecked(facts: CudaFacts, toolkit: Toolkit | None, name: str, value: str) -> Problem:

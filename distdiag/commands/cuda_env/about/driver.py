@@ -154,21 +154,7 @@ def _parts(facts: CudaFacts) -> Problem | None:
     differ = bool(driver.kernel and driver.library and driver.kernel != driver.library)
     if not (differ or told_by_nvml) or _is_compat(facts) or driver.wsl:
         return None
-    where = (
-        "This is a container: the host's driver changed under it."
-        if driver.container
-        else ("The packages were upgraded, and the old module is still loaded.")
-    )
-    fix = (
-        "start the container again"
-        if driver.container
-        else "reboot; or, with no GPU program running, load the new module"
-    )
-    commands = (
-        ()
-        if driver.container
-        else ("sudo rmmod nvidia_uvm nvidia_drm nvidia_modeset nvidia && sudo modprobe nvidia_uvm",)
-    )
+    where, fix, commands = _which_part(facts)
     return _fail(
         "driver.userland-kernel",
         f"the kernel runs driver {driver.kernel or 'of another version'}, its libraries are {driver.library or 'not'}: "
@@ -178,6 +164,24 @@ def _parts(facts: CudaFacts) -> Problem | None:
         fix=fix,
         commands=commands,
     )
+
+
+def _which_part(facts: CudaFacts) -> tuple[str, str, tuple[str, ...]]:
+    """Say why the parts differ, and where which of them is to be changed: a container's libraries are the host's."""
+    driver = facts.driver
+    newer = bool(driver.library and driver.kernel) and version(driver.library) > version(driver.kernel)
+    load = ("sudo rmmod nvidia_uvm nvidia_drm nvidia_modeset nvidia && sudo modprobe nvidia_uvm",)
+    if not driver.container:
+        where = "The packages were upgraded, and the old module is still loaded."
+        return where, "reboot; or, with no GPU program running, load the new module", load
+    if newer or not driver.library:
+        where = (
+            "This is a container, and its libraries come from the host: there the packages were upgraded, and the old "
+        )
+        fix = "reboot the host, or load its new module there with no GPU program running; a restart of the container "
+        return where + "module is still loaded.", fix + "changes nothing", ()
+    where = "This is a container: the host's driver was upgraded under it, or its image brings libraries of its own."
+    return where, "start the container again; if they differ still, remove libcuda and libnvidia-* from its image", ()
 
 
 def _is_compat(facts: CudaFacts) -> bool:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env import fixes
 from distdiag.commands.cuda_env.archs import from_nvcc, how_it_runs
 from distdiag.commands.cuda_env.model import RUN, Problem, Section
-from distdiag.knowledge.cuda import major
+from distdiag.knowledge.cuda import major, version
 from distdiag.report import Level
 
 if TYPE_CHECKING:
     from distdiag.commands.cuda_env.archs import Arch
     from distdiag.commands.cuda_env.collect import CudaFacts
     from distdiag.node.cuda.libraries import Extension
+
+_FOR_CUDA = re.compile(r"(_cuda_?|_cu)(\d{3})(?=[^/]*\.so)")
+"""Where a file's name says for which CUDA it is: 130 is 13.0."""
 
 
 def about_extensions(facts: CudaFacts) -> Section:
@@ -48,12 +52,47 @@ def _described(one: Extension) -> str:
     return f"{one.path}: code for {archs}{ptx}{needs}" + ("" if one.complete else " (not read to the end)")
 
 
-def _code(facts: CudaFacts) -> Problem | None:
-    """Name the files that have no code for a GPU that is here."""
-    lacking: list[tuple[Extension, list[Arch]]] = []
+def loaded(facts: CudaFacts) -> list[Extension]:
+    """List the files that this torch would get: of those that a package ships one of for each CUDA, the one that fits.
+
+    libbitsandbytes_cuda128.so and ..._cuda130.so are such a family. Where none fits, the first stands for all.
+    """
+    families: dict[str, list[Extension]] = {}
     for one in facts.extensions:
-        missing = [gpu for gpu in fixes.gpu_archs(facts) if not how_it_runs(one.archs, one.ptx, gpu)]
-        if missing and one.complete and (one.archs or one.ptx):
+        families.setdefault(_FOR_CUDA.sub(r"\1", one.path), []).append(one)
+    return [_chosen(facts, family) for family in families.values()]
+
+
+def _chosen(facts: CudaFacts, family: list[Extension]) -> Extension:
+    """Choose as bitsandbytes does: the same version, else of the same major the next older, else the next newer one."""
+    asked = facts.variables.get("BNB_CUDA_VERSION", "")
+    if asked.isdigit() and family[0].package.startswith("bitsandbytes"):
+        return next((one for one in family if _code_of(one) == int(asked)), family[0])
+    own = version(facts.torch.cuda)[:2] if facts.torch is not None and facts.torch.cuda else ()
+    wanted = own[0] * 10 + own[1] if len(own) == 2 else 0
+    same = [one for one in family if _code_of(one) // 10 == wanted // 10]
+    older = [one for one in same if _code_of(one) <= wanted]
+    return max(older, key=_code_of) if older else min(same or family, key=_code_of)
+
+
+def _code_of(one: Extension) -> int:
+    """Read the CUDA that a file's name has, 13.0 as 130; 0 if it has none."""
+    found = _FOR_CUDA.search(one.path)
+    return int(found[2]) if found else 0
+
+
+def _code(facts: CudaFacts) -> Problem | None:
+    """Name the files that have no code for a GPU that is here; a package's file for one kind of GPU only is none."""
+    lacking: list[tuple[Extension, list[Arch]]] = []
+    files = [one for one in loaded(facts) if one.archs or one.ptx]
+    for one in files:
+        whole = [other for other in files if other is one or (one.package and other.package == one.package)]
+        missing = [
+            gpu
+            for gpu in fixes.gpu_archs(facts)
+            if not any(how_it_runs(other.archs, other.ptx, gpu) or not other.complete for other in whole)
+        ]
+        if missing:
             lacking.append((one, missing))
     if not lacking:
         return None
@@ -95,33 +134,63 @@ def _remove(one: Extension) -> str:
 
 
 def _again(facts: CudaFacts, one: Extension) -> str:
-    name, _, version = one.package.partition(" ")
-    return fixes.rebuild(facts, name, version)
+    name, _, number = one.package.partition(" ")
+    return fixes.rebuild(facts, name, number)
 
 
 def _soname(facts: CudaFacts) -> Problem | None:
-    """Name the files that want another CUDA runtime than torch's."""
+    """Name the files that want another CUDA runtime than torch's.
+
+    One that is no part of torch may have a runtime of its own beside torch's, where the loader finds that.
+    """
     torch = facts.torch
     if torch is None or not torch.cuda:
         return None
-    own = f"libcudart.so.{major(torch.cuda)}"
+    wheels = {one.soname for one in facts.wheels}
     wrong = [
         (one, need)
-        for one in facts.extensions
+        for one in loaded(facts)
         for need in one.needs
-        if need.startswith("libcudart.so.") and major(need.rpartition(".so.")[2]) != major(torch.cuda)
+        if need.startswith("libcudart.so.")
+        and major(need.rpartition(".so.")[2]) != major(torch.cuda)
+        and (one.torch or (need in one.lost and need not in wheels))
     ]
     if not wrong:
         return None
-    first, need = wrong[0]
+    first, need = max(wrong, key=lambda pair: pair[0].torch)
+    if _code_of(first) and not first.torch:
+        return _no_variant(facts, first, need)
+    own = f"libcudart.so.{major(torch.cuda)}"
     return Problem(
         id="libs.ext-soname",
         goals=RUN,
-        level=Level.FAIL,
+        level=Level.FAIL if first.torch else Level.WARN,
         title=f"{_name(first)} was built for another CUDA: it needs {need}, torch {torch.version} brings {own}",
         cause=f"A link from {need} to {own} would load, and crash.",
         breaks=f'{_name(first)}: "{need}: cannot open shared object file"',
         evidence=tuple(_described(one) for one, _ in wrong),
         fix=_how_again(first, "this torch"),
         commands=tuple(filter(None, (_again(facts, first) if first.package else _remove(first),))),
+    )
+
+
+def _no_variant(facts: CudaFacts, first: Extension, need: str) -> Problem:
+    """Say that of a package's libraries, one for each CUDA, none is for torch's, or a variable names another one."""
+    torch = facts.torch
+    assert torch is not None
+    asked = facts.variables.get("BNB_CUDA_VERSION", "")
+    is_asked = bool(asked) and first.package.startswith("bitsandbytes")
+    name = first.package.partition(" ")[0]
+    return Problem(
+        id="libs.ext-soname",
+        goals=RUN,
+        level=Level.FAIL,
+        title=f"BNB_CUDA_VERSION={asked} makes {_name(first)} load its library for a CUDA that is not torch's"
+        if is_asked
+        else f"{_name(first)} has no library for CUDA {major(torch.cuda)}, which torch {torch.version} is built with",
+        breaks=f'{_name(first)}: "{need}: cannot open shared object file"' if is_asked else _name(first),
+        evidence=(_described(first),),
+        fix="take the variable away: it chooses the right one itself" if is_asked else f"take a newer {name}",
+        unset=("BNB_CUDA_VERSION",) if is_asked else (),
+        commands=(f"{fixes.pip(facts)} --upgrade --no-deps {name}",) if not is_asked and name else (),
     )

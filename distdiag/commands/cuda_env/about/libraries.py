@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env import fixes
 from distdiag.commands.cuda_env.model import RUN, Problem, Section
-from distdiag.knowledge.cuda import major, version
+from distdiag.knowledge.cuda import major, minor, version
 from distdiag.report import Level
 
 if TYPE_CHECKING:
     from distdiag.commands.cuda_env.collect import CudaFacts
     from distdiag.node.cuda.libraries import Library
+    from distdiag.node.cuda.requirements import Unmet
 
+_ORDER = [Level.FAIL, Level.WARN, Level.INFO]
+_DELICATE = re.compile("nvjitlink|cusparse|nccl")
 _MUST_FIT = re.compile(r"lib(nvJitLink|cudnn|cusparse|nccl)")
 """Libraries whose other minor version is known to break torch: missing symbols, or cuDNN's own refusal."""
 
@@ -22,7 +26,8 @@ _MUST_FIT = re.compile(r"lib(nvJitLink|cudnn|cusparse|nccl)")
 def about_libraries(facts: CudaFacts) -> Section:
     """Judge the loader's path and the wheels."""
     path = facts.variables.get("LD_LIBRARY_PATH")
-    found = [one for one in (_shadow(facts), _elsewhere(facts), _doubles(facts), _empty(facts), _missing(facts)) if one]
+    checks = (_shadow(facts), _elsewhere(facts), _versions(facts), _doubles(facts), _empty(facts), _missing(facts))
+    found = [one for one in checks if one]
     line = (
         "LD_LIBRARY_PATH is not set"
         if path is None
@@ -55,7 +60,7 @@ def _shadow(facts: CudaFacts) -> Problem | None:
     rest = fixes.loader_path_without(
         facts, [entry.text for entry in facts.loader_path if entry.text.rstrip("/") in folders]
     )
-    names = ", ".join(other.soname for other, _ in shown[:3])
+    names = ", ".join(f"{other.soname} {other.version} for {own.version}" for other, own in shown[:3])
     return Problem(
         id="libs.shadow",
         goals=RUN,
@@ -82,23 +87,28 @@ def _replaced(facts: CudaFacts) -> list[tuple[Library, Library]]:
 
 def _breaks(other: Library, own: Library) -> bool:
     """Tell whether a replacement is known to break torch: a delicate library, of an older minor version."""
-    delicate = _MUST_FIT.match(own.soname) is not None and bool(other.version)
-    return delicate and version(other.version)[:2] < version(own.version)[:2]
+    delicate = _MUST_FIT.match(own.soname) is not None
+    known = min(len(version(other.version)), len(version(own.version))) >= 2  # a file may tell the major one only
+    return delicate and known and version(other.version)[:2] < version(own.version)[:2]
 
 
 def _elsewhere(facts: CudaFacts) -> Problem | None:
     """Find libraries that torch did load from outside its environment, for another reason than LD_LIBRARY_PATH."""
-    own = {one.soname: os.path.realpath(one.path) for one in facts.wheels}
-    loaded = facts.imported.libraries if facts.imported is not None else ()
-    listed = [entry.text.rstrip("/") for entry in facts.loader_path if entry.text]
+    own = {one.soname: one for one in facts.wheels}
+    loaded = facts.imported.loaded if facts.imported is not None else ()
+    listed = [os.path.realpath(entry.text) for entry in facts.loader_path if entry.text]
     strangers = [
-        path
-        for path in loaded
-        if os.path.basename(path) in own
-        and path != own[os.path.basename(path)]
-        and not path.startswith(facts.python.prefix + "/")
-        and os.path.dirname(path) not in listed
+        one
+        for one in loaded
+        if one.soname in own
+        and one.path != os.path.realpath(own[one.soname].path)
+        and os.path.dirname(one.path) not in listed
     ]
+    preloaded = {os.path.realpath(one) for one in fixes.preloaded(facts) if "/" in one}
+    guilty = [one for one in strangers if one.path in preloaded]
+    if guilty:
+        return _preloaded(facts, guilty)
+    strangers = [one for one in strangers if not one.path.startswith(os.path.realpath(facts.python.prefix) + "/")]
     if not strangers:
         return None
     return Problem(
@@ -106,12 +116,91 @@ def _elsewhere(facts: CudaFacts) -> Problem | None:
         goals=RUN,
         level=Level.WARN,
         title=f"torch loaded {len(strangers)} CUDA libraries that are not those of its wheels: "
-        + ", ".join(os.path.basename(path) for path in strangers[:3]),
-        evidence=tuple(strangers[:4])
-        + tuple(f"LD_PRELOAD={value}" for value in (facts.variables.get("LD_PRELOAD"),) if value),
-        fix="see LD_PRELOAD, and the files below /etc/ld.so.conf.d",
+        + ", ".join(one.soname for one in strangers[:3]),
+        evidence=tuple(one.path for one in strangers[:4]),
+        fix="see what names them: the files below /etc/ld.so.conf.d, or a package that loads its own",
         commands=("grep -rn cuda /etc/ld.so.conf /etc/ld.so.conf.d",),
     )
+
+
+def _preloaded(facts: CudaFacts, guilty: list[Library]) -> Problem:
+    """Name the libraries that LD_PRELOAD puts before those of torch's wheels; both may be loaded then."""
+    own = {one.soname: one for one in facts.wheels}
+    loaded = facts.imported.loaded if facts.imported is not None else ()
+    first = guilty[0]
+    twice = [one for one in loaded if one.soname == first.soname]
+    names = [f"{one.soname} {one.version}".strip() for one in guilty[:3]]
+    gone = {one.path for one in guilty}
+    rest = [one for one in fixes.preloaded(facts) if os.path.realpath(one) not in gone]
+    return Problem(
+        id="libs.shadow",
+        goals=RUN,
+        level=Level.FAIL if any(_breaks(one, own[one.soname]) for one in guilty) else Level.WARN,
+        title=f"LD_PRELOAD puts {', '.join(names)} before torch's own {own[first.soname].version}"
+        + (f": {len(twice)} of {first.soname} are loaded" if len(twice) > 1 else ""),
+        cause="What is preloaded wins over all others, and its functions are called from everywhere.",
+        breaks='torch\'s first use of it ("undefined symbol", wrong results, a crash)',
+        evidence=(
+            f"LD_PRELOAD={facts.variables.get('LD_PRELOAD', '')}",
+            *(f"loaded: {one.path} ({one.version or '?'})" for one in twice),
+        ),
+        fix=f"take {', '.join(one.path for one in guilty[:3])} out of LD_PRELOAD",
+        exports=(("LD_PRELOAD", shlex.quote(":".join(rest))),) if rest else (),
+        unset=() if rest else ("LD_PRELOAD",),
+    )
+
+
+def _versions(facts: CudaFacts) -> Problem | None:
+    """Find packages whose versions do not fit torch, as pip check does; the worst first, and only that is mended.
+
+    An older cuDNN is refused by torch when it is first used, a torchvision of another torch when it is imported; what
+    else is older may lack functions, and what is newer has them all.
+    """
+    judged = sorted(((_level_of(facts, one), one) for one in facts.unmet), key=lambda pair: _ORDER.index(pair[0]))
+    if not judged or facts.torch is None:
+        return None
+    level, first = judged[0]
+    return Problem(
+        id="libs.versions",
+        goals=RUN,
+        level=level,
+        title=f"{first.package} asks for {first.name}{first.wants}, and {first.has} is installed",
+        cause="Newer libraries of the same major version mostly work." if level is Level.INFO else "",
+        breaks="" if level is Level.INFO else _what_breaks(first),
+        evidence=tuple(f"{one.package}: {one.name}{one.wants}, has {one.has}" for _, one in judged[:6]),
+        fix="" if level is Level.INFO else "install the one that fits",
+        commands=() if level is Level.INFO else (_fitting(facts, first),),
+    )
+
+
+def _level_of(facts: CudaFacts, one: Unmet) -> Level:
+    if one.name == "torch":
+        wanted = re.match(r"== *([\d.]+)", one.wants)
+        other = wanted is not None and minor(wanted[1]) != minor(one.has)
+        return Level.FAIL if other and one.package.startswith("torchvision ") else Level.WARN
+    wanted = re.search(r"[\d.]+", one.wants)
+    older = wanted is not None and version(one.has)[:2] < version(wanted[0].rstrip("."))[:2]
+    if not older:
+        return Level.WARN if "triton" in one.name else Level.INFO
+    came_in = facts.imported is not None and facts.imported.came_in
+    # Without a function of the others torch would not have been imported.
+    return Level.FAIL if "cudnn" in one.name or (_DELICATE.search(one.name) and not came_in) else Level.WARN
+
+
+def _what_breaks(one: Unmet) -> str:
+    if one.name == "torch":
+        return f"{one.package.partition(' ')[0]} (its compiled parts belong to another torch)" if one.compiled else ""
+    return "torch's first use of cuDNN (version incompatibility)" if "cudnn" in one.name else "torch, in part"
+
+
+def _fitting(facts: CudaFacts, one: Unmet) -> str:
+    """Give the command that installs the version that fits; of a package that needs torch, that for this torch."""
+    assert facts.torch is not None
+    if one.name != "torch":
+        return f"{fixes.pip(facts)} --no-deps {shlex.quote(one.name + one.wants.replace(' ', ''))}"
+    number, _, local = facts.torch.version.partition("+")
+    index = f" --index-url https://download.pytorch.org/whl/{local}" if re.fullmatch(r"cu\d+|cpu", local) else ""
+    return f"{fixes.pip(facts)} --upgrade {one.package.partition(' ')[0]} torch=={number}{index}"
 
 
 def _doubles(facts: CudaFacts) -> Problem | None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from distdiag.node.cuda.toolkits import Toolkit
 
 _BREAKS = "building CUDA extensions; running is fine"
+_NO_ROOM = re.compile(r"tmpxft|No space left|Could not open output")
 
 
 def about_toolkits(facts: CudaFacts) -> Section:
@@ -30,6 +31,7 @@ def about_toolkits(facts: CudaFacts) -> Section:
     if not any(one.level is Level.FAIL for one in problems):
         problems += [one for one in (_found(facts), _home(facts), _headers(facts)) if one]
     problems += [one for one in (_sources(facts), with_torch(facts), with_each_other(facts), _dev_link(facts)) if one]
+    problems += [one for one in (_gone(facts),) if one]
     return Section(name="Toolkit", line=line, problems=tuple(problems), details=tuple(_details(facts)))
 
 
@@ -45,7 +47,7 @@ def _details(facts: CudaFacts) -> list[str]:
     for one in facts.toolkits:
         state = one.version or ("not there" if not one.exists else "no toolkit")
         lines.append(f"{one.root}: {state} (by {', '.join(one.found_by)})")
-    return lines
+    return [*lines, *(f"on PATH and not there: {one}" for one in facts.no_path)]
 
 
 def _problem(id_: str, level: Level, title: str, **rest: object) -> Problem:
@@ -104,16 +106,23 @@ def _broken(facts: CudaFacts) -> Problem | None:
     """Name an nvcc that answers --version and compiles nothing; one that torch does not use is only worth a warning."""
     for use in facts.uses.values():
         nvcc = fixes.nvcc_at(facts, use.nvcc)
-        if nvcc is None or not (nvcc.complaint or nvcc.timed_out) or _is_anothers(nvcc.complaint or ""):
+        if nvcc is None:
+            continue
+        if nvcc.complaint and _NO_ROOM.search(nvcc.complaint):
+            return _no_room(facts, nvcc.complaint)
+        if not fixes.is_broken(nvcc):
             continue
         used = nvcc.path == facts.uses["torch"].nvcc
-        best = fixes.best_toolkit(facts)
-        if nvcc.complaint and re.search(r"tmpxft|No space left|Could not open output", nvcc.complaint):
-            return _no_room(facts, nvcc.complaint)
+        mend = _mend(facts)
         lost = nvcc.kind == "symlink" and "cuda_runtime.h" in (nvcc.complaint or "")
         real = os.path.dirname(nvcc.real)
         how = "does not answer" if nvcc.timed_out else "does not compile"
         said = f"{nvcc.path} -x cu -E /dev/null: {nvcc.complaint}" if nvcc.complaint else f"{nvcc.path} --version"
+        if lost:
+            mend["commands"] = (f"rm {shlex.quote(nvcc.path)}",)
+            mend["fix"] = (
+                f"put {real} before it on PATH, and remove the link" if "exports" in mend else "remove the link"
+            )
         return _problem(
             "toolkit.nvcc-broken",
             Level.FAIL if used else Level.WARN,
@@ -121,9 +130,7 @@ def _broken(facts: CudaFacts) -> Problem | None:
             cause="nvcc looks for nvcc.profile beside the link, not beside the file that it leads to." if lost else "",
             breaks=_BREAKS if used else "what a shell or CMake builds with it; torch uses another",
             evidence=(said, f"{nvcc.path} -> {nvcc.real}" if lost else ""),
-            fix=f"put {real} before it on PATH, and remove the link" if lost else "use a whole toolkit",
-            exports=fixes.choose_toolkit(facts, best) if best else (),
-            commands=(f"rm {shlex.quote(nvcc.path)}",) if lost else (),
+            **mend,
         )
     return None
 
@@ -140,11 +147,6 @@ def _no_room(facts: CudaFacts, complaint: str) -> Problem:
         exports=(("TMPDIR", "/tmp"),) if place != "/tmp" else (),
         commands=(f"df -h {shlex.quote(place)}",) if place == "/tmp" else (),
     )
-
-
-def _is_anothers(complaint: str) -> bool:
-    """Tell whether it is the host compiler or a flag that is refused: the compilers' section says so."""
-    return bool(re.search(r"unsupported (GNU|clang)|Failed to preprocess host compiler|Unknown option", complaint))
 
 
 def _found(facts: CudaFacts) -> Problem | None:
@@ -210,7 +212,7 @@ def _conda_headers(toolkit: Toolkit) -> str:
 def _headers(facts: CudaFacts) -> Problem | None:
     use = facts.uses["torch"]
     home = fixes.toolkit_at(facts, use.home)
-    if home is None or not home.exists or not home.nvcc:
+    if home is None or not home.exists or not home.nvcc or home.headers in facts.variables.get("CPATH", "").split(":"):
         return None
     if home.headers and "/targets/" in home.headers:
         libraries = os.path.join(os.path.dirname(home.headers), "lib")
@@ -254,9 +256,25 @@ def _sources(facts: CudaFacts) -> Problem | None:
     return None
 
 
+def _gone(facts: CudaFacts) -> Problem | None:
+    """Find directories of CUDA on PATH that are not there: removed or misspelt; it may be why no nvcc is found."""
+    cuda = [one for one in facts.no_path if "cuda" in one.lower() or "nvcc" in one.lower()]
+    if not cuda:
+        return None
+    unfound = not facts.uses["nvcc"].nvcc
+    return _problem(
+        "toolkit.path-missing",
+        Level.WARN if unfound else Level.INFO,
+        f"PATH names what is not there: {', '.join(cuda[:3])}",
+        breaks="finding nvcc" if unfound else "",
+        evidence=set_in(facts, "PATH"),
+        fix="correct it, or take it out, where PATH is set",
+    )
+
+
 def _dev_link(facts: CudaFacts) -> Problem | None:
     """Find a toolkit of pip's wheels: it has no libcudart.so to link against."""
-    used = fixes.used_toolkit(facts)
+    used = fixes.target_toolkit(facts)  # also where it must be chosen first: one run shall tell both steps
     if used is None or not used.runtime or used.dev_link or not used.nvcc:
         return None
     return _problem(

@@ -113,6 +113,19 @@ def _import(facts: CudaFacts) -> Problem | None:
             fix="see Driver: it is the driver's libraries that are asked then",
             commands=(f"{shlex.quote(facts.python.executable)} -X faulthandler -c 'import torch; torch.cuda.init()'",),
         )
+    if imported.mended_without:
+        name = imported.mended_without
+        return Problem(
+            id="torch.import",
+            goals=BOTH,
+            level=Level.FAIL,
+            title=f"torch cannot be imported because of {name}: {imported.error[:200]}",
+            cause=f"It was tried without {name}, too: then the import works.",
+            breaks="everything that imports torch",
+            evidence=(f"{name}={facts.variables.get(name, '')}",),
+            fix="take it away",
+            unset=(name,),
+        )
     return Problem(
         id="torch.import",
         goals=BOTH,

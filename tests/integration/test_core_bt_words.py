@@ -1,0 +1,76 @@
+"""What a process said last stands in its core: assertions, exceptions, the C library's checks; and whose they are."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cores import PROGRAMS, make_core, need_cores
+from support import Result, distdiag
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CRASHES = {
+    "first_check": ("assertion", "first_check", "Assertion `shard < 3' failed."),
+    "second_check": ("assertion", "second_check", "Assertion `shard > 30' failed."),
+    "free_twice": ("heap-corruption", "free_twice", "double free"),
+    "no_room": ("out-of-memory", "no_room", "instance of 'std::"),
+    "throw_text": ("uncaught-exception", "throw_text", "what():  shard 10 is not readable"),
+    "gloo_mismatch": ("gloo-size-mismatch", "gloo_mismatch", "instance of 'EnforceNotMet'"),
+    "gloo_closed": ("gloo-peer-lost", "gloo_closed", "Connection closed by peer [10.0.0.2]:4711"),
+    "nccl_timeout": ("nccl-timeout", "watch", "Watchdog caught collective operation timeout"),
+    "nccl_remote": ("nccl-peer-lost", "watch", "ncclRemoteError"),
+    "cuda_assert": ("cuda-device-assert", "watch", "CUDA error: device-side assert triggered"),
+    "caught_before": (None, "caught_before", ""),
+}
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All of these crashes, judged together."""
+    folder = tmp_path_factory.mktemp("words")
+    for name in CRASHES:
+        (folder / name).mkdir()
+        make_core("dies_saying_why", folder / name, str(folder), name)
+    document = core_bt(folder).report
+    assert len(document["data"]["cores"]) == len(CRASHES)
+    return document
+
+
+def core_bt(path: Path) -> Result:
+    return distdiag("core-bt", "--json", str(path))
+
+
+@pytest.mark.parametrize("name", CRASHES)
+def test_the_reason_is_read_from_the_core_and_the_title_names_who_asked(report: dict[str, Any], name: str) -> None:
+    signature, function, said = CRASHES[name]
+    (core,) = [one for one in report["data"]["cores"] if f"/{name}/" in one["path"]]
+    assert core["signature"] == signature
+    assert said in core["said"]
+    assert bool(core["said"]) == bool(said)
+    (finding,) = [one for one in report["findings"] if core["path"] in one["evidence"]]
+    assert function in finding["title"].partition(", in C: ")[2] or f"in {function}" in finding["title"]
+    assert core["said"].splitlines()[:1] == [one[9:] for one in finding["evidence"] if one.startswith("it said: ")][:1]
+
+
+def test_a_full_file_system_is_no_file_that_was_made_shorter(tmp_path: Path) -> None:
+    (tmp_path / "shortened").mkdir()
+    shortened = make_core("dies_by_sigbus", tmp_path / "shortened")
+    assert core_bt(shortened).report["data"]["cores"][0]["signature"] == "file-shortened"
+    (tmp_path / "shortened/samples.bin").unlink()
+    found = core_bt(shortened)
+    assert found.report["data"]["cores"][0]["signature"] == "mapped-file-lost"
+
+
+def test_a_write_inside_a_file_of_a_full_tmpfs_found_no_room(tmp_path: Path) -> None:
+    need_cores()
+    (tmp_path / "full").mkdir()
+    dies = f"{sys.executable} {PROGRAMS / 'dies_of_full_tmpfs.py'} full"
+    mounted = f"cd {tmp_path} && mount -t tmpfs -o size=64k tmpfs full && ulimit -c unlimited"
+    script = f'{mounted} && {{ {dies} >ready; exec "$@"; }}'
+    found = distdiag("core-bt", "--json", str(tmp_path), wrap=("unshare", "-m", "sh", "-c", script, "sh"))
+    assert found.report["data"]["cores"][0]["signature"] == "no-space", found.out
+    assert "no room" in found.findings["crash"]["detail"]
+    assert found.findings["crash"]["fix"]["commands"] == [f"df -h {tmp_path}/full/samples.bin"]

@@ -1,0 +1,122 @@
+"""A log and the machine that it is explained on: whose it is, how it ended, and what is unknown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from cuda_machines import Machine
+
+from distdiag.cluster.targets import Cluster
+from distdiag.commands.cuda_env.explain import judge
+from distdiag.commands.cuda_env.model import Request
+from distdiag.gathered import Gathered
+from distdiag.report import Level
+
+if TYPE_CHECKING:
+    from distdiag.commands.cuda_env.collect import CudaFacts
+    from distdiag.commands.cuda_env.result import CudaEnv
+    from distdiag.report import Report
+
+RECORDED = Path(__file__).parents[1] / "recorded/cuda_logs"
+UNSET = "OSError: CUDA_HOME environment variable is not set. Please set it to your CUDA install root.\n"
+ROCM = "/opt/rocm-6.3.4/bin/hipcc -I/opt/rocm-6.3.4/include -D__HIP_PLATFORM_AMD__=1 -c flash_api_hip.hip\n"
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> CudaFacts:
+    """A machine whose torch has CUDA, and whose toolkit nobody finds."""
+    machine = Machine(tmp_path_factory.mktemp("explain") / "box")
+    machine.compiler("gcc", "12.2.0")
+    machine.torch("2.9.1+cu128", "12.8")
+    machine.toolkit("12.8")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return machine.examine(monkeypatch, "build")
+
+
+def explained(text: str, facts: CudaFacts) -> Report[CudaEnv]:
+    return judge(Request(cluster=Cluster()), (text, ""), Gathered(facts=[facts]))
+
+
+def ids(report: Report[CudaEnv]) -> list[str]:
+    return [one.id.removeprefix("cuda-env.log.") for one in report.findings]
+
+
+def commands(report: Report[CudaEnv]) -> str:
+    return "\n".join(command for one in report.findings for command in (one.fix.commands if one.fix else ()))
+
+
+def test_a_log_of_this_machine_gets_its_toolkit(facts: CudaFacts) -> None:
+    report = explained(UNSET, facts)
+    assert (ids(report), report.exit_code()) == (["cuda-home-unset"], 1)
+    assert "export CUDA_HOME=/" in commands(report)
+    assert "/usr/local/cuda-12.8" in commands(report)
+
+
+@pytest.mark.parametrize(
+    ("more", "sign"),
+    [
+        ("Torch 2.0.1+cu118\n", "torch 2.0.1+cu118"),
+        (
+            '  File "/home/kim/.local/lib/python3.10/site-packages/torch/utils/cpp_extension.py", line 2506\n',
+            "/home/kim/",
+        ),
+        ("bin C:\\Users\\mustf\\anaconda3\\envs\\py310\\lib\n", "C:\\Users"),
+        (ROCM, "ROCm (/opt/rocm-6.3.4)"),
+    ],
+)
+def test_nothing_of_this_machine_gets_into_the_log_of_another(facts: CudaFacts, more: str, sign: str) -> None:
+    report = explained(more + UNSET, facts)
+    assert ids(report) == ["cuda-home-unset", "elsewhere"]
+    assert sign in report.findings[-1].title
+    assert "cuda-12.8" not in commands(report)
+    assert facts.python.executable not in commands(report)
+    assert ("CUDA_HOME" not in commands(report)) or more != ROCM
+
+
+@pytest.mark.parametrize("passing", ["/tmp/pip-build-env-x1/overlay/lib/python3.11/site-packages/torch/x.py", ""])
+def test_an_environment_of_the_build_itself_is_no_other_machine(facts: CudaFacts, passing: str) -> None:
+    assert "elsewhere" not in ids(explained(f"{passing}\n{UNSET}", facts))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Successfully built flash-attn\nSuccessfully installed flash-attn-2.8.3\n",
+        f"{UNSET}WARNING: Retrying: Temporary failure in name resolution\nSuccessfully installed x-1\n",
+        "cc1plus: all warnings being treated as errors is off\n[ 50%] Building\n[100%] Built target ops\n",
+        "  -- Performing Test HAS_X - Failed\nSuccessfully installed x-1.0\nWARNING: Running pip as root; this fails\n",
+    ],
+)
+def test_a_log_that_succeeded_is_ok(facts: CudaFacts, text: str) -> None:
+    report = explained(text, facts)
+    assert (ids(report)[0], report.exit_code()) == ("success", 0)
+    assert all(one.level is Level.INFO for one in report.findings)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Successfully installed x-1.0\n{UNSET}",
+        "Successfully built a\nFailed to build b\nERROR: Could not build wheels for b\n",
+        "Successfully installed torch-2.9.1\nTraceback (most recent call last):\nValueError: no such shard\n",
+    ],
+)
+def test_what_failed_after_a_success_is_no_success(facts: CudaFacts, text: str) -> None:
+    report = explained(text, facts)
+    assert "success" not in ids(report)
+    assert report.exit_code() in (1, 3)
+
+
+@pytest.mark.parametrize("name", ["nccl_watchdog", "nccl_timeout", "object_missing", "nccl_peer_closed"])
+def test_a_log_of_consequences_alone_is_unknown(facts: CudaFacts, name: str) -> None:
+    report = explained((RECORDED / f"{name}.txt").read_text(), facts)
+    assert (ids(report)[0], report.exit_code()) == ("unknown", 3)
+    assert report.findings[0].fix is not None
+
+
+def test_a_command_that_changes_nothing_here_is_left_out(facts: CudaFacts) -> None:
+    report = explained((RECORDED / "cudnn_version.txt").read_text(), facts)
+    assert report.exit_code() == 1
+    assert "unset LD_LIBRARY_PATH" not in commands(report)
