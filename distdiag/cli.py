@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import signal
 import sys
-from typing import TYPE_CHECKING, Annotated, NoReturn, TextIO, cast
+from typing import Annotated, NoReturn, TextIO, cast
 
 import typer
 
-from distdiag import __version__
+from distdiag import __version__, interrupts, limits
+from distdiag.deliver import harmless
 from distdiag.errors import Interrupted
 from distdiag.subcommands import Group, Sub, add, split, typed_words
-
-if TYPE_CHECKING:
-    from types import FrameType
 
 _SUBCOMMANDS = (
     Sub("gpu-test", "gpu_test.command:gpu_test", "Can all ranks talk, reduce correctly and use their memory?"),
@@ -89,7 +86,10 @@ def _main(
 
 
 class _Tee:
-    """stderr that remembers what typer says about a wrong command line, and bears a stderr that cannot be written."""
+    """stderr that remembers what typer says about a wrong command line, and bears a stderr that cannot be written.
+
+    Whatever is written here, by us or by typer, cannot command the terminal.
+    """
 
     def __init__(self, stream: TextIO | None) -> None:
         self.stream = stream
@@ -99,7 +99,7 @@ class _Tee:
         self.heard = (self.heard + text)[-4000:]
         with contextlib.suppress(OSError):
             if self.stream is not None:
-                self.stream.write(text)
+                self.stream.write(harmless(text, self.stream.encoding))
                 self.stream.flush()
         return len(text)
 
@@ -115,21 +115,12 @@ class _Tee:
         return getattr(self.stream if self.stream is not None else sys.__stdout__, name)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    # What is left to do takes a few seconds at most; a second Ctrl-C would only lose the report.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
 def main() -> None:
     """Run distdiag; however it ends, a program that asked for JSON gets a document and the right exit status."""
-    # SIGTERM counts as Ctrl-C: a scheduler that ends us gets what is known by then.
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, _interrupt)
     tee = _Tee(sys.stderr)
     sys.stderr = cast("TextIO", tee)
     try:
+        interrupts.handle()
         _program()()
     except SystemExit as end:
         if end.code == Interrupted.exit_code and not _has_spoken():
@@ -139,11 +130,14 @@ def main() -> None:
             _end_without_report(2, "usage", tee.heard.rpartition("Error: ")[2].strip())
         raise
     except KeyboardInterrupt:
+        if _has_spoken():  # stdout took only a part of the report, or none: a second document would be no JSON
+            sys.exit(Interrupted.exit_code)
         _end_without_report(Interrupted.exit_code, Interrupted.id, str(Interrupted()))
     except Exception as bug:  # noqa: BLE001 - the last boundary: status 1 would say that a fault of the job was found
         if scarce := _scarce(bug):
-            sys.stderr.write(f"distdiag: {scarce}\n")
-            _end_without_report(3, "scarce", scarce)
+            hint = limits.hint_for(scarce)
+            sys.stderr.write(f"distdiag: {scarce}\nhint: {hint}\n")
+            _end_without_report(3, "scarce", scarce, hint)
         import traceback
 
         traceback.print_exc()
@@ -154,9 +148,11 @@ def _scarce(error: Exception) -> str:
     """Name what there is no more of for us; empty if that is not what went wrong."""
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.EMFILE, errno.ENFILE):
-        return "no more files may be opened: raise the limit (ulimit -n 1024)"
+        return "Too many open files"
+    if number == errno.EAGAIN or (isinstance(error, RuntimeError) and "can't start new thread" in str(error)):
+        return "no process or thread can be started: Resource temporarily unavailable"
     if number == errno.ENOMEM or isinstance(error, MemoryError):
-        return "there is no memory left for distdiag (see ulimit -v, and the limit of the container)"
+        return "no memory is left for distdiag: Cannot allocate memory"
     return ""
 
 
@@ -165,12 +161,12 @@ def _has_spoken() -> bool:
     return deliver is not None and deliver.has_spoken()
 
 
-def _end_without_report(code: int, id_: str, message: str) -> NoReturn:
+def _end_without_report(code: int, id_: str, message: str, hint: str = "") -> NoReturn:
     if "--json" in sys.argv:
         from distdiag import deliver
 
         command = _command_of(sys.argv[1:])
-        hint = f"distdiag {command} --help" if command else "distdiag --help"
+        hint = hint or (f"distdiag {command} --help" if command else "distdiag --help")
         deliver.emit(deliver.error_document(command, code, id_, message, hint))
     sys.exit(code)
 

@@ -10,14 +10,14 @@ import json
 import os
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
 import typer
 
-from distdiag import __version__
+from distdiag import __version__, interrupts
 from distdiag.errors import DistdiagError, Interrupted
-from distdiag.report import Level
+from distdiag.report import Level, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -32,9 +32,15 @@ if TYPE_CHECKING:
 Data = TypeVar("Data")
 SCHEMA = "distdiag/1"
 _WIDEST = 100
+_LONGEST = 5000
 _spoken = False
-_MOVES = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]|\x1b(?!\[[0-9;]*m)")
-"""What moves the cursor or worse: names of files, hosts and functions are somebody else's. Our colours stay."""
+_MOVES = re.compile(
+    r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]|\x1b(?!\[(?:0|1|(?:1;)?3[0-7])m)"
+)
+"""What moves the cursor, turns text around or worse: names of files, hosts and functions are somebody else's.
+
+Our own colours stay.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +66,20 @@ def deliver(
         fail(command, error, as_json=output.json)
     except KeyboardInterrupt:
         fail(command, Interrupted(), as_json=output.json)
-    code = report.exit_code(strict=output.strict)
+    with interrupts.held():
+        text = _page(report, view, output)
+        # All is known by now; of a launcher that ends the others because of the fault, the fault stays the answer.
+        if interrupts.came() and report.verdict != Verdict.FAIL:
+            report = replace(report, interrupted=True)
+            text = _page(report, view, output)
+    emit(text)
+    raise typer.Exit(report.exit_code(strict=output.strict))
+
+
+def _page(report: Report[Data], view: Callable[[Report[Data]], Iterable[RenderableType]], output: Output) -> str:
     if output.json:
-        emit(json.dumps(_envelope(report, code), indent=2) + "\n")
-    else:
-        emit(_render(report, view, whole=output.findings_in_view))
-    raise typer.Exit(code)
+        return _as_json(_envelope(report, report.exit_code(strict=output.strict)))
+    return _render(report, view, whole=output.findings_in_view)
 
 
 def load() -> None:
@@ -89,7 +103,7 @@ def deliver_lines(command: str, write: Callable[[], list[str]], *, as_json: bool
     except KeyboardInterrupt:
         fail(command, Interrupted(), as_json=as_json)
     if as_json:
-        emit(json.dumps({**_head(command, 0), "data": {"lines": lines}}, indent=2) + "\n")
+        emit(_as_json({**_head(command, 0), "data": {"lines": lines}}))
     else:
         emit("\n".join(lines) + "\n")
     raise typer.Exit(0)
@@ -106,11 +120,22 @@ def fail(command: str, error: DistdiagError, *, as_json: bool) -> NoReturn:
 
 
 def error_document(command: str, exit_code: int, id_: str, message: str, hint: str) -> str:
-    """Make the JSON document of a diagnosis that failed."""
-    return (
-        json.dumps({**_head(command, exit_code), "error": {"id": id_, "message": message, "hint": hint}}, indent=2)
-        + "\n"
-    )
+    """Make the JSON document of a diagnosis that failed: it has a verdict and findings as every other has."""
+    from distdiag.report import Finding, Fix, Level, Report
+
+    finding = Finding(id=id_, level=Level.UNKNOWN, title=message, fix=Fix(text=hint) if hint else None)
+    whole = _envelope(Report(command=command, data=None, findings=(finding,), summary=message), exit_code)
+    whole.pop("data")
+    return _as_json({**whole, "error": {"id": id_, "message": message, "hint": hint}})
+
+
+def harmless(text: str, encoding: str | None) -> str:
+    """Return text without what commands a terminal, and without letters that the stream's encoding does not have.
+
+    For both streams: a name that is no UTF-8 is, in Python, a letter that cannot be written.
+    """
+    encoding = encoding or "utf-8"
+    return _MOVES.sub("?", text).encode(encoding, "replace").decode(encoding)
 
 
 def emit(text: str) -> None:
@@ -124,10 +149,13 @@ def emit(text: str) -> None:
     if sys.stdout is None:  # started with stdout closed
         return
     try:
-        sys.stdout.write(text)
+        sys.stdout.write(harmless(text, sys.stdout.encoding))
         sys.stdout.flush()
     except BrokenPipeError:
         _discard(sys.stdout)
+    except KeyboardInterrupt:  # nobody reads it
+        _discard(sys.stdout)
+        raise
     except OSError as error:
         _discard(sys.stdout)
         say(f"distdiag: cannot write the report to stdout: {error.strerror}")
@@ -168,7 +196,16 @@ def plain_table(*columns: Column) -> Table:
     """Make a table as all our tables are: no lines, which say nothing and break when pasted."""
     from rich.table import Table
 
-    return Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    class Bounded(Table):
+        def add_row(self, *cells: RenderableType | None, **style: Any) -> None:  # noqa: ANN401 - as rich has them
+            super().add_row(*(_bounded(cell) if isinstance(cell, str) else cell for cell in cells), **style)
+
+    return Bounded(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+
+
+def _bounded(text: str) -> str:
+    """Cut what no path and no sentence is: wrapping a name of megabytes takes longer than all else."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} letters: --json has them)"
 
 
 def host_table(rows: Iterable[Row]) -> Iterator[RenderableType]:
@@ -214,7 +251,7 @@ class Whole:
     """A line that is never wrapped, so that it pastes and greps. (rich forgets that of a bare Text.)"""
 
     def __init__(self, line: str, *, style: str = "") -> None:
-        self._line, self._style = line, style
+        self._line, self._style = _bounded(line), style
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text
@@ -226,7 +263,7 @@ class Wrapped:
     """Words that wrap below a margin (`hang`: that of all lines but the first); nothing pads its lines."""
 
     def __init__(self, text: str, *, margin: int, hang: int | None = None, style: str = "") -> None:
-        self._text, self._style = text, style
+        self._text, self._style = _bounded(text), style
         self._first, self._rest = " " * margin, " " * (margin if hang is None else hang)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -253,7 +290,9 @@ class Progress:
         if sys.stderr is not None and sys.stderr.isatty():
             from rich.console import Console
 
-            console = Console(stderr=True, markup=False, highlight=False, emoji=False)
+            # Not the stream that takes out what moves the cursor: this line is drawn by moving it.
+            stream = getattr(sys.stderr, "stream", sys.stderr)
+            console = Console(file=stream, markup=False, highlight=False, emoji=False)
             self._status = console.status("starting")
             self._status.start()
 
@@ -263,14 +302,14 @@ class Progress:
     def news(self, text: str) -> None:
         """Something was reached; in a pipe it stays as a line of the log."""
         if self._status is not None:
-            self._status.update(text)
+            self._status.update(harmless(text, None))
         else:
             say(f"distdiag: {text}")
 
     def now(self, text: str) -> None:
         """Show what is being waited for; only on a terminal."""
         if self._status is not None:
-            self._status.update(text)
+            self._status.update(harmless(text, None))
 
     def __exit__(self, *_: object) -> None:
         if self._status is not None:
@@ -280,6 +319,14 @@ class Progress:
 def _discard(stream: TextIO) -> None:
     # Python flushes its streams once more at its end, and would complain then.
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _as_json(document: dict[str, Any]) -> str:
+    text = json.dumps(document, indent=2)
+    if "\\ud" in text:  # half a letter, as of a name that is no UTF-8: other programs refuse the whole document for it
+        whole = json.dumps(document, ensure_ascii=False).encode("utf-8", "replace")
+        text = json.dumps(json.loads(whole), indent=2)
+    return text + "\n"
 
 
 def _head(command: str, exit_code: int) -> dict[str, Any]:
@@ -316,7 +363,7 @@ def _render(report: Report[Data], view: Callable[[Report[Data]], Iterable[Render
     for part in view(report):
         console.print(part, crop=False)
     if whole:
-        return _MOVES.sub("?", page.getvalue())
+        return page.getvalue()
     # The eye is at the end: what matters most stands there, the verdict and its fix last (the sort is stable).
     findings = sorted(reversed(report.findings), key=_least_first)
     worst = findings.pop() if findings and findings[-1].level in (Level.FAIL, Level.UNKNOWN) else None
@@ -327,7 +374,7 @@ def _render(report: Report[Data], view: Callable[[Report[Data]], Iterable[Render
     else:
         console.print()
         _print_text(console, f"{verdict}: {report.summary}", indent=0, style=_style(report.verdict))
-    return _MOVES.sub("?", page.getvalue())
+    return page.getvalue()
 
 
 def _least_first(finding: Finding) -> int:
@@ -340,7 +387,7 @@ def _print_finding(console: Console, finding: Finding, level: str, title: str) -
     _print_text(console, title)
     _print_text(console, finding.detail)
     for line in finding.evidence:
-        console.print("    " + line, soft_wrap=True)
+        console.print("    " + _bounded(line), soft_wrap=True)
     if finding.fix is not None:
         _print_text(console, "fix: " + finding.fix.text)
         for command in finding.fix.commands:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
+import io
 import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distdiag.errors import DistdiagError, UsageError
+from distdiag.node import private
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,21 +41,16 @@ def check_picture(target: str) -> None:
 
 
 def write_picture(figure: Figure, target: str) -> None:
-    """Write a figure of matplotlib. Raises DistdiagError; then no empty file is left."""
-    try:
-        figure.savefig(target, bbox_inches="tight")
-    except OSError as error:
-        if os.path.isfile(target) and not os.path.getsize(target):
-            os.unlink(target)
-        raise DistdiagError(
-            f"cannot write {target}: {error.strerror}", hint="name a place that can be written"
-        ) from error
+    """Write a figure of matplotlib. Raises DistdiagError."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, bbox_inches="tight", format=os.path.splitext(target)[1][1:].lower())
+    write_whole(target, drawn.getvalue())
 
 
 def make_folder(option: str, folder: str) -> None:
-    """Make a folder that an option names. Raises UsageError."""
+    """Make a folder that an option names, for this user alone. Raises UsageError."""
     try:
-        os.makedirs(folder, exist_ok=True)
+        private.make_folder(folder)
     except OSError as error:
         raise UsageError(f"{option} {folder}: {error.strerror}", hint="name a folder that can be written") from error
 
@@ -65,24 +61,14 @@ def write_for_host(folder: str, host: str, data: bytes) -> None:
 
 
 def write_whole(path: str, data: bytes) -> None:
-    """Write a file whole or not at all; what is no file (/dev/stdout) is written to, and never replaced.
+    """Write a file that a user names, for that user alone, whole or not at all; see private.write_whole.
 
     Raises:
         DistdiagError: it cannot be written.
     """
-    path = os.path.realpath(path)
-    draft = f"{path}.{os.getpid()}.part"
     try:
-        if os.path.exists(path) and not os.path.isfile(path):
-            with open(path, "wb") as file:
-                file.write(data)
-            return
-        with open(draft, "wb") as file:
-            file.write(data)
-        os.replace(draft, path)
+        private.write_whole(path, data)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            os.unlink(draft)
         raise DistdiagError(
             f"cannot write {path}: {error.strerror}", hint="name a place that can be written"
         ) from error

@@ -66,14 +66,15 @@ def start(
     *,
     env: Mapping[str, str] | None = None,
     stdout: int | None = None,
+    dies_by: int = signal.SIGKILL,
 ) -> int:
-    """Start a program that dies with us; gives its pid. `mask` are the signals that it holds back."""
+    """Start a program that dies with us, by `dies_by`; gives its pid. `mask` are the signals that it holds back."""
     _flush()
     child = os.fork()
     if child:
         return child
     try:
-        run.die_with_parent()
+        run.die_with_parent(dies_by)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and the job would inherit that
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -46,6 +46,13 @@ def called_as() -> str:
 
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")]
 StrictOpt = Annotated[bool, typer.Option("--strict", help="Let warnings count as faults (exit 1).")]
+SaveOpt = Annotated[
+    str, typer.Option("--save", metavar="DIR", help="Save the facts of this run there, a file for each host.")
+]
+FromOpt = Annotated[
+    list[str] | None,
+    typer.Option("--from", metavar="PATH", help="Judge facts that --save wrote: DIR, or its files; can be repeated."),
+]
 TimeoutOpt = Annotated[
     float,
     typer.Option(min=1.0, max=86400.0, metavar="SECONDS", help="Longest time without a step of any rank."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, TypeVar
@@ -30,11 +31,19 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """What a finding is about; empty where it is about all or none."""
+    """What a finding accuses, so that a script can drain it; empty where it is about all or none."""
 
     hosts: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
     pids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Witnesses:
+    """Who saw it, or suffers from it, without being at fault."""
+
+    hosts: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +52,11 @@ class Fix:
 
     text: str
     commands: tuple[str, ...] = ()
+
+
+def quoted(word: str) -> str:
+    """Quote a word of a command that is printed: for zsh too, where a word or value that begins with = or ^ is more."""
+    return f"'{word}'" if word[:1] in ("=", "^") and shlex.quote(word) == word else shlex.quote(word)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +68,7 @@ class Finding:
     title: str
     detail: str = ""
     where: Where = Where()
+    witnesses: Witnesses = Witnesses()
     evidence: tuple[str, ...] = ()
     fix: Fix | None = None
 

@@ -1,0 +1,257 @@
+"""The facts of one run, of all its hosts: what --save DIR writes, a file for each host, and --from judges again.
+
+A file holds the request and what one host told, or why it told nothing. So a folder of them, or files that several
+people sent, are enough for the same report on another machine.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import msgspec  # noqa: TID253 - this module is only imported when there are facts to gather or to read
+
+from distdiag import __version__
+from distdiag.cluster.records import Senseless, read_json
+from distdiag.cluster.rows import Refusal, Row  # noqa: TC001 - msgspec reads the annotations
+from distdiag.errors import UsageError
+from distdiag.files import named_files, write_whole
+from distdiag.node.wire import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+Asked = TypeVar("Asked")
+Facts = TypeVar("Facts")
+_SCHEMA = "distdiag-facts/1"
+_MOST_BYTES = 256 * 2**20
+_MOST_REASONS = 3
+_ONE_RUN_S = 3600.0
+"""Files of one folder are of one run, or of runs that people made on each node at the same occasion."""
+
+
+@dataclass(kw_only=True)
+class Gathered(Generic[Facts]):
+    """What came from the hosts, in the order in which they were named; each of the facts has a `host`.
+
+    `missing`: by host, why not all of its facts came. `rows` and `refusals`: what became of each host that was asked
+    for; this machine alone has no row.
+    """
+
+    facts: list[Facts] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    rows: tuple[Row, ...] = ()
+    refusals: dict[str, Refusal] = field(default_factory=dict)
+    interrupted: bool = False
+
+
+class _Head(msgspec.Struct, frozen=True):
+    schema: str
+    command: str
+
+
+class _Saved(msgspec.Struct, Generic[Asked, Facts], frozen=True, kw_only=True):
+    """One host's file. `number`: its place among the hosts; `at`: when it was saved, in seconds since 1970."""
+
+    schema: str = _SCHEMA
+    command: str
+    version: str = __version__
+    at: float = 0.0
+    number: int
+    host: str
+    request: Asked
+    interrupted: bool = False
+    missing: str = ""
+    row: Row | None = None
+    refusal: Refusal | None = None
+    facts: Facts | None = None
+
+
+@dataclass(frozen=True)
+class Foreign(Generic[Facts]):
+    """How files of another tool become facts: each is parsed (which may raise Senseless), and all together they are."""
+
+    parse: Callable[[bytes, Path], list[Any]]
+    combine: Callable[[list[Any]], list[Facts]]
+    request: Callable[[Any], Any]
+    """What was asked, as far as such files tell: from the request that was typed to judge them."""
+
+
+def save(folder: str, command: str, request: object, gathered: Gathered[Any]) -> None:
+    """Write a file for each host. Values of variables (--env NAME=VALUE) are left out. Raises DistdiagError."""
+    facts = {one.host: one for one in gathered.facts}
+    rows = {row.host: row for row in gathered.rows}
+    names: set[str] = set()
+    at = time.time()
+    for number, host in enumerate(dict.fromkeys([*rows, *facts, *gathered.refusals, *gathered.missing])):
+        saved = _Saved(
+            command=command,
+            at=at,
+            number=number,
+            host=host,
+            request=_without_values(request),
+            interrupted=gathered.interrupted,
+            missing=gathered.missing.get(host, ""),
+            row=rows.get(host),
+            refusal=gathered.refusals.get(host),
+            facts=facts.get(host),
+        )
+        name = re.sub(r"[^\w.-]", "_", f"{command}.{host}")[:200]
+        name = f"{name}.{number}" if name in names else name
+        names.add(name)
+        write_whole(os.path.join(folder, f"{name}.json"), msgspec.json.encode(saved))
+
+
+def _without_values(request: Any) -> Any:  # noqa: ANN401 - each command has a type of its own
+    """Keep the names of variables that were typed for the hosts: their values may be secrets."""
+    names = tuple(one.partition("=")[0] for one in request.cluster.env)
+    return replace(request, cluster=replace(request.cluster, env=names))
+
+
+def are_facts(paths: Sequence[str]) -> bool:
+    """Tell whether one of these files, or of those in these folders, is what --save wrote."""
+    there = [path for path in paths if path and (os.path.isdir(path) or os.path.isfile(path))]
+    return any(_begins(path).startswith(b'{"schema":"' + _SCHEMA.encode()) for path in named_files(there))
+
+
+def _begins(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(100)
+    except OSError:
+        return b""
+
+
+def read(
+    paths: Sequence[str],
+    command: str,
+    types: tuple[type[Asked], type[Facts]],
+    foreign: Foreign[Facts] | None = None,
+) -> tuple[Asked | None, Gathered[Facts]]:
+    """Read what --save wrote: files, or all of folders; of several runs, the request of the first.
+
+    A file that cannot be read is as a host that did not answer, if it was named or is called as those that can be read.
+
+    Args:
+        paths: files and folders.
+        command: whose facts they are to be; those of others are passed over.
+        types: of its request, and of the facts of one host.
+        foreign: what reads files that are not ours.
+
+    Raises:
+        UsageError: a path is not there, or none of the files can be read.
+    """
+    reader = _Reader(command, types, foreign)
+    files = [(name, path) for name in paths for path in named_files([name])]
+    gc.disable()  # hundreds of thousands of small objects that all stay: they would be walked again and again
+    try:
+        for name, path in {path.resolve(): (name, path) for name, path in files}.values():
+            reader.take(path, named=str(path) == name)
+    finally:
+        gc.enable()
+    return reader.result(paths)
+
+
+class _Reader(Generic[Asked, Facts]):
+    def __init__(
+        self,
+        command: str,
+        types: tuple[type[Asked], type[Facts]],
+        foreign: Foreign[Facts] | None,
+    ) -> None:
+        self._command, self._foreign = command, foreign
+        # What a Generic is of is only known here.
+        saved: Any = _Saved
+        self._type = saved[types]
+        self._runs: dict[Path, dict[Path, _Saved[Asked, Facts]]] = {}
+        self._foreigners: list[Any] = []
+        self._suffixes: set[str] = set()
+        self._unread: dict[Path, tuple[str, bool]] = {}
+        self._others: set[str] = set()
+
+    def take(self, path: Path, *, named: bool) -> None:
+        try:
+            data = _load(path)
+            if self._foreign is not None and b'"schema":"distdiag-' not in data[:60]:
+                self._foreigners += self._foreign.parse(data, path)
+            else:
+                head = _head(data)
+                if head.command != self._command:
+                    self._others.add(head.command)
+                    return
+                self._runs.setdefault(path.parent, {})[path] = _decode(data, self._type)
+        except Senseless as error:
+            self._unread[path] = (str(error), named)
+        else:
+            self._suffixes.add(path.suffix)
+
+    def result(self, paths: Sequence[str]) -> tuple[Asked | None, Gathered[Facts]]:
+        gathered = Gathered[Facts]()
+        request: Asked | None = None
+        for run in self._runs.values():
+            newest = max(one.at for one in run.values())
+            for path, one in sorted(run.items(), key=lambda item: item[1].number):
+                if one.at < newest - _ONE_RUN_S:
+                    gathered.missing[path.name] = f"{path} is left out: it is of an earlier run than others there"
+                    continue
+                request = request or one.request
+                _add(gathered, one)
+        if self._foreign is not None and self._foreigners:
+            gathered.facts += self._foreign.combine(self._foreigners)
+        if not gathered.facts and not gathered.rows and not gathered.refusals:
+            raise self._nothing(paths)
+        for path, (why, named) in self._unread.items():
+            # What else lies in a folder is nobody's facts, unless it is called as these are.
+            if named or path.suffix in self._suffixes:
+                gathered.missing[path.name] = f"{path} {why}"
+        return request, gathered
+
+    def _nothing(self, paths: Sequence[str]) -> UsageError:
+        reasons = [f"{path.name} {why}" for path, (why, _) in self._unread.items()][:_MOST_REASONS]
+        more = f" ({'; '.join(reasons)})" if reasons else ""
+        other = next(iter(sorted(self._others)), "")
+        hint = f"they are of another command: distdiag {printable(other[:40])} --from" if other else ""
+        takes = ", or what it reads of other tools" if self._foreign is not None else ""
+        return UsageError(
+            f"no facts of {self._command} in {', '.join(paths)}{more}",
+            hint=hint or f"name what {self._command} --save wrote{takes}",
+        )
+
+
+def _add(gathered: Gathered[Facts], one: _Saved[Any, Facts]) -> None:
+    gathered.interrupted |= one.interrupted
+    gathered.rows += (one.row,) if one.row is not None else ()
+    if one.refusal is not None:
+        gathered.refusals[one.host] = one.refusal
+    if one.missing:
+        gathered.missing[one.host] = one.missing
+    if one.facts is not None:
+        gathered.facts.append(one.facts)
+
+
+def _load(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise Senseless(f"is larger than {_MOST_BYTES >> 20} MiB")
+        return path.read_bytes()
+    except OSError as error:
+        raise Senseless(f"cannot be read: {error.strerror}") from error
+
+
+def _head(data: bytes) -> _Head:
+    head: _Head = _decode(data, _Head)
+    if head.schema != _SCHEMA:
+        raise Senseless(f"is of {printable(head.schema[:40])}, not of {_SCHEMA}")
+    return head
+
+
+def _decode(data: bytes, type_: type[Any]) -> Any:  # noqa: ANN401 - what was asked for
+    try:
+        return read_json(data, type_)
+    except Senseless as error:
+        raise Senseless(f"is not what --save wrote: {error}") from error

@@ -1,0 +1,322 @@
+"""From the options of a command to its report: the one way of all commands that look at nodes.
+
+    options -> facts of all hosts (collected now, or --from) -> diagnose -> report
+
+A command gives what is its own: what to collect, how to diagnose it, how to show it. What is the same for all stands
+here once: --save and --from, --explain-transport, --json, Ctrl-C with what is known by then, hosts that cannot be used,
+second names of one machine, answers that make no sense.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+
+import typer
+
+from distdiag.cluster import access
+from distdiag.cluster.access import Agent, open_fleet
+from distdiag.cluster.targets import describe, find_targets
+from distdiag.deliver import Output, Progress, deliver, deliver_lines, is_done_by_another
+from distdiag.errors import DistdiagError, UsageError
+from distdiag.files import make_folder
+from distdiag.gathered import Foreign, Gathered, read, save
+from distdiag.node.wire import printable
+from distdiag.report import Finding, Fix, Level
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from rich.console import RenderableType
+
+    from distdiag.cluster.fleet import Fleet
+    from distdiag.cluster.node import Node
+    from distdiag.cluster.targets import Cluster, Targets
+    from distdiag.report import Report
+
+Asked = TypeVar("Asked")
+First = TypeVar("First")
+Part = TypeVar("Part")
+Facts = TypeVar("Facts")
+Data = TypeVar("Data")
+UNFINISHED = "not finished when interrupted"
+_WAITED_FOR = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subcommand(Generic[Asked, Facts, Data]):
+    """What is a command's own. Its request has `program` and `cluster`; its facts have `host`."""
+
+    name: str
+    request: type[Asked]
+    facts: type[Facts]
+    collect: Callable[[Asked, Progress], Gathered[Facts]]
+    """May raise UsageError, and DistdiagError where this machine's own node side failed."""
+    diagnose: Callable[[Asked, Gathered[Facts]], Report[Data]]
+    """Pure."""
+    view: Callable[[Asked, Gathered[Facts], Report[Data]], Iterable[RenderableType]]
+    explain: Callable[[Asked], list[str]]
+    """Writes how the hosts would be reached."""
+    shown_as_typed: tuple[str, ...] = ()
+    """Fields of the request that say what is shown, and how: with --from those typed now go before the saved ones."""
+    foreign: Foreign[Facts] | None = None
+    """Reads files of --from that are another tool's."""
+    findings_in_view: bool = False
+    saved_as: str = ""
+    """What its saved facts are called, where that is not its name."""
+    by_every_rank: bool = False
+    """Started several times by a launcher, each of them does it; else rank 0 alone."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options that are the same on every command."""
+
+    as_json: bool = False
+    strict: bool = False
+    save: str = ""
+    from_: Sequence[str] | None = None
+    explain: bool = False
+
+
+def run(
+    subcommand: Subcommand[Asked, Facts, Data],
+    asked: Callable[[], Asked],
+    options: Options,
+    finish: Callable[[Report[Data]], Report[Data]] = lambda report: report,
+) -> NoReturn:
+    """Do what was asked for, print its report, and leave with its exit status.
+
+    Args:
+        subcommand: what it is.
+        asked: makes the request of what was typed; may raise UsageError.
+        options: what was typed of the options that all commands have.
+        finish: what else is done with the report, before it is printed; may raise DistdiagError, or add to it.
+    """
+    if options.explain:
+        deliver_lines(subcommand.name, lambda: subcommand.explain(asked()), as_json=options.as_json)
+    judged: list[tuple[Asked, Gathered[Facts]]] = []
+
+    def report() -> Report[Data]:
+        unsaved: list[DistdiagError] = []
+        request, gathered = facts_of(subcommand, asked(), options, unsaved)
+        judged.append((request, gathered))
+        with _of_files(options):
+            made = subcommand.diagnose(request, gathered)
+        made = finish(made)
+        return not_saved(made, unsaved[0]) if unsaved else made
+
+    def view(made: Report[Data]) -> Iterable[RenderableType]:
+        with _of_files(options):
+            return list(subcommand.view(*judged[0], made))
+
+    output = Output(json=options.as_json, strict=options.strict, findings_in_view=subcommand.findings_in_view)
+    deliver(subcommand.name, report, view, output)
+
+
+@contextlib.contextmanager
+def _of_files(options: Options) -> Iterator[None]:
+    """What is read from files may contradict itself in any way: then the files are at fault."""
+    try:
+        yield
+    except DistdiagError:
+        raise
+    except Exception as error:
+        if not options.from_:
+            raise
+        raise DistdiagError(
+            f"the saved facts contradict themselves: {type(error).__name__}: {printable(str(error)[:200])}",
+            hint="save them again; if nobody changed the files, please report it, with them",
+        ) from error
+
+
+def not_saved(report: Report[Data], error: DistdiagError) -> Report[Data]:
+    """Add to a report that a file could not be written: what was found is not lost with it."""
+    fix = Fix(text=error.hint) if error.hint else None
+    failed = Finding(id=f"{report.command}.not-saved", level=Level.UNKNOWN, title=str(error), fix=fix)
+    return replace(report, findings=(*report.findings, failed), summary=f"{report.summary}; {error}")
+
+
+def facts_of(
+    subcommand: Subcommand[Asked, Facts, Any],
+    request: Asked,
+    options: Options,
+    unsaved: list[DistdiagError] | None = None,
+) -> tuple[Asked, Gathered[Facts]]:
+    """Collect the facts, and save them; or read those that were saved, with the request of then.
+
+    Facts that cannot be saved are not lost for that: the error goes into `unsaved`, if there is one.
+
+    Raises:
+        UsageError: the options contradict each other, or a file cannot be read or written.
+        DistdiagError: this machine's node side failed.
+        typer.Exit: another process of the same launcher does the work.
+    """
+    if options.from_:
+        return _read(subcommand, request, options)
+    if not subcommand.by_every_rank and is_done_by_another():
+        raise typer.Exit(0)
+    if options.save:
+        make_folder("--save", options.save)
+    with Progress() as progress:
+        gathered = subcommand.collect(request, progress)
+    if options.save:
+        try:
+            save(options.save, subcommand.saved_as or subcommand.name, request, gathered)
+        except DistdiagError as error:
+            if unsaved is None:
+                raise
+            unsaved.append(error)
+    return request, gathered
+
+
+def _read(
+    subcommand: Subcommand[Asked, Facts, Any],
+    request: Any,  # noqa: ANN401 - a dataclass
+    options: Options,
+) -> tuple[Asked, Gathered[Facts]]:
+    if options.save or request.cluster.typed():
+        raise UsageError("--from judges saved facts", hint="leave out --save, and what names hosts or a Python")
+    types = (subcommand.request, subcommand.facts)
+    saved: Any
+    saved, gathered = read(options.from_ or (), subcommand.saved_as or subcommand.name, types, subcommand.foreign)
+    if saved is None:
+        return (subcommand.foreign.request(request) if subcommand.foreign is not None else request), gathered
+    typed = {name: getattr(request, name) for name in subcommand.shown_as_typed}
+    changed = {name: value for name, value in typed.items() if value != _default(request, name)}
+    return replace(saved, program=request.program, **changed), gathered
+
+
+def _default(request: Any, name: str) -> object:  # noqa: ANN401 - a dataclass
+    return next(field.default for field in fields(request) if field.name == name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asks:
+    """What is asked of which hosts, and how long all of it may take."""
+
+    by_host: Mapping[str, Mapping[str, Any]]
+    timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question(Generic[First, Part, Facts]):
+    """A look at nodes in two steps: every node tells first what is there, then it is asked for more."""
+
+    part: type[Part]
+    """What a node tells when it is asked; it may tell several."""
+    plan: Callable[[Mapping[str, First], bool], Asks]
+    """From what all hosts told first, what each is asked: `plan(told, local)`, local if it is this machine alone.
+
+    A host that is left out is not asked. May raise DistdiagError.
+    """
+    join: Callable[[str, First, Sequence[Part], str], Facts | None]
+    """From what a host told, and why that may not be all, its facts; None: it has none."""
+    doing: str = ""
+    """What is said while they are at it; empty: nothing, for what takes no time."""
+    each_name: bool = False
+    """Ask a machine under each of its names: behind them may be another environment."""
+    before: Callable[[Mapping[str, Node]], None] = lambda _: None
+    """What is done first with the nodes that will be asked."""
+
+
+def gather(
+    cluster: Cluster,
+    agent: Agent,
+    question: Question[First, Part, Facts],
+    progress: Progress,
+    again: Callable[[Gathered[Facts]], bool] = lambda _: False,
+) -> Gathered[Facts]:
+    """Reach this machine or all hosts that are meant, and ask them at the same time; as long as `again`, once more.
+
+    Ctrl-C ends it early: what is known by then is given.
+
+    Raises:
+        UsageError: the options contradict each other.
+        DistdiagError: the node side failed on this machine; or what `plan` raises.
+    """
+    targets = find_targets(cluster, os.environ)
+    local = targets.launcher is None
+    with open_fleet(cluster, targets, agent) as fleet:
+        talk = _Talk(fleet, question, progress, local=local)
+        interrupted, gathered = False, None
+        try:
+            reach(fleet, targets, progress)
+            talk.go()
+            while again(gathered := talk.gathered()):
+                talk.go()
+        except KeyboardInterrupt:
+            if not talk.nodes:
+                raise
+            interrupted = True
+        gathered = gathered or talk.gathered()
+        return replace(
+            gathered, rows=() if local else fleet.rows, refusals=dict(fleet.refusals), interrupted=interrupted
+        )
+
+
+def reach(fleet: Fleet, targets: Targets, progress: Progress) -> None:
+    """Reach the hosts, and say how far that is."""
+    if targets.launcher is not None:
+        progress.news(f"reaching {describe(targets)}")
+    fleet.gather(lambda now: progress.now(f"{len(now.up)} of {len(now.hosts)} hosts reached"))
+
+
+def named(nodes: Iterable[Node], *, local: bool) -> dict[str, Node]:
+    """Return nodes by what their hosts are called: as they were named, or, of this machine alone, by itself."""
+    found: dict[str, Node] = {}
+    for node in nodes:
+        host = node.told.host if local else node.host
+        found[host if host not in found else node.name] = node
+    return found
+
+
+def explain(cluster: Cluster, agent: Agent) -> list[str]:
+    """Write how the hosts would be reached."""
+    return access.explain(cluster, find_targets(cluster, os.environ), agent)
+
+
+class _Talk(Generic[First, Part, Facts]):
+    def __init__(
+        self, fleet: Fleet, question: Question[First, Part, Facts], progress: Progress, *, local: bool
+    ) -> None:
+        self._fleet, self._question, self._progress, self._local = fleet, question, progress, local
+        self.nodes: dict[str, Node] = {}
+        self._parts: dict[str, list[Part]] = {}
+        self._missing: dict[str, str] = {}
+
+    def go(self) -> None:
+        machines = self._fleet.machines(local=self._local)  # raises if this machine alone cannot be used
+        self.nodes = named(self._fleet.up if self._question.each_name else machines, local=self._local)
+        plan = self._question.plan({host: node.told for host, node in self.nodes.items()}, self._local)
+        asked = {host: self.nodes[host] for host in plan.by_host}
+        self._question.before(asked)
+        self._parts = {}
+        for host, node in asked.items():
+            node.order("collect", ask=plan.by_host[host])
+            self._missing[host] = UNFINISHED
+        if asked and self._question.doing:
+            self._progress.news(self._question.doing + ("" if self._local else f" on {_count(len(asked), 'host')}"))
+        hosts = {node.name: host for host, node in asked.items()}
+        for node, part, why in self._fleet.more_from(asked.values(), self._question.part, plan.timeout_s, self._tell):
+            if part is not None:
+                self._parts.setdefault(hosts[node.name], []).append(part)
+            else:
+                self._missing[hosts[node.name]] = why or ""
+
+    def gathered(self) -> Gathered[Facts]:
+        missing = {host: why for host, why in self._missing.items() if why}
+        each = (
+            self._question.join(host, node.told, self._parts.get(host, ()), missing.get(host, ""))
+            for host, node in self.nodes.items()
+        )
+        return Gathered(facts=[facts for facts in each if facts is not None], missing=missing)
+
+    def _tell(self, names: Sequence[str]) -> None:
+        self._progress.now(f"{len(self._parts)} hosts answered; waiting for {', '.join(names[:_WAITED_FOR])}")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

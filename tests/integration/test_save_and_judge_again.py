@@ -1,0 +1,125 @@
+"""--save DIR and --from DIR: the facts of a run, judged elsewhere, give the same report; for every command."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from jobs import Job
+from support import PROGRAM, Result, distdiag, need
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+RANKS = ("--nproc", "2", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def hung(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, Path]]:
+    lines = tmp_path_factory.mktemp("lines")
+    with Job("hangs_by_line", 2, wrap=(PROGRAM, "trace", "py", "--dir", str(lines), "--")) as job:
+        job.wait_still()
+        yield job, lines
+
+
+def again(folder: Path, command: tuple[str, ...], typed: tuple[str, ...], *more: str) -> Result:
+    """Save a run, judge it in another directory, and insist that the two documents are one."""
+    kept, elsewhere = folder / "kept", folder / "elsewhere"
+    elsewhere.mkdir(parents=True, exist_ok=True)
+    first = distdiag(*command, *typed, "--save", str(kept), "--json")
+    second = distdiag(*command, *more, "--from", str(kept), "--json", wrap=("env", "-C", str(elsewhere)))
+    assert (second.code, second.out) == (first.code, first.out), second.err
+    return second
+
+
+ON_A_JOB = {
+    "pyspy-all": (("pyspy-all",), ("--job", "JOB")),
+    "blocked": (("trace", "blocked"), ("--job", "JOB")),
+    "fds": (("trace", "fds"), ("--job", "JOB")),
+    "sys": (("trace", "sys"), ("--job", "JOB", "--for", "300ms")),
+    "show": (("trace", "show"), ("LINES",)),
+    "core-bt": (("core-bt",), ("--pid", "PID")),
+}
+
+
+@pytest.mark.parametrize("name", ON_A_JOB)
+def test_of_a_hung_job(name: str, hung: tuple[Job, Path], tmp_path: Path) -> None:
+    if name == "sys":
+        need("strace")
+    job, lines = hung
+    command, typed = ON_A_JOB[name]
+    places = {"JOB": job.name, "LINES": str(lines), "PID": str(job.pid(0))}
+    found = again(tmp_path, command, tuple(places.get(word, word) for word in typed))
+    if name in ("pyspy-all", "blocked", "show"):
+        assert found.report["verdict"] == "fail"
+        assert distdiag(*command, "--from", str(tmp_path / "kept")).code == 1  # and for people
+
+
+ON_RANKS = {
+    "gpu-test": (("gpu-test",), (*RANKS, "--inject", "kill:1"), ()),
+    "isolate": (("gpu-test",), (*RANKS, "--isolate", "--inject", "block:0"), ("--isolate",)),
+    "allreduce-bench": (("allreduce-bench",), (*RANKS, "--sizes", "1KiB", "--min-time", "0.01"), ()),
+}
+
+
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_of_ranks(name: str, tmp_path: Path) -> None:
+    command, typed, more = ON_RANKS[name]
+    typed = (*typed, *more) if "--isolate" not in typed else typed
+    found = again(tmp_path, command, typed, *more)
+    if "--inject" in typed:
+        assert found.report["verdict"] == "fail", found.out
+
+
+def test_of_nodes(tmp_path: Path) -> None:
+    again(tmp_path / "ports", ("ports",), ("localhost:1",))
+    again(tmp_path / "cuda-env", ("cuda-env",), ("--for", "build"))
+
+
+def test_hosts_that_were_not_reached_are_kept(tmp_path: Path) -> None:
+    hosts = ("--hosts", "a,b", "--via", "sh -c 'exit 7' {host}", "--env", "TOKEN=geheim")
+    for command in (("cuda-env",), ("pyspy-all",), ("trace", "blocked"), ("core-bt",)):
+        found = again(tmp_path / command[-1], command, hosts)
+        assert found.report["verdict"] == "unknown"
+        assert {host for one in found.report["findings"] for host in one["where"]["hosts"]} == {"a", "b"}
+    assert not [path for path in tmp_path.rglob("*.json") if "geheim" in path.read_text()]
+
+
+def test_facts_of_another_command_are_named(tmp_path: Path) -> None:
+    distdiag("core-bt", "--setup", "--save", str(tmp_path))
+    done = distdiag("cuda-env", "--from", str(tmp_path))
+    assert done.code == 2
+    assert "hint: they are of another command: distdiag core-bt --from" in done.err
+
+
+def test_of_two_folders_the_hosts_are_put_together(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        distdiag("core-bt", "--setup", "--save", str(tmp_path / name))
+        (file,) = (tmp_path / name).iterdir()
+        saved = json.loads(file.read_text())
+        saved["facts"]["host"] = saved["host"] = name
+        file.write_text(json.dumps(saved, separators=(",", ":")))
+    done = distdiag("core-bt", "--from", str(tmp_path / "a"), "--from", str(tmp_path / "b"), "--json")
+    assert {host for one in done.report["findings"] for host in one["where"]["hosts"]} == {"a", "b"}
+
+
+def test_a_host_of_an_earlier_run_in_the_same_folder_is_left_out(tmp_path: Path) -> None:
+    distdiag("core-bt", "--setup", "--save", str(tmp_path))
+    (file,) = tmp_path.iterdir()
+    saved = json.loads(file.read_text())
+    saved["facts"]["host"] = saved["host"] = "gone"
+    saved["at"] -= 7200
+    (tmp_path / "core-bt.gone.json").write_text(json.dumps(saved, separators=(",", ":")))
+    done = distdiag("core-bt", "--from", str(tmp_path), "--json")
+    old = [one for one in done.report["findings"] if "gone" in json.dumps(one)]
+    assert [one["level"] for one in old] == ["unknown"]
+    assert "is of an earlier run" in old[0]["title"]
+
+
+@pytest.mark.parametrize("command", [("pyspy-all",), ("trace", "fds"), ("gpu-test",)])
+def test_what_contradicts_saved_facts_is_refused(command: tuple[str, ...], tmp_path: Path) -> None:
+    for more in (("--save", "x"), ("--hosts", "a")):
+        done = distdiag(*command, "--from", str(tmp_path), *more)
+        assert (done.code, "--from judges saved facts" in done.err) == (2, True)
