@@ -159,7 +159,10 @@ class Job:
 
 
 def wait_still(folder: Path) -> None:
-    """Wait until no main thread of the job in this folder has run for 0.2 s, nor waits (in R) for a processor."""
+    """Wait until no thread of the job in this folder has run for 0.2 s, nor waits (in R) for a processor.
+
+    All but Gloo's, which asks its sockets all the time: a job may train in any thread, and go backward in others.
+    """
 
     def still() -> bool:
         before = _turns(folder)
@@ -170,14 +173,22 @@ def wait_still(folder: Path) -> None:
 
 
 def _turns(folder: Path) -> dict[str, str]:
-    """Read the state of the main threads of all processes of a job, and how often each has had its turn."""
+    """Read the state of the threads of all processes of a job, and how often each has had its turn."""
     mark, found = f"JOB_FOLDER={folder}\0".encode(), {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if mark in (process / "environ").read_bytes():
-                told = (process / "status").read_text().splitlines()
-                found[process.name] = "; ".join(line for line in told if "ctxt_switches" in line or "State" in line)
-    return found
+                for thread in (process / "task").iterdir():
+                    found[thread.name] = _turns_of(thread)
+    return {name: turns for name, turns in found.items() if turns}
+
+
+def _turns_of(thread: Path) -> str:
+    with contextlib.suppress(OSError):
+        told = (thread / "status").read_text().splitlines()
+        if told[0] != "Name:\tgloo_tcp_loop":
+            return "; ".join(line for line in told if "ctxt_switches" in line or "State" in line)
+    return ""
 
 
 def _end_group(leader: int) -> None:

@@ -54,9 +54,11 @@ def look(
     counters: Mapping[str, int] | None = None,
     still: Standstill | None = None,
     gil_holder: int | None = None,
+    peer: int | None = None,
+    groups: int = 0,
 ) -> Capture:
     counted = tuple(Counter(1, "train", name, value) for name, value in (counters or {}).items())
-    thread = Thread(1, "MainThread", False, False, state, tuple(stack), counted)
+    thread = Thread(1, "MainThread", False, False, state, tuple(stack), counted, peer=peer)
     return Capture(
         status=status,
         reason=reason,
@@ -69,6 +71,7 @@ def look(
         native=False,
         gil_holder=gil_holder,
         at_s=at_s,
+        groups=groups,
     )
 
 

@@ -86,13 +86,14 @@ def judge(
     moved: Sequence[int] = (),
     states: Mapping[int, str] | None = None,
     size: int | None = None,
+    gpu: bool = False,
     request: Request = REQUEST,
 ) -> Report[TraceBlocked]:
     """Judge one node: pid 100 is rank 0, 101 rank 1, ...; `others` are more processes of it."""
     helpers = {one.pid for one in others}
     own = [pid for pid in threads if pid not in helpers]
     size = len(own) if size is None else size
-    processes = [*(process(pid, pid - 100, size) for pid in own), *others]
+    processes = [*(process(pid, pid - 100, size, gpu=gpu) for pid in own), *others]
     nodes = [node([replace(one, network=NET) for one in processes], {})]
     looked = []
     for pid, some in threads.items():

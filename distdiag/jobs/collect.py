@@ -25,7 +25,7 @@ class Process:
     `place` is what its environment says; None if it says nothing, or (`hidden`) may not be read. `job` are the names
     by which its launcher tells jobs apart. `above` are its ancestors, the nearest first. `started_s` after boot.
     `network` names its network namespace; `asked`: its pid was given. `store`: it says no rank, started ranks, and has
-    a connection at their MASTER_PORT.
+    a connection at their MASTER_PORT. `connections`: of one with torch that says no rank, see procs.connections.
     """
 
     pid: int
@@ -46,11 +46,16 @@ class Process:
     network: str = ""
     asked: bool = False
     store: bool = False
+    connections: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of one node. `asked_missing` are pids that were asked for and are not there."""
+    """The processes of one node.
+
+    `asked_missing` are pids that were asked for and are not there; `asked_unseen` are there, and /proc does not show
+    them to us (it is mounted with hidepid, or is another namespace's).
+    """
 
     host: str
     user: int
@@ -58,6 +63,7 @@ class Processes:
     may_trace: bool
     processes: tuple[Process, ...]
     asked_missing: tuple[int, ...]
+    asked_unseen: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,8 +108,20 @@ def facts(ask: dict[str, Any]) -> Processes:
         ptrace_scope=rights.ptrace_scope(),
         may_trace=rights.may_trace(),
         processes=tuple(found.values()),
-        asked_missing=tuple(sorted(wanted - table.keys())),
+        asked_missing=tuple(sorted(pid for pid in wanted - table.keys() if not _is_alive(pid))),
+        asked_unseen=tuple(sorted(pid for pid in wanted - table.keys() if _is_alive(pid))),
     )
+
+
+def _is_alive(pid: int) -> bool:
+    """Ask the kernel itself whether there is such a process; nothing is sent."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return True
 
 
 def _with_store(found: dict[int, Process]) -> list[Process]:
@@ -184,7 +202,8 @@ def _look_at(proc: Proc, table: dict[int, Proc], words: list[str], *, asked: boo
     if place is None and not asked and not torch and kind != "launcher":
         return None
     one = _process(proc, table, words, variables, kind=kind, python=python, torch=torch)
-    return replace(one, asked=asked)
+    without_rank = place is None and torch and kind == ""
+    return replace(one, asked=asked, connections=procs.connections(proc.pid) if without_rank else ())
 
 
 def _process(
@@ -214,7 +233,7 @@ def _process(
         place=place_of(variables or {}),
         job={name: value for name, value in (variables or {}).items() if name in _JOB_NAMES},
         started_s=proc.started / os.sysconf("SC_CLK_TCK"),
-        network=procs.network(proc.pid),
+        network=machine.network_namespace(proc.pid),
     )
 
 

@@ -84,6 +84,23 @@ def find_jobs(nodes: Iterable[NodeStacks], *, whole: bool = True) -> list[Job]:
     return [_join(name, own, whole=whole) for name, own in parts.items()]
 
 
+def without_ranks(nodes: Iterable[NodeStacks]) -> list[tuple[str, Process]]:
+    """List the launchers, with their hosts, that have started nothing: they wait for others, or for resources."""
+    found = []
+    for node in nodes:
+        everyone = node.processes.processes
+        busy = {pid for one in everyone if one.kind != "launcher" for pid in one.above}
+        found += [(node.host, one) for one in everyone if one.kind == "launcher" and one.pid not in busy]
+    # Of launchers one below the other the lowest counts.
+    above = {pid for _, one in found for pid in one.above}
+    return [(host, one) for host, one in found if one.pid not in above]
+
+
+def launcher_name(launcher: Process) -> str:
+    """Name a launcher as people call it; torch's agent has another name for the kernel."""
+    return "torchrun" if launcher.comm == "pt_elastic" else launcher.comm
+
+
 def answers_to(job_names: Mapping[str, str], wanted: str) -> bool:
     """Tell whether --job means the job of these variables: by run id, MASTER_ADDR:MASTER_PORT, SLURM job or step."""
     return wanted in _aliases(job_names)
@@ -254,7 +271,11 @@ def _with_dead(parts: dict[str, _Part], host: str, others: Sequence[Process]) ->
 
 
 def _unlabelled(host: str, processes: Sequence[Process], watched: Mapping[int, Watched]) -> Iterable[_Part]:
-    """Make jobs of torch processes without a rank: those under one parent belong together, as mp.spawn makes them."""
+    """Make jobs of torch processes without a rank.
+
+    Those that one of them started belong together, as mp.spawn makes them; and those that something else started, as
+    Ray or a script that gives the rank on the command line, if they have connections to each other.
+    """
     dumped = [one for one in processes if one.parent == DUMPED]
     if dumped:
         members = [_member(host, one, None, None, (), watched) for one in dumped]
@@ -262,20 +283,49 @@ def _unlabelled(host: str, processes: Sequence[Process], watched: Mapping[int, W
         return
     mine = {one.pid: one for one in processes}
     tops = [one for one in processes if not mine.keys() & set(one.above)]
+    alone: list[Process] = []
     for top in tops:
         below = [one for one in processes if top.pid in one.above]
         workers = [one for one in below if _is_worker(one, watched)]
         ranks = [one for one in below if one not in workers and one.parent == top.pid and one.kind != "launcher"]
         if top.kind == "launcher" and not ranks:
             continue
+        if not ranks:
+            # Below Ray's driver its raylet, which is none of ours, has started the ranks.
+            others = [one for one in below if one not in workers and not mine.keys() & set(one.above) - {top.pid}]
+            alone += [top, *others]
+            continue
         part = _Part(f"pid {top.pid} {_script(top)}".strip(), "python", None)
-        for one in ranks or [top]:
+        for one in ranks:
             own = [other for other in below if one.pid in other.above and other in workers]
+            part.members.append(_member(host, one, None, None, own, watched))
+        yield part
+    for group in _connected(alone):
+        part = _Part(f"pid {group[0].pid} {_script(group[0])}".strip(), "python", None)
+        for one in group:
+            own = [other for other in processes if one.pid in other.above and _is_worker(other, watched)]
             part.members.append(_member(host, one, None, None, own, watched))
         yield part
 
 
+def _connected(processes: Sequence[Process]) -> list[list[Process]]:
+    """Put together the processes of one parent that have connections to each other, directly or through others."""
+    groups: list[tuple[int, set[str], list[Process]]] = []
+    for one in processes:
+        mine, members, rest = set(one.connections), [one], []
+        for parent, known, others in groups:
+            if parent == one.parent and not mine.isdisjoint(known):
+                mine |= known
+                members = [*others, *members]
+            else:
+                rest.append((parent, known, others))
+        groups = [*rest, (one.parent, mine, members)]
+    return [sorted(members, key=lambda one: one.started_s) for _, _, members in groups]
+
+
 def _script(process: Process) -> str:
+    if process.command.startswith("ray::"):
+        return process.command.split()[0]
     words = [word for word in process.command.split()[1:] if not word.startswith("-") and word != "..."]
     return words[0].rpartition("/")[2] if words else ""
 

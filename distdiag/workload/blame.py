@@ -14,9 +14,14 @@ from distdiag.cluster.launch import Outcome
 from distdiag.node import machine
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from distdiag.cluster.launch import Trace
+
+
+_BUSY = 0.2
+"""Of the time: a process that sleeps, with torch's own threads in it, needs under 0.01."""
+_READS_BYTES = 64 * 2**10
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class Trouble:
     rank: int
     kind: str
     message: str
-    details: dict[str, object]
+    details: Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,8 @@ class Blame:
     troubles: tuple[Trouble, ...]
     standstill: bool
     """Nothing moves, and nobody is to blame."""
+    only_consequences: bool = False
+    """Who died or found something wrong has only lost somebody else."""
 
 
 def blame(outcome: Outcome, traces: list[Trace], stages: Sequence[str]) -> Blame:
@@ -52,7 +59,8 @@ def blame(outcome: Outcome, traces: list[Trace], stages: Sequence[str]) -> Blame
     missing = _missing(traces, stages) if looked_at and not died and not lost else ()
     roots = [trouble for trouble in troubles if not _sounds_like_consequence(trouble.message)]
     real_deaths = [trace for trace in died if not _sounds_like_consequence(trace.ending.tail if trace.ending else "")]
-    if real_deaths or roots or missing or lost:
+    only_consequences = not (real_deaths or roots or missing or lost)
+    if not only_consequences:
         died, troubles = real_deaths, roots
     if 0 in (*(trace.rank for trace in died), *missing, *lost):
         # Without rank 0 nobody answers at the address as ours does.
@@ -63,7 +71,25 @@ def blame(outcome: Outcome, traces: list[Trace], stages: Sequence[str]) -> Blame
         missing,
         tuple(troubles),
         outcome is Outcome.STALLED and not (missing or died or troubles or lost),
+        only_consequences,
     )
+
+
+def is_at_work(trace: Trace) -> bool:
+    """Whether a silent rank computes, waits for a core or reads files: it may be slow, or in a loop that never ends.
+
+    A GPU rank that waits for others may spin, and what a waiting rank reads are messages.
+    """
+    seen = trace.inspection
+    if seen is None or seen.state in machine.STOPPED:
+        return False
+    if trace.is_waiting:
+        return _on_cpu(trace) and seen.busy > _BUSY
+    return seen.state == "R" or seen.busy > _BUSY or seen.read_bytes > _READS_BYTES
+
+
+def _on_cpu(trace: Trace) -> bool:
+    return all(event.payload["started"].get("device") == "cpu" for event in trace.events if "started" in event.payload)
 
 
 def position(trace: Trace, stages: Sequence[str]) -> tuple[int, int]:

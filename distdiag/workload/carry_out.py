@@ -1,4 +1,4 @@
-"""collect -> launch -> diagnose, for every command that works on ranks."""
+"""Every command that works on ranks, from its request to the record of a run; what it means is `judge`'s."""
 
 from __future__ import annotations
 
@@ -11,38 +11,46 @@ from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster import access, launch, recipes
 from distdiag.cluster.access import open_fleet
+from distdiag.cluster.fleet import hint_here
 from distdiag.cluster.hosts import name_ranks
 from distdiag.cluster.meeting import Scout, Wish
-from distdiag.cluster.rows import HostState, Refusal
+from distdiag.cluster.recipes import Recipe
+from distdiag.cluster.records import Logs
 from distdiag.cluster.targets import THIS_NODE, Cluster, describe, find_targets
-from distdiag.errors import DistdiagError, NodeFailed
-from distdiag.node import machine, rendezvous
+from distdiag.errors import DistdiagError, NodeFailed, UsageError
+from distdiag.gathered import Gathered
+from distdiag.node import handshake, machine
 from distdiag.node.identity import identify
 from distdiag.report import Finding
+from distdiag.runner import Subcommand
 from distdiag.workload import findings, join, judge
 from distdiag.workload.blame import position
 from distdiag.workload.collect import find_gpus
-from distdiag.workload.facts import NodeFacts
-from distdiag.workload.model import Course, Device, NotRun, Place, Request, Scene
+from distdiag.workload.model import Backend, Device, Request
 from distdiag.workload.plan import RANKS_WITHOUT_GPU, check_request, make_plan
+from distdiag.workload.record import Course, NotRun, Place, RunRecord, Scene
+from distdiag.workload.surroundings import hangs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from rich.console import RenderableType
+
     from distdiag.cluster.fleet import Fleet
     from distdiag.cluster.meeting import Meeting
-    from distdiag.cluster.recipes import Recipe
     from distdiag.cluster.targets import Targets
     from distdiag.deliver import Progress
     from distdiag.report import Report
     from distdiag.workload.job import Asked, Data, Job
-    from distdiag.workload.model import Plan, Share
+    from distdiag.workload.record import Plan, Share
 
 _LOOPBACK = "127.0.0.1"
 _WAITING_IS_NEWS_S = 5.0
 _LOGS_S = 5.0
 
 
-def carry_out(job: Job[Asked, Data], progress: Progress) -> Report[Data]:
-    """Run the ranks of this node, or of all nodes that are asked for, and judge.
+def carry_out(job: Job[Asked, Data], progress: Progress) -> RunRecord:
+    """Run the ranks of this node, or of all nodes that are asked for.
 
     Raises:
         UsageError: the request contradicts itself or the machine.
@@ -55,6 +63,8 @@ def carry_out(job: Job[Asked, Data], progress: Progress) -> Report[Data]:
     if me is not None and me.world_size > 1:
         return join.carry_out(job, me, progress, run)
     targets = find_targets(request.cluster, os.environ)
+    if targets.launcher is None:
+        _refuse_wishes(request)
     with open_fleet(request.cluster, targets, job.agent) as fleet:
         if targets.launcher is not None:
             progress.news(f"reaching {describe(targets)}")
@@ -62,12 +72,38 @@ def carry_out(job: Job[Asked, Data], progress: Progress) -> Report[Data]:
             fleet.gather(lambda now: _tell_reached(now, progress))
             scene = _scene(fleet, targets)
             if not scene.places:
-                return judge.not_run(job, NotRun(scene=scene))
+                return RunRecord.of_none(NotRun(scene=scene))
             return run(job, fleet, scene, progress)
         except KeyboardInterrupt:
             if targets.launcher is None:
                 raise
-            return judge.not_run(job, NotRun(scene=_scene(fleet, targets), interrupted=True))
+            return RunRecord.of_none(NotRun(scene=_scene(fleet, targets), interrupted=True))
+
+
+def subcommand(
+    name: str,
+    request: type[Asked],
+    job_of: Callable[[Asked], Job[Asked, Data]],
+    view: Callable[[Asked, Report[Data]], Iterable[RenderableType]],
+    recipe: Recipe | None,
+    saved_as: str = "",
+) -> Subcommand[Asked, RunRecord, Data]:
+    """Make a command that works on ranks. `recipe`: the launcher for which lines are to be written instead."""
+
+    def collect(asked: Asked, progress: Progress) -> Gathered[RunRecord]:
+        return Gathered(facts=[carry_out(job_of(asked), progress)])
+
+    return Subcommand(
+        name=name,
+        request=request,
+        facts=RunRecord,
+        collect=collect,
+        diagnose=lambda asked, gathered: judge.report_of(job_of(asked), gathered.facts[0]),
+        view=lambda asked, _, report: view(asked, report),
+        explain=lambda asked: explain(job_of(asked), recipe),
+        saved_as=saved_as,
+        by_every_rank=True,
+    )
 
 
 def explain(job: Job[Any, Any], recipe: Recipe | None) -> list[str]:
@@ -78,11 +114,19 @@ def explain(job: Job[Any, Any], recipe: Recipe | None) -> list[str]:
     if recipe is None:
         return access.explain(request.cluster, targets, job.agent)
     hosts = [machine.host_name() if host is THIS_NODE else host.name for host in targets.hosts]
-    gpus = (find_gpus()["visible"] or 0) if request.device is not Device.CPU else 0
-    nproc = request.nproc or targets.hosts[0].slots or gpus or RANKS_WITHOUT_GPU
-    plain = replace(request, nproc=None, cluster=Cluster())
+    wanted = request.device is Device.CUDA or request.backend is Backend.NCCL
+    here = (find_gpus()["visible"] or 0) if request.device is not Device.CPU else 0
+    nproc = request.nproc or targets.hosts[0].slots or here
+    if wanted and not nproc:
+        raise UsageError(
+            "there is no GPU on this machine to tell how many ranks a node has", hint="give their number: --nproc 8"
+        )
+    nproc = nproc or RANKS_WITHOUT_GPU
+    gpus = True if wanted or here else False if request.device is Device.CPU else None
+    by_torchrun = recipe in (Recipe.TORCHRUN, Recipe.PDSH)
+    plain = replace(request, nproc=None, cluster=Cluster(), **({"master_port": 0} if by_torchrun else {}))
     again = plain.again(**({"inject": plain.injected.option} if plain.injected is not None else {}))
-    lines = recipes.lines(recipe, hosts, nproc, again, gpus=gpus > 0)
+    lines = recipes.lines(recipe, hosts, nproc, again, gpus=gpus, port=request.master_port, ifname=request.ifname)
     if shutil.which("torchrun") is None:
         lines = [
             line.replace("torchrun ", f"{shlex.quote(sys.executable)} -m torch.distributed.run ") for line in lines
@@ -90,54 +134,76 @@ def explain(job: Job[Any, Any], recipe: Recipe | None) -> list[str]:
     return lines
 
 
-def run(job: Job[Asked, Data], fleet: Fleet, scene: Scene, progress: Progress) -> Report[Data]:
-    """Plan, try the ways, run the ranks on nodes that are up, and judge."""
-    request = job.request
-    plan = make_plan(request, scene.places)
+def run(job: Job[Asked, Data], fleet: Fleet, scene: Scene, progress: Progress) -> RunRecord:
+    """Plan, try the ways, and run the ranks on nodes that are up."""
+    plan = make_plan(job.request, scene.places)
     if isinstance(plan, Finding):
-        return judge.not_run(job, NotRun(scene=scene, why=(plan,)))
+        return RunRecord.of_none(NotRun(scene=scene, why=(plan,)))
+    if (why := hangs(job.request, scene.places)) is not None:
+        return RunRecord.of_none(NotRun(scene=scene, why=(why,), plan=plan))
+    try:
+        return _run(job, fleet, scene, plan, progress)
+    except DistdiagError as error:
+        if len(scene.places) == 1 or isinstance(error, UsageError):
+            raise
+        why = findings.not_started(error, job.request)
+        return RunRecord.of_none(NotRun(scene=_scene_now(scene, fleet), why=(why,), plan=plan))
+
+
+def _run(job: Job[Asked, Data], fleet: Fleet, scene: Scene, plan: Plan, progress: Progress) -> RunRecord:
+    request = job.request
     head = fleet.nodes[plan.shares[0].node]
     port, taken = launch.take_port(fleet, head, request.master_port)
     if taken is not None:
         why = findings.port_not_free(head.host, taken, request)
-        return judge.not_run(job, NotRun(scene=scene, why=(why,), plan=plan))
+        return RunRecord.of_none(NotRun(scene=scene, why=(why,), plan=plan))
     meeting = None
     doors = list(dict.fromkeys(share.door for share in plan.shares))
+    if len(doors) == 1 and not scene.refusals:
+        _refuse_wishes(request)
     if len(doors) > 1:
         progress.news("trying the ways between the nodes")
         meeting = Scout(fleet, doors, port, Wish(request.master_addr, request.ifname)).find()
         if not meeting.is_open:
-            return judge.not_run(job, NotRun(scene=scene, plan=plan, meeting=meeting))
+            return RunRecord.of_none(NotRun(scene=_scene_now(scene, fleet), plan=plan, meeting=meeting))
     log_dirs = _keep_logs(fleet, plan, request) if request.nccl_debug else {}
-    nonce = rendezvous.new_nonce()
-    specs = {share.node: _specs(job, plan, share, (port, nonce), meeting) for share in plan.shares}
+    key = handshake.new_key()
+    specs = {share.node: _specs(job, plan, share, (port, key), meeting) for share in plan.shares}
     narrator = _Narrator(job, plan, progress)
-    ranks = launch.Run(fleet, specs, job.rank, narrator.tell)
+    ranks = launch.Run(fleet, specs, job.rank, request.stages, narrator.tell)
     outcome = ranks.wait(request.timeout_s)
     course = Course(outcome, list(ranks.traces.values()), log_dirs, ranks.stalled_s, meeting, ranks.lost)
-    return job.diagnose(request, scene, plan, course)
+    return RunRecord(host=machine.host_name(), scene=scene, plan=plan, course=course)
+
+
+def _refuse_wishes(request: Request) -> None:
+    """Refuse what was asked for the way between nodes where there is one node. Raises UsageError."""
+    options = (("--ifname", request.ifname), ("--master-addr", request.master_addr))
+    typed = [name for name, value in options if value]
+    if typed:
+        raise UsageError(
+            f"{' and '.join(typed)} would have no effect: all ranks are on one machine and meet at {_LOOPBACK}",
+            hint="leave it out; or name several hosts: --hosts node[1-2]",
+        )
 
 
 def _scene(fleet: Fleet, targets: Targets) -> Scene:
-    """Put together what is known of the hosts; facts that make no sense cost their host its place."""
+    """Put together what is known of the hosts."""
     places: list[Place] = []
     twins: list[tuple[str, str]] = []
     machines: dict[str, str] = {}
     slots = {host.name: host.slots for host in targets.hosts}
     for node in fleet.up:
-        same = machines.setdefault(str(node.hello.get("machine") or node.name), node.name)
+        same = machines.setdefault(node.hello.machine or node.name, node.name)
         if same != node.name:
             twins.append((node.name, same))
             continue
-        try:
-            places.append(Place(node=node.name, host=node.host, slots=slots[node.name], facts=node.facts(NodeFacts)))
-        except DistdiagError as error:
-            fleet.refuse(node.name, Refusal(state=HostState.NONSENSE, stage="facts", message=str(error)), node.began)
+        places.append(Place(node=node.name, host=node.host, slots=slots[node.name], facts=node.told))
     if targets.launcher is None and fleet.refusals:
         refusal = next(iter(fleet.refusals.values()))
         raise NodeFailed(
             f"distdiag's node side cannot be used on this machine: {refusal.message}",
-            hint=refusal.hint or "; ".join(refusal.evidence) or "run it again; see who ends processes here",
+            hint=hint_here(refusal),
         )
     return Scene(
         places=tuple(places),
@@ -146,6 +212,11 @@ def _scene(fleet: Fleet, targets: Targets) -> Scene:
         duplicates=targets.duplicates,
         twins=tuple(twins),
     )
+
+
+def _scene_now(scene: Scene, fleet: Fleet) -> Scene:
+    """Bring a row up to date for each host that was given up since; there are none on one node, or under a launcher."""
+    return replace(scene, rows=fleet.rows, refusals=dict(fleet.refusals)) if scene.rows else scene
 
 
 def _tell_reached(fleet: Fleet, progress: Progress) -> None:
@@ -198,16 +269,16 @@ def _keep_logs(fleet: Fleet, plan: Plan, request: Request) -> dict[str, str]:
     nodes = [fleet.nodes[share.node] for share in plan.shares]
     for node in nodes:
         node.order("keep-logs")
-    answers = fleet.expect("logs", nodes, _LOGS_S)
+    answers = fleet.expect(Logs, nodes, _LOGS_S)
     folders = {}
     for node in nodes:
-        answer = answers.get(node.name, {"folder": None, "error": "no answer"})
-        if answer["folder"] is None:
+        answer = answers.get(node.name) or Logs(folder=None, error="no answer")
+        if answer.folder is None:
             raise DistdiagError(
-                f"no directory for the ranks' logs can be made on {node.host}: {answer['error']}",
+                f"no directory for the ranks' logs can be made on {node.host}: {answer.error}",
                 hint=f'name one that can be written: TMPDIR="$HOME" distdiag {request.command} --nccl-debug',
             )
-        folders[node.host] = str(answer["folder"])
+        folders[node.host] = answer.folder
     return folders
 
 
@@ -215,13 +286,13 @@ def _specs(
     job: Job[Asked, Data], plan: Plan, share: Share, door: tuple[int, str], meeting: Meeting | None
 ) -> list[launch.RankSpec]:
     request = job.request
-    port, nonce = door
+    port, key = door
     address = meeting.address if meeting is not None else _LOOPBACK
     shared = {
         "world_size": plan.nproc,
         "address": address,
         "port": port,
-        "nonce": nonce,
+        "key": key,
         "backend": plan.backend,
         "device": plan.device,
         "timeout_s": request.timeout_s,
@@ -231,8 +302,6 @@ def _specs(
         "LOCAL_WORLD_SIZE": str(share.local_world_size),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
-        # Torch's own switch for large pages: touching the buffers of four ranks on two cores took a quarter of the run.
-        "THP_MEM_ALLOC_ENABLE": "1",
         **({"NCCL_DEBUG": "INFO"} if request.nccl_debug else {}),
         **_interface(request, share, meeting),
     }

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
+import threading
+from collections import Counter
 
-from distdiag.node import machine
+from distdiag.node import machine, pcie
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,6 +25,9 @@ if status == 0:
     status = cuda.cuDeviceGetCount(ctypes.byref(count))
 print(status, count.value)
 """
+_RESOLVER_S = 3.0
+_PREFIXES = ("NCCL_", "TORCH_", "GLOO_")
+_SECRETS = ("KEY", "TOKEN", "SECRET", "PASS")
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE, cuda.h
 _NO_DRIVER = {"driver_present": False, "visible": 0, "error": ""}
 
@@ -39,16 +45,86 @@ def facts(ask: dict[str, Any]) -> dict[str, Any]:
         "shm_free_bytes": shm[0] if shm else None,
         "shm_total_bytes": shm[1] if shm else None,
         "cpus": len(os.sched_getaffinity(0)),
-        "rdma_bits_per_s": _rdma_rate(),
+        **_rdma(),
+        "pcie": pcie.look(),
+        "nvidia_driver": _driver_version(),
+        "machine": machine.read_text("/sys/class/dmi/id/product_name").strip(),
+        "variables": {name: value[:200] for name, value in sorted(os.environ.items()) if _is_told(name)},
+        "limits": _limits(),
+        "said_otherwise": _said_otherwise(),
     }
 
 
-def _rdma_rate() -> int | None:
+def _is_told(name: str) -> bool:
+    return name == "MASTER_ADDR" or (name.startswith(_PREFIXES) and not any(word in name for word in _SECRETS))
+
+
+def _limits() -> dict[str, str]:
+    found = {}
+    for letter, number, unit in (("-n", resource.RLIMIT_NOFILE, 1), ("-l", resource.RLIMIT_MEMLOCK, 1024)):
+        soft = resource.getrlimit(number)[0]
+        found[letter] = "unlimited" if soft == resource.RLIM_INFINITY else str(soft // unit)
+    return found
+
+
+def _said_otherwise() -> list[str]:
+    """Find variables that a script would read and that contradict the launcher: left over from another job."""
+    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} & os.environ.keys():
+        return []
+    from distdiag.node import identity  # not before: its imports cost every node 10 ms
+
+    me = identity.identify(os.environ)
+    if me is None or me.launcher in ("environment", "torchrun"):
+        return []
+    right = {"RANK": me.rank, "WORLD_SIZE": me.world_size, "LOCAL_RANK": me.local_rank}
+    told = {name: os.environ.get(name) for name in right}
+    found = [f"{name}={told[name]}" for name in right if told[name] is not None and told[name] != str(right[name])]
+    return [
+        *found,
+        *([f"MASTER_ADDR={os.environ['MASTER_ADDR']}"] if me.rank == 0 and master_addr_leads_elsewhere() else []),
+    ]
+
+
+def master_addr_leads_elsewhere() -> bool:
+    """Whether MASTER_ADDR is set, and is or means addresses of which this node, rank 0's, has none."""
+    from distdiag.node import network
+
+    name = os.environ.get("MASTER_ADDR", "")
+    if name in ("", os.uname().nodename):
+        return False
+    addresses = (name,) if network.is_address(name) else _resolved_in_time(name)
+    own = {entry.partition("/")[0] for one in network.interfaces() for entry in one.addresses}
+    return addresses is not None and not any(network.is_loopback(one) or one in own for one in addresses)
+
+
+def _resolved_in_time(name: str) -> tuple[str, ...] | None:
+    """Ask for a name; empty if it means nothing here, None if nobody answers in a moment."""
+    from distdiag.node import network
+
+    found: list[tuple[str, ...]] = []
+    asking = threading.Thread(target=lambda: found.append(network.resolve(name)[0]), daemon=True)
+    asking.start()
+    asking.join(_RESOLVER_S)
+    return found[0] if found else None
+
+
+def _rdma() -> dict[str, Any]:
     if not os.path.isdir("/sys/class/infiniband"):
-        return None
+        return {"rdma_bits_per_s": None, "rdma_ports": {}}
     from distdiag.node import nics
 
-    return sum(port.rate_bits_per_s or 0 for port in nics.ib_ports() if port.state == "ACTIVE") or None
+    active = [port for port in nics.ib_ports() if port.state == "ACTIVE"]
+    kinds = Counter(f"{port.link}, {(port.rate_bits_per_s or 0) / 1e9:g} Gb/s" for port in active)
+    return {
+        "rdma_bits_per_s": sum(port.rate_bits_per_s or 0 for port in active) or None,
+        "rdma_ports": dict(sorted(kinds.items())),
+    }
+
+
+def _driver_version() -> str:
+    """Read the version of the loaded module: "NVRM version: NVIDIA UNIX ... Kernel Module  570.124.06  Wed ..."."""
+    line = machine.read_text("/proc/driver/nvidia/version").partition("\n")[0]
+    return next((word for word in line.split() if word.partition(".")[0].isdigit() and "." in word), "")
 
 
 def find_gpus() -> dict[str, Any]:

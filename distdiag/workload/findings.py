@@ -9,15 +9,20 @@ from distdiag.cluster.hosts import fold, name_ranks
 from distdiag.cluster.launch import Outcome
 from distdiag.node import machine
 from distdiag.node.run import signal_name
-from distdiag.report import Finding, Fix, Level, Where
+from distdiag.report import Finding, Fix, Level, Where, Witnesses
+from distdiag.workload import connections
+from distdiag.workload.blame import is_at_work
 from distdiag.workload.words import fix_from, place, where, who
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
-    from distdiag.cluster.launch import Taken, Trace
+    from distdiag.cluster.launch import Trace
+    from distdiag.cluster.records import Taken
+    from distdiag.errors import DistdiagError
     from distdiag.workload.blame import Blame
-    from distdiag.workload.model import Course, Request
+    from distdiag.workload.model import Request
+    from distdiag.workload.record import Course
 
 _STACK_LINES = 8
 _TAIL_LINES = 6
@@ -94,6 +99,10 @@ def missing(parts: Blame, traces: list[Trace], request: Request, course: Course)
     others = f"; {name_ranks(waiting)} waited for it" if waiting else ""
     stopped = any(trace.inspection and trace.inspection.state in machine.STOPPED for trace in late)
     starved = not stopped and all(trace.last is not None and trace.last.waiting for trace in late)
+    # Data may also stay out because whoever has it got no core yet.
+    slow = [trace for trace in (traces if starved else late) if is_at_work(trace)]
+    if slow and not stopped:
+        return [_still_at_work(late, slow, request, course)]
     return [
         Finding(
             id=f"{request.command}.rank-missing",
@@ -103,13 +112,31 @@ def missing(parts: Blame, traces: list[Trace], request: Request, course: Course)
             detail=f"No rank took a step for {course.stalled_s:.0f} s{others}.",
             where=where(late),
             evidence=tuple(line for trace in late[:_MISSING_IN_FULL] for line in _seen_from_outside(trace)),
+            witnesses=Witnesses(hosts=_seen_by(late, traces), ranks=tuple(waiting)),
             fix=_fix_for_stopped(late)
             if stopped
+            else _fix_for_stuck(late)
+            if late[0].inspection and late[0].inspection.stuck
             else _fix_for_starved(late, request)
             if starved
             else _fix_for_late(late, request),
         )
     ]
+
+
+def _still_at_work(late: list[Trace], slow: list[Trace], request: Request, course: Course) -> Finding:
+    """Nobody took a step for the whole timeout, but that is no standstill: it may be a machine with too much to do."""
+    stage, doing = place(late[0])
+    return Finding(
+        id=f"{request.command}.rank-missing",
+        level=Level.UNKNOWN,
+        title=f"{who(late)} did not come further than stage {stage} ({doing}) in {course.stalled_s:.0f} s: "
+        f"{why_missing(late[0])}, and {name_ranks(trace.rank for trace in slow)} was at work, so it may only be slow",
+        detail="The time tells no more; that other programs need the same cores is enough for it.",
+        where=where(late),
+        evidence=tuple(line for trace in late[:_MISSING_IN_FULL] for line in _seen_from_outside(trace)),
+        fix=Fix(text="a longer time decides", commands=(_longer(request),)),
+    )
 
 
 def why_missing(trace: Trace) -> str:
@@ -119,6 +146,8 @@ def why_missing(trace: Trace) -> str:
         return "it could not be looked at"
     if why := machine.why_it_stands_still(seen.state):
         return f"the process is {why}"
+    if seen.stuck:
+        return f"it is {connections.stuck_words(seen.stuck[0])}"
     if seen.frames:
         return f"it is in {seen.frames[0]}"
     return f"in the kernel it is in {seen.wait_channel}" if seen.wait_channel else "its stack could not be read"
@@ -150,6 +179,25 @@ def _fix_for_stopped(late: list[Trace]) -> Fix:
     )
 
 
+def _seen_by(late: list[Trace], traces: list[Trace]) -> tuple[str, ...]:
+    accused = {trace.host for trace in late}
+    return tuple(dict.fromkeys(trace.host for trace in traces if trace.host not in accused))
+
+
+def _fix_for_stuck(late: list[Trace]) -> Fix:
+    assert late[0].inspection is not None
+    remote = late[0].inspection.stuck[0].remote
+    address, _, port = remote.rpartition(":")
+    return Fix(
+        text=f"what {late[0].host} sends to {remote} is not answered: see its way there, and what drops it at either "
+        "end",
+        commands=(
+            f"ip route get {address.strip('[]')}",
+            f"nft list ruleset | grep -nE 'drop|reject|limit|{port}'",
+        ),
+    )
+
+
 def _fix_for_starved(late: list[Trace], request: Request) -> Fix:
     return Fix(
         text=f"it waits for data that does not come, and other ranks have theirs: see the links of {late[0].host}; "
@@ -173,8 +221,10 @@ def standstill(parts: Blame, traces: list[Trace], request: Request, course: Cour
     if not parts.standstill:
         return []
     stage, doing = place(traces[0])
+    if broken := connections.stuck(traces, course.meeting):
+        return [_no_answer(broken, traces, request, course)]
     waiting = all(trace.last is not None and trace.last.waiting for trace in traces)
-    running = any(trace.inspection and trace.inspection.state == "R" for trace in traces)
+    busy = any(is_at_work(trace) for trace in traces)
     longer = _longer(request)
     if waiting:
         title = f"all ranks are in stage {stage} ({doing}) and none came out for {course.stalled_s:.0f} s"
@@ -183,16 +233,18 @@ def standstill(parts: Blame, traces: list[Trace], request: Request, course: Cour
             text="if the system is only slow, give it longer or send less; else see the transport that is used",
             commands=(longer, request.again(**request.less(), nccl_debug=""), request.pairs()),
         )
+        if busy:
+            detail = "No rank is behind the others, and some are computing or wait for a core: they may only be slow."
     else:
         title = f"all ranks are still in stage {stage} ({doing}) after {course.stalled_s:.0f} s without a step"
         detail = "They do not wait for each other there; each one is held up by itself."
-        if running:
-            detail += " Some are computing, so they may only be slow."
+        if busy:
+            detail += " Some are computing or reading files, so they may only be slow."
         fix = Fix(text="the stack says at what; if it is only slow, give it longer", commands=(longer,))
     return [
         Finding(
             id=f"{request.command}.all-waiting" if waiting else f"{request.command}.all-busy",
-            level=Level.UNKNOWN if running and not waiting else Level.FAIL,
+            level=Level.UNKNOWN if busy else Level.FAIL,
             title=title,
             detail=detail,
             where=where(traces),
@@ -200,6 +252,32 @@ def standstill(parts: Blame, traces: list[Trace], request: Request, course: Cour
             fix=fix,
         )
     ]
+
+
+def _no_answer(broken: Sequence[connections.Broken], traces: list[Trace], request: Request, course: Course) -> Finding:
+    """Nothing moves, and the kernels know why: what they send again and again is not answered."""
+    stage, doing = place(traces[0])
+    accused, witnesses = connections.accuse(broken)
+    which = f"connections of {fold(accused)}, as seen by {fold(witnesses)}," if witnesses else ""
+    which = which or f"connections between {fold(accused)}"
+    return Finding(
+        id=f"{request.command}.all-waiting",
+        level=Level.FAIL,
+        title=f"{which} get no answer any more: all ranks are in stage {stage} ({doing}) for {course.stalled_s:.0f} s",
+        detail="They were open before. Packets are sent again and again and nobody acknowledges them: a firewall or a "
+        "limit on connections drops them, or the cable is out.",
+        where=Where(hosts=accused, ranks=tuple(trace.rank for trace in traces if trace.host in accused)),
+        witnesses=Witnesses(hosts=witnesses, ranks=tuple(trace.rank for trace in traces if trace.host in witnesses)),
+        evidence=tuple(dict.fromkeys(one.evidence for one in broken))[:_STACK_LINES],
+        fix=Fix(
+            text=f"on {fold(accused)}, see what drops them, and the counters of its interface",
+            commands=(
+                "nft list ruleset | grep -nE 'drop|reject|quota|ct (bytes|count|state)|limit'",
+                "ip -s link show",
+                request.pairs(),
+            ),
+        ),
+    )
 
 
 def _one_for_each_stack(traces: list[Trace]) -> list[Trace]:
@@ -261,6 +339,16 @@ def port_not_free(host: str, taken: Taken, request: Request) -> Finding:
             text="end that program if it is a leftover, or let distdiag take a free port",
             commands=(request.again(master_port="0"),),
         ),
+    )
+
+
+def not_started(error: DistdiagError, request: Request) -> Finding:
+    """Name the node that kept the ranks from being started, in a run on several."""
+    return Finding(
+        id=f"{request.command}.not-started",
+        level=Level.UNKNOWN,
+        title=f"no rank was started: {error}",
+        fix=Fix(text=error.hint) if error.hint else None,
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from distdiag.cluster.access import Agent
+from distdiag.workload.facts import NodeFacts
 from distdiag.workload.model import Device, Request
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from distdiag.cluster import launch
     from distdiag.deliver import Progress
     from distdiag.report import Report
-    from distdiag.workload.model import Course, NotRun, Plan, Scene, Share
+    from distdiag.workload.record import Course, NotRun, Plan, Scene, Share
 
 Asked = TypeVar("Asked", bound=Request)
 Data = TypeVar("Data")
@@ -40,6 +41,7 @@ class Job(Generic[Asked, Data]):
         """What runs on the nodes."""
         return Agent(
             collect="distdiag.workload.collect",
+            facts=NodeFacts,
             ask={"gpus": self.request.device is not Device.CPU},
             rank=self.rank,
         )

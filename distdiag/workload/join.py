@@ -8,23 +8,25 @@ import signal
 import sys
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from distdiag.cluster import links
-from distdiag.cluster.access import SILENCE_S
+from distdiag.cluster.access import silence_s
 from distdiag.cluster.fleet import Fleet, Limits
 from distdiag.cluster.home import Home, find_home
 from distdiag.cluster.hosts import Host, fold_ranks, name_ranks
 from distdiag.cluster.transports.join import JoinTransport, name_of
+from distdiag.deliver import say
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.node import agent as node_agent
 from distdiag.node import boot, call_home, machine
 from distdiag.node.identity import Identity, contradiction, nested_tasks
 from distdiag.node.wire import Writer
-from distdiag.report import Finding, Fix, Level, Report, Where
+from distdiag.report import Finding, Fix, Level, Where, quoted
 from distdiag.workload import judge
+from distdiag.workload.collect import master_addr_leads_elsewhere
 from distdiag.workload.facts import NodeFacts
-from distdiag.workload.model import NotRun, Place, Scene
+from distdiag.workload.record import NotRun, Place, RunRecord, Scene
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from distdiag.workload.model import Request
 
 _LEFT_ALONE = 3
+_FORGET = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"
 _INTERRUPTED = 130
 _GOODBYE_S = 1.0
 
@@ -45,20 +48,47 @@ def carry_out(
     job: Job[Asked, Data],
     me: Identity,
     progress: Progress,
-    run: Callable[[Job[Asked, Data], Fleet, Scene, Progress], Report[Data]],
-) -> Report[Data]:
-    """Be one of the ranks: rank 0 returns the report, every other process ends here with rank 0's exit status.
+    run: Callable[[Job[Asked, Data], Fleet, Scene, Progress], RunRecord],
+) -> RunRecord:
+    """Be one of the ranks: rank 0 returns the record, every other process ends here with rank 0's exit status.
 
     Raises:
         UsageError: options that contradict the launcher.
         DistdiagError: the ranks do not find each other.
     """
+    if me.rank != 0 and me.launcher != "environment":
+        return _as_other_rank(lambda: _carry_out(job, me, progress, run))
+    return _carry_out(job, me, progress, run)
+
+
+def _as_other_rank(work: Callable[[], RunRecord]) -> NoReturn:
+    """End as a rank whose report rank 0 gives: a second document on the stdout that all share would be no JSON."""
+    status = _INTERRUPTED
+    try:
+        work()
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    except DistdiagError as error:
+        say(f"distdiag: {error}" + (f"\nhint: {error.hint}" if error.hint else ""))
+        status = error.exit_code
+    except KeyboardInterrupt:
+        pass
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _carry_out(
+    job: Job[Asked, Data],
+    me: Identity,
+    progress: Progress,
+    run: Callable[[Job[Asked, Data], Fleet, Scene, Progress], RunRecord],
+) -> RunRecord:
     request = job.request
     _check_options(request, me)
     tasks = nested_tasks(os.environ, machine.ancestors(os.getpid()))
     if tasks:
         _leave_it_to_rank_0(me, 1)
-        return judge.not_run(job, NotRun(scene=Scene(places=()), why=(_nested(me, tasks, request),)))
+        return RunRecord.of_none(NotRun(scene=Scene(places=()), why=(_nested(me, tasks, request),)))
     home, hub = find_home(me, os.environ, timeout_s=request.timeout_s)
     if hub is None:
         sys.exit(_serve(me, home, job.agent, request.timeout_s))
@@ -71,9 +101,12 @@ def _check_options(request: Request, me: Identity) -> None:
     typed = [name for name, _ in request.cluster.typed() if name not in ("--python", "--env", "--setup")]
     if typed:
         trouble = (
-            f"{me.launcher} started {me.world_size} of us, and {typed[0]} would let each of them start its own ranks"
+            f"by {_launcher(me)} this is one of {me.world_size} processes, and {typed[0]} would let each of them start "
+            "its own ranks"
         )
         hint = f"leave {typed[0]} out; or start distdiag once, without {me.launcher}"
+        if me.launcher == "environment":
+            hint = f"if nobody else was started, forget what the environment says: {_FORGET}"
     elif request.nproc is not None and (me.local_world_size or 1) > 1:
         trouble = f"{me.launcher} started {me.local_world_size} of us on this node, and --nproc would add ranks to each"
         hint = "leave --nproc out, or start one process per node"
@@ -83,8 +116,11 @@ def _check_options(request: Request, me: Identity) -> None:
 
 
 def _leave_it_to_rank_0(me: Identity, status: int) -> None:
-    """End here as any other rank, a little later than rank 0: mpirun ends all of us as soon as one leaves."""
-    if me.rank != 0:
+    """End here as any other rank, a little later than rank 0: mpirun ends all of us as soon as one leaves.
+
+    Where only variables say that there are others, this may be the one process there is: it speaks for itself.
+    """
+    if me.rank != 0 and me.launcher != "environment":
         time.sleep(_GOODBYE_S)
         sys.exit(status)
 
@@ -102,7 +138,7 @@ def _serve(me: Identity, home: Home, agent: Agent, timeout_s: float) -> int:
         )
     boot.carried.update(agent.sources())
     fd = connection.detach()
-    config = agent.config_for_guest(silence_s=SILENCE_S)
+    config = agent.config_for_guest(silence_s=silence_s(me.world_size))
     return node_agent.serve(config, fd, Writer(fd), _left_alone)
 
 
@@ -116,19 +152,20 @@ def _lead(
     me: Identity,
     hub: Hub,
     progress: Progress,
-    run: Callable[[Job[Asked, Data], Fleet, Scene, Progress], Report[Data]],
-) -> Report[Data]:
+    run: Callable[[Job[Asked, Data], Fleet, Scene, Progress], RunRecord],
+) -> RunRecord:
     request = replace(job.request, program=_program(me, job.request.program))
-    payload = job.agent.pack(request.cluster, here=False)
+    payload = job.agent.pack(request.cluster, here=False, hosts=me.world_size)
     transport = JoinTransport(hub, payload, patience_s=request.timeout_s)
     hosts = [Host(name=name_of(rank)) for rank in range(me.world_size)]
-    with Fleet(hosts, transport, b"", Limits(facts_s=60.0)) as fleet:
+    with Fleet(hosts, transport, b"", NodeFacts, Limits(facts_s=60.0)) as fleet:
         status = DistdiagError.exit_code
         try:
             progress.news(f"rank 0 of {me.world_size} by {_launcher(me)}; waiting for the others")
             fleet.gather(lambda now: progress.now(f"{len(now.up)} of {me.world_size} ranks are here"))
-            report = _judge(replace(job, request=request), me, transport, fleet, progress, run)
-            status = report.exit_code(strict=request.strict)
+            led = replace(job, request=request)
+            record = replace(_run(led, me, transport, fleet, progress, run), program=request.program)
+            status = judge.report_of(led, record).exit_code(strict=request.strict)
         except DistdiagError as error:
             status = error.exit_code
             raise
@@ -139,7 +176,7 @@ def _lead(
             # Only when our report is out: mpirun and torchrun end all of us as soon as one leaves with a fault.
             others = [fleet.nodes.pop(name) for name in list(fleet.nodes) if name != name_of(0)]
             atexit.register(_dismiss, others, status)
-        return report
+        return record
 
 
 def _dismiss(members: list[Node], status: int) -> None:
@@ -150,30 +187,21 @@ def _dismiss(members: list[Node], status: int) -> None:
     links.close_all([node.link for node in members], _GOODBYE_S)
 
 
-def _judge(
+def _run(
     job: Job[Asked, Data],
     me: Identity,
     transport: JoinTransport,
     fleet: Fleet,
     progress: Progress,
-    run: Callable[[Job[Asked, Data], Fleet, Scene, Progress], Report[Data]],
-) -> Report[Data]:
+    run: Callable[[Job[Asked, Data], Fleet, Scene, Progress], RunRecord],
+) -> RunRecord:
     scene = _scene(me, transport, fleet)
     request = job.request
     trouble = (*_missing(me, fleet, request), *_doubles(transport, request))
     if trouble:
-        return judge.not_run(job, NotRun(scene=scene, why=trouble))
-    report = run(job, fleet, scene, progress)
-    extra = _contradiction(request)
-    if extra is None:
-        return report
-    return Report(
-        command=report.command,
-        data=report.data,
-        findings=(*report.findings, extra),
-        summary=report.summary if report.verdict not in ("ok",) else f"{report.summary}; but {extra.title}",
-        interrupted=report.interrupted,
-    )
+        return RunRecord.of_none(NotRun(scene=scene, why=trouble))
+    record = run(job, fleet, scene, progress)
+    return replace(record, extra=_contradiction(request) or _said_otherwise(request, scene))
 
 
 def _scene(me: Identity, transport: JoinTransport, fleet: Fleet) -> Scene:
@@ -184,9 +212,8 @@ def _scene(me: Identity, transport: JoinTransport, fleet: Fleet) -> Scene:
         if node.name == name_of(0):
             said = {"local_rank": me.local_rank, "local_world_size": me.local_world_size}
         local = (_number(said.get("local_rank"), 0), max(1, _number(said.get("local_world_size"), 1)))
-        door = doors.setdefault(str(node.hello.get("machine")), node.name)
-        facts = node.facts(NodeFacts)
-        places.append(Place(node=node.name, host=node.host, slots=None, facts=facts, local=local, door=door))
+        door = doors.setdefault(node.hello.machine, node.name)
+        places.append(Place(node=node.name, host=node.host, slots=None, facts=node.told, local=local, door=door))
     return Scene(places=tuple(places))
 
 
@@ -199,8 +226,9 @@ def _missing(me: Identity, fleet: Fleet, request: Request) -> list[Finding]:
     if not late:
         return []
     came = [node.host for node in fleet.up]
+    if me.launcher != "MPICH" and master_addr_leads_elsewhere():
+        return [_led_elsewhere(me, late, request)]
     reasons = dict.fromkeys(refusal.message for refusal in fleet.refusals.values())
-    forget = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"
     return [
         Finding(
             id=f"{request.command}.rank-missing",
@@ -213,10 +241,24 @@ def _missing(me: Identity, fleet: Fleet, request: Request) -> list[Finding]:
                 text="start all of them; if you meant this node alone, forget what the environment says"
                 if me.launcher == "environment"
                 else f"see what {me.launcher} says of them, and whether their node lets them connect to rank 0",
-                commands=(forget,) if me.launcher == "environment" else (),
+                commands=(_FORGET,) if me.launcher == "environment" else (),
             ),
         )
     ]
+
+
+def _led_elsewhere(me: Identity, late: list[int], request: Request) -> Finding:
+    """Say that the others look for rank 0 where it is not, through no fault of theirs."""
+    address, here = os.environ["MASTER_ADDR"], machine.host_name()
+    return Finding(
+        id=f"{request.command}.rank-variables",
+        level=Level.FAIL,
+        title=f"MASTER_ADDR={address} does not lead to {here}, where rank 0 runs: "
+        f"{name_ranks(late)} of {me.world_size} never came",
+        detail="It is left over from another job, or means another node here. No test was run.",
+        where=Where(hosts=(here,)),
+        fix=Fix(text="set it to the node of rank 0, for all ranks", commands=(f"export MASTER_ADDR={quoted(here)}",)),
+    )
 
 
 def _doubles(transport: JoinTransport, request: Request) -> list[Finding]:
@@ -250,6 +292,33 @@ def _contradiction(request: Request) -> Finding | None:
         fix=Fix(
             text="do not export them before the launcher; set them from its variables in each process",
             commands=("unset RANK WORLD_SIZE LOCAL_RANK",),
+        ),
+    )
+
+
+def _said_otherwise(request: Request, scene: Scene) -> Finding | None:
+    """Variables of other ranks that are not what the launcher says: left over from another job, or a login file's."""
+    groups: dict[str, list[Place]] = {}
+    for place in scene.places:
+        for said in place.facts.said_otherwise:
+            groups.setdefault(said, []).append(place)
+    if not groups:
+        return None
+    ranks = {said: [int(place.node.rpartition(" ")[2]) for place in those] for said, those in groups.items()}
+    told = "; ".join(f"{said} in rank{'s' * (len(those) > 1)} {fold_ranks(those)}" for said, those in ranks.items())
+    return Finding(
+        id=f"{request.command}.rank-variables",
+        level=Level.WARN,
+        title=f"the environment contradicts the launcher: {told}",
+        detail="A script that reads them takes itself for another rank than it is, or waits for a node that is not in "
+        "the job.",
+        where=Where(
+            hosts=tuple(dict.fromkeys(place.host for those in groups.values() for place in those)),
+            ranks=tuple(sorted({rank for those in ranks.values() for rank in those})),
+        ),
+        fix=Fix(
+            text="do not export them before the launcher; set them from its variables in each process",
+            commands=("unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR",),
         ),
     )
 

@@ -2,48 +2,55 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import name_ranks
 from distdiag.cluster.reached import summary_of
 from distdiag.cluster.ways import way_findings
-from distdiag.report import Level, Report
-from distdiag.workload import findings, troubles
+from distdiag.report import Level, Report, Verdict
+from distdiag.workload import connections, findings, troubles
 from distdiag.workload.blame import blame
 from distdiag.workload.model import RankResult, Rendezvous, Status, Versions
-from distdiag.workload.surroundings import about_hosts, nodes_that_differ, surroundings
+from distdiag.workload.pcie import pcie_findings
+from distdiag.workload.record import NotRun, Scene
+from distdiag.workload.surroundings import about_hosts, networks_that_differ, nodes_that_differ, surroundings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from distdiag.cluster.launch import Trace
     from distdiag.cluster.meeting import Meeting
     from distdiag.report import Finding
     from distdiag.workload.blame import Blame
     from distdiag.workload.job import Asked, Data, Job
-    from distdiag.workload.model import Course, NotRun, Plan, Request, Scene
+    from distdiag.workload.model import Request
+    from distdiag.workload.record import Course, Plan, RunRecord
 
 
 def findings_of(request: Request, scene: Scene, plan: Plan, course: Course) -> list[Finding]:
     """Say what went wrong with nodes, ways and ranks, and what was not tested."""
-    parts = blame(course.outcome, course.traces, request.stages)
+    parts, cut = _judged(request, course)
     return [
         *_ways(request, course.meeting),
         *findings.unsupported_archs(course.traces, request),
         *findings.nodes_lost(parts, course.traces, request, course),
-        *findings.died(parts, course.traces, request),
+        *cut,
+        *([] if cut else findings.died(parts, course.traces, request)),
         *findings.missing(parts, course.traces, request, course),
-        *troubles.findings_of(parts, course.traces, request),
+        *([] if cut else troubles.findings_of(parts, course.traces, request)),
         *findings.standstill(parts, course.traces, request, course),
         *about_hosts(scene),
         *nodes_that_differ(request, scene.places, course.traces),
+        *networks_that_differ(request, course.meeting),
         *surroundings(request, plan, scene.places),
+        *pcie_findings(request, scene.places),
     ]
 
 
 def facts_of(request: Request, scene: Scene, plan: Plan, course: Course) -> dict[str, Any]:
     """Give the fields of RunFacts."""
-    parts = blame(course.outcome, course.traces, request.stages)
+    parts, _ = _judged(request, course)
     return {
         "world_size": plan.nproc,
         "backend": plan.backend,
@@ -56,6 +63,25 @@ def facts_of(request: Request, scene: Scene, plan: Plan, course: Course) -> dict
         "hosts": scene.rows,
         "rendezvous": _rendezvous(course.meeting),
     }
+
+
+def _judged(request: Request, course: Course) -> tuple[Blame, list[Finding]]:
+    """Tell who is to blame; where it is a connection, that is a finding of its own."""
+    return connections.cut(blame(course.outcome, course.traces, request.stages), course.traces, request, course)
+
+
+def report_of(job: Job[Asked, Data], record: RunRecord) -> Report[Data]:
+    """Judge a run."""
+    job = replace(job, request=replace(job.request, program=record.program or job.request.program))
+    if record.scene is not None and record.plan is not None and record.course is not None:
+        report = job.diagnose(job.request, record.scene, record.plan, record.course)
+    else:
+        report = not_run(job, record.not_run or NotRun(scene=Scene(places=())))
+    extra = record.extra
+    if extra is None:
+        return report
+    summary = f"{report.summary}; but {extra.title}" if report.verdict is Verdict.OK else report.summary
+    return replace(report, findings=(*report.findings, extra), summary=summary)
 
 
 def not_run(job: Job[Asked, Data], why: NotRun) -> Report[Data]:
@@ -101,7 +127,8 @@ def how_far(ranks: Sequence[RankResult], stages: Sequence[str]) -> str:
 
 def payloads(traces: Sequence[Trace], key: str) -> list[Any]:
     """List what the ranks told under this key, in order of rank."""
-    return [event.payload[key] for trace in traces for event in trace.events if key in event.payload]
+    told: list[Mapping[str, Any]] = [event.payload for trace in traces for event in trace.events]
+    return [payload[key] for payload in told if key in payload]
 
 
 def started(traces: Sequence[Trace]) -> dict[str, Any]:

@@ -1,22 +1,20 @@
-"""What a command that works on ranks is asked, what is decided, and how the ranks fared."""
+"""What a command that works on ranks is asked, and what it says of each rank."""
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from distdiag.cluster.targets import Cluster
+from distdiag.report import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from distdiag.cluster.rows import Row
 
-    from distdiag.cluster.launch import Outcome, Trace
-    from distdiag.cluster.meeting import Meeting
-    from distdiag.cluster.rows import Refusal, Row
-    from distdiag.report import Finding
-    from distdiag.workload.facts import NodeFacts
+
+MOST_RANKS = 4096
+"""On one node: beyond this it is a slip of the finger, and each rank takes a hundred megabytes."""
 
 
 class Backend(StrEnum):
@@ -127,7 +125,7 @@ class Request:
     def pairs(self) -> str:
         """Write the command that measures pairs of the same ranks, to find the bad one or the bad link."""
         number = ["--nproc", str(self.nproc)] if self.nproc is not None else []
-        where = [f"{name} {shlex.quote(value)}" for name, value in self.cluster.typed()]
+        where = [f"{name} {quoted(value)}" for name, value in self.cluster.typed()]
         return " ".join([self.program, "gpu-test", "--isolate", *where, *number])
 
     def again(self, *, extra: str = "", **changes: str) -> str:
@@ -147,68 +145,12 @@ class Request:
         }
         typed = {name: value for name, value in typed.items() if f"--{name} " not in extra}
         options = [
-            f"--{name} {shlex.quote(str(value)) if value != '' else ''}".rstrip()
+            f"--{name} {quoted(str(value)) if value != '' else ''}".rstrip()
             for name, value in typed.items()
             if value is not None
         ]
-        where = [f"{name} {shlex.quote(value)}" for name, value in self.cluster.typed()]
+        where = [f"{name} {quoted(value)}" for name, value in self.cluster.typed()]
         return " ".join([f"{self.program} {self.command}", *where, *options, *([extra] if extra else [])])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """A node that ranks can run on: its name in the fleet, what to call it, and its facts."""
-
-    node: str
-    host: str
-    slots: int | None
-    facts: NodeFacts
-    local: tuple[int, int] | None = None
-    """Local rank and local world size of a process that a launcher started; None where we start the ranks."""
-    door: str = ""
-    """The node of the same machine that tries the ways to other machines, if it is another one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """The ranks of one node."""
-
-    node: str
-    host: str
-    first_rank: int
-    nproc: int
-    memory_available_bytes: int | None
-    """Of the node, None if it did not tell."""
-    cpus: int | None
-    """Cores of the node that its programs may use."""
-    sharing: int
-    """Ranks on one GPU."""
-    first_local_rank: int
-    local_world_size: int
-    door: str
-    """See Place."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What will be run, on which nodes; ranks are numbered node by node."""
-
-    shares: tuple[Share, ...]
-    backend: Backend
-    device: Device
-
-    @property
-    def nproc(self) -> int:
-        """Ranks in all."""
-        return sum(share.nproc for share in self.shares)
-
-    @property
-    def machines(self) -> list[list[int]]:
-        """Ranks of each machine, by local rank."""
-        found: dict[str, list[int]] = {}
-        for share in self.shares:
-            found.setdefault(share.door, []).extend(range(share.first_rank, share.first_rank + share.nproc))
-        return list(found.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,39 +212,3 @@ class Rendezvous:
     interfaces: dict[str, str]
     ways_tried: int
     ways_open: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scene:
-    """What is known before ranks start: a row for each host, who cannot be used and why, and the nodes' facts."""
-
-    places: tuple[Place, ...]
-    rows: tuple[Row, ...] = ()
-    refusals: Mapping[str, Refusal] = field(default_factory=dict)
-    duplicates: tuple[str, ...] = ()
-    twins: tuple[tuple[str, str], ...] = ()
-    """(left out, kept): two names of one machine."""
-
-
-@dataclass(frozen=True)
-class Course:
-    """How the run went: its end, every rank's trace in order of rank, and how long nobody took a step at the end."""
-
-    outcome: Outcome
-    traces: list[Trace]
-    log_dirs: Mapping[str, str]
-    """By host."""
-    stalled_s: float
-    meeting: Meeting | None = None
-    lost: Mapping[str, Refusal] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class NotRun:
-    """Why no rank was started."""
-
-    scene: Scene
-    why: tuple[Finding, ...] = ()
-    plan: Plan | None = None
-    meeting: Meeting | None = None
-    interrupted: bool = False

@@ -7,10 +7,13 @@ from typing import Annotated
 import typer
 
 from distdiag.cluster.recipes import Recipe
-from distdiag.workload.model import Backend, Device
+from distdiag.workload.model import MOST_RANKS, Backend, Device
 
 NprocOpt = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Ranks on each node. [default: one per GPU; 2 without a GPU]")
+    int | None,
+    typer.Option(
+        min=1, max=MOST_RANKS, metavar="N", help="Ranks on each node. [default: one per GPU; 2 without a GPU]"
+    ),
 ]
 BackendOpt = Annotated[Backend, typer.Option(help="auto is nccl on GPUs and gloo on the CPU.")]
 DeviceOpt = Annotated[Device, typer.Option(help="auto is cuda where a GPU is visible.")]

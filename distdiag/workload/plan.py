@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import fold
 from distdiag.errors import UsageError
 from distdiag.report import Finding, Fix, Level, Where
-from distdiag.workload.model import Backend, Device, Plan, Share
+from distdiag.workload.model import MOST_RANKS, Backend, Device
+from distdiag.workload.record import Plan, Share
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.workload.model import Place, Request
+    from distdiag.workload.model import Request
+    from distdiag.workload.record import Place
 
 RANKS_WITHOUT_GPU = 2
 
@@ -58,6 +60,10 @@ def _share(request: Request, place: Place, first_rank: int, *, on_cuda: bool) ->
         nproc = request.nproc or 1
     else:
         nproc = request.nproc or place.slots or (gpus if on_cuda else RANKS_WITHOUT_GPU)
+    if nproc > MOST_RANKS:
+        raise UsageError(
+            f"{nproc} ranks on {place.host} are too many", hint=f"up to {MOST_RANKS}: correct its slots, or --nproc N"
+        )
     local_rank, local_world_size = place.local if place.local is not None and nproc == 1 else (0, nproc)
     return Share(
         node=place.node,

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
+_NAP_S, _LATE_S = 0.005, 0.01
+
+
 class Stop(Exception):
     """This rank cannot go on; what it saw is reported already."""
 
@@ -48,6 +51,50 @@ def run_rank(config: dict[str, Any], kind: type[Rank]) -> None:
     sys.stderr.flush()
     # The group is destroyed; what is left, unloading torch, takes a fifth of the run and tests nothing.
     os._exit(status)
+
+
+class Pauses(threading.Thread):
+    """Measures how long this process did not run at all: stopped, throttled, or without a core.
+
+    A thread that sleeps for a moment and wakes up late was kept from running, and the whole process with it. How long
+    it waited for a core meanwhile is what the kernel says of this very thread; the rest it was stopped or throttled.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._paused_s = 0.0
+        self._schedstat = ""
+        self._began = (time.monotonic(), 0.0, 0.0, 0.0)
+
+    def run(self) -> None:
+        """Watch until the process ends."""
+        self._schedstat = f"/proc/self/task/{threading.get_native_id()}/schedstat"
+        before = time.monotonic()
+        while True:
+            time.sleep(_NAP_S)
+            now = time.monotonic()
+            if now - before > _NAP_S + _LATE_S:
+                self._paused_s += now - before - _NAP_S
+            before = now
+
+    def begin(self) -> None:
+        """Count from now on."""
+        self._began = (time.monotonic(), self._paused_s, self._no_core_s(), machine.throttled_s())
+
+    def told(self) -> dict[str, int]:
+        """Give what was since the beginning, in nanoseconds: records.PausedTold."""
+        time.sleep(2 * _NAP_S)  # a pause that has just ended is noted when the nap is over
+        at, paused_s, no_core_s, throttled_s = self._began
+        paused_s = self._paused_s - paused_s
+        throttled_s = min(paused_s, machine.throttled_s() - throttled_s)
+        # To the kernel, whoever has used up his quota waits for a core.
+        no_core_s = max(0.0, min(paused_s, self._no_core_s() - no_core_s) - throttled_s)
+        found = {"paused": paused_s, "no_core": no_core_s, "throttled": throttled_s, "of": time.monotonic() - at}
+        return {f"{name}_ns": round(seconds * 1e9) for name, seconds in found.items()}
+
+    def _no_core_s(self) -> float:
+        columns = machine.read_text(self._schedstat).split() if self._schedstat else []
+        return int(columns[1]) / 1e9 if len(columns) > 1 else 0.0
 
 
 class Rank:
@@ -161,16 +208,20 @@ class Rank:
         address, port = self.config["address"], self.config["port"]
         self.enter("connect", "preparing to connect")
         if self.rank == 0:
+            self.progress.step("taking the port")
             self.progress.step(f"waiting for {self.world_size - 1} ranks on port {port}", waiting=True)
             self.listener = socket.socket(fileno=self.config["listener_fd"])
-            rendezvous.receive(self.listener, self.config["nonce"], self.world_size)
+            rendezvous.receive(self.listener, self.config["key"], self.world_size)
         else:
             self.progress.step(f"asking {address} port {port} for rank 0", waiting=True)
             try:
-                rendezvous.greet(address, port, self.config["nonce"], self.rank)
+                rendezvous.greet(address, port, self.config["key"], self.rank, self._tell_that_it_answered)
             except rendezvous.Stranger as stranger:
                 self.fail("port-foreign", message=stranger.said, address=address, port=port)
         self.progress.step("rank 0 answers")
+
+    def _tell_that_it_answered(self) -> None:
+        self.progress.step("rank 0 answered; waiting for the others", waiting=True)
 
     def init(self) -> None:
         """Make torch's store and the process group."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold
@@ -15,8 +16,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.cluster.launch import Trace
-    from distdiag.workload.model import Place, Plan, Request, Scene
+    from distdiag.cluster.meeting import Meeting
+    from distdiag.workload.model import Request
+    from distdiag.workload.record import Place, Plan, Scene
 
+_DEBUG = "TORCH_DISTRIBUTED_DEBUG"
+_OFTEN_DIFFER = ("kernel", "machine", "CUDA_VISIBLE_DEVICES", "python")
+_MAY_DIFFER = ("IFNAME", "_HCA", "_DEBUG", "_FILE", "_HOSTID")
 _SHM_FOR_EACH_RANK = 32 * 2**20
 """NCCL takes about 10 MB of /dev/shm for each peer that a rank reaches through it (nccl#290), and has a few."""
 
@@ -87,6 +93,11 @@ def nodes_that_differ(request: Request, places: Sequence[Place], traces: Sequenc
             "visible GPUs": one.facts.gpus.visible,
             "CUDA_VISIBLE_DEVICES": one.facts.cuda_visible_devices,
             "kernel": one.facts.kernel,
+            "NVIDIA driver": one.facts.nvidia_driver or None,
+            "machine": one.facts.machine or None,
+            "active RDMA ports": ", ".join(f"{count} x {kind}" for kind, count in one.facts.rdma_ports.items()) or None,
+            "GPUs on the PCI bus": len(one.facts.pcie.gpus) if one.facts.pcie is not None else None,
+            **{f"ulimit {letter}": value for letter, value in one.facts.limits.items()},
         }
         for one in places
     }
@@ -97,14 +108,92 @@ def nodes_that_differ(request: Request, places: Sequence[Place], traces: Sequenc
                 names = ("torch", "cuda", "hip", "nccl", "python", "device_name")
                 facts[trace.host].update({name: started.get(name) for name in names})
     return [
+        *(
+            Finding(
+                id=f"{request.command}.nodes-differ",
+                level=Level.INFO if difference.fact in _OFTEN_DIFFER else Level.WARN,
+                title=f"nodes differ in {difference}",
+                where=Where(hosts=difference.odd_hosts),
+            )
+            for difference in differences(facts)
+        ),
+        *_variables_differ(request, places),
+    ]
+
+
+def networks_that_differ(request: Request, meeting: Meeting | None) -> list[Finding]:
+    """Say that nodes are in different networks: where they were not provisioned together, fast cards do not meet."""
+    if meeting is None:
+        return []
+    networks: dict[str, dict[str, object]] = {}
+    for node, name in meeting.interfaces.items():
+        own = next((one for one in meeting.networks[node].interfaces if one.name == name), None)
+        if own is not None and own.addresses:
+            networks[meeting.hosts[node]] = {"network": str(ipaddress.ip_interface(own.addresses[0]).network)}
+    return [
         Finding(
-            id=f"{request.command}.nodes-differ",
-            level=Level.INFO if difference.fact in ("kernel", "CUDA_VISIBLE_DEVICES", "python") else Level.WARN,
-            title=f"nodes differ in {difference}",
+            id=f"{request.command}.networks-differ",
+            level=Level.INFO,
+            title=f"the nodes are not in one {difference}",
+            detail="They reach each other through a router. InfiniBand, RoCE or EFA cards of nodes that were not "
+            "provisioned together (another rail, fabric, placement group or availability set) often do not: NCCL then "
+            "ends with error 12 at its first message.",
             where=Where(hosts=difference.odd_hosts),
         )
-        for difference in differences(facts)
+        for difference in differences(networks)
     ]
+
+
+def hangs(request: Request, places: Sequence[Place]) -> Finding | None:
+    """Find the variable that makes torch wait for ever where it is not the same for all ranks."""
+    detail = [place for place in places if place.facts.variables.get(_DEBUG, "").upper() == "DETAIL"]
+    if not detail or len(detail) == len(places):
+        return None
+    (difference,) = (one for one in differences(_variables_of(places)) if one.fact == _DEBUG)
+    return Finding(
+        id=f"{request.command}.debug-differs",
+        level=Level.FAIL,
+        title=f"{difference}: torch hangs in that",
+        detail="With DETAIL torch compares each collective of all ranks before it runs it; ranks that have it wait for "
+        "those that do not. No rank was started.",
+        where=_where_of(difference.odd_hosts, places),
+        fix=Fix(
+            text="set it on all nodes, or on none",
+            commands=(f"unset {_DEBUG}", request.again(extra=f"--env {_DEBUG}=DETAIL")),
+        ),
+    )
+
+
+def _variables_differ(request: Request, places: Sequence[Place]) -> list[Finding]:
+    """Compare what NCCL, Gloo and torch read; names of interfaces and cards, and how much is logged, may differ."""
+    return [
+        Finding(
+            id=f"{request.command}.nodes-differ",
+            level=Level.INFO if any(word in difference.fact for word in _MAY_DIFFER) else Level.WARN,
+            title=f"the environments differ in {difference}",
+            where=_where_of(difference.odd_hosts, places),
+            fix=Fix(text="set the same for all ranks, in the script that the launcher runs"),
+        )
+        for difference in differences(_variables_of(places))
+    ]
+
+
+def _variables_of(places: Sequence[Place]) -> dict[str, dict[str, object]]:
+    return {label: dict(place.facts.variables) for label, place in zip(_labels(places), places, strict=True)}
+
+
+def _labels(places: Sequence[Place]) -> list[str]:
+    """Call each process that a launcher started by its local rank too, where its node has several."""
+    hosts = [place.host for place in places]
+    return [
+        f"{place.host} (local rank {place.local[0]})" if place.local and hosts.count(place.host) > 1 else place.host
+        for place in places
+    ]
+
+
+def _where_of(labels: Sequence[str], places: Sequence[Place]) -> Where:
+    odd = [place.host for label, place in zip(_labels(places), places, strict=True) if label in labels]
+    return Where(hosts=tuple(dict.fromkeys(odd)))
 
 
 def _info(id_: str, title: str, *, hosts: tuple[str, ...] = ()) -> Finding:

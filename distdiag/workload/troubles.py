@@ -10,7 +10,7 @@ from distdiag.report import Finding, Fix, Level
 from distdiag.workload.words import amount, fix_from, place, where, who
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from distdiag.cluster.launch import Trace
     from distdiag.workload.blame import Blame, Trouble
@@ -165,15 +165,15 @@ def _differing(trouble: Trouble) -> dict[str, dict[str, list[int]]]:
 
 def _wrong_result(group: list[Trouble], traces: list[Trace], request: Request) -> Finding:
     sources = _sources(group)
-    told: dict[str, Any] = (sources or group)[0].details
+    told: Mapping[str, Any] = (sources or group)[0].details
     first, total = told["first_index"], told["total"]
     op = told.get("op", "all_reduce")
-    what = f"a wrong {op} of {amount(told['size_bytes'])}" if "op" in told else "a wrong sum"
-    values = f"{told['got']:.10g} instead of {told['expected']:.10g}"
+    what = f"a wrong {op} of {amount(told['size_bytes'])}" if "size_bytes" in told else "a wrong sum"
+    values = f"{told['got']} instead of {told['expected']}"
     seen = f"{told['wrong']} of {total} elements, the first at index {first}: {values}"
     if sources:
         guilty = [trace for trace in traces if trace.rank in {trouble.rank for trouble in sources}]
-        where_wrong = f"{told['own_wrong']} wrong element(s), the first at index {told['own_first_index']}"
+        where_wrong = f"{told['own_wrong']} wrong element(s), the first at index {told.get('own_first_index')}"
         title = f"{who(guilty)} sent wrong data from its own memory: {where_wrong}"
         fix = Fix(text="the data was wrong before it was sent: suspect that rank's memory (ECC errors) or device")
     else:
@@ -196,11 +196,11 @@ def _wrong_result(group: list[Trouble], traces: list[Trace], request: Request) -
 
 
 def _out_of_memory(group: list[Trouble], traces: list[Trace], request: Request) -> Finding:
-    details: dict[str, Any] = group[0].details
+    details: Mapping[str, Any] = group[0].details
     stage, doing = place(traces[0], before_end=True)
     got = (
         f": it got {amount(details['got_bytes'])} of {amount(details['asked_bytes'])}"
-        if "asked_bytes" in details
+        if "asked_bytes" in details and "got_bytes" in details
         else ""
     )
     return Finding(
@@ -221,7 +221,7 @@ def _on_cpu(traces: list[Trace]) -> bool:
 
 
 def _memory_corrupt(group: list[Trouble], traces: list[Trace], request: Request) -> Finding:
-    details: dict[str, Any] = group[0].details
+    details: Mapping[str, Any] = group[0].details
     return Finding(
         id=f"{request.command}.memory-corrupt",
         level=Level.FAIL,

@@ -28,11 +28,11 @@ NAMES = {2**10: "1 KiB", 2**14: "16 KiB", 2**18: "256 KiB", 2**20: "1 MiB", 2**2
 PORT = 29600
 
 
-def in_turn(port: int) -> dict[int, tuple[float, float]]:
+def in_turn(port: int, sizes: dict[int, tuple[int, int]] = SIZES) -> dict[int, tuple[float, float]]:
     """Time each size in microseconds by a plain loop and by ours, in the same two processes."""
-    arguments = [f"{size}:{iterations}:{turns}" for size, (iterations, turns) in SIZES.items()]
+    arguments = [f"{size}:{iterations}:{turns}" for size, (iterations, turns) in sizes.items()]
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2",
-                   "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}  # fmt: skip
+                   "OMP_NUM_THREADS": "1"}  # fmt: skip
     ranks = [
         subprocess.Popen(
             [sys.executable, str(PLAIN), *arguments],
@@ -67,6 +67,18 @@ def beside_the_loop() -> None:
         print(f"| {NAMES[size]} | {loop_us:.0f} us | {own_us:.0f} us | {ratio:.2f} |", flush=True)
 
 
+def beside_a_process_of_its_own() -> None:
+    """Print how the whole command fares beside a plain loop in processes that distdiag has nothing to do with."""
+    size, ratios = 2**25, []
+    for turn in range(ROUNDS):
+        loop_us, _ = in_turn(PORT + 100 + turn, {size: (5, 20)})[size]
+        (row,) = report("allreduce-bench", "--nproc", "2", "--device", "cpu", "--sizes", "32MiB")["data"]["results"]
+        ratios.append(loop_us / (row["time_s"]["p50"] * 1e6))
+    print(
+        f"all_reduce of 32 MiB, the whole command beside another program: busbw {statistics.median(ratios):.2f} of it"
+    )
+
+
 def harness() -> None:
     """Print what the timed loop itself costs."""
     calls = 200_000
@@ -80,7 +92,7 @@ def compared() -> None:
     """Print how often a run beside an earlier one passes, and how often one with a rank of half the speed fails."""
     arguments = ("allreduce-bench", "--nproc", "2", "--device", "cpu", "--sizes", "64KiB:16MiB:x4", "--min-time", "0.3")
     with tempfile.TemporaryDirectory() as folder:
-        saved = f"{folder}/earlier.json"
+        saved = f"{folder}/earlier"
         passed = failed = 0
         for _ in range(10):
             report(*arguments, "--save", saved)
@@ -120,6 +132,7 @@ def situations() -> None:
 def main() -> None:
     print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, median of {ROUNDS} interleaved runs\n")
     beside_the_loop()
+    beside_a_process_of_its_own()
     harness()
     pairs()
     situations()

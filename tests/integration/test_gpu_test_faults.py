@@ -51,6 +51,19 @@ def test_a_rank_that_does_not_come_is_named_alone_and_in_time() -> None:
     assert result.seconds_after_last_news < 12 + 1
 
 
+@pytest.mark.parametrize(
+    ("works_by", "level", "code"), [("open('/proc/kallsyms').read()", "unknown", 3), ("pass", "fail", 1)]
+)
+def test_a_torch_that_loads_and_loads_is_slow_and_one_that_does_nothing_is_stuck(
+    tmp_path: Path, works_by: str, level: str, code: int
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text(f"import time\nwhile True:\n    {works_by}\n    time.sleep(0.1)\n")
+    result = gpu_test("--nproc", "2", "--timeout", "2", env={"PYTHONPATH": str(tmp_path)})
+    assert result.code == code
+    assert {one: finding["level"] for one, finding in result.findings.items()} == {"all-busy": level}
+
+
 # Killed in agree and in reduce it is below, from outside.
 @pytest.mark.parametrize("stage", ["start", "connect", "init", "done"])
 def test_a_rank_killed_in_a_stage_is_named_with_signal_and_stage(stage: str) -> None:

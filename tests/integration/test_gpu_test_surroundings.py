@@ -192,13 +192,13 @@ def test_sigterm_is_ctrl_c_and_a_second_one_loses_nothing() -> None:
     assert "interrupted; rank 1 (" in result.report["summary"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
-def test_a_distdiag_that_is_killed_leaves_no_rank_not_even_a_stopped_one(number: signal.Signals) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGHUP, 130)])
+def test_a_distdiag_that_is_killed_leaves_no_rank_not_even_a_stopped_one(number: signal.Signals, code: int) -> None:
     run = Running("gpu-test", "--nproc", "2", "--inject", "stop:1@memory")
     run.wait_for("memory: all ranks")
     assert len(run.left_behind()) == 3  # the agent and two ranks
     os.kill(run.process.pid, number)
-    assert run.finish().code == -number
+    assert run.finish().code == code
 
 
 def test_an_agent_that_is_killed_takes_its_ranks_along() -> None:
@@ -243,7 +243,7 @@ def test_a_machine_without_loopback_is_told_so() -> None:
     result = gpu_test("--timeout", "20", wrap=("unshare", "-n"))
     assert result.code == 1
     (finding,) = result.findings.values()
-    assert finding["fix"]["commands"] == ["ip link set lo up"]
+    assert finding["fix"]["commands"] == ["ip route show", "ip link set lo up"]
 
 
 def test_a_working_directory_that_is_gone_is_told_before_torch_stumbles(tmp_path: Path) -> None:
@@ -281,3 +281,39 @@ def test_what_people_read_fits_80_columns_and_has_no_colour_in_a_pipe() -> None:
     assert max(len(line) for line in lines if not line.startswith("    ")) <= 80
     assert "\x1b" not in result.out
     assert "rank 1 (" in result.out
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--ifname", "nosuch0"),
+        ("--master-addr", "10.0.0.1"),
+        ("--python", "/nowhere"),
+        ("--setup", "x"),
+        ("--fanout", "2"),
+    ],
+)
+def test_an_option_that_would_have_no_effect_is_refused(option: tuple[str, str]) -> None:
+    result = gpu_test("--nproc", "2", *option)
+    assert result.code == 2
+    assert f"{option[0]} would have no effect" in result.report["error"]["message"]
+
+
+def test_the_script_for_slurm_asks_for_gpus_also_where_there_are_none() -> None:
+    asked = ("gpu-test", "--hosts", "a,b", "--print-command", "slurm", "--backend", "nccl")
+    assert "#SBATCH --gpus-per-node=8" in distdiag(*asked, "--nproc", "8").out
+    unknown = distdiag(*asked, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert (unknown.code, "--nproc" in unknown.err) == (2, True)
+
+
+def test_what_the_environment_says_of_others_is_told_by_whoever_was_started() -> None:
+    result = gpu_test("--hosts", "localhost", env={"RANK": "7", "WORLD_SIZE": "9"})
+    assert result.code == 2
+    assert "unset RANK" in result.report["error"]["hint"]
+
+
+def test_more_ranks_than_any_node_has_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("localhost slots=1000000000\n")
+    for typed in (("--nproc", "1000000000"), ("--hostfile", str(tmp_path / "hosts"))):
+        result = gpu_test(*typed)
+        assert (result.code, "error" in result.report) == (2, True)

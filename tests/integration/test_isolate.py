@@ -166,3 +166,23 @@ def test_wrong_usage(arguments: tuple[str, ...]) -> None:
     result = isolate("--nproc", "2", *arguments)
     assert result.code == 2
     assert result.report["error"]["message"]
+
+
+def test_a_rank_that_is_stopped_for_40_of_every_60_ms_is_named() -> None:
+    """Its best times are as good as the others'."""
+    running = Running("gpu-test", "--isolate", "--json", "--device", "cpu", *FOUR, "--timeout", "60")
+    stopper = (
+        "import os, signal, sys, time\n"
+        "while True:\n"
+        "    os.kill(int(sys.argv[1]), signal.SIGSTOP); time.sleep(0.04)\n"
+        "    os.kill(int(sys.argv[1]), signal.SIGCONT); time.sleep(0.02)\n"
+    )
+    pid = str(running.pid_of_rank(1))
+    # It ends by itself when the rank is gone.
+    with subprocess.Popen([sys.executable, "-c", stopper, pid], stderr=subprocess.DEVNULL) as program:
+        try:
+            result = running.finish()
+        finally:
+            program.kill()
+    assert result.code == 1
+    assert result.findings["rank-paused"]["where"]["ranks"] == [1]

@@ -154,7 +154,7 @@ def test_a_second_interface_that_leads_nowhere(network: Network) -> None:
             node.run("ip", "link", "del", "eth1")
     finding = found["nccl-dead-interface"]
     assert "NCCL would use eth1 on node[1-4] as well" in finding["title"]
-    assert finding["fix"]["commands"] == ["export NCCL_SOCKET_IFNAME==eth0"]
+    assert finding["fix"]["commands"] == ["export NCCL_SOCKET_IFNAME='=eth0'"]
     (all_closed,) = (one for id_, one in wrong.items() if id_.startswith("way-"))
     assert all_closed["title"].startswith("no node reaches another")
     assert "eth0" in all_closed["fix"]["commands"][0]
@@ -195,7 +195,7 @@ def test_a_master_address_that_leads_home(wide: Network) -> None:
         assert levels["ports.gloo-ifname"] == "fail"
         (gloo,) = [one for one in result.report["findings"] if one["id"] == "ports.gloo-ifname"]
         assert gloo["where"]["hosts"] == ["node1"]
-        assert gloo["fix"]["commands"] == ["export NCCL_SOCKET_IFNAME==eth0 GLOO_SOCKET_IFNAME=eth0"]
+        assert gloo["fix"]["commands"] == ["export NCCL_SOCKET_IFNAME='=eth0' GLOO_SOCKET_IFNAME=eth0"]
 
 
 def test_mtus_that_differ_are_named(network: Network) -> None:
@@ -258,7 +258,7 @@ def test_who_answers_is_told_by_what_it_says(network: Network) -> None:
 def test_closed_is_not_told_to_open_the_firewall(network: Network) -> None:
     result = ports(network, f"{network['node2'].address}:7777")
     (finding,) = result.report["findings"]
-    assert (result.code, finding["level"]) == (0, "warn")
+    assert (result.code, finding["level"]) == (1, "fail")
     assert "nobody listens" in finding["title"]
     assert "no firewall needs opening" in finding["detail"]
     assert finding["fix"]["commands"] == ["distdiag ports serve --port 7777"]
@@ -294,22 +294,24 @@ def test_ipv6_only(network: Network) -> None:
 
 def test_a_server_and_a_check_without_ssh(network: Network) -> None:
     node = network["node1"]
-    serving = Running(
-        "ports", "serve", "--port", "6500", "--for", "100", "--token", "secret", "--json", wrap=tuple(node.command())
-    )
+    serving = Running("ports", "serve", "--port", "6500", "--for", "100", "--json", wrap=tuple(node.command()))
     try:
         serving.wait_for("listening at port 6500")
-        result = ports(network, "check", f"{node.address}:6500", "--token", "secret")
+        token = re.search(r"DISTDIAG_TOKEN=(\w+) ", serving.wait_for(f" ports check {node.address}:6500"))
+        assert token is not None
+        assert len(token[1]) == 32
+        known = {"DISTDIAG_TOKEN": token[1]}
+        result = ports(network, "check", f"{node.address}:6500", env=known)
         assert result.code == 0, result.out + result.err
         rows = result.report["data"]["pairs"]
         assert {(row["purpose"], row["state"]) for row in rows} == {("port", "ok"), ("ranks", "ok")}
         forth = [row for row in rows if row["to"] == node.address]
         back = [row for row in rows if row["from"] == node.address]
         assert (len(forth), len(back)) == (3, 2)
-        wrong = ports(network, "check", f"{node.address}:6500", "--token", "guess")
+        wrong = ports(network, "check", f"{node.address}:6500", env={"DISTDIAG_TOKEN": "guess"})
         assert (wrong.code, "does not know this token" in wrong.err) == (3, True)
         network["node1"].at_switch("tcp flags & (syn | ack) == syn drop", "out")
-        one_way = ports(network, "check", f"{node.address}:6500", "--token", "secret")
+        one_way = ports(network, "check", f"{node.address}:6500", env=known)
         assert one_way.code == 1
         assert any(
             "-> client" in line or node.address in line for one in faults(one_way).values() for line in one["evidence"]
@@ -323,27 +325,54 @@ def test_a_server_and_a_check_without_ssh(network: Network) -> None:
     assert done.code == 1  # it tells, too, that the way back was closed in the end
 
 
+def test_slow_strangers_do_not_keep_the_client_of_a_server_out(network: Network) -> None:
+    node = network["node1"]
+    crowd = (
+        "import socket, sys, time\n"
+        f"all = [socket.create_connection(('{node.address}', 6504), 9) for _ in range(200)]\n"
+        "for one in all: one.send(b'd')\n"
+        "print('ready', flush=True); time.sleep(600)\n"
+    )
+    known = {"DISTDIAG_TOKEN": "0123456789abcdef"}
+    serving = Running(
+        "ports", "serve", "--port", "6504", "--for", "100", "--json", wrap=tuple(node.command()), env=known
+    )
+    try:
+        serving.wait_for("listening at port 6504")
+        strangers = network.client.start(sys.executable, "-c", crowd, output=subprocess.PIPE)
+        assert strangers.stdout is not None
+        assert strangers.stdout.readline().strip() == "ready"
+        result = ports(network, "check", f"{node.address}:6504", env=known)
+        assert result.code == 0, result.out + result.err
+    finally:
+        for pid, line in node.processes().items():
+            if "ports serve" in line:
+                os.kill(pid, signal.SIGINT)
+        assert serving.finish().code == 0
+
+
 def test_a_check_without_a_server_is_no_success(network: Network) -> None:
     address = network["node1"].address
-    closed = ports(network, "check", f"{address}:6502", "--token", "x")
+    closed = ports(network, "check", f"{address}:6502", env={"DISTDIAG_TOKEN": "x"})
     assert (closed.code, faults(closed)["closed"]["level"]) == (1, "fail")
     prepare(network, "open")
-    other = ports(network, "check", f"{address}:6000", "--token", "x")
+    other = ports(network, "check", f"{address}:6000", env={"DISTDIAG_TOKEN": "x"})
     assert (other.code, other.findings["not-checked"]["level"]) == (3, "unknown")
 
 
 def test_a_server_that_goes_away_midway_is_unknown(network: Network) -> None:
     node = network["node2"]
     server = (
-        "import socket as s, hmac\n"
+        "import socket as s\n"
+        "from distdiag.node import handshake\n"
         "l = s.create_server(('', 6503))\n"
+        "door = handshake.Acceptor([l], 'x')\n"
         "while 1:\n"
-        "    c, _ = l.accept(); c.sendall(b'distdiag/1 abc\\n'); c.recv(200)\n"
-        "    c.sendall(hmac.digest(b'x', b'abc server', 'sha256').hex().encode() + b'\\n'); c.recv(99); c.close()\n"
+        "    for peer in door.wait()[0]: peer.connection.close()\n"
     )
     node.start(sys.executable, "-c", server)
     node.wait_for_port(6503)
-    result = ports(network, "check", f"{node.address}:6503", "--token", "x")
+    result = ports(network, "check", f"{node.address}:6503", env={"DISTDIAG_TOKEN": "x"})
     assert (result.code, "went away midway" in result.findings["not-checked"]["title"]) == (3, True)
 
 
@@ -365,7 +394,7 @@ def test_the_server_greets_and_tells_a_stranger_nothing_else(network: Network) -
     serving = Running("ports", "serve", "--port", "6501", "--for", "6", "--json", wrap=tuple(node.command()))
     serving.wait_for("listening at port 6501")
     said, _ = stranger.communicate(timeout=40)
-    assert said.startswith("distdiag/1")
+    assert said.startswith("distdiag-pe")
     assert said.strip().endswith(("b''", "b'reset'"))
     done = serving.finish(timeout=40)
     assert done.code == 0  # it ended by itself
@@ -386,7 +415,7 @@ def test_the_server_greets_and_tells_a_stranger_nothing_else(network: Network) -
         (("--hosts", ""), "no host is named"),
         (("--hosts", "a,b", "--data", "17MiB"), "up to 16MiB"),
         (("--hosts", "a,b", "--port", "1-5000"), "too many between nodes"),
-        (("check", "node1"), "the word that serve printed"),
+        (("check", "node1"), "the token that ports serve printed"),
     ],
 )
 def test_wrong_input(arguments: tuple[str, ...], words: str) -> None:

@@ -59,7 +59,7 @@ def test_the_rank_that_is_not_in_the_collective_is_named_with_its_line(tmp_path:
             next(line for line in shown if line.startswith("rank"))
             == "rank 2: data loading, not moving, step 3  <- odd"
         )
-        native = job.look("--samples", "1", "--native")
+        native = job.look("--samples", "1", "--native", "--timeout", "60")
         assert odd(native)[0][0] == [2]
         frames = next(one["frames"] for one in native.report["data"]["groups"] if 0 in one["ranks"])
         assert any("Work::wait" in frame["function"] for frame in frames)
@@ -103,7 +103,7 @@ def test_ranks_in_another_collective_are_named() -> None:
         assert result.code == 1
         assert odd(result) == [([2], "log_metrics")]
         assert "rank 2 (" in result.report["summary"]
-        assert "in `broadcast` called from `log_metrics`" in result.report["summary"]
+        assert "in `barrier` called from `log_metrics`" in result.report["summary"]
         assert "ranks 0-1,3 wait in `all_reduce` called from `train_step`" in result.report["summary"]
 
 

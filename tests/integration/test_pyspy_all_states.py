@@ -6,14 +6,17 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from jobs import Job, states, wait_for_state
-from support import distdiag, need, wait_until
+from jobs import Job, free_port, states, wait_for_state
+from support import PROGRAM, distdiag, need, need_mounts, need_root, wait_until
+
+from distdiag.node import procs
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
 TIMEOUT_S = 3.0
 
@@ -105,7 +108,7 @@ def test_where_there_is_no_job_it_says_what_was_looked_for() -> None:
     ("arguments", "words"),
     [
         (("--from", "/nowhere"), "there is no such file"),
-        (("--from", "/etc/hostname"), "there is no dump in"),
+        (("--from", "/etc/hostname"), "no facts of pyspy-all in /etc/hostname (hostname holds no dump of py-spy)"),
         (("--from", "/etc/hostname", "--hosts", "a"), "leave out"),
         (("--groups", "tp:0-1"), "is not NAME=RANKS/RANKS"),
         (("--html", "/nowhere/page.html"), "cannot be written"),
@@ -118,3 +121,104 @@ def test_wrong_input_is_a_usage_error(arguments: tuple[str, ...], words: str) ->
     error = result.report["error"]
     assert result.code == 2
     assert words in error["message"] + error["hint"]
+
+
+@pytest.fixture
+def freezer() -> Iterator[Path]:
+    """A freezer cgroup of version 1 or 2; thawed and removed in the end."""
+    need_root()
+    first, second = Path("/sys/fs/cgroup/freezer"), Path("/sys/fs/cgroup")
+    above = first if first.is_dir() else second if (second / "cgroup.controllers").exists() else None
+    if above is None and os.environ.get("DISTDIAG_TESTS_REQUIRE_ALL"):
+        pytest.fail("required here: a freezer cgroup")
+    if above is None:
+        pytest.skip("no freezer cgroup is mounted")
+    folder = above / f"distdiag-test-{os.getpid()}"
+    folder.mkdir()
+    yield folder
+    _freeze(folder, is_frozen=False)
+    wait_until(lambda: not (folder / "cgroup.procs").read_text(), 20, lambda: "there are processes in it")
+    folder.rmdir()
+
+
+def _freeze(folder: Path, *, is_frozen: bool) -> None:
+    state = folder / "freezer.state"
+    if state.exists():
+        state.write_text("FROZEN" if is_frozen else "THAWED")
+    else:
+        (folder / "cgroup.freeze").write_text(str(int(is_frozen)))
+
+
+def test_a_rank_whose_cgroup_is_frozen_is_named_with_what_lets_it_go_on(freezer: Path) -> None:
+    with Job("stands_still", 3) as job:
+        job.wait_still()
+        pid = job.pid(1)
+        (freezer / "cgroup.procs").write_text(str(pid))
+        _freeze(freezer, is_frozen=True)
+        try:
+            wait_until(lambda: procs.thaws_by(pid) != "", 20, lambda: "it does not freeze")
+            result = job.look("--interval", "0.1")
+            blocked = distdiag("trace", "blocked", "--json", "--job", job.name)
+        finally:
+            _freeze(freezer, is_frozen=False)
+    found = result.findings["odd-rank"]
+    assert (result.code, found["where"]["ranks"]) == (1, [1])
+    assert "its cgroup is frozen" in found["title"]
+    assert "kill -CONT" not in str(found["fix"])
+    assert str(freezer) in found["fix"]["commands"][0]
+    assert (blocked.code, blocked.findings["stopped"]["where"]["ranks"]) == (1, [1])
+    assert "is frozen with its cgroup" in blocked.findings["stopped"]["title"]
+    assert blocked.findings["stopped"]["fix"]["commands"] == found["fix"]["commands"]
+
+
+def test_a_rank_that_a_debugger_holds_is_not_sent_a_signal() -> None:
+    need("gdb")
+    with Job("stands_still", 3) as job:
+        job.wait_still()
+        argv = ["gdb", "-q", "-nx", "-p", str(job.pid(2))]
+        with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as gdb:
+            try:
+                wait_for_state(job.pid(2), "t", timeout=60)
+                blocked = distdiag("trace", "blocked", "--json", "--job", job.name)
+            finally:
+                gdb.kill()
+    found = blocked.findings["stopped"]
+    assert (blocked.code, found["where"]["ranks"], found["fix"]["commands"]) == (1, [2], [])
+    assert f"is stopped by pid {gdb.pid} (gdb), which traces it" in found["title"]
+
+
+def test_a_process_that_proc_does_not_show_is_alive_and_not_gone() -> None:
+    need("setpriv", "unshare", "mount")
+    need_root()
+    need_mounts()
+    with Job("stands_still", 1, rank_env={0: {"HOW": "other-user"}}) as job:
+        job.wait_still()
+        # As on a node whose /proc shows users only their own processes.
+        without = "setpriv --regid 65534 --clear-groups --bounding-set -sys_ptrace"
+        inside = f'mount -t proc -o hidepid=2 proc /proc && exec {without} "$@"'
+        for command in (["pyspy-all"], ["trace", "blocked"]):
+            words = [*command, "--pid", str(job.pid(0)), "--json"]
+            result = distdiag(*words, wrap=("unshare", "-m", "sh", "-c", inside, "sh"))
+            assert (result.code, result.report["verdict"]) == (3, "unknown"), result.out + result.err
+            assert "alive" in result.report["summary"], result.report["summary"]
+
+
+def test_a_launcher_that_waits_for_another_node_has_started_no_rank() -> None:
+    need("unshare")
+    need_root()
+    need_mounts()
+    torchrun = Path(PROGRAM).with_name("torchrun")
+    endpoint = f"127.0.0.1:{free_port()}"
+    # In processes of their own, so that no job of another test is found.
+    inside = (
+        f"{torchrun} --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint {endpoint} --rdzv-id x none.py "
+        '>&2 & launcher=$!; until grep -qs pt_elastic /proc/[0-9]*/comm; do sleep 0.1; done; "$@"; status=$?; '
+        "kill $launcher; exit $status"
+    )
+    wrap = ("unshare", "--fork", "--pid", "--mount-proc", "bash", "-c", inside, "bash")
+    for command in (("pyspy-all",), ("trace", "blocked")):
+        result = distdiag(*command, "--json", wrap=wrap)
+        assert (result.code, result.report["verdict"]) == (3, "unknown"), result.out + result.err
+        title = result.findings["no-job"]["title"]
+        assert title.startswith("torchrun (pid "), title
+        assert "has started no rank" in title

@@ -116,7 +116,7 @@ def test_the_rank_that_sleeps_is_named(jobs: dict[str, Job], seen: dict[str, See
     assert one.title.startswith(f"rank 1 ({HOST}, pid {pids[1]}) sleeps (clock_nanosleep, ")
     assert "; rank 0 waits for its data: recvfrom on 127.0.0.1:" in one.title
     assert (one.findings[0]["id"], one.findings[0]["level"]) == ("trace.waits-for", "fail")
-    assert one.findings[0]["where"] == {"hosts": [HOST], "ranks": [0, 1], "pids": [pids[1], pids[0]]}
+    assert one.findings[0]["where"] == {"hosts": [HOST], "ranks": [1], "pids": [pids[1]]}
     first, second = one.threads
     assert (first["rank"], first["pid"], first["state"], first["kind"]) == (0, pids[0], "S", "peer")
     last = first["last"]
@@ -154,11 +154,9 @@ def test_ranks_that_wait_for_each_other(seen: dict[str, Seen]) -> None:
     assert seen["recv"].title.startswith("ranks 0-1 wait for each other: ")
 
 
-def test_a_torch_job_whose_ranks_wait_inside_gloo_is_not_judged_by_guess(
-    jobs: dict[str, Job], seen: dict[str, Seen]
-) -> None:
+def test_the_only_rank_that_is_not_inside_gloo_is_stuck(jobs: dict[str, Job], seen: dict[str, Seen]) -> None:
     job, one = jobs["gloo"], seen["gloo"]
-    assert [(found["id"], found["level"]) for found in one.findings] == [("trace.undecided", "unknown")]
+    assert [(found["id"], found["level"]) for found in one.findings] == [("trace.stuck-rank", "fail")]
     assert one.title.startswith(f"rank 2 ({HOST}, pid {job.pid(2)}) sleeps (clock_nanosleep, ")
     assert "; ranks 0-1 wait for other threads of their own (futex, " in one.title
     os.kill(job.pid(1), signal.SIGSTOP)
@@ -242,7 +240,8 @@ def test_a_rank_that_goes_on_is_not_blamed() -> None:
         job.wait_ready()
         wait_until(lambda: main(job.pid(0))[0] == "recvfrom", 10, lambda: f"{blocked(job.pid(0))}")
         result = look(job)
-    assert (result.code, result.report["verdict"]) == (0, "ok")
+    # For a moment nobody may be at work: then it cannot know.
+    assert result.report["verdict"] in ("ok", "unknown")
     assert "rank 0 waits for rank 1" in result.report["findings"][0]["title"]
 
 
@@ -284,13 +283,23 @@ def test_processes_of_others_are_told_with_what_gives_the_right() -> None:
             other.kill()
 
 
-@pytest.mark.parametrize("command", [("blocked", "--pid"), ("fds",)])
-def test_a_process_that_is_not_there(command: tuple[str, ...]) -> None:
+def test_a_process_that_is_not_there() -> None:
     gone = str(2**22 - 1)
-    result = distdiag("trace", *command, gone, "--json")
-    assert (result.code, result.report["command"]) == (3, f"trace {command[0]}")
-    assert result.report["error"]["message"].startswith(f"there is no process {gone} on ")
-    assert "--hosts" in result.report["error"]["hint"]
+    blocked = distdiag("trace", "blocked", "--pid", gone, "--json")
+    assert (blocked.code, blocked.report["command"], blocked.report["verdict"]) == (3, "trace blocked", "unknown")
+    assert blocked.findings["no-job"]["title"].startswith(f"there is no process {gone} on ")
+    assert "--hosts" in blocked.findings["no-job"]["fix"]["text"]
+    fds = distdiag("trace", "fds", gone, "--json")
+    assert (fds.code, fds.report["command"]) == (3, "trace fds")
+    assert fds.report["error"]["message"].startswith(f"there is no process {gone} on ")
+    assert "--hosts" in fds.report["error"]["hint"]
+
+
+def test_a_job_that_is_not_there_has_a_report_as_pyspy_all_gives_it() -> None:
+    for command in (("trace", "blocked"), ("pyspy-all",)):
+        result = distdiag(*command, "--job", "10.9.8.7:1", "--json")
+        assert (result.code, result.report["verdict"]) == (3, "unknown")
+        assert "no rank of job 10.9.8.7:1 was found" in result.findings["no-job"]["title"]
 
 
 @pytest.mark.parametrize(
@@ -299,7 +308,6 @@ def test_a_process_that_is_not_there(command: tuple[str, ...]) -> None:
         (("blocked", "--rank", "x"), "is not a rank"),
         (("blocked", "--pid", "0"), "is not in the range x>=1"),
         (("blocked", "--pid", "1", "--rank", "0"), "give one of them"),
-        (("blocked", "--job", "10.9.8.7:1"), "no rank of job 10.9.8.7:1 was found"),
         (("fds",), "say of which process"),
         (("bogus",), "bogus"),
     ],
@@ -307,7 +315,7 @@ def test_a_process_that_is_not_there(command: tuple[str, ...]) -> None:
 def test_wrong_input_is_told_with_a_hint(arguments: tuple[str, ...], words: str) -> None:
     result = distdiag("trace", *arguments, "--json")
     error = result.report["error"]
-    assert result.code == (3 if "--job" in arguments else 2)
+    assert result.code == 2
     assert words in error["message"] + error["hint"]
     assert error["hint"]
     command = "trace" if arguments == ("bogus",) else f"trace {arguments[0]}"

@@ -82,6 +82,25 @@ def test_who_is_blocked_on_whom_is_told_and_nobody_notices(pair: Job, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_ranks_that_all_sleep_are_not_ok_though_their_calls_do_not_tell_why() -> None:
+    need("strace")
+    with Job("trains_on_a_stack", 3, env={"STACK": "module", "FAULT": "event"}, forked=True) as job:
+        job.wait_still()
+
+        def asleep_s() -> float:
+            done = distdiag("trace", "blocked", "--json", "--job", job.name)
+            return min((one["last"]["blocked_s"] or 0.0) for one in done.report["data"]["threads"])
+
+        wait_until(lambda: asleep_s() > 5.0, 60, lambda: "a rank goes on")
+        # strace makes the kernel start their calls again: the second time they have not been blocked for long.
+        for result in (trace(job, "--rank", "0-2", "--for", "1s"), trace(job, "--for", "1s")):
+            assert (result.code, result.report["verdict"]) == (3, "unknown"), result.out
+            found = result.findings["all-blocked"]
+            assert found["where"]["ranks"] == [0, 1, 2]
+            assert found["title"].startswith("the main threads of all 3 ranks have been blocked for ")
+            assert found["fix"]["commands"][0].endswith(" pyspy-all")
+
+
 def test_a_process_that_counts_goes_on(counting: Job) -> None:
     before = count(counting)
     result = trace(counting, "--for", "500ms")
@@ -111,7 +130,7 @@ def test_who_is_stopped_is_named_and_stays_so(counting: Job) -> None:
 def test_ctrl_c_detaches_and_tells_what_was_seen(counting: Job) -> None:
     running = Running("trace", "sys", "--json", "--job", counting.name, "--for", "60s")
     running.wait_for("tracing 1 process")
-    wait_until(lambda: procs.tracer(counting.pid(0)) is not None, 10, lambda: "nobody traces it")
+    wait_until(lambda: procs.tracer(counting.pid(0)) is not None, 30, lambda: "nobody traces it")
     time.sleep(0.3)
     os.killpg(running.process.pid, signal.SIGINT)
     result = running.finish(20)
@@ -242,7 +261,7 @@ def test_a_signal_for_the_job_reaches_it_and_it_ends_as_it_likes() -> None:
 
 def test_ranks_that_keep_their_logs_are_judged_together(tmp_path: Path) -> None:
     need("strace")
-    wrap = (PROGRAM, "trace", "sys", "--save", str(tmp_path / "logs"), "--")
+    wrap = (PROGRAM, "trace", "sys", "--logs", str(tmp_path / "logs"), "--")
     with Job("waits_on_another_rank", 2, env={"HOW": "sleep"}, wrap=wrap) as started:
         started.wait_ready()
         time.sleep(0.3)
@@ -258,15 +277,119 @@ def test_ranks_that_keep_their_logs_are_judged_together(tmp_path: Path) -> None:
 
 
 def test_logs_are_kept_by_rank_when_attached(pair: Job, tmp_path: Path) -> None:
-    result = trace(pair, "--for", "300ms", "--save", str(tmp_path))
+    result = trace(pair, "--for", "300ms", "--logs", str(tmp_path))
     assert [path.name.partition(".")[0] for path in sorted(tmp_path.iterdir())] == ["rank-0", "rank-1"]
     assert sorted(one["path"] for one in result.report["data"]["logs"]) == sorted(map(str, tmp_path.iterdir()))
     assert b"recvfrom(" in min(tmp_path.iterdir()).read_bytes()
 
 
+SECRET = "Bearer sesame"
+TALKS = f"""
+import ctypes, os, select, socket, threading
+server = socket.create_server(("127.0.0.1", 0))
+client = socket.create_connection(server.getsockname())
+there, _ = server.accept()
+client.sendmsg([b"{SECRET}", b"{SECRET}"]); there.recv(4096)
+with open("FOLDER/token.txt", "w") as file: file.write("{SECRET}")
+with open("FOLDER/token.txt") as file: file.read()
+full = os.open("/dev/full", os.O_WRONLY)
+try: os.write(full, b"{SECRET}")
+except OSError: pass
+for _ in range(4):
+    try: socket.create_connection(("127.0.0.1", 1))
+    except OSError: pass
+os.system("true '{SECRET}'")
+def worker():
+    ctypes.CDLL(None).prctl(15, b"pt_worker", 0, 0, 0)
+    os.stat("/")
+    os.write(full, b"")
+thread = threading.Thread(target=worker); thread.start(); thread.join()
+print("ready", flush=True)
+waits = select.poll(); waits.register(there, select.POLLIN); waits.poll(1)
+"""
+
+
+@pytest.mark.parametrize("payload", [(), ("--payload", "64")], ids=["by default", "payload"])
+def test_what_a_job_reads_and_sends_is_in_its_log_only_if_asked_for(tmp_path: Path, payload: tuple[str, ...]) -> None:
+    need("strace")
+    logs, report, code = tmp_path / "logs", tmp_path / "report", TALKS.replace("FOLDER", str(tmp_path))
+    done = job("--logs", str(logs), "--report", str(report), *payload, code=code)
+    assert done.returncode == 0, done.stderr
+    (log,) = logs.iterdir()
+    assert (SECRET in log.read_text(errors="replace")) is bool(payload)
+    assert (b"passwords and tokens" in done.stderr) is bool(payload)
+    judged = distdiag("trace", "sys", "--from", str(logs))
+    assert SECRET not in report.read_text() + judged.out + judged.err
+    # What the verdicts rest on is there all the same.
+    told = json.loads(report.read_text())
+    titles = {one["id"]: one["title"] for one in told["findings"]}
+    assert "got ENOSPC 2 times: write on /dev/full" in titles["trace.error-enospc"]
+    assert "got ECONNREFUSED 4 times: connect on 127.0.0.1:1" in titles["trace.error-econnrefused"]
+    assert "pt_worker" in {one["comm"] for one in told["data"]["threads"]}
+    assert f'"{tmp_path}/token.txt"' in log.read_text(errors="replace")
+    assert "poll([{fd=" in log.read_text(errors="replace")
+
+
+@pytest.mark.parametrize("payload", [(), ("--payload", "64")], ids=["by default", "payload"])
+def test_what_a_process_that_is_attached_to_sends_is_kept_only_if_asked_for(
+    tmp_path: Path, payload: tuple[str, ...]
+) -> None:
+    need("strace")
+    code = f"""
+import os, time
+print("ready", flush=True)
+out = os.open("/dev/null", os.O_WRONLY)
+while True: os.write(out, b"{SECRET}"); time.sleep(0.01)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        arguments = ("--pid", str(process.pid), "--for", "300ms", "--logs", str(tmp_path / "logs"), *payload)
+        result = distdiag("trace", "sys", "--json", *arguments)
+        process.kill()
+    (log,) = (tmp_path / "logs").iterdir()
+    assert "write(" in log.read_text()
+    assert (SECRET in log.read_text()) is bool(payload)
+    assert ("passwords and tokens" in result.err) is bool(payload)
+    assert SECRET not in result.out
+
+
+@pytest.mark.parametrize("options", [["-s", "200"], ["-s", "200", "-yy", "-ttt", "-T"]], ids=" ".join)
+def test_a_log_of_one_s_own_is_judged_without_quoting_what_was_sent(tmp_path: Path, options: list[str]) -> None:
+    need("strace")
+    # It ends in a call that has all of it in its arguments: to a pipe that is full.
+    code = f"""
+import contextlib, os
+reads, writes = os.pipe()
+os.set_blocking(writes, False)
+with contextlib.suppress(BlockingIOError):
+    while True: os.write(writes, bytes(4096))
+os.set_blocking(writes, True)
+print("ready", flush=True)
+os.write(writes, b"{SECRET} " * 20)
+"""
+    log = tmp_path / "log"
+    command = ["strace", "-f", *options, "-o", str(log), sys.executable, "-S", "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as strace:
+        assert strace.stdout is not None
+        assert strace.stdout.readline() == b"ready\n"
+        # The last argument is its length: a line may come in two pieces.
+        end = f", {20 * (len(SECRET) + 1)}"
+        wait_until(lambda: end in log.read_text().rpartition("\n")[2], 30, lambda: log.read_text()[-80:])
+        os.killpg(strace.pid, signal.SIGKILL)
+    for arguments in ((), ("--json",)):
+        result = distdiag("trace", "sys", *arguments, "--from", str(log))
+        assert SECRET not in result.out + result.err
+    assert SECRET in log.read_text()
+    (row,) = result.report["data"]["threads"]
+    assert (row["state"], row["last"]["call"]) == ("blocked", "write")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (("--payload", "9", "-p", "1"), "--payload is for the logs of --logs"),
+        (("--payload", "9", "--", "true"), "--payload is for the logs of --logs"),
         ((), "say what to trace"),
         (("--for", "5x", "-p", "1"), "'5x' is not a time"),
         (("--for", "2h", "-p", "1"), "'2h' is not a time"),

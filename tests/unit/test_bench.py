@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from distdiag.cluster.launch import Ending, Event, Outcome, Trace
+from distdiag.cluster.launch import Outcome, Trace
+from distdiag.cluster.records import Ending, Event, Payload
 from distdiag.commands.allreduce_bench.command import parse_dtype, parse_fault, parse_ops, parse_params
 from distdiag.commands.allreduce_bench.diagnose import diagnose
 from distdiag.commands.allreduce_bench.earlier import Baseline, Earlier
@@ -16,7 +17,8 @@ from distdiag.commands.allreduce_bench.model import Bench, Request
 from distdiag.commands.allreduce_bench.sizes import parse_sizes
 from distdiag.errors import UsageError
 from distdiag.workload.facts import Gpus, NodeFacts
-from distdiag.workload.model import Backend, Course, Device, Place, Plan, Scene, Share
+from distdiag.workload.model import Backend, Device
+from distdiag.workload.record import Course, Place, Plan, Scene, Share
 
 if TYPE_CHECKING:
     from distdiag.report import Report
@@ -196,7 +198,7 @@ def told(
 
 
 def _event(stage: str, **payload: Any) -> Event:  # noqa: ANN401 - any JSON
-    return Event(stage=stage, at=1, note="a step", waiting=False, elapsed_s=1.0, payload=payload)
+    return Event(stage=stage, at=1, note="a step", waiting=False, elapsed_s=1.0, payload=cast("Payload", payload))
 
 
 def ids(report: Report[Bench]) -> set[str]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
 from distdiag import knowledge
 from distdiag.cluster.hosts import fold_ranks, name_ranks
-from distdiag.cluster.launch import Ending, Event, Inspection, Outcome, Trace
+from distdiag.cluster.launch import Outcome, Trace
+from distdiag.cluster.records import Ending, Event, Inspection, Payload
 from distdiag.commands.gpu_test.diagnose import diagnose
 from distdiag.commands.gpu_test.model import Request
 from distdiag.errors import UsageError
@@ -16,8 +18,10 @@ from distdiag.options import parse_size
 from distdiag.report import Finding
 from distdiag.workload.facts import Gpus, NodeFacts
 from distdiag.workload.findings import covers
-from distdiag.workload.model import Backend, Course, Device, Place, Plan, Scene
+from distdiag.workload.model import Backend, Device
 from distdiag.workload.plan import make_plan
+from distdiag.workload.record import Course, Place, Plan, Scene
+from distdiag.workload.surroundings import hangs, nodes_that_differ
 from distdiag.workload.words import amount
 
 
@@ -42,7 +46,7 @@ HERE = place(node())
 
 
 def step(stage: str, at: int, *, waiting: bool = False, **payload: Any) -> Event:  # noqa: ANN401
-    return Event(stage=stage, at=at, note="a step", waiting=waiting, elapsed_s=1.0, payload=payload)
+    return Event(stage=stage, at=at, note="a step", waiting=waiting, elapsed_s=1.0, payload=cast("Payload", payload))
 
 
 def seen(state: str, *frames: str) -> Inspection:
@@ -77,6 +81,41 @@ def test_the_rank_with_the_fewest_steps_is_missing() -> None:
     assert found["rank-missing"].where.ranks == (1,)
     assert "load (train.py:26)" in found["rank-missing"].title
     assert statuses == ["waiting", "missing", "waiting"]
+
+
+def at_work(state: str = "S", **done: Any) -> Inspection:  # noqa: ANN401
+    return Inspection(state=state, wait_channel="", frames=(), stack_error="no", tail="", **done)
+
+
+@pytest.mark.parametrize(
+    ("late", "look", "peer", "level"),
+    [
+        (step("start", 0), at_work(busy=0.01), seen("S"), "fail"),
+        (step("start", 0), at_work(busy=0.9), seen("S"), "unknown"),
+        (step("start", 0), at_work(read_bytes=2**20), seen("S"), "unknown"),
+        (step("start", 0), at_work("T", busy=0.9), seen("S"), "fail"),
+        (step("start", 0), seen("S"), at_work(busy=0.9), "fail"),
+        (step("reduce", 1, waiting=True), seen("S"), seen("S"), "fail"),
+        (step("reduce", 1, waiting=True), at_work(read_bytes=2**20), seen("S"), "fail"),
+        # It waits for data that a peer could not send yet, for want of a core.
+        (step("reduce", 1, waiting=True), seen("S"), at_work(busy=0.9), "unknown"),
+    ],
+)
+def test_a_rank_that_is_at_work_may_only_be_slow(late: Event, look: Inspection, peer: Inspection, level: str) -> None:
+    ahead = step("reduce", 3, waiting=True)
+    found, statuses = judged(Outcome.STALLED, trace(0, ahead, look=peer), trace(1, late, look=look))
+    assert list(found) == ["rank-missing"]
+    assert found["rank-missing"].level == level
+    assert found["rank-missing"].where.ranks == (1,)
+    assert statuses == ["waiting", "missing"]
+
+
+def test_a_gpu_rank_that_spins_while_it_waits_is_not_at_work() -> None:
+    on_gpu = step("start", 2, started={"device": "cuda:0"})
+    waits = step("reduce", 3, waiting=True)
+    spins = at_work("R", busy=1.0)
+    found, _ = judged(Outcome.STALLED, trace(0, on_gpu, waits, look=spins), trace(1, on_gpu, waits, look=spins))
+    assert found["all-waiting"].level == "fail"
 
 
 def test_a_stopped_rank_is_missing_even_when_it_came_further_than_the_others() -> None:
@@ -289,3 +328,46 @@ def test_sizes_are_read_as_people_write_them() -> None:
     ]
     with pytest.raises(UsageError):
         parse_size("-1")
+
+
+def with_variables(host: str, **variables: str) -> Place:
+    return place(replace(node(), variables=variables), host)
+
+
+def test_a_variable_that_hangs_torch_where_it_is_not_set_everywhere_is_a_fault() -> None:
+    detail = with_variables("node2", TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    found = hangs(Request(), [with_variables("node1"), detail, with_variables("node3")])
+    assert found is not None
+    assert (found.level, found.where.hosts) == ("fail", ("node2",))
+    assert hangs(Request(), [detail, detail]) is None
+    assert hangs(Request(), [with_variables("node1"), with_variables("node2", TORCH_DISTRIBUTED_DEBUG="INFO")]) is None
+
+
+@pytest.mark.parametrize(("name", "level"), [("NCCL_ALGO", "warn"), ("NCCL_SOCKET_IFNAME", "info")])
+def test_other_variables_that_differ_are_told(name: str, level: str) -> None:
+    places = [with_variables("node1", **{name: "a"}), with_variables("node2")]
+    (found,) = nodes_that_differ(Request(), places, [])
+    assert (found.level, found.where.hosts) == (level, ("node2",))
+    assert name in found.title
+
+
+def test_limits_that_differ_are_told() -> None:
+    places = [
+        place(replace(node(), limits={"-l": size}), host) for size, host in (("64", "node1"), ("unlimited", "n2"))
+    ]
+    (found,) = nodes_that_differ(Request(), places, [])
+    assert "ulimit -l" in found.title
+
+
+@pytest.mark.parametrize(
+    ("facts", "level", "told"),
+    [
+        ({"nvidia_driver": "535.54.03"}, "warn", "NVIDIA driver: 535.54.03 on n2; none on node1"),
+        ({"rdma_ports": {"InfiniBand, 400 Gb/s": 7}}, "warn", "active RDMA ports: 7 x InfiniBand, 400 Gb/s on n2"),
+        ({"machine": "p5e.48xlarge"}, "info", "machine: p5e.48xlarge on n2"),
+    ],
+)
+def test_nodes_that_are_not_alike_are_told_apart(facts: dict[str, Any], level: str, told: str) -> None:
+    (found,) = nodes_that_differ(Request(), [place(node()), place(replace(node(), **facts), "n2")], [])
+    assert found.level == level
+    assert told in found.title

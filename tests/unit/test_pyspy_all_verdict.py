@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from pyspy_facts import SITE, frames, ids, job, judge, loads, look, node, odd_ranks, process, twice, waits
 
 from distdiag.commands.pyspy_all.grouping import parse_groups
 from distdiag.jobs.collect import Watched
+from distdiag.node.capture import Frame, Thread
 from distdiag.node.procs import Standstill
 from distdiag.report import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from distdiag.node.capture import Capture
 
 
 def test_whoever_is_not_in_communication_is_odd_though_it_computes() -> None:
@@ -36,10 +43,49 @@ def test_two_against_two_in_different_collectives_is_a_tie() -> None:
     assert "`all_reduce` called from `train_step`" in report.summary
 
 
-def test_the_same_collective_from_another_line_is_another_collective() -> None:
-    report = judge(job(*[twice(waits())] * 5, twice(waits(user="evaluate", line=70))))
-    assert odd_ranks(report) == [[5]]
+@pytest.mark.parametrize(
+    ("operation", "groups", "odd"),
+    [("barrier", 1, [[5]]), ("barrier", 3, []), ("barrier", 0, []), ("all_reduce", 1, [])],
+    ids=["one group", "several groups", "groups not known", "the same operation"],
+)
+def test_the_one_in_another_collective_is_named_only_where_the_group_must_be_the_same(
+    operation: str, groups: int, odd: list[list[int]]
+) -> None:
+    other = twice(waits(operation, "evaluate", 70), groups=groups)
+    report = judge(job(*[twice(waits(), groups=groups)] * 5, other))
+    assert odd_ranks(report) == odd
+    assert report.verdict is (Verdict.FAIL if odd else Verdict.UNKNOWN)
     assert "`evaluate` train.py:70" in report.summary
+    assert "`train_step` train.py:25" in report.summary
+
+
+def test_counters_of_ranks_at_different_places_are_shown_and_decide_nothing() -> None:
+    stacks = [twice(waits(line=25 + rank % 2), counters={"step": 5 - (rank == 1)}, groups=3) for rank in range(4)]
+    report = judge(job(*stacks))
+    assert (odd_ranks(report), report.verdict) == ([], Verdict.UNKNOWN)
+    assert report.findings[0].evidence == ("rank 1: step 4", "ranks 0,2-3: step 5")
+    assert "3 process groups" in report.findings[0].detail
+    assert "all at step" not in report.summary
+
+
+@pytest.mark.parametrize(
+    ("calls", "circle"),
+    [
+        ([("recv", 1), ("recv", 0)], [0, 1]),
+        ([("send", 1), ("send", 2), ("send", 0), ("recv", 0)], [0, 1, 2]),
+        ([("send", 1), ("recv", 0)], []),
+        ([("recv", 1), ("recv", 2), ("recv", None)], []),
+        ([("send", 1), ("recv", 2), ("recv", 1)], [1, 2]),
+    ],
+    ids=["both receive", "a ring of senders", "one sends to one who receives", "a chain", "a chain into a circle"],
+)
+def test_ranks_that_wait_for_each_other_are_named(calls: list[tuple[str, int | None]], circle: list[int]) -> None:
+    report = judge(job(*[twice(waits(operation, "exchange", 9), peer=peer) for operation, peer in calls]))
+    assert report.verdict is (Verdict.FAIL if circle else Verdict.UNKNOWN)
+    assert sorted(rank for ranks in odd_ranks(report) for rank in ranks) == circle
+    if circle:
+        assert list(report.findings[0].where.ranks) == circle
+        assert f"in `{calls[circle[0]][0]}` " in report.summary
 
 
 def test_waiting_ranks_that_moved_are_not_hung() -> None:
@@ -105,6 +151,34 @@ def test_counters_decide_by_the_outer_loop_first() -> None:
     report = judge(job(*stacks))
     assert (odd_ranks(report), ids(report)) == ([[2]], ["least-progress"])
     assert "epoch 1, step 900" in report.summary
+
+
+def test_who_waits_for_data_is_no_culprit_where_another_waits_for_something_else() -> None:
+    def at(call: str, path: str = "") -> tuple[Capture, ...]:
+        return twice(loads(), still=Standstill(1, "S", "", call, path, 60.0))
+
+    sleeps, reads, on_disk = at("clock_nanosleep"), at("recvfrom", "TCP 10.0.0.2:9000"), at("statx", "/data/x")
+    assert odd_ranks(judge(job(twice(waits()), reads, sleeps, twice(waits())))) == [[2]]
+    assert odd_ranks(judge(job(twice(waits()), reads, at("futex"), twice(waits())))) == [[2]]
+    assert odd_ranks(judge(job(twice(waits()), reads, twice(waits())))) == [[1]]
+    assert sorted(odd_ranks(judge(job(twice(waits()), on_disk, sleeps)))) in ([[1], [2]], [[1, 2]])
+
+
+def test_who_has_waited_for_a_moment_only_may_wait_for_a_slow_step() -> None:
+    def waiter(since_s: float) -> tuple[Capture, ...]:
+        return twice(waits(), still=Standstill(1, "S", "", "futex", "", since_s))
+
+    assert judge(job(waiter(60.0), twice(loads()), waiter(3.0))).verdict is Verdict.FAIL
+    report = judge(job(waiter(2.0), twice(loads()), waiter(3.0)))
+    assert (odd_ranks(report), report.verdict) == ([[1]], Verdict.WARN)
+    assert "may only be slower" in report.findings[0].detail
+
+
+def test_ranks_that_left_while_the_last_one_still_writes_are_not_blamed() -> None:
+    own = [process(100 + rank, rank, 3) for rank in (0,)]
+    report = judge(node(own, {100: twice(loads(), cpu=0.2)}))
+    assert (odd_ranks(report), ids(report), report.verdict) == ([], ["exited"], Verdict.UNKNOWN)
+    assert "no rank waits in communication" in report.summary
 
 
 def test_a_stopped_rank_is_odd_wherever_it_stands() -> None:
@@ -185,6 +259,31 @@ def test_the_gil_is_held_by_another_thread() -> None:
             "data loading",
         ),
         ((("wait", "/usr/lib/python3.11/threading.py", 1),), "lock"),
+        # Below a collective of FSDP2 and DTensor torch calls itself; so it does while it traces a model to compile.
+        (
+            (
+                ("OpOverloadPacket.__call__", SITE + "torch/_ops.py", 1269),
+                ("wait_tensor", SITE + "torch/distributed/_functional_collectives.py", 150),
+                ("clip_grad_norm_", SITE + "torch/nn/utils/clip_grad.py", 214),
+            ),
+            "communication wait",
+        ),
+        (
+            (
+                ("create_proxy", SITE + "torch/fx/proxy.py", 1),
+                ("trace", SITE + "torch/fx/experimental/proxy_tensor.py", 1),
+            ),
+            "compile",
+        ),
+        (
+            (
+                ("my_backend", "/home/me/backend.py", 3),
+                ("_compile", SITE + "torch/_dynamo/convert_frame.py", 1),
+            ),
+            "compile",
+        ),
+        ((("readline", "/usr/lib/python3.11/cmd.py", 1), ("interaction", "/usr/lib/python3.11/pdb.py", 1)), "debugger"),
+        ((("wait", SITE + "torch/utils/file_baton.py", 1), ("load", "/home/me/train.py", 3)), "lock"),
         ((("read", "/usr/lib/python3.11/ssl.py", 1), ("get", SITE + "wandb/sdk/api.py", 1)), "network"),
         ((("_save", SITE + "torch/serialization.py", 1),), "checkpoint"),
         ((("compile_fx", SITE + "torch/_inductor/compile_fx.py", 1),), "compile"),
@@ -260,6 +359,130 @@ def test_waiting_ranks_that_went_to_wait_again_may_only_wait_for_a_slow_one() ->
     asleep = (replace(first, switches=10), replace(last, switches=10))
     assert judge(job(woke, woke, twice(loads()))).verdict is Verdict.WARN
     assert judge(job(asleep, woke, twice(loads()))).verdict is Verdict.FAIL
+
+
+def woken(seen: Sequence[Capture], times: int = 6) -> tuple[Capture, ...]:
+    """Let the main thread have gone to wait so often between the looks."""
+    return tuple(replace(one, switches=10 + number * times) for number, one in enumerate(seen))
+
+
+def test_a_loop_at_the_same_lines_in_which_all_wake_up_again_and_again_is_not_hung() -> None:
+    sleeps = Standstill(1, "S", "hrtimer_nanosleep", "clock_nanosleep", "", 0.1)
+    pauses = twice(frames(("<module>", "/home/me/train.py", 9)), still=sleeps)
+    report = judge(job(woken(twice(waits())), woken(pauses), woken(twice(waits()))))
+    assert (report.verdict, ids(report)) == (Verdict.OK, ["not-hung"])
+    report = judge(job(woken(pauses), woken(pauses)))
+    assert (report.verdict, "wake up again and again" in report.summary) == (Verdict.OK, True)
+
+
+def test_being_paused_is_no_progress() -> None:
+    """Reading C frames stops a process for a moment, and it goes to wait again: it hangs all the same."""
+    paused = [
+        tuple(replace(one, native=True) for one in woken(twice(stack)))
+        for stack in (waits(), waits(), loads(), waits())
+    ]
+    report = judge(job(*paused), native=True)
+    assert (report.verdict, odd_ranks(report)) == (Verdict.FAIL, [[2]])
+
+
+def test_who_only_asks_again_whether_a_lock_is_free_does_not_go_on() -> None:
+    baton = (("wait", SITE + "torch/utils/file_baton.py", 42), ("load", "/home/me/train.py", 3))
+    seen = woken(twice(frames(*baton), still=Standstill(1, "S", "", "clock_nanosleep", "", 9.0)))
+    assert judge(job(seen, seen)).verdict is Verdict.UNKNOWN
+
+
+def test_waits_that_sleep_and_ask_again_are_no_progress() -> None:
+    """As torch's blocking wait for NCCL: it wakes up each millisecond, and hangs all the same."""
+    polls = Standstill(1, "S", "hrtimer_nanosleep", "clock_nanosleep", "", 0.001)
+    report = judge(job(woken(twice(waits(), still=polls)), twice(loads()), woken(twice(waits(), still=polls))))
+    assert (report.verdict, odd_ranks(report)) == (Verdict.WARN, [[1]])
+
+
+def test_who_runs_beside_those_that_sleep_for_long_in_a_wait_that_frames_do_not_name_is_not_ok() -> None:
+    asleep = twice(frames(("exchange", "/home/me/mpi.py", 5)), still=Standstill(1, "S", "", "futex", "", 60.0))
+    runs = twice(frames(("spin", "/home/me/train.py", 5)), cpu=1.0, state="R")
+    assert judge(job(asleep, runs, asleep)).verdict is Verdict.UNKNOWN
+
+
+def test_a_rank_that_gets_no_processor_may_only_be_slow() -> None:
+    starved = twice(frames(("forward", "/home/me/train.py", 5)), cpu=0.3, state="R")
+    report = judge(job(twice(waits()), starved, twice(waits())))
+    assert (report.verdict, odd_ranks(report)) == (Verdict.WARN, [[1]])
+    assert "waiting for a processor, it gets 30% of one" in report.summary
+
+
+JOINS = frames(
+    ("Thread._wait_for_tstate_lock", "/usr/lib/python3.11/threading.py", 1132),
+    ("Thread.join", "/usr/lib/python3.11/threading.py", 1112),
+)
+
+
+def with_thread(stack: Sequence[Frame], name: str = "trainer") -> tuple[Capture, ...]:
+    """Let a main thread join another one that has this stack."""
+    trains = Thread(7, name, False, False, "S", (*stack[:-1], Frame("train", "/home/me/train.py", 70)), ())
+    return tuple(replace(one, threads=(*one.threads, trains)) for one in twice(JOINS))
+
+
+def test_where_the_main_thread_waits_for_the_one_that_trains_that_one_is_judged() -> None:
+    report = judge(job(with_thread(waits()), with_thread(loads()), with_thread(waits())))
+    assert (report.verdict, odd_ranks(report)) == (Verdict.FAIL, [[1]])
+    assert "`load_batch` train.py:26 (thread trainer)" in report.summary
+    assert "ranks 0,2 wait in `all_reduce`" in report.summary
+
+
+def test_of_several_threads_the_one_that_began_as_those_of_the_other_ranks_is_judged() -> None:
+    serves = Thread(8, "metrics", False, False, "S", frames(("serve", "/home/me/metrics.py", 3)), ())
+    stuck = tuple(replace(one, threads=(*one.threads, serves)) for one in with_thread(loads()))
+    report = judge(job(with_thread(waits()), stuck, with_thread(waits())))
+    assert "`load_batch`" in report.summary
+
+
+def test_a_main_thread_in_a_collective_is_judged_whatever_its_threads_do() -> None:
+    helper = Thread(7, "prefetch", False, False, "S", loads(), ())
+    waiting = tuple(replace(one, threads=(*one.threads, helper)) for one in twice(waits()))
+    assert ids(judge(job(waiting, waiting))) == ["all-waiting"]
+
+
+def test_a_look_in_the_middle_may_come_to_nothing() -> None:
+    first, last = twice(waits())
+    unread = replace(first, threads=(), status="timeout", at_s=0.5)
+    assert odd_ranks(judge(job((first, unread, last), twice(loads()), (first, unread, last)))) == [[1]]
+
+
+def test_a_rank_that_runs_a_part_of_the_time_may_only_be_slow() -> None:
+    importing = frames(("exec_module", "<frozen importlib._bootstrap_external>", 940))
+    for state, cpu, level in (("R", 0.31, "warn"), ("D", 0.31, "fail"), ("R", 0.0, "fail"), ("S", 0.31, "fail")):
+        seen = (look(importing), look(importing, state=state, main_cpu_s=cpu, at_s=1.0))
+        report = judge(job(twice(waits()), seen, twice(waits())))
+        assert [one.level for one in report.findings] == [level], (state, cpu)
+
+
+def test_a_compiler_that_imports_a_part_of_itself_compiles() -> None:
+    stack = frames(
+        ("exec_module", "<frozen importlib._bootstrap_external>", 940),
+        ("_compile", SITE + "torch/_dynamo/convert_frame.py", 1),
+    )
+    report = judge(job(twice(waits()), twice(stack), twice(waits())))
+    assert (report.findings[0].level, "compiling" in report.summary) == ("warn", True)
+
+
+def test_a_rank_that_compiles_may_take_its_time() -> None:
+    compiles = (("wait", "/usr/lib/python3.11/threading.py", 1), ("fx", SITE + "torch/_inductor/compile_fx.py", 1))
+    report = judge(job(twice(waits()), twice(frames(*compiles)), twice(waits())))
+    assert (report.verdict, odd_ranks(report)) == (Verdict.WARN, [[1]])
+    assert "compiling" in report.summary
+
+
+def test_processes_without_a_rank_of_one_parent_that_talk_to_each_other_are_one_job() -> None:
+    """As Ray's workers; the driver, which another program started, is none of them, nor is another group."""
+    place: dict[str, Any] = {"place": None, "job": {}}
+    pair, other = ("0100007F:5000>0100007F:6000",), ("0100007F:7000>0100007F:8000",)
+    workers = [process(100 + number, connections=pair, **place) for number in range(2)]
+    driver = process(50, parent=3, above=(3, 1), connections=pair, **place)
+    alone = process(300, connections=other, **place)
+    looks = {100: twice(waits()), 101: twice(loads()), 50: twice(JOINS), 300: twice(loads())}
+    report = judge(node([*workers, driver, alone], looks))
+    assert [one.where.pids for one in report.findings if one.level == "fail"] == [(101,)]
 
 
 def test_whoever_moves_is_not_what_a_standstill_comes_from() -> None:

@@ -70,6 +70,33 @@ def _by_py_spy(pid: int) -> capture.Thread:
     return capture.read_threads(json.loads(done.stdout), {})[0]
 
 
+IN_A_MODULE = """
+import time
+names, late, flag, size = {}, None, True, 2 ** 70
+exec("\\n".join(f"unused_{n} = {n}" for n in range(300)))
+del unused_7
+for epoch in range(3):
+    for step in range(100000 + epoch):
+        pass
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("python", _pythons())
+def test_counters_of_a_module_are_read(python: str) -> None:
+    process = subprocess.Popen([python, "-u", "-c", IN_A_MODULE], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        if _version(python) in ("3.11", "3.12", "3.13"):
+            (frame,) = _read(process.pid).frames
+            assert (frame.function, dict(frame.whole_numbers)) == ("<module>", {"epoch": 2, "step": 100001})
+    finally:
+        process.kill()
+        process.communicate()
+
+
 @pytest.mark.parametrize("python", _pythons())
 def test_it_is_what_py_spy_reads(python: str) -> None:
     with _running("sleeps", python) as (pid, _):

@@ -58,7 +58,7 @@ def test_the_rank_that_holds_up_another_is_named_first(rank_1: Thread, cause: st
     assert (found.id, report.exit_code()) == ("trace.waits-for", 1)
     assert found.title.startswith(f"rank 1 (n1, pid 101) {words}")
     assert found.title.endswith("; rank 0 waits for its data: recvfrom on 10.0.0.1:101")
-    assert (found.where.ranks, found.where.pids) == ((0, 1), (101, 100))
+    assert (found.where.ranks, found.where.pids) == ((1,), (101,))
     (chain,) = report.data.chains
     assert (chain.rank, chain.cause, [(one.rank, one.for_rank) for one in chain.waiting]) == (1, cause, [(0, 1)])
     assert report.data.threads[0].last.peer_rank == 1
@@ -97,11 +97,69 @@ def test_who_wait_for_each_other() -> None:
     assert report.data.chains[0].cause == "cycle"
 
 
-def test_a_rank_that_computes_is_not_blamed() -> None:
-    for rank_1, moved in ((thread(101, state="R"), ()), (sleeps(101), (101,))):
-        report = judge({100: receives(100, 101), 101: rank_1}, sockets=owned((100, 101)), moved=moved)
-        assert [one.id for one in report.findings] == ["trace.not-hung"]
-        assert (report.verdict, report.exit_code()) == ("ok", 0)
+def test_a_rank_that_computes_is_not_blamed_while_the_others_wait_for_a_moment() -> None:
+    waits = receives(100, 101, since_s=3.0)
+    report = judge({100: waits, 101: thread(101, state="R")}, sockets=owned((100, 101)))
+    assert [one.id for one in report.findings] == ["trace.not-hung"]
+    assert (report.verdict, report.exit_code()) == ("ok", 0)
+    # One that sleeps and wakes up again may only ask for something that never comes.
+    report = judge({100: waits, 101: sleeps(101)}, sockets=owned((100, 101)), moved=(101,))
+    assert ([one.id for one in report.findings], report.verdict) == (["trace.undecided"], "unknown")
+
+
+def test_ok_needs_one_that_is_at_work_or_all_to_go_on() -> None:
+    def verdict(threads: dict[int, Thread], **more: object) -> str:
+        return str(judge(threads, **more).verdict)  # type: ignore[arg-type]
+
+    running = {pid: thread(pid, state="R") for pid in (100, 101)}
+    waking = {pid: at_futex(pid) for pid in (100, 101)}
+    assert verdict(running) == "ok"
+    assert verdict(waking, moved=(100, 101)) == "ok"
+    assert verdict(running, gpu=True) == "unknown"
+    assert verdict({100: waking[100]}, moved=(100,)) == "unknown"
+    assert verdict({pid: at_futex(pid, since_s=2.0) for pid in (100, 101)}) == "unknown"
+    assert verdict({100: sleeps(100), 101: at_futex(101)}, moved=(100,)) == "unknown"
+
+
+def test_who_computes_while_all_others_sleep_for_long_is_named_and_never_ok() -> None:
+    report = judge({100: at_futex(100), 101: thread(101, state="R"), 102: at_futex(102)})
+    (found,) = report.findings
+    assert (found.id, found.level, found.where.ranks) == ("trace.straggler", "warn", (1,))
+    assert found.title.startswith(
+        "rank 1 (n1, pid 101) runs; ranks 0,2 wait for other threads of their own (futex, 60 s)"
+    )
+
+
+def test_who_asks_again_and_again_while_all_others_sleep_for_long_is_named_and_not_accused() -> None:
+    polls = sleeps(101, since_s=0.02)
+    report = judge({100: at_futex(100), 101: polls, 102: at_futex(102)}, moved=(101,))
+    (found,) = report.findings
+    assert (found.id, found.level, found.where.ranks) == ("trace.straggler", "unknown", (1,))
+
+
+def test_who_stands_elsewhere_is_not_blamed_where_it_may_wait_for_the_job_as_well() -> None:
+    # A call of which nothing is known; a rank that may not be read; a peer on a host that was not looked at.
+    unknown = thread(102, "ioctl")
+    hidden = thread(102, hidden=True)
+    for one in (unknown, hidden):
+        report = judge({100: at_futex(100), 101: at_futex(101), 102: one})
+        assert "trace.stuck-rank" not in [found.id for found in report.findings], one
+        assert report.verdict == "unknown"
+    far = thread(102, "recvfrom", targets=(connection(102, "10.0.0.9:5000"),))
+    three = [process(100 + rank, rank, 4, local=False, network=NET) for rank in range(3)]
+    looked = [Blocked(one.tid, "S", None, (one,), ()) for one in (at_futex(100), at_futex(101), far)]
+    told = Told(tuple(looked), (Network(NET, ("10.0.0.1",), ()),), ())
+    report = judge_nodes([node(three, {})], {"n1": [told]})
+    assert "trace.stuck-rank" not in [found.id for found in report.findings]
+    assert report.verdict == "unknown"
+
+
+def test_an_event_loop_may_be_the_wait_for_a_thread_that_trains() -> None:
+    """Its own socket wakes it up: what another thread of this rank does, nobody knows."""
+    own = Descriptor(6, "socket", "socket:[77]", "rw", 2)
+    serves = thread(101, "epoll_wait", targets=(Target(6, "r", own),))
+    report = judge({100: at_futex(100), 101: serves, 102: at_futex(102)})
+    assert [(one.id, one.level) for one in report.findings] == [("trace.undecided", "unknown")]
 
 
 def test_who_waits_for_any_of_several_waits_for_nobody_in_particular() -> None:
@@ -122,15 +180,17 @@ def test_where_all_wait_in_threads_of_their_own_it_cannot_tell() -> None:
     report = judge({100 + rank: at_futex(100 + rank) for rank in range(4)})
     (found,) = report.findings
     assert (found.id, report.verdict, report.exit_code()) == ("trace.undecided", "unknown", 3)
-    assert found.title.startswith("/proc cannot tell: all 4 wait")
+    assert found.title.startswith("all 4 wait for other threads of their own")
     assert found.fix is not None
     assert found.fix.commands == ("distdiag pyspy-all",)
 
 
-def test_who_stands_elsewhere_than_those_is_named_and_not_blamed() -> None:
+def test_the_only_one_that_waits_outside_of_the_job_is_stuck_if_the_others_have_waited_for_long() -> None:
+    report = judge({100: at_futex(100, since_s=2.0), 101: at_futex(101), 102: sleeps(102)})
+    assert [(one.id, one.level) for one in report.findings] == [("trace.undecided", "unknown")]
     report = judge({100: at_futex(100), 101: at_futex(101), 102: sleeps(102)})
     (found,) = report.findings
-    assert (found.id, found.level) == ("trace.undecided", "unknown")
+    assert (found.id, found.level, found.where.ranks) == ("trace.stuck-rank", "fail", (2,))
     assert found.title.startswith(
         "rank 2 (n1, pid 102) sleeps (clock_nanosleep, 60 s); ranks 0-1 wait for other threads"
     )
@@ -143,9 +203,10 @@ def test_the_thread_that_receives_tells_for_whom_the_main_thread_waits() -> None
     assert report.findings[0].title.endswith("recvfrom on 10.0.0.1:101 in its thread 7")
     # One that watches connections does so all the time.
     rank_0 = (at_futex(100), receives(100, 101, tid=7, call="epoll_wait"))
-    assert [one.id for one in judge({100: rank_0, 101: sleeps(101)}, sockets=owned((100, 101))).findings] == [
-        "trace.undecided"
-    ]
+    (found,) = judge({100: rank_0, 101: sleeps(101)}, sockets=owned((100, 101))).findings
+    assert (found.id, found.title.endswith("rank 0 waits for another thread of its own (futex, 60 s)")) == (
+        *("trace.stuck-rank", True),
+    )
 
 
 def test_the_store_is_not_rank_0() -> None:
@@ -158,7 +219,8 @@ def test_the_store_is_not_rank_0() -> None:
     report = judge({100: sleeps(100), 101: asks}, sockets=sockets)
     assert report.data.threads[1].kind == "store"
     assert report.data.threads[1].on == "10.0.0.1:29500 = the job's store, at rank 0"
-    assert [one.id for one in report.findings] == ["trace.undecided"]
+    # It is the only one that is not in the job: rank 0 itself sleeps, not its store.
+    assert [one.id for one in report.findings] == ["trace.stuck-rank"]
 
 
 def test_the_holder_of_a_lock_is_named() -> None:
@@ -203,7 +265,7 @@ def test_a_poll_that_ends_by_itself_does_not_make_it_a_rank_that_goes_on() -> No
         assert [(one.id, one.level) for one in report.findings] == [("trace.waits-for", "warn")]
     for_ever = replace(polls, arguments=(1, 1, 0xFFFFFFFF, 0, 0, 0))
     report = judge({100: for_ever, 200: sleeps(200)}, others=[worker], moved=(100,))
-    assert [one.id for one in report.findings] == ["trace.not-hung"]
+    assert [one.id for one in report.findings] == ["trace.undecided"]
 
 
 def test_stopped_and_stuck_ranks_are_faults_though_nobody_is_seen_to_wait() -> None:

@@ -291,13 +291,6 @@ def test_more_processes_than_a_node_can_bear_are_not_traced() -> None:
     assert str(MAX_PROCESSES) in finding.title
 
 
-def test_data_and_arguments_of_programs_are_not_shown() -> None:
-    data = Call("sendto", f'3<TCP:[1]>, "{"s" * 60}"..., 60', 3, "", None, "60", "", None)
-    assert words.arguments(data) == f'3<TCP:[1]>, "{"s" * 40}"..., 60'
-    execute = Call("execve", '"/usr/bin/x", ["x", "--token=abc"], 0x7 /* 9 vars */', None, "", None, "0", "", None)
-    assert words.arguments(execute) == '"/usr/bin/x"'
-
-
 def test_names_of_logs_are_read_back() -> None:
     assert words.of_log(words.log_name(3, "node-07", 4711)) == (3, "node-07", 4711)
     assert words.of_log(words.log_name(None, "a.b", 1)) == (None, "a_b", 1)

@@ -62,7 +62,12 @@ def read(path: str) -> Baseline:
     Raises:
         UsageError: it cannot be read, is too large, or holds no results that we understand.
     """
-    text = as_text(_load(path)).lstrip("\ufeff \t\r\n")
+    return read_text_of(as_text(_load(path)), path)
+
+
+def read_text_of(text: str, path: str) -> Baseline:
+    """Read what a file held, see `read`."""
+    text = text.lstrip("\ufeff \t\r\n")
     if not text:
         raise UsageError(f"{path} is empty", hint=_AGAIN)
     baseline = _read_json(text, path) if text.startswith("{") else read_text(text, path)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from distdiag.cluster.launch import Run
     from distdiag.commands.allreduce_bench.model import Bench, Request
     from distdiag.deliver import Progress
-    from distdiag.workload.model import Plan, Share
+    from distdiag.workload.record import Plan, Share
 
 
 def job_of(request: Request) -> Job[Request, Bench]:
@@ -80,6 +80,8 @@ class _Teller:
         device = str(next(event.payload["started"]["device"] for event in zero.events if "started" in event.payload))
         rows = rows_for(self._request, device.partition(":")[0])
         measured = rows_of(self._request, rows, list(run.traces.values()))
+        if not measured:
+            return self._so_far
         for row in measured[self._told :]:
             progress.news(row_in_words(row, self._request.unit))
         self._told = len(measured)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import functools
+from typing import Annotated
 
 import typer
 
@@ -10,7 +11,7 @@ from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the
 from distdiag.commands.allreduce_bench.formulas import ITEM_BYTES, OPS
 from distdiag.commands.allreduce_bench.model import Fault, FaultKind, Request, Stat, Unit
 from distdiag.errors import UsageError
-from distdiag.options import JsonOpt, StrictOpt, TimeoutOpt, called_as, on_hosts
+from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, TimeoutOpt, called_as, on_hosts
 from distdiag.workload.model import Backend, Device
 from distdiag.workload.options import (  # noqa: TC001 - on_hosts reads the annotations
     BackendOpt,
@@ -22,14 +23,6 @@ from distdiag.workload.options import (  # noqa: TC001 - on_hosts reads the anno
     NprocOpt,
     PrintCommandOpt,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from rich.console import RenderableType
-
-    from distdiag.commands.allreduce_bench.model import Bench
-    from distdiag.report import Report
 
 COMMAND = "allreduce-bench"
 
@@ -109,11 +102,13 @@ def allreduce_bench(
     ] = True,
     stat: Annotated[Stat, typer.Option(help="The time of an iteration that bandwidths are made of.")] = Stat.P50,
     unit: Annotated[Unit, typer.Option(help="GB/s is 1e9 bytes, gbps is 1e9 bits a second.")] = Unit.GBPS_BYTES,
-    save: Annotated[str, typer.Option(metavar="FILE", help="Keep the JSON document, for --compare.")] = "",
+    save: SaveOpt = "",
+    from_: FromOpt = None,
     compare: Annotated[
         str,
         typer.Option(
-            metavar="FILE", help="Compare with an earlier --save, or with what nccl-tests printed (or its -J)."
+            metavar="PATH",
+            help="Compare with an earlier run: what --save wrote, its --json, or what nccl-tests printed (or its -J).",
         ),
     ] = "",
     plot: Annotated[
@@ -148,11 +143,14 @@ def allreduce_bench(
 
     Exit status: 0 measured, 1 a fault was found, 2 wrong usage, 3 could not be measured, 130 interrupted.
     """
-    from distdiag.deliver import Output, Progress, deliver, deliver_lines
+    from distdiag import runner
+    from distdiag.commands.allreduce_bench import keep
+    from distdiag.commands.allreduce_bench.sizes import parse_sizes
 
+    explain = cluster.explain or print_command is not None
+
+    @functools.cache  # --compare may be a pipe
     def asked() -> Request:
-        from distdiag.commands.allreduce_bench.sizes import parse_sizes
-
         return Request(
             program=called_as(),
             nproc=nproc,
@@ -178,26 +176,13 @@ def allreduce_bench(
             cluster=cluster,
             nccl_debug=nccl_debug,
             files=(("save", save), ("compare", compare), ("plot", plot)),
+            baseline=None if explain else keep.read_files(compare, plot),
             fault=parse_fault(inject) if inject is not None else None,
         )
 
-    def run() -> Report[Bench]:
-        from distdiag.commands.allreduce_bench.keep import Files, answer
-
-        with Progress() as progress:
-            return answer(asked(), Files(save=save, compare=compare, plot=plot), progress, strict=strict)
-
-    def commands() -> list[str]:
-        from distdiag.commands.allreduce_bench.check import job_of
-        from distdiag.workload.carry_out import explain
-
-        return explain(job_of(asked()), print_command)
-
-    def view(report: Report[Bench]) -> Iterable[RenderableType]:
-        from distdiag.commands.allreduce_bench.view import bench_view
-
-        return bench_view(report, unit, draw=plot == "-")
-
-    if cluster.explain or print_command is not None:
-        deliver_lines(COMMAND, commands, as_json=as_json)
-    deliver(COMMAND, run, view, Output(json=as_json, strict=strict))
+    runner.run(
+        keep.subcommand(print_command, draw=plot == "-"),
+        asked,
+        runner.Options(as_json, strict, save, from_, explain),
+        lambda report: keep.draw(report, asked(), plot),
+    )

@@ -18,6 +18,9 @@ _BAND_LEAST, _BAND_MOST = 0.1, 0.5
 _SPREADS = 3.0
 """A median moves between runs by more than its iterations tell: by so many of their inter-quartile ranges, here and
 there. Not beyond half of the time: what takes twice as long is never noise."""
+_BUSY = 0.05
+_NEVER_BUSY = 10
+"""So many times as long is nothing that other programs on the cores do."""
 _WORSE_ROWS = 1 / 3
 """One row beyond its band can be chance; so many of them are not."""
 
@@ -61,8 +64,10 @@ def differs(baseline: Baseline, world_size: int, device: str) -> str:
     return ""
 
 
-def findings_of(request: Request, baseline: Baseline, why: str, compared: Sequence[Compared]) -> list[Finding]:
-    """Say whether this run is slower than the earlier one; `why`: they do not compare."""
+def findings_of(
+    request: Request, baseline: Baseline, why: str, compared: Sequence[Compared], no_core: float = 0.0
+) -> list[Finding]:
+    """Say whether this run is slower than the earlier one; `why`: they do not compare; `no_core`: see model.Bench."""
     if why or not compared:
         words = why or "no row of this run is in the earlier one: other sizes, collectives or types"
         return [_finding(request, "compare-differs", Level.UNKNOWN, words, baseline)]
@@ -76,6 +81,9 @@ def findings_of(request: Request, baseline: Baseline, why: str, compared: Sequen
         f"{micros(worst.earlier_p50_s)} us)"
     )
     level = Level.FAIL if len(slower) >= _WORSE_ROWS * len(compared) else Level.WARN
+    if level is Level.FAIL and no_core > _BUSY and worst.ratio < _NEVER_BUSY:
+        level = Level.UNKNOWN
+        words += f"; but ranks waited for a core {no_core:.0%} of the time, as other programs have them"
     return [_finding(request, "slower", level, words, baseline)]
 
 
@@ -89,10 +97,13 @@ def _finding(request: Request, name: str, level: Level, title: str, baseline: Ba
         + f". Noise is what each row's own iterations show, {_BAND_LEAST:.0%} at least, {_BAND_MOST:.0%} at most.",
         evidence=baseline.notes,
         fix=Fix(
-            text="run it again; if it stays, see whether a rank is named as late, or measure pairs of ranks",
+            text="the rows were measured again and stayed so: see whether a rank is named as late, or measure pairs of "
+            "ranks",
             commands=(request.pairs(),),
         )
         if level in (Level.FAIL, Level.WARN)
+        else Fix(text="compare again when these cores are free", commands=(request.again(),))
+        if name == "slower"
         else Fix(text=f"it has {_content(baseline)}"),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import fold
@@ -13,10 +14,12 @@ from distdiag.commands.allreduce_bench.sizes import USUAL, parse_sizes
 from distdiag.commands.allreduce_bench.words import short, speed
 from distdiag.report import Finding, Level, Report
 from distdiag.workload import judge
+from distdiag.workload.pauses import paused, without_core
 
 if TYPE_CHECKING:
+    from distdiag.cluster.records import PausedTold
     from distdiag.commands.allreduce_bench.model import Request
-    from distdiag.workload.model import Course, NotRun, Plan, Scene
+    from distdiag.workload.record import Course, NotRun, Plan, Scene
 
 
 def rows_for(request: Request, device: str) -> list[tuple[str, int]]:
@@ -44,16 +47,18 @@ def diagnose(request: Request, scene: Scene, plan: Plan, course: Course) -> Repo
         arrivals=arrivals,
         verdict=expected,
         compared=compared,
+        no_core_share=round(without_core(_pauses(course)), 3),
         training=verdict.training(request, plan, scene, results),
     )
     found = [
         *judge.findings_of(request, scene, plan, course),
         *_not_measured(request, results),
-        *symptoms.findings_of(request, results, arrivals),
+        *paused(request, course.traces, _pauses(course)),
+        *symptoms.findings_of(request, results, arrivals, whole=course.outcome is Outcome.FINISHED),
         *verdict.findings_of(request, expected),
     ]
     if request.baseline is not None and results:
-        found += compare.findings_of(request, request.baseline, differs, compared)
+        found += compare.findings_of(request, request.baseline, differs, compared, data.no_core_share)
     interrupted = course.outcome is Outcome.INTERRUPTED
     return Report(
         command=request.command,
@@ -62,6 +67,34 @@ def diagnose(request: Request, scene: Scene, plan: Plan, course: Course) -> Repo
         summary=_summary(request, scene, data, found, len(rows), interrupted=interrupted),
         interrupted=interrupted,
     )
+
+
+def repeated(request: Request, report: Report[Bench], again: Bench) -> Report[Bench]:
+    """Judge the same run again where slower rows were repeated: of each row the better of its times counts."""
+    assert request.baseline is not None
+    better = {(row.op, row.size_bytes): row for row in again.compared}
+    compared = tuple(
+        min(row, better.get((row.op, row.size_bytes), row), key=lambda one: one.ratio) for row in report.data.compared
+    )
+    found = [finding for finding in report.findings if finding.id != f"{request.command}.slower"]
+    no_core = max(report.data.no_core_share, again.no_core_share)
+    found += compare.findings_of(request, request.baseline, "", compared, no_core)
+    still = sum(row.slower for row in compared)
+    words = judge.worst_of(found) or (
+        f"{report.data.world_size} ranks: "
+        + (f"{still} of {len(compared)} rows stay" if still else "no row stays")
+        + " slower than in the earlier run"
+        + "".join(f"; but {finding.title}" for finding in found if finding.level is Level.WARN)
+    )
+    data = replace(report.data, compared=compared, no_core_share=no_core)
+    return replace(report, data=data, findings=tuple(found), summary=words)
+
+
+def _pauses(course: Course) -> dict[int, list[PausedTold]]:
+    return {
+        trace.rank: [row["paused"] for row in judge.payloads([trace], "row") if "paused" in row]
+        for trace in course.traces
+    }
 
 
 def no_data(request: Request, why: NotRun, facts: dict[str, Any]) -> Bench:
@@ -75,6 +108,7 @@ def no_data(request: Request, why: NotRun, facts: dict[str, Any]) -> Bench:
         arrivals=(),
         verdict=None,
         compared=(),
+        no_core_share=0.0,
         training=(),
     )
 

@@ -1,73 +1,114 @@
-"""Files beside the report: the earlier run that is read, what is kept, the picture."""
+"""Several runs that are judged as one, the earlier run that they are compared with, and the picture."""
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from distdiag.commands.allreduce_bench import baseline, plot
+from distdiag.commands.allreduce_bench import baseline, diagnose, plot
 from distdiag.commands.allreduce_bench.check import job_of
+from distdiag.commands.allreduce_bench.model import Bench, FaultKind, Request
+from distdiag.commands.allreduce_bench.view import bench_view
 from distdiag.deliver import document
-from distdiag.errors import DistdiagError, UsageError
-from distdiag.files import check_picture, write_whole
+from distdiag.errors import DistdiagError
+from distdiag.files import check_picture
+from distdiag.gathered import Gathered, are_facts, read
 from distdiag.node.identity import identify
-from distdiag.report import Finding, Fix, Level
-from distdiag.workload.carry_out import carry_out
+from distdiag.runner import not_saved
+from distdiag.workload import carry_out, judge
+from distdiag.workload.record import RunRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
-    from distdiag.commands.allreduce_bench.model import Bench, Request
+    from distdiag.cluster.recipes import Recipe
+    from distdiag.commands.allreduce_bench.earlier import Baseline
+    from distdiag.commands.allreduce_bench.model import Fault
     from distdiag.deliver import Progress
     from distdiag.report import Report
+    from distdiag.runner import Subcommand
+
+_REPEATS = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class Files:
-    """What was named; empty where nothing was."""
+def subcommand(recipe: Recipe | None, *, draw: bool) -> Subcommand[Request, RunRecord, Bench]:
+    """Make the command; `recipe`: the launcher for which lines are to be written instead. `draw`: in the terminal."""
+    made = carry_out.subcommand(
+        Request.command, Request, job_of, lambda request, report: bench_view(report, request.unit, draw=draw), recipe
+    )
+    return replace(
+        made,
+        collect=_collect,
+        diagnose=lambda request, gathered: _judged(request, gathered.facts),
+        shown_as_typed=("unit", "stat", "params", "baseline"),
+    )
 
-    save: str
-    compare: str
-    plot: str
 
+def _collect(request: Request, progress: Progress) -> Gathered[RunRecord]:
+    """Measure; and measure rows again that were slower than in the earlier run: only what stays slower counts.
 
-def answer(request: Request, files: Files, progress: Progress, *, strict: bool) -> Report[Bench]:
-    """Measure, with the files read before and written after it; what a Ctrl-C left is kept, too.
-
-    Raises:
-        UsageError: a file that cannot be what it is named for.
-        DistdiagError: the measurement failed, or a file cannot be written.
+    Two runs of the same differ by more than the iterations of each tell: where the ranks' memory and cores lie is
+    drawn anew each time.
     """
     me = identify(os.environ)
-    if me is None or me.rank == 0:  # the files of the others' nodes are not ours
-        check_picture(files.plot)
-        _check_save(files.save)
-        if files.compare:
-            request = replace(request, baseline=baseline.read(files.compare))
-    report = carry_out(job_of(request), progress)
-    if files.plot not in ("", "-"):
-        report = _told(report, lambda: plot.save(report.data, request.unit, files.plot))
-    if files.save:
-        kept = json.dumps(document(report, strict=strict), indent=2).encode() + b"\n"
-        report = _told(report, lambda: write_whole(files.save, kept))
+    runs = [carry_out.carry_out(job_of(request), progress)]
+    while (me is None or me.world_size == 1) and len(runs) <= _REPEATS:  # under a launcher the others are gone by now
+        again = _slower(request, _judged(request, runs))
+        if again is None:
+            break
+        progress.news(f"measuring {len(again.ops)} operations with slower rows again")
+        runs.append(carry_out.carry_out(job_of(again), progress))
+    return Gathered(facts=runs)
+
+
+def _judged(request: Request, runs: Sequence[RunRecord]) -> Report[Bench]:
+    report = judge.report_of(job_of(request), runs[0])
+    for run in runs[1:]:
+        again = _slower(request, report)
+        if again is None:  # it is compared with another run than when it was measured
+            break
+        report = diagnose.repeated(request, report, judge.report_of(job_of(again), run).data)
     return report
 
 
-def _check_save(target: str) -> None:
-    folder = os.path.dirname(os.path.abspath(target)) if target else "."
-    if os.path.isdir(target) or not os.path.isdir(folder):
-        what = "that is a folder" if os.path.isdir(target) else f"there is no folder {folder}"
-        raise UsageError(f"--save {target}: {what}", hint="name a file in a folder that is there")
+def _slower(request: Request, report: Report[Bench]) -> Request | None:
+    """Ask for the rows that were slower than in the earlier run; None if there is none."""
+    slower = [row for row in report.data.compared if row.slower]
+    if not slower or report.interrupted:
+        return None
+    ops = tuple(dict.fromkeys(row.op for row in slower))
+    sizes = tuple(dict.fromkeys(row.size_bytes for row in slower))
+    return replace(request, ops=ops, sizes=sizes, fault=_fault_again(request))
 
 
-def _told(report: Report[Bench], write: Callable[[], None]) -> Report[Bench]:
-    """Write a file; where that fails, the report says so, and is not lost with it."""
-    try:
-        write()
-    except DistdiagError as error:
-        fix = Fix(text=error.hint) if error.hint else None
-        failed = Finding(id=f"{report.command}.not-saved", level=Level.UNKNOWN, title=str(error), fix=fix)
-        return replace(report, findings=(*report.findings, failed), summary=f"{report.summary}; {error}")
+def _fault_again(request: Request) -> Fault | None:
+    """Make an injected fault again where it is one of all rows."""
+    return request.fault if request.fault is not None and request.fault.kind is FaultKind.SLOW else None
+
+
+def read_files(compare: str, picture: str) -> Baseline | None:
+    """Read the run to compare with, and see whether the picture can be drawn. Raises UsageError, DistdiagError."""
+    me = identify(os.environ)
+    if me is not None and me.rank != 0:  # the files of the others' nodes are not ours
+        return None
+    check_picture(picture)
+    if not compare:
+        return None
+    if not are_facts([compare]):
+        return baseline.read(compare)
+    request, gathered = read([compare], Request.command, (Request, RunRecord))
+    assert request is not None
+    report = _judged(request, gathered.facts)
+    return baseline.read_text_of(json.dumps(document(report)), compare)
+
+
+def draw(report: Report[Bench], request: Request, picture: str) -> Report[Bench]:
+    """Draw the picture, where it is one in a file."""
+    if picture not in ("", "-"):
+        try:
+            plot.save(report.data, request.unit, picture)
+        except DistdiagError as error:
+            return not_saved(report, error)
     return report

@@ -7,7 +7,7 @@ the slowest rank's. Bandwidth = size / time, never a mean of bandwidths: 19 time
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distdiag.commands.allreduce_bench.formulas import bus_factor, is_in_place, shape_of
 from distdiag.commands.allreduce_bench.model import Arrival, SizeResult, Times
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.cluster.launch import Trace
+    from distdiag.cluster.records import RowTold
     from distdiag.commands.allreduce_bench.model import Request, Stat
 
 _ENOUGH_FOR_DRIFT = 20
@@ -76,19 +77,19 @@ def chosen(times: Times, stat: Stat) -> float:
     return float(getattr(times, stat))
 
 
-def _told(trace: Trace) -> dict[int, dict[str, Any]]:
+def _told(trace: Trace) -> dict[int, RowTold]:
     return {event.payload["row"]["number"]: event.payload["row"] for event in trace.events if "row" in event.payload}
 
 
 def _row(
-    request: Request, op: str, size_bytes: int, world_size: int, told: tuple[dict[str, Any], list[dict[str, Any]]]
+    request: Request, op: str, size_bytes: int, world_size: int, told: tuple[RowTold, list[RowTold]]
 ) -> SizeResult:
     first, all_ranks = told
     shape = shape_of(op, size_bytes, request.dtype, world_size)
     seconds = [one * 1e-9 for one in first.get("times_ns", ())]
     times = times_of(seconds) if seconds else None
     algbw, busbw = bandwidths(op, shape.size_bytes, world_size, chosen(times, request.stat)) if times else (None, None)
-    wrong = [row["wrong"] for row in all_ranks if row.get("wrong") is not None]
+    wrong = [count for row in all_ranks if (count := row.get("wrong")) is not None]
     return SizeResult(
         op=op,
         size_bytes=shape.size_bytes,

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
+from distdiag.commands.allreduce_bench.earlier import Baseline  # noqa: TC001 - msgspec reads the annotations
 from distdiag.workload import model
-
-if TYPE_CHECKING:
-    from distdiag.commands.allreduce_bench.earlier import Baseline
 
 STAGES = ("start", "connect", "init", "agree", "bench", "done")
 GIGA = 1e9
@@ -188,5 +185,7 @@ class Bench(model.RunFacts):
     arrivals: tuple[Arrival, ...]
     verdict: Expectation | None
     compared: tuple[Compared, ...]
+    no_core_share: float
+    """Part of the time that the median rank waited for a core: other programs have them, and times say little."""
     training: tuple[str, ...]
     """What it means for a model of --params, in lines."""

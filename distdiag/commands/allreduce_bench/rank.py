@@ -12,8 +12,8 @@ import time
 
 from distdiag.commands.allreduce_bench.formulas import is_in_place, needed_bytes, shape_of
 from distdiag.node import machine
+from distdiag.workload.rank import Pauses, first_lines, is_out_of_memory, run_rank
 from distdiag.workload.rank import Rank as AnyRank
-from distdiag.workload.rank import first_lines, is_out_of_memory, run_rank
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ class Rank(AnyRank):
         self.enter("bench", "asking for free memory")
         self.free_bytes = self.least_free_bytes()
         self.progress.step("free memory is known")
+        self.pauses = Pauses()
+        self.pauses.start()
         unsupported: dict[str, str] = {}
         for number, row in enumerate(self.config["rows"], 1):
             try:
@@ -111,13 +113,15 @@ class Rank(AnyRank):
         iterations, typical_s = self.warm_up(work)
         self.make_fault(number)
         self.progress.step(f"timing {iterations} x {words}", waiting=True)
+        self.pauses.begin()
         times = self.time(work, iterations, typical_s)
+        paused = self.pauses.told()
         if self.config["check"] and not (wrong or {}).get("wrong"):
             self.progress.step(f"checking: {words}")
             wrong = work.look(self.progress.still, after=True)
         trouble = {"trouble": {"kind": "wrong-result", **wrong}} if wrong is not None and wrong["wrong"] else {}
         self.progress.step(f"gathering the times of {words}", waiting=True, **trouble)
-        return {**self.gather(times), "wrong": None if wrong is None else wrong["wrong"]}
+        return {**self.gather(times), "paused": paused, "wrong": None if wrong is None else wrong["wrong"]}
 
     def prepare(self, op: str, shape: Shape) -> _Work:
         """Make the buffers, if every rank can."""
@@ -224,7 +228,7 @@ class Rank(AnyRank):
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         late = (slowest - own).median().item()
         told = {"inside_ns": round(own.median().item()), "late_ns": round(late), "iterations": len(times)}
-        return {**told, "times_ns": [round(one) for one in slowest.tolist()]} if self.rank == 0 else told
+        return {**told, "times_ns": [max(1, round(one)) for one in slowest.tolist()]} if self.rank == 0 else told
 
 
 class _Work:
@@ -318,8 +322,8 @@ class _Work:
             "wrong": wrong,
             "total": self.receive.numel(),
             "first_index": first,
-            "got": got,
-            "expected": expected,
+            "got": f"{got:.10g}",
+            "expected": f"{expected:.10g}",
             "how": how,
         }
 

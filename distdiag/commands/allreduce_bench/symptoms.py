@@ -12,7 +12,7 @@ from distdiag.report import Finding, Fix, Level, Where
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.commands.allreduce_bench.model import Arrival, Request, SizeResult
+    from distdiag.commands.allreduce_bench.model import Arrival, Request, SizeResult, Times
 
 _ALL_WAIT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 """Nobody leaves these before everybody came, so who was short inside came late."""
@@ -27,6 +27,7 @@ _FALL = 0.6
 _OUTLIERS = 3.0
 _ENOUGH_FOR_P99 = 100
 _DRIFT = 1.2
+_UNSTEADY = 2.0
 
 
 @dataclass(frozen=True)
@@ -73,14 +74,16 @@ def _is_of(arrival: Arrival, op: str, size_bytes: int) -> bool:
     return arrival.op == op and arrival.size_bytes == size_bytes
 
 
-def findings_of(request: Request, results: Sequence[SizeResult], arrivals: Sequence[Arrival]) -> list[Finding]:
-    """Name what the rows show."""
+def findings_of(
+    request: Request, results: Sequence[SizeResult], arrivals: Sequence[Arrival], *, whole: bool = True
+) -> list[Finding]:
+    """Name what the rows show; how they vary only if the run is `whole`, and no rank died."""
     late = late_rank(results, arrivals)
     found = [_straggler(request, late)] if late is not None else []
     for op in dict.fromkeys(row.op for row in results):
         mine = [row for row in results if row.op == op and row.time_s is not None]
         found += [*_fall(request, mine), *_outliers(request, mine), *_drift(request, mine)]
-    return found
+    return [*found, *(_unsteady(request, results) if whole else ())]
 
 
 def _straggler(request: Request, late: Late) -> Finding:
@@ -97,6 +100,40 @@ def _straggler(request: Request, late: Late) -> Finding:
             commands=(request.pairs(),),
         ),
     )
+
+
+def _varies(times: Times) -> bool:
+    return times.mean > _UNSTEADY * times.p50 or times.iqr > times.p50
+
+
+def _unsteady(request: Request, results: Sequence[SizeResult]) -> list[Finding]:
+    """Rows whose mean is far from their median: what they carry over time is not what the median says."""
+    rows = [row for row in results if row.time_s is not None and row.iterations >= _ENOUGH_FOR_LATE]
+    bad = [row for row in rows if row.time_s is not None and _varies(row.time_s)]
+    if not bad or len(bad) <= len(rows) / 2:
+        return []
+    worst = max(bad, key=lambda row: row.size_bytes)
+    assert worst.time_s is not None
+    over_time = (worst.algbw_bytes_per_s or 0.0) * getattr(worst.time_s, request.stat) / worst.time_s.mean
+    return [
+        Finding(
+            id=f"{request.command}.unsteady",
+            level=Level.WARN,
+            title=f"the times of {len(bad)} of {len(rows)} rows vary so much that a median says little: {worst.op} of "
+            f"{short(worst.size_bytes)} has a mean of {micros(worst.time_s.mean)} us, a median of "
+            f"{micros(worst.time_s.p50)} us and quartiles {micros(worst.time_s.iqr)} us apart; over time algbw is "
+            f"{speed(over_time, request.unit)}",
+            detail="A job gets the mean. Ranks that are stopped or throttled, other programs on the same cores, or a "
+            "link that comes and goes look so.",
+            fix=Fix(
+                text="have the bandwidth of the mean shown; see what else runs on these cores",
+                commands=(
+                    request.again(stat="mean"),
+                    "grep -r nr_throttled /sys/fs/cgroup --include=cpu.stat | grep -v ' 0$'",
+                ),
+            ),
+        )
+    ]
 
 
 def _fall(request: Request, rows: list[SizeResult]) -> list[Finding]:

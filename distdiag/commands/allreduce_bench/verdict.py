@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.commands.allreduce_bench.model import Request, SizeResult
-    from distdiag.workload.model import Plan, Scene
+    from distdiag.workload.record import Plan, Scene
 
 _LARGE_BYTES = 128 * 2**20
 _LARGE_BETWEEN_NODES_BYTES = 512 * 2**20

@@ -53,8 +53,8 @@ def _rows(data: Bench, unit: Unit) -> Table:
         Column("type", no_wrap=True),
         Column("op", no_wrap=True),
         Column("p50 us", **right),  # type: ignore[arg-type]
+        Column("mean us", **right),  # type: ignore[arg-type]
         Column("p99 us", **right),  # type: ignore[arg-type]
-        Column("max us", **right),  # type: ignore[arg-type]
         Column("algbw", **right),  # type: ignore[arg-type]
         Column("busbw", **right),  # type: ignore[arg-type]
         Column("#wrong", **right),  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def _cells(row: SizeResult, unit: Unit) -> list[str | Text]:
     wrong = "N/A" if row.wrong is None else Text(str(row.wrong), style="bold red" if row.wrong else "")
     return [
         *head,
-        *(micros(one) for one in (row.time_s.p50, row.time_s.p99, row.time_s.max)),
+        *(micros(one) for one in (row.time_s.p50, row.time_s.mean, row.time_s.p99)),
         number(row.algbw_bytes_per_s, unit),
         number(row.busbw_bytes_per_s, unit),
         wrong,

@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from distdiag.commands.gpu_test import diagnose
+from distdiag.commands.gpu_test.model import GpuTest, Request
+from distdiag.commands.gpu_test.view import gpu_test_view
 from distdiag.errors import UsageError
+from distdiag.workload import carry_out
 from distdiag.workload.job import Job
 
 if TYPE_CHECKING:
-    from distdiag.commands.gpu_test.model import GpuTest, Request
-    from distdiag.workload.model import Plan, Share
+    from distdiag.cluster.recipes import Recipe
+    from distdiag.runner import Subcommand
+    from distdiag.workload.record import Plan, RunRecord, Share
 
 _MEMORY_ON_CPU_BYTES = 64 * 2**20
 _MEMORY_FRACTION = 0.5
@@ -48,3 +52,8 @@ def _fault_for(request: Request, rank: int) -> dict[str, object] | None:
     if fault is None or fault.rank != rank:
         return None
     return {"kind": fault.kind, "stage": fault.stage, "seconds": 2 * request.timeout_s + 5}
+
+
+def subcommand(recipe: Recipe | None) -> Subcommand[Request, RunRecord, GpuTest]:
+    """Make the command; `recipe`: the launcher for which lines are to be written instead."""
+    return carry_out.subcommand("gpu-test", Request, job_of, lambda _, report: gpu_test_view(report), recipe)

@@ -9,7 +9,7 @@ import typer
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.gpu_test.model import SIZE_BYTES, STAGES, Fault, FaultKind, Request
 from distdiag.errors import UsageError
-from distdiag.options import JsonOpt, StrictOpt, TimeoutOpt, called_as, on_hosts, parse_size
+from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, TimeoutOpt, called_as, on_hosts, parse_size
 from distdiag.workload.model import Backend, Device
 from distdiag.workload.options import (  # noqa: TC001 - on_hosts reads the annotations
     BackendOpt,
@@ -23,13 +23,7 @@ from distdiag.workload.options import (  # noqa: TC001 - on_hosts reads the anno
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from rich.console import RenderableType
-
     from distdiag.commands.gpu_test.isolate import model as isolate_model
-    from distdiag.report import Report
-    from distdiag.workload.job import Job
 
 _DEFAULT_STAGE = {FaultKind.CORRUPT: "reduce", FaultKind.DTYPE: "agree", FaultKind.NO_IMPORT: "start"}
 
@@ -123,6 +117,8 @@ def gpu_test(
         typer.Option(min=0.0, metavar="GB/S", help="With --isolate: the bandwidth that a pair has at least."),
     ] = None,
     print_command: PrintCommandOpt = None,
+    save: SaveOpt = "",
+    from_: FromOpt = None,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
     *,
@@ -135,7 +131,7 @@ def gpu_test(
 
     Exit status: 0 all is well, 1 a fault was found, 2 wrong usage, 3 could not be tested, 130 interrupted.
     """
-    from distdiag.deliver import Output, Progress, deliver, deliver_lines
+    from distdiag import runner
 
     def shared() -> dict[str, Any]:
         return {
@@ -152,31 +148,11 @@ def gpu_test(
             "nccl_debug": nccl_debug,
         }
 
-    def job() -> Job[Any, Any]:
-        from distdiag.commands.gpu_test import check
-        from distdiag.commands.gpu_test.isolate import check as of_pairs
+    options = runner.Options(as_json, strict, save, from_, cluster.explain or print_command is not None)
+    if isolate:
+        from distdiag.commands.gpu_test.isolate import check as pairs
 
-        if isolate:
-            return of_pairs.job_of(_pairs(shared(), size, memory, expect, inject))
-        return check.job_of(_test(shared(), size, memory, expect, inject))
+        runner.run(pairs.subcommand(print_command), lambda: _pairs(shared(), size, memory, expect, inject), options)
+    from distdiag.commands.gpu_test import check
 
-    def run() -> Report[Any]:
-        from distdiag.workload.carry_out import carry_out
-
-        with Progress() as progress:
-            return carry_out(job(), progress)
-
-    def commands() -> list[str]:
-        from distdiag.workload.carry_out import explain
-
-        return explain(job(), print_command)
-
-    def view(report: Report[Any]) -> Iterable[RenderableType]:
-        from distdiag.commands.gpu_test.isolate.view import isolate_view
-        from distdiag.commands.gpu_test.view import gpu_test_view
-
-        return isolate_view(report) if isolate else gpu_test_view(report)
-
-    if cluster.explain or print_command is not None:
-        deliver_lines("gpu-test", commands, as_json=as_json)
-    deliver("gpu-test", run, view, Output(json=as_json, strict=strict))
+    runner.run(check.subcommand(print_command), lambda: _test(shared(), size, memory, expect, inject), options)

@@ -14,7 +14,7 @@ from distdiag.workload.model import Device
 if TYPE_CHECKING:
     from distdiag.commands.gpu_test.model import Request
     from distdiag.report import Finding
-    from distdiag.workload.model import Course, NotRun, Plan, Scene
+    from distdiag.workload.record import Course, NotRun, Plan, Scene
 
 
 def diagnose(request: Request, scene: Scene, plan: Plan, course: Course) -> Report[GpuTest]:

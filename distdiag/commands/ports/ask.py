@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from distdiag.commands.ports.model import MOST_HOSTS, MOST_TARGETS, Request, read_target
+from distdiag import runner
+from distdiag.commands.ports.check import AGENT, Seen, look
+from distdiag.commands.ports.diagnose import diagnose
+from distdiag.commands.ports.model import COMMAND, MOST_HOSTS, MOST_TARGETS, Request, read_target
+from distdiag.commands.ports.view import ports_view
 from distdiag.errors import UsageError
+from distdiag.gathered import Gathered
+from distdiag.runner import Subcommand
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.commands.ports.result import PortsData
-    from distdiag.report import Report
+    from distdiag.deliver import Progress
 
 _WORDS = ("serve", "check")
 
@@ -21,6 +27,7 @@ _WORDS = ("serve", "check")
 class Meeting:
     """How two nodes meet that have no ssh between them."""
 
+    token_file: str = ""
     token: str = ""
     for_s: float = 600.0
 
@@ -46,6 +53,24 @@ def targets_of(words: Sequence[str], ports: tuple[int, ...]) -> tuple[tuple[str,
     return tuple(dict.fromkeys(found))
 
 
+def names_ports(words: Sequence[str]) -> bool:
+    """Whether a port was typed with one of the hosts: whoever names a port means that somebody listens there."""
+    hosts = [word for word in words if word not in _WORDS]
+    return any(read_target(word, (1,)) == read_target(word, (2,)) for word in hosts)
+
+
+def token_of(path: str) -> str:
+    """Read --token-file, or the environment without it. Raises UsageError."""
+    from distdiag.node import handshake
+
+    try:
+        return handshake.given_token(path)
+    except OSError as error:
+        raise UsageError(
+            f"--token-file {path}: {error.strerror}", hint="name a file that holds the token, or - for stdin"
+        ) from error
+
+
 def bulk_of(text: str) -> int:
     """Read --data. Raises UsageError."""
     from distdiag.node.probing import MOST_BULK_BYTES
@@ -57,32 +82,35 @@ def bulk_of(text: str) -> int:
     return size
 
 
-def answer(request: Request, words: Sequence[str], meeting: Meeting) -> Report[PortsData]:
-    """Do what was asked for.
+def subcommand(words: Sequence[str], meeting: Meeting) -> Subcommand[Request, Seen, PortsData]:
+    """Make the command of what was typed."""
 
-    Raises:
-        UsageError: the options contradict each other.
-        DistdiagError: the node side failed, or a port cannot be listened at.
-    """
-    from distdiag.commands.ports.diagnose import diagnose
-    from distdiag.deliver import Progress
+    def collect(request: Request, progress: Progress) -> Gathered[Seen]:
+        seen = _look(request, words, meeting, progress)
+        return Gathered(facts=[seen], interrupted=seen.interrupted)
 
-    meets = bool(words) and words[0] in _WORDS
-    if meets and request.cluster.typed():
+    return Subcommand(
+        name=COMMAND,
+        request=Request,
+        facts=Seen,
+        collect=collect,
+        diagnose=lambda request, gathered: diagnose(request, gathered.facts[0]),
+        view=lambda request, _, report: ports_view(report, request),
+        explain=lambda request: runner.explain(request.cluster, AGENT),
+        shown_as_typed=("verbose",),
+        by_every_rank=True,
+    )
+
+
+def _look(request: Request, words: Sequence[str], meeting: Meeting, progress: Progress) -> Seen:
+    """Do what was asked for. Raises UsageError, DistdiagError."""
+    if not words or words[0] not in _WORDS:
+        return look(request, progress)
+    if request.cluster.typed():
         raise UsageError(
             f"{words[0]} works between two nodes without ssh", hint="leave out --hosts, or leave out the word"
         )
-    with Progress() as progress:
-        if meets:
-            from distdiag.commands.ports import meet
+    from distdiag.commands.ports import meet
 
-            seen = (
-                meet.serve(request, meeting, progress)
-                if words[0] == "serve"
-                else meet.check(request, meeting, progress)
-            )
-        else:
-            from distdiag.commands.ports.check import look
-
-            seen = look(request, progress)
-    return diagnose(request, seen)
+    meeting = replace(meeting, token=token_of(meeting.token_file))
+    return (meet.serve if words[0] == "serve" else meet.check)(request, meeting, progress)

@@ -6,31 +6,32 @@ import os
 import random
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from distdiag.cluster import access
 from distdiag.cluster.access import Agent, open_fleet
 from distdiag.cluster.meeting import LookUp
-from distdiag.cluster.node import decode
+from distdiag.cluster.records import Down, ReachEnded, ReachListening, ReachName, ReachProbe, ReachServing
+from distdiag.cluster.rows import Refusal, Row  # noqa: TC001 - msgspec reads the annotations of Seen
 from distdiag.cluster.targets import describe, find_targets
 from distdiag.commands.ports.choice import address_of, other_addresses
 from distdiag.commands.ports.collect import Found, Ports
 from distdiag.commands.ports.model import USUAL_PORT, Way
 from distdiag.errors import UsageError
-from distdiag.node import rendezvous
-from distdiag.node.knock import Probe
+from distdiag.node import handshake
+from distdiag.node.scan import Tried  # noqa: TC001
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from distdiag.cluster.fleet import Fleet
     from distdiag.cluster.node import Node
-    from distdiag.cluster.rows import Refusal, Row
     from distdiag.cluster.targets import Targets
     from distdiag.commands.ports.model import Request
     from distdiag.deliver import Progress
-    from distdiag.node.scan import Tried
+    from distdiag.node.knock import Probe
 
+T = TypeVar("T")
+AGENT = Agent(collect="distdiag.commands.ports.collect", facts=Ports, ask={"listeners": True})
 MOST_NODES = 512
 _ALL_PAIRS = 64
 """Up to so many nodes each tries each other; beyond, each tries its neighbours and some others, and they it."""
@@ -63,12 +64,19 @@ class Seen:
     unserved: dict[str, str] = field(default_factory=dict)
     """Servers that could not be checked: stranger (not ours), busy, midway (it went away)."""
     rows: tuple[Row, ...] = ()
-    refusals: Mapping[str, Refusal] = field(default_factory=dict)
+    refusals: dict[str, Refusal] = field(default_factory=dict)
     local: bool = True
     served: bool = False
     checks: bool = False
     """Somebody of ours should have answered: a closed port is a fault then."""
+    named: bool = False
+    """The ports were typed; at the usual one nobody listens before there is a job."""
     interrupted: bool = False
+
+    @property
+    def host(self) -> str:
+        """A name for all of it: that of the first node."""
+        return next(iter(self.hosts.values()), "nodes")
 
 
 def look(request: Request, progress: Progress) -> Seen:
@@ -88,8 +96,8 @@ def look(request: Request, progress: Progress) -> Seen:
         raise UsageError(
             f"{len(request.ports)} ports are too many between nodes", hint=f"up to {MOST_PORTS}: --port 29500,6000-6010"
         )
-    seen = Seen(local=targets.launcher is None)
-    with open_fleet(request.cluster, targets, _agent()) as fleet:
+    seen = Seen(local=targets.launcher is None, named=request.named)
+    with open_fleet(request.cluster, targets, AGENT) as fleet:
         if not seen.local:
             progress.news(f"reaching {describe(targets)}")
         try:
@@ -114,18 +122,9 @@ def look(request: Request, progress: Progress) -> Seen:
     return seen
 
 
-def explain(request: Request) -> list[str]:
-    """Write how the hosts would be reached."""
-    return access.explain(request.cluster, find_targets(request.cluster, os.environ), _agent())
-
-
-def _agent() -> Agent:
-    return Agent(collect="distdiag.commands.ports.collect", ask={"listeners": True})
-
-
 def _take_facts(nodes: Sequence[Node], targets: Targets, seen: Seen) -> None:
     for node in nodes:
-        seen.nodes[node.name] = node.facts(Ports)
+        seen.nodes[node.name] = node.told
         seen.hosts[node.name] = seen.nodes[node.name].host if targets.launcher is None else node.host
 
 
@@ -134,20 +133,19 @@ def _scan(fleet: Fleet, nodes: Sequence[Node], request: Request, progress: Progr
     ask = {"targets": [list(one) for one in request.targets], "timeout_s": request.timeout_s}
     for node in nodes:
         node.order("collect", ask=ask)
-    busy = {node.name for node in nodes}
     hosts = len({host for host, _ in request.targets})
     if hosts > 1 or not seen.local:
         progress.news(f"trying {len(request.targets)} ports of {hosts} host{'' if hosts == 1 else 's'}")
     rounds = 1 + len(request.targets) // 256
-    deadline = time.monotonic() + 10 + rounds * (request.timeout_s + 1)
-    while busy and (left := deadline - time.monotonic()) > 0:
-        for node, record in fleet.records(min(left, 0.2)):
-            if record["kind"] == "more" and node.name in busy:
-                seen.tried.setdefault(node.name, []).extend(decode(record.get("facts"), Found, node.host).tried)
-            elif record["kind"] in ("more-end", "down"):
-                busy.discard(node.name)
+
+    def tell(names: list[str]) -> None:
         progress.now(f"{sum(map(len, seen.tried.values()))} of {len(nodes) * len(request.targets)} tried")
-    seen.silent += sorted(busy)
+
+    for node, found, why in fleet.more_from(nodes, Found, 10 + rounds * (request.timeout_s + 1), tell):
+        if found is not None:
+            seen.tried.setdefault(node.name, []).extend(found.tried)
+        elif why and node.name not in fleet.refusals:
+            seen.silent.append(node.name)
 
 
 class _Pairs:
@@ -155,31 +153,29 @@ class _Pairs:
 
     def __init__(self, fleet: Fleet, nodes: Sequence[Node], request: Request, seen: Seen) -> None:
         self._fleet, self._nodes, self._request, self._seen = fleet, nodes, request, seen
-        self._nonce = rendezvous.new_nonce()
+        self._key = handshake.new_key()
         self._samples: dict[str, list[int]] = {}
 
     def go(self, progress: Progress) -> None:
         """Listen everywhere, try everything, end."""
         ports = list(self._request.ports or (USUAL_PORT,))
-        answers = self._ask_all("reach-listen", "reach-listening", ports=ports, more=self._request.sample - 1)
-        for node in self._nodes:
-            if node.name in answers:
-                record = answers[node.name]
-                self._samples[node.name] = decode(record.get("samples"), list[int], node.host)
-                self._seen.taken[node.name] = decode(record.get("failed"), dict[str, str], node.host)
-        served = self._ask_all("reach-serve", "reach-serving", nonce=self._nonce)
+        answers = self._ask_all("reach-listen", ReachListening, ports=ports, more=self._request.sample - 1)
+        for name, answer in answers.items():
+            self._samples[name] = answer.samples
+            self._seen.taken[name] = answer.failed
+        served = self._ask_all("reach-serve", ReachServing, key=self._key)
         self._seen.silent += [node.name for node in self._nodes if node.name not in served]
         names = [node.name for node in self._nodes if node.name in served and self._address(node.name)]
         wanted = self._wanted(names, ports)
         count = sum(map(len, wanted.values()))
         progress.news(f"trying {count} ways between {len(names)} nodes")
         self._probe(wanted, progress)
-        self._ask_all("reach-end", "reach-ended")
+        self._ask_all("reach-end", ReachEnded)
 
     def _address(self, name: str) -> str:
         return address_of(self._seen.nodes[name])
 
-    def _ask_all(self, do: str, kind: str, **details: Any) -> dict[str, dict[str, Any]]:  # noqa: ANN401 - any JSON
+    def _ask_all(self, do: str, kind: type[T], **details: Any) -> dict[str, T]:  # noqa: ANN401 - any JSON
         for node in self._nodes:
             node.order(do, **details)
         return self._fleet.expect(kind, self._nodes, _ORDER_S)
@@ -211,20 +207,23 @@ class _Pairs:
         limit_s = min(_LONGEST_S, _PROBE_S + max(map(len, wanted.values()), default=0) / _WAYS_PER_S)
         for node in self._nodes:
             if node.name in wanted:
-                ask = {"nonce": self._nonce, "targets": wanted[node.name], "names": names, "timeout_s": limit_s}
+                ask = {"key": self._key, "targets": wanted[node.name], "names": names, "timeout_s": limit_s}
                 node.order("reach-probe", **ask)
-        open_ways = sum(map(len, wanted.values()))
-        open_names = len(wanted) * len(names)
+        ways = {name: len(targets) for name, targets in wanted.items()}
+        lookups = dict.fromkeys(wanted, len(names))
         deadline = time.monotonic() + limit_s + 1.0
-        while (open_ways > 0 or open_names > 0) and time.monotonic() < deadline:
+        while (any(ways.values()) or any(lookups.values())) and time.monotonic() < deadline:
             for node, record in self._fleet.records(0.05):
-                if record["kind"] == "reach-probe":
-                    self._add(node, decode(record["probe"], Probe, node.host))
-                    open_ways -= 1
-                elif record["kind"] == "reach-name":
-                    self._seen.lookups.append(decode({**record, "node": node.name}, LookUp, node.host))
-                    open_names -= 1
-            progress.now(f"{open_ways} ways are not answered yet")
+                if isinstance(record, ReachProbe) and ways.get(node.name):
+                    self._add(node, record.probe)
+                    ways[node.name] -= 1
+                elif isinstance(record, ReachName) and lookups.get(node.name):
+                    self._seen.lookups.append(LookUp.of(node.name, record))
+                    lookups[node.name] -= 1
+                elif isinstance(record, Down):
+                    ways.pop(node.name, None)
+                    lookups.pop(node.name, None)
+            progress.now(f"{sum(ways.values())} ways are not answered yet")
 
     def _add(self, node: Node, probe: Probe) -> None:
         purpose, _, target = probe.key.partition(" ")

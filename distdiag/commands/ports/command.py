@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
-from distdiag.commands.ports.model import COMMAND, Request, read_ports
-from distdiag.options import JsonOpt, StrictOpt, called_as, on_hosts
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from rich.console import RenderableType
-
-    from distdiag.commands.ports.result import PortsData
-    from distdiag.report import Report
+from distdiag.commands.ports.model import Request, read_ports
+from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
 
 
 @on_hosts
@@ -28,11 +20,14 @@ def ports(
         ),
     ] = None,
     port: Annotated[
-        str, typer.Option(metavar="LIST", help="Ports to try, or to serve: 6000,29500-29510. [default: 29500]")
-    ] = "",
+        str | None, typer.Option(metavar="LIST", help="Ports to try, or to serve: 6000,29500-29510. [default: 29500]")
+    ] = None,
     sample: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Ephemeral ports to try between nodes.")] = 2,
     data: Annotated[str, typer.Option(metavar="SIZE", help="Data to send over each way between nodes.")] = "1MiB",
-    token: Annotated[str, typer.Option(metavar="WORD", help="What `serve` and `check` know each other by.")] = "",
+    token_file: Annotated[
+        str,
+        typer.Option(metavar="FILE", help="Token shared by serve and check; - reads stdin. [default: $DISTDIAG_TOKEN]"),
+    ] = "",
     for_s: Annotated[
         float, typer.Option("--for", min=1.0, max=86400.0, metavar="SECONDS", help="How long `serve` listens.")
     ] = 600.0,
@@ -40,6 +35,8 @@ def ports(
         float, typer.Option(min=0.1, max=120.0, metavar="SECONDS", help="Longest time for an answer of one port.")
     ] = 3.2,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every way, listener and interface.")] = False,
+    save: SaveOpt = "",
+    from_: FromOpt = None,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
     *,
@@ -52,40 +49,24 @@ def ports(
 
     Exit status: 0 all ways are open, 1 one is closed, 2 wrong usage, 3 it cannot be known, 130 interrupted.
     """
-    from distdiag.deliver import Output, deliver, deliver_lines
+    from distdiag import runner
+    from distdiag.commands.ports import ask
 
     words = what or []
 
     def asked() -> Request:
-        from distdiag.commands.ports.ask import bulk_of, targets_of
-
-        given = read_ports(port)
+        given = () if port is None else read_ports(port)  # an empty variable (--port "$PORT") is a mistake
         return Request(
             program=called_as(),
             cluster=cluster,
-            targets=targets_of(words, given),
+            targets=ask.targets_of(words, given),
             ports=given,
+            named=bool(given) or ask.names_ports(words),
             sample=sample,
-            bulk_bytes=bulk_of(data),
+            bulk_bytes=ask.bulk_of(data),
             timeout_s=timeout,
             verbose=verbose,
         )
 
-    def run() -> Report[PortsData]:
-        from distdiag.commands.ports import ask
-
-        return ask.answer(asked(), words, ask.Meeting(token=token, for_s=for_s))
-
-    def view(report: Report[PortsData]) -> Iterable[RenderableType]:
-        from distdiag.commands.ports.view import ports_view
-
-        return ports_view(report, asked())
-
-    def lines() -> list[str]:
-        from distdiag.commands.ports.check import explain
-
-        return explain(asked())
-
-    if cluster.explain:
-        deliver_lines(COMMAND, lines, as_json=as_json)
-    deliver(COMMAND, run, view, Output(json=as_json, strict=strict))
+    meeting = ask.Meeting(token_file=token_file, for_s=for_s)
+    runner.run(ask.subcommand(words, meeting), asked, runner.Options(as_json, strict, save, from_, cluster.explain))

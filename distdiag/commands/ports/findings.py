@@ -10,7 +10,7 @@ from distdiag.cluster.hosts import fold
 from distdiag.commands.ports.choice import address_of
 from distdiag.commands.ports.cover import Culprit, explain, merged
 from distdiag.commands.ports.model import COMMAND
-from distdiag.report import Finding, Fix, Level, Where
+from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from distdiag.commands.ports.model import Way
 
 EVIDENCE = 6
+_ITS_OWN = ("no-route", "no-port")
+"""Answers of the source's own kernel: no packet was sent."""
 _FEW_WAYS = 4
 """Up to so many ways, between two nodes, it is told which end they fail at."""
 
@@ -57,12 +59,24 @@ def is_flaky(seen: Seen, way: Way) -> bool:
     )
 
 
+def _cannot_answer(seen: Seen, way: Way) -> bool:
+    """Whether no answer comes because the other end has no route back: that is a finding of its own."""
+    back = (way.target, way.source)
+    return way.probe.verdict == "filtered" and any(
+        one.probe.verdict == "no-route" and (one.source, one.target) == back for one in seen.ways
+    )
+
+
 def _culprits(seen: Seen, verdict: str) -> list[tuple[Culprit, tuple[str, ...]]]:
     """Find who is behind one kind of answer, and at which kinds of port: (culprit, purposes)."""
     purposes: dict[tuple[str, tuple[str, ...], tuple[str, ...]], dict[str, Culprit]] = {}
     for purpose in ("port", "ranks"):
         ways = [way for way in seen.ways if way.purpose == purpose]
-        closed = {(way.source, way.target) for way in ways if way.probe.verdict == verdict and not is_flaky(seen, way)}
+        closed = {
+            (way.source, way.target)
+            for way in ways
+            if way.probe.verdict == verdict and not is_flaky(seen, way) and not _cannot_answer(seen, way)
+        }
         for one in explain([(way.source, way.target) for way in ways], closed):
             purposes.setdefault((one.kind, one.nodes, one.others), {})[purpose] = one
     groups: dict[tuple[str, ...], list[Culprit]] = {}
@@ -81,13 +95,16 @@ def _judged(seen: Seen, verdict: str, one: Culprit, purposes: tuple[str, ...]) -
     ]
     guilty = one.nodes if one.kind in ("in", "out", "all") else one.others
     hosts = tuple(seen.hosts[node] for node in (*one.nodes, *one.others))
+    accused = tuple(dict.fromkeys(seen.hosts[way.source] for way in ways)) if verdict in _ITS_OWN else hosts
+    ends = dict.fromkeys(seen.hosts[node] for way in ways for node in (way.source, way.target))
     kinds = {"port": "port", "ranks": "rank-ports", "port ranks": "way"}
     return finding(
         f"{kinds[' '.join(sorted(purposes))]}-{verdict}",
         Level.FAIL,
         _title(seen, one, verdict, purposes, ways),
         detail=_detail(seen, one, verdict, purposes),
-        where=Where(hosts=hosts),
+        where=Where(hosts=accused),
+        witnesses=Witnesses(hosts=tuple(host for host in ends if host not in accused)),
         evidence=tuple(way_line(seen, way) for way in ways[:EVIDENCE]),
         fix=_other_interface(seen, one) or _fix(seen, guilty, verdict, one, purposes, ways),
     )
@@ -99,7 +116,7 @@ def _other_interface(seen: Seen, one: Culprit) -> Fix | None:
     if one.kind != "all" or not spare or not all(way.is_open for way in spare):
         return None
     names = {way.probe.interface for way in spare} - {""}
-    lines = [f"export NCCL_SOCKET_IFNAME=={name} GLOO_SOCKET_IFNAME={name}" for name in sorted(names)]
+    lines = [f"export NCCL_SOCKET_IFNAME='={name}' GLOO_SOCKET_IFNAME={name}" for name in sorted(names)]
     return Fix(
         text=f"take the interface over which they do reach each other: {', '.join(sorted(names))}",
         commands=tuple(lines),
@@ -115,6 +132,9 @@ def _title(seen: Seen, one: Culprit, verdict: str, purposes: tuple[str, ...], wa
         "rejected": "turns away what {way}",
         "silent": "lets connections in and then nothing more: {way}",
         "broken": "cuts connections: {way}",
+        "cut-off": "carries some data and then none: {way}",
+        "no-route": "has no route: its own kernel refuses what {way}",
+        "no-port": "has no local port left for what {way}",
         "name": "cannot be resolved: {way}",
     }.get(verdict, verdict + ": {way}")
     where = _which(purposes, ways)
@@ -135,6 +155,9 @@ def _word(verdict: str) -> str:
         "rejected": "turned away",
         "silent": "connected, then nothing",
         "broken": "cut",
+        "cut-off": "some data, then nothing",
+        "no-route": "no route, says its own kernel",
+        "no-port": "no local port is left",
         "name": "the address does not resolve",
     }.get(verdict, verdict)
 
@@ -171,7 +194,7 @@ def _detail(seen: Seen, one: Culprit, verdict: str, purposes: tuple[str, ...]) -
         parts.append("Ephemeral ports are open: it is this port.")
     if verdict == "filtered":
         parts.append("A closed port would answer: these packets are dropped.")
-    if one.kind == "pair" and len(one.nodes) == 1 and len(one.others) == 1:
+    if one.kind == "pair" and len(one.nodes) == 1 and len(one.others) == 1 and verdict not in _ITS_OWN:
         parts.append("Which of the two ends drops them cannot be seen from here.")
     return " ".join(parts)
 
@@ -186,6 +209,8 @@ def _fix(
 ) -> Fix:
     if verdict == "name":
         return Fix(text="give the nodes addresses that all can resolve, in DNS or /etc/hosts")
+    if (fix := _fix_without_opening(seen, verdict, ways)) is not None:
+        return fix
     node = seen.nodes.get(guilty[0])
     ports = _to_open(node, purposes, ways)
     names = fold(seen.hosts[name] for name in guilty)
@@ -197,6 +222,34 @@ def _fix(
         sudo = "" if node.root else "sudo "
         return Fix(text=text + cloud, commands=(f"{sudo}nft list ruleset | grep -n -A20 'hook output'",))
     return Fix(text=text + cloud, commands=opening(node, ports, source_of(seen)))
+
+
+def _fix_without_opening(seen: Seen, verdict: str, ways: Sequence[Way]) -> Fix | None:
+    """Give the fix where no firewall keeps a port closed."""
+    sources = fold(dict.fromkeys(seen.hosts[way.source] for way in ways))
+    probe = ways[0].probe
+    if verdict == "no-route":
+        return Fix(
+            text=f"on {sources}, correct the route: it is missing, or says blackhole, unreachable or prohibit",
+            commands=(
+                f"ip route get {probe.resolved[0] if probe.resolved else probe.address}",
+                "ip route show table all | grep -v 'table local'",
+            ),
+        )
+    if verdict == "no-port":
+        return Fix(
+            text=f"on {sources}, see who uses the local ports; a larger range helps where they are needed",
+            commands=(
+                "ss -s; cat /proc/sys/net/ipv4/ip_local_port_range",
+                "sudo sysctl -w net.ipv4.ip_local_port_range='1024 65535'",
+            ),
+        )
+    if verdict in ("broken", "cut-off"):
+        return Fix(
+            text="the port is open: see which rule, proxy or limit ends connections, at both ends and between them",
+            commands=("sudo nft list ruleset | grep -nE 'reject|drop|quota|ct (bytes|count|state)|limit'",),
+        )
+    return None
 
 
 def _to_open(node: Ports | None, purposes: tuple[str, ...], ways: Sequence[Way]) -> list[str]:
@@ -243,6 +296,7 @@ def way_line(seen: Seen, way: Way) -> str:
     """Write one way as evidence."""
     probe = way.probe
     how = f": {probe.error}" if probe.error else ""
+    how += f" ({probe.route})" if probe.route else ""
     by = f" from {probe.interface}" if probe.interface else ""
     to = f"{probe.address} port {probe.port} ({seen.hosts[way.target]})"
     return f"{seen.hosts[way.source]}{by} -> {to}: {probe.verdict}{how}"

@@ -10,7 +10,7 @@ from distdiag.cluster.hosts import fold
 from distdiag.commands.ports.choice import address_of, doubts, gloo, nccl, suggested
 from distdiag.commands.ports.findings import finding, opening
 from distdiag.node.network import is_loopback
-from distdiag.report import Finding, Fix, Level, Where
+from distdiag.report import Finding, Fix, Level, Where, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -62,7 +62,7 @@ def exports_of(node: Ports) -> dict[str, str]:
 
 def export_line(variables: dict[str, str]) -> str:
     """Write variables to paste."""
-    return "export " + " ".join(f"{name}={value}" for name, value in variables.items())
+    return "export " + " ".join(f"{name}={quoted(value)}" for name, value in variables.items())
 
 
 def _nccl(node: Ports, several: bool) -> Finding | None:
@@ -198,7 +198,7 @@ def _rdma(node: Ports, several: bool) -> Finding | None:
         evidence=tuple(f"{one.device}:{one.port} {one.state}, {one.physical}, {one.link}" for one in down),
         fix=Fix(
             text="see cable, switch port and subnet manager; or leave them out",
-            commands=("ibstat", f"export NCCL_IB_HCA=^{','.join(one.device for one in down)}"),
+            commands=("ibstat", f"export NCCL_IB_HCA={quoted('^' + ','.join(one.device for one in down))}"),
         ),
     )
 

@@ -1,28 +1,28 @@
 """Two nodes without ssh between them: one serves, the other checks, and the server tries the way back.
 
-A server greets with a nonce and then only speaks to those who prove that they know its token. It never connects to
-anybody but the address that a proven client came from, takes no name or address from it, and ends by itself.
+A server only speaks to those who prove that they know its token (node/handshake.py). It never connects to anybody but
+the address that a proven client came from, takes no name or address from it, and ends on its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hmac
 import json
-import secrets
 import socket
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from distdiag.cluster.node import decode
+import msgspec  # noqa: TID253 - this module is only imported for serve and check
+
+from distdiag.cluster.records import Senseless, read_json
 from distdiag.commands.ports import collect
 from distdiag.commands.ports.check import Seen
 from distdiag.commands.ports.model import USUAL_PORT, Way
 from distdiag.errors import DistdiagError, UsageError
-from distdiag.node import machine, rendezvous, scan
+from distdiag.node import handshake, machine, rendezvous, scan
 from distdiag.node.door import Server
 from distdiag.node.knock import Knock, Probe, Target
 from distdiag.node.probing import MOST_BULK_BYTES
@@ -34,14 +34,15 @@ if TYPE_CHECKING:
     from distdiag.commands.ports.model import Request
     from distdiag.deliver import Progress
 
-_GREETING = b"distdiag/1 "
+_SHORTEST_TOKEN = 16
 _LINE_BYTES = 64 * 2**10
 _PROOF_S = 5.0
 _SESSION_S = 15.0
 _PROBE_S = 4.0
 _MOST_PORTS = 64
-_MOST_GUESTS = 16
-_HERE, _TOKEN_BYTES = "here", 5
+_MOST_SESSIONS = 16
+_MOST_UNPROVEN = 64
+_HERE = "here"
 
 
 def serve(request: Request, meeting: Meeting, progress: Progress) -> Seen:
@@ -51,7 +52,7 @@ def serve(request: Request, meeting: Meeting, progress: Progress) -> Seen:
         DistdiagError: the port cannot be listened at.
     """
     port = request.ports[0] if request.ports else USUAL_PORT
-    token = meeting.token or secrets.token_hex(_TOKEN_BYTES)
+    token = _usable(meeting.token) if meeting.token else handshake.new_key()
     listener = _listen(port)
     here = collect.facts({"listeners": False})
     seen = Seen(nodes={_HERE: here}, hosts={_HERE: here.host}, served=True)
@@ -59,7 +60,7 @@ def serve(request: Request, meeting: Meeting, progress: Progress) -> Seen:
 
     at = f"{address_of(here) or here.host}:{port}"
     progress.news(f"listening at port {port} for {meeting.for_s:g} s; on the other node:")
-    progress.news(f"    {request.program} ports check {at} --token {token}")
+    progress.news(f"    {handshake.TOKEN}={token} {request.program} ports check {at}")
     door = _Door(listener, token, progress, seen)
     try:
         door.open_for(meeting.for_s)
@@ -81,34 +82,42 @@ def _listen(port: int) -> socket.socket:
         ) from error
 
 
+def _usable(token: str) -> str:
+    if len(token) < _SHORTEST_TOKEN:
+        raise UsageError(
+            f"{handshake.TOKEN} has {len(token)} characters: too few, it could be guessed",
+            hint="leave it unset: ports serve makes one",
+        )
+    return token
+
+
 class _Door:
     """Lets clients in, each in a thread with a deadline."""
 
     def __init__(self, listener: socket.socket, token: str, progress: Progress, seen: Seen) -> None:
-        self._listener, self._token, self._progress, self._seen = listener, token, progress, seen
-        self._guests = threading.Semaphore(_MOST_GUESTS)
+        self._acceptor = handshake.Acceptor([listener], token, most=_MOST_UNPROVEN, patience_s=_PROOF_S)
+        self._progress, self._seen = progress, seen
+        self._sessions = threading.Semaphore(_MOST_SESSIONS)
 
     def open_for(self, seconds: float) -> None:
-        """Answer whoever comes in so many seconds."""
+        """Answer whoever comes in so many seconds and knows the token."""
         until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            self._listener.settimeout(min(left, 1.0))
-            try:
-                connection, address = self._listener.accept()
-            except TimeoutError:
-                continue
-            peer = str(address[0]).removeprefix("::ffff:")
-            if not self._guests.acquire(blocking=False):
-                connection.close()
-                continue
-            threading.Thread(target=self._receive, args=(connection, peer), daemon=True).start()
-
-    def _receive(self, connection: socket.socket, peer: str) -> None:
         try:
-            with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                _Session(connection, peer, self._token, self._tell).hold()
+            while (left := until - time.monotonic()) > 0:
+                for peer in self._acceptor.wait(min(left, 1.0))[0]:
+                    if self._sessions.acquire(blocking=False):
+                        threading.Thread(target=self._receive, args=(peer,), daemon=True).start()
+                    else:
+                        peer.connection.close()
         finally:
-            self._guests.release()
+            self._acceptor.close()
+
+    def _receive(self, peer: handshake.Peer) -> None:
+        try:
+            with peer.connection, contextlib.suppress(OSError, ValueError, Senseless):
+                _Session(peer, self._tell).hold()
+        finally:
+            self._sessions.release()
 
     def _tell(self, peer: str, probes: list[Probe]) -> None:
         """Keep what was found on the way back."""
@@ -121,36 +130,37 @@ class _Door:
         self._progress.news(f"{peer} was here; {good} of {len(probes)} ways back to it are open")
 
 
+@dataclass(frozen=True)
+class _Sample:
+    """How many of our ports a client wants to try."""
+
+    sample: int
+
+
+@dataclass(frozen=True)
+class _Ports:
+    """Ports to try, and how many bytes to send."""
+
+    ports: Annotated[list[Annotated[int, msgspec.Meta(ge=1, le=65535)]], msgspec.Meta(min_length=1)]
+    bytes: int = 0
+
+
 class _Session:
     """One proven client: opens a sample of ephemeral ports for it, and tries its ports."""
 
-    def __init__(self, connection: socket.socket, peer: str, token: str, tell: Any) -> None:  # noqa: ANN401
-        self._line = _Line(connection, time.monotonic() + _SESSION_S)
-        self._peer, self._token, self._tell = peer, token, tell
+    def __init__(self, peer: handshake.Peer, tell: Any) -> None:  # noqa: ANN401
+        self._line = _Line(peer.connection, time.monotonic() + _SESSION_S)
+        self._peer, self._secret, self._tell = peer.address, peer.session_key, tell
 
     def hold(self) -> None:
-        nonce = secrets.token_hex(16)
-        self._line.send(_GREETING + nonce.encode())
-        if not hmac.compare_digest(self._line.read(_PROOF_S), _proof(self._token, nonce, "client")):
-            return
-        self._line.send(_proof(self._token, nonce, "server"))
-        secret = _proof(self._token, nonce, "session").decode()
-        wanted = json.loads(self._line.read())
-        with _listening(int(wanted["sample"]), secret) as ports:
+        secret = self._secret
+        with _listening(read_json(self._line.read(), _Sample).sample, secret) as ports:
             self._line.send(json.dumps({"ports": ports}).encode())
-            wanted = json.loads(self._line.read())
-            probes = _try(self._peer, _ports(wanted["ports"]), secret, min(int(wanted["bytes"]), MOST_BULK_BYTES))
+            wanted = read_json(self._line.read(), _Ports)
+            probes = _try(self._peer, wanted.ports, secret, min(wanted.bytes, MOST_BULK_BYTES))
             self._line.send(json.dumps([dataclasses.asdict(probe) for probe in probes]).encode())
             self._tell(self._peer, probes)
             self._line.read()  # the client is done with our ports when it hangs up
-
-
-def _ports(value: object) -> list[int]:
-    """Read ports that the other end names. Raises ValueError: what it says is not trusted."""
-    found = [port for port in value if isinstance(port, int) and 0 < port < 65536] if isinstance(value, list) else []
-    if not found or not isinstance(value, list) or len(found) < len(value):
-        raise ValueError("no list of ports")
-    return found
 
 
 @contextlib.contextmanager
@@ -189,9 +199,9 @@ def _try(address: str, ports: list[int], secret: str, size: int) -> list[Probe]:
 class _Line:
     """Lines over a connection, with a deadline for all of it."""
 
-    def __init__(self, connection: socket.socket, deadline: float) -> None:
+    def __init__(self, connection: socket.socket, deadline: float, rest: bytes = b"") -> None:
         self._connection, self._deadline = connection, deadline
-        self._rest = b""
+        self._rest = rest
 
     def send(self, line: bytes) -> None:
         self._connection.settimeout(max(0.1, self._deadline - time.monotonic()))
@@ -217,10 +227,6 @@ class _Line:
         return line
 
 
-def _proof(token: str, nonce: str, who: str) -> bytes:
-    return hmac.digest(token.encode(), f"{nonce} {who}".encode(), "sha256").hex().encode()
-
-
 @dataclass(frozen=True)
 class _Server:
     """Whom to check."""
@@ -237,7 +243,10 @@ def check(request: Request, meeting: Meeting, progress: Progress) -> Seen:
         DistdiagError: what answers does not know the token.
     """
     if not meeting.token:
-        raise UsageError("check needs the word that serve printed", hint="distdiag ports check HOST:PORT --token WORD")
+        raise UsageError(
+            "ports check needs the token that ports serve printed",
+            hint=f"{handshake.TOKEN}=... {request.program} ports check HOST:PORT",
+        )
     here = collect.facts({"listeners": False})
     seen = Seen(nodes={_HERE: here}, hosts={_HERE: here.host}, checks=True)
     for host, port in request.targets:
@@ -253,12 +262,12 @@ def _check_one(server: _Server, request: Request, token: str, seen: Seen) -> Non
     seen.hosts[name] = server.host
     if tried.state != "open":
         return
-    if not tried.said.startswith("distdiag/1"):
+    if not tried.said.startswith(handshake.PROTOCOL):
         seen.unserved[name] = "busy" if tried.hung_up else "stranger"
         return
     try:
         _talk(server, name, tried, request, token, seen)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, Senseless):
         seen.unserved[name] = "midway"
 
 
@@ -267,43 +276,29 @@ def _talk(server: _Server, name: str, tried: scan.Tried, request: Request, token
 
     Raises:
         DistdiagError: it does not know the token.
-        OSError, ValueError, TypeError, KeyError, AttributeError: it went away, or says what makes no sense.
+        OSError, ValueError, Senseless: it went away, or says what makes no sense.
     """
     with socket.create_connection((tried.address, server.port), timeout=request.timeout_s) as connection:
-        line = _Line(connection, time.monotonic() + _SESSION_S)
-        nonce = line.read(_PROOF_S).removeprefix(_GREETING).decode("ascii", "replace")
         began = time.monotonic()
-        line.send(_proof(token, nonce, "client"))
-        if not hmac.compare_digest(_quiet(line), _proof(token, nonce, "server")):
+        try:
+            exchange = handshake.introduce(connection, token, deadline=began + _PROOF_S)
+        except handshake.Refused:
             raise DistdiagError(
                 f"the distdiag that serves at {name} does not know this token", hint="take the one that it printed"
-            )
-        took = time.monotonic() - began
-        secret = _proof(token, nonce, "session").decode()
+            ) from None
+        took, secret = time.monotonic() - began, exchange.session_key
+        line = _Line(connection, time.monotonic() + _SESSION_S, exchange.rest)
         line.send(json.dumps({"sample": request.sample}).encode())
-        ports = _ports(json.loads(line.read(_PROOF_S))["ports"])
+        ports = read_json(line.read(_PROOF_S), _Ports).ports
         with _listening(request.sample, secret) as own:
             forth = _try(tried.address, ports, secret, request.bulk_bytes)
             line.send(json.dumps({"ports": own, "bytes": request.bulk_bytes}).encode())
-            back = [decode(one, Probe, server.host) for one in _list(json.loads(line.read()))]
+            back = read_json(line.read(), list[Probe])
     if not back:
         raise ValueError("nothing was tried on the way back")
     seen.ways.append(_control(name, tried, took))
     seen.ways += [Way(source=_HERE, target=name, purpose="ranks", probe=probe) for probe in forth]
     seen.ways += [Way(source=name, target=_HERE, purpose="ranks", probe=probe) for probe in back]
-
-
-def _list(value: object) -> list[object]:
-    if not isinstance(value, list):
-        raise TypeError("no list")
-    return value
-
-
-def _quiet(line: _Line) -> bytes:
-    try:
-        return line.read(_PROOF_S)
-    except OSError:
-        return b""
 
 
 def _control(name: str, tried: scan.Tried, latency_s: float) -> Way:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+# msgspec reads the annotations.
+from distdiag.cluster.targets import Cluster  # noqa: TC001
 from distdiag.errors import UsageError
-
-if TYPE_CHECKING:
-    from distdiag.cluster.targets import Cluster
-    from distdiag.node.knock import Probe
+from distdiag.node.knock import Probe  # noqa: TC001
 
 COMMAND = "ports"
 USUAL_PORT = 29500
@@ -28,6 +26,8 @@ class Request:
     cluster: Cluster
     targets: tuple[tuple[str, int], ...] = ()
     ports: tuple[int, ...] = ()
+    named: bool = False
+    """Whether ports were typed."""
     sample: int = 2
     bulk_bytes: int = 2**20
     timeout_s: float = 3.2
@@ -56,7 +56,7 @@ class Way:
 def read_ports(text: str) -> tuple[int, ...]:
     """Read "6000,29500-29510". Raises UsageError."""
     found: dict[int, None] = {}
-    for word in filter(None, (one.strip() for one in text.split(","))):
+    for word in (one.strip() for one in text.split(",")):
         match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", word)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= first <= last <= 65535:

@@ -39,7 +39,7 @@ def _dead_interfaces(seen: Seen) -> list[Finding]:
     names = sorted({name for way in bad if (name := _interface_at(seen.nodes.get(way.target), way.probe.address))})
     good = sorted({way.probe.interface for way in seen.ways if way.purpose == "ranks" and way.is_open} - {""})
     hosts = tuple(dict.fromkeys(seen.hosts[way.target] for way in bad))
-    lines = tuple(f"export NCCL_SOCKET_IFNAME=={name}" for name in good[:1])
+    lines = tuple(f"export NCCL_SOCKET_IFNAME='={name}'" for name in good[:1])
     return [
         finding(
             "nccl-dead-interface",
@@ -218,7 +218,10 @@ def about_names(seen: Seen) -> list[Finding]:
     """Judge names: MASTER_ADDR, and the first node's own name, as each node resolves them."""
     wrong: dict[tuple[str, str], list[str]] = {}
     own = {entry.partition("/")[0] for node in seen.nodes.values() for nic in node.nics for entry in nic.addresses}
+    of_first = next((node.names.fqdn for node in seen.nodes.values()), "")
     for one in seen.lookups:
+        if one.name != of_first and _master_addr(seen, one.node) != one.name:
+            continue  # another node's MASTER_ADDR: this one does not use it
         if not one.addresses:
             wrong.setdefault((one.name, ""), []).append(seen.hosts[one.node])
         elif all(is_loopback(address) for address in one.addresses) and len(seen.nodes) > 1:
@@ -227,12 +230,40 @@ def about_names(seen: Seen) -> list[Finding]:
             wrong.setdefault((one.name, f"{', '.join(one.addresses)}, which is none of these nodes,"), []).append(
                 seen.hosts[one.node]
             )
-    return [_name(seen, name, address, hosts) for (name, address), hosts in wrong.items()]
+    return [*(_name(seen, name, address, hosts) for (name, address), hosts in wrong.items()), *_masters_differ(seen)]
+
+
+def _master_addr(seen: Seen, node: str) -> str:
+    return seen.nodes[node].variables.get("MASTER_ADDR", "") if node in seen.nodes else ""
+
+
+def _masters_differ(seen: Seen) -> list[Finding]:
+    """Say where MASTER_ADDR is set to something else than elsewhere, or set on some nodes only."""
+    values: dict[str, list[str]] = {}
+    for node in seen.nodes:
+        values.setdefault(_master_addr(seen, node), []).append(seen.hosts[node])
+    if len(values) < 2:
+        return []
+    odd = min(values.items(), key=lambda entry: (len(entry[1]), not entry[0]))[1]
+    told = "; ".join(f"{value or 'not set'} on {fold(hosts)}" for value, hosts in values.items())
+    return [
+        finding(
+            "master-addr-differs",
+            Level.WARN,
+            f"MASTER_ADDR differs: {told}",
+            detail="Ranks that are led to different places wait for each other for ever. A launcher may set it anew.",
+            where=Where(hosts=tuple(odd)),
+            fix=Fix(
+                text="set the same on all nodes, or on none and let the launcher do it",
+                commands=(f"export MASTER_ADDR={address_of(seen.nodes[next(iter(seen.nodes))])}", "unset MASTER_ADDR"),
+            ),
+        )
+    ]
 
 
 def _name(seen: Seen, name: str, address: str, hosts: list[str]) -> Finding:
     first = next(iter(seen.nodes))
-    master = any(ports.variables.get("MASTER_ADDR") == name for ports in seen.nodes.values())
+    master = any(_master_addr(seen, node) == name for node in seen.nodes)
     what = "MASTER_ADDR" if master else f"the name of {seen.hosts[first]}"
     title = f"{what}, {name!r}, resolves to {address} on {fold(hosts)}"
     if not address:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_ranks
 from distdiag.commands.ports.findings import finding
+from distdiag.node import handshake
 from distdiag.node.network import is_loopback
 from distdiag.report import Finding, Fix, Level, Where
 
@@ -22,7 +23,7 @@ def known_as(one: Tried) -> str:
     """Tell who is behind an open port, by its first line."""
     if one.state != "open":
         return ""
-    if one.said.startswith("distdiag/1"):
+    if one.said.startswith(handshake.PROTOCOL):
         return "distdiag"
     if one.said.startswith("HTTP/") or "<html" in one.said.lower() or "<!doctype" in one.said.lower():
         return "http"
@@ -61,7 +62,7 @@ def _judged(seen: Seen, source: str, host: str, state: str, tried: list[Tried]) 
             return None
         return finding(
             "closed",
-            Level.FAIL if seen.checks else Level.WARN,
+            Level.FAIL if seen.checks or seen.named else Level.WARN,
             f"{where} is reached, and nobody listens at {plural} {ports}",
             detail="It answered with a refusal: the way is free, no firewall needs opening. (A firewall that rejects "
             'with "port unreachable" looks the same.)',

@@ -1,102 +1,78 @@
-"""collect -> diagnose, for pyspy-all: find the processes on all nodes, look at them at the same time, judge."""
+"""pyspy-all from its request to its report: find the processes on all nodes, sample them at the same time, judge."""
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from distdiag import deliver
-from distdiag.cluster import access
-from distdiag.cluster.access import Agent, open_fleet
-from distdiag.cluster.node import decode
-from distdiag.cluster.rows import HostState, Refusal
-from distdiag.cluster.targets import describe, find_targets
+from distdiag import runner
+from distdiag.cluster.access import Agent
 from distdiag.cluster.toolbox import bring_py_spy
-from distdiag.commands.pyspy_all.model import Request, Threads
-from distdiag.errors import DistdiagError
+from distdiag.commands.pyspy_all import dumps
+from distdiag.commands.pyspy_all.diagnose import diagnose
+from distdiag.commands.pyspy_all.model import COMMAND, Request, Threads
+from distdiag.commands.pyspy_all.view import pyspy_all_view
+from distdiag.gathered import Foreign
 from distdiag.jobs.collect import Processes, Watched
 from distdiag.jobs.nodes import NodeStacks
 from distdiag.jobs.roles import answers_to, to_look_at
+from distdiag.runner import Asks, Question, Subcommand
 
 if TYPE_CHECKING:
-    from distdiag.cluster.fleet import Fleet
+    from collections.abc import Mapping
+
     from distdiag.cluster.node import Node
-    from distdiag.cluster.targets import Targets
     from distdiag.commands.pyspy_all.result import PySpyAll
     from distdiag.deliver import Progress
+    from distdiag.gathered import Gathered
     from distdiag.jobs.collect import Process
     from distdiag.report import Report
 
 _COLLECT = "distdiag.commands.pyspy_all.collect"
 _BRING_TO = 256
 """Nodes that py-spy is brought to, 3 MB each; on a cluster it mostly lies on a shared file system."""
-_SPARE_S = 10.0
-
-
-@dataclass
-class _Seen:
-    """What came from one node so far."""
-
-    host: str
-    processes: Processes
-    todo: int
-    watched: dict[int, Watched] = field(default_factory=dict)
-    missing: str = "not finished when interrupted"
-
-
-def check(request: Request, progress: Progress) -> tuple[Report[PySpyAll], list[NodeStacks]]:
-    """Look at the jobs on this node, or on all nodes that are asked for; the facts are given back for --save.
-
-    Raises:
-        UsageError: the options contradict each other.
-        DistdiagError: the node side failed on this machine.
-    """
-    targets = find_targets(request.cluster, os.environ)
-    with open_fleet(request.cluster, targets, _agent(request)) as fleet:
-        if targets.launcher is not None:
-            progress.news(f"reaching {describe(targets)}")
-        # What judges and draws is loaded while the nodes have their hands full.
-        from distdiag.commands.pyspy_all.diagnose import diagnose
-
-        deliver.load()
-        seen: dict[str, _Seen] = {}
-        interrupted = False
-        try:
-            fleet.gather(lambda now: progress.now(f"{len(now.up)} of {len(now.hosts)} hosts reached"))
-            seen = _processes(fleet, targets, request)
-            _look(fleet, seen, request, progress)
-        except KeyboardInterrupt:
-            if not seen:
-                raise
-            interrupted = True
-        nodes = [NodeStacks(one.host, one.processes, tuple(one.watched.values()), one.missing) for one in seen.values()]
-        rows = () if targets.launcher is None else fleet.rows
-        report = diagnose(request, nodes, rows=rows, refusals=dict(fleet.refusals), interrupted=interrupted)
-    return report, nodes
-
-
-def explain(request: Request) -> list[str]:
-    """Write how the hosts would be reached."""
-    return access.explain(request.cluster, find_targets(request.cluster, os.environ), _agent(request))
+_SPARE_S = 20.0
 
 
 def _agent(request: Request) -> Agent:
-    return Agent(collect=_COLLECT, ask={"pids": list(request.pids), "user": request.user})
+    return Agent(collect=_COLLECT, facts=Processes, ask={"pids": list(request.pids), "user": request.user})
 
 
-def _processes(fleet: Fleet, targets: Targets, request: Request) -> dict[str, _Seen]:
-    """Take what the nodes told of their processes; a second name of the same machine adds nothing."""
-    seen = {}
-    for node in fleet.machines(local=targets.launcher is None):
-        try:
-            facts = node.facts(Processes)
-        except DistdiagError as error:
-            fleet.refuse(node.name, Refusal(state=HostState.NONSENSE, stage="facts", message=str(error)), node.began)
-            continue
-        host = facts.host if targets.launcher is None else node.host
-        seen[node.name] = _Seen(host, _only_wanted(facts, request), 0)
-    return seen
+def _collect(request: Request, progress: Progress) -> Gathered[NodeStacks]:
+    def before(nodes: Mapping[str, Node]) -> None:
+        bring_py_spy(nodes.values(), at_most=_BRING_TO)
+
+    question = Question[Processes, Watched, NodeStacks](
+        part=Watched,
+        plan=lambda hosts, local: _plan(request, hosts),
+        join=lambda host, first, parts, why: NodeStacks(host, _only_wanted(first, request), tuple(parts), why),
+        doing="sampling the processes",
+        before=before,
+    )
+    return runner.gather(request.cluster, _agent(request), question, progress)
+
+
+def _plan(request: Request, hosts: Mapping[str, Processes]) -> Asks:
+    asks = {}
+    for host, told in hosts.items():
+        pids, once = to_look_at(_only_wanted(told, request).processes, helpers=request.helpers)
+        if pids:
+            asks[host] = _ask(request, pids, once)
+    timeout_s = _SPARE_S + (request.samples + 1) * (2 * request.timeout_s + request.interval_s)
+    return Asks(by_host=asks, timeout_s=timeout_s)
+
+
+def _ask(request: Request, pids: list[int], once: list[int]) -> dict[str, object]:
+    return {
+        "pids": pids,
+        "once": once,
+        "samples": request.samples,
+        "interval_s": request.interval_s,
+        "timeout_s": request.timeout_s,
+        "native": request.native,
+        "counters": True,
+        "all_threads": request.threads is Threads.ALL,
+    }
 
 
 def _only_wanted(facts: Processes, request: Request) -> Processes:
@@ -117,6 +93,7 @@ def _only_wanted(facts: Processes, request: Request) -> Processes:
         may_trace=facts.may_trace,
         processes=tuple(kept),
         asked_missing=facts.asked_missing,
+        asked_unseen=facts.asked_unseen,
     )
 
 
@@ -124,49 +101,32 @@ def _is_beside(one: Process, parents: set[int]) -> bool:
     return one.parent in parents and (one.hidden or one.state == "Z")
 
 
-def _look(fleet: Fleet, seen: dict[str, _Seen], request: Request, progress: Progress) -> None:
-    """Look at all processes of all nodes at the same time."""
-    nodes = [node for node in fleet.up if node.name in seen]
-    bring_py_spy((node for node in nodes if seen[node.name].processes.processes), at_most=_BRING_TO)
-    busy: dict[str, Node] = {}
-    for node in nodes:
-        pids, once = to_look_at(seen[node.name].processes.processes, helpers=request.helpers)
-        seen[node.name].missing = ""
-        if pids:
-            node.order("collect", ask=_ask(request, pids, once))
-            seen[node.name].missing = "not finished when interrupted"
-            seen[node.name].todo = len(pids)
-            busy[node.name] = node
-    total = sum(one.todo for one in seen.values())
-    if total:
-        progress.news(f"looking at {total} processes on {len(busy)} host{'s' if len(busy) > 1 else ''}")
-
-    def tell(names: list[str]) -> None:
-        done = sum(len(one.watched) for one in seen.values())
-        progress.now(f"{done} of {total} processes looked at; waiting for {', '.join(names[:4])}")
-
-    broken: set[str] = set()
-    timeout_s = _SPARE_S + request.samples * (2 * request.timeout_s + request.interval_s)
-    for node, facts, why in fleet.more_from(busy.values(), timeout_s, tell):
-        if why is None:
-            try:
-                watched = decode(facts, Watched, node.host)
-                seen[node.name].watched[watched.pid] = watched
-            except DistdiagError as error:
-                broken.add(node.name)
-                seen[node.name].missing = str(error)
-        elif node.name not in broken:
-            seen[node.name].missing = why
+def _diagnose(request: Request, gathered: Gathered[NodeStacks]) -> Report[PySpyAll]:
+    known = {node.host for node in gathered.facts}
+    unread = [_unread(host, why) for host, why in gathered.missing.items() if host not in known]
+    return diagnose(
+        request,
+        [*gathered.facts, *unread],
+        rows=gathered.rows,
+        refusals=gathered.refusals,
+        interrupted=gathered.interrupted,
+    )
 
 
-def _ask(request: Request, pids: list[int], once: list[int]) -> dict[str, object]:
-    return {
-        "pids": pids,
-        "once": once,
-        "samples": request.samples,
-        "interval_s": request.interval_s,
-        "timeout_s": request.timeout_s,
-        "native": request.native,
-        "counters": True,
-        "all_threads": request.threads is Threads.ALL,
-    }
+def _unread(host: str, why: str) -> NodeStacks:
+    """Stand in for a file that could not be read."""
+    nothing = Processes(host, -1, None, may_trace=False, processes=(), asked_missing=())
+    return NodeStacks(host, nothing, (), why)
+
+
+SUBCOMMAND = Subcommand(
+    name=COMMAND,
+    request=Request,
+    facts=NodeStacks,
+    collect=_collect,
+    diagnose=_diagnose,
+    view=lambda request, _, report: pyspy_all_view(report, request),
+    explain=lambda request: runner.explain(request.cluster, _agent(request)),
+    shown_as_typed=("job", "threads", "helpers", "tree", "groups", "verbose"),
+    foreign=Foreign(dumps.of_file, dumps.as_nodes, lambda request: replace(request, samples=1, interval_s=0.0)),
+)

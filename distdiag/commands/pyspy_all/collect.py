@@ -20,6 +20,8 @@ __all__ = ["facts", "more"]
 
 _PATIENCE_S = 1.0
 _LONG_S = 3.0
+_SURE_S = 5.5
+"""Who has slept for so long, a little more than the verdict asks for, is not waiting for a usual step any more."""
 _WAITS_FOR_GPU = re.compile(r"\.(item|cpu|tolist|numpy|nonzero|synchronize|is_nonzero)\(|\.to\(|torch\.equal\(")
 """Calls that make Python wait until the GPU has done all that it was given."""
 _WAITS_FOR_WORK = re.compile(r"\.wait\(")
@@ -28,6 +30,8 @@ _WAITS_FOR_WORK = re.compile(r"\.wait\(")
 
 def more(ask: dict[str, Any], tell: Callable[[Watched], None]) -> None:
     """Look at processes, and tell of each one when its last look is over; before a long wait also of the first.
+
+    Where a thread slept all the while, but not for long yet, there is one more look: a slow step is over by then.
 
     {"pids", "once": those of which one look is enough, "samples", "interval_s", "timeout_s" of one look at one process,
     "native", "counters", "all_threads"}
@@ -38,18 +42,34 @@ def more(ask: dict[str, Any], tell: Callable[[Watched], None]) -> None:
     pids, once = list(ask["pids"]), set(ask["once"])
     looks: dict[int, list[Capture]] = {pid: [] for pid in pids}
     began = time.monotonic()
+
+    def look_again() -> None:
+        todo = [pid for pid in pids if not looks[pid] or _worth_another_look(looks[pid], pid in once)]
+        for pid, one in looking.look_at(todo, look).items():
+            looks[pid].append(one)
+
     for number in range(ask["samples"]):
         if number:
             time.sleep(max(0.0, began + number * ask["interval_s"] - time.monotonic()))
-        todo = [pid for pid in pids if number == 0 or _worth_another_look(looks[pid], pid in once)]
-        for pid, one in looking.look_at(todo, look).items():
-            looks[pid].append(one)
+        look_again()
         if number == 0 and ask["samples"] > 1 and ask["interval_s"] >= _LONG_S:
             for pid, seen in looks.items():  # whoever is interrupted in a long wait has this at least
                 tell(Watched(pid, tuple(seen), ()))
+    young = [since for pid, seen in looks.items() if pid not in once and (since := _slept_s(seen)) is not None]
+    is_clear = any(seen and seen[-1].status in ("stopped", "frozen", "gone") for seen in looks.values())
+    if young and min(young) < _SURE_S and not is_clear:
+        time.sleep(_SURE_S - min(young))
+        look_again()
     hints, _ = patience.each(pids, lambda pid: _hints(pid, looks[pid]), patience_s=_PATIENCE_S)
     for pid, seen in looks.items():
         tell(Watched(pid, tuple(seen), hints.get(pid, ())))
+
+
+def _slept_s(looks: list[Capture]) -> float | None:
+    """Return the time that a process's youngest sleep has lasted that lasts since before the first look."""
+    watched_s = looks[-1].at_s - looks[0].at_s
+    slept = [still.since_s for still in looks[-1].standstill if still.state == "S" and still.since_s is not None]
+    return min((seconds for seconds in slept if seconds > watched_s), default=None) if len(looks) > 1 else None
 
 
 def _worth_another_look(looks: list[Capture], once: bool) -> bool:

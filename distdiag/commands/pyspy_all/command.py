@@ -7,14 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
-from distdiag.commands.pyspy_all.model import COMMAND, Request, Threads
-from distdiag.options import JsonOpt, StrictOpt, called_as, on_hosts
+from distdiag.commands.pyspy_all.model import Request, Threads
+from distdiag.options import JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from rich.console import RenderableType
-
     from distdiag.commands.pyspy_all.result import PySpyAll
     from distdiag.report import Report
 
@@ -43,11 +39,13 @@ def pyspy_all(
     timeout: Annotated[
         float, typer.Option(min=0.1, max=3600.0, metavar="SECONDS", help="Longest time for one look at one process.")
     ] = 5.0,
-    save: Annotated[str, typer.Option(metavar="DIR", help="Keep what was seen, a file for each host.")] = "",
+    save: SaveOpt = "",
     from_: Annotated[
         list[str] | None,
         typer.Option(
-            "--from", metavar="PATH", help="Judge saved dumps: --save's, or py-spy's text or JSON; can be repeated."
+            "--from",
+            metavar="PATH",
+            help="Judge facts that --save wrote, or the text or JSON of py-spy dump; can be repeated.",
         ),
     ] = None,
     html: Annotated[str, typer.Option(metavar="FILE", help="Write a page to look at in a browser.")] = "",
@@ -64,11 +62,14 @@ def pyspy_all(
     Exit status: 0 not hung, 1 an odd rank was found, 2 wrong usage, 3 stacks cannot decide or were not read,
     130 interrupted.
     """
-    from distdiag.deliver import Output, deliver, deliver_lines
+    from distdiag import runner
+    from distdiag.commands.pyspy_all import page
+    from distdiag.commands.pyspy_all.check import SUBCOMMAND
+    from distdiag.commands.pyspy_all.grouping import parse_groups
 
     def asked() -> Request:
-        from distdiag.commands.pyspy_all.grouping import parse_groups
-
+        if html:
+            page.check_place(html)
         return Request(
             program=called_as(),
             cluster=cluster,
@@ -86,25 +87,9 @@ def pyspy_all(
             timeout_s=timeout,
         )
 
-    def run() -> Report[PySpyAll]:
-        from distdiag.commands.pyspy_all import keep
-        from distdiag.deliver import is_done_by_another
+    def finish(report: Report[PySpyAll]) -> Report[PySpyAll]:
+        if html:
+            page.write_page(report, html, strict=strict)
+        return report
 
-        files = keep.Files(save=save, saved=tuple(from_ or ()), html=html)
-        if not files.saved and is_done_by_another():
-            raise typer.Exit(0)
-        return keep.answer(asked(), files, strict=strict)
-
-    def view(report: Report[PySpyAll]) -> Iterable[RenderableType]:
-        from distdiag.commands.pyspy_all.view import pyspy_all_view
-
-        return pyspy_all_view(report, asked())
-
-    def commands() -> list[str]:
-        from distdiag.commands.pyspy_all.check import explain
-
-        return explain(asked())
-
-    if cluster.explain:
-        deliver_lines(COMMAND, commands, as_json=as_json)
-    deliver(COMMAND, run, view, Output(json=as_json, strict=strict))
+    runner.run(SUBCOMMAND, asked, runner.Options(as_json, strict, save, from_, cluster.explain), finish)

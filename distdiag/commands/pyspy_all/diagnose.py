@@ -23,7 +23,7 @@ from distdiag.commands.pyspy_all.result import (
 from distdiag.commands.pyspy_all.standing import helper_frames, site_of
 from distdiag.commands.pyspy_all.unread import where
 from distdiag.commands.pyspy_all.verdict import Outcome, judge_job, split
-from distdiag.jobs.roles import answers_to, find_jobs
+from distdiag.jobs.roles import answers_to, find_jobs, launcher_name, without_ranks
 from distdiag.knowledge.frames import library_path
 from distdiag.report import Finding, Fix, Level, Report, Where
 
@@ -42,6 +42,8 @@ _WORTH = (
     Outcome.ODD,
     Outcome.OTHER_COLLECTIVE,
     Outcome.LEAST_PROGRESS,
+    Outcome.CYCLE,
+    Outcome.LEFT,
     Outcome.ALL_WAITING,
     Outcome.STANDSTILL,
     Outcome.UNREADABLE,
@@ -63,9 +65,9 @@ def diagnose(
     jobs = _wanted(request, find_jobs(nodes, whole=not (request.pids or request.user)))
     verdicts = sorted((judge_job(job) for job in jobs), key=lambda one: _WORTH.index(one.outcome))
     found = [finding for one in verdicts for finding in _of_job(one, request, nodes, several=len(jobs) > 1)]
-    found += _asked_for(nodes)
+    found += [*_asked_for(nodes), *_unseen(nodes)]
     found += _not_looked(nodes)
-    if not jobs:
+    if not jobs and not any(node.processes.asked_unseen for node in nodes):
         found.append(_no_job(request, nodes))
     found += _left_stopped(nodes)
     found += host_findings(refusals or {}, rows)
@@ -110,6 +112,20 @@ def _summary(found: Sequence[Finding]) -> str:
 def _no_job(request: Request, nodes: Sequence[NodeStacks]) -> Finding:
     hosts = fold(node.host for node in nodes)
     asked = f" of job {request.job}" if request.job else f" of user {request.user}" if request.user else ""
+    if not asked and (launchers := without_ranks(nodes)):
+        host, launcher = launchers[0]
+        more = f", and {len(launchers) - 1} more" if len(launchers) > 1 else ""
+        return Finding(
+            id=f"{COMMAND}.no-job",
+            level=Level.UNKNOWN,
+            title=f"{launcher_name(launcher)} (pid {launcher.pid} on {host}){more} has started no rank",
+            detail="torchrun waits so in its rendezvous until all nodes have come; srun and mpirun for resources.",
+            where=Where(hosts=tuple(dict.fromkeys(host for host, _ in launchers)), pids=(launcher.pid,)),
+            fix=Fix(
+                text="see whether it runs on all nodes, and whether they reach its endpoint",
+                commands=(f"{request.program} ports --hosts NODES",),
+            ),
+        )
     return Finding(
         id=f"{COMMAND}.no-job",
         level=Level.UNKNOWN,
@@ -134,6 +150,22 @@ def _asked_for(nodes: Sequence[NodeStacks]) -> list[Finding]:
             where=Where(pids=(pid,)),
         )
         for pid in everywhere
+    ]
+
+
+def _unseen(nodes: Sequence[NodeStacks]) -> list[Finding]:
+    return [
+        Finding(
+            id=f"{COMMAND}.unreadable",
+            level=Level.UNKNOWN,
+            title=f"process {pid} on {node.host} is alive, and /proc does not show it to this user",
+            where=Where(hosts=(node.host,), pids=(pid,)),
+            fix=Fix(
+                text="run it as root, or as that user; /proc may be mounted with hidepid, or be another namespace's"
+            ),
+        )
+        for node in nodes
+        for pid in node.processes.asked_unseen
     ]
 
 

@@ -6,20 +6,22 @@ from a label or a file name that says so; the number of `srun -l` is a task: it 
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
+from distdiag.cluster.records import Senseless, read_json
+from distdiag.files import as_text
 from distdiag.jobs.collect import Process, Processes, Watched
 from distdiag.jobs.nodes import NodeStacks
 from distdiag.jobs.roles import DUMPED
-from distdiag.node.capture import COUNTERS, Capture, Counter, Frame, Thread, read_threads
+from distdiag.node.capture import LOCALS, Capture, Frame, Thread, read_threads, told_by_locals
 from distdiag.node.identity import Identity
 from distdiag.node.wire import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 _STARTS = ("Process ", "Python v", "Thread ")
 _IDS = re.compile(r"^(Process|Thread) (?:0x)?[0-9A-Fa-f]+", re.MULTILINE)
@@ -28,6 +30,29 @@ _THREAD = re.compile(r'^Thread (?:0x)?([0-9A-Fa-f]+)(?: \(([^)]*)\))?(?:: "(.*)"
 _RANK = re.compile(r"rank[_.\- ]?(\d{1,7})(?!\d)", re.IGNORECASE)
 _LOCAL = re.compile(r"^\s{8,}(\w+): (-?\d{1,12})$")
 _WHERE = re.compile(r"^(.*):(\d{1,9})$")
+
+
+class _LocalTold(TypedDict):
+    name: str
+    repr: str | None
+
+
+class _FrameTold(TypedDict):
+    name: str
+    filename: str
+    line: int
+    locals: NotRequired[list[_LocalTold] | None]
+
+
+class _ThreadTold(TypedDict):
+    """One thread of `py-spy dump --json`."""
+
+    pid: int
+    frames: list[_FrameTold]
+    thread_name: NotRequired[str | None]
+    os_thread_id: NotRequired[int | None]
+    active: NotRequired[bool]
+    owns_gil: NotRequired[bool]
 
 
 @dataclass(frozen=True)
@@ -40,6 +65,14 @@ class Dump:
     command: str
     threads: tuple[Thread, ...]
     complaint: str
+
+
+def of_file(data: bytes, path: Path) -> list[Dump]:
+    """Read one file. Raises Senseless."""
+    found = parse(as_text(data), path.name)
+    if not found:
+        raise Senseless("holds no dump of py-spy")
+    return found
 
 
 def parse(text: str, name: str) -> list[Dump]:
@@ -132,28 +165,32 @@ def _threads(block: str) -> tuple[tuple[Thread, ...], str]:
     complaint = ""
     head: re.Match[str] | None = None
     frames: list[Frame] = []
-    counters: list[tuple[int, str, str, int]] = []
+    numbers: list[list[tuple[str, int]]] = []
     for line in [*block.split("\n"), "Thread 0"]:
         started = _THREAD.match(line)
         if started is not None:
             if head is not None:
-                found.append(_thread(head, frames, counters))
-            head, frames, counters = started, [], []
+                found.append(_thread(head, frames, numbers))
+            head, frames, numbers = started, [], []
         elif line.startswith("        "):
             local = _LOCAL.match(line)
-            if local is not None and frames and COUNTERS.fullmatch(local[1]):
-                counters.append((len(frames), frames[-1].function, local[1], int(local[2])))
+            if local is not None and frames and LOCALS.fullmatch(local[1]):
+                numbers[-1].append((local[1], int(local[2])))
         elif line.startswith("    ") and line.endswith(")"):
             frames.append(_frame(line))
+            numbers.append([])
         elif line.startswith("Error"):
             complaint = line.strip()
     found.sort(key=lambda thread: thread.name != "MainThread")
     return tuple(found), complaint
 
 
-def _thread(head: re.Match[str], frames: list[Frame], counters: list[tuple[int, str, str, int]]) -> Thread:
+def _thread(head: re.Match[str], frames: list[Frame], numbers: list[list[tuple[str, int]]]) -> Thread:
     flags = head[2] or ""
     text = head[1]
+    counters, peer = told_by_locals(
+        [(frame.function, frame.file, tuple(own)) for frame, own in zip(frames, numbers, strict=True)]
+    )
     return Thread(
         os_thread_id=int(text) if text.isdigit() and len(text) < 10 else 0,
         name=head[3] or "",
@@ -161,9 +198,8 @@ def _thread(head: re.Match[str], frames: list[Frame], counters: list[tuple[int, 
         owns_gil="gil" in flags,
         state="",
         frames=tuple(frames),
-        counters=tuple(
-            Counter(len(frames) - at, function, name, value) for at, function, name, value in reversed(counters)
-        ),
+        counters=counters,
+        peer=peer,
     )
 
 
@@ -176,13 +212,13 @@ def _frame(line: str) -> Frame:
 
 def _json(text: str, name: str) -> list[Dump]:
     try:
-        told = json.loads(text)
-        by_pid: dict[int, list[dict[str, Any]]] = {}
-        for one in told:
-            by_pid.setdefault(int(one["pid"]), []).append(one)
-        return [Dump(name, False, pid, "", read_threads(own, {}), "") for pid, own in by_pid.items()]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        told = read_json(text.encode("utf-8", "replace"), list[_ThreadTold])
+    except Senseless:
         return []
+    by_pid: dict[int, list[_ThreadTold]] = {}
+    for one in told:
+        by_pid.setdefault(one["pid"], []).append(one)
+    return [Dump(name, False, pid, "", read_threads(own, {}), "") for pid, own in by_pid.items()]
 
 
 def _node(host: str, dumps: Sequence[tuple[Dump, int | None]], size: int) -> NodeStacks:

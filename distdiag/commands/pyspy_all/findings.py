@@ -9,7 +9,7 @@ from distdiag.cluster.hosts import fold_ranks
 from distdiag.commands.pyspy_all.model import COMMAND, FrameClass
 from distdiag.commands.pyspy_all.standing import helper_frames
 from distdiag.commands.pyspy_all.unread import deduced, kernel_words, unreadable, unseen, where
-from distdiag.commands.pyspy_all.verdict import ALIVE, Outcome, goes_on, split
+from distdiag.commands.pyspy_all.verdict import ALIVE, Outcome, goes_on, has_just_begun, split
 from distdiag.commands.pyspy_all.words import briefly, does, looks, stuck_worker, waits, who, worker_does
 from distdiag.knowledge.frames import library_path
 from distdiag.report import Finding, Fix, Level, Where
@@ -37,6 +37,8 @@ def job_findings(verdict: JobVerdict, request: Request, nodes: Sequence[NodeStac
         Outcome.ODD: _odd,
         Outcome.OTHER_COLLECTIVE: _odd,
         Outcome.LEAST_PROGRESS: _least_progress,
+        Outcome.CYCLE: _cycle,
+        Outcome.LEFT: _left,
         Outcome.ALL_WAITING: _all_waiting,
         Outcome.STANDSTILL: _standstill,
         Outcome.NOT_HUNG: _not_hung,
@@ -50,9 +52,17 @@ def job_findings(verdict: JobVerdict, request: Request, nodes: Sequence[NodeStac
 def waiting_in_words(members: Sequence[Standing]) -> str:
     """Say where those wait who wait: "ranks 0-1,3 wait in `all_reduce` called from `train_step train.py:25`"."""
     groups = split(members)[::-1]
-    parts = [f"{briefly(group)} wait{'s' if len(group) == 1 else ''} {waits(group[0])}" for group in groups[:2]]
+    parts = _each_waits(groups[:2])
     rest = sum(len(group) for group in groups[2:])
     return "; ".join(parts) + (f"; {rest} more elsewhere" if rest else "")
+
+
+def _each_waits(groups: Sequence[Sequence[Standing]]) -> list[str]:
+    return [f"{briefly(group)} wait{'s' if len(group) == 1 else ''} {_waits(group)}" for group in groups]
+
+
+def _waits(group: Sequence[Standing]) -> str:
+    return waits(group[0], alone=len(group) == 1)
 
 
 def reason_of(verdict: JobVerdict, group: Sequence[Standing]) -> str:
@@ -61,7 +71,9 @@ def reason_of(verdict: JobVerdict, group: Sequence[Standing]) -> str:
     if verdict.outcome is Outcome.LEAST_PROGRESS:
         return f"the least advanced: {_counters(first)}, others {_counters(verdict.waiting[0])}"
     if verdict.outcome is Outcome.OTHER_COLLECTIVE:
-        return f"in another place than the others: {waits(first)}"
+        return f"in another collective than the others: {waits(first)}"
+    if verdict.outcome is Outcome.CYCLE:
+        return f"in a circle of ranks that wait for each other: {_waits(group)}"
     if first.kind is FrameClass.EXITED:
         return f"gone: {does(first)}" if len(group) == 1 else "gone"
     if first.kind is FrameClass.STOPPED:
@@ -96,10 +108,14 @@ def _odd(verdict: JobVerdict, request: Request) -> list[Finding]:
 def may_only_be_slow(verdict: JobVerdict, request: Request) -> bool:
     """Tell whether the odd ones compute or move, and the others have not been seen to wait for long."""
     watched_s = (request.samples - 1) * request.interval_s
+    if has_just_begun(verdict):
+        return True
     if verdict.outcome is Outcome.ODD and verdict.waiting and all(one.stance.woke for one in verdict.waiting):
         return True  # they went on to wait again
     return watched_s < _LONG_S and all(
-        goes_on(one) or (one.busy is None and one.kind is FrameClass.COMPUTE) for one in verdict.odd
+        # A compiler works in processes and threads of its own, while the rank sleeps.
+        goes_on(one) or one.kind is FrameClass.COMPILE or (one.busy is None and one.kind is FrameClass.COMPUTE)
+        for one in verdict.odd
     )
 
 
@@ -108,21 +124,37 @@ def _least_progress(verdict: JobVerdict, request: Request) -> list[Finding]:
     return [
         Finding(
             id=f"{COMMAND}.least-progress",
-            level=Level.FAIL,
+            level=Level.WARN if has_just_begun(verdict) else Level.FAIL,
             title=f"{who(verdict.odd)} {'is' if len(verdict.odd) == 1 else 'are'} behind: {_counters(verdict.odd[0])}, "
             f"{briefly(verdict.waiting)} {_counters(verdict.waiting[0])}; all wait {waits(verdict.odd[0])}",
             detail=f"All ranks stand at the same line; their loop counters ({names}) tell them apart. "
             "Whoever is behind did one collective more, or the others one less. " + shared(verdict, request),
             where=where(verdict.odd),
-            evidence=tuple(
-                f"{briefly(group)}: {_counters(group[0])}" for group in _by_counters([*verdict.odd, *verdict.waiting])
-            )[:_SHOWN],
+            evidence=_at_counters(_by_counters([*verdict.odd, *verdict.waiting])),
+        )
+    ]
+
+
+def _cycle(verdict: JobVerdict, request: Request) -> list[Finding]:
+    shown = verdict.odd[:_SHOWN]
+    parts = [f"{briefly([one])} {waits(one, alone=True)}" for one in shown]
+    more = f"; {len(verdict.odd) - _SHOWN} more in the circle" if len(verdict.odd) > _SHOWN else ""
+    rest = f"; {waiting_in_words(verdict.waiting)}" if verdict.waiting else ""
+    return [
+        Finding(
+            id=f"{COMMAND}.p2p-cycle",
+            level=Level.FAIL,
+            title=f"{briefly(verdict.odd)} wait for each other: {'; '.join(parts)}{more}{rest}",
+            detail="Each waits for the next one before it does what that one waits for.",
+            where=where(verdict.odd),
+            fix=Fix(text="let one of each pair send while the other receives, or use dist.batch_isend_irecv for both"),
         )
     ]
 
 
 def _all_waiting(verdict: JobVerdict, request: Request) -> list[Finding]:
-    same = len(split(verdict.waiting)) == 1
+    by_counters, places = _by_counters(verdict.waiting), split(verdict.waiting)[::-1]
+    same = len(places) == 1 and len(by_counters) == 1
     counters = _counters(verdict.waiting[0]) if same else ""
     return [
         Finding(
@@ -130,10 +162,39 @@ def _all_waiting(verdict: JobVerdict, request: Request) -> list[Finding]:
             level=Level.UNKNOWN,
             title=f"stacks cannot decide: all ranks are in communication: {waiting_in_words(verdict.waiting)}"
             + (f", all at {counters}" if counters else ""),
-            detail=("Nobody is missing: a" if verdict.job.world_size else "If these are all the ranks, a")
+            detail=_several_groups(verdict)
+            + ("Nobody is missing: a" if verdict.job.world_size else "If these are all the ranks, a")
             + " message was lost, an earlier collective differs, or a link or a GPU is stuck. "
             f"Stacks do not tell which; {_WHAT_DECIDES}.",
             where=where(verdict.waiting),
+            evidence=(
+                *(_each_waits(places[:_SHOWN]) if len(places) > 2 else ()),
+                *(_at_counters(by_counters) if len(by_counters) > 1 else ()),
+            ),
+        )
+    ]
+
+
+def _several_groups(verdict: JobVerdict) -> str:
+    most = max((one.stance.groups for one in verdict.waiting), default=0)
+    if most <= 1:
+        return ""
+    return f"They are in {most} process groups each, and stacks do not tell which of them a wait is for. "
+
+
+def _left(verdict: JobVerdict, request: Request) -> list[Finding]:
+    """Say that ranks have ended and nobody is seen to wait for them: the end of the job, or of a part of it."""
+    gone = [one for one in verdict.standings if one.kind is FrameClass.EXITED]
+    parts = [f"{briefly(group)}: {does(group[0])}" for group in split(verdict.waiting)[:3]]
+    return [
+        Finding(
+            id=f"{COMMAND}.exited",
+            level=Level.UNKNOWN,
+            title=f"{who(gone)} {'is' if len(gone) == 1 else 'are'} gone, and no rank waits in communication: "
+            + "; ".join(parts),
+            detail="A job may end so: rank 0 still writes its last checkpoint.",
+            where=where(gone),
+            fix=_fix(gone),
         )
     ]
 
@@ -164,8 +225,12 @@ def _not_hung(verdict: JobVerdict, request: Request) -> list[Finding]:
         parts.append(f"{briefly(moving)} moved between the looks")
     if busy:
         parts.append(f"{briefly(busy)} compute{'s' if len(busy) == 1 else ''}")
+    wakes = [one for one in verdict.standings if not one.moving and (one.busy or 0.0) < ALIVE and one.stance.woke]
+    if wakes and not moving:
+        parts.append(f"{briefly(wakes)} wake{'s' if len(wakes) == 1 else ''} up again and again")
     if (
-        verdict.waiting
+        not wakes
+        and verdict.waiting
         and verdict.waiting[0].kind is FrameClass.COMM
         and not any(one.moving for one in verdict.waiting)
     ):
@@ -254,6 +319,11 @@ def _fix(members: Sequence[Standing]) -> Fix | None:
         return Fix(
             text=f"on {first.member.host}, let it go on, and find who stopped it", commands=(f"kill -CONT {pids}",)
         )
+    if first.status == "frozen":
+        return Fix(
+            text=f"on {first.member.host}, thaw its cgroup: docker unpause CONTAINER, or as root",
+            commands=(first.reason.partition(": ")[2],),
+        )
     if first.kind is FrameClass.EXITED:
         return Fix(
             text=f"read the end of that rank's log, and whether the kernel ended it on {first.member.host}",
@@ -264,6 +334,10 @@ def _fix(members: Sequence[Standing]) -> Fix | None:
 
 def _counters(one: Standing) -> str:
     return ", ".join(f"{name} {value}" for name, value in one.counters)
+
+
+def _at_counters(groups: Sequence[Sequence[Standing]]) -> tuple[str, ...]:
+    return tuple(f"{briefly(group)}: {_counters(group[0])}" for group in groups if group[0].counters)[:_SHOWN]
 
 
 def _by_counters(members: Sequence[Standing]) -> list[list[Standing]]:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from distdiag.cluster.targets import Cluster  # noqa: TC001 - msgspec reads the annotations
+
 if TYPE_CHECKING:
-    from distdiag.cluster.targets import Cluster
     from distdiag.jobs.model import Member
     from distdiag.node.capture import Frame
 
@@ -27,6 +28,7 @@ class FrameClass(StrEnum):
     CHECKPOINT = "checkpoint"
     LOCK = "lock"
     GIL = "gil"
+    DEBUGGER = "debugger"
     TEARDOWN = "teardown"
     IMPORT = "import"
     PYTHON = "python"
@@ -77,8 +79,10 @@ class Site:
 class Stance:
     """What the looks at one process say. Shared by all members whose looks are the same object.
 
-    `moving`: it changed between the looks, None after one look; `busy`: the share of a core its main thread used.
-    `woke`: it went to wait again between the looks.
+    `moving`: it changed between the looks, None after one look; `busy`: the share of a core that its thread used.
+    `woke`: how often it went to wait between the looks; `runs`: it was on a processor, or wanted one, in all of them.
+    `thread`: the name of the thread that is judged, empty for the main one. `peer`: the rank that the `send` or `recv`
+    it is in names. `groups`: its process groups, 0 where that is not known.
     """
 
     site: Site
@@ -88,7 +92,11 @@ class Stance:
     counters: tuple[tuple[str, int], ...] = ()
     status: str = "ok"
     reason: str = ""
-    woke: bool = False
+    woke: int = 0
+    runs: bool = False
+    thread: str = ""
+    peer: int | None = None
+    groups: int = 0
 
 
 @dataclass(frozen=True)

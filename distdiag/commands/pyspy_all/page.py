@@ -5,14 +5,21 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import fold, fold_ranks
+from distdiag.deliver import document
+from distdiag.errors import UsageError
+from distdiag.files import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping
+
+    from distdiag.commands.pyspy_all.result import PySpyAll
+    from distdiag.report import Report
 
 _FIELDS = ("host", "job", "role", "state", "class", "status", "reason")
 _AS_IS = ("pid", "rank", "local_rank", "moving", "cpu_s", "helpers")
@@ -20,7 +27,19 @@ _AS_IS = ("pid", "rank", "local_rank", "moving", "cpu_s", "helpers")
 _ESCAPES = str.maketrans({character: f"\\u{ord(character):04x}" for character in "<>&"})
 
 
-def make_page(document: Mapping[str, Any]) -> str:
+def check_place(path: str) -> None:
+    """See beforehand whether a file can be written: a look at the job is not to be lost for that. Raises UsageError."""
+    folder = os.path.dirname(os.path.realpath(path))
+    if not os.path.isdir(folder) or os.path.isdir(path) or not os.access(folder, os.W_OK):
+        raise UsageError(f"--html {path}: this file cannot be written", hint="name a place that can be written")
+
+
+def write_page(report: Report[PySpyAll], path: str, *, strict: bool) -> None:
+    """Write the report as one page for a browser. Raises DistdiagError."""
+    write_whole(path, make_page(document(report, strict=strict)).encode())
+
+
+def make_page(content: Mapping[str, Any]) -> str:
     """Put a report, the same document that --json prints, into one HTML page, in ASCII.
 
     Names and reasons in it are untrusted. They reach the page as JSON and are shown as text; if that ever failed, the
@@ -29,8 +48,8 @@ def make_page(document: Mapping[str, Any]) -> str:
     page = files("distdiag.commands.pyspy_all").joinpath("page.html").read_text("ascii")
     for element in ("style", "script"):
         page = page.replace(f"@{element}-hash@", _hash_inside(page, element))
-    content = json.dumps(_content(document), separators=(",", ":"), allow_nan=False)
-    return page.replace("@data@", content.translate(_ESCAPES), 1)
+    text = json.dumps(_content(content), separators=(",", ":"), allow_nan=False)
+    return page.replace("@data@", text.translate(_ESCAPES), 1)
 
 
 def _hash_inside(page: str, element: str) -> str:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.commands.pyspy_all.model import FrameClass, Site, Stance, Standing
 from distdiag.knowledge.frames import is_native, kind_of, library_path
+from distdiag.node.capture import leaves_work_to_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Container, Iterable, Iterator, Sequence
 
     from distdiag.jobs.collect import Watched
     from distdiag.jobs.model import Member
-    from distdiag.node.capture import Capture, Frame
+    from distdiag.node.capture import Capture, Frame, Thread
 
 BUSY = 0.5
 """Share of a core from which on a thread counts as computing, not as waiting."""
@@ -24,12 +26,15 @@ _DATA_NAME = re.compile(
     r"(.*[._])?(__getitem__|__getitems__|collate\w*|(load|fetch|get|next|read|prefetch)_(\w+_)?(batch|data|sample|shard|example)\w*)"
 )
 _CHECKPOINT_NAME = re.compile(r"(.*[._])?(\w*checkpoint\w*|save_(state|model|weights|ckpt)\w*|\w*_ckpt)")
+_HELD = ("stopped", "frozen")
 _UNREAD = ("denied", "not-python", "failed", "timeout")
 
 
 def judge_all(members: Iterable[Member]) -> tuple[Standing, ...]:
     """Say where each member stands; equal looks of saved dumps are one object, and judged once."""
-    known: dict[int, Stance] = {}
+    members = tuple(members)
+    entries = _entries_of_threads(members)
+    known: dict[int, tuple[Watched, Stance]] = {}
     standings = []
     for member in members:
         watched = member.watched
@@ -38,9 +43,67 @@ def judge_all(members: Iterable[Member]) -> tuple[Standing, ...]:
             continue
         key = id(watched.looks)
         if key not in known:
-            known[key] = judge(watched)
-        standings.append(Standing(member, known[key]))
+            tid = thread_at_work(watched.looks[-1], entries)
+            seen = (
+                watched
+                if tid is None
+                else replace(watched, looks=tuple(_with_first(one, tid) for one in watched.looks))
+            )
+            known[key] = seen, replace(judge(seen), thread="" if tid is None else seen.looks[-1].threads[0].name)
+        seen, stance = known[key]
+        standings.append(Standing(member if seen is watched else replace(member, watched=seen), stance))
     return tuple(standings)
+
+
+def thread_at_work(look: Capture, entries: Container[object] = ()) -> int | None:
+    """Find the thread that does the job's work where the main thread only waits for it; None: the main thread itself.
+
+    It is the one in communication; else one that began in the same function as the threads that communicate in other
+    ranks (`entries`); else the only one that runs code of the user's.
+    """
+    if len(look.threads) < 2 or not leaves_work_to_threads(look.threads[0].frames):
+        return None
+    own = [thread for thread in look.threads[1:] if user_frame(thread.frames) is not None]
+    for chosen in (
+        [thread for thread in own if _communicates(thread)],
+        [thread for thread in own if _entry(thread) in entries],
+        own if len(own) == 1 else [],
+    ):
+        if chosen:
+            return chosen[0].os_thread_id
+    return None
+
+
+def _entries_of_threads(members: Iterable[Member]) -> set[object]:
+    """Collect where threads began that communicate while the main thread of their rank waits."""
+    looks = [one.watched.looks[-1] for one in members if one.watched is not None and one.watched.looks]
+    return {_entry(thread) for look in looks for thread in look.threads[1:] if _communicates(thread)}
+
+
+def _communicates(thread: Thread) -> bool:
+    kind, operation = site_of(thread.frames)
+    return user_frame(thread.frames) is not None and (kind is FrameClass.COMM or operation == "backward")
+
+
+def _entry(thread: Thread) -> object:
+    """Name the outermost function of the user's own, in which a thread began."""
+    frame = next((one for one in reversed(thread.frames) if library_path(one.file) is None), None)
+    return None if frame is None else (frame.function, frame.file)
+
+
+def _with_first(look: Capture, tid: int) -> Capture:
+    """Put another thread in the place of the main one."""
+    chosen = next((thread for thread in look.threads if thread.os_thread_id == tid), None)
+    if chosen is None:
+        return look
+    return replace(
+        look,
+        threads=(chosen, *(thread for thread in look.threads if thread is not chosen)),
+        standstill=tuple(sorted(look.standstill, key=lambda still: still.tid != tid)),
+        main_cpu_s=chosen.cpu_s,
+        switches=chosen.switches,
+        state=chosen.state or look.state,
+    )
 
 
 def judge(watched: Watched) -> Stance:
@@ -50,11 +113,12 @@ def judge(watched: Watched) -> Stance:
         return _bare(FrameClass.EXITED, "gone", last.reason)
     frames = _frames(last)
     if not frames:
-        if last.status == "stopped":
-            return _bare(FrameClass.STOPPED, "stopped", last.reason)
+        if last.status in _HELD:
+            return _bare(FrameClass.STOPPED, last.status, last.reason)
         reason = last.reason or "py-spy saw no Python frames"
         return _bare(FrameClass.UNREADABLE, last.status if last.status in _UNREAD else "failed", reason)
     busy = _busy(watched)
+    first = watched.looks[0]
     return Stance(
         site=_site(last, frames, watched, busy),
         frames=frames,
@@ -63,8 +127,22 @@ def judge(watched: Watched) -> Stance:
         counters=_counters(last),
         status=last.status,
         reason=last.reason,
-        woke=last.switches > watched.looks[0].switches >= 0,
+        runs=len(watched.looks) > 1 and all(look.state == "R" for look in watched.looks),
+        woke=_woke(first, last),
+        peer=last.threads[0].peer,
+        groups=last.groups,
     )
+
+
+def _woke(first: Capture, last: Capture) -> int:
+    """Count how often it went to wait between two looks. Who pauses it, as --native or a tracer, wakes it as well."""
+    was_paused = any(look.native or look.tracer is not None for look in (first, last))
+    is_known = first.switches >= 0 and _same_thread(first, last)
+    return last.switches - first.switches if is_known and not was_paused else 0
+
+
+def _same_thread(one: Capture, other: Capture) -> bool:
+    return bool(one.threads and other.threads) and one.threads[0].os_thread_id == other.threads[0].os_thread_id
 
 
 def _not_looked_at(member: Member) -> Stance:
@@ -92,22 +170,40 @@ def user_frame(frames: Sequence[Frame]) -> Frame | None:
 
 
 def site_of(frames: Sequence[Frame]) -> tuple[FrameClass | None, str]:
-    """Tell from frames alone what a thread does, and in which operation: (None, "") if they do not say."""
-    weak: tuple[FrameClass | None, str] = (None, "")
-    if any((library_path(frame.file) or "").startswith("importlib._bootstrap") for frame in _library_run(frames)):
-        return FrameClass.IMPORT, "import"
-    native: tuple[FrameClass | None, str] = (None, "")
-    for frame in _library_run(frames):
-        kind, is_weak = kind_of(frame.function, frame.file)
-        if kind == "backward":
-            return FrameClass.COMPUTE, "backward"
-        if kind and is_native(frame.file):
-            native = (FrameClass(kind), _plain(frame.function)) if native[0] is None else native
-        elif kind and not is_weak:
-            return FrameClass(kind), _operation(frames, frame)
-        if kind and weak[0] is None:
-            weak = FrameClass(kind), _plain(frame.function)
-    return weak if native[0] is None else native
+    """Tell from frames alone what a thread does, and in which operation: (None, "") if they do not say.
+
+    Of the library's frames at the inner end, down to the first of the user's own, all count: the innermost is often
+    only how a library calls itself (torch/_ops.py below a collective, below the tracing of a compiler).
+    """
+    run = tuple(_library_run(frames))
+    if any((library_path(frame.file) or "").startswith("importlib._bootstrap") for frame in run):
+        # A compiler imports parts of itself when it needs them.
+        return (FrameClass.COMPILE, "torch.compile") if _is_compiling(frames) else (FrameClass.IMPORT, "import")
+    said = [(frame, *kind_of(frame.function, frame.file)) for frame in run]
+    strong = [(frame, kind) for frame, kind, is_weak in said if kind and not is_weak and not is_native(frame.file)]
+    if found := next((one for one in strong if one[1] not in _SAYS_LITTLE), None):
+        return FrameClass(found[1]), _operation(frames, found[0])
+    if _is_compiling(frames):
+        return FrameClass.COMPILE, "torch.compile"
+    if any(kind == "backward" for _, kind in strong):
+        return FrameClass.COMPUTE, "backward"
+    native = next((one for one in said if one[1] and is_native(one[0].file)), None)
+    if native is not None and not strong:
+        return FrameClass(native[1]), _plain(native[0].function)
+    if strong:
+        return FrameClass(strong[0][1]), _operation(frames, strong[0][0])
+    weak = next((one for one in said if one[1]), None)
+    return (None, "") if weak is None else (FrameClass(weak[1]), _plain(weak[0].function))
+
+
+_SAYS_LITTLE = ("backward", "compute")
+"""What a collective, a compiler or a DataLoader is called from, or calls on its way."""
+_COMPILER = "torch/_dynamo/convert_frame.py"
+
+
+def _is_compiling(frames: Sequence[Frame]) -> bool:
+    """Whether a compiler is at work: it may call the user's code (a backend), and is gone when what it made runs."""
+    return any((library_path(frame.file) or "").endswith(_COMPILER) for frame in frames)
 
 
 def _library_run(frames: Sequence[Frame]) -> Iterator[Frame]:
@@ -123,7 +219,7 @@ def _site(look: Capture, frames: tuple[Frame, ...], watched: Watched, busy: floa
     frame = user_frame(frames)
     kind, operation = site_of(frames)
     main = look.standstill[0] if look.standstill else None
-    if look.status == "stopped":
+    if look.status in _HELD:
         return Site(kind=FrameClass.STOPPED, operation=operation, frame=frame)
     is_busy = busy is not None and busy >= BUSY
     hint = next((hint for file, line, hint in watched.hints if (file, line) == (frames[0].file, frames[0].line)), "")
@@ -193,6 +289,8 @@ def _busy(watched: Watched) -> float | None:
     """Share of a core that the main thread used between the first look and the last."""
     first, last = watched.looks[0], watched.looks[-1]
     elapsed = last.at_s - first.at_s
+    if not _same_thread(first, last) and last.threads:
+        return None
     return (last.main_cpu_s - first.main_cpu_s) / elapsed if elapsed > 0.05 else None
 
 
@@ -200,7 +298,8 @@ def _moving(looks: Sequence[Capture]) -> bool | None:
     """Tell whether the user's own lines or loop counters changed between two looks; None after one look."""
     if len(looks) < 2 or not looks[0].threads or not looks[-1].threads:
         return None
-    marks = {(_own_lines(look), look.threads[0].counters) for look in looks}
+    # One in the middle may have come to nothing.
+    marks = {(_own_lines(look), look.threads[0].counters) for look in looks if look.threads}
     return len(marks) > 1
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from distdiag.commands.pyspy_all.model import Standing
     from distdiag.jobs.model import Helper
-    from distdiag.node.capture import Frame
+    from distdiag.node.capture import Capture, Frame, Thread
     from distdiag.node.procs import Standstill
 
 _NAMED = 4
@@ -67,22 +67,34 @@ def briefly(members: Sequence[Standing]) -> str:
     return f"pids {fold_ranks(pids)}" if len(pids) > 1 else f"pid {pids[0]}" if pids else "a process"
 
 
-def waits(one: Standing) -> str:
-    """Say where a waiting member stands: "in `all_reduce` called from `train_step train.py:25`"."""
+def waits(one: Standing, *, alone: bool = False) -> str:
+    """Say where a waiting member stands: "in `all_reduce` called from `train_step train.py:25`".
+
+    `alone`: it is not an example of many, so the rank that its `send` or `recv` names is said as well.
+    """
     frame = one.site.frame
     called = f" called from {spot(frame)}" if frame is not None else ""
     if one.site.operation == "backward":
         return f"inside `backward`{called}, without computing"
     if one.kind is FrameClass.CUDA_SYNC:
         return f"for the GPU, in {spot(frame)}" if frame is not None else "for the GPU"
-    return f"in `{one.site.operation}`{called}" if one.site.operation else f"in {_where(one)}"
+    peer = f" {_DIRECTIONS['recv' in one.site.operation]} rank {one.stance.peer}" if alone and _has_peer(one) else ""
+    return f"in `{one.site.operation}`{peer}{called}" if one.site.operation else f"in {_where(one)}"
+
+
+_DIRECTIONS = {True: "from", False: "to"}
+
+
+def _has_peer(one: Standing) -> bool:
+    return one.site.is_p2p and one.stance.peer is not None
 
 
 def does(one: Standing) -> str:
     """Say what an odd member does, beginning with its place in the code."""
     parts = [_where(one)]
     if one.kind is FrameClass.STOPPED:
-        parts = [f"{one.reason}, at {_where(one)}" if one.frames else one.reason]
+        reason = one.reason.partition(": ")[0]
+        parts = [f"{reason}, at {_where(one)}" if one.frames else reason]
     elif one.kind is FrameClass.EXITED:
         return one.reason
     elif one.status == "traced":
@@ -94,17 +106,21 @@ def does(one: Standing) -> str:
 
 def _where(one: Standing) -> str:
     frame = one.site.frame
+    thread = f" (thread {one.stance.thread})" if one.stance.thread else ""
     if frame is None:
-        return spot(one.frames[0]) if one.frames else "an unknown place"
-    if one.site.operation and one.kind is not FrameClass.PYTHON:
-        return f"{spot(frame)} (in `{one.site.operation}`)"
-    return spot(frame)
+        return (spot(one.frames[0]) if one.frames else "an unknown place") + thread
+    if one.site.operation and one.kind not in (FrameClass.PYTHON, FrameClass.DEBUGGER):
+        return f"{spot(frame)} (in `{one.site.operation}`){thread}"
+    return spot(frame) + thread
 
 
 def _doing(one: Standing) -> str:
     if one.kind in (FrameClass.STOPPED, FrameClass.EXITED):
         return ""
-    if one.busy is not None and one.busy >= BUSY:
+    if one.stance.runs and (one.busy or 0.0) < BUSY and one.kind is not FrameClass.COMPILE:
+        share = "" if one.busy is None else f", it gets {one.busy:.0%} of one"
+        return f"waiting for a processor{share}"
+    if one.busy is not None and one.busy >= BUSY and one.kind is not FrameClass.COMPILE:
         moves = "and moving between the looks" if one.moving else "at the same line in each look"
         return f"computing ({one.busy:.0%} of a core, {moves})"
     main = _main_standstill(one)
@@ -114,8 +130,9 @@ def _doing(one: Standing) -> str:
         FrameClass.CHECKPOINT: "in a checkpoint",
         FrameClass.COMPILE: "compiling",
         FrameClass.STORAGE: "",
-        FrameClass.GIL: "waiting for the GIL",
-        FrameClass.LOCK: _waits_for(main),
+        FrameClass.GIL: f"waiting for the GIL{_holder(one)}",
+        FrameClass.LOCK: _waits_for(one, main),
+        FrameClass.DEBUGGER: "in the debugger, waiting for input",
         FrameClass.CUDA_SYNC: "waiting for its GPU",
         FrameClass.TEARDOWN: "ending",
         FrameClass.IMPORT: "importing",
@@ -125,28 +142,60 @@ def _doing(one: Standing) -> str:
     return ", ".join(part for part in (kind, words) if part)
 
 
-def _waits_for(main: Standstill | None) -> str:
+def _waits_for(one: Standing, main: Standstill | None) -> str:
     if main is not None and main.syscall in ("wait4", "waitid"):
-        return "waiting for a program that it started"
+        return "" if main.path else "waiting for a program that it started"
+    others = _other_threads(one)
+    if len(others) == 1:
+        return f"waiting for a lock or its thread {_at(others[0])}"
     return "waiting for a lock or another thread"
+
+
+def _holder(one: Standing) -> str:
+    """Name the thread that holds the interpreter lock."""
+    look = _last_look(one)
+    holder = (
+        next((thread for thread in look.threads[1:] if thread.os_thread_id == look.gil_holder), None) if look else None
+    )
+    return f", which its thread {_at(holder)} holds" if holder is not None else ""
+
+
+def _other_threads(one: Standing) -> list[Thread]:
+    """List the threads besides the judged one that run code of the user's."""
+    look = _last_look(one)
+    return [thread for thread in look.threads[1:] if user_frame(thread.frames) is not None] if look is not None else []
+
+
+def _at(thread: Thread) -> str:
+    frame = user_frame(thread.frames) or (thread.frames[0] if thread.frames else None)
+    return thread.name + (f" at {spot(frame)}" if frame is not None else "")
 
 
 def in_kernel(still: Standstill) -> str:
     """Say what a thread waits for in the kernel; empty if that tells nothing."""
     state = f"D state{_for(still.since_s)}" if still.state == "D" else ""
     if still.path:
-        verb = {"read": "reads", "pread64": "reads", "readv": "reads", "openat": "opens", "open": "opens"}.get(
-            still.syscall
-        )
-        verb = verb or {"write": "writes", "pwrite64": "writes", "writev": "writes"}.get(
-            still.syscall, f"is in {still.syscall} of"
-        )
+        verb = _VERBS.get(still.syscall, f"is in {still.syscall} of")
         return f"{verb} {still.path}" + (f" ({state})" if state else "")
     if state:
         return f"in the kernel ({state}{', ' + still.wait_channel if still.wait_channel else ''})"
     if "sleep" in still.syscall:
         return "sleeping"
     return ""
+
+
+_VERBS = {
+    **dict.fromkeys(("read", "pread64", "readv"), "reads"),
+    **dict.fromkeys(("write", "pwrite64", "writev"), "writes"),
+    **dict.fromkeys(("open", "openat"), "opens"),
+    **dict.fromkeys(("recvfrom", "recvmsg"), "receives from"),
+    **dict.fromkeys(("sendto", "sendmsg"), "sends to"),
+    **dict.fromkeys(("accept", "accept4"), "waits for a connection at"),
+    **dict.fromkeys(("poll", "ppoll"), "waits for data from"),
+    **dict.fromkeys(("wait4", "waitid"), "waits for"),
+    "connect": "connects to",
+    "flock": "waits for the lock on",
+}
 
 
 def worker_in_words(one: Standing) -> str:
@@ -205,8 +254,12 @@ def _is_idle(helper: Helper) -> bool:
     return False
 
 
+def _last_look(one: Standing) -> Capture | None:
+    return one.member.watched.looks[-1] if one.member.watched is not None and one.member.watched.looks else None
+
+
 def _main_standstill(one: Standing) -> Standstill | None:
-    look = one.member.watched.looks[-1] if one.member.watched is not None and one.member.watched.looks else None
+    look = _last_look(one)
     return look.standstill[0] if look is not None and look.standstill else None
 
 

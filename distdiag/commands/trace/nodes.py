@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from distdiag.cluster import access
-from distdiag.cluster.access import Agent, open_fleet
-from distdiag.cluster.node import decode
-from distdiag.cluster.rows import HostState, Refusal
-from distdiag.cluster.targets import describe, find_targets
+from distdiag import runner
+from distdiag.cluster.access import Agent
 from distdiag.commands.trace import ranks
-from distdiag.errors import DistdiagError
 from distdiag.jobs.collect import Processes
 from distdiag.jobs.nodes import NodeStacks
+from distdiag.runner import Asks, Question, Subcommand
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from typing import Any
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from distdiag.cluster.fleet import Fleet
-    from distdiag.cluster.node import Node
-    from distdiag.cluster.rows import Row
-    from distdiag.cluster.targets import Cluster, Targets
+    from rich.console import RenderableType
+
+    from distdiag.cluster.rows import Refusal, Row
     from distdiag.commands.trace.ranks import Chosen, Wanted
     from distdiag.deliver import Progress
+    from distdiag.gathered import Gathered
+    from distdiag.report import Report
 
 Told = TypeVar("Told")
-_UNFINISHED = "not finished when interrupted"
+Data = TypeVar("Data")
+Asked = Any
+"""A request: each command has its own, with `program`, `cluster` and `wanted`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeAnswer(Generic[Told]):
+    """What one node told: the processes there, and, when it was asked about some, of those."""
+
+    host: str
+    processes: Processes
+    told: tuple[Told, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -46,51 +53,66 @@ class Answers(Generic[Told]):
     interrupted: bool = False
 
 
-def ask(
-    cluster: Cluster,
-    agent: Agent,
-    plan: Callable[[Sequence[NodeStacks]], Mapping[str, dict[str, Any]]],
+def answers_of(gathered: Gathered[NodeAnswer[Told]]) -> Answers[Told]:
+    """Put together what came of all nodes."""
+    return Answers(
+        nodes=[NodeStacks(one.host, one.processes, ()) for one in gathered.facts],
+        told={one.host: list(one.told) for one in gathered.facts if one.told},
+        missing=gathered.missing,
+        rows=gathered.rows,
+        refusals=gathered.refusals,
+        interrupted=gathered.interrupted,
+    )
+
+
+def about_processes(
+    name: str,
+    request: type[Any],
     told: type[Told],
-    progress: Progress,
-) -> Answers[Told]:
-    """Find the processes, here or on all nodes that are meant, and ask about those that `plan` chooses.
+    plan: Callable[[Sequence[NodeStacks], Asked], Mapping[str, dict[str, Any]]],
+    diagnose: Callable[[Asked, Answers[Told]], Report[Data]],
+    view: Callable[[Data], Iterable[RenderableType]],
+) -> Subcommand[Any, NodeAnswer[Told], Data]:
+    """Make a command that asks nodes about some of their processes.
 
     Args:
-        cluster: which nodes.
-        agent: what runs there: a collect whose facts() are distdiag.jobs.collect.facts, and which has a more().
+        name: of the command; what runs on the nodes is the collect of its folder: jobs.collect.facts, and a more().
+        request: the type of its request.
+        told: the type of what more() tells.
         plan: from the processes of all nodes, by host what more() is to be asked; "timeout_s" of it is how long it may
             take. A host that is left out is not asked.
-        told: the type of what more() tells.
-        progress: where it is said how far it is.
-
-    Raises:
-        UsageError: the options contradict each other.
-        DistdiagError: the node side failed on this machine; or what `plan` raises.
+        diagnose: judges; pure. May raise DistdiagError where nobody is there of those that were meant.
+        view: draws the report's data.
     """
-    targets = find_targets(cluster, os.environ)
-    answers = Answers[Told]()
-    with open_fleet(cluster, targets, agent) as fleet:
-        try:
-            reach(fleet, targets, progress)
-            by_host = take_processes(fleet, targets, answers)
-            _ask_all(fleet, by_host, plan(answers.nodes), told, answers, progress)
-        except KeyboardInterrupt:
-            if not answers.nodes:
-                raise
-            answers.interrupted = True
-        answers.rows = () if targets.launcher is None else fleet.rows
-        answers.refusals = dict(fleet.refusals)
-    return answers
+    module = f"distdiag.commands.{name.replace(' ', '.')}.collect"
+
+    def asks(request: Asked, hosts: Mapping[str, Processes]) -> Asks:
+        found = plan([NodeStacks(host, processes, ()) for host, processes in hosts.items()], request)
+        return Asks(by_host=found, timeout_s=max((ask["timeout_s"] for ask in found.values()), default=0.0))
+
+    def collect(request: Asked, progress: Progress) -> Gathered[NodeAnswer[Told]]:
+        question = Question[Processes, Told, NodeAnswer[Told]](
+            part=told,
+            plan=lambda hosts, _: asks(request, hosts),
+            join=lambda host, first, parts, _: NodeAnswer(host=host, processes=first, told=tuple(parts)),
+        )
+        return runner.gather(request.cluster, finder(module, request.wanted), question, progress)
+
+    return Subcommand(
+        name=name,
+        request=request,
+        facts=NodeAnswer[told],  # type: ignore[valid-type]
+        collect=collect,
+        diagnose=lambda request, gathered: diagnose(request, answers_of(gathered)),
+        view=lambda _, __, report: view(report.data),
+        explain=lambda request: runner.explain(request.cluster, finder(module, request.wanted)),
+        shown_as_typed=("threads",) if "threads" in request.__dataclass_fields__ else (),
+    )
 
 
 def finder(collect: str, wanted: Wanted) -> Agent:
     """Say what runs on the nodes: a collect that begins with the processes there."""
-    return Agent(collect=collect, ask={"pids": list(wanted.pids), "user": wanted.user})
-
-
-def explain(cluster: Cluster, agent: Agent) -> list[str]:
-    """Write how the hosts would be reached."""
-    return access.explain(cluster, find_targets(cluster, os.environ), agent)
+    return Agent(collect=collect, facts=Processes, ask={"pids": list(wanted.pids), "user": wanted.user})
 
 
 def chosen_of(answers: Answers[Told], wanted: Wanted, command: str) -> list[Chosen]:
@@ -99,52 +121,3 @@ def chosen_of(answers: Answers[Told], wanted: Wanted, command: str) -> list[Chos
     if not chosen and not answers.refusals and not answers.interrupted:
         raise ranks.nobody(answers.nodes, wanted, command)
     return list(chosen)
-
-
-def reach(fleet: Fleet, targets: Targets, progress: Progress) -> None:
-    """Log in to the nodes, and say how far that is."""
-    if targets.launcher is not None:
-        progress.news(f"reaching {describe(targets)}")
-    fleet.gather(lambda now: progress.now(f"{len(now.up)} of {len(now.hosts)} hosts reached"))
-
-
-def take_processes(fleet: Fleet, targets: Targets, answers: Answers[Told]) -> dict[str, Node]:
-    """Take what the nodes told of their processes, by host; a second name of the same machine adds nothing."""
-    by_host = {}
-    for node in fleet.machines(local=targets.launcher is None):
-        try:
-            facts = node.facts(Processes)
-        except DistdiagError as error:
-            fleet.refuse(node.name, Refusal(state=HostState.NONSENSE, stage="facts", message=str(error)), node.began)
-            continue
-        host = facts.host if targets.launcher is None else node.host
-        answers.nodes.append(NodeStacks(host, facts, ()))
-        by_host[host] = node
-    return by_host
-
-
-def _ask_all(
-    fleet: Fleet,
-    by_host: Mapping[str, Node],
-    asks: Mapping[str, dict[str, Any]],
-    type_: type[Told],
-    answers: Answers[Told],
-    progress: Progress,
-) -> None:
-    """Ask all nodes at the same time."""
-    hosts = {by_host[host].name: host for host in asks}
-    for host, ask in asks.items():
-        by_host[host].order("collect", ask=ask)
-        answers.missing[host] = _UNFINISHED
-    timeout_s = max((ask["timeout_s"] for ask in asks.values()), default=0.0)
-    nodes = [by_host[host] for host in asks]
-    for node, facts, why in fleet.more_from(nodes, timeout_s, lambda names: progress.now(f"waiting for {names[:4]}")):
-        host = hosts[node.name]
-        if why is None:
-            try:
-                answers.told.setdefault(host, []).append(decode(facts, type_, host))
-            except DistdiagError as error:
-                answers.missing[host] = str(error)
-        elif why or answers.missing[host] == _UNFINISHED:
-            answers.missing[host] = why
-    answers.missing = {host: why for host, why in answers.missing.items() if why}

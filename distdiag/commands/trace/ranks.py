@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import fold, fold_ranks, name_ranks
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.jobs.collect import Process
-from distdiag.jobs.roles import answers_to, find_jobs
+from distdiag.jobs.roles import answers_to, find_jobs, launcher_name, without_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -124,6 +124,12 @@ def nobody(nodes: Sequence[NodeStacks], wanted: Wanted, again: str) -> DistdiagE
     if wanted.pids:
         pids = ", ".join(map(str, wanted.pids))
         several = len(wanted.pids) > 1
+        if any(node.processes.asked_unseen for node in nodes):
+            return DistdiagError(
+                f"{'processes' if several else 'process'} {pids}{place}: alive, and /proc does not show "
+                f"{'them' if several else 'it'} to this user",
+                hint="run it as root, or as that user; /proc may be mounted with hidepid, or be another namespace's",
+            )
         return DistdiagError(
             f"there {'are no processes' if several else 'is no process'} {pids}{place}",
             hint="it has ended, or it is on another host: --hosts LIST; --rank finds processes by their rank",
@@ -136,6 +142,13 @@ def nobody(nodes: Sequence[NodeStacks], wanted: Wanted, again: str) -> DistdiagE
             hint=f"found: {there}; others may be on other hosts: --hosts LIST, or --slurm-job ID",
         )
     of = f" of job {wanted.job}" if wanted.job else f" of user {wanted.user}" if wanted.user else ""
+    if not of and (launchers := without_ranks(nodes)):
+        host, launcher = launchers[0]
+        return DistdiagError(
+            f"{launcher_name(launcher)} (pid {launcher.pid} on {host}) has started no rank: torchrun waits so in its "
+            "rendezvous until all nodes have come; srun and mpirun for resources",
+            hint="see whether it runs on all nodes, and whether they reach its endpoint: distdiag ports --hosts NODES",
+        )
     known = ", ".join(job.name for job in find_jobs(nodes)[:_SHOWN] if job.name) if wanted.job else ""
     return DistdiagError(
         f"no rank{of} was found{place}: no process has RANK, SLURM_PROCID, OMPI_COMM_WORLD_RANK, PMI_RANK or the like "
@@ -150,7 +163,7 @@ def _asked(node: NodeStacks, pids: Iterable[int]) -> Iterator[Process]:
     for pid in dict.fromkeys(pids):
         if pid in known:
             yield known[pid]
-        elif pid not in node.processes.asked_missing:
+        elif pid not in node.processes.asked_missing and pid not in node.processes.asked_unseen:
             yield replace(_BARE, pid=pid)
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from distdiag.commands.gpu_test.isolate import diagnose
+from distdiag.commands.gpu_test.isolate.model import Fault, Isolated, Request
+from distdiag.commands.gpu_test.isolate.view import isolate_view
 from distdiag.errors import UsageError
+from distdiag.workload import carry_out
 from distdiag.workload.job import Job
 from distdiag.workload.model import Device
 
 if TYPE_CHECKING:
-    from distdiag.commands.gpu_test.isolate.model import Fault, Isolated, Request
-    from distdiag.workload.model import Plan, Share
+    from distdiag.cluster.recipes import Recipe
+    from distdiag.runner import Subcommand
+    from distdiag.workload.record import Plan, RunRecord, Share
 
 _ITERATIONS = 4
 _PAIR_TIMEOUT_S = {Device.CPU: 3.0, Device.CUDA: 15.0}
@@ -64,3 +68,10 @@ def _fault(fault: Fault, nproc: int) -> dict[str, Any]:
         "slow_ranks": list(fault.first) or list(range(nproc)),
         "lag_s": _LAG_S,
     }
+
+
+def subcommand(recipe: Recipe | None) -> Subcommand[Request, RunRecord, Isolated]:
+    """Make the command; `recipe`: the launcher for which lines are to be written instead."""
+    return carry_out.subcommand(
+        "gpu-test", Request, job_of, lambda _, report: isolate_view(report), recipe, saved_as="gpu-test --isolate"
+    )

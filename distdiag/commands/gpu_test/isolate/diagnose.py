@@ -14,11 +14,12 @@ from distdiag.commands.gpu_test.isolate.pairs import Kind, Pair, PairStatus
 from distdiag.report import Finding, Fix, Level, Report, Where
 from distdiag.workload import judge
 from distdiag.workload.model import Device
+from distdiag.workload.pauses import paused
 
 if TYPE_CHECKING:
     from distdiag.commands.gpu_test.isolate.model import Request
     from distdiag.commands.gpu_test.isolate.pairs import Classification
-    from distdiag.workload.model import Course, NotRun, Plan, Scene
+    from distdiag.workload.record import Course, NotRun, Plan, Scene
 
 _SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\] ")
 """Where in its own source gloo raised an error."""
@@ -59,6 +60,7 @@ def diagnose(request: Request, scene: Scene, plan: Plan, course: Course) -> Repo
     found = judge.findings_of(request, scene, plan, course)
     if finished and plan.nproc > 1:
         found += _finding(request, classification, data)
+        found += paused(request, course.traces, {one.rank: judge.payloads([one], "paused") for one in course.traces})
     interrupted = course.outcome is Outcome.INTERRUPTED
     return Report(
         command=request.command,

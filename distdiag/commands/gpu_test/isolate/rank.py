@@ -14,8 +14,8 @@ import time
 from datetime import timedelta
 
 from distdiag.commands.gpu_test.isolate.coordinator import Coordinator
+from distdiag.workload.rank import Pauses, first_lines, run_rank
 from distdiag.workload.rank import Rank as AnyRank
-from distdiag.workload.rank import first_lines, run_rank
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -56,10 +56,14 @@ class Rank(AnyRank):
         self.pattern = tile.repeat(count // _PERIOD + 1)[:count]
         self.due = 2 * self.pattern + 1
         self.buffer = torch.empty_like(self.pattern)
+        pauses = Pauses()
+        pauses.start()
+        pauses.begin()
         if self.rank == 0:
             self.lead()
         else:
             self.follow()
+        self.progress.step("pairs are measured", paused=pauses.told())
 
     def lead(self) -> None:
         """As rank 0, plan each round, take part in it, and report what came of it."""

@@ -29,6 +29,9 @@ DOZEN = 12
 _CALM = 1 / 100
 """Of the looks at good pairs may be slow there."""
 
+_FASTEST = 1e15
+"""Bytes/s: a thousand times what the fastest link of any node does."""
+
 
 def judge(looks: Looks, node_of: Mapping[int, int | str]) -> tuple[float, set[Pair], set[Pair]]:
     """Find the slow pairs of a level. What a look saw at best counts, as noise makes slow and never fast.
@@ -41,6 +44,7 @@ def judge(looks: Looks, node_of: Mapping[int, int | str]) -> tuple[float, set[Pa
         The typical bandwidth in bytes/s, the pairs that are slow, and those that look slow but too seldom so far,
         given how often good ones do.
     """
+    looks = {pair: [_possible(speed) for speed in own] for pair, own in looks.items()}
     best = {pair: max(own) for pair, own in looks.items()}
     typical, least = _norm(list(best.values()))
     below = {pair for pair, speed in best.items() if speed < least}
@@ -87,6 +91,11 @@ def _proven(looks: Looks, below: Collection[Pair], node_of: Mapping[int, int | s
         return max(by_chance(looks[pair], near[node]) * pairs_of[node] for node in nodes)
 
     return {pair for pair in below if chance(pair) < _FALSE_ALARMS}
+
+
+def _possible(speed: float) -> float:
+    """Take what no link does, as a node that lies may say it, for as good as nothing, in bytes/s."""
+    return speed if 1.0 <= speed <= _FASTEST else 1.0
 
 
 def _norm(speeds: Sequence[float]) -> tuple[float, float]:

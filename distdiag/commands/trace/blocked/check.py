@@ -1,46 +1,26 @@
-"""collect -> diagnose, for trace blocked: look at all processes of the jobs, on all nodes at the same time."""
+"""trace blocked from its request to its report: all processes of the jobs are looked at, on all nodes at once."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from distdiag.commands.trace import nodes as all_nodes
 from distdiag.commands.trace import ranks
 from distdiag.commands.trace.blocked.collect import Told
+from distdiag.commands.trace.blocked.diagnose import diagnose
+from distdiag.commands.trace.blocked.model import COMMAND, Request
 from distdiag.commands.trace.blocked.result import LOOK_S
+from distdiag.commands.trace.blocked.view import trace_blocked_view
+from distdiag.commands.trace.nodes import Answers, about_processes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.commands.trace.blocked.model import Request
     from distdiag.commands.trace.blocked.result import TraceBlocked
-    from distdiag.deliver import Progress
     from distdiag.jobs.nodes import NodeStacks
     from distdiag.report import Report
 
-_COLLECT = "distdiag.commands.trace.blocked.collect"
 _SPARE_S, _EACH_S = 15.0, 2.0
 """For a node, and for each process on it: the memory of one, and every file system of it, may have to be given up."""
-
-
-def check(request: Request, progress: Progress) -> Report[TraceBlocked]:
-    """Look at the jobs on this node, or on all nodes that are asked for.
-
-    Raises:
-        UsageError: the options contradict each other.
-        DistdiagError: there is no such process; or the node side failed on this machine.
-    """
-    agent = all_nodes.finder(_COLLECT, request.wanted)
-    answers = all_nodes.ask(request.cluster, agent, lambda nodes: _plan(nodes, request), Told, progress)
-    chosen = all_nodes.chosen_of(answers, request.wanted, f"{request.program} trace blocked")
-    from distdiag.commands.trace.blocked.diagnose import diagnose
-
-    return diagnose(request, answers, chosen)
-
-
-def explain(request: Request) -> list[str]:
-    """Write how the hosts would be reached."""
-    return all_nodes.explain(request.cluster, all_nodes.finder(_COLLECT, request.wanted))
 
 
 def _plan(nodes: Sequence[NodeStacks], request: Request) -> dict[str, dict[str, Any]]:
@@ -55,3 +35,10 @@ def _plan(nodes: Sequence[NodeStacks], request: Request) -> dict[str, dict[str, 
         if pids:
             asks[node.host] = {"pids": pids, "interval_s": LOOK_S, "timeout_s": _SPARE_S + _EACH_S * len(pids)}
     return asks
+
+
+def _diagnose(request: Request, answers: Answers[Told]) -> Report[TraceBlocked]:
+    return diagnose(request, answers, ranks.choose(answers.nodes, request.wanted))
+
+
+SUBCOMMAND = about_processes(COMMAND, Request, Told, _plan, _diagnose, trace_blocked_view)

@@ -24,13 +24,17 @@ _WAITERS = 8
 
 @dataclass(frozen=True)
 class Blocked:
-    """One process. `moved`: its threads that ran between the looks; `tracer`: who traces it. No threads: it is gone."""
+    """One process. `moved`: its threads that ran between the looks; `tracer`: who traces it. No threads: it is gone.
+
+    `thaws`: the command that lets it go on, if its cgroup is frozen.
+    """
 
     pid: int
     state: str
     tracer: int | None
     threads: tuple[Thread, ...]
     moved: tuple[int, ...]
+    thaws: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ def _process(pid: int, first: dict[int, tuple[str, ...]], look: Look) -> Blocked
     threads = tuple(_without_crowd(one) for one in blocked.blocked(pid, look))
     last = _ran(pid)
     moved = tuple(one.tid for one in threads if first.get(one.tid) != last.get(one.tid))
-    return Blocked(pid, machine.process_state(pid).letter, procs.tracer(pid), threads, moved)
+    return Blocked(pid, machine.process_state(pid).letter, procs.tracer(pid), threads, moved, procs.thaws_by(pid))
 
 
 def _without_crowd(one: Thread) -> Thread:

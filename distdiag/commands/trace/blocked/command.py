@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
-from distdiag.commands.trace.blocked.model import COMMAND, Request, Threads
-from distdiag.options import JsonOpt, StrictOpt, called_as, on_hosts
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from rich.console import RenderableType
-
-    from distdiag.commands.trace.blocked.result import TraceBlocked
-    from distdiag.report import Report
+from distdiag.commands.trace.blocked.model import Request, Threads
+from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
 
 
 @on_hosts
@@ -37,6 +29,8 @@ def blocked(
         str, typer.Option(metavar="NAME", help="Only this user's processes. [default: all we may see]")
     ] = "",
     threads: Annotated[Threads, typer.Option(help="Which threads to show.")] = Threads.MAIN,
+    save: SaveOpt = "",
+    from_: FromOpt = None,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
     *,
@@ -50,33 +44,11 @@ def blocked(
     Exit status: 0 not hung, 1 somebody is waited for in vain, 2 wrong usage, 3 /proc cannot tell, or no process was
     found, 130 interrupted.
     """
-    from distdiag.deliver import Output, deliver, deliver_lines
+    from distdiag import runner
+    from distdiag.commands.trace.blocked.check import SUBCOMMAND
+    from distdiag.commands.trace.ranks import wanted
 
     def asked() -> Request:
-        from distdiag.commands.trace.ranks import wanted
-
         return Request(program=called_as(), cluster=cluster, wanted=wanted(pid, rank, job, user), threads=threads)
 
-    def run() -> Report[TraceBlocked]:
-        from distdiag.commands.trace.blocked.check import check
-        from distdiag.deliver import Progress, is_done_by_another
-
-        request = asked()
-        if is_done_by_another():
-            raise typer.Exit(0)
-        with Progress() as progress:
-            return check(request, progress)
-
-    def view(report: Report[TraceBlocked]) -> Iterable[RenderableType]:
-        from distdiag.commands.trace.blocked.view import trace_blocked_view
-
-        return trace_blocked_view(report.data)
-
-    def commands() -> list[str]:
-        from distdiag.commands.trace.blocked.check import explain
-
-        return explain(asked())
-
-    if cluster.explain:
-        deliver_lines(COMMAND, commands, as_json=as_json)
-    deliver(COMMAND, run, view, Output(json=as_json, strict=strict))
+    runner.run(SUBCOMMAND, asked, runner.Options(as_json, strict, save, from_, cluster.explain))

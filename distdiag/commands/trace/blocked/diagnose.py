@@ -12,8 +12,9 @@ from distdiag.commands.trace.blocked.findings import Case, root_wait
 from distdiag.commands.trace.blocked.model import COMMAND, Threads
 from distdiag.commands.trace.blocked.result import LOOK_S, Chain, JobRow, Kind, Last, ThreadRow, TraceBlocked, Waiter
 from distdiag.commands.trace.blocked.waits import wait_of
+from distdiag.commands.trace.ranks import nobody
 from distdiag.commands.trace.who import People
-from distdiag.report import Finding, Level, Report, Where
+from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -41,6 +42,8 @@ def diagnose(request: Request, answers: Answers[Told], chosen: Sequence[Chosen])
     cases = [Case(request, job, own, waits) for job, own in _cases(chosen)]
     user = answers.nodes[0].processes.user if answers.nodes else 0
     found = [one for case in cases for one in _of_case(case, found_trees, user, several=len(cases) > 1)]
+    if not chosen and not answers.refusals and not answers.interrupted:
+        found.append(_nobody(request, answers))
     found += _missing(answers)
     found += host_findings(answers.refusals, answers.rows)
     shown = [*keys, *_awaited_helpers(keys, waits)]
@@ -54,6 +57,17 @@ def diagnose(request: Request, answers: Answers[Told], chosen: Sequence[Chosen])
     )
     return Report(
         command=COMMAND, data=data, findings=tuple(found), summary=_summary(found), interrupted=answers.interrupted
+    )
+
+
+def _nobody(request: Request, answers: Answers[Told]) -> Finding:
+    why = nobody(answers.nodes, request.wanted, f"{request.program} trace blocked")
+    return Finding(
+        id="trace.no-job",
+        level=Level.UNKNOWN,
+        title=str(why),
+        where=Where(hosts=tuple(node.host for node in answers.nodes)),
+        fix=Fix(text=why.hint) if why.hint else None,
     )
 
 
@@ -94,6 +108,8 @@ def _of_case(case: Case, found_trees: Sequence[Tree], user: int, *, several: boo
     own = [tree for tree in found_trees if _is_about(tree, case.keys)]
     found = [*findings.of_trees(case, own), *findings.of_themselves(case, own), *findings.of_gone(case)]
     unread = findings.unreadable(case, user)
+    if not found:
+        found += findings.by_exclusion(case)
     if not found:
         found += findings.undecided(case)
     if all(one.level is not Level.INFO for one in found):

@@ -95,11 +95,14 @@ def of_gone(case: Case) -> list[Finding]:
         ranks = [one.rank for one in gone if one.rank is not None]
         who = name_ranks(ranks) if ranks else "a process"
         hosts = fold(dict.fromkeys(one.host for one in gone))
-        rest = standing(others, [root_wait(case, key) for key in others], case.people)
+        waits = [root_wait(case, key) for key in others]
+        rest = standing(others, waits, case.people)
+        # Where nobody sleeps in what may be a collective, the job may just be at its end.
+        awaited = any(wait.kind in _INSIDE for wait in waits)
         found.append(
             Finding(
                 id="trace.gone",
-                level=Level.FAIL,
+                level=Level.FAIL if awaited else Level.UNKNOWN,
                 title=f"{who} ({hosts}) {'has' if len(gone) == 1 else 'have'} ended; {rest}",
                 where=Where(hosts=tuple(dict.fromkeys(one.host for one in gone)), ranks=tuple(ranks)),
                 fix=Fix(
@@ -135,57 +138,137 @@ def unreadable(case: Case, user: int) -> list[Finding]:
     return [_finding("unreadable", Level.UNKNOWN, f"{names} may not be read", keys, case, fix=_rights(case, user))]
 
 
+def by_exclusion(case: Case) -> list[Finding]:
+    """Name the few that do something else while all others of the job have been asleep inside of it for long.
+
+    Who waits in threads of its own, at the store or for a rank may be in a collective. The few that wait for something
+    outside of the job, or run, are then what the others wait for. That holds only if all ranks were seen: what one of
+    them waits for may else be a rank, on a host that was not looked at.
+    """
+    keys = [key for key in case.keys if _kind(case, key) is not Kind.ENDED]
+    inside = [key for key in keys if _kind(case, key) in _INSIDE]
+    outside = [key for key in keys if key not in inside]
+    if case.job is None or case.job.unseen or not outside or len(outside) > len(inside):
+        return []
+    if any(_is_unclear(root_wait(case, key)) for key in outside):
+        return []
+    since = [root_wait(case, key).since_s for key in inside]
+    if any(seconds is None or seconds <= LONG_S for seconds in since):
+        return []
+    running = [key for key in outside if _is_running(root_wait(case, key))]
+    waking = [key for key in outside if key not in running and root_wait(case, key).kind is Kind.RUNS]
+    still = [key for key in outside if key not in running and key not in waking]
+    others = standing(inside, [root_wait(case, key) for key in inside], case.people)
+    found = []
+    for members, name, level, doubt in (
+        (running, "straggler", Level.WARN, "It may only be slower than the others: look again in a minute. "),
+        (
+            waking,
+            "straggler",
+            Level.UNKNOWN,
+            "It may only be slower, or ask again and again for what another owes it. ",
+        ),
+        (still, "stuck-rank", Level.FAIL, ""),
+    ):
+        if members:
+            waits = [root_wait(case, key) for key in members]
+            title = f"{standing(members, waits, case.people, whole=True)}; {others}"
+            detail = f"{doubt}All others have been asleep inside the job for more than {LONG_S:g} s."
+            fix = _stacks_of(case, members)
+            found.append(_finding(name, level, title, members, case, detail=detail, fix=fix))
+    return found
+
+
+_INSIDE = (Kind.OWN_THREADS, Kind.STORE, Kind.PEER)
+"""What may be the wait for a collective."""
+
+
+def _is_unclear(wait: Wait) -> bool:
+    """Tell whether nothing says what it waits for: it may be the job as well."""
+    is_asleep = wait.thread is None or wait.thread.state != "D"
+    return wait.kind is Kind.UNREADABLE or (wait.kind is Kind.KERNEL and is_asleep)
+
+
+def _is_running(wait: Wait) -> bool:
+    return wait.kind is Kind.RUNS and wait.thread is not None and wait.thread.state == "R"
+
+
 def undecided(case: Case) -> list[Finding]:
-    """Say what all of them do where nobody can be blamed: they run, they have just run, or /proc cannot tell."""
+    """Say what all of them do where nobody can be blamed: they go on, or /proc cannot tell."""
     keys = [key for key in case.keys if _kind(case, key) not in (Kind.UNREADABLE, Kind.ENDED)]
     waits = [root_wait(case, key) for key in keys]
     if not keys:
         return []
-    running = [key for key, wait in zip(keys, waits, strict=True) if wait.kind is Kind.RUNS]
-    young = [key for key, wait in zip(keys, waits, strict=True) if wait.since_s is None or wait.since_s <= LONG_S]
     told = standing(keys, waits, case.people)
+    asleep = [wait for wait in waits if wait.kind is not Kind.RUNS]
+    if any(wait.since_s is not None and wait.since_s > LONG_S for wait in asleep):
+        return [_stands_still(case, keys, waits, told)]
+    if why := _may_be_hung(case, keys, waits):
+        return [_finding("undecided", Level.UNKNOWN, f"{told}: {why}", keys, case, fix=_stacks_of(case, keys))]
+    return [_finding("not-hung", Level.INFO, f"not hung, as far as can be seen in {LOOK_S:g} s: {told}", keys, case)]
+
+
+def _may_be_hung(case: Case, keys: Sequence[Key], waits: Sequence[Wait]) -> str:
+    """Say why ranks of which none has slept for long may be hung all the same; empty if that is not likely."""
+    running = [key for key, wait in zip(keys, waits, strict=True) if _is_running(wait)]
+    if len(running) == len(keys) and any(_uses_gpu(case, key) for key in running):
+        return "who waits for a GPU runs as well, and /proc does not tell it from work"
     if running:
-        title = f"not hung, as far as can be seen in {LOOK_S:g} s: {told}"
-        return [_finding("not-hung", Level.INFO, title, running, case)]
-    if young:
-        title = f"not hung for long: {told}; look again in a few seconds"
-        return [_finding("not-hung", Level.INFO, title, keys, case)]
-    return [_stands_still(case, keys, waits, told)]
+        return ""
+    if all(wait.since_s is not None and wait.kind is not Kind.RUNS for wait in waits):
+        return "not for long; look again in a few seconds"
+    woke = [wait for wait in waits if wait.kind is Kind.RUNS and "sleep" not in wait.does]
+    if len(keys) > 1 and len(woke) == len(keys):
+        return ""
+    return "/proc does not tell a slow step from a loop that only asks again and again"
+
+
+def _uses_gpu(case: Case, key: Key) -> bool:
+    process = case.people.processes.get(key)
+    return process is not None and process.gpu
+
+
+def _stacks_of(case: Case, keys: Sequence[Key]) -> Fix:
+    return Fix(
+        text="read their stacks" if len(keys) > 1 else "read its stack",
+        commands=(again(case.request, "pyspy-all", *_about(case)),),
+    )
 
 
 def _stands_still(case: Case, keys: list[Key], waits: list[Wait], told: str) -> Finding:
     inside = [key for key, wait in zip(keys, waits, strict=True) if wait.kind in (Kind.OWN_THREADS, Kind.STORE)]
     odd = [(key, wait) for key, wait in zip(keys, waits, strict=True) if key not in inside]
-    look = Fix(
-        text="read their stacks" if len(keys) > 1 else "read its stack",
-        commands=(again(case.request, "pyspy-all", *_about(case)),),
-    )
     if inside and odd:
         # Those that stand elsewhere come first: the others most likely wait for them.
         elsewhere = standing([key for key, _ in odd], [wait for _, wait in odd], case.people, whole=True)
         others = standing(inside, [root_wait(case, key) for key in inside], case.people)
         title = told = f"{elsewhere}; {others}: /proc cannot tell for whom"
     elif inside and len(keys) > 1:
-        title = f"/proc cannot tell: all {len(keys)} wait in their communication library's own threads, or at the store"
+        title = (
+            f"all {len(keys)} wait for other threads of their own, or at the store: in a collective, a lock, an event "
+            "or a join, which /proc does not tell apart"
+        )
     elif len(keys) > 1:
         title = f"nobody runs, and nobody is known to wait for another: {told}"
     else:
         title = told
     detail = "" if told in title else f"{told[:1].upper()}{told[1:]}."
-    return _finding("undecided", Level.UNKNOWN, title, keys, case, detail=detail, fix=look)
+    return _finding("undecided", Level.UNKNOWN, title, keys, case, detail=detail, fix=_stacks_of(case, keys))
 
 
 def _of_tree(case: Case, tree: Tree) -> Finding | None:
     wait = root_wait(case, tree.root)
     root = case.people.name(tree.root, whole=True)
     rest = waiting(tree, case.people)
-    keys = [tree.root, *(edge.waiter for edge in tree.edges)]
+    # Who only waits for it is no culprit; what is no rank is named with the ranks that wait for it.
+    is_rank = case.people.rank(tree.root) is not None
+    keys = [tree.root, *(edge.waiter for edge in tree.edges if edge.to == tree.root and not is_rank)]
     long = _stood_s(tree, wait)
     level = Level.FAIL if long is not None and long > LONG_S else Level.WARN
     if tree.is_cycle:
         circle = [edge.waiter for edge in tree.edges if edge.waiter in {other.to for other in tree.edges}]
         title = f"{several(sorted(circle), case.people)} wait for each other: {rest}"
-        return _finding("waits-for", level, title, keys, case, detail=_CYCLE)
+        return _finding("waits-for", level, title, sorted(circle), case, detail=_CYCLE)
     locks = [edge for edge in tree.edges if edge.to == tree.root and edge.wait.kind is Kind.LOCK]
     if locks:
         title = f"{root} holds the lock on {locks[0].wait.end}"
@@ -212,6 +295,10 @@ def _stood_s(tree: Tree, wait: Wait) -> float | None:
 def _fix(case: Case, keys: Sequence[Key], wait: Wait, why: str = "") -> Fix | None:
     host, pid = keys[0]
     place = f"on {fold(dict.fromkeys(key[0] for key in keys))}"
+    if wait.thaws:
+        return Fix(text=f"{place}, thaw its cgroup: docker unpause CONTAINER, or as root", commands=(wait.thaws,))
+    if wait.thread is not None and wait.thread.state == "t":
+        return Fix(text=f"{place}, leave the debugger or the tracer: detach, or let it continue; SIGCONT does not help")
     if wait.kind is Kind.STOPPED:
         pids = " ".join(str(key[1]) for key in keys)
         return Fix(text=f"{place}, let it go on, and find who stopped it", commands=(f"kill -CONT {pids}",))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from distdiag.cluster.targets import Cluster
-    from distdiag.commands.trace.ranks import Wanted
+# msgspec reads the annotations.
+from distdiag.cluster.targets import Cluster  # noqa: TC001
+from distdiag.commands.trace.ranks import Wanted  # noqa: TC001
 
 COMMAND = "trace blocked"
 

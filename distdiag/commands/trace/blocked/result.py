@@ -52,6 +52,7 @@ class Wait:
     end: str = ""
     wants: str = ""
     again: bool = False
+    thaws: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

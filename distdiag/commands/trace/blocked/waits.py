@@ -35,6 +35,9 @@ def wait_of(thread: Thread, process: Blocked, host: str, people: People) -> Wait
     """Tell what a thread waits for."""
     if process.state in ENDED:
         return _wait(thread, Kind.ENDED, "ended", "has ended")
+    if process.thaws:
+        found = _wait(thread, Kind.STOPPED, "a frozen cgroup", "is frozen with its cgroup", thread.state)
+        return replace(found, thaws=process.thaws)
     if thread.state in STOPPED:
         by = f" by {people.name((host, process.tracer))}, which traces it" if process.tracer else ""
         return _wait(thread, Kind.STOPPED, f"stopped{by}", f"is stopped{by}", thread.state)
@@ -134,6 +137,9 @@ def _on_files(thread: Thread, files: Sequence[Target]) -> Wait:
         return _wait(
             thread, Kind.OWN_THREADS, "a pipe of its own", "waits for another thread of its own", thread.syscall
         )
+    if one.kind == "socket" and thread.syscall in _ANY_OF:  # nobody else has the other end: how an event loop is woken
+        on = "a socket of its own"
+        return _wait(thread, Kind.OWN_THREADS, on, "waits in its event loop for threads of its own", thread.syscall)
     other = ", which nobody else has open for writing" if nobody and verb == "reads" else ""
     other = other or (", which nobody else reads" if nobody else "")
     what = "its terminal" if one.target.startswith(("/dev/pts/", "/dev/tty")) else one.target

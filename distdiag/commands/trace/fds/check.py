@@ -1,48 +1,25 @@
-"""collect -> diagnose, for trace fds."""
+"""trace fds from its request to its report."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from distdiag.commands.trace import nodes as all_nodes
 from distdiag.commands.trace import ranks
 from distdiag.commands.trace.fds.collect import Told
-from distdiag.errors import UsageError
+from distdiag.commands.trace.fds.diagnose import diagnose
+from distdiag.commands.trace.fds.model import COMMAND, Request
+from distdiag.commands.trace.fds.view import trace_fds_view
+from distdiag.commands.trace.nodes import Answers, about_processes, chosen_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.commands.trace.fds.model import Request
     from distdiag.commands.trace.fds.result import TraceFds
-    from distdiag.deliver import Progress
     from distdiag.jobs.nodes import NodeStacks
     from distdiag.report import Report
 
-_COLLECT = "distdiag.commands.trace.fds.collect"
 _SPARE_S, _EACH_S = 15.0, 2.0
 """For a node, and for each process on it: every file system of it may have to be given up."""
-
-
-def check(request: Request, progress: Progress) -> Report[TraceFds]:
-    """Read what the chosen processes have open, on this node or on all that are asked for.
-
-    Raises:
-        UsageError: nobody is named, or the options contradict each other.
-        DistdiagError: there is no such process; or the node side failed on this machine.
-    """
-    if not (request.wanted.pids or request.wanted.ranks or request.wanted.job):
-        raise UsageError("say of which process", hint="distdiag trace fds PID, or --rank 0-3, or --job ID")
-    agent = all_nodes.finder(_COLLECT, request.wanted)
-    answers = all_nodes.ask(request.cluster, agent, lambda nodes: _plan(nodes, request), Told, progress)
-    chosen = all_nodes.chosen_of(answers, request.wanted, f"{request.program} trace fds")
-    from distdiag.commands.trace.fds.diagnose import diagnose
-
-    return diagnose(request, answers, chosen)
-
-
-def explain(request: Request) -> list[str]:
-    """Write how the hosts would be reached."""
-    return all_nodes.explain(request.cluster, all_nodes.finder(_COLLECT, request.wanted))
 
 
 def _plan(nodes: Sequence[NodeStacks], request: Request) -> dict[str, dict[str, Any]]:
@@ -60,3 +37,10 @@ def _plan(nodes: Sequence[NodeStacks], request: Request) -> dict[str, dict[str, 
         if pids or others:
             asks[node.host] = {"pids": pids, "others": others, "timeout_s": _SPARE_S + _EACH_S * len(pids)}
     return asks
+
+
+def _diagnose(request: Request, answers: Answers[Told]) -> Report[TraceFds]:
+    return diagnose(request, answers, chosen_of(answers, request.wanted, f"{request.program} trace fds"))
+
+
+SUBCOMMAND = about_processes(COMMAND, Request, Told, _plan, _diagnose, trace_fds_view)

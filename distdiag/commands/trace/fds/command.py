@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
-from distdiag.commands.trace.fds.model import COMMAND, Request
-from distdiag.options import JsonOpt, StrictOpt, called_as, on_hosts
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from rich.console import RenderableType
-
-    from distdiag.commands.trace.fds.result import TraceFds
-    from distdiag.report import Report
+from distdiag.commands.trace.fds.model import Request
+from distdiag.errors import UsageError
+from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
 
 
 @on_hosts
@@ -34,6 +27,8 @@ def fds(
             help="All of this job, or its --rank: torchrun's run id, MASTER_ADDR:MASTER_PORT or a SLURM id.",
         ),
     ] = "",
+    save: SaveOpt = "",
+    from_: FromOpt = None,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
     *,
@@ -46,33 +41,13 @@ def fds(
     Exit status: 0 read, also with warnings, 2 wrong usage, 3 not ours to read, or no process was found,
     130 interrupted.
     """
-    from distdiag.deliver import Output, deliver, deliver_lines
+    from distdiag import runner
+    from distdiag.commands.trace.fds.check import SUBCOMMAND
+    from distdiag.commands.trace.ranks import wanted
 
     def asked() -> Request:
-        from distdiag.commands.trace.ranks import wanted
-
+        if not (pid or rank or job or from_):
+            raise UsageError("say of which process", hint="distdiag trace fds PID, or --rank 0-3, or --job ID")
         return Request(program=called_as(), cluster=cluster, wanted=wanted(pid, rank, job, ""))
 
-    def run() -> Report[TraceFds]:
-        from distdiag.commands.trace.fds.check import check
-        from distdiag.deliver import Progress, is_done_by_another
-
-        request = asked()
-        if is_done_by_another():
-            raise typer.Exit(0)
-        with Progress() as progress:
-            return check(request, progress)
-
-    def view(report: Report[TraceFds]) -> Iterable[RenderableType]:
-        from distdiag.commands.trace.fds.view import trace_fds_view
-
-        return trace_fds_view(report.data)
-
-    def commands() -> list[str]:
-        from distdiag.commands.trace.fds.check import explain
-
-        return explain(asked())
-
-    if cluster.explain:
-        deliver_lines(COMMAND, commands, as_json=as_json)
-    deliver(COMMAND, run, view, Output(json=as_json, strict=strict))
+    runner.run(SUBCOMMAND, asked, runner.Options(as_json, strict, save, from_, cluster.explain))

@@ -26,7 +26,8 @@ class Typed:
     job: str
     for_: str
     only: tuple[str, ...]
-    save: str
+    logs: str
+    payload_bytes: int
     from_: tuple[str, ...]
     report: str
     cluster: Cluster
@@ -36,28 +37,6 @@ class Typed:
     def chooses(self) -> bool:
         """Whether processes that run were named."""
         return bool(self.pids or self.ranks or self.job)
-
-
-def attach(typed: Typed, program: str) -> Report[TraceSys]:
-    """Trace processes that run.
-
-    Raises:
-        UsageError: the options contradict each other.
-        DistdiagError: there is no such process; or the node side failed on this machine.
-    """
-    from distdiag.commands.trace.sys.check import check
-    from distdiag.deliver import Progress
-
-    request = _request(typed, program)
-    with Progress() as progress:
-        return check(request, progress)
-
-
-def explain(typed: Typed, program: str) -> list[str]:
-    """Write how the hosts would be reached. Raises UsageError."""
-    from distdiag.commands.trace.sys.check import explain
-
-    return explain(_request(typed, program))
 
 
 def judge(typed: Typed, program: str) -> Report[TraceSys]:
@@ -70,9 +49,10 @@ def judge(typed: Typed, program: str) -> Report[TraceSys]:
     from distdiag.commands.trace.sys import saved
     from distdiag.commands.trace.sys.diagnose import judge_logs
 
-    if typed.chooses or typed.save or typed.report or typed.only or typed.cluster.typed():
+    if typed.chooses or typed.logs or typed.payload_bytes or typed.report or typed.only or typed.cluster.typed():
         raise UsageError(
-            "--from judges logs that are there", hint="leave out processes, hosts, --only, --save and --report"
+            "--from judges logs that are there",
+            hint="leave out processes, hosts, --only, --logs, --payload and --report",
         )
     subjects, logs = saved.read([*typed.from_, *typed.command])  # a shell has made several names of --from DIR/*
     return judge_logs(Request(program=program, cluster=typed.cluster, wanted=Wanted()), subjects, logs)
@@ -87,15 +67,28 @@ def start(typed: Typed, program: str) -> Request:
         )
     if typed.as_json:
         raise UsageError("stdout is the job's own", hint="--report FILE writes the report there, as JSON")
+    _check_payload(typed)
     return Request(
-        program=program, cluster=typed.cluster, wanted=Wanted(), only=parse_only(typed.only), save=typed.save
+        program=program,
+        cluster=typed.cluster,
+        wanted=Wanted(),
+        only=parse_only(typed.only),
+        logs=typed.logs,
+        payload_bytes=typed.payload_bytes,
     )
 
 
-def _request(typed: Typed, program: str) -> Request:
+def _check_payload(typed: Typed) -> None:
+    if typed.payload_bytes and not typed.logs:
+        raise UsageError("--payload is for the logs of --logs: no report quotes it", hint="add --logs DIR")
+
+
+def request_of(typed: Typed, program: str) -> Request:
+    """Check the options that attach to processes. Raises UsageError."""
+    _check_payload(typed)
     if typed.report:
         raise UsageError("--report is for -- COMMAND, whose stdout is the job's own", hint="--json > FILE")
-    if not typed.chooses:
+    if not typed.chooses and not typed.from_:
         raise UsageError(
             "say what to trace: being traced makes a process slow, so nobody is chosen by itself",
             hint=f"{program} trace sys --rank 0   (or --pid PID, --job ID, -- COMMAND, --from LOGS)",
@@ -105,6 +98,7 @@ def _request(typed: Typed, program: str) -> Request:
         cluster=typed.cluster,
         wanted=wanted(typed.pids, typed.ranks, typed.job, ""),
         for_s=parse_duration(typed.for_),
+        payload_bytes=typed.payload_bytes,
         only=parse_only(typed.only),
-        save=typed.save,
+        logs=typed.logs,
     )

@@ -1,4 +1,4 @@
-"""collect -> diagnose, for trace sys: attach strace on all nodes at the same time, wait, detach, judge."""
+"""trace sys from its request to its report: attach strace on all nodes at the same time, wait, detach, judge."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from distdiag import runner
 from distdiag.cluster import bundle
 from distdiag.cluster.access import open_fleet
-from distdiag.cluster.node import NodeStage, decode
+from distdiag.cluster.node import NodeStage
 from distdiag.cluster.targets import find_targets
-from distdiag.commands.trace import nodes as all_nodes
 from distdiag.commands.trace import ranks
-from distdiag.commands.trace.nodes import Answers
-from distdiag.commands.trace.sys.choices import expression
+from distdiag.commands.trace.nodes import NodeAnswer, answers_of, finder
+from distdiag.commands.trace.sys.choices import COMMAND, expression
 from distdiag.commands.trace.sys.collect import Told, reader_text
+from distdiag.commands.trace.sys.diagnose import diagnose
 from distdiag.commands.trace.sys.model import MAX_LOG_BYTES, MAX_PROCESSES, Request
-from distdiag.commands.trace.sys.words import lasting, log_name
-from distdiag.errors import DistdiagError
+from distdiag.commands.trace.sys.view import trace_sys_view
+from distdiag.commands.trace.sys.words import PAYLOAD_WARNING, lasting, log_name
+from distdiag.gathered import Gathered
+from distdiag.jobs.nodes import NodeStacks
+from distdiag.runner import Subcommand
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
     from distdiag.commands.trace.ranks import Chosen
     from distdiag.commands.trace.sys.model import TraceSys
     from distdiag.deliver import Progress
+    from distdiag.jobs.collect import Processes
     from distdiag.report import Report
 
 _COLLECT = "distdiag.commands.trace.sys.collect"
@@ -37,27 +42,26 @@ _ATTACH_S, _EACH_S, _FINISH_S = 25.0, 1.0, 90.0
 _DEAD = ("Z", "X", "")
 
 
-def check(request: Request, progress: Progress) -> Report[TraceSys]:
-    """Trace the processes that were asked for, here or on all nodes.
-
-    Raises:
-        UsageError: the options contradict each other.
-        DistdiagError: there is no such process; or the node side failed on this machine.
-    """
+def _collect(request: Request, progress: Progress) -> Gathered[NodeAnswer[Told]]:
     targets = find_targets(request.cluster, os.environ)
-    with open_fleet(request.cluster, targets, all_nodes.finder(_COLLECT, request.wanted)) as fleet:
+    with open_fleet(request.cluster, targets, finder(_COLLECT, request.wanted)) as fleet:
         session = _Session(request, fleet, targets, progress)
         session.go()
-        session.answers.rows = () if targets.launcher is None else fleet.rows
-        session.answers.refusals = dict(fleet.refusals)
-    from distdiag.commands.trace.sys.diagnose import diagnose
+        return Gathered(
+            facts=[
+                NodeAnswer(host=host, processes=processes, told=tuple(session.told.get(host, ())))
+                for host, processes in session.processes.items()
+            ],
+            missing=session.missing,
+            rows=() if targets.launcher is None else fleet.rows,
+            refusals=dict(fleet.refusals),
+            interrupted=session.interrupted,
+        )
 
-    return diagnose(request, session.answers, session.chosen)
 
-
-def explain(request: Request) -> list[str]:
-    """Write how the hosts would be reached."""
-    return all_nodes.explain(request.cluster, all_nodes.finder(_COLLECT, request.wanted))
+def _diagnose(request: Request, gathered: Gathered[NodeAnswer[Told]]) -> Report[TraceSys]:
+    answers = answers_of(gathered)
+    return diagnose(request, answers, ranks.choose(answers.nodes, request.wanted))
 
 
 @dataclass
@@ -68,30 +72,38 @@ class _Session:
     fleet: Fleet
     targets: Targets
     progress: Progress
-    answers: Answers[Told] = field(default_factory=Answers[Told])
+    processes: dict[str, Processes] = field(default_factory=dict)
+    told: dict[str, list[Told]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    interrupted: bool = False
     chosen: Sequence[Chosen] = ()
     _by_host: dict[str, Node] = field(default_factory=dict)
     _busy: set[str] = field(default_factory=set)
 
     def go(self) -> None:
-        all_nodes.reach(self.fleet, self.targets, self.progress)
-        self._by_host = all_nodes.take_processes(self.fleet, self.targets, self.answers)
-        self.chosen = ranks.choose(self.answers.nodes, self.request.wanted)
-        if not self.chosen and not self.answers.refusals and not self.fleet.refusals:
-            raise ranks.nobody(self.answers.nodes, self.request.wanted, f"{self.request.program} trace sys")
+        runner.reach(self.fleet, self.targets, self.progress)
+        local = self.targets.launcher is None
+        self._by_host = runner.named(self.fleet.machines(local=local), local=local)
+        self.processes = {host: node.told for host, node in self._by_host.items()}
+        nodes = [NodeStacks(host, processes, ()) for host, processes in self.processes.items()]
+        self.chosen = ranks.choose(nodes, self.request.wanted)
+        if not self.chosen and not self.fleet.refusals:
+            raise ranks.nobody(nodes, self.request.wanted, f"{self.request.program} trace sys")
         pids = _pids(self.chosen)
         if not pids:
             return
         self._say_what_it_costs(sum(map(len, pids.values())))
+        if self.request.payload_bytes:
+            self.progress.news(PAYLOAD_WARNING)
         asks = {host: self._ask(host, pids.get(host, ())) for host in self._by_host}
         timeout_s = _ATTACH_S + _EACH_S * max(map(len, pids.values()))
         attaching = [self._order(host, ask) for host, ask in asks.items()]
         try:
             self._take(attaching, timeout_s)
-            if any(not one.why for told in self.answers.told.values() for part in told for one in part.attached):
+            if any(not one.why for told in self.told.values() for part in told for one in part.attached):
                 self._wait(self.request.for_s)
         except KeyboardInterrupt:
-            self.answers.interrupted = True
+            self.interrupted = True
             # Who was still attaching has to come to the end of that first.
             self._take([node for node in attaching if node.name in self._busy], timeout_s)
         self.progress.news("detaching, and reading what was seen")
@@ -107,16 +119,16 @@ class _Session:
 
     def _ask(self, host: str, pids: Sequence[int]) -> dict[str, Any]:
         known = {one.process.pid: one.rank for one in self.chosen if one.process is not None and one.host == host}
-        node = next(one for one in self.answers.nodes if one.host == host)
         local = self.targets.launcher is None
         return {
             "do": "attach",
             "pids": list(pids),
             "calls": expression(self.request.only),
+            "payload": self.request.payload_bytes,
             "limit_bytes": MAX_LOG_BYTES,
-            "folder": os.path.abspath(self.request.save) if self.request.save and local else self.request.save,
+            "folder": os.path.abspath(self.request.logs) if self.request.logs and local else self.request.logs,
             "names": {str(pid): log_name(known[pid], host, pid) for pid in pids},
-            "near": [one.pid for one in node.processes.processes],
+            "near": [one.pid for one in self.processes[host].processes],
         }
 
     def _order(self, host: str, ask: Mapping[str, Any]) -> Node:
@@ -128,17 +140,14 @@ class _Session:
     def _take(self, nodes: Sequence[Node], timeout_s: float) -> None:
         """Take all that nodes have to tell."""
         hosts = {node.name: host for host, node in self._by_host.items()}
-        for node, facts, why in self.fleet.more_from(nodes, timeout_s, lambda names: None):
+        for node, facts, why in self.fleet.more_from(nodes, Told, timeout_s, lambda names: None):
             host = hosts[node.name]
-            if why is None:
-                try:
-                    self.answers.told.setdefault(host, []).append(decode(facts, Told, host))
-                except DistdiagError as error:
-                    self.answers.missing[host] = str(error)
+            if facts is not None:
+                self.told.setdefault(host, []).append(facts)
                 continue
             self._busy.discard(node.name)
             if why:
-                self.answers.missing[host] = why
+                self.missing[host] = why
                 del self._by_host[host]
 
     def _wait(self, seconds: float) -> None:
@@ -150,7 +159,7 @@ class _Session:
                 pass
             gone = [host for host, node in self._by_host.items() if node.stage is not NodeStage.UP]
             for host in gone:
-                self.answers.missing[host] = "it went away while it was traced"
+                self.missing[host] = "it went away while it was traced"
                 del self._by_host[host]
 
 
@@ -166,3 +175,14 @@ def _pids(chosen: Sequence[Chosen]) -> dict[str, list[int]]:
         if one.process is not None and one.process.state not in _DEAD:
             found.setdefault(one.host, []).append(one.process.pid)
     return {host: pids[:MAX_PROCESSES] for host, pids in found.items()}
+
+
+SUBCOMMAND: Subcommand[Request, NodeAnswer[Told], TraceSys] = Subcommand(
+    name=COMMAND,
+    request=Request,
+    facts=NodeAnswer[Told],
+    collect=_collect,
+    diagnose=_diagnose,
+    view=lambda _, __, report: trace_sys_view(report.data),
+    explain=lambda request: runner.explain(request.cluster, finder(_COLLECT, request.wanted)),
+)

@@ -22,7 +22,7 @@ import zlib
 from dataclasses import dataclass, replace
 
 from distdiag.jobs.collect import facts
-from distdiag.node import blocked, boot, machine, procs, run, tools
+from distdiag.node import blocked, boot, machine, private, procs, run, tools
 from distdiag.node.blocked import Thread  # noqa: TC001 - decoded by its annotations
 from distdiag.node.descriptors import Look
 from distdiag.node.ends import Network, Person, networks, people
@@ -37,8 +37,10 @@ if TYPE_CHECKING:
 
 __all__ = ["facts", "more"]
 
-LOOKS = ("-yy", "-ttt", "-T", "-s", "32")
-"""What descriptors stand for, when each call began and how long it took; 32 bytes of what is read and written."""
+LOOKS = ("-yy", "-ttt", "-T")
+"""What descriptors stand for, when each call began and how long it took."""
+_WHOLE = ("-e", "abbrev=!?poll,?ppoll")
+"""-s bounds lists as well as strings, and what a thread polls has to be seen."""
 _ATTACH_S, _DETACH_S, _SETTLE_S = 8.0, 3.0, 0.05
 _STUCK_LOOKS, _BETWEEN_S = 3, 0.1
 _MAX_WORDS = 65536
@@ -61,6 +63,10 @@ class Attached:
     tracer: int | None
     state: str
     threads: tuple[Thread, ...]
+
+    def __post_init__(self) -> None:
+        if self.why not in ("", "gone", "traced", "kernel", "no-strace", "denied", "failed"):
+            raise ValueError(f"not attached because of {self.why[:20]!r}")
 
 
 @dataclass(frozen=True)
@@ -97,8 +103,8 @@ class Told:
 def more(ask: dict[str, Any], tell: Callable[[Told], None]) -> None:
     """Attach strace, or detach it and tell what it saw.
 
-    {"do": "attach", "pids", "calls": which, for -e, "limit_bytes" of all logs, "folder" and "names": by pid, of logs to
-    keep, "near": whose sockets are told; or "do": "finish", "reader": what reads logs}
+    {"do": "attach", "pids", "calls": which, for -e, "payload": bytes of it, "limit_bytes" of all logs, "folder" and
+    "names": by pid, of logs to keep, "near": whose sockets are told; or "do": "finish", "reader": what reads logs}
     """
     if ask["do"] == "attach":
         _attach(ask, tell)
@@ -106,9 +112,10 @@ def more(ask: dict[str, Any], tell: Callable[[Told], None]) -> None:
         _finish(ask, tell)
 
 
-def arguments(calls: str) -> list[str]:
-    """Give the options that all our logs are written with."""
-    return ["-f", *LOOKS, *(["-e", f"trace={calls}"] if calls else [])]
+def arguments(calls: str, payload_bytes: int = 0) -> list[str]:
+    """Return the options that all our logs are written with; `payload_bytes` of what is read, written and sent."""
+    strings = ("-s", str(payload_bytes), *_WHOLE)
+    return ["-f", *LOOKS, *strings, *(["-e", f"trace={calls}"] if calls else [])]
 
 
 def _attach(ask: dict[str, Any], tell: Callable[[Told], None]) -> None:
@@ -165,7 +172,7 @@ class _Strace:
         self.cut = False
         self.began_s = self.ended_s = time.time()
         path = f"/proc/{os.getpid()}/fd/{self.log.fileno()}"
-        argv = [tool, *arguments(ask["calls"]), "-o", path, "-p", str(pid)]
+        argv = [tool, *arguments(ask["calls"], ask["payload"]), "-o", path, "-p", str(pid)]
         self.process = run.start([sys.executable, "-S", "-c", _GUARD, *argv])
 
     @property
@@ -199,7 +206,9 @@ class _Tracer:
         for pid in pids:
             try:
                 self.straces[pid] = _Strace(pid, tool, ask)
-            except (OSError, run.CannotRun) as error:
+            except OSError as error:
+                self.refused[pid] = ("failed", f"{error.filename}: {error.strerror}")
+            except run.CannotRun as error:
                 self.refused[pid] = ("failed", str(error))
         threading.Thread(target=self._listen, daemon=True).start()
         deadline = time.monotonic() + _ATTACH_S
@@ -269,9 +278,8 @@ def private_file(path: str) -> Any:  # noqa: ANN401 - a binary file
     """Make a file that only its owner may read, as data stands in it; without a path one that has no name."""
     if not path:
         return tempfile.TemporaryFile(prefix="distdiag-")
-    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-    return os.fdopen(os.open(path, flags, 0o600), "r+b")
+    private.make_folder(os.path.dirname(path))
+    return open(private.open_file(path, os.O_RDWR), "r+b")
 
 
 def _refusal(words: bytes) -> tuple[str, str]:

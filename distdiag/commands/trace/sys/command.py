@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.trace.sys.choices import COMMAND
-from distdiag.options import JsonOpt, StrictOpt, called_as, on_hosts
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from rich.console import RenderableType
-
-    from distdiag.commands.trace.sys.model import TraceSys
-    from distdiag.report import Report
+from distdiag.options import JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
 
 
 @on_hosts
@@ -41,12 +33,24 @@ def trace_sys(
         list[str] | None,
         typer.Option(metavar="KINDS", help="Only these calls: network,file,process,desc,memory,signal."),
     ] = None,
-    save: Annotated[
-        str, typer.Option(metavar="DIR", help="Keep the logs of strace there, on the node; named by rank.")
+    logs: Annotated[
+        str, typer.Option(metavar="DIR", help="Write the logs of strace there, on the node; named by rank.")
     ] = "",
+    payload: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=65536,
+            metavar="BYTES",
+            help="With --logs, keep so many bytes of what each call reads, writes or sends: passwords and tokens too.",
+        ),
+    ] = 0,
+    save: SaveOpt = "",
     from_: Annotated[
         list[str] | None,
-        typer.Option("--from", metavar="PATH", help="Judge logs of strace: files or folders; can be repeated."),
+        typer.Option(
+            "--from", metavar="PATH", help="Judge facts that --save wrote, or logs of strace; can be repeated."
+        ),
     ] = None,
     report: Annotated[
         str, typer.Option(metavar="FILE", help="With -- COMMAND: write the report there, as JSON, not to stderr.")
@@ -65,13 +69,17 @@ def trace_sys(
     slower.
 
     Of a job that is started stdout, stderr and exit status are its own; after its end the report goes to stderr. With
-    --save there is none, but a log for each rank: --from DIR.
+    --logs there is none, but a log for each rank: --from DIR.
 
     Exit status: 0 nothing wrong, 1 a fault was found, 2 wrong usage, 3 not (all) could be traced, 130 interrupted.
     """
+    from distdiag import runner
     from distdiag.commands.trace.sys import ask
-    from distdiag.deliver import Output, deliver, deliver_lines, fail, is_done_by_another
-    from distdiag.errors import DistdiagError
+    from distdiag.commands.trace.sys.check import SUBCOMMAND
+    from distdiag.commands.trace.sys.view import trace_sys_view
+    from distdiag.deliver import Output, deliver, fail
+    from distdiag.errors import DistdiagError, UsageError
+    from distdiag.gathered import are_facts
 
     typed = ask.Typed(
         command=tuple(command or ()),
@@ -80,35 +88,32 @@ def trace_sys(
         job=job,
         for_=for_,
         only=tuple(only or ()),
-        save=save,
+        logs=logs,
+        payload_bytes=payload,
         from_=tuple(from_ or ()),
         report=report,
         cluster=cluster,
         as_json=as_json,
     )
 
-    def run() -> Report[TraceSys]:
-        if typed.from_:
-            return ask.judge(typed, called_as())
-        if is_done_by_another():
-            raise typer.Exit(0)
-        return ask.attach(typed, called_as())
-
-    def view(found: Report[TraceSys]) -> Iterable[RenderableType]:
-        from distdiag.commands.trace.sys.view import trace_sys_view
-
-        return trace_sys_view(found.data)
-
-    def commands() -> list[str]:
-        return ask.explain(typed, called_as())
-
     if typed.command and not typed.from_:
         try:
             from distdiag.commands.trace.sys.job import become
 
+            if save:
+                raise UsageError("--save is for processes that run", hint="--logs DIR keeps the logs of a job's ranks")
             become(typed, called_as())
         except DistdiagError as error:
             fail(COMMAND, error, as_json=as_json)
-    if cluster.explain:
-        deliver_lines(COMMAND, commands, as_json=as_json)
-    deliver(COMMAND, run, view, Output(json=as_json, strict=strict))
+    if typed.from_ and not are_facts(typed.from_):
+        deliver(
+            COMMAND,
+            lambda: ask.judge(typed, called_as()),
+            lambda report: trace_sys_view(report.data),
+            Output(json=as_json, strict=strict),
+        )
+    runner.run(
+        SUBCOMMAND,
+        lambda: ask.request_of(typed, called_as()),
+        runner.Options(as_json, strict, save, from_, cluster.explain),
+    )

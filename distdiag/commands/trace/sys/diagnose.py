@@ -11,7 +11,7 @@ from distdiag.commands.trace.sys import findings, standing, troubles
 from distdiag.commands.trace.sys.choices import COMMAND
 from distdiag.commands.trace.sys.live import WAITING, Live
 from distdiag.commands.trace.sys.model import CallRow, ErrorRow, Last, ThreadRow, TraceSys
-from distdiag.commands.trace.sys.words import arguments, lasting
+from distdiag.commands.trace.sys.words import lasting
 from distdiag.report import Finding, Level, Report, Where
 
 if TYPE_CHECKING:
@@ -47,8 +47,10 @@ def judge_logs(request: Request, subjects: Sequence[Subject], logs: Sequence[Log
 
 
 def _of_all(request: Request, subjects: Sequence[Subject], logs: Sequence[Log]) -> list[Finding]:
+    blocked = list(standing.blocked(request, subjects))
     return [
-        *standing.blocked(request, subjects),
+        *blocked,
+        *([] if blocked else findings.all_asleep(request, subjects)),
         *troubles.errors(subjects),
         *findings.slow_storage(subjects),
         *findings.spins(request, subjects),
@@ -138,7 +140,7 @@ def _last(one: Subject) -> Last | None:
     again = last is None or last.name == "restart_syscall"
     return Last(
         call=one.call if again or last is None else last.name,
-        args="" if again or last is None else arguments(last),
+        args="" if again or last is None else last.args,
         fd_target=last.target if last is not None else "",
         peer_rank=one.ranks[0] if len(one.ranks) == 1 else None,
         blocked_s=blocked_s,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _SLOW_SHARE, _SLOW_S, _SLOW_COUNT = 0.3, 1.0, 3
 _NO_STORAGE = ("/dev", "/proc", "/sys")
 _SHOWN = 5
+_FEWEST_RANKS, _LONG_S, _WINDOW_S = 2, 5.0, 1.0
 _REFUSALS = {
     "no-strace": "strace is not installed",
     "traced": "another program traces it already",
@@ -32,6 +33,39 @@ _REFUSALS = {
     "failed": "strace failed",
     "too-many": f"not more than {MAX_PROCESSES} processes of a node are traced at a time",
 }
+
+
+def all_asleep(request: Request, subjects: Sequence[Subject]) -> Iterator[Finding]:
+    """Say of each job that no rank of it goes on, where the calls themselves do not tell who waits for whom."""
+    jobs: dict[str, list[Subject]] = {}
+    for one in subjects:
+        if one.is_main and one.rank is not None:
+            jobs.setdefault(one.job, []).append(one)
+    for name, ranks in jobs.items():
+        if len(ranks) < _FEWEST_RANKS or not all(map(_rests, ranks)):
+            continue
+        least_s = min(one.blocked_s or one.span_s for one in ranks)
+        title = f"the main threads of all {len(ranks)} ranks have been blocked for {lasting(least_s)} or more"
+        live = any(one.pid is not None for one in ranks)
+        command = f"{request.program} pyspy-all" + (f" --job {shlex.quote(name)}" if len(jobs) > 1 else "")
+        yield Finding(
+            id="trace.all-blocked",
+            level=Level.UNKNOWN,
+            title=f"job {name}: {title}" if len(jobs) > 1 else title,
+            detail="System calls alone do not tell who waits for whom: in a collective a rank waits for its own "
+            "threads.",
+            where=where(ranks),
+            fix=Fix(text="read their stacks", commands=(command,) if live else ()),
+        )
+
+
+def _rests(one: Subject) -> bool:
+    """Tell whether a thread has been blocked for long, or all the while that it was traced.
+
+    strace's coming starts some calls again, and the kernel's clock of them with it: who was traced a moment ago has not
+    been blocked for long.
+    """
+    return (one.blocked_s or 0.0) > _LONG_S or (one.idle and one.span_s >= _WINDOW_S)
 
 
 def slow_storage(subjects: Sequence[Subject]) -> Iterator[Finding]:

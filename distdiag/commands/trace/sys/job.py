@@ -14,6 +14,7 @@ import typer
 from distdiag.commands.trace.sys import ask, launch, saved
 from distdiag.commands.trace.sys.choices import COMMAND
 from distdiag.commands.trace.sys.diagnose import judge_logs
+from distdiag.commands.trace.sys.words import PAYLOAD_WARNING
 from distdiag.deliver import Output, deliver, document, say
 from distdiag.errors import DistdiagError
 from distdiag.files import write_whole
@@ -37,9 +38,11 @@ def become(typed: Typed, program: str) -> NoReturn:
     argv = argv_of(typed.command, example=f"{program} trace sys -- train.py")
     if typed.report:
         write_whole(os.path.abspath(typed.report), b"")  # hours later would be too late to hear that it cannot be
-    log = launch.open_log(request.save)
+    log = launch.open_log(request.logs)
     folder = os.getcwd()
-    status, log = launch.launch(argv, request.only, log, program)
+    if request.payload_bytes:
+        say(f"distdiag {COMMAND}: {PAYLOAD_WARNING}")
+    status, log = launch.launch(argv, request, log)
     try:
         _tell(request, log, typed.report and os.path.join(folder, typed.report))
     except (DistdiagError, KeyboardInterrupt) as error:

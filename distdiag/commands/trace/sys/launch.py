@@ -20,8 +20,10 @@ from distdiag.node.identity import identify
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_SECCOMP, _KILLS = (5, 3), (6, 6)
-"""Since which version strace has --seccomp-bpf and --kill-on-exit."""
+    from distdiag.commands.trace.sys.model import Request
+
+_SECCOMP, _NAMES, _KILLS = (5, 3), (5, 15), (6, 6)
+"""Since which version strace has --seccomp-bpf, -Y and --kill-on-exit."""
 _VERSION_S = 10.0
 
 
@@ -49,10 +51,10 @@ def open_log(folder: str) -> Log:
     try:
         return Log(file=collect.private_file(path), kept=path, rank=rank, host=host)
     except OSError as error:
-        raise UsageError(f"--save {folder}: {error.strerror}", hint="name a folder that can be written") from error
+        raise UsageError(f"--logs {folder}: {error.strerror}", hint="name a folder that can be written") from error
 
 
-def launch(argv: Sequence[str], only: Sequence[str], log: Log, program: str) -> tuple[int, Log]:
+def launch(argv: Sequence[str], request: Request, log: Log) -> tuple[int, Log]:
     """Run a job below strace to its end; its exit status, negative for a signal, and what was kept of the log.
 
     Raises:
@@ -63,12 +65,14 @@ def launch(argv: Sequence[str], only: Sequence[str], log: Log, program: str) -> 
         raise DistdiagError(
             "strace is not installed, and the job was not started",
             hint="sudo apt-get install strace || sudo dnf install strace; of a job that runs, this needs no strace: "
-            f"{program} trace blocked",
+            f"{request.program} trace blocked",
         )
     version = _version(tool)
-    options = ["-q", *collect.arguments(expression(only)), "-o", log.path]
+    options = ["-q", *collect.arguments(expression(request.only), request.payload_bytes), "-o", log.path]
     # A filter in the kernel: calls that are not wanted cost next to nothing.
-    options += ["--seccomp-bpf"] if only and version >= _SECCOMP else []
+    options += ["--seccomp-bpf"] if request.only and version >= _SECCOMP else []
+    # The names of threads, which stand in strings otherwise.
+    options += ["-Y"] if version >= _NAMES else []
     options += ["--kill-on-exit"] if version >= _KILLS else []
     bounded = Bounded(log.file, MAX_JOB_LOG_BYTES)
     with foreground.signals_for_the_job() as mask:

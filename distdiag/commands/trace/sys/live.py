@@ -49,7 +49,7 @@ class Live:
     def subjects(self) -> Iterator[Subject]:
         """Give all threads, by rank, the main one of each process first."""
         for key in self._chosen:
-            if key in self.traced:
+            if key in self.traced and key in self.attached:
                 yield from self._of_process(key, self.traced[key])
 
     def logs(self) -> Iterator[Log]:
@@ -123,6 +123,7 @@ class Live:
             idle=idle and waits,
             peers=peers,
             ranks=tuple(sorted(rank for rank in ranks if rank is not None)),
+            job=job.name if (job := self._chosen[key].job) is not None else "",
         )
 
     def _wait(self, key: Key, one: Traced, log: ThreadLog | None, after: Thread | None) -> Wait | None:

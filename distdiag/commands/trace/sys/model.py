@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+# msgspec reads the annotations of Request.
+from distdiag.cluster.targets import Cluster  # noqa: TC001
+from distdiag.commands.trace.ranks import Wanted  # noqa: TC001
+
 if TYPE_CHECKING:
-    from distdiag.cluster.targets import Cluster
     from distdiag.commands.trace.blocked.result import Kind
-    from distdiag.commands.trace.ranks import Wanted
     from distdiag.commands.trace.who import Key
     from distdiag.node.strace.model import Place, Spin, ThreadLog
 
@@ -23,14 +25,15 @@ MAX_JOB_LOG_BYTES = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked for. `only`: the kinds of calls; `save`: the folder for the logs."""
+    """What was asked for. `only`: the kinds of calls; `logs`: the folder for strace's logs, `payload_bytes` in them."""
 
     program: str
     cluster: Cluster
     wanted: Wanted
     for_s: float = 5.0
     only: tuple[str, ...] = ()
-    save: str = ""
+    logs: str = ""
+    payload_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,7 @@ class Subject:
     idle: bool = False
     peers: tuple[Key, ...] = ()
     ranks: tuple[int, ...] = ()
+    job: str = ""
 
     @property
     def key(self) -> Key:

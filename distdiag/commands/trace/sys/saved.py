@@ -15,6 +15,7 @@ from distdiag.commands.trace.sys.model import Log, Subject
 from distdiag.commands.trace.sys.words import of_log, several
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.node import syscall_names
+from distdiag.node.strace.lines import LINE_BYTES
 from distdiag.node.strace.log import read_logs
 
 if TYPE_CHECKING:
@@ -25,10 +26,19 @@ if TYPE_CHECKING:
 
     Whose = tuple[int | None, str, int | None]
 
-_PAIR = re.compile(r"([A-Z][\w-]*):\[(.+?)->([^,\]]+(?:\]:\d+)?)(?:,.*)?\]")
-_TID = re.compile(r"\.(\d+)$")
+_PAIR = re.compile(r"([A-Z][\w-]*):\[([^>]+?)->([^,\]]+(?:\]:\d+)?)(?:,.*)?\]")
+_TID = re.compile(r"\.(\d{1,7})$")
 _PLAIN = ("pipe", "socket")
 _FUTEX = re.compile(r"futex.*")
+_END_OR_ADDRESS = re.compile(
+    rb"[A-Z][\w-]{0,20}:\[[^\s,<>]{1,200}(?:->[^\s,<>]{1,200})?|pipe:\[\d{1,20}\]"
+    rb'|\{sa_family=AF_INET, sin_port=htons\(\d{1,5}\), sin_addr=inet_addr\("[^"\n]{1,100}"\)\}, 16\) = '
+    rb"|sin6_port=htons\(\d{1,5}\), "
+)
+"""What `_other_ends` and `_who_connects` may give."""
+_FEW = 16
+_MOST_PEERS = 16
+"""More processes at the other end of one pipe or socket are not named."""
 _WAITS_FOR_CHILD = ("wait4", "waitid", "waitpid")
 
 
@@ -122,32 +132,34 @@ def _with_peers(subjects: list[Subject]) -> list[Subject]:
 
 def _search(subjects: list[Subject], texts: Callable[[str], Iterable[bytes]], *, most: int) -> list[Subject]:
     """Add to those that are blocked who mentions these texts, if not more than `most` others do."""
-    sought: dict[bytes, list[int]] = defaultdict(list)
+    sought: dict[int, tuple[bytes, ...]] = {}
     for number, one in enumerate(subjects):
         if one.kind is Kind.NETWORK and one.log is not None and one.log.last is not None:
-            for text in texts(one.log.last.target):
-                sought[text].append(number)
+            sought[number] = tuple(texts(one.log.last.target))
+    mentioners = _mentioners(subjects, {text for some in sought.values() for text in some})
     found = list(subjects)
-    for number, by_key in _mentioners(subjects, sought).items():
+    for number, some in sought.items():
+        by_key = {key: owner for text in some for key, owner in mentioners.get(text, {}).items()}
         others = [owner for key, owner in by_key.items() if key != found[number].key]
         if len(others) <= most:
-            for owner in others:
+            for owner in others[:_MOST_PEERS]:
                 found[number] = _with_peer(found[number], owner)
     return found
 
 
-def _mentioners(subjects: Iterable[Subject], sought: Mapping[bytes, list[int]]) -> dict[int, dict[Key, Subject]]:
-    """Find for each of those who seek a text the processes in whose logs it stands."""
+def _mentioners(subjects: Iterable[Subject], sought: set[bytes]) -> dict[bytes, dict[Key, Subject]]:
+    """Find for each text the processes in whose logs it stands, and not many more than can be named."""
     by_path: dict[str, list[Subject]] = defaultdict(list)
     for one in subjects:
         if one.log is not None:
             by_path[one.log.path].append(one)
-    found: dict[int, dict[Key, Subject]] = defaultdict(dict)
+    found: dict[bytes, dict[Key, Subject]] = defaultdict(dict)
     for path, members in by_path.items() if sought else ():
+        mains, threads = {one.key: one for one in members if one.is_main}, {one.tid: one for one in members}
         for text, tid in _mentions(path, sought):
-            owner = _owner(members, tid)
-            for number in sought[text]:
-                found[number][owner.key] = owner
+            named = threads.get(tid, members[0])
+            if len(found[text]) <= _MOST_PEERS:
+                found[text].setdefault(named.key, mains.get(named.key, named))
     return found
 
 
@@ -171,23 +183,29 @@ def _who_connects(target: str) -> tuple[bytes, ...]:
     return (f'{{sa_family=AF_INET, sin_port=htons({port}), sin_addr=inet_addr("{address}")}}, 16) = '.encode(),)
 
 
-def _mentions(path: str, sought: Iterable[bytes]) -> Iterator[tuple[bytes, int | None]]:
+def _mentions(path: str, sought: set[bytes]) -> Iterator[tuple[bytes, int | None]]:
     """Tell which of these texts stand in a log, and on lines of which thread (None: all lines are of the same)."""
     with open(path, "rb") as file:
         if not os.fstat(file.fileno()).st_size:
             return
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            for one in sought:
-                at = text.find(one)
-                if at >= 0:
-                    tid = re.match(rb"(?:\[pid +)?(\d{1,7})[ \]<]", text[text.rfind(b"\n", 0, at) + 1 : at])
-                    yield one, int(tid[1]) if tid else None
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as log:
+            for text, at in _first_places(log, sought):
+                start = max(log.rfind(b"\n", max(0, at - LINE_BYTES), at) + 1, at - LINE_BYTES)
+                tid = re.match(rb"(?:\[pid +)?(\d{1,7})[ \]<]", log[start : start + 20])
+                yield text, int(tid[1]) if tid else None
 
 
-def _owner(members: Sequence[Subject], tid: int | None) -> Subject:
-    """Give the main thread of the process that a line is of."""
-    named = next((one for one in members if one.tid == tid), members[0])
-    return next((one for one in members if one.is_main and one.key == named.key), named)
+def _first_places(log: mmap.mmap, sought: set[bytes]) -> Iterator[tuple[bytes, int]]:
+    """Find each text that stands in a log, and where first: each on its own if they are few, else all in one pass."""
+    if len(sought) <= _FEW:
+        yield from ((text, at) for text in sought if (at := log.find(text)) >= 0)
+        return
+    left = set(sought)
+    for match in _END_OR_ADDRESS.finditer(log):
+        whole = match[0]
+        for text in {whole, whole.removesuffix(b"]"), whole + b">"} & left:
+            left.discard(text)
+            yield text, match.start()
 
 
 def _with_peer(one: Subject, owner: Subject) -> Subject:
@@ -208,9 +226,11 @@ def _there(target: str) -> str:
 
 
 def _logs(threads: Sequence[ThreadLog], whose: Mapping[str, Whose]) -> Iterator[Log]:
-    for path in dict.fromkeys(log.path for log in threads):
+    by_path: dict[str, list[ThreadLog]] = defaultdict(list)
+    for log in threads:
+        by_path[log.path].append(log)
+    for path, own in by_path.items():
         rank, host, pid = whose[path]
-        own = [log for log in threads if log.path == path]
         times = [at for log in own for at in (log.first_at_s, log.last_at_s) if at is not None]
         n_unread = sum(log.n_unread for log in own)
         yield Log(

@@ -30,8 +30,9 @@ def blocked(request: Request, subjects: Sequence[Subject]) -> list[Finding]:
     stuck = {one.key: one for one in _stuck(subjects)}
     everybody = {one.key: one for one in subjects if one.is_main}
     by_root: dict[Key, list[Subject]] = {}
+    roots = _roots(stuck)
     for one in stuck.values():
-        by_root.setdefault(_root(one.key, stuck), []).append(one)
+        by_root.setdefault(roots[one.key], []).append(one)
     return [_finding(request, key, group, everybody) for key, group in by_root.items()]
 
 
@@ -54,15 +55,21 @@ def _is_long(one: Subject) -> bool:
     return one.kind is Kind.STOPPED or (one.blocked_s is not None and one.blocked_s >= SHORT_S)
 
 
-def _root(key: Key, stuck: dict[Key, Subject]) -> Key:
-    """Follow who waits for whom to the end; a circle stands for its least member."""
-    way = [key]
-    while way[-1] in stuck and len(stuck[way[-1]].peers) == 1:
-        to = stuck[way[-1]].peers[0]
-        if to in way:
-            return min(way[way.index(to) :])
-        way.append(to)
-    return way[-1]
+def _roots(stuck: dict[Key, Subject]) -> dict[Key, Key]:
+    """Follow from each who waits for whom to the end; a circle stands for its least member."""
+    roots: dict[Key, Key] = {}
+    for key in stuck:
+        way: dict[Key, int] = {}
+        at = key
+        while at not in roots and at not in way:
+            way[at] = len(way)
+            if at not in stuck or len(stuck[at].peers) != 1:
+                roots[at] = at
+                break
+            at = stuck[at].peers[0]
+        root = roots[at] if at in roots else min(list(way)[way[at] :])
+        roots.update(dict.fromkeys(way, root))
+    return roots
 
 
 def _finding(request: Request, root: Key, group: list[Subject], everybody: dict[Key, Subject]) -> Finding:

@@ -13,16 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from distdiag.commands.trace.sys.model import Subject
-    from distdiag.node.strace.model import Call
 
-SHOWN = 40
-"""No more characters of what is read and written are shown: it may be secret."""
-_NAME = re.compile(r"(?:rank-(\d+)\.)?([\w-]+)\.pid(\d+)\.strace")
-_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"(\.\.\.)?')
-_EXECUTES = ("execve", "execveat")
-_WITH_PATHS = re.compile(
-    r".*(?:open|stat|access|link|mkdir|rmdir|rename|chdir|mount|chmod|chown|mknod|xattr|creat).*|connect"
-)
+PAYLOAD_WARNING = "the logs will hold what is read, written and sent: passwords and tokens, too"
+_NAME = re.compile(r"(?:rank-(\d{1,7})\.)?([\w-]+)\.pid(\d{1,10})\.strace", re.ASCII)
 
 
 def log_name(rank: int | None, host: str, pid: int) -> str:
@@ -49,18 +42,6 @@ def span(seconds: Sequence[float | None]) -> str:
     known = [one for one in seconds if one is not None]
     least, most = (lasting(min(known)), lasting(max(known))) if known else ("?", "?")
     return least if least == most else f"{least} to {most}"
-
-
-def arguments(call: Call) -> str:
-    """Write the arguments of a call: no more of data than SHOWN characters, of a program no more than its path."""
-    if call.name in _EXECUTES:
-        return call.args.partition(", [")[0]
-    return call.args if _WITH_PATHS.fullmatch(call.name) else _STRING.sub(_cut, call.args)
-
-
-def _cut(match: re.Match[str]) -> str:
-    text = match[1]
-    return f'"{text}"{match[2] or ""}' if len(text) <= SHOWN else f'"{text[:SHOWN]}"...'
 
 
 def who(one: Subject, *, whole: bool = False) -> str:

@@ -1,0 +1,77 @@
+"""Who is stuck on the stacks that people train on: never an innocent rank, and a job that goes on is not hung."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+from jobs import Job
+from support import distdiag
+
+if TYPE_CHECKING:
+    from support import Result
+
+
+@dataclass(frozen=True)
+class Case:
+    stack: str
+    fault: str
+    verdict: str
+    words: str
+    """What pyspy-all says, in its summary or the evidence for it."""
+    ranks: tuple[int, ...] = (2,)
+
+
+HUNG = [
+    Case("fsdp2", "sleep", "fail", "is not in the collective: `sleep_in_step`"),
+    Case("tensor-parallel", "sleep", "fail", "ranks 0-1,3 wait in `"),
+    Case("thread", "sleep", "fail", "(thread trainer)"),
+    Case("module", "debugger", "fail", "in the debugger, waiting for input"),
+    Case("checkpoint", "sleep", "fail", "`write_shard`"),
+    Case("module", "compile", "warn", "compiling"),
+    Case("module", "barrier", "fail", "rank 2"),
+    Case("mesh", "barrier-of-one-group", "unknown", "`barrier`", ()),
+    Case("pairs", "circle", "fail", "rank 2 in `recv` from rank 3", (2, 3)),
+]
+HEALTHY = ["fsdp2", "tensor-parallel", "asyncio", "mesh", "pairs", "module", "pause"]
+
+
+def named(result: Result) -> set[int]:
+    return {
+        rank for one in result.report["findings"] if one["level"] in ("fail", "warn") for rank in one["where"]["ranks"]
+    }
+
+
+@pytest.mark.parametrize("case", HUNG, ids=lambda case: f"{case.stack}-{case.fault}")
+def test_the_rank_that_holds_the_others_up_is_named_and_no_other(case: Case) -> None:
+    with Job("trains_on_a_stack", 4, env={"STACK": case.stack, "FAULT": case.fault}, forked=True) as job:
+        job.wait_still()
+        result = job.look()
+        blocked = distdiag("trace", "blocked", "--json", "--job", job.name)
+    assert (result.report["verdict"], named(result)) == (case.verdict, set(case.ranks)), result.out
+    assert case.words in "\n".join([result.report["summary"], *result.report["findings"][0]["evidence"]])
+    # By /proc alone it is often unknown; it may not be somebody else.
+    assert named(blocked) <= set(case.ranks), blocked.out
+
+
+@pytest.mark.parametrize("stack", HEALTHY)
+def test_a_job_that_goes_on_accuses_nobody(stack: str) -> None:
+    with Job("trains_on_a_stack", 4, env={"STACK": stack}, forked=True) as job:
+        job.wait_ready()
+        results = [job.look(), job.look()]
+        results.append(distdiag("trace", "blocked", "--json", "--job", job.name))
+    for result in results:
+        assert named(result) == set(), result.report["summary"]
+    # A look that could not read a rank on a busy machine is unknown.
+    assert "ok" in [result.report["verdict"] for result in results[:2]], results
+
+
+def test_a_rank_that_takes_three_seconds_for_each_step_may_only_be_slow() -> None:
+    with Job("trains_on_a_stack", 4, env={"STACK": "module", "FAULT": "slow"}, forked=True) as job:
+        job.wait_ready()
+        result = job.look()
+        blocked = distdiag("trace", "blocked", "--json", "--job", job.name)
+    assert result.report["verdict"] in ("ok", "warn"), result.out
+    assert named(result) <= {2}
+    assert blocked.report["verdict"] != "fail"

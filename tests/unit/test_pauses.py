@@ -1,0 +1,37 @@
+"""Ranks that did not run while the others did; from facts."""
+
+from __future__ import annotations
+
+import pytest
+
+from distdiag.cluster.launch import Trace
+from distdiag.cluster.records import PausedTold
+from distdiag.commands.gpu_test.model import Request
+from distdiag.workload.pauses import paused
+
+
+def told(paused: int, no_core: int = 0, throttled: int = 0) -> PausedTold:
+    return PausedTold(paused_ns=paused, no_core_ns=no_core, throttled_ns=throttled, of_ns=100)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "named", "level", "words"),
+    [
+        ([told(2), told(60), told(1)], (1,), "fail", "60% of the time: it was stopped"),
+        ([told(2), told(90, 5, 80)], (1,), "fail", "its CPU quota was used up"),
+        ([told(5, 5), told(60, 60), told(5, 5)], (1,), "warn", "other programs had its cores"),
+        # The machine is busy for all; one of them is stopped beside that.
+        ([told(50, 50), told(70, 20)], (1,), "fail", "it was stopped"),
+    ],
+)
+def test_a_rank_that_did_not_run_is_named(ranks: list[PausedTold], named: tuple[int], level: str, words: str) -> None:
+    traces = [Trace(rank=rank, local_rank=rank, host="node1", pid=rank) for rank in range(len(ranks))]
+    (found,) = paused(Request(), traces, {rank: [one] for rank, one in enumerate(ranks)})
+    assert (found.where.ranks, found.level) == (named, level)
+    assert words in found.title
+
+
+@pytest.mark.parametrize("ranks", [[told(60, 60), told(40, 40)], [told(60), told(50)], [told(15), told(0)], [told(90)]])
+def test_where_all_were_held_up_or_nobody_was_none_is_named(ranks: list[PausedTold]) -> None:
+    traces = [Trace(rank=rank, local_rank=rank, host="node1", pid=rank) for rank in range(len(ranks))]
+    assert paused(Request(), traces, {rank: [one] for rank, one in enumerate(ranks)}) == []

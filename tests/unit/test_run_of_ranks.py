@@ -1,0 +1,95 @@
+"""A run of ranks that a node told of: what counts as a standstill."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from distdiag.cluster.fleet import Fleet, Limits
+from distdiag.cluster.hosts import Host
+from distdiag.cluster.launch import Outcome, RankSpec, Run
+from distdiag.cluster.links import SocketLink
+from distdiag.cluster.transports import Transport
+from distdiag.node import hello
+from distdiag.node.wire import Writer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from distdiag.cluster.transports import Arrivals
+
+STAGES = ("start", "reduce", "done")
+TIMEOUT_S = 0.3
+SEEN = {"state": "S", "wait_channel": "", "frames": [], "stack_error": "no", "tail": ""}
+
+
+@dataclass
+class Stand(Transport):
+    """One node whose two ranks go into the reduction and are silent there, until they are looked at `looks` times."""
+
+    looks: int
+    remote = False
+    looked_at: list[list[int]] = field(default_factory=list)
+
+    def start(self, hosts: Sequence[Host], arrivals: Arrivals) -> None:
+        ours, self._theirs = socket.socketpair()
+        threading.Thread(target=self._answer, daemon=True).start()
+        arrivals.link(hosts[0].name, SocketLink(ours))
+
+    def explain(self, host: Host) -> str:
+        return host.name
+
+    def _answer(self) -> None:
+        with self._theirs, self._theirs.makefile() as orders:
+            self._wire = Writer(self._theirs.fileno())
+            self._wire.send("hello", **hello.who_is_here())
+            self._wire.send("facts", facts={})
+            for line in filter(str.strip, orders):
+                order = json.loads(line)
+                if order["do"] == "start":
+                    self._wire.send("started", rank=order["rank"], pid=1)
+                    self._step(order["rank"], "reduce", waiting=True)
+                elif order["do"] == "inspect":
+                    self._inspect(order["ranks"])
+
+    def _inspect(self, ranks: list[int]) -> None:
+        self.looked_at.append(ranks)
+        if len(self.looked_at) == self.looks:  # one of them comes out of it just now, and is at the next step
+            self._step(1, "done", waiting=False)
+        for rank in ranks:
+            self._wire.send("inspected", rank=rank, **SEEN)
+        if len(self.looked_at) == self.looks:
+            for rank in ranks:
+                self._step(rank, "done", waiting=False, finished=True)
+                self._wire.send("ended", rank=rank, status=0, elapsed_s=1.0, tail="", oom_kills=0)
+
+    def _step(self, rank: int, stage: str, *, waiting: bool, **payload: object) -> None:
+        self._wire.send("event", rank=rank, stage=stage, at=0, note="", waiting=waiting, elapsed_s=1.0, payload=payload)
+
+
+def follow(stand: Stand) -> tuple[Outcome, Run]:
+    host = Host(name="here")
+    with Fleet([host], stand, b"", dict[str, Any], Limits()) as fleet:
+        fleet.gather(lambda now: None)
+        specs = [RankSpec(rank=rank, local_rank=rank, config={}, env={}, forked=False) for rank in (0, 1)]
+        run = Run(fleet, {"here": specs}, "nothing", STAGES, lambda now: None)
+        return run.wait(TIMEOUT_S), run
+
+
+def test_ranks_that_are_silent_before_and_while_they_are_looked_at_stand_still() -> None:
+    stand = Stand(looks=0)
+    outcome, run = follow(stand)
+    assert outcome is Outcome.STALLED
+    assert stand.looked_at == [[0, 1]]
+    assert all(trace.inspection is not None for trace in run.traces.values())
+    assert run.stalled_s >= TIMEOUT_S
+
+
+def test_a_step_that_comes_while_ranks_are_looked_at_ends_the_standstill() -> None:
+    stand = Stand(looks=1)
+    outcome, run = follow(stand)
+    assert outcome is Outcome.FINISHED
+    assert all(trace.inspection is None for trace in run.traces.values())
