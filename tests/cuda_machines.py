@@ -20,8 +20,11 @@ from distdiag.cluster.targets import Cluster
 from distdiag.commands.cuda_env.collect import CudaFacts, look
 from distdiag.commands.cuda_env.diagnose import diagnose
 from distdiag.commands.cuda_env.model import Goal, Request
+from distdiag.gathered import Gathered
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import pytest
 
     from distdiag.commands.cuda_env.result import CudaEnv
@@ -248,6 +251,16 @@ class Machine:
         self.env["LD_PRELOAD"] = f"{folder}/libcuda.so.{version} {folder}/libnvidia-ml.so.{version}"
         return folder
 
+    def paste(self, commands: Iterable[str]) -> None:
+        """Run commands in a shell of this machine, and keep the variables that it has then."""
+        env = {**self.env, "PATH": ":".join([*self.path, str(self.bin), "/usr/bin", "/bin"])}
+        text = "\n".join(["set -e", *commands, "env -0"])
+        done = subprocess.run(["bash", "-c", text], env={**env, "LD_PRELOAD": ""}, check=True, capture_output=True)
+        after = dict(pair.split("=", 1) for pair in done.stdout.decode().split("\0") if pair)
+        preload = after.get("LD_PRELOAD") or (self.env.get("LD_PRELOAD", "") if "LD_PRELOAD" in after else "")
+        self.env = {**{name: after[name] for name in after if name not in ("_", "PWD", "SHLVL")}, "LD_PRELOAD": preload}
+        self.path = self.env.pop("PATH").removesuffix(f":{self.bin}:/usr/bin:/bin").split(":")
+
     def examine(self, monkeypatch: pytest.MonkeyPatch, goal: str = "all", timeout_s: float = 20.0) -> CudaFacts:
         """Take this machine's facts."""
         for name in list(os.environ):
@@ -274,7 +287,7 @@ class Machine:
 
 def judged(*nodes: CudaFacts, goal: str = "all", **asked: Any) -> Report[CudaEnv]:  # noqa: ANN401
     """Judge facts."""
-    return diagnose(Request(cluster=Cluster(), goal=Goal(goal), **asked), nodes)
+    return diagnose(Request(cluster=Cluster(), goal=Goal(goal), **asked), Gathered(facts=list(nodes)))
 
 
 def found(report: Report[CudaEnv]) -> dict[str, Finding]:

@@ -36,6 +36,14 @@ def need(*tools: str) -> None:
         pytest.skip(f"not installed: {', '.join(missing)}")
 
 
+def need_root() -> None:
+    """Skip where a process of another user cannot be made; fail where it is promised."""
+    if os.geteuid() and os.environ.get("DISTDIAG_TESTS_REQUIRE_ALL"):
+        pytest.fail("required here: root")
+    if os.geteuid():
+        pytest.skip("not root: no process of another user can be made")
+
+
 def need_mounts() -> None:
     """Skip where a private mount namespace cannot be made; fail where it is promised."""
     need("unshare", "mount")

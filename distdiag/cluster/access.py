@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster import bootstrap, bundle
-from distdiag.cluster.fleet import Fleet, Limits
+from distdiag.cluster.fleet import Fleet, Limits, more_for
 from distdiag.cluster.targets import Launcher, chosen_env, describe
 from distdiag.cluster.transports.local import LocalTransport
+from distdiag.errors import UsageError
 from distdiag.node import boot
 
 if TYPE_CHECKING:
@@ -20,21 +21,33 @@ SILENCE_S = 2.5
 _START_S = 20.0
 
 
+_RANKS = "distdiag.node.ranks"
+"""The agent imports it by this name."""
+
+
+def silence_s(hosts: int) -> float:
+    """Return how long an agent waits for a word of ours: one machine that starts very many is slow to say any."""
+    return SILENCE_S + more_for(hosts)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Agent:
     """What is to run on the nodes: `collect` is a module with facts(ask); `rank` what ranks run, if there are ranks.
 
-    `carries`: modules and packages that travel with them.
+    `facts`: the type of what it finds. `carries`: modules and packages that travel with them. `examines_python`: what
+    --python names is looked at, on this machine as well.
     """
 
     collect: str
+    facts: type[Any]
     ask: dict[str, Any] = field(default_factory=dict)
     rank: str | None = None
     carries: tuple[str, ...] = ()
+    examines_python: bool = False
 
-    def pack(self, cluster: Cluster, *, here: bool) -> bytes:
+    def pack(self, cluster: Cluster, *, here: bool, hosts: int = 1) -> bytes:
         """Pack sources and orders into what boot.START reads; `here`: on this machine, where no connection is cut."""
-        config = self.config(cluster, silence_s=None if here else SILENCE_S)
+        config = self.config(cluster, silence_s=None if here else silence_s(hosts))
         entry = "distdiag.node.agent"
         if here and (folder := bundle.folder()):
             return boot.pack(bundle.only(boot.__name__), entry, config, folder)
@@ -43,7 +56,7 @@ class Agent:
 
     def sources(self) -> dict[str, str]:
         """Read what travels."""
-        return bundle.sources(self.collect, *([self.rank] if self.rank else []), *self.carries)
+        return bundle.sources(self.collect, *((self.rank, _RANKS) if self.rank else ()), *self.carries)
 
     def config_for_guest(self, *, silence_s: float) -> dict[str, Any]:
         """Give the orders of an agent whose parent may be a stranger."""
@@ -67,14 +80,32 @@ def open_fleet(cluster: Cluster, targets: Targets, agent: Agent) -> Fleet:
         UsageError: an option cannot be read.
         DistdiagError: the tool that the way needs is not here.
     """
-    payload = agent.pack(cluster, here=targets.launcher is None)
-    limits = Limits(start_s=cluster.host_timeout_s or _START_S)
+    payload = agent.pack(cluster, here=targets.launcher is None, hosts=len(targets.hosts))
+    limits = Limits(start_s=cluster.host_timeout_s or _START_S + more_for(len(targets.hosts)))
     if targets.launcher in (Launcher.SLURM, Launcher.MPI):
-        return Fleet(targets.hosts, _step(cluster, targets, agent, limits), payload, limits)
+        return Fleet(targets.hosts, _step(cluster, targets, agent, limits), payload, agent.facts, limits)
     if targets.launcher is None:
-        return Fleet(targets.hosts, LocalTransport(payload, agent.collect), b"", limits)
+        _refuse_without_effect(cluster, agent)
+        return Fleet(targets.hosts, LocalTransport(payload), b"", agent.facts, limits)
     transport = _transport(cluster, targets, len(payload), needs_torch=agent.rank is not None)
-    return Fleet(targets.hosts, transport, payload, limits)
+    return Fleet(targets.hosts, transport, payload, agent.facts, limits)
+
+
+def _refuse_without_effect(cluster: Cluster, agent: Agent) -> None:
+    """Refuse what is for other hosts, where there is this machine alone. Raises UsageError."""
+    options = {
+        "--python": "" if agent.examines_python else cluster.python,
+        "--setup": cluster.setup,
+        "--fanout": cluster.fanout,
+        "--accept-new": cluster.accept_new,
+    }
+    typed = [name for name, value in options.items() if value]
+    if typed:
+        raise UsageError(
+            f"{' and '.join(typed)} would have no effect: nobody logs in to this machine, and its Python is this one",
+            hint="name the hosts with --hosts (this machine by ssh: --launcher ssh); or start distdiag with the other "
+            "Python: PYTHON -m distdiag",
+        )
 
 
 def explain(cluster: Cluster, targets: Targets, agent: Agent) -> list[str]:
@@ -137,7 +168,7 @@ def _step(cluster: Cluster, targets: Targets, agent: Agent, limits: Limits) -> T
 
     payload = Payload(
         sources=agent.sources(),
-        config=agent.config(cluster, silence_s=SILENCE_S),
+        config=agent.config(cluster, silence_s=silence_s(len(targets.hosts))),
         python=cluster.python or None,
         setup=cluster.setup or None,
         needs_torch=agent.rank is not None,

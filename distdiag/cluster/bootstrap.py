@@ -21,10 +21,32 @@ _OLD_ENOUGH = "import sys;sys.exit(sys.version_info<(3,9))"
 _HAS_TORCH = 'import sys,importlib.util as u;sys.exit(sys.version_info<(3,9) or u.find_spec("torch") is None)'
 _DECODE = "import sys;from base64 import b64decode as d;exec(d(sys.argv.pop(1)))"
 
-# A job that runs there knows the right environment better than any PATH: its interpreter comes before python3.
+# Whether nobody but root and us could have put this program there: its file and all folders above it belong to root or
+# to us, and others may not write to them (or may not replace what is ours in them: the sticky bit).
+TRUSTED = """distdiag_trusted() {
+case $1 in *[[:space:]*?[]*|[!/]*) return 1;; esac
+p=$1
+while :; do
+set -- $(ls -ldn "$p")
+[ "$3" = 0 ] || [ "$3" = "$(id -u)" ] || return 1
+case $1 in d????????[tT]*) ;; ?????w*|????????w*) return 1;; esac
+[ "$p" = / ] && return 0
+p=${p%/*}; p=${p:-/}
+done
+}"""
+
+# A job that runs there knows the right environment better than any PATH: its interpreter comes before python3. Anybody
+# can start a process that looks like a rank, and we are often root.
 _OF_THE_JOB = (
     'for d in /proc/[0-9]*; do if grep -qsz "^WORLD_SIZE=" "$d/environ"; then e=$(readlink "$d/exe"); '
-    'case "$e" in *python*) echo "$e";; esac; fi; done 2>/dev/null | sort -u | head -n 4'
+    'case "$e" in *python*) distdiag_trusted "$e" && echo "$e";; esac; fi; done 2>/dev/null | sort -u | head -n 4'
+)
+
+
+# A setup that waits would stay when nobody hears it any more, which shows when an empty line cannot be written.
+_WATCH = (
+    "( trap '' PIPE; while sleep 1 >/dev/null 2>&1; kill -0 $$ 2>/dev/null && echo >&2 2>/dev/null; do :; done; "
+    "kill -HUP 0 ) </dev/null >/dev/null & distdiag_watch=$!"
 )
 
 
@@ -47,7 +69,9 @@ def script(program: list[str], *, python: str | None, setup: str | None, needs_t
     told = f'printf "\\036{wire.MARK[1:].decode()}%s\\n"'
     parts = []
     if setup:
+        parts.append(_WATCH)
         parts.append(f"{{ {setup}\n}} </dev/null 1>&2")
+        parts.append("{ kill $distdiag_watch; wait $distdiag_watch; } 2>/dev/null || :")
     # Once, however often it is tried: the payload may be among the arguments, and a command line has its limit.
     parts.append(f'distdiag_run() {{ exec "$1" {_FLAGS} {arguments}; }}')
     if python:
@@ -56,6 +80,7 @@ def script(program: list[str], *, python: str | None, setup: str | None, needs_t
         parts.append(f"if command -v {given} >/dev/null; then distdiag_run {given}; fi")
         parts.append(f"{told} {shlex.quote(missing)}")
         return "\n".join(parts) + "\nexit 0\n"
+    parts.append(TRUSTED)
     parts.append(
         'distdiag_try() { command -v "$2" >/dev/null && "$2" $3 -c "$1" </dev/null >/dev/null 2>&1 && '
         'distdiag_run "$2"; }'

@@ -10,13 +10,16 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from distdiag.cluster import links
+from distdiag import interrupts
+from distdiag.cluster import links, records
 from distdiag.cluster.node import Node, NodeStage
+from distdiag.cluster.records import Down, Senseless
 from distdiag.cluster.rows import HostState, Refusal, Row
 from distdiag.cluster.transports import Arrivals
 from distdiag.errors import NodeFailed
+from distdiag.limits import hint_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,14 +27,22 @@ if TYPE_CHECKING:
 
     from distdiag.cluster.hosts import Host
     from distdiag.cluster.links import Link
+    from distdiag.cluster.records import Said
     from distdiag.cluster.transports import Transport
 
+T = TypeVar("T")
 _TURN_S = 0.1
 _FLUSH_S = 0.02
 _BEAT_S = 0.5
 _SILENT_S = 5.0
 """A node that said nothing for so long is gone: it says something every second."""
+_HOSTS_PER_S = 20
 GOODBYE_S = 2.0
+
+
+def more_for(hosts: int) -> int:
+    """Return by how many seconds this machine may be slower to say or hear a word, for all that it starts at once."""
+    return hosts // _HOSTS_PER_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +51,13 @@ class Limits:
 
     start_s: float = 20.0
     facts_s: float = 30.0
+
+
+def hint_here(refusal: Refusal) -> str:
+    """Return what to do where the node side cannot be used on this machine."""
+    words = " ".join((refusal.message, *refusal.evidence))
+    told = refusal.hint or "; ".join(refusal.evidence)
+    return hint_for(words) or told or "run it again; see who ends processes here"
 
 
 @dataclass
@@ -56,6 +74,8 @@ class Fleet:
     hosts: Sequence[Host]
     transport: Transport
     payload: bytes
+    facts: type[Any]
+    """What each node tells first."""
     limits: Limits = Limits()
     _rows: dict[str, Row] = field(default_factory=dict)
     refusals: dict[str, Refusal] = field(default_factory=dict)
@@ -67,7 +87,7 @@ class Fleet:
         self._selector.register(self._arrivals.bell, selectors.EVENT_READ, None)
         self._queue = deque(self.hosts)
         self._waiting: dict[str, _Waiting] = {}
-        self._pending: list[tuple[Node, dict[str, Any]]] = []
+        self._pending: list[tuple[Node, Said | Down]] = []
         self._over = threading.Event()
         self._last_turn = time.monotonic()
         self._began = time.monotonic()
@@ -83,7 +103,9 @@ class Fleet:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # What was found is known: an interrupt that comes now shall neither lose it nor leave an agent behind.
+        with interrupts.held():
+            self.close()
 
     @property
     def up(self) -> list[Node]:
@@ -121,17 +143,17 @@ class Fleet:
             refusal = next(iter(self.refusals.values()))
             raise NodeFailed(
                 f"distdiag's node side cannot be used on this machine: {refusal.message}",
-                hint=refusal.hint or "; ".join(refusal.evidence) or "run it again; see who ends processes here",
+                hint=hint_here(refusal),
             )
         found: dict[str, Node] = {}
         for node in self.up:
-            found.setdefault(str(node.hello.get("machine") or node.name), node)
+            found.setdefault(node.hello.machine or node.name, node)
         return list(found.values())
 
-    def records(self, timeout_s: float) -> Iterator[tuple[Node, dict[str, Any]]]:
+    def records(self, timeout_s: float) -> Iterator[tuple[Node, Said | Down]]:
         """Wait at most `timeout_s` seconds for something new from the nodes that are up, and yield it all.
 
-        The kind "down" stands for a node that is gone; its `refusal` says why.
+        `Down` stands for a node that is gone; its `refusal` says why.
         """
         pending, self._pending = self._pending, []
         yield from pending
@@ -139,50 +161,62 @@ class Fleet:
             yield from self._turn(timeout_s)
             yield from self._silent()
 
-    def expect(self, kind: str, nodes: Iterable[Node], timeout_s: float) -> dict[str, dict[str, Any]]:
+    def expect(self, kind: type[T], nodes: Iterable[Node], timeout_s: float) -> dict[str, T]:
         """Wait for one record of a kind from each of the nodes; others stay for `records`.
 
         Returns what came in time, by host. A node that goes down meanwhile is not waited for.
         """
         missing = {node.name for node in nodes}
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, T] = {}
         deadline = time.monotonic() + timeout_s
-        kept: list[tuple[Node, dict[str, Any]]] = []
+        kept: list[tuple[Node, Said | Down]] = []
         while missing and (left := deadline - time.monotonic()) > 0:
             for node, record in self.records(min(left, _TURN_S)):
-                if node.name in missing and record["kind"] == kind:
+                if node.name in missing and isinstance(record, kind):
                     found[node.name] = record
                     missing.discard(node.name)
                     continue
-                if record["kind"] == "down":
+                if isinstance(record, Down):
                     missing.discard(node.name)
                 kept.append((node, record))
         self._pending = kept + self._pending
         return found
 
     def more_from(
-        self, nodes: Iterable[Node], timeout_s: float, watch: Callable[[list[str]], None]
-    ) -> Iterator[tuple[Node, Any, str | None]]:
+        self, nodes: Iterable[Node], type_: type[T], timeout_s: float, watch: Callable[[list[str]], None]
+    ) -> Iterator[tuple[Node, T | None, str | None]]:
         """Take what nodes have to tell that were ordered to collect; `watch` gets the names of those still at it.
 
-        Yields (node, facts, None) for each piece, undecoded, then (node, None, "") when a node is done, or (node, None,
-        reason) when it went away or did not answer in time.
+        Yields (node, facts, None) for each piece, then (node, None, "") when a node is done, or (node, None, reason)
+        when it went away, told what makes no sense, or did not answer in time.
         """
         busy = {node.name: node for node in nodes}
         deadline = time.monotonic() + timeout_s
         while busy and (left := deadline - time.monotonic()) > 0:
             for node, record in self.records(min(left, _TURN_S)):
-                if node.name not in busy or record["kind"] not in ("more", "more-end", "down"):
+                if node.name not in busy:
                     continue
-                if record["kind"] == "more":
-                    yield node, record.get("facts"), None
+                if isinstance(record, records.More):
+                    try:
+                        facts = records.read_json(record.facts, type_)
+                    except Senseless as error:
+                        self.distrust(node, f"it sent facts that make no sense: {error}")
+                    else:
+                        yield node, facts, None
+                        continue
+                elif not isinstance(record, (records.MoreEnd, Down)):
                     continue
                 del busy[node.name]
-                yield node, None, _why_down(node) if record["kind"] == "down" else ""
+                yield node, None, "" if isinstance(record, records.MoreEnd) else _why_down(node)
             watch(list(busy))
         for node in busy.values():
             node.deaf = True
             yield node, None, "it did not answer in time"
+
+    def distrust(self, node: Node, why: str) -> None:
+        """Give a node up that says what makes no sense: nothing else that it says counts."""
+        if node.stage is not NodeStage.DOWN:
+            self._drop(node, node.nonsense(why))
 
     def no_answer(self, node: Node) -> NodeFailed:
         """Give the error of a node that is up and does not react; it is killed at once when we close."""
@@ -204,6 +238,9 @@ class Fleet:
         self._over.set()
         all_links = [node.link for node in self.nodes.values()]
         deaf = [node.link for node in self.nodes.values() if node.deaf]
+        for node in self.nodes.values():
+            if node.stage is NodeStage.STARTING:
+                node.link.hang_up()
         for link in deaf:
             link.kill()
         links.close_all([link for link in all_links if link not in deaf], GOODBYE_S)
@@ -227,7 +264,7 @@ class Fleet:
         if batch:
             self.transport.start(batch, self._arrivals)
 
-    def _turn(self, timeout_s: float) -> Iterator[tuple[Node, dict[str, Any]]]:
+    def _turn(self, timeout_s: float) -> Iterator[tuple[Node, Said | Down]]:
         """Look once at everything."""
         if any(node.link.has_unsent for node in self.nodes.values()):
             timeout_s = min(timeout_s, _FLUSH_S)
@@ -269,27 +306,34 @@ class Fleet:
     def _connect(self, waiting: _Waiting, link: Link) -> None:
         name = waiting.host.name
         del self._waiting[name]
-        node = Node(waiting.host, link, self.payload, began=waiting.began, names_itself=self.transport.names_itself)
+        own_name = self.transport.names_itself
+        node = Node(waiting.host, link, self.payload, self.facts, began=waiting.began, names_itself=own_name)
         self.nodes[name] = node
         node.watched = set(link.fds())
         for fd in node.watched:
             self._selector.register(fd, selectors.EVENT_READ, node)
 
-    def _read(self, node: Node) -> Iterator[tuple[Node, dict[str, Any]]]:
-        heard, records = node.hear()
-        self._watch_only(node, () if heard.ended else node.link.fds())
-        for record in records:
-            yield node, record
-        if heard.ended and node.stage is NodeStage.DONE:
-            node.link.kill()
-        elif heard.ended and node.stage is not NodeStage.DOWN:
+    def _read(self, node: Node) -> Iterator[tuple[Node, Said | Down]]:
+        found, ended, refusal = node.hear()
+        self._watch_only(node, () if ended else node.link.fds())
+        for record in found:
+            if node.stage is not NodeStage.DOWN:  # by what it said just before
+                yield node, record
+        if node.stage is NodeStage.DOWN:
+            return
+        if node.stage is NodeStage.DONE:
+            if ended or refusal is not None:
+                node.link.kill()
+        elif refusal is not None or ended:
             was_up = node.stage is NodeStage.UP
-            self._drop(node, self._why_it_ended(node))
+            self._drop(node, refusal or self._why_it_ended(node))
             if was_up:
-                yield node, {"kind": "down"}
+                yield node, Down()
 
     def _drop(self, node: Node, refusal: Refusal) -> None:
         self._watch_only(node, ())
+        if node.stage is NodeStage.STARTING:
+            node.link.hang_up()
         node.stage = NodeStage.DOWN
         node.refusal = refusal
         self.refuse(node.name, refusal, node.began)
@@ -307,8 +351,8 @@ class Fleet:
             self._selector.unregister(fd)
         node.watched.intersection_update(fds)
 
-    def _progress(self, node: Node, record: dict[str, Any], *, close: bool) -> None:
-        refusal = node.advance(record)
+    def _progress(self, node: Node, record: Said | Down, *, close: bool) -> None:
+        refusal = None if isinstance(record, Down) else node.advance(record)
         if refusal is not None:
             self._drop(node, refusal)
         elif node.stage is NodeStage.UP and node.name not in self._rows:
@@ -317,7 +361,7 @@ class Fleet:
             if close:
                 node.stage = NodeStage.DONE
                 node.link.finish()
-        elif record["kind"] not in ("ready", "hello", "facts", "alive", "no-python"):
+        elif isinstance(record, Down) or (node.stage is NodeStage.UP and not isinstance(record, records.Facts)):
             self._pending.append((node, record))
 
     def _give_up_late(self) -> None:
@@ -327,15 +371,15 @@ class Fleet:
             if node.stage in (NodeStage.STARTING, NodeStage.TELLING) and now - node.entered > limit:
                 self._drop(node, node.why_late(limit))
 
-    def _silent(self) -> Iterator[tuple[Node, dict[str, Any]]]:
+    def _silent(self) -> Iterator[tuple[Node, Said | Down]]:
         if not self.transport.remote:
             return
         now = time.monotonic()
         for node in self.up:
-            if now - node.heard_at > _SILENT_S:
+            if now - node.heard_at > _SILENT_S + more_for(len(self.hosts)):
                 words = f"nothing heard from it for {now - node.heard_at:.0f} s: it is gone, or the way to it is cut"
                 self._drop(node, Refusal(state=HostState.LOST, stage="run", message=words))
-                yield node, {"kind": "down"}
+                yield node, Down()
 
     def _unfinished(self, host: Host) -> Row:
         waiting = self._waiting.get(host.name)

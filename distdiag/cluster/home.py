@@ -8,14 +8,13 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hostlist import expand
 from distdiag.cluster.hub import Hub
 from distdiag.errors import DistdiagError
-from distdiag.node import pmi, run
+from distdiag.node import handshake, pmi, run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,7 +43,10 @@ lib.PMIx_Finalize(None, ctypes.c_size_t(0))
 
 @dataclass(frozen=True, kw_only=True)
 class Home:
-    """Where rank 0 waits: it takes the first of `ports` that is free, the others try them all. `key` is the nonce."""
+    """Where rank 0 waits: it takes the first of `ports` that is free, the others try them all.
+
+    `key` proves that a process belongs to the job.
+    """
 
     addresses: tuple[str, ...]
     ports: tuple[int, ...]
@@ -80,7 +82,7 @@ def _by_pmi(me: Identity, environ: Mapping[str, str], timeout_s: float) -> tuple
     """The process manager passes on where rank 0 is, and a key that nobody else knows."""
     hub, words = None, None
     if me.rank == 0:
-        key = secrets.token_hex(16)
+        key = handshake.new_key()
         hub = Hub(key)
         words = f"{hub.port}/{key}/{','.join(Hub.addresses())}"
     try:
@@ -119,12 +121,16 @@ def _ports(digest: str) -> tuple[int, ...]:
 def _addresses(me: Identity, environ: Mapping[str, str]) -> tuple[str, ...]:
     if me.local_world_size == me.world_size:
         return ("127.0.0.1",)
-    if given := environ.get("MASTER_ADDR"):
-        return (given,)
-    if me.launcher == "srun" and (nodes := environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")):
-        return (expand(nodes)[0],)
+    # MASTER_ADDR may be left over from another job: where the launcher knows better, both are tried.
+    given = environ.get("MASTER_ADDR", "")
+    found = tuple(address for address in dict.fromkeys((given, *_told_by_launcher(me, environ))) if address)
+    if found:
+        return found
     if me.launcher == "Open MPI":
-        return _open_mpi_addresses(environ)
+        raise DistdiagError(
+            "mpirun does not say where rank 0 is",
+            hint='mpirun -x MASTER_ADDR="$(hostname)" ... if the first rank runs here',
+        )
     if me.launcher == "environment":
         raise DistdiagError(
             f"RANK and WORLD_SIZE in the environment say that this is rank {me.rank} of {me.world_size}, and there is "
@@ -137,6 +143,12 @@ def _addresses(me: Identity, environ: Mapping[str, str]) -> tuple[str, ...]:
     )
 
 
+def _told_by_launcher(me: Identity, environ: Mapping[str, str]) -> tuple[str, ...]:
+    if me.launcher == "srun" and (nodes := environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")):
+        return (expand(nodes)[0],)
+    return _open_mpi_addresses(environ) if me.launcher == "Open MPI" else ()
+
+
 def _open_mpi_addresses(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Ask PMIx for rank 0's host; without its library, rank 0 is mostly where mpirun is."""
     import sys
@@ -145,10 +157,4 @@ def _open_mpi_addresses(environ: Mapping[str, str]) -> tuple[str, ...]:
     name = asked.stdout.decode("utf-8", "replace").strip()
     mpirun = re.findall(r"tcp://([\d.,]+):", environ.get("OMPI_MCA_orte_hnp_uri", ""))
     found = [name, *(address for group in mpirun for address in group.split(","))]
-    addresses = tuple(dict.fromkeys(address for address in found if address))
-    if not addresses:
-        raise DistdiagError(
-            "mpirun does not say where rank 0 is",
-            hint='mpirun -x MASTER_ADDR="$(hostname)" ... if the first rank runs here',
-        )
-    return addresses
+    return tuple(dict.fromkeys(address for address in found if address))

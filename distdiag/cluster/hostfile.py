@@ -22,7 +22,7 @@ T = TypeVar("T")
 _NOTE = re.compile(r"(?:^|\s)#.*")
 _HEADER = re.compile(r"\[[A-Za-z_][\w.-]*(?P<no_hosts>:(?:vars|children))?\]")
 _ANSIBLE_KEY = re.compile(r"\sansible_\w+\s*=")
-_OPTIONS = re.compile(r"\s+(?=[A-Za-z_][\w.-]*\s*=)")
+_OPTIONS = re.compile(r"(?<!\s)\s+(?=[A-Za-z_][\w.-]*\s*=)")
 # Open MPI allows spaces around "=" and Ansible quotes values with spaces inside; `a= b=1` is an empty a, then b.
 _OPTION = re.compile(r"""\s*([A-Za-z_][\w.-]*)\s*=(?:\s+(?![\w.-]+\s*=))?(?:'([^']*)'|"([^"]*)"|(\S*))(?!\S)""")
 _MEANINGS = {
@@ -147,6 +147,8 @@ def slurm_tasks(text: str) -> list[int]:
         match = _SLURM_PART.fullmatch(part)
         if match is None:
             raise listed.error(f"{quote(part)} is not a number of tasks, as 2 or 2(x3)", at=at)
+        if int(match[2] or 1) > MAX_NAMES - len(tasks):
+            raise listed.error(f"there are more than {MAX_NAMES:,} nodes", at=at)
         tasks += [int(match[1])] * int(match[2] or 1)
         at += len(part) + 1
     return tasks

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
+import json
 import os
 import selectors
 import socket
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.links import SocketLink
-from distdiag.node import call_home, network, rendezvous
+from distdiag.node import call_home, handshake, network, rendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_LINE_BYTES = 4096
-_MAX_GUESTS = 4096
 
+class _Caller:
+    """An agent that has proved itself; it may still have chosen another of our addresses."""
 
-@dataclass
-class _Guest:
-    heard: bytes = b""
-    who: dict[str, Any] | None = None
-    """Who it is, once it has proved itself; it may still have chosen another way to us."""
+    def __init__(self, peer: handshake.Peer, who: dict[str, Any]) -> None:
+        self.connection, self.who, self.heard = peer.connection, who, b""
 
 
 class Hub(threading.Thread):
@@ -33,18 +29,15 @@ class Hub(threading.Thread):
     joined: Callable[[dict[str, Any], SocketLink], None]
     """To be set before it is started."""
 
-    def __init__(self, nonce: str, *, port: int = 0) -> None:
+    def __init__(self, key: str, *, port: int = 0) -> None:
         """Listen on `port`, any free one if 0. Raises OSError."""
         super().__init__(daemon=True)
-        self._nonce = nonce
         self._listener = rendezvous.listen(port)
-        self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
-        self._selector = selectors.DefaultSelector()
+        self._acceptor = handshake.Acceptor([self._listener], key)
         self._bell, self._ring = os.pipe()
-        self._selector.register(self._bell, selectors.EVENT_READ)
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._guests: dict[socket.socket, _Guest] = {}
+        self._acceptor.selector.register(self._bell, selectors.EVENT_READ, self._bell)
+        self._callers: set[_Caller] = set()
 
     @staticmethod
     def addresses() -> list[str]:
@@ -56,70 +49,63 @@ class Hub(threading.Thread):
     def run(self) -> None:
         """Serve until `close`."""
         while True:
-            for key, _ in self._selector.select():
-                if key.fd == self._bell:
-                    return
-                if key.fileobj is self._listener:
-                    self._accept()
-                else:
-                    self._listen_to(key.fileobj)  # type: ignore[arg-type]
+            peers, ready = self._acceptor.wait()
+            if self._bell in ready:
+                return
+            for caller in ready:
+                self._hear(caller)
+            for peer in peers:
+                self._welcome(peer)
 
     def close(self) -> None:
         """Stop listening; links that were handed out live on."""
         os.write(self._ring, b".")
         if self.is_alive():
             self.join(2)
-        for guest in self._guests:
-            guest.close()
-        self._selector.close()
+        for caller in self._callers:
+            caller.connection.close()
+        self._acceptor.close()
         self._listener.close()
         os.close(self._bell)
         os.close(self._ring)
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            guest, _ = self._listener.accept()
-            if len(self._guests) >= _MAX_GUESTS:
-                guest.close()
-                return
-            guest.setblocking(False)
-            guest.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._guests[guest] = _Guest()
-            self._selector.register(guest, selectors.EVENT_READ)
-
-    def _listen_to(self, guest: socket.socket) -> None:
+    def _welcome(self, peer: handshake.Peer) -> None:
         try:
-            # Not a byte more than the greeting: what follows is for the link.
-            proved = self._guests[guest].who is not None
-            data = guest.recv(len(call_home.IN) if proved else _LINE_BYTES)
+            who = json.loads(peer.words)
+        except (ValueError, RecursionError):
+            who = None
+        if not isinstance(who, dict):
+            peer.connection.close()
+            return
+        peer.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        caller = _Caller(peer, who)
+        self._callers.add(caller)
+        self._acceptor.selector.register(caller.connection, selectors.EVENT_READ, caller)
+
+    def _hear(self, caller: _Caller) -> None:
+        try:
+            # Not a byte more than the word that it has chosen us: what follows is for the link.
+            data = caller.connection.recv(len(call_home.IN) - len(caller.heard))
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        caller = self._guests[guest]
         caller.heard += data
-        line, end, rest = caller.heard.partition(b"\n")
-        if not data or (not end and len(caller.heard) >= _LINE_BYTES):
-            self._forget(guest).close()
-        elif end and caller.who is None:
-            caller.heard = rest
-            self._judge(guest, line)
-        elif end and caller.who is not None:
-            self._forget(guest)
-            self.joined(caller.who, SocketLink(guest))
+        if data:
+            self._join_if_chosen(caller)
+        else:
+            self._forget(caller)
+            caller.connection.close()
 
-    def _judge(self, guest: socket.socket, line: bytes) -> None:
-        answer = call_home.welcome(line, self._nonce)
-        if answer is None:
-            self._forget(guest).close()
+    def _join_if_chosen(self, caller: _Caller) -> None:
+        if len(caller.heard) < len(call_home.IN):
             return
-        self._guests[guest].who, proof = answer
-        try:
-            guest.sendall(proof)
-        except OSError:
-            self._forget(guest).close()
+        self._forget(caller)
+        if caller.heard == call_home.IN:
+            self.joined(caller.who, SocketLink(caller.connection))
+        else:
+            caller.connection.close()
 
-    def _forget(self, guest: socket.socket) -> socket.socket:
-        del self._guests[guest]
-        self._selector.unregister(guest)
-        return guest
+    def _forget(self, caller: _Caller) -> None:
+        self._callers.discard(caller)
+        self._acceptor.selector.unregister(caller.connection)

@@ -12,12 +12,24 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from distdiag.cluster.node import decode
+from distdiag.cluster.records import (
+    Down,
+    Ending,
+    Event,
+    Inspection,
+    Listening,
+    RankEnded,
+    RankEvent,
+    RankInspected,
+    RankStarted,
+    Taken,
+)
 from distdiag.cluster.toolbox import bring_py_spy
 from distdiag.errors import NodeFailed
+from distdiag.limits import hint_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from distdiag.cluster.fleet import Fleet
     from distdiag.cluster.node import Node
@@ -31,8 +43,11 @@ _HANG_S = 1.0
 """An interrupted run that stood still for so long is looked at as one that hangs."""
 _INSPECT_S = 0.6
 """For the stacks, which are read side by side: the report is to be there a second after the timeout."""
+_PAUSE_S = 1.0
+"""Between two looks at the nodes there is a tenth of this."""
 _BRING_S = 3.0
 """For py-spy's few megabytes to get to a node that has none."""
+_MOST_EVENTS = 100_000
 _INSPECTED_S = 2.5
 """After this the agent is taken for dead: two rounds of stacks that all run into their limit, and some."""
 
@@ -54,39 +69,6 @@ class Outcome(StrEnum):
     INTERRUPTED = "interrupted"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """One step of a rank. `at` counts within the stage; `waiting`: the step needs the other ranks."""
-
-    stage: str
-    at: int
-    note: str
-    waiting: bool
-    elapsed_s: float
-    payload: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inspection:
-    """A silent rank seen from outside: state letter of proc(5), kernel wait channel, main thread's frames."""
-
-    state: str
-    wait_channel: str
-    frames: tuple[str, ...]
-    stack_error: str
-    tail: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ending:
-    """How a rank process ended: exit status, negative for a signal; `tail` is the end of what it printed."""
-
-    status: int | None
-    elapsed_s: float
-    tail: str
-    oom_kills: int
-
-
 @dataclass(kw_only=True)
 class Trace:
     """All that is known of one rank."""
@@ -98,6 +80,8 @@ class Trace:
     events: list[Event] = field(default_factory=list)
     inspection: Inspection | None = None
     ending: Ending | None = None
+    over_at: float | None = None
+    """When we heard that it cannot go on, or ended; by our own clock."""
     lost: str = ""
     """Why nothing is heard of its node any more, if so."""
 
@@ -150,17 +134,6 @@ class RankSpec:
     forked: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Taken:
-    """Why the rendezvous port could not be had: who has it, and what it answers to a stranger."""
-
-    error: str
-    listening: bool | None
-    pid: int | None
-    command: str
-    answer: str | None
-
-
 def take_port(fleet: Fleet, node: Node, port: int) -> tuple[int, Taken | None]:
     """Have rank 0's node listen on the rendezvous port (0: any free one); the port, and who has it if taken.
 
@@ -168,26 +141,34 @@ def take_port(fleet: Fleet, node: Node, port: int) -> tuple[int, Taken | None]:
         NodeFailed: the node does not answer.
     """
     node.order("listen", port=port)
-    answer = fleet.expect("listening", [node], _LISTEN_S).get(node.name)
+    answer = fleet.expect(Listening, [node], _LISTEN_S).get(node.name)
     if answer is None:
         raise fleet.no_answer(node)
-    taken = None if answer["taken"] is None else decode(answer["taken"], Taken, node.host)
-    return decode(answer["port"], int, node.host), taken
+    return answer.port, answer.taken
 
 
 class Run:
     """Ranks under way on nodes."""
 
     def __init__(
-        self, fleet: Fleet, specs: dict[str, list[RankSpec]], entry: str, watch: Callable[[Run], None]
+        self,
+        fleet: Fleet,
+        specs: dict[str, list[RankSpec]],
+        entry: str,
+        stages: Sequence[str],
+        watch: Callable[[Run], None],
     ) -> None:
         """Start the ranks, given by node name; `watch` is called when something happened, and a few times a second."""
+        self._stages = stages
         self.traces: dict[int, Trace] = {}
         self.lost: dict[str, Refusal] = {}
         self.stalled_s = 0.0
         self._fleet = fleet
         self._watch = watch
         self._moved = time.monotonic()
+        self._looked = time.monotonic()
+        self._inspecting = False
+        self._marked = 0.0
         self._gave_up = False
         self._death_at: float | None = None
         self._of_node = {name: [spec.rank for spec in mine] for name, mine in specs.items()}
@@ -211,15 +192,36 @@ class Run:
             NodeFailed: the only node ended, or does not answer any more.
         """
         try:
-            while (outcome := self._decided(timeout_s)) is None:
-                self._take(min(0.1, max(0.0, timeout_s - self.silent_s)))
-                self._watch(self)
+            outcome = self._next_decision(timeout_s)
+            while outcome is Outcome.STALLED and not self._stand_still():
+                outcome = self._next_decision(timeout_s)
         except KeyboardInterrupt:
             outcome = Outcome.INTERRUPTED
-        self.stalled_s = self.silent_s
-        if outcome is Outcome.STALLED or (outcome is Outcome.INTERRUPTED and self.stalled_s > _HANG_S):
-            self._inspect()
+            self.stalled_s = self.silent_s
+            if self.stalled_s > _HANG_S:
+                self._stand_still()
         return outcome
+
+    def _next_decision(self, timeout_s: float) -> Outcome:
+        while (outcome := self._decided(timeout_s)) is None:
+            self._take(min(0.1, max(0.0, timeout_s - self.silent_s)))
+            self._watch(self)
+            if self._marked != self._moved and self.silent_s > timeout_s / 2:
+                self._marked = self._moved
+                for name in self._of_node:
+                    self._fleet.nodes[name].order("mark")
+        self.stalled_s = self.silent_s
+        return outcome
+
+    def _stand_still(self) -> bool:
+        """Look at the silent ranks; False if one took a step meanwhile: what was seen of the others is no hang then."""
+        moved = self._moved
+        self._inspect()
+        if self._moved == moved:
+            return True
+        for trace in self.traces.values():
+            trace.inspection = None
+        return False
 
     def _decided(self, timeout_s: float) -> Outcome | None:
         now = time.monotonic()
@@ -234,37 +236,64 @@ class Run:
         return Outcome.STALLED if self.silent_s > timeout_s else None
 
     def _take(self, timeout_s: float) -> None:
+        pause = time.monotonic() - self._looked
+        if pause > _PAUSE_S:  # we were stopped ourselves, or had no core: nobody's silence counts
+            self._moved += pause
         for node, record in self._fleet.records(timeout_s):
-            if record["kind"] == "down":
+            if isinstance(record, Down):
                 self._lose(node)
-                continue
-            trace = self.traces.get(record.get("rank", -1))
-            # A node speaks for its own ranks only.
-            if trace is not None and trace.rank in self._of_node.get(node.name, ()):
-                self._note(trace, record)
+            elif isinstance(
+                record, (RankStarted, RankEvent, RankEnded, RankInspected)
+            ) and record.rank in self._of_node.get(node.name, ()):  # a node speaks for its own ranks only
+                self._note(node, self.traces[record.rank], record)
+        self._looked = time.monotonic()
 
-    def _note(self, trace: Trace, record: dict[str, Any]) -> None:
-        kind = record["kind"]
-        if kind == "started":
-            trace.pid = decode(record["pid"], int, trace.host)
-        elif kind == "event":
-            trace.events.append(decode(record, Event, trace.host))
+    def _note(self, node: Node, trace: Trace, record: RankStarted | RankEvent | RankEnded | RankInspected) -> None:
+        if isinstance(record, RankStarted):
+            trace.pid = record.pid
+        elif isinstance(record, RankEvent):
+            if why := self._what_is_wrong(trace, record):
+                self._fleet.distrust(node, f"rank {trace.rank} reported what cannot be: {why}")
+                self._lose(node)
+                return
+            if "pairs" in record.payload:  # all of them each time: what was said before would only take memory
+                for event in trace.events:
+                    event.payload.pop("pairs", None)
+            trace.events.append(record)
             self._moved = time.monotonic()
-        elif kind == "ended":
-            trace.ending = decode(record, Ending, trace.host)
+        elif isinstance(record, RankEnded):
+            trace.ending = record
             self._moved = time.monotonic()
             if trace.died and self._death_at is None:
                 self._death_at = self._moved
-        elif kind == "inspected":
-            trace.inspection = decode(record, Inspection, trace.host)
+        elif self._inspecting:
+            trace.inspection = record
+        if trace.over_at is None and (trace.gave_up or trace.ending is not None):
+            trace.over_at = time.monotonic()
         self._gave_up = self._gave_up or trace.gave_up
+
+    def _what_is_wrong(self, trace: Trace, event: Event) -> str:
+        """Say why a rank cannot have taken this step in this run; empty if it can."""
+        if event.stage not in self._stages:
+            return f"a stage {event.stage[:30]!r}"
+        if len(trace.events) > _MOST_EVENTS:
+            return f"over {_MOST_EVENTS} steps"
+        if "row" in event.payload and not trace.has("started"):
+            return "a measurement before it had a device"
+        pairs = event.payload.get("pairs", ())
+        sides = event.payload.get("trouble", {}).get("differing", {})
+        named = {pair[end] for pair in pairs for end in ("a", "b")}
+        named |= {rank for groups in sides.values() for ranks in groups.values() for rank in ranks}
+        strange = named - self.traces.keys()
+        return f"a rank {min(strange)}" if strange else ""
 
     def _lose(self, node: Node) -> None:
         assert node.refusal is not None
         if len(self._of_node) == 1:
             raise NodeFailed(
                 f"{node.host}: {node.refusal.message}, and the ranks with it",
-                hint=node.last_words() or "run it again; see who ends processes on this node",
+                hint="; ".join(filter(None, (node.last_words(), hint_for(node.last_words()))))
+                or "run it again; see who ends processes on this node",
             )
         self.lost[node.name] = node.refusal
         for rank in self._of_node.get(node.name, ()):
@@ -273,6 +302,13 @@ class Run:
                 self._death_at = self._death_at or time.monotonic()
 
     def _inspect(self) -> None:
+        self._inspecting = True
+        try:
+            self._look_at_live_ranks()
+        finally:
+            self._inspecting = False
+
+    def _look_at_live_ranks(self) -> None:
         live = [trace for trace in self.traces.values() if trace.is_live]
         # The longest silent first: they are the ones to be explained, should there be too many to read all stacks.
         live.sort(key=lambda trace: trace.last.elapsed_s if trace.last is not None else 0.0)

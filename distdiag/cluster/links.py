@@ -74,6 +74,9 @@ class Link(ABC):
     def kill(self) -> None:
         """Drop the connection, and end what on this machine belongs to it."""
 
+    def hang_up(self) -> None:  # noqa: B027 - only ssh can
+        """Tell a login that never came to our program to end, as a terminal that closes does."""
+
     @abstractmethod
     def _send(self, data: bytes) -> int:
         """Send what goes without waiting; the number of bytes."""

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from distdiag.cluster.node import decode
-from distdiag.node import rendezvous
-from distdiag.node.knock import Probe
+from distdiag.cluster.records import Down, ReachEnded, ReachListening, ReachName, ReachProbe, ReachServing
+from distdiag.node import handshake
+from distdiag.node.knock import Probe  # noqa: TC001 - msgspec reads the annotations
 from distdiag.node.network import Interface, Network, is_loopback
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from distdiag.cluster.fleet import Fleet
 
+T = TypeVar("T")
 _ORDER_S = 6.0
 _FIRST_ROUND_S = 2.4
 _SECOND_ROUND_S = 2.0
@@ -56,6 +57,11 @@ class LookUp:
     addresses: tuple[str, ...]
     error: str
 
+    @classmethod
+    def of(cls, node: str, record: ReachName) -> LookUp:
+        """Make one of what a node told."""
+        return cls(node=node, name=record.name, addresses=record.addresses, error=record.error)
+
 
 @dataclass(kw_only=True)
 class Meeting:
@@ -88,37 +94,33 @@ class Scout:
         self._head = self._nodes[0]
         self._port = port
         self._wish = wish
-        self._nonce = rendezvous.new_nonce()
+        self._key = handshake.new_key()
         self._ports: dict[str, int] = {}
         hosts = {node.name: node.host for node in self._nodes}
         self._meeting = Meeting(head=self._head.name, hosts=hosts, address="", port=port)
 
     def find(self) -> Meeting:
-        """Choose an address that all nodes reach, or the most promising one; then let the nodes try each other.
-
-        Raises:
-            DistdiagError: a node sent nonsense.
-        """
+        """Choose an address that all nodes reach, or the most promising one; then let the nodes try each other."""
         silent = self._listen()
         if not silent:
             self._choose()
             if all(path.probe.verdict in ("ok", "lossy") for path in self._meeting.paths):
                 self._try_each_other()
-        self._ask_all("reach-end", "reach-ended")
+        self._ask_all("reach-end", ReachEnded)
         self._meeting.silent = tuple(silent)
         return self._meeting
 
     def _listen(self) -> list[str]:
-        answers = self._ask_all("reach-listen", "reach-listening")
-        for node in self._nodes:
-            if node.name in answers:
-                self._ports[node.name] = decode(answers[node.name]["port"], int, node.host)
-                self._meeting.networks[node.name] = decode(answers[node.name]["network"], Network, node.host)
-        if len(answers) == len(self._nodes):
-            answers = self._ask_all("reach-serve", "reach-serving", nonce=self._nonce)
-        return [node.name for node in self._nodes if node.name not in answers]
+        answers = self._ask_all("reach-listen", ReachListening)
+        for name, answer in answers.items():
+            self._ports[name] = answer.port
+            self._meeting.networks[name] = answer.network
+        if len(answers) < len(self._nodes):
+            return [node.name for node in self._nodes if node.name not in answers]
+        served = self._ask_all("reach-serve", ReachServing, key=self._key)
+        return [node.name for node in self._nodes if node.name not in served]
 
-    def _ask_all(self, do: str, kind: str, **details: Any) -> dict[str, dict[str, Any]]:  # noqa: ANN401 - any JSON
+    def _ask_all(self, do: str, kind: type[T], **details: Any) -> dict[str, T]:  # noqa: ANN401 - any JSON
         for node in self._nodes:
             node.order(do, **details)
         return self._fleet.expect(kind, self._nodes, _ORDER_S)
@@ -212,21 +214,24 @@ class Scout:
     ) -> dict[str, list[Probe]]:
         for name, targets in wanted.items():
             self._fleet.nodes[name].order(
-                "reach-probe", nonce=self._nonce, targets=targets, names=names, timeout_s=timeout_s
+                "reach-probe", key=self._key, targets=targets, names=names, timeout_s=timeout_s
             )
         found: dict[str, list[Probe]] = {name: [] for name in wanted}
-        open_targets = sum(len(targets) for targets in wanted.values())
-        looked_up = len(self._meeting.lookups) + len(wanted) * len(names)
+        probes = {name: len(targets) for name, targets in wanted.items()}
+        lookups = dict.fromkeys(wanted, len(names))
         deadline = time.monotonic() + timeout_s + 0.3
         while time.monotonic() < deadline:
             for node, record in self._fleet.records(0.05):
-                if record["kind"] == "reach-probe" and node.name in found:
-                    found[node.name].append(decode(record["probe"], Probe, node.host))
-                    open_targets -= 1
-                elif record["kind"] == "reach-name":
-                    self._meeting.lookups.append(decode({**record, "node": node.name}, LookUp, node.host))
-            done = enough(found) or open_targets == 0
-            if done and len(self._meeting.lookups) >= looked_up:
+                if isinstance(record, ReachProbe) and probes.get(node.name):
+                    found[node.name].append(record.probe)
+                    probes[node.name] -= 1
+                elif isinstance(record, ReachName) and lookups.get(node.name):
+                    self._meeting.lookups.append(LookUp.of(node.name, record))
+                    lookups[node.name] -= 1
+                elif isinstance(record, Down):
+                    probes.pop(node.name, None)
+                    lookups.pop(node.name, None)
+            if (enough(found) or not any(probes.values())) and not any(lookups.values()):
                 break
         return found
 

@@ -6,20 +6,21 @@ import json
 import re
 import time
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from distdiag.cluster import records
+from distdiag.cluster.records import Senseless
 from distdiag.cluster.rows import HostState, Refusal
-from distdiag.errors import DistdiagError
 from distdiag.node import machine, wire
 from distdiag.node.wire import printable
 
 if TYPE_CHECKING:
     from distdiag.cluster.hosts import Host
-    from distdiag.cluster.links import Heard, Link
+    from distdiag.cluster.links import Link
+    from distdiag.cluster.records import Said
 
-T = TypeVar("T")
-_MAX_BYTES = 64 * 2**20
-"""What one node may say in all: a broken or hostile one costs no more memory and time than that."""
+_MAX_BYTES = {False: 64 * 2**20, True: 256 * 2**20}
+"""What one node may say until it is up, and in all: a broken or hostile one costs no more memory and time than that."""
 _COMPLAINT_LINES = 6
 _QUOTED_LETTERS = 80
 
@@ -37,7 +38,10 @@ class NodeStage(StrEnum):
 class Node:
     """One host's agent."""
 
-    def __init__(self, host: Host, link: Link, payload: bytes, *, began: float, names_itself: bool = False) -> None:
+    def __init__(
+        self, host: Host, link: Link, payload: bytes, facts: type[Any], *, began: float, names_itself: bool = False
+    ) -> None:
+        """`facts` is the type of what it tells first."""
         self.name = host.name
         self.host = host.name
         """What to call it: the name that was asked for, or where there is none, its own."""
@@ -46,8 +50,10 @@ class Node:
         self.began = began
         self.entered = self.heard_at = time.monotonic()
         self.stage = NodeStage.TELLING if link.loaded else NodeStage.STARTING
-        self.hello: dict[str, Any] = {}
-        self.told: dict[str, Any] = {}
+        self.hello = records.Hello()
+        self.told: Any = None
+        """Its facts, of the type that was asked for."""
+        self._facts_type = facts
         self.refusal: Refusal | None = None
         self.deaf = False
         self.watched: set[int] = set()
@@ -61,38 +67,55 @@ class Node:
         """Send one order to the agent."""
         self.link.write(json.dumps({"do": do, **details}).encode() + b"\n")
 
-    def facts(self, type_: type[T]) -> T:
-        """Decode the node's facts."""
-        return decode(self.told, type_, self.host)
+    def hear(self) -> tuple[list[Said], bool, Refusal | None]:
+        """Take what came: the records in order, whether that was all, and why the node is not to be heard any more.
 
-    def hear(self) -> tuple[Heard, list[dict[str, Any]]]:
-        """Take what came: records in order; everything else is kept as noise."""
+        Everything that is no record is kept as noise.
+        """
         heard = self.link.read()
         self.heard_at = time.monotonic()
         self._bytes += len(heard.out) + len(heard.err)
-        for _ in self._noise.feed(heard.err):
-            pass  # a record on stderr is nothing that we asked for
-        records = list(self._reader.feed(heard.out))
-        return heard, [record for record in records if record["kind"] != "alive"]
+        found: list[Said] = []
+        try:
+            for _ in self._noise.feed(heard.err):
+                pass  # a record on stderr is nothing that we asked for
+            for frame in self._reader.feed(heard.out):
+                record = records.read_record(frame)
+                if isinstance(record, records.RankEvent) and "pairs" in record.payload:
+                    self._bytes -= len(frame)  # it is told again and again, and only the last one is kept
+                if not isinstance(record, records.Alive):
+                    found.append(record)
+        except Senseless as error:
+            return found, heard.ended, self.nonsense(f"it sent a record that makes no sense: {error}")
+        except wire.TooLong:
+            return found, heard.ended, self.nonsense(f"it sent a record of over {wire.MAX_LINE_BYTES >> 20} MiB")
+        is_up = self.stage in (NodeStage.UP, NodeStage.DONE)
+        if self._bytes > _MAX_BYTES[is_up]:
+            return (
+                found,
+                heard.ended,
+                self.nonsense(f"it sent {self._bytes >> 20} MiB" + ("" if is_up else " that are no facts")),
+            )
+        return found, heard.ended, None
 
-    def advance(self, record: dict[str, Any]) -> Refusal | None:
+    def advance(self, record: Said) -> Refusal | None:
         """Go on to the next stage when this record says so; or say why there will be none."""
-        kind = record["kind"]
-        if kind == "ready" and self.stage is NodeStage.STARTING:
+        if isinstance(record, records.Ready) and self.stage is NodeStage.STARTING:
             self.link.write(self._payload)  # before we enter: from then on it is sent signs of life as well
             self._payload = b""
             self._enter(NodeStage.TELLING)
-        elif kind == "no-python":
-            return self._no_python(str(record.get("tried")))
-        elif kind == "hello":
+        elif isinstance(record, records.NoPython):
+            return self._no_python(record.tried)
+        elif isinstance(record, records.Hello) and self.stage is not NodeStage.UP:
             self.hello = record
-            if self._names_itself and isinstance(record.get("host"), str):
-                self.host = record["host"]
-        elif kind == "facts" and isinstance(record.get("facts"), dict):
-            self.told = record["facts"]
+            if self._names_itself and record.host:
+                self.host = record.host
+        elif isinstance(record, records.Facts) and self.stage is not NodeStage.UP:
+            try:
+                self.told = records.read_json(record.facts, self._facts_type)
+            except Senseless as error:
+                return self.nonsense(f"it sent facts that make no sense: {error}")
             self._enter(NodeStage.UP)
-        if self.stage is not NodeStage.UP and self._bytes > _MAX_BYTES:
-            return self._nonsense(f"it sent {self._bytes >> 20} MiB that are no facts")
         return None
 
     def why_it_ended(self) -> Refusal:
@@ -135,7 +158,10 @@ class Node:
         words = self.complaint()
         if self.stage is NodeStage.STARTING:
             what = f"no Python was started there within {limit_s:g} s"
-            hint = "its login files, or the command that leads there, may wait for something"
+            hint = (
+                "its login files (~/.bashrc), --setup, or the command that leads there may wait for something; "
+                "the shell of a login is not distdiag's, and may stay there: end it by hand"
+            )
         else:
             what = f"its facts did not come within {limit_s:g} s"
             hint = "something on that node does not answer"
@@ -174,7 +200,8 @@ class Node:
             evidence=tuple(self.complaint()),
         )
 
-    def _nonsense(self, what: str) -> Refusal:
+    def nonsense(self, what: str) -> Refusal:
+        """Make the refusal of a node that does not say what our node side says."""
         return Refusal(state=HostState.NONSENSE, stage=self.stage, message=what, evidence=tuple(self.complaint()))
 
 
@@ -196,17 +223,3 @@ _COMPLAINTS = (
 
 def _known_complaint(words: str) -> tuple[HostState, str] | None:
     return next(((state, said) for pattern, state, said in _COMPLAINTS if re.search(pattern, words)), None)
-
-
-def decode(value: object, type_: type[T], host: str) -> T:
-    """Turn what came from a node into a typed fact; what comes from a node is untrusted.
-
-    Raises:
-        DistdiagError: it is not of that shape.
-    """
-    import msgspec
-
-    try:
-        return msgspec.convert(value, type_)
-    except msgspec.ValidationError as error:
-        raise DistdiagError(f"{host} sent facts that make no sense: {error}") from error

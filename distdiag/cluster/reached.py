@@ -47,13 +47,16 @@ _REMEDIES = {
 
 
 def host_findings(refusals: Mapping[str, Refusal], rows: Iterable[Row]) -> list[Finding]:
-    """Make one finding of each trouble, for all hosts that have it."""
+    """Make one finding of each trouble, for all hosts that have it.
+
+    This machine alone has no row, and may go away all the same.
+    """
     groups: dict[tuple[HostState, str, str], list[str]] = {}
-    for row in rows:
-        refusal = refusals.get(row.host)
+    for host in dict.fromkeys([*(row.host for row in rows), *refusals]):
+        refusal = refusals.get(host)
         if refusal is not None:
-            words = refusal.message.replace(row.host, "it")
-            groups.setdefault((refusal.state, refusal.stage, words), []).append(row.host)
+            words = refusal.message.replace(host, "it")
+            groups.setdefault((refusal.state, refusal.stage, words), []).append(host)
     return [_finding(hosts, [refusals[host] for host in hosts]) for hosts in groups.values()]
 
 

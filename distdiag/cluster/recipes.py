@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _PORT = 29500
+_CORES_BESIDE_GPU = 4
+"""A rank's own thread, NCCL's proxy and watchdog, and one to spare."""
 _MINUTES = 10
 
 
@@ -24,50 +26,76 @@ class Recipe(StrEnum):
     TORCHRUN = "torchrun"
 
 
-def lines(recipe: Recipe, hosts: Sequence[str], nproc: int, program: str, *, gpus: bool) -> list[str]:
-    """Write the lines that start `program` as `nproc` ranks on each of the hosts; `gpus`: ask SLURM for as many."""
-    return {
-        Recipe.SLURM: _slurm,
-        Recipe.MPI: _mpi,
-        Recipe.PDSH: _pdsh,
-        Recipe.TORCHRUN: _torchrun,
-    }[recipe](hosts, nproc, program, gpus)
+def lines(
+    recipe: Recipe,
+    hosts: Sequence[str],
+    nproc: int,
+    program: str,
+    *,
+    gpus: bool | None,
+    port: int = 0,
+    ifname: str = "",
+) -> list[str]:
+    """Write the lines that start `program` as `nproc` ranks on each of the hosts.
+
+    `gpus`: whether to ask SLURM for as many; None if it is not known. `port`: torchrun's rendezvous; 0: its usual one.
+    `ifname`: the interface for MPI's own messages.
+    """
+    if recipe is Recipe.SLURM:
+        return _slurm(hosts, nproc, program, gpus)
+    if recipe is Recipe.MPI:
+        return _mpi(hosts, nproc, program, ifname)
+    if recipe is Recipe.PDSH:
+        return _pdsh(hosts, nproc, program, port or _PORT)
+    return _torchrun(hosts, nproc, program, port or _PORT)
 
 
-def _slurm(hosts: Sequence[str], nproc: int, program: str, gpus: bool) -> list[str]:
+def _slurm(hosts: Sequence[str], nproc: int, program: str, gpus: bool | None) -> list[str]:
+    cores = _CORES_BESIDE_GPU if gpus else 1
+    per_gpu = f"#SBATCH --gpus-per-node={nproc}"
     return [
         "#!/bin/bash",
         "#SBATCH --job-name=distdiag",
         f"#SBATCH --nodes={len(hosts)}",
         *([f"#SBATCH --nodelist={fold(hosts)}"] if len(hosts) > 1 else []),
         f"#SBATCH --ntasks-per-node={nproc}",
-        *([f"#SBATCH --gpus-per-node={nproc}"] if gpus else []),
+        f"#SBATCH --cpus-per-task={cores}",
+        *([per_gpu] if gpus else [f"# For GPUs, which this machine has none of: {per_gpu}"] if gpus is None else []),
+        "#SBATCH --output=distdiag-%j.out",
         f"#SBATCH --time=00:{_MINUTES}:00",
-        f"srun --kill-on-bad-exit=0 {program}",
+        # srun does not take it from sbatch since SLURM 22.05.
+        f"srun --kill-on-bad-exit=0 --cpus-per-task={cores} {program}",
     ]
 
 
-def _mpi(hosts: Sequence[str], nproc: int, program: str, gpus: bool) -> list[str]:
+def _mpi(hosts: Sequence[str], nproc: int, program: str, ifname: str) -> list[str]:
     total = nproc * len(hosts)
+    mca = f"--mca btl_tcp_if_include {ifname or 'eth0'} --mca oob_tcp_if_include {ifname or 'eth0'}"
+    ours, theirs = (f" {mca}", f" -iface {ifname}") if ifname else ("", "")
+    # Open MPI takes all interfaces, and hangs in one that leads nowhere.
+    several = [f"# With several networks, name the one that works: {mca}"] if len(hosts) > 1 and not ifname else []
     return [
         "# Open MPI",
-        f"mpirun -np {total} --host {','.join(f'{host}:{nproc}' for host in hosts)} {program}",
+        *several,
+        f"mpirun -np {total}{ours} --host {','.join(f'{host}:{nproc}' for host in hosts)} {program}",
         "# MPICH, Intel MPI",
-        f"mpirun -n {total} -hosts {','.join(hosts)} -ppn {nproc} {program}",
+        f"mpirun -n {total}{theirs} -hosts {','.join(hosts)} -ppn {nproc} {program}",
     ]
 
 
-def _pdsh(hosts: Sequence[str], nproc: int, program: str, gpus: bool) -> list[str]:
+def _pdsh(hosts: Sequence[str], nproc: int, program: str, port: int) -> list[str]:
     # pdsh puts the number of the host in place of %n.
-    return [f"pdsh -S -w {','.join(hosts)} {shlex.quote(_one_agent(hosts, nproc, program, '%n'))}"]
+    return [f"pdsh -S -w {','.join(hosts)} {shlex.quote(_one_agent(hosts, nproc, program, '%n', port))}"]
 
 
-def _torchrun(hosts: Sequence[str], nproc: int, program: str, gpus: bool) -> list[str]:
+def _torchrun(hosts: Sequence[str], nproc: int, program: str, port: int) -> list[str]:
     if len(hosts) == 1:
         return [f"torchrun --standalone --nproc-per-node {nproc} --no-python {program}"]
-    return [f"{_one_agent(hosts, nproc, program, str(number))}   # on {host}" for number, host in enumerate(hosts)]
+    return [
+        f"{_one_agent(hosts, nproc, program, str(number), port)}   # on {host}" for number, host in enumerate(hosts)
+    ]
 
 
-def _one_agent(hosts: Sequence[str], nproc: int, program: str, number: str) -> str:
-    where = f"--node-rank {number} --master-addr {hosts[0]} --master-port {_PORT}"
+def _one_agent(hosts: Sequence[str], nproc: int, program: str, number: str, port: int) -> str:
+    where = f"--node-rank {number} --master-addr {hosts[0]} --master-port {port}"
     return f"torchrun --nnodes {len(hosts)} --nproc-per-node {nproc} {where} --no-python {program}"

@@ -26,12 +26,12 @@ def bring_py_spy(nodes: Iterable[Node], *, at_most: int = _AT_MOST) -> bool:
     Orders are obeyed in order, so whoever is asked for stacks next can use it.
     """
     here = f"{platform.system()} {platform.machine()}"
-    lacking = [node for node in nodes if node.hello.get("py_spy") is None and node.hello.get("platform") == here]
+    lacking = [node for node in nodes if node.hello.py_spy is None and node.hello.platform == here]
     pieces = _packed("py-spy") if lacking else ()
     for node in lacking[:at_most] if pieces else []:
         for number, piece in enumerate(pieces):
             node.order("tool", name="py-spy", piece=piece, last=number == len(pieces) - 1)
-        node.hello["py_spy"] = "brought"
+        node.hello.py_spy = "brought"
     return bool(lacking and pieces)
 
 

@@ -5,15 +5,16 @@ Torch prints the same words, or none, for most of these; what it prints is said 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold
 from distdiag.cluster.meeting import leads_home
 from distdiag.node.network import is_loopback
-from distdiag.report import Finding, Fix, Level, Where
+from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from distdiag.cluster.meeting import Meeting, Path
 
@@ -43,9 +44,11 @@ class _Judge:
     def closed(self) -> list[Finding]:
         """One finding for each kind of closed way."""
         groups: dict[tuple[str, str], list[Path]] = {}
+        # Without a route nobody can be answered either.
+        no_answer = {(path.source, path.target) for path in self._meeting.paths if path.probe.verdict == "no-route"}
         for path in self._meeting.paths:
             verdict = path.probe.verdict
-            if verdict in ("ok", "lossy"):
+            if verdict in ("ok", "lossy") or (verdict == "filtered" and (path.target, path.source) in no_answer):
                 continue
             if leads_home(path) and path.source != path.target:
                 verdict = "loopback"
@@ -62,16 +65,38 @@ class _Judge:
         what, why, fix = self._words(purpose, verdict, paths)
         port = f"port {probe.port}, the rendezvous port" if purpose == "rendezvous" else "the ports that ranks use"
         address = f" ({probe.address})" if len(targets) == 1 and probe.address != targets[0] else ""
-        title = what.format(source=fold(sources), target=f"{fold(targets)}{address}", port=port, name=probe.address)
-        return self._finding(
+        target = f"{fold(targets)}{address}"
+        said = {"name": probe.address, "said": probe.said, "error": probe.error.lower()}
+        title = what.format(source=fold(sources), target=target, port=port, **said)
+        hosts = (*sources, *targets)
+        accused = self._accused(verdict, sources, targets, paths)
+        found = self._finding(
             _ids(purpose, verdict),
             Level.FAIL,
             title,
             detail=why,
-            hosts=(*sources, *targets),
+            hosts=accused,
             evidence=tuple(self._evidence(path) for path in paths[:4]),
             fix=fix,
         )
+        return replace(found, witnesses=Witnesses(hosts=tuple(host for host in hosts if host not in accused)))
+
+    def _accused(
+        self, verdict: str, sources: Sequence[str], targets: Sequence[str], paths: Sequence[Path]
+    ) -> tuple[str, ...]:
+        """Find who is at fault: whose own kernel says no; else the node that all of these ways have in common."""
+        if verdict in ("no-route", "no-port", "name", "loopback"):
+            return tuple(sources)
+        ends = [{self._meeting.hosts[path.source], self._meeting.hosts[path.target]} for path in paths]
+        well = {
+            self._meeting.hosts[node]
+            for path in self._meeting.paths
+            if path.probe.verdict in ("ok", "lossy")
+            for node in (path.source, path.target)
+        }
+        common = [host for host in (*sources, *targets) if all(host in pair for pair in ends)]
+        # Where several are in all of them: whoever has no way that works.
+        return tuple(dict.fromkeys([host for host in common if host not in well] or common or (*sources, *targets)))
 
     def _words(self, purpose: str, verdict: str, paths: list[Path]) -> tuple[str, str, Fix]:
         probe = paths[0].probe
@@ -93,18 +118,21 @@ class _Judge:
         if verdict == "stranger":
             return (
                 "another program than ours answers {source} at {target} {port}"
-                + (f', it says "{probe.said}"' if probe.said else ""),
+                + (', it says "{said}"' if probe.said else ""),
                 "Torch would wait there for ever.",
                 Fix(text="take another port", commands=(self._again("--master-port 0"),)),
             )
         if verdict in ("swallowed-up", "swallowed-down"):
             return self._swallowed(verdict, paths)
+        if verdict in ("no-route", "no-port"):
+            return _by_its_own_kernel(verdict, paths)
+        if verdict in ("broken", "cut-off"):
+            return _cut(verdict, paths)
         what = {
             "filtered": "{source} gets no answer from {target} at {port}: the packets are dropped",
             "refused": "{source} is refused by {target} at {port}: a firewall answers with a reset",
-            "rejected": f"{{source}} is turned away on the way to {{target}} at {{port}}: {probe.error.lower()}",
+            "rejected": "{source} is turned away on the way to {target} at {port}: {error}",
             "silent": "{source} connects to {target} at {port}, and then nothing more comes through",
-            "broken": "{source} connects to {target} at {port}, and the connection is cut",
         }[verdict]
         return what, self._why_closed(purpose, verdict, paths), self._fix_for_closed(purpose, paths)
 
@@ -267,6 +295,7 @@ class _Judge:
         knocks = f" after {probe.knocks} attempts" if probe.knocks > 1 else ""
         sent_again = f", {probe.retransmits} packets sent again" if probe.retransmits else ""
         how = f": {probe.error}" if probe.error else ""
+        how += f" ({probe.route})" if probe.route else ""
         return f"{source} -> {probe.address} port {probe.port}: {probe.verdict}{how}{knocks}{sent_again}"
 
     def _called(self, nodes: object) -> tuple[str, ...]:
@@ -293,6 +322,54 @@ class _Judge:
             evidence=evidence,
             fix=fix,
         )
+
+
+def _by_its_own_kernel(verdict: str, paths: Sequence[Path]) -> tuple[str, str, Fix]:
+    probe = paths[0].probe
+    address = probe.resolved[0] if probe.resolved else probe.address
+    if verdict == "no-port":
+        return (
+            "{source} has no local port left for a connection to {target}: {error}",
+            "Every connection takes a port of net.ipv4.ip_local_port_range, and all are in use, by this or another "
+            "program of that node.",
+            Fix(
+                text="see how large the range is and who uses it; make it larger there",
+                commands=(
+                    "ss -s; cat /proc/sys/net/ipv4/ip_local_port_range",
+                    "sudo sysctl -w net.ipv4.ip_local_port_range='1024 65535'",
+                ),
+            ),
+        )
+    return (
+        "{source} has no way to {target}: its own kernel says {error}",
+        f"No packet was sent. Its routing table says: {probe.route}." if probe.route else "No packet was sent.",
+        Fix(
+            text="correct the routes there: one is missing, or says blackhole, unreachable or prohibit",
+            commands=(f"ip route get {address}", "ip route show table all | grep -v 'table local'"),
+        ),
+    )
+
+
+def _cut(verdict: str, paths: Sequence[Path]) -> tuple[str, str, Fix]:
+    error = paths[0].probe.error
+    if verdict == "broken":
+        what = "{source} connects to {target} at {port}, and the connection is cut: {error}"
+        why = "It was open, so this is no closed port: whatever stands between ends connections."
+    else:
+        what = "data between {source} and {target} stops midway at {port}: {error}"
+        why = "The first packets came through one after the other, and then none: a cable loses some of all."
+    return (
+        (
+            what,
+            why,
+            Fix(
+                text="see which rule of a firewall, proxy or limit on connections does that, on both and between them",
+                commands=("nft list ruleset | grep -nE 'reject|drop|quota|ct (bytes|count|state)|limit'",),
+            ),
+        )
+        if error
+        else (what.replace(": {error}", ""), why, Fix(text="see what stands between them"))
+    )
 
 
 def _ids(purpose: str, verdict: str) -> str:

@@ -80,12 +80,7 @@ class _Inbox:
         self._wire = wire
         self._silence_s = silence_s
         self._lost = lost
-        try:
-            threading.Thread(target=self._watch, daemon=True).start()
-        except RuntimeError:  # as many processes as we may have: what was begun ahead took the last place
-            for module in boot.begun_ahead:
-                module.over()
-            threading.Thread(target=self._watch, daemon=True).start()
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
         heard = time.monotonic()
@@ -174,7 +169,7 @@ class _Hands:
     def do(self, order: dict[str, Any]) -> None:
         """Obey one order; what a newer parent may say is passed over."""
         kind = order["do"]
-        if kind in ("listen", "keep-logs", "start", "inspect"):
+        if kind in ("listen", "keep-logs", "start", "mark", "inspect"):
             self._about_ranks(order)
         elif kind.startswith("reach-"):
             self._about_reach(order)
@@ -192,15 +187,18 @@ class _Hands:
         self._wire.send("more-end")
 
     def _about_ranks(self, order: dict[str, Any]) -> None:
-        from distdiag.node.ranks import Ranks
-
-        ranks = self._ranks = self._ranks or Ranks(self._wire, boot.carried, guest=self._guest)
+        # By its name: it travels with commands that start ranks, see distdiag.cluster.access.Agent.
+        module = importlib.import_module("distdiag.node.ranks")
+        ranks: Ranks = self._ranks or module.Ranks(self._wire, boot.carried, guest=self._guest)
+        self._ranks = ranks
         if order["do"] == "listen":
             ranks.listen(order)
         elif order["do"] == "keep-logs":
             ranks.keep_logs()
         elif order["do"] == "start":
             ranks.start(order)
+        elif order["do"] == "mark":
+            ranks.mark()
         else:
             ranks.inspect(order)
 

@@ -64,4 +64,6 @@ def _ran_at(folder: str) -> tuple[int, float] | None:
     """Read where and when a thread ran last: (processor, seconds of its clock)."""
     started = re.search(r"^se\.exec_start\s*:\s*([\d.]+)", machine.read_text(f"{folder}/sched"), re.MULTILINE)
     fields = machine.read_text(f"{folder}/stat").rpartition(")")[2].split()
-    return (int(fields[36]), float(started[1]) / 1e3) if started and len(fields) > 36 else None
+    # 0: it was moved to another processor, and has not run there yet.
+    known = started is not None and float(started[1]) > 0
+    return (int(fields[36]), float(started[1]) / 1e3) if started and known and len(fields) > 36 else None

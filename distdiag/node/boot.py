@@ -51,10 +51,6 @@ installed: list[str] = []
 """The folder of the distdiag that gave them, if it is on this machine: what Python keeps compiled there is used."""
 
 
-begun_ahead: list[Any] = []
-"""Modules that have begun something which nobody may need, see `wait`."""
-
-
 class CarriedFinder:
     """Imports modules from source text that came over stdin; goes before an installed distdiag.
 
@@ -136,35 +132,6 @@ def pack(
 def _python() -> str:
     """Tell which Pythons may take each other's compiled code."""
     return f"{sys.implementation.cache_tag} {sys.hexversion:x}"
-
-
-def wait(folder: str, modules: Sequence[str]) -> None:
-    """Load what an agent will need, from where distdiag is installed; then do as START does.
-
-    A module may have a function ahead(), for what can be begun already, and over(), which ends it. The payload comes
-    after a line with its length.
-    """
-    os.write(1, b'\n\x1eDD1 {"kind":"ready"}\n')
-    finder = CarriedFinder({}, folder)
-    sys.meta_path.insert(0, finder)
-    for name in ("distdiag.node.boot", *modules, "distdiag.node.agent"):
-        loaded = importlib.import_module(name)
-        if hasattr(loaded, "ahead"):
-            loaded.ahead()
-            # Not this copy of it, which nobody imports.
-            importlib.import_module("distdiag.node.boot").begun_ahead.append(loaded)
-    sys.meta_path.remove(finder)
-    data, length = b"", -1
-    while length < 0 or len(data) < length:
-        piece = os.read(0, 65536)
-        if not piece:
-            sys.exit(0)
-        data += piece
-        if length < 0 and b"\n" in data:
-            line, _, data = data.partition(b"\n")
-            length = int(line)
-    unpacker = zlib.decompressobj()
-    exec(compile(unpacker.decompress(data), "<distdiag>/node/boot.py", "exec"), {"__name__": "__main__", "z": unpacker})
 
 
 def begin(order: str, codes: bytes) -> None:

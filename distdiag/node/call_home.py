@@ -1,7 +1,7 @@
 """An agent that was started by srun or mpirun, or is a process of theirs: connects to the parent and serves it.
 
-Both sides show that they know the run's nonce, over the challenge of the other: neither takes orders from, nor gives
-them to, a stranger on the network. The nonce came in the environment, never on a command line.
+Both sides prove that they know the run's key (node/handshake.py): neither takes orders from, nor gives them to, a
+stranger on the network. The key came in the environment, never on a command line.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 
-from distdiag.node import agent, machine
+from distdiag.node import agent, handshake, machine
 from distdiag.node.wire import Writer
 
 TYPE_CHECKING = False
@@ -26,12 +26,14 @@ IN = b"in\n"
 """What an agent says when it has chosen this connection."""
 _KNOCK_AGAIN_S = 0.2
 _TRY_S = 5.0
-_LINE_BYTES = 512
 
 
 def main(config: dict[str, Any]) -> None:
     """Find the parent at one of config["addresses"] and config["port"] within config["find_s"], and serve it."""
     nonce = os.environ.pop(NONCE, "")
+    if not nonce:
+        sys.stderr.write(f"distdiag: {machine.host_name()}: the launcher did not pass {NONCE} on\n")
+        return
     places = [(address, config["port"]) for address in config["addresses"]]
     home = find(places, nonce, {"name": _name()}, timeout_s=config["find_s"])
     if home is None:
@@ -51,37 +53,17 @@ def find(
     found: list[socket.socket] = []
     won, claim = threading.Event(), threading.Lock()
     deadline = time.monotonic() + timeout_s
+    words = json.dumps(me).encode()
     for place in places:
-        threading.Thread(target=_knock, args=(place, nonce, me, deadline, (won, claim), found), daemon=True).start()
+        threading.Thread(target=_knock, args=(place, nonce, words, deadline, (won, claim), found), daemon=True).start()
     won.wait(timeout_s)
     return found[0] if found else None
-
-
-def welcome(line: bytes, nonce: str) -> tuple[dict[str, Any], bytes] | None:
-    """As the parent, judge a caller's first line: who it says it is and what to answer; None for a stranger."""
-    try:
-        said = json.loads(line)
-        me, challenge, proof = said["me"], str(said["challenge"]), str(said["proof"])
-    except (ValueError, KeyError, TypeError):
-        return None
-    import hmac
-
-    if not isinstance(me, dict) or not hmac.compare_digest(proof.encode(), _proof(nonce, "agent", challenge)):
-        return None
-    return me, _proof(nonce, "parent", challenge) + b"\n"
-
-
-def greeting(nonce: str, me: dict[str, Any]) -> tuple[bytes, bytes]:
-    """As an agent, what to say first and what the parent has to answer."""
-    challenge = os.urandom(16).hex()
-    said = {"me": me, "challenge": challenge, "proof": _proof(nonce, "agent", challenge).decode()}
-    return json.dumps(said).encode() + b"\n", _proof(nonce, "parent", challenge) + b"\n"
 
 
 def _knock(
     place: tuple[str, int],
     nonce: str,
-    me: dict[str, Any],
+    words: bytes,
     deadline: float,
     race: tuple[threading.Event, threading.Lock],
     found: list[socket.socket],
@@ -93,9 +75,8 @@ def _knock(
             # As bytes: else Python loads what turns names of other alphabets into ASCII.
             where = (place[0].encode() if place[0].isascii() else place[0], place[1])
             connection = socket.create_connection(where, timeout=min(left, _TRY_S))  # type: ignore[arg-type]
-            said, expected = greeting(nonce, me)
-            connection.sendall(said)
-            if _read(connection, len(expected)) == expected and claim.acquire(blocking=False):
+            handshake.introduce(connection, nonce, words, deadline=min(deadline, time.monotonic() + _TRY_S))
+            if claim.acquire(blocking=False):
                 # Only now are we in: of several ways that lead home, one is taken.
                 connection.sendall(IN)
                 connection.settimeout(None)
@@ -104,29 +85,12 @@ def _knock(
                 won.set()
                 return
             connection.close()
-        except OSError:
+        except (OSError, handshake.Refused):
             if connection is not None:
                 connection.close()
         time.sleep(_KNOCK_AGAIN_S)
 
 
-def _read(connection: socket.socket, count: int) -> bytes:
-    heard = b""
-    while len(heard) < count and (data := connection.recv(count - len(heard))):
-        heard += data
-    return heard
-
-
 def _name() -> str:
     """Give the name by which the launcher knows this node."""
     return os.environ.get("SLURMD_NODENAME") or machine.host_name()
-
-
-def _proof(nonce: str, side: str, challenge: str) -> bytes:
-    """Give the keyed BLAKE2 (RFC 7693) of what is said: Python has it built in, for others it loads OpenSSL."""
-    try:
-        from _blake2 import blake2b
-    except ImportError:
-        from hashlib import blake2b
-    key = blake2b(nonce.encode()).digest()  # of the length that it may have
-    return blake2b(f"{side} {challenge}".encode(), key=key, digest_size=32).hexdigest().encode()

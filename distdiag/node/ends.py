@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import re
 from dataclasses import dataclass
 
 from distdiag.node import machine, procs
+from distdiag.node.sockets import inodes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ def networks(pids: Iterable[int], look: Look) -> tuple[Network, ...]:
     """Read the sockets of processes, by namespace; what is not ours to read is left out."""
     by_name: dict[str, list[int]] = {}
     for pid in pids:
-        by_name.setdefault(procs.network(pid), []).append(pid)
+        by_name.setdefault(machine.network_namespace(pid), []).append(pid)
     return tuple(_network(name, members, look) for name, members in by_name.items())
 
 
@@ -69,9 +68,7 @@ def people(pids: Iterable[int]) -> tuple[Person, ...]:
 
 def _network(name: str, pids: list[int], look: Look) -> Network:
     namespace = look.tables.of(pids[0])
-    own = [
-        _owned(pid, namespace.sockets[inode]) for pid in pids for inode in _inodes(pid) if _is_inet(namespace, inode)
-    ]
+    own = [_owned(pid, namespace.sockets[inode]) for pid in pids for inode in inodes(pid) if _is_inet(namespace, inode)]
     return Network(name, namespace.addresses, (*own, *_strangers(own, namespace, look)))
 
 
@@ -96,19 +93,6 @@ def _strangers(own: list[Owned], namespace: Namespace, look: Look) -> Iterator[O
             yield _owned(pid, one)
 
 
-def _inodes(pid: int) -> set[int]:
-    """List the sockets that a process has open."""
-    found = set()
-    try:
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            inside = re.fullmatch(r"socket:\[(\d+)\]", _readlink(f"/proc/{pid}/fd/{fd}"))
-            if inside:
-                found.add(int(inside[1]))
-    except OSError:  # gone, or not ours to read
-        return set()
-    return found
-
-
 def _is_inet(namespace: Namespace, inode: int) -> bool:
     return inode in namespace.sockets and namespace.sockets[inode].protocol in _PROTOCOLS
 
@@ -119,10 +103,3 @@ def _owned(pid: int, one: Socket) -> Owned:
 
 def _port(end: str) -> str:
     return end.rpartition(":")[2]
-
-
-def _readlink(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""

@@ -6,7 +6,6 @@ More than a full packet goes in each direction: a path that swallows large packe
 from __future__ import annotations
 
 import errno
-import math
 import os
 import selectors
 import socket
@@ -14,9 +13,8 @@ import struct
 import time
 from dataclasses import dataclass
 
-from distdiag.node import network
-from distdiag.node.probing import BULK_BYTES, proof, returned
-from distdiag.node.wire import printable
+from distdiag.node import handshake, network
+from distdiag.node.probing import BULK_BYTES, returned
 
 _KNOCK_AGAIN_S = 0.4
 """A lost SYN is sent again by the kernel after 1, 3, 7 s: too rarely to tell a lossy path from a closed one."""
@@ -25,7 +23,19 @@ _FIRST_WORD_S = 0.7
 """Then it is asked over a new connection: after a lost SYN-ACK the kernel may wait 3 s before it sends a word again."""
 _PROGRESS_BYTES = 6000
 """Acknowledged beyond this, several full packets came through: then packets are lost, not all swallowed."""
+_MANY_PACKETS_BYTES = 12000
+_UNANSWERED = 3
+"""A link that loses a third of its packets lets 9 through in a row, and then none of 3, once in 1000 times."""
 _TCP_INFO_BYTES = 136
+"""At least; what newer kernels tell besides is used where it is there."""
+_LAST_DATA, _OUT_OF_ORDER = 52, 224
+"""Where the kernel tells how long ago data came, in milliseconds, and how many packets came out of order."""
+_SILENT_MS = 1000
+"""A sender sends a lost packet again after 0.2, 0.4 and 0.8 s."""
+_VERDICTS = (
+    *("ok", "lossy", "name", "filtered", "refused", "rejected", "silent", "stranger", "broken"),
+    *("swallowed-up", "swallowed-down", "cut-off", "no-route", "no-port"),
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +44,9 @@ class Probe:
 
     `verdict`: ok; name (does not resolve), filtered (no answer), refused, rejected (a router or firewall said no),
     silent (connected, and nobody speaks), stranger, swallowed-up / swallowed-down (large packets towards the
-    listener / from it vanish), lossy (it goes on, too slowly to finish), broken (the connection ended midway).
+    listener / from it vanish), lossy (it goes on, too slowly to finish), broken (the connection ended midway),
+    cut-off (it carried some full packets, and then none), no-route (this node's own kernel refused at once, see
+    `route`), no-port (this node has no local port left).
     """
 
     key: str
@@ -52,6 +64,12 @@ class Probe:
     bulk_bytes: int = 0
     bulk_s: float | None = None
     """Seconds for so many bytes there, and at most BULK_BYTES back; None if they were not all exchanged."""
+    route: str = ""
+    """With no-route: what `ip route get` says of the address there."""
+
+    def __post_init__(self) -> None:
+        if self.verdict not in _VERDICTS:
+            raise ValueError(f"a way that is {self.verdict[:20]!r}")
 
 
 @dataclass(frozen=True)
@@ -64,19 +82,24 @@ class Target:
     bulk_bytes: int = BULK_BYTES
 
 
+class _RefusedHere(OSError):
+    """This node's own kernel said no before any packet was sent."""
+
+
 class Knock:
     """One probe under way."""
 
-    def __init__(self, target: Target, nonce: str, deadline: float) -> None:
+    def __init__(self, target: Target, key: str, deadline: float) -> None:
         self.key, self.address, self.port = target.key, target.address, target.port
         self._bulk_bytes = target.bulk_bytes
         self._bulk_s: float | None = None
-        self._nonce = nonce
+        self._key = key
         self._deadline = deadline
         self._resolved: tuple[str, ...] = ()
         self._knocks = 0
         self._latency_s: float | None = None
         self._said = ""
+        self._unread = b""
 
     def go(self) -> Probe:
         """Resolve, connect, talk; never later than the deadline."""
@@ -130,22 +153,22 @@ class Knock:
         status = connection.connect_ex((address, self.port))
         if status not in (0, errno.EINPROGRESS):
             connection.close()
-            raise OSError(status, os.strerror(status))
+            kind = OSError if status == errno.ECONNREFUSED else _RefusedHere  # a port of this node refuses at once
+            raise kind(status, os.strerror(status))
         selector.register(connection, selectors.EVENT_WRITE, connection)
         return connection
 
     def _talk(self, connection: socket.socket) -> tuple[str, str]:
-        here = b"here %s\n" % proof(self._nonce, "here")
         began = time.monotonic()
+        first_word_by = min(self._deadline, began + _FIRST_WORD_S)
         try:
-            self._limit(connection)
-            connection.sendall(b"probe %s %d\n" % (proof(self._nonce, "probe"), self._bulk_bytes))
-            heard = self._read(connection, len(here), like=here, patience=_FIRST_WORD_S)
+            met = handshake.introduce(connection, self._key, b"%d" % self._bulk_bytes, deadline=first_word_by)
+            self._unread = met.rest
             self._latency_s = time.monotonic() - began
-            if heard != here:
-                self._said = _quote(heard)
-                return ("stranger", "") if heard else ("broken", "it hung up without a word")
             return self._exchange_bulk(connection)
+        except handshake.Refused as stranger:
+            self._said = stranger.said
+            return ("stranger", "") if stranger.said else ("broken", "it hung up without a word")
         except TimeoutError:
             return "silent", "connected, and then no answer"
         except OSError as error:
@@ -174,30 +197,33 @@ class Knock:
     def _stuck(self, connection: socket.socket, verdict: str) -> tuple[str, str]:
         """Say why data got stuck: large packets vanish, packets are lost, or the other end is too busy to take any."""
         acknowledged, received = _progress(connection)
+        came_to_an_end = _nothing_repaired(connection, sent=verdict == "swallowed-up")
         if verdict == "swallowed-up" and acknowledged >= self._bulk_bytes > 0:
             verdict = "swallowed-down"  # it has all of ours, and its answer, a full packet, does not come
         moved = acknowledged if verdict == "swallowed-up" else received
         if not self._bulk_bytes or (verdict == "swallowed-up" and not _retransmits(connection)):
             return "silent", "connected, and then too little in time: is a node very busy?"
         words = f"{moved} of {self._bulk_bytes} bytes came through in time"
-        return (verdict if moved < _PROGRESS_BYTES else "lossy"), words
+        if moved < _PROGRESS_BYTES:
+            return verdict, words
+        return ("cut-off" if came_to_an_end and moved >= _MANY_PACKETS_BYTES else "lossy"), words
 
-    def _read(self, connection: socket.socket, count: int, like: bytes = b"", patience: float = math.inf) -> bytes:
-        """Read so many bytes; fewer at the end, or as soon as they are not `like` what was expected."""
-        heard = bytearray()
-        while len(heard) < count and (not like or like.startswith(heard)):
-            self._limit(connection, patience)
+    def _read(self, connection: socket.socket, count: int) -> bytes:
+        """Read so many bytes; fewer at the end."""
+        heard, self._unread = bytearray(self._unread[:count]), self._unread[count:]
+        while len(heard) < count:
+            self._limit(connection)
             data = connection.recv(min(count - len(heard), 2**18))
             if not data:
                 break
             heard += data
         return bytes(heard)
 
-    def _limit(self, connection: socket.socket, patience: float = math.inf) -> None:
+    def _limit(self, connection: socket.socket) -> None:
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError
-        connection.settimeout(min(left, patience))
+        connection.settimeout(left)
 
     def _verdict(self, verdict: str, error: str, connection: socket.socket | None = None) -> Probe:
         local = "" if connection is None else str(connection.getsockname()[0]).replace("::ffff:", "")
@@ -216,6 +242,7 @@ class Knock:
             retransmits=_retransmits(connection) if connection is not None else 0,
             bulk_bytes=self._bulk_bytes,
             bulk_s=self._bulk_s,
+            route=network.route_to(self._resolved[0]) if verdict == "no-route" else "",
         )
 
 
@@ -230,13 +257,33 @@ def _why_not_connected(error: OSError) -> tuple[str, str]:
         return "refused", words
     if error.errno == errno.ETIMEDOUT:
         return "filtered", "no answer"
-    return "rejected", words
+    if error.errno == errno.EADDRNOTAVAIL:
+        return "no-port", words
+    return ("no-route" if isinstance(error, _RefusedHere) else "rejected"), words
 
 
 def _progress(connection: socket.socket) -> tuple[int, int]:
     """Bytes acknowledged by the peer and received from it (tcpi_bytes_..., include/uapi/linux/tcp.h)."""
     info = _tcp_info(connection)
     return struct.unpack_from("QQ", info, 120) if info else (0, 0)
+
+
+def _nothing_repaired(connection: socket.socket, *, sent: bool) -> bool:
+    """Tell whether packets came through one after the other until they came no more: what loses some goes on.
+
+    Of what is sent, every packet that was sent again is one of the last (tcpi_retransmits counts those without an
+    answer; one more may be the tail loss probe); of what is received, none came out of order (tcpi_rcv_ooopack), none
+    of ours was lost before it, and the last is longer ago than the sender waits before it sends one again.
+    """
+    info = _tcp_info(connection)
+    if not info:
+        return False
+    sent_again = int(struct.unpack_from("I", info, 100)[0])
+    if sent:
+        return info[2] >= _UNANSWERED and sent_again <= info[2] + 1
+    silent_ms = int(struct.unpack_from("I", info, _LAST_DATA)[0])
+    in_order = len(info) >= _OUT_OF_ORDER + 4 and struct.unpack_from("I", info, _OUT_OF_ORDER)[0] == 0
+    return in_order and sent_again <= 1 and silent_ms >= _SILENT_MS
 
 
 def _retransmits(connection: socket.socket) -> int:
@@ -246,12 +293,7 @@ def _retransmits(connection: socket.socket) -> int:
 
 def _tcp_info(connection: socket.socket) -> bytes:
     try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     except (OSError, AttributeError):  # macOS has none
         return b""
-    return info if len(info) == _TCP_INFO_BYTES else b""
-
-
-def _quote(heard: bytes) -> str:
-    line = heard.strip().split(b"\n")[0][:80].decode("ascii", "replace").strip()
-    return printable(line)
+    return info if len(info) >= _TCP_INFO_BYTES else b""

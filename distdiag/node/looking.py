@@ -10,10 +10,21 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distdiag.node import machine, patience, procs, resting, rights, run, tools
-from distdiag.node.capture import COUNTERS, MAIN, WHOLE, Capture, Counter, Frame, Thread, read_threads
+from distdiag.node.capture import (
+    LOCALS,
+    MAIN,
+    WHOLE,
+    Capture,
+    Frame,
+    Thread,
+    leaves_work_to_threads,
+    process_groups,
+    read_threads,
+    told_by_locals,
+)
 from distdiag.node.let_go import let_go
 
 TYPE_CHECKING = False
@@ -22,6 +33,7 @@ if TYPE_CHECKING:
 
 
 _PATIENCE_S = 1.0
+_MOST_OTHERS = 16
 
 
 @dataclass(frozen=True)
@@ -42,9 +54,13 @@ def look_at(pids: Sequence[int], look: Look) -> dict[int, Capture]:
     if not look.native and not look.all_threads:
         found.update(_resting([one for pid, one in before.items() if pid not in found], look))
     living = [pid for pid in pids if pid not in found]
-    if not living:
+    others = [pid for pid, one in found.items() if one.threads and leaves_work_to_threads(one.threads[0].frames)]
+    if not living and not others:
         return found
     tool = tools.find("py-spy")
+    if tool is not None and others:
+        whole = _dump(tool, {pid: before[pid] for pid in others}, look, native=False)
+        found.update((pid, one) for pid, one in whole.items() if one.threads)
     if tool is None:
         missing = "py-spy is not there, and could not be brought"
         return {**found, **{pid: before[pid].failed("failed", missing) for pid in living}}
@@ -70,7 +86,7 @@ def _resting(processes: Sequence[_Before], look: Look) -> dict[int, Capture]:
         if time.monotonic() > deadline:
             return None
         try:
-            return one.at_rest(resting.main_thread(one.pid, COUNTERS if look.counters else None))
+            return one.at_rest(resting.main_thread(one.pid, LOCALS if look.counters else None))
         except resting.Unclear:
             return None
 
@@ -119,6 +135,7 @@ class _Before:
     def at_rest(self, main: resting.Main) -> Capture:
         """Take over what was read of a main thread that waits."""
         status, reason = self._standing()
+        counters, peer = told_by_locals([(one.function, one.file, _short(one.whole_numbers)) for one in main.frames])
         thread = Thread(
             os_thread_id=self.pid,
             name=MAIN,
@@ -126,12 +143,8 @@ class _Before:
             owns_gil=main.gil_holder == self.pid,
             state=next((task.state for task in self.tasks if task.tid == self.pid), ""),
             frames=tuple(Frame(one.function, one.file, one.line) for one in main.frames),
-            counters=tuple(
-                Counter(depth, one.function, name, value)
-                for depth, one in enumerate(reversed(main.frames))
-                for name, value in one.whole_numbers
-                if WHOLE.fullmatch(str(value))
-            ),
+            counters=counters,
+            peer=peer,
         )
         return self._capture(status, reason, (thread,), native=False, left_stopped=False, gil_holder=main.gil_holder)
 
@@ -143,10 +156,11 @@ class _Before:
         threads = _threads(done.stdout, {task.tid: task for task in self.tasks})
         if threads:
             status, reason = self._standing()
+            is_whole = look.all_threads or leaves_work_to_threads(threads[0].frames)
             return self._capture(
                 status,
                 reason,
-                threads if look.all_threads else threads[:1],
+                tuple(map(self._with_switches, threads)) if is_whole else threads[:1],
                 native=native,
                 left_stopped=left_stopped,
                 gil_holder=next((thread.os_thread_id for thread in threads if thread.owns_gil), None),
@@ -161,12 +175,19 @@ class _Before:
         status, reason = rights.why_unreadable(self.pid, done.stderr.decode("utf-8", "replace"))
         return self.failed(status, reason, left_stopped=left_stopped)
 
+    def _with_switches(self, thread: Thread) -> Thread:
+        return (
+            replace(thread, switches=procs.switches(self.pid, thread.os_thread_id)) if thread.os_thread_id else thread
+        )
+
     def _standing(self) -> tuple[str, str]:
         state = self.proc.state if self.proc else ""
         if self.tracer is not None:
             return "traced", f"traced by {machine.command_line(self.tracer) or 'a program'} (pid {self.tracer})"
         if state in machine.STOPPED:
             return "stopped", machine.why_it_stands_still(state)
+        if thaws := procs.thaws_by(self.pid):
+            return "frozen", f"its cgroup is frozen (docker pause, a freezer): {thaws}"
         if self.blocked:
             return (
                 "kernel",
@@ -192,8 +213,10 @@ class _Before:
         gil_holder: int | None = None,
     ) -> Capture:
         main = next((task for task in self.tasks if task.tid == self.pid), None)
-        # The main thread, and whoever is stuck in the kernel.
-        stuck = [] if self.is_gone else sorted({self.pid, *self.blocked[:4]})
+        # The main thread first, whoever is stuck in the kernel, and those that may be at the job's work.
+        known = {task.tid for task in self.tasks}
+        others = [thread.os_thread_id for thread in threads[1 : 1 + _MOST_OTHERS] if thread.os_thread_id in known]
+        stuck = [] if self.is_gone else list(dict.fromkeys([self.pid, *self.blocked[:4], *others]))
         return Capture(
             status=status,
             reason=reason,
@@ -212,7 +235,12 @@ class _Before:
             at_s=self.at_s,
             switches=self.switches,
             left_stopped=left_stopped,
+            groups=process_groups(self.tasks),
         )
+
+
+def _short(numbers: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    return tuple((name, value) for name, value in numbers if WHOLE.fullmatch(str(value)))
 
 
 def _threads(data: bytes, tasks: dict[int, procs.Task]) -> tuple[Thread, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ _STATES = {
     "t": "stopped by a tracer",
     "D": "waiting in the kernel (D)",
 }
+_SECRET = re.compile(r"(?i)([\w-]*(?:token(?!s|iz)|secret|passw|api[-_]?key|credential|auth)[\w-]*(?:=|\s+))(\S+)")
+_LIKELY_KEY = re.compile(r"\b(?:hf_|sk-|ghp_|AKIA|xox[bp]-)[\w-]{8,}")
 _TCP_LISTEN = "0A"  # include/net/tcp_states.h
 
 
@@ -34,6 +37,14 @@ class ProcessState:
     def __init__(self, letter: str, wait_channel: str) -> None:
         self.letter = letter
         self.wait_channel = wait_channel
+
+
+class Work:
+    """What a process did so far: seconds in which one of its threads ran or waited for a core, and bytes it read."""
+
+    def __init__(self, busy_s: float = 0.0, read_bytes: int = 0) -> None:
+        self.busy_s = busy_s
+        self.read_bytes = read_bytes
 
 
 def host_name() -> str:
@@ -78,9 +89,29 @@ def process_state(pid: int) -> ProcessState:
     return ProcessState(letter[0] if letter else "", read_text(f"/proc/{pid}/wchan").strip("0"))
 
 
+def work_of(pid: int) -> Work:
+    """Read what a process did so far; nothing where the kernel does not say (schedstat and io of proc(5))."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        threads = []
+    columns = [read_text(f"/proc/{pid}/task/{thread}/schedstat").split() for thread in threads]
+    busy_ns = sum(int(ran) + int(waited) for ran, waited, *_ in columns)
+    read = re.search(r"^rchar: (\d+)", read_text(f"/proc/{pid}/io"), re.MULTILINE)
+    return Work(busy_ns / 1e9, int(read[1]) if read is not None else 0)
+
+
 def why_it_stands_still(letter: str) -> str:
     """Put a state that explains a standstill into words; empty for all others."""
     return _STATES.get(letter, "")
+
+
+def network_namespace(pid: int) -> str:
+    """Name a process's network namespace, "net:[4026531840]"; empty if not ours to read."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:
+        return ""
 
 
 def port_holder(port: int) -> PortHolder | None:
@@ -113,13 +144,29 @@ def parent_of(pid: int) -> int | None:
 
 
 def command_line(pid: int) -> str:
-    """Give a process's command, at most 120 characters; arguments after the third are left out (secrets)."""
+    """Return a process's command, at most 120 characters: without arguments after the third, and without secrets."""
     words = read_text(f"/proc/{pid}/cmdline").split("\0")
     words = [word for word in words if word]
     if "-c" in words[:3]:
         words[words.index("-c") + 1 : words.index("-c") + 2] = ["..."]  # a whole program is no name
-    shown = " ".join(words[:4]) + (" ..." if len(words) > 4 else "")
+    # A secret may be the word that is left out: "--token" alone says nothing.
+    shown = redacted(" ".join(words[:4])) + (" ..." if len(words) > 4 else "")
     return shown if len(shown) <= 120 else shown[:117] + "..."
+
+
+def redacted(text: str) -> str:
+    """Put stars where an argument looks like a secret."""
+    return _LIKELY_KEY.sub("***", _SECRET.sub(r"\1***", text))
+
+
+def user_name(number: int) -> str:
+    """Return a user's name; "uid 1000" where it has none here."""
+    import pwd
+
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"uid {number}"
 
 
 def read_text(path: str) -> str:
@@ -129,6 +176,22 @@ def read_text(path: str) -> str:
             return file.read()
     except OSError:
         return ""
+
+
+def throttled_s() -> float:
+    """Seconds for which a CPU quota of this process's cgroups (v1 and v2) kept it from running."""
+    seconds = [0.0]
+    for line in read_text("/proc/self/cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number != "0" and "cpu" not in controllers.split(","):
+            continue
+        root = "/sys/fs/cgroup" if number == "0" else f"/sys/fs/cgroup/{controllers}"
+        folder = root + path.rstrip("/")
+        while folder.startswith(root):
+            stat = dict(one.split() for one in read_text(f"{folder}/cpu.stat").splitlines())
+            seconds.append(int(stat.get("throttled_usec", 0)) / 1e6 + int(stat.get("throttled_time", 0)) / 1e9)
+            folder = folder.rpartition("/")[0]
+    return max(seconds)
 
 
 def _meminfo(name: str) -> int | None:

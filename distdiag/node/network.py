@@ -103,6 +103,18 @@ def resolve(name: str) -> tuple[tuple[str, ...], str]:
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found)), ""
 
 
+def route_to(address: str) -> str:
+    """Return what the kernel says of the way to an address, by `ip route get`; empty where there is no such tool."""
+    from distdiag.node import run
+
+    try:
+        done = run.run(["ip", "route", "get", address], timeout_s=2.0)
+    except run.CannotRun:
+        return ""
+    said = (done.stdout or done.stderr).decode("utf-8", "replace").strip()
+    return " ".join(said.split())[:200]
+
+
 def is_address(text: str) -> bool:
     """Tell an address from a name."""
     try:

@@ -7,6 +7,8 @@ variables that name a place in a job are ever looked at.
 from __future__ import annotations
 
 import os
+import socket
+import struct
 from dataclasses import dataclass
 
 from distdiag.node import asleep, machine, syscall_names
@@ -24,9 +26,16 @@ _WANTED_FAMILIES = (
 )
 _WANTED = tuple(name.encode() for name in (*_WANTED_PREFIXES, *_WANTED_FAMILIES))
 _TICKS = os.sysconf("SC_CLK_TCK")
-_ON_DESCRIPTOR = ("read", "write", "pread64", "pwrite64", "readv", "writev", "fsync", "fdatasync", "ioctl")
+_ON_DESCRIPTOR = (
+    *("read", "write", "pread64", "pwrite64", "readv", "writev", "fsync", "fdatasync", "ioctl", "flock"),
+    *("recvfrom", "recvmsg", "sendto", "sendmsg", "accept", "accept4", "connect"),
+)
+_ON_PROCESS = ("wait4", "waitid")
+_POLLS = ("poll", "ppoll")
 _ON_PATH = {"open": 0, "stat": 0, "openat": 1, "newfstatat": 1, "statx": 1}
 """Which argument points to the path."""
+_LONGEST_PATH = 4096
+_LISTENS = "0A"  # include/net/tcp_states.h
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,9 @@ class Proc:
     started: int
 
 
+_MOST_CONNECTIONS = 1024
+
+
 @dataclass(frozen=True)
 class Task:
     """One thread as the kernel sees it."""
@@ -53,7 +65,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Standstill:
-    """Why a process does not go on, as far as the kernel tells: function, system call, file, since how many seconds."""
+    """Why a process does not go on, as far as the kernel tells: function, system call, since how many seconds.
+
+    `path`: what the call is about: a file, or in words a pipe, the address of a socket, a child.
+    """
 
     tid: int
     state: str
@@ -154,20 +169,28 @@ def maps(pid: int) -> str | None:
         return None
 
 
-def network(pid: int) -> str:
-    """Name a process's network namespace, "net:[4026531840]"; empty if not ours to read."""
-    try:
-        return os.readlink(f"/proc/{pid}/ns/net")
-    except OSError:
-        return ""
-
-
-def switches(pid: int) -> int:
-    """Count how often a process's main thread gave up the processor to wait; -1 if it is gone."""
-    for line in machine.read_text(f"/proc/{pid}/status").splitlines():
+def switches(pid: int, tid: int | None = None) -> int:
+    """Count how often a thread, the main one if not named, gave up the processor to wait; -1 if it is gone."""
+    for line in machine.read_text(f"/proc/{pid}/task/{tid or pid}/status").splitlines():
         if line.startswith("voluntary_ctxt_switches:"):
             return int(line.split()[1])
     return -1
+
+
+def thaws_by(pid: int) -> str:
+    """Return the command that lets a process go on whose cgroup is frozen; empty for one whose is not.
+
+    As it is below /sys/fs/cgroup here: in a container that may be another place than outside of it.
+    """
+    for line in machine.read_text(f"/proc/{pid}/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "freezer" in controllers.split(","):
+            place = f"/sys/fs/cgroup/freezer{path}/freezer.state"
+            if machine.read_text(place).strip() in ("FROZEN", "FREEZING"):
+                return f"echo THAWED > {place}"
+        elif not controllers and "frozen 1" in machine.read_text(f"/sys/fs/cgroup{path}/cgroup.events"):
+            return f"echo 0 > /sys/fs/cgroup{path}/cgroup.freeze"
+    return ""
 
 
 def uses_gpu(pid: int) -> bool:
@@ -193,6 +216,24 @@ def has_connection(pid: int, ports: set[int]) -> bool:
     except OSError:  # gone, or not ours to read
         return False
     return any(_inode_of(f"/proc/{pid}/fd/{one}") in inodes for one in entries)
+
+
+def connections(pid: int) -> tuple[str, ...]:
+    """List the TCP connections of a process as both of their ends name them; equal for equal connections.
+
+    As the kernel writes the addresses, which is the same on all machines of one byte order.
+    """
+    rows = []
+    for name in ("tcp", "tcp6"):
+        lines = machine.read_text(f"/proc/{pid}/net/{name}").splitlines()[1:]
+        rows += [line.split(None, 10) for line in lines]
+    pairs = {row[9]: ">".join(sorted(row[1:3])) for row in rows if row[3] == "01" and row[9] != "0"}
+    try:
+        entries = os.listdir(f"/proc/{pid}/fd") if pairs else []
+    except OSError:  # gone, or not ours to read
+        return ()
+    own = {_inode_of(f"/proc/{pid}/fd/{entry}") for entry in entries}
+    return tuple(sorted(pairs[inode] for inode in own & pairs.keys()))[:_MOST_CONNECTIONS]
 
 
 def _inode_of(descriptor: str) -> str:
@@ -257,19 +298,74 @@ def _syscall(pid: int, words: list[str]) -> tuple[str, str]:
     number, arguments = int(words[0]), [int(word, 16) for word in words[1:7]]
     name = syscall_names.NAMES.get(os.uname().machine, {}).get(number, f"syscall {number}")
     if name in _ON_DESCRIPTOR:
-        try:
-            return name, os.readlink(f"/proc/{pid}/fd/{arguments[0]}")
-        except OSError:
-            return name, ""
+        return name, _open_file(pid, arguments[0])
+    if name in _ON_PROCESS:
+        return name, _program(arguments[0 if name == "wait4" else 1])
+    if name in _POLLS:
+        polled = _memory(pid, arguments[0], 8) if arguments[1] == 1 else b""
+        return name, _open_file(pid, struct.unpack_from("<i", polled)[0]) if len(polled) == 8 else ""
     return name, _path_at(pid, arguments[_ON_PATH[name]]) if name in _ON_PATH else ""
+
+
+def _open_file(pid: int, fd: int) -> str:
+    try:
+        target = os.readlink(f"/proc/{pid}/fd/{fd}")
+    except OSError:
+        return ""
+    if target.startswith("pipe:["):
+        others = [child for child in _children(pid) if _has_open(child, target)]
+        return f"a pipe from {_program(others[0])}" if others else "a pipe"
+    if target.startswith("socket:["):
+        return _socket(pid, target[8:-1])
+    return target
+
+
+def _socket(pid: int, inode: str) -> str:
+    """Name a TCP socket by the address at its other end, a listening one by its own."""
+    for name in ("tcp", "tcp6"):
+        for line in machine.read_text(f"/proc/{pid}/net/{name}").splitlines()[1:]:
+            row = line.split(None, 10)
+            if row[9] == inode:
+                return f"TCP {_address(row[1] if row[3] == _LISTENS else row[2])}"
+    return "a socket"
+
+
+def _address(text: str) -> str:
+    """Write an address of /proc/net/tcp, which has words of 4 bytes as this machine has them in its memory."""
+    place, port = text.split(":")
+    words = [bytes.fromhex(place[at : at + 8])[::-1] for at in range(0, len(place), 8)]
+    family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
+    host = socket.inet_ntop(family, b"".join(words)).removeprefix("::ffff:")
+    return f"{f'[{host}]' if ':' in host else host}:{int(port, 16)}"
+
+
+def _children(pid: int) -> list[int]:
+    return [int(one) for one in machine.read_text(f"/proc/{pid}/task/{pid}/children").split()]
+
+
+def _has_open(pid: int, target: str) -> bool:
+    try:
+        return any(os.readlink(f"/proc/{pid}/fd/{fd}") == target for fd in os.listdir(f"/proc/{pid}/fd"))
+    except OSError:  # gone, or it has just closed one
+        return False
+
+
+def _program(pid: int) -> str:
+    """Name a process: "tar (pid 812)"; empty if there is none."""
+    process = read(pid)
+    return f"{process.comm} (pid {pid})" if process is not None else ""
 
 
 def _path_at(pid: int, address: int) -> str:
     """Read a path out of a process's memory; empty if not ours to read."""
+    # Less of it comes where the memory behind it is not mapped.
+    return _memory(pid, address, _LONGEST_PATH).split(b"\0")[0].decode("utf-8", "replace")
+
+
+def _memory(pid: int, address: int, size: int) -> bytes:
     try:
         with open(f"/proc/{pid}/mem", "rb", buffering=0) as file:
             file.seek(address)
-            text = file.read(min(512, 4096 - address % 4096)).split(b"\0")[0]
+            return file.read(size)
     except (OSError, OverflowError):
-        return ""
-    return text.decode("utf-8", "replace")
+        return b""

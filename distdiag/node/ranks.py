@@ -26,13 +26,15 @@ if TYPE_CHECKING:
 _TAIL_BYTES = 16 * 2**10
 _STACKS = 16
 """Stacks to read at most: more would not fit into the second that a report may take."""
+_STUCK = 32
+"""Connections of one rank: each of them may lead to another node."""
 _MAX_EVENT_BYTES = 2**20
 _GUEST_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "THP_MEM_ALLOC_ENABLE"),
+    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG"),
 )
 """What a parent that never proved who it is may set: nothing that makes a program load anything."""
-_NEEDED = ("boot", "forkserver", "machine", "progress", "rendezvous", "run", "wire")
+_NEEDED = ("boot", "forkserver", "machine", "progress", "handshake", "rendezvous", "run", "wire")
 """Of distdiag.node, what ranks import. All of it would not fit into a pipe, and each start would wait."""
 _LAUNCHER_VARIABLES = ("TORCHELASTIC_", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "PET_")
 
@@ -66,6 +68,8 @@ class Ranks:
         self._log_folder: str | None = None
         self._forkserver: Forkserver | None = None
         self._waiting: list[tuple[dict[str, Any], float]] = []
+        self._marks: dict[int, tuple[int, float, machine.Work]] = {}
+        """Of each rank: its process, when, and what that had done by then."""
         self.running: dict[int, Rank] = {}
 
     def keep_logs(self) -> None:
@@ -129,15 +133,22 @@ class Ranks:
 
         {"ranks": [...], "timeout_s"}. Ranks that are stopped go before all others.
         """
+        from distdiag.node import sockets
+
         pids = self._pids(order["ranks"])
+        for number in pids.keys() - self.running.keys():
+            self._wire.send("started", rank=number, pid=pids[number])
         states = {number: machine.process_state(pid) for number, pid in pids.items()}
         wanted = sorted(pids, key=lambda number: states[number].letter not in machine.STOPPED)
         found = stacks.dump_all(
             [*dict.fromkeys(pids[number] for number in wanted)][:_STACKS], timeout_s=order["timeout_s"]
         )
+        self.poll()  # a step that was taken meanwhile is told before what was seen: it makes that worthless
         unread = stacks.Stack((), f"not read: the stacks of {_STACKS} other ranks were")
         for number in wanted:
             state, stack = states[number], found.get(pids[number], unread)
+            if state.letter == "D":  # for a page or a file anybody is there for a moment
+                state = machine.process_state(pids[number])
             self._wire.send(
                 "inspected",
                 rank=number,
@@ -146,8 +157,24 @@ class Ranks:
                 frames=stack.frames,
                 stack_error=stack.error,
                 tail=_text(self.running[number].tail) if number in self.running else "",
+                stuck=sockets.stuck(pids[number])[:_STUCK],
+                **self._work_since_mark(number, pids[number]),
             )
         self._wire.send("inspection-done")
+
+    def mark(self) -> None:
+        """Note what the ranks did so far: what they do from now on tells who is at work when they are looked at."""
+        pids = self._pids([*self.running, *(order["rank"] for order, _ in self._waiting)])
+        self._marks = {number: (pid, time.monotonic(), machine.work_of(pid)) for number, pid in pids.items()}
+
+    def _work_since_mark(self, number: int, pid: int) -> dict[str, float]:
+        marked, at, before = self._marks.get(number, (0, 0.0, machine.Work()))
+        if marked != pid:
+            return {}
+        now = machine.work_of(pid)
+        busy_s = max(0.0, now.busy_s - before.busy_s)  # less where a thread ended: its time goes with it
+        busy = busy_s / max(0.001, time.monotonic() - at)
+        return {"busy": round(busy, 3), "read_bytes": max(0, now.read_bytes - before.read_bytes)}
 
     def end(self) -> None:
         """Kill every rank and whatever it started."""
@@ -234,7 +261,6 @@ class Ranks:
         for order, _ in self._waiting:
             if order["rank"] in numbers and self._forkserver is not None:
                 pids[order["rank"]] = self._forkserver.process.pid
-                self._wire.send("started", rank=order["rank"], pid=self._forkserver.process.pid)
         return pids
 
     def _open_log(self, rank: int) -> BinaryIO | None:

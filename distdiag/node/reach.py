@@ -48,13 +48,13 @@ class Reach:
         self._wire.send("reach-listening", port=numbers[0], samples=numbers, failed=failed, network=found)
 
     def serve(self, order: dict[str, Any], master: socket.socket | None) -> None:
-        """Answer those who knock, {"nonce"}: on our own ports, and on the rendezvous port if it is here."""
-        self._server = Server([*self._listeners, *([master] if master is not None else [])], order["nonce"])
+        """Answer those who knock, {"key"}: on our own ports, and on the rendezvous port if it is here."""
+        self._server = Server([*self._listeners, *([master] if master is not None else [])], order["key"])
         self._server.start()
         self._wire.send("reach-serving")
 
     def probe(self, order: dict[str, Any]) -> None:
-        """Try all at once, {"nonce", "targets": [[key, address, port, bytes]...], "names": [...], "timeout_s"}.
+        """Try all at once, {"key", "targets": [[key, address, port, bytes]...], "names": [...], "timeout_s"}.
 
         Each is reported. `bytes`, 64 KiB if left out, are sent there, and at most 64 KiB back.
 
@@ -62,7 +62,7 @@ class Reach:
         """
         deadline = time.monotonic() + order["timeout_s"]
         for key, address, port, *bulk in order["targets"]:
-            knock = Knock(Target(key, address, port, *bulk), order["nonce"], deadline)
+            knock = Knock(Target(key, address, port, *bulk), order["key"], deadline)
             threading.Thread(target=self._report, args=(knock,), daemon=True).start()
         for name in order["names"]:
             threading.Thread(target=self._look_up, args=(name,), daemon=True).start()

@@ -25,7 +25,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_SYMBOLS = ("_PyRuntime", "Py_Version", "PyCode_Type", "PyUnicode_Type")
+_SYMBOLS = ("_PyRuntime", "Py_Version", "PyCode_Type", "PyDict_Type", "PyUnicode_Type")
 _MAPPED = re.compile(r"^([0-9a-f]+)-\S+ \S+ 0+ \S+ \d+ +(/.*)$", re.MULTILINE)
 _MOST_FRAMES, _MOST_THREADS, _MOST_INTERPRETERS = 4096, 10_000, 64
 _LONGEST_TEXT, _LONGEST_TABLE, _MOST_NAMES = 4096, 1 << 20, 4096
@@ -71,6 +71,7 @@ class _Layout(NamedTuple):
     behind: int | None = None
     code: int = 0
     previous: int = 8
+    namespace: int = 40
     held_by_c: int | None = 3
     first_line: int = 68
     instructions: int = 200
@@ -90,6 +91,7 @@ _LAYOUTS = {
         behind=8,
         code=32,
         previous=48,
+        namespace=24,
         held_by_c=None,
         first_line=72,
         instructions=184,
@@ -108,6 +110,8 @@ _NEXT_THREAD, _INSTRUCTION, _OWNER, _LOCALS, _FRAME_BYTES = 8, 56, 70, 72, 72 + 
 _TYPE_NAME, _TYPE_FLAGS, _IS_INT = 24, 168, 1 << 24
 _NAMES, _FILE, _QUALIFIED_NAME, _LINES, _CODE_BYTES = 96, 112, 128, 136, 144
 _TYPE, _SIZE, _ITEMS, _BYTES = 8, 16, 24, 32
+_KEYS, _KEYS_BYTES, _OF_NAMES = 32, 32, 1
+"""Of a dictionary: where its table is, how long that one's head is, and its kind where all keys are strings."""
 
 
 def main_thread(pid: int, wanted: re.Pattern[str] | None = None) -> Main:
@@ -269,7 +273,10 @@ class _Process:
                 if line is None and not its.function == its.file == "__init__":
                     break
                 line = line or 0
-                yield Frame(its.function, its.file, line, tuple(self._whole_numbers(frame, data, its.wanted)))
+                numbers = self._whole_numbers(frame, data, its.wanted)
+                if its.function == "<module>" and self._wanted is not None:
+                    numbers = self._globals(struct.unpack_from("<Q", data, self._layout.namespace)[0])
+                yield Frame(its.function, its.file, line, tuple(numbers))
             (frame,) = struct.unpack_from("<Q", data, self._layout.previous)
         raise Unclear
 
@@ -306,6 +313,20 @@ class _Process:
             value = struct.unpack_from("<Q", data, at)[0] if at + 8 <= len(data) else self._word(frame + at)
             if value and (whole := self._whole_number(value)) is not None:
                 yield name, whole
+
+    def _globals(self, address: int) -> Iterator[tuple[str, int]]:
+        """Read the variables of a module, which are in a dictionary: Objects/dictobject.c."""
+        assert self._wanted is not None
+        (table,) = struct.unpack_from("<Q", self._typed(address, "PyDict_Type", _KEYS + 8), _KEYS)
+        _, index, kind, _, count = struct.unpack_from("<8xBBB5xqq", self._read(table, _KEYS_BYTES))
+        if kind != _OF_NAMES or not 0 <= count <= _MOST_NAMES or index > 32:
+            return
+        entries = struct.unpack(f"<{2 * count}Q", self._read(table + _KEYS_BYTES + (1 << index), 16 * count))
+        for name, value in zip(entries[::2], entries[1::2]):
+            if name and value and self._wanted.fullmatch(text := self._text(name)):
+                whole = self._whole_number(value)
+                if whole is not None:
+                    yield text, whole
 
     def _whole_number(self, address: int) -> int | None:
         """Read an int of up to two digits of 30 bits; None for any other object, and for True and False."""

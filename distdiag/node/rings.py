@@ -17,13 +17,18 @@ took long has a block of its own, and with it so have the lines around.
 from __future__ import annotations
 
 import json
+import os
+import stat
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
 
+from distdiag.node import procs
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from collections.abc import Container
+    from typing import Any, BinaryIO
 
 MAGIC = b"DDLINES2"
 SUFFIX = ".lines"
@@ -35,6 +40,10 @@ THREAD = struct.Struct("<QQdd96s")
 PLACES = 16
 BLOCK_BYTES = 8 * (1 + PLACES)
 LINE_BITS = 20
+MOST_BYTES = 1024 * 2**20
+_MOST_LINES = 2**20
+_NO_PLACE = 2.0**62
+"""Larger numbers are no places; this leaves out infinity, and what is no number."""
 LIVE, ENDED = 1, 2
 
 
@@ -73,16 +82,36 @@ class Thread:
 
 @dataclass(frozen=True)
 class RingFile:
-    """One process. `about` is what it told of itself; `ended_s` is None unless it came to its own end."""
+    """One process. `about` is what it told of itself; `ended_s` is None unless it came to its own end.
+
+    `owner`: the user id whose file it is.
+    """
 
     about: dict[str, Any]
     threads: tuple[Thread, ...]
     untold_threads: int
     ended_s: float | None
+    owner: int
 
 
 class NotARing(Exception):
     """The file is none of ours, or cut off."""
+
+
+class NotOurs(Exception):
+    """The file belongs to another user than the job."""
+
+
+def default_folder() -> str:
+    """Return the directory where traces of this user are kept and looked for: on the node's own disk."""
+    import tempfile
+
+    return os.path.join(tempfile.gettempdir(), folder_name())
+
+
+def folder_name() -> str:
+    """Return the name of that directory, which may only be this user's own."""
+    return f"distdiag-lines-{os.geteuid()}"
 
 
 def size_of(threads: int, lines: int) -> int:
@@ -95,23 +124,47 @@ def ring_offset(threads: int, lines: int, thread: int) -> int:
     return PAGE + threads * THREAD.size + thread * lines * BLOCK_BYTES
 
 
-def read(path: str) -> RingFile:
+def read(path: str, owners: Container[int] | None = None) -> RingFile:
     """Read a file, also while its process writes it, or after it has died.
+
+    Args:
+        path: the file.
+        owners: whose files are believed, beside those of the user that the process itself runs as; None: everybody's.
+            A link is not followed then.
 
     Raises:
         NotARing: it is something else.
+        NotOurs: it belongs to another user.
         OSError: it cannot be read.
     """
-    with open(path, "rb") as file:
-        data = file.read()
-    about = _about(data)
-    codes = _codes(path[: -len(SUFFIX)] + NAMES_SUFFIX if path.endswith(SUFFIX) else path + NAMES_SUFFIX)
-    threads, lines = about["threads"], about["lines"]
-    if len(data) < size_of(threads, lines):
-        raise NotARing(f"{path} is cut off")
-    untold, ended = struct.unpack_from("<Qd", data, TAIL)
-    found = (_thread(data, threads, lines, number, codes) for number in range(threads))
-    return RingFile(about, tuple(one for one in found if one is not None), untold, ended or None)
+    # A pipe would keep us waiting.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if owners is None else os.O_NOFOLLOW)
+    with open(os.open(path, flags), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise NotARing("it is not a regular file")
+        head = file.read(PAGE)
+        about = _about(head)
+        if owners is not None and status.st_uid not in owners and not _is_of_its_process(status.st_uid, about):
+            raise NotOurs(f"it belongs to another user (uid {status.st_uid})")
+        codes = _codes(f"{path[: -len(SUFFIX)] if path.endswith(SUFFIX) else path}{NAMES_SUFFIX}", status.st_uid)
+        threads, lines = about["threads"], about["lines"]
+        if status.st_size < size_of(threads, lines):
+            raise NotARing(f"{path} is cut off")
+        untold, ended = struct.unpack_from("<Qd", head, TAIL)
+        table = file.read(threads * THREAD.size)
+        used = sum(state in (LIVE, ENDED) for _, state, *_ in THREAD.iter_unpack(table))
+        if used * lines * BLOCK_BYTES > MOST_BYTES:
+            raise NotARing(f"{path} has {used} threads of {lines} lines; up to {MOST_BYTES >> 20} MiB are read")
+        found = [_thread(file, table, threads, lines, number, codes) for number in range(threads)]
+    return RingFile(about, tuple(one for one in found if one is not None), untold, ended or None, status.st_uid)
+
+
+def _is_of_its_process(owner: int, about: dict[str, Any]) -> bool:
+    """Tell whether the process that a file tells of lives, and runs as the file's owner."""
+    pid = about.get("pid")
+    proc = procs.read(pid) if isinstance(pid, int) else None
+    return proc is not None and proc.started == about.get("started") and procs.owner(proc.pid) == owner
 
 
 def _about(data: bytes) -> dict[str, Any]:
@@ -120,35 +173,48 @@ def _about(data: bytes) -> dict[str, Any]:
     (length,) = struct.unpack_from("<I", data, 8)
     try:
         about = json.loads(data[12 : 12 + min(length, TEXT_BYTES)])
-        if not 0 < int(about["threads"]) <= 4096 or not 0 < int(about["lines"]) <= 2**24:
+        threads, lines = about["threads"], about["lines"]
+        if (
+            not isinstance(threads, int)
+            or not 0 < threads <= 4096
+            or not isinstance(lines, int)
+            or not 0 < lines <= _MOST_LINES
+        ):
             raise ValueError
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise NotARing("its description cannot be read") from error
     return dict(about)
 
 
-def _codes(path: str) -> dict[int, Code]:
-    """Read what code numbers mean; a last line cut in the middle was never used."""
-    codes = {}
+def _codes(path: str, owner: int) -> dict[int, Code]:
+    """Read what code numbers mean, from a file of the same owner; a last line cut in the middle was never used."""
+    codes: dict[int, Code] = {}
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
+        with open(
+            os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), encoding="utf-8", errors="replace"
+        ) as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid != owner or not stat.S_ISREG(status.st_mode):
+                return codes
             for line in file:
                 try:
                     number, name, function, kind = json.loads(line)
                     codes[int(number)] = Code(str(name), str(function), str(kind))
-                except (ValueError, TypeError):
+                except (ValueError, TypeError, OverflowError, RecursionError):
                     continue
     except OSError:
         pass
     return codes
 
 
-def _thread(data: bytes, threads: int, lines: int, number: int, codes: dict[int, Code]) -> Thread | None:
-    tid, state, began, ended, name = THREAD.unpack_from(data, PAGE + number * THREAD.size)
+def _thread(
+    file: BinaryIO, table: bytes, threads: int, lines: int, number: int, codes: dict[int, Code]
+) -> Thread | None:
+    tid, state, began, ended, name = THREAD.unpack_from(table, number * THREAD.size)
     if state not in (LIVE, ENDED):
         return None
-    offset = ring_offset(threads, lines, number)
-    values = memoryview(data)[offset : offset + lines * BLOCK_BYTES].cast("d")
+    file.seek(ring_offset(threads, lines, number))
+    values = memoryview(file.read(lines * BLOCK_BYTES)).cast("d")
     return Thread(
         tid=tid,
         name=name.rstrip(b"\0").decode("utf-8", "replace"),
@@ -163,7 +229,10 @@ def _records(values: memoryview[float], codes: dict[int, Code]) -> list[Record]:
     size = 1 + PLACES
     begun = sorted((values[k], k) for k in range(0, len(values), size) if values[k] > 0)
     return [
-        _record(at_s, place, codes) for at_s, k in begun for place in values[k + 1 : k + size].tolist() if place != 0
+        _record(at_s, place, codes)
+        for at_s, k in begun
+        for place in values[k + 1 : k + size].tolist()
+        if place != 0 and abs(place) < _NO_PLACE
     ]
 
 

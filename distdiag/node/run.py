@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from typing import BinaryIO, TypeVar
 
-    from distdiag.node.spawn import Spawned
-
     K = TypeVar("K")
 
 Process = subprocess.Popen  # the type of what `start` returns; Popen[bytes]
@@ -86,18 +84,13 @@ def start(
 class Adopted:
     """A child that this process did not start itself, see `adopt_orphans`; as much of Popen as its users need."""
 
-    def __init__(self, pid: int, stdin: int, stdout: int, stderr: int | None = None) -> None:
+    def __init__(self, pid: int, stdin: int, stdout: int) -> None:
         self.pid = pid
         self.stdin: BinaryIO = os.fdopen(stdin, "wb", buffering=0)
         self.stdout: BinaryIO = os.fdopen(stdout, "rb", buffering=0)
-        self.stderr: BinaryIO | None = None if stderr is None else os.fdopen(stderr, "rb", buffering=0)
+        self.stderr: BinaryIO | None = None
         self.returncode: int | None = None
         _started.add(self)
-
-    @classmethod
-    def of(cls, spawned: Spawned) -> Adopted:
-        """Take over what was started before this module was loaded."""
-        return cls(spawned.pid, spawned.stdin, spawned.stdout, spawned.stderr)
 
     def poll(self) -> int | None:
         """Give its status if it has ended, as Popen does: negative for a signal."""
@@ -260,9 +253,12 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def die_with_parent() -> None:
-    """Ask Linux to SIGKILL this process when its parent ends, even while it is stopped; elsewhere do nothing."""
-    _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Ask Linux for a signal to this process when its parent ends; elsewhere do nothing.
+
+    SIGKILL ends it even while it is stopped; by SIGTERM a launcher ends what it has started, too.
+    """
+    _prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def adopt_orphans() -> None:

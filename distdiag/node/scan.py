@@ -14,6 +14,7 @@ import selectors
 import socket
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from distdiag.node import network, patience
 from distdiag.node.wire import printable
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 OPEN, CLOSED, FILTERED, REJECTED, NO_ROUTE, NAME, DENIED = (
     *("open", "closed", "filtered", "rejected", "no-route", "name", "denied"),
 )
+_ALL_STATES = (OPEN, CLOSED, FILTERED, REJECTED, NO_ROUTE, NAME, DENIED)
 _STATES = {
     errno.ECONNREFUSED: CLOSED,
     errno.ETIMEDOUT: FILTERED,
@@ -70,6 +72,18 @@ class Tried:
     rtt_s: float | None = None
     seconds: float = 0.0
 
+    def __post_init__(self) -> None:
+        if self.state not in _ALL_STATES:
+            raise ValueError(f"a port that is {self.state[:20]!r}")
+
+
+class _Target(NamedTuple):
+    """One port to try, at an address of the host."""
+
+    host: str
+    port: int
+    address: str
+
 
 def scan(targets: Iterable[tuple[str, int]], *, timeout_s: float) -> Iterator[Tried]:
     """Try all targets, (host, port), and yield each as soon as it is known."""
@@ -86,14 +100,14 @@ def scan(targets: Iterable[tuple[str, int]], *, timeout_s: float) -> Iterator[Tr
         elif not addresses[host][0]:
             yield Tried(host, port, "", NAME, addresses[host][1])
         else:
-            todo.append(Tried(host, port, addresses[host][0][0], ""))
+            todo.append(_Target(host, port, addresses[host][0][0]))
     yield from _Scan(todo[::-1], timeout_s).run()
 
 
 class _Scan:
     """Many connections under way."""
 
-    def __init__(self, todo: list[Tried], timeout_s: float) -> None:
+    def __init__(self, todo: list[_Target], timeout_s: float) -> None:
         self._todo = todo
         self._timeout_s = timeout_s
         self._width = _room()
@@ -160,7 +174,7 @@ class _Scan:
         )
 
 
-def _ask(target: Tried) -> tuple[socket.socket, int]:
+def _ask(target: _Target) -> tuple[socket.socket, int]:
     """Begin to connect; gives the error if it is known, else 0: the refusal of a near host is often there at once."""
     family = socket.AF_INET6 if ":" in target.address else socket.AF_INET
     connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -170,7 +184,7 @@ def _ask(target: Tried) -> tuple[socket.socket, int]:
     return connection, status
 
 
-def _refused(target: Tried, seconds: float) -> Tried:
+def _refused(target: _Target, seconds: float) -> Tried:
     """Give what most ports of a host come to, without a _Try, which costs more than the connection."""
     return Tried(target.host, target.port, target.address, CLOSED, _REFUSED, rtt_s=seconds, seconds=round(seconds, 4))
 
@@ -189,7 +203,9 @@ def _room() -> int:
 class _Try:
     """One connection: connecting, then listening for a banner, then waiting for an answer."""
 
-    def __init__(self, target: Tried, connection: socket.socket, status: int, selector: selectors.BaseSelector) -> None:
+    def __init__(
+        self, target: _Target, connection: socket.socket, status: int, selector: selectors.BaseSelector
+    ) -> None:
         self.target = target
         self.state = self.error = self.said = self.local_address = ""
         self.hung_up = self.is_over = False

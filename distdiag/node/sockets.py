@@ -6,17 +6,19 @@ its descriptors alone.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
 import struct
 from dataclasses import dataclass, replace
 
-from distdiag.node import machine, procs
+from distdiag.node import machine
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from typing import Any
 
 _STATES = (
     *("", "ESTABLISHED", "SYN_SENT", "SYN_RECV", "FIN_WAIT1", "FIN_WAIT2", "TIME_WAIT", "CLOSE", "CLOSE_WAIT"),
@@ -74,10 +76,40 @@ class Tables:
 
     def of(self, pid: int) -> Namespace:
         """Give the network namespace of a process; empty if the process is gone."""
-        name = procs.network(pid) or f"of {pid}"  # one that is hidden may be a known one: it is only read once more
+        name = (
+            machine.network_namespace(pid) or f"of {pid}"
+        )  # one that is hidden may be a known one: it is only read once more
         if name not in self._known:
-            self._known[name] = _read(pid, ours=name == procs.network(os.getpid()))
+            self._known[name] = _read(pid, ours=name == machine.network_namespace(os.getpid()))
         return self._known[name]
+
+
+def inodes(pid: int) -> set[int]:
+    """List the sockets that a process has open."""
+    links = []
+    with contextlib.suppress(OSError):  # gone, or not ours to read
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return {int(link[len("socket:[") : -1]) for link in links if link.startswith("socket:[")}
+
+
+def stuck(pid: int) -> list[dict[str, Any]]:
+    """List a process's TCP connections whose other end does not answer: as records.StuckSocket."""
+    known = {}
+    for table in ("tcp", "tcp6"):
+        known.update(parse_inet(machine.read_text(f"/proc/{pid}/net/{table}"), table))
+    mine = (known[inode] for inode in sorted(inodes(pid)) if inode in known)
+    return [
+        {
+            "remote": one.remote,
+            "state": one.state,
+            "retransmits": one.retransmits or 0,
+            "unanswered_bytes": one.send_queue_bytes or 0,
+        }
+        for one in mine
+        if one.remote and (one.state == "SYN_SENT" or (one.retransmits or 0) > 1)
+    ]
 
 
 def parse_inet(text: str, protocol: str) -> dict[int, Socket]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 MARK = b"\x1eDD1 "
-MAX_LINE_BYTES = 4 * 2**20
+MAX_LINE_BYTES = 32 * 2**20
 MAX_NOISE_BYTES = 64 * 2**10
 
 
@@ -48,36 +48,45 @@ class Writer:
                 self._lock.release()
 
     def _write(self, kind: str, fields: dict[str, Any]) -> None:
-        line = MARK + json.dumps({"kind": kind, **fields}).encode() + b"\n"
+        # Names of files and processes may be no UTF-8: what Python has for such a byte is a question mark here.
+        text = json.dumps({"kind": kind, **fields}, ensure_ascii=False)
+        line = MARK + text.encode("utf-8", "replace") + b"\n"
         while line:
             line = line[os.write(self._fd, line) :]
 
 
+class TooLong(Exception):
+    """A record is longer than any may be."""
+
+
 class Reader:
-    """Cuts a byte stream into records; keeps the end of what was not a record as noise."""
+    """Cuts a byte stream into records, not yet decoded; keeps the end of what was not a record as noise."""
 
     def __init__(self) -> None:
         self.noise = b""
         self._rest = bytearray()
         self._skipping = False
 
-    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """Take bytes as they come and yield the records they complete."""
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Take bytes as they come and yield the JSON of the records they complete. Raises TooLong."""
         first, *others = data.split(b"\n")
         self._rest += first  # in place: a line without an end may grow long
         for line in self._completed(others):
             if self._skipping:
                 self._skipping = False
                 continue
-            record = parse(line)
-            if record is None:
-                self._keep(line + b"\n")
+            _, mark, text = line.partition(MARK)
+            if mark:
+                yield text
             else:
-                yield record
-        if len(self._rest) > MAX_LINE_BYTES:
-            self._keep(bytes(self._rest[:200]) + b"... (a line of over 4 MiB, dropped)\n")
+                self._keep(line + b"\n")
+        if len(self._rest) > MAX_NOISE_BYTES and (self._skipping or self._rest.find(MARK, 0, MAX_NOISE_BYTES) < 0):
+            if not self._skipping:
+                self._keep(bytes(self._rest[:200]) + b"... (a line of over 64 KiB, dropped)\n")
             self._rest.clear()
             self._skipping = True
+        elif len(self._rest) > MAX_LINE_BYTES:
+            raise TooLong
 
     def _completed(self, others: list[bytes]) -> Iterator[bytes]:
         for start in others:
@@ -91,15 +100,3 @@ class Reader:
 def printable(text: str) -> str:
     """Put a question mark for what would move the cursor or worse: it was said by somebody else."""
     return text if text.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
-def parse(line: bytes) -> dict[str, Any] | None:
-    """Read one line as a record; None if it is not one."""
-    _, mark, text = line.partition(MARK)
-    if not mark:
-        return None
-    try:
-        record = json.loads(text)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("kind"), str) else None

@@ -148,6 +148,15 @@ def test_rank_variables_that_contradict_srun_are_told(slurm: Slurm, job: int) ->
     assert "srun says rank 0 of 2" in result.findings["rank-variables"]["title"]
 
 
+def test_a_master_addr_of_another_job_is_told_where_srun_knows_better(slurm: Slurm, job: int) -> None:
+    srun = ("srun", "--overlap", f"--jobid={job}", "-N", "2", "-n", "2", "env", "MASTER_ADDR=nosuchnode17")
+    result = Running("gpu-test", *SMALL, env=slurm.env(), wrap=(*slurm.client.command(), *srun)).finish()
+    assert (result.code, result.statuses) == (0, ["ok", "ok"])
+    finding = result.findings["rank-variables"]
+    assert "MASTER_ADDR=nosuchnode17 in rank 0" in finding["title"]
+    assert finding["where"]["ranks"] == [0]
+
+
 def test_mpirun_in_every_task_of_srun_is_told(slurm: Slurm, job: int) -> None:
     need("mpirun.openmpi")
     srun = ("srun", "--overlap", f"--jobid={job}", "-N", "2", "-n", "2", "--mpi=none")
@@ -212,7 +221,7 @@ def test_a_killed_rank_of_mpirun_does_not_lose_the_report(network: Network) -> N
     need(MPIRUN[0])
     mpirun = [*MPIRUN, "--host", "node1:1,node2:1", "--mca", "oob_tcp_if_include", "eth0", "-np", "2"]
     result = by_mpirun(network, mpirun, "--inject", "kill:1@memory")
-    assert result.code == 1
+    assert result.code == 1, result.out + result.err
     assert list(result.findings) == ["rank-died"]
     assert result.findings["rank-died"]["where"]["hosts"] == ["node2"]
 
@@ -256,6 +265,15 @@ def test_ranks_that_never_come_are_named() -> None:
     assert result.findings["rank-missing"]["where"]["ranks"] == [1, 2]
 
 
+def test_a_master_addr_that_leads_elsewhere_is_at_fault_and_not_those_whom_it_misled() -> None:
+    alone = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "10.99.0.1"}
+    result = Running("gpu-test", "--json", "--timeout", "2", env=alone).finish()
+    assert result.code == 1
+    (finding,) = result.findings.values()
+    assert "MASTER_ADDR=10.99.0.1 does not lead to" in finding["title"]
+    assert finding["where"]["ranks"] == []
+
+
 def test_a_rank_without_its_rank_0_says_so_and_ends() -> None:
     alone = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 9999)}
     result = Running("gpu-test", "--timeout", "2", env=alone).finish()
@@ -269,3 +287,28 @@ def test_a_rank_0_that_is_long_silent_is_not_taken_for_a_lost_node() -> None:
     result = Running("gpu-test", *SMALL, "--timeout", "15", "--inject", "late:0@reduce", wrap=mpirun).finish()
     assert list(result.findings) == ["rank-missing"]
     assert result.findings["rank-missing"]["where"]["ranks"] == [0]
+
+
+def test_ranks_that_a_launcher_ends_leave_one_document() -> None:
+    """Of all that share stdout, rank 0 alone speaks."""
+    need("mpirun.openmpi")
+    # Rank 0 waits for the others: they are held up before they can find it.
+    running = Running("gpu-test", *SMALL, "--inject", "late:1@connect", "--timeout", "60", wrap=(*MPIRUN, "-np", "4"))
+    running.wait_for("start: all ranks")
+    running.process.terminate()
+    result = running.finish()
+    assert result.report["exit_code"] == 130
+
+
+def test_variables_that_are_left_over_from_another_job_are_told_of_the_ranks_that_have_them() -> None:
+    need("mpirun.openmpi")
+    stale = (
+        '[ $OMPI_COMM_WORLD_RANK = 1 ] && export WORLD_SIZE=7 NCCL_ALGO=Ring || export MASTER_ADDR=10.99.0.1; exec "$@"'
+    )
+    wrap = (*MPIRUN, "-np", "2", "bash", "-c", stale, "bash")
+    result = Running("gpu-test", *SMALL, "--timeout", "60", wrap=wrap).finish()
+    assert (result.code, result.report["verdict"]) == (0, "warn")
+    told = result.findings["rank-variables"]["title"]
+    assert "WORLD_SIZE=7 in rank 1" in told
+    assert "MASTER_ADDR=10.99.0.1 in rank 0" in told
+    assert any("NCCL_ALGO: " in one["title"] for one in result.report["findings"])

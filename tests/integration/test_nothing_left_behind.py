@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from cluster import Network, need_network
 from cluster_reach import start_reaching
-from cluster_ssh import SSHD, Hostile, Sshd, act_hostile, give_user_keys, serve_ssh
+from cluster_ssh import SSHD, Hostile, Sshd, act_hostile, give_user_keys, key_pair, serve_ssh
 from support import Running, need, wait_until
 
 if TYPE_CHECKING:
@@ -163,3 +165,44 @@ def test_ctrl_c_while_hosts_are_reached_prints_the_rows_so_far_at_once(as_json: 
             assert ["refused", "1", "refused", "connect"] in lines
             assert ["hole", "1", "cancelled", "connect"] in lines
         wait_until(lambda: not net["good"].processes(), GONE_LATE_S, lambda: str(net["good"].processes()))
+
+
+def user_whose_login_hangs(net: Network, home: Path) -> None:
+    """Let somebody who is not root log in on node1, whose ~/.bashrc waits."""
+    home.chmod(0o755)
+    (home / "keys").write_text(key_pair("user").public)
+    (home / ".bashrc").write_text("sleep 1000\n")
+    passwd = net["node1"].folder / "passwd"
+    lines = [line for line in passwd.read_text().splitlines() if not line.startswith("nobody:")]
+    passwd.write_text("\n".join([*lines, f"nobody:x:65534:65534::{home}:/bin/bash", ""]))
+    with (net["node1"].folder / "shadow").open("a") as shadow:
+        shadow.write("nobody:*:19000:0:99999:7:::\n")
+    serve_ssh(net, options=[f"AuthorizedKeysFile {home}/keys"])
+
+
+def test_a_login_that_never_came_to_us_ends_with_our_patience() -> None:
+    need_network()
+    need("ssh", "ssh-keygen", SSHD, "bash")
+    with Network(1) as net, tempfile.TemporaryDirectory() as home:
+        user_whose_login_hangs(net, Path(home))
+        run = start_reaching(net.client, "nobody@node1", host_timeout_s=3.0)
+        try:
+            wait_until(lambda: "sleep 1000" in str(at_work(net)), 20, lambda: "no login")
+            assert run.stdout is not None
+            assert run.stdout.readline() == "up\n", "given up"
+            await_nothing(net, time.monotonic(), GONE_LATE_S)
+        finally:
+            end(run)
+
+
+@pytest.mark.parametrize("way", ["ssh", "via"])
+def test_a_setup_that_waits_ends_with_our_patience(two: Network, way: str) -> None:
+    via = two.via if way == "via" else ""
+    run = start_reaching(two.client, two.hosts, via=via, setup="sleep 1000", host_timeout_s=2.0)
+    try:
+        wait_until(lambda: str(at_work(two)).count("sleep 1000") == 2, 20, lambda: str(at_work(two)))
+        assert run.stdout is not None
+        assert run.stdout.readline() == "up\n", "given up"
+        await_nothing(two, time.monotonic(), GONE_LATE_S)
+    finally:
+        end(run)

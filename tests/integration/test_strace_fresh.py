@@ -11,13 +11,16 @@ from pathlib import Path
 import pytest
 from support import need, wait_until
 
+from distdiag.commands.trace.sys.collect import arguments
 from distdiag.node.strace.log import read_logs
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "strace_waits.py"
 
 
 @pytest.mark.parametrize(
-    "options", [["-ff", "-yy", "-ttt", "-T"], ["-f", "-tt", "-T"], ["-f", "-yy", "-r"]], ids=" ".join
+    "options",
+    [arguments(""), [*arguments(""), "-Y"], ["-ff", "-yy", "-ttt", "-T"], ["-f", "-tt", "-T"], ["-f", "-yy", "-r"]],
+    ids=" ".join,
 )
 def test_a_program_that_waits_and_spins(options: list[str], tmp_path: Path) -> None:
     need("strace")

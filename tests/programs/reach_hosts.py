@@ -16,6 +16,7 @@ from pathlib import Path
 from distdiag.cluster.access import Agent, open_fleet
 from distdiag.cluster.reached import host_findings
 from distdiag.cluster.targets import Cluster, find_targets
+from distdiag.workload.facts import NodeFacts
 
 
 def largest_rss_mib() -> int:
@@ -25,12 +26,15 @@ def largest_rss_mib() -> int:
     return int(found[1]) >> 10
 
 
+_AGENT = Agent(collect="distdiag.workload.collect", facts=NodeFacts, ask={"gpus": False})
+
+
 def main() -> None:
     cluster = Cluster(**json.loads(sys.argv[1]))
     targets = find_targets(cluster, os.environ)
     stay = sys.argv[2:] == ["stay"]
     began = time.monotonic()
-    with open_fleet(cluster, targets, Agent(collect="distdiag.workload.collect", ask={"gpus": False})) as fleet:
+    with open_fleet(cluster, targets, _AGENT) as fleet:
         fleet.gather(lambda fleet: None, close=not stay)
         gathered_s = time.monotonic() - began
         if stay:
@@ -41,7 +45,7 @@ def main() -> None:
         "rows": [asdict(row) for row in fleet.rows],
         "findings": [asdict(one) for one in host_findings(fleet.refusals, fleet.rows)],
         "duplicates": targets.duplicates,
-        "machines": {name: node.hello.get("machine") for name, node in fleet.nodes.items()},
+        "machines": {name: node.hello.machine for name, node in fleet.nodes.items()},
         "seconds": gathered_s,
         "seconds_to_close": time.monotonic() - began - gathered_s,
         "rss_mib": largest_rss_mib(),

@@ -39,7 +39,7 @@ def within(
     big: int = 2**40,
     cur_step: object = True,
     idx: int = 10**13,
-    num_steps: float = 1.5,
+    current_step: float = 1.5,
 ) -> Holder:
     return (lambda: Holder())()
 
@@ -84,22 +84,27 @@ def recurse(micro: int) -> None:
     return time.sleep(600)
 
 
+def pause(step: int) -> float:
+    """Mostly too short to be read in, and now and then long enough also on a busy machine."""
+    return 0.0002 if step // 2 % 8 else 0.01
+
+
 def one(step: int) -> None:
-    time.sleep(0.0002)
+    time.sleep(pause(step))
     one_within(step, step)
 
 
 def one_within(step: int, micro: int) -> None:
-    time.sleep(0.0002)
+    time.sleep(pause(step))
 
 
 def other(step: int) -> None:
     other_within(step, step)
-    time.sleep(0.0002)
+    time.sleep(pause(step))
 
 
 def other_within(step: int, micro: int) -> None:
-    time.sleep(0.0002)
+    time.sleep(pause(step))
     sum(range(2000))
 
 

@@ -151,3 +151,9 @@ def test_rank_variables_that_contradict_the_launcher(
 )
 def test_an_mpirun_in_every_task_of_srun(ancestors: list[str], tasks: str, nested: int) -> None:
     assert nested_tasks({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": tasks}, ancestors) == nested
+
+
+def test_this_machine_alone_has_no_row_and_its_failure_is_a_finding_all_the_same() -> None:
+    lost = Refusal(state=HostState.LOST, stage="run", message="distdiag's node side ended with status 1")
+    (found,) = host_findings({"this node": lost}, ())
+    assert (found.id, found.level) == ("hosts.lost", Level.UNKNOWN)

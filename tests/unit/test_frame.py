@@ -65,8 +65,9 @@ def test_the_json_keys_are_pinned(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(document) == ["schema", "version", "command", "exit_code", "verdict", "summary", "findings", "data"]
     assert document["schema"] == "distdiag/1"
     (finding,) = document["findings"]
-    assert list(finding) == ["id", "level", "title", "detail", "where", "evidence", "fix"]
+    assert list(finding) == ["id", "level", "title", "detail", "where", "witnesses", "evidence", "fix"]
     assert finding["where"] == {"hosts": [], "ranks": [0], "pids": []}
+    assert finding["witnesses"] == {"hosts": [], "ranks": []}
     assert finding["fix"] == {"text": "wait", "commands": ["true"]}
 
 
@@ -79,7 +80,10 @@ def test_the_json_keys_of_a_failure_are_pinned(capsys: pytest.CaptureFixture[str
     captured = capsys.readouterr()
     document = json.loads(captured.out)
     assert end.value.exit_code == document["exit_code"] == 3
-    assert list(document) == ["schema", "version", "command", "exit_code", "error"]
+    keys = ["schema", "version", "command", "exit_code", "verdict", "summary", "findings", "error"]
+    assert list(document) == keys
+    assert (document["verdict"], document["summary"]) == ("unknown", "no")
+    assert [(one["id"], one["fix"]["text"]) for one in document["findings"]] == [("distdiag.failed", "try again")]
     assert document["error"] == {"id": "distdiag.failed", "message": "no", "hint": "try again"}
     assert captured.err == "distdiag test: no\nhint: try again\n"
 

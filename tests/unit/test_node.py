@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -25,21 +26,21 @@ if TYPE_CHECKING:
 
 
 def test_records_are_found_among_noise_however_the_bytes_are_cut() -> None:
-    stream = b'Welcome!\n\x1eDD1 {"kind": "a", "n": 1}\nprompt$ \x1eDD1 {"kind": "b"}\n\x1eDD1 broken\n\x1eDD1 [1]\n'
+    stream = b'Welcome!\n\x1eDD1 {"kind": "a", "n": 1}\nprompt$ \x1eDD1 {"kind": "b"}\n\x1eDD1 broken\n'
     for size in (1, 3, 7, len(stream)):
         reader = wire.Reader()
         records = [
             record for start in range(0, len(stream), size) for record in reader.feed(stream[start : start + size])
         ]
-        assert records == [{"kind": "a", "n": 1}, {"kind": "b"}]
-        assert reader.noise == b"Welcome!\n\x1eDD1 broken\n\x1eDD1 [1]\n"
+        assert records == [b'{"kind": "a", "n": 1}', b'{"kind": "b"}', b"broken"]
+        assert reader.noise == b"Welcome!\n"
 
 
 def test_endless_output_without_a_line_end_is_dropped_in_bounded_memory() -> None:
     reader = wire.Reader()
     for _ in range(12):
         assert list(reader.feed(b"x" * 2**20)) == []
-    assert list(reader.feed(b'\n\x1eDD1 {"kind": "after"}\n')) == [{"kind": "after"}]
+    assert list(reader.feed(b'\n\x1eDD1 {"kind": "after"}\n')) == [b'{"kind": "after"}']
     assert len(reader.noise) <= wire.MAX_NOISE_BYTES
 
 
@@ -200,6 +201,28 @@ def test_who_listens_or_is_connected_at_a_port_has_a_connection_there() -> None:
     assert not procs.has_connection(child.pid, {port})
 
 
+OPENS_ACROSS_PAGES = """
+import ctypes, mmap, sys
+size, path = 2 * mmap.PAGESIZE, sys.argv[1].encode() + bytes(1)
+memory = mmap.mmap(-1, size)
+place = mmap.PAGESIZE - len(path) // 2 if sys.argv[2] == "across" else size - len(path)
+memory[place : place + len(path)] = path
+ctypes.CDLL(None).open(ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory)) + place), 0)
+"""
+
+
+@pytest.mark.parametrize("where", ["across", "at the end"])
+def test_the_path_that_a_process_opens_is_read_whole_wherever_it_lies(tmp_path: Path, where: str) -> None:
+    fifo = str(tmp_path / "a-file-that-nobody-writes")
+    os.mkfifo(fifo)
+    process = subprocess.Popen([sys.executable, "-c", OPENS_ACROSS_PAGES, fifo, where])
+    try:
+        wait_until(lambda: procs.standstill(process.pid, process.pid, {}).path == fifo, 20, lambda: "no path")
+    finally:
+        process.kill()
+        process.wait(10)
+
+
 def test_a_stack_is_read_and_the_process_left_as_it_was() -> None:
     script = "import sys, time\ndef wait_for_data():\n  print('ready', flush=True)\n  time.sleep(60)\nwait_for_data()"
     process = run.start([sys.executable, "-c", script])
@@ -258,7 +281,7 @@ def test_the_node_side_runs_where_nothing_is_installed(python: str, tmp_path: Pa
     reader = wire.Reader()
     records: list[dict[str, Any]] = []
     while len(records) < 3 and (line := agent.stdout.readline()):
-        records.extend(reader.feed(line))
+        records.extend(json.loads(frame) for frame in reader.feed(line))
     _, complaint = agent.communicate(timeout=30)
     assert (agent.returncode, complaint) == (0, b"")
     ready, hello, record = records

@@ -289,3 +289,27 @@ def test_a_worker_that_is_killed_costs_only_what_it_read() -> None:
     found = list(workers.run(lambda number: os.kill(os.getpid(), 9) if number == 1 else number, [0, 1, 2, 3], width=2))
     assert "the process that read it ended with -9" in found
     assert {one for one in found if isinstance(one, int)} <= {0, 2, 3}
+
+
+def test_a_connection_that_fails_after_connect_came_back_is_refused_all_the_same(tmp_path: Path) -> None:
+    text = "".join(
+        f"17954301{n}.0 connect(4<TCP:[{n}]>, {{sa_family=AF_INET, sin_port=htons(29500), "
+        f'sin_addr=inet_addr("10.0.0.{n}")}}, 16) = -1 EINPROGRESS (Operation now in progress) <0.000068>\n'
+        f"17954301{n}.1 getsockopt(4<TCP:[{n}]>, SOL_SOCKET, SO_ERROR, [{told}], [4]) = 0 <0.000037>\n"
+        for n, told in ((10, "ECONNREFUSED"), (11, "0"), (12, "ECONNREFUSED"))
+    )
+    found = [(one.name, one.error, one.target, one.count) for one in only(read(text, tmp_path)).troubles]
+    assert sorted(found) == [
+        ("connect", "ECONNREFUSED", "10.0.0.10:29500", 1),
+        ("connect", "ECONNREFUSED", "10.0.0.12:29500", 1),
+    ]
+
+
+def test_the_slowest_calls_of_many_threads_are_found_beside_lines_that_are_no_calls(tmp_path: Path) -> None:
+    calls = "".join(
+        f'{100 + n % 20} 17954301{n}.0 openat(AT_FDCWD</>, "/data/{n}", O_RDONLY) = 3</data/{n}> <0.{n}>\n'
+        for n in range(10, 99)
+    )
+    ends = "".join(f"{100 + n} 1795430200.1 +++ exited with 0 +++\n" for n in range(20))
+    slowest = [thread.slowest[0].target for thread in read(calls + ends, tmp_path).threads]
+    assert sorted(slowest) == [f"/data/{n}" for n in range(79, 99)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.links import ProcessLink
 from distdiag.cluster.rows import HostState, Refusal
 from distdiag.cluster.transports import Arrivals, Transport
-from distdiag.node import boot, headstart, run
+from distdiag.node import boot, run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,26 +24,23 @@ class LocalTransport(Transport):
     names_itself = True
     remote = False
 
-    def __init__(self, payload: bytes, collect: str = "") -> None:
+    def __init__(self, payload: bytes) -> None:
         self._payload = payload
-        self._collect = collect
         flags = ["-B"] if sys.dont_write_bytecode else []
         # The agent needs no site-packages, and reading them takes as long as all the rest of Python's start.
         self._argv = [sys.executable, *flags, "-S", "-c", boot.START, str(len(payload)), "distdiag-agent"]
 
     def start(self, hosts: Sequence[Host], arrivals: Arrivals) -> None:
         for host in hosts:
-            begun = headstart.take(self._collect)
-            process: run.Process[bytes] | run.Adopted
             try:
-                process = run.start(self._argv) if begun is None else run.Adopted.of(begun)
+                process = run.start(self._argv)
             except run.CannotRun as error:
                 arrivals.refuse(host.name, Refusal(state=HostState.FAILED, stage="start", message=str(error)))
                 continue
             link = ProcessLink(process)
             link.pid = process.pid
             # No shell stands before it that could swallow this.
-            link.write(self._payload if begun is None else b"%d\n%s" % (len(self._payload), self._payload))
+            link.write(self._payload)
             arrivals.link(host.name, link)
 
     def explain(self, host: Host) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shlex
@@ -235,6 +236,21 @@ class ChannelLink(Link):
 
     def has_ended(self) -> bool:
         return self._channel.closed or self._channel.exit_status_ready() or not self._transport.is_active()
+
+    def hang_up(self) -> None:
+        import paramiko
+        from paramiko.common import cMSG_CHANNEL_REQUEST
+
+        # RFC 4254, 6.9. paramiko has no call for it, and sshd ends nothing by itself; before OpenSSH 9.8 not for root.
+        request = paramiko.Message()
+        request.add_byte(cMSG_CHANNEL_REQUEST)
+        request.add_int(self._channel.remote_chanid)
+        request.add_string("signal")
+        request.add_boolean(False)
+        request.add_string("HUP")
+        if not self._channel.closed:
+            with contextlib.suppress(paramiko.SSHException, OSError, EOFError):
+                self._transport._send_user_message(request)
 
     def kill(self) -> None:
         self._closing = True

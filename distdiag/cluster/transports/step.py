@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import re
-import secrets
 import shlex
 import threading
 import time
@@ -23,7 +22,7 @@ from distdiag.cluster.links import Heard, Link, ProcessLink
 from distdiag.cluster.rows import HostState, Refusal
 from distdiag.cluster.transports import Arrivals, Transport
 from distdiag.errors import DistdiagError
-from distdiag.node import boot, call_home, run, wire
+from distdiag.node import boot, call_home, handshake, run, wire
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,10 +67,10 @@ class StepTransport(Transport):
     """Common part of srun and mpirun."""
 
     def __init__(self, payload: Payload, *, start_s: float) -> None:
-        self._nonce = secrets.token_hex(16)
+        self._key = handshake.new_key()
         self._payload = payload
         self._start_s = start_s
-        self._hub = _take_port(self._nonce, self.ports())
+        self._hub = _take_port(self._key, self.ports())
         self._hub.joined = self._joined
         self._hub.start()
         self._round: _Round | None = None
@@ -157,7 +156,7 @@ class StepTransport(Transport):
         self._refuse_all(hosts, refusal, arrivals)
 
     def _begin(self, hosts: list[Host]) -> _Round:
-        environment = {**self.environment(), call_home.NONCE: self._nonce}
+        environment = {**self.environment(), call_home.NONCE: self._key}
         with self._lock:
             self._round = _Round(hosts, ProcessLink(run.start(self.command(hosts, self._program()), env=environment)))
         return self._round
@@ -286,10 +285,10 @@ class StepTransport(Transport):
             arrivals.refuse(host.name, refusal)
 
 
-def _take_port(nonce: str, ports: Sequence[int]) -> Hub:
+def _take_port(key: str, ports: Sequence[int]) -> Hub:
     for port in ports:
         try:
-            return Hub(nonce, port=port)
+            return Hub(key, port=port)
         except OSError:
             continue
     raise DistdiagError(

@@ -24,33 +24,54 @@ _COPIES = (b"dup", b"dup2", b"dup3", b"fcntl")
 CHANGES = frozenset({*_OPENS, *_MAKES, *_PAIRS, *_COPIES, b"socket", b"connect", b"close"})
 """The calls after which a descriptor stands for something else."""
 CLONES = (b"clone", b"clone3", b"fork", b"vfork")
-_MOST = 65536
-"""Of descriptors that were never seen closed (processes that ended): more are forgotten."""
+_MOST = 8192
+"""Of the descriptors of a process that were never seen closed: more are forgotten."""
+_MOST_OF_ALL = 32 * _MOST
+"""Of all processes, most of which ended long ago."""
+_HEADS = 4096
+
+
+class _Table:
+    """The descriptors of a process, which its threads share; and the heads of calls that were written with them."""
+
+    def __init__(self, fds: dict[bytes, bytes]) -> None:
+        self.fds = fds
+        self.named: dict[bytes, bytes] = {}
 
 
 class Descriptors:
     """Which descriptors are open to each thread, as far as the log tells."""
 
     def __init__(self) -> None:
-        self._tables: dict[bytes, dict[bytes, bytes]] = {}
-        self._named: dict[bytes, dict[bytes, bytes]] = {}
+        self._tables: dict[bytes, _Table] = {}
+        self._copied = 0
 
     def named(self, tid: bytes, head: bytes) -> bytes:
         """Write the head of a call (lines.HEAD) as -y would have done."""
-        known = self._named.setdefault(tid, {})
-        found = known.get(head)
+        table = self._tables.get(tid)
+        if table is None:
+            return head
+        found = table.named.get(head)
         if found is None:
+            if len(table.named) >= _HEADS:
+                table.named.clear()
             name, _, rest = head.partition(b"(")
-            found = known[head] = name + b"(" + self.args(tid, name, rest)
+            found = table.named[head] = name + b"(" + self.args(tid, name, rest)
         return found
 
     def args(self, tid: bytes, name: bytes, args: bytes) -> bytes:
         """Write the arguments of a call as -y would have done."""
         fd = _NUMBER.match(args)
         table = self._tables.get(tid)
-        if not fd or not table or args[fd.end() : fd.end() + 1] not in (b"", b",") or not targets.has_descriptor(name):
+        if (
+            not fd
+            or not table
+            or not table.fds
+            or args[fd.end() : fd.end() + 1] not in (b"", b",")
+            or not targets.has_descriptor(name)
+        ):
             return args
-        what = table.get(fd[0])
+        what = table.fds.get(fd[0])
         return args if what is None else fd[0] + b"<" + what + b">" + args[fd.end() :]
 
     def note(self, tid: bytes, line: Line) -> None:
@@ -58,27 +79,32 @@ class Descriptors:
         if line.error or not line.result:
             return
         name, result = line.name, line.result.partition(b" ")[0].partition(b"<")[0]
-        table = self._tables.setdefault(tid, {})
+        table = self._tables.get(tid)
+        if table is None:
+            table = self._tables[tid] = _Table({})
         if name in CLONES:
-            self._born(tid, result, shares=b"CLONE_FILES" in line.args)
+            self._born(table, result, shares=b"CLONE_FILES" in line.args)
         elif name in CHANGES:
-            _change(table, name, line.args, result)
-            if len(table) > _MOST:
-                table.clear()
-            # Threads share their table, and what was named by it.
-            for other, its in self._tables.items():
-                if its is table:
-                    self._named.pop(other, None)
+            _change(table.fds, name, line.args, result)
+            if len(table.fds) > _MOST:
+                table.fds.clear()
+            table.named.clear()
 
     def same(self, tid: bytes, other: bytes) -> None:
         """Learn that two names are of one thread."""
         if tid in self._tables:
             self._tables[other] = self._tables[tid]
 
-    def _born(self, parent: bytes, child: bytes, *, shares: bool) -> None:
-        table = self._tables[parent]
-        self._tables[child] = table if shares else {**table, **self._tables.get(child, {})}
-        self._named.pop(child, None)
+    def _born(self, parent: _Table, child: bytes, *, shares: bool) -> None:
+        if shares:
+            self._tables[child] = parent
+            return
+        self._copied += len(parent.fds)
+        if self._copied > _MOST_OF_ALL:
+            self._copied = 0
+            self._tables = {tid: its for tid, its in self._tables.items() if its is parent}
+        before = self._tables.get(child)
+        self._tables[child] = _Table({**parent.fds, **before.fds} if before else dict(parent.fds))
 
 
 def _change(table: dict[bytes, bytes], name: bytes, args: bytes, result: bytes) -> None:

@@ -29,7 +29,7 @@ PART_BYTES = 32 * 1024 * 1024
 _WORTH_BYTES = 8 * 1024 * 1024
 """Less is read sooner than a process begins its work."""
 _DAY_S = 86400.0
-_SUFFIX = re.compile(r"\.(\d+)$")
+_SUFFIX = re.compile(r"\.(\d{1,7})$")
 
 
 class _Span(NamedTuple):
@@ -241,6 +241,7 @@ class _Processes:
     def __init__(self, parts: list[Part]) -> None:
         self._started: dict[tuple[str, int], tuple[int | None, bool]] = {}
         self._executed: set[tuple[str, int | None]] = set()
+        self._found: dict[tuple[str, int], int | None] = {}
         for part in parts:
             folder = os.path.dirname(part.path)
             for written, tally in part.tallies.items():
@@ -252,12 +253,18 @@ class _Processes:
 
     def of(self, path: str, tid: int | None) -> int | None:
         """Give the process of a thread; None where the logs do not tell."""
-        folder, seen = os.path.dirname(path), set()
-        while tid is not None and tid not in seen:
-            seen.add(tid)
+        folder, way = os.path.dirname(path), dict[int, None]()
+        found = None
+        while tid is not None and tid not in way:
+            if (folder, tid) in self._found:
+                found = self._found[folder, tid]
+                break
+            way[tid] = None
             parent, is_thread = self._started.get((folder, tid), (None, False))
             if not is_thread:
                 known = (folder, tid) in self._started or (folder, tid) in self._executed
-                return tid if known else None
+                found = tid if known else None
+                break
             tid = parent
-        return None
+        self._found.update(((folder, one), found) for one in way)
+        return found

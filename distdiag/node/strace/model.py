@@ -10,10 +10,11 @@ ARGUMENTS = 200
 
 @dataclass(frozen=True)
 class Call:
-    """One system call. `target`: the file, socket or path it is about, as it was at that time; empty if not known.
+    """One system call; its `args` without what is read, written or sent.
 
-    `at_s`: when it began. `time_s`: how long it took; None without -T, and while it lasts. `result` as strace puts it,
-    empty while it lasts; `error` its name, "ENOENT".
+    `target`: the file, socket or path it is about, as it was at that time; empty if not known. `at_s`: when it began.
+    `time_s`: how long it took; None without -T, and while it lasts. `result` as strace puts it, empty while it lasts;
+    `error` its name, "ENOENT".
     """
 
     name: str

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from distdiag.node.strace import lines, shape
 from distdiag.node.strace.descriptors import CHANGES, CLONES, Descriptors
 from distdiag.node.strace.shape import AT, ERROR, NAMED, OTHER, REST, RESULT, TID, WHOLE
-from distdiag.node.strace.tally import Tally, alone
+from distdiag.node.strace.tally import Tally, Text, alone
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,11 +21,14 @@ if TYPE_CHECKING:
     from distdiag.node.strace.tally import Row
 
 BLOCK_BYTES = 2 * 1024 * 1024
-LINE_BYTES = 1024 * 1024
-"""What has no line end for so long is no line."""
-_STEP = re.compile(rb"^((?:\d{1,7}(?:<.*?>)? +|\[pid +\d+(?:<.*?>)?\] )?) *(\d+\.\d{6}) ", re.MULTILINE)
-_RESUMED = re.compile(rb"<\.\.\. \w+ resumed>.*\) += (?:((?:0x)?[0-9a-f]+)|-1 (E[A-Z0-9]+))[ <].*<([\d.]+)>$")
-_ATTACHED = re.compile(rb"strace: Process (\d+) attached$")
+_STEP = re.compile(
+    rb"^((?:\d{1,7}(?:<.*?>)? +(?! )|\[pid +\d{1,7}(?:<.*?>)?\] )?) *(" + lines.STEP + rb") ", re.MULTILINE
+)
+_RESUMED = re.compile(
+    rb"<\.\.\. \w+ resumed>(?=.*<" + lines.TOOK + rb">$)"
+    rb".*\) += (?:((?:0x)?[0-9a-f]+)|-1 (E[A-Z0-9]+))[ <].*<(" + lines.TOOK + rb")>$"
+)
+_ATTACHED = re.compile(rb"strace: Process (\d{1,7}) attached$")
 _STRING = re.compile(lines.STRING)
 _BRACKETS = ((b"{", b"}"), (b"[", b"]"), (b"<", b">"), (b"(", b")"))
 _SUMMARY = b"% time "
@@ -78,23 +81,31 @@ def _blocks(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
     """Give whole lines; only the last block may end inside one."""
     if start:
         file.seek(start - 1)
-        start += len(file.readline()) - 1
-    rest, left = b"", end - start
+        _line_end(file)
+    rest, left = b"", end - file.tell()
     while left > 0 or rest:
         read = file.read(min(BLOCK_BYTES, max(left, 0)))
         left -= len(read)
         if left <= 0 and read and not read.endswith(b"\n"):
-            read += file.readline(LINE_BYTES)
+            read += _line_end(file)
         if not read:
             yield rest
             return
-        block = rest + read
+        block = lines.shorten(rest + read)
         cut = block.rfind(b"\n") + 1
         rest = block[cut:]
-        if len(rest) > LINE_BYTES:
-            cut, rest = len(block), b""
         if cut:
             yield block[:cut]
+
+
+def _line_end(file: BinaryIO) -> bytes:
+    """Read to the end of a line; of a long one the middle is left out."""
+    found = b""
+    while more := file.readline(lines.LINE_BYTES):
+        found = lines.shorten(found + more)
+        if more.endswith(b"\n"):
+            break
+    return found
 
 
 class _Mixed:
@@ -119,6 +130,7 @@ class _Reader:
         self._tids: dict[bytes, bytes] = {}
         self._alive: dict[bytes, None] = {}
         self._started: set[bytes] = set()
+        self._unstarted: dict[bytes, None] = {}
         self._clock_s = 0.0
         self._in_summary = False
         self._broken: bytes | None = None
@@ -130,11 +142,12 @@ class _Reader:
             block = _STEP.sub(self._stamp, block)
         end = block.rfind(b"\n") + 1
         rows = self._pattern.findall(block, 0, end)
+        text = Text(block, self._pattern)
         self._part.n_lines += len(rows)
         if self._looks.tid or self._descriptors is not None or not all(row[RESULT] or row[ERROR] for row in rows):
-            self._mixed(rows, block)
+            self._mixed(rows, text)
         elif rows:
-            self._tally(b"").add(rows, block, ends=True, is_last=True)
+            self._tally(b"").add(rows, text, ends=True, is_last=True)
         if end < len(block):
             self._part.n_lines += 1
             self._torn(block[end:])
@@ -151,7 +164,7 @@ class _Reader:
             found.tallies[self._main()] = nameless
         return found
 
-    def _mixed(self, rows: list[Row], block: bytes) -> None:
+    def _mixed(self, rows: list[Row], text: Text) -> None:
         """Take rows of many threads, or of which some need care."""
         mixed = _Mixed()
         batches, tids, descriptors = mixed.batches, self._tids, self._descriptors
@@ -173,7 +186,7 @@ class _Reader:
             self._alone(mixed, tid, half)
         for tid, batch in batches.items():
             ends, is_last = mixed.lined.get(tid, 0) < len(batch), mixed.called.get(tid, 0) < len(batch)
-            self._tally(tid).add(batch, block, ends=ends, is_last=is_last)
+            self._tally(tid).add(batch, text, ends=ends, is_last=is_last)
 
     def _with_care(self, mixed: _Mixed, tid: bytes, row: Row) -> None:
         """Put the two halves of a call together, or keep the first half for later, or take another line."""
@@ -297,19 +310,21 @@ class _Reader:
             self._tally(tid).comm = comm.rpartition(b">")[0]
         if tid not in self._alive:
             self._alive[tid] = None
+            if tid not in self._started:
+                self._unstarted[tid] = None
             if tid == self._main() and self._descriptors is not None:
                 self._descriptors.same(b"", tid)
         return tid
 
     def _main(self) -> bytes:
         """Give the thread that began without an id on its lines: the only one that nobody started; empty if unknown."""
-        tids = (tid for tid in [*self._alive, *self._part.tallies] if tid and tid not in self._started)
-        return next(tids, b"")
+        return next(iter(self._unstarted), b"")
 
     def _attached(self, text: bytes) -> None:
         started = _ATTACHED.search(text)
         if started:
             self._started.add(started[1])
+            self._unstarted.pop(started[1], None)
 
     def _stamp(self, match: re.Match[bytes]) -> bytes:
         self._clock_s += float(match[2])

@@ -19,9 +19,9 @@ TID, AT, NAMED, RESULT, ERROR, TOOK, REST, OTHER, WHOLE = range(9)
 did not end there: NAMED and REST. Any other line: OTHER, and WHOLE if it does not even begin as most do."""
 
 # These are read with care, each one: what they return or are given matters.
-_CAREFULLY = rb"clone3?|v?fork|execve(?:at)?|prctl|restart_syscall|connect|bind"
+_CAREFULLY = rb"clone3?|v?fork|execve(?:at)?|prctl|restart_syscall|connect|bind|getsockopt"
 _DESCRIPTORS = b"|".join(sorted(descriptors.CHANGES))
-_TIDS = {"": rb"()", "bare": rb"(\d{1,7}(?:<.*?>)?) +", "bracket": rb"(?:\[pid +(\d+(?:<.*?>)?)\] )?"}
+_TIDS = {"": rb"()", "bare": rb"(\d{1,7}(?:<.*?>)?) +", "bracket": rb"(?:\[pid +(\d{1,7}(?:<.*?>)?)\] )?"}
 _SUMMARY = re.compile(rb"^% time +seconds +usecs/call +calls", re.MULTILINE)
 
 
@@ -46,7 +46,7 @@ class Shape:
 
 def sniff(head: bytes) -> Shape | str:
     """Tell how a log's lines look, or why it is none; `head` is the file's beginning."""
-    parsed = [(line, lines.parse(line)) for line in head.split(b"\n")[:_SNIFFED_LINES] if line]
+    parsed = [(line, lines.parse(line)) for line in lines.shorten(head).split(b"\n")[:_SNIFFED_LINES] if line]
     speaking = [(line, one) for line, one in parsed if one and one.kind not in (lines.STACK, lines.REMARK)]
     calls = [(line, one) for line, one in speaking if one.kind in (lines.CALL, lines.BEGUN, lines.RESUMED)]
     if not parsed:
@@ -71,9 +71,11 @@ _DECODED = re.compile(rb"\w+\((?:\d+|AT_FDCWD)<")
 def pattern(shape: Shape) -> Pattern[bytes]:
     """Make the expression whose findall() gives the rows of a block of whole lines."""
     careful = _CAREFULLY if shape.decoded else _CAREFULLY + b"|" + _DESCRIPTORS
-    clock = rb"(\d[^ \n]*) " if shape.timed else rb"()"
-    took = rb"[ <].*<([\d.]+)>" if shape.took else rb"(?:[ <].*)?()"
-    done = rb".*\) += (?:((?:0x)?[0-9a-f]+)|-1 (E[A-Z0-9]+))" + took
+    clock = rb"(" + (lines.STEP + rb"|" + lines.AT) + rb") " if shape.timed else rb"()"
+    took = rb"[ <].*<(" + lines.TOOK + rb")>" if shape.took else rb"(?:[ <].*)?()"
+    # A line with many results, and no time at its end, is seen at once not to be one.
+    timed = rb"(?=.*<" + lines.TOOK + rb">\n)" if shape.took else b""
+    done = timed + rb".*\) += (?:((?:0x)?[0-9a-f]+)|-1 (E[A-Z0-9]+))" + took
     body = rb"(?!(?:" + careful + rb")\()(" + lines.HEAD + rb")(?:" + done + rb"|(.*))"
     return re.compile(rb"^(?:" + _TIDS[shape.tid] + clock + rb"(?:" + body + rb"|([a-z_<+-].*))|(.*))\n", re.MULTILINE)
 

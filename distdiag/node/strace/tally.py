@@ -14,6 +14,7 @@ from distdiag.node.strace.troubles import Troubles
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from re import Pattern
 
     from distdiag.node.strace.lines import Line
 
@@ -25,10 +26,15 @@ SLOW_S = 0.01
 _HEADS = 4096
 """More different beginnings of calls are added up by name and place."""
 _SLOWEST = 10
+_SEARCHES = 64
+"""Lines of a block that are found by searching it; more of them by a list of all its lines."""
 _PROGRAMS = 1000
 _HEAD = re.compile(lines.HEAD)
-_DECODED = re.compile(lines.DECODED)
+_DECODED = re.compile(rb"(AT_FDCWD|-?\d+)" + lines.DECODED)
 _ADDRESSED = (b"connect", b"bind", b"sendto")
+_PENDING = 1000
+"""More connections that are under way at the same time are not remembered."""
+_SO_ERROR = re.compile(rb"SOL_SOCKET, SO_ERROR, \[(E[A-Z0-9]+)\]")
 _TELLING = (b"execve", b"execveat", b"prctl", b"clone", b"clone3", b"fork", b"vfork")
 _FINDS = re.compile(
     rb"open(?:at2?)?|f?stat(?:x|at|64)*|newfstatat|l?stat|f?access(?:at2?)?|execve(?:at)?|readlink(?:at)?"
@@ -50,18 +56,19 @@ class Tally:
         self.programs: dict[str, None] = {}
         self.children: dict[int, bool] = {}
         self.troubles = Troubles()
+        self.connecting: dict[bytes, str] = {}
         self.runs: dict[Key, spins.Run] = {}
         self.slowest: list[Call] = []
         self._heads: dict[Key, _Sum] = {}
         self._names: dict[str, _Sum] = {}
         self._places: dict[str, _Sum] = {}
 
-    def add(self, rows: Sequence[Row], block: bytes, *, ends: bool, is_last: bool) -> None:
+    def add(self, rows: Sequence[Row], text: Text, *, ends: bool, is_last: bool) -> None:
         """Take calls that ended.
 
         Args:
             rows: of shape.pattern(), in their order.
-            block: the text they come from.
+            text: what they come from.
             ends: the last of them is the last line of the thread so far.
             is_last: it is its last call.
         """
@@ -79,17 +86,21 @@ class Tally:
             else:
                 failed.setdefault((row[NAMED], row[ERROR]), []).append(row)
         self.n_lines += len(rows)
+        slow: list[tuple[float, Row]] = []
         for head, group in groups.items():
-            self._group((head, b""), group, block)
+            slow += self._group((head, b""), group)
         for key, group in failed.items():
-            self._group(key, group, block)
+            slow += self._group(key, group)
+        if slow:
+            slowest = heapq.nlargest(_SLOWEST, slow, key=itemgetter(0))
+            self._is_slow(*(as_call(text.line(row)) for _, row in slowest))
         if _is_before(rows[0][AT], self.first):
             self.first = rows[0][AT]
         if ends:
             self.newest = rows[-1][AT]
             self.state, self.pending = "returned", None
         if is_last:
-            self.last = _found_in(block, rows[-1], near_end=True)
+            self.last = text.line(rows[-1], is_last=True)
         self._make_room()
 
     def event(self, line: Line) -> None:
@@ -126,6 +137,12 @@ class Tally:
         if line.error:
             target = total.target if line.name not in _ADDRESSED else targets.about(line.name, line.args)[1]
             self.troubles.add(line.name.decode(), line.error.decode(), target, line.at)
+            if line.error == b"EINPROGRESS" and line.name == b"connect" and len(self.connecting) < _PENDING:
+                self.connecting[line.args.partition(b",")[0]] = target
+        elif line.name == b"getsockopt" and (failed := _SO_ERROR.search(line.args)):
+            # What became of a connection that nobody waited for in connect().
+            target = self.connecting.pop(line.args.partition(b",")[0], "") or total.target
+            self.troubles.add("connect", failed[1].decode(), target, line.at)
         elif line.name in _TELLING:
             self._learn(line)
         self.last = line
@@ -148,6 +165,7 @@ class Tally:
         self.programs.update(other.programs)
         self.children.update(other.children)
         self.troubles.merge(other.troubles)
+        self.connecting.update(other.connecting)
         for key, run in other.runs.items():
             self.runs.setdefault(key, spins.Run()).merge(run)
         self._is_slow(*other.slowest)
@@ -165,7 +183,8 @@ class Tally:
         self._fold()
         return self._places
 
-    def _group(self, key: Key, rows: list[Row], block: bytes) -> None:
+    def _group(self, key: Key, rows: list[Row]) -> list[tuple[float, Row]]:
+        """Take calls of one beginning; gives those that may be among the slowest."""
         total = self._sum(key)
         tooks = list(map(float, map(itemgetter(TOOK), rows))) if rows[0][TOOK] else []
         total.add(len(rows), tooks)
@@ -177,15 +196,11 @@ class Tally:
         if key[1]:
             name, error = total.call.decode(), key[1].decode()
             self.troubles.add(name, error, total.target, rows[0][AT], len(rows), rows[-1][AT])
-        if total.is_file and tooks:
-            self._slowest_of(tooks, rows, block)
-
-    def _slowest_of(self, tooks: list[float], rows: list[Row], block: bytes) -> None:
-        if max(tooks) <= self._floor_s():
-            return
-        for took, at in heapq.nlargest(_SLOWEST, zip(tooks, range(len(rows)))):
-            if took > self._floor_s():
-                self._is_slow(as_call(_found_in(block, rows[at])))
+        if not total.is_file or not tooks or max(tooks) <= self._floor_s():
+            return []
+        floor_s = self._floor_s()
+        slowest = heapq.nlargest(_SLOWEST, zip(tooks, range(len(rows))))
+        return [(took, rows[at]) for took, at in slowest if took > floor_s]
 
     def _is_slow(self, *calls: Call) -> None:
         self.slowest = sorted([*self.slowest, *calls], key=lambda call: -(call.time_s or 0.0))[:_SLOWEST]
@@ -217,9 +232,13 @@ class Tally:
             if len(self.programs) < _PROGRAMS:
                 self.programs[path] = None
         elif name == b"prctl" and line.args.startswith(b'PR_SET_NAME, "'):
-            self.comm = targets.text(line.args[14:].partition(b'"')[0]).encode()
+            comm, _, more = line.args[14:].partition(b'"')
+            if not more.startswith(b"..."):  # -s leaves no more of it
+                self.comm = targets.text(comm).encode()
         elif name in (b"clone", b"clone3", b"fork", b"vfork"):
-            self.children[int(line.result.partition(b"<")[0] or 0)] = b"CLONE_THREAD" in line.args
+            child = line.result.partition(b"<")[0]
+            if child.isdigit() and len(child) < 8:
+                self.children[int(child)] = b"CLONE_THREAD" in line.args
 
     def _saw(self, at: bytes) -> None:
         if at:
@@ -289,7 +308,7 @@ def _is_before(at: bytes, other: bytes) -> bool:
 def as_call(line: Line) -> Call:
     """Put a line into words."""
     fd, target = targets.about(line.name, line.args)
-    args = line.args if line.result else line.args.rstrip(b", ")
+    args = targets.without_payload(line.name, line.args if line.result else line.args.rstrip(b", "))
     return Call(
         name=line.name.decode(),
         args=args[: 4 * ARGUMENTS].decode("utf-8", "replace")[:ARGUMENTS],
@@ -307,17 +326,43 @@ def alone(resumed: Line) -> Line:
     return resumed._replace(kind=lines.CALL, at=b"")
 
 
-def _found_in(block: bytes, row: Row, *, near_end: bool = False) -> Line:
-    """Read the line of a row once more, with all its arguments."""
-    name, _, args = row[NAMED].partition(b"(")
-    # Where the log has no -y, what a descriptor stands for was put into the row, and is not in the line.
-    for written in dict.fromkeys((args, _DECODED.sub(b"", args, count=1))):
-        sought = row[AT] + b" " + name + b"(" + written if row[AT] else name + b"(" + written
-        at = block.rfind(sought) if near_end or not row[AT] else block.find(sought)
-        line = lines.parse_body(block[at + len(row[AT]) : block.find(b"\n", at)].lstrip(b" ")) if at >= 0 else None
-        if line is not None and line.took in (row[TOOK], b""):
-            # Of a call in two halves, this is the first.
-            result = line.result if line.kind == lines.CALL else row[RESULT] or b"-1"
-            whole = args + line.args[len(written) :]
-            return lines.Line(lines.CALL, name, whole, result, row[ERROR], row[TOOK], row[AT])
-    return lines.Line(lines.CALL, name, args, row[RESULT] or b"-1", row[ERROR], row[TOOK], row[AT])
+class Text:
+    """A block of a log, to find the lines of rows in it again."""
+
+    def __init__(self, block: bytes, pattern: Pattern[bytes]) -> None:
+        self._block, self._pattern = block, pattern
+        self._sought = 0
+        self._places: dict[bytes, tuple[int, int]] | None = None
+
+    def line(self, row: Row, *, is_last: bool = False) -> Line:
+        """Read the line of a row once more, with all its arguments."""
+        name, _, args = row[NAMED].partition(b"(")
+        # Where the log has no -y, what a descriptor stands for was put into the row, and is not in the line.
+        decoded = _DECODED.match(args)
+        bare = decoded[1] + args[decoded.end() :] if decoded else args
+        for written in dict.fromkeys((args, bare)):
+            at = self._find(row[AT], name + b"(" + written, is_last=is_last or not row[AT])
+            end = self._block.find(b"\n", at)
+            line = lines.parse_body(self._block[at + len(row[AT]) : end].lstrip(b" ")) if at >= 0 else None
+            if line is not None and line.took in (row[TOOK], b""):
+                # Of a call in two halves, this is the first.
+                result = line.result if line.kind == lines.CALL else row[RESULT] or b"-1"
+                whole = args + line.args[len(written) :]
+                return lines.Line(lines.CALL, name, whole, result, row[ERROR], row[TOOK], row[AT])
+        return lines.Line(lines.CALL, name, args, row[RESULT] or b"-1", row[ERROR], row[TOOK], row[AT])
+
+    def _find(self, at: bytes, head: bytes, *, is_last: bool) -> int:
+        """Find where a line begins at its time; -1 if it is not there."""
+        sought = at + b" " + head if at else head
+        self._sought += 1
+        if self._sought <= _SEARCHES:
+            return self._block.rfind(sought) if is_last else self._block.find(sought)
+        if self._places is None:  # of many threads each seeks some: to search the block for each would be square
+            self._places = {}
+            for match in self._pattern.finditer(self._block):
+                if match[NAMED + 1] is None:  # a signal, an end
+                    continue
+                key = match[AT + 1] + b" " + match[NAMED + 1] if match[AT + 1] else match[NAMED + 1]
+                start = match.start(AT + 1)
+                self._places[key] = (self._places.get(key, (start,))[0], start)
+        return self._places.get(sought, (-1, -1))[is_last]

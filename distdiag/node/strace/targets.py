@@ -11,7 +11,7 @@ _FIRST = re.compile(
     rb"(?:(?P<at>AT_FDCWD)|(?P<fd>-?\d+))?(?:(?P<what>" + lines.DECODED + rb")(?:\(deleted\))?)?"
     rb"(?:(?:, )?(?P<path>" + lines.STRING + rb"))?"
 )
-_POLLED = re.compile(rb"\[\{fd=(\d+)(" + lines.DECODED + rb")?")
+_POLLED = re.compile(rb"\[\{fd=(\d{1,7})(" + lines.DECODED + rb")?")
 _AT = re.compile(rb"\w+at2?|statx")
 _NUMBERED = re.compile(
     rb"exit\w*|\w*kill|wait\w*|alarm|umask|\w*set\w*[ug]id\w*|setpgid|getpgid|getsid|\w*sched\w*|\w*priority|\w*rlimit\w*"
@@ -19,9 +19,25 @@ _NUMBERED = re.compile(
     rb"|process_\w+|rt_\w+|signalfd|pipe2?|inotify_init1?|userfaultfd|landlock_\w+|io_\w+|timer_\w+|move_pages|iopl"
 )
 """The calls whose first number is no descriptor, though strace shows it plainly."""
+_OF_PROCESS = re.compile(
+    rb"\w*kill|wait\w*|[gs]etp?[gs]id|\w*sched\w*|\w*priority|\w*rlimit\w*|kcmp|process_\w+|move_pages|pidfd_open"
+)
+"""The calls that are about a process, of which strace -Y shows the name as -y does what a descriptor stands for."""
+_DATA_FIRST = (b"getrandom", b"add_key", b"request_key", b"sethostname", b"setdomainname", b"init_module")
+"""The calls whose first string is no path but data."""
+_STRINGS = re.compile(
+    rb"(?P<address>(?:inet_addr\(|inet_pton\(AF_INET6, |sun_path=@?)" + lines.STRING + rb")"
+    rb'|"(?:[^"\\]|\\.)*(?:"(?:\.\.\.)?|$)',
+    re.DOTALL,
+)
+_WITH_PATHS = re.compile(
+    rb".*(?:open|stat|access|link|mkdir|rmdir|rename|chdir|chroot|chmod|chown|mknod|creat|utime).*|truncate|getcwd|umount2?"
+)
+_EXECUTES = (b"execve", b"execveat")
 _ESCAPE = re.compile(rb"\\([0-7]{1,3}|.)", re.DOTALL)
 _ESCAPES = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"v": b"\v", b"f": b"\f"}
-_INET = re.compile(rb'sin6?_port=htons\((\d+)\).*?(?:sin_addr=inet_addr\(|sin6_addr=|inet_pton\(AF_INET6, )"([^"]+)"')
+_PORT = re.compile(rb"sin6?_port=htons\((\d{1,5})\)")
+_INET = re.compile(rb'(?:sin_addr=inet_addr\(|sin6_addr=|inet_pton\(AF_INET6, )"([^"]{1,100})"')
 _UNIX = re.compile(rb"sun_path=@?(" + lines.STRING + rb")")
 _CLASS = re.compile(r"[A-Za-z][\w-]*")
 
@@ -38,6 +54,8 @@ def about(name: bytes, args: bytes) -> tuple[int | None, str]:
     found = _FIRST.match(args)
     if found is None:
         return None, ""
+    if _OF_PROCESS.fullmatch(name) or name in _DATA_FIRST:
+        return None, ""
     fd, what = _fd(args) if found["what"] or has_descriptor(name) else None, _shown(found["what"] or b"")
     has_path = found["path"] and (fd is None or _AT.fullmatch(name))
     if not has_path:
@@ -46,6 +64,17 @@ def about(name: bytes, args: bytes) -> tuple[int | None, str]:
     if path.startswith("/") or not what.startswith("/"):
         return fd, path
     return fd, os.path.normpath(what + "/" + path)
+
+
+def without_payload(name: bytes, args: bytes) -> bytes:
+    """Return arguments without what is read, written or sent, which may be secret: paths and addresses stay."""
+    if name in _EXECUTES:
+        return args.partition(b", [")[0]
+    return args if _WITH_PATHS.fullmatch(name) else _STRINGS.sub(_emptied, args)
+
+
+def _emptied(string: re.Match[bytes]) -> bytes:
+    return string[0] if string["address"] or string[0].startswith(b'""') else b'""...'
 
 
 def has_descriptor(name: bytes) -> bool:
@@ -72,7 +101,7 @@ def text(raw: bytes) -> str:
 
 def _unescape(match: re.Match[bytes]) -> bytes:
     what = match[1]
-    return bytes([int(what, 8) & 255]) if what.isdigit() else _ESCAPES.get(what, what)
+    return bytes([int(what, 8) & 255]) if b"0" <= what < b"8" else _ESCAPES.get(what, what)
 
 
 def _fd(args: bytes) -> int | None:
@@ -90,9 +119,10 @@ def _shown(decoded: bytes) -> str:
 
 
 def _address(args: bytes) -> str:
-    inet = _INET.search(args)
-    if inet:
-        host = inet[2].decode("utf-8", "replace")
-        return f"[{host}]:{int(inet[1])}" if ":" in host else f"{host}:{int(inet[1])}"
+    port = _PORT.search(args)
+    inet = _INET.search(args, port.end()) if port else None
+    if port and inet:
+        host = inet[1].decode("utf-8", "replace")
+        return f"[{host}]:{int(port[1])}" if ":" in host else f"{host}:{int(port[1])}"
     path = _UNIX.search(args)
     return text(path[1][1:-1]) if path else ""

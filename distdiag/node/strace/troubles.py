@@ -12,6 +12,8 @@ KEPT = 200
 _HELD = 4000
 """More different ones are not kept at a time."""
 _PLACES = 1000
+_NAME_MAX = 255
+"""No file can have a longer name."""
 _FOUND = 100_000
 """More names of files that were found are not remembered."""
 _WEIGHTS = {
@@ -124,7 +126,7 @@ def weight(name: str, error: str, target: str) -> int:
 
 
 def _weight_of_missing(target: str) -> int:
-    base = os.path.basename(target)
+    base = os.path.basename(target)[-_NAME_MAX:]
     if _TRIED.fullmatch(base) or "/nscd/" in target:
         return 1
     if _LIBRARY.fullmatch(base) or target.startswith(_DEVICES):

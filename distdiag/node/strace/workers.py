@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MOST = 4
 """A node may have work of its own to do."""
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 _NUMBER = struct.Struct("<H")
 _HEAD = struct.Struct("<HQ")
 """The number of a job, and how long its result is that follows."""
@@ -82,12 +83,18 @@ def _fork(work: Callable[[Job], Result], jobs: Sequence[Job], numbers: int) -> t
     with warnings.catch_warnings():
         # Other threads may hold locks for ever in the child: it takes none of theirs.
         warnings.simplefilter("ignore", DeprecationWarning)
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
         pid = os.fork()
     if pid:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
         os.close(writing)
         return pid, reading
     status = 1
     try:
+        # Ctrl-C reaches all processes of a terminal: this one just ends, and its parent says what is to be said.
+        for ending in _ENDING:
+            signal.signal(ending, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
         os.close(reading)
         with os.fdopen(writing, "wb") as out:
             for number in _taken(numbers):

@@ -1,0 +1,403 @@
+"""What an agent may say, as types: the one place where bytes of a node or of a file of ours become typed facts.
+
+Nothing from there is trusted. Whatever cannot be what it says it is (no JSON, nested too deep, of another type, a
+number that nothing real has) is one error with one sentence; whoever reads decides whose row that is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Required, TypedDict, TypeVar
+
+import msgspec  # noqa: TID253 - this module is only imported when there are nodes or files to read
+
+from distdiag.errors import DistdiagError
+from distdiag.node.knock import Probe  # noqa: TC001 - msgspec reads the annotations
+from distdiag.node.network import Network  # noqa: TC001
+from distdiag.node.wire import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+T = TypeVar("T")
+MAX_RANKS = 2**20
+_QUOTED_BYTES = 60
+_REASON_LETTERS = 200
+_LIMITS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("rank", "local_rank", "ranks"), (0, MAX_RANKS - 1)),
+    **dict.fromkeys(("world_size", "local_world_size"), (0, MAX_RANKS)),
+    **dict.fromkeys(("pid", "tid", "parent", "above", "user", "os_thread_id"), (-(2**32), 2**32)),
+    **dict.fromkeys(("port", "samples"), (0, 2**16 - 1)),
+}
+_ANY_INT = (-(2**64), 2**64)
+_BY_UNIT = {"_s": (-1e11, 1e11), "_ns": (-1e18, 1e18), "_bytes": (-1, 2**63)}
+_ANY_FLOAT = (-1e300, 1e300)
+
+
+class Senseless(DistdiagError):
+    """What was read cannot be what it says it is; the message tells what is wrong, not who sent it."""
+
+
+class Started(TypedDict, total=False):
+    """What a rank found of its torch and device."""
+
+    device: Required[str]
+    device_name: str | None
+    capability: str | None
+    arch_list: list[str]
+    free_bytes: int | None
+    total_bytes: int | None
+    python: str | None
+    torch: str | None
+    cuda: str | None
+    hip: str | None
+    nccl: str | None
+
+
+class TroubleTold(TypedDict, total=False):
+    """What a rank saw go wrong; which fields there are depends on its kind, see distdiag.workload.rank."""
+
+    kind: Required[str]
+    message: str
+    python: str
+    missing: bool
+    torch: str | None
+    built_for: str | None
+    address: str
+    port: int
+    differing: dict[str, dict[str, list[int]]]
+    planned: dict[str, str]
+    op: str
+    size_bytes: int
+    wrong: int
+    total: int
+    first_index: int
+    got: str
+    expected: str
+    how: str
+    own_wrong: int
+    own_first_index: int | None
+    asked_bytes: int
+    got_bytes: int
+    chunks: list[int]
+    chunk_bytes: int
+
+
+_DETAILS = {
+    "mismatch": {"differing"},
+    "wrong-result": {"wrong", "total", "first_index", "got", "expected", "how"},
+    "memory-corrupt": {"chunks", "chunk_bytes"},
+}
+"""What has to be told with a kind of trouble."""
+
+
+class PairTold(TypedDict):
+    """What rank 0 tells of two ranks that were measured together."""
+
+    a: int
+    b: int
+    level: Literal["node", "net"]
+    looks: list[float]
+    failed: bool
+    wrong: int
+    error: str
+
+
+class PausedTold(TypedDict):
+    """How long a rank did not run at all, how much of that for want of a core or by its CPU quota, and of how long."""
+
+    paused_ns: int
+    no_core_ns: int
+    throttled_ns: int
+    of_ns: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class RowTold(TypedDict, total=False):
+    """One collective at one size, as a rank timed it."""
+
+    number: Required[int]
+    iterations: int
+    inside_ns: int
+    late_ns: int
+    times_ns: list[Annotated[int, msgspec.Meta(ge=1)]]
+    wrong: int | None
+    skipped: str
+    paused: PausedTold
+
+
+class Payload(TypedDict, total=False):
+    """Facts that come with a step."""
+
+    started: Started
+    trouble: TroubleTold
+    fatal: bool
+    finished: bool
+    held: bool
+    memory_bytes: int
+    pairs: list[PairTold]
+    row: RowTold
+    paused: PausedTold
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of a rank. `at` counts within the stage; `waiting`: the step needs the other ranks."""
+
+    stage: str
+    at: int
+    note: str
+    waiting: bool
+    elapsed_s: float
+    payload: Payload = {}
+
+    def __post_init__(self) -> None:
+        trouble = self.payload.get("trouble")
+        if trouble is not None and (lacking := _DETAILS.get(trouble["kind"], set()) - trouble.keys()):
+            raise ValueError(f"a {trouble['kind']} without {', '.join(sorted(lacking))}")
+        row = self.payload.get("row", {})
+        if ("inside_ns" in row) != ("late_ns" in row):
+            raise ValueError("a row with half of its times")
+        if trouble is not None and any(len(groups) < 2 for groups in trouble.get("differing", {}).values()):
+            raise ValueError("a mismatch without two sides")
+
+
+class StuckSocket(msgspec.Struct, frozen=True, kw_only=True):
+    """A TCP connection on which the kernel waits for an answer: "10.0.0.3:29500", its state, what it sent again."""
+
+    remote: str
+    state: str
+    retransmits: int
+    unanswered_bytes: int
+
+
+class Inspection(msgspec.Struct, frozen=True, kw_only=True):
+    """A silent rank seen from outside: state letter of proc(5), kernel wait channel, main thread's frames.
+
+    `busy` is the share of the later half of the silence in which one of its threads ran or waited for a core, above 1
+    with several such threads; `read_bytes` is what it read meanwhile.
+    """
+
+    state: str
+    wait_channel: str
+    frames: tuple[str, ...]
+    stack_error: str
+    tail: str
+    busy: float = 0.0
+    read_bytes: int = 0
+    stuck: tuple[StuckSocket, ...] = ()
+
+
+class Ending(msgspec.Struct, frozen=True, kw_only=True):
+    """How a rank process ended: exit status, negative for a signal; `tail` is the end of what it printed."""
+
+    status: int | None
+    elapsed_s: float
+    tail: str
+    oom_kills: int
+
+
+class Taken(msgspec.Struct, frozen=True, kw_only=True):
+    """Why the rendezvous port could not be had: who has it, and what it answers to a stranger."""
+
+    error: str
+    listening: bool | None
+    pid: int | None
+    command: str
+    answer: str | None
+
+
+class Record(msgspec.Struct, tag_field="kind"):
+    """One frame of an agent."""
+
+
+class Ready(Record, tag="ready"):
+    """Its Python runs and waits for the payload."""
+
+
+class NoPython(Record, tag="no-python"):
+    """There is no Python that could run it."""
+
+    tried: str
+
+
+class Hello(Record, tag="hello"):
+    """Which machine it is on; empty before it said so."""
+
+    host: str = ""
+    machine: str = ""
+    platform: str = ""
+    py_spy: str | None = None
+
+
+class Facts(Record, tag="facts"):
+    """What the command's collect found at first."""
+
+    facts: msgspec.Raw
+
+
+class Alive(Record, tag="alive"):
+    """It is still there."""
+
+
+class More(Record, tag="more"):
+    """A piece of what it was asked for."""
+
+    facts: msgspec.Raw
+
+
+class MoreEnd(Record, tag="more-end"):
+    """That was all of it."""
+
+
+class Logs(Record, tag="logs"):
+    """Where the ranks' output is kept, or why it cannot be."""
+
+    folder: str | None
+    error: str
+
+
+class Listening(Record, tag="listening"):
+    """The rendezvous port is taken, or who has it."""
+
+    port: int
+    taken: Taken | None
+
+
+class RankStarted(Record, tag="started"):
+    """A rank runs."""
+
+    rank: int
+    pid: int
+
+
+class RankEvent(Event, tag="event", tag_field="kind", frozen=True, kw_only=True):
+    """A rank took a step."""
+
+    rank: int
+
+
+class RankEnded(Ending, tag="ended", tag_field="kind", frozen=True, kw_only=True):
+    """A rank ended."""
+
+    rank: int
+
+
+class RankInspected(Inspection, tag="inspected", tag_field="kind", frozen=True, kw_only=True):
+    """A silent rank was looked at."""
+
+    rank: int
+
+
+class InspectionDone(Record, tag="inspection-done"):
+    """All silent ranks were looked at."""
+
+
+class ToolTaken(Record, tag="tool"):
+    """A tool of ours arrived, or why it cannot be used."""
+
+    name: str
+    error: str
+
+
+class ReachListening(Record, tag="reach-listening"):
+    """It listens, for the others to try; `failed`: certain ports that it could not take, and why."""
+
+    port: int
+    samples: Annotated[list[int], msgspec.Meta(min_length=1, max_length=1024)]
+    failed: dict[str, str]
+    network: Network
+
+
+class ReachServing(Record, tag="reach-serving"):
+    """It answers whoever tries."""
+
+
+class ReachProbe(Record, tag="reach-probe"):
+    """One way was tried."""
+
+    probe: Probe
+
+
+class ReachName(Record, tag="reach-name"):
+    """What a name leads to there."""
+
+    name: str
+    addresses: tuple[str, ...]
+    error: str
+
+
+class ReachEnded(Record, tag="reach-ended"):
+    """It does not answer any more."""
+
+
+class Down(msgspec.Struct):
+    """It is gone; its `refusal` says why. Only the fleet says this."""
+
+
+Said = (
+    Ready | NoPython | Hello | Facts | Alive | More | MoreEnd | Logs | Listening | RankStarted | RankEvent | RankEnded
+    | RankInspected | InspectionDone | ToolTaken | ReachListening | ReachServing | ReachProbe | ReachName | ReachEnded
+)  # fmt: skip
+_DECODER: msgspec.json.Decoder[Said] = msgspec.json.Decoder(Said)
+
+
+def read_record(frame: bytes) -> Said:
+    """Read one frame of an agent. Raises Senseless."""
+    with _one_error(frame):
+        record = _DECODER.decode(frame)
+        check(record)
+        return record
+
+
+def read_json(data: bytes | msgspec.Raw, type_: type[T]) -> T:
+    """Read JSON as facts of a type. Raises Senseless."""
+    with _one_error(data):
+        facts = msgspec.json.decode(data, type=type_)
+        check(facts)
+        return facts
+
+
+def check(value: Any, name: str = "") -> None:  # noqa: ANN401 - any facts
+    """Raise ValueError at a number that nothing real has, whose name tells what it counts."""
+    if isinstance(value, str) or value is None or value is True or value is False:
+        return
+    if isinstance(value, (int, float)):
+        low, high = _limits(name, value)
+        if not low <= value <= high:
+            raise ValueError(f"{name or 'a number'} is {str(value)[:30]}")
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            check(item, name)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            check(item, key if isinstance(key, str) else name)
+    else:
+        for key, item in _fields(value):
+            check(item, key)
+
+
+def _limits(name: str, value: float) -> tuple[float, float]:
+    if name in _LIMITS:
+        return _LIMITS[name]
+    unit = "_" + name.rpartition("_")[2]
+    return _BY_UNIT.get(unit) or (_ANY_INT if isinstance(value, int) else _ANY_FLOAT)
+
+
+def _fields(value: object) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, msgspec.Struct):
+        return [(name, getattr(value, name)) for name in value.__struct_fields__]
+    return vars(value).items() if dataclasses.is_dataclass(value) else ()
+
+
+@contextlib.contextmanager
+def _one_error(data: bytes | msgspec.Raw) -> Iterator[None]:
+    try:
+        yield
+    except RecursionError:
+        reason = "it is nested too deep"
+    except (msgspec.DecodeError, ValueError) as error:  # UnicodeDecodeError is a ValueError
+        reason = printable(str(error)[:_REASON_LETTERS])
+    else:
+        return
+    start = printable(bytes(data)[:_QUOTED_BYTES].decode("utf-8", "replace"))
+    raise Senseless(f'{reason}, in "{start}"')

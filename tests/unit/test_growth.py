@@ -1,0 +1,172 @@
+"""Twice the input takes about twice the time, whatever is in it: nobody's log may keep a reader busy for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from distdiag.cluster import hostfile
+from distdiag.cluster.targets import Cluster
+from distdiag.commands.cuda_env import explain
+from distdiag.commands.trace.ranks import Wanted
+from distdiag.commands.trace.sys import saved
+from distdiag.commands.trace.sys.diagnose import judge_logs
+from distdiag.commands.trace.sys.model import Request
+from distdiag.errors import DistdiagError
+from distdiag.knowledge.logs import read_log
+from distdiag.node.strace import lines
+from distdiag.node.strace.log import read_logs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+RECORDED = Path(__file__).parents[1] / "recorded" / "strace"
+AT = "17000000%02d.%06d"
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Processor time, the least of three: what else runs here counts little."""
+    found = []
+    for _ in range(3):
+        began = time.process_time()
+        work()
+        found.append(time.process_time() - began)
+    return min(found)
+
+
+def at(number: int) -> str:
+    return AT % (number // 1_000_000, number % 1_000_000)
+
+
+def net(number: int) -> str:
+    return f"TCP:[10.0.0.1:{number % 60000 + 1}->10.0.0.2:{number % 60000 + 1}]"
+
+
+ONE_FILE = {
+    "a file each": lambda n: f'{at(n)} read(3</data/{n}>, "", 1) = 0 <0.{n:06}>\n',
+    "paths that are not there": lambda n: f'{at(n)} openat(AT_FDCWD, "/d/{n}", 0) = -1 ENOENT (No) <0.{n:06}>\n',
+    "threads": lambda n: f'{n + 1} {at(n)} read(3</data/x>, "", 1) = 0 <0.000010>\n',
+    "threads without -y": lambda n: f'{n + 1} {at(n)} openat(AT_FDCWD, "/f{n}", 0) = 3 <0.000010>\n',
+    "threads that start each other": lambda n: (
+        f"{n + 1} {at(n)} clone(flags=CLONE_FILES|CLONE_THREAD) = {n + 2} <0.1>\nstrace: Process {n + 2} attached\n"
+    ),
+    "processes": lambda n: f'1 {at(n)} openat(AT_FDCWD, "/f{n}", 0) = {n} <0.1>\n1 {at(n)} fork() = {n + 2} <0.1>\n',
+    "blocked": lambda n: f"{n + 1} {at(n)} getpid() = 3 <0.1>\n{n + 1} {at(n)} read(3<{net(n)}>,  <unfinished ...>\n",
+}
+MANY_FILES = {
+    "blocked in a file each": lambda n: f"{at(n)} getpid() = 3 <0.1>\n{at(n)} read(3<{net(n)}>, ",
+    "blocked on the same pipe": lambda n: f"{at(n)} getpid() = 3 <0.1>\n{at(n)} read(3<pipe:[1]>, ",
+}
+
+
+def judge(paths: list[str]) -> None:
+    judge_logs(Request(program="distdiag", cluster=Cluster(), wanted=Wanted()), *saved.read(paths))
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("line", ONE_FILE.values(), ids=ONE_FILE.keys())
+def test_logs_of_many_lines(line: Callable[[int], str], tmp_path: Path) -> None:
+    took = []
+    for count in (2000, 8000):
+        path = tmp_path / str(count)
+        path.write_text("".join(map(line, range(count))))
+        took.append(seconds(lambda path=path: judge([str(path)])))  # type: ignore[misc]
+    assert took[1] < 6 * took[0] + 0.3, took
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("text", MANY_FILES.values(), ids=MANY_FILES.keys())
+def test_many_logs(text: Callable[[int], str], tmp_path: Path) -> None:
+    took = []
+    for count in (500, 2000):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        for number in range(count):
+            (folder / f"r.{number + 1}").write_text(text(number))
+        took.append(seconds(lambda folder=folder: judge([str(folder)])))  # type: ignore[misc]
+    assert took[1] < 6 * took[0] + 0.3, took
+
+
+LINES = (
+    '1700000000.100000 openat(AT_FDCWD, "/data/@", O_RDONLY) = -1 ENOENT (No such file) <0.000010>\n',
+    '1700000000.100000 read(3</data/@>, "@"..., 100) = @\n',
+    "1700000000.100000 connect(3<TCP:[@]>, {sa_family=AF_INET, sin_port=htons(1), @}, 16) = -1 EPIPE (x) <0.1>\n",
+    "12@ 1700000000.100000 poll([{fd=3@\n",
+    "@\n",
+)
+FILLS = (
+    "a",
+    "1",
+    " ",
+    "/",
+    "<",
+    ">",
+    '"',
+    "\\",
+    "(",
+    ")",
+    ") = 0 ",
+    " <1.1>",
+    "../",
+    ".so",
+    "sin_port=htons(1)",
+    "\\1",
+)
+
+
+@pytest.mark.parametrize("seed", ["6.13_files.txt", "6.13_threads.txt", "6.13_threads_stderr.txt"])
+def test_logs_of_strace_with_long_lines(seed: str, tmp_path: Path) -> None:
+    """A quarter of a megabyte in lines just short enough not to be cut; square work would take minutes each."""
+    path, head = tmp_path / "x.log", (RECORDED / seed).read_text(errors="replace")
+    for line in LINES:
+        for fill in FILLS:
+            long = line.replace("@", fill * ((lines.LINE_BYTES // 2 - 500) // len(fill)))
+            path.write_text(head + long * 8)
+            began = time.process_time()
+            read_logs([str(path)], width=1)
+            assert time.process_time() - began < 5, (line, fill)
+
+
+def test_a_line_of_strace_that_is_far_too_long_keeps_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    long = '1700000001.0 write(3</x>, "' + "a" * 9_000_000 + '", 9000000) = 9000000 <0.5>\n'
+    path.write_text("1700000000.0 getpid() = 7 <0.1>\n" + long)
+    (thread,) = read_logs([str(path)]).threads
+    assert [(row.name, row.count, row.time_s) for row in thread.calls] == [("write", 1, 0.5), ("getpid", 1, 0.1)]
+    assert thread.n_unread == 0
+
+
+@pytest.mark.parametrize("fill", ["a", " ", "/", "error ", "supports ", "FlashAttention only supports" + " " * 40000])
+def test_logs_of_builds_with_long_lines(fill: str) -> None:
+    text = (fill * (lines.LINE_BYTES // len(fill) + 1))[: lines.LINE_BYTES] + "\n"
+    began = time.process_time()
+    read_log("FlashAttention only supports " + text * 16)
+    assert time.process_time() - began < 10
+
+
+def test_of_a_log_that_is_too_long_it_is_said_what_was_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "build.log"
+    with open(path, "wb") as file:
+        file.write(b"begin\n")
+        file.truncate(1100 * 2**20)
+    text, unread = explain.read(str(path))
+    assert len(text) < 70 * 2**20
+    assert "first 16 and last 48 MiB were read" in unread
+    path.write_bytes(b"x" * 200_000 + b"\nlast\n")
+    text, unread = explain.read(str(path))
+    assert unread == "lines longer than 64 KiB were read without their middle"
+    assert text.endswith("\nlast\n")
+    path.write_bytes(b"short\n")
+    assert explain.read(str(path)) == ("short\n", "")
+
+
+@pytest.mark.parametrize("text", ["a" + " " * 300_000 + "b", " a" * 150_000, "a=" * 150_000])
+def test_hostfiles_with_long_lines(text: str) -> None:
+    began = time.process_time()
+    with contextlib.suppress(DistdiagError):
+        hostfile.read_hostfile(text, "hosts")
+    assert time.process_time() - began < 10
