@@ -64,7 +64,7 @@ def differs(baseline: Baseline, world_size: int, device: str) -> str:
     return ""
 
 
-def findings_of(
+def comparison_findings(
     request: Request, baseline: Baseline, why: str, compared: Sequence[Compared], no_core: float = 0.0
 ) -> list[Finding]:
     """Say whether this run is slower than the earlier one; `why`: they do not compare; `no_core`: see model.Bench."""

@@ -54,11 +54,11 @@ def diagnose(request: Request, scene: Scene, plan: Plan, course: Course) -> Repo
         *judge.findings_of(request, scene, plan, course),
         *_not_measured(request, results),
         *paused(request, course.traces, _pauses(course)),
-        *symptoms.findings_of(request, results, arrivals, whole=course.outcome is Outcome.FINISHED),
-        *verdict.findings_of(request, expected),
+        *symptoms.shape_findings(request, results, arrivals, whole=course.outcome is Outcome.FINISHED),
+        *verdict.hardware_findings(request, expected),
     ]
     if request.baseline is not None and results:
-        found += compare.findings_of(request, request.baseline, differs, compared, data.no_core_share)
+        found += compare.comparison_findings(request, request.baseline, differs, compared, data.no_core_share)
     interrupted = course.outcome is Outcome.INTERRUPTED
     return Report(
         command=request.command,
@@ -78,7 +78,7 @@ def repeated(request: Request, report: Report[Bench], again: Bench) -> Report[Be
     )
     found = [finding for finding in report.findings if finding.id != f"{request.command}.slower"]
     no_core = max(report.data.no_core_share, again.no_core_share)
-    found += compare.findings_of(request, request.baseline, "", compared, no_core)
+    found += compare.comparison_findings(request, request.baseline, "", compared, no_core)
     still = sum(row.slower for row in compared)
     words = judge.worst_of(found) or (
         f"{report.data.world_size} ranks: "

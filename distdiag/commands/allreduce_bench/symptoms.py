@@ -74,7 +74,7 @@ def _is_of(arrival: Arrival, op: str, size_bytes: int) -> bool:
     return arrival.op == op and arrival.size_bytes == size_bytes
 
 
-def findings_of(
+def shape_findings(
     request: Request, results: Sequence[SizeResult], arrivals: Sequence[Arrival], *, whole: bool = True
 ) -> list[Finding]:
     """Name what the rows show; how they vary only if the run is `whole`, and no rank died."""

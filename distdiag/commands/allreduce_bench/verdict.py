@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from distdiag.commands.allreduce_bench.model import Request, SizeResult
     from distdiag.workload.record import Plan, Scene
 
-_LARGE_BYTES = 128 * 2**20
+_LARGE_IN_A_NODE_BYTES = 128 * 2**20
 _LARGE_BETWEEN_NODES_BYTES = 512 * 2**20
 """Smaller ones say more of latency than of bandwidth; see knowledge.busbw.assess."""
 
@@ -30,7 +30,7 @@ def expectation(plan: Plan, scene: Scene, device_name: str | None, results: Sequ
     if largest is None or largest.busbw_bytes_per_s is None:
         return None
     nodes = len(plan.machines)
-    least = _LARGE_BETWEEN_NODES_BYTES if nodes > 1 else _LARGE_BYTES
+    least = _LARGE_BETWEEN_NODES_BYTES if nodes > 1 else _LARGE_IN_A_NODE_BYTES
     setting = Setting(
         device_name=device_name if plan.device is Device.CUDA else None,
         world_size=plan.nproc,
@@ -63,7 +63,7 @@ def nic_rate(plan: Plan, scene: Scene) -> float | None:
     return min(rates, default=None)
 
 
-def findings_of(request: Request, found: Expectation | None) -> list[Finding]:
+def hardware_findings(request: Request, found: Expectation | None) -> list[Finding]:
     """Say where the bandwidth is less than it should be."""
     if found is None or found.judgement not in (Judgement.LOW, Judgement.BAD):
         return []
