@@ -26,10 +26,10 @@ from distdiag.runner import Subcommand
 from distdiag.workload import findings, join, judge
 from distdiag.workload.blame import position
 from distdiag.workload.collect import find_gpus
-from distdiag.workload.model import Backend, Device, Request
 from distdiag.workload.plan import RANKS_WITHOUT_GPU, check_request, make_plan
 from distdiag.workload.record import Course, NotRun, Place, RunRecord, Scene
 from distdiag.workload.surroundings import hangs
+from distdiag.workload.types import Backend, Device, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from distdiag.cluster.targets import Targets
     from distdiag.deliver import Progress
     from distdiag.report import Report
-    from distdiag.workload.job import Asked, Data, Job
-    from distdiag.workload.record import Plan, Share
+    from distdiag.workload.record import Asked, Data, Job, Plan, Share
 
 _LOOPBACK = "127.0.0.1"
 _WAITING_IS_NEWS_S = 5.0

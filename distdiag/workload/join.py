@@ -25,8 +25,8 @@ from distdiag.node.wire import Writer
 from distdiag.report import Finding, Fix, Level, Where, quoted
 from distdiag.workload import judge
 from distdiag.workload.collect import master_addr_leads_elsewhere
-from distdiag.workload.facts import NodeFacts
 from distdiag.workload.record import NotRun, Place, RunRecord, Scene
+from distdiag.workload.types import NodeFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from distdiag.cluster.hub import Hub
     from distdiag.cluster.node import Node
     from distdiag.deliver import Progress
-    from distdiag.workload.job import Asked, Data, Job
-    from distdiag.workload.model import Request
+    from distdiag.workload.record import Asked, Data, Job
+    from distdiag.workload.types import Request
 
 _LEFT_ALONE = 3
 _FORGET = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"

@@ -13,7 +13,7 @@ from distdiag.deliver import plain_table
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from distdiag.workload.model import RankResult, RunFacts
+    from distdiag.workload.types import RankResult, RunFacts
 
 _COLOURS = {"ok": "green", "failed": "red", "died": "red", "missing": "red", "lost": "red", "waiting": "yellow"}
 

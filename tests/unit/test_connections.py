@@ -16,20 +16,19 @@ from distdiag.cluster.meeting import Meeting, Path
 from distdiag.cluster.records import Ending, Event, Inspection, Payload, StuckSocket
 from distdiag.cluster.ways import way_findings
 from distdiag.commands.gpu_test.diagnose import diagnose
-from distdiag.commands.gpu_test.model import Request
+from distdiag.commands.gpu_test.types import Request
 from distdiag.node import sockets
 from distdiag.node.knock import Probe
 from distdiag.node.network import Interface, Names, Network
-from distdiag.workload.facts import Gpus, NodeFacts
-from distdiag.workload.model import Device
 from distdiag.workload.plan import make_plan
 from distdiag.workload.record import Course, Place, Scene
 from distdiag.workload.surroundings import networks_that_differ
+from distdiag.workload.types import Device, Gpus, NodeFacts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.commands.gpu_test.model import GpuTest
+    from distdiag.commands.gpu_test.types import GpuTest
     from distdiag.report import Finding, Report
 
 HOSTS = ("node1", "node2", "node3")

@@ -1,12 +1,15 @@
-"""What allreduce-bench is asked, and what it measures: seconds, bytes, bytes per second."""
+"""What allreduce-bench is asked, sizes as they are typed, and what it measures: seconds, bytes, bytes per second."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
 from distdiag.commands.allreduce_bench.earlier import Baseline  # noqa: TC001 - msgspec reads the annotations
-from distdiag.workload import model
+from distdiag.errors import UsageError
+from distdiag.options import parse_size
+from distdiag.workload import types
 
 STAGES = ("start", "connect", "init", "agree", "bench", "done")
 GIGA = 1e9
@@ -23,7 +26,7 @@ class FaultKind(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault(model.RankFault):
+class Fault(types.RankFault):
     """A fault to make in one rank; kill and stop happen in the row of this number, from 1."""
 
     row: int = 1
@@ -52,7 +55,7 @@ class Stat(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(model.Request):
+class Request(types.Request):
     """What was typed; `iterations` None: as many as `min_time_s` needs. `in_place` None: torch's usual form."""
 
     command = "allreduce-bench"
@@ -175,7 +178,7 @@ class Compared:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench(model.RunFacts):
+class Bench(types.RunFacts):
     """The facts of one run."""
 
     device_name: str | None
@@ -189,3 +192,43 @@ class Bench(model.RunFacts):
     """Part of the time that the median rank waited for a core: other programs have them, and times say little."""
     training: tuple[str, ...]
     """What it means for a model of --params, in lines."""
+
+
+USUAL = {"cpu": "1KiB:64MiB:x4", "cuda": "1KiB:4GiB:x4"}
+_MOST = 200
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Read sizes in bytes, ascending in each range, each once. Raises UsageError."""
+    found: list[int] = []
+    for part in text.split(","):
+        found += _range(part.strip())
+        if len(found) > _MOST:
+            raise UsageError(f"--sizes {text}: more than {_MOST} sizes", hint="give a larger step: 1KiB:1GiB:x4")
+    return tuple(dict.fromkeys(found))
+
+
+def _range(text: str) -> list[int]:
+    words = text.split(":")
+    factor = _factor(words.pop()) if len(words) == 3 else 2.0
+    if len(words) > 2:
+        raise UsageError(f"--sizes {text}: too many colons", hint="write FIRST:LAST:xFACTOR, such as 1KiB:1GiB:x4")
+    # As nccl-tests reads them: 1K is 1024 bytes, while 1KB is 1000.
+    ends = [parse_size(re.sub(r"(?i)(?<=\d)([kmgt])$", r"\1i", word.strip())) for word in words]
+    if ends[0] < 1:
+        raise UsageError(f"--sizes {text}: a size of nothing", hint="start at 4 bytes or more")
+    if ends[-1] < ends[0]:
+        raise UsageError(f"--sizes {text}: the last is smaller than the first", hint=f"{words[-1]}:{words[0]}")
+    found: list[int] = []
+    size = float(ends[0])
+    while size <= ends[-1] and len(found) <= _MOST:
+        found.append(int(size))
+        size *= factor
+    return found
+
+
+def _factor(text: str) -> float:
+    match = re.fullmatch(r"[x*]?(\d+(?:\.\d+)?)", text.strip())
+    if match is None or float(match[1]) < 1.1:
+        raise UsageError(f"--sizes: {text!r} is no step", hint="write a factor above 1: x2 or x4")
+    return float(match[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from distdiag.workload import model
+from distdiag.workload import types
 
 STAGES = ("start", "connect", "init", "agree", "reduce", "memory", "done")
 STAGELESS = ("corrupt", "dtype", "no-import")
@@ -25,7 +25,7 @@ class FaultKind(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault(model.RankFault):
+class Fault(types.RankFault):
     """A fault to make in one rank; at `stage` where the kind allows any."""
 
     stage: str
@@ -37,7 +37,7 @@ class Fault(model.RankFault):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(model.Request):
+class Request(types.Request):
     """What was typed."""
 
     command = "gpu-test"
@@ -61,7 +61,7 @@ class Request(model.Request):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuTest(model.RunFacts):
+class GpuTest(types.RunFacts):
     """The facts of one run; `arch_list` is what torch was compiled for, empty on the CPU."""
 
     size_bytes: int

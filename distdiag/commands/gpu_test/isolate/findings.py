@@ -5,25 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold, fold_ranks, name_ranks
-from distdiag.commands.gpu_test.isolate import graph, sentences
-from distdiag.commands.gpu_test.isolate.pairs import LEVELS, NODE, Classification, Kind, PairStatus
+from distdiag.commands.gpu_test.isolate import pair_graph, wording
 from distdiag.commands.gpu_test.isolate.slowness import SLOW
+from distdiag.commands.gpu_test.isolate.types import LEVELS, NODE, Classification, Kind, PairStatus
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from distdiag.commands.gpu_test.isolate.case import Case
-    from distdiag.commands.gpu_test.isolate.pairs import Edge
+    from distdiag.commands.gpu_test.isolate.pair_graph import Case
+    from distdiag.commands.gpu_test.isolate.types import Edge
 
 
 def say_blamed(case: Case) -> None:
     """Name culprits, those with the same trouble together."""
     alike: dict[tuple[bool, str, str, frozenset[PairStatus]], list[int]] = {}
     for unit in case.blamed:
-        states = frozenset(case.status[edge] for edge in graph.touching(unit, case.bad))
-        alike.setdefault((case.is_node(unit), *sentences.with_whom(case, unit), states), []).extend(unit)
+        states = frozenset(case.status[edge] for edge in pair_graph.touching(unit, case.bad))
+        alike.setdefault((case.is_node(unit), *wording.with_whom(case, unit), states), []).extend(unit)
     for (is_node, whom, cause, _), ranks in alike.items():
-        edges, hosts = graph.touching(ranks, case.bad), case.hosts(ranks)
+        edges, hosts = pair_graph.touching(ranks, case.bad), case.hosts(ranks)
         are_several = len(hosts if is_node else ranks) > 1
         only = f" ({name_ranks(ranks)})" if len(ranks) == 1 else ""
         name = f"{fold(hosts)}{only}" if is_node else case.who(ranks)
@@ -32,10 +32,10 @@ def say_blamed(case: Case) -> None:
                 kind=Kind.SEVERAL if are_several else Kind.BAD_NODE if is_node else Kind.BAD_RANK,
                 ranks=() if is_node else tuple(sorted(ranks)),
                 hosts=tuple(hosts) if is_node else (),
-                sentence=f"{name} {sentences.fare(case, edges, whom, are_several=are_several)}"
+                sentence=f"{name} {wording.fare(case, edges, whom, are_several=are_several)}"
                 + (cause and f"; {cause}"),
-                reason=sentences.evidence(case, edges),
-                next=sentences.NEXT_NODE if is_node else sentences.NEXT_RANK,
+                reason=wording.evidence(case, edges),
+                next=wording.NEXT_NODE if is_node else wording.NEXT_RANK,
             )
         )
 
@@ -43,15 +43,15 @@ def say_blamed(case: Case) -> None:
 def say_splits(case: Case) -> None:
     """Name groups of ranks in nodes or rails; all nodes together, as what splits several of them is one cause."""
     for level, cells in case.splits.items():
-        across = {edge for cell in cells for edge in graph.across(cell, case.at(level, case.bad))}
+        across = {edge for cell in cells for edge in pair_graph.across(cell, case.at(level, case.bad))}
         if level == NODE:
             names = ["ranks " + " and ".join(map(fold_ranks, cell)) for cell in cells]
         else:
             names = [
-                f"{' and '.join(fold(case.hosts(group)) for group in cell)} {sentences.rail(cell)}" for cell in cells
+                f"{' and '.join(fold(case.hosts(group)) for group in cell)} {wording.rail(cell)}" for cell in cells
             ]
         sides = [group for cell in cells for group in cell]
-        sentence = f"{sentences.some(names)} {sentences.asunder(case, across)}, not a bad rank"
+        sentence = f"{wording.some(names)} {wording.asunder(case, across)}, not a bad rank"
         case.troubles.append(split(case, sentence, sides, across))
 
 
@@ -62,14 +62,14 @@ def say_doubtful(case: Case) -> None:
     if not edges:
         return
     ranks = sorted({end for edge in edges for end in edge} - working)
-    fare = sentences.fare(case, edges, are_several=len(edges) > 1)
+    fare = wording.fare(case, edges, are_several=len(edges) > 1)
     case.troubles.append(
         Classification(
             kind=Kind.UNDECIDABLE,
             ranks=tuple(ranks),
             links=tuple(sorted(edges)),
-            sentence=f"{sentences.links(case, edges)} {fare}, and nothing else is known of {case.who(ranks)}",
-            reason=sentences.evidence(case, edges),
+            sentence=f"{wording.links(case, edges)} {fare}, and nothing else is known of {case.who(ranks)}",
+            reason=wording.evidence(case, edges),
             next=f"run again, so that {name_ranks(ranks)} can meet others as well",
         )
     )
@@ -85,8 +85,8 @@ def say_links(case: Case) -> None:
         working = {end for edge in case.at(level, case.good) for end in edge}
         unsure |= {end for edge in case.at(level, case.left) for end in edge} - working
     doubt = f"{name_ranks(unsure)}: no other pair of that level works, so an end (a NIC) may be bad as well as the link"
-    links = ("" if case.troubles else "only ") + sentences.links(case, case.left)
-    fare = sentences.fare(case, case.left, are_several=len(case.left) > 1)
+    links = ("" if case.troubles else "only ") + wording.links(case, case.left)
+    fare = wording.fare(case, case.left, are_several=len(case.left) > 1)
     ends = "both are" if len(case.left) == 1 else "their ends are"
     well = "otherwise: the link, or one end of it" if unsure else "with all others"
     case.troubles.append(
@@ -94,8 +94,8 @@ def say_links(case: Case) -> None:
             kind=Kind.BAD_LINK,
             links=tuple(sorted(case.left)),
             sentence=f"{links} {fare}; {ends} fine {well}",
-            reason=sentences.evidence(case, case.left) + ((doubt,) if unsure else ()),
-            next=f"add a third node or rank: {sentences.NEXT_THIRD}" if unsure else sentences.NEXT_LINK,
+            reason=wording.evidence(case, case.left) + ((doubt,) if unsure else ()),
+            next=f"add a third node or rank: {wording.NEXT_THIRD}" if unsure else wording.NEXT_LINK,
         )
     )
 
@@ -105,23 +105,23 @@ def say_unsure(case: Case) -> None:
     if not case.unsure or case.troubles:
         return
     most = max(len(case.pairs[edge].looks) for edge in case.unsure)
-    fare = sentences.fare(case, case.unsure, are_several=len(case.unsure) > 1)
+    fare = wording.fare(case, case.unsure, are_several=len(case.unsure) > 1)
     case.troubles.append(
         Classification(
             kind=Kind.UNDECIDABLE,
             links=tuple(sorted(case.unsure)),
-            sentence=f"{sentences.links(case, case.unsure)} {fare}; that may be noise, so nobody is blamed",
+            sentence=f"{wording.links(case, case.unsure)} {fare}; that may be noise, so nobody is blamed",
             reason=(
-                *sentences.evidence(case, case.unsure),
+                *wording.evidence(case, case.unsure),
                 f"looked at up to {most} times: too seldom, given how often good pairs look slow for a while",
             ),
-            next=sentences.NEXT_NOISE,
+            next=wording.NEXT_NOISE,
         )
     )
 
 
 def split(
-    case: Case, sentence: str, sides: Sequence[set[int]], across: Collection[Edge], why: str = sentences.WHY_SPLIT
+    case: Case, sentence: str, sides: Sequence[set[int]], across: Collection[Edge], why: str = wording.WHY_SPLIT
 ) -> Classification:
     """Say that sides do not work across, and why that may be."""
     may_be_layout = any(case.status[edge] is PairStatus.SLOW for edge in case.at(NODE, across))
@@ -129,23 +129,23 @@ def split(
         kind=Kind.SPLIT,
         groups=tuple(tuple(sorted(side)) for side in sides),
         sentence=sentence,
-        reason=(*sentences.evidence(case, across), sentences.WHY_LAYOUT if may_be_layout else why),
-        next=sentences.NEXT_SPLIT,
+        reason=(*wording.evidence(case, across), wording.WHY_LAYOUT if may_be_layout else why),
+        next=wording.NEXT_SPLIT,
     )
 
 
 def perhaps_a_group(case: Case, ranks: Sequence[int], unmet: set[int]) -> Classification:
     """Say that ranks are bad, or of a group with those that they did not meet."""
-    edges = graph.touching(ranks, case.left)
+    edges = pair_graph.touching(ranks, case.left)
     them = "each other" if unmet.issubset(ranks) else name_ranks(unmet)
-    fare = sentences.fare(case, edges, "with every other rank tried", are_several=len(ranks) > 1)
+    fare = wording.fare(case, edges, "with every other rank tried", are_several=len(ranks) > 1)
     return Classification(
         kind=Kind.UNDECIDABLE,
         ranks=tuple(ranks),
         sentence=f"{case.who(ranks)} {fare}, but never met {them}: bad, or of a group that works inside",
         reason=(
-            *sentences.evidence(case, edges),
-            f"a group would be a configuration that differs, {sentences.WHY_SPLIT}",
+            *wording.evidence(case, edges),
+            f"a group would be a configuration that differs, {wording.WHY_SPLIT}",
         ),
         next=f"run again with {fold(case.hosts(ranks))} alone: if that works, it is a group",
     )
@@ -153,26 +153,26 @@ def perhaps_a_group(case: Case, ranks: Sequence[int], unmet: set[int]) -> Classi
 
 def dead_rail(case: Case, bad: set[Edge]) -> Classification:
     """Say that no pair of a rail works."""
-    fare = sentences.fare(case, bad, "with each other", are_several=True)
+    fare = wording.fare(case, bad, "with each other", are_several=True)
     hosts = fold(case.hosts({end for edge in bad for end in edge}))
     return Classification(
         kind=Kind.BAD_LINK,
         links=tuple(sorted(bad)),
-        sentence=f"{hosts} {sentences.rail(bad)} {fare}; "
+        sentence=f"{hosts} {wording.rail(bad)} {fare}; "
         "other ranks there do not: what the rail shares, such as a switch",
-        reason=sentences.evidence(case, bad),
-        next=sentences.NEXT_LINK,
+        reason=wording.evidence(case, bad),
+        next=wording.NEXT_LINK,
     )
 
 
 def scattered(case: Case, slow: set[Edge], measured: int) -> Classification:
     """Say that many of the `measured` pairs are slow without a pattern."""
     hosts = fold(case.hosts({end for edge in slow for end in edge}))
-    fare = sentences.fare(case, slow, are_several=True)
+    fare = wording.fare(case, slow, are_several=True)
     return Classification(
         kind=Kind.UNDECIDABLE,
         sentence=f"{len(slow)} of {measured} pairs of {hosts} {fare}; no rank, group or link explains them",
-        reason=(*sentences.evidence(case, slow), "without a pattern, it is noise, or the layout"),
+        reason=(*wording.evidence(case, slow), "without a pattern, it is noise, or the layout"),
         next="run again with nothing else running; compare with nvidia-smi topo -m",
     )
 
@@ -184,10 +184,10 @@ def two_nodes(case: Case, hosts: Sequence[str], bad: set[Edge]) -> Classificatio
         kind=Kind.UNDECIDABLE,
         hosts=tuple(hosts),
         links=tuple(sorted(bad)),
-        sentence=f"{' and '.join(hosts)} {sentences.fare(case, bad, 'with each other', are_several=True)}; "
+        sentence=f"{' and '.join(hosts)} {wording.fare(case, bad, 'with each other', are_several=True)}; "
         f"{'inside all is well: ' * bool(is_well)}the network between, or that of one node, which two cannot tell",
-        reason=sentences.evidence(case, bad),
-        next=f"add a third node to --hosts: {sentences.NEXT_THIRD}",
+        reason=wording.evidence(case, bad),
+        next=f"add a third node to --hosts: {wording.NEXT_THIRD}",
     )
 
 
@@ -196,8 +196,8 @@ def nothing_works(case: Case) -> Classification:
     if len(case.bad) > 1:
         return Classification(
             kind=Kind.UNDECIDABLE,
-            sentence=f"no pair works: {sentences.counts(case, case.bad)}, so nothing tells one rank from another",
-            reason=sentences.evidence(case, case.bad),
+            sentence=f"no pair works: {wording.counts(case, case.bad)}, so nothing tells one rank from another",
+            reason=wording.evidence(case, case.bad),
             next="look at what all have in common: driver, interface, firewall (distdiag ports), shared memory",
         )
     (edge,) = case.bad
@@ -208,10 +208,10 @@ def nothing_works(case: Case) -> Classification:
         ranks=edge,
         hosts=tuple(hosts) if len(hosts) > 1 else (),
         links=(edge,),
-        sentence=f"{case.who(edge)} {sentences.fare(case, [edge], 'with each other', are_several=True)}; "
+        sentence=f"{case.who(edge)} {wording.fare(case, [edge], 'with each other', are_several=True)}; "
         "one of the two or the link between them, which one pair cannot tell",
-        reason=sentences.evidence(case, [edge]),
-        next=f"add a third {third}: {sentences.NEXT_THIRD}",
+        reason=wording.evidence(case, [edge]),
+        next=f"add a third {third}: {wording.NEXT_THIRD}",
     )
 
 
@@ -235,7 +235,7 @@ def healthy(case: Case) -> Classification:
     return Classification(
         kind=Kind.UNDECIDABLE if unmet else Kind.HEALTHY,
         ranks=tuple(sorted(unmet)),
-        sentence=f"{alike}: {sentences.typical(case, case.typical)}{doubt}",
-        reason=sentences.evidence(case, fast),
+        sentence=f"{alike}: {wording.typical(case, case.typical)}{doubt}",
+        reason=wording.evidence(case, fast),
         next=f"run again, so that {name_ranks(unmet)} can meet others" if unmet else "",
     )

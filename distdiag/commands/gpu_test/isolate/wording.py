@@ -8,14 +8,14 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import name_ranks
-from distdiag.commands.gpu_test.isolate import graph
-from distdiag.commands.gpu_test.isolate.pairs import LEVELS, NET, NODE, PairStatus
+from distdiag.commands.gpu_test.isolate import pair_graph
+from distdiag.commands.gpu_test.isolate.types import LEVELS, NET, NODE, PairStatus
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from distdiag.commands.gpu_test.isolate.case import Case
-    from distdiag.commands.gpu_test.isolate.pairs import Edge
+    from distdiag.commands.gpu_test.isolate.pair_graph import Case
+    from distdiag.commands.gpu_test.isolate.types import Edge
 
 _LINES = 8
 """Of evidence for each trouble."""
@@ -55,8 +55,8 @@ NEXT_THIRD = "whichever is bad with that one too is at fault; if neither is, it 
 
 def with_whom(case: Case, ranks: Collection[int]) -> tuple[str, str]:
     """Say with whom a culprit has trouble, and what it means if it has none at the other level."""
-    good = Counter(case.pairs[edge].level for edge in graph.touching(ranks, case.good))
-    bad = Counter(case.pairs[edge].level for edge in graph.touching(ranks, case.bad))
+    good = Counter(case.pairs[edge].level for edge in pair_graph.touching(ranks, case.good))
+    bad = Counter(case.pairs[edge].level for edge in pair_graph.touching(ranks, case.bad))
     levels = frozenset(level for level in bad if bad[level] > good[level])
     elsewhere = [level for level in LEVELS if level not in levels and good[level]]
     whom, cause = _WHOM.get((case.is_node(ranks), levels), ("", ""))
@@ -64,7 +64,7 @@ def with_whom(case: Case, ranks: Collection[int]) -> tuple[str, str]:
         whom = "with every other rank"
     if any(good[level] for level in levels):
         whom = whom.replace("every", "nearly every")
-    if graph.touching(ranks, case.skipped):
+    if pair_graph.touching(ranks, case.skipped):
         whom += " tried"
     return whom, cause if elsewhere and not any(bad[level] for level in elsewhere) else ""
 
@@ -109,7 +109,7 @@ def links(case: Case, edges: Collection[Edge]) -> str:
     whole = {hosts: way for hosts, way in ways.items() if len(way) > 1 and way.issubset(edges)}
     names = [f"{' and '.join(hosts)} ({len(way)} pairs)" for hosts, way in sorted(whole.items())]
     single = set(edges).difference(*whole.values())
-    names += [f"{case.who([rank])} and {case.who(others)}" for rank, others in graph.stars(single)]
+    names += [f"{case.who([rank])} and {case.who(others)}" for rank, others in pair_graph.stars(single)]
     return f"the link{'s' if len(edges) > 1 else ''} between {some(names)}"
 
 
@@ -126,7 +126,7 @@ def some(names: Sequence[str]) -> str:
 def evidence(case: Case, edges: Collection[Edge]) -> tuple[str, ...]:
     """Give a line for each rank and way in which its pairs fared."""
     lines, left = [], len(edges)
-    for rank, others in islice(graph.stars(edges), _LINES):
+    for rank, others in islice(pair_graph.stars(edges), _LINES):
         ways: dict[PairStatus, list[Edge]] = {}
         for edge in ((min(rank, other), max(rank, other)) for other in others):
             ways.setdefault(case.status[edge], []).append(edge)
