@@ -21,7 +21,7 @@ from fuzz import MEMORY_BYTES, PER_READER, SECONDS, assert_survived, damaged, ru
 from support import need
 
 from distdiag.cluster import hostfile, hostlist, hosts
-from distdiag.cluster.transports import known_hosts_line, ssh_said
+from distdiag.cluster.transports import known_hosts, ssh_config
 from distdiag.errors import DistdiagError
 from distdiag.node import elf, rings, sockets
 from distdiag.node.core import notes, packed
@@ -254,7 +254,7 @@ def test_known_hosts() -> None:
     def read(data: bytes) -> None:
         for number, line in enumerate(data.split(b"\n"), 1):
             try:
-                found = known_hosts_line.parse("known_hosts", number, line)
+                found = known_hosts.parse("known_hosts", number, line)
             except ValueError:
                 continue
             if found is not None:
@@ -269,7 +269,7 @@ def test_configurations_of_ssh(tmp_path: Path) -> None:
     original = (
         b"Include more\nHost a b*\n  HostName 10.0.0.%h\n  Port 2222\n  ProxyJump bastion\nMatch all\n User root\n"
     )
-    each([original], as_file(path, ssh_said.depends_on_host), DistdiagError)
+    each([original], as_file(path, ssh_config.depends_on_host), DistdiagError)
 
 
 def test_names_of_sockets(tmp_path: Path) -> None:
