@@ -32,6 +32,11 @@ class Member:
     helpers: tuple[Helper, ...] = ()
     deduced: bool = False
 
+    @property
+    def pid(self) -> int | None:
+        """The id of its process, if there is one."""
+        return self.process.pid if self.process is not None else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:

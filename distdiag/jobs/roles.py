@@ -336,9 +336,9 @@ def _is_worker(one: Process, watched: Mapping[int, Watched]) -> bool:
 
 def _frame_in(watched: Watched | None, file: str, function: str) -> bool:
     """Tell whether a process began in that function: it is one of the outermost frames of its main thread."""
-    if watched is None or not watched.looks or not watched.looks[-1].threads:
+    if watched is None or not watched.samples or not watched.samples[-1].threads:
         return False
-    for frame in watched.looks[-1].threads[0].frames[-_OUTERMOST:]:
+    for frame in watched.samples[-1].threads[0].frames[-_OUTERMOST:]:
         if frame.function == function and frame.file.endswith(file):
             return True
     return False

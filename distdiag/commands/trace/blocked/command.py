@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
-from distdiag.commands.trace.blocked.model import Request, Threads
+from distdiag.commands.trace.blocked.types import Request, Threads
 from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
 
 
@@ -45,10 +45,10 @@ def blocked(
     found, 130 interrupted.
     """
     from distdiag import runner
-    from distdiag.commands.trace.blocked.check import SUBCOMMAND
+    from distdiag.commands.trace.blocked.diagnose import SUBCOMMAND
     from distdiag.commands.trace.ranks import wanted
 
-    def asked() -> Request:
+    def request() -> Request:
         return Request(program=called_as(), cluster=cluster, wanted=wanted(pid, rank, job, user), threads=threads)
 
-    runner.run(SUBCOMMAND, asked, runner.Options(as_json, strict, save, from_, cluster.explain))
+    runner.run(SUBCOMMAND, request, runner.Options(as_json, strict, save, from_, cluster.explain))
