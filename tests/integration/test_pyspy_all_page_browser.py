@@ -198,7 +198,7 @@ def test_the_filter_shows_only_branches_that_match(page: Page) -> None:
     page.filter("3-4")
     whole, branch = page.texts("summary")
     assert "ranks 3-4 (2 of 8)" in whole
-    assert "ODD" not in whole
+    assert "STUCK" not in whole
     assert branch.startswith("train_step (/home/me/train.py:44) ranks 3-4 (2 of 7)")
     page.filter("77")
     assert page.text("#tree") == "No branch matches the filter."

@@ -13,7 +13,6 @@ from distdiag.commands.pyspy_all.types import (
     COMMAND,
     FrameRow,
     Group,
-    JobRow,
     Outlier,
     OutlierFrame,
     ProcessRow,
@@ -22,7 +21,8 @@ from distdiag.commands.pyspy_all.types import (
 )
 from distdiag.diagnosis.outliers import Outcome, judge_job, mark, split
 from distdiag.diagnosis.stack_classes import classify_stack, helper_frames
-from distdiag.jobs.roles import answers_to, find_jobs, launcher_name, without_ranks
+from distdiag.jobs.model import summarize
+from distdiag.jobs.roles import find_jobs, is_called, launcher_name, of_interest, without_ranks
 from distdiag.knowledge.frames import library_path
 from distdiag.report import Finding, Fix, Level, Report, Where
 
@@ -75,7 +75,7 @@ def diagnose(
     data = PySpyAll(
         samples=request.samples,
         interval_s=request.interval_s,
-        jobs=tuple(_job_row(job) for job in jobs),
+        jobs=tuple(summarize(job) for job in jobs),
         processes=tuple(row for verdict in verdicts for row in _process_rows(verdict)),
         groups=tuple(group for verdict in verdicts for group in _groups(verdict)),
         outliers=tuple(outlier for verdict in verdicts for outlier in _outliers(verdict)),
@@ -85,18 +85,8 @@ def diagnose(
 
 def _wanted(request: Request, jobs: list[Job]) -> list[Job]:
     if request.job:
-        jobs = [
-            job for job in jobs if any(_is_of(member, request.job) for member in job.members) or job.name == request.job
-        ]
-    # A lone process with torch, such as a notebook, is of interest where there is nothing else.
-    real = [job for job in jobs if len(job.members) > 1 or (job.members[0].rank is not None)]
-    # A program that outlived its job still has the rank in its environment.
-    alive = [job for job in real if any(member.process is not None and member.process.python for member in job.members)]
-    return jobs if request.pids else alive or real or jobs
-
-
-def _is_of(member: Member, wanted: str) -> bool:
-    return member.process is not None and answers_to(member.process.job, wanted)
+        jobs = [job for job in jobs if is_called(job, request.job)]
+    return jobs if request.pids else of_interest(jobs)
 
 
 def _of_job(verdict: JobVerdict, request: Request, nodes: Sequence[NodeStacks], *, several: bool) -> Iterator[Finding]:
@@ -200,12 +190,6 @@ def _left_stopped(nodes: Sequence[NodeStacks]) -> list[Finding]:
         )
         for host, pid in hit
     ]
-
-
-def _job_row(job: Job) -> JobRow:
-    seen = [member for member in job.members if member.process is not None]
-    hosts = tuple(dict.fromkeys(member.host for member in seen))
-    return JobRow(job.name, job.launcher, job.world_size, len(seen), hosts)
 
 
 def _groups(verdict: JobVerdict) -> Iterator[Group]:

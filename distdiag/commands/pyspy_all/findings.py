@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.hosts import fold, fold_ranks, name_ranks
+from distdiag.cluster.hosts import fold_ranks
 from distdiag.commands.pyspy_all.types import COMMAND
 from distdiag.commands.pyspy_all.wording import (
     briefly,
@@ -16,6 +16,7 @@ from distdiag.commands.pyspy_all.wording import (
     who,
     worker_does,
 )
+from distdiag.diagnosis import remedies
 from distdiag.diagnosis.outliers import ALIVE, Outcome, split
 from distdiag.diagnosis.stack_classes import StackClass, helper_frames
 from distdiag.knowledge.frames import library_path
@@ -58,7 +59,8 @@ def job_findings(verdict: JobVerdict, request: Request, nodes: Sequence[NodeStac
     }
     maker = makers.get(verdict.outcome)
     found = maker(verdict, request) if maker is not None else []
-    return [*found, *_helpers(verdict), *_unreadable(verdict, request, nodes), *_unseen(verdict), *_deduced(verdict)]
+    unseen = remedies.unseen_ranks(verdict.job, f"{COMMAND}.exited")
+    return [*found, *_helpers(verdict), *_unreadable(verdict, request, nodes), *unseen, *_deduced(verdict)]
 
 
 def waiting_in_words(members: Sequence[RankState]) -> str:
@@ -319,22 +321,13 @@ def _worker_stack(frames: Sequence[Frame]) -> tuple[str, ...]:
 
 def _fix(members: Sequence[RankState]) -> Fix | None:
     first = members[0]
-    if first.thread.kind is StackClass.STOPPED and first.thread.status == "stopped":
-        pids = " ".join(str(state.member.pid) for state in members if state.thread.kind is StackClass.STOPPED)
-        return Fix(
-            text=f"on {first.member.host}, let it go on, and find who stopped it", commands=(f"kill -CONT {pids}",)
-        )
-    if first.thread.status == "frozen":
-        return Fix(
-            text=f"on {first.member.host}, thaw its cgroup: docker unpause CONTAINER, or as root",
-            commands=(first.thread.reason.partition(": ")[2],),
-        )
-    if first.thread.kind is StackClass.EXITED:
-        return Fix(
-            text=f"read the end of that rank's log, and whether the kernel ended it on {first.member.host}",
-            commands=("dmesg -T | grep -iE 'out of memory|killed process|segfault'",),
-        )
-    return None
+    host, thread = first.member.host, first.thread
+    if thread.kind is StackClass.STOPPED and thread.status == "stopped":
+        stopped = [state.member for state in members if state.thread.kind is StackClass.STOPPED]
+        return remedies.resume(host, [member.pid for member in stopped if member.host == host])
+    if thread.status == "frozen":
+        return remedies.thaw(host, thread.reason.partition(": ")[2])
+    return remedies.find_cause_of_death(host) if thread.kind is StackClass.EXITED else None
 
 
 def _counters(state: RankState) -> str:
@@ -370,53 +363,32 @@ def _node_of(state: RankState, nodes: Sequence[NodeStacks]) -> NodeStacks | None
 
 def _cannot_read(members: list[RankState], request: Request, node: NodeStacks | None) -> Finding:
     status, reason = members[0].thread.status, members[0].thread.reason
-    text, commands = _rights(members[0], request, node) if status == "denied" else (_REMEDIES.get(status, ""), ())
+    remedy = Fix(text=_REMEDIES[status]) if status in _REMEDIES else None
     return Finding(
         id=f"{COMMAND}.unreadable",
         level=Level.UNKNOWN,
         title=f"{who(members)} could not be read: {reason}",
         where=where(members),
         evidence=kernel_words(members),
-        fix=Fix(text=text, commands=commands) if text else None,
+        fix=_rights(members[0], request, node) if status == "denied" else remedy,
     )
 
 
-def _rights(state: RankState, request: Request, node: NodeStacks | None) -> tuple[str, tuple[str, ...]]:
+def _rights(state: RankState, request: Request, node: NodeStacks | None) -> Fix:
     """Return how to get the right to read a process; in order of effort, and only what helps there."""
     scope = node.processes.ptrace_scope if node is not None else None
     as_root = node is not None and node.processes.user == 0
     theirs = state.member.process.user if state.member.process is not None else -1
-    sudo = f'sudo env "PATH=$PATH" {request.program} pyspy-all'
+    as_other_user = remedies.as_other_user(f"{request.program} pyspy-all")
     if node is not None and not as_root and theirs != node.processes.user:
-        return "run it as that user, or as root", (sudo,)
+        return as_other_user
     if scope in (1, 2) and not as_root:
         text = "run it as root; or let users read their own processes until the next boot"
-        return text, (sudo, "echo 0 | sudo tee /proc/sys/kernel/yama/ptrace_scope")
+        commands = (*as_other_user.commands, "echo 0 | sudo tee /proc/sys/kernel/yama/ptrace_scope")
+        return Fix(text=text, commands=commands)
     if scope == 3:
-        return "this kernel lets nobody read another process until it is booted again (ptrace_scope 3)", ()
-    text = (
-        "give the container the right to read its processes: docker run --cap-add SYS_PTRACE; in Kubernetes "
-        "securityContext.capabilities.add: [SYS_PTRACE]; or run distdiag on the host"
-    )
-    return text, ()
-
-
-def _unseen(verdict: JobVerdict) -> list[Finding]:
-    """Name the ranks that were on none of the hosts looked at."""
-    job = verdict.job
-    if not job.unseen:
-        return []
-    hosts = fold(dict.fromkeys(member.host for member in job.members))
-    return [
-        Finding(
-            id=f"{COMMAND}.exited",
-            level=Level.UNKNOWN,
-            title=f"{name_ranks(job.unseen)} of {job.world_size} {'was' if len(job.unseen) == 1 else 'were'} not seen "
-            f"on {hosts}: gone, or on other hosts",
-            where=Where(ranks=job.unseen),
-            fix=Fix(text="look at all hosts of the job: --hosts LIST, or --slurm-job ID"),
-        )
-    ]
+        return Fix(text="this kernel lets nobody read another process until it is booted again (ptrace_scope 3)")
+    return remedies.ptrace_in_container()
 
 
 def _deduced(verdict: JobVerdict) -> list[Finding]:

@@ -11,6 +11,7 @@ from enum import StrEnum
 import msgspec  # noqa: TID253 - imported with the subcommand
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - msgspec reads the annotations
+from distdiag.jobs.model import JobSummary  # noqa: TC001
 
 COMMAND = "pyspy-all"
 _RENAMED = {"class_": "class"}
@@ -120,22 +121,12 @@ class Outlier(msgspec.Struct, frozen=True, rename=_RENAMED):
     reason: str
 
 
-class JobRow(msgspec.Struct, frozen=True):
-    """One job; `ranks` is the number of those seen."""
-
-    job: str
-    launcher: str
-    world_size: int | None
-    ranks: int
-    hosts: tuple[str, ...]
-
-
 class PySpyAll(msgspec.Struct, frozen=True):
     """The facts of the answer."""
 
     samples: int
     interval_s: float
-    jobs: tuple[JobRow, ...]
+    jobs: tuple[JobSummary, ...]
     processes: tuple[ProcessRow, ...]
     groups: tuple[Group, ...]
     outliers: tuple[Outlier, ...]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.table import Column
 from rich.text import Text
 
-from distdiag.cluster.hosts import fold, fold_ranks
+from distdiag.cluster.hosts import fold_ranks
 from distdiag.commands.pyspy_all.wording import named, samples_in_words
 from distdiag.deliver import Whole, plain_table
 from distdiag.knowledge.frames import is_native, library_path
@@ -39,11 +39,7 @@ def pyspy_all_view(report: Report[PySpyAll], request: Request) -> Iterator[Rende
     """Draw the jobs, then for each its groups or its call tree, then the processes that are special."""
     data = report.data
     for job in data.jobs:
-        of = f" of {job.world_size}" if job.world_size is not None else ""
-        what = "rank" if (job.world_size or job.ranks) == 1 else "ranks"
-        name = f"job {job.job} ({job.launcher})" if job.job else job.launcher
-        hosts = f" on {fold(job.hosts)}" if any(job.hosts) else ""
-        yield _line(f"{name}: {job.ranks}{of} {what}{hosts}; {samples_in_words(data.samples, data.interval_s)}")
+        yield _line(f"{job.title()}; {samples_in_words(data.samples, data.interval_s)}")
         groups = [group for group in data.groups if group.job == job.job]
         if request.tree:
             yield from (_frame(line) for line in call_tree(groups, verbose=request.verbose))

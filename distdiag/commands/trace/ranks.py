@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import fold, fold_ranks, name_ranks
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.jobs.collect import Process
-from distdiag.jobs.roles import answers_to, find_jobs, launcher_name, without_ranks
+from distdiag.jobs.roles import find_jobs, is_called, launcher_name, of_interest, without_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -88,12 +88,8 @@ def jobs_on(nodes: Sequence[NodeStacks], wanted: Wanted) -> list[Job]:
     """Find the jobs that are meant: of --job that one, else those that live."""
     found = find_jobs(nodes, whole=not wanted.user)
     if wanted.job:
-        return [job for job in found if _answers(job, wanted.job)]
-    # A lone process with torch, such as a notebook, is of interest where there is nothing else.
-    real = [job for job in found if len(job.members) > 1 or job.members[0].rank is not None]
-    # A program that outlived its job still has the rank in its environment.
-    alive = [job for job in real if any(member.process is not None and member.process.python for member in job.members)]
-    return alive or real or found
+        return [job for job in found if is_called(job, wanted.job)]
+    return of_interest(found)
 
 
 def choose(nodes: Sequence[NodeStacks], wanted: Wanted) -> list[Chosen]:
@@ -184,12 +180,6 @@ def _processes(member: Member) -> Iterator[Process]:
         yield member.process
     for helper in member.helpers:
         yield helper.process
-
-
-def _answers(job: Job, name: str) -> bool:
-    return job.name == name or any(
-        member.process is not None and answers_to(member.process.job, name) for member in job.members
-    )
 
 
 def _ranks_of(job: Job) -> str:

@@ -14,7 +14,6 @@ from distdiag.commands.trace.blocked.types import (
     COMMAND,
     SAMPLED_S,
     Chain,
-    JobRow,
     Last,
     Request,
     ThreadRow,
@@ -24,8 +23,10 @@ from distdiag.commands.trace.blocked.types import (
 )
 from distdiag.commands.trace.blocked.view import trace_blocked_view
 from distdiag.commands.trace.nodes import Answers, about_processes, index_of
+from distdiag.diagnosis.remedies import unseen_ranks
 from distdiag.diagnosis.wait_graph import WaitGraph, wait_trees
 from distdiag.diagnosis.wait_reasons import Kind, wait_of
+from distdiag.jobs.model import summarize
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def diagnose(request: Request, answers: Answers[Reply], chosen: Sequence[Chosen]
     shown = [*keys, *_awaited_helpers(keys, graph)]
     data = TraceBlocked(
         interval_s=SAMPLED_S,
-        jobs=tuple(_job_row(job) for job, _ in _cases(chosen) if job is not None),
+        jobs=tuple(summarize(job) for job, _ in _cases(chosen) if job is not None),
         threads=tuple(row for key in shown for row in _rows(key, sampled, graph, all_of_them=_shows_all(request))),
         chains=tuple(_chain(tree, cases[0], index) for tree in found_trees) if cases else (),
         helpers=sum(
@@ -128,7 +129,7 @@ def _of_case(case: Case, found_trees: Sequence[WaitTree], user: int, *, several:
     if not found:
         found += findings.undecided(case)
     if all(finding.level is not Level.INFO for finding in found):
-        found += findings.unseen(case)
+        found += unseen_ranks(case.job, "trace.unseen") if case.job is not None else []
     for finding in [*found, *unread]:
         named = several and case.job is not None and case.job.name
         yield (
@@ -221,12 +222,6 @@ def _chain(tree: WaitTree, case: Case, index: ProcessIndex) -> Chain:
             for edge in tree.edges
         ),
     )
-
-
-def _job_row(job: Job) -> JobRow:
-    seen = [member for member in job.members if member.process is not None]
-    hosts = tuple(dict.fromkeys(member.host for member in seen))
-    return JobRow(job=job.name, launcher=job.launcher, world_size=job.world_size, ranks=len(seen), hosts=hosts)
 
 
 def _rounded(seconds: float | None) -> float | None:

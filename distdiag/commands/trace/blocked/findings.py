@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold, fold_ranks, name_ranks
 from distdiag.commands.trace.blocked.types import SAMPLED_S
+from distdiag.diagnosis import remedies
 from distdiag.diagnosis.wait_reasons import ENDED, Kind, Wait, lasting
 from distdiag.node.machine import STOPPED
 from distdiag.report import Finding, Fix, Level, Where
@@ -107,25 +108,10 @@ def of_gone(case: Case) -> list[Finding]:
                 level=Level.FAIL if awaited else Level.UNKNOWN,
                 title=f"{who} ({hosts}) {'has' if len(gone) == 1 else 'have'} ended; {rest}",
                 where=Where(hosts=tuple(dict.fromkeys(member.host for member in gone)), ranks=tuple(ranks)),
-                fix=Fix(
-                    text=f"read the end of that rank's log, and whether the kernel ended it on {hosts}",
-                    commands=("dmesg -T | grep -iE 'out of memory|killed process|segfault'",),
-                ),
+                fix=remedies.find_cause_of_death(hosts),
             )
         )
     return found
-
-
-def unseen(case: Case) -> list[Finding]:
-    """Name the ranks that were on none of the hosts looked at."""
-    if case.job is None or not case.job.unseen:
-        return []
-    ranks = case.job.unseen
-    hosts = fold(dict.fromkeys(member.host for member in case.job.members))
-    were = "was" if len(ranks) == 1 else "were"
-    title = f"{name_ranks(ranks)} of {case.job.world_size} {were} not seen on {hosts}: gone, or on other hosts"
-    fix = Fix(text="look at all hosts of the job: --hosts LIST, or --slurm-job ID")
-    return [Finding(id="trace.unseen", level=Level.UNKNOWN, title=title, where=Where(ranks=ranks), fix=fix)]
 
 
 def unreadable(case: Case, user: int) -> list[Finding]:
@@ -298,14 +284,14 @@ def _stood_s(tree: WaitTree, wait: Wait) -> float | None:
 
 def _fix(case: Case, keys: Sequence[Key], wait: Wait, why: str = "") -> Fix | None:
     host, pid = keys[0]
-    place = f"on {fold(dict.fromkeys(key[0] for key in keys))}"
+    hosts = fold(dict.fromkeys(key[0] for key in keys))
+    place = f"on {hosts}"
     if wait.thaws:
-        return Fix(text=f"{place}, thaw its cgroup: docker unpause CONTAINER, or as root", commands=(wait.thaws,))
+        return remedies.thaw(hosts, wait.thaws)
     if wait.thread is not None and wait.thread.state == "t":
         return Fix(text=f"{place}, leave the debugger or the tracer: detach, or let it continue; SIGCONT does not help")
     if wait.kind is Kind.STOPPED:
-        pids = " ".join(str(key[1]) for key in keys)
-        return Fix(text=f"{place}, let it go on, and find who stopped it", commands=(f"kill -CONT {pids}",))
+        return remedies.resume(host, [key[1] for key in keys if key[0] == host])
     if why == "lock":
         return Fix(text=f"{place}, see what it does with the lock", commands=(_stack_of(case, pid),))
     if wait.kind is Kind.STORAGE and wait.on.startswith("/"):
@@ -329,13 +315,9 @@ def _about(case: Case) -> tuple[str, ...]:
 
 
 def _rights(case: Case, user: int) -> Fix:
-    if user != 0:
-        command = again(case.request, "trace", "blocked", *_about(case))
-        return Fix(text="run it as that user, or as root", commands=(f'sudo env "PATH=$PATH" {command}',))
-    return Fix(
-        text="give the container the right to read its processes: docker run --cap-add SYS_PTRACE; in Kubernetes "
-        "securityContext.capabilities.add: [SYS_PTRACE]; or run distdiag on the host"
-    )
+    if user == 0:
+        return remedies.ptrace_in_container()
+    return remedies.as_other_user(again(case.request, "trace", "blocked", *_about(case)))
 
 
 def _kind(case: Case, key: Key) -> Kind:

@@ -8,6 +8,7 @@ from enum import StrEnum
 # msgspec reads the annotations.
 from distdiag.cluster.targets import Cluster  # noqa: TC001
 from distdiag.commands.trace.ranks import Wanted  # noqa: TC001
+from distdiag.jobs.model import JobSummary  # noqa: TC001
 
 COMMAND = "trace blocked"
 SAMPLED_S = 0.3
@@ -98,22 +99,11 @@ class Chain:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobRow:
-    """One job; `ranks`: how many of it were looked at."""
-
-    job: str
-    launcher: str
-    world_size: int | None
-    ranks: int
-    hosts: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class TraceBlocked:
     """The facts of the answer. `helpers`: how many are not shown, as nobody waits for them."""
 
     interval_s: float
-    jobs: tuple[JobRow, ...]
+    jobs: tuple[JobSummary, ...]
     threads: tuple[ThreadRow, ...]
     chains: tuple[Chain, ...]
     helpers: int

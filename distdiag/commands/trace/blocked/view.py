@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from distdiag.commands.trace.blocked.types import JobRow, ThreadRow, TraceBlocked
+    from distdiag.commands.trace.blocked.types import ThreadRow, TraceBlocked
 
 _COMMS = 3
 
@@ -27,7 +27,7 @@ def trace_blocked_view(data: TraceBlocked) -> Iterator[RenderableType]:
         if number:
             yield ""
         if job.world_size is not None or job.ranks > 1:
-            yield _title(job)
+            yield Text(job.title(), overflow="fold")
         yield from _table([row for row in data.threads if row.job == job.job])
     rest = [row for row in data.threads if row.job not in {job.job for job in data.jobs}]
     if rest:
@@ -39,14 +39,6 @@ def trace_blocked_view(data: TraceBlocked) -> Iterator[RenderableType]:
             else f"{data.helpers} helpers that nobody waits for are"
         )
         yield Text(f"({what} not shown)", overflow="fold")
-
-
-def _title(job: JobRow) -> Text:
-    of = f" of {job.world_size}" if job.world_size is not None else ""
-    what = "rank" if (job.world_size or job.ranks) == 1 else "ranks"
-    name = f"job {job.job} ({job.launcher})" if job.job else job.launcher
-    hosts = f" on {fold(job.hosts)}" if any(job.hosts) else ""
-    return Text(f"{name}: {job.ranks}{of} {what}{hosts}", overflow="fold")
 
 
 def _table(rows: Sequence[ThreadRow]) -> Iterator[RenderableType]:

@@ -12,6 +12,7 @@ import typer
 from distdiag.cluster.hosts import fold_ranks
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.trace.ranks import Wanted, choose, wanted
+from distdiag.diagnosis import remedies
 from distdiag.errors import UsageError
 from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
 from distdiag.report import Finding, Fix, Level, Report, Where
@@ -322,10 +323,8 @@ def _unreadable(row: ProcessRow, name: str, where: Where, request: Request, answ
     if row.unread != "denied":
         return Finding(id="trace.gone", level=Level.UNKNOWN, title=f"{name} has ended", where=where)
     user = next((node.processes.user for node in answers.nodes if node.host == row.host), 0)
-    sudo = f'sudo env "PATH=$PATH" {request.program} trace fds {row.pid}'
-    fix = Fix(text="run it as that user, or as root", commands=(sudo,))
-    if user == 0:
-        fix = Fix(text="give the container the right to read its processes: docker run --cap-add SYS_PTRACE")
+    command = f"{request.program} trace fds {row.pid}"
+    fix = remedies.ptrace_in_container() if user == 0 else remedies.as_other_user(command)
     title = f"what {name} has open may not be read"
     return Finding(id="trace.unreadable", level=Level.UNKNOWN, title=title, where=where, fix=fix)
 
