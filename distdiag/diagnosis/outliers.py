@@ -71,48 +71,41 @@ class JobVerdict:
 def judge_job(job: Job, watched_s: float) -> JobVerdict:
     """Judge one job, whose first and last samples were taken `watched_s` seconds apart."""
     states = rank_states(job.members)
-    unreadable = tuple(state for state in states if state.thread.kind is StackClass.UNREADABLE)
-    readable = [state for state in states if state.thread.kind is not StackClass.UNREADABLE]
-    outcome, outliers, waiting = _decide(job, readable, unreadable)
+    unreadable = _of(states, StackClass.UNREADABLE)
+    outcome, outliers, waiting = _decide(job, without(states, unreadable), unreadable)
     return JobVerdict(
         job=job,
         states=states,
         outcome=outcome,
         outliers=tuple(outliers),
         waiting=tuple(waiting),
-        unreadable=unreadable,
+        unreadable=tuple(unreadable),
         only_slow=_may_only_be_slow(outcome, outliers, waiting, watched_s),
     )
+
+
+def _of(states: Iterable[RankState], *kinds: StackClass) -> list[RankState]:
+    return [state for state in states if state.thread.kind in kinds]
 
 
 def _decide(
     job: Job, known: list[RankState], unreadable: Sequence[RankState]
 ) -> tuple[Outcome, list[RankState], list[RankState]]:
-    still = [state for state in known if state.thread.kind in (StackClass.EXITED, StackClass.STOPPED)]
+    """Return what the readable ranks come to, the outliers among them, and who waits."""
+    still = _of(known, StackClass.EXITED, StackClass.STOPPED)
     live = without(known, still)
-    waiting = [state for state in live if state.thread.kind is StackClass.COMM]
-    if not waiting:
-        waiting = [state for state in live if state.thread.kind is StackClass.CUDA_SYNC]
+    waiting = _of(live, StackClass.COMM) or _of(live, StackClass.CUDA_SYNC)
     outside = _outside(live, waiting)
     if not known:
         return Outcome.UNREADABLE, [], []
     if not still and waiting and (any(state.thread.moving for state in waiting) or _all_go_round(waiting, outside)):
         return Outcome.NOT_HUNG, [], waiting
-    if live and not waiting and all(state.thread.kind is StackClass.EXITED for state in still) and still:
+    if live and not waiting and still and len(_of(still, StackClass.EXITED)) == len(still):
         return Outcome.LEFT, [], live
     if still:
         return Outcome.OUTLIERS, [*still, *([] if len(outside) > len(waiting) else outside)], waiting
     if waiting and outside:
-        if len(outside) * 2 >= len(live) and all(goes_on(state) for state in outside):
-            return Outcome.NOT_HUNG, [], waiting
-        # Whoever moves is not what a standstill comes from, as long as somebody else stands; nor who waits for data or
-        # asks for something again and again, which may be another rank's to give.
-        still_there = [state for state in outside if not state.thread.moving] or outside
-        return (
-            Outcome.OUTLIERS,
-            [state for state in still_there if not _may_wait_for_a_rank(state)] or still_there,
-            waiting,
-        )
+        return _some_are_outside(live, waiting, outside)
     if not waiting:
         return _nobody_waits(job, live)
     if unreadable or job.unseen:
@@ -122,15 +115,21 @@ def _decide(
 
 def _outside(live: Sequence[RankState], waiting: Sequence[RankState]) -> list[RankState]:
     """List who is not in communication. Some that wait for their GPU may wait for a collective on it: no outliers."""
-    outside = [state for state in live if state.thread.kind not in (StackClass.COMM, StackClass.CUDA_SYNC)]
-    on_gpu = (
-        [state for state in live if state.thread.kind is StackClass.CUDA_SYNC]
-        if waiting and waiting[0].thread.kind is StackClass.COMM
-        else []
-    )
-    if not outside and on_gpu and len(on_gpu) <= _MINORITY * len(live):
-        return on_gpu
-    return outside
+    on_gpu = _of(live, StackClass.CUDA_SYNC)
+    outside = without(live, [*_of(live, StackClass.COMM), *on_gpu])
+    is_comm = bool(waiting) and waiting[0].thread.kind is StackClass.COMM
+    return on_gpu if is_comm and not outside and len(on_gpu) <= _MINORITY * len(live) else outside
+
+
+def _some_are_outside(
+    live: Sequence[RankState], waiting: list[RankState], outside: list[RankState]
+) -> tuple[Outcome, list[RankState], list[RankState]]:
+    if len(outside) * 2 >= len(live) and all(map(goes_on, outside)):
+        return Outcome.NOT_HUNG, [], waiting
+    # Whoever moves is not what a standstill comes from, as long as somebody else stands; nor who waits for data or asks
+    # for something again and again, which may be another rank's to give.
+    unmoved = [state for state in outside if not state.thread.moving] or outside
+    return Outcome.OUTLIERS, [state for state in unmoved if not _may_wait_for_a_rank(state)] or unmoved, waiting
 
 
 def _nobody_waits(job: Job, live: Sequence[RankState]) -> tuple[Outcome, list[RankState], list[RankState]]:
