@@ -12,11 +12,20 @@ if TYPE_CHECKING:
 
     from distdiag.jobs.model import Job
 
+_HOSTS = 8
+"""Hosts to write a command for; the pids of all are in the finding."""
 
-def resume(hosts: str, pids: Iterable[int | None]) -> Fix:
-    """Return how to let stopped processes go on."""
-    command = " ".join(["kill -CONT", *(str(pid) for pid in pids if pid is not None)])
-    return Fix(text=f"on {hosts}, let it go on, and find who stopped it", commands=(command,))
+
+def resume(processes: Iterable[tuple[str, int | None]]) -> Fix:
+    """Return how to let stopped processes go on, given by host and pid: a pid means nothing on another host."""
+    by_host: dict[str, list[str]] = {}
+    for host, pid in processes:
+        by_host.setdefault(host, []).append(str(pid))
+    commands = {host: " ".join(["kill -CONT", *pids]) for host, pids in by_host.items()}
+    if len(commands) > 1:
+        lines = tuple(f"{command}  # on {host}" for host, command in commands.items())
+        return Fix(text="let them go on, each on its host, and find who stopped them", commands=lines[:_HOSTS])
+    return Fix(text=f"on {fold(commands)}, let it go on, and find who stopped it", commands=tuple(commands.values()))
 
 
 def thaw(hosts: str, command: str) -> Fix:

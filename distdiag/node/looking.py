@@ -133,7 +133,7 @@ class _Before:
 
     def at_rest(self, main: resting.Main) -> Sample:
         """Return a sample of what was read of a main thread that waits."""
-        status, reason = self._standing()
+        status, reason = self._status()
         counters, peer = counters_and_peer(
             [(frame.function, frame.file, _short(frame.whole_numbers)) for frame in main.frames]
         )
@@ -157,7 +157,7 @@ class _Before:
             return self.failed("failed", "py-spy could not be started", left_stopped=left_stopped)
         threads = _threads(dump, {task.tid: task for task in self.tasks})
         if threads:
-            status, reason = self._standing()
+            status, reason = self._status()
             is_whole = options.all_threads or leaves_work_to_threads(threads[0].frames)
             return self._sample(
                 status,
@@ -182,7 +182,7 @@ class _Before:
             replace(thread, switches=procs.switches(self.pid, thread.os_thread_id)) if thread.os_thread_id else thread
         )
 
-    def _standing(self) -> tuple[str, str]:
+    def _status(self) -> tuple[str, str]:
         state = self.proc.state if self.proc else ""
         if self.tracer is not None:
             return "traced", f"traced by {machine.command_line(self.tracer) or 'a program'} (pid {self.tracer})"

@@ -120,7 +120,7 @@ def main_thread(pid: int, wanted: re.Pattern[str] | None = None) -> Main:
     Raises:
         Unclear: nothing can be said this way.
     """
-    before = _standing(pid)
+    before = _state_and_switches(pid)
     try:
         fd = os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -132,12 +132,12 @@ def main_thread(pid: int, wanted: re.Pattern[str] | None = None) -> Main:
     finally:
         os.close(fd)
     # The kernel looks whether it is off its processors: a state of "S" alone it has shortly before that, too.
-    if machine.read_text(f"/proc/{pid}/syscall").startswith("running") or _standing(pid) != before:
+    if machine.read_text(f"/proc/{pid}/syscall").startswith("running") or _state_and_switches(pid) != before:
         raise Unclear
     return main
 
 
-def _standing(pid: int) -> tuple[str, str]:
+def _state_and_switches(pid: int) -> tuple[str, str]:
     """Return the state of a main thread that does not run, and how often it went to wait."""
     text = machine.read_text(f"/proc/{pid}/status")
     found = dict(line.split(":", 1) for line in text.splitlines() if line.startswith(("State:", "NSpid:", "voluntary")))

@@ -186,6 +186,17 @@ def test_ranks_that_left_while_the_last_one_still_writes_are_not_blamed() -> Non
     assert "no rank waits in communication" in report.summary
 
 
+def test_a_pid_is_only_given_to_kill_on_its_own_host() -> None:
+    stopped = twice(waits(), state="T", status="stopped", reason="stopped (SIGSTOP or a suspended job)")
+    one, two = ([process(pid, rank, 4) for pid, rank in own] for own in (((100, 0), (101, 1)), ((100, 2), (103, 3))))
+    report = judge(
+        node(one, {100: stopped, 101: twice(waits())}, "n1"), node(two, {100: twice(waits()), 103: stopped}, "n2")
+    )
+    assert outlier_ranks(report) == [[0, 3]]
+    assert report.findings[0].fix is not None
+    assert report.findings[0].fix.commands == ("kill -CONT 100  # on n1", "kill -CONT 103  # on n2")
+
+
 def test_a_stopped_rank_stands_out_wherever_it_stands() -> None:
     stopped = twice(waits(), state="T", status="stopped", reason="stopped (SIGSTOP or a suspended job)")
     report = judge(job(twice(waits()), stopped, twice(waits())))

@@ -324,7 +324,7 @@ def _fix(members: Sequence[RankState]) -> Fix | None:
     host, thread = first.member.host, first.thread
     if thread.kind is StackClass.STOPPED and thread.status == "stopped":
         stopped = [state.member for state in members if state.thread.kind is StackClass.STOPPED]
-        return remedies.resume(host, [member.pid for member in stopped if member.host == host])
+        return remedies.resume((member.host, member.pid) for member in stopped)
     if thread.status == "frozen":
         return remedies.thaw(host, thread.reason.partition(": ")[2])
     return remedies.find_cause_of_death(host) if thread.kind is StackClass.EXITED else None

@@ -291,7 +291,7 @@ def _fix(case: Case, keys: Sequence[Key], wait: Wait, why: str = "") -> Fix | No
     if wait.thread is not None and wait.thread.state == "t":
         return Fix(text=f"{place}, leave the debugger or the tracer: detach, or let it continue; SIGCONT does not help")
     if wait.kind is Kind.STOPPED:
-        return remedies.resume(host, [key[1] for key in keys if key[0] == host])
+        return remedies.resume(keys)
     if why == "lock":
         return Fix(text=f"{place}, see what it does with the lock", commands=(_stack_of(case, pid),))
     if wait.kind is Kind.STORAGE and wait.on.startswith("/"):
