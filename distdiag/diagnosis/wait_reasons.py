@@ -147,20 +147,20 @@ def _for_targets(thread: Thread, key: Key, index: ProcessIndex) -> Wait:
         for target in targets
         if target.descriptor is not None and target.descriptor.kind in _WITH_OTHER_END
     ]
-    stores = [target for target in connected if index.is_store(key, target)]
+    stores = [descriptor for descriptor in connected if index.is_store(key, descriptor)]
     if stores and len(stores) == len(connected):
         return _at_store(thread, stores[0], key, index)
-    peers = tuple(dict.fromkeys(peer for target in connected for peer in index.others(*key, target)))
+    peers = tuple(dict.fromkeys(peer for descriptor in connected for peer in index.others(*key, descriptor)))
     if peers:
-        end = _ends(connected) + (f" (any of {len(targets)})" if len(targets) > 1 else "")
-        on, does = f"{end} = {index.names(peers, seen_from=key[0])}", f"waits for {index.names(peers)}"
+        end_name = _ends(connected) + (f" (any of {len(targets)})" if len(targets) > 1 else "")
+        on, does = f"{end_name} = {index.names(peers, seen_from=key[0])}", f"waits for {index.names(peers)}"
         wants = "".join(sorted({target.wants for target in targets}))
-        return replace(_wait(thread, Kind.PEER, on, does, call), peers=peers, end=end, wants=wants)
-    remote = [target for target in connected if target.socket is not None and target.socket.remote]
+        return replace(_wait(thread, Kind.PEER, on, does, call), peers=peers, end=end_name, wants=wants)
+    remote = [end for end in connected if end.socket is not None and end.socket.remote]
     if remote:
         on = f"{_ends(remote)}, whose other end was not seen"
         return _wait(thread, Kind.NETWORK, on, f"waits for {on}", call)
-    listeners = [target.socket for target in connected if target.socket is not None and target.socket.state == "LISTEN"]
+    listeners = [end.socket for end in connected if end.socket is not None and end.socket.state == "LISTEN"]
     if listeners:
         on = f"a connection to {listeners[0].local}"
         return _wait(thread, Kind.NETWORK, on, f"waits for {on}, and nobody has come", call)
@@ -222,8 +222,10 @@ def _for_child(thread: Thread, key: Key, index: ProcessIndex) -> Wait:
 
 def _in_kernel(thread: Thread) -> Wait:
     """Classify what one in state D waits for: nothing wakes it up but what it waits for."""
-    targets = [target.descriptor for target in thread.targets if target.descriptor is not None]
-    path = thread.path or next((target.target for target in targets if target.target.startswith("/")), "")
+    descriptors = [target.descriptor for target in thread.targets if target.descriptor is not None]
+    path = thread.path or next(
+        (descriptor.target for descriptor in descriptors if descriptor.target.startswith("/")), ""
+    )
     channel = f"{thread.wait_channel} in the kernel" if thread.wait_channel else "the kernel"
     if thread.syscall in _FORKS:
         return _wait(thread, Kind.CHILD, "the program that it starts", "waits for the program that it starts", "D")

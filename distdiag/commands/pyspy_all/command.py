@@ -33,8 +33,10 @@ def pyspy_all(
         str, typer.Option(metavar="NAME", help="Only this user's processes. [default: all we may see]")
     ] = "",
     native: Annotated[bool, typer.Option("--native", help="C frames too: pauses each process for a second.")] = False,
-    samples: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="Samples of each process.")] = 2,
-    interval: Annotated[float, typer.Option(min=0.0, max=3600.0, metavar="SECONDS", help="Between the samples.")] = 1.0,
+    samples: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="Samples per process.")] = 2,
+    interval: Annotated[
+        float, typer.Option(min=0.0, max=3600.0, metavar="SECONDS", help="Time between samples.")
+    ] = 1.0,
     threads: Annotated[Threads, typer.Option(help="Which threads to show.")] = Threads.MAIN,
     helpers: Annotated[bool, typer.Option("--helpers", help="Show DataLoader workers and other helpers too.")] = False,
     tree: Annotated[bool, typer.Option("--tree", help="One call tree of all ranks instead of the groups.")] = False,

@@ -1,14 +1,13 @@
-"""Facts of all nodes -> the report of trace blocked; and which processes are asked about. Pure."""
+"""Facts of all nodes -> the report of trace blocked. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distdiag.cluster.reached import host_findings
 from distdiag.commands.trace import ranks
 from distdiag.commands.trace.blocked import findings
-from distdiag.commands.trace.blocked.collect import Reply
 from distdiag.commands.trace.blocked.findings import Case, root_wait
 from distdiag.commands.trace.blocked.types import (
     COMMAND,
@@ -21,8 +20,7 @@ from distdiag.commands.trace.blocked.types import (
     TraceBlocked,
     Waiter,
 )
-from distdiag.commands.trace.blocked.view import trace_blocked_view
-from distdiag.commands.trace.nodes import Answers, about_processes, index_of
+from distdiag.commands.trace.nodes import Answers, index_of
 from distdiag.diagnosis.remedies import unseen_ranks
 from distdiag.diagnosis.wait_graph import WaitGraph, wait_trees
 from distdiag.diagnosis.wait_reasons import Kind, wait_of
@@ -32,17 +30,15 @@ from distdiag.report import Finding, Fix, Level, Report, Where
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from distdiag.commands.trace.blocked.collect import Reply
     from distdiag.commands.trace.ranks import Chosen
     from distdiag.diagnosis.process_index import Key, ProcessIndex
     from distdiag.diagnosis.wait_graph import WaitTree
     from distdiag.diagnosis.wait_reasons import Wait
     from distdiag.jobs.model import Job
-    from distdiag.jobs.nodes import NodeStacks
     from distdiag.node.blocked import Blocked, Thread
 
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
-_SPARE_S, _EACH_S = 15.0, 2.0
-"""For a node, and for each process on it: the memory of one, and every file system of it, may have to be given up."""
 
 
 def diagnose(request: Request, answers: Answers[Reply], chosen: Sequence[Chosen]) -> Report[TraceBlocked]:
@@ -54,8 +50,8 @@ def diagnose(request: Request, answers: Answers[Reply], chosen: Sequence[Chosen]
         for reply in replies
         for process in reply.processes
     }
-    graph = WaitGraph({key: _waits_of(finding, key, index) for key, finding in sampled.items()}, index)
-    keys = tuple((finding.host, finding.process.pid) for finding in chosen if finding.process is not None)
+    graph = WaitGraph({key: _waits_of(process, key, index) for key, process in sampled.items()}, index)
+    keys = tuple((choice.host, choice.process.pid) for choice in chosen if choice.process is not None)
     found_trees = [tree for tree in wait_trees(graph) if _is_about(tree, keys)]
     cases = [Case(request, job, own, graph) for job, own in _cases(chosen)]
     user = answers.nodes[0].processes.user if answers.nodes else 0
@@ -71,7 +67,7 @@ def diagnose(request: Request, answers: Answers[Reply], chosen: Sequence[Chosen]
         threads=tuple(row for key in shown for row in _rows(key, sampled, graph, all_of_them=_shows_all(request))),
         chains=tuple(_chain(tree, cases[0], index) for tree in found_trees) if cases else (),
         helpers=sum(
-            len(finding.member.helpers) for finding in chosen if finding.member is not None and not finding.is_helper
+            len(choice.member.helpers) for choice in chosen if choice.member is not None and not choice.is_helper
         )
         - (len(shown) - len(keys)),
     )
@@ -226,24 +222,3 @@ def _chain(tree: WaitTree, case: Case, index: ProcessIndex) -> Chain:
 
 def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 3)
-
-
-def _plan(nodes: Sequence[NodeStacks], request: Request) -> dict[str, dict[str, Any]]:
-    """Ask about all processes of jobs, whoever was chosen: the chosen may wait for any of them."""
-    chosen = ranks.choose(nodes, request.wanted)
-    if not chosen:
-        return {}
-    asks = {}
-    for node in nodes:
-        own = (choice.process.pid for choice in chosen if choice.host == node.host and choice.process is not None)
-        pids = list(dict.fromkeys((*own, *(choice.pid for choice in node.processes.processes))))
-        if pids:
-            asks[node.host] = {"pids": pids, "interval_s": SAMPLED_S, "timeout_s": _SPARE_S + _EACH_S * len(pids)}
-    return asks
-
-
-def _diagnose(request: Request, answers: Answers[Reply]) -> Report[TraceBlocked]:
-    return diagnose(request, answers, ranks.choose(answers.nodes, request.wanted))
-
-
-SUBCOMMAND = about_processes(COMMAND, Request, Reply, _plan, _diagnose, trace_blocked_view)

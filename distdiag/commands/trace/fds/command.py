@@ -150,7 +150,7 @@ def _plan(nodes: Sequence[NodeStacks], request: Request) -> dict[str, dict[str, 
     asks = {}
     for node in nodes:
         pids = chosen.get(node.host, [])
-        others = [choice.pid for choice in node.processes.processes if choice.pid not in pids]
+        others = [process.pid for process in node.processes.processes if process.pid not in pids]
         if pids or others:
             asks[node.host] = {"pids": pids, "others": others, "timeout_s": _SPARE_S + _EACH_S * len(pids)}
     return asks
