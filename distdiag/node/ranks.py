@@ -140,7 +140,7 @@ class Ranks:
             self._wire.send("started", rank=number, pid=pids[number])
         states = {number: machine.process_state(pid) for number, pid in pids.items()}
         wanted = sorted(pids, key=lambda number: states[number].letter not in machine.STOPPED)
-        found = stacks.dump_all(
+        found = stacks.main_stacks(
             [*dict.fromkeys(pids[number] for number in wanted)][:_STACKS], timeout_s=order["timeout_s"]
         )
         self.poll()  # a step that was taken meanwhile is told before what was seen: it makes that worthless

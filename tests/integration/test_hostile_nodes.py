@@ -197,7 +197,7 @@ def judge_cuda(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[Render
 
 def judge_stacks(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
     from distdiag.commands.pyspy_all.diagnose import diagnose
-    from distdiag.commands.pyspy_all.model import Request
+    from distdiag.commands.pyspy_all.types import Request
     from distdiag.commands.pyspy_all.view import pyspy_all_view
 
     request = Request(program="distdiag", cluster=CLUSTER, verbose=True, tree=True)
@@ -227,7 +227,9 @@ def judge_lines(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[Rende
     return diagnose(request, gathered), lambda report: trace_show_view(request, gathered.facts)
 
 
-def judge_trace(command: str) -> Callable[[Told], tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]]:
+def judge_trace(
+    command: str, modules: tuple[str, str, str]
+) -> Callable[[Told], tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]]:
     def judge(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
         from importlib import import_module
 
@@ -238,11 +240,11 @@ def judge_trace(command: str) -> Callable[[Told], tuple[Report[Any], Callable[[A
         answers = Answers[Any](told=told.more)
         answers.rows, answers.refusals, answers.missing = told.reached
         answers.nodes = [NodeStacks(node.host, node.told, ()) for node in told.machines]
-        request = import_module(f"{folder}.model").Request(program="distdiag", cluster=CLUSTER, wanted=ALL)
-        chosen = ranks.choose(answers.nodes, ALL)
-        found = import_module(f"{folder}.diagnose").diagnose(request, answers, chosen)
-        view = getattr(import_module(f"{folder}.view"), f"trace_{command}_view")
-        return found, lambda report: view(report.data)
+        types, diagnose, view = (import_module(f"{folder}.{name}") for name in modules)
+        request = types.Request(program="distdiag", cluster=CLUSTER, wanted=ALL)
+        found = diagnose.diagnose(request, answers, ranks.choose(answers.nodes, ALL))
+        draw = getattr(view, f"trace_{command}_view")
+        return found, lambda report: draw(report.data)
 
     return judge
 
@@ -258,9 +260,9 @@ def readers() -> dict[str, Reader]:
     from distdiag.commands.trace.sys import collect as sys_
     from distdiag.jobs.collect import Watched
 
-    def trace(command: str, more: type[Any], *options: str) -> Reader:
+    def trace(command: str, more: type[Any], modules: tuple[str, str, str], *options: str) -> Reader:
         arguments = ("trace", command, "--rank", "0,1", *options)
-        return Reader(arguments=arguments, facts=Processes, more=more, judge=judge_trace(command))
+        return Reader(arguments=arguments, facts=Processes, more=more, judge=judge_trace(command, modules))
 
     return {
         "ports": Reader(arguments=("ports",), facts=Ports, more=None, judge=judge_ports),
@@ -269,9 +271,9 @@ def readers() -> dict[str, Reader]:
         "pyspy-all": Reader(arguments=("pyspy-all",), facts=Processes, more=Watched, judge=judge_stacks),
         "core-bt": Reader(arguments=("core-bt", "{core}"), facts=NodeCores, more=NodeCores, judge=judge_cores),
         "show": Reader(arguments=("trace", "show", "{lines}"), facts=NodeLines, more=NodeLines, judge=judge_lines),
-        "blocked": trace("blocked", blocked.Told),
-        "fds": trace("fds", fds.Told),
-        "sys": trace("sys", sys_.Told, "--for", "1"),
+        "blocked": trace("blocked", blocked.Reply, ("types", "diagnose", "view")),
+        "fds": trace("fds", fds.Reply, ("command", "command", "command")),
+        "sys": trace("sys", sys_.Told, ("model", "diagnose", "view"), "--for", "1"),
     }
 
 

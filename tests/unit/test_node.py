@@ -231,7 +231,7 @@ def test_a_stack_is_read_and_the_process_left_as_it_was() -> None:
         assert process.stdout.readline() == b"ready\n"
         os.kill(process.pid, signal.SIGSTOP)
         wait_until(lambda: machine.process_state(process.pid).letter == "T", 5, lambda: "it does not stop")
-        stack = stacks.dump(process.pid, timeout_s=5)
+        stack = stacks.main_stacks([process.pid], timeout_s=5)[process.pid]
         assert stack.frames[0].startswith("wait_for_data"), stack
         assert machine.process_state(process.pid).letter == "T"
     finally:
@@ -241,7 +241,7 @@ def test_a_stack_is_read_and_the_process_left_as_it_was() -> None:
 def test_a_process_that_is_gone_has_a_reason_instead_of_a_stack() -> None:
     process = run.start(["true"])
     process.wait(5)
-    stack = stacks.dump(process.pid, timeout_s=5)
+    stack = stacks.main_stacks([process.pid], timeout_s=5)[process.pid]
     run.end_group(process)
     assert stack.frames == ()
     assert stack.error

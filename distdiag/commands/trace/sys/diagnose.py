@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.reached import host_findings
-from distdiag.commands.trace.blocked.result import Kind
 from distdiag.commands.trace.sys import findings, standing, troubles
 from distdiag.commands.trace.sys.choices import COMMAND
 from distdiag.commands.trace.sys.live import WAITING, Live
 from distdiag.commands.trace.sys.model import CallRow, ErrorRow, Last, ThreadRow, TraceSys
 from distdiag.commands.trace.sys.words import lasting
+from distdiag.diagnosis.wait_reasons import Kind
 from distdiag.report import Finding, Level, Report, Where
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from distdiag.commands.trace.sys.collect import Attached, Traced
     from distdiag.commands.trace.sys.model import Log, Refused, Request, Subject
-    from distdiag.commands.trace.who import Key, People
+    from distdiag.diagnosis.process_index import Key, ProcessIndex
     from distdiag.jobs.collect import Processes
     from distdiag.node.strace.model import Spin
 
@@ -158,7 +158,7 @@ def cut(logs: Sequence[Log]) -> Iterator[Finding]:
             )
 
 
-def left(traced: Mapping[Key, Traced], attached: Mapping[Key, Attached], people: People) -> Iterator[Finding]:
+def left(traced: Mapping[Key, Traced], attached: Mapping[Key, Attached], people: ProcessIndex) -> Iterator[Finding]:
     """Name the processes that were not left as they were found; or say that all were."""
     wrong = [key for key, one in traced.items() if one.tracer or _was_stopped(one, attached.get(key))]
     for key in wrong:

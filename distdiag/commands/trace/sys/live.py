@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distdiag.commands.trace.blocked.collect import Blocked
-from distdiag.commands.trace.blocked.result import Kind
-from distdiag.commands.trace.blocked.waits import wait_of
 from distdiag.commands.trace.sys.model import MAX_PROCESSES, Log, Refused, Subject
-from distdiag.commands.trace.who import People
+from distdiag.diagnosis.process_index import ProcessIndex
+from distdiag.diagnosis.wait_reasons import Kind, wait_of
+from distdiag.node.blocked import Blocked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from distdiag.commands.trace.blocked.result import Wait
     from distdiag.commands.trace.nodes import Answers
     from distdiag.commands.trace.ranks import Chosen
     from distdiag.commands.trace.sys.collect import Attached, Told, Traced
-    from distdiag.commands.trace.who import Key
+    from distdiag.diagnosis.process_index import Key
+    from distdiag.diagnosis.wait_reasons import Wait
     from distdiag.node.blocked import Thread
     from distdiag.node.strace.model import ThreadLog
 
@@ -31,7 +30,7 @@ class Live:
     """All that is known of the processes that were chosen."""
 
     def __init__(self, answers: Answers[Told], chosen: Sequence[Chosen]) -> None:
-        self.people = People(
+        self.people = ProcessIndex(
             answers.nodes,
             {
                 host: ([one for part in told for one in part.networks], [one for part in told for one in part.people])

@@ -10,8 +10,8 @@ from distdiag.cluster.targets import Cluster  # noqa: TC001
 from distdiag.commands.trace.ranks import Wanted  # noqa: TC001
 
 if TYPE_CHECKING:
-    from distdiag.commands.trace.blocked.result import Kind
-    from distdiag.commands.trace.who import Key
+    from distdiag.diagnosis.process_index import Key
+    from distdiag.diagnosis.wait_reasons import Kind
     from distdiag.node.strace.model import Place, Spin, ThreadLog
 
 

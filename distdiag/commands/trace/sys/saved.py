@@ -9,10 +9,10 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from distdiag.commands.trace.blocked.result import Kind
 from distdiag.commands.trace.sys.live import WAITING
 from distdiag.commands.trace.sys.model import Log, Subject
 from distdiag.commands.trace.sys.words import of_log, several
+from distdiag.diagnosis.wait_reasons import Kind
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.node import syscall_names
 from distdiag.node.strace.lines import LINE_BYTES
@@ -21,7 +21,7 @@ from distdiag.node.strace.log import read_logs
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from distdiag.commands.trace.who import Key
+    from distdiag.diagnosis.process_index import Key
     from distdiag.node.strace.model import ThreadLog
 
     Whose = tuple[int | None, str, int | None]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from distdiag.commands.trace.blocked.result import Kind
 from distdiag.commands.trace.sys.words import lasting, several, span, thread, where, who
+from distdiag.diagnosis.wait_reasons import Kind
 from distdiag.node import syscall_names
 from distdiag.report import Finding, Fix, Level
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from distdiag.commands.trace.sys.model import Request, Subject
-    from distdiag.commands.trace.who import Key
+    from distdiag.diagnosis.process_index import Key
 
 LONG_S = 5.0
 """Who has stood still for so long is taken as stuck; less may be a step of the training."""

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold, name_ranks
-from distdiag.commands.trace.blocked.waits import lasting as _lasting
+from distdiag.diagnosis.wait_reasons import lasting as _lasting
 from distdiag.report import Where
 
 if TYPE_CHECKING:

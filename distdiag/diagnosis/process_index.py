@@ -1,4 +1,4 @@
-"""Who is who, for the commands of `trace`: processes by name, and who has the other end of what. Pure."""
+"""Which process is which rank, what it is called, and which processes have the other end of what. Pure."""
 
 from __future__ import annotations
 
@@ -43,24 +43,23 @@ class Place:
         return self.member.rank
 
 
-class People:
-    """All processes that are known, of all nodes."""
+class ProcessIndex:
+    """All processes that are known, of all nodes, by host and pid."""
 
     def __init__(
-        self, nodes: Sequence[NodeStacks], told: Mapping[str, tuple[Sequence[Network], Sequence[Person]]]
+        self, nodes: Sequence[NodeStacks], ends: Mapping[str, tuple[Sequence[Network], Sequence[Person]]]
     ) -> None:
         self.processes: dict[Key, Process] = {
-            (node.host, one.pid): one for node in nodes for one in node.processes.processes
+            (node.host, process.pid): process for node in nodes for process in node.processes.processes
         }
         self.persons: dict[Key, Person] = {
-            (host, one.pid): one for host, (_, persons) in told.items() for one in persons
+            (host, person.pid): person for host, (_, persons) in ends.items() for person in persons
         }
         self.places: dict[Key, Place] = {}
         for job in find_jobs(nodes, whole=False):
             for member in job.members:
                 self._place(job, member)
-        self._ends = _matched(told)
-        self._several_hosts = len(nodes) > 1
+        self._ends = _matched(ends)
 
     def _place(self, job: Job, member: Member) -> None:
         if member.process is not None:
@@ -69,45 +68,45 @@ class People:
             self.places[member.host, helper.process.pid] = Place(job, member, is_rank=False)
 
     def role(self, key: Key) -> str:
-        """Tell what a process is: "rank", "helper" of one, or any "process"."""
+        """Return what a process is: "rank", "helper" of one, or any "process"."""
         place = self.places.get(key)
         if place is not None and not place.is_rank:
             return "helper"
         return "process" if self.rank(key) is None else "rank"
 
     def rank(self, key: Key) -> int | None:
-        """Give the rank that a process is; None for helpers and all others."""
+        """Return the rank that a process is; None for helpers and all others."""
         place = self.places.get(key)
         return place.rank if place is not None and place.is_rank else None
 
-    def others(self, host: str, pid: int, one: Descriptor) -> tuple[Key, ...]:
+    def others(self, host: str, pid: int, descriptor: Descriptor) -> tuple[Key, ...]:
         """Find the processes at the other end of a pipe or socket, without itself."""
-        keys = dict.fromkeys(key for key in self._all_ends(host, pid, one) if key != (host, pid))
+        keys = dict.fromkeys(key for key in self._all_ends(host, pid, descriptor) if key != (host, pid))
         return tuple(key for key in keys if not self._has_inherited(key, keys))
 
-    def is_own(self, host: str, pid: int, one: Descriptor) -> bool:
-        """Tell whether a process has the other end as well."""
-        return (host, pid) in self._all_ends(host, pid, one)
+    def is_own(self, host: str, pid: int, descriptor: Descriptor) -> bool:
+        """Return whether a process has the other end as well."""
+        return (host, pid) in self._all_ends(host, pid, descriptor)
 
-    def _all_ends(self, host: str, pid: int, one: Descriptor) -> list[Key]:
-        if one.ends or one.socket is None:
-            return [(host, end.pid) for end in one.ends]
-        return [(end.host, end.pid) for end in self._ends.get((host, pid, one.socket.inode), ())]
+    def _all_ends(self, host: str, pid: int, descriptor: Descriptor) -> list[Key]:
+        if descriptor.ends or descriptor.socket is None:
+            return [(host, end.pid) for end in descriptor.ends]
+        return [(end.host, end.pid) for end in self._ends.get((host, pid, descriptor.socket.inode), ())]
 
     def _has_inherited(self, key: Key, keys: Iterable[Key]) -> bool:
-        """Tell whether it only has what its rank opened, which has it as well: a fork hands everything on."""
+        """Return whether it only has what its rank opened, which has it as well: a fork hands everything on."""
         place = self.places.get(key)
         process = place.member.process if place is not None and not place.is_rank else None
         return place is not None and process is not None and (place.member.host, process.pid) in keys
 
-    def is_store(self, key: Key, one: Descriptor) -> bool:
-        """Tell whether a connection of this process leads to the store of its job, at MASTER_ADDR:MASTER_PORT."""
+    def is_store(self, key: Key, descriptor: Descriptor) -> bool:
+        """Return whether a connection of this process leads to the store of its job, at MASTER_ADDR:MASTER_PORT."""
         process = self.processes.get(key)
         port = process.job.get("MASTER_PORT") if process is not None else None
-        return bool(port) and one.socket is not None and one.socket.remote.rpartition(":")[2] == port
+        return bool(port) and descriptor.socket is not None and descriptor.socket.remote.rpartition(":")[2] == port
 
     def name(self, key: Key, *, seen_from: str = "", whole: bool = False) -> str:
-        """Name a process: "rank 1", "DataLoader worker 812 of rank 0", "launcher 700 (torchrun)", "pid 812 (sh)".
+        """Format a process: "rank 1", "DataLoader worker 812 of rank 0", "launcher 700 (torchrun)", "pid 812 (sh)".
 
         `seen_from`: a host; that of a process elsewhere is said as well. `whole`: "rank 1 (node07, pid 4711)".
         """
@@ -125,7 +124,7 @@ class People:
         return f"{kind} {pid} of {owner}{on_host}"
 
     def names(self, keys: Iterable[Key], *, seen_from: str = "") -> str:
-        """Name several: "ranks 1-3", "rank 1 or pid 812 (sh)", with their number where they are many."""
+        """Format several processes: "ranks 1-3", "rank 1 or pid 812 (sh)", with their number where they are many."""
         keys = list(dict.fromkeys(keys))
         ranks = [rank for rank in map(self.rank, keys) if rank is not None]
         if len(ranks) == len(keys) > 1:
@@ -149,16 +148,18 @@ class People:
 
 
 def _matched(
-    told: Mapping[str, tuple[Sequence[Network], Sequence[Person]]],
+    ends: Mapping[str, tuple[Sequence[Network], Sequence[Person]]],
 ) -> dict[tuple[str, int, int], tuple[Endpoint, ...]]:
     endpoints = [
-        Endpoint(host, network.name, one.pid, one.inode, one.protocol, one.state, one.local, one.remote)
-        for host, (networks, _) in told.items()
+        Endpoint(
+            host, network.name, socket.pid, socket.inode, socket.protocol, socket.state, socket.local, socket.remote
+        )
+        for host, (networks, _) in ends.items()
         for network in networks
-        for one in network.sockets
+        for socket in network.sockets
     ]
     addresses = {
-        (host, network.name): network.addresses for host, (networks, _) in told.items() for network in networks
+        (host, network.name): network.addresses for host, (networks, _) in ends.items() for network in networks
     }
     return match(endpoints, addresses)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from distdiag.commands.trace.blocked.result import Kind
+from distdiag.diagnosis.wait_reasons import Kind
 from distdiag.node import syscall_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from distdiag.commands.trace.blocked.result import Wait
-    from distdiag.commands.trace.who import Key, People
+    from distdiag.diagnosis.process_index import Key, ProcessIndex
+    from distdiag.diagnosis.wait_reasons import Wait
 
 _ANY_OF = (*syscall_names.POLLS, *syscall_names.SELECTS, *syscall_names.EPOLLS)
 
@@ -27,7 +27,7 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Tree:
+class WaitTree:
     """All who wait for the root, the direct ones first. `is_cycle`: the root itself waits for one of them."""
 
     root: Key
@@ -35,20 +35,20 @@ class Tree:
     is_cycle: bool = False
 
 
-class Waits:
+class WaitGraph:
     """What every thread of every process that was looked at waits for; the main thread comes first."""
 
-    def __init__(self, by_process: Mapping[Key, Sequence[Wait]], people: People) -> None:
+    def __init__(self, by_process: Mapping[Key, Sequence[Wait]], index: ProcessIndex) -> None:
         self.by_process = by_process
-        self.people = people
+        self.index = index
 
     def main(self, key: Key) -> Wait | None:
-        """Give what the main thread of a process waits for; None if it was not looked at, or is gone."""
+        """Return what the main thread of a process waits for; None if it was not looked at, or is gone."""
         found = self.by_process.get(key)
         return found[0] if found else None
 
     def edge(self, key: Key) -> Edge | None:
-        """Tell for which one process this one waits; None where it is not one, or cannot be known."""
+        """Return for which one process this one waits; None where it is not one, or cannot be known."""
         main = self.main(key)
         if main is None:
             return None
@@ -72,19 +72,19 @@ class Waits:
             if not is_read or (wait.call in _ANY_OF and not self._are_helpers(key, wait.peers)):
                 continue
             to = self._one_of(key, wait.peers)
-            if to is not None and (self.people.rank(to) is not None or self._are_helpers(key, [to])):
+            if to is not None and (self.index.rank(to) is not None or self._are_helpers(key, [to])):
                 found[to] = Edge(key, to, wait)
         return next(iter(found.values())) if len(found) == 1 else None
 
     def _one_of(self, key: Key, peers: Sequence[Key]) -> Key | None:
-        """Tell which of these is waited for: the only one, or the only worker that does not wait for work itself."""
+        """Return which of these is waited for: the only one, or the only worker that does not wait for work itself."""
         if self._are_helpers(key, peers):
-            peers = [one for one in peers if not self._is_idle(one, key)]
+            peers = [peer for peer in peers if not self._is_idle(peer, key)]
         return peers[0] if len(peers) == 1 else None
 
     def _are_helpers(self, key: Key, peers: Iterable[Key]) -> bool:
-        own = self.people.places.get(key)
-        places = [self.people.places.get(one) for one in peers]
+        own = self.index.places.get(key)
+        places = [self.index.places.get(peer) for peer in peers]
         return own is not None and all(
             place is not None and place.member is own.member and not place.is_rank for place in places
         )
@@ -94,9 +94,9 @@ class Waits:
         return main is not None and main.kind is Kind.PEER and owner in main.peers
 
 
-def trees(waits: Waits) -> list[Tree]:
+def wait_trees(graph: WaitGraph) -> list[WaitTree]:
     """Find the processes that others wait for, and who these are; the one with the most in front."""
-    edges = {edge.waiter: edge for edge in map(waits.edge, waits.by_process) if edge is not None}
+    edges = {edge.waiter: edge for edge in map(graph.edge, graph.by_process) if edge is not None}
     found: dict[Key, list[Edge]] = {}
     cycles: set[Key] = set()
     for key in edges:
@@ -105,17 +105,18 @@ def trees(waits: Waits) -> list[Tree]:
         if is_cycle:
             cycles.add(root)
     all_of_them = [
-        Tree(root, tuple(sorted(own, key=lambda edge: edge.to != root)), root in cycles) for root, own in found.items()
+        WaitTree(root, tuple(sorted(own, key=lambda edge: edge.to != root)), root in cycles)
+        for root, own in found.items()
     ]
     return sorted(all_of_them, key=lambda tree: -len(tree.edges))
 
 
 def _root(key: Key, edges: Mapping[Key, Edge]) -> tuple[Key, bool]:
     """Follow the edges to their end; of a circle, the least of its members stands for it."""
-    way = [key]
-    while way[-1] in edges:
-        to = edges[way[-1]].to
-        if to in way:
-            return min(way[way.index(to) :]), True
-        way.append(to)
-    return way[-1], False
+    path = [key]
+    while path[-1] in edges:
+        to = edges[path[-1]].to
+        if to in path:
+            return min(path[path.index(to) :]), True
+        path.append(to)
+    return path[-1], False

@@ -10,7 +10,7 @@ from distdiag.cluster.access import Agent
 from distdiag.cluster.toolbox import bring_py_spy
 from distdiag.commands.pyspy_all import dumps
 from distdiag.commands.pyspy_all.diagnose import diagnose
-from distdiag.commands.pyspy_all.model import COMMAND, Request, Threads
+from distdiag.commands.pyspy_all.types import COMMAND, Request, Threads
 from distdiag.commands.pyspy_all.view import pyspy_all_view
 from distdiag.gathered import Foreign
 from distdiag.jobs.collect import Processes, Watched
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from distdiag.cluster.node import Node
-    from distdiag.commands.pyspy_all.result import PySpyAll
+    from distdiag.commands.pyspy_all.types import PySpyAll
     from distdiag.deliver import Progress
     from distdiag.gathered import Gathered
     from distdiag.jobs.collect import Process
@@ -54,8 +54,8 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodeStacks]:
 
 def _plan(request: Request, hosts: Mapping[str, Processes]) -> Asks:
     asks = {}
-    for host, told in hosts.items():
-        pids, once = to_look_at(_only_wanted(told, request).processes, helpers=request.helpers)
+    for host, processes in hosts.items():
+        pids, once = to_look_at(_only_wanted(processes, request).processes, helpers=request.helpers)
         if pids:
             asks[host] = _ask(request, pids, once)
     timeout_s = _SPARE_S + (request.samples + 1) * (2 * request.timeout_s + request.interval_s)
@@ -79,13 +79,19 @@ def _only_wanted(facts: Processes, request: Request) -> Processes:
     """Keep the processes of the job or the pids that were asked for, with all that belongs to them."""
     kept = list(facts.processes)
     if request.job:
-        named = {one.pid for one in kept if answers_to(one.job, request.job)}
-        parents = {one.parent for one in kept if one.pid in named}
-        kept = [one for one in kept if one.pid in named or named & set(one.above) or _is_beside(one, parents)]
-        kept += [one for one in facts.processes if one.store and one.pid in parents and one not in kept]
+        named = {process.pid for process in kept if answers_to(process.job, request.job)}
+        parents = {process.parent for process in kept if process.pid in named}
+        kept = [
+            process
+            for process in kept
+            if process.pid in named or named & set(process.above) or _is_beside(process, parents)
+        ]
+        kept += [
+            process for process in facts.processes if process.store and process.pid in parents and process not in kept
+        ]
     if request.pids:
         pids = set(request.pids)
-        kept = [one for one in kept if one.pid in pids or pids & set(one.above)]
+        kept = [process for process in kept if process.pid in pids or pids & set(process.above)]
     return Processes(
         host=facts.host,
         user=facts.user,
@@ -97,8 +103,8 @@ def _only_wanted(facts: Processes, request: Request) -> Processes:
     )
 
 
-def _is_beside(one: Process, parents: set[int]) -> bool:
-    return one.parent in parents and (one.hidden or one.state == "Z")
+def _is_beside(process: Process, parents: set[int]) -> bool:
+    return process.parent in parents and (process.hidden or process.state == "Z")
 
 
 def _diagnose(request: Request, gathered: Gathered[NodeStacks]) -> Report[PySpyAll]:

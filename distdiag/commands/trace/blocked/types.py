@@ -1,58 +1,35 @@
-"""What a thread waits for, and the answer of trace blocked. Pure data."""
+"""What is asked of trace blocked, and its answer. Pure data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from distdiag.commands.trace.who import Key
-    from distdiag.node.blocked import Thread
+# msgspec reads the annotations.
+from distdiag.cluster.targets import Cluster  # noqa: TC001
+from distdiag.commands.trace.ranks import Wanted  # noqa: TC001
+from distdiag.jobs.model import JobSummary  # noqa: TC001
 
-LOOK_S = 0.3
-"""Between the two looks at every thread."""
+COMMAND = "trace blocked"
+SAMPLED_S = 0.3
+"""Between the two samples of every thread."""
 
 
-class Kind(StrEnum):
-    """What a thread waits for."""
+class Threads(StrEnum):
+    """Which threads to show."""
 
-    RUNS = "runs"
-    PEER = "peer"
-    STORE = "store"
-    OWN_THREADS = "own-threads"
-    SLEEP = "sleep"
-    STOPPED = "stopped"
-    STORAGE = "storage"
-    KERNEL = "kernel"
-    LOCK = "lock"
-    FILE = "file"
-    CHILD = "child"
-    NETWORK = "network"
-    ENDED = "ended"
-    UNREADABLE = "unreadable"
+    MAIN = "main"
+    ALL = "all"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wait:
-    """What one thread waits for. `on`: in words, for a table; `peers`: the processes that it waits for, any of them.
+class Request:
+    """What was asked for."""
 
-    `end`: what it has in common with them: "10.0.0.2:51916", "a pipe", a locked file. `wants`: "r" data, "w" that they
-    read. `does`: what it does, as the end of a sentence: "sleeps (nanosleep, 214 s)". `again`: it looks again from time
-    to time (a poll with a timeout), so that `since_s` is not since when it waits.
-    """
-
-    kind: Kind
-    call: str
-    on: str
-    does: str
-    since_s: float | None
-    thread: Thread | None = None
-    peers: tuple[Key, ...] = ()
-    end: str = ""
-    wants: str = ""
-    again: bool = False
-    thaws: str = ""
+    program: str
+    cluster: Cluster
+    wanted: Wanted
+    threads: Threads = Threads.MAIN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +50,7 @@ class Last:
 class ThreadRow:
     """One thread. `role`: "rank", "helper" or "process"; `kind` of Kind; `on`: what it waits for, in words.
 
-    `moved`: it ran between the two looks.
+    `moved`: it ran between the two samples.
     """
 
     host: str
@@ -122,22 +99,11 @@ class Chain:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobRow:
-    """One job; `ranks`: how many of it were looked at."""
-
-    job: str
-    launcher: str
-    world_size: int | None
-    ranks: int
-    hosts: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class TraceBlocked:
     """The facts of the answer. `helpers`: how many are not shown, as nobody waits for them."""
 
-    look_s: float
-    jobs: tuple[JobRow, ...]
+    interval_s: float
+    jobs: tuple[JobSummary, ...]
     threads: tuple[ThreadRow, ...]
     chains: tuple[Chain, ...]
     helpers: int

@@ -18,7 +18,7 @@ from distdiag.files import write_whole
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping
 
-    from distdiag.commands.pyspy_all.result import PySpyAll
+    from distdiag.commands.pyspy_all.types import PySpyAll
     from distdiag.report import Report
 
 _FIELDS = ("host", "job", "role", "state", "class", "status", "reason")
@@ -28,7 +28,7 @@ _ESCAPES = str.maketrans({character: f"\\u{ord(character):04x}" for character in
 
 
 def check_place(path: str) -> None:
-    """See beforehand whether a file can be written: a look at the job is not to be lost for that. Raises UsageError."""
+    """Check beforehand that a file can be written, so that no samples are lost for that. Raises UsageError."""
     folder = os.path.dirname(os.path.realpath(path))
     if not os.path.isdir(folder) or os.path.isdir(path) or not os.access(folder, os.W_OK):
         raise UsageError(f"--html {path}: this file cannot be written", hint="name a place that can be written")
@@ -40,12 +40,12 @@ def write_page(report: Report[PySpyAll], path: str, *, strict: bool) -> None:
 
 
 def make_page(content: Mapping[str, Any]) -> str:
-    """Put a report, the same document that --json prints, into one HTML page, in ASCII.
+    """Format a report, the same document that --json prints, into one HTML page, in ASCII.
 
     Names and reasons in it are untrusted. They reach the page as JSON and are shown as text; if that ever failed, the
     page's policy runs only the script and the style of the template, known by their hashes, and allows no request.
     """
-    page = files("distdiag.commands.pyspy_all").joinpath("page.html").read_text("ascii")
+    page = files("distdiag.commands.pyspy_all").joinpath("html_report.html").read_text("ascii")
     for element in ("style", "script"):
         page = page.replace(f"@{element}-hash@", _hash_inside(page, element))
     text = json.dumps(_content(content), separators=(",", ":"), allow_nan=False)
@@ -92,7 +92,9 @@ class _Shared:
         return self.stacks.number(tuple(map(self.frame, frames)))
 
     def all_threads(self, threads: Iterable[Mapping[str, Any]]) -> int:
-        return self.threads.number(tuple((one["name"], one["class"], self.stack(one["frames"])) for one in threads))
+        return self.threads.number(
+            tuple((thread["name"], thread["class"], self.stack(thread["frames"])) for thread in threads)
+        )
 
     def process(self, process: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -116,7 +118,7 @@ def _content(document: Mapping[str, Any]) -> dict[str, Any]:
         **{key: data[key] for key in ("samples", "interval_s")},
         "findings": [{**finding, "where": _where(finding["where"])} for finding in document["findings"]],
         "jobs": [{**job, "hosts": fold(job["hosts"])} for job in data["jobs"]],
-        "odd": [_odd(odd, members) for odd in data["odd"]],
+        "outliers": [_outlier(outlier, members) for outlier in data["outliers"]],
         "groups": groups,
         "columns": list(rows[0]) if rows else [],
         "rows": [list(row.values()) for row in rows],
@@ -130,7 +132,7 @@ def _order(process: Mapping[str, Any]) -> tuple[str, bool, int, bool, str, int]:
 
 
 class _Members:
-    """Finds the processes that a group, or an odd one, speaks of; its hosts and pids are sets, not pairs."""
+    """Finds the processes that a group or an outlier speaks of; its hosts and pids are sets, not pairs."""
 
     def __init__(self, processes: Iterable[Mapping[str, Any]]) -> None:
         self._by_rank: dict[int | None, list[tuple[int, Mapping[str, Any]]]] = {}
@@ -160,8 +162,9 @@ def _group(group: Mapping[str, Any], members: _Members, shared: _Shared) -> dict
     }
 
 
-def _odd(odd: Mapping[str, Any], members: _Members) -> dict[str, Any]:
-    return {**{key: odd[key] for key in ("class", "frame", "reason")}, **_where(odd), "members": members.of(odd)}
+def _outlier(outlier: Mapping[str, Any], members: _Members) -> dict[str, Any]:
+    shown = {key: outlier[key] for key in ("kind", "class", "frame", "reason")}
+    return {**shown, **_where(outlier), "members": members.of(outlier)}
 
 
 def _where(where: Mapping[str, Any]) -> dict[str, str]:

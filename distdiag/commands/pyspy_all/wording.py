@@ -6,16 +6,15 @@ import os
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold, fold_ranks, name_ranks
-from distdiag.commands.pyspy_all.model import FrameClass
-from distdiag.commands.pyspy_all.standing import BUSY, helper_frames, user_frame
+from distdiag.diagnosis.stack_classes import BUSY, StackClass, helper_frames, user_frame
 from distdiag.knowledge.frames import library_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.commands.pyspy_all.model import Standing
+    from distdiag.diagnosis.stack_classes import RankState
     from distdiag.jobs.model import Helper
-    from distdiag.node.capture import Capture, Frame, Thread
+    from distdiag.node.capture import Frame, Thread
     from distdiag.node.procs import Standstill
 
 _NAMED = 4
@@ -25,13 +24,13 @@ _IDLE_FILES = ("queue.py", "connection.py", "queues.py", "selectors.py", "synchr
 
 
 def spot(frame: Frame) -> str:
-    """Write a place in the code: `load_batch train.py:26`."""
+    """Format a place in the code: `load_batch train.py:26`."""
     line = f":{frame.line}" if frame.line else ""
     return f"`{frame.function}` {os.path.basename(frame.file)}{line}"
 
 
 def named(ranks: Sequence[int], room: int = 60) -> str:
-    """Name ranks: "rank 3", "ranks 0-2,8"; with their number where the list would be too long to be read."""
+    """Format ranks: "rank 3", "ranks 0-2,8"; with their number where the list would be too long to be read."""
     text = name_ranks(ranks)
     if len(text) <= room:
         return text
@@ -40,16 +39,16 @@ def named(ranks: Sequence[int], room: int = 60) -> str:
     return f"{len(set(ranks))} ranks ({folded[:cut] if cut > 0 else folded[: room - 30]},...)"
 
 
-def looks(samples: int, interval_s: float) -> str:
-    """Say how often was looked: "2 looks, 1 s apart"."""
-    return "one look" if samples == 1 else f"{samples} looks, {interval_s:g} s apart"
+def samples_in_words(samples: int, interval_s: float) -> str:
+    """Format how often was sampled: "2 samples, 1 s apart"."""
+    return "one sample" if samples == 1 else f"{samples} samples, {interval_s:g} s apart"
 
 
-def who(members: Sequence[Standing]) -> str:
-    """Name members: "rank 2 (node07, pid 4711)", "ranks 0-1,3 (node[07-08])", "pid 812 (node07)"."""
-    ranks = [one.rank for one in members if one.rank is not None]
-    pids = [one.pid for one in members if one.pid is not None]
-    hosts = fold(dict.fromkeys(one.member.host for one in members if one.member.host))
+def who(members: Sequence[RankState]) -> str:
+    """Format members: "rank 2 (node07, pid 4711)", "ranks 0-1,3 (node[07-08])", "pid 812 (node07)"."""
+    ranks = [state.member.rank for state in members if state.member.rank is not None]
+    pids = [state.member.pid for state in members if state.member.pid is not None]
+    hosts = fold(dict.fromkeys(state.member.host for state in members if state.member.host))
     if len(ranks) < len(members):
         shown = f"pid{'s' if len(pids) > 1 else ''} {', '.join(map(str, pids[:_NAMED]))}"
         more = f" and {len(pids) - _NAMED} more" if len(pids) > _NAMED else ""
@@ -58,112 +57,124 @@ def who(members: Sequence[Standing]) -> str:
     return named(ranks) + (f" ({place})" if place else "")
 
 
-def briefly(members: Sequence[Standing]) -> str:
-    """Name members without their hosts: "ranks 0-1,3"."""
-    ranks = [one.rank for one in members if one.rank is not None]
+def briefly(members: Sequence[RankState]) -> str:
+    """Format members without their hosts: "ranks 0-1,3"."""
+    ranks = [state.member.rank for state in members if state.member.rank is not None]
     if len(ranks) == len(members):
         return named(ranks)
-    pids = [one.pid for one in members if one.pid is not None]
+    pids = [state.member.pid for state in members if state.member.pid is not None]
     return f"pids {fold_ranks(pids)}" if len(pids) > 1 else f"pid {pids[0]}" if pids else "a process"
 
 
-def waits(one: Standing, *, alone: bool = False) -> str:
-    """Say where a waiting member stands: "in `all_reduce` called from `train_step train.py:25`".
+def waits(state: RankState, *, alone: bool = False) -> str:
+    """Describe where a waiting member stands: "in `all_reduce` called from `train_step train.py:25`".
 
     `alone`: it is not an example of many, so the rank that its `send` or `recv` names is said as well.
     """
-    frame = one.site.frame
+    frame = state.thread.location.frame
     called = f" called from {spot(frame)}" if frame is not None else ""
-    if one.site.operation == "backward":
+    if state.thread.location.operation == "backward":
         return f"inside `backward`{called}, without computing"
-    if one.kind is FrameClass.CUDA_SYNC:
+    if state.thread.kind is StackClass.CUDA_SYNC:
         return f"for the GPU, in {spot(frame)}" if frame is not None else "for the GPU"
-    peer = f" {_DIRECTIONS['recv' in one.site.operation]} rank {one.stance.peer}" if alone and _has_peer(one) else ""
-    return f"in `{one.site.operation}`{peer}{called}" if one.site.operation else f"in {_where(one)}"
+    peer = (
+        f" {_DIRECTIONS['recv' in state.thread.location.operation]} rank {state.thread.peer}"
+        if alone and _has_peer(state)
+        else ""
+    )
+    return (
+        f"in `{state.thread.location.operation}`{peer}{called}"
+        if state.thread.location.operation
+        else f"in {_where(state)}"
+    )
 
 
 _DIRECTIONS = {True: "from", False: "to"}
 
 
-def _has_peer(one: Standing) -> bool:
-    return one.site.is_p2p and one.stance.peer is not None
+def _has_peer(state: RankState) -> bool:
+    return state.thread.location.is_p2p and state.thread.peer is not None
 
 
-def does(one: Standing) -> str:
-    """Say what an odd member does, beginning with its place in the code."""
-    parts = [_where(one)]
-    if one.kind is FrameClass.STOPPED:
-        reason = one.reason.partition(": ")[0]
-        parts = [f"{reason}, at {_where(one)}" if one.frames else reason]
-    elif one.kind is FrameClass.EXITED:
-        return one.reason
-    elif one.status == "traced":
-        parts.append(one.reason)
-    worker = worker_in_words(one)
-    parts += [part for part in ([worker] if worker else [_doing(one)]) if part]
+def does(state: RankState) -> str:
+    """Describe what an outlier does, beginning with its place in the code."""
+    parts = [_where(state)]
+    if state.thread.kind is StackClass.STOPPED:
+        reason = state.thread.reason.partition(": ")[0]
+        parts = [f"{reason}, at {_where(state)}" if state.thread.frames else reason]
+    elif state.thread.kind is StackClass.EXITED:
+        return state.thread.reason
+    elif state.thread.status == "traced":
+        parts.append(state.thread.reason)
+    worker = worker_in_words(state)
+    parts += [part for part in ([worker] if worker else [_doing(state)]) if part]
     return ", ".join(parts)
 
 
-def _where(one: Standing) -> str:
-    frame = one.site.frame
-    thread = f" (thread {one.stance.thread})" if one.stance.thread else ""
+def _where(state: RankState) -> str:
+    frame = state.thread.location.frame
+    thread = f" (thread {state.thread.name})" if state.thread.name else ""
     if frame is None:
-        return (spot(one.frames[0]) if one.frames else "an unknown place") + thread
-    if one.site.operation and one.kind not in (FrameClass.PYTHON, FrameClass.DEBUGGER):
-        return f"{spot(frame)} (in `{one.site.operation}`){thread}"
+        return (spot(state.thread.frames[0]) if state.thread.frames else "an unknown place") + thread
+    if state.thread.location.operation and state.thread.kind not in (StackClass.PYTHON, StackClass.DEBUGGER):
+        return f"{spot(frame)} (in `{state.thread.location.operation}`){thread}"
     return spot(frame) + thread
 
 
-def _doing(one: Standing) -> str:
-    if one.kind in (FrameClass.STOPPED, FrameClass.EXITED):
+def _doing(state: RankState) -> str:
+    if state.thread.kind in (StackClass.STOPPED, StackClass.EXITED):
         return ""
-    if one.stance.runs and (one.busy or 0.0) < BUSY and one.kind is not FrameClass.COMPILE:
-        share = "" if one.busy is None else f", it gets {one.busy:.0%} of one"
+    if state.thread.runs and (state.thread.busy or 0.0) < BUSY and state.thread.kind is not StackClass.COMPILE:
+        share = "" if state.thread.busy is None else f", it gets {state.thread.busy:.0%} of one"
         return f"waiting for a processor{share}"
-    if one.busy is not None and one.busy >= BUSY and one.kind is not FrameClass.COMPILE:
-        moves = "and moving between the looks" if one.moving else "at the same line in each look"
-        return f"computing ({one.busy:.0%} of a core, {moves})"
-    main = _main_standstill(one)
+    if state.thread.busy is not None and state.thread.busy >= BUSY and state.thread.kind is not StackClass.COMPILE:
+        moves = "and moving between the samples" if state.thread.moving else "at the same line in each sample"
+        return f"computing ({state.thread.busy:.0%} of a core, {moves})"
+    main = state.standstill
     words = in_kernel(main) if main is not None else ""
     kind = {
-        FrameClass.DATA: "loading data",
-        FrameClass.CHECKPOINT: "in a checkpoint",
-        FrameClass.COMPILE: "compiling",
-        FrameClass.STORAGE: "",
-        FrameClass.GIL: f"waiting for the GIL{_holder(one)}",
-        FrameClass.LOCK: _waits_for(one, main),
-        FrameClass.DEBUGGER: "in the debugger, waiting for input",
-        FrameClass.CUDA_SYNC: "waiting for its GPU",
-        FrameClass.TEARDOWN: "ending",
-        FrameClass.IMPORT: "importing",
-    }.get(one.kind, "")
-    if one.moving:
-        words = "moving between the looks"
+        StackClass.DATA: "loading data",
+        StackClass.CHECKPOINT: "in a checkpoint",
+        StackClass.COMPILE: "compiling",
+        StackClass.STORAGE: "",
+        StackClass.GIL: f"waiting for the GIL{_holder(state)}",
+        StackClass.LOCK: _waits_for(state, main),
+        StackClass.DEBUGGER: "in the debugger, waiting for input",
+        StackClass.CUDA_SYNC: "waiting for its GPU",
+        StackClass.TEARDOWN: "ending",
+        StackClass.IMPORT: "importing",
+    }.get(state.thread.kind, "")
+    if state.thread.moving:
+        words = "moving between the samples"
     return ", ".join(part for part in (kind, words) if part)
 
 
-def _waits_for(one: Standing, main: Standstill | None) -> str:
+def _waits_for(state: RankState, main: Standstill | None) -> str:
     if main is not None and main.syscall in ("wait4", "waitid"):
         return "" if main.path else "waiting for a program that it started"
-    others = _other_threads(one)
+    others = _other_threads(state)
     if len(others) == 1:
         return f"waiting for a lock or its thread {_at(others[0])}"
     return "waiting for a lock or another thread"
 
 
-def _holder(one: Standing) -> str:
+def _holder(state: RankState) -> str:
     """Name the thread that holds the interpreter lock."""
-    look = _last_look(one)
+    sample = state.last_sample
     holder = (
-        next((thread for thread in look.threads[1:] if thread.os_thread_id == look.gil_holder), None) if look else None
+        next((thread for thread in sample.threads[1:] if thread.os_thread_id == sample.gil_holder), None)
+        if sample
+        else None
     )
     return f", which its thread {_at(holder)} holds" if holder is not None else ""
 
 
-def _other_threads(one: Standing) -> list[Thread]:
+def _other_threads(state: RankState) -> list[Thread]:
     """List the threads besides the judged one that run code of the user's."""
-    look = _last_look(one)
-    return [thread for thread in look.threads[1:] if user_frame(thread.frames) is not None] if look is not None else []
+    sample = state.last_sample
+    return (
+        [thread for thread in sample.threads[1:] if user_frame(thread.frames) is not None] if sample is not None else []
+    )
 
 
 def _at(thread: Thread) -> str:
@@ -172,7 +183,7 @@ def _at(thread: Thread) -> str:
 
 
 def in_kernel(still: Standstill) -> str:
-    """Say what a thread waits for in the kernel; empty if that tells nothing."""
+    """Describe what a thread waits for in the kernel; empty if that tells nothing."""
     state = f"D state{_for(still.since_s)}" if still.state == "D" else ""
     if still.path:
         verb = _VERBS.get(still.syscall, f"is in {still.syscall} of")
@@ -198,19 +209,19 @@ _VERBS = {
 }
 
 
-def worker_in_words(one: Standing) -> str:
+def worker_in_words(state: RankState) -> str:
     """Name the DataLoader worker that a rank waits for; empty if it does not wait for one that is busy."""
-    found = stuck_worker(one)
+    found = stuck_worker(state)
     if found is None:
         return ""
     return f"waiting for its DataLoader worker {found.process.pid}, which {worker_does(found)}"
 
 
-def stuck_worker(one: Standing) -> Helper | None:
+def stuck_worker(state: RankState) -> Helper | None:
     """Find the DataLoader worker that has not delivered: the one that does not wait for work."""
-    if one.kind is not FrameClass.DATA:
+    if state.thread.kind is not StackClass.DATA:
         return None
-    workers = [helper for helper in one.member.helpers if _is_worker(helper)]
+    workers = [helper for helper in state.member.helpers if _is_worker(helper)]
     still = [helper for helper in workers if _state(helper) in ("T", "t", "D", "Z")]
     busy = [
         helper for helper in workers if helper not in still and helper_frames(helper.watched) and not _is_idle(helper)
@@ -219,22 +230,22 @@ def stuck_worker(one: Standing) -> Helper | None:
 
 
 def worker_does(helper: Helper) -> str:
-    """Say what a worker does: "reads /data/x (D state 214 s)", "is stopped", "is in `__getitem__` data.py:12"."""
+    """Describe what a worker does: "reads /data/x (D state 214 s)", "is stopped", "is in `__getitem__` data.py:12"."""
     if _state(helper) == "Z":
         return "has died"
     if _state(helper) in ("T", "t"):
         return "is stopped"
-    look = helper.watched.looks[-1] if helper.watched is not None and helper.watched.looks else None
+    sample = helper.watched.samples[-1] if helper.watched is not None and helper.watched.samples else None
     frames = helper_frames(helper.watched)
     own = user_frame(frames) or (frames[0] if frames else None)
-    kernel = in_kernel(look.standstill[0]) if look is not None and look.standstill else ""
+    kernel = in_kernel(sample.standstill[0]) if sample is not None and sample.standstill else ""
     place = f"is in {spot(own)}" if own is not None else ""
     return ", ".join(part for part in (place, kernel) if part) or "does not deliver"
 
 
 def _state(helper: Helper) -> str:
-    looks = helper.watched.looks if helper.watched is not None else ()
-    return looks[-1].state if looks else helper.process.state
+    samples = helper.watched.samples if helper.watched is not None else ()
+    return samples[-1].state if samples else helper.process.state
 
 
 def _is_worker(helper: Helper) -> bool:
@@ -244,7 +255,7 @@ def _is_worker(helper: Helper) -> bool:
 
 
 def _is_idle(helper: Helper) -> bool:
-    """Tell whether a worker waits for its next index: between its queue and the worker loop there is nothing else."""
+    """Return whether a worker waits for its next index: between its queue and the worker loop there is nothing else."""
     for frame in helper_frames(helper.watched):
         path = library_path(frame.file) or ""
         if path.endswith(_WORKER_FILE):
@@ -252,15 +263,6 @@ def _is_idle(helper: Helper) -> bool:
         if not path.endswith(_IDLE_FILES):
             return False
     return False
-
-
-def _last_look(one: Standing) -> Capture | None:
-    return one.member.watched.looks[-1] if one.member.watched is not None and one.member.watched.looks else None
-
-
-def _main_standstill(one: Standing) -> Standstill | None:
-    look = _last_look(one)
-    return look.standstill[0] if look is not None and look.standstill else None
 
 
 def _for(seconds: float | None) -> str:
