@@ -27,7 +27,7 @@ from distdiag.commands.overflow.show.model import Request
 from distdiag.commands.overflow.show.records import SCHEMA
 from distdiag.deliver import Progress
 from distdiag.errors import UsageError
-from distdiag.training.overflow import output
+from distdiag.training.overflow import detection
 from distdiag.training.overflow.detection import OverflowDetected
 from distdiag.training.overflow.detector import DebugUnderflowOverflow
 
@@ -107,7 +107,7 @@ def checked(request: Request) -> Report[OverflowShow]:
 
 
 def test_the_format_is_the_detectors() -> None:
-    assert SCHEMA == output.SCHEMA
+    assert SCHEMA == detection.SCHEMA
     assert {name: torch.finfo(getattr(torch, name)).max for name in LIMITS} == LIMITS
 
 

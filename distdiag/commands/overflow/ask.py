@@ -21,7 +21,7 @@ from distdiag.deliver import Output, deliver, document, emit, fail
 from distdiag.errors import UsageError
 from distdiag.foreground import argv_of, leave_like
 from distdiag.node.identity import identify
-from distdiag.training.overflow.settings import Settings
+from distdiag.training.overflow.session import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

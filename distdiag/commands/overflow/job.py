@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from distdiag import foreground
 from distdiag.commands.overflow.model import Detection, Overflow, Watched
 from distdiag.files import make_folder
-from distdiag.training.overflow.settings import VARIABLE, Settings
+from distdiag.training.overflow.session import VARIABLE, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
