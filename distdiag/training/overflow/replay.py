@@ -259,7 +259,7 @@ def _hook_of(model: Module) -> str:
     for name, module in model.named_modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             where = getattr(hook, "__module__", None) or type(hook).__module__
-            if not where.startswith(("torch.", "distdiag.", "contextlib")):  # the last: see hook.py
+            if not where.startswith(("torch.", "distdiag.", "contextlib")):  # the last: see modules.Hook
                 return f"`{name}`" if name else "the model"
     return ""
 
