@@ -220,8 +220,7 @@ def _not_finite(selection: Selection) -> Iterator[Finding]:
     """Report nan and inf that the detector says nothing of: it may be meant so, or the job ended first."""
     found = [
         (forward.id, forward.not_finite[0], recording)
-        for recording in selection.recordings
-        for forward in selection.of(recording)
+        for recording, forward in selection.owned
         # Only the first is detected where the job goes on.
         if forward.not_finite and not any(found.batch <= forward.id.batch for found in recording.detections)
     ]
@@ -241,11 +240,10 @@ def _near(request: Request, selection: Selection) -> Iterator[Finding]:
     """Report outputs near their limit, each module once, where it was nearest."""
     fits = matches(request.module)
     best: dict[str, tuple[At, ForwardId, Recording]] = {}
-    for recording in selection.recordings:
-        for forward in selection.of(recording):
-            for at in forward.near():
-                if fits(at.module) and (at.module not in best or at.share > best[at.module][0].share):
-                    best[at.module] = (at, forward.id, recording)
+    for recording, forward in selection.owned:
+        for at in forward.near():
+            if fits(at.module) and (at.module not in best or at.share > best[at.module][0].share):
+                best[at.module] = (at, forward.id, recording)
     ordered = sorted(best.values(), key=lambda found: -found[0].share)
     if not ordered:
         return

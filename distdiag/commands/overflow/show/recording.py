@@ -304,10 +304,6 @@ class Recording:
         kept = dict.fromkeys(forward.id.batch for forward in self.forwards)
         return tuple(kept) if not self.passed else tuple(sorted({*kept, *self.passed}))
 
-    def has_detection_in(self, forward: Forward) -> bool:
-        """Return whether something was detected in the batch of a forward."""
-        return any(found.batch == forward.id.batch for found in self.detections)
-
     @property
     def is_empty(self) -> bool:
         """Whether nothing was written into it."""

@@ -86,15 +86,19 @@ class Selection:
     """
 
     recordings: tuple[Recording, ...]
-    forwards: tuple[Forward, ...]
+    owned: tuple[tuple[Recording, Forward], ...]
     main: Forward | None
     growth: tuple[Growth, ...]
     names: Names
 
+    @property
+    def forwards(self) -> list[Forward]:
+        """The chosen forwards of all recordings."""
+        return [forward for _, forward in self.owned]
+
     def of(self, recording: Recording) -> list[Forward]:
         """Return the chosen forwards of a recording."""
-        own = {id(forward) for forward in recording.forwards}
-        return [forward for forward in self.forwards if id(forward) in own]
+        return [forward for owner, forward in self.owned if owner is recording]
 
     def growth_of(self, forward: Forward | None) -> Growth | None:
         """Return how the greatest number of a forward came about."""
@@ -110,16 +114,17 @@ def select(request: Request, recordings: Sequence[Recording]) -> Selection:
     """Choose forwards by --batch, and the one the answer is about: of the detection, else the nearest to a limit."""
     ordered = sorted(recordings, key=lambda recording: (recording.rank is None, recording.rank or 0))
     every = [(recording, forward) for recording in ordered for forward in recording.forwards]
-    chosen = [pair for pair in every if not request.batches or pair[1].id.batch in request.batches]
-    forwards = [forward for _, forward in chosen]
+    owned = [pair for pair in every if not request.batches or pair[1].id.batch in request.batches]
+    forwards = [forward for _, forward in owned]
     highest = sorted(forwards, key=lambda forward: -forward.peak())[:_MOST_GROWTH]
-    detected = [forward for recording, forward in chosen if recording.has_detection_in(forward)]
+    found = {(id(recording), each.batch) for recording in recordings for each in recording.detections}
+    detected = [forward for recording, forward in owned if (id(recording), forward.id.batch) in found]
     wanted = {id(forward) for forward in (*highest, *detected[:1])}
     fits = matches(request.module)
     growth = (growth_of(forward) for forward in forwards if id(forward) in wanted)
     return Selection(
         recordings=tuple(ordered),
-        forwards=tuple(forwards),
+        owned=tuple(owned),
         main=next(iter((*detected, *highest)), None),
         growth=tuple(each for each in growth if each is not None and fits(each.end.module)),
         names=Names([forward.id for forward in forwards]),
