@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from distdiag.report import Finding, Fix, Level, Report, Verdict, Where
     from distdiag.training.floatcmp import floatcmp
     from distdiag.training.lines.session import trace_lines
+    from distdiag.training.overflow.detect import detect_overflow
     from distdiag.training.overflow.detection import OverflowDetected
     from distdiag.training.overflow.detector import DebugUnderflowOverflow
-    from distdiag.training.overflow.here import detect_overflow
     from distdiag.training.printing import printflock
     from distdiag.training.rank_breakpoint import breakpoint
 
@@ -42,7 +42,7 @@ _HOME = {
     "DebugUnderflowOverflow": "distdiag.training.overflow.detector",
     "OverflowDetected": "distdiag.training.overflow.detection",
     "breakpoint": "distdiag.training.rank_breakpoint",
-    "detect_overflow": "distdiag.training.overflow.here",
+    "detect_overflow": "distdiag.training.overflow.detect",
     "floatcmp": "distdiag.training.floatcmp",
     "printflock": "distdiag.training.printing",
     "trace_lines": "distdiag.training.lines.session",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+
 _DEEPEST = 16
 _MOST = 4096
 """Of one value: whatever has more parts is data, and not what a model works with."""
@@ -32,8 +33,8 @@ def leaves(value: object, label: str) -> Iterator[tuple[str, object]]:
         return
     left = [_MOST]
     if _inside(value) is None and _is_object(value):
-        for name, one in list(vars(value).items()):
-            yield from _opened(one, f"{label}.{name}", 1, left)
+        for name, part in list(vars(value).items()):
+            yield from _opened(part, f"{label}.{name}", 1, left)
         return
     yield from _opened(value, label, 0, left)
 
@@ -44,19 +45,19 @@ def _opened(value: object, label: str, depth: int, left: list[int]) -> Iterator[
         left[0] -= 1
         yield label, value
         return
-    for step, one in inner:
+    for step, part in inner:
         if left[0] <= 0:
             return
-        yield from _opened(one, label + step, depth + 1, left)
+        yield from _opened(part, label + step, depth + 1, left)
 
 
 def _inside(value: object) -> Iterator[tuple[str, object]] | None:
     if isinstance(value, Tensor):
         return None
     if isinstance(value, (dict, UserDict)):  # another mapping may read a file for each of its values
-        return ((f"[{key!r}]", one) for key, one in value.items())
+        return ((f"[{key!r}]", part) for key, part in value.items())
     if isinstance(value, (tuple, list)):
-        return ((f"[{number}]", one) for number, one in enumerate(value))
+        return ((f"[{number}]", part) for number, part in enumerate(value))
     if is_dataclass(value) and not isinstance(value, type):
         return ((f".{name}", vars(value)[name]) for name in _held(value))
     return None
@@ -110,7 +111,7 @@ def copied(value: object, leaf: Callable[[object], object]) -> Any:  # noqa: ANN
     inside = _inside(value)
     if inside is None:
         return leaf(value)
-    parts = [copied(one, leaf) for _, one in inside]
+    parts = [copied(part, leaf) for _, part in inside]
     if isinstance(value, tuple):
         same = all(a is b for a, b in zip(value, parts, strict=True))
         return value if same else value._make(parts) if hasattr(value, "_make") else type(value)(parts)

@@ -1,4 +1,4 @@
-"""What is asked of overflow, and what the watched processes of a job told."""
+"""What the watched processes of a job wrote, and what came of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ COMMAND = "overflow"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class WatchedModel:
     """One model that was watched: its class, how many forwards and optimizer steps were seen, and what was found.
 
     `off`: why the detector gave up. Of `unread` forwards no output could be read; the last was a `kind`.
@@ -26,7 +26,7 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watched:
+class WatchedProcess:
     """One process of the job. `ended`: it came to its own end; else the counts are those of its beginning.
 
     `left_out`: why models, or the process itself, were not watched.
@@ -35,7 +35,7 @@ class Watched:
     rank: int | None
     host: str
     pid: int
-    models: tuple[Model, ...]
+    models: tuple[WatchedModel, ...]
     ended: bool = False
     left_out: tuple[str, ...] = ()
 
@@ -63,6 +63,16 @@ class Overflow:
 
     argv: tuple[str, ...]
     status: int
-    processes: tuple[Watched, ...]
+    processes: tuple[WatchedProcess, ...]
     detections: tuple[Detection, ...]
     frames: tuple[str, ...] = ()
+
+    @property
+    def models(self) -> list[WatchedModel]:
+        """All models of all processes."""
+        return [model for process in self.processes for model in process.models]
+
+    @property
+    def was_aborted(self) -> bool:
+        """Whether the job ended after the batch of --abort-after."""
+        return self.status != 0 and any(model.aborted for model in self.models)
