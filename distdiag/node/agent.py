@@ -35,14 +35,12 @@ _POLL_S = 0.03
 _ALIVE_S = 1.0
 
 
-def main(config: dict[str, Any]) -> None:
-    """Run the agent on stdin and stdout, see `serve`."""
-    leave(serve(config, 0, Writer.take_stdout()))
-
-
-def leave(status: int) -> NoReturn:
-    """End this process: taking Python apart first would cost each agent a tenth of its time."""
-    os._exit(status)
+def main(config: dict[str, Any], connection: int | None = None) -> None:
+    """Run the agent on stdin and stdout, or on a connected socket's descriptor, see `serve`."""
+    status = (
+        serve(config, 0, Writer.take_stdout()) if connection is None else serve(config, connection, Writer(connection))
+    )
+    os._exit(status)  # taking Python apart first would cost each agent a tenth of its time
 
 
 def serve(config: dict[str, Any], orders_fd: int, wire: Writer, lost: Callable[[], int] = lambda: 0) -> int:

@@ -264,9 +264,7 @@ def test_the_node_side_runs_where_nothing_is_installed(python: str, tmp_path: Pa
         pytest.skip(f"{python} does not run")
     (tmp_path / "json.py").write_text("raise ImportError('a stray file of the working directory')")
     collect = "distdiag.workload.collect"
-    sources, entry = bundle.sources(collect), "distdiag.node.agent"
-    # Compiled for the Python of this test, which another Python may not take.
-    payload = boot.pack(sources, entry, _order(collect), compiled=bundle.first(sources, entry, collect))
+    payload = boot.pack(bundle.sources(bundle.AGENT, collect), bundle.AGENT, _order(collect))
     agent = subprocess.Popen(
         [python, "-S", "-c", boot.START, str(len(payload)), "distdiag-agent"],
         stdin=subprocess.PIPE,
