@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from enum import StrEnum
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from distdiag.cluster.hosts import Host
     from distdiag.cluster.links import Link
     from distdiag.cluster.records import Said
+    from distdiag.node.protocol import Message
 
 _MAX_BYTES = {False: 64 * 2**20, True: 256 * 2**20}
 """What one node may say until it is up, and in all: a broken or hostile one costs no more memory and time than that."""
@@ -63,9 +63,9 @@ class Node:
         self._noise = wire.Reader()
         self._bytes = 0
 
-    def order(self, do: str, **details: Any) -> None:  # noqa: ANN401 - any JSON
+    def order(self, order: Message) -> None:
         """Send one order to the agent."""
-        self.link.write(json.dumps({"do": do, **details}).encode() + b"\n")
+        self.link.write(order.to_json() + b"\n")
 
     def hear(self) -> tuple[list[Said], bool, Refusal | None]:
         """Take what came: the records in order, whether that was all, and why the node is not to be heard any more.

@@ -8,7 +8,6 @@ started here is killed and the agent ends, with status 0 whatever it found.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import select
 import signal
@@ -17,7 +16,7 @@ import threading
 import time
 from collections import deque
 
-from distdiag.node import boot, hello
+from distdiag.node import boot, hello, protocol
 from distdiag.node.wire import Writer
 
 TYPE_CHECKING = False
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any, NoReturn
 
+    from distdiag.node.protocol import Message
     from distdiag.node.ranks import Ranks
     from distdiag.node.reach import Reach
     from distdiag.node.tools import Tools
@@ -52,27 +52,27 @@ def serve(config: dict[str, Any], orders_fd: int, wire: Writer, lost: Callable[[
     parent may be a stranger}
     """
     os.environ.update(config["env"])
-    inbox = _Inbox(orders_fd, wire, config["silence_s"], lost)
+    inbox = MessageReader(orders_fd, wire, config["silence_s"], lost)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         # A guest is one of the launcher's processes: all got the signal, and the parent will say how we end.
         signal.signal(number, signal.SIG_IGN if config["guest"] else _leave)
-    hands = _Hands(wire, config["collect"], guest=config["guest"])
+    dispatcher = Dispatcher(wire, config["collect"], guest=config["guest"])
     try:
-        wire.send("hello", **hello.who_is_here())
+        wire.send(hello.who_is_here())
         facts = importlib.import_module(config["collect"]).facts(config["ask"])
-        wire.send("facts", facts=_as_told(facts))
-        return _obey_all(inbox, hands)
+        wire.send(protocol.Facts(facts=_as_told(facts)))
+        return _obey_all(inbox, dispatcher)
     except (BrokenPipeError, ConnectionError):
         return lost()  # the parent is gone: the same as the end of the orders
     finally:
-        hands.end()
+        dispatcher.end()
 
 
-class _Inbox:
+class MessageReader:
     """Takes orders on a thread of its own, so that the end of them is seen whatever else is being done."""
 
     def __init__(self, fd: int, wire: Writer, silence_s: float | None, lost: Callable[[], int]) -> None:
-        self.orders: deque[dict[str, Any]] = deque()
+        self.orders: deque[Message] = deque()
         self.bell, self._push = os.pipe()
         self._fd = fd
         self._wire = wire
@@ -97,10 +97,12 @@ class _Inbox:
                 heard = time.monotonic()
                 *lines, rest = (rest + data).split(b"\n")
                 for line in filter(None, lines):  # an empty line only says that the parent is there
-                    order = json.loads(line)
+                    order = protocol.read_order(line)
+                    if order is None:  # only a newer parent knows it
+                        continue
                     self.orders.append(order)
                     os.write(self._push, b".")
-                    if order["do"] == "leave":
+                    if isinstance(order, protocol.Leave):
                         return  # the end that comes after it is no loss
             if self._silence_s is not None:
                 if looked_at - heard > self._silence_s:
@@ -109,7 +111,7 @@ class _Inbox:
 
     def _tell_that_we_live(self) -> None:
         try:
-            self._wire.send_if_free("alive")
+            self._wire.send_if_free(protocol.Alive())
         except (BrokenPipeError, ConnectionError):
             self._die()
 
@@ -121,21 +123,21 @@ class _Inbox:
         os._exit(status)
 
 
-def _obey_all(inbox: _Inbox, hands: _Hands) -> int:
+def _obey_all(inbox: MessageReader, dispatcher: Dispatcher) -> int:
     while True:
-        watched = [inbox.bell, *hands.descriptors()]
-        ready, _, _ = select.select(watched, [], [], _POLL_S if hands.busy else None)
+        watched = [inbox.bell, *dispatcher.descriptors()]
+        ready, _, _ = select.select(watched, [], [], _POLL_S if dispatcher.busy else None)
         if inbox.bell in ready:
             os.read(inbox.bell, 1)
             order = inbox.orders.popleft()
-            if order["do"] == "leave":
-                return int(order["status"])
-            hands.do(order)
-        hands.poll()
+            if isinstance(order, protocol.Leave):
+                return int(order.status)
+            dispatcher.do(order)
+        dispatcher.poll()
 
 
-class _Hands:
-    """Who does what is ordered. Imported when it is first wanted: most agents only tell their facts."""
+class Dispatcher:
+    """Does what is ordered. What that needs is imported when it is first wanted: most agents only tell their facts."""
 
     def __init__(self, wire: Writer, collect: str, *, guest: bool) -> None:
         self._wire = wire
@@ -144,6 +146,19 @@ class _Hands:
         self._ranks: Ranks | None = None
         self._reach: Reach | None = None
         self._tools: Tools | None = None
+        self._handlers: dict[type[Message], Callable[[Any], None]] = {
+            protocol.Collect: self._tell_more,
+            protocol.KeepLogs: lambda order: self._the_ranks().keep_logs(),
+            protocol.Listen: lambda order: self._the_ranks().listen(order),
+            protocol.StartRank: lambda order: self._the_ranks().start(order),
+            protocol.Mark: lambda order: self._the_ranks().mark(),
+            protocol.Inspect: lambda order: self._the_ranks().inspect(order),
+            protocol.SendTool: self._take_tool,
+            protocol.ReachListen: lambda order: self._the_reach().listen(order),
+            protocol.ReachServe: self._serve_reach,
+            protocol.ReachTry: lambda order: self._the_reach().probe(order),
+            protocol.ReachEnd: lambda order: self._the_reach().end(),
+        }
 
     @property
     def busy(self) -> bool:
@@ -164,54 +179,39 @@ class _Hands:
         if self._ranks is not None:
             self._ranks.end()
 
-    def do(self, order: dict[str, Any]) -> None:
-        """Obey one order; what a newer parent may say is passed over."""
-        kind = order["do"]
-        if kind in ("listen", "keep-logs", "start", "mark", "inspect"):
-            self._about_ranks(order)
-        elif kind.startswith("reach-"):
-            self._about_reach(order)
-        elif kind == "collect":
-            self._tell_more(order["ask"])
-        elif kind == "tool" and not self._guest:
-            from distdiag.node.tools import Tools
+    def do(self, order: Message) -> None:
+        """Obey one order."""
+        self._handlers[type(order)](order)
 
-            self._tools = self._tools or Tools(self._wire)
-            self._tools.take(order)
-
-    def _tell_more(self, ask: dict[str, Any]) -> None:
+    def _tell_more(self, order: protocol.Collect) -> None:
         module = importlib.import_module(self._collect)
-        module.more(ask, lambda facts: self._wire.send("more", facts=_as_told(facts)))
-        self._wire.send("more-end")
+        module.more(order.ask, lambda facts: self._wire.send(protocol.More(facts=_as_told(facts))))
+        self._wire.send(protocol.MoreEnd())
 
-    def _about_ranks(self, order: dict[str, Any]) -> None:
-        # By its name: it travels with commands that start ranks, see distdiag.cluster.access.Agent.
-        module = importlib.import_module("distdiag.node.ranks")
-        ranks: Ranks = self._ranks or module.Ranks(self._wire, boot.carried, guest=self._guest)
-        self._ranks = ranks
-        if order["do"] == "listen":
-            ranks.listen(order)
-        elif order["do"] == "keep-logs":
-            ranks.keep_logs()
-        elif order["do"] == "start":
-            ranks.start(order)
-        elif order["do"] == "mark":
-            ranks.mark()
-        else:
-            ranks.inspect(order)
+    def _take_tool(self, order: protocol.SendTool) -> None:
+        if self._guest:
+            return
+        from distdiag.node.tools import Tools
 
-    def _about_reach(self, order: dict[str, Any]) -> None:
+        self._tools = self._tools or Tools(self._wire)
+        self._tools.take(order)
+
+    def _the_ranks(self) -> Ranks:
+        if self._ranks is None:
+            # By its name: it travels with commands that start ranks, see distdiag.cluster.access.Agent.
+            module = importlib.import_module("distdiag.node.ranks")
+            self._ranks = module.Ranks(self._wire, boot.carried, guest=self._guest)
+        ranks: Ranks = self._ranks
+        return ranks
+
+    def _the_reach(self) -> Reach:
         from distdiag.node.reach import Reach
 
-        reach = self._reach = self._reach or Reach(self._wire)
-        if order["do"] == "reach-listen":
-            reach.listen(order)
-        elif order["do"] == "reach-serve":
-            reach.serve(order, None if self._ranks is None else self._ranks.listener)
-        elif order["do"] == "reach-probe":
-            reach.probe(order)
-        elif order["do"] == "reach-end":
-            reach.end(order)
+        self._reach = self._reach or Reach(self._wire)
+        return self._reach
+
+    def _serve_reach(self, order: protocol.ReachServe) -> None:
+        self._the_reach().serve(order, None if self._ranks is None else self._ranks.listener)
 
 
 def _as_told(facts: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass, or a dictionary as of one

@@ -4,8 +4,7 @@ The payload carries their sources, an entry module and its configuration; the in
 under their own names (so tracebacks and py-spy show real file names and lines) and calls `main` of the entry module.
 It comes over the connection that the sender keeps, whose end means that the sender is gone:
 
-    stdin    `python -c START <length> <title>` reads `pack(...)` from it. An agent says that it is ready before it is
-             sent anything: the shell that started it may read ahead, and would swallow it.
+    stdin    `python -c START <length> <title>` reads `pack(...)` from it.
     socket   srun and mpirun give stdin to one task only. There `python -c ARGUMENT_START <modules>` gets the few
              modules that connect back and prove who they are (distdiag/node/call_home.py); these read
              `pack_message(...)` from the socket.
@@ -38,7 +37,6 @@ START = r"""import os,sys
 if sys.path and not sys.path[0]: del sys.path[0]
 import zlib
 n,b=int(sys.argv[1]),b""
-if sys.argv[2]=="distdiag-agent": os.write(1,b'\n\x1eDD1 {"kind":"ready"}\n')
 while len(b)<n:
   c=os.read(0,n-len(b))
   if not c: sys.exit(0)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support import wait_until
 
-from distdiag.cluster import bundle
+from distdiag.cluster import bootstrap, bundle
 from distdiag.node import boot, machine, procs, rendezvous, run, stacks, wire
 from distdiag.node.identity import Identity, identify
 
@@ -266,7 +266,7 @@ def test_the_node_side_runs_where_nothing_is_installed(python: str, tmp_path: Pa
     collect = "distdiag.workload.collect"
     payload = boot.pack(bundle.sources(bundle.AGENT, collect), bundle.AGENT, _order(collect))
     agent = subprocess.Popen(
-        [python, "-S", "-c", boot.START, str(len(payload)), "distdiag-agent"],
+        [python, "-S", "-c", bootstrap.AGENT_START, str(len(payload)), "distdiag-agent"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -23,7 +23,7 @@ from distdiag.cluster.links import Heard, Link, ProcessLink
 from distdiag.cluster.rows import HostState, Refusal
 from distdiag.cluster.transports import Arrivals, Transport
 from distdiag.errors import DistdiagError
-from distdiag.node import boot, call_home, handshake, run, wire
+from distdiag.node import boot, call_home, handshake, protocol, run, wire
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -255,7 +255,7 @@ class StepTransport(Transport):
                 words.partition("distdiag: ")[2] or words,
                 "the nodes must be able to connect to this machine, as they must for srun itself; see its firewall",
             )
-        if any('"no-python"' in line for line in said):
+        if any(f'"{protocol.NoPython.kind}"' in line for line in said):
             return HostState.NO_PYTHON, "there is no Python 3.9 or newer", "name one that is there: --python PATH"
         return HostState.FAILED, "", ""
 
