@@ -88,7 +88,7 @@ def load() -> None:
 
 
 def document(report: Report[Data], *, strict: bool = False) -> dict[str, Any]:
-    """Give the document that --json prints."""
+    """Return the document that --json prints."""
     return _envelope(report, report.exit_code(strict=strict))
 
 
@@ -167,7 +167,7 @@ def emit(text: str) -> None:
 
 
 def is_done_by_another() -> bool:
-    """Tell whether a launcher started this several times, and rank 0 of them does the work.
+    """Return whether a launcher started this several times, and rank 0 of them does the work.
 
     A plain RANK does not count: in a pod it may be the variable of all that is started there.
     """

@@ -68,7 +68,7 @@ def lines(payload_bytes: int, *, python: str | None, setup: str | None, needs_to
 def script(program: list[str], *, python: str | None, setup: str | None, needs_torch: bool) -> str:
     """Write the lines that run `python -c program[0] program[1:] distdiag-agent` in the best Python there."""
     arguments = " ".join(shlex.quote(word) for word in [*program, "distdiag-agent"])
-    told = f'printf "\\036{wire.MARK[1:].decode()}%s\\n"'
+    send = f'printf "\\036{wire.MARK[1:].decode()}%s\\n"'
     parts = []
     if setup:
         parts.append(_WATCH)
@@ -80,7 +80,7 @@ def script(program: list[str], *, python: str | None, setup: str | None, needs_t
         missing = protocol.NoPython(tried=python).to_json().decode()
         given = shlex.quote(python)
         parts.append(f"if command -v {given} >/dev/null; then distdiag_run {given}; fi")
-        parts.append(f"{told} {shlex.quote(missing)}")
+        parts.append(f"{send} {shlex.quote(missing)}")
         return "\n".join(parts) + "\nexit 0\n"
     parts.append(TRUSTED)
     parts.append(
@@ -98,5 +98,5 @@ def script(program: list[str], *, python: str | None, setup: str | None, needs_t
             flags = "" if check is _HAS_TORCH else "-S"
             parts.append(f'for p in {places}; do distdiag_try {shlex.quote(check)} "$p" {flags}; done')
     missing = protocol.NoPython(tried="python3").to_json().decode()
-    parts.append(f"{told} {shlex.quote(missing)}")
+    parts.append(f"{send} {shlex.quote(missing)}")
     return "\n".join(parts) + "\nexit 0\n"

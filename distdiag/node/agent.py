@@ -1,8 +1,8 @@
-"""distdiag on one node: tells the facts, runs the ranks it is told to run, and leaves nothing behind.
+"""distdiag on one node: reports the facts, runs the ranks it is ordered to run, and leaves nothing behind.
 
-Records go out, orders come in as JSON lines: on stdout and stdin, or both on one socket. When the orders end (the
-parent finished, was killed, or the connection was cut), or nothing at all was heard for a while, everything that was
-started here is killed and the agent ends, with status 0 whatever it found.
+Replies go out and orders come in (distdiag/node/protocol.py): on stdout and stdin, or both on one socket. When the
+orders end (the parent finished, was killed, or the connection was cut), or nothing at all was heard for a while,
+everything that was started here is killed and the agent ends, with status 0 whatever it found.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ def main(config: dict[str, Any], connection: int | None = None) -> None:
 
 
 def serve(config: dict[str, Any], orders_fd: int, wire: Writer, lost: Callable[[], int] = lambda: 0) -> int:
-    """Run the agent until it is told to leave; the exit status it is told. Else it ends this process with lost().
+    """Run the agent until it is ordered to leave, and return the status of that order.
 
-    {"collect": module with a facts(ask) that gives a dataclass or what it would be as a dictionary, and a
-    more(ask, tell) if it is asked again; "ask": what it is asked, "env":
-    variables to set, "silence_s": end after so many seconds without a word from the parent, None: never, "guest": the
-    parent may be a stranger}
+    Where the orders end before, it ends this process with lost().
+
+    {"collect": module with a facts(ask) that returns a dataclass or what it would be as a dictionary, and a
+    more(ask, report) for Collect orders; "ask": what facts is asked, "env": variables to set, "silence_s": end after so
+    many seconds without a word from the parent, None: never, "guest": the parent may be a stranger}
     """
     os.environ.update(config["env"])
     inbox = MessageReader(orders_fd, wire, config["silence_s"], lost)
@@ -60,8 +61,8 @@ def serve(config: dict[str, Any], orders_fd: int, wire: Writer, lost: Callable[[
     try:
         wire.send(hello.who_is_here())
         facts = importlib.import_module(config["collect"]).facts(config["ask"])
-        wire.send(protocol.Facts(facts=_as_told(facts)))
-        return _obey_all(inbox, dispatcher)
+        wire.send(protocol.Facts(facts=_as_dict(facts)))
+        return _obey(inbox, dispatcher)
     except (BrokenPipeError, ConnectionError):
         return lost()  # the parent is gone: the same as the end of the orders
     finally:
@@ -69,7 +70,7 @@ def serve(config: dict[str, Any], orders_fd: int, wire: Writer, lost: Callable[[
 
 
 class MessageReader:
-    """Takes orders on a thread of its own, so that the end of them is seen whatever else is being done."""
+    """Reads orders on a thread of its own, so that the end of them is seen whatever else is being done."""
 
     def __init__(self, fd: int, wire: Writer, silence_s: float | None, lost: Callable[[], int]) -> None:
         self.orders: deque[Message] = deque()
@@ -88,28 +89,37 @@ class MessageReader:
             looked_at = time.monotonic()
             ready, _, _ = select.select([self._fd], [], [], None if self._silence_s is None else _ALIVE_S / 2)
             if ready:
-                try:
-                    data = os.read(self._fd, 65536)
-                except ConnectionError:
-                    data = b""
-                if not data:
-                    self._die()
                 heard = time.monotonic()
-                *lines, rest = (rest + data).split(b"\n")
-                for line in filter(None, lines):  # an empty line only says that the parent is there
-                    order = protocol.read_order(line)
-                    if order is None:  # only a newer parent knows it
-                        continue
-                    self.orders.append(order)
-                    os.write(self._push, b".")
-                    if isinstance(order, protocol.Leave):
-                        return  # the end that comes after it is no loss
+                *lines, rest = (rest + self._read()).split(b"\n")
+                if self._take(lines):
+                    return  # the end that comes after it is no loss
             if self._silence_s is not None:
                 if looked_at - heard > self._silence_s:
                     self._die()
-                self._tell_that_we_live()
+                self._report_alive()
 
-    def _tell_that_we_live(self) -> None:
+    def _read(self) -> bytes:
+        try:
+            data = os.read(self._fd, 65536)
+        except ConnectionError:
+            data = b""
+        return data or self._die()
+
+    def _take(self, lines: list[bytes]) -> bool:
+        """Keep the orders of these lines; return whether the agent is to leave."""
+        for line in filter(None, lines):  # an empty line only says that the parent is there
+            try:
+                order = protocol.read_order(line)
+            except (ValueError, RecursionError):
+                self._die()  # this is not our parent
+            if order is not None:  # None: only a newer parent knows it
+                self.orders.append(order)
+                os.write(self._push, b".")
+            if isinstance(order, protocol.Leave):
+                return True
+        return False
+
+    def _report_alive(self) -> None:
         try:
             self._wire.send_if_free(protocol.Alive())
         except (BrokenPipeError, ConnectionError):
@@ -123,7 +133,7 @@ class MessageReader:
         os._exit(status)
 
 
-def _obey_all(inbox: MessageReader, dispatcher: Dispatcher) -> int:
+def _obey(inbox: MessageReader, dispatcher: Dispatcher) -> int:
     while True:
         watched = [inbox.bell, *dispatcher.descriptors()]
         ready, _, _ = select.select(watched, [], [], _POLL_S if dispatcher.busy else None)
@@ -137,7 +147,7 @@ def _obey_all(inbox: MessageReader, dispatcher: Dispatcher) -> int:
 
 
 class Dispatcher:
-    """Does what is ordered. What that needs is imported when it is first wanted: most agents only tell their facts."""
+    """Does what is ordered. What that needs is imported when it is wanted: most agents only report facts."""
 
     def __init__(self, wire: Writer, collect: str, *, guest: bool) -> None:
         self._wire = wire
@@ -147,7 +157,7 @@ class Dispatcher:
         self._reach: Reach | None = None
         self._tools: Tools | None = None
         self._handlers: dict[type[Message], Callable[[Any], None]] = {
-            protocol.Collect: self._tell_more,
+            protocol.Collect: self._collect_more,
             protocol.KeepLogs: lambda order: self._the_ranks().keep_logs(),
             protocol.Listen: lambda order: self._the_ranks().listen(order),
             protocol.StartRank: lambda order: self._the_ranks().start(order),
@@ -166,11 +176,11 @@ class Dispatcher:
         return self._ranks is not None and self._ranks.busy
 
     def descriptors(self) -> list[int]:
-        """List what becomes readable when a rank has something to tell."""
+        """List what becomes readable when a rank has something to report."""
         return [] if self._ranks is None else self._ranks.descriptors()
 
     def poll(self) -> None:
-        """Pass on what the ranks tell."""
+        """Pass on what the ranks report."""
         if self._ranks is not None:
             self._ranks.poll()
 
@@ -183,9 +193,9 @@ class Dispatcher:
         """Obey one order."""
         self._handlers[type(order)](order)
 
-    def _tell_more(self, order: protocol.Collect) -> None:
+    def _collect_more(self, order: protocol.Collect) -> None:
         module = importlib.import_module(self._collect)
-        module.more(order.ask, lambda facts: self._wire.send(protocol.More(facts=_as_told(facts))))
+        module.more(order.ask, lambda facts: self._wire.send(protocol.More(facts=_as_dict(facts))))
         self._wire.send(protocol.MoreEnd())
 
     def _take_tool(self, order: protocol.SendTool) -> None:
@@ -214,7 +224,7 @@ class Dispatcher:
         self._the_reach().serve(order, None if self._ranks is None else self._ranks.listener)
 
 
-def _as_told(facts: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass, or a dictionary as of one
+def _as_dict(facts: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass, or a dictionary as of one
     if isinstance(facts, dict):
         return facts
     import dataclasses

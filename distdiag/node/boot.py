@@ -90,11 +90,11 @@ class CarriedFinder:
             exec(self._code(module.__name__), module.__dict__)
 
     def get_filename(self, name: str) -> str:
-        """Give the path that tracebacks show."""
+        """Return the path that tracebacks show."""
         return "/".join([self.folder or "<distdiag>", *name.split(".")[1:]]) + ".py"
 
     def get_source(self, name: str) -> str:
-        """Give the source text, for tracebacks."""
+        """Return the source text, for tracebacks."""
         if not self.folder:
             return self.sources.get(name, "")
         with open(self.get_filename(name), encoding="utf-8") as file:

@@ -129,5 +129,5 @@ def _read_some(home: socket.socket, most: int, deadline: float) -> bytes:
 
 
 def _name() -> str:
-    """Give the name by which the launcher knows this node."""
+    """Return the name by which the launcher knows this node."""
     return os.environ.get("SLURMD_NODENAME") or machine.host_name()

@@ -20,7 +20,7 @@ def who_is_here() -> Hello:
 
 
 def _machine_id() -> str:
-    """Tell machines apart, and containers and network namespaces of one machine too."""
+    """Return what differs between machines, and containers and network namespaces of one machine too."""
     boot = machine.read_text("/proc/sys/kernel/random/boot_id").strip()
     try:
         network = os.readlink("/proc/self/ns/net")

@@ -134,7 +134,9 @@ _ORDERS: dict[str, type[Message]] = {
 def read_order(line: bytes) -> Message | None:
     """Return the order of one line; None for a kind that only a newer parent knows. Raises ValueError."""
     fields = json.loads(line)
-    order = _ORDERS.get(fields.pop("kind"))
+    if not isinstance(fields, dict):
+        raise ValueError("an order is an object")
+    order = _ORDERS.get(fields.pop("kind", None))
     return None if order is None else order(**fields)
 
 

@@ -258,14 +258,14 @@ class Ranks:
         self._wire.send(protocol.RankStarted(rank=number, pid=process.pid))
 
     def _environment(self, order: protocol.StartRank) -> dict[str, str]:
-        """Give this process's environment with the rank's own; what another launcher left would mislead torch."""
+        """Return this process's environment with the rank's own; what another launcher left would mislead torch."""
         changes = {name: value for name, value in order.env.items() if not self._guest or name in _GUEST_VARIABLES}
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_VARIABLES)}
         # One thread a rank as torchrun has it: all ranks of a node at full width would only trip over each other.
         return {"OMP_NUM_THREADS": "1", **kept, **changes}
 
     def _pids(self, numbers: list[int]) -> dict[int, int]:
-        """Give the process of each rank that is there; of one that waits for the imports, who imports for it."""
+        """Return the process of each rank that is there; of one that waits for the imports, who imports for it."""
         pids = {number: self.running[number].process.pid for number in numbers if number in self.running}
         for order, _ in self._waiting:
             if order.rank in numbers and self._forkserver is not None:

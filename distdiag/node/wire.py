@@ -66,7 +66,7 @@ class Reader:
         self._skipping = False
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Take bytes as they come and yield the JSON of the records they complete. Raises TooLong."""
+        """Read bytes as they come and yield the JSON of the records they complete. Raises TooLong."""
         first, *others = data.split(b"\n")
         self._rest += first  # in place: a line without an end may grow long
         for line in self._completed(others):
@@ -96,5 +96,5 @@ class Reader:
 
 
 def printable(text: str) -> str:
-    """Put a question mark for what would move the cursor or worse: it was said by somebody else."""
+    """Return it with a question mark for what would move the cursor or worse: it is somebody else's."""
     return text if text.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -47,6 +47,12 @@ def test_an_order_of_a_newer_parent_is_none() -> None:
     assert protocol.read_order(b'{"kind": "dance", "partner": 1}') is None
 
 
+@pytest.mark.parametrize("line", [b"[1]", b"null", b"{", b"\xff", b'{"kind": "leave"} {}'])
+def test_what_is_no_order_is_an_error(line: bytes) -> None:
+    with pytest.raises(ValueError):
+        protocol.read_order(line)
+
+
 def test_a_field_that_is_left_out_has_its_default_on_the_other_side() -> None:
     order = protocol.read_order(protocol.ReachListen(more=2).to_json())
     assert isinstance(order, protocol.ReachListen)
