@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from distdiag.cluster.records import Down, ReachEnded, ReachListening, ReachName, ReachProbe, ReachServing
-from distdiag.node import handshake
+from distdiag.node import handshake, protocol
 from distdiag.node.knock import Probe  # noqa: TC001 - msgspec reads the annotations
 from distdiag.node.network import Interface, Network, is_loopback
 
@@ -106,23 +106,23 @@ class Scout:
             self._choose()
             if all(path.probe.verdict in ("ok", "lossy") for path in self._meeting.paths):
                 self._try_each_other()
-        self._ask_all("reach-end", ReachEnded)
+        self._ask_all(protocol.ReachEnd(), ReachEnded)
         self._meeting.silent = tuple(silent)
         return self._meeting
 
     def _listen(self) -> list[str]:
-        answers = self._ask_all("reach-listen", ReachListening)
+        answers = self._ask_all(protocol.ReachListen(), ReachListening)
         for name, answer in answers.items():
             self._ports[name] = answer.port
             self._meeting.networks[name] = answer.network
         if len(answers) < len(self._nodes):
             return [node.name for node in self._nodes if node.name not in answers]
-        served = self._ask_all("reach-serve", ReachServing, key=self._key)
+        served = self._ask_all(protocol.ReachServe(key=self._key), ReachServing)
         return [node.name for node in self._nodes if node.name not in served]
 
-    def _ask_all(self, do: str, kind: type[T], **details: Any) -> dict[str, T]:  # noqa: ANN401 - any JSON
+    def _ask_all(self, order: protocol.Message, kind: type[T]) -> dict[str, T]:
         for node in self._nodes:
-            node.order(do, **details)
+            node.order(order)
         return self._fleet.expect(kind, self._nodes, _ORDER_S)
 
     def _choose(self) -> None:
@@ -214,7 +214,7 @@ class Scout:
     ) -> dict[str, list[Probe]]:
         for name, targets in wanted.items():
             self._fleet.nodes[name].order(
-                "reach-probe", key=self._key, targets=targets, names=names, timeout_s=timeout_s
+                protocol.ReachTry(key=self._key, targets=targets, names=names, timeout_s=timeout_s)
             )
         found: dict[str, list[Probe]] = {name: [] for name in wanted}
         probes = {name: len(targets) for name, targets in wanted.items()}

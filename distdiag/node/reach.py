@@ -10,14 +10,13 @@ import dataclasses
 import threading
 import time
 
-from distdiag.node import machine, network, rendezvous
+from distdiag.node import machine, network, protocol, rendezvous
 from distdiag.node.door import Server
 from distdiag.node.knock import Knock, Target
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import socket
-    from typing import Any
 
     from distdiag.node.wire import Writer
 
@@ -30,61 +29,56 @@ class Reach:
         self._listeners: list[socket.socket] = []
         self._server: Server | None = None
 
-    def listen(self, order: dict[str, Any]) -> None:
-        """Take an ephemeral port, as ranks do, {"more": how many besides, "ports": certain ones}; report them.
-
-        With this node's network. A certain port that cannot be taken is reported with the reason.
-        """
+    def listen(self, order: protocol.ReachListen) -> None:
+        """Take the ports and report them; a certain one that cannot be taken with the reason."""
         failed: dict[str, str] = {}
-        own = [rendezvous.listen(0) for _ in range(1 + order.get("more", 0))]
+        own = [rendezvous.listen(0) for _ in range(1 + order.more)]
         self._listeners = list(own)
-        for port in order.get("ports", ()):
+        for port in order.ports:
             try:
                 self._listeners.append(rendezvous.listen(port))
             except OSError as error:
                 failed[str(port)] = _why_not_listening(port, error)
         numbers = [one.getsockname()[1] for one in own]
         found = dataclasses.asdict(network.look())
-        self._wire.send("reach-listening", port=numbers[0], samples=numbers, failed=failed, network=found)
+        self._wire.send(protocol.ReachListening(port=numbers[0], samples=numbers, failed=failed, network=found))
 
-    def serve(self, order: dict[str, Any], master: socket.socket | None) -> None:
-        """Answer those who knock, {"key"}: on our own ports, and on the rendezvous port if it is here."""
-        self._server = Server([*self._listeners, *([master] if master is not None else [])], order["key"])
+    def serve(self, order: protocol.ReachServe, master: socket.socket | None) -> None:
+        """Answer those who knock: on our own ports, and on the rendezvous port if it is here."""
+        self._server = Server([*self._listeners, *([master] if master is not None else [])], order.key)
         self._server.start()
-        self._wire.send("reach-serving")
+        self._wire.send(protocol.ReachServing())
 
-    def probe(self, order: dict[str, Any]) -> None:
-        """Try all at once, {"key", "targets": [[key, address, port, bytes]...], "names": [...], "timeout_s"}.
-
-        Each is reported. `bytes`, 64 KiB if left out, are sent there, and at most 64 KiB back.
+    def probe(self, order: protocol.ReachTry) -> None:
+        """Try all at once; each is reported.
 
         Does not wait for them: orders are obeyed meanwhile.
         """
-        deadline = time.monotonic() + order["timeout_s"]
-        for key, address, port, *bulk in order["targets"]:
-            knock = Knock(Target(key, address, port, *bulk), order["key"], deadline)
+        deadline = time.monotonic() + order.timeout_s
+        for key, address, port, *bulk in order.targets:
+            knock = Knock(Target(key, address, port, *bulk), order.key, deadline)
             threading.Thread(target=self._report, args=(knock,), daemon=True).start()
-        for name in order["names"]:
+        for name in order.names:
             threading.Thread(target=self._look_up, args=(name,), daemon=True).start()
 
-    def end(self, order: dict[str, Any]) -> None:
+    def end(self) -> None:
         """Stop answering: the rendezvous port belongs to rank 0 from now on."""
         if self._server is not None:
             self._server.stop()
         for listener in self._listeners:
             listener.close()
-        self._wire.send("reach-ended")
+        self._wire.send(protocol.ReachEnded())
 
     def _report(self, knock: Knock) -> None:
-        self._send("reach-probe", probe=dataclasses.asdict(knock.go()))
+        self._send(protocol.ReachProbe(probe=dataclasses.asdict(knock.go())))
 
     def _look_up(self, name: str) -> None:
         addresses, error = network.resolve(name)
-        self._send("reach-name", name=name, addresses=addresses, error=error)
+        self._send(protocol.ReachName(name=name, addresses=addresses, error=error))
 
-    def _send(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 - any JSON
+    def _send(self, message: protocol.Message) -> None:
         try:
-            self._wire.send(kind, **fields)
+            self._wire.send(message)
         except OSError:  # the parent is gone, which the inbox sees too
             return
 

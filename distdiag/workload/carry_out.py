@@ -21,6 +21,7 @@ from distdiag.errors import DistdiagError, NodeFailed, UsageError
 from distdiag.gathered import Gathered
 from distdiag.node import handshake, machine
 from distdiag.node.identity import identify
+from distdiag.node.protocol import KeepLogs
 from distdiag.report import Finding
 from distdiag.runner import Subcommand
 from distdiag.workload import findings, join, judge
@@ -267,7 +268,7 @@ class _Narrator:
 def _keep_logs(fleet: Fleet, plan: Plan, request: Request) -> dict[str, str]:
     nodes = [fleet.nodes[share.node] for share in plan.shares]
     for node in nodes:
-        node.order("keep-logs")
+        node.order(KeepLogs())
     answers = fleet.expect(Logs, nodes, _LOGS_S)
     folders = {}
     for node in nodes:

@@ -21,6 +21,7 @@ from distdiag.errors import DistdiagError, UsageError
 from distdiag.node import agent as node_agent
 from distdiag.node import boot, call_home, machine
 from distdiag.node.identity import Identity, contradiction, nested_tasks
+from distdiag.node.protocol import Leave
 from distdiag.node.wire import Writer
 from distdiag.report import Finding, Fix, Level, Where, quoted
 from distdiag.workload import judge
@@ -183,7 +184,7 @@ def _dismiss(members: list[Node], status: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for node in members:
-        node.order("leave", status=status)
+        node.order(Leave(status=status))
     links.close_all([node.link for node in members], _GOODBYE_S)
 
 

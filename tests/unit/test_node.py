@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support import wait_until
 
-from distdiag.cluster import bundle
+from distdiag.cluster import bootstrap, bundle
 from distdiag.node import boot, machine, procs, rendezvous, run, stacks, wire
 from distdiag.node.identity import Identity, identify
 
@@ -264,11 +264,9 @@ def test_the_node_side_runs_where_nothing_is_installed(python: str, tmp_path: Pa
         pytest.skip(f"{python} does not run")
     (tmp_path / "json.py").write_text("raise ImportError('a stray file of the working directory')")
     collect = "distdiag.workload.collect"
-    sources, entry = bundle.sources(collect), "distdiag.node.agent"
-    # Compiled for the Python of this test, which another Python may not take.
-    payload = boot.pack(sources, entry, _order(collect), compiled=bundle.first(sources, entry, collect))
+    payload = boot.pack(bundle.sources(bundle.AGENT, collect), bundle.AGENT, _order(collect))
     agent = subprocess.Popen(
-        [python, "-S", "-c", boot.START, str(len(payload)), "distdiag-agent"],
+        [python, "-S", "-c", bootstrap.AGENT_START, str(len(payload)), "distdiag-agent"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -17,7 +17,7 @@ from distdiag.commands.ports.choice import address_of, other_addresses
 from distdiag.commands.ports.collect import Found, Ports
 from distdiag.commands.ports.model import USUAL_PORT, Way
 from distdiag.errors import UsageError
-from distdiag.node import handshake
+from distdiag.node import handshake, protocol
 from distdiag.node.scan import Tried  # noqa: TC001
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _scan(fleet: Fleet, nodes: Sequence[Node], request: Request, progress: Progr
     """Let each node try the targets."""
     ask = {"targets": [list(one) for one in request.targets], "timeout_s": request.timeout_s}
     for node in nodes:
-        node.order("collect", ask=ask)
+        node.order(protocol.Collect(ask=ask))
     hosts = len({host for host, _ in request.targets})
     if hosts > 1 or not seen.local:
         progress.news(f"trying {len(request.targets)} ports of {hosts} host{'' if hosts == 1 else 's'}")
@@ -159,25 +159,25 @@ class _Pairs:
     def go(self, progress: Progress) -> None:
         """Listen everywhere, try everything, end."""
         ports = list(self._request.ports or (USUAL_PORT,))
-        answers = self._ask_all("reach-listen", ReachListening, ports=ports, more=self._request.sample - 1)
+        answers = self._ask_all(protocol.ReachListen(ports=ports, more=self._request.sample - 1), ReachListening)
         for name, answer in answers.items():
             self._samples[name] = answer.samples
             self._seen.taken[name] = answer.failed
-        served = self._ask_all("reach-serve", ReachServing, key=self._key)
+        served = self._ask_all(protocol.ReachServe(key=self._key), ReachServing)
         self._seen.silent += [node.name for node in self._nodes if node.name not in served]
         names = [node.name for node in self._nodes if node.name in served and self._address(node.name)]
         wanted = self._wanted(names, ports)
         count = sum(map(len, wanted.values()))
         progress.news(f"trying {count} ways between {len(names)} nodes")
         self._probe(wanted, progress)
-        self._ask_all("reach-end", ReachEnded)
+        self._ask_all(protocol.ReachEnd(), ReachEnded)
 
     def _address(self, name: str) -> str:
         return address_of(self._seen.nodes[name])
 
-    def _ask_all(self, do: str, kind: type[T], **details: Any) -> dict[str, T]:  # noqa: ANN401 - any JSON
+    def _ask_all(self, order: protocol.Message, kind: type[T]) -> dict[str, T]:
         for node in self._nodes:
-            node.order(do, **details)
+            node.order(order)
         return self._fleet.expect(kind, self._nodes, _ORDER_S)
 
     def _wanted(self, names: list[str], ports: list[int]) -> dict[str, list[list[Any]]]:
@@ -207,8 +207,7 @@ class _Pairs:
         limit_s = min(_LONGEST_S, _PROBE_S + max(map(len, wanted.values()), default=0) / _WAYS_PER_S)
         for node in self._nodes:
             if node.name in wanted:
-                ask = {"key": self._key, "targets": wanted[node.name], "names": names, "timeout_s": limit_s}
-                node.order("reach-probe", **ask)
+                node.order(protocol.ReachTry(key=self._key, targets=wanted[node.name], names=names, timeout_s=limit_s))
         ways = {name: len(targets) for name, targets in wanted.items()}
         lookups = dict.fromkeys(wanted, len(names))
         deadline = time.monotonic() + limit_s + 1.0

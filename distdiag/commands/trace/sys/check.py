@@ -22,6 +22,7 @@ from distdiag.commands.trace.sys.view import trace_sys_view
 from distdiag.commands.trace.sys.words import PAYLOAD_WARNING, lasting, log_name
 from distdiag.gathered import Gathered
 from distdiag.jobs.nodes import NodeStacks
+from distdiag.node.protocol import Collect
 from distdiag.runner import Subcommand
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ class _Session:
 
     def _order(self, host: str, ask: Mapping[str, Any]) -> Node:
         node = self._by_host[host]
-        node.order("collect", ask=ask)
+        node.order(Collect(ask=ask))
         self._busy.add(node.name)
         return node
 
