@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from distdiag.node import private
 from distdiag.training import whoami
 from distdiag.training.overflow import ranks
-from distdiag.training.printing import printflock
+from distdiag.training.printflock import printflock
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
