@@ -49,12 +49,12 @@ def _follow(gathered: Gathered[NodeLines], shown: dict[tuple[str, int], tuple[ob
         states.append(process.state)
         if line is None:
             continue
-        place = (line.file, line.line, process.state, line.time)
+        place = (line.file, line.line, process.state, line.at_s)
         if shown.get((member.host, process.pid)) != place:
             shown[member.host, process.pid] = place
             rank = f"rank {member.rank}" if member.rank is not None else f"pid {process.pid}"
             state = "" if process.state == "running" else f" ({process.state})"
-            emit(f"{clock(line.time)}  {rank}  {does(position)}{state}\n")
+            emit(f"{clock(line.at_s)}  {rank}  {does(position)}{state}\n")
     if states and "running" not in states:
         return False
     time.sleep(_FOLLOW_S)

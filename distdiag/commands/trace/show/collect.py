@@ -23,13 +23,13 @@ _SOURCE = 200
 
 @dataclass(frozen=True)
 class Line:
-    """One line that was executed. `time` in seconds since 1970, of this line or of one a few quick lines before it.
+    """One line that was executed. `at_s` in seconds since 1970, of this line or of one a few quick lines before it.
 
     `kind` is "user", "library" or "stdlib". `returned`: a call made from it had just returned. `changed`: the file was
     written after the process began, so that `source` may be another line.
     """
 
-    time: float
+    at_s: float
     file: str
     line: int
     function: str
@@ -226,7 +226,7 @@ class _Reader:
     def process(self, path: str) -> Process:
         ring, about = self._ring, self._about
         threads = sorted(map(self._thread, ring.threads), key=lambda thread: not thread.main)
-        newest = max((thread.last[-1].time for thread in threads if thread.last), default=0.0)
+        newest = max((thread.last[-1].at_s for thread in threads if thread.last), default=0.0)
         notes = about.get("notes", {})
         own = ("pid", "parent", "rank", "local_rank", "world_size", "launcher", "job", "command", "python", "lines")
         return Process(
@@ -283,7 +283,7 @@ class _Reader:
     def _line(self, record: rings.Record) -> Line:
         file = record.code.file
         return Line(
-            time=record.at_s + self._to_wall,
+            at_s=record.at_s + self._to_wall,
             file=file,
             line=record.line,
             function=record.code.function,

@@ -99,7 +99,7 @@ def _thread(member: Member, process: Process, thread: Thread, last: int) -> Iter
     yield f"      the last {len(lines)} line{'' if len(lines) == 1 else 's'}{name}"
     for line in lines:
         text = "(a call from it returned)" if line.returned else shortened(line.source, _SOURCE)
-        yield f"        {clock(line.time)}  {spot(line):<26}  {text}".rstrip()
+        yield f"        {clock(line.at_s)}  {spot(line):<26}  {text}".rstrip()
 
 
 def _name(member: Member, process: Process, thread: Thread) -> str:
@@ -147,7 +147,7 @@ def _gone(request: Request, run: Run) -> Iterator[RenderableType]:
 
 def _matches(run: Run) -> Iterator[str]:
     found = [
-        (line.time, member, process, line)
+        (line.at_s, member, process, line)
         for member in run.members
         for process in (member.process, *member.helpers)
         for thread in process.threads
@@ -157,4 +157,4 @@ def _matches(run: Run) -> Iterator[str]:
         yield "  no line that is kept matches"
     for _, member, process, line in sorted(found, key=lambda item: item[0]):
         rank = f"rank {member.rank}" if member.rank is not None else f"pid {process.pid}"
-        yield f"  {clock(line.time)}  {rank:<8}  {spot(line)}  {line.source}".rstrip()
+        yield f"  {clock(line.at_s)}  {rank:<8}  {spot(line)}  {line.source}".rstrip()

@@ -68,7 +68,7 @@ def state_of(position: Position) -> str:
     process = position.member.process
     if process.state == "running":
         return f"running, last line {seconds(process.age_s)} ago" if process.age_s is not None else "running"
-    newest = max((thread.last[-1].time for thread in process.threads if thread.last), default=0.0)
+    newest = max((thread.last[-1].at_s for thread in process.threads if thread.last), default=0.0)
     return f"{end_of(position)}, {f'last line at {clock(newest)}' if newest else 'no line'}"
 
 
