@@ -219,7 +219,7 @@ def judge_cores(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[Rende
 
 def judge_lines(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
     from distdiag.commands.trace.show.diagnose import diagnose
-    from distdiag.commands.trace.show.model import Request
+    from distdiag.commands.trace.show.types import Request
     from distdiag.commands.trace.show.view import trace_show_view
 
     request = Request(program="distdiag", cluster=CLUSTER, paths=(), all_runs=True, verbose=True)

@@ -17,7 +17,7 @@ _GENERATED = "__create_fn__"
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 
 
-class Choice:
+class CodeFilter:
     """Decides by the file that code was compiled from."""
 
     def __init__(self, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
@@ -30,7 +30,7 @@ class Choice:
         self._modules = tuple(name for name in include if name.partition(".")[0] in sys.stdlib_module_names)
 
     def kind_of(self, file: str, function: str = "", module: str = "") -> str | None:
-        """Tell what code of this file is: "user", "library" or "stdlib"; None if it is not to be traced.
+        """Classify code of this file: "user", "library" or "stdlib"; None if it is not to be traced.
 
         Code without a file is what the module is that executes it.
         """
@@ -44,10 +44,10 @@ class Choice:
         if file.startswith(self._stdlib):
             return "stdlib" if self._takes_stdlib(file) else None
         own = os.path.abspath(file)
-        return None if any(self._is_below(own, one) for one in self._exclude) else "user"
+        return None if any(self._is_below(own, name) for name in self._exclude) else "user"
 
     def _takes_stdlib(self, file: str) -> bool:
-        """Tell whether the standard library, or this module of it, was asked for by its name."""
+        """Return whether the standard library, or this module of it, was asked for by its name."""
         if "stdlib" not in self._include and not self._modules:
             return False
         home = next(place for place in self._stdlib if file.startswith(place))
@@ -62,7 +62,7 @@ class Choice:
         return "user" if not home or module == "__main__" else self.kind_of(home)
 
     def _below_site(self, file: str) -> str | None:
-        """Give the path of a package's file below the directory that all packages lie in; None for other files."""
+        """Return the path of a package's file below the directory that all packages lie in; None for other files."""
         for place in self._sites:
             if file.startswith(place):
                 return file[len(place) :]
@@ -80,7 +80,7 @@ class Choice:
         return False
 
     def _is_below(self, file: str, wanted: str) -> bool:
-        """Tell whether a file of the user's own is what they named: a directory, a file, or a package."""
+        """Return whether a file of the user's own is what they named: a directory, a file, or a package."""
         if os.sep in wanted:
             named = os.path.abspath(wanted)
             return file == named or file.startswith(named + os.sep)

@@ -9,7 +9,7 @@ import sysconfig
 import pytest
 
 from distdiag.knowledge.calls import call_in
-from distdiag.training.lines.choice import Choice
+from distdiag.training.line_trace.code_filter import CodeFilter
 
 SITE = sysconfig.get_paths()["purelib"]
 
@@ -41,16 +41,16 @@ SITE = sysconfig.get_paths()["purelib"]
     ],
 )
 def test_what_is_traced(include: tuple[str, ...], exclude: tuple[str, ...], file: str, kind: str | None) -> None:
-    assert Choice(include, exclude).kind_of(file) == kind
+    assert CodeFilter(include, exclude).kind_of(file) == kind
 
 
 def test_our_own_code_and_what_dataclasses_and_named_tuples_make_are_left_out() -> None:
-    choice = Choice(include=("all",))
-    assert choice.kind_of(os.path.abspath(Choice.__init__.__code__.co_filename)) is None
-    assert choice.kind_of("<string>", "__create_fn__.<locals>.__init__", "__main__") is None
-    assert choice.kind_of("<string>", "<lambda>", "namedtuple_Point") is None
-    assert choice.kind_of("<string>", "f", "json") is None
-    assert choice.kind_of("<string>", "f", "__main__") == "user"
+    code_filter = CodeFilter(include=("all",))
+    assert code_filter.kind_of(os.path.abspath(CodeFilter.__init__.__code__.co_filename)) is None
+    assert code_filter.kind_of("<string>", "__create_fn__.<locals>.__init__", "__main__") is None
+    assert code_filter.kind_of("<string>", "<lambda>", "namedtuple_Point") is None
+    assert code_filter.kind_of("<string>", "f", "json") is None
+    assert code_filter.kind_of("<string>", "f", "__main__") == "user"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import threading
 import types
 import weakref
 
-from distdiag.training.lines.watched import Lease
+from distdiag.training.line_trace.recorder import RingLease
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from types import CodeType, FrameType
     from typing import Any
 
-    from distdiag.training.lines.watched import Watched
+    from distdiag.training.line_trace.recorder import Recorder
 
 _MOST_CODE = 100_000
 
 
-class BySettrace:
+class SettraceTracer:
     """Traces all threads that Python code starts from now on, and the calling one."""
 
-    def __init__(self, watched: Watched) -> None:
-        self._watched = watched
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._local = threading.local()
         self._start_new_thread: Callable[..., int] | None = None
         self._stopped = False
@@ -56,7 +56,7 @@ class BySettrace:
             _thread.start_new_thread = self._start_new_thread
         self._local.lost = None
         sys.settrace(None)
-        gc.callbacks[:] = [one for one in gc.callbacks if not isinstance(one, _Lost)]
+        gc.callbacks[:] = [callback for callback in gc.callbacks if not isinstance(callback, _LostTrace)]
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             frame.f_trace = None
@@ -78,11 +78,11 @@ class BySettrace:
     def _trace(self, enter: Callable[[FrameType, str, object], Any]) -> None:
         """Trace the calling thread, and see to it that Python's ending that is not the end."""
         only = types.FunctionType(enter.__code__, enter.__globals__, enter.__name__, None, enter.__closure__)
-        self._local.lost = _Lost(only, self._take_up)
+        self._local.lost = _LostTrace(only, self._take_up)
         sys.settrace(only)
 
     def _take_up(self) -> bool:
-        """Trace the calling thread again, if it is not traced; tell whether all is done."""
+        """Trace the calling thread again, if it is not traced; return whether that is settled."""
         enter = getattr(self._local, "enter", None)
         if enter is None or sys.gettrace() is not None:
             return False
@@ -106,7 +106,7 @@ class BySettrace:
 
     def _tracer(self) -> Callable[[FrameType, str, object], Any]:  # noqa: C901 - closures are what makes a line cheap
         """Make the trace function of the calling thread."""
-        watched, bases = self._watched, self._watched.bases
+        recorder, bases = self._recorder, self._recorder.bases
         of_code: dict[int, Any] = {}
         kept: list[CodeType] = []
         returns: dict[int, float] = {}
@@ -122,8 +122,8 @@ class BySettrace:
             except StopIteration:
                 if begin is None:
                     # A child makes its file only if it has lines to tell: most execute another program at once.
-                    begin, end = watched.lease()
-                    self._local.lease = Lease(end)
+                    begin, end = recorder.lease()
+                    self._local.lease = RingLease(end)
                 following = begin()
                 next(following)[0] = place
 
@@ -135,7 +135,7 @@ class BySettrace:
             back = frame.f_back
             base = bases.get(id(back.f_code)) if back is not None else None
             if base is None:
-                place = watched.place_of_caller(frame)
+                place = recorder.place_of_caller(frame)
                 if place is not None:
                     keep(place)
                 return
@@ -174,7 +174,7 @@ class BySettrace:
                 return None
             code = frame.f_code
             try:
-                base = bases.get(id(code)) or watched.base_of(frame)
+                base = bases.get(id(code)) or recorder.base_of(frame)
             except RecursionError:
                 return None
             if len(of_code) > _MOST_CODE:
@@ -192,7 +192,7 @@ class BySettrace:
         return enter
 
 
-class _Lost(weakref.ref):  # type: ignore[type-arg]
+class _LostTrace(weakref.ref):  # type: ignore[type-arg]
     """Stands for a thread's trace function, which only Python has; lets tracing be taken up once Python drops it.
 
     It does where an exception comes out of a trace function: a signal handler's, or RecursionError. From then on the
@@ -202,7 +202,7 @@ class _Lost(weakref.ref):  # type: ignore[type-arg]
 
     __slots__ = ("_take_up", "_thread")
 
-    def __new__(cls, function: Callable[..., Any], take_up: Callable[[], bool]) -> _Lost:
+    def __new__(cls, function: Callable[..., Any], take_up: Callable[[], bool]) -> _LostTrace:
         return super().__new__(cls, function, gc.callbacks.append)
 
     def __init__(self, function: Callable[..., Any], take_up: Callable[[], bool]) -> None:

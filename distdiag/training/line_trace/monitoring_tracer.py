@@ -9,7 +9,7 @@ import contextlib
 import sys
 import threading
 
-from distdiag.training.lines.watched import Lease
+from distdiag.training.line_trace.recorder import RingLease
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from types import CodeType, FrameType
     from typing import Any
 
-    from distdiag.training.lines.watched import Watched
+    from distdiag.training.line_trace.recorder import Recorder
 
 _TOOLS = (4, 3)
 """Numbers that no debugger, coverage or profiler has by convention."""
@@ -27,17 +27,17 @@ class NoTool(Exception):
     """Others have taken both numbers."""
 
 
-class ByMonitoring:
+class MonitoringTracer:
     """Traces all threads of this process."""
 
-    def __init__(self, watched: Watched) -> None:
-        self._watched = watched
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._local = threading.local()
         """Of each thread `following`, an iterator of the places in its ring, what begins that, and what ends it."""
         self._tool = -1
 
-    def start(self, frame: FrameType | None) -> None:
-        """Begin; all functions that any thread is in already are traced too, so that `frame` is not needed.
+    def start(self, _: FrameType | None) -> None:
+        """Begin; all functions that any thread is in already are traced too, so that no frame is needed.
 
         Raises:
             NoTool: there is no number for us.
@@ -52,17 +52,17 @@ class ByMonitoring:
         monitoring.register_callback(self._tool, events.PY_YIELD, self._on_return)
         monitoring.restart_events()
         monitoring.set_events(self._tool, events.PY_START | events.PY_RESUME)
-        for running in sys._current_frames().values():
-            one: FrameType | None = running
-            while one is not None:
-                self._begin_code(one)
-                one = one.f_back
+        for innermost in sys._current_frames().values():
+            frame: FrameType | None = innermost
+            while frame is not None:
+                self._begin_code(frame)
+                frame = frame.f_back
 
     def stop(self) -> None:
         """End in all threads."""
         monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
         monitoring.set_events(self._tool, 0)
-        for code in self._watched.codes():
+        for code in self._recorder.codes():
             monitoring.set_local_events(self._tool, code, 0)
         monitoring.free_tool_id(self._tool)
 
@@ -83,7 +83,7 @@ class ByMonitoring:
 
     def _begin_code(self, frame: FrameType) -> None:
         try:
-            is_traced = id(frame.f_code) in self._watched.bases or self._watched.base_of(frame) is not None
+            is_traced = id(frame.f_code) in self._recorder.bases or self._recorder.base_of(frame) is not None
         except RecursionError:
             return
         if is_traced:
@@ -93,7 +93,7 @@ class ByMonitoring:
                 monitoring.set_local_events(self._tool, frame.f_code, events.LINE | events.PY_RETURN | events.PY_YIELD)
 
     def _line_callback(self) -> Callable[[CodeType, int], None]:
-        bases, local = self._watched.bases, self._local
+        bases, local = self._recorder.bases, self._local
         disable = sys.monitoring.DISABLE  # type: ignore[attr-defined]
         last_code: CodeType | None = None
         base = 0.0
@@ -119,7 +119,7 @@ class ByMonitoring:
         return on_line
 
     def _on_return(self, code: CodeType, offset: int, value: object) -> None:
-        place = self._watched.place_of_caller(sys._getframe(1))
+        place = self._recorder.place_of_caller(sys._getframe(1))
         if place is not None:
             with contextlib.suppress(ValueError, RecursionError):  # as above
                 try:
@@ -128,11 +128,11 @@ class ByMonitoring:
                     self._first()[0] = place
 
     def _first(self) -> Any:
-        """Give the calling thread a ring at its first line; the same once more if an exception went through it."""
+        """Return a ring for the calling thread at its first line; the same again if an exception went through it."""
         local = self._local
         begin = getattr(local, "begin", None)
         if begin is None:
-            local.begin, end = self._watched.lease()
-            local.lease = Lease(end)
+            local.begin, end = self._recorder.lease()
+            local.lease = RingLease(end)
         local.following = local.begin()
         return next(local.following)

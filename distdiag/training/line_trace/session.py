@@ -3,20 +3,57 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import sys
+from dataclasses import asdict, dataclass
 
 from distdiag.node.rings import default_folder
-from distdiag.training.lines.settings import LINES, THREADS, VARIABLE, Settings, from_text
-from distdiag.training.lines.watched import Watched, complain
+from distdiag.training.line_trace.recorder import Recorder, complain
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType, TracebackType
 
-    from distdiag.training.lines.by_monitoring import ByMonitoring
-    from distdiag.training.lines.by_settrace import BySettrace
+    from distdiag.training.line_trace.monitoring_tracer import MonitoringTracer
+    from distdiag.training.line_trace.settrace_tracer import SettraceTracer
+
+VARIABLE = "DISTDIAG_LINES"
+LINES = 1000
+THREADS = 32
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`folder` for the files, `lines` to keep of each of at most `threads` threads at a time.
+
+    `include`: packages beside the user's own code ("torch", "torch.nn", "json"; "all" packages; "stdlib": all of that),
+    `exclude`: packages or directories of it that are not wanted.
+    """
+
+    folder: str
+    lines: int = LINES
+    threads: int = THREADS
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    def to_text(self) -> str:
+        """Format for the variable, by which it is passed to the processes of a job."""
+        return json.dumps(asdict(self))
+
+
+def _from_text(text: str) -> Settings:
+    """Parse the variable. Raises ValueError, KeyError, TypeError."""
+    given = json.loads(text)
+    return Settings(
+        folder=str(given["folder"]),
+        lines=int(given["lines"]),
+        threads=int(given["threads"]),
+        include=tuple(given["include"]),
+        exclude=tuple(given["exclude"]),
+    )
+
 
 _running: Session | None = None
 
@@ -25,20 +62,20 @@ class Session:
     """One tracer at work; a process has one at most."""
 
     def __init__(self, settings: Settings) -> None:
-        self.watched = Watched(settings)
+        self.recorder = Recorder(settings)
         self._pid = os.getpid()
-        self._way = _way(self.watched)
+        self._tracer = _tracer(self.recorder)
 
     def start(self, frame: FrameType | None) -> None:
         """Trace from now on; `frame`: a function that is running already, and those outside of it, too."""
-        self._way.start(frame)
+        self._tracer.start(frame)
         os.register_at_fork(after_in_child=self._after_fork)
         atexit.register(self._at_exit)
 
     def stop(self) -> None:
         """Trace no more; the file stays."""
         global _running
-        self._way.stop()
+        self._tracer.stop()
         self._at_exit()
         atexit.unregister(self._at_exit)
         _running = None
@@ -46,26 +83,26 @@ class Session:
     def _after_fork(self) -> None:
         if _running is self:
             self._pid = os.getpid()
-            self.watched.forget_file()
-            self._way.after_fork()
+            self.recorder.forget_file()
+            self._tracer.after_fork()
 
     def _at_exit(self) -> None:
         if os.getpid() == self._pid:
-            self.watched.close()
+            self.recorder.close()
 
 
-def _way(watched: Watched) -> BySettrace | ByMonitoring:
+def _tracer(recorder: Recorder) -> SettraceTracer | MonitoringTracer:
     if sys.version_info >= (3, 12):
-        from distdiag.training.lines.by_monitoring import ByMonitoring
+        from distdiag.training.line_trace.monitoring_tracer import MonitoringTracer
 
-        return ByMonitoring(watched)
-    from distdiag.training.lines.by_settrace import BySettrace
+        return MonitoringTracer(recorder)
+    from distdiag.training.line_trace.settrace_tracer import SettraceTracer
 
-    return BySettrace(watched)
+    return SettraceTracer(recorder)
 
 
-def _why_not() -> str:
-    """Say what stands in the way of tracing here; empty if nothing does."""
+def _obstacle() -> str:
+    """Return what stands in the way of tracing here; empty if nothing does."""
     if sys.implementation.name != "cpython":
         return f"{sys.implementation.name} is not supported, CPython is"
     if sys.version_info >= (3, 13) and not sys._is_gil_enabled():
@@ -78,7 +115,7 @@ def _why_not() -> str:
 def begin(settings: Settings, frame: FrameType | None) -> Session | None:
     """Start a tracer, or say on stderr why there is none."""
     global _running
-    why = "it is traced already" if _running is not None else _why_not()
+    why = "it is traced already" if _running is not None else _obstacle()
     if not why:
         session = Session(settings)
         try:
@@ -97,7 +134,7 @@ def begin_from_environment() -> None:
     text = os.environ.get(VARIABLE)
     if text:
         try:
-            settings = from_text(text)
+            settings = _from_text(text)
         except (ValueError, KeyError, TypeError):
             complain(f"this process is not traced: {VARIABLE} cannot be read")
         else:
@@ -146,5 +183,5 @@ class trace_lines:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._session is not None:
-            self.path = self._session.watched.path
+            self.path = self._session.recorder.path
             self._session.stop()
