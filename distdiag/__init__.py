@@ -10,7 +10,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from distdiag.errors import DistdiagError
     from distdiag.report import Finding, Fix, Level, Report, Verdict, Where
-    from distdiag.training.floatcmp import floatcmp
+    from distdiag.training.floatcmp.compare import floatcmp
     from distdiag.training.lines.session import trace_lines
     from distdiag.training.overflow.detection import OverflowDetected
     from distdiag.training.overflow.detector import DebugUnderflowOverflow
@@ -43,7 +43,7 @@ _HOME = {
     "OverflowDetected": "distdiag.training.overflow.detection",
     "breakpoint": "distdiag.training.rank_breakpoint",
     "detect_overflow": "distdiag.training.overflow.here",
-    "floatcmp": "distdiag.training.floatcmp",
+    "floatcmp": "distdiag.training.floatcmp.compare",
     "printflock": "distdiag.training.printing",
     "trace_lines": "distdiag.training.lines.session",
 }
