@@ -10,12 +10,13 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from distdiag import runner
 from distdiag.commands.cuda_env import fixes
 from distdiag.commands.cuda_env.catalogue import matches
+from distdiag.commands.cuda_env.check import SUBCOMMAND, prepared
 from distdiag.commands.cuda_env.diagnose import diagnose
-from distdiag.commands.cuda_env.judge import sections_of
-from distdiag.commands.cuda_env.model import COMMAND, Goal
-from distdiag.commands.cuda_env.result import LogRow, Ready
+from distdiag.commands.cuda_env.sections import sections_of
+from distdiag.commands.cuda_env.types import COMMAND, Goal, LogRow, Ready
 from distdiag.errors import UsageError
 from distdiag.files import as_text
 from distdiag.knowledge.logs import read_log
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
     from typing import BinaryIO
 
     from distdiag.commands.cuda_env.collect import CudaFacts
-    from distdiag.commands.cuda_env.model import Problem, Request
-    from distdiag.commands.cuda_env.result import CudaEnv
+    from distdiag.commands.cuda_env.types import CudaEnv, Problem, Request
     from distdiag.gathered import Gathered
     from distdiag.knowledge.logs import Match
 
@@ -55,6 +55,13 @@ _PASSING = re.compile(r"^(?:/var)?/tmp/|/pip-|overlay|/_h_env")
 """Environments that a build makes for itself, and that are gone after it."""
 _WINDOWS = re.compile(r"\b[A-Z]:\\[\w .\\-]{1,60}")
 _PATH = re.compile(r"(?<![\w.$}:/-])/[\w./+-]+(?![\w*?$])")
+
+
+def judge_log(request: Request, options: runner.Options, path: str) -> Report[CudaEnv]:
+    """Judge a log, together with the nodes. Raises UsageError, DistdiagError."""
+    log = read(path)
+    request, gathered = runner.facts_of(SUBCOMMAND, request, options)
+    return judge(request, log, prepared(request, gathered))
 
 
 def read(name: str) -> tuple[str, str]:

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from distdiag.commands.cuda_env.model import Request
-    from distdiag.commands.cuda_env.result import CudaEnv, DifferenceRow, SectionRow
+    from distdiag.commands.cuda_env.types import CudaEnv, DifferenceRow, Request, SectionRow
     from distdiag.report import Finding, Report
 
 _WORDS = {"ok": "ok", "skipped": "skip", "fail": "FAIL", "warn": "warn", "info": "info", "unknown": "?"}

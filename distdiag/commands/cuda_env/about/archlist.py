@@ -16,7 +16,7 @@ from distdiag.commands.cuda_env.archs import (
     ptx_runs,
     read_list,
 )
-from distdiag.commands.cuda_env.model import BUILD, Problem, Section
+from distdiag.commands.cuda_env.types import BUILD, Problem, Section
 from distdiag.knowledge.cuda import compiles, major, minor, tables, version
 from distdiag.report import Level
 

@@ -7,7 +7,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env import fixes
-from distdiag.commands.cuda_env.model import BUILD, RUN, Problem, Section
+from distdiag.commands.cuda_env.types import BUILD, RUN, Problem, Section
 from distdiag.knowledge.cuda import minor
 from distdiag.report import Level
 

@@ -8,7 +8,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env import fixes
-from distdiag.commands.cuda_env.model import BUILD, Problem, Section
+from distdiag.commands.cuda_env.types import BUILD, Problem, Section
 from distdiag.knowledge.cuda import minor, version
 from distdiag.report import Level
 

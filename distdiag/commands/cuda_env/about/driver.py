@@ -13,7 +13,7 @@ from distdiag.commands.cuda_env.fixes import (
     install_torch,
     loader_path_without,
 )
-from distdiag.commands.cuda_env.model import RUN, Problem, Section
+from distdiag.commands.cuda_env.types import RUN, Problem, Section
 from distdiag.knowledge.cuda import major, tables, version
 from distdiag.report import Level
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env import fixes
 from distdiag.commands.cuda_env.archs import from_nvcc, how_it_runs
-from distdiag.commands.cuda_env.model import RUN, Problem, Section
+from distdiag.commands.cuda_env.types import RUN, Problem, Section
 from distdiag.knowledge.cuda import major, version
 from distdiag.report import Level
 

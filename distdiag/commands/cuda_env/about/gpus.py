@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env.archs import from_capability, how_it_runs
 from distdiag.commands.cuda_env.fixes import as_code, driver_carries, gpu_archs, install_torch
-from distdiag.commands.cuda_env.model import RUN, Problem, Section
+from distdiag.commands.cuda_env.types import RUN, Problem, Section
 from distdiag.report import Level
 
 if TYPE_CHECKING:

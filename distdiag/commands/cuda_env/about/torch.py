@@ -6,7 +6,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env.fixes import install_torch
-from distdiag.commands.cuda_env.model import BOTH, RUN, Problem, Section
+from distdiag.commands.cuda_env.types import BOTH, RUN, Problem, Section
 from distdiag.report import Level
 
 if TYPE_CHECKING:
