@@ -45,7 +45,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[CudaFacts]:
 
 
 def _ask(request: Request, *, local: bool) -> dict[str, object]:
-    """Say what to look at. On other hosts the node side itself runs in the interpreter that --python names."""
+    """Return what to look at. On other hosts the node side itself runs in the interpreter that --python names."""
     python = ""
     if local and request.python:
         import os

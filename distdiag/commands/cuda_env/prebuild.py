@@ -54,7 +54,7 @@ def read_ops(text: str) -> tuple[str, ...]:
 
 
 def commands(nodes: Sequence[CudaFacts], ops: Sequence[str]) -> list[str]:
-    """Write the commands, with comments; variables that are needed first."""
+    """Format the commands, with comments; variables that are needed first."""
     here = nodes[0]
     gpus = sorted({arch for facts in nodes for arch in fixes.gpu_archs(facts)})
     archs = as_list(gpus) or recommended(here)
@@ -110,5 +110,7 @@ def _before(here: CudaFacts) -> Iterator[str]:
 
 def _refused(here: CudaFacts) -> bool:
     return any(
-        one.id.startswith("deepspeed.cuda") for section in sections_of(here, Goal.BUILD) for one in section.problems
+        problem.id.startswith("deepspeed.cuda")
+        for section in sections_of(here, Goal.BUILD)
+        for problem in section.problems
     )

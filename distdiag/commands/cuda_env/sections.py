@@ -56,7 +56,7 @@ def sections_of(facts: CudaFacts, goal: Goal, everywhere: Sequence[Arch] = ()) -
 
 
 def _counted(sections: Iterable[Section]) -> Counter[tuple[str, Level]]:
-    return Counter((one.id, one.level) for section in sections for one in section.problems)
+    return Counter((problem.id, problem.level) for section in sections for problem in section.problems)
 
 
 def mended_by(
@@ -68,11 +68,11 @@ def mended_by(
     """
     found: dict[str, str] = {}
     for _ in range(_MOST_ROUNDS):
-        problems = [one for section in sections_of(facts, goal) for one in section.problems if chosen(one)]
+        problems = [problem for section in sections_of(facts, goal) for problem in section.problems if chosen(problem)]
         new: dict[str, str] = {}
-        for name, value in (pair for one in problems for pair in one.exports if pair[0] not in found):
+        for name, value in (pair for problem in problems for pair in problem.exports if pair[0] not in found):
             new.setdefault(name, value)
-        gone = [name for one in problems for name in one.unset if name not in {**found, **new}]
+        gone = [name for problem in problems for name in problem.unset if name not in {**found, **new}]
         if not new and not gone:
             break
         found |= {**new, **dict.fromkeys(gone, "")}
@@ -100,7 +100,7 @@ def _judged(facts: CudaFacts, goal: Goal, everywhere: Sequence[Arch]) -> list[Se
 
 
 def _rocm(facts: CudaFacts) -> Section:
-    """Say that nothing here is about this torch; on a machine with an NVIDIA driver it is the wrong build."""
+    """Report that nothing here is about this torch; on a machine with an NVIDIA driver it is the wrong build."""
     torch = facts.torch
     assert torch is not None
     line = f"{torch.version}, built for ROCm {torch.hip}"
@@ -119,17 +119,17 @@ def _rocm(facts: CudaFacts) -> Section:
 
 
 def is_ready(problems: Iterable[Problem], part: Goal, goal: Goal) -> bool | None:
-    """Tell whether running (or building) will work; None if it was not asked, or too little is known."""
+    """Return whether running (or building) will work; None if it was not asked, or too little is known."""
     if part not in goal.parts:
         return None
-    levels = {one.level for one in problems if part in one.goals}
+    levels = {problem.level for problem in problems if part in problem.goals}
     if Level.FAIL in levels:
         return False
     return None if Level.UNKNOWN in levels else True
 
 
 def after(facts: CudaFacts, exports: Iterable[tuple[str, str]], unset: Iterable[str]) -> CudaFacts:
-    """Give the facts with these variables set, each written as for a shell, and those taken away.
+    """Return the facts with these variables set, each written as for a shell, and those taken away.
 
     What only a new look could tell (what nvcc says of another compiler, what another driver answers) is left unknown.
     """
@@ -144,12 +144,14 @@ def after(facts: CudaFacts, exports: Iterable[tuple[str, str]], unset: Iterable[
         variables=variables,
         uses=_uses(facts, variables),
         compilers=_compilers(facts, variables) if "CXX" in changed else facts.compilers,
-        nvccs=tuple(_nvcc(one, facts, variables) for one in facts.nvccs) if changed & _HOST_COMPILER else facts.nvccs,
+        nvccs=tuple(_nvcc(nvcc, facts, variables) for nvcc in facts.nvccs) if changed & _HOST_COMPILER else facts.nvccs,
         loader_path=tuple(by_text[text] for text in loader if text in by_text),
         driver=_driver(facts, changed, loader),
     )
     return _imported(
-        found, changed, {os.path.realpath(one) for one in fixes.preloaded(facts) if one not in fixes.preloaded(found)}
+        found,
+        changed,
+        {os.path.realpath(path) for path in fixes.preloaded(facts) if path not in fixes.preloaded(found)},
     )
 
 
@@ -164,7 +166,7 @@ def _expanded(value: str, variables: Mapping[str, str]) -> str:
 
 def _uses(facts: CudaFacts, variables: Mapping[str, str]) -> dict[str, Use]:
     """Follow the rules of torch, CMake and the shell again (node.cuda.toolkits), among the nvccs that are known."""
-    known = {one.path for one in facts.nvccs}
+    known = {nvcc.path for nvcc in facts.nvccs}
     folders = variables.get("PATH", "").split(":")
     nvcc = next((f"{folder}/nvcc" for folder in folders if f"{folder}/nvcc" in known), "")
     above = nvcc.removesuffix("/bin/nvcc")
@@ -201,7 +203,7 @@ def _nvcc(nvcc: Nvcc, facts: CudaFacts, variables: Mapping[str, str]) -> Nvcc:
 def _driver(facts: CudaFacts, changed: set[str], loader: list[str]) -> Driver:
     driver, answer = facts.driver, facts.driver.answer
     folder = driver.library_path.rpartition("/")[0]
-    listed = [one.text.rstrip("/") for one in facts.loader_path]
+    listed = [entry.text.rstrip("/") for entry in facts.loader_path]
     if folder and folder in listed and folder not in [text.rstrip("/") for text in loader]:
         driver = replace(driver, library="", library_path="", answer=replace(answer, cuda_status=None))
     if "CUDA_VISIBLE_DEVICES" in changed:
@@ -218,5 +220,5 @@ def _imported(facts: CudaFacts, changed: set[str], gone: set[str]) -> CudaFacts:
         return facts
     if imported.mended_without in changed:
         imported = replace(imported, error="", mended_without="")
-    imported = replace(imported, loaded=tuple(one for one in imported.loaded if one.path not in gone))
+    imported = replace(imported, loaded=tuple(library for library in imported.loaded if library.path not in gone))
     return replace(facts, imported=imported)

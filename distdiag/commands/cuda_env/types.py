@@ -84,7 +84,7 @@ class Section:
     def level(self) -> Level | None:
         """The worst of its problems; None if there are none."""
         order = [Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO]
-        return next((level for level in order if any(one.level is level for one in self.problems)), None)
+        return next((level for level in order if any(problem.level is level for problem in self.problems)), None)
 
 
 @dataclass(frozen=True, kw_only=True)

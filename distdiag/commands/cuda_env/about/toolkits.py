@@ -26,27 +26,31 @@ def about_toolkits(facts: CudaFacts) -> Section:
     whole = fixes.usable_toolkits(facts)
     shown = used if used is not None and used.version and used.headers else fixes.target_toolkit(facts)
     line = _line(facts, shown) if shown is not None and shown.version else "none that is used" if whole else "none"
-    problems = [one for one in (_variable(facts), _broken(facts)) if one]
-    if not any(one.level is Level.FAIL for one in problems):
-        problems += [one for one in (_found(facts), _home(facts), _headers(facts)) if one]
-    problems += [one for one in (_sources(facts), _with_torch(facts), _with_each_other(facts), _dev_link(facts)) if one]
-    problems += [one for one in (_gone(facts),) if one]
+    problems = [problem for problem in (_variable(facts), _broken(facts)) if problem]
+    if not any(problem.level is Level.FAIL for problem in problems):
+        problems += [problem for problem in (_found(facts), _home(facts), _headers(facts)) if problem]
+    problems += [
+        problem
+        for problem in (_sources(facts), _with_torch(facts), _with_each_other(facts), _dev_link(facts))
+        if problem
+    ]
+    problems += [problem for problem in (_gone(facts),) if problem]
     return Section(name="Toolkit", line=line, problems=tuple(problems), details=tuple(_details(facts)))
 
 
 def _line(facts: CudaFacts, used: Toolkit) -> str:
     """Name the toolkit, and who uses it."""
     homes = {name: fixes.toolkit_at(facts, home) for name, home in who_uses(facts).items()}
-    users = [name for name, one in homes.items() if one is not None and one.real == used.real]
+    users = [name for name, toolkit in homes.items() if toolkit is not None and toolkit.real == used.real]
     return f"{used.version} ({used.root})" + (f", used by {', '.join(users)}" if users else "")
 
 
 def _details(facts: CudaFacts) -> list[str]:
     lines = [f"{name} -> {home or 'none'}" for name, home in who_uses(facts).items()]
-    for one in facts.toolkits:
-        state = one.version or ("not there" if not one.exists else "no toolkit")
-        lines.append(f"{one.root}: {state} (by {', '.join(one.found_by)})")
-    return [*lines, *(f"on PATH and not there: {one}" for one in facts.no_path)]
+    for toolkit in facts.toolkits:
+        state = toolkit.version or ("not there" if not toolkit.exists else "no toolkit")
+        lines.append(f"{toolkit.root}: {state} (by {', '.join(toolkit.found_by)})")
+    return [*lines, *(f"on PATH and not there: {folder}" for folder in facts.no_path)]
 
 
 def _problem(id_: str, level: Level, title: str, **rest: object) -> Problem:
@@ -54,7 +58,7 @@ def _problem(id_: str, level: Level, title: str, **rest: object) -> Problem:
 
 
 def _mend(facts: CudaFacts) -> dict[str, object]:
-    """Give the fix that chooses the best toolkit here, or says what to install."""
+    """Return the fix that chooses the best toolkit here, or says what to install."""
     best = fixes.best_toolkit(facts)
     if best is not None:
         return {"fix": f"use the one in {best.root} ({best.version})", "exports": fixes.choose_toolkit(facts, best)}
@@ -135,7 +139,7 @@ def _broken(facts: CudaFacts) -> Problem | None:
 
 
 def _no_room(facts: CudaFacts, complaint: str) -> Problem:
-    """Say that it is the place for temporary files that is missing, full or not ours to write."""
+    """Report that it is the place for temporary files that is missing, full or not ours to write."""
     place = facts.variables.get("TMPDIR", "/tmp")
     return _problem(
         "toolkit.nvcc-broken",
@@ -149,9 +153,11 @@ def _no_room(facts: CudaFacts, complaint: str) -> Problem:
 
 
 def _found(facts: CudaFacts) -> Problem | None:
-    """Say that there is no toolkit that anybody would find."""
+    """Report that there is no toolkit that anybody would find."""
     use = facts.uses["torch"]
-    dangling = next((one for one in facts.toolkits if not one.exists and "CUDA" not in " ".join(one.found_by)), None)
+    dangling = next(
+        (toolkit for toolkit in facts.toolkits if not toolkit.exists and "CUDA" not in " ".join(toolkit.found_by)), None
+    )
     home = fixes.toolkit_at(facts, use.home) if use.home else None
     if use.home and home is not None and home.exists and (home.nvcc or fixes.nvcc_at(facts, use.nvcc)):
         return None
@@ -204,7 +210,7 @@ def _home(facts: CudaFacts) -> Problem | None:
 
 
 def _conda_headers(toolkit: Toolkit) -> str:
-    """Give the headers of a conda toolkit, which lie in targets/ where torch does not look."""
+    """Return the headers of a conda toolkit, which lie in targets/ where torch does not look."""
     return toolkit.headers if "conda" in toolkit.found_by and "/targets/" in toolkit.headers else ""
 
 
@@ -241,15 +247,15 @@ def _headers(facts: CudaFacts) -> Problem | None:
 
 def _sources(facts: CudaFacts) -> Problem | None:
     """Find a tree of two versions: its files disagree beyond the patch level."""
-    for one in facts.toolkits:
-        told = {minor(value) for _, value in one.sources}
-        if len(told) > 1 and one.exists:
+    for toolkit in facts.toolkits:
+        told = {minor(value) for _, value in toolkit.sources}
+        if len(told) > 1 and toolkit.exists:
             return _problem(
                 "toolkit.version-sources",
-                Level.FAIL if one is fixes.used_toolkit(facts) else Level.WARN,
-                f"{one.root} is of two versions: {' and '.join(sorted(told, key=version))}",
+                Level.FAIL if toolkit is fixes.used_toolkit(facts) else Level.WARN,
+                f"{toolkit.root} is of two versions: {' and '.join(sorted(told, key=version))}",
                 cause="One was installed over the other.",
-                evidence=tuple(f"{file}: {value}" for file, value in one.sources),
+                evidence=tuple(f"{file}: {value}" for file, value in toolkit.sources),
                 fix="install that toolkit again into an empty directory; or use another one",
             )
     return None
@@ -257,7 +263,7 @@ def _sources(facts: CudaFacts) -> Problem | None:
 
 def _gone(facts: CudaFacts) -> Problem | None:
     """Find directories of CUDA on PATH that are not there: removed or misspelt; it may be why no nvcc is found."""
-    cuda = [one for one in facts.no_path if "cuda" in one.lower() or "nvcc" in one.lower()]
+    cuda = [folder for folder in facts.no_path if "cuda" in folder.lower() or "nvcc" in folder.lower()]
     if not cuda:
         return None
     unfound = not facts.uses["nvcc"].nvcc
@@ -288,7 +294,7 @@ def _dev_link(facts: CudaFacts) -> Problem | None:
 
 
 def who_uses(facts: CudaFacts) -> dict[str, str]:
-    """Tell which toolkit each kind of build takes: name -> directory, empty for none."""
+    """Return which toolkit each kind of build takes: name -> directory, empty for none."""
     torch = facts.torch
     own = facts.uses["torch"].home if torch is not None and torch.cuda else ""
     users = {"torch extensions": own, "CMake": _seen_through(facts, "cmake"), "nvcc": _seen_through(facts, "nvcc")}
@@ -320,7 +326,7 @@ def _with_torch(facts: CudaFacts) -> Problem | None:
 def _mismatch(facts: CudaFacts, used: Toolkit, wanted: str) -> Problem:
     torch, use = facts.torch, facts.uses["torch"]
     assert torch is not None
-    there = ", ".join(f"{one.version} in {one.root}" for one in fixes.usable_toolkits(facts))
+    there = ", ".join(f"{toolkit.version} in {toolkit.root}" for toolkit in fixes.usable_toolkits(facts))
     variable = use.rule if use.rule.startswith("CUDA_") else "PATH"
     best = fixes.best_toolkit(facts)
     name = f"cuda-toolkit-{wanted.replace('.', '-')}"
@@ -350,9 +356,11 @@ def _mismatch(facts: CudaFacts, used: Toolkit, wanted: str) -> Problem:
 
 
 def _set_in(facts: CudaFacts, variable: str) -> tuple[str, ...]:
-    """Say which start-up files set a variable."""
+    """Report which start-up files set a variable."""
     lines = [
-        f"{one.variable} is set in {one.file}:{one.line}" for one in facts.building.origins if one.variable == variable
+        f"{origin.variable} is set in {origin.file}:{origin.line}"
+        for origin in facts.building.origins
+        if origin.variable == variable
     ]
     return tuple(lines[:3])
 
@@ -378,17 +386,18 @@ def _for_deepspeed(facts: CudaFacts, have: str, wanted: str) -> Problem | None:
 
 
 def _with_each_other(facts: CudaFacts) -> Problem | None:
-    """Say that builds here would use different toolkits, or how many there are."""
+    """Report that builds here would use different toolkits, or how many there are."""
     users = {name: home for name, home in who_uses(facts).items() if home}
     found = {name: fixes.toolkit_at(facts, home) for name, home in users.items()}
-    versions = {name: one.version for name, one in found.items() if one is not None and one.version}
-    if len({minor(one) for one in versions.values()}) > 1:
+    versions = {name: toolkit.version for name, toolkit in found.items() if toolkit is not None and toolkit.version}
+    if len({minor(number) for number in versions.values()}) > 1:
         best = fixes.best_toolkit(facts) or fixes.used_toolkit(facts)
         return Problem(
             id="toolkit.multiple",
             goals=BUILD,
             level=Level.WARN,
-            title="builds here use different toolkits: " + ", ".join(f"{name} {one}" for name, one in versions.items()),
+            title="builds here use different toolkits: "
+            + ", ".join(f"{name} {number}" for name, number in versions.items()),
             breaks="extensions that are partly built with each",
             evidence=tuple(f"{name} -> {home}" for name, home in users.items()),
             fix="let all use the same",
@@ -403,7 +412,7 @@ def _with_each_other(facts: CudaFacts) -> Problem | None:
         goals=BUILD,
         level=Level.INFO,
         title=f"{len(whole)} toolkits are installed, and all builds use the same: "
-        + ", ".join(one.root for one in whole),
+        + ", ".join(toolkit.root for toolkit in whole),
     )
 
 

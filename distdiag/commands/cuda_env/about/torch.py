@@ -87,7 +87,7 @@ def _build(facts: CudaFacts) -> Problem:
 
 
 def _import(facts: CudaFacts) -> Problem | None:
-    """Say that torch cannot be imported, or that it does not come back."""
+    """Report that torch cannot be imported, or that it does not come back."""
     imported = facts.imported
     if imported is None or not (imported.error or imported.stage):
         return None
