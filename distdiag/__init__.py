@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from distdiag.errors import DistdiagError
     from distdiag.report import Finding, Fix, Level, Report, Verdict, Where
     from distdiag.training.breakpoint.debugger import breakpoint
-    from distdiag.training.floatcmp import floatcmp
+    from distdiag.training.floatcmp.compare import floatcmp
     from distdiag.training.line_trace.session import trace_lines
     from distdiag.training.overflow.detect import detect_overflow
     from distdiag.training.overflow.detection import OverflowDetected
@@ -43,7 +43,7 @@ _HOME = {
     "OverflowDetected": "distdiag.training.overflow.detection",
     "breakpoint": "distdiag.training.breakpoint.debugger",
     "detect_overflow": "distdiag.training.overflow.detect",
-    "floatcmp": "distdiag.training.floatcmp",
+    "floatcmp": "distdiag.training.floatcmp.compare",
     "printflock": "distdiag.training.printflock",
     "trace_lines": "distdiag.training.line_trace.session",
 }

@@ -188,7 +188,7 @@ def judge_tried(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[Rende
 
 def judge_cuda(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
     from distdiag.commands.cuda_env.diagnose import diagnose
-    from distdiag.commands.cuda_env.model import Request
+    from distdiag.commands.cuda_env.types import Request
     from distdiag.commands.cuda_env.view import cuda_env_view
 
     request = Request(cluster=CLUSTER, verbose=True)
