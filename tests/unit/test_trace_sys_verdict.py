@@ -22,7 +22,7 @@ from distdiag.commands.trace.sys.model import MAX_PROCESSES, Request
 from distdiag.commands.trace.sys.saved import read
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.node.ends import Network
-from distdiag.node.strace.model import Call, ThreadLog
+from distdiag.node.strace.types import Call, ThreadLog
 from distdiag.report import Verdict
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def test_what_is_no_log_is_an_error() -> None:
 def thread_log(pid: int, last: Call | None, n_calls: int = 0, at_s: float = 1000.0) -> ThreadLog:
     state = "detached" if last is not None else "returned"
     return ThreadLog(
-        "", None, pid, "", at_s, at_s, 1, n_calls, 0, state, 0.0, last, (), (), (), (), (), (), ()
+        "", None, pid, "", at_s, at_s, n_calls, 0, state, 0.0, last, (), (), (), (), (), (), ()
     )  # fmt: skip
 
 

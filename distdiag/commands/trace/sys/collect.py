@@ -26,14 +26,14 @@ from distdiag.node import blocked, boot, machine, private, procs, run, tools
 from distdiag.node.blocked import Thread  # noqa: TC001 - decoded by its annotations
 from distdiag.node.descriptors import Look
 from distdiag.node.ends import Network, Person, networks, people
-from distdiag.node.strace.model import ThreadLog  # noqa: TC001 - decoded by its annotations
+from distdiag.node.strace.types import ThreadLog  # noqa: TC001 - decoded by its annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from typing import Any
 
-    from distdiag.node.strace.model import Logs
+    from distdiag.node.strace.types import Logs
 
 __all__ = ["facts", "more"]
 
@@ -44,7 +44,7 @@ _WHOLE = ("-e", "abbrev=!?poll,?ppoll")
 _ATTACH_S, _DETACH_S, _SETTLE_S = 8.0, 3.0, 0.05
 _STUCK_LOOKS, _BETWEEN_S = 3, 0.1
 _MAX_WORDS = 65536
-_CALLS, _TROUBLES, _PLACES, _FEW = 40, 20, 10, 5
+_CALLS, _ERRORS, _PLACES, _FEW = 40, 20, 10, 5
 # strace is to end when we do, even when we are killed; Linux only, as strace is.
 _GUARD = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
 
@@ -341,7 +341,7 @@ def _without_crowd(log: ThreadLog) -> ThreadLog:
     return replace(
         log,
         calls=log.calls[:_CALLS],
-        troubles=log.troubles[:_TROUBLES],
+        errors=log.errors[:_ERRORS],
         places=log.places[:_PLACES],
         slowest=_few(log.slowest),
         spins=_few(log.spins),

@@ -126,7 +126,7 @@ def _state(one: Subject) -> str:
 
 
 def _errors(one: Subject) -> Iterable[ErrorRow]:
-    for row in one.log.troubles if one.log is not None else ():
+    for row in one.log.errors if one.log is not None else ():
         if row.weight > 1:
             yield ErrorRow(call=row.name, error=row.error, target=row.target, places=row.places, count=row.count)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from distdiag.commands.trace.sys.model import Log, Refused, Request, Subject
     from distdiag.commands.trace.who import Key, People
     from distdiag.jobs.collect import Processes
-    from distdiag.node.strace.model import Spin
+    from distdiag.node.strace.types import Spin
 
 _SLOW_SHARE, _SLOW_S, _SLOW_COUNT = 0.3, 1.0, 3
 _NO_STORAGE = ("/dev", "/proc", "/sys")

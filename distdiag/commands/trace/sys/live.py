@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from distdiag.commands.trace.sys.collect import Attached, Told, Traced
     from distdiag.commands.trace.who import Key
     from distdiag.node.blocked import Thread
-    from distdiag.node.strace.model import ThreadLog
+    from distdiag.node.strace.types import ThreadLog
 
 WAITING = ("blocked", "detached")
 """States of a thread whose last call had not returned."""

@@ -12,7 +12,7 @@ from distdiag.commands.trace.ranks import Wanted  # noqa: TC001
 if TYPE_CHECKING:
     from distdiag.commands.trace.blocked.result import Kind
     from distdiag.commands.trace.who import Key
-    from distdiag.node.strace.model import Place, Spin, ThreadLog
+    from distdiag.node.strace.types import Place, Spin, ThreadLog
 
 
 MAX_PROCESSES = 64

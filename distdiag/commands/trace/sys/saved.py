@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from distdiag.commands.trace.who import Key
-    from distdiag.node.strace.model import ThreadLog
+    from distdiag.node.strace.types import ThreadLog
 
     Whose = tuple[int | None, str, int | None]
 

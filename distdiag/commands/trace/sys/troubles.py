@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from distdiag.commands.trace.sys.model import Subject
-    from distdiag.node.strace.model import Trouble
+    from distdiag.node.strace.types import CallError
 
 _REPEATED = 3
 _SHOWN = 5
@@ -48,9 +48,9 @@ _WARNED = {
 
 def errors(subjects: Sequence[Subject]) -> Iterator[Finding]:
     """Name the errors that are worth it, the same one of several threads together."""
-    groups: dict[tuple[str, Level], list[tuple[Subject, Trouble]]] = defaultdict(list)
+    groups: dict[tuple[str, Level], list[tuple[Subject, CallError]]] = defaultdict(list)
     for one in subjects:
-        for trouble in one.log.troubles if one.log is not None else ():
+        for trouble in one.log.errors if one.log is not None else ():
             level = _level(trouble)
             if level is not None:
                 groups[trouble.error, level].append((one, trouble))
@@ -58,7 +58,7 @@ def errors(subjects: Sequence[Subject]) -> Iterator[Finding]:
         yield _error(error, how_bad, rows)
 
 
-def _level(trouble: Trouble) -> Level | None:
+def _level(trouble: CallError) -> Level | None:
     error, target = trouble.error, trouble.target
     if error in _GRAVE:
         return Level.FAIL
@@ -73,7 +73,7 @@ def _level(trouble: Trouble) -> Level | None:
     return Level.WARN if error in _WARNED else None
 
 
-def _error(error: str, level: Level, rows: list[tuple[Subject, Trouble]]) -> Finding:
+def _error(error: str, level: Level, rows: list[tuple[Subject, CallError]]) -> Finding:
     first = rows[0][1]
     count = sum(trouble.count for _, trouble in rows)
     who = several(one for one, _ in rows)
@@ -92,12 +92,14 @@ def _error(error: str, level: Level, rows: list[tuple[Subject, Trouble]]) -> Fin
     return _finding(f"error-{error.lower()}", level, title, rows, Fix(text=text, commands=commands))
 
 
-def _names(troubles: Iterable[Trouble]) -> str:
+def _names(troubles: Iterable[CallError]) -> str:
     names = list(dict.fromkeys(one.target for one in troubles))
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
-def _finding(name: str, level: Level, title: str, rows: Sequence[tuple[Subject, Trouble]], fix: Fix | None) -> Finding:
+def _finding(
+    name: str, level: Level, title: str, rows: Sequence[tuple[Subject, CallError]], fix: Fix | None
+) -> Finding:
     evidence = [
         f"{thread(one)}: {trouble.name}{f' {trouble.target}' if trouble.target else ''}: {trouble.error}"
         + (f", {trouble.count} times" if trouble.count > 1 else "")
