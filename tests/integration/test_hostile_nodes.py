@@ -271,7 +271,7 @@ def readers() -> dict[str, Reader]:
         "show": Reader(arguments=("trace", "show", "{lines}"), facts=NodeLines, more=NodeLines, judge=judge_lines),
         "blocked": trace("blocked", blocked.Told),
         "fds": trace("fds", fds.Told),
-        "sys": trace("sys", sys_.Told, "--for", "1"),
+        "sys": trace("sys", sys_.Reply, "--for", "1"),
     }
 
 

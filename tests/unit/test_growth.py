@@ -13,9 +13,9 @@ from distdiag.cluster import hostfile
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.cuda_env import explain
 from distdiag.commands.trace.ranks import Wanted
-from distdiag.commands.trace.sys import saved
-from distdiag.commands.trace.sys.diagnose import judge_logs
-from distdiag.commands.trace.sys.model import Request
+from distdiag.commands.trace.sys import logs
+from distdiag.commands.trace.sys.diagnose import diagnose_logs
+from distdiag.commands.trace.sys.types import Request
 from distdiag.errors import DistdiagError
 from distdiag.knowledge.logs import read_log
 from distdiag.node.strace import lines
@@ -64,7 +64,7 @@ MANY_FILES = {
 
 
 def judge(paths: list[str]) -> None:
-    judge_logs(Request(program="distdiag", cluster=Cluster(), wanted=Wanted()), *saved.read(paths))
+    diagnose_logs(Request(program="distdiag", cluster=Cluster(), wanted=Wanted()), *logs.read(paths))
 
 
 @pytest.mark.alone

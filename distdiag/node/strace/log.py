@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from distdiag.node.strace import lines
 from distdiag.node.strace.descriptors import Descriptors
 from distdiag.node.strace.tally import Tally, as_call
-from distdiag.node.strace.types import Call, CallError, Logs, ThreadLog
+from distdiag.node.strace.types import WAITING, Call, CallError, Logs, ThreadLog
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ def threads(files: list[LogFile]) -> Iterator[ThreadLog]:
 
 def _thread(tally: Tally, clock: _Clock, newest_s: float | None) -> ThreadLog:
     began_s = clock.read(tally.last.at) if tally.last else None
-    lasts = tally.state in ("blocked", "detached") and began_s is not None and newest_s is not None
+    lasts = tally.state in WAITING and began_s is not None and newest_s is not None
     return ThreadLog(
         path="",
         pid=None,

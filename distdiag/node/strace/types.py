@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 ARGUMENTS = 200
 """No more characters of the arguments of a call are kept."""
+WAITING = ("blocked", "detached")
+"""States of a thread whose last call had not returned."""
 
 
 @dataclass(frozen=True)
