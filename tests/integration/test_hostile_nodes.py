@@ -238,7 +238,8 @@ def judge_trace(command: str) -> Callable[[Told], tuple[Report[Any], Callable[[A
         answers = Answers[Any](told=told.more)
         answers.rows, answers.refusals, answers.missing = told.reached
         answers.nodes = [NodeStacks(node.host, node.told, ()) for node in told.machines]
-        request = import_module(f"{folder}.model").Request(program="distdiag", cluster=CLUSTER, wanted=ALL)
+        types = "types" if command == "sys" else "model"
+        request = import_module(f"{folder}.{types}").Request(program="distdiag", cluster=CLUSTER, wanted=ALL)
         chosen = ranks.choose(answers.nodes, ALL)
         found = import_module(f"{folder}.diagnose").diagnose(request, answers, chosen)
         view = getattr(import_module(f"{folder}.view"), f"trace_{command}_view")

@@ -60,7 +60,7 @@ _CHANGES = frozenset({*_OPENS, *_MAKES, *_PAIRS, *_COPIES, b"socket", b"connect"
 _CLONES = (b"clone", b"clone3", b"fork", b"vfork")
 _MAX_OPEN = 8192
 """Of the descriptors of a process that were never seen closed: more are forgotten."""
-_MAX_COPIED = 32 * _MAX_OPEN
+_MAX_COPIED = 4 * _MAX_OPEN
 """Of all processes, most of which ended long ago."""
 
 
