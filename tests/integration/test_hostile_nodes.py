@@ -273,7 +273,7 @@ def readers() -> dict[str, Reader]:
         "show": Reader(arguments=("trace", "show", "{lines}"), facts=NodeLines, more=NodeLines, judge=judge_lines),
         "blocked": trace("blocked", blocked.Reply, ("types", "diagnose", "view")),
         "fds": trace("fds", fds.Reply, ("command", "command", "command")),
-        "sys": trace("sys", sys_.Told, ("model", "diagnose", "view"), "--for", "1"),
+        "sys": trace("sys", sys_.Reply, ("types", "diagnose", "view"), "--for", "1"),
     }
 
 

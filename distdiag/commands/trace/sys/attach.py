@@ -1,4 +1,4 @@
-"""trace sys from its request to its report: attach strace on all nodes at the same time, wait, detach, judge."""
+"""trace sys on processes that run: attach strace on all nodes at the same time, wait, detach, judge."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from distdiag import runner
-from distdiag.cluster import bundle
 from distdiag.cluster.access import open_fleet
 from distdiag.cluster.node import NodeStage
 from distdiag.cluster.targets import find_targets
 from distdiag.commands.trace import ranks
 from distdiag.commands.trace.nodes import NodeAnswer, answers_of, finder
-from distdiag.commands.trace.sys.choices import COMMAND, expression
-from distdiag.commands.trace.sys.collect import Told, reader_text
+from distdiag.commands.trace.sys.collect import Reply
 from distdiag.commands.trace.sys.diagnose import diagnose
-from distdiag.commands.trace.sys.model import MAX_LOG_BYTES, MAX_PROCESSES, Request
+from distdiag.commands.trace.sys.types import COMMAND, MAX_LOG_BYTES, MAX_PROCESSES, Request
 from distdiag.commands.trace.sys.view import trace_sys_view
-from distdiag.commands.trace.sys.words import PAYLOAD_WARNING, lasting, log_name
+from distdiag.commands.trace.sys.wording import PAYLOAD_WARNING, format_duration, log_name
 from distdiag.gathered import Gathered
 from distdiag.jobs.nodes import NodeStacks
 from distdiag.node.protocol import Collect
@@ -32,25 +30,27 @@ if TYPE_CHECKING:
     from distdiag.cluster.node import Node
     from distdiag.cluster.targets import Targets
     from distdiag.commands.trace.ranks import Chosen
-    from distdiag.commands.trace.sys.model import TraceSys
+    from distdiag.commands.trace.sys.types import TraceSys
     from distdiag.deliver import Progress
     from distdiag.jobs.collect import Processes
     from distdiag.report import Report
 
 _COLLECT = "distdiag.commands.trace.sys.collect"
 _TURN_S = 0.1
-_ATTACH_S, _EACH_S, _FINISH_S = 25.0, 1.0, 90.0
+_ATTACH_S, _EACH_S = 25.0, 1.0
+_FINISH_S = 180.0
+"""Logs of MAX_LOG_BYTES are read in some 20 s, on a node whose processors are busy in a multiple of that."""
 _DEAD = ("Z", "X", "")
 
 
-def _collect(request: Request, progress: Progress) -> Gathered[NodeAnswer[Told]]:
+def _collect(request: Request, progress: Progress) -> Gathered[NodeAnswer[Reply]]:
     targets = find_targets(request.cluster, os.environ)
     with open_fleet(request.cluster, targets, finder(_COLLECT, request.wanted)) as fleet:
         session = _Session(request, fleet, targets, progress)
         session.go()
         return Gathered(
             facts=[
-                NodeAnswer(host=host, processes=processes, told=tuple(session.told.get(host, ())))
+                NodeAnswer(host=host, processes=processes, told=tuple(session.replies.get(host, ())))
                 for host, processes in session.processes.items()
             ],
             missing=session.missing,
@@ -60,21 +60,21 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodeAnswer[Told]]
         )
 
 
-def _diagnose(request: Request, gathered: Gathered[NodeAnswer[Told]]) -> Report[TraceSys]:
+def _diagnose(request: Request, gathered: Gathered[NodeAnswer[Reply]]) -> Report[TraceSys]:
     answers = answers_of(gathered)
     return diagnose(request, answers, ranks.choose(answers.nodes, request.wanted))
 
 
 @dataclass
 class _Session:
-    """From reaching the nodes to the last word of them. Ctrl-C ends the tracing early, and what was seen is told."""
+    """From reaching the nodes to their last reply. Ctrl-C ends the tracing early, and what was seen is judged."""
 
     request: Request
     fleet: Fleet
     targets: Targets
     progress: Progress
     processes: dict[str, Processes] = field(default_factory=dict)
-    told: dict[str, list[Told]] = field(default_factory=dict)
+    replies: dict[str, list[Reply]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     interrupted: bool = False
     chosen: Sequence[Chosen] = ()
@@ -93,43 +93,46 @@ class _Session:
         pids = _pids(self.chosen)
         if not pids:
             return
-        self._say_what_it_costs(sum(map(len, pids.values())))
-        if self.request.payload_bytes:
-            self.progress.news(PAYLOAD_WARNING)
-        asks = {host: self._ask(host, pids.get(host, ())) for host in self._by_host}
+        self._warn(sum(map(len, pids.values())))
+        requests = {host: self._request(host, pids.get(host, ())) for host in self._by_host}
         timeout_s = _ATTACH_S + _EACH_S * max(map(len, pids.values()))
-        attaching = [self._order(host, ask) for host, ask in asks.items()]
+        attaching = [self._order(host, ask) for host, ask in requests.items()]
         try:
             self._take(attaching, timeout_s)
-            if any(not one.why for told in self.told.values() for part in told for one in part.attached):
+            if any(not attached.why for parts in self.replies.values() for part in parts for attached in part.attached):
                 self._wait(self.request.for_s)
         except KeyboardInterrupt:
             self.interrupted = True
             # Who was still attaching has to come to the end of that first.
             self._take([node for node in attaching if node.name in self._busy], timeout_s)
         self.progress.news("detaching, and reading what was seen")
-        ask = {"do": "finish", "reader": _reader()}
-        self._take([self._order(host, ask) for host in pids if host in self._by_host], _FINISH_S)
+        self._take([self._order(host, {"do": "finish"}) for host in pids if host in self._by_host], _FINISH_S)
 
-    def _say_what_it_costs(self, count: int) -> None:
+    def _warn(self, count: int) -> None:
         what = "1 process" if count == 1 else f"{count} processes"
         self.progress.news(
-            f"tracing {what} for {lasting(self.request.for_s)}: each of their system calls takes 75-190 times as long "
-            "meanwhile"
+            f"tracing {what} for {format_duration(self.request.for_s)}: each of their system calls takes 75-190 times "
+            "as long meanwhile"
         )
+        if self.request.payload_bytes:
+            self.progress.news(PAYLOAD_WARNING)
 
-    def _ask(self, host: str, pids: Sequence[int]) -> dict[str, Any]:
-        known = {one.process.pid: one.rank for one in self.chosen if one.process is not None and one.host == host}
+    def _request(self, host: str, pids: Sequence[int]) -> dict[str, Any]:
+        ranks_by_pid = {
+            chosen.process.pid: chosen.rank
+            for chosen in self.chosen
+            if chosen.process is not None and chosen.host == host
+        }
         local = self.targets.launcher is None
         return {
             "do": "attach",
             "pids": list(pids),
-            "calls": expression(self.request.only),
+            "only": list(self.request.only),
             "payload": self.request.payload_bytes,
             "limit_bytes": MAX_LOG_BYTES,
             "folder": os.path.abspath(self.request.logs) if self.request.logs and local else self.request.logs,
-            "names": {str(pid): log_name(known[pid], host, pid) for pid in pids},
-            "near": [one.pid for one in self.processes[host].processes],
+            "names": {str(pid): log_name(ranks_by_pid[pid], host, pid) for pid in pids},
+            "near": [process.pid for process in self.processes[host].processes],
         }
 
     def _order(self, host: str, ask: Mapping[str, Any]) -> Node:
@@ -139,12 +142,12 @@ class _Session:
         return node
 
     def _take(self, nodes: Sequence[Node], timeout_s: float) -> None:
-        """Take all that nodes have to tell."""
+        """Take all replies of nodes."""
         hosts = {node.name: host for host, node in self._by_host.items()}
-        for node, facts, why in self.fleet.more_from(nodes, Told, timeout_s, lambda names: None):
+        for node, facts, why in self.fleet.more_from(nodes, Reply, timeout_s, lambda names: None):
             host = hosts[node.name]
             if facts is not None:
-                self.told.setdefault(host, []).append(facts)
+                self.replies.setdefault(host, []).append(facts)
                 continue
             self._busy.discard(node.name)
             if why:
@@ -164,24 +167,19 @@ class _Session:
                 del self._by_host[host]
 
 
-def _reader() -> str:
-    sources = bundle.sources("distdiag.node.strace.log")
-    return reader_text({name: text for name, text in sources.items() if name.startswith("distdiag.node.strace.")})
-
-
 def _pids(chosen: Sequence[Chosen]) -> dict[str, list[int]]:
     """List whom to attach to, by host; not more than a node can bear."""
     found: dict[str, list[int]] = {}
-    for one in chosen:
-        if one.process is not None and one.process.state not in _DEAD:
-            found.setdefault(one.host, []).append(one.process.pid)
+    for each in chosen:
+        if each.process is not None and each.process.state not in _DEAD:
+            found.setdefault(each.host, []).append(each.process.pid)
     return {host: pids[:MAX_PROCESSES] for host, pids in found.items()}
 
 
-SUBCOMMAND: Subcommand[Request, NodeAnswer[Told], TraceSys] = Subcommand(
+SUBCOMMAND: Subcommand[Request, NodeAnswer[Reply], TraceSys] = Subcommand(
     name=COMMAND,
     request=Request,
-    facts=NodeAnswer[Told],
+    facts=NodeAnswer[Reply],
     collect=_collect,
     diagnose=_diagnose,
     view=lambda _, __, report: trace_sys_view(report.data),

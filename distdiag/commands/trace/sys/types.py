@@ -12,9 +12,9 @@ from distdiag.commands.trace.ranks import Wanted  # noqa: TC001
 if TYPE_CHECKING:
     from distdiag.diagnosis.process_index import Key
     from distdiag.diagnosis.wait_reasons import Kind
-    from distdiag.node.strace.model import Place, Spin, ThreadLog
+    from distdiag.node.strace.types import Count, Place, Spin, ThreadLog
 
-
+COMMAND = "trace sys"
 MAX_PROCESSES = 64
 """Of one node; each has a strace of its own."""
 MAX_LOG_BYTES = 256 * 2**20
@@ -37,7 +37,7 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class TracedThread:
     """One thread as strace saw it for `span_s` seconds; no `log` if it made no call, or none of those traced.
 
     `kind`, `on`, `does`: what it waits for at the end, as Wait has them; `call`: in which system call, `blocked_s`: how
@@ -64,14 +64,19 @@ class Subject:
 
     @property
     def key(self) -> Key:
-        """The process; of a log that does not tell it, the thread."""
+        """The process; of a log that does not say which, the thread."""
         return self.host, self.pid if self.pid is not None else self.tid or 0
+
+    @property
+    def n_calls(self) -> int:
+        """How many calls returned while it was traced."""
+        return self.log.n_calls if self.log is not None else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
     """One log. `cut`: strace left early, as it was as long as it may be; `gap`: its middle was not kept, for that
-    reason. `path`: where it lies, if it was kept.
+    reason. `path`: where it is, if it was kept.
     """
 
     host: str
@@ -99,7 +104,7 @@ class Refused:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Last:
+class LastCall:
     """The last system call of a thread. `blocked_s`: since when it has not returned; None if it did."""
 
     call: str
@@ -107,17 +112,6 @@ class Last:
     fd_target: str
     peer_rank: int | None
     blocked_s: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CallRow:
-    """All calls of one name. The times are None where the log has none."""
-
-    name: str
-    count: int
-    errors: int
-    time_s: float | None
-    slowest_s: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +140,8 @@ class ThreadRow:
     on: str
     n_calls: int
     traced_s: float
-    last: Last | None
-    calls: tuple[CallRow, ...]
+    last: LastCall | None
+    calls: tuple[Count, ...]
     errors: tuple[ErrorRow, ...]
     places: tuple[Place, ...]
     spins: tuple[Spin, ...]

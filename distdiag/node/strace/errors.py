@@ -1,20 +1,24 @@
-"""Which errors are worth to be looked at, folded: the same one often, the same name in many folders."""
+"""Errors of a thread's calls, folded; and which are worth to be looked at."""
 
 from __future__ import annotations
 
 import os
 import re
 
-from distdiag.node.strace.model import Trouble
+from distdiag.node.strace.types import CallError
 
-KEPT = 200
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_REPORTED = 200
 """The gravest of each thread are reported."""
-_HELD = 4000
+_MAX_HELD = 4000
 """More different ones are not kept at a time."""
-_PLACES = 1000
+_MAX_PLACES = 1000
 _NAME_MAX = 255
 """No file can have a longer name."""
-_FOUND = 100_000
+_MAX_FOUND = 100_000
 """More names of files that were found are not remembered."""
 _WEIGHTS = {
     **dict.fromkeys(("ENOSPC", "EDQUOT", "EIO", "ESTALE", "EROFS", "EMFILE", "ENFILE", "ENOMEM", "EUCLEAN"), 10),
@@ -27,7 +31,7 @@ _USUAL = {
     **{"EINVAL": "readlink.*|prctl|arch_prctl", "EEXIST": "mkdir.*|epoll_ctl", "ENODATA": ".*xattr.*"},
     **{"ENOTSUP": ".*xattr.*", "EOPNOTSUPP": ".*xattr.*"},
 }
-"""What well-made programs hear all day: the error, and of which calls; of all where none are named."""
+"""What well-made programs get all day: the error, and of which calls; of all where none are named."""
 # What the loader of glibc and Python's import try on their way, whether or not it is there.
 _TRIED = re.compile(
     r"ld\.so\.(?:preload|nohwcap)|pyvenv\.cfg|pybuilddir\.txt|.*\._pth|python\d+\.zip|.*\.(?:cpython|pypy)\d*-.*\.so"
@@ -42,20 +46,20 @@ _DATA = re.compile(
 _DEVICES = ("/dev/nvidia", "/dev/infiniband", "/dev/kfd", "/dev/dri", "/dev/shm")
 
 
-class Troubles:
-    """Errors of one thread, folded."""
+class Errors:
+    """Errors of one thread, folded: the same one often, the same name in many folders."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, str, str], _Held] = {}
         self._found: set[str] = set()
 
     def found(self, path: str) -> None:
-        """Remember that a file was there: not to find its name elsewhere was the way to it, and no trouble."""
-        if len(self._found) < _FOUND:
+        """Remember that a file was there: not to find its name elsewhere was the way to it, and no error."""
+        if len(self._found) < _MAX_FOUND:
             self._found.add(os.path.basename(path))
 
-    def add(self, name: str, error: str, target: str, at: bytes, count: int = 1, last: bytes = b"") -> None:
-        """Take an error that was met `count` times, from the time `at` to `last`."""
+    def add(self, name: str, error: str, target: str, at: bytes) -> None:
+        """Count an error of a call on `target`, made at the time `at`; nothing where it is usual."""
         if is_usual(name, error):
             return
         missing = error in ("ENOENT", "ENOTDIR") and name != "connect"
@@ -65,37 +69,26 @@ class Troubles:
         if held is None:
             self._make_room()
             held = self._held[key] = _Held(name, at, weight(name, error, target))
-        held.count += count
-        held.last = last or at
-        if missing and len(held.places) < _PLACES:
+        held.count += 1
+        held.last = at
+        if missing and len(held.places) < _MAX_PLACES:
             held.places.add(target)
 
-    def merge(self, other: Troubles) -> None:
-        """Take what a later part of the same log says."""
-        self._found |= other._found
-        for key, its in other._held.items():
-            held = self._held.setdefault(key, its)
-            if held is not its:
-                held.count += its.count
-                held.last = its.last
-                held.places |= its.places
-
-    def gravest(self) -> list[tuple[Trouble, bytes, bytes]]:
-        """Give those that are troubles, the gravest first, with the first and the last time as the log has them."""
+    def gravest(self) -> Iterator[tuple[CallError, bytes, bytes]]:
+        """List those that are worth it, the gravest first, with the first and the last time as the log has them."""
         rows = []
         for (_, error, target), held in self._held.items():
             if held.places and target in self._found:
                 continue
             only = next(iter(held.places)) if len(held.places) == 1 else target
-            places = max(1, len(held.places))
-            one = Trouble(held.name, error, only, places, held.count, None, None, held.weight)
-            rows.append((one, held.first, held.last))
+            found = CallError(held.name, error, only, max(1, len(held.places)), held.count, None, None, held.weight)
+            rows.append((found, held.first, held.last))
         rows.sort(key=lambda row: (-row[0].weight, -row[0].count, row[0].target))
-        return rows[:KEPT]
+        yield from rows[:_REPORTED]
 
     def _make_room(self) -> None:
-        if len(self._held) >= _HELD:
-            kept = sorted(self._held.items(), key=lambda item: (-item[1].weight, -item[1].count))[: _HELD // 2]
+        if len(self._held) >= _MAX_HELD:
+            kept = sorted(self._held.items(), key=lambda item: (-item[1].weight, -item[1].count))[: _MAX_HELD // 2]
             self._held = dict(kept)
 
 
@@ -109,7 +102,7 @@ class _Held:
 
 
 def is_usual(name: str, error: str) -> bool:
-    """Tell whether an error is no trouble at all."""
+    """Return whether an error of a call is nothing to be looked at."""
     if error.startswith("ERESTART"):
         return True
     calls = _USUAL.get(error)
@@ -117,7 +110,7 @@ def is_usual(name: str, error: str) -> bool:
 
 
 def weight(name: str, error: str, target: str) -> int:
-    """Tell how grave an error is: 10 for a full or broken disk, or the like; 1 for what is likely nothing."""
+    """Return how grave an error is: 10 for a full or broken disk, or the like; 1 for what is likely nothing."""
     if error in ("ENOENT", "ENOTDIR", "ENXIO"):
         return _weight_of_missing(target)
     if error == "ETIMEDOUT" and name not in ("connect", "recvfrom", "recvmsg", "read", "sendto", "sendmsg", "write"):

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 ARGUMENTS = 200
 """No more characters of the arguments of a call are kept."""
+WAITING = ("blocked", "detached")
+"""States of a thread whose last call had not returned."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,10 @@ class Count:
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """An error worth to be looked at, however often. `weight`: 10 is grave, 1 is likely nothing.
+class CallError:
+    """An error worth to be looked at, however often it came. `weight`: 10 is grave, 1 is likely nothing.
 
-    What was not found is one trouble for all folders it was looked for in: `target` is then a name, `places` their
+    What was not found is one error for all folders it was looked for in: `target` is then a name, `places` their
     number, and `target` the whole path where it was only one.
     """
 
@@ -85,11 +87,12 @@ class Spin:
 class ThreadLog:
     """What the log says of one thread.
 
-    `pid` and `tid`: None where the log does not tell. `state`: "blocked" in its last call; "detached": was so when
+    `pid` and `tid`: None where the log does not say. `state`: "blocked" in its last call; "detached": was so when
     strace left; "returned" from it; "exited 1"; "killed SIGSEGV"; "superseded" by another thread's execve; "cut": the
     file ends inside its last line. `blocked_s`: how long its last call had lasted at the newest time in all logs that
-    were read together. `n_unread`: lines that strace did not write, told of the first thread of a file. `slowest`: the
-    slowest calls on files. `programs`: what it executed. Counts and places come by time, troubles by weight.
+    were read together. `n_unread`: lines that strace did not write, counted with the first thread of a file.
+    `slowest`: the slowest calls on files. `programs`: what it executed. Counts and places come by time, errors by
+    weight.
     """
 
     path: str
@@ -98,14 +101,13 @@ class ThreadLog:
     comm: str
     first_at_s: float | None
     last_at_s: float | None
-    n_lines: int
     n_calls: int
     n_unread: int
     state: str
     blocked_s: float | None
     last: Call | None
     calls: tuple[Count, ...]
-    troubles: tuple[Trouble, ...]
+    errors: tuple[CallError, ...]
     places: tuple[Place, ...]
     slowest: tuple[Call, ...]
     spins: tuple[Spin, ...]
