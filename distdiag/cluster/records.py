@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Required, TypedDict, 
 import msgspec  # noqa: TID253 - this module is only imported when there are nodes or files to read
 
 from distdiag.errors import DistdiagError
-from distdiag.node.knock import Probe  # noqa: TC001 - msgspec reads the annotations
-from distdiag.node.network import Network  # noqa: TC001
+from distdiag.node.network import Network  # noqa: TC001 - msgspec reads the annotations
+from distdiag.node.tcp_probe import ProbeResult  # noqa: TC001
 from distdiag.node.wire import printable
 
 if TYPE_CHECKING:
@@ -313,9 +313,9 @@ class ReachServing(Record, tag="reach-serving"):
 
 
 class ReachProbe(Record, tag="reach-probe"):
-    """One way was tried."""
+    """One path was tried."""
 
-    probe: Probe
+    probe: ProbeResult
 
 
 class ReachName(Record, tag="reach-name"):

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any, NoReturn
 
+    from distdiag.node.connectivity import Connectivity
     from distdiag.node.ranks import Ranks
-    from distdiag.node.reach import Reach
     from distdiag.node.tools import Tools
 
 _POLL_S = 0.03
@@ -144,7 +144,7 @@ class _Hands:
         self._collect = collect
         self._guest = guest
         self._ranks: Ranks | None = None
-        self._reach: Reach | None = None
+        self._reach: Connectivity | None = None
         self._tools: Tools | None = None
 
     @property
@@ -203,9 +203,9 @@ class _Hands:
             ranks.inspect(order)
 
     def _about_reach(self, order: dict[str, Any]) -> None:
-        from distdiag.node.reach import Reach
+        from distdiag.node.connectivity import Connectivity
 
-        reach = self._reach = self._reach or Reach(self._wire)
+        reach = self._reach = self._reach or Connectivity(self._wire)
         if order["do"] == "reach-listen":
             reach.listen(order)
         elif order["do"] == "reach-serve":
