@@ -411,7 +411,7 @@ def specs_of(first: int, count: int) -> list[launch.RankSpec]:
 
 
 def meeting_of(fleet: Fleet) -> RendezvousTest:
-    """Put together what the nodes said of the ways between them."""
+    """Put together what the nodes said of the paths between them."""
     found = RendezvousTest(head=LIAR, hosts={name: name for name in fleet.nodes}, address="10.0.0.1", port=29500)
     for node, record in fleet._pending:
         if isinstance(record, records.ReachListening):
