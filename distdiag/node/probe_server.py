@@ -1,4 +1,4 @@
-"""Answers those of other nodes who try to reach this one."""
+"""Answers the probes of other nodes (tcp_probe.py), as `iperf -s` does for iperf."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ import threading
 from typing import TYPE_CHECKING
 
 from distdiag.node import handshake
-from distdiag.node.probing import MOST_BULK_BYTES, returned
 
 if TYPE_CHECKING:
     import socket
 
+BULK_BYTES = 64 * 2**10
+"""What a probe sends unless it is told otherwise."""
+MOST_BULK_BYTES = 16 * 2**20
 _PIECE_BYTES = 2**18
+
+
+def returned(size: int) -> int:
+    """Return how much comes back: full packets, to see whether they do; the peer tries the other way itself."""
+    return min(size, BULK_BYTES)
 
 
 class _Client:
@@ -26,38 +33,38 @@ class _Client:
         self.unsent = memoryview(b"")
 
 
-class Server(threading.Thread):
+class ProbeServer(threading.Thread):
     """Answers probes until it is stopped."""
 
     def __init__(self, listeners: list[socket.socket], key: str) -> None:
         super().__init__(daemon=True)
         self._acceptor = handshake.Acceptor(listeners, key)
-        self._bell, self._ring = os.pipe()
-        self._acceptor.selector.register(self._bell, selectors.EVENT_READ, self._bell)
+        self._wake, self._waker = os.pipe()
+        self._acceptor.selector.register(self._wake, selectors.EVENT_READ, self._wake)
         self._clients: set[_Client] = set()
 
     def run(self) -> None:
         """Serve."""
         while True:
             peers, ready = self._acceptor.wait()
-            if self._bell in ready:
+            if self._wake in ready:
                 break
             for client in ready:
-                self._attend(client)
+                self._serve(client)
             for peer in peers:
-                self._welcome(peer)
+                self._add(peer)
         for client in list(self._clients):
-            self._dismiss(client)
+            self._drop(client)
         self._acceptor.close()
-        os.close(self._bell)
-        os.close(self._ring)
+        os.close(self._wake)
+        os.close(self._waker)
 
     def stop(self) -> None:
         """End the service, and give the listeners back as they were."""
-        os.write(self._ring, b".")
+        os.write(self._waker, b".")
         self.join(2)
 
-    def _welcome(self, peer: handshake.Peer) -> None:
+    def _add(self, peer: handshake.Peer) -> None:
         if peer.number is None or peer.number > MOST_BULK_BYTES:
             peer.connection.close()
             return
@@ -66,7 +73,7 @@ class Server(threading.Thread):
         self._acceptor.selector.register(client.connection, selectors.EVENT_READ, client)
         self._answer_if_received(client)
 
-    def _attend(self, client: _Client) -> None:
+    def _serve(self, client: _Client) -> None:
         try:
             if client.unsent:
                 client.unsent = client.unsent[client.connection.send(client.unsent[:_PIECE_BYTES]) :]
@@ -79,7 +86,7 @@ class Server(threading.Thread):
         except OSError:
             data = b""
         if not data:
-            self._dismiss(client)
+            self._drop(client)
         elif client.to_receive > 0:  # whatever comes after it is not counted
             client.to_receive -= len(data)
             self._answer_if_received(client)
@@ -92,7 +99,7 @@ class Server(threading.Thread):
     def _watch(self, client: _Client, events: int) -> None:
         self._acceptor.selector.modify(client.connection, events, client)
 
-    def _dismiss(self, client: _Client) -> None:
+    def _drop(self, client: _Client) -> None:
         self._clients.discard(client)
         self._acceptor.selector.unregister(client.connection)
         client.connection.close()

@@ -14,11 +14,11 @@ import time
 from dataclasses import dataclass
 
 from distdiag.node import handshake, network
-from distdiag.node.probing import BULK_BYTES, returned
+from distdiag.node.probe_server import BULK_BYTES, returned
 
-_KNOCK_AGAIN_S = 0.4
+_CONNECT_AGAIN_S = 0.4
 """A lost SYN is sent again by the kernel after 1, 3, 7 s: too rarely to tell a lossy path from a closed one."""
-_KNOCKS = 7
+_MOST_ATTEMPTS = 7
 _FIRST_WORD_S = 0.7
 """Then it is asked over a new connection: after a lost SYN-ACK the kernel may wait 3 s before it sends a word again."""
 _PROGRESS_BYTES = 6000
@@ -39,7 +39,7 @@ _VERDICTS = (
 
 
 @dataclass(frozen=True)
-class Probe:
+class ProbeResult:
     """One attempt to reach a listener.
 
     `verdict`: ok; name (does not resolve), filtered (no answer), refused, rejected (a router or firewall said no),
@@ -59,7 +59,7 @@ class Probe:
     interface: str
     said: str
     latency_s: float | None
-    knocks: int
+    attempts: int
     retransmits: int
     bulk_bytes: int = 0
     bulk_s: float | None = None
@@ -69,7 +69,12 @@ class Probe:
 
     def __post_init__(self) -> None:
         if self.verdict not in _VERDICTS:
-            raise ValueError(f"a way that is {self.verdict[:20]!r}")
+            raise ValueError(f"a path that is {self.verdict[:20]!r}")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether data goes through, if slowly."""
+        return self.verdict in ("ok", "lossy")
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ class _RefusedHere(OSError):
     """This node's own kernel said no before any packet was sent."""
 
 
-class Knock:
+class TcpProbe:
     """One probe under way."""
 
     def __init__(self, target: Target, key: str, deadline: float) -> None:
@@ -96,41 +101,41 @@ class Knock:
         self._key = key
         self._deadline = deadline
         self._resolved: tuple[str, ...] = ()
-        self._knocks = 0
+        self._attempts = 0
         self._latency_s: float | None = None
         self._said = ""
         self._unread = b""
 
-    def go(self) -> Probe:
+    def run(self) -> ProbeResult:
         """Resolve, connect, talk; never later than the deadline."""
         self._resolved, complaint = network.resolve(self.address)
         if not self._resolved:
-            return self._verdict("name", complaint)
+            return self._result("name", complaint)
         try:
             connection = self._connect()
         except OSError as error:
-            return self._verdict(*_why_not_connected(error))
+            return self._result(*_why_not_connected(error))
         while True:
             with connection:
                 verdict, complaint = self._talk(connection)
                 if verdict != "silent":
-                    return self._verdict(verdict, complaint, connection)
-                silent = self._verdict(verdict, complaint, connection)
+                    return self._result(verdict, complaint, connection)
+                silent = self._result(verdict, complaint, connection)
             try:
                 connection = self._connect()
             except OSError:
                 return silent
 
     def _connect(self) -> socket.socket:
-        """Knock again and again until one attempt comes through; raises the last error."""
+        """Begin again and again until one attempt comes through; raises the last error."""
         waiting: list[socket.socket] = []
         last: OSError = TimeoutError(errno.ETIMEDOUT, "no answer")
         with selectors.DefaultSelector() as selector:
             try:
                 while (left := self._deadline - time.monotonic()) > 0:
-                    if self._knocks < _KNOCKS:
-                        waiting.append(self._knock(selector))
-                    for key, _ in selector.select(min(left, _KNOCK_AGAIN_S)):
+                    if self._attempts < _MOST_ATTEMPTS:
+                        waiting.append(self._begin(selector))
+                    for key, _ in selector.select(min(left, _CONNECT_AGAIN_S)):
                         connection = key.data
                         selector.unregister(connection)
                         status = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -144,12 +149,12 @@ class Knock:
                     connection.close()
         raise last
 
-    def _knock(self, selector: selectors.BaseSelector) -> socket.socket:
+    def _begin(self, selector: selectors.BaseSelector) -> socket.socket:
         address = self._resolved[0]
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         connection = socket.socket(family, socket.SOCK_STREAM)
         connection.setblocking(False)
-        self._knocks += 1
+        self._attempts += 1
         status = connection.connect_ex((address, self.port))
         if status not in (0, errno.EINPROGRESS):
             connection.close()
@@ -195,7 +200,7 @@ class Knock:
         return "ok", ""
 
     def _stuck(self, connection: socket.socket, verdict: str) -> tuple[str, str]:
-        """Say why data got stuck: large packets vanish, packets are lost, or the other end is too busy to take any."""
+        """Return why data got stuck: large packets vanish, packets are lost, or the other end is too busy."""
         acknowledged, received = _progress(connection)
         came_to_an_end = _nothing_repaired(connection, sent=verdict == "swallowed-up")
         if verdict == "swallowed-up" and acknowledged >= self._bulk_bytes > 0:
@@ -210,14 +215,14 @@ class Knock:
 
     def _read(self, connection: socket.socket, count: int) -> bytes:
         """Read so many bytes; fewer at the end."""
-        heard, self._unread = bytearray(self._unread[:count]), self._unread[count:]
-        while len(heard) < count:
+        received, self._unread = bytearray(self._unread[:count]), self._unread[count:]
+        while len(received) < count:
             self._limit(connection)
-            data = connection.recv(min(count - len(heard), 2**18))
+            data = connection.recv(min(count - len(received), 2**18))
             if not data:
                 break
-            heard += data
-        return bytes(heard)
+            received += data
+        return bytes(received)
 
     def _limit(self, connection: socket.socket) -> None:
         left = self._deadline - time.monotonic()
@@ -225,9 +230,9 @@ class Knock:
             raise TimeoutError
         connection.settimeout(left)
 
-    def _verdict(self, verdict: str, error: str, connection: socket.socket | None = None) -> Probe:
+    def _result(self, verdict: str, error: str, connection: socket.socket | None = None) -> ProbeResult:
         local = "" if connection is None else str(connection.getsockname()[0]).replace("::ffff:", "")
-        return Probe(
+        return ProbeResult(
             key=self.key,
             address=self.address,
             port=self.port,
@@ -238,7 +243,7 @@ class Knock:
             interface=(network.interface_of(local) or "") if local else "",
             said=self._said,
             latency_s=self._latency_s,
-            knocks=self._knocks,
+            attempts=self._attempts,
             retransmits=_retransmits(connection) if connection is not None else 0,
             bulk_bytes=self._bulk_bytes,
             bulk_s=self._bulk_s,
@@ -263,13 +268,13 @@ def _why_not_connected(error: OSError) -> tuple[str, str]:
 
 
 def _progress(connection: socket.socket) -> tuple[int, int]:
-    """Bytes acknowledged by the peer and received from it (tcpi_bytes_..., include/uapi/linux/tcp.h)."""
+    """Return the bytes acknowledged by the peer and received from it (tcpi_bytes_..., include/uapi/linux/tcp.h)."""
     info = _tcp_info(connection)
     return struct.unpack_from("QQ", info, 120) if info else (0, 0)
 
 
 def _nothing_repaired(connection: socket.socket, *, sent: bool) -> bool:
-    """Tell whether packets came through one after the other until they came no more: what loses some goes on.
+    """Return whether packets came through one after the other until they came no more: what loses some goes on.
 
     Of what is sent, every packet that was sent again is one of the last (tcpi_retransmits counts those without an
     answer; one more may be the tail loss probe); of what is received, none came out of order (tcpi_rcv_ooopack), none

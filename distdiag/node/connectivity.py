@@ -11,8 +11,8 @@ import threading
 import time
 
 from distdiag.node import machine, network, protocol, rendezvous
-from distdiag.node.door import Server
-from distdiag.node.knock import Knock, Target
+from distdiag.node.probe_server import ProbeServer
+from distdiag.node.tcp_probe import Target, TcpProbe
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from distdiag.node.wire import Writer
 
 
-class Reach:
-    """The reachability test of one node."""
+class Connectivity:
+    """This node's part in the test of the paths between nodes."""
 
     def __init__(self, wire: Writer) -> None:
         self._wire = wire
         self._listeners: list[socket.socket] = []
-        self._server: Server | None = None
+        self._server: ProbeServer | None = None
 
     def listen(self, order: protocol.ReachListen) -> None:
         """Take the ports and report them; a certain one that cannot be taken with the reason."""
@@ -39,13 +39,13 @@ class Reach:
                 self._listeners.append(rendezvous.listen(port))
             except OSError as error:
                 failed[str(port)] = _why_not_listening(port, error)
-        numbers = [one.getsockname()[1] for one in own]
+        numbers = [listener.getsockname()[1] for listener in own]
         found = dataclasses.asdict(network.look())
         self._wire.send(protocol.ReachListening(port=numbers[0], samples=numbers, failed=failed, network=found))
 
     def serve(self, order: protocol.ReachServe, master: socket.socket | None) -> None:
-        """Answer those who knock: on our own ports, and on the rendezvous port if it is here."""
-        self._server = Server([*self._listeners, *([master] if master is not None else [])], order.key)
+        """Answer probes: on our own ports, and on the rendezvous port if it is here."""
+        self._server = ProbeServer([*self._listeners, *([master] if master is not None else [])], order.key)
         self._server.start()
         self._wire.send(protocol.ReachServing())
 
@@ -56,8 +56,8 @@ class Reach:
         """
         deadline = time.monotonic() + order.timeout_s
         for key, address, port, *bulk in order.targets:
-            knock = Knock(Target(key, address, port, *bulk), order.key, deadline)
-            threading.Thread(target=self._report, args=(knock,), daemon=True).start()
+            probe = TcpProbe(Target(key, address, port, *bulk), order.key, deadline)
+            threading.Thread(target=self._report, args=(probe,), daemon=True).start()
         for name in order.names:
             threading.Thread(target=self._look_up, args=(name,), daemon=True).start()
 
@@ -69,8 +69,8 @@ class Reach:
             listener.close()
         self._wire.send(protocol.ReachEnded())
 
-    def _report(self, knock: Knock) -> None:
-        self._send(protocol.ReachProbe(probe=dataclasses.asdict(knock.go())))
+    def _report(self, probe: TcpProbe) -> None:
+        self._send(protocol.ReachProbe(probe=dataclasses.asdict(probe.run())))
 
     def _look_up(self, name: str) -> None:
         addresses, error = network.resolve(name)
@@ -84,7 +84,7 @@ class Reach:
 
 
 def _why_not_listening(port: int, error: OSError) -> str:
-    """Say who has a port that we could not take."""
+    """Return who has a port that we could not take."""
     holder = machine.port_holder(port)
     if holder is None or not holder.pid:
         return error.strerror or str(error)

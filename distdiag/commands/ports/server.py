@@ -13,25 +13,23 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec  # noqa: TID253 - this module is only imported for serve and check
 
 from distdiag.cluster.records import Senseless, read_json
+from distdiag.cluster.rendezvous_test import PORT, RANKS, NetworkPath
 from distdiag.commands.ports import collect
-from distdiag.commands.ports.check import Seen
-from distdiag.commands.ports.model import USUAL_PORT, Way
+from distdiag.commands.ports.types import USUAL_PORT, PortsFacts, address_of
 from distdiag.errors import DistdiagError, UsageError
-from distdiag.node import handshake, machine, rendezvous, scan
-from distdiag.node.door import Server
-from distdiag.node.knock import Knock, Probe, Target
-from distdiag.node.probing import MOST_BULK_BYTES
+from distdiag.node import handshake, machine, port_scan, rendezvous
+from distdiag.node.probe_server import MOST_BULK_BYTES, ProbeServer
+from distdiag.node.tcp_probe import ProbeResult, Target, TcpProbe
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    from distdiag.commands.ports.ask import Meeting
-    from distdiag.commands.ports.model import Request
+    from distdiag.commands.ports.types import Request
     from distdiag.deliver import Progress
 
 _SHORTEST_TOKEN = 16
@@ -45,30 +43,46 @@ _MOST_UNPROVEN = 64
 _HERE = "here"
 
 
-def serve(request: Request, meeting: Meeting, progress: Progress) -> Seen:
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """How two nodes find each other that have no ssh between them: a token that both know, and for how long."""
+
+    token_file: str = ""
+    for_s: float = 600.0
+
+    def token(self) -> str:
+        """Return the token of --token-file, or of the environment; empty without one. Raises UsageError."""
+        try:
+            return handshake.given_token(self.token_file)
+        except OSError as error:
+            raise UsageError(
+                f"--token-file {self.token_file}: {error.strerror}",
+                hint="name a file that holds the token, or - for stdin",
+            ) from error
+
+
+def serve(request: Request, options: ServerOptions, progress: Progress) -> PortsFacts:
     """Listen until the time is over, or Ctrl-C.
 
     Raises:
         DistdiagError: the port cannot be listened at.
     """
     port = request.ports[0] if request.ports else USUAL_PORT
-    token = _usable(meeting.token) if meeting.token else handshake.new_key()
+    token = _usable(options.token()) or handshake.new_key()
     listener = _listen(port)
     here = collect.facts({"listeners": False})
-    seen = Seen(nodes={_HERE: here}, hosts={_HERE: here.host}, served=True)
-    from distdiag.commands.ports.choice import address_of
-
+    facts = PortsFacts(nodes={_HERE: here}, hosts={_HERE: here.host}, served=True)
     at = f"{address_of(here) or here.host}:{port}"
-    progress.news(f"listening at port {port} for {meeting.for_s:g} s; on the other node:")
+    progress.news(f"listening at port {port} for {options.for_s:g} s; on the other node:")
     progress.news(f"    {handshake.TOKEN}={token} {request.program} ports check {at}")
-    door = _Door(listener, token, progress, seen)
+    server = _Server(listener, token, progress, facts)
     try:
-        door.open_for(meeting.for_s)
+        server.run_for(options.for_s)
     except KeyboardInterrupt:
-        seen.interrupted = not seen.ways
+        facts.interrupted = not facts.paths
     finally:
         listener.close()
-    return seen
+    return facts
 
 
 def _listen(port: int) -> socket.socket:
@@ -83,7 +97,7 @@ def _listen(port: int) -> socket.socket:
 
 
 def _usable(token: str) -> str:
-    if len(token) < _SHORTEST_TOKEN:
+    if token and len(token) < _SHORTEST_TOKEN:
         raise UsageError(
             f"{handshake.TOKEN} has {len(token)} characters: too few, it could be guessed",
             hint="leave it unset: ports serve makes one",
@@ -91,15 +105,15 @@ def _usable(token: str) -> str:
     return token
 
 
-class _Door:
+class _Server:
     """Lets clients in, each in a thread with a deadline."""
 
-    def __init__(self, listener: socket.socket, token: str, progress: Progress, seen: Seen) -> None:
+    def __init__(self, listener: socket.socket, token: str, progress: Progress, facts: PortsFacts) -> None:
         self._acceptor = handshake.Acceptor([listener], token, most=_MOST_UNPROVEN, patience_s=_PROOF_S)
-        self._progress, self._seen = progress, seen
+        self._progress, self._facts = progress, facts
         self._sessions = threading.Semaphore(_MOST_SESSIONS)
 
-    def open_for(self, seconds: float) -> None:
+    def run_for(self, seconds: float) -> None:
         """Answer whoever comes in so many seconds and knows the token."""
         until = time.monotonic() + seconds
         try:
@@ -115,19 +129,19 @@ class _Door:
     def _receive(self, peer: handshake.Peer) -> None:
         try:
             with peer.connection, contextlib.suppress(OSError, ValueError, Senseless):
-                _Session(peer, self._tell).hold()
+                _Session(peer, self._keep).hold()
         finally:
             self._sessions.release()
 
-    def _tell(self, peer: str, probes: list[Probe]) -> None:
+    def _keep(self, peer: str, probes: list[ProbeResult]) -> None:
         """Keep what was found on the way back."""
         name = f"client {peer}"
-        self._seen.hosts.setdefault(name, peer)
+        self._facts.hosts.setdefault(name, peer)
         # The last visit counts: what was closed may have been opened meanwhile.
-        self._seen.ways = [way for way in self._seen.ways if way.target != name]
-        self._seen.ways += [Way(source=_HERE, target=name, purpose="ranks", probe=probe) for probe in probes]
-        good = sum(probe.verdict in ("ok", "lossy") for probe in probes)
-        self._progress.news(f"{peer} was here; {good} of {len(probes)} ways back to it are open")
+        self._facts.paths = [path for path in self._facts.paths if path.target != name]
+        self._facts.paths += _paths(_HERE, name, probes)
+        good = sum(probe.is_open for probe in probes)
+        self._progress.news(f"{peer} was here; {good} of {len(probes)} paths back to it are open")
 
 
 @dataclass(frozen=True)
@@ -148,26 +162,26 @@ class _Ports:
 class _Session:
     """One proven client: opens a sample of ephemeral ports for it, and tries its ports."""
 
-    def __init__(self, peer: handshake.Peer, tell: Any) -> None:  # noqa: ANN401
-        self._line = _Line(peer.connection, time.monotonic() + _SESSION_S)
-        self._peer, self._secret, self._tell = peer.address, peer.session_key, tell
+    def __init__(self, peer: handshake.Peer, keep: Callable[[str, list[ProbeResult]], None]) -> None:
+        self._lines = _Lines(peer.connection, time.monotonic() + _SESSION_S)
+        self._peer, self._secret, self._keep = peer.address, peer.session_key, keep
 
     def hold(self) -> None:
         secret = self._secret
-        with _listening(read_json(self._line.read(), _Sample).sample, secret) as ports:
-            self._line.send(json.dumps({"ports": ports}).encode())
-            wanted = read_json(self._line.read(), _Ports)
+        with _listening(read_json(self._lines.read(), _Sample).sample, secret) as ports:
+            self._lines.send(json.dumps({"ports": ports}).encode())
+            wanted = read_json(self._lines.read(), _Ports)
             probes = _try(self._peer, wanted.ports, secret, min(wanted.bytes, MOST_BULK_BYTES))
-            self._line.send(json.dumps([dataclasses.asdict(probe) for probe in probes]).encode())
-            self._tell(self._peer, probes)
-            self._line.read()  # the client is done with our ports when it hangs up
+            self._lines.send(json.dumps([dataclasses.asdict(probe) for probe in probes]).encode())
+            self._keep(self._peer, probes)
+            self._lines.read()  # the client is done with our ports when it hangs up
 
 
 @contextlib.contextmanager
 def _listening(count: int, secret: str) -> Iterator[list[int]]:
-    """Answer knocks at so many ephemeral ports."""
+    """Answer probes at so many ephemeral ports."""
     listeners = [rendezvous.listen(0) for _ in range(max(1, min(count, _MOST_PORTS)))]
-    server = Server(listeners, secret)
+    server = ProbeServer(listeners, secret)
     server.start()
     try:
         yield [listener.getsockname()[1] for listener in listeners]
@@ -177,26 +191,26 @@ def _listening(count: int, secret: str) -> Iterator[list[int]]:
             listener.close()
 
 
-def _try(address: str, ports: list[int], secret: str, size: int) -> list[Probe]:
-    """Knock at all ports at the same time; the first gets the data."""
+def _try(address: str, ports: list[int], secret: str, size: int) -> list[ProbeResult]:
+    """Try all ports at the same time; the first gets the data."""
     deadline = time.monotonic() + _PROBE_S
     targets = [
         Target(f"ranks {port}", address, port, 0 if number else size) for number, port in enumerate(ports[:_MOST_PORTS])
     ]
-    found: list[Probe | None] = [None] * len(targets)
+    found: list[ProbeResult | None] = [None] * len(targets)
 
-    def knock(number: int) -> None:
-        found[number] = Knock(targets[number], secret, deadline).go()
+    def probe(number: int) -> None:
+        found[number] = TcpProbe(targets[number], secret, deadline).run()
 
-    threads = [threading.Thread(target=knock, args=(number,), daemon=True) for number in range(len(targets))]
+    threads = [threading.Thread(target=probe, args=(number,), daemon=True) for number in range(len(targets))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(_PROBE_S + 2)
-    return [probe for probe in found if probe is not None]
+    return [result for result in found if result is not None]
 
 
-class _Line:
+class _Lines:
     """Lines over a connection, with a deadline for all of it."""
 
     def __init__(self, connection: socket.socket, deadline: float, rest: bytes = b"") -> None:
@@ -227,58 +241,51 @@ class _Line:
         return line
 
 
-@dataclass(frozen=True)
-class _Server:
-    """Whom to check."""
-
-    host: str
-    port: int
-
-
-def check(request: Request, meeting: Meeting, progress: Progress) -> Seen:
+def check(request: Request, options: ServerOptions, progress: Progress) -> PortsFacts:
     """Check servers, each in both directions.
 
     Raises:
         UsageError: no token was given.
         DistdiagError: what answers does not know the token.
     """
-    if not meeting.token:
+    token = options.token()
+    if not token:
         raise UsageError(
             "ports check needs the token that ports serve printed",
             hint=f"{handshake.TOKEN}=... {request.program} ports check HOST:PORT",
         )
     here = collect.facts({"listeners": False})
-    seen = Seen(nodes={_HERE: here}, hosts={_HERE: here.host}, checks=True)
+    facts = PortsFacts(nodes={_HERE: here}, hosts={_HERE: here.host}, checks=True)
     for host, port in request.targets:
         progress.news(f"checking {host} port {port}, both ways")
-        _check_one(_Server(host, port), request, meeting.token, seen)
-    return seen
+        _check_server(host, port, request, token, facts)
+    return facts
 
 
-def _check_one(server: _Server, request: Request, token: str, seen: Seen) -> None:
-    (tried,) = scan.scan([(server.host, server.port)], timeout_s=request.timeout_s)
-    seen.tried.setdefault(_HERE, []).append(tried)
-    name = f"{server.host}:{server.port}"
-    seen.hosts[name] = server.host
-    if tried.state != "open":
+def _check_server(host: str, port: int, request: Request, token: str, facts: PortsFacts) -> None:
+    (scanned,) = port_scan.scan([(host, port)], timeout_s=request.timeout_s)
+    facts.scanned.setdefault(_HERE, []).append(scanned)
+    name = f"{host}:{port}"
+    facts.hosts[name] = host
+    if scanned.state != "open":
         return
-    if not tried.said.startswith(handshake.PROTOCOL):
-        seen.unserved[name] = "busy" if tried.hung_up else "stranger"
+    if not scanned.said.startswith(handshake.PROTOCOL):
+        facts.unserved[name] = "busy" if scanned.hung_up else "stranger"
         return
     try:
-        _talk(server, name, tried, request, token, seen)
+        facts.paths += _talk(name, scanned, request, token)
     except (OSError, ValueError, Senseless):
-        seen.unserved[name] = "midway"
+        facts.unserved[name] = "midway"
 
 
-def _talk(server: _Server, name: str, tried: scan.Tried, request: Request, token: str, seen: Seen) -> None:
+def _talk(name: str, server: port_scan.PortResult, request: Request, token: str) -> list[NetworkPath]:
     """Hold one session with a server: its ports from here, ours from there.
 
     Raises:
         DistdiagError: it does not know the token.
         OSError, ValueError, Senseless: it went away, or says what makes no sense.
     """
-    with socket.create_connection((tried.address, server.port), timeout=request.timeout_s) as connection:
+    with socket.create_connection((server.address, server.port), timeout=request.timeout_s) as connection:
         began = time.monotonic()
         try:
             exchange = handshake.introduce(connection, token, deadline=began + _PROOF_S)
@@ -287,34 +294,36 @@ def _talk(server: _Server, name: str, tried: scan.Tried, request: Request, token
                 f"the distdiag that serves at {name} does not know this token", hint="take the one that it printed"
             ) from None
         took, secret = time.monotonic() - began, exchange.session_key
-        line = _Line(connection, time.monotonic() + _SESSION_S, exchange.rest)
-        line.send(json.dumps({"sample": request.sample}).encode())
-        ports = read_json(line.read(_PROOF_S), _Ports).ports
+        lines = _Lines(connection, time.monotonic() + _SESSION_S, exchange.rest)
+        lines.send(json.dumps({"sample": request.sample}).encode())
+        ports = read_json(lines.read(_PROOF_S), _Ports).ports
         with _listening(request.sample, secret) as own:
-            forth = _try(tried.address, ports, secret, request.bulk_bytes)
-            line.send(json.dumps({"ports": own, "bytes": request.bulk_bytes}).encode())
-            back = read_json(line.read(), list[Probe])
+            forth = _try(server.address, ports, secret, request.bulk_bytes)
+            lines.send(json.dumps({"ports": own, "bytes": request.bulk_bytes}).encode())
+            back = read_json(lines.read(), list[ProbeResult])
     if not back:
         raise ValueError("nothing was tried on the way back")
-    seen.ways.append(_control(name, tried, took))
-    seen.ways += [Way(source=_HERE, target=name, purpose="ranks", probe=probe) for probe in forth]
-    seen.ways += [Way(source=name, target=_HERE, purpose="ranks", probe=probe) for probe in back]
+    return [_control(name, server, took), *_paths(_HERE, name, forth), *_paths(name, _HERE, back)]
 
 
-def _control(name: str, tried: scan.Tried, latency_s: float) -> Way:
-    """Make a way of the connection that we talk over."""
-    probe = Probe(
-        key=f"port {name}",
-        address=tried.address,
-        port=tried.port,
+def _paths(source: str, target: str, probes: list[ProbeResult]) -> list[NetworkPath]:
+    return [NetworkPath(source=source, target=target, purpose=RANKS, probe=probe) for probe in probes]
+
+
+def _control(name: str, server: port_scan.PortResult, latency_s: float) -> NetworkPath:
+    """Make a path of the connection that we talk over."""
+    probe = ProbeResult(
+        key=f"{PORT} {name}",
+        address=server.address,
+        port=server.port,
         verdict="ok",
         error="",
-        resolved=(tried.address,),
-        local_address=tried.local_address,
-        interface=tried.interface,
+        resolved=(server.address,),
+        local_address=server.local_address,
+        interface=server.interface,
         said="",
         latency_s=latency_s,
-        knocks=1,
+        attempts=1,
         retransmits=0,
     )
-    return Way(source=_HERE, target=name, purpose="port", probe=probe)
+    return NetworkPath(source=_HERE, target=name, purpose=PORT, probe=probe)
