@@ -39,7 +39,8 @@ COMMANDS = {
 
 def test_the_argument_that_srun_is_given_has_only_what_connects_back() -> None:
     sources = bundle.sources(bundle.CONNECT_BACK)
-    assert set(sources) == {f"distdiag.facts.{name}" for name in ("boot", "call_home", "handshake", "machine", "wire")}
+    runs = {f"distdiag.agent.{name}" for name in ("boot", "connect_back", "handshake")}
+    assert set(sources) == runs | {"distdiag.facts.machine", "distdiag.facts.text"}
     packed = boot.pack(sources, bundle.CONNECT_BACK, {"addresses": ["x" * 40] * 20})
     encoded = base64.b64encode(packed).decode()
     for needs_torch in (True, False):
@@ -130,9 +131,9 @@ def test_what_takes_long_to_import_is_not_needed_before_there_are_orders() -> No
     order = (
         f"exec({sources['distdiag.agent.boot']!r}, globals())\n"
         f"sys.meta_path.insert(0, CarriedFinder({sources!r}))\n"
-        "from distdiag.facts import call_home, handshake, hello\n"
+        "from distdiag.agent import connect_back, handshake, host_info\n"
         "from distdiag.launch import collect\n"
-        "handshake.Handshake('key'), hello.who_is_here(), collect.facts({'gpus': False})\n"
+        "handshake.Handshake('key'), host_info.who_is_here(), collect.facts({'gpus': False})\n"
         "print(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-S", "-"], input=order, capture_output=True, text=True, check=True)
