@@ -258,6 +258,21 @@ def gather(
         )
 
 
+def gather_once(cluster: Cluster, agent: Agent, progress: Progress) -> Gathered[Any]:
+    """Collect what all nodes report at once, where nothing is to be asked after that; facts have `host`.
+
+    Raises:
+        UsageError: the options contradict each other.
+        DistdiagError: the node side failed on this machine.
+    """
+    question = Question[Any, Any, Any](
+        part=agent.facts,
+        plan=lambda *_: Asks(by_host={}, timeout_s=0.0),
+        join=lambda host, facts, *_: replace(facts, host=host),
+    )
+    return gather(cluster, agent, question, progress)
+
+
 def reach(fleet: Fleet, targets: Targets, progress: Progress) -> None:
     """Reach the hosts, and say how far that is."""
     if targets.launcher is not None:
