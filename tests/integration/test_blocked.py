@@ -197,8 +197,8 @@ def test_several_processes_share_a_look(many: Target) -> None:
 
 
 _READ = (
-    "import dataclasses, json, sys; from distdiag.facts import blocked_threads as blocked, descriptors; pid = int(sys.argv[1]);"
-    "print(json.dumps([[dataclasses.asdict(one) for one in blocked.blocked(pid)],"
+    "import dataclasses, json, sys; from distdiag.facts import blocked_threads, descriptors; pid = int(sys.argv[1]);"
+    "print(json.dumps([[dataclasses.asdict(thread) for thread in blocked_threads.blocked(pid)],"
     "descriptors.descriptors(pid).unread]))"
 )
 
