@@ -18,7 +18,7 @@ from jobs import wait_for_state
 from support import PROGRAM, distdiag, need, wait_until
 
 from distdiag.node import machine
-from distdiag.node.core.cframes import has_debug_information
+from distdiag.node.core.unwinder import has_debug_information
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,6 +1,6 @@
 """C stacks of a core or of a live process, by gdb, which reads symbols of those libraries only that are on a stack.
 
-It would read those of all libraries: seconds where torch is loaded, however few threads are asked for.
+By default gdb reads those of all libraries: seconds where torch is loaded, however few threads are asked for.
 """
 
 from __future__ import annotations
@@ -8,28 +8,31 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from dataclasses import replace
 
 from distdiag.node import machine, procs, rights, run, tools
-from distdiag.node.core import merge
-from distdiag.node.core.frames import Frame, Stacks, ThreadStack
+from distdiag.node.core.stacks import MAX_FRAMES, Frame, Stacks, ThreadStack
 from distdiag.node.let_go import let_go
 from distdiag.node.wire import printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+
+    Lines = dict[tuple[str, int], tuple[str, int]]
+    """Source file and line by file and address."""
 
 _SETTINGS = (
     *("auto-load off", "pagination off", "width 0", "height 0", "confirm off", "style enabled off"),
     *("print frame-arguments none", "print frame-arguments presence", "print entry-values no"),
     *("print thread-events off", "print inferior-events off", "filename-display absolute", "demangle-style gnu-v3"),
-    f"backtrace limit {merge.MAX_FRAMES}",
+    f"backtrace limit {MAX_FRAMES}",
 )
-"""None of the program's code is run (auto-load) and no value shown. What a gdb does not know it ignores."""
+"""No code of the program is run (auto-load) and no value shown. gdb ignores the settings that it does not know."""
 _NO_LIBRARIES = 'python gdb.execute("set auto-solib-add off")'
-"""Where gdb has no Python this is refused, and gdb reads all, as ever."""
-_NEEDED_LIBRARIES = """python
+"""A gdb without Python refuses this, and reads all libraries."""
+_READ_NEEDED_LIBRARIES = """python
 import re
 def unread(known):
     try:
@@ -53,19 +56,22 @@ def read_all():
                 name = unread(known)
 read_all()
 """
-"""A library that is read now may lead to further frames, and these to further libraries."""
+"""Each library that is read may lead to further frames, and these to further libraries."""
 _HARMFUL = ("PYTHONHOME", "PYTHONPATH")  # gdb has a Python of its own
 _HEADER = re.compile(r'Thread \d+ \(.*?\b(?:LWP|process) (?P<tid>\d+)\)?(?: "(?P<name>.*)")?\)+:')
 _FRAME = re.compile(
     r"#\d+ +(?:0x[0-9a-f]+ in )?(?P<function>.+?)(?: \((?:\.\.\.|[^ ]+=\.\.\.(?:, [^ ]+=\.\.\.)*)?\))?"
     r"(?: at (?P<file>.+):(?P<line>\d+)| from (?P<module>.+))?"
 )
+_LINE = re.compile(r"Line (\d+) of \"(.*?)\"|No line number information")
+_MAX_ADDRESSES = 256
+_MAX_S_FOR_LINES = 10.0  # debug information can be gigabytes
 _DOUBTS = re.compile(r"may not match|is newer than|past end of file|truncated|not a core dump|No such file|ptrace")
 
 
 def of_core(core: str, executable: str, *, timeout_s: float, only_first: bool = False) -> Stacks:
     """Read the C stacks of a core; with `only_first`, that of its first thread alone, which is the one that crashed."""
-    return _ask([os.path.realpath(executable), os.path.abspath(core)], timeout_s, only_first=only_first)
+    return _run_gdb([os.path.realpath(executable), os.path.abspath(core)], timeout_s, only_first=only_first)
 
 
 def of_process(pid: int, *, timeout_s: float) -> Stacks:
@@ -73,7 +79,7 @@ def of_process(pid: int, *, timeout_s: float) -> Stacks:
     with left_as_found(pid) as attaching:
         if attaching.hindrance:
             return Stacks("gdb", (), attaching.hindrance, 0.0)
-        stacks = _ask(["-p", str(pid)], timeout_s)
+        stacks = _run_gdb(["-p", str(pid)], timeout_s)
         attaching.is_over = not stacks.cut_off
     if "not permitted" in stacks.error:
         return replace(stacks, error=rights.why_unreadable(pid, stacks.error)[1])
@@ -81,9 +87,9 @@ def of_process(pid: int, *, timeout_s: float) -> Stacks:
 
 
 class Attaching:
-    """What a tool does to a process: `hindrance` says why it may not attach, "" if it may.
+    """What a tool does to a process: `hindrance` is why it may not attach, "" if it may.
 
-    `is_over`: it has detached by itself, and was not ended before that.
+    `is_over`: it detached before it ended.
     """
 
     def __init__(self, hindrance: str) -> None:
@@ -93,7 +99,7 @@ class Attaching:
 
 @contextlib.contextmanager
 def left_as_found(pid: int) -> Iterator[Attaching]:
-    """Let a process run again that a tool attached to, if that left it stopped."""
+    """Resume a process that a tool attached to, if that left it stopped."""
     before = procs.read(pid)
     attaching = Attaching(_hindrance(pid, before))
     try:
@@ -105,7 +111,7 @@ def left_as_found(pid: int) -> Iterator[Attaching]:
 
 
 def parse(text: str) -> tuple[ThreadStack, ...]:
-    """Read what `thread apply ... bt` says; words between the threads are left out, and a line without an end."""
+    """Parse what `thread apply ... bt` prints, without the words between threads and a line that is not complete."""
     found: list[ThreadStack] = []
     for line in text.split("\n")[:-1]:
         header, frame = _HEADER.fullmatch(line), _FRAME.fullmatch(line)
@@ -113,35 +119,59 @@ def parse(text: str) -> tuple[ThreadStack, ...]:
             found.append(ThreadStack(int(header["tid"]), printable(header["name"] or ""), (), None))
         elif frame and found:
             found[-1] = replace(found[-1], frames=(*found[-1].frames, _frame(frame)))
-    return tuple(replace(one, frames=_without_guesses(one.frames)) for one in found)
+    return tuple(replace(thread, frames=_without_guesses(thread.frames)) for thread in found)
 
 
 def _without_guesses(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """Leave out what gdb guesses where it has lost the way: callers that are in no file."""
+    """Leave out what gdb guesses at the end of a stack that it cannot follow: callers that are in no file."""
     count = len(frames)
     while count > 1 and frames[count - 1].function == "??" and not frames[count - 1].module:
         count -= 1
     return frames[:count]
 
 
-def _ask(target: Sequence[str], timeout_s: float, *, only_first: bool = False) -> Stacks:
+def _run_gdb(target: Sequence[str], timeout_s: float, *, only_first: bool = False) -> Stacks:
     tool = tools.find("gdb")
     if tool is None:
         return Stacks("gdb", (), "gdb is not installed", 0.0)
     before = [*(f"set {setting}" for setting in _SETTINGS), _NO_LIBRARIES]
     after = [
-        _NEEDED_LIBRARIES.replace("{last}", "1" if only_first else "1e9"),
+        _READ_NEEDED_LIBRARIES.replace("{last}", "1" if only_first else "1e9"),
         f"thread apply {'1' if only_first else 'all -ascending'} bt",
     ]
     argv = [tool, "-batch", "-nx", *_each("-iex", before), *target, *_each("-ex", after)]
-    environment = {name: value for name, value in os.environ.items() if name not in _HARMFUL}
-    environment.update(LC_ALL="C", DEBUGINFOD_URLS="")
     try:
-        done = run.run(argv, timeout_s=timeout_s, env=environment)
+        done = run.run(argv, timeout_s=timeout_s, env=_environment())
     except run.CannotRun as error:
         return Stacks("gdb", (), str(error), 0.0)
     threads = parse(done.stdout.decode("utf-8", "replace"))
     return Stacks("gdb", threads, _why(done, bool(threads), timeout_s), done.elapsed_s, cut_off=done.cut_off)
+
+
+def _environment() -> dict[str, str]:
+    environment = {name: value for name, value in os.environ.items() if name not in _HARMFUL}
+    return {**environment, "LC_ALL": "C", "DEBUGINFOD_URLS": ""}
+
+
+def source_lines(addresses: Mapping[str, Sequence[int]], *, timeout_s: float) -> Lines:
+    """Read the source lines of addresses, by the file and as that was linked; without those that are not known in time.
+
+    addr2line (2.40) is no alternative: it names another file for code of headers, where they come first (DWARF 5).
+    """
+    tool = tools.find("gdb")
+    deadline = time.monotonic() + min(timeout_s, _MAX_S_FOR_LINES)
+    found: Lines = {}
+    for path, wanted in addresses.items() if tool else ():
+        known = wanted[:_MAX_ADDRESSES]
+        settings = _each("-iex", [f"set {setting}" for setting in _SETTINGS])
+        argv = [str(tool), "-batch", "-nx", *settings, path, *_each("-ex", [f"info line *{at:#x}" for at in known])]
+        with contextlib.suppress(run.CannotRun):
+            done = run.run(argv, timeout_s=max(0.0, deadline - time.monotonic()), env=_environment())
+            rows = [_LINE.match(row) for row in done.stdout.decode("utf-8", "replace").splitlines()]
+            answers = [row for row in rows if row]
+            if len(answers) == len(known):
+                found.update({(path, at): (row[2], int(row[1])) for at, row in zip(known, answers) if row[1]})
+    return found
 
 
 def _each(option: str, words: Sequence[str]) -> list[str]:
@@ -149,23 +179,23 @@ def _each(option: str, words: Sequence[str]) -> list[str]:
 
 
 def _why(done: run.Done, has_threads: bool, timeout_s: float) -> str:
-    """Say what makes gdb's answer doubtful, or why there is none."""
+    """Return what makes the answer of gdb doubtful, or why there is none; "" if nothing does."""
     if done.timed_out:
         return f"gdb did not {'finish' if has_threads else 'answer'} within {timeout_s:g} s"
     lines = done.stderr.decode("utf-8", "replace").splitlines()
-    # "76<tab>strlen.S: No such file" is only the source that nobody asked for.
-    said = [printable(line) for line in lines if line.strip() and not re.match(r"\d+\t", line)]
-    doubt = next((line for line in said if _DOUBTS.search(line)), "")
+    # "76<tab>strlen.S: No such file" is only about the source.
+    complaints = [printable(line) for line in lines if line.strip() and not re.match(r"\d+\t", line)]
+    doubt = next((line for line in complaints if _DOUBTS.search(line)), "")
     if doubt or has_threads:
         return doubt[:300]
-    return f"gdb: {said[-1][:300]}" if said else "gdb found no threads"
+    return f"gdb: {complaints[-1][:300]}" if complaints else "gdb found no threads"
 
 
 def _frame(match: re.Match[str]) -> Frame:
     number = match["line"]
     return Frame(
         language="c",
-        function=printable(match["function"]).removeprefix("__GI_"),  # glibc's own names for its functions
+        function=printable(match["function"]).removeprefix("__GI_"),  # as glibc calls its functions inside
         file=printable(match["file"] or ""),
         line=int(number) if number else None,
         module=printable(match["module"] or ""),
