@@ -11,6 +11,7 @@ import pytest
 from support import need
 
 from distdiag.node import elf
+from distdiag.node.core import gdb
 from distdiag.node.core.unwinder import has_debug_information
 
 if TYPE_CHECKING:
@@ -88,3 +89,17 @@ def test_what_is_no_library_has_none(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no library")
     assert not has_debug_information(str(tmp_path / "text"))
     assert not has_debug_information(str(tmp_path / "not there"))
+
+
+def test_a_name_that_looks_like_an_option_is_a_file(
+    build: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need("gdb", "nm")
+    path = build("-shared", "-g")
+    named = path.rename(path.with_name("--eval-command=shell touch harmed"))
+    monkeypatch.chdir(path.parent)
+    symbols = subprocess.run(["nm", f"./{named.name}"], capture_output=True, text=True, check=True).stdout
+    address = next(int(row.split()[0], 16) for row in symbols.splitlines() if row.endswith(" step"))
+    ((file, line),) = gdb.source_lines({named.name: [address]}, timeout_s=30).values()
+    assert (os.path.basename(file), line) == ("code.c", 1)
+    assert not (path.parent / "harmed").exists()

@@ -172,9 +172,8 @@ def _limit(node: _Node) -> Iterator[Finding]:
         level = Level.FAIL if obeyed else Level.WARN
         yield node.finding("limit", level, title, none, evidence=_limits(node, none), fix=_raise(node, none))
     if cut:
-        title = (
-            f"the core of {node.subject(cut)} would be cut off: the limit on its size is less than the memory in use"
-        )
+        less = "the limit on its size is less than the memory in use"
+        title = f"the core of {node.subject(cut)} would be cut off: {less}"
         yield node.finding("limit", Level.WARN, title, cut, evidence=_limits(node, cut), fix=_raise(node, cut))
 
 
@@ -213,13 +212,10 @@ def _raise(node: _Node, some: Sequence[ProcessSetup]) -> Fix:
         words.append("slurm.conf here does not pass it on unless it is asked to")
     if node.facts.ranks:
         words[0] = f"ranks that run now get it from prlimit (as their user); for the next start: {words[0]}"
-        commands = [*(_prlimit(some) if node.alone else ()), *commands]
+        pids = " ".join(str(process.pid) for process in some)
+        now = [f"for pid in {pids}; do prlimit --pid $pid --core=unlimited:; done"] if node.alone else []
+        commands = [*now, *commands]
     return Fix(text="; ".join(words), commands=tuple(dict.fromkeys(commands)))
-
-
-def _prlimit(some: Sequence[ProcessSetup]) -> Iterator[str]:
-    pids = " ".join(str(process.pid) for process in some)
-    yield f"for pid in {pids}; do prlimit --pid $pid --core=unlimited:; done"
 
 
 def _folder(node: _Node) -> Iterator[Finding]:
@@ -245,11 +241,8 @@ def _problem(folder: CoreFolder, name: str) -> str:
 def _other_folder(node: _Node) -> Fix:
     if node.pattern.kind is PatternKind.ABSOLUTE:
         path = quote(node.pattern.folder)
-        inside = (
-            " (inside of the container, if it runs in one)"
-            if any(process.contained for process in node.processes)
-            else ""
-        )
+        contained = any(process.contained for process in node.processes)
+        inside = " (inside of the container, if it runs in one)" if contained else ""
         commands = (f"{node.sudo}mkdir -p {path}", f"{node.sudo}chmod 1777 {path}")
         return Fix(text=f"make the folder, and let every user write to it{inside}", commands=commands)
     other = _set_pattern(node)

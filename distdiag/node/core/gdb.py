@@ -164,7 +164,9 @@ def source_lines(addresses: Mapping[str, Sequence[int]], *, timeout_s: float) ->
     for path, wanted in addresses.items() if tool else ():
         known = wanted[:_MAX_ADDRESSES]
         settings = _each("-iex", [f"set {setting}" for setting in _SETTINGS])
-        argv = [str(tool), "-batch", "-nx", *settings, path, *_each("-ex", [f"info line *{at:#x}" for at in known])]
+        # Absolute: a hostile core may name a file that gdb would take for an option.
+        target = os.path.abspath(path)
+        argv = [str(tool), "-batch", "-nx", *settings, target, *_each("-ex", [f"info line *{at:#x}" for at in known])]
         with contextlib.suppress(run.CannotRun):
             done = run.run(argv, timeout_s=max(0.0, deadline - time.monotonic()), env=_environment())
             rows = [_LINE.match(row) for row in done.stdout.decode("utf-8", "replace").splitlines()]

@@ -24,6 +24,7 @@ from distdiag.node.elf import File, Malformed
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
+    from typing import BinaryIO
 
 _CHUNK_BYTES = 1 << 20
 _HEAD_BYTES = 16 << 20
@@ -128,10 +129,7 @@ def unpack(path: str, folder: str, *, most_bytes: int, timeout_s: float) -> str:
     fd, unpacked = tempfile.mkstemp(prefix="core-", dir=folder)
     try:
         with open(fd, "wb") as file, contextlib.closing(_pieces(path, packing, timeout_s)) as pieces:
-            for piece in pieces:
-                if file.tell() + len(piece) > promised + _MORE_THAN_PROMISED_BYTES:
-                    raise CannotUnpack(f"damaged: there is more in it than the {_mib(promised)} its headers promise")
-                file.write(piece)
+            _write(file, pieces, promised)
     except BaseException as error:
         if isinstance(error, CutOff):
             error.unpacked_bytes = os.path.getsize(unpacked)
@@ -140,6 +138,13 @@ def unpack(path: str, folder: str, *, most_bytes: int, timeout_s: float) -> str:
             raise CannotUnpack(f"cannot be unpacked into {folder}: {error.strerror}") from error
         raise
     return unpacked
+
+
+def _write(file: BinaryIO, pieces: Iterator[bytes], promised: int) -> None:
+    for piece in pieces:
+        if file.tell() + len(piece) > promised + _MORE_THAN_PROMISED_BYTES:
+            raise CannotUnpack(f"damaged: there is more in it than the {_mib(promised)} that its headers promise")
+        file.write(piece)
 
 
 def _promised_bytes(start: bytes) -> int:
