@@ -12,7 +12,7 @@ from distdiag.node.core import core_file, gdb, last_words, pystack, setup, stack
 from distdiag.node.core.call_frames import CannotUnwind
 from distdiag.node.core.core_file import CoreNotes  # noqa: TC001 - decoding reads it
 from distdiag.node.core.setup import SetupFacts  # noqa: TC001 - decoding reads it
-from distdiag.node.core.stacks import Merged, Stacks
+from distdiag.node.core.stacks import Merged  # noqa: TC001 - decoding reads it
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from distdiag.node.core.core_file import Core
+    from distdiag.node.core.stacks import Stacks
 
 _MAX_CORES = 32
 _HEAD_BYTES = 32 * 2**20
@@ -220,9 +221,10 @@ def _with_stacks(facts: CoreFacts, plain: str, ask: dict[str, Any]) -> CoreFacts
     """Add the stacks: of pystack; of gdb where it lacks the thread that crashed; of our own where both do."""
     assert facts.notes is not None
     crashed, timeout_s = facts.notes.threads[0].tid, ask["timeout_s"]
-    own = _c_frames(facts, plain, ask)
+    own = _c_frames(facts, plain)
     if why := _why_no_program(facts.exe):
-        return _with_own(replace(facts, tools=(f"stacks: the program {facts.exe or 'that crashed'} {why}",)), own)
+        tools = (f"stacks: the program {facts.exe or 'that crashed'} {why}",)
+        return _with_own(replace(facts, tools=tools), own, timeout_s)
     by_pystack = pystack.of_core(plain, facts.exe, facts.notes.files, own, timeout_s=timeout_s)
     by_gdb = None
     if ask["gdb"] or (ask["gdb"] is None and stacks.needs_gdb(by_pystack, crashed)):
@@ -231,18 +233,15 @@ def _with_stacks(facts: CoreFacts, plain: str, ask: dict[str, Any]) -> CoreFacts
     merged = stacks.merge(by_pystack, by_gdb, crashed)
     facts = replace(facts, threads=_short(merged), tools=_tools(by_pystack, by_gdb))
     # One frame is what gdb makes of the registers alone.
-    return facts if len(merged[0].thread.frames) > 1 else _with_own(facts, own)
+    return facts if len(merged[0].thread.frames) > 1 else _with_own(facts, own, timeout_s)
 
 
-def _c_frames(facts: CoreFacts, plain: str, ask: dict[str, Any]) -> unwinder.CFrames | None:
+def _c_frames(facts: CoreFacts, plain: str) -> unwinder.CFrames | None:
     assert facts.notes is not None
     try:
-        own = unwinder.CFrames(plain, facts.notes.files, {*facts.changed, *facts.missing})
+        return unwinder.CFrames(plain, facts.notes.files, {*facts.changed, *facts.missing})
     except CannotUnwind:
         return None
-    if ask["gdb"] is not False:
-        own.add_lines(gdb.source_lines(own.debuggable, timeout_s=ask["timeout_s"]))
-    return own
 
 
 def _why_no_program(path: str) -> str:
@@ -255,10 +254,12 @@ def _why_no_program(path: str) -> str:
     return ""
 
 
-def _with_own(facts: CoreFacts, own: unwinder.CFrames | None) -> CoreFacts:
+def _with_own(facts: CoreFacts, own: unwinder.CFrames | None, timeout_s: float) -> CoreFacts:
     """Replace the threads that our unwinder can follow further in C than pystack and gdb did."""
     assert facts.notes is not None
-    alone = own.stacks() if own is not None else Stacks("distdiag", (), "", 0.0)
+    if own is None:
+        return facts
+    alone = own.stacks(pystack.source_lines(own.debuggable, timeout_s=timeout_s) if own.debuggable else {})
     merged = _short(stacks.merge(alone, None, facts.notes.threads[0].tid))
     found, is_more = stacks.longer(facts.threads, merged)
     return replace(facts, threads=found, tools=(*facts.tools, *_tools(alone))) if is_more else facts

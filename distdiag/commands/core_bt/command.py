@@ -38,10 +38,7 @@ def core_bt(
     ] = False,
     gdb: Annotated[
         bool | None,
-        typer.Option(
-            "--gdb/--no-gdb",
-            help="Ask gdb, too. [default: for C source lines, and where pystack lacks the thread that crashed]",
-        ),
+        typer.Option("--gdb/--no-gdb", help="Ask gdb, too. [default: where pystack lacks the thread that crashed]"),
     ] = None,
     pid: Annotated[
         int | None, typer.Option(min=1, metavar="PID", help="Look at a live process instead; it is left running.")

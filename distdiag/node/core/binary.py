@@ -7,7 +7,6 @@ rest. Addresses are those that the file was linked for; a library is loaded else
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import struct
 from bisect import bisect_left, bisect_right
@@ -27,7 +26,6 @@ VERSION = re.compile(r"@@?[A-Z][A-Za-z]*_[\w.]+$")
 UNREADABLE = (OSError, ValueError, elf.Malformed, struct.error)
 """What `Binary` raises for a file that is missing, damaged, or another than it was."""
 _MAPPED = re.compile(r"^(\w+)-(\w+) \S+ (\w+) \S+ \d+ +(/.+)$", re.MULTILINE)
-DEBUG_FOLDER = "/usr/lib/debug"
 _MAX_SYMBOLS_BYTES = 1 << 30  # libtorch_cpu.so has 13 MB of them
 _MAX_ENTRY_BYTES = 1 << 16  # of one function
 _PT_LOAD, _PT_GNU_EH_FRAME = 1, 0x6474E550
@@ -35,7 +33,7 @@ _HEADER, _SEGMENT, _WORD = struct.Struct("<8s10xH12xQ16xH6x"), struct.Struct("<I
 _READABLE, _X86_64 = b"\x7fELF\x02\x01\x01", 62  # 64 bits, little endian, version 1
 _EH_FRAME_HDR = b"\x01\x1b\x03\x3b"  # version 1, encodings that gcc and clang use; then 2 words and pairs of words
 _PAIR, _PAIRS_AT = struct.Struct("<ii"), 12
-_SYMBOL, _SIZED_SYMBOL = struct.Struct("<IB3xQ8x"), struct.Struct("<IB3xQQ")
+_SYMBOL = struct.Struct("<IB3xQ8x")
 _AT_ONCE, _MAX_ALIKE = _SYMBOL.size << 18, 4096
 _KINDS = {0: 1, 2: 2, 10: 2}  # STT_NOTYPE, as assemblers write it by themselves; STT_FUNC, STT_GNU_IFUNC
 _BINDINGS = {0: 1, 2: 2, 1: 3}  # local, weak, global
@@ -109,10 +107,16 @@ class Binary:
         own = elf.read(self._path)
         if own is None or not own.sections:  # pystack may find symbols by its dynamic section all the same
             raise elf.Malformed
-        found = _symbol_names(self._path, own.sections, addresses)
-        debug = debug_file(own.build_id) if len(found) < len(addresses) else ""
-        apart = elf.read(debug) if debug else None
-        return {**_symbol_names(debug, apart.sections, addresses, covering=True), **found} if apart else found
+        found: dict[int, str] = {}
+        sections = {section.name: section for section in own.sections}
+        with elf.File(self._path, _MAX_SYMBOLS_BYTES) as file:
+            for symbols, names in ((".dynsym", ".dynstr"), (".symtab", ".strtab")):
+                wanted = addresses.difference(found)
+                if wanted and symbols in sections and names in sections:
+                    table = sections[symbols]
+                    with contextlib.suppress(elf.Malformed):
+                        found.update(_names(file, table.offset, table.size, sections[names].offset, wanted))
+        return found
 
 
 class _Begins:
@@ -142,44 +146,6 @@ def _entry(file: elf.File, offset: int) -> bytes:
     if not _WORD.size < size < _MAX_ENTRY_BYTES:  # all bits set: 8 bytes of length follow, which nobody writes
         raise CannotUnwind
     return file.at(offset + _WORD.size, size)
-
-
-def debug_file(build_id: str) -> str:
-    """Return the file that has the symbols and debug information which a package took away; "" if there is none."""
-    path = f"{DEBUG_FOLDER}/.build-id/{build_id[:2]}/{build_id[2:]}.debug"
-    return path if build_id and os.path.isfile(path) else ""
-
-
-def _symbol_names(
-    path: str, sections: Sequence[elf.Section], addresses: set[int], *, covering: bool = False
-) -> dict[int, str]:
-    """Return names of functions that begin at addresses; with `covering` also those in which an address is.
-
-    An address may begin an entry of the table for exceptions inside of a function: clone3 of glibc has three.
-    """
-    found: dict[int, str] = {}
-    by_name = {section.name: section for section in sections}
-    with elf.File(path, _MAX_SYMBOLS_BYTES) as file:
-        for symbols, names in ((".dynsym", ".dynstr"), (".symtab", ".strtab")):
-            wanted = addresses.difference(found)
-            if wanted and symbols in by_name and names in by_name:
-                table = by_name[symbols]
-                with contextlib.suppress(elf.Malformed):
-                    found.update(_names(file, table.offset, table.size, by_name[names].offset, wanted))
-                    if covering:
-                        wanted = addresses.difference(found)
-                        for address, name in _covering_names(file, table, by_name[names].offset, wanted):
-                            found.setdefault(address, name)
-    return found
-
-
-def _covering_names(file: elf.File, table: elf.Section, names_at: int, wanted: set[int]) -> Iterator[tuple[int, str]]:
-    for first in range(0, table.size // _SYMBOL.size * _SYMBOL.size if wanted else 0, _AT_ONCE):
-        data = file.at(table.offset + first, min(_AT_ONCE, table.size // _SYMBOL.size * _SYMBOL.size - first))
-        for name, info, value, size in _SIZED_SYMBOL.iter_unpack(data):
-            for address in wanted:
-                if value <= address < value + size and info & 0xF in _KINDS:
-                    yield address, file.name_at(names_at + name)
 
 
 def _names(file: elf.File, at: int, size: int, names_at: int, wanted: set[int]) -> dict[int, str]:

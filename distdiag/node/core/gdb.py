@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import time
 from dataclasses import replace
 
 from distdiag.node import machine, procs, rights, run, tools
@@ -18,10 +17,7 @@ from distdiag.node.wire import printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    Lines = dict[tuple[str, int], tuple[str, int]]
-    """Source file and line by file and address."""
+    from collections.abc import Iterator, Sequence
 
 _SETTINGS = (
     *("auto-load off", "pagination off", "width 0", "height 0", "confirm off", "style enabled off"),
@@ -63,9 +59,6 @@ _FRAME = re.compile(
     r"#\d+ +(?:0x[0-9a-f]+ in )?(?P<function>.+?)(?: \((?:\.\.\.|[^ ]+=\.\.\.(?:, [^ ]+=\.\.\.)*)?\))?"
     r"(?: at (?P<file>.+):(?P<line>\d+)| from (?P<module>.+))?"
 )
-_LINE = re.compile(r"Line (\d+) of \"(.*?)\"|No line number information")
-_MAX_ADDRESSES = 256
-_MAX_S_FOR_LINES = 10.0  # debug information can be gigabytes
 _DOUBTS = re.compile(r"may not match|is newer than|past end of file|truncated|not a core dump|No such file|ptrace")
 
 
@@ -140,40 +133,14 @@ def _run_gdb(target: Sequence[str], timeout_s: float, *, only_first: bool = Fals
         f"thread apply {'1' if only_first else 'all -ascending'} bt",
     ]
     argv = [tool, "-batch", "-nx", *_each("-iex", before), *target, *_each("-ex", after)]
+    environment = {name: value for name, value in os.environ.items() if name not in _HARMFUL}
+    environment.update(LC_ALL="C", DEBUGINFOD_URLS="")
     try:
-        done = run.run(argv, timeout_s=timeout_s, env=_environment())
+        done = run.run(argv, timeout_s=timeout_s, env=environment)
     except run.CannotRun as error:
         return Stacks("gdb", (), str(error), 0.0)
     threads = parse(done.stdout.decode("utf-8", "replace"))
     return Stacks("gdb", threads, _why(done, bool(threads), timeout_s), done.elapsed_s, cut_off=done.cut_off)
-
-
-def _environment() -> dict[str, str]:
-    environment = {name: value for name, value in os.environ.items() if name not in _HARMFUL}
-    return {**environment, "LC_ALL": "C", "DEBUGINFOD_URLS": ""}
-
-
-def source_lines(addresses: Mapping[str, Sequence[int]], *, timeout_s: float) -> Lines:
-    """Read the source lines of addresses, by the file and as that was linked; without those that are not known in time.
-
-    addr2line (2.40) is no alternative: it names another file for code of headers, where they come first (DWARF 5).
-    """
-    tool = tools.find("gdb")
-    deadline = time.monotonic() + min(timeout_s, _MAX_S_FOR_LINES)
-    found: Lines = {}
-    for path, wanted in addresses.items() if tool else ():
-        known = wanted[:_MAX_ADDRESSES]
-        settings = _each("-iex", [f"set {setting}" for setting in _SETTINGS])
-        # Absolute: a hostile core may name a file that gdb would take for an option.
-        target = os.path.abspath(path)
-        argv = [str(tool), "-batch", "-nx", *settings, target, *_each("-ex", [f"info line *{at:#x}" for at in known])]
-        with contextlib.suppress(run.CannotRun):
-            done = run.run(argv, timeout_s=max(0.0, deadline - time.monotonic()), env=_environment())
-            rows = [_LINE.match(row) for row in done.stdout.decode("utf-8", "replace").splitlines()]
-            answers = [row for row in rows if row]
-            if len(answers) == len(known):
-                found.update({(path, at): (row[2], int(row[1])) for at, row in zip(known, answers) if row[1]})
-    return found
 
 
 def _each(option: str, words: Sequence[str]) -> list[str]:

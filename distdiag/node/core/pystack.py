@@ -13,7 +13,7 @@ import sys
 from dataclasses import replace
 
 from distdiag.node import rights, run
-from distdiag.node.core import gdb, pystack_child, stacks
+from distdiag.node.core import gdb, libdw, pystack_child, stacks
 from distdiag.node.core.binary import VERSION, Functions
 from distdiag.node.core.stacks import UNKNOWN, Frame, Stacks, ThreadStack
 from distdiag.node.wire import printable
@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from typing import Any
 
     from distdiag.node.core.core_file import MappedFile
+    from distdiag.node.core.libdw import LinesByFile
     from distdiag.node.core.unwinder import CFrames
 
 _DIED = "pystack died of"
+_MAX_QUESTION_BYTES = 100_000  # one argument of a program holds 128 KiB, see execve(2)
 _INLINED, _RETURN_OF_SIGNAL = " (inlined)", "__restore_rt"
 
 
@@ -48,8 +50,8 @@ def of_core(
     target = ["core", os.path.abspath(core), os.path.realpath(executable)]
     functions = Functions(files)
     first = None
-    if own is not None and own.whole:
-        first = _ask([*target, "python"], functions, timeout_s, python, own.frames())
+    if own is not None and own.whole and len(json.dumps(own.debuggable)) <= _MAX_QUESTION_BYTES:
+        first = _ask([*target, "python"], functions, timeout_s, python, own)
         timeout_s -= first.seconds
         if timeout_s <= 0 or not _may_do_better(first):
             return first
@@ -69,16 +71,22 @@ def of_process(pid: int, *, timeout_s: float, python: str = "") -> Stacks:
     return found
 
 
+def source_lines(addresses: Mapping[str, Sequence[int]], *, timeout_s: float, python: str = "") -> LinesByFile:
+    """Read what debug information has of addresses, by file; nothing if pystack, which has libdw, is not there."""
+    try:
+        done = run.run(_command(python or sys.executable, [], addresses), timeout_s=timeout_s)
+        found: LinesByFile = json.loads(done.stdout.decode("utf-8", "replace"))["lines"]
+    except (run.CannotRun, ValueError):
+        return {}
+    return found
+
+
 def _ask(
-    target: Sequence[str],
-    functions: Functions,
-    timeout_s: float,
-    python: str,
-    own: Mapping[int, list[Frame]] | None = None,
+    target: Sequence[str], functions: Functions, timeout_s: float, python: str, own: CFrames | None = None
 ) -> Stacks:
     python = python or sys.executable
     try:
-        done = run.run([python, "-B", "-c", _program(), *target], timeout_s=timeout_s)
+        done = run.run(_command(python, target, own.debuggable if own else {}), timeout_s=timeout_s)
     except run.CannotRun as error:
         return Stacks("pystack", (), str(error), 0.0)
     try:
@@ -88,38 +96,53 @@ def _ask(
     return Stacks("pystack", threads, error_text, done.elapsed_s, cut_off=done.cut_off)
 
 
-def _program() -> str:
+def _command(python: str, target: Sequence[str], addresses: Mapping[str, Sequence[int]]) -> list[str]:
+    """Return the command of the child, see `pystack_child`."""
     # Without the working directory: a stray ./threading.py must not break a diagnosis.
     without = "import sys; sys.path[:] = [path for path in sys.path if path]; here = {'__name__': 'child'}"
-    text = pystack_child.__loader__.get_source(pystack_child.__name__)  # type: ignore[union-attr]
-    return f"{without}\nexec(compile({text!r}, 'child.py', 'exec'), here)\nhere['main']()"
+    texts = (module.__loader__.get_source(module.__name__) for module in (libdw, pystack_child))  # type: ignore[union-attr]
+    # One namespace for both: no two helpers may have one name.
+    load = "".join(f"exec(compile({text!r}, 'child.py', 'exec'), here)\n" for text in texts)
+    program = f"{without}\n{load}here['main'](here['Lines'])"
+    return [python, "-B", "-c", program, *target, json.dumps(addresses)]
 
 
-def parse(
-    text: str, functions: Functions, own: Mapping[int, list[Frame]] | None = None
-) -> tuple[tuple[ThreadStack, ...], str]:
-    """Parse what the child prints: the threads, and what went wrong; `own`: C frames by thread, instead of pystack's.
+def parse(text: str, functions: Functions, own: CFrames | None = None) -> tuple[tuple[ThreadStack, ...], str]:
+    """Parse what the child prints: the threads, and what went wrong; `own`: C frames instead of pystack's.
 
     Raises:
         ValueError, KeyError, TypeError, IndexError: the child ended before it had printed all.
     """
-    answer = json.loads(text)
+    answer, lines = _answer_and_lines(text)
     threads: dict[int, ThreadStack] = {}
+    c_frames = own.frames(lines) if own is not None else None
     for row in answer["threads"]:
-        native = own.get(row["tid"], []) if own is not None else None
+        native = c_frames.get(row["tid"], []) if c_frames is not None else None
         stack = _stack(row, answer["frames"], functions, native)
         above = threads.get(stack.tid)
         # A thread that runs several interpreters has a row for each, the innermost last.
         if above:
             stack = replace(stack, frames=stack.frames + above.frames, aligned=stack.aligned and above.aligned)
         threads[stack.tid] = stack
-    for tid, frames in (own or {}).items():
+    for tid, frames in (c_frames or {}).items():
         threads.setdefault(tid, stacks.of_c_alone(tid, frames))
     found = threads.values() if answer["live"] else (replace(thread, name="") for thread in threads.values())
     errors = answer["errors"]
+    if own is not None and own.debuggable and not lines:
+        errors.append("no source lines of C code: their debug information could not be read, or not in time")
     if threads and not any(row["python"] for row in answer["threads"]):
         errors.append("no Python frames were found")
     return tuple(found), printable("; ".join(errors))[:300]
+
+
+def _answer_and_lines(text: str) -> tuple[Any, LinesByFile]:
+    """Split what the child prints into threads and lines; these are empty if it ended before it had printed them."""
+    answer, end = json.JSONDecoder().raw_decode(text)
+    try:
+        lines: LinesByFile = json.loads(text[end:])["lines"]
+    except ValueError:
+        return answer, {}
+    return answer, lines
 
 
 def _may_do_better(found: Stacks) -> bool:

@@ -2,22 +2,21 @@
 
 It answers where no other tool does: the program is gone, the core is cut off, there is neither pystack nor gdb. It
 needs less memory than these, too: libdw, by which pystack follows frames, sorts the whole table of each library (30 MB
-for libtorch_cpu.so); here only those entries are read that are on a stack. Functions are named by their symbols; gdb
-tells the source lines of those that have debug information.
+for libtorch_cpu.so); here only those entries are read that are on a stack. Functions are named by their symbols; what
+debug information has (source lines, inlined calls) is read by `libdw`, in the child that asks pystack.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import struct
 import sys
 import time
 
 from distdiag.node import elf
 from distdiag.node.core import call_frames, core_file, stacks
-from distdiag.node.core.binary import DEBUG_FOLDER, UNREADABLE, VERSION, Binary, debug_file, demangled
+from distdiag.node.core.binary import UNREADABLE, VERSION, Binary, demangled
 from distdiag.node.core.call_frames import CannotUnwind
 from distdiag.node.core.stacks import UNKNOWN, Frame, Stacks
 from distdiag.node.wire import printable
@@ -27,15 +26,12 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Sequence
 
     from distdiag.node.core.core_file import Image, MappedFile
-    from distdiag.node.core.gdb import Lines
+    from distdiag.node.core.libdw import Line, LinesByFile
 
 _MAX_FRAMES, _MAX_S = 2048, 5  # more is endless recursion, or what others follow faster
+_DEBUG_FOLDER = "/usr/lib/debug"
 _MAX_BYTES_COMPARED = 64 << 20
 _WORD = struct.Struct("<Q")
-_RUNTIME = re.compile(
-    r"/(ld|lib(c|m|dl|rt|pthread)|ld-linux[\w-]*)(-[\d.]+)?\.so[^/]*$|/(lib)?python[\d.]+[^/]*$|/lib-dynload/[^/]+$"
-)
-"""The C library and Python: the lines of their own code help nobody who looks for a crash."""
 
 
 class Location:
@@ -150,8 +146,8 @@ class _Unwinder:
 class CFrames:
     """All threads of a core; `whole`: to where each began, and the symbols of all files could be read.
 
-    `debuggable` has the addresses, by file, whose source lines debug information has, without those of Python and the C
-    library. Raises CannotUnwind, see `unwind`.
+    `debuggable`: the addresses, by file, of which debug information may know more, and whose frames are shown. Raises
+    CannotUnwind, see `unwind`.
     """
 
     def __init__(self, core: str, files: Sequence[MappedFile], unlike: Container[str]) -> None:
@@ -159,50 +155,66 @@ class CFrames:
         self.whole = all(stack.whole for stack in self._stacks.values())
         self._names: dict[tuple[str, int], str] = {}
         self._read_names()
-        self._lines: Lines = {}
-        self.debuggable: dict[str, list[int]] = {}
-        for location in self._locations():
-            if location.begin is not None and not _RUNTIME.search(location.path):
-                self.debuggable.setdefault(location.path, []).append(location.address)
-        self.debuggable = {
-            path: list(dict.fromkeys(addresses))
+        self.debuggable = self._debuggable()
+
+    def frames(self, lines: LinesByFile) -> dict[int, list[Frame]]:
+        """Return the frames of each thread, innermost first; `lines`: what was read of `debuggable`, as far as it was.
+
+        A call that was inlined is a frame of its own.
+        """
+        known = {
+            (path, address): found
             for path, addresses in self.debuggable.items()
-            if has_debug_information(path)
+            for address, found in zip(addresses, lines.get(path, ()))
+        }
+        return {
+            tid: [frame for at in stack.locations for frame in self._frames(at, known.get((at.path, at.address)))]
+            for tid, stack in self._stacks.items()
         }
 
-    def add_lines(self, lines: Lines) -> None:
-        """Add the source lines of addresses in `debuggable`."""
-        self._lines = lines
-
-    def frames(self) -> dict[int, list[Frame]]:
-        """Return the frames of each thread, innermost first."""
-        return {tid: [self._frame(location) for location in stack.locations] for tid, stack in self._stacks.items()}
-
-    def stacks(self) -> Stacks:
+    def stacks(self, lines: LinesByFile) -> Stacks:
         """Return the C frames alone, as far as they could be followed."""
-        threads = tuple(stacks.of_c_alone(tid, frames) for tid, frames in self.frames().items())
-        return Stacks("distdiag", threads, "C frames alone", 0.0)
-
-    def _locations(self) -> Iterator[Location]:
-        for stack in self._stacks.values():
-            yield from stack.locations
+        without = ", without source lines" if self.debuggable and not lines else ""
+        threads = tuple(stacks.of_c_alone(tid, frames) for tid, frames in self.frames(lines).items())
+        return Stacks("distdiag", threads, f"C frames alone{without}", 0.0)
 
     def _read_names(self) -> None:
         begins: dict[str, set[int]] = {}
-        for location in self._locations():
-            if location.begin is not None:
-                begins.setdefault(location.path, set()).add(location.begin)
+        for stack in self._stacks.values():
+            for location in stack.locations:
+                if location.begin is not None:
+                    begins.setdefault(location.path, set()).add(location.begin)
         for path, wanted in begins.items():
             try:
                 self._names.update(((path, begin), name) for begin, name in Binary(path).names(wanted).items())
             except UNREADABLE:
                 self.whole = False  # others may know more of its symbols
 
-    def _frame(self, location: Location) -> Frame:
-        name = "" if location.begin is None else self._names.get((location.path, location.begin), "")
-        name = "<signal handler called>" if location.signal else VERSION.sub("", demangled(name))
-        file, line = self._lines.get((location.path, location.address), ("", None))
-        return Frame("c", printable(name) or UNKNOWN[1], printable(file), line, printable(location.path))
+    def _debuggable(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for stack in self._stacks.values():
+            inside = True  # as in `stacks.essential`
+            for location in stack.locations:
+                plain = Frame("c", self._name(location), "", None, location.path)
+                own = stacks.is_interpreter(plain) or stacks.is_eval(plain)
+                inside = inside and own
+                if location.begin is not None and (inside or not own):
+                    found.setdefault(location.path, []).append(location.address)
+        return {
+            path: list(dict.fromkeys(addresses)) for path, addresses in found.items() if has_debug_information(path)
+        }
+
+    def _name(self, location: Location) -> str:
+        return "" if location.begin is None else self._names.get((location.path, location.begin), "")
+
+    def _frames(self, location: Location, lines: Sequence[Line] | None) -> Iterator[Frame]:
+        if location.signal:
+            yield Frame("c", "<signal handler called>", "", None, printable(location.path))
+            return
+        *inlined, last = lines or [("", "", 0)]
+        for name, file, line in (*inlined, (last[0] or demangled(self._name(location)), *last[1:])):
+            function = printable(VERSION.sub("", name)) or UNKNOWN[1]
+            yield Frame("c", function, printable(file) if line else "", line or None, printable(location.path))
 
 
 def has_debug_information(path: str) -> bool:
@@ -212,14 +224,15 @@ def has_debug_information(path: str) -> bool:
         return False
     if any(section.name in (".debug_info", ".zdebug_info") for section in found.sections):
         return True
-    if debug_file(found.build_id):
+    build_id = found.build_id
+    if build_id and os.path.isfile(f"{_DEBUG_FOLDER}/.build-id/{build_id[:2]}/{build_id[2:]}.debug"):
         return True
     try:
         beside = [debug for debug in _linked_debug_files(path, found.sections) if os.path.exists(debug)]
     except (OSError, ValueError, elf.Malformed):
         return False
-    # Opening a pipe would wait. Without a build id a checksum of the whole file is compared, 80 MB in a second.
-    most_bytes = sys.maxsize if found.build_id else _MAX_BYTES_COMPARED
+    # Opening a pipe would wait. Without a build id libdw compares a checksum the whole file, 80 MB in a second.
+    most_bytes = sys.maxsize if build_id else _MAX_BYTES_COMPARED
     return bool(beside) and all(os.path.isfile(debug) and os.stat(debug).st_size <= most_bytes for debug in beside)
 
 
@@ -230,6 +243,6 @@ def _linked_debug_files(path: str, sections: Sequence[elf.Section]) -> Iterator[
         if section.name == ".gnu_debuglink":
             with elf.File(path) as file:
                 name = file.name_at(section.offset)
-            yield from (f"{folder}/.debug/{name}", f"{DEBUG_FOLDER}{folder}/{name}")
+            yield from (f"{folder}/.debug/{name}", f"{_DEBUG_FOLDER}{folder}/{name}")
             if name != os.path.basename(path):
                 yield f"{folder}/{name}"
