@@ -1,20 +1,41 @@
-"""The whole program on one page: one line for each subcommand."""
+"""The whole program on one page: one line for each subcommand, and what happens when there is no report."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import io
+import os
 import sys
-from typing import Annotated, NoReturn, TextIO, cast
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
 from distdiag import __version__, interrupts, limits
-from distdiag.deliver import harmless
+from distdiag.deliver import emit, error_document, say
 from distdiag.errors import Interrupted
-from distdiag.subcommands import Group, Sub, add, split, typed_words
 
-_SUBCOMMANDS = (
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True)
+class Sub:
+    """One subcommand. `home`: its module below distdiag.commands and its function; empty where it only has others."""
+
+    name: str
+    home: str
+    help: str
+    about: str = ""
+    """What its own page says instead of `help`, where it only has others."""
+    below: tuple[Sub, ...] = ()
+    """Subcommands of it: `distdiag overflow -- train.py`, `distdiag overflow show FILE`."""
+
+
+_SUBCOMMANDS: tuple[Sub, ...] = (
     Sub("gpu-test", "gpu_test.command:gpu_test", "Can all ranks talk, reduce correctly and use their memory?"),
     Sub(
         "allreduce-bench",
@@ -26,14 +47,15 @@ _SUBCOMMANDS = (
         "pyspy_all.command:pyspy_all",
         "Where does every rank of a hung job stand, and which one is not where the others are?",
     ),
-    Group(
+    Sub(
         "trace",
+        "",
         "What is every rank blocked on, and what did it do last? (blocked, fds, py, show, sys)",
-        "What did each rank do last: its system calls, its lines of Python; and what is it blocked on?",
-        (
+        about="What did each rank do last: its system calls, its lines of Python; and what is it blocked on?",
+        below=(
             Sub("blocked", "trace.blocked.command:blocked", "Who is blocked on what, and whom do all ranks wait for?"),
             Sub("fds", "trace.fds.command:fds", "What are the descriptors of a process, and who has the other ends?"),
-            Sub("py", "trace.py.command:trace_py", "Run a job and keep the last lines of Python of every thread."),
+            Sub("py", "trace.py:trace_py", "Run a job and keep the last lines of Python of every thread."),
             Sub("show", "trace.show.command:trace_show", "Where was, or is, each rank? The last lines trace py kept."),
             Sub("sys", "trace.sys.command:trace_sys", "System calls of ranks that run, of a new job, or of logs."),
         ),
@@ -55,19 +77,113 @@ _SUBCOMMANDS = (
 )
 
 
-def _program() -> typer.Typer:
-    app = typer.Typer(
-        name="distdiag",
-        help="Find which rank, GPU, link or setting makes a distributed PyTorch job slow, hang or fail, and the fix.",
+@dataclass
+class _Invocation:
+    """What is known of the command line so far; each context has it as its `obj`."""
+
+    words: Sequence[str]
+    command: str = ""
+    parsed_json: bool | None = None
+
+    @property
+    def as_json(self) -> bool:
+        """Whether --json was given; of a command line that cannot be parsed, whether it has that word.
+
+        What follows `--` is another program's.
+        """
+        if self.parsed_json is not None:
+            return self.parsed_json
+        words = list(self.words)
+        return "--json" in (words[: words.index("--")] if "--" in words else words)
+
+    @property
+    def is_for_all(self) -> bool:
+        """Whether this process speaks for all that a launcher started: their stdout is one."""
+        from distdiag.node.identity import identify
+
+        me = identify(os.environ)
+        return me is None or me.rank == 0 or me.launcher == "environment"
+
+
+class _Command(TyperCommand):
+    """A subcommand that can be interrupted once it is known which one it is, and whether JSON is wanted."""
+
+    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - Typer's context is private
+        """Run it."""
+        ctx.obj.parsed_json = bool(ctx.params.get("as_json"))
+        interrupts.release()
+        return super().invoke(ctx)
+
+
+def _group(subcommands: Sequence[Sub]) -> type[TyperGroup]:
+    """Return a group that loads the subcommand that is called: of the others the name and a line of help will do."""
+    by_name = {subcommand.name: subcommand for subcommand in subcommands}
+
+    class Group(TyperGroup):
+        def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401
+            name, command, rest = super().resolve_command(ctx, args)
+            if command is not None:
+                ctx.obj.command = f"{ctx.obj.command} {name}".strip()
+                command = _load(by_name[str(name)], rest)
+            return name, command, rest
+
+        def invoke(self, ctx: Any) -> Any:  # noqa: ANN401
+            try:
+                return super().invoke(ctx)
+            except KeyboardInterrupt:  # Typer would make a mere exit status of it
+                raise Interrupted from None
+
+    return Group
+
+
+def _load(subcommand: Sub, words: Sequence[str]) -> Any:  # noqa: ANN401 - Typer's command is private
+    if not subcommand.home or (words and words[0] in [below.name for below in subcommand.below]):
+        return get_command(_listing(subcommand.name, subcommand.below, subcommand.about or subcommand.help))
+    module, _, function = subcommand.home.partition(":")
+    program = typer.Typer(add_completion=False, rich_markup_mode=None)
+    program.command(subcommand.name, cls=_Command)(getattr(import_module(f"distdiag.commands.{module}"), function))
+    return get_command(program)
+
+
+def _listing(
+    name: str,
+    subcommands: Sequence[Sub],
+    about: str,
+    settings: dict[str, Any] | None = None,
+    *,
+    add_completion: bool = False,
+) -> typer.Typer:
+    listing = typer.Typer(
+        name=name,
+        cls=_group(subcommands),
+        help=about,
         no_args_is_help=True,
         # Plain text: it pastes, reads the same in a pipe, and spares every TAB the import of rich.
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+        context_settings=settings,
+        add_completion=add_completion,
     )
-    app.callback()(_main)
-    add(app, _SUBCOMMANDS, typed_words())
-    return app
+    listing.callback()(lambda: None)
+    for subcommand in subcommands:
+        listing.command(subcommand.name, short_help=subcommand.help)(_not_loaded)
+    return listing
+
+
+def _not_loaded() -> None:
+    raise RuntimeError("a subcommand that was not loaded is called")
+
+
+def _program() -> typer.Typer:
+    program = _listing(
+        "distdiag",
+        _SUBCOMMANDS,
+        "Find which rank, GPU, link or setting makes a distributed PyTorch job slow, hang or fail, and the fix.",
+        {"help_option_names": ["-h", "--help"], "max_content_width": 100},
+        add_completion=True,
+    )
+    program.callback()(_main)
+    return program
 
 
 def _print_version(wanted: bool) -> None:
@@ -85,63 +201,49 @@ def _main(
     pass
 
 
-class _Tee:
-    """stderr that remembers what typer says about a wrong command line, and bears a stderr that cannot be written.
-
-    Whatever is written here, by us or by typer, cannot command the terminal.
-    """
-
-    def __init__(self, stream: TextIO | None) -> None:
-        self.stream = stream
-        self.heard = ""
-
-    def write(self, text: str) -> int:
-        self.heard = (self.heard + text)[-4000:]
-        with contextlib.suppress(OSError):
-            if self.stream is not None:
-                self.stream.write(harmless(text, self.stream.encoding))
-                self.stream.flush()
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            if self.stream is not None:
-                self.stream.flush()
-
-    def isatty(self) -> bool:
-        return self.stream is not None and self.stream.isatty()
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.stream if self.stream is not None else sys.__stdout__, name)
+_WrongCommandLine: type[Any] = typer.BadParameter.__mro__[1]
+"""What Typer raises for every command line that it cannot parse; it exports one kind of it only."""
 
 
 def main() -> None:
-    """Run distdiag; however it ends, a program that asked for JSON gets a document and the right exit status."""
-    tee = _Tee(sys.stderr)
-    sys.stderr = cast("TextIO", tee)
+    """Run distdiag; however it ends, a program that asked for JSON gets one document and the right exit status."""
+    typed = _Invocation(sys.argv[1:])
     try:
-        interrupts.handle()
-        _program()()
-    except SystemExit as end:
-        if end.code == Interrupted.exit_code and not _has_spoken():
-            # Typer took the Ctrl-C for itself, before any command had begun.
-            _end_without_report(Interrupted.exit_code, Interrupted.id, str(Interrupted()))
-        if end.code == 2 and "--json" in sys.argv and "Error: " in tee.heard:
-            _end_without_report(2, "usage", tee.heard.rpartition("Error: ")[2].strip())
-        raise
-    except KeyboardInterrupt:
-        if _has_spoken():  # stdout took only a part of the report, or none: a second document would be no JSON
-            sys.exit(Interrupted.exit_code)
-        _end_without_report(Interrupted.exit_code, Interrupted.id, str(Interrupted()))
+        status = _run(typed)
+    except typer.Exit as end:
+        status = end.exit_code
+    sys.exit(status)
+
+
+def _run(typed: _Invocation) -> int:
+    """Return the exit status. Raises typer.Exit."""
+    try:
+        return get_command(_program()).main(standalone_mode=False, obj=typed) or 0
+    except _WrongCommandLine as wrong:
+        shown = io.StringIO()
+        wrong.show(file=shown)
+        say(shown.getvalue().rstrip("\n"))
+        hint = " ".join(filter(None, ("distdiag", typed.command, "--help")))
+        return _without_report(typed, 2, "usage", wrong.format_message(), hint)
+    except (Interrupted, KeyboardInterrupt):
+        say(f"distdiag: {Interrupted()}")
+        return _without_report(typed, Interrupted.exit_code, Interrupted.id, str(Interrupted()))
     except Exception as bug:  # noqa: BLE001 - the last boundary: status 1 would say that a fault of the job was found
         if scarce := _scarce(bug):
             hint = limits.hint_for(scarce)
-            sys.stderr.write(f"distdiag: {scarce}\nhint: {hint}\n")
-            _end_without_report(3, "scarce", scarce, hint)
+            say(f"distdiag: {scarce}\nhint: {hint}")
+            return _without_report(typed, 3, "scarce", scarce, hint)
         import traceback
 
-        traceback.print_exc()
-        _end_without_report(3, "distdiag.bug", f"this is a bug of distdiag: {type(bug).__name__}: {bug}")
+        say(traceback.format_exc().rstrip("\n"))
+        words = f"this is a bug of distdiag: {type(bug).__name__}: {bug}"
+        return _without_report(typed, 3, "distdiag.bug", words)
+
+
+def _without_report(typed: _Invocation, code: int, id_: str, message: str, hint: str = "") -> int:
+    if typed.as_json and typed.is_for_all:
+        emit(error_document(typed.command, code, id_, message, hint))
+    return code
 
 
 def _scarce(error: Exception) -> str:
@@ -154,25 +256,3 @@ def _scarce(error: Exception) -> str:
     if number == errno.ENOMEM or isinstance(error, MemoryError):
         return "no memory is left for distdiag: Cannot allocate memory"
     return ""
-
-
-def _has_spoken() -> bool:
-    deliver = sys.modules.get("distdiag.deliver")
-    return deliver is not None and deliver.has_spoken()
-
-
-def _end_without_report(code: int, id_: str, message: str, hint: str = "") -> NoReturn:
-    if "--json" in sys.argv:
-        from distdiag import deliver
-
-        command = _command_of(sys.argv[1:])
-        hint = hint or (f"distdiag {command} --help" if command else "distdiag --help")
-        deliver.emit(deliver.error_document(command, code, id_, message, hint))
-    sys.exit(code)
-
-
-def _command_of(words: list[str]) -> str:
-    """Find the command in what was typed: "pyspy-all", "trace blocked"; empty if there is none."""
-    chosen, rest = split(_SUBCOMMANDS, words)
-    below = split(chosen.subs if isinstance(chosen, Group) else chosen.below, rest[:1])[0] if chosen else None
-    return " ".join(one.name for one in (chosen, below) if one is not None)

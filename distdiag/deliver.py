@@ -33,7 +33,6 @@ Data = TypeVar("Data")
 SCHEMA = "distdiag/1"
 _WIDEST = 100
 _LONGEST = 5000
-_spoken = False
 _MOVES = re.compile(
     r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]|\x1b(?!\[(?:0|1|(?:1;)?3[0-7])m)"
 )
@@ -72,8 +71,7 @@ def deliver(
         if interrupts.came() and report.verdict != Verdict.FAIL:
             report = replace(report, interrupted=True)
             text = _page(report, view, output)
-    emit(text)
-    raise typer.Exit(report.exit_code(strict=output.strict))
+    _leave_with(text, report.exit_code(strict=output.strict))
 
 
 def _page(report: Report[Data], view: Callable[[Report[Data]], Iterable[RenderableType]], output: Output) -> str:
@@ -90,7 +88,7 @@ def load() -> None:
 
 
 def document(report: Report[Data], *, strict: bool = False) -> dict[str, Any]:
-    """Give the document that --json prints."""
+    """Return the document that --json prints."""
     return _envelope(report, report.exit_code(strict=strict))
 
 
@@ -102,11 +100,8 @@ def deliver_lines(command: str, write: Callable[[], list[str]], *, as_json: bool
         fail(command, error, as_json=as_json)
     except KeyboardInterrupt:
         fail(command, Interrupted(), as_json=as_json)
-    if as_json:
-        emit(_as_json({**_head(command, 0), "data": {"lines": lines}}))
-    else:
-        emit("\n".join(lines) + "\n")
-    raise typer.Exit(0)
+    document = {**_head(command, 0), "data": {"lines": lines}}
+    _leave_with(_as_json(document) if as_json else "\n".join(lines) + "\n", 0)
 
 
 def fail(command: str, error: DistdiagError, *, as_json: bool) -> NoReturn:
@@ -115,8 +110,18 @@ def fail(command: str, error: DistdiagError, *, as_json: bool) -> NoReturn:
     if error.hint:
         say(f"hint: {error.hint}")
     if as_json:
-        emit(error_document(command, error.exit_code, error.id, str(error), error.hint))
+        _leave_with(error_document(command, error.exit_code, error.id, str(error), error.hint), error.exit_code)
     raise typer.Exit(error.exit_code)
+
+
+def _leave_with(text: str, exit_code: int) -> NoReturn:
+    """Write the last word and leave: an interrupt that comes after it changes nothing."""
+    try:
+        emit(text)
+        interrupts.settle()
+    except KeyboardInterrupt:  # it is written, and a second document would be no JSON
+        raise typer.Exit(Interrupted.exit_code) from None
+    raise typer.Exit(exit_code)
 
 
 def error_document(command: str, exit_code: int, id_: str, message: str, hint: str) -> str:
@@ -142,10 +147,9 @@ def emit(text: str) -> None:
     """Write to stdout; a reader that left early (`| head -1`) is no error.
 
     Raises:
-        typer.Exit: stdout cannot be written (a full disk); the reason is on stderr, the status 3.
+        typer.Exit: stdout cannot be written: a full disk, and the reason is on stderr, the status 3; or nobody reads it
+            and we are interrupted, the status 130: a second document behind half of this one would be no JSON.
     """
-    global _spoken
-    _spoken = True
     if sys.stdout is None:  # started with stdout closed
         return
     try:
@@ -153,9 +157,9 @@ def emit(text: str) -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         _discard(sys.stdout)
-    except KeyboardInterrupt:  # nobody reads it
+    except KeyboardInterrupt:
         _discard(sys.stdout)
-        raise
+        raise typer.Exit(Interrupted.exit_code) from None
     except OSError as error:
         _discard(sys.stdout)
         say(f"distdiag: cannot write the report to stdout: {error.strerror}")
@@ -163,7 +167,7 @@ def emit(text: str) -> None:
 
 
 def is_done_by_another() -> bool:
-    """Tell whether a launcher started this several times, and rank 0 of them does the work.
+    """Return whether a launcher started this several times, and rank 0 of them does the work.
 
     A plain RANK does not count: in a pod it may be the variable of all that is started there.
     """
@@ -176,17 +180,15 @@ def is_done_by_another() -> bool:
     return True
 
 
-def has_spoken() -> bool:
-    """Tell whether anything was written to stdout."""
-    return _spoken
-
-
 def say(text: str) -> None:
-    """Write a line to stderr. Nobody to read it (closed, full, a pipe without a reader) is no reason to fail."""
+    """Write a line to stderr, which cannot command the terminal.
+
+    Nobody to read it (closed, full, a pipe without a reader) is no reason to fail.
+    """
     if sys.stderr is None:
         return
     try:
-        sys.stderr.write(text + "\n")
+        sys.stderr.write(harmless(text, sys.stderr.encoding) + "\n")
         sys.stderr.flush()
     except OSError:
         _discard(sys.stderr)
@@ -290,9 +292,7 @@ class Progress:
         if sys.stderr is not None and sys.stderr.isatty():
             from rich.console import Console
 
-            # Not the stream that takes out what moves the cursor: this line is drawn by moving it.
-            stream = getattr(sys.stderr, "stream", sys.stderr)
-            console = Console(file=stream, markup=False, highlight=False, emoji=False)
+            console = Console(file=sys.stderr, markup=False, highlight=False, emoji=False)
             self._status = console.status("starting")
             self._status.start()
 

@@ -17,17 +17,38 @@ if TYPE_CHECKING:
 _SIGNALS = [signal.SIGINT, signal.SIGTERM]
 """A scheduler that ends us gets what is known by then; so does a file, when the terminal hangs up."""
 _AGAIN_S = 0.01
+_handling = False
 _holding = False
 _came = False
 
 
-def handle() -> None:
-    """Handle them from now on; SIGHUP not under nohup. Only in the main thread."""
+def handle(*, hold: bool = False) -> None:
+    """Handle them from now on; SIGHUP not under nohup. Only in the main thread.
+
+    `hold`: only remember that one came, until `release`.
+    """
+    global _handling, _holding
+    _handling, _holding = True, hold
     if signal.SIGHUP not in _SIGNALS and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         _SIGNALS.append(signal.SIGHUP)
     sys.unraisablehook = _raise_again
     for number in _SIGNALS:
         signal.signal(number, _interrupt)
+
+
+def release() -> None:
+    """Hold them no more. Raises KeyboardInterrupt if one came meanwhile."""
+    global _holding, _came
+    _holding = False
+    if _came:
+        _came = False
+        raise KeyboardInterrupt
+
+
+def settle() -> None:
+    """Ignore them from now on if they were handled: the last word is said."""
+    if _handling:
+        ignore()
 
 
 def ignore() -> None:

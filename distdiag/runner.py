@@ -23,6 +23,7 @@ from distdiag.deliver import Output, Progress, deliver, deliver_lines, is_done_b
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.files import make_folder
 from distdiag.gathered import Foreign, Gathered, read, save
+from distdiag.node.protocol import Collect
 from distdiag.node.wire import printable
 from distdiag.report import Finding, Fix, Level
 
@@ -295,7 +296,7 @@ class _Talk(Generic[First, Part, Facts]):
         self._question.before(asked)
         self._parts = {}
         for host, node in asked.items():
-            node.order("collect", ask=plan.by_host[host])
+            node.order(Collect(ask=plan.by_host[host]))
             self._missing[host] = UNFINISHED
         if asked and self._question.doing:
             self._progress.news(self._question.doing + ("" if self._local else f" on {_count(len(asked), 'host')}"))

@@ -197,9 +197,11 @@ def _end_group(leader: int) -> None:
             os.killpg(leader, number)
 
 
-def odd(result: Result) -> list[tuple[list[int], str]]:
-    """Give who is odd, and in which function."""
-    return [(one["ranks"], one["frame"]["function"] if one["frame"] else "") for one in result.report["data"]["odd"]]
+def outliers(result: Result) -> list[tuple[list[int], str]]:
+    """Return the ranks of each outlier, and the function that they are in."""
+    return [
+        (one["ranks"], one["frame"]["function"] if one["frame"] else "") for one in result.report["data"]["outliers"]
+    ]
 
 
 def states(pids: Iterable[int]) -> dict[int, str]:

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.pyspy_all.diagnose import diagnose
-from distdiag.commands.pyspy_all.model import Request
+from distdiag.commands.pyspy_all.types import Request
 from distdiag.jobs.collect import Process, Processes, Watched
 from distdiag.jobs.nodes import NodeStacks
-from distdiag.node.capture import Capture, Counter, Frame, Thread
+from distdiag.node.capture import Counter, Frame, Sample, Thread
 from distdiag.node.identity import Identity
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from distdiag.commands.pyspy_all.result import PySpyAll
+    from distdiag.commands.pyspy_all.types import PySpyAll
     from distdiag.node.procs import Standstill
     from distdiag.report import Report
 
@@ -56,10 +56,10 @@ def look(
     gil_holder: int | None = None,
     peer: int | None = None,
     groups: int = 0,
-) -> Capture:
+) -> Sample:
     counted = tuple(Counter(1, "train", name, value) for name, value in (counters or {}).items())
     thread = Thread(1, "MainThread", False, False, state, tuple(stack), counted, peer=peer)
-    return Capture(
+    return Sample(
         status=status,
         reason=reason,
         state=state,
@@ -77,7 +77,7 @@ def look(
 
 def twice(
     stack: Sequence[Frame], *, cpu: float = 0.0, later: Sequence[Frame] | None = None, **more: object
-) -> tuple[Capture, ...]:
+) -> tuple[Sample, ...]:
     """Look twice, a second apart; `cpu` is the share of a core used meanwhile."""
     first = look(stack, **more)  # type: ignore[arg-type]
     last = look(stack if later is None else later, main_cpu_s=cpu, at_s=1.0, **more)  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ def process(pid: int, rank: int | None = None, size: int = 4, *, local: bool = T
 
 def node(
     processes: Sequence[Process],
-    looks: Mapping[int, Sequence[Capture]],
+    looks: Mapping[int, Sequence[Sample]],
     host: str = "n1",
     *,
     user: int = 7,
@@ -120,7 +120,7 @@ def node(
     return NodeStacks(host, facts, tuple(Watched(pid, tuple(seen), ()) for pid, seen in looks.items()))
 
 
-def job(*stacks: Sequence[Capture]) -> NodeStacks:
+def job(*stacks: Sequence[Sample]) -> NodeStacks:
     """Make one node with a rank for each entry."""
     size = len(stacks)
     return node(
@@ -137,5 +137,5 @@ def ids(report: Report[PySpyAll]) -> list[str]:
     return [one.id.partition(".")[2] for one in report.findings]
 
 
-def odd_ranks(report: Report[PySpyAll]) -> list[list[int]]:
-    return [list(one.ranks) for one in report.data.odd]
+def outlier_ranks(report: Report[PySpyAll]) -> list[list[int]]:
+    return [list(one.ranks) for one in report.data.outliers]

@@ -9,11 +9,11 @@ from pyspy_facts import node, process
 
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.trace import ranks
-from distdiag.commands.trace.blocked.collect import Blocked, Told
+from distdiag.commands.trace.blocked.collect import Reply
 from distdiag.commands.trace.blocked.diagnose import diagnose
-from distdiag.commands.trace.blocked.model import Request, Threads
+from distdiag.commands.trace.blocked.types import Request, Threads
 from distdiag.commands.trace.nodes import Answers
-from distdiag.node.blocked import Futex, Lock, Target, Thread
+from distdiag.node.blocked import Blocked, Futex, Lock, Target, Thread
 from distdiag.node.descriptors import Descriptor, End
 from distdiag.node.ends import Network, Owned, Person
 from distdiag.node.sockets import Socket
@@ -21,7 +21,7 @@ from distdiag.node.sockets import Socket
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from distdiag.commands.trace.blocked.result import TraceBlocked
+    from distdiag.commands.trace.blocked.types import TraceBlocked
     from distdiag.jobs.collect import Process
     from distdiag.jobs.nodes import NodeStacks
     from distdiag.report import Report
@@ -100,14 +100,14 @@ def judge(
         them = (some,) if isinstance(some, Thread) else tuple(some)
         state = (states or {}).get(pid, them[0].state)
         looked.append(Blocked(pid, state, None, them, tuple(one.tid for one in them if one.tid in moved)))
-    told = Told(tuple(looked), (Network(NET, ("10.0.0.1",), tuple(sockets)),), tuple(people))
+    told = Reply(tuple(looked), (Network(NET, ("10.0.0.1",), tuple(sockets)),), tuple(people))
     return judge_nodes(nodes, {"n1": [told]}, request)
 
 
 def judge_nodes(
-    nodes: list[NodeStacks], told: dict[str, list[Told]], request: Request = REQUEST
+    nodes: list[NodeStacks], told: dict[str, list[Reply]], request: Request = REQUEST
 ) -> Report[TraceBlocked]:
-    answers = Answers[Told](nodes=nodes, told=told)
+    answers = Answers[Reply](nodes=nodes, told=told)
     return diagnose(request, answers, ranks.choose(nodes, request.wanted))
 
 

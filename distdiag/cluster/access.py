@@ -48,15 +48,13 @@ class Agent:
     def pack(self, cluster: Cluster, *, here: bool, hosts: int = 1) -> bytes:
         """Pack sources and orders into what boot.START reads; `here`: on this machine, where no connection is cut."""
         config = self.config(cluster, silence_s=None if here else silence_s(hosts))
-        entry = "distdiag.node.agent"
         if here and (folder := bundle.folder()):
-            return boot.pack(bundle.only(boot.__name__), entry, config, folder)
-        sources = self.sources()
-        return boot.pack(sources, entry, config, compiled=bundle.first(sources, entry, self.collect))
+            return boot.pack(bundle.only(boot.__name__), bundle.AGENT, config, folder)
+        return boot.pack(self.sources(), bundle.AGENT, config)
 
     def sources(self) -> dict[str, str]:
         """Read what travels."""
-        return bundle.sources(self.collect, *((self.rank, _RANKS) if self.rank else ()), *self.carries)
+        return bundle.sources(bundle.AGENT, self.collect, *((self.rank, _RANKS) if self.rank else ()), *self.carries)
 
     def config_for_guest(self, *, silence_s: float) -> dict[str, Any]:
         """Give the orders of an agent whose parent may be a stranger."""
@@ -80,10 +78,10 @@ def open_fleet(cluster: Cluster, targets: Targets, agent: Agent) -> Fleet:
         UsageError: an option cannot be read.
         DistdiagError: the tool that the way needs is not here.
     """
-    payload = agent.pack(cluster, here=targets.launcher is None, hosts=len(targets.hosts))
     limits = Limits(start_s=cluster.host_timeout_s or _START_S + more_for(len(targets.hosts)))
     if targets.launcher in (Launcher.SLURM, Launcher.MPI):
-        return Fleet(targets.hosts, _step(cluster, targets, agent, limits), payload, agent.facts, limits)
+        return Fleet(targets.hosts, _step(cluster, targets, agent, limits), b"", agent.facts, limits)
+    payload = agent.pack(cluster, here=targets.launcher is None, hosts=len(targets.hosts))
     if targets.launcher is None:
         _refuse_without_effect(cluster, agent)
         return Fleet(targets.hosts, LocalTransport(payload), b"", agent.facts, limits)
@@ -166,9 +164,9 @@ def _transport(cluster: Cluster, targets: Targets, payload_bytes: int, *, needs_
 def _step(cluster: Cluster, targets: Targets, agent: Agent, limits: Limits) -> Transport:
     from distdiag.cluster.transports.step import Payload
 
+    config = agent.config(cluster, silence_s=silence_s(len(targets.hosts)))
     payload = Payload(
-        sources=agent.sources(),
-        config=agent.config(cluster, silence_s=silence_s(len(targets.hosts))),
+        message=boot.pack_message(agent.sources(), bundle.AGENT, config),
         python=cluster.python or None,
         setup=cluster.setup or None,
         needs_torch=agent.rank is not None,

@@ -1,4 +1,4 @@
-"""The shell lines that find a Python on a host and start the node side in it.
+"""What starts the node side: a Python program, and the shell lines that find a Python for it on a host.
 
 They go to the stdin of a plain `sh`, so no login shell, ssh or container tool ever splits or quotes them again.
 """
@@ -6,14 +6,16 @@ They go to the stdin of a plain `sh`, so no login shell, ssh or container tool e
 from __future__ import annotations
 
 import base64
-import json
 import os
 import re
 import shlex
 import sys
 
-from distdiag.node import boot, wire
+from distdiag.node import boot, protocol, wire
 
+_READY = b"\n" + wire.MARK + protocol.Ready().to_json() + b"\n"
+AGENT_START = f"import os\nos.write(1,{_READY!r})\n{boot.START}"
+"""boot.START that says when it is ready: the shell before it may read ahead, and would swallow what is sent earlier."""
 _NAMES = ("python3", "python3.13", "python3.12", "python3.11", "python3.10", "python3.9")
 _FLAGS = "-S -c"
 """The agent needs no site-packages, and reading them takes as long as all the rest of Python's start."""
@@ -57,7 +59,7 @@ def shell(setup: str | None) -> str:
 
 def lines(payload_bytes: int, *, python: str | None, setup: str | None, needs_torch: bool) -> bytes:
     """Write the lines that start the node side, which then reads `payload_bytes` bytes of payload from stdin."""
-    start = base64.b64encode(boot.START.encode()).decode()
+    start = base64.b64encode(AGENT_START.encode()).decode()
     body = script([_DECODE, start, str(payload_bytes)], python=python, setup=setup, needs_torch=needs_torch)
     # One command: a shell that reads on as it goes (bash) would leave the rest of the lines to Python.
     return f"{{\n{body}}}\n".encode()
@@ -66,7 +68,7 @@ def lines(payload_bytes: int, *, python: str | None, setup: str | None, needs_to
 def script(program: list[str], *, python: str | None, setup: str | None, needs_torch: bool) -> str:
     """Write the lines that run `python -c program[0] program[1:] distdiag-agent` in the best Python there."""
     arguments = " ".join(shlex.quote(word) for word in [*program, "distdiag-agent"])
-    told = f'printf "\\036{wire.MARK[1:].decode()}%s\\n"'
+    send = f'printf "\\036{wire.MARK[1:].decode()}%s\\n"'
     parts = []
     if setup:
         parts.append(_WATCH)
@@ -75,10 +77,10 @@ def script(program: list[str], *, python: str | None, setup: str | None, needs_t
     # Once, however often it is tried: the payload may be among the arguments, and a command line has its limit.
     parts.append(f'distdiag_run() {{ exec "$1" {_FLAGS} {arguments}; }}')
     if python:
-        missing = json.dumps({"kind": "no-python", "tried": python})
+        missing = protocol.NoPython(tried=python).to_json().decode()
         given = shlex.quote(python)
         parts.append(f"if command -v {given} >/dev/null; then distdiag_run {given}; fi")
-        parts.append(f"{told} {shlex.quote(missing)}")
+        parts.append(f"{send} {shlex.quote(missing)}")
         return "\n".join(parts) + "\nexit 0\n"
     parts.append(TRUSTED)
     parts.append(
@@ -95,6 +97,6 @@ def script(program: list[str], *, python: str | None, setup: str | None, needs_t
         for places in (nearest, f"$({_OF_THE_JOB})", " ".join(_NAMES)):
             flags = "" if check is _HAS_TORCH else "-S"
             parts.append(f'for p in {places}; do distdiag_try {shlex.quote(check)} "$p" {flags}; done')
-    missing = json.dumps({"kind": "no-python", "tried": "python3"})
-    parts.append(f"{told} {shlex.quote(missing)}")
+    missing = protocol.NoPython(tried="python3").to_json().decode()
+    parts.append(f"{send} {shlex.quote(missing)}")
     return "\n".join(parts) + "\nexit 0\n"

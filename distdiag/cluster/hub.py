@@ -42,9 +42,9 @@ class Hub(threading.Thread):
     @staticmethod
     def addresses() -> list[str]:
         """List the addresses at which nodes may find us, the likely ones first; loopback last, for one machine."""
-        usable = [one for one in network.interfaces() if one.up and not one.loopback]
-        usable.sort(key=lambda one: (one.virtual, not one.default_route))
-        return [*(entry.partition("/")[0] for one in usable for entry in one.addresses), "127.0.0.1"]
+        usable = [nic for nic in network.interfaces() if nic.up and not nic.loopback]
+        usable.sort(key=lambda nic: (nic.virtual, not nic.default_route))
+        return [*(entry.partition("/")[0] for nic in usable for entry in nic.addresses), "127.0.0.1"]
 
     def run(self) -> None:
         """Serve until `close`."""

@@ -27,6 +27,7 @@ from distdiag.cluster.records import (
 from distdiag.cluster.toolbox import bring_py_spy
 from distdiag.errors import NodeFailed
 from distdiag.limits import hint_for
+from distdiag.node import protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -140,7 +141,7 @@ def take_port(fleet: Fleet, node: Node, port: int) -> tuple[int, Taken | None]:
     Raises:
         NodeFailed: the node does not answer.
     """
-    node.order("listen", port=port)
+    node.order(protocol.Listen(port=port))
     answer = fleet.expect(Listening, [node], _LISTEN_S).get(node.name)
     if answer is None:
         raise fleet.no_answer(node)
@@ -177,7 +178,9 @@ class Run:
             for spec in mine:
                 self.traces[spec.rank] = Trace(rank=spec.rank, local_rank=spec.local_rank, host=node.host)
                 forked = IMPORTED_ONCE if spec.forked else None
-                node.order("start", rank=spec.rank, env=spec.env, entry=entry, config=spec.config, forked=forked)
+                node.order(
+                    protocol.StartRank(rank=spec.rank, env=spec.env, entry=entry, config=spec.config, forked=forked)
+                )
         self.traces = dict(sorted(self.traces.items()))
 
     @property
@@ -209,7 +212,7 @@ class Run:
             if self._marked != self._moved and self.silent_s > timeout_s / 2:
                 self._marked = self._moved
                 for name in self._of_node:
-                    self._fleet.nodes[name].order("mark")
+                    self._fleet.nodes[name].order(protocol.Mark())
         self.stalled_s = self.silent_s
         return outcome
 
@@ -316,7 +319,7 @@ class Run:
         asked = [self._fleet.nodes[name] for name, mine in wanted.items() if mine]
         brought = bring_py_spy(asked)
         for node in asked:
-            node.order("inspect", ranks=wanted[node.name], timeout_s=_INSPECT_S)
+            node.order(protocol.Inspect(ranks=wanted[node.name], timeout_s=_INSPECT_S))
         deadline = time.monotonic() + _INSPECTED_S + (_BRING_S if brought else 0.0)
         while any(trace.inspection is None and trace.is_live for trace in live):
             self._take(0.05)

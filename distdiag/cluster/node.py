@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from enum import StrEnum
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from distdiag.cluster.hosts import Host
     from distdiag.cluster.links import Link
     from distdiag.cluster.records import Said
+    from distdiag.node.protocol import Message
 
 _MAX_BYTES = {False: 64 * 2**20, True: 256 * 2**20}
 """What one node may say until it is up, and in all: a broken or hostile one costs no more memory and time than that."""
@@ -63,12 +63,12 @@ class Node:
         self._noise = wire.Reader()
         self._bytes = 0
 
-    def order(self, do: str, **details: Any) -> None:  # noqa: ANN401 - any JSON
+    def order(self, order: Message) -> None:
         """Send one order to the agent."""
-        self.link.write(json.dumps({"do": do, **details}).encode() + b"\n")
+        self.link.write(order.to_json() + b"\n")
 
     def hear(self) -> tuple[list[Said], bool, Refusal | None]:
-        """Take what came: the records in order, whether that was all, and why the node is not to be heard any more.
+        """Read what came: the records in order, whether that was all, and why the node is not to be heard any more.
 
         Everything that is no record is kept as noise.
         """
@@ -119,43 +119,25 @@ class Node:
         return None
 
     def why_it_ended(self) -> Refusal:
-        """Say why an agent is gone, from its end and its last words."""
+        """Return why an agent is gone, from its end and its last words."""
         status, how = self.link.how_it_ended()
-        words = self.complaint()
         if self.stage is NodeStage.UP:
-            return Refusal(
-                state=HostState.LOST, stage="run", message=f"distdiag's node side ended {how}", evidence=tuple(words)
-            )
-        known = _known_complaint(" ".join(words))
+            return self._refuse(HostState.LOST, f"distdiag's node side ended {how}", stage="run")
+        words = self.complaint()
         last = f': "{words[-1][:_QUOTED_LETTERS]}"' if words else ""
+        known = _known_complaint(" ".join(words))
         if known is not None:
-            return Refusal(state=known[0], stage="connect", message=known[1] or words[-1], evidence=tuple(words))
+            return self._refuse(known[0], known[1] or words[-1], stage="connect")
         if status is not None and status < 0:
-            return Refusal(
-                state=HostState.KILLED,
-                stage=self.stage,
-                message=f"what was started there was ended {how}{last}",
-                evidence=tuple(words),
-            )
+            return self._refuse(HostState.KILLED, f"what was started there was ended {how}{last}")
         if status == 127:
-            return Refusal(
-                state=HostState.FAILED,
-                stage=self.stage,
-                message=f"a program is missing there{last}",
-                evidence=tuple(words),
-            )
+            return self._refuse(HostState.FAILED, f"a program is missing there{last}")
         # Status 0 and no word of ours: a forced command, a login shell that only greets, an account that is closed.
         state = HostState.NONSENSE if status == 0 else HostState.FAILED
-        return Refusal(
-            state=state,
-            stage=self.stage,
-            message=f"it ended {how} before the node side said anything{last}",
-            evidence=tuple(words),
-        )
+        return self._refuse(state, f"it ended {how} before the node side said anything{last}")
 
     def why_late(self, limit_s: float) -> Refusal:
-        """Say what did not come in time."""
-        words = self.complaint()
+        """Return what did not come in time."""
         if self.stage is NodeStage.STARTING:
             what = f"no Python was started there within {limit_s:g} s"
             hint = (
@@ -165,11 +147,12 @@ class Node:
         else:
             what = f"its facts did not come within {limit_s:g} s"
             hint = "something on that node does not answer"
+        words = self.complaint()
         last = f'; its last words: "{words[-1][:_QUOTED_LETTERS]}"' if words else ""
-        return Refusal(state=HostState.TIMEOUT, stage=self.stage, message=what + last, hint=hint, evidence=tuple(words))
+        return self._refuse(HostState.TIMEOUT, what + last, hint=hint)
 
     def why_no_answer(self) -> str:
-        """Say what is known of an agent that is there and does not react."""
+        """Return what is known of an agent that is there and does not react."""
         if self.link.pid is None:
             return f"distdiag's node side on {self.host} does not answer"
         state = machine.process_state(self.link.pid).letter
@@ -177,12 +160,12 @@ class Node:
         return f"distdiag's node side on {self.host} (pid {self.link.pid}) does not answer: it is {why}"
 
     def last_words(self) -> str:
-        """Give the last line of what it said beside records, as a hint."""
+        """Return the last line of what it said beside records, as a hint."""
         words = self.complaint()
         return "its last words: " + words[-1] if words else ""
 
     def complaint(self) -> list[str]:
-        """Give the last lines of what it said beside records, printable."""
+        """Return the last lines of what it said beside records, printable."""
         text = (self._reader.noise + self._noise.noise).decode("utf-8", "replace")
         lines = [printable(line)[:200].strip() for line in text.splitlines()]
         return [line for line in lines if line][-_COMPLAINT_LINES:]
@@ -192,17 +175,19 @@ class Node:
         self.entered = time.monotonic()
 
     def _no_python(self, tried: str) -> Refusal:
-        return Refusal(
-            state=HostState.NO_PYTHON,
-            stage=self.stage,
-            message=f"there is no {tried}" + ("" if tried.startswith("/") else " of version 3.9 or newer"),
+        return self._refuse(
+            HostState.NO_PYTHON,
+            f"there is no {tried}" + ("" if tried.startswith("/") else " of version 3.9 or newer"),
             hint="name one that is there: --python PATH; or make it known first: --setup 'source ~/env.sh'",
-            evidence=tuple(self.complaint()),
         )
 
     def nonsense(self, what: str) -> Refusal:
-        """Make the refusal of a node that does not say what our node side says."""
-        return Refusal(state=HostState.NONSENSE, stage=self.stage, message=what, evidence=tuple(self.complaint()))
+        """Return the refusal of a node that does not say what our node side says."""
+        return self._refuse(HostState.NONSENSE, what)
+
+    def _refuse(self, state: HostState, message: str, *, stage: str = "", hint: str = "") -> Refusal:
+        words = tuple(self.complaint())
+        return Refusal(state=state, stage=stage or self.stage, message=message, hint=hint, evidence=words)
 
 
 _COMPLAINTS = (
@@ -222,4 +207,4 @@ _COMPLAINTS = (
 
 
 def _known_complaint(words: str) -> tuple[HostState, str] | None:
-    return next(((state, said) for pattern, state, said in _COMPLAINTS if re.search(pattern, words)), None)
+    return next(((state, message) for pattern, state, message in _COMPLAINTS if re.search(pattern, words)), None)

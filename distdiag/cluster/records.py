@@ -1,4 +1,4 @@
-"""What an agent may say, as types: the one place where bytes of a node or of a file of ours become typed facts.
+"""What an agent may say (distdiag/node/protocol.py), validated: where bytes of a node or a file become typed facts.
 
 Nothing from there is trusted. Whatever cannot be what it says it is (no JSON, nested too deep, of another type, a
 number that nothing real has) is one error with one sentence; whoever reads decides whose row that is.
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Required, TypedDict, 
 import msgspec  # noqa: TID253 - this module is only imported when there are nodes or files to read
 
 from distdiag.errors import DistdiagError
-from distdiag.node.knock import Probe  # noqa: TC001 - msgspec reads the annotations
-from distdiag.node.network import Network  # noqa: TC001
+from distdiag.node import protocol
+from distdiag.node.network import Network  # noqa: TC001 - msgspec reads the annotations
+from distdiag.node.tcp_probe import ProbeResult  # noqa: TC001
 from distdiag.node.wire import printable
 
 if TYPE_CHECKING:
@@ -210,17 +211,17 @@ class Record(msgspec.Struct, tag_field="kind"):
     """One frame of an agent."""
 
 
-class Ready(Record, tag="ready"):
+class Ready(Record, tag=protocol.Ready.kind):
     """Its Python runs and waits for the payload."""
 
 
-class NoPython(Record, tag="no-python"):
+class NoPython(Record, tag=protocol.NoPython.kind):
     """There is no Python that could run it."""
 
     tried: str
 
 
-class Hello(Record, tag="hello"):
+class Hello(Record, tag=protocol.Hello.kind):
     """Which machine it is on; empty before it said so."""
 
     host: str = ""
@@ -229,77 +230,77 @@ class Hello(Record, tag="hello"):
     py_spy: str | None = None
 
 
-class Facts(Record, tag="facts"):
+class Facts(Record, tag=protocol.Facts.kind):
     """What the command's collect found at first."""
 
     facts: msgspec.Raw
 
 
-class Alive(Record, tag="alive"):
+class Alive(Record, tag=protocol.Alive.kind):
     """It is still there."""
 
 
-class More(Record, tag="more"):
+class More(Record, tag=protocol.More.kind):
     """A piece of what it was asked for."""
 
     facts: msgspec.Raw
 
 
-class MoreEnd(Record, tag="more-end"):
+class MoreEnd(Record, tag=protocol.MoreEnd.kind):
     """That was all of it."""
 
 
-class Logs(Record, tag="logs"):
+class Logs(Record, tag=protocol.Logs.kind):
     """Where the ranks' output is kept, or why it cannot be."""
 
     folder: str | None
     error: str
 
 
-class Listening(Record, tag="listening"):
+class Listening(Record, tag=protocol.Listening.kind):
     """The rendezvous port is taken, or who has it."""
 
     port: int
     taken: Taken | None
 
 
-class RankStarted(Record, tag="started"):
+class RankStarted(Record, tag=protocol.RankStarted.kind):
     """A rank runs."""
 
     rank: int
     pid: int
 
 
-class RankEvent(Event, tag="event", tag_field="kind", frozen=True, kw_only=True):
+class RankEvent(Event, tag=protocol.RankEvent.kind, tag_field="kind", frozen=True, kw_only=True):
     """A rank took a step."""
 
     rank: int
 
 
-class RankEnded(Ending, tag="ended", tag_field="kind", frozen=True, kw_only=True):
+class RankEnded(Ending, tag=protocol.RankEnded.kind, tag_field="kind", frozen=True, kw_only=True):
     """A rank ended."""
 
     rank: int
 
 
-class RankInspected(Inspection, tag="inspected", tag_field="kind", frozen=True, kw_only=True):
+class RankInspected(Inspection, tag=protocol.RankInspected.kind, tag_field="kind", frozen=True, kw_only=True):
     """A silent rank was looked at."""
 
     rank: int
 
 
-class InspectionDone(Record, tag="inspection-done"):
+class InspectionDone(Record, tag=protocol.InspectionDone.kind):
     """All silent ranks were looked at."""
 
 
-class ToolTaken(Record, tag="tool"):
+class ToolTaken(Record, tag=protocol.ToolTaken.kind):
     """A tool of ours arrived, or why it cannot be used."""
 
     name: str
     error: str
 
 
-class ReachListening(Record, tag="reach-listening"):
+class ReachListening(Record, tag=protocol.ReachListening.kind):
     """It listens, for the others to try; `failed`: certain ports that it could not take, and why."""
 
     port: int
@@ -308,17 +309,17 @@ class ReachListening(Record, tag="reach-listening"):
     network: Network
 
 
-class ReachServing(Record, tag="reach-serving"):
+class ReachServing(Record, tag=protocol.ReachServing.kind):
     """It answers whoever tries."""
 
 
-class ReachProbe(Record, tag="reach-probe"):
-    """One way was tried."""
+class ReachProbe(Record, tag=protocol.ReachProbe.kind):
+    """One path was tried."""
 
-    probe: Probe
+    probe: ProbeResult
 
 
-class ReachName(Record, tag="reach-name"):
+class ReachName(Record, tag=protocol.ReachName.kind):
     """What a name leads to there."""
 
     name: str
@@ -326,7 +327,7 @@ class ReachName(Record, tag="reach-name"):
     error: str
 
 
-class ReachEnded(Record, tag="reach-ended"):
+class ReachEnded(Record, tag=protocol.ReachEnded.kind):
     """It does not answer any more."""
 
 

@@ -9,6 +9,7 @@ import zlib
 from typing import TYPE_CHECKING
 
 from distdiag.node import tools
+from distdiag.node.protocol import SendTool
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,7 +31,7 @@ def bring_py_spy(nodes: Iterable[Node], *, at_most: int = _AT_MOST) -> bool:
     pieces = _packed("py-spy") if lacking else ()
     for node in lacking[:at_most] if pieces else []:
         for number, piece in enumerate(pieces):
-            node.order("tool", name="py-spy", piece=piece, last=number == len(pieces) - 1)
+            node.order(SendTool(name="py-spy", piece=piece, last=number == len(pieces) - 1))
         node.hello.py_spy = "brought"
     return bool(lacking and pieces)
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, replace
 
 from distdiag.node import machine, patience, procs, rights
-from distdiag.node.capture import Capture  # noqa: TC001 - decoded by its annotations
+from distdiag.node.capture import Sample  # noqa: TC001 - decoded by its annotations
 from distdiag.node.identity import Identity, identify
 
 TYPE_CHECKING = False
@@ -68,13 +68,13 @@ class Processes:
 
 @dataclass(frozen=True)
 class Watched:
-    """All looks at one process, in order of time.
+    """All samples of one process, in order of time.
 
     `hints`: (file, line, "gpu" or "comm") where the source line of an innermost frame waits for a GPU, or for a Work.
     """
 
     pid: int
-    looks: tuple[Capture, ...]
+    samples: tuple[Sample, ...]
     hints: tuple[tuple[str, int, str], ...]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from distdiag.cluster.hosts import fold
+
 if TYPE_CHECKING:
     from distdiag.jobs.collect import Process, Watched
 
@@ -32,6 +34,11 @@ class Member:
     helpers: tuple[Helper, ...] = ()
     deduced: bool = False
 
+    @property
+    def pid(self) -> int | None:
+        """The id of its process, if there is one."""
+        return self.process.pid if self.process is not None else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -42,3 +49,29 @@ class Job:
     world_size: int | None
     members: tuple[Member, ...]
     unseen: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSummary:
+    """One job, as reports show it; `ranks` is the number of those seen."""
+
+    job: str
+    launcher: str
+    world_size: int | None
+    ranks: int
+    hosts: tuple[str, ...]
+
+    def title(self) -> str:
+        """Format it: "job 4711 (torchrun): 4 of 8 ranks on node[1-2]"."""
+        of = f" of {self.world_size}" if self.world_size is not None else ""
+        what = "rank" if (self.world_size or self.ranks) == 1 else "ranks"
+        name = f"job {self.job} ({self.launcher})" if self.job else self.launcher
+        hosts = f" on {fold(self.hosts)}" if any(self.hosts) else ""
+        return f"{name}: {self.ranks}{of} {what}{hosts}"
+
+
+def summarize(job: Job) -> JobSummary:
+    """Return what reports show of a job."""
+    seen = [member for member in job.members if member.process is not None]
+    hosts = tuple(dict.fromkeys(member.host for member in seen))
+    return JobSummary(job=job.name, launcher=job.launcher, world_size=job.world_size, ranks=len(seen), hosts=hosts)

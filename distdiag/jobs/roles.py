@@ -106,6 +106,22 @@ def answers_to(job_names: Mapping[str, str], wanted: str) -> bool:
     return wanted in _aliases(job_names)
 
 
+def is_called(job: Job, name: str) -> bool:
+    """Return whether a job has this name, or one of its processes answers to it."""
+    return job.name == name or any(
+        member.process is not None and answers_to(member.process.job, name) for member in job.members
+    )
+
+
+def of_interest(jobs: list[Job]) -> list[Job]:
+    """Leave out what is hardly meant where nobody named a job, as long as there is something else."""
+    # A lone process with torch, such as a notebook, is of interest where there is nothing else.
+    real = [job for job in jobs if len(job.members) > 1 or job.members[0].rank is not None]
+    # A program that outlived its job still has the rank in its environment.
+    alive = [job for job in real if any(member.process is not None and member.process.python for member in job.members)]
+    return alive or real or jobs
+
+
 def _aliases(names: Mapping[str, str]) -> set[str]:
     found = {
         value for name, value in names.items() if name in ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "SLURM_JOB_ID")
@@ -336,9 +352,9 @@ def _is_worker(one: Process, watched: Mapping[int, Watched]) -> bool:
 
 def _frame_in(watched: Watched | None, file: str, function: str) -> bool:
     """Tell whether a process began in that function: it is one of the outermost frames of its main thread."""
-    if watched is None or not watched.looks or not watched.looks[-1].threads:
+    if watched is None or not watched.samples or not watched.samples[-1].threads:
         return False
-    for frame in watched.looks[-1].threads[0].frames[-_OUTERMOST:]:
+    for frame in watched.samples[-1].threads[0].frames[-_OUTERMOST:]:
         if frame.function == function and frame.file.endswith(file):
             return True
     return False

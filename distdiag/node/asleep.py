@@ -25,18 +25,20 @@ _TRIES, _AT_ONCE_S = 3, 0.01
 def seconds(
     pid: int, tids: Iterable[int], clocks: dict[int, float], *, patience_s: float = PATIENCE_S
 ) -> dict[int, float]:
-    """Tell for how many seconds threads of a process have not run; without those of which the kernel does not say it.
+    """Return for how many seconds threads of a process have not run; without those of which the kernel does not say it.
 
     `clocks`: by processor, what its clock is ahead of time.monotonic(), in seconds; what is missing is added. They
     drift: keep them for one look.
     """
     ran = {tid: _ran_at(f"/proc/{pid}/task/{tid}") for tid in tids}
-    processors = {one[0] for one in ran.values() if one is not None} - clocks.keys()
-    told, _ = patience.each(processors, _ahead_s, patience_s=patience_s)
-    clocks.update((processor, ahead_s) for processor, ahead_s in told.items() if ahead_s is not None)
+    processors = {clock[0] for clock in ran.values() if clock is not None} - clocks.keys()
+    ahead, _ = patience.each(processors, _ahead_s, patience_s=patience_s)
+    clocks.update((processor, ahead_s) for processor, ahead_s in ahead.items() if ahead_s is not None)
     now = time.monotonic()
     return {
-        tid: max(0.0, now + clocks[one[0]] - one[1]) for tid, one in ran.items() if one is not None and one[0] in clocks
+        tid: max(0.0, now + clocks[clock[0]] - clock[1])
+        for tid, clock in ran.items()
+        if clock is not None and clock[0] in clocks
     }
 
 

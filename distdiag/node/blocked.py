@@ -93,6 +93,21 @@ class Thread:
 
 
 @dataclass(frozen=True)
+class Blocked:
+    """One process. `moved`: its threads that ran between two readings; `tracer`: who traces it. No threads: it is gone.
+
+    `thaws`: the command that lets it go on, if its cgroup is frozen.
+    """
+
+    pid: int
+    state: str
+    tracer: int | None
+    threads: tuple[Thread, ...]
+    moved: tuple[int, ...]
+    thaws: str = ""
+
+
+@dataclass(frozen=True)
 class _Call:
     """A thread's system call, and the bytes that its arguments point to, in the order of _extents."""
 
@@ -137,10 +152,10 @@ class _Process:
     def opened(self) -> dict[int, Descriptor]:
         """What it has open, by number."""
         found = descriptors(self.pid, self.look, patience_s=self._patience_s)
-        return {one.fd: one for one in found.descriptors}
+        return {descriptor.fd: descriptor for descriptor in found.descriptors}
 
     def targets(self, watches: Iterable[Watch]) -> tuple[Target, ...]:
-        return tuple(Target(one.fd, one.wants, self.opened.get(one.fd)) for one in watches)
+        return tuple(Target(watch.fd, watch.wants, self.opened.get(watch.fd)) for watch in watches)
 
 
 def _call(pid: int, task: procs.Task) -> _Call:
@@ -171,12 +186,12 @@ def _with_memory(pid: int, calls: list[_Call], patience_s: float) -> list[_Call]
     """Add what the arguments point to. A thread that is stuck in the kernel may have locked the memory's map."""
     if not any(map(_extents, calls)):
         return calls
-    told, _ = patience.each([pid], lambda _: [_remember(pid, call) for call in calls], patience_s=patience_s)
-    return told.get(pid) or [replace(call, unread="late") if _extents(call) else call for call in calls]
+    remembered, _ = patience.each([pid], lambda _: [_remember(pid, call) for call in calls], patience_s=patience_s)
+    return remembered.get(pid) or [replace(call, unread="late") if _extents(call) else call for call in calls]
 
 
 def _extents(call: _Call) -> tuple[tuple[int, int], ...]:
-    """Tell what to read of the memory: (address, bytes)."""
+    """Return what to read of the memory: (address, bytes)."""
     name, arguments = call.name, call.arguments
     if name in syscall_names.POLLS:
         return ((arguments[0], 8 * min(arguments[1], _MAX_POLLED)),)
@@ -247,7 +262,7 @@ def _watches(process: _Process, call: _Call) -> list[Watch]:
 
 
 def _on_path(process: _Process, call: _Call, plain: Thread) -> Thread:
-    """Tell the path; where it is empty (AT_EMPTY_PATH) the call is about a descriptor."""
+    """Return the path; where it is empty (AT_EMPTY_PATH) the call is about a descriptor."""
     path = call.memory[0].split(b"\0")[0].decode("utf-8", "replace")
     start = _signed(call.arguments[0]) if syscall_names.PATHS[call.name] == 1 else _AT_FDCWD
     if not path and start >= 0:
@@ -262,8 +277,10 @@ def _on_path(process: _Process, call: _Call, plain: Thread) -> Thread:
 
 def _futex(process: _Process, call: _Call) -> Futex:
     address = call.arguments[0]
-    waiters = (one for one in process.calls if one.name in syscall_names.FUTEXES and one.arguments[0] == address)
-    return Futex(address, tuple(one.tid for one in waiters), _owner(process, call))
+    waiters = (
+        other for other in process.calls if other.name in syscall_names.FUTEXES and other.arguments[0] == address
+    )
+    return Futex(address, tuple(other.tid for other in waiters), _owner(process, call))
 
 
 def _owner(process: _Process, call: _Call) -> int | None:
@@ -272,22 +289,22 @@ def _owner(process: _Process, call: _Call) -> int | None:
     if not waits_at_mutex or not call.memory or len(call.memory[0]) < 12:
         return None
     word, _, owner = struct.unpack("=III", call.memory[0])
-    known = {_numbers(f"/proc/{process.pid}/task/{one.tid}", one.tid)[-1]: one.tid for one in process.calls}
+    known = {_numbers(f"/proc/{process.pid}/task/{other.tid}", other.tid)[-1]: other.tid for other in process.calls}
     return known.get(owner) if word == _CONTENDED else None
 
 
 def _children(pid: int, call: _Call) -> tuple[procs.Proc, ...]:
     """List the children that wait4 or waitid may be waiting for, by the numbers they have in its namespace."""
-    everybody = [one for one in procs.table().values() if one.parent == pid]
+    everybody = [child for child in procs.table().values() if child.parent == pid]
     kind, number = _signed(call.arguments[0]), _signed(call.arguments[1])
     if call.name == "waitid" and kind == _P_PIDFD:
-        told = re.search(r"^Pid:\s*(\d+)", machine.read_text(f"/proc/{pid}/fdinfo/{number}"), re.MULTILINE)
-        return tuple(one for one in everybody if told and one.pid == int(told[1]))
+        own = re.search(r"^Pid:\s*(\d+)", machine.read_text(f"/proc/{pid}/fdinfo/{number}"), re.MULTILINE)
+        return tuple(child for child in everybody if own and child.pid == int(own[1]))
     wanted = kind if call.name == "wait4" else number if kind == _P_PID else -1
     if wanted <= 0:  # any, or those of a process group
         return tuple(everybody)
     depth = len(_numbers(f"/proc/{pid}", pid))
-    return tuple(one for one in everybody if _numbers(f"/proc/{one.pid}", one.pid)[:depth][-1] == wanted)
+    return tuple(child for child in everybody if _numbers(f"/proc/{child.pid}", child.pid)[:depth][-1] == wanted)
 
 
 def _numbers(folder: str, number: int) -> list[int]:

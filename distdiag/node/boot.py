@@ -1,21 +1,23 @@
 """Starts distdiag's own modules in an interpreter that has none of them installed.
 
-The sender runs `python -c START <length> <title>` and writes `pack(...)` to its stdin. The far side makes the
-carried sources importable under their own names (so tracebacks and py-spy show real file names and lines) and
-calls `main(config)` of the entry module. Stdin stays open afterwards: its end means that the sender is gone.
-An agent says that it is ready before it is sent anything: the shell before it may read ahead and would swallow it.
-Where stdin cannot be had (srun and mpirun give it to one task), the same bytes go into ARGUMENT_START's argument.
+The payload carries their sources, an entry module and its configuration; the interpreter makes the sources importable
+under their own names (so tracebacks and py-spy show real file names and lines) and calls `main` of the entry module.
+It comes over the connection that the sender keeps, whose end means that the sender is gone:
 
-Of a large job all nodes do this at once, sometimes many on one machine: what every agent imports at its start is sent
-compiled as well, for the same Python, and does without modules of the standard library that take long to import
-(dataclasses, hashlib, base64, contextlib, shutil).
+    stdin    `python -c START <length> <title>` reads `pack(...)` from it.
+    socket   srun and mpirun give stdin to one task only. There `python -c ARGUMENT_START <modules>` gets the few
+             modules that connect back and prove who they are (distdiag/node/call_home.py); these read
+             `pack_message(...)` from the socket.
+
+No payload is ever an argument: Linux allows 128 KiB for one.
+Of a large job all nodes do this at once, sometimes many on one machine: what every agent imports at its start does
+without modules of the standard library that take long to import (dataclasses, base64, contextlib, shutil).
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import marshal
 import os
 import sys
 import zlib
@@ -23,26 +25,27 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from types import CodeType, ModuleType
     from typing import Any
+
+MAX_PAYLOAD_BYTES = 16 * 2**20
+"""Of a payload that comes over a socket; all sources of distdiag are a twentieth of this."""
 
 # The first statement drops the working directory from sys.path: a stray ./random.py must not break a diagnosis.
 START = r"""import os,sys
 if sys.path and not sys.path[0]: del sys.path[0]
 import zlib
 n,b=int(sys.argv[1]),b""
-if sys.argv[2]=="distdiag-agent": os.write(1,b'\n\x1eDD1 {"kind":"ready"}\n')
 while len(b)<n:
   c=os.read(0,n-len(b))
   if not c: sys.exit(0)
   b+=c
-z=zlib.decompressobj()
-exec(compile(z.decompress(b),"<distdiag>/node/boot.py","exec"))"""
+exec(compile(zlib.decompress(b),"<distdiag>/node/boot.py","exec"))"""
 
 ARGUMENT_START = (
-    "import sys,zlib,binascii;sys.path[:]=[p for p in sys.path if p];z=zlib.decompressobj();"
-    'exec(compile(z.decompress(binascii.a2b_base64(sys.argv.pop(1))),"<distdiag>/node/boot.py","exec"))'
+    "import sys,zlib,binascii;sys.path[:]=[p for p in sys.path if p];"
+    'exec(compile(zlib.decompress(binascii.a2b_base64(sys.argv.pop(1))),"<distdiag>/node/boot.py","exec"))'
 )
 
 carried: dict[str, str] = {}
@@ -52,16 +55,14 @@ installed: list[str] = []
 
 
 class CarriedFinder:
-    """Imports modules from source text that came over stdin; goes before an installed distdiag.
+    """Imports modules from source text that was sent; goes before an installed distdiag.
 
     Where that is in `folder` on this machine, modules are read there, as Python has them compiled, and none need come.
-    `codes`: those that came compiled.
     """
 
-    def __init__(self, sources: dict[str, str], folder: str = "", codes: Mapping[str, CodeType] | None = None) -> None:
+    def __init__(self, sources: dict[str, str], folder: str = "") -> None:
         self.sources = sources
         self.folder = folder
-        self.codes = codes or {}
         parts = (name.split(".") for name in sources)
         self.packages = {".".join(words[:above]) for words in parts for above in range(1, len(words))}
 
@@ -89,11 +90,11 @@ class CarriedFinder:
             exec(self._code(module.__name__), module.__dict__)
 
     def get_filename(self, name: str) -> str:
-        """Give the path that tracebacks show."""
+        """Return the path that tracebacks show."""
         return "/".join([self.folder or "<distdiag>", *name.split(".")[1:]]) + ".py"
 
     def get_source(self, name: str) -> str:
-        """Give the source text, for tracebacks."""
+        """Return the source text, for tracebacks."""
         if not self.folder:
             return self.sources.get(name, "")
         with open(self.get_filename(name), encoding="utf-8") as file:
@@ -108,38 +109,39 @@ class CarriedFinder:
                     return code
             except (EOFError, ValueError, TypeError, ImportError):
                 pass  # what Python kept is damaged
-        elif name in self.codes:
-            return self.codes[name]
         return compile(self.get_source(name), path, "exec", dont_inherit=True)
 
 
-def pack(
-    sources: dict[str, str], entry: str, config: dict[str, Any], folder: str = "", compiled: Sequence[str] = ()
-) -> bytes:
-    """Make the bytes that START expects on stdin. `entry` names a carried module with a `main(config)`.
+def pack(sources: dict[str, str], entry: str, config: dict[str, Any], folder: str = "") -> bytes:
+    """Return the bytes that START expects on stdin. `entry` names a carried module with a `main(config)`.
 
     `folder`: where distdiag is installed, if it is for this machine: then no source but this one's need be carried.
-    What was started so starts others so, too. `compiled`: modules to send compiled as well.
+    What was started so starts others so, too.
     """
-    folder = folder or "".join(installed)
-    order = json.dumps({"sources": sources, "entry": entry, "config": config, "folder": folder, "for": _python()})
-    finder = CarriedFinder(sources)
-    codes = {name: compile(sources[name], finder.get_filename(name), "exec", dont_inherit=True) for name in compiled}
-    text = f"{sources[__name__]}\nbegin({order!r}, z.unused_data)\n"
-    return zlib.compress(text.encode()) + (zlib.compress(marshal.dumps(codes)) if codes else b"")
+    order = _order(sources, entry, config, folder or "".join(installed))
+    return zlib.compress(f"{sources[__name__]}\nbegin({order!r})\n".encode())
 
 
-def _python() -> str:
-    """Tell which Pythons may take each other's compiled code."""
-    return f"{sys.implementation.cache_tag} {sys.hexversion:x}"
+def pack_message(sources: dict[str, str], entry: str, config: dict[str, Any]) -> bytes:
+    """Return the same for an interpreter that runs this module already: a line with the length, and so many bytes."""
+    message = zlib.compress(_order(sources, entry, config, "").encode())
+    return b"%d\n%b" % (len(message), message)
 
 
-def begin(order: str, codes: bytes) -> None:
-    """Install the carried modules, some of them compiled, and hand over to the entry module."""
+def begin_message(message: bytes, *arguments: Any) -> None:  # noqa: ANN401 - of the entry module
+    """Go on with what `pack_message` made, without its first line."""
+    begin(zlib.decompress(message).decode(), *arguments)
+
+
+def begin(order: str, *arguments: Any) -> None:  # noqa: ANN401 - of the entry module
+    """Install the carried modules and hand over to the entry module: main(config, *arguments)."""
     given = json.loads(order)
-    ready = marshal.loads(zlib.decompress(codes)) if codes and given["for"] == _python() else {}
-    sys.meta_path.insert(0, CarriedFinder(given["sources"], given["folder"], ready))
+    sys.meta_path.insert(0, CarriedFinder(given["sources"], given["folder"]))
     boot = importlib.import_module("distdiag.node.boot")
     boot.carried.update(given["sources"])
     boot.installed.extend(filter(None, [given["folder"]]))
-    importlib.import_module(given["entry"]).main(given["config"])
+    importlib.import_module(given["entry"]).main(given["config"], *arguments)
+
+
+def _order(sources: dict[str, str], entry: str, config: dict[str, Any], folder: str) -> str:
+    return json.dumps({"sources": sources, "entry": entry, "config": config, "folder": folder})

@@ -1,7 +1,7 @@
-"""An agent that was started by srun or mpirun, or is a process of theirs: connects to the parent and serves it.
+"""A process that was started by srun or mpirun: connects to the parent, and runs the agent that it is sent.
 
-Both sides prove that they know the run's key (node/handshake.py): neither takes orders from, nor gives them to, a
-stranger on the network. The key came in the environment, never on a command line.
+Both sides prove that they know the run's key (node/handshake.py) before a byte of the payload is read: neither takes
+orders from, nor gives them to, a stranger on the network. The key came in the environment, never on a command line.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import sys
 import threading
 import time
 
-from distdiag.node import agent, handshake, machine
-from distdiag.node.wire import Writer
+from distdiag.node import boot, handshake, machine
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,12 +23,18 @@ if TYPE_CHECKING:
 NONCE = "DISTDIAG_NONCE"
 IN = b"in\n"
 """What an agent says when it has chosen this connection."""
+_LENGTH_BYTES = 12
 _KNOCK_AGAIN_S = 0.2
 _TRY_S = 5.0
+_PAYLOAD_S = 60.0
+"""For the whole payload, however slowly it comes: one parent sends it to all nodes."""
 
 
 def main(config: dict[str, Any]) -> None:
-    """Find the parent at one of config["addresses"] and config["port"] within config["find_s"], and serve it."""
+    """Find the parent at one of config["addresses"] and config["port"] within config["find_s"], and obey it.
+
+    It sends the payload at once, see boot.pack_message; the entry module's main gets the connection's descriptor too.
+    """
     nonce = os.environ.pop(NONCE, "")
     if not nonce:
         sys.stderr.write(f"distdiag: {machine.host_name()}: the launcher did not pass {NONCE} on\n")
@@ -42,8 +47,13 @@ def main(config: dict[str, Any]) -> None:
             f"{config['port']}, where distdiag runs\n"
         )
         return  # status 0: srun and mpirun would end the others for any other
-    fd = home.detach()
-    agent.leave(agent.serve(config, fd, Writer(fd)))
+    try:
+        payload = _receive(home, time.monotonic() + _PAYLOAD_S)
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"distdiag: {machine.host_name()} did not get its program: {error}\n")
+        return
+    home.settimeout(None)
+    boot.begin_message(payload, home.detach())
 
 
 def find(
@@ -91,6 +101,33 @@ def _knock(
         time.sleep(_KNOCK_AGAIN_S)
 
 
+def _receive(home: socket.socket, deadline: float) -> bytes:
+    """Read a line with a length, and so many bytes. Raises OSError and ValueError."""
+    line = b""
+    while not line.endswith(b"\n"):  # byte by byte: what follows the payload is the agent's
+        line += _read_some(home, 1, deadline)
+        if len(line) > _LENGTH_BYTES:
+            raise ValueError("no length comes first")
+    length = int(line)
+    if not 0 < length <= boot.MAX_PAYLOAD_BYTES:
+        raise ValueError(f"{length} bytes are announced")
+    payload = bytearray()
+    while len(payload) < length:
+        payload += _read_some(home, min(65536, length - len(payload)), deadline)
+    return bytes(payload)
+
+
+def _read_some(home: socket.socket, most: int, deadline: float) -> bytes:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("it came too slowly")
+    home.settimeout(left)
+    data = home.recv(most)
+    if not data:
+        raise ConnectionResetError("the connection was closed")
+    return data
+
+
 def _name() -> str:
-    """Give the name by which the launcher knows this node."""
+    """Return the name by which the launcher knows this node."""
     return os.environ.get("SLURMD_NODENAME") or machine.host_name()

@@ -79,8 +79,8 @@ class Thread:
 
 
 @dataclass(frozen=True)
-class Capture:
-    """One look at one process.
+class Sample:
+    """One sample of one process.
 
     `status`: ok; stopped, traced, kernel (a thread in D): read all the same, with that state; denied, not-python,
     failed, timeout: no stack, `reason` says why; gone: there is no such process any more, or only its zombie.
@@ -106,25 +106,25 @@ class Capture:
     groups: int = 0
 
 
-def read_threads(told: Sequence[Mapping[str, Any]], tasks: Mapping[int, procs.Task]) -> tuple[Thread, ...]:
+def read_threads(answer: Sequence[Mapping[str, Any]], tasks: Mapping[int, procs.Task]) -> tuple[Thread, ...]:
     """Read the threads of one process from what `py-spy dump --json` tells. Raises ValueError, KeyError, TypeError."""
     found = []
-    for one in told:
-        tid = int(one.get("os_thread_id") or 0)
+    for thread in answer:
+        tid = int(thread.get("os_thread_id") or 0)
         task = tasks.get(tid)
-        name = str(one.get("thread_name") or "") or (task.comm if task else "")
+        name = str(thread.get("thread_name") or "") or (task.comm if task else "")
         frames = tuple(
             Frame(printable(str(f["name"])), printable(str(f["filename"])), int(f["line"]))
-            for f in one["frames"]
+            for f in thread["frames"]
             if not str(f["name"]).startswith("0x")  # an address without a name differs in every process
         )
-        counters, peer = told_by_locals([_numbers(frame) for frame in one["frames"]])
+        counters, peer = counters_and_peer([_numbers(frame) for frame in thread["frames"]])
         found.append(
             Thread(
                 os_thread_id=tid,
                 name=name,
-                active=bool(one.get("active")),
-                owns_gil=bool(one.get("owns_gil")),
+                active=bool(thread.get("active")),
+                owns_gil=bool(thread.get("owns_gil")),
                 state=task.state if task else "",
                 frames=frames,
                 counters=counters,
@@ -132,7 +132,7 @@ def read_threads(told: Sequence[Mapping[str, Any]], tasks: Mapping[int, procs.Ta
                 peer=peer,
             )
         )
-    pid = int(told[0]["pid"]) if told else 0
+    pid = int(answer[0]["pid"]) if answer else 0
     found.sort(key=lambda thread: (thread.os_thread_id != pid, thread.name != MAIN))
     return tuple(found)
 
@@ -146,7 +146,7 @@ def _numbers(frame: Mapping[str, Any]) -> tuple[str, str, Numbers]:
     )
 
 
-def told_by_locals(frames: Sequence[tuple[str, str, Numbers]]) -> tuple[tuple[Counter, ...], int | None]:
+def counters_and_peer(frames: Sequence[tuple[str, str, Numbers]]) -> tuple[tuple[Counter, ...], int | None]:
     """Find a thread's loop counters and its peer in the whole numbers of its frames (function, file, numbers)."""
     counters = []
     peer = None

@@ -61,7 +61,7 @@ class Forkserver:
             return
         self._discard_output()
         if select.select([self._socket], [], [], 0)[0]:
-            if self._hear().get("ready"):
+            if self._receive().get("ready"):
                 self.ready = True
             else:
                 self.end()
@@ -73,7 +73,7 @@ class Forkserver:
         """
         with contextlib.suppress(OSError):
             socket.send_fds(self._socket, [json.dumps(order).encode()], fds)
-            pid = self._hear().get("pid")
+            pid = self._receive().get("pid")
             if pid is not None:
                 return int(pid)
         self.end()
@@ -86,7 +86,7 @@ class Forkserver:
             self._socket.close()
             run.end_group(self.process)
 
-    def _hear(self) -> dict[str, Any]:
+    def _receive(self) -> dict[str, Any]:
         data = self._socket.recv(_MESSAGE_BYTES)
         return dict(json.loads(data)) if data else {}
 
@@ -108,7 +108,7 @@ def main(config: dict[str, Any]) -> None:
             warnings.simplefilter("ignore")
             for name in config["modules"]:
                 importlib.import_module(name)
-    except BaseException:  # noqa: BLE001 - each rank will meet it and tell
+    except BaseException:  # noqa: BLE001 - each rank will meet it and report it
         return
     if len(os.listdir("/proc/self/task")) != 1:
         return
@@ -118,13 +118,13 @@ def main(config: dict[str, Any]) -> None:
         data, fds, flags, _ = socket.recv_fds(agent, _MESSAGE_BYTES, _MOST_FDS)
         if not data or flags & socket.MSG_CTRUNC:
             return
-        told, tell = os.pipe()
+        read_end, write_end = os.pipe()
         child = os.fork()
         if child == 0:
-            _fork_again(json.loads(data), fds, agent, tell)
-        os.close(tell)
-        number = os.read(told, 32).decode()
-        os.close(told)
+            _fork_again(json.loads(data), fds, agent, write_end)
+        os.close(write_end)
+        number = os.read(read_end, 32).decode()
+        os.close(read_end)
         # Only when its parent is gone, the rank is the agent's child, which may wait for it.
         os.waitpid(child, 0)
         agent.send(json.dumps({"pid": int(number)}).encode() if number else b"{}")
@@ -132,14 +132,14 @@ def main(config: dict[str, Any]) -> None:
             os.close(fd)
 
 
-def _fork_again(order: dict[str, Any], fds: list[int], agent: socket.socket, tell: int) -> NoReturn:
+def _fork_again(order: dict[str, Any], fds: list[int], agent: socket.socket, report: int) -> NoReturn:
     middle = os.getpid()
     pid = os.fork()
     os.setpgid(pid, pid)  # on both sides, so that it leads its group before anybody knows of it
     if pid:
-        os.write(tell, str(pid).encode())
+        os.write(report, str(pid).encode())
         os._exit(0)
-    os.close(tell)
+    os.close(report)
     agent.close()
     while os.getppid() == middle:
         time.sleep(0.0005)

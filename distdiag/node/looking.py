@@ -2,28 +2,27 @@
 
 Who waits, as nearly all ranks of a hung job do, is read from its memory here (see `resting`), which costs a tenth of a
 start of py-spy. The others are read by py-spy, without being paused: it would wait for ever to pause one that is
-stopped or has a thread in the kernel (D), and fail on one that is traced. Whatever was done, it is looked after whether
+stopped or has a thread in the kernel (D), and fail on one that is traced. Whatever was done, a check follows whether
 the process was left as found.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, replace
 
-from distdiag.node import machine, patience, procs, resting, rights, run, tools
+from distdiag.node import machine, patience, procs, resting, rights, stacks, tools
 from distdiag.node.capture import (
     LOCALS,
     MAIN,
     WHOLE,
-    Capture,
     Frame,
+    Sample,
     Thread,
+    counters_and_peer,
     leaves_work_to_threads,
     process_groups,
     read_threads,
-    told_by_locals,
 )
 from distdiag.node.let_go import let_go
 
@@ -37,8 +36,8 @@ _MOST_OTHERS = 16
 
 
 @dataclass(frozen=True)
-class Look:
-    """How to look at processes."""
+class SampleOptions:
+    """How processes are sampled; `timeout_s` for each of them."""
 
     timeout_s: float
     native: bool = False
@@ -46,35 +45,37 @@ class Look:
     all_threads: bool = False
 
 
-def look_at(pids: Sequence[int], look: Look) -> dict[int, Capture]:
-    """Look at several processes at the same time; each costs its own deadline at most."""
+def take_samples(pids: Sequence[int], options: SampleOptions) -> dict[int, Sample]:
+    """Sample several processes at the same time; each costs its own deadline at most."""
     clocks: dict[int, float] = {}
     before = {pid: _Before(pid, clocks) for pid in pids}
-    found = {pid: one.failed("gone", one.how_it_ended()) for pid, one in before.items() if one.is_gone}
-    if not look.native and not look.all_threads:
-        found.update(_resting([one for pid, one in before.items() if pid not in found], look))
+    found = {pid: process.failed("gone", process.how_it_ended()) for pid, process in before.items() if process.is_gone}
+    if not options.native and not options.all_threads:
+        found.update(_resting([process for pid, process in before.items() if pid not in found], options))
     living = [pid for pid in pids if pid not in found]
-    others = [pid for pid, one in found.items() if one.threads and leaves_work_to_threads(one.threads[0].frames)]
+    others = [
+        pid for pid, sample in found.items() if sample.threads and leaves_work_to_threads(sample.threads[0].frames)
+    ]
     if not living and not others:
         return found
     tool = tools.find("py-spy")
     if tool is not None and others:
-        whole = _dump(tool, {pid: before[pid] for pid in others}, look, native=False)
-        found.update((pid, one) for pid, one in whole.items() if one.threads)
+        whole = _dump(tool, {pid: before[pid] for pid in others}, options, native=False)
+        found.update((pid, sample) for pid, sample in whole.items() if sample.threads)
     if tool is None:
         missing = "py-spy is not there, and could not be brought"
         return {**found, **{pid: before[pid].failed("failed", missing) for pid in living}}
-    if look.native:
-        paused = _dump(tool, {pid: before[pid] for pid in living if before[pid].may_be_paused}, look, native=True)
-        found.update({pid: one for pid, one in paused.items() if one.threads})
-    found.update(_dump(tool, {pid: before[pid] for pid in living if pid not in found}, look, native=False))
+    if options.native:
+        paused = _dump(tool, {pid: before[pid] for pid in living if before[pid].may_be_paused}, options, native=True)
+        found.update({pid: sample for pid, sample in paused.items() if sample.threads})
+    found.update(_dump(tool, {pid: before[pid] for pid in living if pid not in found}, options, native=False))
     # A running process may change under py-spy's eyes, so what made no sense is read once more.
     torn = {pid: before[pid] for pid in living if found[pid].status == "failed"}
-    found.update(_dump(tool, torn, look, native=False))
+    found.update(_dump(tool, torn, options, native=False))
     return found
 
 
-def _resting(processes: Sequence[_Before], look: Look) -> dict[int, Capture]:
+def _resting(processes: Sequence[_Before], options: SampleOptions) -> dict[int, Sample]:
     """Read those whose main thread waits, and no other thread is stuck in the kernel: that may hold up any reader.
 
     All in turn, so all together have no more than a moment: where memory has to come back from a disk first, py-spy
@@ -82,27 +83,25 @@ def _resting(processes: Sequence[_Before], look: Look) -> dict[int, Capture]:
     """
     deadline = time.monotonic() + _PATIENCE_S
 
-    def read(one: _Before) -> Capture | None:
+    def read(process: _Before) -> Sample | None:
         if time.monotonic() > deadline:
             return None
         try:
-            return one.at_rest(resting.main_thread(one.pid, LOCALS if look.counters else None))
+            return process.at_rest(resting.main_thread(process.pid, LOCALS if options.counters else None))
         except resting.Unclear:
             return None
 
-    found, _ = patience.each([one for one in processes if not one.blocked], read, patience_s=_PATIENCE_S)
-    return {one.pid: capture for one, capture in found.items() if capture is not None}
+    found, _ = patience.each([process for process in processes if not process.blocked], read, patience_s=_PATIENCE_S)
+    return {process.pid: sample for process, sample in found.items() if sample is not None}
 
 
-def _dump(tool: str, processes: Mapping[int, _Before], look: Look, *, native: bool) -> dict[int, Capture]:
-    how = ["--native" if native else "--nonblocking", "--json", *(["--locals"] if look.counters else [])]
-    commands = {pid: [tool, "dump", *how, "--pid", str(pid)] for pid in processes}
-    ends = run.run_many(commands, timeout_s=look.timeout_s)
-    return {pid: processes[pid].after(done, look, native=native) for pid, done in ends}
+def _dump(tool: str, processes: Mapping[int, _Before], options: SampleOptions, *, native: bool) -> dict[int, Sample]:
+    found = stacks.dump(tool, tuple(processes), timeout_s=options.timeout_s, native=native, locals_too=options.counters)
+    return {dump.pid: processes[dump.pid].after(dump, options, native=native) for dump in found}
 
 
 class _Before:
-    """What a process was like before it was looked at."""
+    """What a process was like before it was sampled."""
 
     def __init__(self, pid: int, clocks: dict[int, float]) -> None:
         self.pid = pid
@@ -125,39 +124,42 @@ class _Before:
         return not self.blocked and self.tracer is None and self.proc is not None and self.proc.state in "RS"
 
     def how_it_ended(self) -> str:
-        """Tell of a process that is gone."""
+        """Return how a process ended that is gone."""
         return "it has ended" if self.proc is None else "it has ended and is a zombie"
 
-    def failed(self, status: str, reason: str, *, left_stopped: bool = False) -> Capture:
-        """Tell why there are no stacks, and what the kernel says instead."""
-        return self._capture(status, reason, (), native=False, left_stopped=left_stopped)
+    def failed(self, status: str, reason: str, *, left_stopped: bool = False) -> Sample:
+        """Return a sample without stacks: why there are none, and what the kernel says instead."""
+        return self._sample(status, reason, (), native=False, left_stopped=left_stopped)
 
-    def at_rest(self, main: resting.Main) -> Capture:
-        """Take over what was read of a main thread that waits."""
-        status, reason = self._standing()
-        counters, peer = told_by_locals([(one.function, one.file, _short(one.whole_numbers)) for one in main.frames])
+    def at_rest(self, main: resting.Main) -> Sample:
+        """Return a sample of what was read of a main thread that waits."""
+        status, reason = self._status()
+        counters, peer = counters_and_peer(
+            [(frame.function, frame.file, _short(frame.whole_numbers)) for frame in main.frames]
+        )
         thread = Thread(
             os_thread_id=self.pid,
             name=MAIN,
             active=False,
             owns_gil=main.gil_holder == self.pid,
             state=next((task.state for task in self.tasks if task.tid == self.pid), ""),
-            frames=tuple(Frame(one.function, one.file, one.line) for one in main.frames),
+            frames=tuple(Frame(frame.function, frame.file, frame.line) for frame in main.frames),
             counters=counters,
             peer=peer,
         )
-        return self._capture(status, reason, (thread,), native=False, left_stopped=False, gil_holder=main.gil_holder)
+        return self._sample(status, reason, (thread,), native=False, left_stopped=False, gil_holder=main.gil_holder)
 
-    def after(self, done: run.Done | None, look: Look, *, native: bool) -> Capture:
-        """Judge what py-spy said."""
+    def after(self, dump: stacks.Dump, options: SampleOptions, *, native: bool) -> Sample:
+        """Return a sample of what py-spy read, or of why it could not."""
+        done = dump.done
         left_stopped = native and self._let_go(cut_off=done is not None and done.cut_off)
         if done is None:
             return self.failed("failed", "py-spy could not be started", left_stopped=left_stopped)
-        threads = _threads(done.stdout, {task.tid: task for task in self.tasks})
+        threads = _threads(dump, {task.tid: task for task in self.tasks})
         if threads:
-            status, reason = self._standing()
-            is_whole = look.all_threads or leaves_work_to_threads(threads[0].frames)
-            return self._capture(
+            status, reason = self._status()
+            is_whole = options.all_threads or leaves_work_to_threads(threads[0].frames)
+            return self._sample(
                 status,
                 reason,
                 tuple(map(self._with_switches, threads)) if is_whole else threads[:1],
@@ -167,7 +169,7 @@ class _Before:
             )
         now = procs.read(self.pid)
         if now is None or now.state in "ZX":
-            return self.failed("gone", "it ended while it was looked at")
+            return self.failed("gone", "it ended while it was sampled")
         if done.timed_out:
             return self.failed(
                 "timeout", f"py-spy did not answer within {done.elapsed_s:.1f} s", left_stopped=left_stopped
@@ -180,7 +182,7 @@ class _Before:
             replace(thread, switches=procs.switches(self.pid, thread.os_thread_id)) if thread.os_thread_id else thread
         )
 
-    def _standing(self) -> tuple[str, str]:
+    def _status(self) -> tuple[str, str]:
         state = self.proc.state if self.proc else ""
         if self.tracer is not None:
             return "traced", f"traced by {machine.command_line(self.tracer) or 'a program'} (pid {self.tracer})"
@@ -199,10 +201,10 @@ class _Before:
         return procs.standstill(self.pid, tid, self._clocks)
 
     def _let_go(self, *, cut_off: bool) -> bool:
-        """Let a process run again that was not stopped before the look; tells whether it was found so."""
+        """Let a process run again that was not stopped before the sample; returns whether it was found so."""
         return self.may_be_paused and let_go(self.pid, may_come=cut_off)
 
-    def _capture(
+    def _sample(
         self,
         status: str,
         reason: str,
@@ -211,13 +213,13 @@ class _Before:
         native: bool,
         left_stopped: bool,
         gil_holder: int | None = None,
-    ) -> Capture:
+    ) -> Sample:
         main = next((task for task in self.tasks if task.tid == self.pid), None)
         # The main thread first, whoever is stuck in the kernel, and those that may be at the job's work.
         known = {task.tid for task in self.tasks}
         others = [thread.os_thread_id for thread in threads[1 : 1 + _MOST_OTHERS] if thread.os_thread_id in known]
         stuck = [] if self.is_gone else list(dict.fromkeys([self.pid, *self.blocked[:4], *others]))
-        return Capture(
+        return Sample(
             status=status,
             reason=reason,
             state=self.proc.state if self.proc else "",
@@ -243,9 +245,9 @@ def _short(numbers: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
     return tuple((name, value) for name, value in numbers if WHOLE.fullmatch(str(value)))
 
 
-def _threads(data: bytes, tasks: dict[int, procs.Task]) -> tuple[Thread, ...]:
-    """Read py-spy's JSON; the main thread comes first. Of the locals nothing but loop counters is kept."""
+def _threads(dump: stacks.Dump, tasks: dict[int, procs.Task]) -> tuple[Thread, ...]:
+    """Read py-spy's threads; the main one comes first. Of the locals nothing but loop counters is kept."""
     try:
-        return read_threads(json.loads(data), tasks)
+        return read_threads(dump.threads, tasks)
     except (ValueError, KeyError, TypeError):  # torn while the process went on
         return ()

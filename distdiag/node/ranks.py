@@ -13,7 +13,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 
-from distdiag.node import boot, machine, rendezvous, run, stacks
+from distdiag.node import boot, machine, protocol, rendezvous, run, stacks
 from distdiag.node.forkserver import Forkserver
 
 TYPE_CHECKING = False
@@ -67,7 +67,7 @@ class Ranks:
         self._oom_kills = machine.oom_kills()
         self._log_folder: str | None = None
         self._forkserver: Forkserver | None = None
-        self._waiting: list[tuple[dict[str, Any], float]] = []
+        self._waiting: list[tuple[protocol.StartRank, float]] = []
         self._marks: dict[int, tuple[int, float, machine.Work]] = {}
         """Of each rank: its process, when, and what that had done by then."""
         self.running: dict[int, Rank] = {}
@@ -77,36 +77,41 @@ class Ranks:
         try:
             self._log_folder = tempfile.mkdtemp(prefix="distdiag-logs-")
         except OSError as error:
-            self._wire.send("logs", folder=None, error=str(error))
+            self._wire.send(protocol.Logs(folder=None, error=str(error)))
         else:
-            self._wire.send("logs", folder=self._log_folder, error="")
+            self._wire.send(protocol.Logs(folder=self._log_folder, error=""))
 
-    def listen(self, order: dict[str, Any]) -> None:
+    def listen(self, order: protocol.Listen) -> None:
         """Take the rendezvous port for rank 0 before any rank starts; report the port, or who has it."""
         try:
-            self.listener = rendezvous.listen(order["port"])
+            self.listener = rendezvous.listen(order.port)
         except OSError as error:
-            self._wire.send("listening", port=order["port"], taken=_who_has(order["port"], error))
+            self._wire.send(protocol.Listening(port=order.port, taken=_who_has(order.port, error)))
         else:
-            self._wire.send("listening", port=self.listener.getsockname()[1], taken=None)
+            self._wire.send(protocol.Listening(port=self.listener.getsockname()[1], taken=None))
 
-    def start(self, order: dict[str, Any]) -> None:
-        """Start one rank: {"rank", "env", "entry", "config", "forked"}; it finds its descriptors in its config.
-
-        "forked" is None for a rank that is to be a program of its own, else {"modules", "stage", "note"}: what is
-        imported once for all of them, and what they report meanwhile.
-        """
+    def start(self, order: protocol.StartRank) -> None:
+        """Start one rank; it finds its descriptors in its config."""
         began = time.monotonic()
-        forked = order["forked"]
+        forked = order.forked
         if forked is None or not sys.platform.startswith("linux"):
             self._start_alone(order, began)
             return
         if self._forkserver is None:
-            modules = [*forked["modules"], order["entry"]]
+            modules = [*forked["modules"], order.entry]
             self._forkserver = Forkserver(self._sources, modules, self._environment(order))
         self._waiting.append((order, began))
-        step = {"stage": forked["stage"], "note": forked["note"], "at": 0, "waiting": False, "payload": {}}
-        self._wire.send("event", rank=order["rank"], elapsed_s=0.0, **step)
+        self._wire.send(
+            protocol.RankEvent(
+                rank=order.rank,
+                stage=forked["stage"],
+                at=0,
+                note=forked["note"],
+                waiting=False,
+                elapsed_s=0.0,
+                payload={},
+            )
+        )
 
     @property
     def busy(self) -> bool:
@@ -128,20 +133,20 @@ class Ranks:
             if ended:
                 self._report_end(rank)
 
-    def inspect(self, order: dict[str, Any]) -> None:
+    def inspect(self, order: protocol.Inspect) -> None:
         """Report the state of the given ranks, most interesting first, and the stacks of the first of them.
 
-        {"ranks": [...], "timeout_s"}. Ranks that are stopped go before all others.
+        Ranks that are stopped go before all others.
         """
         from distdiag.node import sockets
 
-        pids = self._pids(order["ranks"])
+        pids = self._pids(order.ranks)
         for number in pids.keys() - self.running.keys():
-            self._wire.send("started", rank=number, pid=pids[number])
+            self._wire.send(protocol.RankStarted(rank=number, pid=pids[number]))
         states = {number: machine.process_state(pid) for number, pid in pids.items()}
         wanted = sorted(pids, key=lambda number: states[number].letter not in machine.STOPPED)
-        found = stacks.dump_all(
-            [*dict.fromkeys(pids[number] for number in wanted)][:_STACKS], timeout_s=order["timeout_s"]
+        found = stacks.main_stacks(
+            [*dict.fromkeys(pids[number] for number in wanted)][:_STACKS], timeout_s=order.timeout_s
         )
         self.poll()  # a step that was taken meanwhile is told before what was seen: it makes that worthless
         unread = stacks.Stack((), f"not read: the stacks of {_STACKS} other ranks were")
@@ -149,32 +154,36 @@ class Ranks:
             state, stack = states[number], found.get(pids[number], unread)
             if state.letter == "D":  # for a page or a file anybody is there for a moment
                 state = machine.process_state(pids[number])
+            busy, read_bytes = self._work_since_mark(number, pids[number])
             self._wire.send(
-                "inspected",
-                rank=number,
-                state=state.letter,
-                wait_channel=state.wait_channel,
-                frames=stack.frames,
-                stack_error=stack.error,
-                tail=_text(self.running[number].tail) if number in self.running else "",
-                stuck=sockets.stuck(pids[number])[:_STUCK],
-                **self._work_since_mark(number, pids[number]),
+                protocol.RankInspected(
+                    rank=number,
+                    state=state.letter,
+                    wait_channel=state.wait_channel,
+                    frames=stack.frames,
+                    stack_error=stack.error,
+                    tail=_text(self.running[number].tail) if number in self.running else "",
+                    busy=busy,
+                    read_bytes=read_bytes,
+                    stuck=sockets.stuck(pids[number])[:_STUCK],
+                )
             )
-        self._wire.send("inspection-done")
+        self._wire.send(protocol.InspectionDone())
 
     def mark(self) -> None:
         """Note what the ranks did so far: what they do from now on tells who is at work when they are looked at."""
-        pids = self._pids([*self.running, *(order["rank"] for order, _ in self._waiting)])
+        pids = self._pids([*self.running, *(order.rank for order, _ in self._waiting)])
         self._marks = {number: (pid, time.monotonic(), machine.work_of(pid)) for number, pid in pids.items()}
 
-    def _work_since_mark(self, number: int, pid: int) -> dict[str, float]:
+    def _work_since_mark(self, number: int, pid: int) -> tuple[float, int]:
+        """Return the share of the time since the mark in which the rank was busy, and the bytes it read."""
         marked, at, before = self._marks.get(number, (0, 0.0, machine.Work()))
         if marked != pid:
-            return {}
+            return 0.0, 0
         now = machine.work_of(pid)
         busy_s = max(0.0, now.busy_s - before.busy_s)  # less where a thread ended: its time goes with it
         busy = busy_s / max(0.001, time.monotonic() - at)
-        return {"busy": round(busy, 3), "read_bytes": max(0, now.read_bytes - before.read_bytes)}
+        return round(busy, 3), max(0, now.read_bytes - before.read_bytes)
 
     def end(self) -> None:
         """Kill every rank and whatever it started."""
@@ -187,17 +196,17 @@ class Ranks:
         if self._forkserver is not None:
             self._forkserver.end()
 
-    def _start_alone(self, order: dict[str, Any], began: float) -> None:
+    def _start_alone(self, order: protocol.StartRank, began: float) -> None:
         """Start one rank as a program of its own."""
         read_end, write_end = os.pipe()
-        config = {**order["config"], "events_fd": write_end, "listener_fd": None}
+        config = {**order.config, "events_fd": write_end, "listener_fd": None}
         keep = [write_end]
-        if order["rank"] == 0 and self.listener is not None:
+        if order.rank == 0 and self.listener is not None:
             config["listener_fd"] = self.listener.fileno()
             keep.append(self.listener.fileno())
-        payload = boot.pack(self._sources, order["entry"], config)
+        payload = boot.pack(self._sources, order.entry, config)
         process = run.start(
-            [sys.executable, "-c", boot.START, str(len(payload)), "distdiag-rank", str(order["rank"])],
+            [sys.executable, "-c", boot.START, str(len(payload)), "distdiag-rank", str(order.rank)],
             env=self._environment(order),
             pipes=run.Pipes(stderr_to_stdout=True, keep=tuple(keep)),
         )
@@ -205,7 +214,7 @@ class Ranks:
         # Some 20 KiB, so it fits into the pipe and cannot block; the pipe stays open: its end ends the rank.
         process.stdin.write(payload)
         os.close(write_end)
-        self._follow(order["rank"], process, read_end, began)
+        self._follow(order.rank, process, read_end, began)
 
     def _fork_waiting(self) -> None:
         """Make the ranks that wait for the imports, once these are done; as programs of their own if they failed."""
@@ -221,11 +230,11 @@ class Ranks:
                 self._start_alone(order, began)
         self._forkserver.end()  # whoever is ordered later starts alone
 
-    def _fork(self, server: Forkserver, order: dict[str, Any], began: float) -> bool:
+    def _fork(self, server: Forkserver, order: protocol.StartRank, began: float) -> bool:
         stdin, output, events = os.pipe(), os.pipe(), os.pipe()
         theirs = [stdin[0], output[1], events[1]]
-        listener = [self.listener.fileno()] if order["rank"] == 0 and self.listener is not None else []
-        wanted = {"env": self._environment(order), "entry": order["entry"], "config": order["config"]}
+        listener = [self.listener.fileno()] if order.rank == 0 and self.listener is not None else []
+        wanted = {"env": self._environment(order), "entry": order.entry, "config": order.config}
         pid = server.fork(wanted, theirs + listener)
         for fd in theirs:
             os.close(fd)
@@ -234,7 +243,7 @@ class Ranks:
                 os.close(fd)
             return False
         process = run.Adopted(pid, stdin[1], output[0])
-        self._follow(order["rank"], process, events[0], began)
+        self._follow(order.rank, process, events[0], began)
         return True
 
     def _follow(self, number: int, process: run.Process[bytes] | run.Adopted, events: int, began: float) -> None:
@@ -246,21 +255,21 @@ class Ranks:
             self.listener.close()
         rank = self.running[number] = Rank(number, process, events, began, self._open_log(number))
         rank.open_fds = {events, process.stdout.fileno()}
-        self._wire.send("started", rank=number, pid=process.pid)
+        self._wire.send(protocol.RankStarted(rank=number, pid=process.pid))
 
-    def _environment(self, order: dict[str, Any]) -> dict[str, str]:
-        """Give this process's environment with the rank's own; what another launcher left would mislead torch."""
-        changes = {name: value for name, value in order["env"].items() if not self._guest or name in _GUEST_VARIABLES}
+    def _environment(self, order: protocol.StartRank) -> dict[str, str]:
+        """Return this process's environment with the rank's own; what another launcher left would mislead torch."""
+        changes = {name: value for name, value in order.env.items() if not self._guest or name in _GUEST_VARIABLES}
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_VARIABLES)}
         # One thread a rank as torchrun has it: all ranks of a node at full width would only trip over each other.
         return {"OMP_NUM_THREADS": "1", **kept, **changes}
 
     def _pids(self, numbers: list[int]) -> dict[int, int]:
-        """Give the process of each rank that is there; of one that waits for the imports, who imports for it."""
+        """Return the process of each rank that is there; of one that waits for the imports, who imports for it."""
         pids = {number: self.running[number].process.pid for number in numbers if number in self.running}
         for order, _ in self._waiting:
-            if order["rank"] in numbers and self._forkserver is not None:
-                pids[order["rank"]] = self._forkserver.process.pid
+            if order.rank in numbers and self._forkserver is not None:
+                pids[order.rank] = self._forkserver.process.pid
         return pids
 
     def _open_log(self, rank: int) -> BinaryIO | None:
@@ -283,20 +292,21 @@ class Ranks:
         rank.unread = lines.pop()[-_MAX_EVENT_BYTES:]
         for line in lines:
             event = json.loads(line)
-            event["elapsed_s"] = round(event.pop("t") - rank.began, 3)
-            self._wire.send("event", rank=rank.rank, **event)
+            elapsed_s = round(event.pop("t") - rank.began, 3)
+            self._wire.send(protocol.RankEvent(rank=rank.rank, elapsed_s=elapsed_s, **event))
 
     def _report_end(self, rank: Rank) -> None:
         status = self._close(rank)
         del self.running[rank.rank]
         kills = machine.oom_kills()
         self._wire.send(
-            "ended",
-            rank=rank.rank,
-            status=status,
-            elapsed_s=round(time.monotonic() - rank.began, 3),
-            tail=_text(rank.tail),
-            oom_kills=0 if kills is None or self._oom_kills is None else kills - self._oom_kills,
+            protocol.RankEnded(
+                rank=rank.rank,
+                status=status,
+                elapsed_s=round(time.monotonic() - rank.began, 3),
+                tail=_text(rank.tail),
+                oom_kills=0 if kills is None or self._oom_kills is None else kills - self._oom_kills,
+            )
         )
 
     def _close(self, rank: Rank) -> int | None:

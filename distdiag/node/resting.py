@@ -18,12 +18,12 @@ import struct
 import time
 from typing import NamedTuple
 
-from distdiag.node import elf, exported, machine, procs
+from distdiag.node import elf, machine, procs
 from distdiag.node.wire import printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 _SYMBOLS = ("_PyRuntime", "Py_Version", "PyCode_Type", "PyDict_Type", "PyUnicode_Type")
 _MAPPED = re.compile(r"^([0-9a-f]+)-\S+ \S+ 0+ \S+ \d+ +(/.*)$", re.MULTILINE)
@@ -120,7 +120,7 @@ def main_thread(pid: int, wanted: re.Pattern[str] | None = None) -> Main:
     Raises:
         Unclear: nothing can be said this way.
     """
-    before = _standing(pid)
+    before = _state_and_switches(pid)
     try:
         fd = os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -132,13 +132,13 @@ def main_thread(pid: int, wanted: re.Pattern[str] | None = None) -> Main:
     finally:
         os.close(fd)
     # The kernel looks whether it is off its processors: a state of "S" alone it has shortly before that, too.
-    if machine.read_text(f"/proc/{pid}/syscall").startswith("running") or _standing(pid) != before:
+    if machine.read_text(f"/proc/{pid}/syscall").startswith("running") or _state_and_switches(pid) != before:
         raise Unclear
     return main
 
 
-def _standing(pid: int) -> tuple[str, str]:
-    """Tell the state of a main thread that does not run, and how often it went to wait."""
+def _state_and_switches(pid: int) -> tuple[str, str]:
+    """Return the state of a main thread that does not run, and how often it went to wait."""
     text = machine.read_text(f"/proc/{pid}/status")
     found = dict(line.split(":", 1) for line in text.splitlines() if line.startswith(("State:", "NSpid:", "voluntary")))
     state, switches = found.get("State", "").split(), found.get("voluntary_ctxt_switches", "").strip()
@@ -167,7 +167,7 @@ def _interpreter(pid: int) -> dict[str, int]:
                 continue
             key = state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
             if key not in _known:
-                _known[key] = exported.addresses(there, _SYMBOLS)
+                _known[key] = exported_symbols(there, _SYMBOLS)
             its = {name: int(start, 16) + offset for name, offset in _known[key].items()}
             found = {**found, **its} if path == program else {**its, **found}
     if len(found) < len(_SYMBOLS):
@@ -221,16 +221,16 @@ class _Process:
         frame = threads[mine[0]][1]
         if self._layout.behind is not None:
             frame = self._word(frame + self._layout.behind)
-        holder = next((threads[one][0] for one in holders if one in threads), None)
+        holder = next((threads[thread][0] for thread in holders if thread in threads), None)
         frames = tuple(self._frames(frame))
-        if not frames or sum(len(one.function) + len(one.file) for one in frames) > _MOST_TEXT:
+        if not frames or sum(len(frame.function) + len(frame.file) for frame in frames) > _MOST_TEXT:
             raise Unclear
         return Main(frames, holder)
 
     def _ask_offsets(self) -> None:
-        """Take from the interpreter what 3.13 says of itself; its fields are numbers of 8 bytes."""
-        told = self._read(self._at["_PyRuntime"], 27 * 8)
-        cookie, _, free_threaded, *words = struct.unpack("<8s26Q", told)
+        """Read the offsets that 3.13 tells of itself; its fields are numbers of 8 bytes."""
+        data = self._read(self._at["_PyRuntime"], 27 * 8)
+        cookie, _, free_threaded, *words = struct.unpack("<8s26Q", data)
         if cookie != b"xdebugpy" or free_threaded:
             raise Unclear
         self._layout = self._layout._replace(
@@ -251,7 +251,7 @@ class _Process:
         raise Unclear
 
     def _holder(self, interpreter: int) -> int:
-        """Tell which thread holds the interpreter's lock; 0 if none does."""
+        """Return the thread that holds the interpreter's lock; 0 if none does."""
         gil = self._layout.gil
         lock = self._at["_PyRuntime"] + _GIL_OF_ALL if gil is None else self._word(interpreter + gil)
         holder, locked = struct.unpack("<8xQi", self._read(lock, 20))
@@ -382,7 +382,7 @@ class _Process:
 
 @functools.lru_cache(maxsize=512)  # the ranks of a job wait at the same lines
 def _line(table: bytes, first: int, instruction: int) -> int | None:
-    """Look an instruction's line up; None if it has none.
+    """Return an instruction's line; None if it has none.
 
     Entries are of 1 to 8 instructions each, the line as a difference to the one before. Only an entry's first byte has
     its highest bit set: kind in bits 3 to 6, number of instructions less 1 below.
@@ -413,3 +413,69 @@ def _difference(table: bytes, at: int) -> int:
         if not table[at] & 64:
             return -(value >> 1) if value & 1 else value >> 1
         at, shift = at + 1, shift + 6
+
+
+_HEADER, _SEGMENT = struct.Struct("<32xQ16xH6x"), struct.Struct("<I4xQQ8xQ16x")
+_PT_LOAD, _PT_DYNAMIC = 1, 2
+_DT_STRTAB, _DT_SYMTAB, _DT_GNU_HASH = 5, 6, 0x6FFFFEF5
+_SYMBOL_BYTES = 24
+_LONGEST_CHAIN = 4096
+
+
+def exported_symbols(path: str, names: Iterable[str]) -> dict[str, int]:
+    """Return the addresses of these exported symbols, counted from where the file's first byte is in memory.
+
+    The few lines of a dynamic linker's work that need no linker: the hash table that GNU's linkers make (DT_GNU_HASH)
+    is a bloom filter, buckets, and for each bucket a chain of hashes that ends where the last bit is set; names and
+    values are in the dynamic symbols (System V ABI, chapter 5). What the file does not export is not in the answer.
+
+    Raises:
+        OSError, ValueError, elf.Malformed, struct.error: it cannot be read, or is no ELF file of 64 bits.
+    """
+    with elf.File(path) as file:
+        at, count = _HEADER.unpack(file.at(0, _HEADER.size))
+        rows = list(_SEGMENT.iter_unpack(file.at(at, count * _SEGMENT.size)))
+        loaded = [row[1:] for row in rows if row[0] == _PT_LOAD]
+        dynamic = next((row for row in rows if row[0] == _PT_DYNAMIC), None)
+        if dynamic is None or not loaded:
+            return {}
+        tags = dict(struct.iter_unpack("<QQ", file.at(dynamic[1], dynamic[3] - dynamic[3] % 16)))
+        if not {_DT_STRTAB, _DT_SYMTAB, _DT_GNU_HASH} <= tags.keys():
+            return {}
+        strings, symbols, hashes = (_in_file(tags[tag], loaded) for tag in (_DT_STRTAB, _DT_SYMTAB, _DT_GNU_HASH))
+        first = next((address for offset, address, _ in loaded if offset == 0), 0)
+        found = {}
+        for name in names:
+            for index in _same_hash(file, hashes, name):
+                where, value = struct.unpack("<I4xQ8x", file.at(symbols + index * _SYMBOL_BYTES, _SYMBOL_BYTES))
+                if file.name_at(strings + where) == name:
+                    found[name] = value - first
+        return found
+
+
+def _same_hash(file: elf.File, table: int, name: str) -> list[int]:
+    """Number the symbols whose hash is that of a name, save the last bit, which ends a chain."""
+    hashed = 5381
+    for letter in name.encode():
+        hashed = (hashed * 33 + letter) & 0xFFFFFFFF
+    buckets, skipped, bloom, _ = struct.unpack("<4I", file.at(table, 16))
+    if buckets == 0:
+        return []
+    starts = table + 16 + bloom * 8
+    (index,) = struct.unpack("<I", file.at(starts + hashed % buckets * 4, 4))
+    found: list[int] = []
+    while index >= skipped and len(found) < _LONGEST_CHAIN:
+        (its,) = struct.unpack("<I", file.at(starts + (buckets + index - skipped) * 4, 4))
+        if its | 1 == hashed | 1:
+            found.append(index)
+        if its & 1:
+            break
+        index += 1
+    return found
+
+
+def _in_file(address: int, loaded: Iterable[tuple[int, int, int]]) -> int:
+    for offset, start, size in loaded:
+        if start <= address < start + size:
+            return offset + address - start
+    raise elf.Malformed

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 
+from distdiag.node.protocol import ToolTaken
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
-
+    from distdiag.node.protocol import SendTool
     from distdiag.node.wire import Writer
 
 _brought: dict[str, str] = {}
@@ -30,20 +31,18 @@ class Tools:
         self._wire = wire
         self._pieces: dict[str, list[str]] = {}
 
-    def take(self, order: dict[str, Any]) -> None:
-        """Keep one piece, {"name", "piece": base64 of zlib, "last": bool}; after the last one report how it went."""
-        name = str(order["name"])
-        pieces = self._pieces.setdefault(name, [])
-        pieces.append(order["piece"])
-        if order["last"]:
+    def take(self, order: SendTool) -> None:
+        """Keep one piece; after the last one report how it went."""
+        self._pieces.setdefault(order.name, []).append(order.piece)
+        if order.last:
             import zlib
 
+            why = ""
             try:
-                _brought[name] = _keep(name, "".join(self._pieces.pop(name)))
+                _brought[order.name] = _keep(order.name, "".join(self._pieces.pop(order.name)))
             except (OSError, ValueError, AttributeError, zlib.error) as error:  # AttributeError: no memfd here
-                self._wire.send("tool", name=name, error=str(error))
-            else:
-                self._wire.send("tool", name=name, error="")
+                why = str(error)
+            self._wire.send(ToolTaken(name=order.name, error=why))
 
 
 def _keep(name: str, text: str) -> str:

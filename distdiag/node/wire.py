@@ -1,19 +1,19 @@
-"""Framed JSON records between a node and the parent, over pipes that may also carry other people's words.
+"""Framed messages from a node to the parent, over pipes that may also carry other people's words.
 
-One record is one line: a mark, then one JSON object with a "kind". Everything else (a greeting from a login
+One message (distdiag/node/protocol.py) is one line: a mark, then its JSON. Everything else (a greeting from a login
 script, a library's warning) is noise: it is kept for the report of a failure and never taken for a record.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import Any
+
+    from distdiag.node.protocol import Message
 
 MARK = b"\x1eDD1 "
 MAX_LINE_BYTES = 32 * 2**20
@@ -21,7 +21,7 @@ MAX_NOISE_BYTES = 64 * 2**10
 
 
 class Writer:
-    """Writes records to a file descriptor, whole lines only."""
+    """Writes messages to a file descriptor, whole lines only."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -34,23 +34,21 @@ class Writer:
         os.dup2(2, 1)
         return cls(own)
 
-    def send(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 - a record is any JSON
-        """Write one record. Raises BrokenPipeError when the parent is gone."""
+    def send(self, message: Message) -> None:
+        """Write one message. Raises BrokenPipeError when the parent is gone."""
         with self._lock:
-            self._write(kind, fields)
+            self._write(message)
 
-    def send_if_free(self, kind: str) -> None:
-        """Write a record, unless another is just being written: that one tells as much."""
+    def send_if_free(self, message: Message) -> None:
+        """Write a message, unless another is just being written: that one tells as much."""
         if self._lock.acquire(blocking=False):
             try:
-                self._write(kind, {})
+                self._write(message)
             finally:
                 self._lock.release()
 
-    def _write(self, kind: str, fields: dict[str, Any]) -> None:
-        # Names of files and processes may be no UTF-8: what Python has for such a byte is a question mark here.
-        text = json.dumps({"kind": kind, **fields}, ensure_ascii=False)
-        line = MARK + text.encode("utf-8", "replace") + b"\n"
+    def _write(self, message: Message) -> None:
+        line = MARK + message.to_json() + b"\n"
         while line:
             line = line[os.write(self._fd, line) :]
 
@@ -68,7 +66,7 @@ class Reader:
         self._skipping = False
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Take bytes as they come and yield the JSON of the records they complete. Raises TooLong."""
+        """Read bytes as they come and yield the JSON of the records they complete. Raises TooLong."""
         first, *others = data.split(b"\n")
         self._rest += first  # in place: a line without an end may grow long
         for line in self._completed(others):
@@ -98,5 +96,5 @@ class Reader:
 
 
 def printable(text: str) -> str:
-    """Put a question mark for what would move the cursor or worse: it was said by somebody else."""
+    """Return it with a question mark for what would move the cursor or worse: it is somebody else's."""
     return text if text.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in text)

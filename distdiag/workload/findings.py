@@ -10,7 +10,7 @@ from distdiag.cluster.launch import Outcome
 from distdiag.node import machine
 from distdiag.node.run import signal_name
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
-from distdiag.workload import connections
+from distdiag.workload import blame
 from distdiag.workload.blame import is_at_work
 from distdiag.workload.words import fix_from, place, where, who
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from distdiag.cluster.records import Taken
     from distdiag.errors import DistdiagError
     from distdiag.workload.blame import Blame
-    from distdiag.workload.model import Request
     from distdiag.workload.record import Course
+    from distdiag.workload.types import Request
 
 _STACK_LINES = 8
 _TAIL_LINES = 6
@@ -147,7 +147,7 @@ def why_missing(trace: Trace) -> str:
     if why := machine.why_it_stands_still(seen.state):
         return f"the process is {why}"
     if seen.stuck:
-        return f"it is {connections.stuck_words(seen.stuck[0])}"
+        return f"it is {blame.stuck_words(seen.stuck[0])}"
     if seen.frames:
         return f"it is in {seen.frames[0]}"
     return f"in the kernel it is in {seen.wait_channel}" if seen.wait_channel else "its stack could not be read"
@@ -221,7 +221,7 @@ def standstill(parts: Blame, traces: list[Trace], request: Request, course: Cour
     if not parts.standstill:
         return []
     stage, doing = place(traces[0])
-    if broken := connections.stuck(traces, course.meeting):
+    if broken := blame.stuck(traces, course.meeting):
         return [_no_answer(broken, traces, request, course)]
     waiting = all(trace.last is not None and trace.last.waiting for trace in traces)
     busy = any(is_at_work(trace) for trace in traces)
@@ -254,10 +254,10 @@ def standstill(parts: Blame, traces: list[Trace], request: Request, course: Cour
     ]
 
 
-def _no_answer(broken: Sequence[connections.Broken], traces: list[Trace], request: Request, course: Course) -> Finding:
+def _no_answer(broken: Sequence[blame.Broken], traces: list[Trace], request: Request, course: Course) -> Finding:
     """Nothing moves, and the kernels know why: what they send again and again is not answered."""
     stage, doing = place(traces[0])
-    accused, witnesses = connections.accuse(broken)
+    accused, witnesses = blame.accuse(broken)
     which = f"connections of {fold(accused)}, as seen by {fold(witnesses)}," if witnesses else ""
     which = which or f"connections between {fold(accused)}"
     return Finding(

@@ -21,12 +21,13 @@ from distdiag.errors import DistdiagError, UsageError
 from distdiag.node import agent as node_agent
 from distdiag.node import boot, call_home, machine
 from distdiag.node.identity import Identity, contradiction, nested_tasks
+from distdiag.node.protocol import Leave
 from distdiag.node.wire import Writer
 from distdiag.report import Finding, Fix, Level, Where, quoted
 from distdiag.workload import judge
 from distdiag.workload.collect import master_addr_leads_elsewhere
-from distdiag.workload.facts import NodeFacts
 from distdiag.workload.record import NotRun, Place, RunRecord, Scene
+from distdiag.workload.types import NodeFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     from distdiag.cluster.hub import Hub
     from distdiag.cluster.node import Node
     from distdiag.deliver import Progress
-    from distdiag.workload.job import Asked, Data, Job
-    from distdiag.workload.model import Request
+    from distdiag.workload.record import Asked, Data, Job
+    from distdiag.workload.types import Request
 
 _LEFT_ALONE = 3
 _FORGET = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"
@@ -183,7 +184,7 @@ def _dismiss(members: list[Node], status: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for node in members:
-        node.order("leave", status=status)
+        node.order(Leave(status=status))
     links.close_all([node.link for node in members], _GOODBYE_S)
 
 

@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal
 
 from distdiag.cluster.hosts import name_ranks
 from distdiag.cluster.reached import summary_of
-from distdiag.cluster.ways import way_findings
-from distdiag.report import Level, Report, Verdict
-from distdiag.workload import connections, findings, troubles
-from distdiag.workload.blame import blame
-from distdiag.workload.model import RankResult, Rendezvous, Status, Versions
-from distdiag.workload.pcie import pcie_findings
+from distdiag.diagnosis.connectivity import Case, path_findings
+from distdiag.report import Finding, Fix, Level, Report, Verdict
+from distdiag.workload import findings, troubles
+from distdiag.workload.blame import blame, cut
 from distdiag.workload.record import NotRun, Scene
-from distdiag.workload.surroundings import about_hosts, networks_that_differ, nodes_that_differ, surroundings
+from distdiag.workload.surroundings import (
+    about_hosts,
+    networks_that_differ,
+    nodes_that_differ,
+    pcie_findings,
+    surroundings,
+)
+from distdiag.workload.types import RankResult, Rendezvous, Status, Versions
+from distdiag.workload.words import where, who
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from distdiag.cluster.launch import Trace
-    from distdiag.cluster.meeting import Meeting
-    from distdiag.report import Finding
+    from distdiag.cluster.records import PausedTold
+    from distdiag.cluster.rendezvous_test import RendezvousTest
     from distdiag.workload.blame import Blame
-    from distdiag.workload.job import Asked, Data, Job
-    from distdiag.workload.model import Request
-    from distdiag.workload.record import Course, Plan, RunRecord
+    from distdiag.workload.record import Asked, Course, Data, Job, Plan, RunRecord
+    from distdiag.workload.types import Request
 
 
 def findings_of(request: Request, scene: Scene, plan: Plan, course: Course) -> list[Finding]:
-    """Say what went wrong with nodes, ways and ranks, and what was not tested."""
+    """Say what went wrong with nodes, paths and ranks, and what was not tested."""
     parts, cut = _judged(request, course)
     return [
-        *_ways(request, course.meeting),
+        *_paths(request, course.meeting),
         *findings.unsupported_archs(course.traces, request),
         *findings.nodes_lost(parts, course.traces, request, course),
         *cut,
@@ -67,7 +73,7 @@ def facts_of(request: Request, scene: Scene, plan: Plan, course: Course) -> dict
 
 def _judged(request: Request, course: Course) -> tuple[Blame, list[Finding]]:
     """Tell who is to blame; where it is a connection, that is a finding of its own."""
-    return connections.cut(blame(course.outcome, course.traces, request.stages), course.traces, request, course)
+    return cut(blame(course.outcome, course.traces, request.stages), course.traces, request, course)
 
 
 def report_of(job: Job[Asked, Data], record: RunRecord) -> Report[Data]:
@@ -87,7 +93,7 @@ def report_of(job: Job[Asked, Data], record: RunRecord) -> Report[Data]:
 def not_run(job: Job[Asked, Data], why: NotRun) -> Report[Data]:
     """Report why no rank was started."""
     request = job.request
-    found = [*why.why, *_ways(request, why.meeting), *about_hosts(why.scene)]
+    found = [*why.why, *_paths(request, why.meeting), *about_hosts(why.scene)]
     facts = {
         "world_size": why.plan.nproc if why.plan else request.nproc or 0,
         "backend": why.plan.backend if why.plan else request.backend,
@@ -136,13 +142,20 @@ def started(traces: Sequence[Trace]) -> dict[str, Any]:
     return next(iter(payloads(traces, "started")), {})
 
 
-def _ways(request: Request, meeting: Meeting | None) -> list[Finding]:
+def _paths(request: Request, meeting: RendezvousTest | None) -> list[Finding]:
     if meeting is None:
         return []
-    return way_findings(request.command, meeting, lambda extra: request.again(extra=extra))
+    case = Case(
+        command=request.command,
+        test=meeting,
+        head=meeting.head,
+        rendezvous_port=meeting.port,
+        again=lambda extra: request.again(extra=extra),
+    )
+    return path_findings(case)
 
 
-def _rendezvous(meeting: Meeting | None) -> Rendezvous | None:
+def _rendezvous(meeting: RendezvousTest | None) -> Rendezvous | None:
     if meeting is None:
         return None
     return Rendezvous(
@@ -150,8 +163,8 @@ def _rendezvous(meeting: Meeting | None) -> Rendezvous | None:
         address=meeting.address,
         port=meeting.port,
         interfaces={meeting.hosts[node]: name for node, name in meeting.interfaces.items()},
-        ways_tried=len(meeting.paths),
-        ways_open=sum(path.probe.verdict in ("ok", "lossy") for path in meeting.paths),
+        paths_tried=len(meeting.paths),
+        paths_open=sum(path.is_open for path in meeting.paths),
     )
 
 
@@ -204,3 +217,61 @@ def _error(trace: Trace, parts: Blame, status: Status) -> str | None:
 
 def _versions(told: dict[str, Any]) -> Versions:
     return Versions(**{name: told.get(name) for name in ("python", "torch", "cuda", "hip", "nccl")})
+
+
+_MUCH = 0.2
+_OTHERS = 0.5
+"""Of such a rank's share: what the others may have at most, or it is the machine that is busy."""
+
+
+def paused(request: Request, traces: Sequence[Trace], told: Mapping[int, Sequence[PausedTold]]) -> list[Finding]:
+    """Name ranks that were stopped, throttled or had no core; `told` is what each of them measured."""
+    shares = {rank: _share(those, "paused_ns") for rank, those in told.items() if those}
+    # That there is no core for anybody is the machine's business; whoever is stopped or throttled is so by himself.
+    stopped = _odd({rank: share - _share(told[rank], "no_core_ns") for rank, share in shares.items()})
+    throttled = [rank for rank in stopped if _share(told[rank], "throttled_ns") > shares[rank] / 3]
+    named = [trace for trace in traces if trace.rank in (stopped or _odd(shares))]
+    if not named:
+        return []
+    share = median(shares[trace.rank] for trace in named)
+    why = "it was stopped" if stopped else "other programs had its cores"
+    why = "its CPU quota was used up" if throttled and throttled == stopped else why
+    return [
+        Finding(
+            id=f"{request.command}.rank-paused",
+            # A busy machine is no fault of the rank.
+            level=Level.FAIL if stopped else Level.WARN,
+            title=f"{who(named)} did not run for {share:.0%} of the time: {why}",
+            detail="Its best moments are as good as anybody's, so medians and best times do not show it; all others "
+            "wait for it.",
+            where=where(named),
+            evidence=tuple(
+                f"rank {rank}: {share:.0%} of the time not running, {_share(told[rank], 'no_core_ns'):.0%} for want of "
+                f"a core, {_share(told[rank], 'throttled_ns'):.0%} by a CPU quota"
+                for rank, share in sorted(shares.items(), key=lambda entry: -entry[1])[:8]
+            ),
+            fix=Fix(
+                text="see its container's CPU quota (nr_throttled), what sends it signals, and what else runs there",
+                commands=(
+                    "grep -r nr_throttled /sys/fs/cgroup --include=cpu.stat | grep -v ' 0$'",
+                    "ps -eo pid,stat,psr,pcpu,cmd --sort=-pcpu | head -20",
+                ),
+            ),
+        )
+    ]
+
+
+def without_core(told: Mapping[int, Sequence[PausedTold]]) -> float:
+    """Return the part of the time that the median rank waited for a core."""
+    return median([_share(those, "no_core_ns") for those in told.values() if those] or [0.0])
+
+
+def _odd(shares: Mapping[int, float]) -> list[int]:
+    """List ranks with a large share, if all others have a much smaller one."""
+    odd = sorted(rank for rank, share in shares.items() if share > _MUCH)
+    others = [share for rank, share in shares.items() if rank not in odd]
+    return odd if odd and others and max(others) < _OTHERS * min(shares[rank] for rank in odd) else []
+
+
+def _share(told: Sequence[PausedTold], key: Literal["paused_ns", "no_core_ns", "throttled_ns"]) -> float:
+    return sum(int(one[key]) for one in told) / max(1, sum(one["of_ns"] for one in told))

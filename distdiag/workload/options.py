@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from distdiag.cluster.recipes import Recipe
-from distdiag.workload.model import MOST_RANKS, Backend, Device
+from distdiag.workload.types import MOST_RANKS, Backend, Device
 
 NprocOpt = Annotated[
     int | None,

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import fold
 from distdiag.errors import UsageError
 from distdiag.report import Finding, Fix, Level, Where
-from distdiag.workload.model import MOST_RANKS, Backend, Device
 from distdiag.workload.record import Plan, Share
+from distdiag.workload.types import MOST_RANKS, Backend, Device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.workload.model import Request
     from distdiag.workload.record import Place
+    from distdiag.workload.types import Request
 
 RANKS_WITHOUT_GPU = 2
 

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-# msgspec reads the annotations.
+from distdiag.cluster.access import Agent
 from distdiag.cluster.launch import Outcome, Trace  # noqa: TC001
-from distdiag.cluster.meeting import Meeting  # noqa: TC001
+from distdiag.cluster.rendezvous_test import RendezvousTest  # noqa: TC001
 from distdiag.cluster.rows import Refusal, Row  # noqa: TC001
 from distdiag.node import machine
 from distdiag.report import Finding  # noqa: TC001
-from distdiag.workload.facts import NodeFacts  # noqa: TC001
-from distdiag.workload.model import Backend, Device  # noqa: TC001
+from distdiag.workload.types import (
+    Backend,
+    Device,
+    NodeFacts,
+    Request,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from distdiag.cluster import launch
+    from distdiag.deliver import Progress
+    from distdiag.report import Report
+
+# msgspec reads the annotations.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +39,7 @@ class Place:
     local: tuple[int, int] | None = None
     """Local rank and local world size of a process that a launcher started; None where we start the ranks."""
     door: str = ""
-    """The node of the same machine that tries the ways to other machines, if it is another one."""
+    """The node of the same machine that tries the paths to other machines, if it is another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +105,7 @@ class Course:
     log_dirs: dict[str, str]
     """By host."""
     stalled_s: float
-    meeting: Meeting | None = None
+    meeting: RendezvousTest | None = None
     lost: dict[str, Refusal] = field(default_factory=dict)
 
 
@@ -102,7 +116,7 @@ class NotRun:
     scene: Scene
     why: tuple[Finding, ...] = ()
     plan: Plan | None = None
-    meeting: Meeting | None = None
+    meeting: RendezvousTest | None = None
     interrupted: bool = False
 
 
@@ -125,3 +139,33 @@ class RunRecord:
     def of_none(cls, why: NotRun) -> RunRecord:
         """Say why there was no run."""
         return cls(host=machine.host_name(), not_run=why)
+
+
+Asked = TypeVar("Asked", bound=Request)
+Data = TypeVar("Data")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Generic[Asked, Data]):
+    """What one command does with ranks: what they run and are told, and what their run means."""
+
+    request: Asked
+    rank: str
+    """The module that every rank runs: main(config)."""
+    config: Callable[[Asked, Plan, Share, int], dict[str, Any]]
+    """What the command itself tells a rank, beside what every rank is told."""
+    diagnose: Callable[[Asked, Scene, Plan, Course], Report[Data]]
+    no_data: Callable[[Asked, NotRun, dict[str, Any]], Data]
+    """Gives the facts of a run that never began, from the fields of RunFacts."""
+    tell: Callable[[launch.Run, Progress], str] | None = None
+    """Says what is new in a run under way, beside the stages; gives how far it is, for the line that changes."""
+
+    @property
+    def agent(self) -> Agent:
+        """What runs on the nodes."""
+        return Agent(
+            collect="distdiag.workload.collect",
+            facts=NodeFacts,
+            ask={"gpus": self.request.device is not Device.CPU},
+            rank=self.rank,
+        )

@@ -1,4 +1,4 @@
-"""What is worth saying besides the ranks: hosts left out, what was not tested, what will hurt the real job. Pure."""
+"""What is worth saying besides the ranks: hosts left out, what was not tested, PCIe paths. Pure."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import fold
 from distdiag.cluster.minority import differences
 from distdiag.cluster.reached import host_findings
-from distdiag.report import Finding, Fix, Level, Where
-from distdiag.workload.model import Backend, Device
+from distdiag.report import Finding, Fix, Level, Where, quoted
+from distdiag.workload.types import Backend, Device
 from distdiag.workload.words import amount
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.cluster.launch import Trace
-    from distdiag.cluster.meeting import Meeting
-    from distdiag.workload.model import Request
+    from distdiag.cluster.rendezvous_test import RendezvousTest
     from distdiag.workload.record import Place, Plan, Scene
+    from distdiag.workload.types import Request
+
 
 _DEBUG = "TORCH_DISTRIBUTED_DEBUG"
 _OFTEN_DIFFER = ("kernel", "machine", "CUDA_VISIBLE_DEVICES", "python")
@@ -121,7 +122,7 @@ def nodes_that_differ(request: Request, places: Sequence[Place], traces: Sequenc
     ]
 
 
-def networks_that_differ(request: Request, meeting: Meeting | None) -> list[Finding]:
+def networks_that_differ(request: Request, meeting: RendezvousTest | None) -> list[Finding]:
     """Say that nodes are in different networks: where they were not provisioned together, fast cards do not meet."""
     if meeting is None:
         return []
@@ -198,3 +199,75 @@ def _where_of(labels: Sequence[str], places: Sequence[Place]) -> Where:
 
 def _info(id_: str, title: str, *, hosts: tuple[str, ...] = ()) -> Finding:
     return Finding(id=id_, level=Level.INFO, title=title, where=Where(hosts=hosts))
+
+
+_BEYOND = "Traffic over NVLink does not go this way; that between GPUs and RDMA cards does."
+
+
+def pcie_findings(request: Request, places: Sequence[Place]) -> list[Finding]:
+    """Say where bridges redirect what GPUs send each other, or an IOMMU translates it; never of virtual machines.
+
+    Where all GPUs have NVSwitches between them and no RDMA card is there, nothing needs that way: a remark.
+    """
+    if request.device is Device.CPU:
+        return []
+    bridges: dict[tuple[str, ...], list[Place]] = {}
+    types: dict[str, list[Place]] = {}
+    for place in places:
+        pcie = place.facts.pcie
+        if pcie is not None and pcie.virtual is False:
+            if pcie.redirecting:
+                bridges.setdefault(pcie.redirecting, []).append(place)
+            if pcie.translated:
+                types.setdefault(pcie.translated, []).append(place)
+    return [
+        *(_redirected(request, addresses, those) for addresses, those in bridges.items()),
+        *(_translated(request, type_, those) for type_, those in types.items()),
+    ]
+
+
+def _redirected(request: Request, bridges: tuple[str, ...], places: Sequence[Place]) -> Finding:
+    return Finding(
+        id=f"{request.command}.acs",
+        level=_level(places),
+        title=f"ACS is on at {len(bridges)} PCIe bridge{'s' * (len(bridges) > 1)} above the GPUs of {_hosts(places)}: "
+        "what GPUs and RDMA cards send each other takes the way through the CPU",
+        detail=f"That is slow, or hangs. {_BEYOND}",
+        where=Where(hosts=_names(places)),
+        evidence=tuple(f"{bridge}: ACSCtl has ReqRedir+" for bridge in bridges),
+        fix=Fix(
+            text="turn it off there until the next boot; for good, turn IO virtualization (VT-d, AMD-Vi) or ACS off in "
+            "the BIOS; not on a host that gives its GPUs to virtual machines",
+            commands=tuple(f"sudo setpci -s {quoted(bridge)} ECAP_ACS+0x6.w=0000" for bridge in bridges),
+        ),
+    )
+
+
+def _translated(request: Request, type_: str, places: Sequence[Place]) -> Finding:
+    return Finding(
+        id=f"{request.command}.iommu",
+        level=_level(places),
+        title=f"the IOMMU of {_hosts(places)} translates the addresses of its GPUs (domain type {type_})",
+        detail="On bare metal CUDA does not support peer-to-peer copies over PCIe in that: they are slow, hang or lose "
+        f"data. {_BEYOND}",
+        where=Where(hosts=_names(places)),
+        fix=Fix(
+            text="boot with iommu=pt, or turn IO virtualization (VT-d, AMD-Vi) off in the BIOS; until then NCCL can "
+            "leave out copies between GPUs over PCIe",
+            commands=("export NCCL_P2P_LEVEL=NVL",),
+        ),
+    )
+
+
+def _level(places: Sequence[Place]) -> Level:
+    known = [(place.facts, place.facts.pcie) for place in places]
+    spared = all(pcie and pcie.nvswitches and facts.rdma_bits_per_s is None for facts, pcie in known)
+    return Level.INFO if spared else Level.WARN
+
+
+def _names(places: Sequence[Place]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(place.host for place in places))
+
+
+def _hosts(places: Sequence[Place]) -> str:
+    return fold(_names(places))

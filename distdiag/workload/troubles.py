@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from distdiag.cluster.launch import Trace
     from distdiag.workload.blame import Blame, Trouble
-    from distdiag.workload.model import Request
+    from distdiag.workload.types import Request
 
 
 def findings_of(parts: Blame, traces: list[Trace], request: Request) -> list[Finding]:

@@ -57,7 +57,7 @@ def median(commands: dict[str, list[str]], rounds: int = ROUNDS) -> dict[str, fl
 
 
 def light_ranks() -> None:
-    """Capture and report 64 light ranks; then with one stopped and one blocked in the kernel."""
+    """Sample and report 64 light ranks; then with one stopped and one blocked in the kernel."""
     with Job("stands_still", LIGHT, rank_env={17: {"HOW": "vfork", "LATER": "1"}}) as job:
         job.wait_ready()
         ours = [PROGRAM, "pyspy-all", "--job", job.name, "--samples", "1"]
@@ -135,7 +135,9 @@ def no_harm() -> None:
             while any(process.poll() is None for process in job.processes):
                 if name == "looked at" and seen < looks:
                     seen += 1
-                    found = looking.look_at([job.pid(rank) for rank in range(2)], looking.Look(timeout_s=5))
+                    found = looking.take_samples(
+                        [job.pid(rank) for rank in range(2)], looking.SampleOptions(timeout_s=5)
+                    )
                     read += sum(one.status == "ok" for one in found.values())
                 else:
                     time.sleep(0.01)

@@ -17,7 +17,7 @@ from fuzz import PER_READER, assert_survived, damaged, misleading, run_calls, ru
 from pyspy_facts import REQUEST, job, loads, twice, waits
 from support import distdiag
 
-from distdiag.commands.allreduce_bench import baseline as baselines
+from distdiag.commands.allreduce_bench import earlier as baselines
 from distdiag.deliver import emit
 from distdiag.errors import DistdiagError
 from distdiag.gathered import Gathered, save
@@ -145,8 +145,8 @@ COMPARED = {
 
 def read_and_show(path: Path, data: bytes) -> None:
     """Read an earlier run as --compare does, and compare it with itself; no ranks are started for it."""
-    from distdiag.commands.allreduce_bench.compare import compare, differs, findings_of
-    from distdiag.commands.allreduce_bench.model import Request, SizeResult, Times
+    from distdiag.commands.allreduce_bench.findings import compare, comparison_findings, differs
+    from distdiag.commands.allreduce_bench.types import Request, SizeResult, Times
 
     path.write_bytes(data)
     try:
@@ -171,7 +171,7 @@ def read_and_show(path: Path, data: bytes) -> None:
         )
         for row in earlier.rows
     ]
-    found = findings_of(Request(), earlier, differs(earlier, 4, "cpu"), compare(earlier, rows))
+    found = comparison_findings(Request(), earlier, differs(earlier, 4, "cpu"), compare(earlier, rows))
     emit("".join(f"{one.title} {one.detail}\n" for one in found))
     raise SystemExit(0)
 

@@ -21,7 +21,7 @@ from fuzz import MEMORY_BYTES, PER_READER, SECONDS, assert_survived, damaged, ru
 from support import need
 
 from distdiag.cluster import hostfile, hostlist, hosts
-from distdiag.cluster.transports import known_hosts_line, ssh_said
+from distdiag.cluster.transports import known_hosts, ssh_config
 from distdiag.errors import DistdiagError
 from distdiag.node import elf, rings, sockets
 from distdiag.node.core import core_file, stored_cores
@@ -254,7 +254,7 @@ def test_known_hosts() -> None:
     def read(data: bytes) -> None:
         for number, line in enumerate(data.split(b"\n"), 1):
             try:
-                found = known_hosts_line.parse("known_hosts", number, line)
+                found = known_hosts.parse("known_hosts", number, line)
             except ValueError:
                 continue
             if found is not None:
@@ -269,7 +269,7 @@ def test_configurations_of_ssh(tmp_path: Path) -> None:
     original = (
         b"Include more\nHost a b*\n  HostName 10.0.0.%h\n  Port 2222\n  ProxyJump bastion\nMatch all\n User root\n"
     )
-    each([original], as_file(path, ssh_said.depends_on_host), DistdiagError)
+    each([original], as_file(path, ssh_config.depends_on_host), DistdiagError)
 
 
 def test_names_of_sockets(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 import test_hostile_files as here
 import torch.distributed.checkpoint
-from distdiag.commands.floatcmp import ask_checkpoints, ask_files
+from distdiag.commands.floatcmp import tensor_files
 folder = tempfile.mkdtemp()
 path = here.Path(folder, "x")
 torch.save({{"a": torch.arange(64.0), "b": {{"c": torch.ones(3, 4, dtype=torch.int64)}}}}, path)
@@ -316,18 +316,18 @@ elif sys.argv[1] == "metadata":
     path, whole = here.Path(folder, ".metadata"), here.Path(folder)
     original = path.read_bytes()
 path.write_bytes(original)
-ask_checkpoints.read(str(whole))
+tensor_files.read(str(whole))
 def late(*_):
     raise TimeoutError
 def read(path):
     # Torch searches its own message for names, in a time that is square in them; --timeout ends that for users.
     signal.setitimer(signal.ITIMER_REAL, 2 if sys.argv[1] == "old" else 0)
     try:
-        return ask_checkpoints.read(str(whole))
+        return tensor_files.read(str(whole))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 signal.signal(signal.SIGALRM, late)
-refused = (ask_files.Unreadable, TimeoutError) if sys.argv[1] == "old" else (ask_files.Unreadable,)
+refused = (tensor_files.Unreadable, TimeoutError) if sys.argv[1] == "old" else (tensor_files.Unreadable,)
 here.each([original], here.as_file(path, read), *refused)
 print("all of them")
 """

@@ -26,8 +26,7 @@ from distdiag.cluster import launch, records
 from distdiag.cluster.fleet import Fleet, Limits
 from distdiag.cluster.hosts import Host
 from distdiag.cluster.links import SocketLink
-from distdiag.cluster.meeting import LookUp, Meeting
-from distdiag.cluster.meeting import Path as Path_
+from distdiag.cluster.rendezvous_test import LookUp, NetworkPath, RendezvousTest
 from distdiag.cluster.targets import Cluster
 from distdiag.cluster.transports import Transport
 from distdiag.commands.trace.ranks import Wanted
@@ -147,15 +146,14 @@ def show(report: Report[Any], view: Callable[[Any], Iterable[RenderableType]]) -
 
 
 def judge_ports(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
-    from distdiag.commands.ports.check import Seen
     from distdiag.commands.ports.diagnose import diagnose
-    from distdiag.commands.ports.model import Request, Way
+    from distdiag.commands.ports.types import PortsFacts, Request
     from distdiag.commands.ports.view import ports_view
 
     request = Request(program="distdiag", cluster=CLUSTER, verbose=True)
     rows, refusals, _ = told.reached
     up = told.machines
-    seen = Seen(rows=rows, refusals=refusals, local=False)
+    seen = PortsFacts(rows=rows, refusals=refusals, local=False)
     seen.nodes, seen.hosts = {node.name: node.told for node in up}, {node.name: node.host for node in up}
     for node, record in told.fleet._pending:
         if node.name not in seen.nodes:
@@ -167,28 +165,28 @@ def judge_ports(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[Rende
         elif isinstance(record, records.ReachProbe):
             purpose, _, target = record.probe.key.partition(" ")
             if target in seen.nodes:
-                seen.ways.append(Way(source=node.name, target=target, purpose=purpose, probe=record.probe))
+                path = NetworkPath(source=node.name, target=target, purpose=purpose, probe=record.probe)
+                seen.paths.append(path)
     return diagnose(request, seen), lambda report: ports_view(report, request)
 
 
 def judge_tried(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
-    from distdiag.commands.ports.check import Seen
     from distdiag.commands.ports.diagnose import diagnose
-    from distdiag.commands.ports.model import Request
+    from distdiag.commands.ports.types import PortsFacts, Request
     from distdiag.commands.ports.view import ports_view
 
     request = Request(program="distdiag", cluster=CLUSTER, targets=(("127.0.0.1", 1),))
     rows, refusals, _ = told.reached
     up = told.machines
-    seen = Seen(rows=rows, refusals=refusals, local=False)
+    seen = PortsFacts(rows=rows, refusals=refusals, local=False)
     seen.nodes, seen.hosts = {node.name: node.told for node in up}, {node.name: node.host for node in up}
-    seen.tried = {name: [one for part in parts for one in part.tried] for name, parts in told.more.items()}
+    seen.scanned = {name: [one for part in parts for one in part.results] for name, parts in told.more.items()}
     return diagnose(request, seen), lambda report: ports_view(report, request)
 
 
 def judge_cuda(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
     from distdiag.commands.cuda_env.diagnose import diagnose
-    from distdiag.commands.cuda_env.model import Request
+    from distdiag.commands.cuda_env.types import Request
     from distdiag.commands.cuda_env.view import cuda_env_view
 
     request = Request(cluster=CLUSTER, verbose=True)
@@ -197,7 +195,7 @@ def judge_cuda(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[Render
 
 def judge_stacks(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
     from distdiag.commands.pyspy_all.diagnose import diagnose
-    from distdiag.commands.pyspy_all.model import Request
+    from distdiag.commands.pyspy_all.types import Request
     from distdiag.commands.pyspy_all.view import pyspy_all_view
 
     request = Request(program="distdiag", cluster=CLUSTER, verbose=True, tree=True)
@@ -219,7 +217,7 @@ def judge_cores(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[Rende
 
 def judge_lines(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
     from distdiag.commands.trace.show.diagnose import diagnose
-    from distdiag.commands.trace.show.model import Request
+    from distdiag.commands.trace.show.types import Request
     from distdiag.commands.trace.show.view import trace_show_view
 
     request = Request(program="distdiag", cluster=CLUSTER, paths=(), all_runs=True, verbose=True)
@@ -227,7 +225,9 @@ def judge_lines(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[Rende
     return diagnose(request, gathered), lambda report: trace_show_view(request, gathered.facts)
 
 
-def judge_trace(command: str) -> Callable[[Told], tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]]:
+def judge_trace(
+    command: str, modules: tuple[str, str, str]
+) -> Callable[[Told], tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]]:
     def judge(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
         from importlib import import_module
 
@@ -238,11 +238,11 @@ def judge_trace(command: str) -> Callable[[Told], tuple[Report[Any], Callable[[A
         answers = Answers[Any](told=told.more)
         answers.rows, answers.refusals, answers.missing = told.reached
         answers.nodes = [NodeStacks(node.host, node.told, ()) for node in told.machines]
-        request = import_module(f"{folder}.model").Request(program="distdiag", cluster=CLUSTER, wanted=ALL)
-        chosen = ranks.choose(answers.nodes, ALL)
-        found = import_module(f"{folder}.diagnose").diagnose(request, answers, chosen)
-        view = getattr(import_module(f"{folder}.view"), f"trace_{command}_view")
-        return found, lambda report: view(report.data)
+        types, diagnose, view = (import_module(f"{folder}.{name}") for name in modules)
+        request = types.Request(program="distdiag", cluster=CLUSTER, wanted=ALL)
+        found = diagnose.diagnose(request, answers, ranks.choose(answers.nodes, ALL))
+        draw = getattr(view, f"trace_{command}_view")
+        return found, lambda report: draw(report.data)
 
     return judge
 
@@ -251,27 +251,27 @@ def readers() -> dict[str, Reader]:
     """List all that is read of nodes without ranks; imported late, as the program itself does."""
     from distdiag.commands.core_bt.collect import NodeCores
     from distdiag.commands.cuda_env.collect import Arrived, CudaFacts
-    from distdiag.commands.ports.collect import Found, Ports
+    from distdiag.commands.ports.collect import NodePorts, ScanBatch
     from distdiag.commands.trace.blocked import collect as blocked
     from distdiag.commands.trace.fds import collect as fds
     from distdiag.commands.trace.show.collect import NodeLines
     from distdiag.commands.trace.sys import collect as sys_
     from distdiag.jobs.collect import Watched
 
-    def trace(command: str, more: type[Any], *options: str) -> Reader:
+    def trace(command: str, more: type[Any], modules: tuple[str, str, str], *options: str) -> Reader:
         arguments = ("trace", command, "--rank", "0,1", *options)
-        return Reader(arguments=arguments, facts=Processes, more=more, judge=judge_trace(command))
+        return Reader(arguments=arguments, facts=Processes, more=more, judge=judge_trace(command, modules))
 
     return {
-        "ports": Reader(arguments=("ports",), facts=Ports, more=None, judge=judge_ports),
-        "ports-check": Reader(arguments=("ports", "127.0.0.1:1"), facts=Ports, more=Found, judge=judge_tried),
+        "ports": Reader(arguments=("ports",), facts=NodePorts, more=None, judge=judge_ports),
+        "ports-check": Reader(arguments=("ports", "127.0.0.1:1"), facts=NodePorts, more=ScanBatch, judge=judge_tried),
         "cuda-env": Reader(arguments=("cuda-env",), facts=Arrived, more=CudaFacts, judge=judge_cuda),
         "pyspy-all": Reader(arguments=("pyspy-all",), facts=Processes, more=Watched, judge=judge_stacks),
         "core-bt": Reader(arguments=("core-bt", "{core}"), facts=NodeCores, more=NodeCores, judge=judge_cores),
         "show": Reader(arguments=("trace", "show", "{lines}"), facts=NodeLines, more=NodeLines, judge=judge_lines),
-        "blocked": trace("blocked", blocked.Told),
-        "fds": trace("fds", fds.Told),
-        "sys": trace("sys", sys_.Told, "--for", "1"),
+        "blocked": trace("blocked", blocked.Reply, ("types", "diagnose", "view")),
+        "fds": trace("fds", fds.Reply, ("command", "command", "command")),
+        "sys": trace("sys", sys_.Reply, ("types", "diagnose", "view"), "--for", "1"),
     }
 
 
@@ -363,18 +363,18 @@ def test_a_node_that_lies_costs_its_own_row(name: str, recorder: Recorder) -> No
 def run_ranks(command: str, streams: dict[str, bytes]) -> None:
     """Judge a run of ranks of which half are on a node that lies."""
     from distdiag.commands.allreduce_bench.check import job_of as bench
-    from distdiag.commands.allreduce_bench.model import Request as BenchRequest
+    from distdiag.commands.allreduce_bench.types import Request as BenchRequest
     from distdiag.commands.allreduce_bench.view import bench_view
     from distdiag.commands.gpu_test.check import job_of as gpu_test
     from distdiag.commands.gpu_test.isolate.check import job_of as isolate
-    from distdiag.commands.gpu_test.isolate.model import Request as IsolateRequest
+    from distdiag.commands.gpu_test.isolate.types import Request as IsolateRequest
     from distdiag.commands.gpu_test.isolate.view import isolate_view
-    from distdiag.commands.gpu_test.model import Request as GpuTestRequest
+    from distdiag.commands.gpu_test.types import Request as GpuTestRequest
     from distdiag.commands.gpu_test.view import gpu_test_view
     from distdiag.report import Finding
-    from distdiag.workload.facts import NodeFacts
     from distdiag.workload.plan import make_plan
     from distdiag.workload.record import Course, Place, Scene
+    from distdiag.workload.types import NodeFacts
 
     sizes = (1024, 2048, 4096)
     jobs: dict[str, Callable[[], Any]] = {
@@ -412,9 +412,9 @@ def specs_of(first: int, count: int) -> list[launch.RankSpec]:
     ]
 
 
-def meeting_of(fleet: Fleet) -> Meeting:
-    """Put together what the nodes said of the ways between them."""
-    found = Meeting(head=LIAR, hosts={name: name for name in fleet.nodes}, address="10.0.0.1", port=29500)
+def meeting_of(fleet: Fleet) -> RendezvousTest:
+    """Put together what the nodes said of the paths between them."""
+    found = RendezvousTest(head=LIAR, hosts={name: name for name in fleet.nodes}, address="10.0.0.1", port=29500)
     for node, record in fleet._pending:
         if isinstance(record, records.ReachListening):
             found.networks[node.name] = record.network
@@ -423,7 +423,7 @@ def meeting_of(fleet: Fleet) -> Meeting:
         elif isinstance(record, records.ReachProbe):
             purpose = record.probe.key.partition(" ")[0]
             other = GOOD if node.name == LIAR else LIAR
-            found.paths.append(Path_(source=node.name, target=other, purpose=purpose, probe=record.probe))
+            found.paths.append(NetworkPath(source=node.name, target=other, purpose=purpose, probe=record.probe))
     return found
 
 

@@ -1,4 +1,4 @@
-"""pyspy-all on real jobs that hang, each in one named way: exactly the right ranks are odd, in the right words."""
+"""pyspy-all on real jobs that hang, each in one named way: exactly the right ranks are named, in the right words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs import Job, odd, states
+from jobs import Job, outliers, states
 from support import PROGRAM, distdiag
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ def test_the_rank_that_is_not_in_the_collective_is_named_with_its_line(tmp_path:
         page, kept = tmp_path / "page.html", tmp_path / "kept"
         result = job.look(*SOON, "--save", str(kept), "--html", str(page), "--groups", "tp=0-1/2-3")
         assert result.code == 1
-        assert odd(result) == [([2], "load_batch")]
+        assert outliers(result) == [([2], "load_batch")]
         assert groups(result) == {(2,): "data loading", (0, 1, 3): "communication wait"}
-        found = result.findings["odd-rank"]
+        found = result.findings["stuck-rank"]
         assert found["where"] == {"hosts": [os.uname().nodename.partition(".")[0]], "ranks": [2], "pids": [pids[2]]}
         assert f"pid {pids[2]}) is not in the collective: `load_batch` hangs_in_load_batch.py:" in found["title"]
         assert "sleeping; ranks 0-1,3 wait in `all_reduce` called from `train_step`" in found["title"]
@@ -52,15 +52,15 @@ def test_the_rank_that_is_not_in_the_collective_is_named_with_its_line(tmp_path:
         assert not any("hunter2" in text or "password" in text for text in texts)
         assert_same_from_py_spy(tmp_path, pids)
 
-        # A person reads the odd one first, and the sentence last.
+        # A person reads the stuck one first, and the sentence last.
         shown = distdiag("pyspy-all", "--job", job.name, *SOON).out.splitlines()
         assert shown[0] == "distdiag pyspy-all: FAIL"
         assert (
             next(line for line in shown if line.startswith("rank"))
-            == "rank 2: data loading, not moving, step 3  <- odd"
+            == "rank 2: data loading, not moving, step 3  <- stuck"
         )
         native = job.look("--samples", "1", "--native", "--timeout", "60")
-        assert odd(native)[0][0] == [2]
+        assert outliers(native)[0][0] == [2]
         frames = next(one["frames"] for one in native.report["data"]["groups"] if 0 in one["ranks"])
         assert any("Work::wait" in frame["function"] for frame in frames)
         assert states(pids) == before
@@ -81,7 +81,7 @@ def assert_same_from_py_spy(folder: Path, pids: list[int]) -> None:
     one_file.write_text("\n".join(labelled))
     for place in (folder / "text", folder / "json", one_file):
         result = distdiag("pyspy-all", "--json", "--from", str(place))
-        assert (result.code, odd(result)) == (1, [([2], "load_batch")]), result.out
+        assert (result.code, outliers(result)) == (1, [([2], "load_batch")]), result.out
         assert "ranks 0-1,3 wait in `all_reduce`" in result.report["summary"]
 
 
@@ -91,7 +91,7 @@ def test_a_rank_that_left_is_named_though_a_child_of_it_lives_on() -> None:
         job.wait_ended(1)
         result = job.look(*SOON)
         assert result.code == 1
-        assert [(one["ranks"], one["class"]) for one in result.report["data"]["odd"]] == [([1], "exited")]
+        assert [(one["ranks"], one["class"]) for one in result.report["data"]["outliers"]] == [([1], "exited")]
         assert "it has ended; what it had started lives on" in result.findings["exited"]["title"]
         assert "ranks 0,2-3 wait in `all_reduce`" in result.report["summary"]
 
@@ -101,7 +101,7 @@ def test_ranks_in_another_collective_are_named() -> None:
         job.wait_still()
         result = job.look(*SOON)
         assert result.code == 1
-        assert odd(result) == [([2], "log_metrics")]
+        assert outliers(result) == [([2], "log_metrics")]
         assert "rank 2 (" in result.report["summary"]
         assert "in `barrier` called from `log_metrics`" in result.report["summary"]
         assert "ranks 0-1,3 wait in `all_reduce` called from `train_step`" in result.report["summary"]
@@ -115,11 +115,11 @@ def test_where_all_wait_at_one_line_the_loop_counters_tell() -> None:
         job.wait_still()
         equal.wait_still()
         result = job.look(*SOON)
-        assert (result.code, odd(result)) == (1, [([2], "train")])
+        assert (result.code, outliers(result)) == (1, [([2], "train")])
         assert "is behind: step 1, ranks 0-1,3 step 2" in result.findings["least-progress"]["title"]
         # With equal counters nobody is blamed, and what would decide is said.
         result = equal.look(*SOON)
-        assert (result.code, odd(result), result.report["verdict"]) == (3, [], "unknown")
+        assert (result.code, outliers(result), result.report["verdict"]) == (3, [], "unknown")
         found = result.findings["all-waiting"]
         assert found["title"].startswith("stacks cannot decide")
         assert "flight recorder" in found["detail"]
@@ -131,8 +131,8 @@ def test_pipeline_stages_stand_at_different_places_rightly() -> None:
     with job:
         job.wait_still()
         result = job.look(*SOON)
-        assert (result.code, odd(result)) == (1, [([2], "save_state")])
-        assert result.report["data"]["odd"][0]["class"] == "checkpoint"
+        assert (result.code, outliers(result)) == (1, [([2], "save_state")])
+        assert result.report["data"]["outliers"][0]["class"] == "checkpoint"
         assert f"opens {job.folder}/full" in result.report["summary"]
         assert groups(result) == {
             (2,): "checkpoint",
@@ -146,5 +146,5 @@ def test_ranks_in_backward_wait_there_for_the_one_that_is_not() -> None:
     with Job("waits_in_backward", 2, forked=True) as job:
         job.wait_still()
         result = job.look(*SOON)
-        assert (result.code, odd(result)) == (1, [([1], "validate")])
+        assert (result.code, outliers(result)) == (1, [([1], "validate")])
         assert "rank 0 waits inside `backward` called from `train`" in result.report["summary"]

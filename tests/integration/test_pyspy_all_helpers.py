@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from jobs import Job, free_port, odd
+from jobs import Job, free_port, outliers
 from support import distdiag, need, wait_until
 
 SOON = ("--interval", "0.3")
@@ -20,7 +20,7 @@ def test_a_stuck_dataloader_worker_is_named_under_its_rank() -> None:
         with job:
             job.wait_still()
             result = job.look(*SOON)
-            assert (result.code, odd(result)) == (1, [([size - 1], "train")])
+            assert (result.code, outliers(result)) == (1, [([size - 1], "train")])
             rows = result.report["data"]["processes"]
             assert [row["rank"] for row in rows if row["role"] == "rank"] == list(range(size))
             workers = {row["pid"]: row for row in rows if row["role"] == "helper"}
@@ -42,7 +42,7 @@ def test_no_rank_is_invented_for_spawned_processes() -> None:
         rows = [row for row in result.report["data"]["processes"] if row["role"] == "rank"]
         assert [row["rank"] for row in rows] == [None] * 3
         assert result.code == 1
-        (one,) = result.report["data"]["odd"]
+        (one,) = result.report["data"]["outliers"]
         assert (one["ranks"], one["frame"]["function"], len(one["pids"])) == ([], "work", 1)
         assert f"pid {one['pids'][0]}" in result.report["summary"]
 
@@ -61,8 +61,8 @@ def test_rank_0_that_started_the_others_is_found_though_nothing_names_it(how: st
         rows = {row["rank"]: row["pid"] for row in result.report["data"]["processes"] if row["role"] == "rank"}
         assert sorted(rows) == [0, 1, 2]
         assert rows[0] == job.pid(0)
-        assert odd(result) == [([0], "load_batch")]
-        assert [one["id"] for one in result.report["findings"]] == ["pyspy-all.odd-rank", "pyspy-all.rank-deduced"]
+        assert outliers(result) == [([0], "load_batch")]
+        assert [one["id"] for one in result.report["findings"]] == ["pyspy-all.stuck-rank", "pyspy-all.rank-deduced"]
 
 
 def test_who_has_the_store_and_started_all_ranks_is_none_of_them() -> None:
@@ -75,7 +75,7 @@ def test_who_has_the_store_and_started_all_ranks_is_none_of_them() -> None:
         rows = {row["rank"]: row["pid"] for row in result.report["data"]["processes"] if row["role"] == "rank"}
         assert sorted(rows) == [0, 1, 2]
         assert job.pid(0) not in rows.values()
-        assert odd(result) == [([0], "load_batch")]
+        assert outliers(result) == [([0], "load_batch")]
 
 
 def test_two_jobs_at_once_are_told_apart_and_a_healthy_one_is_not_hung() -> None:
@@ -86,9 +86,9 @@ def test_two_jobs_at_once_are_told_apart_and_a_healthy_one_is_not_hung() -> None
         mine = {one["job"]: one for one in both.report["data"]["jobs"]}
         assert {hung.name, well.name} <= set(mine)
         assert [mine[job.name]["ranks"] for job in (hung, well)] == [3, 2]
-        assert ([2], "load_batch") in odd(both)
+        assert ([2], "load_batch") in outliers(both)
         healthy = well.look()  # not so soon: on a busy machine a rank may not run for 0.3 s
-        assert (healthy.code, healthy.report["verdict"], odd(healthy)) == (0, "ok", [])
+        assert (healthy.code, healthy.report["verdict"], outliers(healthy)) == (0, "ok", [])
         assert healthy.report["findings"][0]["id"] == "pyspy-all.not-hung"
         assert json.loads(healthy.out)["data"]["jobs"][0]["world_size"] == 2
 

@@ -9,7 +9,7 @@ import pytest
 from cluster import Network, need_network
 from cluster_slurm import Slurm, need_slurm
 from cluster_ssh import SSHD, serve_ssh
-from jobs import PROGRAMS, odd, wait_still
+from jobs import PROGRAMS, outliers, wait_still
 from support import distdiag, need, wait_until
 
 if TYPE_CHECKING:
@@ -39,16 +39,16 @@ def test_a_job_on_three_nodes_over_ssh(tmp_path: Path) -> None:
         wait_ready(tmp_path, 3)
         wrap, env = tuple(network.client.command()), network.client_env()
         result = distdiag("pyspy-all", "--json", "--hosts", network.hosts, *SOON, wrap=wrap, env=env)
-        assert (result.code, odd(result)) == (1, [([2], "load_batch")]), result.out + result.err
-        assert result.findings["odd-rank"]["where"]["hosts"] == ["node3"]
+        assert (result.code, outliers(result)) == (1, [([2], "load_batch")]), result.out + result.err
+        assert result.findings["stuck-rank"]["where"]["hosts"] == ["node3"]
         assert [(row["rank"], row["host"]) for row in result.report["data"]["processes"]] == [
             (0, "node1"),
             (1, "node2"),
             (2, "node3"),
         ]
-        # Without the odd one's node the ranks that wait are no proof against anybody.
+        # Without the stuck one's node the ranks that wait are no proof against anybody.
         part = distdiag("pyspy-all", "--json", "--hosts", "node1,node2", *SOON, wrap=wrap, env=env)
-        assert (part.code, odd(part)) == (3, [])
+        assert (part.code, outliers(part)) == (3, [])
         assert "rank 2 of 3 was not seen on node[1-2]" in part.findings["exited"]["title"]
 
 
@@ -69,7 +69,7 @@ def test_a_slurm_job_from_outside(tmp_path: Path) -> None:
         wait_ready(tmp_path, 3)
         wrap, env = tuple(slurm.client.command()), {**slurm.network.client_env(), **slurm.env()}
         result = distdiag("pyspy-all", "--json", "--slurm-job", str(job), *SOON, wrap=wrap, env=env)
-        assert (result.code, odd(result)) == (1, [([2], "load_batch")]), result.out + result.err
+        assert (result.code, outliers(result)) == (1, [([2], "load_batch")]), result.out + result.err
         assert result.report["data"]["jobs"][0]["launcher"] in ("srun", "environment")
         assert "ranks 0-1 wait in `all_reduce`" in result.report["summary"]
 

@@ -15,7 +15,7 @@ from selenium.webdriver.common.keys import Keys
 from support import need, wait_until
 from unit.test_pyspy_all_page import HOSTILE, hostile_job, hung_job, large_job, process, report, stack
 
-from distdiag.commands.pyspy_all.page import make_page
+from distdiag.commands.pyspy_all.html_report import make_page
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -121,22 +121,22 @@ def page(browser: webdriver.Chrome, tmp_path: Path) -> Iterator[Page]:
     assert page.complaints() == []
 
 
-def test_the_verdict_comes_first_then_the_finding_the_odd_rank_the_tree_and_the_processes(page: Page) -> None:
+def test_the_verdict_comes_first_then_the_finding_the_outlier_the_tree_and_the_processes(page: Page) -> None:
     page.open(hung_job())
     lines = page.lines()
     assert lines[:2] == ["distdiag pyspy-all: FAIL", "rank 2 is not where the others are"]
-    wanted = ("FAIL pyspy-all.odd-rank", "ODD rank 2, host node0", "train, torchrun, 8 of 8 ranks", "Processes")
+    wanted = ("FAIL pyspy-all.stuck-rank", "STUCK rank 2, host node0", "train, torchrun, 8 of 8 ranks", "Processes")
     found = [next(at for at, line in enumerate(lines) if line.startswith(start)) for start in wanted]
     assert found == sorted(found)
 
 
-def test_the_tree_parts_where_the_ranks_part_and_says_in_words_who_is_odd(page: Page) -> None:
+def test_the_tree_parts_where_the_ranks_part_and_says_in_words_who_is_stuck(page: Page) -> None:
     page.open(hung_job())
-    whole, odd, others = page.texts("summary")
+    whole, stuck, others = page.texts("summary")
     assert whole.startswith("<module> (/home/me/train.py:30) ranks 0-7 (8)")
-    assert whole.endswith("ODD inside: rank 2")
-    assert "__next__" in odd
-    assert odd.endswith("rank 2 (1) data loading, not moving ODD")
+    assert whole.endswith("STUCK inside: rank 2")
+    assert "__next__" in stuck
+    assert stuck.endswith("rank 2 (1) data loading, not moving STUCK")
     assert others == "train_step (/home/me/train.py:44) ranks 0-1,3-7 (7) communication wait, not moving"
     assert page.texts(".inside > ol")[0].splitlines() == [
         "main (/home/me/train.py:20)",
@@ -198,7 +198,7 @@ def test_the_filter_shows_only_branches_that_match(page: Page) -> None:
     page.filter("3-4")
     whole, branch = page.texts("summary")
     assert "ranks 3-4 (2 of 8)" in whole
-    assert "ODD" not in whole
+    assert "STUCK" not in whole
     assert branch.startswith("train_step (/home/me/train.py:44) ranks 3-4 (2 of 7)")
     page.filter("77")
     assert page.text("#tree") == "No branch matches the filter."
@@ -214,10 +214,10 @@ def test_wrong_input_is_said_and_filters_nothing(page: Page) -> None:
     assert (page.text("#message"), page.wrong()) == ("", "false")
 
 
-def test_an_odd_rank_can_be_shown_and_the_filter_cleared(page: Page) -> None:
+def test_an_outlier_can_be_shown_and_the_filter_cleared(page: Page) -> None:
     page.open(hung_job())
-    page.click("#odd button")
-    assert page.texts("#rows td:first-child") == ["2 ODD"]
+    page.click("#outliers button")
+    assert page.texts("#rows td:first-child") == ["2 STUCK"]
     page.click("#clear")
     assert len(page.ranks()) == 10
     assert page.browser.switch_to.active_element.get_attribute("id") == "filter"
@@ -312,11 +312,11 @@ def test_a_job_of_16384_ranks_loads_and_filters_without_an_element_for_each_rank
 
 
 def test_thousands_of_branches_come_in_parts(page: Page) -> None:
-    page.open(report([[process(rank, "running", stack(rank))] for rank in range(2000)], odd=1500))
+    page.open(report([[process(rank, "running", stack(rank))] for rank in range(2000)], outlier=1500))
     page.click("summary")
     page.click("summary")
     assert len(page.texts("summary")) == 41
-    assert page.texts("summary")[1].endswith("ODD")
+    assert page.texts("summary")[1].endswith("STUCK")
     page.click("#tree button")
     assert len(page.texts("summary")) == 81
     assert page.text("#tree button") == "Show 40 of 1920 more branches"
@@ -329,7 +329,7 @@ def test_dark_and_light_have_enough_contrast(page: Page) -> None:
         page.browser.execute_cdp_cmd(
             "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
         )
-        for selector in ("#summary", "#facts", "#verdict .fail", "#tree .odd", "#tree .library", "button"):
+        for selector in ("#summary", "#facts", "#verdict .fail", "#tree .outlier", "#tree .library", "button"):
             ink = page.browser.find_element(By.CSS_SELECTOR, selector).value_of_css_property("color")
             paper = page.browser.find_element(By.TAG_NAME, "body").value_of_css_property("background-color")
             assert contrast(ink, paper) >= 4.5, (scheme, selector)

@@ -50,8 +50,8 @@ def test_stopped_blocked_traced_dead_and_foreign_ranks_are_reported_in_time_and_
     assert [rows[rank]["state"] for rank in range(6)] == ["T", "D", "S", "Z", "S", "S"]
     assert "strace" in rows[2]["reason"]
     assert all(rows[rank]["threads"][0]["frames"] for rank in (0, 1, 2, 4))
-    assert {tuple(one["ranks"]) for one in result.report["data"]["odd"]} == {(0,), (3,)}
-    assert result.findings["odd-rank"]["fix"]["commands"] == [f"kill -CONT {job.pid(0)}"]
+    assert {tuple(one["ranks"]) for one in result.report["data"]["outliers"]} == {(0,), (3,)}
+    assert result.findings["stuck-rank"]["fix"]["commands"] == [f"kill -CONT {job.pid(0)}"]
     assert result.findings["unreadable"]["where"]["ranks"] == [5]
 
 
@@ -161,7 +161,7 @@ def test_a_rank_whose_cgroup_is_frozen_is_named_with_what_lets_it_go_on(freezer:
             blocked = distdiag("trace", "blocked", "--json", "--job", job.name)
         finally:
             _freeze(freezer, is_frozen=False)
-    found = result.findings["odd-rank"]
+    found = result.findings["stuck-rank"]
     assert (result.code, found["where"]["ranks"]) == (1, [1])
     assert "its cgroup is frozen" in found["title"]
     assert "kill -CONT" not in str(found["fix"])

@@ -16,7 +16,7 @@ from pathlib import Path
 from distdiag.cluster.access import Agent, open_fleet
 from distdiag.cluster.reached import host_findings
 from distdiag.cluster.targets import Cluster, find_targets
-from distdiag.workload.facts import NodeFacts
+from distdiag.workload.types import NodeFacts
 
 
 def largest_rss_mib() -> int:

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from distdiag.commands.allreduce_bench.baseline import read
-from distdiag.commands.allreduce_bench.earlier import Baseline, Earlier
+from distdiag.commands.allreduce_bench.earlier import Baseline, Earlier, read
 from distdiag.errors import UsageError
 
 RECORDED = sorted(

@@ -6,14 +6,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import typer
 from support import distdiag
 
+from distdiag import cli
 from distdiag.deliver import Output, deliver
 from distdiag.errors import DistdiagError
 from distdiag.report import Finding, Fix, Level, Report, Verdict, Where
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def report_with(*levels: Level, interrupted: bool = False) -> Report[None]:
@@ -160,3 +165,22 @@ def test_no_project_file_breaks_the_import_rules() -> None:
         [program], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False, timeout=60
     )
     assert done.returncode == 0, done.stdout
+
+
+def leaves(subs: tuple[cli.Sub, ...], *above: str) -> Iterator[tuple[str, ...]]:
+    for sub in subs:
+        if sub.home:
+            yield (*above, sub.name)
+        yield from leaves(sub.below, *above, sub.name)
+
+
+@pytest.mark.parametrize("path", list(leaves(cli._SUBCOMMANDS)), ids=" ".join)
+def test_every_subcommand_is_loaded_by_its_name_and_says_json_in_the_same_way(path: tuple[str, ...]) -> None:
+    result = distdiag(*path, "--help")
+    assert result.code == 0
+    assert result.out.startswith(f"Usage: distdiag {' '.join(path)} ")
+    sub = next(sub for sub in cli._SUBCOMMANDS if sub.name == path[0])
+    if len(path) == 2:
+        sub = next(below for below in sub.below if below.name == path[1])
+    named = {option: parameter.name for parameter in cli._load(sub, ()).params for option in parameter.opts}
+    assert named.get("--json", "as_json") == "as_json"

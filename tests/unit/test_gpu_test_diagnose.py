@@ -12,16 +12,15 @@ from distdiag.cluster.hosts import fold_ranks, name_ranks
 from distdiag.cluster.launch import Outcome, Trace
 from distdiag.cluster.records import Ending, Event, Inspection, Payload
 from distdiag.commands.gpu_test.diagnose import diagnose
-from distdiag.commands.gpu_test.model import Request
+from distdiag.commands.gpu_test.types import Request
 from distdiag.errors import UsageError
 from distdiag.options import parse_size
 from distdiag.report import Finding
-from distdiag.workload.facts import Gpus, NodeFacts
 from distdiag.workload.findings import covers
-from distdiag.workload.model import Backend, Device
 from distdiag.workload.plan import make_plan
 from distdiag.workload.record import Course, Place, Plan, Scene
 from distdiag.workload.surroundings import hangs, nodes_that_differ
+from distdiag.workload.types import Backend, Device, Gpus, NodeFacts
 from distdiag.workload.words import amount
 
 

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from distdiag.commands.gpu_test.isolate.classify import classify
-from distdiag.commands.gpu_test.isolate.coordinator import Coordinator
-from distdiag.commands.gpu_test.isolate.pairs import Classification, Kind, Pair, PairStatus
-from distdiag.commands.gpu_test.isolate.rounds import rounds
+from distdiag.commands.gpu_test.isolate.coordinator import Coordinator, rounds
 from distdiag.commands.gpu_test.isolate.slowness import by_chance
+from distdiag.commands.gpu_test.isolate.types import Classification, Kind, Pair, PairStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

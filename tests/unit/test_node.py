@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support import wait_until
 
-from distdiag.cluster import bundle
+from distdiag.cluster import bootstrap, bundle
 from distdiag.node import boot, machine, procs, rendezvous, run, stacks, wire
 from distdiag.node.identity import Identity, identify
 
@@ -231,7 +231,7 @@ def test_a_stack_is_read_and_the_process_left_as_it_was() -> None:
         assert process.stdout.readline() == b"ready\n"
         os.kill(process.pid, signal.SIGSTOP)
         wait_until(lambda: machine.process_state(process.pid).letter == "T", 5, lambda: "it does not stop")
-        stack = stacks.dump(process.pid, timeout_s=5)
+        stack = stacks.main_stacks([process.pid], timeout_s=5)[process.pid]
         assert stack.frames[0].startswith("wait_for_data"), stack
         assert machine.process_state(process.pid).letter == "T"
     finally:
@@ -241,7 +241,7 @@ def test_a_stack_is_read_and_the_process_left_as_it_was() -> None:
 def test_a_process_that_is_gone_has_a_reason_instead_of_a_stack() -> None:
     process = run.start(["true"])
     process.wait(5)
-    stack = stacks.dump(process.pid, timeout_s=5)
+    stack = stacks.main_stacks([process.pid], timeout_s=5)[process.pid]
     run.end_group(process)
     assert stack.frames == ()
     assert stack.error
@@ -264,11 +264,9 @@ def test_the_node_side_runs_where_nothing_is_installed(python: str, tmp_path: Pa
         pytest.skip(f"{python} does not run")
     (tmp_path / "json.py").write_text("raise ImportError('a stray file of the working directory')")
     collect = "distdiag.workload.collect"
-    sources, entry = bundle.sources(collect), "distdiag.node.agent"
-    # Compiled for the Python of this test, which another Python may not take.
-    payload = boot.pack(sources, entry, _order(collect), compiled=bundle.first(sources, entry, collect))
+    payload = boot.pack(bundle.sources(bundle.AGENT, collect), bundle.AGENT, _order(collect))
     agent = subprocess.Popen(
-        [python, "-S", "-c", boot.START, str(len(payload)), "distdiag-agent"],
+        [python, "-S", "-c", bootstrap.AGENT_START, str(len(payload)), "distdiag-agent"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

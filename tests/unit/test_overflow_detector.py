@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from distdiag import DebugUnderflowOverflow, OverflowDetected, detect_overflow
-from distdiag.training.overflow import numbers
+from distdiag.training.overflow import extrema
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -670,16 +670,16 @@ def test_data_parallel_and_wrong_arguments_are_refused() -> None:
 )
 def test_views_have_the_numbers_of_their_contiguous_copies(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = view(torch.randn(50, 30))
-    read = numbers.start(x)
+    read = extrema.start(x)
     assert not isinstance(read, str)
-    least, greatest = numbers.fetch(read[1])
+    least, greatest = extrema.fetch(read[1])
     assert (least, greatest) == (float(x.min()), float(x.max()))
-    assert numbers.abs_min(read[0]) == float(x.abs().min())
+    assert extrema.abs_min(read[0]) == float(x.abs().min())
 
 
 def test_reading_an_expanded_tensor_allocates_nothing_of_its_size() -> None:
     x = torch.randn(1, 1000).expand(1000, 1000)
-    read = numbers.readable(x)
+    read = extrema.readable(x)
     assert isinstance(read, torch.Tensor)
     assert read.numel() == 1000
 

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
+from msgspec import structs
 
-from distdiag.commands.overflow.show.choose import choose, columns, table_of
 from distdiag.commands.overflow.show.command import parse_batches
-from distdiag.commands.overflow.show.compare import compare
 from distdiag.commands.overflow.show.diagnose import diagnose
-from distdiag.commands.overflow.show.diverge import What, beside
-from distdiag.commands.overflow.show.growth import chain_of
-from distdiag.commands.overflow.show.kept import INPUT, Call, Forward, Given, Place, Recording, Row, Side, Spec
-from distdiag.commands.overflow.show.model import Request
-from distdiag.commands.overflow.show.read import NotFrames, Reader
-from distdiag.commands.overflow.show.records import Detection
+from distdiag.commands.overflow.show.divergence import Mismatch, compare_forwards
+from distdiag.commands.overflow.show.growth import growth_of
+from distdiag.commands.overflow.show.recording import (
+    INPUT,
+    Call,
+    Detection,
+    Forward,
+    ForwardId,
+    Given,
+    NotFrames,
+    Reader,
+    Recording,
+    row_of,
+)
+from distdiag.commands.overflow.show.selection import Request, rows_that_matter, select
 from distdiag.errors import UsageError
 from distdiag.report import Level
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from distdiag.commands.overflow.show.result import OverflowShow
+    from distdiag.commands.overflow.show.diagnose import OverflowShow
     from distdiag.report import Report
 
 HIDDEN = (2, 8)
@@ -32,25 +40,32 @@ REQUEST = Request(paths=("f.jsonl",))
 HEAD = {"kind": "head", "schema": "distdiag-frames/1", "model": "T5", "rank": 1, "host": "node07"}
 
 
-def out(most: float | None, *, least: float | None = 0.01, dtype: str = "float16", text: str = "") -> Row:
-    return Row(Place("", "", "output"), Spec.of(dtype, None if text else HIDDEN, text), least, most)
+class Out(NamedTuple):
+    """An output, as a file has it."""
+
+    most: float | str | None
+    least: float | str | None = 0.01
+    dtype: str = "float16"
+    text: str = ""
+    shape: tuple[int, ...] | None = HIDDEN
 
 
-def call(number: int, module: str, given: float | None, row: Row | float, *, least: float = 0.01) -> Call:
-    row = row if isinstance(row, Row) else out(row)
-    size = math.prod(HIDDEN)
-    row = row._replace(place=Place(module, module.rpartition(".")[2].title() or "Model", "output"))
-    return Call(number, None if given is None else Given(least, given, size, "float16"), (row,))
+def call(number: int, module: str, given: float | None, out: Out | float, *, least: float = 0.01) -> Call:
+    out = out if isinstance(out, Out) else Out(out)
+    went_in = None if given is None else Given(least, given, math.prod(HIDDEN), "float16")
+    names = (module, module.rpartition(".")[2].title() or "Model", "output")
+    about = (out.dtype, None if out.text else out.shape, out.text)
+    row = row_of(ForwardId("frames.jsonl", 0, 0), number, names, about, (out.least, out.most), went_in)
+    return Call(number, went_in, (row,))
 
 
 def forward(*calls: Call, batch: int = 0) -> Forward:
-    made = Forward(batch, 0)
-    for one in calls:
-        made.add(one)
-    return made
+    return Forward(ForwardId("frames-0.jsonl", 0, batch), list(calls))
 
 
 def recording(*forwards: Forward, rank: int | None = 0, detections: tuple[Detection, ...] = ()) -> Recording:
+    for one in forwards:
+        one.id.rank, one.id.path = rank, f"frames-{rank}.jsonl"
     return Recording(
         path=f"frames-{rank}.jsonl",
         model="T5",
@@ -62,8 +77,7 @@ def recording(*forwards: Forward, rank: int | None = 0, detections: tuple[Detect
 
 
 def judged(*recordings: Recording, request: Request = REQUEST) -> Report[OverflowShow]:
-    chosen = choose(request, recordings)
-    return diagnose(request, chosen, compare(request, chosen), {})
+    return diagnose(request, recordings, {})
 
 
 def model(wo: float = 62700.0, *, wi: float = 12.0, norm: float = 1.7) -> list[Call]:
@@ -106,47 +120,46 @@ def read(path: str, most_rows: int = 1000, batches: tuple[int, ...] = ()) -> lis
 
 
 def test_growth_begins_where_a_norm_made_the_numbers_small_and_ends_where_they_were_made() -> None:
-    chain = chain_of(model())
-    assert chain is not None
+    grown = growth_of(forward(*model()))
+    assert grown is not None
     # Not at the block and not at the model, which hand on what `wo` made.
-    assert [point.call.module for point in chain.points] == ["block.1.norm", "block.1.wi", "block.1.wo"]
-    assert chain.factor == pytest.approx(62700 / 1.7)
-    assert chain.end.share == pytest.approx(62700 / 65504)
+    assert [at.module for at in grown.through] == ["block.1.norm", "block.1.wi", "block.1.wo"]
+    assert grown.factor == pytest.approx(62700 / 1.7)
+    assert grown.share_of_limit == pytest.approx(62700 / 65504)
 
 
 def test_a_residual_stream_is_followed_through_blocks() -> None:
     blocks = [call(0, "emb", None, 0.5), call(1, "block.0", 0.5, 40.0), call(2, "block.1", 40.0, 3000.0)]
-    chain = chain_of([*blocks, call(3, "head", 3000.0, 2.0)])
-    assert chain is not None
-    assert [point.call.module for point in chain.points] == ["emb", "block.0", "block.1"]
-    assert chain.factor == 6000
+    grown = growth_of(forward(*[*blocks, call(3, "head", 3000.0, 2.0)]))
+    assert grown is not None
+    assert [at.module for at in grown.through] == ["emb", "block.0", "block.1"]
+    assert grown.factor == 6000
 
 
 def test_code_between_modules_is_gone_through_by_what_the_module_around_was_given() -> None:
     # The forward of ff multiplies what `wi` gave back: no output is what `drop` was given.
     calls = [call(0, "norm", None, 2.0), call(1, "ff.wi", 2.0, 1.5), call(2, "ff.drop", 37000.0, 40000.0)]
-    chain = chain_of([*calls, call(3, "ff", 2.0, 900.0)])
-    assert chain is not None
-    assert [(point.call.module, point.tensor) for point in chain.points] == [("norm", "output"), ("ff.drop", INPUT)]
+    grown = growth_of(forward(*[*calls, call(3, "ff", 2.0, 900.0)]))
+    assert grown is not None
+    assert [(at.module, at.tensor) for at in grown.through] == [("norm", "output"), ("ff.drop", INPUT)]
     # Without the frame of ff, as before a detection, it begins with what came in.
-    alone = chain_of(calls)
+    alone = growth_of(forward(*calls))
     assert alone is not None
-    assert [(point.call.module, point.most) for point in alone.points] == [("ff.drop", 37000.0)]
+    assert [(at.module, at.abs_max) for at in alone.through] == [("ff.drop", 37000.0)]
 
 
 def test_masks_whole_numbers_and_unknown_types_are_no_growth() -> None:
-    for row in (out(65504.0), out(63.0, dtype="int64"), out(5.0, dtype=""), out(math.inf), out(None, text="None")):
-        assert chain_of([call(0, "a", None, row)]) is None
-        assert call(0, "a", 1.0, row).growth(row) is None
-    assert call(0, "a", 0.0, 5.0).growth(out(5.0)) is None
+    for out in (Out(65504.0), Out(63.0, dtype="int64"), Out(5.0, dtype=""), Out("inf"), Out(None, text="None")):
+        assert growth_of(forward(call(0, "a", None, out))) is None
+        assert call(0, "a", 1.0, out).rows[0].growth is None
+    assert call(0, "a", 0.0, 5.0).rows[0].growth is None
 
 
 def test_the_nearest_to_its_own_limit_is_the_answer_and_not_the_greatest() -> None:
-    chain = chain_of(
-        [call(0, "a", 1.0, out(1e6, dtype="float32")), call(1, "b", 1.0, out(300.0, dtype="float8_e4m3fn"))]
-    )
-    assert chain is not None
-    assert (chain.end.call.module, round(chain.end.share, 2)) == ("b", 0.67)
+    near = [call(0, "a", 1.0, Out(1e6, dtype="float32")), call(1, "b", 1.0, Out(300.0, dtype="float8_e4m3fn"))]
+    grown = growth_of(forward(*near))
+    assert grown is not None
+    assert (grown.end.module, round(grown.share_of_limit, 2)) == ("b", 0.67)
 
 
 # Where two part
@@ -167,39 +180,39 @@ def test_two_ranks_part_at_the_first_module_whose_numbers_do() -> None:
 
 
 def test_the_smallest_number_tells_only_while_both_were_the_same() -> None:
-    def two(first: float, last: Row) -> Forward:
+    def two(first: float, last: Out) -> Forward:
         return forward(call(0, "a", 1.0, first), call(1, "b", first, last))
 
-    least, other = out(5.0, least=1e-3), out(5.0, least=0.4)
-    same = beside(two(2.0, least), two(2.0, other), 2.0, lambda _: True)
+    least, other = Out(5.0, least=1e-3), Out(5.0, least=0.4)
+    same = compare_forwards(REQUEST, two(2.0, least), two(2.0, other))
     assert same.first is not None
-    assert (same.first.of_least, same.first.a.place.module) == (True, "b")
-    assert beside(two(2.0, least), two(2.3, other), 2.0, lambda _: True).first is None
+    assert (same.first.of_least, same.first.a.module) == (True, "b")
+    assert compare_forwards(REQUEST, two(2.0, least), two(2.3, other)).first is None
     # In the first module it is chance, too.
-    assert beside(two(2.0, least), two(2.0, least), 2.0, lambda _: True).first is None
-    chance = beside(forward(call(0, "a", None, least)), forward(call(0, "a", None, other)), 2.0, lambda _: True)
+    assert compare_forwards(REQUEST, two(2.0, least), two(2.0, least)).first is None
+    chance = compare_forwards(REQUEST, forward(call(0, "a", None, least)), forward(call(0, "a", None, other)))
     assert chance.first is None
 
 
 def test_other_lengths_are_told_apart_from_other_numbers() -> None:
-    longer = [one._replace(rows=(one.rows[0]._replace(spec=Spec.of("float16", (2, 9))),)) for one in model()]
-    found = beside(forward(*model(2.0)), forward(*longer), 2.0, lambda _: True)
+    longer = [one._replace(rows=(structs.replace(one.rows[0], shape=(2, 9)),)) for one in model()]
+    found = compare_forwards(REQUEST, forward(*model(2.0)), forward(*longer))
     assert found.first is not None
     assert found.in_numbers is not None
-    assert (found.first.what, found.first.a.place.module) == (What.SHAPE, "emb")
-    assert (found.in_numbers.what, found.in_numbers.a.place.module) == (What.NUMBERS, "block.1.wo")
+    assert (found.first.what, found.first.a.module) == (Mismatch.SHAPE, "emb")
+    assert (found.in_numbers.what, found.in_numbers.a.module) == (Mismatch.NUMBERS, "block.1.wo")
 
 
 @pytest.mark.parametrize(
     ("other", "what", "level"),
     [
-        (out(math.nan, least=math.nan), What.NOT_FINITE, Level.WARN),
-        (out(3.4, dtype="bfloat16"), What.DTYPE, Level.WARN),
-        (out(None, text="None"), What.KIND, Level.WARN),
-        (out(0.0, least=0.0), What.NUMBERS, Level.INFO),
+        (Out("nan", least="nan"), Mismatch.NOT_FINITE, Level.WARN),
+        (Out(3.4, dtype="bfloat16"), Mismatch.DTYPE, Level.WARN),
+        (Out(None, text="None"), Mismatch.KIND, Level.WARN),
+        (Out(0.0, least=0.0), Mismatch.NUMBERS, Level.INFO),
     ],
 )
-def test_what_other_data_cannot_explain_is_a_warning(other: Row, what: What, level: Level) -> None:
+def test_what_other_data_cannot_explain_is_a_warning(other: Out, what: Mismatch, level: Level) -> None:
     report = judged(recording(forward(call(0, "a", None, 3.4))), recording(forward(call(0, "a", None, other)), rank=1))
     assert report.data.divergence is not None
     assert report.data.divergence.first is not None
@@ -212,8 +225,8 @@ def test_what_other_data_cannot_explain_is_a_warning(other: Row, what: What, lev
 def test_calls_are_matched_by_name_where_the_order_differs_and_those_of_one_side_are_told() -> None:
     a = forward(call(0, "a", 1.0, 1.0), call(1, "b", 1.0, 1.0), call(2, "b", 1.0, 9.0), call(3, "", 1.0, 9.0))
     b = forward(call(0, "a", 1.0, 1.0), call(1, "c", 1.0, 1.0), call(2, "b", 1.0, 1.0), call(3, "", 1.0, 9.0))
-    found = beside(a, b, 2.0, lambda _: True)
-    assert [(pair.a.number, pair.b.number) for pair in found.pairs] == [(0, 0), (1, 2), (3, 3)]
+    found = compare_forwards(REQUEST, a, b)
+    assert [(a.number, b.number) for a, b in found.around] == [(0, 0), (1, 2), (3, 3)]
     assert [one.number for one in found.only_a] == [2]
     assert [one.module for one in found.only_b] == ["c"]
 
@@ -221,8 +234,8 @@ def test_calls_are_matched_by_name_where_the_order_differs_and_those_of_one_side
 def test_frames_that_were_not_kept_are_not_missing() -> None:
     whole = model()
     window = forward(*whole[4:6])
-    found = beside(forward(*whole), window, 2.0, lambda _: True)
-    assert (found.first, len(found.pairs), found.only_a, found.only_b) == (None, 2, (), ())
+    found = compare_forwards(REQUEST, forward(*whole), window)
+    assert (found.first, found.compared, found.only_a, found.only_b) == (None, 2, (), ())
 
 
 def test_two_files_are_compared_in_the_first_batch_where_they_part() -> None:
@@ -275,19 +288,20 @@ def test_what_may_lack_the_detection_is_unknown_and_never_fine() -> None:
 def test_many_rows_are_folded_to_those_that_matter() -> None:
     calls = [call(number, f"layer.{number}", 2.0, 2.0) for number in range(300)]
     calls[150] = call(150, "layer.150", 2.0, 60000.0)
-    calls[200] = call(200, "layer.200", 2.0, out(math.inf, least=0.0))
-    side = Side(recording(), forward(*calls))
-    lines = table_of(REQUEST, side, chain_of(calls))
-    modules = [one.call.module if one.call is not None else one.skipped for one in lines]
-    assert modules == ["layer.0", 148, "layer.149", "layer.150", 49, "layer.200", 98, "layer.299"]
-    assert len(table_of(Request(paths=("f",), everything=True), side, None)) == 300
-    assert len(table_of(Request(paths=("f",), module="*.15?"), side, None)) == 10
+    calls[200] = call(200, "layer.200", 2.0, Out("inf", least=0.0))
+    one = forward(*calls)
+    modules = [row.module for row in rows_that_matter(REQUEST, one, growth_of(one))]
+    assert modules == ["layer.0", "layer.149", "layer.150", "layer.200", "layer.299"]
+    assert len(rows_that_matter(Request(paths=("f",), everything=True), one, None)) == 300
+    assert len(rows_that_matter(Request(paths=("f",), module="*.15?"), one, None)) == 10
 
 
-def test_of_many_batches_the_first_the_last_and_the_highest_are_shown() -> None:
+def test_of_many_batches_the_answer_is_about_the_highest() -> None:
     one = recording(*(forward(*model(60000.0 if batch == 37 else 2.0), batch=batch) for batch in range(100)))
-    shown = [side.forward.batch for side in columns([Side(one, each) for each in one.forwards], 4)]
-    assert shown == [0, 33, 37, 99]
+    report = judged(one)
+    assert "in batch 37" in report.data.answer[0]
+    assert len(report.data.growth) == 32
+    assert "in batch 37" in report.summary
 
 
 # Reading
@@ -297,7 +311,7 @@ def test_a_batch_that_is_traced_and_in_which_something_was_found_is_kept_once(tm
     traced = [frame(3, number, line("output", 1.0 + number)) for number in range(5)]
     found = {"kind": "detection", "sentence": "batch 3: 1 inf", "batch": 3, "unit": "forward"}
     (one,) = read(written(tmp_path, HEAD, *traced, *traced[2:4], found))
-    assert [list(each.numbers) for each in one.forwards] == [[0, 1, 2, 3, 4]]
+    assert [[call.number for call in each.calls] for each in one.forwards] == [[0, 1, 2, 3, 4]]
     assert (one.rank, one.host, one.model, len(one.detections)) == (1, "node07", "T5", 1)
 
 
@@ -306,16 +320,16 @@ def test_the_forwards_of_one_step_stand_apart(tmp_path: Path) -> None:
     second = [frame(0, number, line("output", 9.0 + number)) for number in range(3)]
     found = {"kind": "detection", "sentence": "batch 0: 1 inf", "batch": 0, "unit": "step"}
     (one,) = read(written(tmp_path, HEAD, *first, *second, *second[1:], found))
-    assert [(each.turn, len(each)) for each in one.forwards] == [(0, 3), (1, 3)]
+    assert [(each.id.forward, len(each.calls)) for each in one.forwards] == [(0, 3), (1, 3)]
 
 
 def test_what_goes_in_is_the_greatest_of_the_floats(tmp_path: Path) -> None:
     lines = [line("weight", 70.0), line("input", 63.0, "int64"), line("input", 2.0), line("input", 3.0)]
     lines += [line("input", "inf"), line("input", 65504.0), line("output", 6.0)]
     (one,) = read(written(tmp_path, HEAD, frame(0, 0, *lines)))
-    (only,) = one.forwards[0].calls()
-    assert (only.given, only.growth(only.rows[0])) == (Given(0.5, 3.0, 16, "float16"), 2.0)
-    assert [(odd.tensor, odd.what) for odd in one.forwards[0].odd] == [("input[0]", "inf")]
+    (only,) = one.forwards[0].calls
+    assert (only.given, only.rows[0].growth) == (Given(0.5, 3.0, 16, "float16"), 2.0)
+    assert [(at.tensor, at.abs_max) for at in one.forwards[0].not_finite] == [("input[0]", "inf")]
 
 
 def test_a_file_that_is_cut_off_gives_what_is_there(tmp_path: Path) -> None:
@@ -370,7 +384,7 @@ def test_no_more_is_kept_than_there_is_room_for(tmp_path: Path) -> None:
 def test_files_put_one_after_the_other_are_several(tmp_path: Path) -> None:
     both = read(written(tmp_path, HEAD, frame(0, 0), {**HEAD, "rank": 0}, frame(0, 0)))
     assert [(one.rank, one.frames) for one in both] == [(1, 1), (0, 1)]
-    assert [one.recording.rank for one in choose(REQUEST, both).sides] == [0, 1]
+    assert [one.id.rank for one in select(REQUEST, both).forwards] == [0, 1]
 
 
 def test_batches_are_numbers_with_commas() -> None:

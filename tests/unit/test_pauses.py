@@ -6,8 +6,8 @@ import pytest
 
 from distdiag.cluster.launch import Trace
 from distdiag.cluster.records import PausedTold
-from distdiag.commands.gpu_test.model import Request
-from distdiag.workload.pauses import paused
+from distdiag.commands.gpu_test.types import Request
+from distdiag.workload.judge import paused
 
 
 def told(paused: int, no_core: int = 0, throttled: int = 0) -> PausedTold:

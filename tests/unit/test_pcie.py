@@ -12,13 +12,12 @@ import pytest
 from support import gpu_test, need_mounts
 
 from distdiag.cluster.records import read_json
-from distdiag.commands.gpu_test.model import Request
+from distdiag.commands.gpu_test.types import Request
 from distdiag.node import pcie
 from distdiag.node.pcie import redirects
-from distdiag.workload.facts import Gpus, NodeFacts, Pcie
-from distdiag.workload.model import Device
-from distdiag.workload.pcie import pcie_findings
 from distdiag.workload.record import Place
+from distdiag.workload.surroundings import pcie_findings
+from distdiag.workload.types import Device, Gpus, NodeFacts, Pcie
 
 if TYPE_CHECKING:
     from pathlib import Path

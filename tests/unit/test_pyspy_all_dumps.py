@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-from pyspy_facts import judge, odd_ranks
+from pyspy_facts import judge, outlier_ranks
 
+from distdiag.commands.pyspy_all.command import parse_groups
 from distdiag.commands.pyspy_all.dumps import as_nodes, parse
-from distdiag.commands.pyspy_all.grouping import parse_groups
 
 ONE = """\
 Process {pid}: python -u train.py
@@ -53,7 +53,7 @@ def labelled(prefixes: list[str], dumps: list[str]) -> str:
 def test_lines_with_labels_of_srun_and_clush() -> None:
     text = labelled([str(rank) for rank in range(4)], [dump(100 + rank, waits=rank != 2) for rank in range(4)])
     report = judge(*as_nodes(parse("srun: launching\n" + text, "slurm-1.out")))
-    assert odd_ranks(report) == [[2]]
+    assert outlier_ranks(report) == [[2]]
     # Labels that name hosts, each with two processes: no rank is made up.
     both = labelled(["node1", "node2"], [dump(1) + dump(2), dump(1) + dump(2, waits=False)])
     report = judge(*as_nodes(parse(both, "x")))
@@ -63,7 +63,7 @@ def test_lines_with_labels_of_srun_and_clush() -> None:
 def test_lines_of_several_ranks_may_be_mixed() -> None:
     texts = [dump(100 + rank, waits=rank != 1).splitlines() for rank in range(3)]
     mixed = "\n".join(f"rank{rank}: {texts[rank][number]}" for number in range(len(texts[0])) for rank in range(3))
-    assert odd_ranks(judge(*as_nodes(parse(mixed, "x")))) == [[1]]
+    assert outlier_ranks(judge(*as_nodes(parse(mixed, "x")))) == [[1]]
 
 
 def test_locals_are_read_for_counters_alone() -> None:
@@ -108,7 +108,7 @@ def test_groups_are_read() -> None:
 
 def test_several_processes_of_one_ticket_are_compared() -> None:
     report = judge(*as_nodes(parse(dump(1) + dump(2) + dump(3, waits=False), "ticket.txt")))
-    assert [one.pids for one in report.data.odd] == [(3,)]
+    assert [one.pids for one in report.data.outliers] == [(3,)]
 
 
 def test_line_ends_of_windows_and_byte_order_marks() -> None:

@@ -9,7 +9,7 @@ import pytest
 from pyspy_facts import REQUEST, frames, job, judge, loads, twice, waits
 from support import distdiag
 
-from distdiag.commands.pyspy_all.page import write_page
+from distdiag.commands.pyspy_all.html_report import write_page
 from distdiag.gathered import Gathered, save
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def test_a_truncated_file_costs_its_own_host_alone(tmp_path: Path) -> None:
     (whole,) = tmp_path.iterdir()
     (tmp_path / "n2.json").write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
     report = distdiag("pyspy-all", "--json", "--from", str(tmp_path)).report
-    assert [one["ranks"] for one in report["data"]["odd"]] == [[1]]
-    assert [one["id"] for one in report["findings"]] == ["pyspy-all.odd-rank", "pyspy-all.unreadable"]
+    assert [one["ranks"] for one in report["data"]["outliers"]] == [[1]]
+    assert [one["id"] for one in report["findings"]] == ["pyspy-all.stuck-rank", "pyspy-all.unreadable"]
     assert "n2.json is not what --save wrote" in report["findings"][1]["title"]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from distdiag.commands.pyspy_all.page import make_page
+from distdiag.commands.pyspy_all.html_report import make_page
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>&\u2028\udc80@data@"
 
@@ -59,28 +59,39 @@ def group(members: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def report(groups: list[list[dict[str, Any]]], *others: dict[str, Any], odd: int | None = None) -> dict[str, Any]:
-    """Make the document of a hung job; the group number `odd` is the odd one."""
-    strange = groups[odd] if odd is not None else []
+def report(groups: list[list[dict[str, Any]]], *others: dict[str, Any], outlier: int | None = None) -> dict[str, Any]:
+    """Make the document of a hung job; the group number `outlier` is stuck."""
+    strange = groups[outlier] if outlier is not None else []
     where = {
         "hosts": sorted({one["host"] for one in strange}),
         "ranks": [one["rank"] for one in strange],
         "pids": [one["pid"] for one in strange],
     }
     finding = {
-        **{"id": "pyspy-all.odd-rank", "level": "fail", "title": "one rank is elsewhere", "detail": "the others wait"},
+        **{
+            "id": "pyspy-all.stuck-rank",
+            "level": "fail",
+            "title": "one rank is elsewhere",
+            "detail": "the others wait",
+        },
         **{"where": where, "evidence": ["read_batch (train.py:12)"]},
         "fix": {"text": "look at its data", "commands": ["ls -l '/data/shard 2'"]},
     }
     everyone = [one for members in groups for one in members] + list(others)
     ranks = [one for one in everyone if one["role"] == "rank"]
     job = {"job": "train", "launcher": "torchrun", "world_size": len(ranks), "ranks": len(ranks)}
-    odd_one = {**where, "class": "data loading", "frame": frame("read_batch", 12), "reason": "in no collective"}
+    shown = {
+        **where,
+        "kind": "stuck",
+        "class": "data loading",
+        "frame": frame("read_batch", 12),
+        "reason": "in no collective",
+    }
     return {
         **{"schema": "distdiag/1", "version": "0.1.0", "command": "pyspy-all", "verdict": "fail", "exit_code": 1},
         **{"summary": "rank 2 is not where the others are", "findings": [finding] if strange else []},
         "data": {
-            **{"samples": 2, "interval_s": 1.0, "processes": everyone, "odd": [odd_one] if strange else []},
+            **{"samples": 2, "interval_s": 1.0, "processes": everyone, "outliers": [shown] if strange else []},
             "jobs": [{**job, "hosts": sorted({one["host"] for one in everyone})}] if everyone else [],
             "groups": [group(members) for members in groups],
         },
@@ -97,16 +108,16 @@ def hung_job(ranks: int = 8) -> dict[str, Any]:
     reading = [frame("read_batch", 12), frame("__next__", 630, "/usr/lib/torch/dataloader.py"), *stack(44)[3:]]
     helper = process(0, "idle", [], pid=5000, role="helper", threads=[], status="exited", reason="it ended meanwhile")
     launcher = process(None, "launcher", stack(3, 1), pid=900, role="launcher", host="node0", local_rank=None)
-    return report([waiting, [process(2, "data loading", reading)]], helper, launcher, odd=1)
+    return report([waiting, [process(2, "data loading", reading)]], helper, launcher, outlier=1)
 
 
 def large_job(ranks: int = 16_384, groups: int = 40) -> dict[str, Any]:
-    """Ranks in groups of different sizes that part at the innermost line of ours; group 1 is odd."""
+    """Ranks in groups of different sizes that part at the innermost line of ours; group 1 is stuck."""
     of_group: list[list[dict[str, Any]]] = [[] for _ in range(groups)]
     for rank in range(ranks):
         number = rank % 97 if rank % 97 < groups else 0
         of_group[number].append(process(rank, "communication wait", stack(number, 24)))
-    return report(of_group, odd=1)
+    return report(of_group, outlier=1)
 
 
 def embedded(page: str) -> dict[str, Any]:
@@ -201,7 +212,7 @@ def test_a_group_knows_its_processes_and_no_helper_or_launcher() -> None:
     waiting, reading = content["groups"]
     assert ranks_of(content, waiting["members"]) == [(rank, "rank") for rank in range(8) if rank != 2]
     assert ranks_of(content, reading["members"]) == [(2, "rank")]
-    assert content["odd"][0]["members"] == reading["members"]
+    assert content["outliers"][0]["members"] == reading["members"]
 
 
 def test_the_same_rank_or_pid_elsewhere_is_another_process() -> None:
@@ -209,11 +220,11 @@ def test_the_same_rank_or_pid_elsewhere_is_another_process() -> None:
     helper = process(8, "idle", stack(2), pid=10, role="helper")
     launcher = process(None, "launcher", stack(3), pid=11, role="launcher")
     other_job = process(8, "wait", stack(2), pid=12, job="evaluation")
-    content = embedded(make_page(report([ranks, [other_job]], helper, launcher, odd=1)))
+    content = embedded(make_page(report([ranks, [other_job]], helper, launcher, outlier=1)))
     mine, others = content["groups"]
     assert ranks_of(content, mine["members"]) == [(0, "rank"), (8, "rank")]
     assert ranks_of(content, others["members"]) == [(8, "rank")]
-    assert content["odd"][0]["members"] == others["members"] != mine["members"]
+    assert content["outliers"][0]["members"] == others["members"] != mine["members"]
 
 
 def test_a_rank_that_was_not_found_is_a_member_without_host_and_pid() -> None:

@@ -1,4 +1,4 @@
-"""Who is odd, who is not, and when nothing can be said: on facts, without a process."""
+"""Who stands out, who does not, and when nothing can be said: on facts, without a process."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from pyspy_facts import SITE, frames, ids, job, judge, loads, look, node, odd_ranks, process, twice, waits
+from pyspy_facts import SITE, frames, ids, job, judge, loads, look, node, outlier_ranks, process, twice, waits
 
-from distdiag.commands.pyspy_all.grouping import parse_groups
+from distdiag.commands.pyspy_all.command import parse_groups
 from distdiag.jobs.collect import Watched
 from distdiag.node.capture import Frame, Thread
 from distdiag.node.procs import Standstill
@@ -17,44 +17,49 @@ from distdiag.report import Verdict
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.node.capture import Capture
+    from distdiag.node.capture import Sample
 
 
-def test_whoever_is_not_in_communication_is_odd_though_it_computes() -> None:
+def test_whoever_is_not_in_communication_stands_out_though_it_computes() -> None:
     facts = job(twice(waits()), twice(waits()), twice(loads(), cpu=0.9), twice(waits()))
     report = judge(facts)
     # A second is short: it may only be slow.
-    assert (odd_ranks(report), report.verdict) == ([[2]], Verdict.WARN)
-    assert "computing (90% of a core, at the same line in each look)" in report.summary
+    assert (outlier_ranks(report), ids(report), report.verdict) == ([[2]], ["straggler"], Verdict.WARN)
+    assert ([one.outlier for one in report.data.groups], report.data.outliers[0].kind) == (
+        ["straggler", ""],
+        "straggler",
+    )
+    assert "computing (90% of a core, at the same line in each sample)" in report.summary
     assert "may only be slower" in report.findings[0].detail
-    assert judge(facts, interval_s=30.0).verdict is Verdict.FAIL
+    long = judge(facts, interval_s=30.0)
+    assert (ids(long), long.data.outliers[0].kind, long.verdict) == (["stuck-rank"], "stuck", Verdict.FAIL)
 
 
 def test_pipeline_stages_that_all_wait_for_a_neighbour_are_not_blamed() -> None:
     stages = [twice(waits("recv", f"stage_{rank}", rank)) for rank in range(4)]
     report = judge(job(*stages))
-    assert (odd_ranks(report), ids(report), report.verdict) == ([], ["all-waiting"], Verdict.UNKNOWN)
+    assert (outlier_ranks(report), ids(report), report.verdict) == ([], ["all-waiting"], Verdict.UNKNOWN)
 
 
 def test_two_against_two_in_different_collectives_is_a_tie() -> None:
     report = judge(job(*[twice(waits("broadcast", "a", 1))] * 2, *[twice(waits())] * 2))
-    assert (odd_ranks(report), report.verdict) == ([], Verdict.UNKNOWN)
+    assert (outlier_ranks(report), report.verdict) == ([], Verdict.UNKNOWN)
     assert "`broadcast` called from `a`" in report.summary
     assert "`all_reduce` called from `train_step`" in report.summary
 
 
 @pytest.mark.parametrize(
-    ("operation", "groups", "odd"),
+    ("operation", "groups", "outliers"),
     [("barrier", 1, [[5]]), ("barrier", 3, []), ("barrier", 0, []), ("all_reduce", 1, [])],
     ids=["one group", "several groups", "groups not known", "the same operation"],
 )
 def test_the_one_in_another_collective_is_named_only_where_the_group_must_be_the_same(
-    operation: str, groups: int, odd: list[list[int]]
+    operation: str, groups: int, outliers: list[list[int]]
 ) -> None:
     other = twice(waits(operation, "evaluate", 70), groups=groups)
     report = judge(job(*[twice(waits(), groups=groups)] * 5, other))
-    assert odd_ranks(report) == odd
-    assert report.verdict is (Verdict.FAIL if odd else Verdict.UNKNOWN)
+    assert outlier_ranks(report) == outliers
+    assert report.verdict is (Verdict.FAIL if outliers else Verdict.UNKNOWN)
     assert "`evaluate` train.py:70" in report.summary
     assert "`train_step` train.py:25" in report.summary
 
@@ -62,7 +67,7 @@ def test_the_one_in_another_collective_is_named_only_where_the_group_must_be_the
 def test_counters_of_ranks_at_different_places_are_shown_and_decide_nothing() -> None:
     stacks = [twice(waits(line=25 + rank % 2), counters={"step": 5 - (rank == 1)}, groups=3) for rank in range(4)]
     report = judge(job(*stacks))
-    assert (odd_ranks(report), report.verdict) == ([], Verdict.UNKNOWN)
+    assert (outlier_ranks(report), report.verdict) == ([], Verdict.UNKNOWN)
     assert report.findings[0].evidence == ("rank 1: step 4", "ranks 0,2-3: step 5")
     assert "3 process groups" in report.findings[0].detail
     assert "all at step" not in report.summary
@@ -82,7 +87,7 @@ def test_counters_of_ranks_at_different_places_are_shown_and_decide_nothing() ->
 def test_ranks_that_wait_for_each_other_are_named(calls: list[tuple[str, int | None]], circle: list[int]) -> None:
     report = judge(job(*[twice(waits(operation, "exchange", 9), peer=peer) for operation, peer in calls]))
     assert report.verdict is (Verdict.FAIL if circle else Verdict.UNKNOWN)
-    assert sorted(rank for ranks in odd_ranks(report) for rank in ranks) == circle
+    assert sorted(rank for ranks in outlier_ranks(report) for rank in ranks) == circle
     if circle:
         assert list(report.findings[0].where.ranks) == circle
         assert f"in `{calls[circle[0]][0]}` " in report.summary
@@ -91,17 +96,17 @@ def test_ranks_that_wait_for_each_other_are_named(calls: list[tuple[str, int | N
 def test_waiting_ranks_that_moved_are_not_hung() -> None:
     moved = twice(waits(line=25), later=waits(line=31))
     report = judge(job(moved, moved, twice(loads())))
-    assert (odd_ranks(report), ids(report), report.verdict) == ([], ["not-hung"], Verdict.OK)
+    assert (outlier_ranks(report), ids(report), report.verdict) == ([], ["not-hung"], Verdict.OK)
 
 
 def test_most_ranks_compute_and_one_is_early() -> None:
     computing = twice(frames(("forward", "/home/me/model.py", 5)), cpu=1.0)
     report = judge(job(computing, computing, computing, twice(waits())))
-    assert (odd_ranks(report), report.verdict) == ([], Verdict.OK)
+    assert (outlier_ranks(report), report.verdict) == ([], Verdict.OK)
     assert "ranks 0-2 compute, rank 3 waits for them" in report.summary
 
 
-def test_ranks_that_are_all_still_importing_are_not_hung_and_nobody_is_odd() -> None:
+def test_ranks_that_are_all_still_importing_are_not_hung_and_nobody_stands_out() -> None:
     importing = frames(
         ("<module>", SITE + "torch/nn/modules/rnn.py", 3),
         ("_call_with_frames_removed", "<frozen importlib._bootstrap>", 241),
@@ -110,17 +115,17 @@ def test_ranks_that_are_all_still_importing_are_not_hung_and_nobody_is_odd() -> 
         ("<module>", SITE + "torch/__init__.py", 3), ("_find_and_load", "<frozen importlib._bootstrap>", 1027)
     )
     report = judge(job(*[twice(importing, cpu=0.1)] * 3, twice(elsewhere, cpu=0.1)))
-    assert (odd_ranks(report), ids(report)) == ([], ["not-hung"])
+    assert (outlier_ranks(report), ids(report)) == ([], ["not-hung"])
     assert {group.class_ for group in report.data.groups} == {"import"}
 
 
-def test_a_rank_that_imports_while_the_others_wait_for_it_is_odd() -> None:
+def test_a_rank_that_imports_while_the_others_wait_for_it_stands_out() -> None:
     importing = frames(
         ("get_data", "<frozen importlib._bootstrap_external>", 1073),
         ("_find_and_load", "<frozen importlib._bootstrap>", 1027),
     )
     report = judge(job(*[twice(waits("init_process_group", "main", 3))] * 3, twice(importing)))
-    assert (odd_ranks(report), report.data.odd[0].class_) == ([[3]], "import")
+    assert (outlier_ranks(report), report.data.outliers[0].class_) == ([[3]], "import")
 
 
 def test_who_waits_for_its_gpu_may_wait_for_a_collective_on_it() -> None:
@@ -128,19 +133,19 @@ def test_who_waits_for_its_gpu_may_wait_for_a_collective_on_it() -> None:
     stands = twice(frames(("train_step", "/home/me/train.py", 27)), state="R", cpu=1.0)
     nodes = job(stands, stands, stands, twice(loads()))
     hinted = tuple(
-        Watched(one.pid, one.looks, (("/home/me/train.py", 27, "gpu"),) if one.pid < 103 else ())
+        Watched(one.pid, one.samples, (("/home/me/train.py", 27, "gpu"),) if one.pid < 103 else ())
         for one in nodes.watched
     )
     report = judge(replace(nodes, watched=hinted))
-    assert odd_ranks(report) == [[3]]
+    assert outlier_ranks(report) == [[3]]
     assert "ranks 0-2 wait for the GPU, in `train_step` train.py:27" in report.summary
 
 
 def test_a_work_that_is_waited_for_has_no_frame_of_its_own() -> None:
     nodes = job(*[twice(frames(("train_step", "/home/me/train.py", 27)))] * 2, twice(loads()))
-    hinted = tuple(Watched(one.pid, one.looks, (("/home/me/train.py", 27, "comm"),)) for one in nodes.watched)
+    hinted = tuple(Watched(one.pid, one.samples, (("/home/me/train.py", 27, "comm"),)) for one in nodes.watched)
     report = judge(replace(nodes, watched=hinted))
-    assert odd_ranks(report) == [[2]]
+    assert outlier_ranks(report) == [[2]]
     assert "ranks 0-1 wait in `Work.wait` called from `train_step`" in report.summary
 
 
@@ -149,42 +154,53 @@ def test_counters_decide_by_the_outer_loop_first() -> None:
         twice(waits(), counters={"epoch": epoch, "step": step}) for epoch, step in ((2, 0), (2, 0), (1, 900), (2, 0))
     ]
     report = judge(job(*stacks))
-    assert (odd_ranks(report), ids(report)) == ([[2]], ["least-progress"])
+    assert (outlier_ranks(report), ids(report)) == ([[2]], ["least-progress"])
     assert "epoch 1, step 900" in report.summary
 
 
 def test_who_waits_for_data_is_no_culprit_where_another_waits_for_something_else() -> None:
-    def at(call: str, path: str = "") -> tuple[Capture, ...]:
+    def at(call: str, path: str = "") -> tuple[Sample, ...]:
         return twice(loads(), still=Standstill(1, "S", "", call, path, 60.0))
 
     sleeps, reads, on_disk = at("clock_nanosleep"), at("recvfrom", "TCP 10.0.0.2:9000"), at("statx", "/data/x")
-    assert odd_ranks(judge(job(twice(waits()), reads, sleeps, twice(waits())))) == [[2]]
-    assert odd_ranks(judge(job(twice(waits()), reads, at("futex"), twice(waits())))) == [[2]]
-    assert odd_ranks(judge(job(twice(waits()), reads, twice(waits())))) == [[1]]
-    assert sorted(odd_ranks(judge(job(twice(waits()), on_disk, sleeps)))) in ([[1], [2]], [[1, 2]])
+    assert outlier_ranks(judge(job(twice(waits()), reads, sleeps, twice(waits())))) == [[2]]
+    assert outlier_ranks(judge(job(twice(waits()), reads, at("futex"), twice(waits())))) == [[2]]
+    assert outlier_ranks(judge(job(twice(waits()), reads, twice(waits())))) == [[1]]
+    assert sorted(outlier_ranks(judge(job(twice(waits()), on_disk, sleeps)))) in ([[1], [2]], [[1, 2]])
 
 
 def test_who_has_waited_for_a_moment_only_may_wait_for_a_slow_step() -> None:
-    def waiter(since_s: float) -> tuple[Capture, ...]:
+    def waiter(since_s: float) -> tuple[Sample, ...]:
         return twice(waits(), still=Standstill(1, "S", "", "futex", "", since_s))
 
     assert judge(job(waiter(60.0), twice(loads()), waiter(3.0))).verdict is Verdict.FAIL
     report = judge(job(waiter(2.0), twice(loads()), waiter(3.0)))
-    assert (odd_ranks(report), report.verdict) == ([[1]], Verdict.WARN)
+    assert (outlier_ranks(report), report.verdict) == ([[1]], Verdict.WARN)
     assert "may only be slower" in report.findings[0].detail
 
 
 def test_ranks_that_left_while_the_last_one_still_writes_are_not_blamed() -> None:
     own = [process(100 + rank, rank, 3) for rank in (0,)]
     report = judge(node(own, {100: twice(loads(), cpu=0.2)}))
-    assert (odd_ranks(report), ids(report), report.verdict) == ([], ["exited"], Verdict.UNKNOWN)
+    assert (outlier_ranks(report), ids(report), report.verdict) == ([], ["exited"], Verdict.UNKNOWN)
     assert "no rank waits in communication" in report.summary
 
 
-def test_a_stopped_rank_is_odd_wherever_it_stands() -> None:
+def test_a_pid_is_only_given_to_kill_on_its_own_host() -> None:
+    stopped = twice(waits(), state="T", status="stopped", reason="stopped (SIGSTOP or a suspended job)")
+    one, two = ([process(pid, rank, 4) for pid, rank in own] for own in (((100, 0), (101, 1)), ((100, 2), (103, 3))))
+    report = judge(
+        node(one, {100: stopped, 101: twice(waits())}, "n1"), node(two, {100: twice(waits()), 103: stopped}, "n2")
+    )
+    assert outlier_ranks(report) == [[0, 3]]
+    assert report.findings[0].fix is not None
+    assert report.findings[0].fix.commands == ("kill -CONT 100  # on n1", "kill -CONT 103  # on n2")
+
+
+def test_a_stopped_rank_stands_out_wherever_it_stands() -> None:
     stopped = twice(waits(), state="T", status="stopped", reason="stopped (SIGSTOP or a suspended job)")
     report = judge(job(twice(waits()), stopped, twice(waits())))
-    assert odd_ranks(report) == [[1]]
+    assert outlier_ranks(report) == [[1]]
     fix = report.findings[0].fix
     assert fix is not None
     assert fix.commands == ("kill -CONT 101",)
@@ -192,34 +208,34 @@ def test_a_stopped_rank_is_odd_wherever_it_stands() -> None:
 
 def test_a_rank_that_could_not_be_read_is_not_blamed_and_the_rest_not_cleared() -> None:
     report = judge(job(twice(waits()), (look((), status="denied", reason="another user"),), twice(waits())))
-    assert (odd_ranks(report), ids(report), report.verdict) == ([], ["unreadable"], Verdict.UNKNOWN)
+    assert (outlier_ranks(report), ids(report), report.verdict) == ([], ["unreadable"], Verdict.UNKNOWN)
 
 
 def test_a_missing_local_rank_is_gone() -> None:
     own = [process(100 + rank, rank, 4) for rank in (0, 1, 3)]
     report = judge(node(own, {one.pid: twice(waits()) for one in own}))
-    assert (odd_ranks(report), ids(report)) == ([[2]], ["exited"])
+    assert (outlier_ranks(report), ids(report)) == ([[2]], ["exited"])
     assert report.verdict is Verdict.FAIL
 
 
 def test_ranks_of_other_hosts_are_not_gone_only_not_seen() -> None:
     own = [process(100 + rank, rank, 4, local=False) for rank in (0, 1)]
     report = judge(node(own, {one.pid: twice(waits()) for one in own}))
-    assert (odd_ranks(report), ids(report), report.verdict) == ([], ["exited"], Verdict.UNKNOWN)
+    assert (outlier_ranks(report), ids(report), report.verdict) == ([], ["exited"], Verdict.UNKNOWN)
     assert "ranks 2-3 of 4 were not seen on n1: gone, or on other hosts" in report.summary
 
 
 def test_what_the_odd_ones_share_is_said() -> None:
-    def host(name: str, first: int, odd: int) -> object:
+    def host(name: str, first: int, stuck: int) -> object:
         own = [process(100 + rank, rank, 8, local=False) for rank in range(first, first + 4)]
         own = [
             replace(one, place=replace(one.place, local_rank=i)) for i, one in enumerate(own) if one.place is not None
         ]
-        return node(own, {one.pid: twice(loads() if i == odd else waits()) for i, one in enumerate(own)}, name)
+        return node(own, {one.pid: twice(loads() if i == stuck else waits()) for i, one in enumerate(own)}, name)
 
     report = judge(host("n1", 0, 2), host("n2", 4, 2), groups=parse_groups("tp=0-3/4-7;pp=2,6"))  # type: ignore[arg-type]
-    assert odd_ranks(report) == [[2, 6]]
-    assert report.findings[0].detail == "The odd ranks have in common: all have local rank 2; all in pp group 2,6."
+    assert outlier_ranks(report) == [[2, 6]]
+    assert report.findings[0].detail == "The stuck ranks have in common: all have local rank 2; all in pp group 2,6."
 
 
 def test_a_worker_in_the_kernel_is_named_with_its_file_and_for_how_long() -> None:
@@ -232,19 +248,19 @@ def test_a_worker_in_the_kernel_is_named_with_its_file_and_for_how_long() -> Non
     still = Standstill(201, "D", "folio_wait", "pread64", "/data/x", 214.2)
     looks = {100: twice(waits()), 101: twice(waiting), 201: (look(frames(*reads, loop), state="D", still=still),)}
     report = judge(node([process(100, 0, 2), process(101, 1, 2), worker], looks))
-    assert odd_ranks(report) == [[1]]
+    assert outlier_ranks(report) == [[1]]
     assert (
         "waiting for its DataLoader worker 201, which is in `__getitem__` data.py:12, reads /data/x (D state 214 s)"
         in report.summary
     )
-    assert set(ids(report)) == {"odd-rank", "helper-stuck"}
+    assert set(ids(report)) == {"stuck-rank", "helper-stuck"}
 
 
 def test_the_gil_is_held_by_another_thread() -> None:
     still = Standstill(1, "S", "futex_wait", "futex", "", None)
     held = twice(frames(("collect", "/home/me/stats.py", 4)), still=still, gil_holder=99)
     report = judge(job(twice(waits()), held, twice(waits())))
-    assert report.data.odd[0].class_ == "gil"
+    assert report.data.outliers[0].class_ == "gil"
     assert "waiting for the GIL" in report.summary
 
 
@@ -313,7 +329,7 @@ def test_torchrun_under_srun_is_no_rank_and_its_workers_are() -> None:
     own = [process(100 + rank, rank, 2, parent=50, above=(50, 1)) for rank in range(2)]
     report = judge(node([agent, *own], {50: twice(loads()), 100: twice(waits()), 101: twice(loads())}))
     assert [row.pid for row in report.data.processes] == [100, 101]
-    assert odd_ranks(report) == [[1]]
+    assert outlier_ranks(report) == [[1]]
 
 
 def test_in_a_pod_whose_variables_name_a_rank_a_shell_is_none() -> None:
@@ -350,7 +366,7 @@ def test_of_the_processes_of_a_rank_the_one_with_torch_is_the_rank() -> None:
     own = [process(100 + rank, rank, 2) for rank in range(2)]
     looks = {90: twice(loads()), 100: twice(waits("recv", "a", 1)), 101: twice(waits("recv", "b", 2))}
     report = judge(node([monitor, *own], looks))
-    assert (odd_ranks(report), ids(report)) == ([], ["all-waiting"])
+    assert (outlier_ranks(report), ids(report)) == ([], ["all-waiting"])
 
 
 def test_waiting_ranks_that_went_to_wait_again_may_only_wait_for_a_slow_one() -> None:
@@ -361,8 +377,8 @@ def test_waiting_ranks_that_went_to_wait_again_may_only_wait_for_a_slow_one() ->
     assert judge(job(asleep, woke, twice(loads()))).verdict is Verdict.FAIL
 
 
-def woken(seen: Sequence[Capture], times: int = 6) -> tuple[Capture, ...]:
-    """Let the main thread have gone to wait so often between the looks."""
+def woken(seen: Sequence[Sample], times: int = 6) -> tuple[Sample, ...]:
+    """Let the main thread have gone to wait so often between the samples."""
     return tuple(replace(one, switches=10 + number * times) for number, one in enumerate(seen))
 
 
@@ -382,7 +398,7 @@ def test_being_paused_is_no_progress() -> None:
         for stack in (waits(), waits(), loads(), waits())
     ]
     report = judge(job(*paused), native=True)
-    assert (report.verdict, odd_ranks(report)) == (Verdict.FAIL, [[2]])
+    assert (report.verdict, outlier_ranks(report)) == (Verdict.FAIL, [[2]])
 
 
 def test_who_only_asks_again_whether_a_lock_is_free_does_not_go_on() -> None:
@@ -395,7 +411,7 @@ def test_waits_that_sleep_and_ask_again_are_no_progress() -> None:
     """As torch's blocking wait for NCCL: it wakes up each millisecond, and hangs all the same."""
     polls = Standstill(1, "S", "hrtimer_nanosleep", "clock_nanosleep", "", 0.001)
     report = judge(job(woken(twice(waits(), still=polls)), twice(loads()), woken(twice(waits(), still=polls))))
-    assert (report.verdict, odd_ranks(report)) == (Verdict.WARN, [[1]])
+    assert (report.verdict, outlier_ranks(report)) == (Verdict.WARN, [[1]])
 
 
 def test_who_runs_beside_those_that_sleep_for_long_in_a_wait_that_frames_do_not_name_is_not_ok() -> None:
@@ -407,7 +423,7 @@ def test_who_runs_beside_those_that_sleep_for_long_in_a_wait_that_frames_do_not_
 def test_a_rank_that_gets_no_processor_may_only_be_slow() -> None:
     starved = twice(frames(("forward", "/home/me/train.py", 5)), cpu=0.3, state="R")
     report = judge(job(twice(waits()), starved, twice(waits())))
-    assert (report.verdict, odd_ranks(report)) == (Verdict.WARN, [[1]])
+    assert (report.verdict, outlier_ranks(report)) == (Verdict.WARN, [[1]])
     assert "waiting for a processor, it gets 30% of one" in report.summary
 
 
@@ -417,7 +433,7 @@ JOINS = frames(
 )
 
 
-def with_thread(stack: Sequence[Frame], name: str = "trainer") -> tuple[Capture, ...]:
+def with_thread(stack: Sequence[Frame], name: str = "trainer") -> tuple[Sample, ...]:
     """Let a main thread join another one that has this stack."""
     trains = Thread(7, name, False, False, "S", (*stack[:-1], Frame("train", "/home/me/train.py", 70)), ())
     return tuple(replace(one, threads=(*one.threads, trains)) for one in twice(JOINS))
@@ -425,7 +441,7 @@ def with_thread(stack: Sequence[Frame], name: str = "trainer") -> tuple[Capture,
 
 def test_where_the_main_thread_waits_for_the_one_that_trains_that_one_is_judged() -> None:
     report = judge(job(with_thread(waits()), with_thread(loads()), with_thread(waits())))
-    assert (report.verdict, odd_ranks(report)) == (Verdict.FAIL, [[1]])
+    assert (report.verdict, outlier_ranks(report)) == (Verdict.FAIL, [[1]])
     assert "`load_batch` train.py:26 (thread trainer)" in report.summary
     assert "ranks 0,2 wait in `all_reduce`" in report.summary
 
@@ -446,7 +462,7 @@ def test_a_main_thread_in_a_collective_is_judged_whatever_its_threads_do() -> No
 def test_a_look_in_the_middle_may_come_to_nothing() -> None:
     first, last = twice(waits())
     unread = replace(first, threads=(), status="timeout", at_s=0.5)
-    assert odd_ranks(judge(job((first, unread, last), twice(loads()), (first, unread, last)))) == [[1]]
+    assert outlier_ranks(judge(job((first, unread, last), twice(loads()), (first, unread, last)))) == [[1]]
 
 
 def test_a_rank_that_runs_a_part_of_the_time_may_only_be_slow() -> None:
@@ -469,7 +485,7 @@ def test_a_compiler_that_imports_a_part_of_itself_compiles() -> None:
 def test_a_rank_that_compiles_may_take_its_time() -> None:
     compiles = (("wait", "/usr/lib/python3.11/threading.py", 1), ("fx", SITE + "torch/_inductor/compile_fx.py", 1))
     report = judge(job(twice(waits()), twice(frames(*compiles)), twice(waits())))
-    assert (report.verdict, odd_ranks(report)) == (Verdict.WARN, [[1]])
+    assert (report.verdict, outlier_ranks(report)) == (Verdict.WARN, [[1]])
     assert "compiling" in report.summary
 
 
@@ -488,7 +504,7 @@ def test_processes_without_a_rank_of_one_parent_that_talk_to_each_other_are_one_
 def test_whoever_moves_is_not_what_a_standstill_comes_from() -> None:
     moves = twice(loads(), later=frames(("log", "/home/me/train.py", 5)))
     report = judge(job(twice(waits()), twice(loads()), moves, twice(waits())))
-    assert odd_ranks(report) == [[1]]
+    assert outlier_ranks(report) == [[1]]
 
 
 def test_jobs_of_two_containers_that_meet_at_the_same_address_are_two() -> None:
@@ -497,14 +513,14 @@ def test_jobs_of_two_containers_that_meet_at_the_same_address_are_two() -> None:
     looks = {100: twice(waits()), 101: twice(loads()), 200: twice(waits(), later=waits(line=9)), 201: twice(waits())}
     report = judge(node([*here, *there], looks))
     assert [job.ranks for job in report.data.jobs] == [2, 2]
-    assert [one.pids for one in report.data.odd] == [(101,)]
+    assert [one.pids for one in report.data.outliers] == [(101,)]
 
 
 def test_a_sleeper_is_no_waiter_whatever_its_source_line_says() -> None:
     still = Standstill(1, "S", "hrtimer_nanosleep", "clock_nanosleep", "", None)
     nodes = job(twice(waits()), twice(frames(("f", "/home/me/train.py", 6)), still=still), twice(waits()))
-    hinted = tuple(Watched(one.pid, one.looks, (("/home/me/train.py", 6, "comm"),)) for one in nodes.watched)
-    assert odd_ranks(judge(replace(nodes, watched=hinted))) == [[1]]
+    hinted = tuple(Watched(one.pid, one.samples, (("/home/me/train.py", 6, "comm"),)) for one in nodes.watched)
+    assert outlier_ranks(judge(replace(nodes, watched=hinted))) == [[1]]
 
 
 def test_what_outlived_its_job_is_no_job() -> None:

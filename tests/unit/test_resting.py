@@ -18,7 +18,7 @@ import pytest
 from jobs import wait_for_state
 from support import need
 
-from distdiag.node import capture, elf, exported, resting
+from distdiag.node import capture, elf, resting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -207,7 +207,7 @@ def test_what_is_no_python_or_in_another_pid_namespace_is_left_to_others() -> No
 
 
 def test_a_file_that_exports_nothing_or_is_cut_off(tmp_path: Path) -> None:
-    whole = exported.addresses(sys.executable, ["no_such_symbol"])
+    whole = resting.exported_symbols(sys.executable, ["no_such_symbol"])
     assert whole == {}
     with open(os.path.realpath(sys.executable), "rb") as file:
         head = file.read(3000)
@@ -215,7 +215,7 @@ def test_a_file_that_exports_nothing_or_is_cut_off(tmp_path: Path) -> None:
     for size in (0, 10, 64, 200, 3000):
         broken.write_bytes(head[:size])
         with pytest.raises((ValueError, elf.Malformed, struct.error)):
-            exported.addresses(str(broken), ["_PyRuntime"])
+            resting.exported_symbols(str(broken), ["_PyRuntime"])
 
 
 def test_exported_symbols_are_where_readelf_sees_them() -> None:
@@ -230,5 +230,5 @@ def test_exported_symbols_are_where_readelf_sees_them() -> None:
     theirs = {row[7]: int(row[1], 16) for row in rows if len(row) == 8 and row[7] in names}
     headers = subprocess.run(["readelf", "-Wl", library], capture_output=True, text=True, check=True).stdout
     first = next(int(line.split()[2], 16) for line in headers.splitlines() if line.split()[:1] == ["LOAD"])
-    assert exported.addresses(library, names) == {name: value - first for name, value in theirs.items()}
+    assert resting.exported_symbols(library, names) == {name: value - first for name, value in theirs.items()}
     assert len(theirs) == len(names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from distdiag.cluster.hosts import Host
 from distdiag.cluster.launch import Outcome, RankSpec, Run
 from distdiag.cluster.links import SocketLink
 from distdiag.cluster.transports import Transport
-from distdiag.node import hello
+from distdiag.node import hello, protocol
 from distdiag.node.wire import Writer
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 STAGES = ("start", "reduce", "done")
 TIMEOUT_S = 0.3
-SEEN = {"state": "S", "wait_channel": "", "frames": [], "stack_error": "no", "tail": ""}
+SEEN: dict[str, Any] = {"state": "S", "wait_channel": "", "frames": [], "stack_error": "no", "tail": ""}
 
 
 @dataclass
@@ -45,29 +44,31 @@ class Stand(Transport):
     def _answer(self) -> None:
         with self._theirs, self._theirs.makefile() as orders:
             self._wire = Writer(self._theirs.fileno())
-            self._wire.send("hello", **hello.who_is_here())
-            self._wire.send("facts", facts={})
+            self._wire.send(hello.who_is_here())
+            self._wire.send(protocol.Facts(facts={}))
             for line in filter(str.strip, orders):
-                order = json.loads(line)
-                if order["do"] == "start":
-                    self._wire.send("started", rank=order["rank"], pid=1)
-                    self._step(order["rank"], "reduce", waiting=True)
-                elif order["do"] == "inspect":
-                    self._inspect(order["ranks"])
+                order = protocol.read_order(line.encode())
+                if isinstance(order, protocol.StartRank):
+                    self._wire.send(protocol.RankStarted(rank=order.rank, pid=1))
+                    self._step(order.rank, "reduce", waiting=True)
+                elif isinstance(order, protocol.Inspect):
+                    self._inspect(order.ranks)
 
     def _inspect(self, ranks: list[int]) -> None:
         self.looked_at.append(ranks)
         if len(self.looked_at) == self.looks:  # one of them comes out of it just now, and is at the next step
             self._step(1, "done", waiting=False)
         for rank in ranks:
-            self._wire.send("inspected", rank=rank, **SEEN)
+            self._wire.send(protocol.RankInspected(rank=rank, **SEEN))
         if len(self.looked_at) == self.looks:
             for rank in ranks:
                 self._step(rank, "done", waiting=False, finished=True)
-                self._wire.send("ended", rank=rank, status=0, elapsed_s=1.0, tail="", oom_kills=0)
+                self._wire.send(protocol.RankEnded(rank=rank, status=0, elapsed_s=1.0, tail="", oom_kills=0))
 
     def _step(self, rank: int, stage: str, *, waiting: bool, **payload: object) -> None:
-        self._wire.send("event", rank=rank, stage=stage, at=0, note="", waiting=waiting, elapsed_s=1.0, payload=payload)
+        self._wire.send(
+            protocol.RankEvent(rank=rank, stage=stage, at=0, note="", waiting=waiting, elapsed_s=1.0, payload=payload)
+        )
 
 
 def follow(stand: Stand) -> tuple[Outcome, Run]:

@@ -15,7 +15,7 @@ from distdiag.cluster.transports.step import Payload
 
 def test_a_step_that_cannot_be_prepared_is_told_at_once() -> None:
     need("mpirun")
-    payload = Payload(sources={}, config={}, python=None, setup=None, needs_torch=False)  # nothing to start
+    payload = Payload(message=b"", python="\0", setup=None, needs_torch=False)  # no word of a command line
     transport, arrivals = MpiTransport(payload, start_s=60), Arrivals()
     try:
         transport.start([Host(name="node1"), Host(name="node2")], arrivals)
@@ -27,4 +27,4 @@ def test_a_step_that_cannot_be_prepared_is_told_at_once() -> None:
         transport.close()
         arrivals.close()
     assert {name: one.state for name, one in found.items()} == dict.fromkeys(("node1", "node2"), HostState.FAILED)
-    assert "KeyError" in found["node1"].message
+    assert "null byte" in found["node1"].message

@@ -22,10 +22,10 @@ from trace_facts import (
     thread,
 )
 
-from distdiag.commands.trace.blocked.collect import Blocked, Told
+from distdiag.commands.trace.blocked.collect import Reply
 from distdiag.commands.trace.ranks import Wanted, choose, nobody, parse_ranks
 from distdiag.errors import UsageError
-from distdiag.node.blocked import Target, Thread
+from distdiag.node.blocked import Blocked, Target, Thread
 from distdiag.node.descriptors import Descriptor
 from distdiag.node.ends import Network, Owned, Person
 
@@ -148,7 +148,7 @@ def test_who_stands_elsewhere_is_not_blamed_where_it_may_wait_for_the_job_as_wel
     far = thread(102, "recvfrom", targets=(connection(102, "10.0.0.9:5000"),))
     three = [process(100 + rank, rank, 4, local=False, network=NET) for rank in range(3)]
     looked = [Blocked(one.tid, "S", None, (one,), ()) for one in (at_futex(100), at_futex(101), far)]
-    told = Told(tuple(looked), (Network(NET, ("10.0.0.1",), ()),), ())
+    told = Reply(tuple(looked), (Network(NET, ("10.0.0.1",), ()),), ())
     report = judge_nodes([node(three, {})], {"n1": [told]})
     assert "trace.stuck-rank" not in [found.id for found in report.findings]
     assert report.verdict == "unknown"
@@ -294,8 +294,8 @@ def test_the_other_end_was_not_seen() -> None:
 
 
 def test_ranks_of_two_hosts() -> None:
-    def host(name: str, rank: int, one: Thread, socket: Owned) -> tuple[object, list[Told]]:
-        told = Told((Blocked(one.tid, "S", None, (one,), ()),), (Network(NET, (name,), (socket,)),))
+    def host(name: str, rank: int, one: Thread, socket: Owned) -> tuple[object, list[Reply]]:
+        told = Reply((Blocked(one.tid, "S", None, (one,), ()),), (Network(NET, (name,), (socket,)),))
         own = replace(process(one.tid, rank, 2, local=False), network=NET)
         return node([own], {}, host=name), [told]
 

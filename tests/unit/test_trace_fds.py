@@ -12,10 +12,8 @@ from trace_facts import NET, owned
 
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.trace import ranks
-from distdiag.commands.trace.fds.collect import Opened, Told
-from distdiag.commands.trace.fds.diagnose import diagnose
-from distdiag.commands.trace.fds.model import Request
-from distdiag.commands.trace.fds.view import trace_fds_view
+from distdiag.commands.trace.fds.collect import Opened, Reply
+from distdiag.commands.trace.fds.command import Request, diagnose, trace_fds_view
 from distdiag.commands.trace.nodes import Answers
 from distdiag.node.descriptors import Descriptor, End
 from distdiag.node.ends import Network, Person
@@ -24,7 +22,7 @@ from distdiag.node.sockets import Socket
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.commands.trace.fds.result import TraceFds
+    from distdiag.commands.trace.fds.command import TraceFds
     from distdiag.report import Report
 
 REQUEST = Request(program="distdiag", cluster=Cluster(), wanted=ranks.Wanted(ranks=(0,)))
@@ -35,8 +33,8 @@ def judge(*descriptors: Descriptor, limit: int | None = 1024, unread: str = "", 
     """Judge rank 0 (pid 100) beside rank 1 (pid 101), which is connected to it."""
     processes = [replace(process(100 + rank, rank, 2), network=NET) for rank in range(2)]
     sockets = Network(NET, ("10.0.0.1",), owned((100, 101)))
-    told = Told((Opened(100, limit, descriptors, unread),), (sockets,), (Person(900, "sh", "sh -c x", "S"),))
-    answers = Answers[Told](nodes=[node(processes, {}, user=user)], told={"n1": [told]})
+    told = Reply((Opened(100, limit, descriptors, unread),), (sockets,), (Person(900, "sh", "sh -c x", "S"),))
+    answers = Answers[Reply](nodes=[node(processes, {}, user=user)], told={"n1": [told]})
     return diagnose(REQUEST, answers, ranks.choose(answers.nodes, REQUEST.wanted))
 
 

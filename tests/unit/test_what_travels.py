@@ -1,10 +1,14 @@
-"""What is sent to the nodes: all that it imports, and not more than a command line takes."""
+"""What is sent to the nodes: all that it imports, over the connection; a command line has what connects back."""
 
 from __future__ import annotations
 
-import ast
 import base64
+import contextlib
+import hashlib
+import json
+import os
 import py_compile
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from distdiag.cluster import bootstrap, bundle
-from distdiag.node import boot
+from distdiag.node import boot, call_home, handshake
 
 ARGUMENT_BYTES = 128 * 1024  # MAX_ARG_STRLEN of Linux
 COMMANDS = {
@@ -33,45 +37,80 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_payload_fits_into_the_argument_that_srun_is_given(command: str) -> None:
-    packed = boot.pack(bundle.sources(*COMMANDS[command]), "distdiag.node.call_home", {"hosts": "x" * 500})
+def test_the_argument_that_srun_is_given_has_only_what_connects_back() -> None:
+    sources = bundle.sources(bundle.CONNECT_BACK)
+    assert set(sources) == {f"distdiag.node.{name}" for name in ("boot", "call_home", "handshake", "machine", "wire")}
+    packed = boot.pack(sources, bundle.CONNECT_BACK, {"addresses": ["x" * 40] * 20})
     encoded = base64.b64encode(packed).decode()
     for needs_torch in (True, False):
         script = bootstrap.script([boot.ARGUMENT_START, encoded], python=None, setup=None, needs_torch=needs_torch)
-        assert len(script) < 0.75 * ARGUMENT_BYTES, "the next feature would not fit"
+        assert len(script) < ARGUMENT_BYTES / 4
         assert script.count(encoded) == 1
 
 
-def test_what_travels_lacks_docstrings_and_nothing_else() -> None:
-    package = Path(boot.__file__).parents[1]
-    shorter = 0
-    for path in package.rglob("*.py"):
-        if path.name != "__init__.py":
-            name = ".".join(path.relative_to(package.parent).with_suffix("").parts)
-            original, text = path.read_text(), bundle.only(name)[name]
-            assert text.count("\n") == original.count("\n")
-            assert without_docstrings(text) == without_docstrings(original), name
-            shorter += len(original) - len(text)
-    assert shorter > 200_000
+def test_a_payload_of_any_size_travels_over_the_connection() -> None:
+    """No feature may break it: here it is ten times what an argument may have."""
+    noise = "".join(hashlib.sha256(bytes([number % 256, number >> 8])).hexdigest() for number in range(40_000))
+    entry = "distdiag.tells_its_size"
+    main = "def main(config, fd):\n    import os; os.write(fd, str(len(NOISE) + config['n']).encode())\n"
+    text = f"NOISE = {noise!r}\n{main}"
+    message = boot.pack_message({**bundle.sources(bundle.CONNECT_BACK), entry: text}, entry, {"n": 1})
+    assert len(message) > 10 * ARGUMENT_BYTES
+    assert answered(message, timeout_s=30) == (str(len(noise) + 1).encode(), b"")
 
 
-def without_docstrings(text: str) -> tuple[str, list[int]]:
-    """Write a module as Python understands it, and the numbers of its lines."""
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.If)):
-            node.body = [one for one in node.body if not is_text(one)]
-    return ast.dump(tree), [node.lineno for node in ast.walk(tree) if isinstance(node, (ast.stmt, ast.expr))]
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (b"%d\n" % (boot.MAX_PAYLOAD_BYTES + 1), b"are announced"),
+        (b"-1\n", b"are announced"),
+        (b"x" * 100, b"no length comes first"),
+        (b"zwei\n", b"invalid literal"),
+        (b"10\nhalf", b"the connection was closed"),
+    ],
+)
+def test_what_is_no_payload_is_refused(message: bytes, why: bytes) -> None:
+    answer, complaint = answered(message, timeout_s=10)
+    assert answer == b""
+    assert why in complaint
 
 
-def is_text(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+def answered(message: bytes, *, timeout_s: float) -> tuple[bytes, bytes]:
+    """Be the parent of one process that connects back; what it answers to a message, and what it complains of."""
+    key = handshake.new_key()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = {"addresses": ["127.0.0.1"], "port": listener.getsockname()[1], "find_s": timeout_s}
+        packed = boot.pack(bundle.sources(bundle.CONNECT_BACK), bundle.CONNECT_BACK, config)
+        child = subprocess.Popen(
+            [sys.executable, "-S", "-c", boot.ARGUMENT_START, base64.b64encode(packed).decode()],
+            env={**os.environ, call_home.NONCE: key},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        acceptor = handshake.Acceptor([listener], key)
+        peers: list[handshake.Peer] = []
+        while not peers:
+            peers, _ = acceptor.wait(timeout_s)
+        assert json.loads(peers[0].words)["name"]
+        connection = peers[0].connection
+        acceptor.close()
+        with connection:
+            connection.setblocking(True)
+            connection.settimeout(timeout_s)
+            assert connection.recv(len(call_home.IN)) == call_home.IN
+            answer = b""
+            with contextlib.suppress(OSError):  # whoever refuses it may have hung up by now
+                connection.sendall(message)
+                connection.shutdown(socket.SHUT_WR)
+                answer = b"".join(iter(lambda: connection.recv(4096), b""))
+        _, complaint = child.communicate(timeout=timeout_s)
+    assert child.returncode == 0  # srun and mpirun would end the others for any other
+    return answer, complaint
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_what_travels_imports_nothing_that_does_not(command: str) -> None:
-    sources = bundle.sources(*COMMANDS[command])
+    sources = bundle.sources(bundle.AGENT, *COMMANDS[command])
     # Imported one by one where there is no distdiag: -S leaves the site-packages out, and -P the working directory.
     load = "import importlib, sys\nfor name in sys.argv[1].split(): importlib.import_module(name)\n"
     start = f"sys.argv[1] = {' '.join(sources)!r}\n{load}"
@@ -86,22 +125,8 @@ def test_what_travels_imports_nothing_that_does_not(command: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_what_an_agent_imports_first_is_known(command: str) -> None:
-    collect = COMMANDS[command][0]
-    sources = bundle.sources(*COMMANDS[command])
-    order = (
-        f"import sys; sys.path.insert(0, {str(Path(bundle.folder()).parent)!r})\n"
-        f"import distdiag.node.call_home, {collect}\n"
-        "print(*(name for name, module in sys.modules.items() if name.startswith('distdiag') and module.__file__))"
-    )
-    done = subprocess.run([sys.executable, "-S", "-c", order], capture_output=True, text=True, check=True)
-    imported = {name for name in done.stdout.split() if name in sources}
-    assert set(bundle.first(sources, "distdiag.node.call_home", collect)) == imported
-
-
 def test_what_takes_long_to_import_is_not_needed_before_there_are_orders() -> None:
-    sources = bundle.sources(*COMMANDS["gpu-test"])
+    sources = bundle.sources(bundle.AGENT, bundle.CONNECT_BACK, *COMMANDS["gpu-test"])
     order = (
         f"exec({sources['distdiag.node.boot']!r}, globals())\n"
         f"sys.meta_path.insert(0, CarriedFinder({sources!r}))\n"
@@ -114,19 +139,6 @@ def test_what_takes_long_to_import_is_not_needed_before_there_are_orders() -> No
     # hashlib is needed: an agent that calls home proves that it knows the key.
     slow = {"dataclasses", "inspect", "typing", "base64", "contextlib", "shutil", "subprocess"}
     assert not slow & set(done.stdout.split())
-
-
-def test_what_came_compiled_is_used_and_what_did_not_is_compiled_here() -> None:
-    sources = {"distdiag.a": "WHO = 'source'\n", "distdiag.b": "WHO = 'source'\n"}
-    order = (
-        "import importlib, sys\nfrom distdiag.node.boot import CarriedFinder\n"
-        "for name in [name for name in sys.modules if name.split('.')[0] == 'distdiag']: del sys.modules[name]\n"
-        "codes = {'distdiag.a': compile('WHO = 0', 'a', 'exec')}\n"
-        f"sys.meta_path.insert(0, CarriedFinder({sources!r}, '', codes))\n"
-        "print(*(importlib.import_module(name).WHO for name in ('distdiag.a', 'distdiag.b')))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", order], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["0", "source"]
 
 
 def test_on_this_machine_modules_come_from_where_they_are_installed(tmp_path: Path) -> None:

@@ -6,10 +6,11 @@ import shlex
 import sys
 from typing import TYPE_CHECKING
 
+from distdiag.cluster.bootstrap import AGENT_START
 from distdiag.cluster.links import ProcessLink
 from distdiag.cluster.rows import HostState, Refusal
 from distdiag.cluster.transports import Arrivals, Transport
-from distdiag.node import boot, run
+from distdiag.node import run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +29,7 @@ class LocalTransport(Transport):
         self._payload = payload
         flags = ["-B"] if sys.dont_write_bytecode else []
         # The agent needs no site-packages, and reading them takes as long as all the rest of Python's start.
-        self._argv = [sys.executable, *flags, "-S", "-c", boot.START, str(len(payload)), "distdiag-agent"]
+        self._argv = [sys.executable, *flags, "-S", "-c", AGENT_START, str(len(payload)), "distdiag-agent"]
 
     def start(self, hosts: Sequence[Host], arrivals: Arrivals) -> None:
         for host in hosts:

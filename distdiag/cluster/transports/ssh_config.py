@@ -2,21 +2,298 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
+import functools
+import glob
 import os
+import pwd
 import re
+import shlex
+import shutil
 import socket
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from distdiag.cluster.transports import ssh_needs, ssh_said
 from distdiag.errors import DistdiagError
+from distdiag.node import run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from paramiko import SSHConfig
 
     from distdiag.cluster.hosts import Host
-    from distdiag.cluster.transports.ssh_said import Said
+
+
+_MUST_BE_UNSET = (
+    "ProxyCommand",
+    "CertificateFile",
+    "PKCS11Provider",
+    "KnownHostsCommand",
+    "RevokedHostKeys",
+    "BindInterface",
+)
+_MUST_BE_OFF = ("HostbasedAuthentication", "VerifyHostKeyDNS")
+_SECURITY_KEYS = (b"sk-ssh-ed25519@openssh.com", b"sk-ecdsa-sha2-nistp256@openssh.com")
+_PUBLIC_KEY = (b"ssh-", b"ecdsa-", b"sk-")
+_MAX_KEY_BYTES = 65536
+_KLIST_S = 2.0
+
+
+def why_openssh(said: Said, keys: Sequence[str | None]) -> str:
+    """Give the first reason, in words, and "" if paramiko will do; None stands for a key file whose name is unclear."""
+    return next(_reasons(said, keys), "")
+
+
+def is_private_key(path: str) -> bool:
+    """Tell whether a file can be read and is not the public half of a key."""
+    head = _read(path)
+    return bool(head) and not head.startswith(_PUBLIC_KEY)
+
+
+def _reasons(said: Said, keys: Sequence[str | None]) -> Iterator[str]:
+    def value(option: str) -> str:
+        return said.get(option.lower(), [""])[0].lower()
+
+    def is_on(option: str) -> bool:
+        return value(option) in ("yes", "true")
+
+    yield from (f"{option} is set" for option in _MUST_BE_UNSET if value(option) not in ("", "none"))
+    yield from (f"{option} is on" for option in _MUST_BE_OFF if is_on(option))
+    if value("PubkeyAuthentication") in ("no", "false"):
+        yield "PubkeyAuthentication is off"
+    control = said.get("controlpath", ["none"])[0]
+    if control != "none" and _is_socket(control):
+        yield f"ControlPath {control} leads to a connection that is open already"
+    for path in keys:
+        yield from _of_key(path, identities_only=is_on("IdentitiesOnly"))
+    # Debian and Red Hat switch it on for everybody; it does something only for those who have a ticket.
+    if is_on("GSSAPIAuthentication") and _has_ticket(shutil.which("klist"), os.environ.get("KRB5CCNAME", "")):
+        yield "GSSAPIAuthentication is on and there is a Kerberos ticket"
+
+
+def _of_key(path: str | None, *, identities_only: bool) -> Iterator[str]:
+    if path is None:
+        yield "IdentityFile has a token that only ssh replaces"
+        return
+    if os.path.exists(f"{path}-cert.pub"):
+        yield f"{path}-cert.pub is a certificate"
+    key, public = _read(path), _read(f"{path}.pub")
+    private = b"" if key.startswith(_PUBLIC_KEY) else _openssh_format(key)
+    if public.startswith(b"sk-") or key.startswith(b"sk-") or any(type_ in private for type_ in _SECURITY_KEYS):
+        yield f"{path} is on a security key"
+    elif key.startswith(_PUBLIC_KEY):
+        yield f"{path} is a public key: it says which key of the agent to take"
+    elif identities_only and (_has_passphrase(key, private) or (public and not key)):
+        yield f"IdentitiesOnly is on, and only the agent can use {path}"
+
+
+def _openssh_format(key: bytes) -> bytes:
+    """Give what is inside a private key in OpenSSH's own format; its public half is there in the clear."""
+    lines = key.split(b"\n")
+    if not lines[0].startswith(b"-----BEGIN OPENSSH PRIVATE KEY-----"):
+        return b""
+    try:
+        return base64.b64decode(b"".join(line for line in lines[1:] if not line.startswith(b"-----")))
+    except binascii.Error:
+        return b""
+
+
+def _has_passphrase(key: bytes, private: bytes) -> bool:
+    if private:
+        return not private.startswith(b"openssh-key-v1\0\0\0\0\4none")
+    return b"ENCRYPTED" in key  # both older formats say so in the clear
+
+
+def _read(path: str) -> bytes:
+    """Give what is in a key file; nothing if it cannot be read: ssh then passes it over as well."""
+    try:
+        if not os.path.isfile(path):
+            return b""
+        with open(path, "rb") as file:
+            return file.read(_MAX_KEY_BYTES)
+    except OSError:
+        return b""
+
+
+def _is_socket(path: str) -> bool:
+    try:
+        return stat.S_ISSOCK(os.stat(path).st_mode)
+    except OSError:
+        return False
+
+
+@functools.cache
+def _has_ticket(klist: str | None, place: str) -> bool:
+    """Tell whether there is a Kerberos ticket; without klist, only tickets in files can be ruled out."""
+    if klist is not None:
+        try:
+            return run.run([klist, "-s"], timeout_s=_KLIST_S).status == 0
+        except run.CannotRun:
+            return False
+    kind, colon, path = (place or f"/tmp/krb5cc_{os.getuid()}").rpartition("FILE:")
+    return os.path.exists(path) if colon or path.startswith("/") else bool(kind or path)
+
+
+Said = dict[str, list[str]]
+"""Values by keyword in lower case; a keyword that was said twice has two."""
+_SYSTEM_CONFIG = "/etc/ssh/ssh_config"
+_DIRECTIVE = re.compile(r"([A-Za-z0-9]+)(?:[ \t]*=[ \t]*|[ \t]+)(.*)")
+_NAMES_A_HOST = frozenset({"hostname", "proxyjump", "canonicalizehostname"})
+_DEPTH = 16  # ssh's own limit of files that include files
+_DEFAULTS: Said = {
+    "port": ["22"],
+    "identityfile": [f"~/.ssh/id_{kind}" for kind in ("rsa", "ecdsa", "ecdsa_sk", "ed25519", "ed25519_sk")],
+    "userknownhostsfile": ["~/.ssh/known_hosts ~/.ssh/known_hosts2"],
+    "globalknownhostsfile": ["/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"],
+    "stricthostkeychecking": ["ask"],
+    "addressfamily": ["any"],
+}
+
+
+def reader(config_file: str | None, timeout_s: float) -> Callable[[Host], Said]:
+    """Give the function that finds out what is set for a host; it raises DistdiagError if ssh would refuse to start.
+
+    Raises:
+        DistdiagError: there is no ssh, and without it the configuration cannot be understood.
+    """
+    if shutil.which("ssh"):
+        return functools.partial(_ask, config_file, timeout_s)
+    return functools.partial(_look_up, _load(config_file))
+
+
+def home() -> str:
+    """Give the home folder that ssh takes: the one in the user database, whatever $HOME says."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:  # a container with a made-up user id
+        return os.path.expanduser("~")
+
+
+def user_name() -> str:
+    """Give the name of the local user, as ssh finds it."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return os.environ.get("USER", "")
+
+
+def depends_on_host(config_file: str | None) -> bool:
+    """Tell whether ssh's configuration might say different things for different hosts; when in doubt, it does."""
+    if config_file == "none":
+        return False
+    if config_file is not None:
+        return _depends(config_file, _user_folder(), _DEPTH)
+    user_config = os.path.join(_user_folder(), "config")
+    return _depends(user_config, _user_folder(), _DEPTH) or _depends(_SYSTEM_CONFIG, "/etc/ssh", _DEPTH)
+
+
+def _user_folder() -> str:
+    return os.path.join(home(), ".ssh")
+
+
+def _depends(path: str, folder: str, depth: int) -> bool:
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+            lines = [line.strip(" \t\r\n\f") for line in file]
+    except FileNotFoundError:
+        return False
+    except OSError:  # ssh will say what is wrong
+        return True
+    return any(_line_depends(line, folder, depth) for line in lines if line and not line.startswith("#"))
+
+
+def _line_depends(line: str, folder: str, depth: int) -> bool:
+    directive = _DIRECTIVE.fullmatch(line)
+    if directive is None or "%" in line:
+        return True
+    keyword, value = directive[1].lower(), directive[2]
+    if keyword == "host":
+        return value != "*"
+    if keyword == "match":
+        return value.lower().split() not in (["all"], ["final", "all"])
+    if keyword == "include":
+        return depth == 0 or re.search(r"[\"'\\$~#]", value) is not None or _include_depends(value, folder, depth)
+    return keyword in _NAMES_A_HOST
+
+
+def _include_depends(patterns: str, folder: str, depth: int) -> bool:
+    found = (path for pattern in patterns.split() for path in glob.glob(os.path.join(folder, pattern)))
+    return any(_depends(path, folder, depth - 1) for path in found)
+
+
+def _ask(config_file: str | None, timeout_s: float, host: Host) -> Said:
+    argv = ["ssh", "-G", "-T", *(["-F", config_file] if config_file is not None else [])]
+    argv += ["-l", host.user] if host.user else []
+    argv += ["-p", str(host.port)] if host.port else []
+    # HostName may hold tokens, and the zone of an IPv6 address (fe80::1%eth0) is none.
+    argv += ["-o", "HostName=" + host.address.replace("%", "%%")] if host.address else []
+    argv += ["--", host.name]
+    try:
+        done = run.run(argv, timeout_s=timeout_s)
+    except run.CannotRun as error:
+        raise DistdiagError(str(error)) from error
+    if done.timed_out:
+        raise DistdiagError(
+            f"ssh did not read its configuration for {host.name} within {timeout_s:g} s",
+            hint=f"a command of Match exec or a name server keeps it waiting; see: ssh -v {shlex.join(argv[1:])}",
+        )
+    if done.status != 0:
+        complaints = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
+        complaint = next((line for line in complaints if re.search(r"line \d+: ", line)), "".join(complaints[:1]))
+        raise DistdiagError(
+            f"ssh will not connect to {host.name}: {complaint.strip() or f'status {done.status}'}",
+            hint="ssh's configuration has to be mended; to see it again: " + shlex.join(argv),
+        )
+    return _parse(done.stdout.decode("utf-8", "surrogateescape"))
+
+
+def _parse(text: str) -> Said:
+    said: Said = {}
+    for line in text.split("\n"):
+        keyword, _, value = line.partition(" ")
+        said.setdefault(keyword.lower(), []).append(value)
+    return said
+
+
+def _load(config_file: str | None) -> SSHConfig:
+    """Read the user's own file with paramiko, unless it holds what paramiko gets wrong."""
+    import paramiko
+
+    path = config_file if config_file is not None else os.path.join(_user_folder(), "config")
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            text = file.read() if path != "none" else ""
+    except OSError as error:
+        if config_file not in (None, "none"):
+            raise DistdiagError(f"cannot read {path}: {error.strerror}") from error
+        text = ""
+    wrong = re.search(r"^[ \t]*\"?(Include|Match)\b.*", text, re.IGNORECASE | re.MULTILINE)
+    if wrong is not None:
+        raise DistdiagError(
+            f"{path} has the line {wrong[0].strip()!r}, which only ssh understands, and there is no ssh here",
+            hint="install OpenSSH's client, or write a file without Include and Match and give that one",
+        )
+    try:
+        return paramiko.SSHConfig.from_text(text)
+    except paramiko.SSHException as error:
+        raise DistdiagError(f"cannot read {path}: {error}") from error
+
+
+def _look_up(config: SSHConfig, host: Host) -> Said:
+    found = config.lookup(host.name)
+    said = _DEFAULTS | {key: value if isinstance(value, list) else [value] for key, value in found.items()}
+    over = {"user": host.user, "port": host.port, "hostname": host.address}
+    said |= {key: [str(value)] for key, value in over.items() if value}
+    said.setdefault("user", [user_name()])
+    said["hostname"] = [said["hostname"][0].lower()]
+    for key in {"userknownhostsfile", "globalknownhostsfile", "identityagent"} & said.keys():
+        said[key] = [re.sub(r"(^| )~/", lambda start: f"{start[1]}{home()}/", said[key][0])]
+    return said
+
 
 _AT_ONCE = 8
 _TIMEOUT_S = 10.0
@@ -66,7 +343,7 @@ def resolve(host: Host, *, config_file: str | None = None, timeout_s: float = _T
     Raises:
         DistdiagError: ssh would refuse, or took longer than `timeout_s` seconds.
     """
-    return _settings(host, ssh_said.reader(config_file, timeout_s)(host))
+    return _settings(host, reader(config_file, timeout_s)(host))
 
 
 def resolve_all(
@@ -77,12 +354,12 @@ def resolve_all(
     Ssh is asked once, where its configuration has nothing that could depend on the host, and else for each host.
     """
     try:
-        read = ssh_said.reader(config_file, timeout_s)
+        read = reader(config_file, timeout_s)
     except DistdiagError as error:
         return [error] * len(hosts)
     plain = [host for host in hosts if _is_plain(host)]
     template = None
-    if len(plain) > 1 and not ssh_said.depends_on_host(config_file):
+    if len(plain) > 1 and not depends_on_host(config_file):
         template = _try(read, replace(plain[0], user=None, port=None, address=None))
     asked = [host for host in hosts if template is None or not _is_plain(host)]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -126,7 +403,7 @@ def _settings(host: Host, said: Said) -> SshSettings:
         hostname=said["hostname"][0],
         port=int(said["port"][0]),
         user=said["user"][0],
-        identity_files=tuple(key for key in keys if key is not None and ssh_needs.is_private_key(key)),
+        identity_files=tuple(key for key in keys if key is not None and is_private_key(key)),
         identities_only=value("identitiesonly") in ("yes", "true"),
         identity_agent=_agent(said),
         proxy_jump=tuple(_jump(one) for one in jump.split(",")) if jump else (),
@@ -138,16 +415,16 @@ def _settings(host: Host, said: Said) -> SshSettings:
         connect_timeout_s=(float(timeout) or None) if timeout.isdigit() else None,
         bind_address=value("bindaddress"),
         address_family=_family(value("addressfamily")),
-        needs_openssh=ssh_needs.why_openssh(said, keys),
+        needs_openssh=why_openssh(said, keys),
     )
 
 
 def _keys(host: Host, said: Said) -> list[str | None]:
     """Give the key files; `ssh -G` leaves their tokens as they are. None stands for a token only ssh can replace."""
-    name, user = socket.gethostname(), ssh_said.user_name()
+    name, user = socket.gethostname(), user_name()
     tokens = {
         "%": "%",
-        "d": ssh_said.home(),
+        "d": home(),
         "h": said["hostname"][0],
         "i": str(os.getuid()),
         "k": said.get("hostkeyalias", [host.name])[0],
@@ -172,7 +449,7 @@ def _expand(text: str, tokens: dict[str, str]) -> str | None:
     if not text.startswith("~"):
         return expanded
     owner, slash, rest = expanded[1:].partition("/")
-    return (os.path.expanduser(f"~{owner}") if owner else ssh_said.home()) + slash + rest  # ssh's "~" is not $HOME
+    return (os.path.expanduser(f"~{owner}") if owner else home()) + slash + rest  # ssh's "~" is not $HOME
 
 
 def _agent(said: Said) -> str | None:

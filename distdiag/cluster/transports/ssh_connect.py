@@ -13,8 +13,10 @@ import functools
 import os
 import queue
 import random
+import resource
 import selectors
 import socket
+import threading
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -22,7 +24,6 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.rows import HostState, Refusal
 from distdiag.cluster.transports.ssh_login import Refused, Retry
-from distdiag.cluster.transports.ssh_socket import ReadsAhead
 from distdiag.cluster.transports.threads import Threads
 from distdiag.node.wire import printable
 
@@ -31,9 +32,28 @@ if TYPE_CHECKING:
 
     from distdiag.cluster.hosts import Host
     from distdiag.cluster.transports import Arrivals
-    from distdiag.cluster.transports.room import Room
     from distdiag.cluster.transports.ssh_config import SshSettings
     from distdiag.cluster.transports.ssh_login import Login
+
+_BYTES = 65536
+
+
+class ReadsAhead(socket.socket):
+    """Takes from the kernel what is there: half the calls, for each of which paramiko's threads pass on Python's lock.
+
+    Not to be waited for by select() any more once it was read without flags: it may hold what was sent.
+    """
+
+    _held = b""
+
+    def recv(self, size: int, flags: int = 0, /) -> bytes:
+        """As of any socket."""
+        if flags:
+            return super().recv(size, flags)
+        held = self._held or super().recv(_BYTES)
+        self._held = held[size:]
+        return held[:size]
+
 
 ATTEMPTS = 3
 _ASKED = 4
@@ -399,3 +419,38 @@ class Connector:
 def _greets_as_ssh(said: bytes) -> bool:
     """Tell whether a line begins with the greeting; others may come before it (RFC 4253, 4.2)."""
     return said.startswith(b"SSH-") or b"\nSSH-" in said
+
+
+_FDS_PER_HOST = 3
+"""The connection, and the pipe by which paramiko tells that there is something to read."""
+_SPARE_FDS = 64
+
+
+class Room:
+    """Descriptors for hosts; our limit of them is raised as far as we may."""
+
+    def __init__(self) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.limit = soft
+        wanted = min(hard, 65536) if hard != resource.RLIM_INFINITY else 65536
+        if soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            self.limit = wanted
+        self.hosts = self._free = max(4, (self.limit - _SPARE_FDS) // _FDS_PER_HOST)
+        self.changed = time.monotonic()
+        self._lock = threading.Lock()
+
+    def take(self) -> bool:
+        """Take one host's share, if there is one."""
+        with self._lock:
+            if self._free == 0:
+                return False
+            self._free -= 1
+            self.changed = time.monotonic()
+            return True
+
+    def give_back(self) -> None:
+        """Have one host's share back."""
+        with self._lock:
+            self._free += 1
+            self.changed = time.monotonic()

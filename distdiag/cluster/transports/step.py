@@ -2,6 +2,7 @@
 
 Both end everybody when one host fails, so links are handed on only when the whole step stands; if it does not, it is
 started again without the hosts that failed, and those become rows. Standard input is no way in: it goes to one task.
+So the command line has only what connects back (distdiag/node/call_home.py); the payload is sent over that connection.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from distdiag.cluster.links import Heard, Link, ProcessLink
 from distdiag.cluster.rows import HostState, Refusal
 from distdiag.cluster.transports import Arrivals, Transport
 from distdiag.errors import DistdiagError
-from distdiag.node import boot, call_home, handshake, run, wire
+from distdiag.node import boot, call_home, handshake, protocol, run, wire
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,17 +36,14 @@ _STAGGER_S = 8.0
 """How much later than the first the last agent may come: a node that does not start one in this time is stuck."""
 _FIND_S = 6.0
 _TICK_S = 0.02
-_PACKED_BYTES = 72 * 2**10
-"""So much, and the lines around it, fits into one argument (128 KiB on Linux) as base64."""
 _ROUNDS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Payload:
-    """What runs on each node, and how its Python is found."""
+    """What runs on each node (`message`: see boot.pack_message), and how its Python is found."""
 
-    sources: dict[str, str]
-    config: dict[str, Any]
+    message: bytes
     python: str | None
     setup: str | None
     needs_torch: bool
@@ -163,12 +161,8 @@ class StepTransport(Transport):
 
     def _program(self) -> list[str]:
         payload = self._payload
-        config = {**payload.config, "addresses": Hub.addresses(), "port": self._hub.port, "find_s": _FIND_S}
-        entry = "distdiag.node.call_home"
-        first = bundle.first(payload.sources, entry, config["collect"])
-        packed = boot.pack(payload.sources, entry, config, compiled=first)
-        if len(packed) > _PACKED_BYTES:
-            packed = boot.pack(payload.sources, entry, config)
+        config = {"addresses": Hub.addresses(), "port": self._hub.port, "find_s": _FIND_S}
+        packed = boot.pack(bundle.sources(bundle.CONNECT_BACK), bundle.CONNECT_BACK, config)
         words = [boot.ARGUMENT_START, base64.b64encode(packed).decode()]
         lines = bootstrap.script(words, python=payload.python, setup=payload.setup, needs_torch=payload.needs_torch)
         if payload.setup:
@@ -183,6 +177,7 @@ class StepTransport(Transport):
             if this is None or name is None:
                 link.kill()
                 return
+            link.write(self._payload.message)  # before anybody else may write to it
             this.links[name] = link
             this.first_at = this.first_at or time.monotonic()
 
@@ -203,7 +198,9 @@ class StepTransport(Transport):
             said += self._complaints(heard)
             with self._lock:
                 missing = [host for host in this.hosts if host.name not in this.links]
-                first_at = this.first_at
+                links, first_at = list(this.links.values()), this.first_at
+            for link in links:  # more of the payload, where it did not go at once
+                link.flush()
             if not missing:
                 return {}
             failed = {name: how for line in said for name, how in self.failed_hosts(line, this.hosts).items()}
@@ -258,7 +255,7 @@ class StepTransport(Transport):
                 words.partition("distdiag: ")[2] or words,
                 "the nodes must be able to connect to this machine, as they must for srun itself; see its firewall",
             )
-        if any('"no-python"' in line for line in said):
+        if any(f'"{protocol.NoPython.kind}"' in line for line in said):
             return HostState.NO_PYTHON, "there is no Python 3.9 or newer", "name one that is there: --python PATH"
         return HostState.FAILED, "", ""
 

@@ -1,21 +1,37 @@
-"""What allreduce-bench does with ranks."""
+"""Run allreduce-bench on ranks; several runs are judged as one, beside an earlier run if one is given."""
 
 from __future__ import annotations
 
+import json
+import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from distdiag.commands.allreduce_bench import diagnose
-from distdiag.commands.allreduce_bench.diagnose import rows_for
+from distdiag.commands.allreduce_bench import diagnose, earlier, plot
+from distdiag.commands.allreduce_bench.diagnose import rows_for, rows_of
+from distdiag.commands.allreduce_bench.findings import row_in_words
 from distdiag.commands.allreduce_bench.formulas import BOTH_WAYS, ONLY_IN_PLACE
-from distdiag.commands.allreduce_bench.measured import rows_of
-from distdiag.commands.allreduce_bench.words import row_in_words
-from distdiag.errors import UsageError
-from distdiag.workload.job import Job
+from distdiag.commands.allreduce_bench.types import Bench, FaultKind, Request
+from distdiag.commands.allreduce_bench.view import bench_view
+from distdiag.deliver import document
+from distdiag.errors import DistdiagError, UsageError
+from distdiag.files import check_picture
+from distdiag.gathered import Gathered, are_facts, read
+from distdiag.node.identity import identify
+from distdiag.runner import not_saved
+from distdiag.workload import carry_out, judge
+from distdiag.workload.record import Job, RunRecord
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from distdiag.cluster.launch import Run
-    from distdiag.commands.allreduce_bench.model import Bench, Request
+    from distdiag.cluster.recipes import Recipe
+    from distdiag.commands.allreduce_bench.earlier import Baseline
+    from distdiag.commands.allreduce_bench.types import Bench, Fault
     from distdiag.deliver import Progress
+    from distdiag.report import Report
+    from distdiag.runner import Subcommand
     from distdiag.workload.record import Plan, Share
 
 
@@ -87,3 +103,87 @@ class _Teller:
         self._told = len(measured)
         self._so_far = f"{len(measured)} of {len(rows)} rows, {row_in_words(measured[-1], self._request.unit)}"
         return self._so_far
+
+
+_REPEATS = 3
+
+
+def subcommand(recipe: Recipe | None, *, draw: bool) -> Subcommand[Request, RunRecord, Bench]:
+    """Make the command; `recipe`: the launcher for which lines are to be written instead. `draw`: in the terminal."""
+    made = carry_out.subcommand(
+        Request.command, Request, job_of, lambda request, report: bench_view(report, request.unit, draw=draw), recipe
+    )
+    return replace(
+        made,
+        collect=_collect,
+        diagnose=lambda request, gathered: _judged(request, gathered.facts),
+        shown_as_typed=("unit", "stat", "params", "baseline"),
+    )
+
+
+def _collect(request: Request, progress: Progress) -> Gathered[RunRecord]:
+    """Measure; and measure rows again that were slower than in the earlier run: only what stays slower counts.
+
+    Two runs of the same differ by more than the iterations of each tell: where the ranks' memory and cores lie is
+    drawn anew each time.
+    """
+    me = identify(os.environ)
+    runs = [carry_out.carry_out(job_of(request), progress)]
+    while (me is None or me.world_size == 1) and len(runs) <= _REPEATS:  # under a launcher the others are gone by now
+        again = _slower(request, _judged(request, runs))
+        if again is None:
+            break
+        progress.news(f"measuring {len(again.ops)} operations with slower rows again")
+        runs.append(carry_out.carry_out(job_of(again), progress))
+    return Gathered(facts=runs)
+
+
+def _judged(request: Request, runs: Sequence[RunRecord]) -> Report[Bench]:
+    report = judge.report_of(job_of(request), runs[0])
+    for run in runs[1:]:
+        again = _slower(request, report)
+        if again is None:  # it is compared with another run than when it was measured
+            break
+        report = diagnose.repeated(request, report, judge.report_of(job_of(again), run).data)
+    return report
+
+
+def _slower(request: Request, report: Report[Bench]) -> Request | None:
+    """Ask for the rows that were slower than in the earlier run; None if there is none."""
+    slower = [row for row in report.data.compared if row.slower]
+    if not slower or report.interrupted:
+        return None
+    ops = tuple(dict.fromkeys(row.op for row in slower))
+    sizes = tuple(dict.fromkeys(row.size_bytes for row in slower))
+    return replace(request, ops=ops, sizes=sizes, fault=_fault_again(request))
+
+
+def _fault_again(request: Request) -> Fault | None:
+    """Make an injected fault again where it is one of all rows."""
+    return request.fault if request.fault is not None and request.fault.kind is FaultKind.SLOW else None
+
+
+def read_files(compare: str, picture: str) -> Baseline | None:
+    """Read the run to compare with, and see whether the picture can be drawn. Raises UsageError, DistdiagError."""
+    me = identify(os.environ)
+    if me is not None and me.rank != 0:  # the files of the others' nodes are not ours
+        return None
+    check_picture(picture)
+    if not compare:
+        return None
+    if not are_facts([compare]):
+        return earlier.read(compare)
+    request, gathered = read([compare], Request.command, (Request, RunRecord))
+    assert request is not None
+    report = _judged(request, gathered.facts)
+    return earlier.read_text_of(json.dumps(document(report)), compare)
+
+
+def draw(report: Report[Bench], request: Request, picture: str) -> Report[Bench]:
+    """Draw the picture, where it is one in a file."""
+    if picture not in ("", "-"):
+        try:
+            plot.save(report.data, request.unit, picture)
+        except DistdiagError as error:
+            return not_saved(report, error)
+    return report

@@ -9,10 +9,9 @@ import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.allreduce_bench.formulas import ITEM_BYTES, OPS
-from distdiag.commands.allreduce_bench.model import Fault, FaultKind, Request, Stat, Unit
+from distdiag.commands.allreduce_bench.types import Fault, FaultKind, Request, Stat, Unit
 from distdiag.errors import UsageError
 from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, TimeoutOpt, called_as, on_hosts
-from distdiag.workload.model import Backend, Device
 from distdiag.workload.options import (  # noqa: TC001 - on_hosts reads the annotations
     BackendOpt,
     DeviceOpt,
@@ -23,6 +22,7 @@ from distdiag.workload.options import (  # noqa: TC001 - on_hosts reads the anno
     NprocOpt,
     PrintCommandOpt,
 )
+from distdiag.workload.types import Backend, Device
 
 COMMAND = "allreduce-bench"
 
@@ -144,8 +144,8 @@ def allreduce_bench(
     Exit status: 0 measured, 1 a fault was found, 2 wrong usage, 3 could not be measured, 130 interrupted.
     """
     from distdiag import runner
-    from distdiag.commands.allreduce_bench import keep
-    from distdiag.commands.allreduce_bench.sizes import parse_sizes
+    from distdiag.commands.allreduce_bench import check as bench
+    from distdiag.commands.allreduce_bench.types import parse_sizes
 
     explain = cluster.explain or print_command is not None
 
@@ -176,13 +176,13 @@ def allreduce_bench(
             cluster=cluster,
             nccl_debug=nccl_debug,
             files=(("save", save), ("compare", compare), ("plot", plot)),
-            baseline=None if explain else keep.read_files(compare, plot),
+            baseline=None if explain else bench.read_files(compare, plot),
             fault=parse_fault(inject) if inject is not None else None,
         )
 
     runner.run(
-        keep.subcommand(print_command, draw=plot == "-"),
+        bench.subcommand(print_command, draw=plot == "-"),
         asked,
         runner.Options(as_json, strict, save, from_, explain),
-        lambda report: keep.draw(report, asked(), plot),
+        lambda report: bench.draw(report, asked(), plot),
     )

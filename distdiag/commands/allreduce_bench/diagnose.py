@@ -1,25 +1,125 @@
-"""The rows and how the ranks fared -> Report. Pure: the same answer for recorded facts."""
+"""What the ranks measured and how they fared -> rows of times and bandwidths -> Report. Pure."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import fold
 from distdiag.cluster.launch import Outcome
-from distdiag.commands.allreduce_bench import compare, symptoms, verdict
-from distdiag.commands.allreduce_bench.measured import arrivals_of, rows_of
-from distdiag.commands.allreduce_bench.model import STAGES, Bench, SizeResult
-from distdiag.commands.allreduce_bench.sizes import USUAL, parse_sizes
-from distdiag.commands.allreduce_bench.words import short, speed
+from distdiag.commands.allreduce_bench import findings
+from distdiag.commands.allreduce_bench.findings import short, speed
+from distdiag.commands.allreduce_bench.formulas import bus_factor, is_in_place, shape_of
+from distdiag.commands.allreduce_bench.types import STAGES, USUAL, Arrival, Bench, SizeResult, Times, parse_sizes
 from distdiag.report import Finding, Level, Report
 from distdiag.workload import judge
-from distdiag.workload.pauses import paused, without_core
+from distdiag.workload.judge import paused, without_core
 
 if TYPE_CHECKING:
-    from distdiag.cluster.records import PausedTold
-    from distdiag.commands.allreduce_bench.model import Request
+    from collections.abc import Sequence
+
+    from distdiag.cluster.launch import Trace
+    from distdiag.cluster.records import PausedTold, RowTold
+    from distdiag.commands.allreduce_bench.types import Request, Stat
     from distdiag.workload.record import Course, NotRun, Plan, Scene
+
+_ENOUGH_FOR_DRIFT = 20
+
+
+def rows_of(request: Request, rows: Sequence[tuple[str, int]], traces: Sequence[Trace]) -> tuple[SizeResult, ...]:
+    """Give a row for each collective and size that rank 0 told the times of, or why there are none."""
+    told = [_told(trace) for trace in traces]
+    world_size = len(traces)
+    found = []
+    for number, (op, size_bytes) in enumerate(rows, 1):
+        mine = [one[number] for one in told if number in one]
+        first = told[0].get(number) if told else None
+        if first is not None:
+            found.append(_row(request, op, size_bytes, world_size, (first, mine)))
+    return tuple(found)
+
+
+def arrivals_of(rows: Sequence[tuple[str, int]], traces: Sequence[Trace]) -> tuple[Arrival, ...]:
+    """Give for each row and rank how it came to the collective."""
+    return tuple(
+        Arrival(
+            rank=trace.rank,
+            host=trace.host,
+            op=op,
+            size_bytes=size_bytes,
+            inside_s=row["inside_ns"] * 1e-9,
+            late_s=row["late_ns"] * 1e-9,
+        )
+        for number, (op, size_bytes) in enumerate(rows, 1)
+        for trace in traces
+        if (row := _told(trace).get(number)) is not None and "inside_ns" in row
+    )
+
+
+def times_of(seconds: Sequence[float]) -> Times:
+    """Give the statistics of at least one time."""
+    ordered = sorted(seconds)
+    n = len(ordered)
+    return Times(
+        p50=ordered[n // 2],
+        p99=_nearest(ordered, 99),
+        min=ordered[0],
+        max=ordered[-1],
+        mean=math.fsum(ordered) / n,
+        iqr=_nearest(ordered, 75) - _nearest(ordered, 25),
+    )
+
+
+def bandwidths(op: str, size_bytes: int, world_size: int, seconds: float) -> tuple[float, float]:
+    """Give algbw and busbw in bytes per second."""
+    algbw = size_bytes / seconds
+    return algbw, algbw * bus_factor(op, world_size)
+
+
+def chosen(times: Times, stat: Stat) -> float:
+    """Give the time that stands for a row."""
+    return float(getattr(times, stat))
+
+
+def _told(trace: Trace) -> dict[int, RowTold]:
+    return {event.payload["row"]["number"]: event.payload["row"] for event in trace.events if "row" in event.payload}
+
+
+def _row(
+    request: Request, op: str, size_bytes: int, world_size: int, told: tuple[RowTold, list[RowTold]]
+) -> SizeResult:
+    first, all_ranks = told
+    shape = shape_of(op, size_bytes, request.dtype, world_size)
+    seconds = [one * 1e-9 for one in first.get("times_ns", ())]
+    times = times_of(seconds) if seconds else None
+    algbw, busbw = bandwidths(op, shape.size_bytes, world_size, chosen(times, request.stat)) if times else (None, None)
+    wrong = [count for row in all_ranks if (count := row.get("wrong")) is not None]
+    return SizeResult(
+        op=op,
+        size_bytes=shape.size_bytes,
+        count=shape.count,
+        dtype=request.dtype,
+        in_place=is_in_place(op, request.in_place),
+        iterations=len(seconds),
+        time_s=times,
+        algbw_bytes_per_s=algbw,
+        busbw_bytes_per_s=busbw,
+        wrong=sum(wrong) if wrong else None,
+        drift=_drift(seconds),
+        skipped=str(first.get("skipped", "")),
+    )
+
+
+def _drift(seconds: list[float]) -> float | None:
+    quarter = len(seconds) // 4
+    if len(seconds) < _ENOUGH_FOR_DRIFT:
+        return None
+    return times_of(seconds[-quarter:]).p50 / times_of(seconds[:quarter]).p50
+
+
+def _nearest(ordered: list[float], percent: int) -> float:
+    return ordered[max(0, min(len(ordered) - 1, math.ceil(len(ordered) * percent / 100) - 1))]
 
 
 def rows_for(request: Request, device: str) -> list[tuple[str, int]]:
@@ -34,10 +134,10 @@ def diagnose(request: Request, scene: Scene, plan: Plan, course: Course) -> Repo
     results = rows_of(request, rows, course.traces)
     arrivals = arrivals_of(rows, course.traces)
     device_name = judge.started(course.traces).get("device_name")
-    expected = verdict.expectation(plan, scene, device_name, results)
+    expected = findings.expectation(plan, scene, device_name, results)
     here = device_name if device_name not in (None, "cpu") else str(plan.device)
-    differs = compare.differs(request.baseline, plan.nproc, here) if request.baseline is not None else ""
-    compared = compare.compare(request.baseline, results) if request.baseline is not None and not differs else ()
+    differs = findings.differs(request.baseline, plan.nproc, here) if request.baseline is not None else ""
+    compared = findings.compare(request.baseline, results) if request.baseline is not None and not differs else ()
     data = Bench(
         **judge.facts_of(request, scene, plan, course),
         device_name=device_name,
@@ -48,17 +148,17 @@ def diagnose(request: Request, scene: Scene, plan: Plan, course: Course) -> Repo
         verdict=expected,
         compared=compared,
         no_core_share=round(without_core(_pauses(course)), 3),
-        training=verdict.training(request, plan, scene, results),
+        training=findings.training(request, plan, scene, results),
     )
     found = [
         *judge.findings_of(request, scene, plan, course),
         *_not_measured(request, results),
         *paused(request, course.traces, _pauses(course)),
-        *symptoms.findings_of(request, results, arrivals, whole=course.outcome is Outcome.FINISHED),
-        *verdict.findings_of(request, expected),
+        *findings.shape_findings(request, results, arrivals, whole=course.outcome is Outcome.FINISHED),
+        *findings.hardware_findings(request, expected),
     ]
     if request.baseline is not None and results:
-        found += compare.findings_of(request, request.baseline, differs, compared, data.no_core_share)
+        found += findings.comparison_findings(request, request.baseline, differs, compared, data.no_core_share)
     interrupted = course.outcome is Outcome.INTERRUPTED
     return Report(
         command=request.command,
@@ -78,7 +178,7 @@ def repeated(request: Request, report: Report[Bench], again: Bench) -> Report[Be
     )
     found = [finding for finding in report.findings if finding.id != f"{request.command}.slower"]
     no_core = max(report.data.no_core_share, again.no_core_share)
-    found += compare.findings_of(request, request.baseline, "", compared, no_core)
+    found += findings.comparison_findings(request, request.baseline, "", compared, no_core)
     still = sum(row.slower for row in compared)
     words = judge.worst_of(found) or (
         f"{report.data.world_size} ranks: "

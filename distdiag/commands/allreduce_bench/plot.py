@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from distdiag.commands.allreduce_bench.model import GIGA, Unit
-from distdiag.commands.allreduce_bench.words import short
+from distdiag.commands.allreduce_bench.findings import short
+from distdiag.commands.allreduce_bench.types import GIGA, Unit
 from distdiag.files import write_picture
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.commands.allreduce_bench.model import Bench, SizeResult
+    from distdiag.commands.allreduce_bench.types import Bench, SizeResult
 
 _COLUMNS, _LINES = 60, 12
 _COLUMNS_OF_A_DOUBLING = (10, 5, 2.5, 2, 1)

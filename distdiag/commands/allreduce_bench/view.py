@@ -8,7 +8,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from distdiag.commands.allreduce_bench import plot
-from distdiag.commands.allreduce_bench.words import micros, number, short
+from distdiag.commands.allreduce_bench.findings import micros, number, short
 from distdiag.deliver import Whole, Wide, host_table, plain_table
 from distdiag.report import Level
 from distdiag.workload.view import log_lines, rank_table, run_lines
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from distdiag.commands.allreduce_bench.model import Bench, SizeResult, Unit
+    from distdiag.commands.allreduce_bench.types import Bench, SizeResult, Unit
     from distdiag.report import Report
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from distdiag.commands.gpu_test import diagnose
-from distdiag.commands.gpu_test.model import GpuTest, Request
+from distdiag.commands.gpu_test.types import GpuTest, Request
 from distdiag.commands.gpu_test.view import gpu_test_view
 from distdiag.errors import UsageError
 from distdiag.workload import carry_out
-from distdiag.workload.job import Job
+from distdiag.workload.record import Job
 
 if TYPE_CHECKING:
     from distdiag.cluster.recipes import Recipe

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
-from distdiag.commands.gpu_test.model import SIZE_BYTES, STAGES, Fault, FaultKind, Request
+from distdiag.commands.gpu_test.types import SIZE_BYTES, STAGES, Fault, FaultKind, Request
 from distdiag.errors import UsageError
 from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, TimeoutOpt, called_as, on_hosts, parse_size
-from distdiag.workload.model import Backend, Device
 from distdiag.workload.options import (  # noqa: TC001 - on_hosts reads the annotations
     BackendOpt,
     DeviceOpt,
@@ -21,9 +20,10 @@ from distdiag.workload.options import (  # noqa: TC001 - on_hosts reads the anno
     NprocOpt,
     PrintCommandOpt,
 )
+from distdiag.workload.types import Backend, Device
 
 if TYPE_CHECKING:
-    from distdiag.commands.gpu_test.isolate import model as isolate_model
+    from distdiag.commands.gpu_test.isolate import types as isolate_model
 
 _DEFAULT_STAGE = {FaultKind.CORRUPT: "reduce", FaultKind.DTYPE: "agree", FaultKind.NO_IMPORT: "start"}
 
@@ -58,8 +58,7 @@ def _test(shared: dict[str, Any], size: str, memory: float | None, expect: float
 def _pairs(
     shared: dict[str, Any], size: str, memory: float | None, expect: float | None, inject: str | None
 ) -> isolate_model.Request:
-    from distdiag.commands.gpu_test.isolate.fault import parse_fault
-    from distdiag.commands.gpu_test.isolate.model import Request
+    from distdiag.commands.gpu_test.isolate.types import Request, parse_fault
 
     if memory is not None:
         raise UsageError("--memory has no meaning with --isolate", hint="leave one of them out")

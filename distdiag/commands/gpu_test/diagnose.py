@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import fold
 from distdiag.cluster.launch import Outcome
-from distdiag.commands.gpu_test.model import STAGES, GpuTest
+from distdiag.commands.gpu_test.types import STAGES, GpuTest
 from distdiag.report import Level, Report
 from distdiag.workload import judge
-from distdiag.workload.model import Device
+from distdiag.workload.types import Device
 
 if TYPE_CHECKING:
-    from distdiag.commands.gpu_test.model import Request
+    from distdiag.commands.gpu_test.types import Request
     from distdiag.report import Finding
     from distdiag.workload.record import Course, NotRun, Plan, Scene
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from distdiag.commands.gpu_test.model import GpuTest
+    from distdiag.commands.gpu_test.types import GpuTest
     from distdiag.report import Report
 
 

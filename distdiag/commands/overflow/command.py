@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+import sys
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from distdiag.errors import UsageError
 from distdiag.options import JsonOpt, called_as
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_MOST_BATCHES = 100_000
 
 
 def overflow(
@@ -51,22 +59,58 @@ def overflow(
 
     Exit status: 1 something was found, else the script's own; 3 no model was called.
     """
-    from distdiag.commands.overflow.ask import Typed, become
+    from distdiag.commands.overflow import job
+    from distdiag.deliver import fail
+    from distdiag.training.overflow.session import Settings
 
-    become(
-        Typed(
-            command=command,
-            program=called_as(),
-            trace=trace,
-            abort_after=abort_after,
+    program = called_as()
+    try:
+        argv = parse_command(command, nproc, program)
+        _check(unit, grads)
+        settings = Settings(
+            folder="",
             frames=frames,
-            full=full,
-            grads=grads,
+            trace=parse_batches(trace),
+            abort_after=abort_after,
+            mode="full" if full else "step",
             unit=unit,
-            ignore=ignore,
-            go_on=go_on,
-            nproc=nproc,
-            save=save,
-            as_json=as_json,
+            gradients=grads,
+            ignore=tuple(pattern.strip() for pattern in ignore.split(",") if pattern.strip()),
+            on_detect="report" if go_on else "raise",
         )
-    )
+        outcome = job.run(argv, settings, save, quiet=as_json)
+    except UsageError as error:
+        fail("overflow", error, as_json=as_json)
+    job.report_and_leave(outcome, program, as_json=as_json)
+
+
+def parse_command(command: Sequence[str], nproc: int | None, program: str) -> list[str]:
+    """Return what to execute: the job, as `nproc` ranks below torchrun if that is given. Raises UsageError."""
+    from distdiag.foreground import argv_of
+
+    argv = argv_of(command, example=f"{program} overflow -- train.py")
+    if nproc is None:
+        return argv
+    if argv[0] != sys.executable:
+        raise UsageError(f"--nproc runs a script or -m MODULE, and {argv[0]} is neither", hint="leave --nproc out")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc))
+    return [sys.executable, *torchrun, *argv[1:]]
+
+
+def parse_batches(text: str) -> tuple[int, ...]:
+    """Parse numbers and ranges of batches with commas; none for an empty text. Raises UsageError."""
+    found: set[int] = set()
+    for word in text.split(",") if text.strip() else []:
+        match = re.fullmatch(r"\s*(\d{1,12})(?:-(\d{1,12}))?\s*", word)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not first <= last < first + _MOST_BATCHES:
+            raise UsageError(f"--trace {text!r}: {word!r} is no number of a batch", hint="write 3, or 0,3, or 149-150")
+        found.update(range(first, last + 1))
+    return tuple(sorted(found))
+
+
+def _check(unit: str, grads: str) -> None:
+    if unit not in ("forward", "step"):
+        raise UsageError(f"--unit {unit!r}: a batch is a forward or a step", hint="write --unit forward or step")
+    if grads not in ("each", "step", "off"):
+        raise UsageError(f"--grads {grads!r} is not known", hint="write --grads each, step or off")

@@ -1,24 +1,34 @@
-"""Runs a job with its models watched, and reads what its processes told."""
+"""Runs a job with its models watched, reads what its processes wrote, and ends as the job did."""
 
 from __future__ import annotations
 
+import contextlib
 import glob
+import json
 import os
 import signal
 import sys
 import tempfile
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+import typer
 
 from distdiag import foreground
-from distdiag.commands.overflow.model import Detection, Overflow, Watched
+from distdiag.commands.overflow.diagnose import diagnose
+from distdiag.commands.overflow.types import COMMAND, Detection, Overflow, WatchedProcess
+from distdiag.commands.overflow.view import overflow_view
+from distdiag.deliver import Output, deliver, document, emit
 from distdiag.files import make_folder
-from distdiag.training.overflow.settings import VARIABLE, Settings
+from distdiag.node.identity import identify
+from distdiag.training.overflow.session import VARIABLE, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-Told = TypeVar("Told")
+    from distdiag.report import Report
+
+Record = TypeVar("Record")
 _MOST_LINES = 1_000_000
 
 
@@ -42,19 +52,47 @@ def run(argv: Sequence[str], settings: Settings, keep: str, *, quiet: bool) -> O
         return Overflow(
             argv=tuple(argv),
             status=status,
-            processes=tuple(sorted(_watched(new), key=lambda one: (one.rank or 0, one.pid))),
-            detections=tuple({one.sentence: one for one in _detections(new)}.values()),
+            processes=tuple(sorted(_watched(new), key=lambda process: (process.rank or 0, process.pid))),
+            detections=tuple({found.sentence: found for found in _detections(new)}.values()),
             frames=tuple(sorted(path for path in new if _has_frames(path))) if keep else (),
         )
 
 
-def _watched(paths: Sequence[str]) -> Iterator[Watched]:
+def report_and_leave(outcome: Overflow, program: str, *, as_json: bool) -> NoReturn:
+    """Report what was found, and end as the job did, or with 1."""
+    # torchrun ends the other ranks as soon as one has ended: what is left here is to say what was found.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    report = diagnose(outcome, program)
+    identity = identify(os.environ)
+    is_first = identity is None or identity.rank == 0
+    status = _status(report, outcome)
+    if as_json and is_first:
+        code = status if status >= 0 else 128 - status  # as a shell tells of a signal
+        with contextlib.suppress(typer.Exit):
+            emit(json.dumps({**document(report), "exit_code": code}, indent=2) + "\n")
+    elif not as_json and (is_first or outcome.detections):
+        # stdout is the job's.
+        with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(typer.Exit):
+            deliver(COMMAND, lambda: report, overflow_view, Output())
+    foreground.leave_like(status)
+
+
+def _status(report: Report[Overflow], outcome: Overflow) -> int:
+    if outcome.detections:
+        return 1
+    if outcome.was_aborted:
+        return 0  # it was to end there
+    return outcome.status or report.exit_code()
+
+
+def _watched(paths: Sequence[str]) -> Iterator[WatchedProcess]:
     for path in paths:
         if os.path.basename(path).startswith("watched-") and path.endswith(".json"):
             with open(path, "rb") as file:
-                told = _read(file.read(), Watched)
-            if told is not None:
-                yield told
+                record = _read(file.read(), WatchedProcess)
+            if record is not None:
+                yield record
 
 
 def _detections(paths: Sequence[str]) -> Iterator[Detection]:
@@ -64,16 +102,16 @@ def _detections(paths: Sequence[str]) -> Iterator[Detection]:
         with open(path, "rb") as file:
             for _, line in zip(range(_MOST_LINES), file, strict=False):
                 if line.startswith(b'{"kind": "detection"'):
-                    told = _read(line, Detection)
-                    if told is not None:
-                        yield told
+                    record = _read(line, Detection)
+                    if record is not None:
+                        yield record
 
 
 def _has_frames(path: str) -> bool:
     return os.path.basename(path).startswith("frames-")
 
 
-def _read(data: bytes, kind: type[Told]) -> Told | None:
+def _read(data: bytes, kind: type[Record]) -> Record | None:
     """Read what a process wrote; None if that was cut off by its end."""
     import msgspec
 

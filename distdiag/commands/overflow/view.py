@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from distdiag.commands.overflow.model import Overflow
+    from distdiag.commands.overflow.types import Overflow
     from distdiag.report import Report
 
 
@@ -27,9 +27,9 @@ def overflow_view(report: Report[Overflow]) -> Iterator[RenderableType]:
     table.add_column("model", overflow="fold")
     for title in ("forwards", "steps", "found"):
         table.add_column(title, justify="right")
-    for one in report.data.processes:
-        for model in one.models:
-            rank = "-" if one.rank is None else str(one.rank)
+    for process in report.data.processes:
+        for model in process.models:
+            rank = "-" if process.rank is None else str(process.rank)
             counts = (model.batches, model.steps, model.found)
-            table.add_row(rank, one.host, str(one.pid), model.model, *[f"{count:,}" for count in counts])
+            table.add_row(rank, process.host, str(process.pid), model.model, *[f"{count:,}" for count in counts])
     yield table

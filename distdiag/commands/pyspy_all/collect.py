@@ -7,14 +7,14 @@ import time
 
 from distdiag.jobs.collect import Watched, facts
 from distdiag.node import looking, patience, procs
-from distdiag.node.looking import Look
+from distdiag.node.looking import SampleOptions
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from distdiag.node.capture import Capture
+    from distdiag.node.capture import Sample
 
 __all__ = ["facts", "more"]
 
@@ -29,60 +29,69 @@ _WAITS_FOR_WORK = re.compile(r"\.wait\(")
 
 
 def more(ask: dict[str, Any], tell: Callable[[Watched], None]) -> None:
-    """Look at processes, and tell of each one when its last look is over; before a long wait also of the first.
+    """Sample processes, and tell of each one when its last sample is taken; before a long wait also of the first.
 
-    Where a thread slept all the while, but not for long yet, there is one more look: a slow step is over by then.
+    Where a thread slept all the while, but not for long yet, there is one more sample: a slow step is over by then.
 
-    {"pids", "once": those of which one look is enough, "samples", "interval_s", "timeout_s" of one look at one process,
-    "native", "counters", "all_threads"}
+    {"pids", "once": those of which one sample is enough, "samples", "interval_s", "timeout_s" of one sample of one
+    process, "native", "counters", "all_threads"}
     """
-    look = Look(
+    options = SampleOptions(
         timeout_s=ask["timeout_s"], native=ask["native"], counters=ask["counters"], all_threads=ask["all_threads"]
     )
     pids, once = list(ask["pids"]), set(ask["once"])
-    looks: dict[int, list[Capture]] = {pid: [] for pid in pids}
+    taken: dict[int, list[Sample]] = {pid: [] for pid in pids}
     began = time.monotonic()
 
-    def look_again() -> None:
-        todo = [pid for pid in pids if not looks[pid] or _worth_another_look(looks[pid], pid in once)]
-        for pid, one in looking.look_at(todo, look).items():
-            looks[pid].append(one)
+    def sample_all() -> None:
+        todo = [pid for pid in pids if not taken[pid] or _worth_another_sample(taken[pid], pid in once)]
+        for pid, sample in looking.take_samples(todo, options).items():
+            taken[pid].append(sample)
 
     for number in range(ask["samples"]):
         if number:
             time.sleep(max(0.0, began + number * ask["interval_s"] - time.monotonic()))
-        look_again()
+        sample_all()
         if number == 0 and ask["samples"] > 1 and ask["interval_s"] >= _LONG_S:
-            for pid, seen in looks.items():  # whoever is interrupted in a long wait has this at least
-                tell(Watched(pid, tuple(seen), ()))
-    young = [since for pid, seen in looks.items() if pid not in once and (since := _slept_s(seen)) is not None]
-    is_clear = any(seen and seen[-1].status in ("stopped", "frozen", "gone") for seen in looks.values())
-    if young and min(young) < _SURE_S and not is_clear:
-        time.sleep(_SURE_S - min(young))
-        look_again()
-    hints, _ = patience.each(pids, lambda pid: _hints(pid, looks[pid]), patience_s=_PATIENCE_S)
-    for pid, seen in looks.items():
-        tell(Watched(pid, tuple(seen), hints.get(pid, ())))
+            for pid, samples in taken.items():  # whoever is interrupted in a long wait has this at least
+                tell(Watched(pid, tuple(samples), ()))
+    if (missing_s := _missing_s(taken, once)) > 0:
+        time.sleep(missing_s)
+        sample_all()
+    hints, _ = patience.each(pids, lambda pid: _hints(pid, taken[pid]), patience_s=_PATIENCE_S)
+    for pid, samples in taken.items():
+        tell(Watched(pid, tuple(samples), hints.get(pid, ())))
 
 
-def _slept_s(looks: list[Capture]) -> float | None:
-    """Return the time that a process's youngest sleep has lasted that lasts since before the first look."""
-    watched_s = looks[-1].at_s - looks[0].at_s
-    slept = [still.since_s for still in looks[-1].standstill if still.state == "S" and still.since_s is not None]
-    return min((seconds for seconds in slept if seconds > watched_s), default=None) if len(looks) > 1 else None
+def _missing_s(taken: dict[int, list[Sample]], once: set[int]) -> float:
+    """Return how much longer the youngest sleep has to last to be no usual step; 0 where that decides nothing."""
+    young = [since for pid, samples in taken.items() if pid not in once and (since := _slept_s(samples)) is not None]
+    is_clear = any(samples and samples[-1].status in ("stopped", "frozen", "gone") for samples in taken.values())
+    return _SURE_S - min(young) if young and not is_clear else 0.0
 
 
-def _worth_another_look(looks: list[Capture], once: bool) -> bool:
+def _slept_s(samples: list[Sample]) -> float | None:
+    """Return the time that a process's youngest sleep has lasted that lasts since before the first sample."""
+    watched_s = samples[-1].at_s - samples[0].at_s
+    slept = [still.since_s for still in samples[-1].standstill if still.state == "S" and still.since_s is not None]
+    return min((seconds for seconds in slept if seconds > watched_s), default=None) if len(samples) > 1 else None
+
+
+def _worth_another_sample(samples: list[Sample], once: bool) -> bool:
     """Whoever could not be read in time would only cost its deadline again."""
-    return not once and looks[-1].status not in ("timeout", "gone", "denied", "not-python")
+    return not once and samples[-1].status not in ("timeout", "gone", "denied", "not-python")
 
 
-def _hints(pid: int, looks: list[Capture]) -> tuple[tuple[str, int, str], ...]:
-    """Tell by their source what innermost frames wait for: `.item()` and `.wait()` have no frames of their own.
+def _hints(pid: int, samples: list[Sample]) -> tuple[tuple[str, int, str], ...]:
+    """Classify by their source what innermost frames wait for: `.item()` and `.wait()` have no frames of their own.
 
     Nothing else of the source goes anywhere.
     """
-    innermost = {(one.threads[0].frames[0].file, one.threads[0].frames[0].line) for one in looks if _has_frames(one)}
+    innermost = {
+        (sample.threads[0].frames[0].file, sample.threads[0].frames[0].line)
+        for sample in samples
+        if _has_frames(sample)
+    }
     found = []
     for file, line in innermost:
         text = _source_line(pid, file, line).partition("#")[0]
@@ -93,8 +102,8 @@ def _hints(pid: int, looks: list[Capture]) -> tuple[tuple[str, int, str], ...]:
     return tuple(found)
 
 
-def _has_frames(one: Capture) -> bool:
-    return bool(one.threads and one.threads[0].frames)
+def _has_frames(sample: Sample) -> bool:
+    return bool(sample.threads and sample.threads[0].frames)
 
 
 def _source_line(pid: int, file: str, line: int) -> str:

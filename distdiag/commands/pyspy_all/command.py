@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
-from distdiag.commands.pyspy_all.model import Request, Threads
+from distdiag.commands.pyspy_all.types import Request, Threads
+from distdiag.errors import UsageError
 from distdiag.options import JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
 
 if TYPE_CHECKING:
-    from distdiag.commands.pyspy_all.result import PySpyAll
+    from distdiag.commands.pyspy_all.types import PySpyAll
     from distdiag.report import Report
+
+_GROUP = re.compile(r"\s*([A-Za-z][\w-]*)\s*=\s*([0-9,\-/ ]+)\s*")
+_MAX_RANK = 10_000_000
 
 
 @on_hosts
@@ -28,16 +33,19 @@ def pyspy_all(
         str, typer.Option(metavar="NAME", help="Only this user's processes. [default: all we may see]")
     ] = "",
     native: Annotated[bool, typer.Option("--native", help="C frames too: pauses each process for a second.")] = False,
-    samples: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="Looks at each process.")] = 2,
-    interval: Annotated[float, typer.Option(min=0.0, max=3600.0, metavar="SECONDS", help="Between the looks.")] = 1.0,
+    samples: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="Samples per process.")] = 2,
+    interval: Annotated[
+        float, typer.Option(min=0.0, max=3600.0, metavar="SECONDS", help="Time between samples.")
+    ] = 1.0,
     threads: Annotated[Threads, typer.Option(help="Which threads to show.")] = Threads.MAIN,
     helpers: Annotated[bool, typer.Option("--helpers", help="Show DataLoader workers and other helpers too.")] = False,
     tree: Annotated[bool, typer.Option("--tree", help="One call tree of all ranks instead of the groups.")] = False,
     groups: Annotated[
-        str, typer.Option(metavar="GROUPS", help="Parallel groups, to say what odd ranks share: tp=0-1/2-3;pp=0,2/1,3.")
+        str,
+        typer.Option(metavar="GROUPS", help="Parallel groups, to say what stuck ranks share: tp=0-1/2-3;pp=0,2/1,3."),
     ] = "",
     timeout: Annotated[
-        float, typer.Option(min=0.1, max=3600.0, metavar="SECONDS", help="Longest time for one look at one process.")
+        float, typer.Option(min=0.1, max=3600.0, metavar="SECONDS", help="Longest time for one sample of one process.")
     ] = 5.0,
     save: SaveOpt = "",
     from_: Annotated[
@@ -59,17 +67,16 @@ def pyspy_all(
 
     It finds the ranks by itself, here or on all hosts, and looks at each without stopping it.
 
-    Exit status: 0 not hung, 1 an odd rank was found, 2 wrong usage, 3 stacks cannot decide or were not read,
+    Exit status: 0 not hung, 1 a stuck rank was found, 2 wrong usage, 3 stacks cannot decide or were not read,
     130 interrupted.
     """
     from distdiag import runner
-    from distdiag.commands.pyspy_all import page
-    from distdiag.commands.pyspy_all.check import SUBCOMMAND
-    from distdiag.commands.pyspy_all.grouping import parse_groups
+    from distdiag.commands.pyspy_all import html_report
+    from distdiag.commands.pyspy_all.subcommand import SUBCOMMAND
 
-    def asked() -> Request:
+    def request() -> Request:
         if html:
-            page.check_place(html)
+            html_report.check_place(html)
         return Request(
             program=called_as(),
             cluster=cluster,
@@ -89,7 +96,31 @@ def pyspy_all(
 
     def finish(report: Report[PySpyAll]) -> Report[PySpyAll]:
         if html:
-            page.write_page(report, html, strict=strict)
+            html_report.write_page(report, html, strict=strict)
         return report
 
-    runner.run(SUBCOMMAND, asked, runner.Options(as_json, strict, save, from_, cluster.explain), finish)
+    runner.run(SUBCOMMAND, request, runner.Options(as_json, strict, save, from_, cluster.explain), finish)
+
+
+def parse_groups(text: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Parse "NAME=RANKS/RANKS;NAME=..." into (name, ranks), one for each group. Raises UsageError."""
+    found = []
+    for entry in filter(str.strip, text.split(";")):
+        match = _GROUP.fullmatch(entry)
+        if match is None:
+            raise UsageError(
+                f"--groups: {entry.strip()!r} is not NAME=RANKS/RANKS", hint="--groups 'tp=0-1/2-3;pp=0,2/1,3'"
+            )
+        found += [(match[1], _parse_ranks(part)) for part in match[2].split("/")]
+    return tuple(found)
+
+
+def _parse_ranks(text: str) -> tuple[int, ...]:
+    """Parse "0-3,8". Raises UsageError."""
+    ranks: list[int] = []
+    for part in text.replace(" ", "").split(","):
+        match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part)
+        if match is None or int(match[2] or match[1]) > _MAX_RANK or int(match[2] or match[1]) < int(match[1]):
+            raise UsageError(f"{text!r} are not ranks", hint="write them as 0-3,8")
+        ranks += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return tuple(ranks)

@@ -9,21 +9,20 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import fold
 from distdiag.cluster.reached import host_findings
 from distdiag.commands.pyspy_all import findings
-from distdiag.commands.pyspy_all.model import COMMAND
-from distdiag.commands.pyspy_all.result import (
+from distdiag.commands.pyspy_all.types import (
+    COMMAND,
     FrameRow,
     Group,
-    JobRow,
-    Odd,
-    OddFrame,
+    Outlier,
+    OutlierFrame,
     ProcessRow,
     PySpyAll,
     ThreadRow,
 )
-from distdiag.commands.pyspy_all.standing import helper_frames, site_of
-from distdiag.commands.pyspy_all.unread import where
-from distdiag.commands.pyspy_all.verdict import Outcome, judge_job, split
-from distdiag.jobs.roles import answers_to, find_jobs, launcher_name, without_ranks
+from distdiag.diagnosis.outliers import Outcome, judge_job, mark, split
+from distdiag.diagnosis.stack_classes import classify_stack, helper_frames
+from distdiag.jobs.model import summarize
+from distdiag.jobs.roles import find_jobs, is_called, launcher_name, of_interest, without_ranks
 from distdiag.knowledge.frames import library_path
 from distdiag.report import Finding, Fix, Level, Report, Where
 
@@ -31,15 +30,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from distdiag.cluster.rows import Refusal, Row
-    from distdiag.commands.pyspy_all.model import FrameClass, Request, Standing
-    from distdiag.commands.pyspy_all.verdict import JobVerdict
+    from distdiag.commands.pyspy_all.types import Request
+    from distdiag.diagnosis.outliers import JobVerdict
+    from distdiag.diagnosis.stack_classes import RankState, StackClass
     from distdiag.jobs.collect import Process, Watched
     from distdiag.jobs.model import Job, Member
     from distdiag.jobs.nodes import NodeStacks
-    from distdiag.node.capture import Capture, Frame
+    from distdiag.node.capture import Frame, Sample
 
 _WORTH = (
-    Outcome.ODD,
+    Outcome.OUTLIERS,
     Outcome.OTHER_COLLECTIVE,
     Outcome.LEAST_PROGRESS,
     Outcome.CYCLE,
@@ -63,8 +63,9 @@ def diagnose(
 ) -> Report[PySpyAll]:
     """Find the jobs, judge each, and put it together."""
     jobs = _wanted(request, find_jobs(nodes, whole=not (request.pids or request.user)))
-    verdicts = sorted((judge_job(job) for job in jobs), key=lambda one: _WORTH.index(one.outcome))
-    found = [finding for one in verdicts for finding in _of_job(one, request, nodes, several=len(jobs) > 1)]
+    watched_s = (request.samples - 1) * request.interval_s
+    verdicts = sorted((judge_job(job, watched_s) for job in jobs), key=lambda verdict: _WORTH.index(verdict.outcome))
+    found = [finding for verdict in verdicts for finding in _of_job(verdict, request, nodes, several=len(jobs) > 1)]
     found += [*_asked_for(nodes), *_unseen(nodes)]
     found += _not_looked(nodes)
     if not jobs and not any(node.processes.asked_unseen for node in nodes):
@@ -74,28 +75,18 @@ def diagnose(
     data = PySpyAll(
         samples=request.samples,
         interval_s=request.interval_s,
-        jobs=tuple(_job_row(job) for job in jobs),
-        processes=tuple(row for one in verdicts for row in _process_rows(one)),
-        groups=tuple(group for one in verdicts for group in _groups(one)),
-        odd=tuple(odd for one in verdicts for odd in _odd(one)),
+        jobs=tuple(summarize(job) for job in jobs),
+        processes=tuple(row for verdict in verdicts for row in _process_rows(verdict)),
+        groups=tuple(group for verdict in verdicts for group in _groups(verdict)),
+        outliers=tuple(outlier for verdict in verdicts for outlier in _outliers(verdict)),
     )
     return Report(command=COMMAND, data=data, findings=tuple(found), summary=_summary(found), interrupted=interrupted)
 
 
 def _wanted(request: Request, jobs: list[Job]) -> list[Job]:
     if request.job:
-        jobs = [
-            job for job in jobs if any(_is_of(member, request.job) for member in job.members) or job.name == request.job
-        ]
-    # A lone process with torch, such as a notebook, is of interest where there is nothing else.
-    real = [job for job in jobs if len(job.members) > 1 or (job.members[0].rank is not None)]
-    # A program that outlived its job still has the rank in its environment.
-    alive = [job for job in real if any(one.process is not None and one.process.python for one in job.members)]
-    return jobs if request.pids else alive or real or jobs
-
-
-def _is_of(member: Member, wanted: str) -> bool:
-    return member.process is not None and answers_to(member.process.job, wanted)
+        jobs = [job for job in jobs if is_called(job, request.job)]
+    return jobs if request.pids else of_interest(jobs)
 
 
 def _of_job(verdict: JobVerdict, request: Request, nodes: Sequence[NodeStacks], *, several: bool) -> Iterator[Finding]:
@@ -105,7 +96,7 @@ def _of_job(verdict: JobVerdict, request: Request, nodes: Sequence[NodeStacks], 
 
 def _summary(found: Sequence[Finding]) -> str:
     order = [Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO]
-    worst = min(found, key=lambda one: order.index(one.level), default=None)
+    worst = min(found, key=lambda finding: order.index(finding.level), default=None)
     return worst.title if worst is not None else "no process of a job was found"
 
 
@@ -183,41 +174,38 @@ def _not_looked(nodes: Sequence[NodeStacks]) -> list[Finding]:
 
 
 def _left_stopped(nodes: Sequence[NodeStacks]) -> list[Finding]:
-    """Own up to what should never happen."""
+    """Report what should never happen."""
     hit = [
-        (node.host, one.pid) for node in nodes for one in node.watched if any(look.left_stopped for look in one.looks)
+        (node.host, watched.pid)
+        for node in nodes
+        for watched in node.watched
+        if any(sample.left_stopped for sample in watched.samples)
     ]
     return [
         Finding(
             id=f"{COMMAND}.let-go",
             level=Level.WARN,
-            title=f"pid {pid} on {host} was found stopped after the look, and was sent SIGCONT",
+            title=f"pid {pid} on {host} was found stopped after it was sampled, and was sent SIGCONT",
             where=Where(hosts=(host,), pids=(pid,)),
         )
         for host, pid in hit
     ]
 
 
-def _job_row(job: Job) -> JobRow:
-    seen = [member for member in job.members if member.process is not None]
-    hosts = tuple(dict.fromkeys(member.host for member in seen))
-    return JobRow(job.name, job.launcher, job.world_size, len(seen), hosts)
-
-
 def _groups(verdict: JobVerdict) -> Iterator[Group]:
-    """Fold who has the same stack, the smallest group first; the odd ones in front of all."""
-    odd = {id(one) for one in verdict.odd}
-    by_stance: dict[tuple[bool, int], list[Standing]] = {}
-    for one in verdict.standings:
-        by_stance.setdefault((id(one) in odd, id(one.stance)), []).append(one)
-    folded: dict[tuple[bool, FrameClass, tuple[Frame, ...], bool | None], list[Standing]] = {}
-    for (is_odd, _), members in by_stance.items():
-        one = members[0]
-        folded.setdefault((is_odd, one.kind, one.frames, one.moving), []).extend(members)
-    for (is_odd, kind, frames, moving), members in sorted(
+    """Fold who has the same stack, the smallest group first; the outliers in front of all."""
+    outliers = {id(state) for state in verdict.outliers}
+    by_thread: dict[tuple[bool, int], list[RankState]] = {}
+    for state in verdict.states:
+        by_thread.setdefault((id(state) in outliers, id(state.thread)), []).append(state)
+    folded: dict[tuple[bool, StackClass, tuple[Frame, ...], bool | None], list[RankState]] = {}
+    for (is_outlier, _), members in by_thread.items():
+        thread = members[0].thread
+        folded.setdefault((is_outlier, thread.kind, thread.frames, thread.moving), []).extend(members)
+    for (is_outlier, kind, frames, moving), members in sorted(
         folded.items(), key=lambda item: (not item[0][0], len(item[1]))
     ):
-        about = where(members)
+        about = findings.where(members)
         yield Group(
             job=verdict.job.name,
             ranks=about.ranks,
@@ -226,62 +214,63 @@ def _groups(verdict: JobVerdict) -> Iterator[Group]:
             class_=str(kind),
             moving=moving,
             count=len(members),
-            odd=is_odd,
-            counters=dict(set.intersection(*(set(one.counters) for one in members))),
+            outlier=mark(verdict, members[0]) if is_outlier else "",
+            counters=dict(set.intersection(*(set(state.thread.counters) for state in members))),
             frames=frame_rows(frames),
         )
 
 
-def _odd(verdict: JobVerdict) -> Iterator[Odd]:
-    for group in split(verdict.odd):
-        about, site = where(group), group[0].site
-        frame = site.frame or (group[0].frames[0] if group[0].frames else None)
-        yield Odd(
+def _outliers(verdict: JobVerdict) -> Iterator[Outlier]:
+    for group in split(verdict.outliers):
+        about, thread = findings.where(group), group[0].thread
+        frame = thread.location.frame or (thread.frames[0] if thread.frames else None)
+        yield Outlier(
             ranks=about.ranks,
             hosts=about.hosts,
             pids=about.pids,
-            class_=str(site.kind),
-            frame=OddFrame(frame.function, frame.file, frame.line) if frame is not None else None,
+            kind=mark(verdict, group[0]),
+            class_=str(thread.kind),
+            frame=OutlierFrame(frame.function, frame.file, frame.line) if frame is not None else None,
             reason=findings.reason_of(verdict, group),
         )
 
 
 def _process_rows(verdict: JobVerdict) -> Iterator[ProcessRow]:
     threads: dict[int, tuple[ThreadRow, ...]] = {}
-    for one in verdict.standings:
-        looks = one.member.watched.looks if one.member.watched is not None else ()
-        if id(looks) not in threads:
-            threads[id(looks)] = _threads(looks, str(one.kind))
-        yield _rank_row(one, verdict.job.name, looks, threads[id(looks)])
-        for helper in one.member.helpers:
-            yield _helper_row(one.member, helper.process, helper.watched, verdict.job.name)
+    for state in verdict.states:
+        samples = state.member.watched.samples if state.member.watched is not None else ()
+        if id(samples) not in threads:
+            threads[id(samples)] = _threads(samples, str(state.thread.kind))
+        yield _rank_row(state, verdict.job.name, samples, threads[id(samples)])
+        for helper in state.member.helpers:
+            yield _helper_row(state.member, helper.process, helper.watched, verdict.job.name)
 
 
-def _rank_row(one: Standing, job: str, looks: Sequence[Capture], threads: tuple[ThreadRow, ...]) -> ProcessRow:
-    member = one.member
+def _rank_row(state: RankState, job: str, samples: Sequence[Sample], threads: tuple[ThreadRow, ...]) -> ProcessRow:
+    member, thread = state.member, state.thread
     process = member.process
     return ProcessRow(
         host=member.host,
-        pid=process.pid if process is not None else None,
+        pid=member.pid,
         rank=member.rank,
         local_rank=member.local_rank,
         job=job,
         role="rank",
-        state=looks[-1].state if looks else process.state if process is not None else "",
-        status=one.status,
-        reason=one.reason,
-        class_=str(one.kind),
-        moving=one.moving,
-        cpu_s=_used(looks),
-        counters=dict(one.counters),
+        state=samples[-1].state if samples else process.state if process is not None else "",
+        status=thread.status,
+        reason=thread.reason,
+        class_=str(thread.kind),
+        moving=thread.moving,
+        cpu_s=_used(samples),
+        counters=dict(thread.counters),
         helpers=tuple(helper.process.pid for helper in member.helpers),
         threads=threads,
     )
 
 
 def _helper_row(member: Member, process: Process, watched: Watched | None, job: str) -> ProcessRow:
-    looks = watched.looks if watched is not None else ()
-    kind = site_of(helper_frames(watched))[0]
+    samples = watched.samples if watched is not None else ()
+    kind = classify_stack(helper_frames(watched))[0]
     return ProcessRow(
         host=member.host,
         pid=process.pid,
@@ -289,37 +278,37 @@ def _helper_row(member: Member, process: Process, watched: Watched | None, job: 
         local_rank=member.local_rank,
         job=job,
         role="helper",
-        state=looks[-1].state if looks else process.state,
-        status=looks[-1].status if looks else "",
-        reason=looks[-1].reason if looks else process.kind or "not looked at",
+        state=samples[-1].state if samples else process.state,
+        status=samples[-1].status if samples else "",
+        reason=samples[-1].reason if samples else process.kind or "not looked at",
         class_=str(kind or ""),
         moving=None,
-        cpu_s=_used(looks),
+        cpu_s=_used(samples),
         counters={},
         helpers=(),
-        threads=_threads(looks, str(kind or "")),
+        threads=_threads(samples, str(kind or "")),
     )
 
 
-def _used(looks: Sequence[Capture]) -> float | None:
-    return round(looks[-1].cpu_s - looks[0].cpu_s, 3) if len(looks) > 1 else None
+def _used(samples: Sequence[Sample]) -> float | None:
+    return round(samples[-1].cpu_s - samples[0].cpu_s, 3) if len(samples) > 1 else None
 
 
-def _threads(looks: Sequence[Capture], kind: str) -> tuple[ThreadRow, ...]:
-    if not looks:
+def _threads(samples: Sequence[Sample], kind: str) -> tuple[ThreadRow, ...]:
+    if not samples:
         return ()
     return tuple(
         ThreadRow(
             name=thread.name,
             os_thread_id=thread.os_thread_id,
-            class_=kind if number == 0 else str(site_of(thread.frames)[0] or ""),
+            class_=kind if number == 0 else str(classify_stack(thread.frames)[0] or ""),
             frames=frame_rows(thread.frames),
         )
-        for number, thread in enumerate(looks[-1].threads)
+        for number, thread in enumerate(samples[-1].threads)
     )
 
 
 @cache
 def frame_rows(frames: Iterable[Frame]) -> tuple[FrameRow, ...]:
-    """Write frames as rows; equal stacks share them."""
-    return tuple(FrameRow(one.function, one.file, one.line, library_path(one.file) is None) for one in frames)
+    """Return frames as rows; equal stacks share them."""
+    return tuple(FrameRow(frame.function, frame.file, frame.line, library_path(frame.file) is None) for frame in frames)

@@ -15,7 +15,7 @@ from distdiag.files import as_text
 from distdiag.jobs.collect import Process, Processes, Watched
 from distdiag.jobs.nodes import NodeStacks
 from distdiag.jobs.roles import DUMPED
-from distdiag.node.capture import LOCALS, Capture, Frame, Thread, read_threads, told_by_locals
+from distdiag.node.capture import LOCALS, Frame, Sample, Thread, counters_and_peer, read_threads
 from distdiag.node.identity import Identity
 from distdiag.node.wire import printable
 
@@ -125,13 +125,13 @@ def _is_labelled(text: str) -> bool:
 
 
 def _ranks(dumps: Sequence[Dump]) -> list[int | None]:
-    told = [_RANK.search(dump.label) for dump in dumps]
+    matches = [_RANK.search(dump.label) for dump in dumps]
     labels = [dump.label for dump in dumps]
     if len(set(labels)) < len(labels):
         return [None] * len(dumps)  # several processes under one label: it names a node
     if all(dump.labelled and dump.label.isdigit() and len(dump.label) < 8 for dump in dumps):
         return [int(label) for label in labels]
-    return [int(match[1]) if match is not None else None for match in told]
+    return [int(match[1]) if match is not None else None for match in matches]
 
 
 def _blocks(text: str, label: str, *, labelled: bool, known: dict[str, tuple[tuple[Thread, ...], str]]) -> list[Dump]:
@@ -188,7 +188,7 @@ def _threads(block: str) -> tuple[tuple[Thread, ...], str]:
 def _thread(head: re.Match[str], frames: list[Frame], numbers: list[list[tuple[str, int]]]) -> Thread:
     flags = head[2] or ""
     text = head[1]
-    counters, peer = told_by_locals(
+    counters, peer = counters_and_peer(
         [(frame.function, frame.file, tuple(own)) for frame, own in zip(frames, numbers, strict=True)]
     )
     return Thread(
@@ -212,25 +212,25 @@ def _frame(line: str) -> Frame:
 
 def _json(text: str, name: str) -> list[Dump]:
     try:
-        told = read_json(text.encode("utf-8", "replace"), list[_ThreadTold])
+        answer = read_json(text.encode("utf-8", "replace"), list[_ThreadTold])
     except Senseless:
         return []
     by_pid: dict[int, list[_ThreadTold]] = {}
-    for one in told:
-        by_pid.setdefault(one["pid"], []).append(one)
+    for thread in answer:
+        by_pid.setdefault(thread["pid"], []).append(thread)
     return [Dump(name, False, pid, "", read_threads(own, {}), "") for pid, own in by_pid.items()]
 
 
 def _node(host: str, dumps: Sequence[tuple[Dump, int | None]], size: int) -> NodeStacks:
     processes, watched = [], []
-    looks: dict[int, tuple[Capture, ...]] = {}
+    samples: dict[int, tuple[Sample, ...]] = {}
     for number, (dump, rank) in enumerate(dumps):
         pid = dump.pid or -number - 1
         place = Identity("saved dumps", rank, size, None, None) if rank is not None else None
         processes.append(_process(pid, printable(dump.command), place))
-        if id(dump.threads) not in looks:
-            looks[id(dump.threads)] = (_capture(dump),)
-        watched.append(Watched(pid, looks[id(dump.threads)], ()))
+        if id(dump.threads) not in samples:
+            samples[id(dump.threads)] = (_sample(dump),)
+        watched.append(Watched(pid, samples[id(dump.threads)], ()))
     facts = Processes(host, -1, None, may_trace=True, processes=tuple(processes), asked_missing=())
     return NodeStacks(host, facts, tuple(watched))
 
@@ -255,8 +255,8 @@ def _process(pid: int, command: str, place: Identity | None) -> Process:
     )
 
 
-def _capture(dump: Dump) -> Capture:
-    return Capture(
+def _sample(dump: Dump) -> Sample:
+    return Sample(
         status="ok" if dump.threads else "failed",
         reason="" if dump.threads else dump.complaint or "the dump holds no stack",
         state="",

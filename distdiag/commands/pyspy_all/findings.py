@@ -1,4 +1,4 @@
-"""The findings of pyspy-all. Pure."""
+"""The findings of pyspy-all: what the stacks of a job come to, and what could not be read or seen. Pure."""
 
 from __future__ import annotations
 
@@ -6,36 +6,49 @@ import itertools
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_ranks
-from distdiag.commands.pyspy_all.model import COMMAND, FrameClass
-from distdiag.commands.pyspy_all.standing import helper_frames
-from distdiag.commands.pyspy_all.unread import deduced, kernel_words, unreadable, unseen, where
-from distdiag.commands.pyspy_all.verdict import ALIVE, Outcome, goes_on, has_just_begun, split
-from distdiag.commands.pyspy_all.words import briefly, does, looks, stuck_worker, waits, who, worker_does
+from distdiag.commands.pyspy_all.types import COMMAND
+from distdiag.commands.pyspy_all.wording import (
+    briefly,
+    does,
+    samples_in_words,
+    stuck_worker,
+    waits,
+    who,
+    worker_does,
+)
+from distdiag.diagnosis import remedies
+from distdiag.diagnosis.outliers import ALIVE, Outcome, split
+from distdiag.diagnosis.stack_classes import StackClass, helper_frames
 from distdiag.knowledge.frames import library_path
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from distdiag.commands.pyspy_all.model import Request, Standing
-    from distdiag.commands.pyspy_all.verdict import JobVerdict
+    from distdiag.commands.pyspy_all.types import Request
+    from distdiag.diagnosis.outliers import JobVerdict
+    from distdiag.diagnosis.stack_classes import RankState
     from distdiag.jobs.nodes import NodeStacks
     from distdiag.node.capture import Frame
 
 _SHOWN = 6
-_LONG_S = 10.0
-"""Who waits for so long in one collective waits for something that does not come."""
+_PLACES = 3
 _WHAT_DECIDES = (
-    "what would: a second look later (--interval 30: does anything move?), the flight recorder (start the job with "
+    "what would: a second sample later (--interval 30: does anything move?), the flight recorder (start the job with "
     "TORCH_FR_BUFFER_SIZE=2000, for NCCL also TORCH_NCCL_DUMP_ON_TIMEOUT=1), --native for what a rank does in C"
 )
+_REMEDIES = {
+    "not-python": "give the pid of the Python below it: --pid",
+    "timeout": "look at it by hand, or give it longer: --timeout 30",
+    "failed": "try again; a process that is just starting or ending cannot be read",
+}
 
 
 def job_findings(verdict: JobVerdict, request: Request, nodes: Sequence[NodeStacks]) -> list[Finding]:
-    """Say what one job's stacks come to."""
+    """List what one job's stacks come to."""
     makers = {
-        Outcome.ODD: _odd,
-        Outcome.OTHER_COLLECTIVE: _odd,
+        Outcome.OUTLIERS: _outliers,
+        Outcome.OTHER_COLLECTIVE: _outliers,
         Outcome.LEAST_PROGRESS: _least_progress,
         Outcome.CYCLE: _cycle,
         Outcome.LEFT: _left,
@@ -46,27 +59,28 @@ def job_findings(verdict: JobVerdict, request: Request, nodes: Sequence[NodeStac
     }
     maker = makers.get(verdict.outcome)
     found = maker(verdict, request) if maker is not None else []
-    return [*found, *_helpers(verdict), *unreadable(verdict, request, nodes), *unseen(verdict), *deduced(verdict)]
+    unseen = remedies.unseen_ranks(verdict.job, f"{COMMAND}.exited")
+    return [*found, *_helpers(verdict), *_unreadable(verdict, request, nodes), *unseen, *_deduced(verdict)]
 
 
-def waiting_in_words(members: Sequence[Standing]) -> str:
-    """Say where those wait who wait: "ranks 0-1,3 wait in `all_reduce` called from `train_step train.py:25`"."""
+def waiting_in_words(members: Sequence[RankState]) -> str:
+    """Describe where those wait who wait: "ranks 0-1,3 wait in `all_reduce` called from `train_step train.py:25`"."""
     groups = split(members)[::-1]
     parts = _each_waits(groups[:2])
     rest = sum(len(group) for group in groups[2:])
     return "; ".join(parts) + (f"; {rest} more elsewhere" if rest else "")
 
 
-def _each_waits(groups: Sequence[Sequence[Standing]]) -> list[str]:
+def _each_waits(groups: Sequence[Sequence[RankState]]) -> list[str]:
     return [f"{briefly(group)} wait{'s' if len(group) == 1 else ''} {_waits(group)}" for group in groups]
 
 
-def _waits(group: Sequence[Standing]) -> str:
+def _waits(group: Sequence[RankState]) -> str:
     return waits(group[0], alone=len(group) == 1)
 
 
-def reason_of(verdict: JobVerdict, group: Sequence[Standing]) -> str:
-    """Say why a group of odd members is odd."""
+def reason_of(verdict: JobVerdict, group: Sequence[RankState]) -> str:
+    """Describe why a group of outliers stands out."""
     first = group[0]
     if verdict.outcome is Outcome.LEAST_PROGRESS:
         return f"the least advanced: {_counters(first)}, others {_counters(verdict.waiting[0])}"
@@ -74,79 +88,65 @@ def reason_of(verdict: JobVerdict, group: Sequence[Standing]) -> str:
         return f"in another collective than the others: {waits(first)}"
     if verdict.outcome is Outcome.CYCLE:
         return f"in a circle of ranks that wait for each other: {_waits(group)}"
-    if first.kind is FrameClass.EXITED:
+    if first.thread.kind is StackClass.EXITED:
         return f"gone: {does(first)}" if len(group) == 1 else "gone"
-    if first.kind is FrameClass.STOPPED:
+    if first.thread.kind is StackClass.STOPPED:
         return does(first)
     return f"not in the collective: {does(first)}"
 
 
-def _odd(verdict: JobVerdict, request: Request) -> list[Finding]:
-    groups = split(verdict.odd)
+def _outliers(verdict: JobVerdict, request: Request) -> list[Finding]:
+    groups = split(verdict.outliers)
     parts = [f"{who(group)} {'is' if len(group) == 1 else 'are'} {reason_of(verdict, group)}" for group in groups[:3]]
     if len(groups) > 3:
         parts.append(f"{sum(map(len, groups[3:]))} more are elsewhere")
     rest = waiting_in_words(verdict.waiting) if verdict.waiting else ""
     title = "; ".join([*parts, rest] if rest else parts)
-    gone = [one for one in verdict.odd if one.kind is FrameClass.EXITED]
-    kind = "exited" if len(gone) == len(verdict.odd) else "odd-rank"
-    only_slow = may_only_be_slow(verdict, request)
-    slow = "It may only be slower than the others: look longer (--interval 30). " if only_slow else ""
+    gone = [state for state in verdict.outliers if state.thread.kind is StackClass.EXITED]
+    kind = "exited" if len(gone) == len(verdict.outliers) else "straggler" if verdict.only_slow else "stuck-rank"
+    slow = "It may only be slower than the others: look longer (--interval 30). " if verdict.only_slow else ""
     return [
         Finding(
             id=f"{COMMAND}.{kind}",
-            level=Level.WARN if only_slow else Level.FAIL,
+            level=Level.WARN if verdict.only_slow else Level.FAIL,
             title=title,
-            detail=(slow + shared(verdict, request)).strip(),
-            where=where(verdict.odd),
-            evidence=kernel_words(verdict.odd),
-            fix=_fix(verdict.odd),
+            detail=(slow + _shared(verdict, request)).strip(),
+            where=where(verdict.outliers),
+            evidence=kernel_words(verdict.outliers),
+            fix=_fix(verdict.outliers),
         )
     ]
 
 
-def may_only_be_slow(verdict: JobVerdict, request: Request) -> bool:
-    """Tell whether the odd ones compute or move, and the others have not been seen to wait for long."""
-    watched_s = (request.samples - 1) * request.interval_s
-    if has_just_begun(verdict):
-        return True
-    if verdict.outcome is Outcome.ODD and verdict.waiting and all(one.stance.woke for one in verdict.waiting):
-        return True  # they went on to wait again
-    return watched_s < _LONG_S and all(
-        # A compiler works in processes and threads of its own, while the rank sleeps.
-        goes_on(one) or one.kind is FrameClass.COMPILE or (one.busy is None and one.kind is FrameClass.COMPUTE)
-        for one in verdict.odd
-    )
-
-
 def _least_progress(verdict: JobVerdict, request: Request) -> list[Finding]:
-    names = ", ".join(name for name, _ in verdict.odd[0].counters)
+    behind, others = verdict.outliers[0], verdict.waiting
+    names = ", ".join(name for name, _ in behind.thread.counters)
     return [
         Finding(
             id=f"{COMMAND}.least-progress",
-            level=Level.WARN if has_just_begun(verdict) else Level.FAIL,
-            title=f"{who(verdict.odd)} {'is' if len(verdict.odd) == 1 else 'are'} behind: {_counters(verdict.odd[0])}, "
-            f"{briefly(verdict.waiting)} {_counters(verdict.waiting[0])}; all wait {waits(verdict.odd[0])}",
+            level=Level.WARN if verdict.only_slow else Level.FAIL,
+            title=f"{who(verdict.outliers)} {'is' if len(verdict.outliers) == 1 else 'are'} behind: "
+            f"{_counters(behind)}, {briefly(others)} {_counters(others[0])}; all wait {waits(behind)}",
             detail=f"All ranks stand at the same line; their loop counters ({names}) tell them apart. "
-            "Whoever is behind did one collective more, or the others one less. " + shared(verdict, request),
-            where=where(verdict.odd),
-            evidence=_at_counters(_by_counters([*verdict.odd, *verdict.waiting])),
+            "Whoever is behind did one collective more, or the others one less. " + _shared(verdict, request),
+            where=where(verdict.outliers),
+            evidence=_at_counters(_by_counters([*verdict.outliers, *verdict.waiting])),
         )
     ]
 
 
 def _cycle(verdict: JobVerdict, request: Request) -> list[Finding]:
-    shown = verdict.odd[:_SHOWN]
-    parts = [f"{briefly([one])} {waits(one, alone=True)}" for one in shown]
-    more = f"; {len(verdict.odd) - _SHOWN} more in the circle" if len(verdict.odd) > _SHOWN else ""
+    shown = verdict.outliers[:_SHOWN]
+    parts = [f"{briefly([state])} {waits(state, alone=True)}" for state in shown]
+    more = f"; {len(verdict.outliers) - _SHOWN} more in the circle" if len(verdict.outliers) > _SHOWN else ""
     rest = f"; {waiting_in_words(verdict.waiting)}" if verdict.waiting else ""
     return [
         Finding(
             id=f"{COMMAND}.p2p-cycle",
             level=Level.FAIL,
-            title=f"{briefly(verdict.odd)} wait for each other: {'; '.join(parts)}{more}{rest}",
+            title=f"{briefly(verdict.outliers)} wait for each other: {'; '.join(parts)}{more}{rest}",
             detail="Each waits for the next one before it does what that one waits for.",
-            where=where(verdict.odd),
+            where=where(verdict.outliers),
             fix=Fix(text="let one of each pair send while the other receives, or use dist.batch_isend_irecv for both"),
         )
     ]
@@ -176,15 +176,15 @@ def _all_waiting(verdict: JobVerdict, request: Request) -> list[Finding]:
 
 
 def _several_groups(verdict: JobVerdict) -> str:
-    most = max((one.stance.groups for one in verdict.waiting), default=0)
+    most = max((state.thread.groups for state in verdict.waiting), default=0)
     if most <= 1:
         return ""
     return f"They are in {most} process groups each, and stacks do not tell which of them a wait is for. "
 
 
 def _left(verdict: JobVerdict, request: Request) -> list[Finding]:
-    """Say that ranks have ended and nobody is seen to wait for them: the end of the job, or of a part of it."""
-    gone = [one for one in verdict.standings if one.kind is FrameClass.EXITED]
+    """Report that ranks have ended and nobody is seen to wait for them: the end of the job, or of a part of it."""
+    gone = [state for state in verdict.states if state.thread.kind is StackClass.EXITED]
     parts = [f"{briefly(group)}: {does(group[0])}" for group in split(verdict.waiting)[:3]]
     return [
         Finding(
@@ -202,62 +202,68 @@ def _left(verdict: JobVerdict, request: Request) -> list[Finding]:
 def _standstill(verdict: JobVerdict, request: Request) -> list[Finding]:
     groups = split(verdict.waiting)
     parts = [f"{briefly(group)}: {does(group[0])}" for group in groups[:4]]
-    one_look = all(one.moving is None for one in verdict.waiting)
+    one_sample = all(state.thread.moving is None for state in verdict.waiting)
     return [
         Finding(
             id=f"{COMMAND}.all-waiting",
             level=Level.UNKNOWN,
             title="nobody is in communication"
-            + ("" if one_look else " and nobody moved or computed between the looks")
+            + ("" if one_sample else " and nobody moved or computed between the samples")
             + ": "
             + "; ".join(parts),
-            detail="One look cannot tell moving from stuck: give --samples 2." if one_look else "",
+            detail="One sample cannot tell moving from stuck: give --samples 2." if one_sample else "",
             where=where(verdict.waiting),
         )
     ]
 
 
 def _not_hung(verdict: JobVerdict, request: Request) -> list[Finding]:
-    moving = [one for one in verdict.standings if one.moving]
-    busy = [one for one in verdict.standings if not one.moving and (one.busy or 0.0) >= ALIVE]
+    moving = [state for state in verdict.states if state.thread.moving]
+    busy = [state for state in verdict.states if not state.thread.moving and (state.thread.busy or 0.0) >= ALIVE]
     parts = []
     if moving:
-        parts.append(f"{briefly(moving)} moved between the looks")
+        parts.append(f"{briefly(moving)} moved between the samples")
     if busy:
         parts.append(f"{briefly(busy)} compute{'s' if len(busy) == 1 else ''}")
-    wakes = [one for one in verdict.standings if not one.moving and (one.busy or 0.0) < ALIVE and one.stance.woke]
+    wakes = [
+        state
+        for state in verdict.states
+        if not state.thread.moving and (state.thread.busy or 0.0) < ALIVE and state.thread.woke
+    ]
     if wakes and not moving:
         parts.append(f"{briefly(wakes)} wake{'s' if len(wakes) == 1 else ''} up again and again")
     if (
         not wakes
         and verdict.waiting
-        and verdict.waiting[0].kind is FrameClass.COMM
-        and not any(one.moving for one in verdict.waiting)
+        and verdict.waiting[0].thread.kind is StackClass.COMM
+        and not any(state.thread.moving for state in verdict.waiting)
     ):
         parts.append(f"{briefly(verdict.waiting)} wait{'s' if len(verdict.waiting) == 1 else ''} for them")
     return [
         Finding(
             id=f"{COMMAND}.not-hung",
             level=Level.INFO,
-            title=f"not hung, as far as can be seen in {looks(request.samples, request.interval_s)}: "
+            title=f"not hung, as far as can be seen in {samples_in_words(request.samples, request.interval_s)}: "
             + ", ".join(parts),
             detail="Should it be slow or move in a circle, look longer: --interval 30.",
-            where=where(verdict.standings),
+            where=where(verdict.states),
         )
     ]
 
 
 def _alone(verdict: JobVerdict, request: Request) -> list[Finding]:
-    one = verdict.waiting[0]
-    if stuck_worker(one) is not None:
+    state = verdict.waiting[0]
+    if stuck_worker(state) is not None:
         return []
     return [
         Finding(
             id=f"{COMMAND}.all-waiting",
             level=Level.UNKNOWN,
-            title=f"{who([one])} stands still: {does(one)}" if one.moving is not None else f"{who([one])}: {does(one)}",
+            title=f"{who([state])} stands still: {does(state)}"
+            if state.thread.moving is not None
+            else f"{who([state])}: {does(state)}",
             detail="There is no other rank to compare it with.",
-            where=where([one]),
+            where=where([state]),
         )
     ]
 
@@ -265,87 +271,158 @@ def _alone(verdict: JobVerdict, request: Request) -> list[Finding]:
 def _helpers(verdict: JobVerdict) -> list[Finding]:
     """Name the DataLoader workers that waiting ranks wait for."""
     found = []
-    for one in verdict.odd or verdict.waiting:
-        helper = stuck_worker(one)
+    for state in verdict.outliers or verdict.waiting:
+        helper = stuck_worker(state)
         if helper is not None and verdict.outcome is not Outcome.NOT_HUNG:
-            found.append((one, helper))
+            found.append((state, helper))
     if not found:
         return []
-    one, helper = found[0]
+    state, helper = found[0]
     more = f"; so do {len(found) - 1} more" if len(found) > 1 else ""
     return [
         Finding(
             id=f"{COMMAND}.helper-stuck",
             level=Level.FAIL,
-            title=f"DataLoader worker {helper.process.pid} of {who([one])} {worker_does(helper)}{more}",
+            title=f"DataLoader worker {helper.process.pid} of {who([state])} {worker_does(helper)}{more}",
             evidence=_worker_stack(helper_frames(helper.watched)),
             where=Where(
                 hosts=tuple(dict.fromkeys(owner.member.host for owner, _ in found)),
-                ranks=tuple(owner.rank for owner, _ in found if owner.rank is not None),
+                ranks=tuple(owner.member.rank for owner, _ in found if owner.member.rank is not None),
                 pids=tuple(worker.process.pid for _, worker in found),
             ),
         )
     ]
 
 
-def shared(verdict: JobVerdict, request: Request) -> str:
-    """Say what the odd ones have in common that not all have: a node, a local rank, a parallel group."""
-    odd, all_of_them = verdict.odd, verdict.standings
+def _shared(verdict: JobVerdict, request: Request) -> str:
+    """Describe what the outliers have in common that not all have: a node, a local rank, a parallel group."""
+    outliers, count = verdict.outliers, len(verdict.outliers)
     parts = []
-    hosts = {one.member.host for one in odd}
-    if len(odd) > 1 and len(hosts) == 1 and len({one.member.host for one in all_of_them}) > 1:
-        there = sum(one.member.host in hosts for one in all_of_them)
-        parts.append(f"all on {next(iter(hosts))}" + (", all of its ranks" if there == len(odd) else ""))
-    locals_ = {one.member.local_rank for one in odd}
-    if len(odd) > 1 and len(locals_) == 1 and None not in locals_ and len(hosts) > 1:
+    hosts = {state.member.host for state in outliers}
+    if count > 1 and len(hosts) == 1 and len({state.member.host for state in verdict.states}) > 1:
+        there = sum(state.member.host in hosts for state in verdict.states)
+        parts.append(f"all on {next(iter(hosts))}" + (", all of its ranks" if there == count else ""))
+    locals_ = {state.member.local_rank for state in outliers}
+    if count > 1 and len(locals_) == 1 and None not in locals_ and len(hosts) > 1:
         parts.append(f"all have local rank {next(iter(locals_))}")
-    ranks = {one.rank for one in odd if one.rank is not None}
+    ranks = {state.member.rank for state in outliers if state.member.rank is not None}
     for name, group in request.groups:
-        if len(ranks) == len(odd) and ranks <= set(group):
-            parts.append(f"{'all ' if len(odd) > 1 else ''}in {name} group {fold_ranks(group)}")
-    return f"The odd ranks have in common: {'; '.join(parts)}." if parts else ""
+        if len(ranks) == count and ranks <= set(group):
+            parts.append(f"{'all ' if count > 1 else ''}in {name} group {fold_ranks(group)}")
+    kind = "stragglers" if verdict.only_slow else "stuck ranks"
+    return f"The {kind} have in common: {'; '.join(parts)}." if parts else ""
 
 
 def _worker_stack(frames: Sequence[Frame]) -> tuple[str, ...]:
-    """Write a worker's stack down to the DataLoader's own loop."""
+    """Format a worker's stack down to the DataLoader's own loop."""
     own = list(itertools.takewhile(lambda frame: frame.function != "_worker_loop", frames))[:_SHOWN]
     return tuple(f"{frame.function} ({library_path(frame.file) or frame.file}{_line(frame)})" for frame in own)
 
 
-def _fix(members: Sequence[Standing]) -> Fix | None:
+def _fix(members: Sequence[RankState]) -> Fix | None:
     first = members[0]
-    if first.kind is FrameClass.STOPPED and first.status == "stopped":
-        pids = " ".join(str(one.pid) for one in members if one.kind is FrameClass.STOPPED)
-        return Fix(
-            text=f"on {first.member.host}, let it go on, and find who stopped it", commands=(f"kill -CONT {pids}",)
-        )
-    if first.status == "frozen":
-        return Fix(
-            text=f"on {first.member.host}, thaw its cgroup: docker unpause CONTAINER, or as root",
-            commands=(first.reason.partition(": ")[2],),
-        )
-    if first.kind is FrameClass.EXITED:
-        return Fix(
-            text=f"read the end of that rank's log, and whether the kernel ended it on {first.member.host}",
-            commands=("dmesg -T | grep -iE 'out of memory|killed process|segfault'",),
-        )
-    return None
+    host, thread = first.member.host, first.thread
+    if thread.kind is StackClass.STOPPED and thread.status == "stopped":
+        stopped = [state.member for state in members if state.thread.kind is StackClass.STOPPED]
+        return remedies.resume((member.host, member.pid) for member in stopped)
+    if thread.status == "frozen":
+        return remedies.thaw(host, thread.reason.partition(": ")[2])
+    return remedies.find_cause_of_death(host) if thread.kind is StackClass.EXITED else None
 
 
-def _counters(one: Standing) -> str:
-    return ", ".join(f"{name} {value}" for name, value in one.counters)
+def _counters(state: RankState) -> str:
+    return ", ".join(f"{name} {value}" for name, value in state.thread.counters)
 
 
-def _at_counters(groups: Sequence[Sequence[Standing]]) -> tuple[str, ...]:
-    return tuple(f"{briefly(group)}: {_counters(group[0])}" for group in groups if group[0].counters)[:_SHOWN]
+def _at_counters(groups: Sequence[Sequence[RankState]]) -> tuple[str, ...]:
+    return tuple(f"{briefly(group)}: {_counters(group[0])}" for group in groups if group[0].thread.counters)[:_SHOWN]
 
 
-def _by_counters(members: Sequence[Standing]) -> list[list[Standing]]:
-    groups: dict[tuple[tuple[str, int], ...], list[Standing]] = {}
-    for one in members:
-        groups.setdefault(one.counters, []).append(one)
+def _by_counters(members: Sequence[RankState]) -> list[list[RankState]]:
+    groups: dict[tuple[tuple[str, int], ...], list[RankState]] = {}
+    for state in members:
+        groups.setdefault(state.thread.counters, []).append(state)
     return sorted(groups.values(), key=len)
 
 
 def _line(frame: Frame) -> str:
     return f":{frame.line}" if frame.line else ""
+
+
+def _unreadable(verdict: JobVerdict, request: Request, nodes: Sequence[NodeStacks]) -> list[Finding]:
+    """Name the processes that could not be read, why, and what gives the right to."""
+    by_reason: dict[tuple[str, str], list[RankState]] = {}
+    for state in verdict.unreadable:
+        by_reason.setdefault((state.thread.status, state.thread.reason), []).append(state)
+    return [_cannot_read(members, request, _node_of(members[0], nodes)) for members in by_reason.values()]
+
+
+def _node_of(state: RankState, nodes: Sequence[NodeStacks]) -> NodeStacks | None:
+    return next((node for node in nodes if node.host == state.member.host), None)
+
+
+def _cannot_read(members: list[RankState], request: Request, node: NodeStacks | None) -> Finding:
+    status, reason = members[0].thread.status, members[0].thread.reason
+    remedy = Fix(text=_REMEDIES[status]) if status in _REMEDIES else None
+    return Finding(
+        id=f"{COMMAND}.unreadable",
+        level=Level.UNKNOWN,
+        title=f"{who(members)} could not be read: {reason}",
+        where=where(members),
+        evidence=kernel_words(members),
+        fix=_rights(members[0], request, node) if status == "denied" else remedy,
+    )
+
+
+def _rights(state: RankState, request: Request, node: NodeStacks | None) -> Fix:
+    """Return how to get the right to read a process; in order of effort, and only what helps there."""
+    scope = node.processes.ptrace_scope if node is not None else None
+    as_root = node is not None and node.processes.user == 0
+    theirs = state.member.process.user if state.member.process is not None else -1
+    as_other_user = remedies.as_other_user(f"{request.program} pyspy-all")
+    if node is not None and not as_root and theirs != node.processes.user:
+        return as_other_user
+    if scope in (1, 2) and not as_root:
+        text = "run it as root; or let users read their own processes until the next boot"
+        commands = (*as_other_user.commands, "echo 0 | sudo tee /proc/sys/kernel/yama/ptrace_scope")
+        return Fix(text=text, commands=commands)
+    if scope == 3:
+        return Fix(text="this kernel lets nobody read another process until it is booted again (ptrace_scope 3)")
+    return remedies.ptrace_in_container()
+
+
+def _deduced(verdict: JobVerdict) -> list[Finding]:
+    """List of whom only the other ranks tell which rank it is."""
+    return [
+        Finding(
+            id=f"{COMMAND}.rank-deduced",
+            level=Level.INFO,
+            title=f"pid {member.process.pid} on {member.host} is taken for rank {member.rank}",
+            detail="Its environment names no rank. It started the other ranks of its host, has a connection at their "
+            "MASTER_PORT, and they leave this rank over: so does Lightning's first rank of a node.",
+            where=Where(hosts=(member.host,), ranks=(member.rank,), pids=(member.process.pid,)),
+        )
+        for member in verdict.job.members
+        if member.deduced and member.rank is not None and member.process is not None
+    ]
+
+
+def where(members: Iterable[RankState]) -> Where:
+    """Return whom a finding is about."""
+    members = list(members)
+    return Where(
+        hosts=tuple(dict.fromkeys(state.member.host for state in members if state.member.host)),
+        ranks=tuple(sorted({state.member.rank for state in members if state.member.rank is not None})),
+        pids=tuple(state.member.pid for state in members if state.member.pid is not None),
+    )
+
+
+def kernel_words(members: Sequence[RankState]) -> tuple[str, ...]:
+    """Return what the kernel says of the first of each place; their stacks are in the groups."""
+    lines = []
+    for group in split(members)[:_PLACES]:
+        still = group[0].standstill
+        if still is not None:
+            facts = [f"state {still.state}", still.syscall, still.wait_channel, still.path]
+            lines.append(f"{briefly(group)}: " + ", ".join(fact for fact in facts if fact))
+    return tuple(lines)

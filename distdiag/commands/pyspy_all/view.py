@@ -1,26 +1,25 @@
-"""The report of pyspy-all as text: who stands where, the odd and the few first, library frames folded."""
+"""The report of pyspy-all as text: who stands where, outliers and the few first, library frames folded."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rich.table import Column
 from rich.text import Text
 
-from distdiag.cluster.hosts import fold
-from distdiag.commands.pyspy_all.tree import call_tree
-from distdiag.commands.pyspy_all.words import looks, named
+from distdiag.cluster.hosts import fold_ranks
+from distdiag.commands.pyspy_all.wording import named, samples_in_words
 from distdiag.deliver import Whole, plain_table
 from distdiag.knowledge.frames import is_native, library_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from rich.console import RenderableType
 
-    from distdiag.commands.pyspy_all.model import Request
-    from distdiag.commands.pyspy_all.result import FrameRow, Group, ProcessRow, PySpyAll
+    from distdiag.commands.pyspy_all.types import FrameRow, Group, ProcessRow, PySpyAll, Request
     from distdiag.report import Report
 
 _GROUPS = 12
@@ -32,17 +31,15 @@ _NATIVE = 6
 """Innermost C frames to show."""
 _LINES = 10
 """Frames of a stack to show."""
+_ROOM = 80
+"""Letters of a set of ranks in the call tree."""
 
 
 def pyspy_all_view(report: Report[PySpyAll], request: Request) -> Iterator[RenderableType]:
-    """Give the jobs, then for each its groups or its call tree, then the processes that are special."""
+    """Draw the jobs, then for each its groups or its call tree, then the processes that are special."""
     data = report.data
     for job in data.jobs:
-        of = f" of {job.world_size}" if job.world_size is not None else ""
-        what = "rank" if (job.world_size or job.ranks) == 1 else "ranks"
-        name = f"job {job.job} ({job.launcher})" if job.job else job.launcher
-        hosts = f" on {fold(job.hosts)}" if any(job.hosts) else ""
-        yield _line(f"{name}: {job.ranks}{of} {what}{hosts}; {looks(data.samples, data.interval_s)}")
+        yield _line(f"{job.title()}; {samples_in_words(data.samples, data.interval_s)}")
         groups = [group for group in data.groups if group.job == job.job]
         if request.tree:
             yield from (_frame(line) for line in call_tree(groups, verbose=request.verbose))
@@ -57,26 +54,26 @@ def pyspy_all_view(report: Report[PySpyAll], request: Request) -> Iterator[Rende
 def _groups(groups: Sequence[Group], *, verbose: bool) -> Iterator[RenderableType]:
     for group in groups if verbose else groups[:_GROUPS]:
         yield ""
-        yield _line(head(group, verbose=verbose), style="bold" if group.odd else "")
+        yield _line(head(group, verbose=verbose), style="bold" if group.outlier else "")
         yield from (_frame("    " + line) for line in stack_lines(group.frames, verbose=verbose))
     if len(groups) > _GROUPS and not verbose:
         rest = groups[_GROUPS:]
         yield ""
-        yield _line(f"... and {len(rest)} groups more, {sum(one.count for one in rest)} ranks (-v shows all)")
+        yield _line(f"... and {len(rest)} groups more, {sum(group.count for group in rest)} ranks (-v shows all)")
 
 
 def head(group: Group, *, verbose: bool = False) -> str:
-    """Title a group: its ranks, how many, what they do, and whether they are the odd ones."""
+    """Title a group: its ranks, how many, what they do, and whether they are outliers."""
     moving = {True: ", moving", False: ", not moving", None: ""}[group.moving]
     if group.class_ in ("exited", "stopped", "unreadable"):
         moving = ""
     counters = "".join(f", {name} {value}" for name, value in group.counters.items())
-    odd = "  <- odd" if group.odd else ""
-    return f"{members(group, verbose=verbose)}: {group.class_}{moving}{counters}{odd}"
+    mark = f"  <- {group.outlier}" if group.outlier else ""
+    return f"{members(group, verbose=verbose)}: {group.class_}{moving}{counters}{mark}"
 
 
 def members(group: Group, *, verbose: bool = False) -> str:
-    """Name the members of a group, and how many they are."""
+    """Format the members of a group, and how many they are."""
     if group.ranks and len(group.ranks) == group.count:
         text = named(group.ranks, _MUCH if not verbose else 10**9)
         return text if group.count == 1 or "ranks (" in text else f"{text} ({group.count})"
@@ -86,7 +83,7 @@ def members(group: Group, *, verbose: bool = False) -> str:
 
 
 def stack_lines(frames: Sequence[FrameRow], *, verbose: bool) -> Iterator[str]:
-    """Write a stack, innermost first; runs of library frames become one line, but the innermost one always shows."""
+    """Format a stack, innermost first; runs of library frames become one line, but the innermost one always shows."""
     skipped = shown = 0
     for number, frame in enumerate(frames):
         if shown == _LINES and not verbose and len(frames) - number > 1:
@@ -105,7 +102,7 @@ def stack_lines(frames: Sequence[FrameRow], *, verbose: bool) -> Iterator[str]:
 
 
 def frame_line(frame: FrameRow, *, verbose: bool) -> str:
-    """Write one frame: `train_step train.py:25`."""
+    """Format one frame: `train_step train.py:25`."""
     file = frame.file if verbose else short(frame)
     function = frame.function if verbose or len(frame.function) <= _LONG else frame.function[: _LONG - 3] + "..."
     return f"{function} {file}" + (f":{frame.line}" if frame.line else "")
@@ -118,11 +115,64 @@ def short(frame: FrameRow) -> str:
     return library_path(frame.file) or frame.file
 
 
+@dataclass
+class _Branch:
+    frame: FrameRow | None
+    groups: list[Group] = field(default_factory=list)
+    below: dict[FrameRow, _Branch] = field(default_factory=dict)
+    ends: list[Group] = field(default_factory=list)
+
+
+def call_tree(groups: Iterable[Group], *, verbose: bool = False) -> Iterator[str]:
+    """Format one call tree of all ranks, outermost frames first, a line a frame; a rank set stands where it changes.
+
+    The smallest branch comes first. The idea of STAT and padb: prefix trees whose edges carry rank sets.
+    """
+    root = _Branch(None)
+    for group in groups:
+        branch = root
+        branch.groups.append(group)
+        for frame in reversed(group.frames):
+            branch = branch.below.setdefault(frame, _Branch(frame))
+            branch.groups.append(group)
+        branch.ends.append(group)
+    yield from _tree_lines(root, "", verbose=verbose)
+
+
+def _tree_lines(branch: _Branch, margin: str, *, verbose: bool) -> Iterator[str]:
+    for group in branch.ends:
+        mark = f", {group.outlier}" if group.outlier else ""
+        yield f"{margin}= {group.class_}{mark}"
+    forks = branch.frame is None or len(branch.below) + len(branch.ends) > 1
+    for below in sorted(branch.below.values(), key=lambda child: sum(group.count for group in child.groups)):
+        assert below.frame is not None
+        if forks:
+            yield f"{margin}[{_ranks_of(below.groups)}]"
+        inner = margin + "  " if forks else margin
+        # A library frame with one way on tells nothing; it is folded away, and the fork after it is not.
+        if verbose or below.frame.user or len(below.below) != 1 or below.ends:
+            yield f"{inner}{frame_line(below.frame, verbose=verbose)}"
+        yield from _tree_lines(below, inner, verbose=verbose)
+
+
+def _short(folded: str) -> str:
+    return folded if len(folded) <= _ROOM else folded[: folded.rfind(",", 0, _ROOM)] + ",..."
+
+
+def _ranks_of(groups: Iterable[Group]) -> str:
+    groups = list(groups)
+    ranks = [rank for group in groups for rank in group.ranks]
+    count = sum(group.count for group in groups)
+    if len(ranks) == count:
+        return f"{_short(fold_ranks(ranks))} ({count})" if count > 1 else f"{fold_ranks(ranks)}"
+    return f"pids {fold_ranks(pid for group in groups for pid in group.pids)} ({count})"
+
+
 def _special(processes: Sequence[ProcessRow], *, everybody: bool, helpers: bool) -> Iterator[RenderableType]:
     rows = [
-        one
-        for one in processes
-        if (one.role == "helper" and helpers) or (one.role == "rank" and (everybody or one.status != "ok"))
+        process
+        for process in processes
+        if (process.role == "helper" and helpers) or (process.role == "rank" and (everybody or process.status != "ok"))
     ]
     if not rows:
         return
@@ -134,16 +184,16 @@ def _special(processes: Sequence[ProcessRow], *, everybody: bool, helpers: bool)
         Column("doing", overflow="fold"),
         Column("remark", overflow="fold"),
     )
-    for one in rows:
-        rank = "-" if one.rank is None else str(one.rank)
-        role = f"{one.role} of " if one.role == "helper" else ""
+    for process in rows:
+        rank = "-" if process.rank is None else str(process.rank)
+        role = f"{process.role} of " if process.role == "helper" else ""
         table.add_row(
             f"{role}{rank}",
-            one.host,
-            "-" if one.pid is None else str(one.pid),
-            one.state or "-",
-            one.class_ or "-",
-            one.reason or "-",
+            process.host,
+            "-" if process.pid is None else str(process.pid),
+            process.state or "-",
+            process.class_ or "-",
+            process.reason or "-",
         )
     yield table
     yield ""
@@ -152,9 +202,9 @@ def _special(processes: Sequence[ProcessRow], *, everybody: bool, helpers: bool)
 def _all_threads(processes: Sequence[ProcessRow], *, verbose: bool) -> Iterator[RenderableType]:
     """Show the threads beside the main ones; equal ones fold."""
     folded: dict[tuple[str, str, tuple[FrameRow, ...]], list[str]] = {}
-    for one in processes:
-        for thread in one.threads[1:]:
-            name = f"rank {one.rank}" if one.rank is not None else f"pid {one.pid}"
+    for process in processes:
+        for thread in process.threads[1:]:
+            name = f"rank {process.rank}" if process.rank is not None else f"pid {process.pid}"
             folded.setdefault((thread.name, thread.class_, thread.frames), []).append(name)
     for (name, class_, frames), owners in folded.items():
         more = f" and {len(owners) - _PIDS} more" if len(owners) > _PIDS else ""
@@ -168,5 +218,5 @@ def _line(text: str, style: str = "") -> Text:
 
 
 def _frame(text: str) -> Whole:
-    """Write a frame on one line, however long: broken ones neither paste nor grep."""
+    """Format a frame on one line, however long: broken ones neither paste nor grep."""
     return Whole(text)

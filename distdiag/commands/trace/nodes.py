@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from distdiag import runner
 from distdiag.cluster.access import Agent
 from distdiag.commands.trace import ranks
+from distdiag.diagnosis.process_index import ProcessIndex
 from distdiag.jobs.collect import Processes
 from distdiag.jobs.nodes import NodeStacks
 from distdiag.runner import Asks, Question, Subcommand
@@ -23,41 +24,41 @@ if TYPE_CHECKING:
     from distdiag.gathered import Gathered
     from distdiag.report import Report
 
-Told = TypeVar("Told")
+Reply = TypeVar("Reply")
 Data = TypeVar("Data")
 Asked = Any
 """A request: each command has its own, with `program`, `cluster` and `wanted`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeAnswer(Generic[Told]):
-    """What one node told: the processes there, and, when it was asked about some, of those."""
+class NodeAnswer(Generic[Reply]):
+    """What one node sent: the processes there, and, when it was asked about some, its replies about those."""
 
     host: str
     processes: Processes
-    told: tuple[Told, ...] = ()
+    told: tuple[Reply, ...] = ()
 
 
 @dataclass(kw_only=True)
-class Answers(Generic[Told]):
-    """What came: the processes of every node, and by host what was told when asked about them.
+class Answers(Generic[Reply]):
+    """What came: the processes of every node, and by host the replies about some of them.
 
-    `missing`: by host, why not all was told. `rows` and `refusals`: of the hosts that could not be used.
+    `missing`: by host, why not all came. `rows` and `refusals`: of the hosts that could not be used.
     """
 
     nodes: list[NodeStacks] = field(default_factory=list)
-    told: dict[str, list[Told]] = field(default_factory=dict)
+    told: dict[str, list[Reply]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     rows: Sequence[Row] = ()
     refusals: Mapping[str, Refusal] = field(default_factory=dict)
     interrupted: bool = False
 
 
-def answers_of(gathered: Gathered[NodeAnswer[Told]]) -> Answers[Told]:
-    """Put together what came of all nodes."""
+def answers_of(gathered: Gathered[NodeAnswer[Reply]]) -> Answers[Reply]:
+    """Join what came of all nodes."""
     return Answers(
-        nodes=[NodeStacks(one.host, one.processes, ()) for one in gathered.facts],
-        told={one.host: list(one.told) for one in gathered.facts if one.told},
+        nodes=[NodeStacks(answer.host, answer.processes, ()) for answer in gathered.facts],
+        told={answer.host: list(answer.told) for answer in gathered.facts if answer.told},
         missing=gathered.missing,
         rows=gathered.rows,
         refusals=gathered.refusals,
@@ -68,17 +69,17 @@ def answers_of(gathered: Gathered[NodeAnswer[Told]]) -> Answers[Told]:
 def about_processes(
     name: str,
     request: type[Any],
-    told: type[Told],
+    reply: type[Reply],
     plan: Callable[[Sequence[NodeStacks], Asked], Mapping[str, dict[str, Any]]],
-    diagnose: Callable[[Asked, Answers[Told]], Report[Data]],
+    diagnose: Callable[[Asked, Answers[Reply]], Report[Data]],
     view: Callable[[Data], Iterable[RenderableType]],
-) -> Subcommand[Any, NodeAnswer[Told], Data]:
+) -> Subcommand[Any, NodeAnswer[Reply], Data]:
     """Make a command that asks nodes about some of their processes.
 
     Args:
         name: of the command; what runs on the nodes is the collect of its folder: jobs.collect.facts, and a more().
         request: the type of its request.
-        told: the type of what more() tells.
+        reply: the type of what more() sends.
         plan: from the processes of all nodes, by host what more() is to be asked; "timeout_s" of it is how long it may
             take. A host that is left out is not asked.
         diagnose: judges; pure. May raise DistdiagError where nobody is there of those that were meant.
@@ -90,9 +91,9 @@ def about_processes(
         found = plan([NodeStacks(host, processes, ()) for host, processes in hosts.items()], request)
         return Asks(by_host=found, timeout_s=max((ask["timeout_s"] for ask in found.values()), default=0.0))
 
-    def collect(request: Asked, progress: Progress) -> Gathered[NodeAnswer[Told]]:
-        question = Question[Processes, Told, NodeAnswer[Told]](
-            part=told,
+    def collect(request: Asked, progress: Progress) -> Gathered[NodeAnswer[Reply]]:
+        question = Question[Processes, Reply, NodeAnswer[Reply]](
+            part=reply,
             plan=lambda hosts, _: asks(request, hosts),
             join=lambda host, first, parts, _: NodeAnswer(host=host, processes=first, told=tuple(parts)),
         )
@@ -101,7 +102,7 @@ def about_processes(
     return Subcommand(
         name=name,
         request=request,
-        facts=NodeAnswer[told],  # type: ignore[valid-type]
+        facts=NodeAnswer[reply],  # type: ignore[valid-type]
         collect=collect,
         diagnose=lambda request, gathered: diagnose(request, answers_of(gathered)),
         view=lambda _, __, report: view(report.data),
@@ -110,13 +111,25 @@ def about_processes(
     )
 
 
+def index_of(answers: Answers[Any]) -> ProcessIndex:
+    """Return who is who and who has the other end of what; replies have the `networks` and `people` of their host."""
+    ends = {
+        host: (
+            [network for reply in replies for network in reply.networks],
+            [person for reply in replies for person in reply.people],
+        )
+        for host, replies in answers.told.items()
+    }
+    return ProcessIndex(answers.nodes, ends)
+
+
 def finder(collect: str, wanted: Wanted) -> Agent:
-    """Say what runs on the nodes: a collect that begins with the processes there."""
+    """Return what runs on the nodes: a collect that begins with the processes there."""
     return Agent(collect=collect, facts=Processes, ask={"pids": list(wanted.pids), "user": wanted.user})
 
 
-def chosen_of(answers: Answers[Told], wanted: Wanted, command: str) -> list[Chosen]:
-    """Give the processes that were meant. Raises DistdiagError if there is none, and no other reason for that."""
+def chosen_of(answers: Answers[Reply], wanted: Wanted, command: str) -> list[Chosen]:
+    """Return the processes that were meant. Raises DistdiagError if there is none, and no other reason for that."""
     chosen = ranks.choose(answers.nodes, wanted)
     if not chosen and not answers.refusals and not answers.interrupted:
         raise ranks.nobody(answers.nodes, wanted, command)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import fold, fold_ranks, name_ranks
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.jobs.collect import Process
-from distdiag.jobs.roles import answers_to, find_jobs, launcher_name, without_ranks
+from distdiag.jobs.roles import find_jobs, is_called, launcher_name, of_interest, without_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -65,7 +65,7 @@ class Chosen:
 
 
 def wanted(pids: Iterable[int] | None, ranks: Iterable[str] | None, job: str, user: str) -> Wanted:
-    """Put the options together. Raises UsageError."""
+    """Join the options. Raises UsageError."""
     chosen = Wanted(pids=tuple(pids or ()), ranks=parse_ranks(ranks or ()), job=job, user=user)
     if chosen.pids and chosen.ranks:
         raise UsageError("--pid and --rank both say which processes", hint="give one of them")
@@ -73,7 +73,7 @@ def wanted(pids: Iterable[int] | None, ranks: Iterable[str] | None, job: str, us
 
 
 def parse_ranks(texts: Iterable[str]) -> tuple[int, ...]:
-    """Read what --rank takes: "3", "0-3,7". Raises UsageError."""
+    """Parse what --rank takes: "3", "0-3,7". Raises UsageError."""
     found: set[int] = set()
     for part in (part.strip() for text in texts for part in text.split(",")):
         match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
@@ -88,12 +88,8 @@ def jobs_on(nodes: Sequence[NodeStacks], wanted: Wanted) -> list[Job]:
     """Find the jobs that are meant: of --job that one, else those that live."""
     found = find_jobs(nodes, whole=not wanted.user)
     if wanted.job:
-        return [job for job in found if _answers(job, wanted.job)]
-    # A lone process with torch, such as a notebook, is of interest where there is nothing else.
-    real = [job for job in found if len(job.members) > 1 or job.members[0].rank is not None]
-    # A program that outlived its job still has the rank in its environment.
-    alive = [job for job in real if any(one.process is not None and one.process.python for one in job.members)]
-    return alive or real or found
+        return [job for job in found if is_called(job, wanted.job)]
+    return of_interest(found)
 
 
 def choose(nodes: Sequence[NodeStacks], wanted: Wanted) -> list[Chosen]:
@@ -103,17 +99,17 @@ def choose(nodes: Sequence[NodeStacks], wanted: Wanted) -> list[Chosen]:
     """
     if wanted.pids:
         members = {
-            (one.host, process.pid): (job, one, process is not one.process)
+            (member.host, process.pid): (job, member, process is not member.process)
             for job in find_jobs(nodes, whole=False)
-            for one in job.members
-            for process in _processes(one)
+            for member in job.members
+            for process in _processes(member)
         }
-        return [_by_pid(node, one, members) for node in nodes for one in _asked(node, wanted.pids)]
+        return [_by_pid(node, process, members) for node in nodes for process in _asked(node, wanted.pids)]
     return [
-        Chosen(host=one.host, rank=one.rank, process=one.process, job=job, member=one)
+        Chosen(host=member.host, rank=member.rank, process=member.process, job=job, member=member)
         for job in jobs_on(nodes, wanted)
-        for one in job.members
-        if not wanted.ranks or one.rank in wanted.ranks
+        for member in job.members
+        if not wanted.ranks or member.rank in wanted.ranks
     ]
 
 
@@ -159,7 +155,7 @@ def nobody(nodes: Sequence[NodeStacks], wanted: Wanted, again: str) -> DistdiagE
 
 def _asked(node: NodeStacks, pids: Iterable[int]) -> Iterator[Process]:
     """Find those on a node that were asked for; of those that started this distdiag no more is told than that."""
-    known = {one.pid: one for one in node.processes.processes}
+    known = {process.pid: process for process in node.processes.processes}
     for pid in dict.fromkeys(pids):
         if pid in known:
             yield known[pid]
@@ -186,12 +182,8 @@ def _processes(member: Member) -> Iterator[Process]:
         yield helper.process
 
 
-def _answers(job: Job, name: str) -> bool:
-    return job.name == name or any(one.process is not None and answers_to(one.process.job, name) for one in job.members)
-
-
 def _ranks_of(job: Job) -> str:
-    ranks = [one.rank for one in job.members if one.rank is not None and one.process is not None]
+    ranks = [member.rank for member in job.members if member.rank is not None and member.process is not None]
     if not ranks:
         return f"{len(job.members)} processes without a rank"
     return f"rank{'s' if len(ranks) > 1 else ''} {fold_ranks(ranks)}"

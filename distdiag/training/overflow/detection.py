@@ -1,21 +1,30 @@
-"""What was found: one bad tensor, where it was made, and how that reads."""
+"""What was found: one bad tensor, where it was made, how that reads, and the files and streams that it goes to."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
+import os
+import sys
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distdiag.training.overflow import numbers
-from distdiag.training.overflow.frames import HEADING, NEAR, Reading, finite_or_text
+from distdiag.node import private
+from distdiag.node.identity import own_rank
+from distdiag.node.machine import host_name
+from distdiag.training.overflow import extrema, ranks
+from distdiag.training.overflow.recorder import HEADING, NEAR, Reading, finite_or_text
+from distdiag.training.printflock import printflock
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from distdiag.training.overflow.frames import Frame, Line
-    from distdiag.training.overflow.numbers import Tally
+    from distdiag.training.overflow.extrema import Tally
+    from distdiag.training.overflow.recorder import Frame, Line
+
 
 HERE, BETWEEN, GIVEN, WEIGHTS = "here", "between", "given", "weights"
 LOSS, BACKWARD, UNSEEN = "loss", "backward", "unseen"
@@ -25,7 +34,7 @@ the backward; or that could not be seen."""
 
 
 _MEND = "Run that part in bfloat16 or float32."
-_GROWN = 2.0
+_LOSS_GREW = 2.0
 
 
 class OverflowDetected(ValueError):
@@ -85,7 +94,7 @@ class Detection:
 
     @property
     def sentence(self) -> str:
-        """Say who, when, where and what, and where it was made."""
+        """Describe who, when, where and what, and where it was made."""
         who = "" if self.rank is None else f"rank {self.rank} ({self.host}), "
         others = ""
         if self.other_ranks:
@@ -105,7 +114,7 @@ class Detection:
 
     @property
     def why(self) -> str:
-        """Say where it was made."""
+        """Describe where it was made."""
         return {
             HERE: f"{self.seen or 'What went in was finite'}: it was made here.",
             BETWEEN: f"All outputs before it were finite: the forward of {self.made_by} made it, and passed it on.",
@@ -132,24 +141,24 @@ class Detection:
 
     def to_json(self) -> dict[str, Any]:
         """Write for a file of frames."""
-        told: dict[str, Any] = {"kind": "detection", "sentence": self.sentence}
-        told |= {**asdict(self.when), "rank": self.rank, "host": self.host}
-        told |= {"module": self.place.module, "class": self.place.kind, "tensor": self.tensor, "origin": self.origin}
-        told |= {"made_by": self.made_by.module, "made_by_class": self.made_by.kind}
-        told |= {"other_ranks": list(self.other_ranks), "hints": list(self.hints)}
+        fields: dict[str, Any] = {"kind": "detection", "sentence": self.sentence}
+        fields |= {**asdict(self.when), "rank": self.rank, "host": self.host}
+        fields |= {"module": self.place.module, "class": self.place.kind, "tensor": self.tensor, "origin": self.origin}
+        fields |= {"made_by": self.made_by.module, "made_by_class": self.made_by.kind}
+        fields |= {"other_ranks": list(self.other_ranks), "hints": list(self.hints)}
         if self.tally is None:
-            return {**told, "tally": None}
-        return {**told, "tally": {**asdict(self.tally), "abs_max": finite_or_text(self.tally.abs_max)}}
+            return {**fields, "tally": None}
+        return {**fields, "tally": {**asdict(self.tally), "abs_max": finite_or_text(self.tally.abs_max)}}
 
 
 def taken_for_mask(masks: Sequence[Line]) -> str:
     """Name the first output of a module that has -inf, which may be a mask, or log(0); empty if there is none."""
-    line = next((one for one in masks if one.phase == "output"), None)
+    line = next((mask for mask in masks if mask.phase == "output"), None)
     return "" if line is None else f"-inf in `{line.label}` of {_place(line)}, as masks have it and log(0)"
 
 
 def from_frames(bad: Line, frames: Sequence[Frame], masks: Sequence[Line], when: When) -> Detection:
-    """Say what the first line that went wrong means, from the frames that lead up to it."""
+    """Describe what the first line that went wrong means, from the frames that lead up to it."""
     frame, parent = bad.frame, bad.frame.parent
     origin, made = HERE, frame
     if bad.phase in ("weight", "buffer"):
@@ -164,7 +173,7 @@ def from_frames(bad: Line, frames: Sequence[Frame], masks: Sequence[Line], when:
         tensor=bad.label,
         origin=origin,
         made_by=Place(made.name, made.kind),
-        tally=None if tensor is None else numbers.tally(tensor),
+        tally=None if tensor is None else extrema.tally(tensor),
         hints=tuple(_hints(bad, frames, masks)),
         number=max(frame.number, 0),
         seen=_went_in(bad) if origin == HERE else "",
@@ -173,8 +182,8 @@ def from_frames(bad: Line, frames: Sequence[Frame], masks: Sequence[Line], when:
 
 
 def _went_in(bad: Line) -> str:
-    """Say so where what went in was not all finite, and was taken for a mask."""
-    masks = [f"`{one.label}`" for one in bad.frame.lines if one.phase == "input" and _is_bad(one)]
+    """Return a hint where what went in was not all finite, and was taken for a mask."""
+    masks = [f"`{line.label}`" for line in bad.frame.lines if line.phase == "input" and _is_bad(line)]
     return f"What went in was finite but for -inf in {', '.join(masks)}, as masks have it" if masks else ""
 
 
@@ -183,21 +192,21 @@ def _is_bad(line: Line) -> bool:
 
 
 def diverges(losses: Sequence[float]) -> list[str]:
-    """Say so where the last losses grew, the oldest first."""
-    finite = [one for one in losses if math.isfinite(one)]
-    if len(finite) < 3 or finite[-1] < _GROWN * abs(finite[0]):
+    """Return a hint where the last losses grew, the oldest first."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    if len(finite) < 3 or finite[-1] < _LOSS_GREW * abs(finite[0]):
         return []
-    shown = ", ".join(f"{one:.3g}" for one in losses)
+    shown = ", ".join(f"{loss:.3g}" for loss in losses)
     return [f"The loss grew before ({shown}): lower the learning rate, warm it up, or clip the gradients."]
 
 
 def _in_float32(bad: Line) -> list[str]:
     """Write what lets a module that overflows under autocast run without it; its weights are in float32 there."""
-    weights = [one.what for one in bad.frame.lines if one.phase == "weight" and isinstance(one.what, Reading)]
+    weights = [line.what for line in bad.frame.lines if line.phase == "weight" and isinstance(line.what, Reading)]
     what = bad.what
     if not isinstance(what, Reading) or what.dtype is not torch.float16 or bad.phase != "output" or what.source is None:
         return []
-    if any(one.dtype is torch.float16 for one in weights):
+    if any(weight.dtype is torch.float16 for weight in weights):
         return []
     return [in_float32(bad.frame.name, what.source.device.type)]
 
@@ -215,8 +224,10 @@ def in_float32(name: str, device: str) -> str:
 def _hints(bad: Line, frames: Sequence[Frame], masks: Sequence[Line]) -> list[str]:
     hints = []
     if bad.phase == "output":
-        rows = [one for one in masks if _has_masked_row(one.what)]
-        hints += [f"A row of the mask `{one.label}` of {_place(one)} is -inf: its softmax is nan." for one in rows[-1:]]
+        rows = [mask for mask in masks if _has_masked_row(mask.what)]
+        hints += [
+            f"A row of the mask `{mask.label}` of {_place(mask)} is -inf: its softmax is nan." for mask in rows[-1:]
+        ]
     lines = [line for frame in frames for line in frame.lines if line is not bad and isinstance(line.what, Reading)]
     near = max(lines, key=_share, default=None)
     if near is not None and _share(near) >= NEAR:
@@ -227,7 +238,7 @@ def _hints(bad: Line, frames: Sequence[Frame], masks: Sequence[Line]) -> list[st
 def _has_masked_row(what: Reading | str) -> bool:
     if isinstance(what, str) or what.numbers is None or not what.unchanged():
         return False
-    return numbers.has_masked_row(what.numbers)
+    return extrema.has_masked_row(what.numbers)
 
 
 def _share(line: Line) -> float:
@@ -258,6 +269,56 @@ def _place(line: Line) -> Place:
     return Place(line.frame.name, line.frame.kind)
 
 
-def _ranks(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:8]))
-    return shown if len(numbers) <= 8 else f"{shown} and {len(numbers) - 8} more"
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+
+
+SCHEMA = "distdiag-frames/1"
+
+
+class ReportWriter:
+    """Prints, and keeps frames in a file of JSON lines; the file is made when there is something to keep."""
+
+    def __init__(self, path: str, model: str) -> None:
+        self._path, self._model = path, model
+        self._begun = False
+
+    def frames(self, heading: str, batch: int, frames: Iterable[Frame]) -> None:
+        """Print and keep the frames of a batch that is traced."""
+        frames = list(frames)
+        _print("\n".join([*([heading] if heading else []), *map(str, frames)]))
+        self._keep([frame.to_json(batch) for frame in frames])
+
+    def detection(self, found: Detection, *, show: bool) -> None:
+        """Keep what was found, and print it if it is for this rank to do so."""
+        self._keep([*(frame.to_json(found.when.batch) for frame in found.frames), found.to_json()])
+        if show:
+            _print(found.text())
+
+    def note(self, text: str) -> None:
+        """Print something that is no fault."""
+        printflock(f"distdiag: {text}", file=sys.stderr, prefix=ranks.count() > 1)
+
+    def _keep(self, records: list[dict[str, Any]]) -> None:
+        if not self._path:
+            return
+        rank = own_rank()
+        path = self._path.replace("{rank}", str(rank or 0))
+        if not self._begun:
+            head = {"kind": "head", "schema": SCHEMA, "model": self._model, "rank": rank, "host": host_name()}
+            records = [head, *records]
+        try:
+            private.make_folder(os.path.dirname(path))
+            flags = os.O_WRONLY | (os.O_APPEND if self._begun else 0)
+            with open(private.open_file(path, flags), "w", encoding="utf-8") as file:
+                file.write("".join(json.dumps(record) + "\n" for record in records))
+        except OSError as error:  # the job is what matters
+            self._path = ""
+            self.note(f"the frames are not kept: {error}")
+        self._begun = True
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it: what was found counts all the same
+        printflock(text, prefix=ranks.count() > 1)

@@ -16,19 +16,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from distdiag.training import whoami
-from distdiag.training.overflow import backward, numbers, ranks, walk, watching
-from distdiag.training.overflow.detection import BACKWARD, LOSS, WEIGHTS, OverflowDetected, When, diverges
-from distdiag.training.overflow.frames import batch_head
-from distdiag.training.overflow.glance import Glance, Growth, is_due
-from distdiag.training.overflow.gradients import NONE, Gradients
-from distdiag.training.overflow.hook import Hook
+from distdiag.node.identity import own_rank
+from distdiag.node.machine import host_name
+from distdiag.training.overflow import backward, extrema, modules, nested, ranks
+from distdiag.training.overflow.backward import NO_GRADIENTS, GradientReader
+from distdiag.training.overflow.detection import BACKWARD, LOSS, WEIGHTS, OverflowDetected, ReportWriter, When, diverges
+from distdiag.training.overflow.half_precision import Glance, Growth, Underflow, is_due
 from distdiag.training.overflow.judge import Forward, Judge, Loss, Seen, losses_of, outputs_of
-from distdiag.training.overflow.names import ddp_in, innermost, within_ddp
-from distdiag.training.overflow.output import Output
+from distdiag.training.overflow.modules import Hook, ddp_in, innermost, within_ddp
+from distdiag.training.overflow.recorder import TracedBatches, batch_head
 from distdiag.training.overflow.replay import Call, State, Terms
-from distdiag.training.overflow.traced import Traced
-from distdiag.training.overflow.underflow import Underflow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,8 +37,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
+    from distdiag.training.overflow.backward import StepGradients
     from distdiag.training.overflow.detection import Detection
-    from distdiag.training.overflow.gradients import Made
+
 
 _MOST_WAITING = 16
 """So many forwards wait for a step of the optimizer; then they are judged without one."""
@@ -132,8 +130,8 @@ class DebugUnderflowOverflow:
         if max_frames_to_save < 1:
             raise ValueError(f"max_frames_to_save is 1 at least, not {max_frames_to_save}")
         self._root = within_ddp(model)
-        watching.make_way(self._root)
-        if watching.is_watched(self._root):
+        modules.displace_watcher(self._root)
+        if modules.is_watched(self._root):
             raise ValueError(f"this {type(self._root).__name__} is watched already; detach() the other detector first")
         self._model, self._ddp = innermost(self._root), ddp_in(self._root)
         self._last = abort_after_batch_num
@@ -149,8 +147,8 @@ class DebugUnderflowOverflow:
             each=gradients == "each",
             goes_on=on_detect != "raise" or bool(trace_batch_nums),
         )
-        self._output = Output(save, type(self._model).__name__)
-        self._traced = Traced(self._model, trace_batch_nums, self._output)
+        self._output = ReportWriter(save, type(self._model).__name__)
+        self._traced = TracedBatches(self._model, trace_batch_nums, self._output)
         self._compiled = getattr(self._root, "_compiled_call_impl", None)
         self._full = self._judge.recorder(exact=False) if mode == "full" else None
         self._is_compiled = self._root is not self._model or self._compiled is not None
@@ -158,7 +156,7 @@ class DebugUnderflowOverflow:
             self._full = None
             self._output.note("a compiled model cannot be read frame by frame: mode='step' is used")
         self._state = State(self._model)
-        self._gradients = Gradients(self._model, each=gradients == "each")
+        self._gradients = GradientReader(self._model, each=gradients == "each")
         self._looks_at_gradients = gradients != "off"
         self._handles: list[RemovableHandle] = []
         self._waiting: list[Forward] = []
@@ -213,14 +211,14 @@ class DebugUnderflowOverflow:
         return self.counts.found
 
     def detach(self) -> None:
-        """Take all hooks off: the model is as it was. May be called again."""
+        """Remove all hooks: the model is as it was. May be called again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._waiting.clear()
         self._losses.clear()
         self._stop_looking()
-        if watching.end(self._root, self) and self._compiled is not None:
+        if modules.unmark_watched(self._root, self) and self._compiled is not None:
             self._root._compiled_call_impl = self._compiled
 
     def _stop_looking(self) -> None:
@@ -239,7 +237,7 @@ class DebugUnderflowOverflow:
             return
         found = None
         with self._harmless(), torch.no_grad():
-            seen = self._seen_so_far(NONE)
+            seen = self._seen_so_far(NO_GRADIENTS)
             if seen.forwards or seen.losses:
                 found = self._judge.alone(seen)
         self._settle(found, at_end=True)
@@ -268,7 +266,7 @@ class DebugUnderflowOverflow:
         if self._full is not None:
             self._full.attach()
         backward.listen(self)
-        watching.begin(self._root, self)
+        modules.mark_watched(self._root, self)
 
     def _before(self, module: Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if torch.compiler.is_compiling() or self._is_ours() or _is_transformed():
@@ -284,7 +282,7 @@ class DebugUnderflowOverflow:
                 if not self._takes_frames():
                     return
                 self._glance.stop()
-                if grad and (self._underflow.wants_trail or is_due(self.counts.steps)):
+                if grad and (self._underflow.wants_trace or is_due(self.counts.steps)):
                     self._maybe_glance(self._calls[get_ident()])
                 if self._full is not None:
                     self._full.begin(args, kwargs, everything=self.batch in self._traced, grad=grad)
@@ -314,14 +312,14 @@ class DebugUnderflowOverflow:
                 if warning:
                     self._warn(warning)
             elif group is None:
-                found = self._judge.alone(Seen([forward], forward, [], NONE, forward.when))
+                found = self._judge.alone(Seen([forward], forward, [], NO_GRADIENTS, forward.when))
             else:
                 found = self._wait_for_others(forward, group)
         self._settle(found)
         self._maybe_abort("forward", self.counts.forwards)
 
     def _is_ours(self) -> bool:
-        """Tell whether this call is none of the script's own: run again by us, or in a fork."""
+        """Return whether this call is none of the script's own: run again by us, or in a fork."""
         return self._runs_again == get_ident() or os.getpid() != self._pid
 
     def _takes_frames(self) -> bool:
@@ -342,7 +340,7 @@ class DebugUnderflowOverflow:
         me = get_ident()
         with self._gate:
             living = sys._current_frames()
-            others = [one for one in self._calls if one != me and one in living]
+            others = [thread for thread in self._calls if thread != me and thread in living]
             why = "another thread is in the model" if others or self._runs_again else ""
             if not why:
                 self._runs_again = me
@@ -377,13 +375,13 @@ class DebugUnderflowOverflow:
         """
         self._group, self._asked = group, set()
         self._waiting.append(forward)
-        kept = [one.call for one in self._waiting if one.call is not None]
+        kept = [forward.call for forward in self._waiting if forward.call is not None]
         if kept and sum(call.kept_bytes for call in kept) > _MOST_KEPT_BYTES:
             kept[-1].forget()
-        return self._judge.alone(self._seen_so_far(NONE)) if len(self._waiting) >= _MOST_WAITING else None
+        return self._judge.alone(self._seen_so_far(NO_GRADIENTS)) if len(self._waiting) >= _MOST_WAITING else None
 
-    def _seen_so_far(self, gradients: Made) -> Seen:
-        """Give all that nobody has judged yet."""
+    def _seen_so_far(self, gradients: StepGradients) -> Seen:
+        """Return all that nobody has judged yet."""
         waiting, self._waiting = self._waiting, []
         losses, self._losses = self._losses, []
         when = self._when(self.counts.steps if self._unit == "step" else max(0, self.counts.forwards - 1))
@@ -394,7 +392,7 @@ class DebugUnderflowOverflow:
         if self._is_off or self._is_ours() or _is_transformed() or self._last_forward is None:
             return
         was_scaled, self._is_scaled = self._is_scaled, False
-        if self._underflow.wants_trail:
+        if self._underflow.wants_trace:
             with self._harmless():
                 self._underflow.follow(tensors, self._glance.nodes)
         if was_scaled:
@@ -402,9 +400,9 @@ class DebugUnderflowOverflow:
         found = None
         with self._harmless(), torch.no_grad():
             losses = losses_of(tensors, self._last_forward.when)
-            self._recent += [one.ends[1] for one in losses if one.tensor.dim() == 0]
+            self._recent += [loss.extrema[1] for loss in losses if loss.tensor.dim() == 0]
             if self._is_alone:
-                found = self._judge.alone(Seen([], self._last_forward, losses, NONE, self._last_forward.when))
+                found = self._judge.alone(Seen([], self._last_forward, losses, NO_GRADIENTS, self._last_forward.when))
             else:
                 self._losses = [*self._losses[1 - _MOST_WAITING :], *losses]
         self._settle(found)
@@ -433,7 +431,7 @@ class DebugUnderflowOverflow:
         """Look more closely at this forward, if something of it is in float16 and it is the first of its step."""
         if self._is_compiled or self.counts.steps == self._glanced:
             return
-        if call.casts_to(torch.float16) or any(one.dtype is torch.float16 for one in self._model.parameters()):
+        if call.casts_to(torch.float16) or any(weight.dtype is torch.float16 for weight in self._model.parameters()):
             self._glanced = self.counts.steps
             self._glance.begin()
 
@@ -464,7 +462,7 @@ class DebugUnderflowOverflow:
             raise RuntimeError(recorder.failed)
         if self.batch in self._traced:
             self._output.frames(batch_head(self.batch), self.batch, recorder.frames)
-        at_end = recorder.masks and any(one.phase == "output" and one.frame.parent is None for one in recorder.masks)
+        at_end = recorder.masks and any(mask.phase == "output" and mask.frame.parent is None for mask in recorder.masks)
         outputs = outputs_of(output) if at_end and not torch.is_grad_enabled() else ()
         return Forward(self._when(), call, outputs, found=self._judge.of_recorder(recorder, self._when()))
 
@@ -473,7 +471,7 @@ class DebugUnderflowOverflow:
             with self._alone_in_it() as crowded:
                 self._traced.again(call, self.batch, Terms(is_shared=self._sharing.is_shared), crowded)
         outputs = outputs_of(output)
-        if not outputs and next(walk.tensors(output, ""), None) is None:
+        if not outputs and next(nested.tensors(output, ""), None) is None:
             self.counts.unread, self.counts.kind = self.counts.unread + 1, type(output).__name__
         return Forward(self._when(), call, outputs)
 
@@ -492,7 +490,7 @@ class DebugUnderflowOverflow:
                 self._output.note(
                     "no forward was seen before this step: watch what torch.compile returned, if you use it"
                 )
-            made = self._gradients.start(optimizer) if self._looks_at_gradients and not self._is_off else NONE
+            made = self._gradients.start(optimizer) if self._looks_at_gradients and not self._is_off else NO_GRADIENTS
             if id(optimizer) in self._asked:  # no forward with others since: this step may be this rank's own
                 self._group = None
             self._asked.add(id(optimizer))
@@ -501,7 +499,7 @@ class DebugUnderflowOverflow:
                 self._warn(warning)
         self._settle(found)
 
-    def _look_for_underflow(self, made: Made) -> str:
+    def _look_for_underflow(self, made: StepGradients) -> str:
         return self._underflow.look(made.now, self.counts.steps, scaled=self._was_scaled)
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -514,7 +512,7 @@ class DebugUnderflowOverflow:
         self.counts.steps = max(self._steps_of.values())
         self._maybe_abort("step", self.counts.steps)
 
-    def _judge_step(self, gradients: Made) -> Detection | None:
+    def _judge_step(self, gradients: StepGradients) -> Detection | None:
         seen = self._seen_so_far(gradients)
         return self._judge.alone(seen) if self._group is None else self._judge.together(seen, self._group)
 
@@ -523,11 +521,11 @@ class DebugUnderflowOverflow:
         if found is None:
             return
         self.counts.found += 1
-        rank = whoami.rank()
+        rank = own_rank()
         if found.rank is None and rank is not None:
-            found = replace(found, rank=rank, host=whoami.host())
+            found = replace(found, rank=rank, host=host_name())
         if found.origin in (WEIGHTS, LOSS, BACKWARD):
-            found = replace(found, hints=(*found.hints, *diverges(numbers.fetch(list(self._recent)))))
+            found = replace(found, hints=(*found.hints, *diverges(extrema.fetch(list(self._recent)))))
         if self.counts.found == 1 or self._on_detect == "raise":
             self._output.detection(found, show=found.rank == rank)
         if callable(self._on_detect):
@@ -558,11 +556,11 @@ def _weakly(method: weakref.WeakMethod[Callable[..., None]], *args: object) -> N
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:  # noqa: ANN401 - what step() was called with, itself included
-    """Tell whether the forward is called by the step itself, as LBFGS does."""
+    """Return whether the forward is called by the step itself, as LBFGS does."""
     return len(args) > 1 or "closure" in kwargs
 
 
 def _is_transformed() -> bool:
-    """Tell whether a transform of torch.func runs: its tensors have no memory to be read."""
+    """Return whether a transform of torch.func runs: its tensors have no memory to be read."""
     look = getattr(torch._C._functorch, "peek_interpreter_stack", None)
     return look is not None and look() is not None

@@ -14,16 +14,17 @@ from torch import nn
 from torch.nn import DataParallel
 
 from distdiag.node import private
-from distdiag.training import whoami
+from distdiag.node.identity import own_rank
+from distdiag.node.machine import host_name
 from distdiag.training.overflow.detector import DebugUnderflowOverflow
-from distdiag.training.overflow.names import innermost, kind_of, within_ddp
-from distdiag.training.overflow.watching import is_watched
+from distdiag.training.overflow.modules import innermost, is_watched, kind_of, within_ddp
 
 if TYPE_CHECKING:
     from typing import Any
 
     from distdiag.training.overflow.detector import Counts
-    from distdiag.training.overflow.settings import Settings
+    from distdiag.training.overflow.session import Settings
+
 
 _MOST = 64
 """So many models are watched; who has more makes them anew for each batch."""
@@ -102,41 +103,41 @@ class Finder:
     def _end(self) -> None:
         if os.getpid() != self._pid:
             return
-        for one in self._detectors:
-            detector = one()
+        for reference in self._detectors:
+            detector = reference()
             if detector is not None:
                 detector.finish()
         self._ended = True
         self._tell()
 
     def _me(self) -> str:
-        rank = whoami.rank()
-        return f"{whoami.host()}-{self._pid}" if rank is None else f"{rank}-{whoami.host()}-{self._pid}"
+        rank = own_rank()
+        return f"{host_name()}-{self._pid}" if rank is None else f"{rank}-{host_name()}-{self._pid}"
 
     def _tell(self) -> None:
         """Leave word of what is watched, and at the end of how far it came."""
         if os.getpid() != self._pid or not (self._watched or self._left_out):
             return
-        told: dict[str, Any] = {"rank": whoami.rank(), "host": whoami.host(), "pid": self._pid}
-        told["ended"] = self._ended
-        told["left_out"] = self._left_out
-        told["models"] = [
+        word: dict[str, Any] = {"rank": own_rank(), "host": host_name(), "pid": self._pid}
+        word["ended"] = self._ended
+        word["left_out"] = self._left_out
+        word["models"] = [
             {
                 "model": name,
-                "batches": one.forwards,
-                "steps": one.steps,
-                "found": one.found,
-                "aborted": one.aborted,
-                "off": one.off,
-                "unread": one.unread,
-                "kind": one.kind,
-                "warnings": one.warnings,
+                "batches": counts.forwards,
+                "steps": counts.steps,
+                "found": counts.found,
+                "aborted": counts.aborted,
+                "off": counts.off,
+                "unread": counts.unread,
+                "kind": counts.kind,
+                "warnings": counts.warnings,
             }
-            for name, one in self._watched
+            for name, counts in self._watched
         ]
-        path = os.path.join(self._settings.folder, f"watched-{self._pid}-{whoami.host()}.json")
+        path = os.path.join(self._settings.folder, f"watched-{self._pid}-{host_name()}.json")
         try:
             private.make_folder(self._settings.folder)
-            private.write_whole(path, json.dumps(told).encode())
+            private.write_whole(path, json.dumps(word).encode())
         except OSError as error:  # the job is what matters
             sys.stderr.write(f"distdiag: cannot write {path}: {error.strerror}\n")

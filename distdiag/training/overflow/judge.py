@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from distdiag.training import whoami
-from distdiag.training.overflow import numbers, ranks, walk
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distdiag.node.identity import own_rank
+from distdiag.node.machine import host_name
+from distdiag.training.overflow import extrema, nested, ranks
 from distdiag.training.overflow.detection import BACKWARD, LOSS, UNSEEN, Detection, Place, from_frames, taken_for_mask
-from distdiag.training.overflow.minus_inf import Makers
-from distdiag.training.overflow.names import kind_of, named
+from distdiag.training.overflow.modules import kind_of, named
 from distdiag.training.overflow.recorder import Recorder
 from distdiag.training.overflow.replay import Terms
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from types import FrameType
 
     from torch import Tensor
     from torch.nn import Module
 
+    from distdiag.training.overflow.backward import Gradient, StepGradients
     from distdiag.training.overflow.detection import When
-    from distdiag.training.overflow.gradients import Gradient, Made
     from distdiag.training.overflow.replay import Call
+
 
 _FIRST = 1_000_000
 """What a rank says when the first forward since the last step went wrong; one less for each later one."""
@@ -43,14 +47,14 @@ _FINITE = "What modules took and gave in the forward was finite"
 
 
 @dataclass(frozen=True)
-class Output:
-    """One tensor that the model gave back; its ends are still on the device.
+class ModelOutput:
+    """One tensor that the model gave back; its extrema are still on the device.
 
     The tensor itself is not kept: until the next step of the optimizer that would be the logits of many forwards.
     """
 
     label: str
-    ends: tuple[Tensor, Tensor]
+    extrema: tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -59,16 +63,16 @@ class Forward:
 
     when: When
     call: Call | None
-    outputs: tuple[Output, ...] = ()
+    outputs: tuple[ModelOutput, ...] = ()
     found: Detection | None = None
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What backward was called on; the ends of its numbers are still on the device."""
+    """What backward was called on; its extrema are still on the device."""
 
     tensor: Tensor
-    ends: tuple[Tensor, Tensor]
+    extrema: tuple[Tensor, Tensor]
     when: When
     hints: tuple[str, ...]
 
@@ -80,20 +84,22 @@ class Seen:
     forwards: Sequence[Forward]
     last: Forward | None
     losses: Sequence[Loss]
-    gradients: Made
+    gradients: StepGradients
     when: When
     since_step: int = 1
     """So many forwards there were since the last step of the optimizer; only the last can be run again."""
 
-    def ends(self) -> list[Tensor]:
+    def extrema(self) -> list[Tensor]:
         """List what is to be fetched: of the forwards, the losses, the gradients."""
-        ends = [end for forward in self.forwards for one in forward.outputs for end in one.ends]
-        ends += [end for loss in self.losses for end in loss.ends]
-        return ends + [end for one in self.gradients.now for end in one.ends]
+        values = [value for forward in self.forwards for output in forward.outputs for value in output.extrema]
+        values += [value for loss in self.losses for value in loss.extrema]
+        return values + [value for gradient in self.gradients.now for value in gradient.extrema]
 
     def weights(self) -> list[int]:
-        """Say how bad it is, for each of these, if it is not finite: what came first is the worst."""
-        weights = [_FIRST - number for number, one in enumerate(self.forwards) for _ in range(2 * len(one.outputs))]
+        """Describe how bad it is, for each of these, if it is not finite: what came first is the worst."""
+        weights = [
+            _FIRST - number for number, forward in enumerate(self.forwards) for _ in range(2 * len(forward.outputs))
+        ]
         weights += [_IN_LOSS] * (2 * len(self.losses))
         return weights + [_IN_GRADIENTS] * (2 * len(self.gradients.now))
 
@@ -112,43 +118,43 @@ class Judge:
     goes_on: bool = True
 
     def recorder(self, *, exact: bool) -> Recorder:
-        """Give a new recorder for the model."""
+        """Return a new recorder for the model."""
         return Recorder(self.model, self.keep, self.ignore, exact=exact)
 
     def alone(self, seen: Seen) -> Detection | None:
         """Judge without asking anybody; the device is waited for once."""
-        values = numbers.fetch(seen.ends())
-        if not any(one.found for one in seen.forwards) and not numbers.any_bad(values):
+        values = extrema.fetch(seen.extrema())
+        if not any(forward.found for forward in seen.forwards) and not extrema.any_bad(values):
             return None
-        bad = next((one for one in seen.forwards if self._is_bad(one)), None)
+        bad = next((forward for forward in seen.forwards if self._is_bad(forward)), None)
         if bad is not None:
             return self._of_forward(bad, *self._again(bad, self._terms(None)), asked=True)
-        told = self._of_loss(seen) or self._of_gradients(seen.gradients, seen.when)
-        return None if told is None else self._unless_in_forward(told, seen, *self._last_again(seen))
+        found = self._of_loss(seen) or self._of_gradients(seen.gradients, seen.when)
+        return None if found is None else self._unless_in_forward(found, seen, *self._last_again(seen))
 
     def inference(self, forward: Forward, known: set[str]) -> tuple[Detection | None, str]:
         """Judge a forward that no loss and no backward will tell of, or warn of what is not finite in its output.
 
         `known`: outputs of which that was looked into before.
         """
-        values = numbers.fetch([end for one in forward.outputs for end in one.ends])
-        if forward.found is None and not numbers.any_bad(values):
+        values = extrema.fetch([value for output in forward.outputs for value in output.extrema])
+        if forward.found is None and not extrema.any_bad(values):
             return None, ""
         if self._is_bad(forward):
             return self._of_forward(forward, *self._again(forward, self._terms(None)), asked=True), ""
-        new = [one.label for one in forward.outputs if one.label not in known and self._is_masked(one)]
+        new = [output.label for output in forward.outputs if output.label not in known and self._is_masked(output)]
         known.update(new)
         return None, self._minus_inf(forward, new) if new else ""
 
-    def _is_masked(self, one: Output) -> bool:
-        least, greatest = numbers.fetch(one.ends)
-        return numbers.is_bad(least, greatest) and not self._is_ignored(one)
+    def _is_masked(self, output: ModelOutput) -> bool:
+        least, greatest = extrema.fetch(output.extrema)
+        return extrema.is_bad(least, greatest) and not self._is_ignored(output)
 
     def _minus_inf(self, forward: Forward, labels: Sequence[str]) -> str:
         """Run it again to see whether -inf in an output was filled in; say so if not, or that it is not known."""
         when, model = forward.when, Place("", kind_of(self.model))
         where = f"batch {when.batch} (step {when.step}, {when.phase}): -inf in `{labels[0]}` of {model}"
-        recorder, makers = self.recorder(exact=True), Makers()
+        recorder, makers = self.recorder(exact=True), MinusInfOrigins()
         if forward.call is None:
             return ""
         with self.alone_in_it() as crowded:
@@ -157,7 +163,7 @@ class Judge:
             return (
                 f"{where}: whether it is meant, as in masks, is not known, as the forward cannot be run again ({why})."
             )
-        for label, tensor in walk.tensors(recorder.output, "output"):
+        for label, tensor in nested.tensors(recorder.output, "output"):
             maker = makers.maker_of(tensor) if label in labels else ""
             if maker:
                 where = where.replace(f"`{labels[0]}`", f"`{label}`")
@@ -165,14 +171,16 @@ class Judge:
         return ""
 
     def together(self, seen: Seen, group: Any) -> Detection | None:  # noqa: ANN401
-        """Judge what all ranks of a group have; all of them must come here. Gives the same answer to all."""
-        found = max((_FIRST - number for number, one in enumerate(seen.forwards) if one.found), default=0)
-        if not ranks.agree(seen.ends(), seen.weights(), found, group):
+        """Judge what all ranks of a group have; all of them must come here. Returns the same to all."""
+        known = max((_FIRST - number for number, forward in enumerate(seen.forwards) if forward.found), default=0)
+        if not ranks.agree(seen.extrema(), seen.weights(), known, group):
             return None
         # Somewhere a number is not finite: that may be a mask, which takes a second look.
-        mine = max((_FIRST - number for number, one in enumerate(seen.forwards) if self._is_bad(one)), default=0)
-        told = self._of_loss(seen) or self._of_gradients(seen.gradients, seen.when)
-        mine = mine or (0 if told is None else _IN_LOSS if told.origin == LOSS else _IN_GRADIENTS)
+        mine = max(
+            (_FIRST - number for number, forward in enumerate(seen.forwards) if self._is_bad(forward)), default=0
+        )
+        found = self._of_loss(seen) or self._of_gradients(seen.gradients, seen.when)
+        mine = mine or (0 if found is None else _IN_LOSS if found.origin == LOSS else _IN_GRADIENTS)
         (worst,) = ranks.greatest([mine], group)
         if not worst:
             return None
@@ -180,12 +188,12 @@ class Judge:
             number = _FIRST - worst
             forward = seen.forwards[number] if number < len(seen.forwards) else None
             again = self._again_together(forward, number, group)
-            told = None if forward is None else self._of_forward(forward, *again, asked=mine == worst)
+            found = None if forward is None else self._of_forward(forward, *again, asked=mine == worst)
         else:
             again = self._again_together(seen.last, len(seen.forwards), group)
-            if told is not None or again[0] is not None:
-                told = self._unless_in_forward(told, seen, *again)
-        return self._first_of(told, group)
+            if found is not None or again[0] is not None:
+                found = self._unless_in_forward(found, seen, *again)
+        return self._first_of(found, group)
 
     def _terms(self, group: Any) -> Terms:  # noqa: ANN401
         return Terms(ranks.members(group), self.sharing.is_shared, self.goes_on)
@@ -215,70 +223,70 @@ class Judge:
         return None, masked and f"{_MASKED}{masked}"
 
     def _of_forward(self, forward: Forward, found: Detection | None, why: str, *, asked: bool) -> Detection | None:
-        """Say what went wrong in a forward; `asked`: whether its outputs, on this rank, were bad."""
+        """Describe what went wrong in a forward; `asked`: whether its outputs, on this rank, were bad."""
         found = found or forward.found
         if found is not None or not asked:
             return found
-        label = next(one.label for one in forward.outputs if self._is_bad_output(one))
+        label = next(output.label for output in forward.outputs if self._is_bad_output(output))
         why = "" if why.startswith(_MASKED) else why
         hint = f"It could not be run again ({why})" if why else "When it was run again, all of it was finite"
         return self._bare(forward.when, label, UNSEEN, f"{hint}: mode='full' (--full) names the module.")
 
     def _unless_in_forward(
-        self, told: Detection | None, seen: Seen, found: Detection | None, why: str
+        self, detection: Detection | None, seen: Seen, found: Detection | None, why: str
     ) -> Detection | None:
-        """Say what is wrong with a loss or with gradients, or where in the forward that began."""
+        """Describe what is wrong with a loss or with gradients, or where in the forward that began."""
         if found is not None:
-            after = "loss" if told is not None and told.origin == LOSS else "gradients"
+            after = "loss" if detection is not None and detection.origin == LOSS else "gradients"
             hint = f"No output of the model shows it, but the {after} do{'es' * (after == 'loss')}."
             return replace(found, hints=(*found.hints, hint))
-        assert told is not None
+        assert detection is not None
         masked = why.removeprefix(_MASKED) if why.startswith(_MASKED) else ""
         why = "" if masked else why
-        if told.origin == LOSS:
-            return replace(told, seen="What the model gave back was finite" if why else _finite(1, masked))
+        if detection.origin == LOSS:
+            return replace(detection, seen="What the model gave back was finite" if why else _finite(1, masked))
         return replace(
-            told, seen=_of_backward(_finite(seen.since_step, masked), seen.since_step, why, told.number == 0)
+            detection, seen=_of_backward(_finite(seen.since_step, masked), seen.since_step, why, detection.number == 0)
         )
 
     def of_recorder(self, recorder: Recorder, when: When) -> Detection | None:
-        """Say what a recorder has seen in a forward."""
+        """Describe what a recorder has seen in a forward."""
         if recorder.bad is None:
             return None
         return from_frames(recorder.bad, recorder.frames, recorder.masks, when)
 
     def _is_bad(self, forward: Forward) -> bool:
-        return forward.found is not None or any(self._is_bad_output(one) for one in forward.outputs)
+        return forward.found is not None or any(self._is_bad_output(output) for output in forward.outputs)
 
-    def _is_bad_output(self, one: Output) -> bool:
-        least, greatest = numbers.fetch(one.ends)
-        if not numbers.is_bad(least, greatest) or numbers.may_be_masked(least, greatest, one.ends[0].dtype):
+    def _is_bad_output(self, output: ModelOutput) -> bool:
+        least, greatest = extrema.fetch(output.extrema)
+        if not extrema.is_bad(least, greatest) or extrema.may_be_masked(least, greatest, output.extrema[0].dtype):
             return False
-        return not self._is_ignored(one)
+        return not self._is_ignored(output)
 
-    def _is_ignored(self, one: Output) -> bool:
-        return any(fnmatchcase(name, pattern) for name in ("", f":{one.label}") for pattern in self.ignore)
+    def _is_ignored(self, output: ModelOutput) -> bool:
+        return any(fnmatchcase(name, pattern) for name in ("", f":{output.label}") for pattern in self.ignore)
 
     def _of_loss(self, seen: Seen) -> Detection | None:
         for loss in seen.losses:
-            least, greatest = numbers.fetch(loss.ends)
-            dtype = loss.ends[0].dtype
-            if numbers.is_bad(least, greatest) and not numbers.may_be_masked(least, greatest, dtype):
+            least, greatest = extrema.fetch(loss.extrema)
+            dtype = loss.extrema[0].dtype
+            if extrema.is_bad(least, greatest) and not extrema.may_be_masked(least, greatest, dtype):
                 bare = self._bare(loss.when, "loss", LOSS, "")
-                return replace(bare, tally=numbers.tally(loss.tensor), hints=loss.hints)
+                return replace(bare, tally=extrema.tally(loss.tensor), hints=loss.hints)
         return None
 
-    def _of_gradients(self, gradients: Made, when: When) -> Detection | None:
-        if not _bad(gradients.now):
+    def _of_gradients(self, gradients: StepGradients, when: When) -> Detection | None:
+        if not _bad_gradients(gradients.now):
             return None
-        early = _bad(gradients.early)
-        first, count = (early or _bad(gradients.now))[0], len(_bad(gradients.now))
+        early = _bad_gradients(gradients.early)
+        first, count = (early or _bad_gradients(gradients.now))[0], len(_bad_gradients(gradients.now))
         hint = f"{count} of {len(gradients.now)} gradients are bad."
         module, _, weight = first.name.rpartition(".")
-        kind = next((kind_of(one) for one, name in named(self.model).items() if name == module), "")
+        kind = next((kind_of(submodule) for submodule, name in named(self.model).items() if name == module), "")
         place = Place(module, kind)
         bare = self._bare(when, f"{weight}.grad", BACKWARD, hint if self.each else f"{hint} {_NOT_EACH}")
-        return replace(bare, place=place, made_by=place, tally=numbers.tally(first.tensor), number=int(not early))
+        return replace(bare, place=place, made_by=place, tally=extrema.tally(first.tensor), number=int(not early))
 
     def _bare(self, when: When, tensor: str, origin: str, hint: str) -> Detection:
         root = Place("", kind_of(self.model))
@@ -286,14 +294,18 @@ class Judge:
 
     def _first_of(self, mine: Detection | None, group: Any) -> Detection | None:  # noqa: ANN401
         """Choose, of what the ranks have found, what came first; of equals the lowest rank's."""
-        rank = whoami.rank()
-        told = ranks.gather(None if mine is None else replace(mine, rank=rank, host=whoami.host(), frames=()), group)
-        found = [one for one in told if one is not None]
+        rank = own_rank()
+        answers = ranks.gather(None if mine is None else replace(mine, rank=rank, host=host_name(), frames=()), group)
+        found = [answer for answer in answers if answer is not None]
         if not found:
             return None
-        first = min(found, key=lambda one: (_ORDER.get(one.origin, 0), one.number, one.rank))
-        alike = [one for one in found if _ORDER.get(one.origin, 0) == _ORDER.get(first.origin, 0) and one is not first]
-        chosen: Detection = replace(first, other_ranks=tuple(sorted(one.rank for one in alike)))
+        first = min(found, key=lambda detection: (_ORDER.get(detection.origin, 0), detection.number, detection.rank))
+        alike = [
+            detection
+            for detection in found
+            if _ORDER.get(detection.origin, 0) == _ORDER.get(first.origin, 0) and detection is not first
+        ]
+        chosen: Detection = replace(first, other_ranks=tuple(sorted(detection.rank for detection in alike)))
         return replace(chosen, frames=mine.frames) if mine is not None and chosen.rank == rank else chosen
 
 
@@ -301,13 +313,13 @@ _ORDER = {LOSS: 1, BACKWARD: 2}
 
 
 def _finite(forwards: int, masked: str) -> str:
-    """Say what was looked at and is finite: what modules do between is not seen, nor other forwards than the last."""
+    """Describe what is known to be finite: what modules do between is not seen, nor other forwards than the last."""
     text = _FINITE if forwards < 2 else f"{_FINITE}, in the last of {forwards} since the last step"
     return f"{text}, but for {masked}" if masked else text
 
 
 def _of_backward(finite: str, forwards: int, why: str, is_first: bool) -> str:
-    """Say where a gradient may have been made."""
+    """Describe where a gradient may have been made."""
     if why:
         return f"It was made in the forward, the loss or the backward: the forward cannot be run again ({why})."
     before = ", in an earlier forward" if forwards > 1 else ""
@@ -320,8 +332,8 @@ def _of_backward(finite: str, forwards: int, why: str, is_first: bool) -> str:
 def losses_of(tensors: object, when: When) -> list[Loss]:
     """Start to look at what backward is called on, and say where that is and how it was calculated."""
     losses = []
-    for _, tensor in walk.tensors(tensors, "loss"):
-        found = numbers.start(tensor.detach())
+    for _, tensor in nested.tensors(tensors, "loss"):
+        found = extrema.start(tensor.detach())
         if not isinstance(found, str):
             losses.append(Loss(tensor.detach(), found[1], when, (*_place_of_call(), *_calculation(tensor))))
     return losses
@@ -344,17 +356,57 @@ def _calculation(tensor: Tensor) -> list[str]:
     node = tensor.grad_fn
     while node is not None and len(names) < _OPERATIONS and "AccumulateGrad" not in node.name():
         names.append(node.name().removesuffix("0").removesuffix("Backward"))
-        node = next((one for one, _ in node.next_functions if one is not None), None)
+        node = next((before for before, _ in node.next_functions if before is not None), None)
     return [f"It comes out of: {' <- '.join(names)}."] if names else []
 
 
-def outputs_of(value: object) -> tuple[Output, ...]:
+def outputs_of(value: object) -> tuple[ModelOutput, ...]:
     """Start to look at what a model gave back."""
-    found = ((label, numbers.start(tensor)) for label, tensor in walk.tensors(value, "output"))
-    return tuple(Output(label, one[1]) for label, one in found if not isinstance(one, str))
+    found = ((label, extrema.start(tensor)) for label, tensor in nested.tensors(value, "output"))
+    return tuple(ModelOutput(label, pair[1]) for label, pair in found if not isinstance(pair, str))
 
 
-def _bad(gradients: Sequence[Gradient]) -> list[Gradient]:
-    values = numbers.fetch([end for one in gradients for end in one.ends])
-    ends = zip(gradients, values[::2], values[1::2])
-    return [one for one, least, greatest in ends if numbers.is_bad(least, greatest)]
+def _bad_gradients(gradients: Sequence[Gradient]) -> list[Gradient]:
+    values = extrema.fetch([value for gradient in gradients for value in gradient.extrema])
+    judged = zip(gradients, values[::2], values[1::2])
+    return [gradient for gradient, least, greatest in judged if extrema.is_bad(least, greatest)]
+
+
+_FILL = ("fill", "where", "scatter", "index", "copy", "lift", "put", "tri", "clone", "detach", "pad")
+"""Operations that write -inf which somebody chose, or numbers as they are; a conversion is no calculation either."""
+
+
+class MinusInfOrigins(TorchDispatchMode):
+    """Sees each operation of a forward, and keeps of each tensor with -inf which operation made that."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: dict[int, tuple[Tensor, str]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN204
+        """Carry out an operation, and look at what goes in and comes out."""
+        inputs = [tensor for _, tensor in nested.tensors((args, kwargs), "")]
+        given = [tensor for tensor in inputs if _has_minus_inf(tensor)]  # before it writes into them
+        made = func(*args, **(kwargs or {}))
+        name = str(getattr(func, "_schema", func)).partition("(")[0].partition("::")[2].partition(".")[0].strip("_")
+        for tensor in _with_minus_inf(made):
+            known = [self._made[id(before)][1] for before in given if id(before) in self._made]
+            calculates = inputs and not given and not any(part in name for part in _FILL)
+            operation = known[0] if known else name if calculates else ""
+            self._made[id(tensor)] = (tensor, operation)
+        return made
+
+    def maker_of(self, tensor: Tensor) -> str:
+        """Name the operation that made the -inf of a tensor out of finite numbers; empty if none did."""
+        return self._made.get(id(tensor), (tensor, ""))[1]
+
+
+def _with_minus_inf(value: Any) -> Iterator[Tensor]:  # noqa: ANN401
+    return (tensor for _, tensor in nested.tensors(value, "") if _has_minus_inf(tensor))
+
+
+def _has_minus_inf(tensor: Tensor) -> bool:
+    if not tensor.dtype.is_floating_point:
+        return False
+    found = extrema.start(tensor)
+    return not isinstance(found, str) and extrema.fetch(found[1][:1]) == [-math.inf]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from distdiag.training.whoami import torch_distributed
+from distdiag.node.identity import torch_distributed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,19 +49,19 @@ class Sharing:
     def _look_at(self, module: Module) -> None:
         kinds = [kind.__name__ for kind in type(module).__mro__]
         self.is_shared |= "FSDPModule" in kinds or "FullyShardedDataParallel" in kinds
-        meshes = [getattr(one, "device_mesh", None) for one in module._parameters.values()]
+        meshes = [getattr(weight, "device_mesh", None) for weight in module._parameters.values()]
         if "FSDPModule" in kinds:  # while its weights are put together, only its own state knows of the ranks
             state = module._get_fsdp_state()  # type: ignore[operator]
             groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-            meshes += [getattr(getattr(one, "mesh_info", None), "mesh", None) for one in groups]
+            meshes += [getattr(getattr(group, "mesh_info", None), "mesh", None) for group in groups]
         for mesh in meshes:
             if mesh is not None:
                 self._meshes[tuple(mesh.mesh.flatten().tolist())] = mesh
         # DeepSpeed's third stage keeps a part of each weight, without a mesh.
-        self.is_shared |= bool(self._meshes) or any(hasattr(one, "ds_id") for one in module._parameters.values())
+        self.is_shared |= bool(self._meshes) or any(hasattr(weight, "ds_id") for weight in module._parameters.values())
 
     def group(self) -> Any:  # noqa: ANN401 - a process group of torch
-        """Give the ranks that have the weights together; None if there are none, or no one group has them all."""
+        """Return the ranks that have the weights together; None if there are none, or no one group has them all."""
         if not self._meshes:
             return None
         dist = torch_distributed()
@@ -76,7 +76,7 @@ class Sharing:
 
 
 def group_of(sharing: Sharing, ddp: DistributedDataParallel | None) -> Any:  # noqa: ANN401 - a process group of torch
-    """Give the ranks that step together with this one; None if nothing says that any do. Asked in a forward.
+    """Return the ranks that step together with this one; None if nothing says that any do. Asked in a forward.
 
     They do in the forward of DistributedDataParallel, though not in its join(), and where the weights are shared out
     (fully_shard): nobody else promises that all ranks take the same steps, and who waits for one that does not come
@@ -92,15 +92,15 @@ def group_of(sharing: Sharing, ddp: DistributedDataParallel | None) -> Any:  # n
 
 
 def members(group: Any) -> frozenset[int]:  # noqa: ANN401
-    """Give the ranks of a group; none for None."""
+    """Return the ranks of a group; none for None."""
     dist = torch_distributed()
     if group is None or dist is None:
         return frozenset()
     return frozenset(dist.get_process_group_ranks(group))
 
 
-def agree(ends: Sequence[Tensor], weights: Sequence[int], known: int, group: Any) -> int:  # noqa: ANN401
-    """Give the greatest weight, of any rank, of 0-d tensors that are not finite, or of what is `known`; 0 if none is.
+def agree(values: Sequence[Tensor], weights: Sequence[int], known: int, group: Any) -> int:  # noqa: ANN401
+    """Return the greatest weight, of any rank, of 0-d tensors that are not finite, or of what is `known`; 0 if none is.
 
     All ranks of the group must call it. The device is waited for once.
     """
@@ -108,25 +108,25 @@ def agree(ends: Sequence[Tensor], weights: Sequence[int], known: int, group: Any
     assert dist is not None
     device = _device(group)
     worst = torch.tensor([known], dtype=torch.float64).to(device)
-    if ends:
-        bad = ~torch.isfinite(_on_one_device(ends, device))
+    if values:
+        bad = ~torch.isfinite(_on_one_device(values, device))
         worst = torch.maximum(worst, (bad * torch.tensor(weights, dtype=torch.float64).to(device)).max())
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
     return int(worst.item())
 
 
 def greatest(numbers: Sequence[int], group: Any) -> list[int]:  # noqa: ANN401
-    """Give the greatest of each of some numbers that any rank of the group has; all must call this."""
+    """Return the greatest of each of some numbers that any rank of the group has; all must call this."""
     dist = torch_distributed()
     assert dist is not None
-    told = torch.tensor(numbers, device=_device(group))
-    dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
-    found: list[int] = told.tolist()
+    values = torch.tensor(numbers, device=_device(group))
+    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+    found: list[int] = values.tolist()
     return found
 
 
 def gather(mine: object, group: Any) -> list[Any]:  # noqa: ANN401
-    """Give what each rank of the group has to say, to all of them, which must all call this.
+    """Return what each rank of the group has to say, to all of them, which must all call this.
 
     torch's all_gather_object does the same, and needs numpy for it, which is not everywhere.
     """
@@ -136,14 +136,14 @@ def gather(mine: object, group: Any) -> list[Any]:  # noqa: ANN401
     (most,) = greatest([len(data)], group)
     own = torch.frombuffer(bytearray(len(data).to_bytes(8, "little") + data.ljust(most)), dtype=torch.uint8)
     own = own.to(_device(group))
-    told = [torch.empty_like(own) for _ in range(int(dist.get_world_size(group)))]
-    dist.all_gather(told, own, group=group)
-    found = [bytes(one.tolist()) for one in told]
-    return [pickle.loads(one[8 : 8 + int.from_bytes(one[:8], "little")]) for one in found]
+    received = [torch.empty_like(own) for _ in range(int(dist.get_world_size(group)))]
+    dist.all_gather(received, own, group=group)
+    found = [bytes(data.tolist()) for data in received]
+    return [pickle.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]) for data in found]
 
 
 def _device(group: Any) -> torch.device:  # noqa: ANN401
-    """Give a device whose tensors the group reduces: one of NCCL alone knows none of the CPU's."""
+    """Return a device whose tensors the group reduces: one of NCCL alone knows none of the CPU's."""
     dist = torch_distributed()
     assert dist is not None
     backend = str(dist.get_backend(group)).lower()
@@ -152,11 +152,13 @@ def _device(group: Any) -> torch.device:  # noqa: ANN401
     return torch.device("cpu")
 
 
-def _on_one_device(ends: Sequence[Tensor], device: torch.device) -> Tensor:
+def _on_one_device(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for number, one in enumerate(ends):
-        groups.setdefault((one.device, one.dtype), []).append(number)
-    values = torch.empty(len(ends), dtype=torch.float64, device=device)
+    for number, value in enumerate(tensors):
+        groups.setdefault((value.device, value.dtype), []).append(number)
+    values = torch.empty(len(tensors), dtype=torch.float64, device=device)
     for where in groups.values():
-        values[torch.tensor(where, device=device)] = torch.stack([ends[at] for at in where]).to(device, torch.float64)
+        values[torch.tensor(where, device=device)] = torch.stack([tensors[at] for at in where]).to(
+            device, torch.float64
+        )
     return values

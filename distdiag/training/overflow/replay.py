@@ -7,28 +7,32 @@ from or wait for, refuses it: then it is not known what the forward would have s
 from __future__ import annotations
 
 import contextlib
+import random
 import sys
+from collections import deque
+from functools import lru_cache
 from threading import get_ident
-from typing import TYPE_CHECKING, NamedTuple
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from distdiag.training.overflow import random_numbers, walk
-from distdiag.training.overflow.frames import version_of
-from distdiag.training.overflow.guard import Guard
-from distdiag.training.overflow.random_numbers import RandomNumbers
-from distdiag.training.overflow.snapshot import Snapshot
+from distdiag.training.overflow import nested
+from distdiag.training.overflow.recorder import version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-    from torch import Tensor
     from torch.nn import Module
 
     from distdiag.training.overflow.recorder import Recorder
 
     _Place = tuple[Module, str]
+
 
 _NOTHING = contextlib.nullcontext()
 running: set[int] = set()
@@ -65,10 +69,12 @@ class Buffers:
         if places is None:
             places = [(module, name) for module in self._model.modules() for name in module._buffers]
         found = ((place, place[0]._buffers.get(place[1])) for place in places)
-        return [(place, one.detach().clone()) for place, one in found if one is not None and _can_be_kept(one)]
+        return [
+            (place, buffer.detach().clone()) for place, buffer in found if buffer is not None and _can_be_kept(buffer)
+        ]
 
     def watch(self) -> list[tuple[Tensor, int]]:
-        """Give those that are not copied, each with torch's count of its changes."""
+        """Return those that are not copied, each with torch's count of its changes."""
         places = self._still.get(self._model.training)
         if places is None:
             places = [(module, name) for module in self._model.modules() for name in module._buffers]
@@ -77,10 +83,10 @@ class Buffers:
             if self._model.training in self._moving:
                 self._still[self._model.training] = places
             else:
-                found = ((one, one[0]._buffers[one[1]]) for one in places)
-                places = [place for place, one in found if one is not None and not _can_be_kept(one)]
+                found = ((place, place[0]._buffers[place[1]]) for place in places)
+                places = [place for place, buffer in found if buffer is not None and not _can_be_kept(buffer)]
         buffers = (module._buffers.get(name) for module, name in places)
-        return [(one, version_of(one)) for one in buffers if one is not None]
+        return [(buffer, version_of(buffer)) for buffer in buffers if buffer is not None]
 
     def learn(self, saved: list[tuple[_Place, Tensor]]) -> list[tuple[_Place, Tensor]]:
         """Look which of them the forward has changed, and give the copies of those.
@@ -117,7 +123,7 @@ def _can_be_kept(buffer: Tensor) -> bool:
 
 
 def _has_changed(before: Tensor, now: Tensor | None) -> bool:
-    """Tell whether a buffer has other numbers than before; one that became something else cannot be put back."""
+    """Return whether a buffer has other numbers than before; one that became something else cannot be put back."""
     if now is None or now.shape != before.shape or now.dtype != before.dtype or now.device != before.device:
         return False
     return not torch.equal(before, now)
@@ -139,19 +145,19 @@ class Call:
         self._state, self._steps, self._training = state, state.steps, state.model.training
         self._forgotten = False
         self._saved = state.buffers.save()
-        leaves = [one for _, one in walk.leaves((args, self.kwargs), "")]
-        self._versions = [(one, version_of(one)) for one in leaves if isinstance(one, torch.Tensor)]
-        self._drawn = [(one, one.get_state()) for one in leaves if isinstance(one, torch.Generator)]
+        leaves = [leaf for _, leaf in nested.leaves((args, self.kwargs), "")]
+        self._versions = [(leaf, version_of(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._drawn = [(leaf, leaf.get_state()) for leaf in leaves if isinstance(leaf, torch.Generator)]
         self._watched = state.buffers.watch()
         self._random = state.numbers.save()
         self._autocast = _autocast()
 
     def casts_to(self, dtype: torch.dtype) -> bool:
-        """Tell whether autocast to this dtype was on."""
+        """Return whether autocast to this dtype was on."""
         return any(enabled and to is dtype for _, enabled, to in self._autocast)
 
     def returned(self) -> None:
-        """Say that the forward is over."""
+        """Note that the forward is over."""
         self._saved = self._state.buffers.learn(self._saved)
         self._state.numbers.learn(self._random)
 
@@ -166,18 +172,18 @@ class Call:
         self._forgotten = True
 
     def why_not(self, terms: Terms) -> str:
-        """Say why it cannot be made again; empty if it can."""
+        """Describe why it cannot be made again; empty if it can."""
         if self._forgotten:
             return "its inputs were too large to be kept"
         if terms.is_shared and not terms.ranks:
             return "other ranks have a part of its weights, and do not run it"
         if terms.is_shared and terms.goes_on:
             return "its weights are shared out over the ranks, and the job goes on"
-        now = [one for _, one in walk.leaves((self.args, self.kwargs), "") if isinstance(one, torch.Tensor)]
+        now = [leaf for _, leaf in nested.leaves((self.args, self.kwargs), "") if isinstance(leaf, torch.Tensor)]
         same = len(now) == len(self._versions) and all(a is b for a, (b, _) in zip(now, self._versions, strict=True))
         if not same or any(version_of(tensor) != version for tensor, version in self._versions):
             return "its inputs were changed in place since"
-        opaque = walk.opaque((self.args, self.kwargs))
+        opaque = nested.opaque((self.args, self.kwargs))
         if opaque:
             return f"it may have changed the {opaque} that it was given"
         if any(version_of(buffer) != version for buffer, version in self._watched):
@@ -222,28 +228,28 @@ class Call:
 
     @contextlib.contextmanager
     def _as_it_was(self, terms: Terms) -> Iterator[tuple[Guard, tuple[object, ...], dict[str, object]]]:
-        now = random_numbers.save_all()
+        now = _all_random_states()
         with contextlib.ExitStack() as stack:
-            stack.callback(random_numbers.put, now)
+            stack.callback(_set_random_states, now)
             running.add(get_ident())
             stack.callback(running.discard, get_ident())
             ours: list[object] = []
             if not terms.is_shared:  # fully_shard moves the weights itself, and keeps account of it
                 stack.callback(Snapshot(self._state.model).put_back)
                 ours += self._state.buffers.swap(self._saved)
-            drawn = {id(one): _generator_like(one, state) for one, state in self._drawn}
-            args, kwargs = walk.copied((self.args, self.kwargs), lambda one: drawn.get(id(one), one))
+            drawn = {id(generator): _generator_like(generator, state) for generator, state in self._drawn}
+            args, kwargs = nested.copied((self.args, self.kwargs), lambda leaf: drawn.get(id(leaf), leaf))
             guard = Guard(terms.ranks, writes=terms.is_shared, ours=[*ours, *drawn.values()])
             for device, enabled, dtype in self._autocast:
                 # What autocast makes of the weights here has no gradients: it must not keep it for later.
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
             stack.enter_context(_eagerly())
-            random_numbers.put(self._random)
+            _set_random_states(self._random)
             yield guard, args, kwargs
 
 
-def _generator_like(one: torch.Generator, state: Tensor) -> torch.Generator:
-    made = torch.Generator(one.device)
+def _generator_like(generator: torch.Generator, state: Tensor) -> torch.Generator:
+    made = torch.Generator(generator.device)
     made.set_state(state)
     return made
 
@@ -253,7 +259,7 @@ def _hook_of(model: Module) -> str:
     for name, module in model.named_modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             where = getattr(hook, "__module__", None) or type(hook).__module__
-            if not where.startswith(("torch.", "distdiag.", "contextlib")):  # the last: see hook.py
+            if not where.startswith(("torch.", "distdiag.", "contextlib")):  # the last: see modules.Hook
                 return f"`{name}`" if name else "the model"
     return ""
 
@@ -265,7 +271,7 @@ def _autocast() -> list[tuple[str, bool, torch.dtype]]:
             ("cuda", torch.is_autocast_enabled(), torch.get_autocast_gpu_dtype()),
         ]
     devices = ["cpu", *(["cuda"] if torch.cuda.is_initialized() else [])]
-    return [(one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in devices]
+    return [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
 
 
 def _eagerly() -> contextlib.AbstractContextManager[object]:
@@ -273,3 +279,294 @@ def _eagerly() -> contextlib.AbstractContextManager[object]:
     if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
         return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
     return contextlib.nullcontext()
+
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem")
+_BATCH_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm")
+"""Operations that write into their running mean and variance, of which torch's schemas say nothing."""
+
+
+class Refused(Exception):
+    """The forward was about to do what must not be done a second time."""
+
+
+class Guard(TorchDispatchMode):
+    """Sees each operation before it is carried out. `refused` says what was refused; empty if nothing was.
+
+    Written to may be only what was made while it is on, or is `ours`; with `writes`, anything. Collectives may be those
+    among `ranks`, who all run this.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, ranks: frozenset[int], *, writes: bool, ours: Iterable[object] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.refused = ""
+        self._ranks, self._writes = ranks, writes
+        self._made = {_memory_of(value) for value in ours if isinstance(value, Tensor)}
+        self._generators = {id(value) for value in ours if isinstance(value, torch.Generator)}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN204
+        """Carry out an operation, unless it is refused."""
+        kwargs = kwargs or {}
+        if any(kind not in (Tensor, Parameter) for kind in types):
+            return NotImplemented  # a subclass: what it does with its parts comes here again
+        self._check(func, args, kwargs)
+        made = func(*args, **kwargs)
+        if not self._writes and _makes_anew(func):
+            self._made |= {_memory_of(value) for value in _flat((made,)) if isinstance(value, Tensor)}
+        return made
+
+    def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ANN401
+        if getattr(func, "namespace", "") in _COLLECTIVES and not _ranks_of_collective(args, kwargs) <= self._ranks:
+            self._refuse("it speaks with other ranks, which do not run it again")
+        if self._writes:
+            return
+        for value in _written(func, args, kwargs):
+            if isinstance(value, Tensor) and _memory_of(value) not in self._made:
+                self._refuse(f"it changes a tensor that lives on after it ({func})")
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Generator) and id(value) not in self._generators:
+                self._refuse("it draws from a torch.Generator of the script's own")
+
+    def _refuse(self, why: str) -> None:
+        self.refused = self.refused or why
+        raise Refused(why)
+
+
+def _memory_of(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # sparse: its parts are tensors of their own
+        return id(tensor)
+
+
+def _flat(values: Iterable[object]) -> Iterator[object]:
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+@lru_cache(maxsize=4096)
+def _arguments_written(func: Any) -> tuple[tuple[int, str], ...]:  # noqa: ANN401
+    """List the places and names of the arguments that an operation writes into."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return ()
+    if schema.name.partition("::")[2] in _BATCH_NORMS:
+        return tuple(
+            (at, argument.name) for at, argument in enumerate(schema.arguments) if argument.name.startswith("running_")
+        )
+    found = (
+        (at, argument)
+        for at, argument in enumerate(schema.arguments)
+        if argument.alias_info and argument.alias_info.is_write
+    )
+    return tuple((at, argument.name) for at, argument in found)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[object]:  # noqa: ANN401
+    places = _arguments_written(func)
+    if places and places[0][1].startswith("running_") and _is_off(func, args, kwargs):
+        return
+    for at, name in places:
+        yield from _flat((args[at] if at < len(args) else kwargs.get(name),))
+
+
+def _is_off(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ANN401
+    """Return whether a batch norm is told not to train."""
+    at = next(
+        (at for at, argument in enumerate(func._schema.arguments) if argument.name in ("training", "train")), None
+    )
+    if at is None:
+        return False
+    given = args[at] if at < len(args) else kwargs.get(func._schema.arguments[at].name)
+    return given is False
+
+
+@lru_cache(maxsize=4096)
+def _makes_anew(func: Any) -> bool:  # noqa: ANN401
+    """Return whether what an operation gives back is memory of its own."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return False
+    return schema.name == "aten::lift_fresh" or all(value.alias_info is None for value in schema.returns)
+
+
+def _ranks_of_collective(args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
+    """Return the ranks that a collective is for; rank -1 is among them where that is not to be seen."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    found: set[int] = set()
+    for value in _flat((*args, *kwargs.values())):
+        try:
+            if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+                found |= set(dist.get_process_group_ranks(dist.ProcessGroup.unbox(value)))
+            elif isinstance(value, str):
+                found |= set(dist.get_process_group_ranks(_resolve_process_group(value)))  # type: ignore[arg-type]
+        except (RuntimeError, ValueError, KeyError, AttributeError):  # "sum", or a group that nobody names
+            if not isinstance(value, str):
+                found.add(-1)
+    return frozenset(found)
+
+
+_SNAPSHOT_DEPTH = 6
+_SNAPSHOT_OBJECTS = 200_000
+"""So many objects are looked at; a model that holds more holds data."""
+_NO_STATE = (str, bytes, int, float, complex, type, Tensor, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
+
+
+class Snapshot:
+    """Remembers which objects the modules of a model hold, not what is in their tensors.
+
+    Globals and what only a closure holds are not found.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._undo: list[Callable[[], None]] = []
+        self._seen: set[int] = set()
+        self._gradients = [(weight, weight.grad) for weight in model.parameters()]
+        self._modules = set(model.modules())
+        for module in self._modules:
+            self._keep(vars(module), 0)
+
+    def put_back(self) -> None:
+        """Let all be as it was."""
+        for undo in self._undo:
+            undo()
+        for weight, grad in self._gradients:
+            if weight.grad is not grad:
+                weight.grad = grad
+
+    def _keep(self, value: object, depth: int) -> None:
+        if value is None or isinstance(value, _NO_STATE) or depth > _SNAPSHOT_DEPTH:
+            return
+        if id(value) in self._seen or len(self._seen) > _SNAPSHOT_OBJECTS:
+            return
+        if isinstance(value, nn.Module) and value in self._modules:
+            return
+        self._seen.add(id(value))
+        undo, inside = _undo_of(value)
+        if undo is not None:
+            self._undo.append(undo)
+        for part in inside:
+            self._keep(part, depth + 1)
+
+
+def _undo_of(value: Any) -> tuple[Callable[[], None] | None, list[object]]:  # noqa: ANN401
+    """Return what puts an object back as it is now, and what it holds."""
+    if isinstance(value, dict):
+        before = dict(value)
+        return (lambda: None if _same(value, before) else _fill(value, before)), list(before.values())
+    if isinstance(value, (list, deque, bytearray)):
+        items = list(value)
+        return (lambda: None if _alike(value, items) else _refill(value, items)), items
+    if isinstance(value, set):
+        members = set(value)
+        return (lambda: None if value == members else _refill(value, members)), []
+    if isinstance(value, tuple):
+        return None, list(value)
+    drawn = _undo_of_generator(value)
+    if drawn is not None:
+        return drawn, []
+    held = getattr(value, "__dict__", None)
+    return None, [held] if isinstance(held, dict) else []
+
+
+def _undo_of_generator(value: Any) -> Callable[[], None] | None:  # noqa: ANN401
+    if isinstance(value, torch.Generator):
+        state = value.get_state()
+        return lambda: (value.set_state(state), None)[1]
+    if isinstance(value, random.Random):
+        numbers = value.getstate()
+        return lambda: value.setstate(numbers)
+    numpy = _numpy_random()
+    if numpy is not None and isinstance(value, numpy.Generator):
+        bits = value.bit_generator.state
+        return lambda: setattr(value.bit_generator, "state", bits)
+    if numpy is not None and isinstance(value, numpy.RandomState):
+        legacy = value.get_state(legacy=False)
+        return lambda: value.set_state(legacy)
+    return None
+
+
+def _same(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    return len(now) == len(before) and all(
+        a is c and b is d for (a, b), (c, d) in zip(now.items(), before.items(), strict=True)
+    )
+
+
+def _fill(now: dict[Any, Any], before: dict[Any, Any]) -> None:
+    now.clear()
+    now.update(before)
+
+
+def _alike(now: Any, before: list[object]) -> bool:  # noqa: ANN401
+    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
+
+
+def _refill(now: Any, before: Any) -> None:  # noqa: ANN401
+    now.clear()
+    now.update(before) if isinstance(now, set) else now.extend(before)
+
+
+class RandomNumbers:
+    """The states of the random number generators that this model's forward uses."""
+
+    def __init__(self) -> None:
+        self._python = self._numpy = True
+        self._used = [False, False]
+        self._learns = 2
+
+    def save(self) -> dict[str, Any]:
+        """Copy the states: torch's, and, unless the first forwards did without them, Python's and numpy's."""
+        states: dict[str, Any] = {"torch": torch.get_rng_state()}
+        if torch.cuda.is_initialized():
+            states["cuda"] = torch.cuda.get_rng_state()
+        if self._python:
+            states["python"] = random.getstate()
+        if self._numpy and _numpy_random() is not None:
+            states["numpy"] = _numpy_random().get_state(legacy=False)
+        return states
+
+    def learn(self, before: dict[str, Any]) -> None:
+        """Look, after each of the first forwards, whether they were used: to copy them takes longer than the rest."""
+        if not self._learns or "python" not in before:
+            return
+        self._learns -= 1
+        self._used[0] |= before["python"] != random.getstate()
+        numpy = _numpy_random()
+        self._used[1] |= numpy is not None and str(before.get("numpy")) != str(numpy.get_state(legacy=False))
+        if not self._learns:
+            self._python, self._numpy = self._used
+
+
+def _all_random_states() -> dict[str, Any]:
+    """Copy the states of all generators that are nobody's own, of all devices."""
+    states = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_initialized():
+        states["devices"] = torch.cuda.get_rng_state_all()
+    if _numpy_random() is not None:
+        states["numpy"] = _numpy_random().get_state(legacy=False)
+    return states
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    """Set the states."""
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+    if "devices" in states:
+        torch.cuda.set_rng_state_all(states["devices"])
+    if "python" in states:
+        random.setstate(states["python"])
+    if "numpy" in states:
+        _numpy_random().set_state(states["numpy"])
+
+
+def _numpy_random() -> Any:  # noqa: ANN401 - a module that is not ours to import
+    """Return numpy.random, if the script has imported it."""
+    return getattr(sys.modules.get("numpy"), "random", None)

@@ -1,14 +1,14 @@
-"""Starts to look for models in this process, once it has imported torch. Whatever goes wrong here, the job runs."""
+"""How models are watched, and the start of it once this process has imported torch. Whatever fails, the job runs."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import sys
+from dataclasses import asdict, dataclass
 from importlib.abc import Loader, MetaPathFinder
-
-from distdiag.training.overflow.settings import VARIABLE, from_text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -16,7 +16,33 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-    from distdiag.training.overflow.settings import Settings
+
+VARIABLE = "DISTDIAG_OVERFLOW"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`folder`: where each process tells what it watched and found; the others are the detector's arguments."""
+
+    folder: str
+    frames: int = 21
+    trace: tuple[int, ...] = ()
+    abort_after: int | None = None
+    mode: str = "step"
+    unit: str = "forward"
+    gradients: str = "each"
+    ignore: tuple[str, ...] = ()
+    on_detect: str = "raise"
+
+    def to_text(self) -> str:
+        """Write for the variable."""
+        return json.dumps(asdict(self))
+
+
+def from_text(text: str) -> Settings:
+    """Read the variable. Raises ValueError, TypeError."""
+    given = json.loads(text)
+    return Settings(**{**given, "trace": tuple(given["trace"]), "ignore": tuple(given["ignore"])})
 
 
 def begin_from_environment() -> None:
@@ -92,8 +118,8 @@ def _leave_word(folder: str, why: str) -> None:
     from distdiag.node import machine, private
 
     pid, rank = os.getpid(), os.environ.get("RANK", "")
-    told = {"rank": int(rank) if rank.isdigit() else None, "host": machine.host_name(), "pid": pid, "ended": True}
+    word = {"rank": int(rank) if rank.isdigit() else None, "host": machine.host_name(), "pid": pid, "ended": True}
     with contextlib.suppress(OSError):
         private.make_folder(folder)
-        text = json.dumps({**told, "models": [], "left_out": [why]})
-        private.write_whole(os.path.join(folder, f"watched-{pid}-{told['host']}.json"), text.encode())
+        text = json.dumps({**word, "models": [], "left_out": [why]})
+        private.write_whole(os.path.join(folder, f"watched-{pid}-{word['host']}.json"), text.encode())

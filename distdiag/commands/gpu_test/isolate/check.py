@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from distdiag.commands.gpu_test.isolate import diagnose
-from distdiag.commands.gpu_test.isolate.model import Fault, Isolated, Request
+from distdiag.commands.gpu_test.isolate.types import Fault, Isolated, Request
 from distdiag.commands.gpu_test.isolate.view import isolate_view
 from distdiag.errors import UsageError
 from distdiag.workload import carry_out
-from distdiag.workload.job import Job
-from distdiag.workload.model import Device
+from distdiag.workload.record import Job
+from distdiag.workload.types import Device
 
 if TYPE_CHECKING:
     from distdiag.cluster.recipes import Recipe

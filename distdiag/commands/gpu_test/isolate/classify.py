@@ -6,22 +6,13 @@ links. Where the evidence is too little, that is the answer.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from distdiag.commands.gpu_test.isolate.case import Case
-from distdiag.commands.gpu_test.isolate.explain import (
-    below_expectation,
-    between_nodes,
-    cells,
-    dead_nodes,
-    dead_ranks,
-    no_network,
-    nothing_inside,
-)
-from distdiag.commands.gpu_test.isolate.pairs import LEVELS, Classification, Kind
-from distdiag.commands.gpu_test.isolate.sentences import measured_at
-from distdiag.commands.gpu_test.isolate.troubles import (
+from distdiag.cluster.hosts import fold
+from distdiag.commands.gpu_test.isolate import findings, pair_graph, wording
+from distdiag.commands.gpu_test.isolate.findings import (
     healthy,
     nothing_measured,
     nothing_works,
@@ -31,11 +22,159 @@ from distdiag.commands.gpu_test.isolate.troubles import (
     say_splits,
     say_unsure,
 )
+from distdiag.commands.gpu_test.isolate.pair_graph import Case
+from distdiag.commands.gpu_test.isolate.types import LEVELS, NET, NODE, Classification, Kind, PairStatus
+from distdiag.commands.gpu_test.isolate.wording import measured_at
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from distdiag.commands.gpu_test.isolate.pairs import Edge, Pair, PairStatus
+    from distdiag.commands.gpu_test.isolate.types import Edge, Pair
+
+_SCATTERED = 1 / 5
+"""Of the pairs among some members. If more are slow without a pattern, it is noise or the layout, not so many links."""
+
+
+def below_expectation(case: Case) -> None:
+    """Say of a level that even its good pairs are below what was expected.
+
+    Not of a pair that is the only one: it is a bad pair then, and one of its ranks may be to blame.
+    """
+    least = case.least or 0.0
+    levels = [level for level, typical in case.typical.items() if typical < least]
+    slow = {edge for level in levels for edge in case.at(level, case.good) if case.speed(edge) < least}
+    case.status.update(dict.fromkeys(slow, PairStatus.SLOW))
+    if len(case.good | case.bad) == 1:
+        case.good, case.bad = case.good - slow, case.bad | slow
+    elif levels:
+        alike = (
+            "even the best pairs are"
+            if any(case.at(level, case.bad) for level in levels)
+            else "all pairs are alike and"
+        )
+        case.troubles.append(
+            Classification(
+                kind=Kind.UNIFORMLY_SLOW,
+                sentence=f"{alike} slow: {wording.typical(case, levels)}, where {wording.speed(least)} are expected",
+                reason=("what all have in common is slow: a transport, a setting or a shared path, not one of them",),
+                next="run again with --nccl-debug to see which transport is in use (NET/Socket, or SHM without P2P)",
+            )
+        )
+
+
+def dead_nodes(case: Case) -> None:
+    """Blame nodes of several ranks none of which has a good pair, but each two bad ones."""
+    working = {end for edge in case.good for end in edge}
+    bads = Counter(end for edge in case.bad for end in edge)
+    for ranks in case.ranks_of.values():
+        if len(ranks) > 1 and case.is_node(ranks) and all(rank not in working and bads[rank] > 1 for rank in ranks):
+            case.accuse(ranks, case.left)
+
+
+def no_network(case: Case) -> None:
+    """Say if no pair between nodes works: then these pairs tell nothing about single nodes and ranks."""
+    bad = case.at(NET, case.left)
+    hosts = case.hosts({end for edge in bad for end in edge})
+    if not bad or case.at(NET, case.good):
+        return
+    if len(hosts) == 2:
+        case.troubles.append(findings.two_nodes(case, hosts, bad))
+        case.left -= bad
+    elif not any(all(host in case.hosts(edge) for edge in bad) for host in hosts):
+        sentence = f"no two of {fold(hosts)} work with each other, though pairs inside nodes do"
+        sides = [set(case.ranks_of[host]) for host in hosts]
+        case.troubles.append(findings.split(case, f"{sentence}: the network of all", sides, bad, wording.WHY_NETWORK))
+        case.left -= bad
+
+
+def dead_ranks(case: Case) -> None:
+    """Blame ranks that work with nobody, inside their node or elsewhere; but not those that may be a group apart."""
+    dead = pair_graph.culprits(case.good, case.left)
+    unmet = _unmet(case, dead)
+    if unmet:
+        case.troubles.append(findings.perhaps_a_group(case, sorted(unmet), set().union(*unmet.values())))
+        case.left -= pair_graph.touching(unmet, case.left)
+    for rank in dead:
+        if rank not in unmet:
+            case.accuse([rank], case.left)
+
+
+def _unmet(case: Case, dead: Iterable[int]) -> dict[int, set[int]]:
+    """Find for ranks those that they did not meet, nor any that works with these: with them they might work."""
+    part_of = {member: part for part in pair_graph.parts(case.good) for member in part}
+    unmet = {}
+    for rank in dead:
+        met = {end for edge in pair_graph.touching([rank], case.bad) for end in edge}
+        others = {end for edge in pair_graph.touching([rank], case.skipped) for end in edge} - {rank}
+        unmet[rank] = {other for other in others if met.isdisjoint(part_of.get(other, ()))}
+    return {rank: others for rank, others in unmet.items() if others}
+
+
+def between_nodes(case: Case) -> None:
+    """Look at nodes as a whole: two of them work together if any pair of their ranks does."""
+    first = {rank: own[0] for own in case.ranks_of.values() for rank in own}
+    net = case.at(NET, case.left)
+    good, bad = (
+        {(min(first[a], first[b]), max(first[a], first[b])) for a, b in edges}
+        for edges in (case.at(NET, case.good), net)
+    )
+    members, groups = pair_graph.shape(good, bad - good)
+    for ranks in (case.ranks_of[case.host_of[member]] for member in members):
+        # If only one of several ranks was measured, it may be that one's NIC.
+        if (
+            len(ranks) == 1
+            or len({end for edge in pair_graph.touching(ranks, net) for end in edge}.intersection(ranks)) > 1
+        ):
+            case.accuse(ranks, net)
+    if groups:
+        sides = [{rank for member in group for rank in case.ranks_of[case.host_of[member]]} for group in groups]
+        across = pair_graph.across(sides, net)
+        names = " and ".join(fold(case.hosts(side)) for side in sides)
+        case.troubles.append(
+            findings.split(case, f"{names} {wording.asunder(case, across)}, not a bad node", sides, across)
+        )
+        case.left -= across
+
+
+def nothing_inside(case: Case) -> None:
+    """Say if on several nodes no two ranks work together, while ranks of different nodes do."""
+    bad = case.at(NODE, case.left)
+    hosts = case.hosts({end for edge in bad for end in edge})
+    if len(hosts) > 1 and not case.at(NODE, case.good):
+        sentence = f"no two ranks of one node work together on {fold(hosts)}, though those of different nodes do"
+        sides = pair_graph.parts(case.at(NET, case.good))
+        case.troubles.append(findings.split(case, sentence, sides, bad, wording.WHY_INSIDE))
+        case.left -= bad
+
+
+def cells(case: Case) -> None:
+    """Look at the ranks of each node, and of each rail: those that meet each other between nodes."""
+    for level in LEVELS:
+        for part in pair_graph.parts(case.at(level, case.pairs)):
+            bad = {edge for edge in case.at(level, case.left) if edge[0] in part}
+            if bad:
+                _cell(case, level, {edge for edge in case.at(level, case.good) if edge[0] in part}, bad)
+
+
+def _cell(case: Case, level: str, good: set[Edge], bad: set[Edge]) -> None:
+    if not good and len(bad) > 2 and not set.intersection(*map(set, bad)):
+        if level == NODE:
+            case.accuse(case.ranks_of[case.host_of[min(bad)[0]]], bad)
+        else:
+            case.troubles.append(findings.dead_rail(case, bad))
+            case.left -= bad
+        return
+    members, groups = pair_graph.shape(good, bad)
+    for rank in members:
+        elsewhere = case.good - case.at(level, case.good)
+        case.accuse([rank], bad if pair_graph.touching([rank], elsewhere) else case.left)
+    if groups:
+        case.splits.setdefault(level, []).append(groups)
+        case.left -= pair_graph.across(groups, bad)
+    slow = {edge for edge in bad & case.left if case.status[edge] is PairStatus.SLOW}
+    if len(slow) > max(2, _SCATTERED * len(good | bad)):
+        case.troubles.append(findings.scattered(case, slow, len(good | bad)))
+        case.left -= slow
 
 
 def classify(

@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any
 from distdiag.cluster.hosts import fold
 from distdiag.cluster.launch import Outcome
 from distdiag.commands.gpu_test.isolate.classify import classify
-from distdiag.commands.gpu_test.isolate.model import STAGES, Classified, Isolated, PairResult
-from distdiag.commands.gpu_test.isolate.pairs import Kind, Pair, PairStatus
+from distdiag.commands.gpu_test.isolate.types import STAGES, Classified, Isolated, Kind, Pair, PairResult, PairStatus
 from distdiag.report import Finding, Fix, Level, Report, Where
 from distdiag.workload import judge
-from distdiag.workload.model import Device
-from distdiag.workload.pauses import paused
+from distdiag.workload.judge import paused
+from distdiag.workload.types import Device
 
 if TYPE_CHECKING:
-    from distdiag.commands.gpu_test.isolate.model import Request
-    from distdiag.commands.gpu_test.isolate.pairs import Classification
+    from distdiag.commands.gpu_test.isolate.types import Classification, Request
     from distdiag.workload.record import Course, NotRun, Plan, Scene
 
 _SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\] ")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Column, Table
 from rich.text import Text
 
-from distdiag.commands.gpu_test.isolate.pairs import PairStatus
+from distdiag.commands.gpu_test.isolate.types import PairStatus
 from distdiag.deliver import host_table, plain_table
 from distdiag.report import Level
 from distdiag.workload.view import log_lines, rank_table, run_lines
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from distdiag.commands.gpu_test.isolate.model import Isolated, PairResult
+    from distdiag.commands.gpu_test.isolate.types import Isolated, PairResult
     from distdiag.report import Report
 
 _WIDEST = 10

@@ -6,23 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distdiag.commands.overflow.show.model import COMMAND, Request
 from distdiag.errors import UsageError
 from distdiag.options import JsonOpt, StrictOpt, called_as
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from rich.console import RenderableType
-
-    from distdiag.commands.overflow.show.choose import Chosen
-    from distdiag.commands.overflow.show.compare import Compared
-    from distdiag.commands.overflow.show.result import OverflowShow
+    from distdiag.commands.overflow.show.diagnose import OverflowShow
     from distdiag.report import Report
 
 
 def parse_batches(text: str) -> tuple[int, ...]:
-    """Read numbers of batches with commas; none for an empty text. Raises UsageError."""
+    """Parse numbers of batches with commas; none for an empty text. Raises UsageError."""
     words = [word.strip() for word in text.split(",")] if text.strip() else []
     if not all(word.isdecimal() and len(word) < 16 for word in words):
         raise UsageError(f"--batch {text!r} is no number of a batch", hint="write 3, or 0,3 to compare two")
@@ -38,9 +31,6 @@ def overflow_show(
     factor: Annotated[
         float, typer.Option(min=1.001, max=1e9, metavar="TIMES", help="Numbers diverge that differ by more than this.")
     ] = 2.0,
-    plot: Annotated[
-        str, typer.Option(metavar="FILE", help="Draw abs max over the modules: into FILE.svg or .png; - draws here.")
-    ] = "",
     all_: Annotated[bool, typer.Option("--all", "--verbose", "-v", help="Every row, of every batch.")] = False,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
@@ -51,32 +41,22 @@ def overflow_show(
 
     Exit status: 0 nothing was detected, 1 nan or inf was, 2 wrong usage, 3 the files cannot tell, 130 interrupted.
     """
+    from distdiag.commands.overflow.show.view import overflow_show_view
     from distdiag.deliver import Output, Progress, deliver
 
-    seen: list[tuple[Chosen, Compared | None]] = []
+    def run() -> Report[OverflowShow]:
+        from distdiag.commands.overflow.show.diagnose import examine
+        from distdiag.commands.overflow.show.selection import Request
 
-    def asked() -> Request:
-        return Request(
+        request = Request(
             program=called_as(),
             paths=tuple(files),
             module=module,
             batches=parse_batches(batch),
             factor=factor,
             everything=all_,
-            plot=plot,
         )
-
-    def run() -> Report[OverflowShow]:
-        from distdiag.commands.overflow.show.check import check
-
         with Progress() as progress:
-            report, chosen, compared = check(asked(), progress)
-        seen.append((chosen, compared))
-        return report
+            return examine(request, progress.news)
 
-    def view(report: Report[OverflowShow]) -> Iterable[RenderableType]:
-        from distdiag.commands.overflow.show.view import overflow_show_view
-
-        return overflow_show_view(asked(), *seen[0])
-
-    deliver(COMMAND, run, view, Output(json=as_json, strict=strict))
+    deliver("overflow show", run, overflow_show_view, Output(json=as_json, strict=strict))

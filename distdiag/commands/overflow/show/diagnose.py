@@ -1,28 +1,28 @@
-"""What was kept of frames -> Report. Pure."""
+"""Files of frames -> Report: what was detected, where the numbers grew, where two forwards diverge."""
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
-from distdiag.commands.overflow.show import words
-from distdiag.commands.overflow.show.answer import answer_of
-from distdiag.commands.overflow.show.choose import wants
-from distdiag.commands.overflow.show.diverge import What
-from distdiag.commands.overflow.show.kept import INPUT, NEAR
-from distdiag.commands.overflow.show.model import COMMAND
-from distdiag.commands.overflow.show.sentences import grew, in_order, parts, sentence
+import msgspec  # noqa: TID253 - imported lazily, when there is a file to read
+
+from distdiag.commands.overflow.show import wording
+from distdiag.commands.overflow.show.divergence import Divergence, Mismatch, compare
+from distdiag.commands.overflow.show.recording import INPUT, NEAR, Detection, NotFrames, Reader, Row
+from distdiag.commands.overflow.show.selection import COMMAND, MOST_ROWS, matches, rows_that_matter, select
+from distdiag.errors import DistdiagError, UsageError
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from distdiag.commands.overflow.show.choose import Chosen
-    from distdiag.commands.overflow.show.compare import Compared
-    from distdiag.commands.overflow.show.kept import Near, Recording, Side
-    from distdiag.commands.overflow.show.model import Request
-    from distdiag.commands.overflow.show.records import Detection
-    from distdiag.commands.overflow.show.result import OverflowShow
+    from distdiag.commands.overflow.show.divergence import Comparison
+    from distdiag.commands.overflow.show.growth import Growth
+    from distdiag.commands.overflow.show.recording import At, ForwardId, Recording
+    from distdiag.commands.overflow.show.selection import Request, Selection
 
+_SUFFIX = ".jsonl"
 _SHOWN = 8
 _FIXES = {
     "here": "see what goes in: near the dtype's limit run this module in bfloat16 or float32; else look at its formula",
@@ -34,58 +34,180 @@ _FIXES = {
 """By where it was made, in the detector's words."""
 
 
+class FileRead(msgspec.Struct, frozen=True):
+    """What was read; `truncated` within a line, `torn` lines that are none, `left_out` frames without room."""
+
+    path: str
+    rank: int | None
+    host: str
+    model: str
+    batches: tuple[int, ...]
+    frames: int
+    truncated: bool
+    torn: int
+    left_out: int
+
+
+class OverflowShow(msgspec.Struct, frozen=True):
+    """All of it; `answer` in a few sentences.
+
+    `rows` are those that matter, of the forward the answer is about; with --all every one of each forward.
+    """
+
+    answer: tuple[str, ...]
+    files: tuple[FileRead, ...]
+    detections: tuple[Detection, ...]
+    growth: tuple[Growth, ...]
+    divergence: Divergence | None
+    rows: tuple[Row, ...]
+
+
+def examine(request: Request, news: Callable[[str], None]) -> Report[OverflowShow]:
+    """Read files of frames, and diagnose what is in them.
+
+    Raises:
+        UsageError: a file is not there, or no batch or module is like that.
+        DistdiagError: no file can be read.
+    """
+    reader = Reader(news, frozenset(request.batches))
+    unread: dict[str, str] = {}
+    hint, interrupted = "", False
+    try:
+        for path in _files(request.paths):
+            try:
+                reader.read(path)
+            except NotFrames as error:
+                unread[path], hint = str(error), hint or error.hint
+            except OSError as error:
+                unread[path], hint = f"{path}: {error.strerror}", hint or "name a file that can be read"
+    except KeyboardInterrupt:
+        interrupted = True
+    if unread and not reader.recordings:
+        raise DistdiagError(next(iter(unread.values())), hint=hint)
+    _check_choice(request, reader.recordings)
+    return diagnose(request, reader.recordings, unread, interrupted=interrupted)
+
+
+def _files(paths: Sequence[str]) -> list[str]:
+    """List the files, and those of folders that end in .jsonl. Raises UsageError."""
+    found: list[str] = []
+    for path in paths:
+        if os.path.isdir(path):
+            inside = sorted(name for name in os.listdir(path) if name.endswith(_SUFFIX))
+            if not inside:
+                raise UsageError(f"{path}: there is no file *{_SUFFIX} in this folder", hint="name files of frames")
+            found += [os.path.join(path, name) for name in inside]
+        elif os.path.exists(path):
+            found.append(path)
+        else:
+            raise UsageError(
+                f"{path}: there is no such file",
+                hint='name what DebugUnderflowOverflow(model, save="frames-{rank}.jsonl") wrote; it makes the file '
+                "when there is something to keep",
+            )
+    return found
+
+
+def _check_choice(request: Request, recordings: Sequence[Recording]) -> None:
+    batches = dict.fromkeys(str(batch) for recording in recordings for batch in recording.batches)
+    for batch in request.batches:
+        if str(batch) not in batches:
+            raise UsageError(f"--batch {batch}: there are no frames of it", hint=f"there are: {_some(batches)}")
+    calls = (call for recording in recordings for forward in recording.forwards for call in forward.calls)
+    names = dict.fromkeys(call.module for call in calls) if request.module else {}
+    if names and not any(map(matches(request.module), names)):
+        raise UsageError(f"--module {request.module}: no module is called like that", hint=f"there are: {_some(names)}")
+
+
+def _some(names: Iterable[str]) -> str:
+    shown = [name for name in names if name]
+    return (", ".join(shown[:_SHOWN]) or "none") + (", ..." if len(shown) > _SHOWN else "")
+
+
 def diagnose(
-    request: Request,
-    chosen: Chosen,
-    compared: Compared | None,
-    unread: Mapping[str, str],
-    *,
-    interrupted: bool = False,
+    request: Request, recordings: Sequence[Recording], unread: Mapping[str, str], *, interrupted: bool = False
 ) -> Report[OverflowShow]:
-    """Say what was detected, where the numbers grew, and where two forwards part."""
+    """Diagnose what was kept of frames; `unread` has why files could not be read. Pure."""
+    selection = select(request, recordings)
+    comparison = compare(request, selection)
     findings = (
-        *_detected(request, chosen),
-        *_not_finite(chosen),
-        *_near(request, chosen),
-        *_diverges(compared),
-        *_incomplete(chosen, unread, interrupted=interrupted),
+        *_detected(request, selection),
+        *_not_finite(selection),
+        *_near(request, selection),
+        *_diverges(comparison),
+        *_incomplete(selection, unread, interrupted=interrupted),
     )
     return Report(
         command=COMMAND,
-        data=answer_of(request, chosen, compared),
+        data=OverflowShow(
+            answer=tuple(wording.answer(selection, comparison)),
+            files=tuple(map(_file, selection.recordings)),
+            detections=tuple(found for recording in selection.recordings for found in recording.detections),
+            growth=selection.growth,
+            divergence=None if comparison is None else comparison.found,
+            rows=tuple(_rows(request, selection)),
+        ),
         findings=findings,
-        summary=_summary(chosen, findings),
+        summary=_summary(selection, findings),
         interrupted=interrupted,
     )
 
 
-def _detected(request: Request, chosen: Chosen) -> Iterator[Finding]:
-    found = list(in_order(chosen))
-    for recording, one in found[:_SHOWN]:
-        rank, host = one.rank if one.rank is not None else recording.rank, one.host or recording.host
-        ranks = (() if rank is None else (rank,)) + tuple(one.other_ranks)
+def _file(recording: Recording) -> FileRead:
+    return FileRead(**{name: getattr(recording, name) for name in FileRead.__struct_fields__})
+
+
+def _rows(request: Request, selection: Selection) -> list[Row]:
+    main = [] if selection.main is None else [selection.main]
+    rows: list[Row] = []
+    for forward in selection.forwards if request.everything else main:
+        if len(rows) < MOST_ROWS:
+            rows += rows_that_matter(request, forward, selection.growth_of(forward))
+    return rows[:MOST_ROWS]
+
+
+def _summary(selection: Selection, findings: Sequence[Finding]) -> str:
+    for level in (Level.FAIL, Level.UNKNOWN):
+        for finding in findings:
+            if finding.level == level:
+                return finding.title
+    near = (finding.title for finding in findings if finding.id in ("overflow.not-finite", "overflow.near-limit"))
+    return next(near, f"nothing was detected; {wording.grew(selection)}")
+
+
+# Findings
+
+
+def _detected(request: Request, selection: Selection) -> Iterator[Finding]:
+    found = wording.in_order(selection)
+    for recording, detection in found[:_SHOWN]:
+        rank = detection.rank if detection.rank is not None else recording.rank
+        host = detection.host or recording.host
         yield Finding(
             id="overflow.detected",
             level=Level.FAIL,
-            title=sentence(chosen, recording, one),
-            where=Where(hosts=(host,) if host else (), ranks=ranks),
-            evidence=(*_tally(one), *one.hints),
-            fix=_fix(request, one),
+            title=wording.sentence(selection, recording, detection),
+            where=Where(
+                hosts=(host,) if host else (), ranks=(*(() if rank is None else (rank,)), *detection.other_ranks)
+            ),
+            evidence=(*_tally(detection), *detection.hints),
+            fix=_fix(request, detection),
         )
     if len(found) > _SHOWN:
         yield Finding(id="overflow.detected", level=Level.FAIL, title=f"{len(found) - _SHOWN} more detections (--json)")
 
 
-def _fix(request: Request, one: Detection) -> Fix | None:
-    if one.origin not in _FIXES:
+def _fix(request: Request, detection: Detection) -> Fix | None:
+    if detection.origin not in _FIXES:
         return None
-    around = one.made_by or one.module
-    text = _FIXES[one.origin].replace("{by}", words.named(one.made_by)).replace("{module}", words.named(one.module))
+    around = detection.made_by or detection.module
+    text = _FIXES[detection.origin].replace("{by}", wording.named(detection.made_by))
+    text = text.replace("{module}", wording.named(detection.module))
     return Fix(text=text, commands=(request.again("--module", f"{around}*", "--all"),) if around else ())
 
 
-def _tally(one: Detection) -> Iterator[str]:
-    tally = one.tally
+def _tally(detection: Detection) -> Iterator[str]:
+    tally = detection.tally
     if tally is None:
         return
     first = "" if tally.first is None else f", first at [{', '.join(map(str, tally.first))}]"
@@ -94,115 +216,110 @@ def _tally(one: Detection) -> Iterator[str]:
     yield f"{tally.dtype} [{', '.join(map(str, tally.shape))}]: {bad or 'none'} of {tally.of:,}{first}"
 
 
-def _not_finite(chosen: Chosen) -> Iterator[Finding]:
-    """Tell of nan and inf that the detector says nothing of: it may be meant so, or the job ended first."""
+def _not_finite(selection: Selection) -> Iterator[Finding]:
+    """Report nan and inf that the detector says nothing of: it may be meant so, or the job ended first."""
     found = [
-        (side, side.forward.odd[0])
-        for side in chosen.sides
+        (forward.id, forward.not_finite[0], recording)
+        for recording, forward in selection.owned
         # Only the first is detected where the job goes on.
-        if side.forward.odd and not any(one.batch <= side.forward.batch for one in side.recording.detections)
+        if forward.not_finite and not any(found.batch <= forward.id.batch for found in recording.detections)
     ]
     if found:
-        side, odd = found[0]
+        forward, at, _ = found[0]
         yield Finding(
             id="overflow.not-finite",
             level=Level.WARN,
-            title=f"{odd.what} in `{odd.tensor}` of {words.named(odd.module)} ({odd.kind}), "
-            f"{words.side(side, chosen.sides)}, and the detector does not call it a fault",
+            title=f"{at.abs_max} in `{at.tensor}` of {wording.named(at.module)} ({at.class_}), "
+            f"{selection.names.of(forward)}, and the detector does not call it a fault",
             detail="A mask of -inf is none, nor is what `ignore` names; or the job was killed before it came to it.",
-            where=_where([side for side, _ in found]),
+            where=_where([recording for _, _, recording in found]),
         )
 
 
-def _near(request: Request, chosen: Chosen) -> Iterator[Finding]:
-    """Tell of outputs near their limit, each module once, where it was nearest."""
-    fits = wants(request)
-    best: dict[str, tuple[Near, Side]] = {}
-    for side in chosen.sides:
-        for near in side.forward.near():
-            known = best.get(near.module)
-            if fits(near.module) and (known is None or near.share > known[0].share):
-                best[near.module] = (near, side)
-    ordered = sorted(best.values(), key=lambda one: -one[0].share)
+def _near(request: Request, selection: Selection) -> Iterator[Finding]:
+    """Report outputs near their limit, each module once, where it was nearest."""
+    fits = matches(request.module)
+    best: dict[str, tuple[At, ForwardId, Recording]] = {}
+    for recording, forward in selection.owned:
+        for at in forward.near():
+            if fits(at.module) and (at.module not in best or at.share > best[at.module][0].share):
+                best[at.module] = (at, forward.id, recording)
+    ordered = sorted(best.values(), key=lambda found: -found[0].share)
     if not ordered:
         return
-    said = [f"{_of_limit(near)} {words.within(side, chosen.sides)}" for near, side in ordered[:_SHOWN]]
-    more = (
-        f", and {words.count(len(ordered) - 1, 'other module')} above {words.percent(NEAR)}" if len(ordered) > 1 else ""
-    )
+    lines = [f"{_of_limit(at)} {selection.names.within(forward)}" for at, forward, _ in ordered[:_SHOWN]]
+    more = f", and {wording.count(len(ordered) - 1, 'other module')} above {wording.percent(NEAR)}"
     yield Finding(
         id="overflow.near-limit",
         level=Level.WARN,
-        title=said[0] + more,
-        where=_where([side for _, side in ordered]),
-        evidence=tuple(said[1:]),
+        title=lines[0] + (more if len(ordered) > 1 else ""),
+        where=_where([recording for _, _, recording in ordered]),
+        evidence=tuple(lines[1:]),
         fix=Fix(text="run these modules in bfloat16 or float32, or scale down what goes in"),
     )
 
 
-def _of_limit(near: Near) -> str:
-    what = "the input of " if near.tensor == INPUT else f"`{near.tensor}` of "
-    number = f"{words.magnitude(near.most)} = {words.percent(near.share)} of {near.dtype}'s greatest number"
-    return f"{what}{words.named(near.module)} ({near.kind}) comes to {number}"
+def _of_limit(at: At) -> str:
+    what = "the input of " if at.tensor == INPUT else f"`{at.tensor}` of "
+    share = f"{wording.percent(at.share)} of {at.dtype}'s greatest number"
+    return f"{what}{wording.named(at.module)} ({at.class_}) comes to {wording.magnitude(at.abs_max)} = {share}"
 
 
-def _diverges(compared: Compared | None) -> Iterator[Finding]:
-    """Tell where two forwards part. Other data explains other numbers; it does not explain another dtype, or nan."""
-    if compared is None:
+def _diverges(comparison: Comparison | None) -> Iterator[Finding]:
+    """Report where two forwards diverge. Other data explains other numbers, but not another dtype, or nan."""
+    if comparison is None:
         return
-    found = compared.beside
+    found = comparison.found
     if found is None:
-        yield Finding(id="overflow.not-compared", level=Level.UNKNOWN, title=parts(compared))
+        yield Finding(id="overflow.not-compared", level=Level.UNKNOWN, title=wording.diverged(comparison))
         return
-    lone = [(compared.names[0], found.only_a), (compared.names[1], found.only_b)]
-    evidence = tuple(
-        f"only in {name}: {', '.join(words.named(one.module) for one in calls[:_SHOWN])}"
-        + (f" and {len(calls) - _SHOWN} more" if len(calls) > _SHOWN else "")
-        for name, calls in lone
-        if calls
-    )
-    first = [one for one in (found.first, found.in_numbers) if one is not None]
+    first = [difference for difference in (found.first, found.in_numbers) if difference is not None]
+    evidence = tuple(_only_in(comparison.names, found))
     if not first and not evidence:
         return
-    odd = any(one.what in (What.NOT_FINITE, What.DTYPE, What.KIND) for one in first)
+    serious = (Mismatch.NOT_FINITE, Mismatch.DTYPE, Mismatch.KIND)
     yield Finding(
         id="overflow.diverges",
-        level=Level.WARN if odd else Level.INFO,
-        title=parts(compared),
+        level=Level.WARN if any(difference.what in serious for difference in first) else Level.INFO,
+        title=wording.diverged(comparison),
         evidence=evidence,
     )
 
 
-def _incomplete(chosen: Chosen, unread: Mapping[str, str], *, interrupted: bool) -> Iterator[Finding]:
+def _only_in(names: tuple[str, str], found: Divergence) -> Iterator[str]:
+    for name, calls in zip(names, (found.only_a, found.only_b), strict=True):
+        if calls:
+            more = f" and {len(calls) - _SHOWN} more" if len(calls) > _SHOWN else ""
+            yield f"only in {name}: {', '.join(wording.named(at.module) for at in calls[:_SHOWN])}{more}"
+
+
+def _incomplete(selection: Selection, unread: Mapping[str, str], *, interrupted: bool) -> Iterator[Finding]:
     if unread:
         yield Finding(
             id="overflow.unread",
             level=Level.UNKNOWN,
-            title=f"{words.count(len(unread), 'file')} could not be read: {next(iter(unread.values()))}",
+            title=f"{wording.count(len(unread), 'file')} could not be read: {next(iter(unread.values()))}",
             evidence=tuple(list(unread.values())[1:_SHOWN]),
         )
-    for recording in chosen.recordings:
+    for recording in selection.recordings:
         if why := _lacks(recording):
+            may_lack_detection = not recording.detections and (recording.truncated or recording.torn > 0)
             yield Finding(
                 id="overflow.incomplete",
                 # What is missing may be the detection: without one, nothing is shown as fine.
-                level=Level.UNKNOWN if _may_lack_detection(recording) else Level.WARN,
+                level=Level.UNKNOWN if may_lack_detection else Level.WARN,
                 title=f"{recording.path}: {'; '.join(why)}",
-                where=_where_of([recording]),
+                where=_where([recording]),
             )
-    empty = [one for one in chosen.recordings if not (one.frames or one.passed or one.detections or one.truncated)]
+    empty = [recording for recording in selection.recordings if recording.is_empty]
     if empty and not interrupted:
         yield Finding(
             id="overflow.nothing",
             level=Level.UNKNOWN,
             title=f"{empty[0].path} has no frames" + (f", nor have {len(empty) - 1} more" if len(empty) > 1 else ""),
             detail="The detector writes the frames of batches in trace_batch_nums, and those before what it finds.",
-            where=_where_of(empty),
+            where=_where(empty),
         )
-
-
-def _may_lack_detection(recording: Recording) -> bool:
-    return not recording.detections and (recording.truncated or recording.torn > 0)
 
 
 def _lacks(recording: Recording) -> list[str]:
@@ -211,7 +328,7 @@ def _lacks(recording: Recording) -> list[str]:
         why.append("it ends within a line: the job was killed, or writes still; what is before it was read")
     if recording.torn:
         why.append(
-            f"{words.count(recording.torn, 'line')} cannot be read, the first is line {recording.first_torn}: do "
+            f"{wording.count(recording.torn, 'line')} cannot be read, the first is line {recording.first_torn}: do "
             'several ranks write this file? save="frames-{rank}.jsonl" gives each its own'
         )
     if recording.left_out:
@@ -219,20 +336,7 @@ def _lacks(recording: Recording) -> list[str]:
     return why
 
 
-def _where(sides: Sequence[Side]) -> Where:
-    return _where_of([side.recording for side in sides])
-
-
-def _where_of(recordings: Sequence[Recording]) -> Where:
-    hosts = dict.fromkeys(one.host for one in recordings if one.host)
-    ranks = sorted({one.rank for one in recordings if one.rank is not None})
+def _where(recordings: Sequence[Recording]) -> Where:
+    hosts = dict.fromkeys(recording.host for recording in recordings if recording.host)
+    ranks = sorted({recording.rank for recording in recordings if recording.rank is not None})
     return Where(hosts=tuple(hosts), ranks=tuple(ranks))
-
-
-def _summary(chosen: Chosen, findings: Sequence[Finding]) -> str:
-    for level in (Level.FAIL, Level.UNKNOWN):
-        for one in findings:
-            if one.level == level:
-                return one.title
-    near = next((one for one in findings if one.id in ("overflow.not-finite", "overflow.near-limit")), None)
-    return near.title if near is not None else f"nothing was detected; {grew(chosen)}"

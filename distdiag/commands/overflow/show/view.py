@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from itertools import groupby
 from typing import TYPE_CHECKING
 
-from distdiag.commands.overflow.show import plot, words
-from distdiag.commands.overflow.show.answer import shown
-from distdiag.commands.overflow.show.choose import MOST_ROWS, columns, table_of
-from distdiag.commands.overflow.show.kept import NEAR
-from distdiag.commands.overflow.show.over import across
-from distdiag.commands.overflow.show.sentences import headlines
+from distdiag.commands.overflow.show.divergence import ratio
+from distdiag.commands.overflow.show.recording import NEAR
+from distdiag.commands.overflow.show.selection import Names
+from distdiag.commands.overflow.show.wording import magnitude, named, percent, times
 from distdiag.deliver import Whole, Wrapped
 
 if TYPE_CHECKING:
@@ -17,53 +17,40 @@ if TYPE_CHECKING:
 
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
-    from distdiag.commands.overflow.show.choose import Chosen, Line
-    from distdiag.commands.overflow.show.compare import Compared
-    from distdiag.commands.overflow.show.kept import Row, Side
-    from distdiag.commands.overflow.show.model import Request
-    from distdiag.commands.overflow.show.over import Across
+    from distdiag.commands.overflow.show.diagnose import FileRead, OverflowShow
+    from distdiag.commands.overflow.show.divergence import Divergence
+    from distdiag.commands.overflow.show.growth import Growth
+    from distdiag.commands.overflow.show.recording import Row
+    from distdiag.report import Report
 
-_NAMES = 36
-"""So much is left for names in a table over several forwards."""
-_COLUMN = 10
-_WIDEST = 100
 _MODEL = "(model)"
 
 
-def overflow_show_view(request: Request, chosen: Chosen, compared: Compared | None) -> Iterator[RenderableType]:
-    """The answer, the files, one forward module by module, several beside each other, and the picture."""
-    for line in headlines(chosen, compared):
+def overflow_show_view(report: Report[OverflowShow]) -> Iterator[RenderableType]:
+    """The answer, the files, each forward in a line, two beside each other, and one module by module."""
+    data = report.data
+    for line in data.answer:
         yield Wrapped(line, margin=0, hang=2, style="bold")
     yield ""
-    yield from _files(chosen)
-    if len(chosen.sides) > 1:
+    for file in data.files:
+        yield Whole(_file(file))
+    names = Names([*(growth.of for growth in data.growth), *(row.of for row in data.rows)])
+    if len(data.growth) > 1:
         yield ""
-        yield _Over(request, chosen, compared)
-    left = MOST_ROWS
-    for side in chosen.sides if request.everything else shown(request, chosen, None):
-        if left <= 0:
-            left -= side.forward.rows
-            continue
-        lines = table_of(request, side, chosen.chain(side))
-        if lines:
-            yield ""
-            yield Wrapped(f"{words.side(side, chosen.sides)}, module by module:", margin=0)
-            yield _Rows(lines[:left])
-        left -= len(lines)
-    if left < 0:
-        yield Whole(f"... and {-left:,} rows more: choose with --batch or --module")
-    if request.plot == "-" and (drawn := plot.drawn(request, chosen)):
+        yield from _forwards(data.growth, names)
+    if data.divergence is not None and data.divergence.around:
         yield ""
-        yield from map(Whole, drawn.splitlines())
+        yield _SideBySide(data.divergence)
+    for forward, rows in groupby(data.rows, key=lambda row: row.of):
+        yield ""
+        yield Wrapped(f"{names.of(forward)}, module by module:", margin=0)
+        yield _Rows(list(rows))
 
 
-def _files(chosen: Chosen) -> Iterator[RenderableType]:
-    for one in chosen.recordings:
-        who = [one.model, "" if one.rank is None else f"rank {one.rank}", one.host]
-        batches = list(dict.fromkeys(forward.batch for forward in one.forwards))
-        said = f"{one.frames:,} frames of {_batches(batches)}" if batches else "no frames"
-        said += f" (other batches: {len(one.passed):,})" if one.passed else ""
-        yield Whole(f"{one.path}: {', '.join([*filter(None, who), said])}")
+def _file(file: FileRead) -> str:
+    who = [file.model, "" if file.rank is None else f"rank {file.rank}", file.host]
+    frames = f"{file.frames:,} frames of {_batches(file.batches)}" if file.frames else "no frames"
+    return f"{file.path}: {', '.join([*filter(None, who), frames])}"
 
 
 def _batches(numbers: Sequence[int]) -> str:
@@ -72,97 +59,75 @@ def _batches(numbers: Sequence[int]) -> str:
     return f"{len(numbers):,} batches, {min(numbers)} to {max(numbers)}"
 
 
+def _forwards(growth: Sequence[Growth], names: Names) -> Iterator[RenderableType]:
+    """The greatest number of each forward."""
+    labels = [names.of(each.of) for each in growth]
+    width = max(len("forward"), *map(len, labels))
+    yield Whole(f"{'forward':<{width}}  {'abs max':>8}  {'limit':>5}  {'grew by':>7}  in", style="bold")
+    for each, label in zip(growth, labels, strict=True):
+        numbers = f"{magnitude(each.end.abs_max)}  {percent(each.share_of_limit):>5}  {times(each.factor):>7}"
+        style = "yellow" if each.share_of_limit >= NEAR else ""
+        yield Whole(f"{label:<{width}}  {numbers}  {named(each.end.module)}", style=style)
+
+
 class _Rows:
     """The outputs of one forward; a name that finds no room goes on below."""
 
-    def __init__(self, lines: Sequence[Line]) -> None:
-        self._lines = lines
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = rows
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         head = f"{'abs min':>8}  {'abs max':>8}  {'limit':>5}  {'growth':>7}"
         yield Whole(f"{head}  module, class, tensor", style="bold")
-        for line in self._lines:
-            if line.call is None or line.row is None:
-                yield Whole(f"{'...':>8}  {_skipped(line)}")
-                continue
-            row = line.row
-            grown = line.call.growth(row)
-            share = "-" if row.share == 0 else words.percent(row.share)
-            numbers = f"{_least(row)}  {_most(row)}  {share:>5}  {'-' if grown is None else words.times(grown):>7}"
-            style = "bold red" if row.is_bad else "yellow" if row.share >= NEAR else ""
+        for before, row in zip([None, *self._rows], self._rows, strict=False):
+            yield from _gap(before, row)
+            share = "-" if row.share_of_limit == 0 else percent(row.share_of_limit)
+            value = f"{row.text:>18}" if row.text else f"{magnitude(row.abs_min):>8}  {magnitude(row.abs_max):>8}"
+            numbers = f"{value}  {share:>5}  {'-' if row.growth is None else times(row.growth):>7}"
+            style = "bold red" if row.is_bad else "yellow" if row.share_of_limit >= NEAR else ""
             for text in _beside(numbers, row, options.max_width):
                 yield Whole(text, style=style)
 
 
-def _least(row: Row) -> str:
-    return "" if row.spec.text else f"{words.magnitude(row.least):>8}"
+class _SideBySide:
+    """abs max of two forwards around where they diverge."""
+
+    def __init__(self, divergence: Divergence) -> None:
+        self._divergence = divergence
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        found = self._divergence
+        names = Names([found.a, found.b])
+        a, b = names.of(found.a), names.of(found.b)
+        width = max(9, len(a), len(b)) + 1
+        yield Wrapped("abs max beside each other:", margin=0)
+        yield Whole(f"{a:>{width}}{b:>{width}}{'times':>8}  module, class, tensor", style="bold")
+        before = None
+        for row, other in found.around:
+            yield from _gap(before, row)
+            before = row
+            cells = f"{row.text or magnitude(row.abs_max):>{width}}{other.text or magnitude(other.abs_max):>{width}}"
+            for text in _beside(f"{cells}{_times(row, other):>8}", row, options.max_width):
+                yield Whole(text)
 
 
-def _most(row: Row) -> str:
-    return f"{row.spec.text:>18}" if row.spec.text else f"{words.magnitude(row.most):>8}"
+def _gap(before: Row | None, row: Row) -> Iterator[Whole]:
+    """Mark that calls between two rows are left out (--all shows them)."""
+    if row.number > (before.number + 1 if before is not None else 0):
+        yield Whole(f"{'...':>8}")
 
 
-def _skipped(line: Line) -> str:
-    more = f"{line.skipped:,} more output{'' if line.skipped == 1 else 's'}"
-    if line.least is None:
-        return more
-    return f"{more}, abs max {words.magnitude(line.least)} to {words.magnitude(line.most)}"
+def _times(row: Row, other: Row) -> str:
+    """Format how many times the greater of two magnitudes is the other; - where one is 0, nan, inf or unknown."""
+    if not row.most or not other.most:
+        return "-"
+    factor = ratio(row.most, other.most)
+    return times(factor) if math.isfinite(factor) else "-"
 
 
 def _beside(numbers: str, row: Row, width: int) -> list[str]:
-    """Write numbers and names in one line, or where that is too long the class and the tensor below the module."""
-    module, about = row.place.module or _MODEL, f"{row.place.kind}  {row.place.tensor}"
+    """Put numbers and names in one line, or where that is too long the class and the tensor below the module."""
+    module, about = row.module or _MODEL, f"{row.class_}  {row.tensor}"
     if len(numbers) + len(module) + len(about) + 4 <= width:
         return [f"{numbers}  {module}  {about}"]
     return [f"{numbers}  {module}", " " * (len(numbers) + 4) + about]
-
-
-class _Over:
-    """abs max of each output in several forwards, as many as there is room for."""
-
-    def __init__(self, request: Request, chosen: Chosen, compared: Compared | None) -> None:
-        self._request, self._chosen, self._compared = request, chosen, compared
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        every = self._compared.sides if self._compared is not None and self._compared.sides else self._chosen.sides
-        column = max(_COLUMN, 1 + max(len(part) for side in every[:_WIDEST] for part in _heading(side, every)))
-        sides = columns(every, max(2, (options.max_width - _NAMES) // column))
-        rows, left_out = across(self._request, sides, self._compared)
-        some = f", {len(sides)} of {len(every):,}" if len(sides) < len(every) else ""
-        yield Wrapped(f"abs max over {_what(sides)}{some}:", margin=0)
-        pair = len(sides) == 2
-        for text in _headings(sides, column):
-            yield Whole(text + (f"{'times':>8}" if pair else "") + "  module, class, tensor", style="bold")
-        for row in rows:
-            cells = "".join(f"{_cell(one)[: column - 1]:>{column}}" for one in row.each)
-            numbers = cells + (f"{_apart(row):>8}" if pair else "")
-            for text in _beside(numbers, row.row, options.max_width):
-                yield Whole(text)
-        if left_out:
-            yield Whole(f"  ... and {left_out:,} more (--all)")
-
-
-def _what(sides: Sequence[Side]) -> str:
-    if len({id(side.recording) for side in sides}) == 1:
-        return "batches"
-    numbers = {side.forward.batch for side in sides}
-    return "ranks or files" + (f" in batch {numbers.pop()}" if len(numbers) == 1 else "")
-
-
-def _heading(side: Side, among: Sequence[Side]) -> list[str]:
-    return words.side(side, among).split(", ")
-
-
-def _headings(sides: Sequence[Side], column: int) -> Iterator[str]:
-    """Name the columns: the rank or file above the batch where both are needed."""
-    names = [_heading(side, sides) for side in sides]
-    for line in range(max(map(len, names))):
-        yield "".join(f"{name[line] if line < len(name) else '':>{column}}" for name in names)
-
-
-def _cell(row: Row | None) -> str:
-    return "" if row is None else row.spec.text or words.magnitude(row.most)
-
-
-def _apart(row: Across) -> str:
-    return words.times(row.apart) if row.apart < float("inf") else "-"

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
-from distdiag.commands.trace.blocked.model import Request, Threads
+from distdiag.commands.trace.blocked.types import COMMAND, SAMPLED_S, Request, Threads
+from distdiag.commands.trace.ranks import choose, wanted
 from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from distdiag.commands.trace.blocked.collect import Reply
+    from distdiag.commands.trace.blocked.types import TraceBlocked
+    from distdiag.commands.trace.nodes import Answers, NodeAnswer
+    from distdiag.jobs.nodes import NodeStacks
+    from distdiag.report import Report
+    from distdiag.runner import Subcommand
+
+_SPARE_S, _EACH_S = 15.0, 2.0
+"""For a node, and for each process on it: the memory of one, and every file system of it, may have to be given up."""
 
 
 @on_hosts
@@ -45,10 +59,35 @@ def blocked(
     found, 130 interrupted.
     """
     from distdiag import runner
-    from distdiag.commands.trace.blocked.check import SUBCOMMAND
-    from distdiag.commands.trace.ranks import wanted
 
-    def asked() -> Request:
+    def request() -> Request:
         return Request(program=called_as(), cluster=cluster, wanted=wanted(pid, rank, job, user), threads=threads)
 
-    runner.run(SUBCOMMAND, asked, runner.Options(as_json, strict, save, from_, cluster.explain))
+    runner.run(subcommand(), request, runner.Options(as_json, strict, save, from_, cluster.explain))
+
+
+def _plan(nodes: Sequence[NodeStacks], request: Request) -> dict[str, dict[str, Any]]:
+    """Ask about all processes of jobs, whoever was chosen: the chosen may wait for any of them."""
+    chosen = choose(nodes, request.wanted)
+    if not chosen:
+        return {}
+    asks = {}
+    for node in nodes:
+        own = (choice.process.pid for choice in chosen if choice.host == node.host and choice.process is not None)
+        pids = list(dict.fromkeys((*own, *(process.pid for process in node.processes.processes))))
+        if pids:
+            asks[node.host] = {"pids": pids, "interval_s": SAMPLED_S, "timeout_s": _SPARE_S + _EACH_S * len(pids)}
+    return asks
+
+
+def subcommand() -> Subcommand[Request, NodeAnswer[Reply], TraceBlocked]:
+    """Return what the runner needs to carry it out."""
+    from distdiag.commands.trace.blocked.collect import Reply
+    from distdiag.commands.trace.blocked.diagnose import diagnose
+    from distdiag.commands.trace.blocked.view import trace_blocked_view
+    from distdiag.commands.trace.nodes import about_processes
+
+    def judge(request: Request, answers: Answers[Reply]) -> Report[TraceBlocked]:
+        return diagnose(request, answers, choose(answers.nodes, request.wanted))
+
+    return about_processes(COMMAND, Request, Reply, _plan, judge, trace_blocked_view)

@@ -1,4 +1,4 @@
-"""The findings of trace blocked. Pure."""
+"""The findings of trace blocked, and how those who wait are put into words. Pure."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.hosts import fold, name_ranks
-from distdiag.commands.trace.blocked.result import LOOK_S, Kind, Wait
-from distdiag.commands.trace.blocked.waits import ENDED
-from distdiag.commands.trace.blocked.words import again, several, standing, waiting
+from distdiag.cluster.hosts import fold, fold_ranks, name_ranks
+from distdiag.commands.trace.blocked.types import SAMPLED_S
+from distdiag.diagnosis import remedies
+from distdiag.diagnosis.wait_reasons import ENDED, Kind, Wait, lasting
 from distdiag.node.machine import STOPPED
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from distdiag.commands.trace.blocked.chains import Tree, Waits
-    from distdiag.commands.trace.blocked.model import Request
-    from distdiag.commands.trace.who import Key, People
+    from distdiag.commands.trace.blocked.types import Request
+    from distdiag.diagnosis.process_index import Key, ProcessIndex
+    from distdiag.diagnosis.wait_graph import Edge, WaitGraph, WaitTree
     from distdiag.jobs.model import Job
 
+_NAMED = 8
+_PARTS = 4
+_FOR = {"r": "its data", "w": "it to read"}
 LONG_S = 5.0
 """Who has stood still for so long is taken as stuck; less may be a step of the training."""
 BLAMED = (Kind.STOPPED, Kind.STORAGE, Kind.KERNEL, Kind.SLEEP, Kind.FILE, Kind.CHILD, Kind.ENDED)
@@ -36,20 +39,20 @@ class Case:
     request: Request
     job: Job | None
     keys: tuple[Key, ...]
-    waits: Waits
+    graph: WaitGraph
 
     @property
-    def people(self) -> People:
-        """Who is who."""
-        return self.waits.people
+    def index(self) -> ProcessIndex:
+        """Which process is which rank."""
+        return self.graph.index
 
 
 def root_wait(case: Case, key: Key) -> Wait:
-    """Tell what the process at the end of a chain does; of one that was not looked at, what its state tells."""
-    wait = case.waits.main(key)
+    """Return what the process at the end of a chain does; of one that was not looked at, what its state tells."""
+    wait = case.graph.main(key)
     if wait is not None:
         return wait
-    person, process = case.people.persons.get(key), case.people.processes.get(key)
+    person, process = case.index.persons.get(key), case.index.processes.get(key)
     state = person.state if person is not None else process.state if process is not None else ""
     kind = Kind.STOPPED if state in STOPPED else Kind.RUNS if state == "R" else Kind.NETWORK
     kind = Kind.ENDED if state in ENDED else Kind.KERNEL if state == "D" else kind
@@ -58,27 +61,27 @@ def root_wait(case: Case, key: Key) -> Wait:
     return Wait(kind=kind, call="-", on="", does=does, since_s=None)
 
 
-def of_trees(case: Case, trees: Sequence[Tree]) -> list[Finding]:
+def of_trees(case: Case, trees: Sequence[WaitTree]) -> list[Finding]:
     """Name the processes that hold others up."""
     found = [_of_tree(case, tree) for tree in trees]
-    return [one for one in found if one is not None]
+    return [finding for finding in found if finding is not None]
 
 
-def of_themselves(case: Case, trees: Sequence[Tree]) -> list[Finding]:
+def of_themselves(case: Case, trees: Sequence[WaitTree]) -> list[Finding]:
     """Name those that are stopped, or whose file system does not answer, though nobody is known to wait for them."""
-    told = {tree.root for tree in trees}
+    blamed = {tree.root for tree in trees}
     found = []
     for kind, name in _ITSELF.items():
-        keys = [key for key in case.keys if key not in told and _kind(case, key) is kind]
+        keys = [key for key in case.keys if key not in blamed and _kind(case, key) is kind]
         if not keys:
             continue
         first = root_wait(case, keys[0])
-        title = f"{case.people.name(keys[0], whole=True)} {first.does}"
+        title = f"{case.index.name(keys[0], whole=True)} {first.does}"
         if len(keys) > 1:
-            title += f"; so {'is' if len(keys) == 2 else 'are'} {several(keys[1:], case.people)}"
+            title += f"; so {'is' if len(keys) == 2 else 'are'} {several(keys[1:], case.index)}"
         others = [key for key in case.keys if key not in keys]
         waits = [root_wait(case, key) for key in others]
-        title += f"; {standing(others, waits, case.people)}" if others else ""
+        title += f"; {what_they_do(others, waits, case.index)}" if others else ""
         long = kind is Kind.STOPPED or (first.since_s or 0.0) > LONG_S
         found.append(_finding(name, Level.FAIL if long else Level.WARN, title, keys, case, fix=_fix(case, keys, first)))
     return found
@@ -88,15 +91,15 @@ def of_gone(case: Case) -> list[Finding]:
     """Name the ranks that have ended while others of their job go on; and those that were not seen."""
     if case.job is None:
         return []
-    gone = [one for one in case.job.members if one.process is None or one.process.state in ENDED]
+    gone = [member for member in case.job.members if member.process is None or member.process.state in ENDED]
     found = []
     others = [key for key in case.keys if _kind(case, key) is not Kind.ENDED]
     if gone and others:
-        ranks = [one.rank for one in gone if one.rank is not None]
+        ranks = [member.rank for member in gone if member.rank is not None]
         who = name_ranks(ranks) if ranks else "a process"
-        hosts = fold(dict.fromkeys(one.host for one in gone))
+        hosts = fold(dict.fromkeys(member.host for member in gone))
         waits = [root_wait(case, key) for key in others]
-        rest = standing(others, waits, case.people)
+        rest = what_they_do(others, waits, case.index)
         # Where nobody sleeps in what may be a collective, the job may just be at its end.
         awaited = any(wait.kind in _INSIDE for wait in waits)
         found.append(
@@ -104,26 +107,11 @@ def of_gone(case: Case) -> list[Finding]:
                 id="trace.gone",
                 level=Level.FAIL if awaited else Level.UNKNOWN,
                 title=f"{who} ({hosts}) {'has' if len(gone) == 1 else 'have'} ended; {rest}",
-                where=Where(hosts=tuple(dict.fromkeys(one.host for one in gone)), ranks=tuple(ranks)),
-                fix=Fix(
-                    text=f"read the end of that rank's log, and whether the kernel ended it on {hosts}",
-                    commands=("dmesg -T | grep -iE 'out of memory|killed process|segfault'",),
-                ),
+                where=Where(hosts=tuple(dict.fromkeys(member.host for member in gone)), ranks=tuple(ranks)),
+                fix=remedies.find_cause_of_death(hosts),
             )
         )
     return found
-
-
-def unseen(case: Case) -> list[Finding]:
-    """Name the ranks that were on none of the hosts looked at."""
-    if case.job is None or not case.job.unseen:
-        return []
-    ranks = case.job.unseen
-    hosts = fold(dict.fromkeys(one.host for one in case.job.members))
-    were = "was" if len(ranks) == 1 else "were"
-    title = f"{name_ranks(ranks)} of {case.job.world_size} {were} not seen on {hosts}: gone, or on other hosts"
-    fix = Fix(text="look at all hosts of the job: --hosts LIST, or --slurm-job ID")
-    return [Finding(id="trace.unseen", level=Level.UNKNOWN, title=title, where=Where(ranks=ranks), fix=fix)]
 
 
 def unreadable(case: Case, user: int) -> list[Finding]:
@@ -131,9 +119,9 @@ def unreadable(case: Case, user: int) -> list[Finding]:
     keys = [key for key in case.keys if _kind(case, key) is Kind.UNREADABLE]
     if not keys:
         return []
-    owners = sorted({case.people.processes[key].user for key in keys if key in case.people.processes})
+    owners = sorted({case.index.processes[key].user for key in keys if key in case.index.processes})
     of = f" of user {', '.join(map(str, owners))}" if owners and owners != [user] else ""
-    name = several(keys, case.people)
+    name = several(keys, case.index)
     names = f"{name}{of} on {fold(dict.fromkeys(host for host, _ in keys))}"
     return [_finding("unreadable", Level.UNKNOWN, f"{names} may not be read", keys, case, fix=_rights(case, user))]
 
@@ -158,7 +146,7 @@ def by_exclusion(case: Case) -> list[Finding]:
     running = [key for key in outside if _is_running(root_wait(case, key))]
     waking = [key for key in outside if key not in running and root_wait(case, key).kind is Kind.RUNS]
     still = [key for key in outside if key not in running and key not in waking]
-    others = standing(inside, [root_wait(case, key) for key in inside], case.people)
+    others = what_they_do(inside, [root_wait(case, key) for key in inside], case.index)
     found = []
     for members, name, level, doubt in (
         (running, "straggler", Level.WARN, "It may only be slower than the others: look again in a minute. "),
@@ -172,7 +160,7 @@ def by_exclusion(case: Case) -> list[Finding]:
     ):
         if members:
             waits = [root_wait(case, key) for key in members]
-            title = f"{standing(members, waits, case.people, whole=True)}; {others}"
+            title = f"{what_they_do(members, waits, case.index, whole=True)}; {others}"
             detail = f"{doubt}All others have been asleep inside the job for more than {LONG_S:g} s."
             fix = _stacks_of(case, members)
             found.append(_finding(name, level, title, members, case, detail=detail, fix=fix))
@@ -184,7 +172,7 @@ _INSIDE = (Kind.OWN_THREADS, Kind.STORE, Kind.PEER)
 
 
 def _is_unclear(wait: Wait) -> bool:
-    """Tell whether nothing says what it waits for: it may be the job as well."""
+    """Return whether nothing says what it waits for: it may be the job as well."""
     is_asleep = wait.thread is None or wait.thread.state != "D"
     return wait.kind is Kind.UNREADABLE or (wait.kind is Kind.KERNEL and is_asleep)
 
@@ -194,22 +182,24 @@ def _is_running(wait: Wait) -> bool:
 
 
 def undecided(case: Case) -> list[Finding]:
-    """Say what all of them do where nobody can be blamed: they go on, or /proc cannot tell."""
+    """Report what all of them do where nobody can be blamed: they go on, or /proc cannot tell."""
     keys = [key for key in case.keys if _kind(case, key) not in (Kind.UNREADABLE, Kind.ENDED)]
     waits = [root_wait(case, key) for key in keys]
     if not keys:
         return []
-    told = standing(keys, waits, case.people)
+    words = what_they_do(keys, waits, case.index)
     asleep = [wait for wait in waits if wait.kind is not Kind.RUNS]
     if any(wait.since_s is not None and wait.since_s > LONG_S for wait in asleep):
-        return [_stands_still(case, keys, waits, told)]
+        return [_standing_still(case, keys, waits, words)]
     if why := _may_be_hung(case, keys, waits):
-        return [_finding("undecided", Level.UNKNOWN, f"{told}: {why}", keys, case, fix=_stacks_of(case, keys))]
-    return [_finding("not-hung", Level.INFO, f"not hung, as far as can be seen in {LOOK_S:g} s: {told}", keys, case)]
+        return [_finding("undecided", Level.UNKNOWN, f"{words}: {why}", keys, case, fix=_stacks_of(case, keys))]
+    return [
+        _finding("not-hung", Level.INFO, f"not hung, as far as can be seen in {SAMPLED_S:g} s: {words}", keys, case)
+    ]
 
 
 def _may_be_hung(case: Case, keys: Sequence[Key], waits: Sequence[Wait]) -> str:
-    """Say why ranks of which none has slept for long may be hung all the same; empty if that is not likely."""
+    """Return why ranks of which none has slept for long may be hung all the same; empty if that is not likely."""
     running = [key for key, wait in zip(keys, waits, strict=True) if _is_running(wait)]
     if len(running) == len(keys) and any(_uses_gpu(case, key) for key in running):
         return "who waits for a GPU runs as well, and /proc does not tell it from work"
@@ -224,7 +214,7 @@ def _may_be_hung(case: Case, keys: Sequence[Key], waits: Sequence[Wait]) -> str:
 
 
 def _uses_gpu(case: Case, key: Key) -> bool:
-    process = case.people.processes.get(key)
+    process = case.index.processes.get(key)
     return process is not None and process.gpu
 
 
@@ -235,39 +225,39 @@ def _stacks_of(case: Case, keys: Sequence[Key]) -> Fix:
     )
 
 
-def _stands_still(case: Case, keys: list[Key], waits: list[Wait], told: str) -> Finding:
+def _standing_still(case: Case, keys: list[Key], waits: list[Wait], words: str) -> Finding:
     inside = [key for key, wait in zip(keys, waits, strict=True) if wait.kind in (Kind.OWN_THREADS, Kind.STORE)]
-    odd = [(key, wait) for key, wait in zip(keys, waits, strict=True) if key not in inside]
-    if inside and odd:
+    outside = [(key, wait) for key, wait in zip(keys, waits, strict=True) if key not in inside]
+    if inside and outside:
         # Those that stand elsewhere come first: the others most likely wait for them.
-        elsewhere = standing([key for key, _ in odd], [wait for _, wait in odd], case.people, whole=True)
-        others = standing(inside, [root_wait(case, key) for key in inside], case.people)
-        title = told = f"{elsewhere}; {others}: /proc cannot tell for whom"
+        elsewhere = what_they_do([key for key, _ in outside], [wait for _, wait in outside], case.index, whole=True)
+        others = what_they_do(inside, [root_wait(case, key) for key in inside], case.index)
+        title = words = f"{elsewhere}; {others}: /proc cannot tell for whom"
     elif inside and len(keys) > 1:
         title = (
             f"all {len(keys)} wait for other threads of their own, or at the store: in a collective, a lock, an event "
             "or a join, which /proc does not tell apart"
         )
     elif len(keys) > 1:
-        title = f"nobody runs, and nobody is known to wait for another: {told}"
+        title = f"nobody runs, and nobody is known to wait for another: {words}"
     else:
-        title = told
-    detail = "" if told in title else f"{told[:1].upper()}{told[1:]}."
+        title = words
+    detail = "" if words in title else f"{words[:1].upper()}{words[1:]}."
     return _finding("undecided", Level.UNKNOWN, title, keys, case, detail=detail, fix=_stacks_of(case, keys))
 
 
-def _of_tree(case: Case, tree: Tree) -> Finding | None:
+def _of_tree(case: Case, tree: WaitTree) -> Finding | None:
     wait = root_wait(case, tree.root)
-    root = case.people.name(tree.root, whole=True)
-    rest = waiting(tree, case.people)
+    root = case.index.name(tree.root, whole=True)
+    rest = waiting(tree, case.index)
     # Who only waits for it is no culprit; what is no rank is named with the ranks that wait for it.
-    is_rank = case.people.rank(tree.root) is not None
+    is_rank = case.index.rank(tree.root) is not None
     keys = [tree.root, *(edge.waiter for edge in tree.edges if edge.to == tree.root and not is_rank)]
     long = _stood_s(tree, wait)
     level = Level.FAIL if long is not None and long > LONG_S else Level.WARN
     if tree.is_cycle:
         circle = [edge.waiter for edge in tree.edges if edge.waiter in {other.to for other in tree.edges}]
-        title = f"{several(sorted(circle), case.people)} wait for each other: {rest}"
+        title = f"{several(sorted(circle), case.index)} wait for each other: {rest}"
         return _finding("waits-for", level, title, sorted(circle), case, detail=_CYCLE)
     locks = [edge for edge in tree.edges if edge.to == tree.root and edge.wait.kind is Kind.LOCK]
     if locks:
@@ -283,8 +273,8 @@ def _of_tree(case: Case, tree: Tree) -> Finding | None:
 _CYCLE = "Each reads what the other is to send first; unless another thread of theirs sends it, this never ends."
 
 
-def _stood_s(tree: Tree, wait: Wait) -> float | None:
-    """Tell for how long it has stood like this: as long as the longest waiter has waited, and the root has not run."""
+def _stood_s(tree: WaitTree, wait: Wait) -> float | None:
+    """Return for how long it has been so: as long as the longest waiter has waited, and the root has not run."""
     if wait.since_s is not None and any(edge.wait.again for edge in tree.edges):
         return wait.since_s
     waited = max((edge.wait.since_s for edge in tree.edges if edge.wait.since_s is not None), default=None)
@@ -294,26 +284,26 @@ def _stood_s(tree: Tree, wait: Wait) -> float | None:
 
 def _fix(case: Case, keys: Sequence[Key], wait: Wait, why: str = "") -> Fix | None:
     host, pid = keys[0]
-    place = f"on {fold(dict.fromkeys(key[0] for key in keys))}"
+    hosts = fold(dict.fromkeys(key[0] for key in keys))
+    place = f"on {hosts}"
     if wait.thaws:
-        return Fix(text=f"{place}, thaw its cgroup: docker unpause CONTAINER, or as root", commands=(wait.thaws,))
+        return remedies.thaw(hosts, wait.thaws)
     if wait.thread is not None and wait.thread.state == "t":
         return Fix(text=f"{place}, leave the debugger or the tracer: detach, or let it continue; SIGCONT does not help")
     if wait.kind is Kind.STOPPED:
-        pids = " ".join(str(key[1]) for key in keys)
-        return Fix(text=f"{place}, let it go on, and find who stopped it", commands=(f"kill -CONT {pids}",))
+        return remedies.resume(keys)
     if why == "lock":
-        return Fix(text=f"{place}, see what it does with the lock", commands=(_look_at(case, pid),))
+        return Fix(text=f"{place}, see what it does with the lock", commands=(_stack_of(case, pid),))
     if wait.kind is Kind.STORAGE and wait.on.startswith("/"):
         path = wait.on.removesuffix(" (D)").rpartition("/")[0] or "/"
         commands = (f"timeout 5 stat -f {shlex.quote(path)}", "dmesg -T | tail -n 20")
         return Fix(text=f"{place}, see whether its file system answers, and what the kernel says", commands=commands)
-    if wait.kind in (Kind.SLEEP, Kind.FILE, Kind.CHILD) and (host, pid) in case.people.processes:
-        return Fix(text="see where in the program that is", commands=(_look_at(case, pid),))
+    if wait.kind in (Kind.SLEEP, Kind.FILE, Kind.CHILD) and (host, pid) in case.index.processes:
+        return Fix(text="see where in the program that is", commands=(_stack_of(case, pid),))
     return None
 
 
-def _look_at(case: Case, pid: int) -> str:
+def _stack_of(case: Case, pid: int) -> str:
     return again(case.request, "pyspy-all", "--pid", str(pid))
 
 
@@ -325,13 +315,9 @@ def _about(case: Case) -> tuple[str, ...]:
 
 
 def _rights(case: Case, user: int) -> Fix:
-    if user != 0:
-        command = again(case.request, "trace", "blocked", *_about(case))
-        return Fix(text="run it as that user, or as root", commands=(f'sudo env "PATH=$PATH" {command}',))
-    return Fix(
-        text="give the container the right to read its processes: docker run --cap-add SYS_PTRACE; in Kubernetes "
-        "securityContext.capabilities.add: [SYS_PTRACE]; or run distdiag on the host"
-    )
+    if user == 0:
+        return remedies.ptrace_in_container()
+    return remedies.as_other_user(again(case.request, "trace", "blocked", *_about(case)))
 
 
 def _kind(case: Case, key: Key) -> Kind:
@@ -350,7 +336,86 @@ def _finding(
 ) -> Finding:
     where = Where(
         hosts=tuple(dict.fromkeys(host for host, _ in keys)),
-        ranks=tuple(sorted({rank for rank in map(case.people.rank, keys) if rank is not None})),
+        ranks=tuple(sorted({rank for rank in map(case.index.rank, keys) if rank is not None})),
         pids=tuple(dict.fromkeys(pid for _, pid in keys)),
     )
     return Finding(id=f"trace.{name}", level=level, title=title, detail=detail, where=where, fix=fix)
+
+
+def again(request: Request, *words: str) -> str:
+    """Format a command to paste: this program with the same hosts."""
+    typed = [part for name, value in request.cluster.typed() for part in (name, shlex.quote(value))]
+    return " ".join([request.program, *words, *typed])
+
+
+def several(keys: Iterable[Key], index: ProcessIndex, *, whole: bool = False) -> str:
+    """Format processes: "ranks 0-1,3", "pids 17,19"; a single one with host and pid if it is to be `whole`."""
+    chosen = list(dict.fromkeys(keys))
+    ranks = [index.rank(key) for key in chosen]
+    if len(chosen) == 1:
+        return index.name(chosen[0], whole=whole)
+    if all(rank is not None for rank in ranks):
+        return name_ranks(rank for rank in ranks if rank is not None)
+    if len(chosen) <= _NAMED:
+        return "pids " + fold_ranks(pid for _, pid in chosen)
+    return f"{len(chosen)} processes"
+
+
+def waiting(tree: WaitTree, index: ProcessIndex) -> str:
+    """Format who waits: "rank 0 waits for its data: recvfrom on 10.0.0.2:51916; rank 2 waits for rank 0: ..."."""
+    groups: dict[tuple[Key, str, str], list[Edge]] = {}
+    for edge in tree.edges:
+        groups.setdefault((edge.to, edge.wait.call, edge.wait.wants), []).append(edge)
+    parts = [_group(group, tree, index) for group in list(groups.values())[:_PARTS]]
+    rest = sum(len(group) for group in list(groups.values())[_PARTS:])
+    return "; ".join([*parts, *([f"{rest} more wait for these"] if rest else [])])
+
+
+def _group(group: Sequence[Edge], tree: WaitTree, index: ProcessIndex) -> str:
+    first = group[0]
+    who = several((edge.waiter for edge in group), index)
+    verb = "waits" if len(group) == 1 else "wait"
+    if first.wait.kind is Kind.LOCK:
+        what = "for it" if first.to == tree.root else f"for the lock on {first.wait.end}"
+        return f"{who} {verb} {what} ({first.wait.call}, {lasting(first.wait.since_s)})"
+    is_plain = first.to == tree.root and not tree.is_cycle
+    whom = _FOR.get(first.wait.wants, "it") if is_plain else index.name(first.to)
+    more = f" and {len(group) - 1} more" if len(group) > 1 else ""
+    thread = first.wait.thread
+    via = f" in its thread {thread.tid}" if thread is not None and thread.tid != first.waiter[1] else ""
+    return f"{who} {verb} for {whom}: {first.wait.call} on {first.wait.end}{more}{via}"
+
+
+def what_they_do(keys: Sequence[Key], waits: Sequence[Wait], index: ProcessIndex, *, whole: bool = False) -> str:
+    """Format what processes do, folded: "ranks 0-1,3 wait for other threads of their own (futex, 60 s)"."""
+    groups: dict[tuple[Kind, str], list[tuple[Key, Wait]]] = {}
+    for key, wait in zip(keys, waits, strict=True):
+        alike = (wait.kind, wait.call) if wait.kind in _ALIKE else (wait.kind, f"{key}")
+        groups.setdefault(alike, []).append((key, wait))
+    parts = []
+    for group in list(groups.values())[:_PARTS]:
+        members, first = [key for key, _ in group], group[0][1]
+        words = _ALIKE[first.kind] if len(group) > 1 else first.does
+        since = _since([wait for _, wait in group])
+        parts.append(
+            f"{several(members, index, whole=whole)} {words}" + (f" ({first.call}, {since})" if len(group) > 1 else "")
+        )
+    rest = sum(len(group) for group in list(groups.values())[_PARTS:])
+    return "; ".join([*parts, *([f"{rest} more wait elsewhere"] if rest else [])])
+
+
+_ALIKE = {
+    Kind.OWN_THREADS: "wait for other threads of their own",
+    Kind.STORE: "wait for a key in the job's store",
+    Kind.SLEEP: "sleep",
+    Kind.RUNS: "run",
+    Kind.PEER: "wait for others",
+}
+
+
+def _since(waits: Sequence[Wait]) -> str:
+    known = [wait.since_s for wait in waits if wait.since_s is not None]
+    if not known:
+        return "?"
+    least, most = lasting(min(known)), lasting(max(known))
+    return least if least == most else f"{least.removesuffix(' s')} to {most}"

@@ -8,27 +8,26 @@ from rich.table import Column
 from rich.text import Text
 
 from distdiag.cluster.hosts import fold, fold_ranks
-from distdiag.commands.trace.blocked.result import Kind
-from distdiag.commands.trace.blocked.waits import lasting
 from distdiag.deliver import Wrapped, plain_table
+from distdiag.diagnosis.wait_reasons import Kind, lasting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from rich.console import RenderableType
 
-    from distdiag.commands.trace.blocked.result import JobRow, ThreadRow, TraceBlocked
+    from distdiag.commands.trace.blocked.types import ThreadRow, TraceBlocked
 
 _COMMS = 3
 
 
 def trace_blocked_view(data: TraceBlocked) -> Iterator[RenderableType]:
-    """Give a table for each job, and one of the processes without a job."""
+    """Draw a table for each job, and one of the processes without a job."""
     for number, job in enumerate(data.jobs):
         if number:
             yield ""
         if job.world_size is not None or job.ranks > 1:
-            yield _title(job)
+            yield Text(job.title(), overflow="fold")
         yield from _table([row for row in data.threads if row.job == job.job])
     rest = [row for row in data.threads if row.job not in {job.job for job in data.jobs}]
     if rest:
@@ -40,14 +39,6 @@ def trace_blocked_view(data: TraceBlocked) -> Iterator[RenderableType]:
             else f"{data.helpers} helpers that nobody waits for are"
         )
         yield Text(f"({what} not shown)", overflow="fold")
-
-
-def _title(job: JobRow) -> Text:
-    of = f" of {job.world_size}" if job.world_size is not None else ""
-    what = "rank" if (job.world_size or job.ranks) == 1 else "ranks"
-    name = f"job {job.job} ({job.launcher})" if job.job else job.launcher
-    hosts = f" on {fold(job.hosts)}" if any(job.hosts) else ""
-    return Text(f"{name}: {job.ranks}{of} {what}{hosts}", overflow="fold")
 
 
 def _table(rows: Sequence[ThreadRow]) -> Iterator[RenderableType]:
@@ -78,7 +69,7 @@ def _table(rows: Sequence[ThreadRow]) -> Iterator[RenderableType]:
 
 
 def _other_threads(rows: Sequence[ThreadRow]) -> Iterator[RenderableType]:
-    """Give a line for each thread beside the main ones, below its process: a table would leave no room."""
+    """Draw a line for each thread beside the main ones, below its process: a table would leave no room."""
     owner = None
     for group in _folded(rows):
         first = group[0]
@@ -98,7 +89,7 @@ def _on(group: Sequence[ThreadRow]) -> str:
 
 
 def _folded(rows: Sequence[ThreadRow]) -> list[list[ThreadRow]]:
-    """Put rows together that say the same: main threads of several ranks, or other threads of one process."""
+    """Group rows that say the same: main threads of several ranks, or other threads of one process."""
     groups: dict[tuple[object, ...], list[ThreadRow]] = {}
     for row in rows:
         is_main = row.tid == row.pid

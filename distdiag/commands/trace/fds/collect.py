@@ -32,26 +32,26 @@ class Opened:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What is told at a time: processes first, at the end the sockets of all of them, and who was mentioned."""
+class Reply:
+    """What is sent at a time: processes first, at the end the sockets of all of them, and who was mentioned."""
 
     processes: tuple[Opened, ...] = ()
     networks: tuple[Network, ...] = ()
     people: tuple[Person, ...] = ()
 
 
-def more(ask: dict[str, Any], tell: Callable[[Told], None]) -> None:
+def more(ask: dict[str, Any], tell: Callable[[Reply], None]) -> None:
     """Read the descriptors of processes: {"pids": of whom, "others": who may have the other ends}."""
-    look = Look()
+    reader = Look()
     mentioned: set[int] = set()
     for pid in ask["pids"]:
-        found = descriptors(pid, look)
-        tell(Told(processes=(Opened(pid, _limit(pid), found.descriptors, found.unread),)))
-        mentioned.update(end.pid for one in found.descriptors for end in one.ends)
+        found = descriptors(pid, reader)
+        tell(Reply(processes=(Opened(pid, _limit(pid), found.descriptors, found.unread),)))
+        mentioned.update(end.pid for descriptor in found.descriptors for end in descriptor.ends)
     known = [*ask["pids"], *ask["others"]]
-    sockets = networks(known, look)
-    mentioned.update(one.pid for network in sockets for one in network.sockets)
-    tell(Told(networks=sockets, people=people(mentioned.union(ask["pids"]))))
+    sockets = networks(known, reader)
+    mentioned.update(owned.pid for network in sockets for owned in network.sockets)
+    tell(Reply(networks=sockets, people=people(mentioned.union(ask["pids"]))))
 
 
 def _limit(pid: int) -> int | None:

@@ -1,15 +1,103 @@
-"""What you type for trace fds."""
+"""`distdiag trace fds`: what processes have open, and who has the other ends; `collect` runs on the nodes."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from distdiag.cluster.hosts import fold_ranks
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
-from distdiag.commands.trace.fds.model import Request
+from distdiag.commands.trace.ranks import Wanted, choose, wanted
+from distdiag.diagnosis import remedies
 from distdiag.errors import UsageError
 from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
+from distdiag.report import Finding, Fix, Level, Report, Where
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rich.console import RenderableType
+
+    from distdiag.commands.trace.fds.collect import Opened, Reply
+    from distdiag.commands.trace.nodes import Answers, NodeAnswer
+    from distdiag.commands.trace.ranks import Chosen
+    from distdiag.diagnosis.process_index import Key, ProcessIndex
+    from distdiag.jobs.nodes import NodeStacks
+    from distdiag.node.descriptors import Descriptor
+    from distdiag.runner import Subcommand
+
+COMMAND = "trace fds"
+_SPARE_S, _EACH_S = 15.0, 2.0
+"""For a node, and for each process on it: every file system of it may have to be given up."""
+_FULL = 0.8
+_MUCH_BYTES = 2**30
+_MANY_CLOSED = 10
+_NAMED = 5
+_GIB = 2**30
+_ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
+_NUMBERED = ("pipe", "socket", "anon")
+_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+_FDS = 24
+"""Letters of a list of numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What was asked for."""
+
+    program: str
+    cluster: Cluster
+    wanted: Wanted
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescriptorRow:
+    """One descriptor. `target`: a path, the two ends of a socket, "pipe:[n]"; `who`: the processes at its other end.
+
+    `state` of a socket; `peer_rank`: who has the other end, if that is one rank; `size_bytes` of a file; `gpu`: the
+    minor number of an NVIDIA device. `silent`: its file system did not answer.
+    """
+
+    fd: int
+    mode: str
+    kind: str
+    target: str
+    who: str
+    peer_rank: int | None
+    state: str
+    size_bytes: int | None
+    deleted: bool
+    gpu: int | None
+    silent: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessRow:
+    """One process, and what it has open. `limit`: how many it may have; `counts` by kind, the most in front.
+
+    `unread`: why nothing is known of it: "denied", "gone".
+    """
+
+    host: str
+    rank: int | None
+    role: str
+    pid: int
+    command: str
+    limit: int | None
+    counts: dict[str, int]
+    unread: str
+    descriptors: tuple[DescriptorRow, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceFds:
+    """The facts of the answer."""
+
+    processes: tuple[ProcessRow, ...]
 
 
 @on_hosts
@@ -42,12 +130,278 @@ def fds(
     130 interrupted.
     """
     from distdiag import runner
-    from distdiag.commands.trace.fds.check import SUBCOMMAND
-    from distdiag.commands.trace.ranks import wanted
 
-    def asked() -> Request:
+    def request() -> Request:
         if not (pid or rank or job or from_):
             raise UsageError("say of which process", hint="distdiag trace fds PID, or --rank 0-3, or --job ID")
         return Request(program=called_as(), cluster=cluster, wanted=wanted(pid, rank, job, ""))
 
-    runner.run(SUBCOMMAND, asked, runner.Options(as_json, strict, save, from_, cluster.explain))
+    runner.run(subcommand(), request, runner.Options(as_json, strict, save, from_, cluster.explain))
+
+
+def _plan(nodes: Sequence[NodeStacks], request: Request) -> dict[str, dict[str, Any]]:
+    """Read the chosen ones; of all others of their jobs only the sockets, which may be the other ends."""
+    chosen: dict[str, list[int]] = {}
+    for choice in choose(nodes, request.wanted):
+        if choice.process is not None:
+            chosen.setdefault(choice.host, []).append(choice.process.pid)
+    if not chosen:
+        return {}
+    asks = {}
+    for node in nodes:
+        pids = chosen.get(node.host, [])
+        others = [process.pid for process in node.processes.processes if process.pid not in pids]
+        if pids or others:
+            asks[node.host] = {"pids": pids, "others": others, "timeout_s": _SPARE_S + _EACH_S * len(pids)}
+    return asks
+
+
+def subcommand() -> Subcommand[Request, NodeAnswer[Reply], TraceFds]:
+    """Return what the runner needs to carry it out."""
+    from distdiag.commands.trace.fds.collect import Reply
+    from distdiag.commands.trace.nodes import about_processes, chosen_of
+
+    def judge(request: Request, answers: Answers[Reply]) -> Report[TraceFds]:
+        return diagnose(request, answers, chosen_of(answers, request.wanted, f"{request.program} trace fds"))
+
+    return about_processes(COMMAND, Request, Reply, _plan, judge, trace_fds_view)
+
+
+def diagnose(request: Request, answers: Answers[Reply], chosen: Sequence[Chosen]) -> Report[TraceFds]:
+    """Report what every chosen process has open, and what of it may become a problem."""
+    from distdiag.cluster.reached import host_findings
+    from distdiag.commands.trace.nodes import index_of
+
+    replies = [(host, reply) for host, some in answers.told.items() for reply in some]
+    index = index_of(answers)
+    opened = {(host, process.pid): process for host, reply in replies for process in reply.processes}
+    keys = [(choice.host, choice.process.pid) for choice in chosen if choice.process is not None]
+    rows = [_row(opened[key], key, index) for key in keys if key in opened]
+    found = [finding for row in rows for finding in _of_process(row, request, answers, index)]
+    for host, why in answers.missing.items():
+        title = f"what {host} told is not complete: {why}"
+        found.append(Finding(id="trace.incomplete", level=Level.UNKNOWN, title=title, where=Where(hosts=(host,))))
+    found += host_findings(answers.refusals, answers.rows)
+    worst = min(found, key=lambda finding: _ORDER.index(finding.level), default=None)
+    return Report(
+        command=COMMAND,
+        data=TraceFds(processes=tuple(rows)),
+        findings=tuple(found),
+        summary=worst.title if worst is not None else _summary(rows),
+        interrupted=answers.interrupted,
+    )
+
+
+def _summary(rows: Sequence[ProcessRow]) -> str:
+    total = sum(len(row.descriptors) for row in rows)
+    whose = f"{len(rows)} processes have" if len(rows) > 1 else f"pid {rows[0].pid} has" if rows else "nobody has"
+    return f"{whose} {total} descriptors open; none of them stands out"
+
+
+def _row(opened: Opened, key: Key, index: ProcessIndex) -> ProcessRow:
+    host, pid = key
+    place, process, person = index.places.get(key), index.processes.get(key), index.persons.get(key)
+    counts = Counter(descriptor.kind for descriptor in opened.descriptors)
+    return ProcessRow(
+        host=host,
+        rank=place.rank if place is not None else None,
+        role=index.role(key),
+        pid=pid,
+        command=process.command if process is not None and process.command else person.command if person else "",
+        limit=opened.limit,
+        counts=dict(counts.most_common()),
+        unread=opened.unread,
+        descriptors=tuple(_descriptor(descriptor, key, index) for descriptor in opened.descriptors),
+    )
+
+
+def _descriptor(descriptor: Descriptor, key: Key, index: ProcessIndex) -> DescriptorRow:
+    others = index.others(*key, descriptor)
+    ranks = {index.rank(other) for other in others}
+    who = index.names(others, seen_from=key[0]) or ("itself" if index.is_own(*key, descriptor) else "")
+    if index.is_store(key, descriptor):
+        who = f"{who}: the job's store" if who else "the job's store"
+    return DescriptorRow(
+        fd=descriptor.fd,
+        mode=descriptor.mode,
+        kind=descriptor.kind,
+        target=_target(descriptor),
+        who=who,
+        peer_rank=ranks.pop() if len(ranks) == 1 else None,
+        state=descriptor.socket.state if descriptor.socket is not None else "",
+        size_bytes=descriptor.size_bytes,
+        deleted=descriptor.deleted,
+        gpu=descriptor.gpu,
+        silent=descriptor.silent,
+    )
+
+
+def _target(descriptor: Descriptor) -> str:
+    """Format what it points to; a socket by its addresses, "tcp 10.0.0.1:40000 -> 10.0.0.2:29500"."""
+    if descriptor.socket is None or not descriptor.socket.protocol:
+        return descriptor.target
+    socket = descriptor.socket
+    to = f" -> {socket.remote}" if socket.remote and socket.protocol != "unix" else ""
+    return f"{socket.protocol} {socket.local or socket.remote}{to}".strip()
+
+
+def _of_process(row: ProcessRow, request: Request, answers: Answers[Reply], index: ProcessIndex) -> Iterator[Finding]:
+    name = index.name((row.host, row.pid), whole=True)
+    where = Where(hosts=(row.host,), ranks=(row.rank,) if row.rank is not None else (), pids=(row.pid,))
+    if row.unread:
+        yield _unreadable(row, name, where, request, answers)
+    if row.limit and len(row.descriptors) > _FULL * row.limit:
+        yield _near_limit(row, name, where)
+    gone = sorted(
+        (descriptor for descriptor in row.descriptors if descriptor.kind == "deleted file"),
+        key=lambda descriptor: -(descriptor.size_bytes or 0),
+    )
+    gone = list({(descriptor.target, descriptor.size_bytes): descriptor for descriptor in gone[::-1]}.values())[
+        ::-1
+    ]  # one file, opened twice
+    held = sum(descriptor.size_bytes or 0 for descriptor in gone)
+    if held > _MUCH_BYTES:
+        yield Finding(
+            id="trace.deleted-files",
+            level=Level.WARN,
+            title=f"{name} holds {held / _GIB:.1f} GiB of disk in {len(gone)} deleted file{'s' * (len(gone) > 1)}: "
+            "`du` does not see it, and it is free only when they are closed",
+            where=where,
+            evidence=tuple(
+                f"fd {descriptor.fd}: {descriptor.target}, {(descriptor.size_bytes or 0) / _GIB:.1f} GiB"
+                for descriptor in gone[:_NAMED]
+            ),
+            fix=Fix(text="end the process; or cut the file short where it is a log", commands=(_cut(row, gone[0]),)),
+        )
+    yield from _of_sockets(row, name, where)
+    silent = [descriptor for descriptor in row.descriptors if descriptor.silent]
+    if silent:
+        yield Finding(
+            id="trace.storage",
+            level=Level.WARN,
+            title=f"{name} has {len(silent)} descriptors on a file system that does not answer",
+            where=where,
+            evidence=tuple(f"fd {descriptor.fd}: {descriptor.target}" for descriptor in silent[:_NAMED]),
+        )
+
+
+def _of_sockets(row: ProcessRow, name: str, where: Where) -> Iterator[Finding]:
+    closed = [descriptor for descriptor in row.descriptors if descriptor.state == "CLOSE_WAIT"]
+    if len(closed) >= _MANY_CLOSED:
+        yield Finding(
+            id="trace.close-wait",
+            level=Level.WARN,
+            title=f"{name} has {len(closed)} connections that the other side has closed and it has not (CLOSE_WAIT)",
+            detail="It does not notice their end, or forgets to close them; each keeps a descriptor.",
+            where=where,
+            evidence=tuple(f"fd {descriptor.fd}: {descriptor.target}" for descriptor in closed[:_NAMED]),
+        )
+
+
+def _near_limit(row: ProcessRow, name: str, where: Where) -> Finding:
+    assert row.limit is not None
+    kind, count = next(iter(row.counts.items()))
+    return Finding(
+        id="trace.fd-limit",
+        level=Level.WARN,
+        title=f"{name} has {len(row.descriptors)} of {row.limit} descriptors that it may have; {count} are of the kind "
+        f"{kind}",
+        detail="At the limit every open and every connection fails: EMFILE, 'Too many open files'.",
+        where=where,
+        fix=Fix(
+            text=f"on {row.host}, give the running process more; for the next start: ulimit -n {4 * row.limit}",
+            commands=(f"prlimit --pid {row.pid} --nofile={4 * row.limit}",),
+        ),
+    )
+
+
+def _cut(row: ProcessRow, file: DescriptorRow) -> str:
+    return f"truncate -s 0 /proc/{row.pid}/fd/{file.fd}"
+
+
+def _unreadable(row: ProcessRow, name: str, where: Where, request: Request, answers: Answers[Reply]) -> Finding:
+    if row.unread != "denied":
+        return Finding(id="trace.gone", level=Level.UNKNOWN, title=f"{name} has ended", where=where)
+    user = next((node.processes.user for node in answers.nodes if node.host == row.host), 0)
+    command = f"{request.program} trace fds {row.pid}"
+    fix = remedies.ptrace_in_container() if user == 0 else remedies.as_other_user(command)
+    title = f"what {name} has open may not be read"
+    return Finding(id="trace.unreadable", level=Level.UNKNOWN, title=title, where=where, fix=fix)
+
+
+def trace_fds_view(data: TraceFds) -> Iterator[RenderableType]:
+    """Draw a table for each process: how many of each kind first, then each descriptor, equal ones folded."""
+    from distdiag.deliver import Wrapped
+
+    for number, row in enumerate(data.processes):
+        if number:
+            yield ""
+        yield Wrapped(_title(row), margin=0)
+        if not row.descriptors:
+            continue
+        yield Wrapped(", ".join(f"{count} {kind}" for kind, count in row.counts.items()), margin=2)
+        yield _table(row)
+
+
+def _title(row: ProcessRow) -> str:
+    who = f"{'helper of ' if row.role == 'helper' else ''}rank {row.rank}, " if row.rank is not None else ""
+    limit = f" of {row.limit}" if row.limit else ""
+    told = f"{len(row.descriptors)}{limit} descriptors" if not row.unread else "not read"
+    return f"{who}pid {row.pid} on {row.host} ({row.command}): {told}"
+
+
+def _table(row: ProcessRow) -> RenderableType:
+    from rich.table import Column
+
+    from distdiag.deliver import plain_table
+
+    table = plain_table(
+        Column("fd", justify="right", overflow="fold"),
+        Column("mode", no_wrap=True),
+        Column("kind", no_wrap=True),
+        Column("target", overflow="fold"),
+        Column("other end", overflow="fold"),
+    )
+    for group in _folded(row.descriptors):
+        first = group[0]
+        times = f"{len(group)} x " if len(group) > 1 else ""
+        table.add_row(_fds(group), first.mode or "-", first.kind, times + _shown_target(group), first.who or "-")
+    return table
+
+
+def _folded(rows: Sequence[DescriptorRow]) -> list[list[DescriptorRow]]:
+    """Group what says the same: all pipes of its own, all eventfds, all connections to the same process."""
+    groups: dict[tuple[object, ...], list[DescriptorRow]] = {}
+    for row in rows:
+        # A connection whose other end is known says no more by its addresses.
+        target = row.target.partition(" ")[0] if row.kind == "socket" and row.who else _plain(row)
+        groups.setdefault((row.kind, row.mode, target, row.who, row.state, row.deleted), []).append(row)
+    return list(groups.values())
+
+
+def _plain(row: DescriptorRow) -> str:
+    if row.kind == "shm":  # each tensor that workers share has one
+        return re.sub(r"\d[\d_]*", "*", row.target)
+    return re.sub(r":\[\d+\]$", "", row.target) if row.kind in _NUMBERED else row.target
+
+
+def _shown_target(group: Sequence[DescriptorRow]) -> str:
+    row, count = group[0], len(group)
+    target = _plain(row) if count > 1 or row.kind == "pipe" else row.target
+    facts = [row.state] if row.state else []
+    sizes = {descriptor.target: descriptor.size_bytes for descriptor in group if descriptor.size_bytes is not None}
+    facts += [_size(sum(sizes.values())) + (" together" if len(sizes) > 1 else "")] if sizes else []
+    facts += ["deleted"] if row.deleted else []
+    facts += ["its file system does not answer"] if row.silent else []
+    more = ", ..." if count > 1 and row.kind == "socket" and row.who else ""
+    return f"{target}{more}" + (f" ({', '.join(facts)})" if facts else "")
+
+
+def _fds(group: Sequence[DescriptorRow]) -> str:
+    text = fold_ranks(row.fd for row in group)
+    return text if len(text) <= _FDS else text[: text.rfind(",", 0, _FDS - 4)] + ",..."
+
+
+def _size(size: int) -> str:
+    unit = next(((factor, name) for factor, name in _UNITS if size >= factor), None)
+    return f"{size / unit[0]:.1f} {unit[1]}" if unit else f"{size} B"

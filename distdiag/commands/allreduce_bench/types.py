@@ -1,0 +1,234 @@
+"""What allreduce-bench is asked, sizes as they are typed, and what it measures: seconds, bytes, bytes per second."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from distdiag.commands.allreduce_bench.earlier import Baseline  # noqa: TC001 - msgspec reads the annotations
+from distdiag.errors import UsageError
+from distdiag.options import parse_size
+from distdiag.workload import types
+
+STAGES = ("start", "connect", "init", "agree", "bench", "done")
+GIGA = 1e9
+
+
+class FaultKind(StrEnum):
+    """Faults that `--inject` makes for real."""
+
+    SLOW = "slow"
+    CORRUPT = "corrupt"
+    DTYPE = "dtype"
+    KILL = "kill"
+    STOP = "stop"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault(types.RankFault):
+    """A fault to make in one rank; kill and stop happen in the row of this number, from 1."""
+
+    row: int = 1
+
+    @property
+    def at(self) -> tuple[str, str]:
+        """The row, where there is a choice."""
+        return (str(self.row), f"row {self.row}") if self.kind in (FaultKind.KILL, FaultKind.STOP) else ("", "")
+
+
+class Unit(StrEnum):
+    """Unit of bandwidth: gigabytes (1e9 bytes) or gigabits per second."""
+
+    GBPS_BYTES = "GB/s"
+    GBPS = "gbps"
+
+
+class Stat(StrEnum):
+    """Which time of an iteration stands for a size."""
+
+    P50 = "p50"
+    MEAN = "mean"
+    MIN = "min"
+    P99 = "p99"
+    MAX = "max"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(types.Request):
+    """What was typed; `iterations` None: as many as `min_time_s` needs. `in_place` None: torch's usual form."""
+
+    command = "allreduce-bench"
+    stages = STAGES
+    ops: tuple[str, ...] = ("all_reduce",)
+    sizes: tuple[int, ...] | None = None
+    sizes_text: str = ""
+    dtype: str = "float32"
+    warmup: int = 5
+    iterations: int | None = None
+    min_time_s: float = 0.5
+    in_place: bool | None = None
+    check: bool = True
+    stat: Stat = Stat.P50
+    unit: Unit = Unit.GBPS_BYTES
+    params: float | None = None
+    files: tuple[tuple[str, str], ...] = ()
+    """--save, --compare and --plot, as they were typed."""
+    baseline: Baseline | None = None
+    """The earlier run to compare with."""
+    fault: Fault | None = None
+
+    @property
+    def injected(self) -> Fault | None:
+        """The fault that is to be made."""
+        return self.fault
+
+    def own_options(self) -> dict[str, object]:
+        """Options of allreduce-bench alone that differ from their defaults."""
+        return {
+            "op": ",".join(self.ops) if self.ops != ("all_reduce",) else None,
+            "sizes": self.sizes_text or None,
+            "dtype": self.dtype if self.dtype != "float32" else None,
+            "warmup": self.warmup if self.warmup != Request.warmup else None,
+            "iters": self.iterations,
+            "min-time": f"{self.min_time_s:g}" if self.min_time_s != Request.min_time_s else None,
+            "in-place": "" if self.in_place else None,
+            "no-check": None if self.check else "",
+            "stat": self.stat if self.stat is not Stat.P50 else None,
+            "unit": self.unit if self.unit is not Unit.GBPS_BYTES else None,
+            "params": f"{self.params:g}" if self.params is not None else None,
+            **{name: path or None for name, path in self.files},
+        }
+
+    def less(self) -> dict[str, str]:
+        """Options that send less data."""
+        return {"sizes": "1KiB:1MiB"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Times of one iteration, of the slowest rank each time. p50 and p99 as nccl-tests picks them; iqr = p75 - p25."""
+
+    p50: float
+    p99: float
+    min: float
+    max: float
+    mean: float
+    iqr: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeResult:
+    """One row. Bandwidths are of the median time (or of --stat). `wrong` None: not checked."""
+
+    op: str
+    size_bytes: int
+    count: int
+    dtype: str
+    in_place: bool
+    iterations: int
+    time_s: Times | None
+    """None: not measured, `skipped` says why."""
+    algbw_bytes_per_s: float | None
+    busbw_bytes_per_s: float | None
+    wrong: int | None
+    drift: float | None
+    """Median time of the last quarter of the iterations / of the first; None for fewer than 20."""
+    skipped: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """How a rank came to the collectives: its median time inside, and how much later than the first it came."""
+
+    rank: int
+    host: str
+    op: str
+    size_bytes: int
+    inside_s: float
+    late_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expectation:
+    """What is known of such hardware, and how the largest all_reduce compares; None where nothing is."""
+
+    judgement: str
+    size_bytes: int
+    expected_busbw_bytes_per_s: float | None
+    percent_of_link: float | None
+    percent_of_nic: float | None
+    lines: tuple[str, ...]
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One row beside the earlier run's: `ratio` is its time / the earlier time; beyond 1 + `band` it is slower."""
+
+    op: str
+    size_bytes: int
+    dtype: str
+    in_place: bool
+    earlier_p50_s: float
+    p50_s: float
+    ratio: float
+    band: float
+    slower: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench(types.RunFacts):
+    """The facts of one run."""
+
+    device_name: str | None
+    nodes: int
+    stat: str
+    results: tuple[SizeResult, ...]
+    arrivals: tuple[Arrival, ...]
+    verdict: Expectation | None
+    compared: tuple[Compared, ...]
+    no_core_share: float
+    """Part of the time that the median rank waited for a core: other programs have them, and times say little."""
+    training: tuple[str, ...]
+    """What it means for a model of --params, in lines."""
+
+
+USUAL = {"cpu": "1KiB:64MiB:x4", "cuda": "1KiB:4GiB:x4"}
+_MOST = 200
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Read sizes in bytes, ascending in each range, each once. Raises UsageError."""
+    found: list[int] = []
+    for part in text.split(","):
+        found += _range(part.strip())
+        if len(found) > _MOST:
+            raise UsageError(f"--sizes {text}: more than {_MOST} sizes", hint="give a larger step: 1KiB:1GiB:x4")
+    return tuple(dict.fromkeys(found))
+
+
+def _range(text: str) -> list[int]:
+    words = text.split(":")
+    factor = _factor(words.pop()) if len(words) == 3 else 2.0
+    if len(words) > 2:
+        raise UsageError(f"--sizes {text}: too many colons", hint="write FIRST:LAST:xFACTOR, such as 1KiB:1GiB:x4")
+    # As nccl-tests reads them: 1K is 1024 bytes, while 1KB is 1000.
+    ends = [parse_size(re.sub(r"(?i)(?<=\d)([kmgt])$", r"\1i", word.strip())) for word in words]
+    if ends[0] < 1:
+        raise UsageError(f"--sizes {text}: a size of nothing", hint="start at 4 bytes or more")
+    if ends[-1] < ends[0]:
+        raise UsageError(f"--sizes {text}: the last is smaller than the first", hint=f"{words[-1]}:{words[0]}")
+    found: list[int] = []
+    size = float(ends[0])
+    while size <= ends[-1] and len(found) <= _MOST:
+        found.append(int(size))
+        size *= factor
+    return found
+
+
+def _factor(text: str) -> float:
+    match = re.fullmatch(r"[x*]?(\d+(?:\.\d+)?)", text.strip())
+    if match is None or float(match[1]) < 1.1:
+        raise UsageError(f"--sizes: {text!r} is no step", hint="write a factor above 1: x2 or x4")
+    return float(match[1])

@@ -1,0 +1,165 @@
+"""Which pairs are good and which are bad, what they have in common, and what is blamed for it so far. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.hosts import fold, name_ranks
+from distdiag.commands.gpu_test.isolate import slowness
+from distdiag.commands.gpu_test.isolate.types import LEVELS, PairStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+    from distdiag.commands.gpu_test.isolate.types import Classification, Edge, Pair
+
+_NEARLY = 1 / 3
+"""Good pairs for each bad one that a culprit may have: now and then something broken works once."""
+
+
+def shape(good: set[Edge], bad: set[Edge]) -> tuple[list[int], list[set[int]]]:
+    """Find members that work with nobody, then groups that do not work across, then members that work with few."""
+    members = culprits(good, bad)
+    left = bad - touching(members, bad)
+    groups = _groups(good, left)
+    return [*members, *culprits(good, left - across(groups, left), _NEARLY)], groups
+
+
+def culprits(good: Collection[Edge], bad: Collection[Edge], tolerated: float = 0.0) -> list[int]:
+    """Find the fewest members that explain bad edges, with two at least; `tolerated` good ones for each are allowed.
+
+    If none are, then taking the member with most bad edges first is not only quick but right: in its stead, all those
+    that work with each other would have to be blamed.
+    """
+    goods = Counter(end for edge in good for end in edge)
+    found: list[int] = []
+    left = set(bad)
+    while True:
+        bads = Counter(end for edge in left for end in edge)
+        guilty = [member for member, count in bads.items() if count > 1 and goods[member] <= tolerated * count]
+        if not guilty:
+            return found
+        found.append(min(guilty, key=lambda member: (-bads[member], member)))
+        left -= touching(found[-1:], left)
+
+
+def _groups(good: Collection[Edge], bad: Collection[Edge]) -> list[set[int]]:
+    """Find groups of two at least that work inside and not across; none if that is not what the edges show."""
+    found = parts(good)
+    of = {member: number for number, part in enumerate(found) for member in part}
+    between = Counter((min(of[a], of[b]), max(of[a], of[b])) for a, b in bad if a in of and b in of)
+    inside = Counter(of[a] for a, _ in good)
+    if len(found) < 2 or any(between[number, number] > _NEARLY * inside[number] for number in inside):
+        return []
+    # A single bad pair between two groups may be a link: the others were not measured.
+    return found if all(between[two] > 1 for two in combinations(range(len(found)), 2)) else []
+
+
+def parts(edges: Iterable[Edge]) -> list[set[int]]:
+    """Find the connected parts of a graph, in order of their lowest members."""
+    part_of: dict[int, set[int]] = {}
+    for edge in edges:
+        small, large = sorted((part_of.setdefault(end, {end}) for end in edge), key=len)
+        if small is not large:
+            large |= small
+            part_of.update(dict.fromkeys(small, large))
+    return sorted({id(part): part for part in part_of.values()}.values(), key=min)
+
+
+def across(groups: Iterable[set[int]], edges: Iterable[Edge]) -> set[Edge]:
+    """Keep the edges between two groups."""
+    of = {member: number for number, group in enumerate(groups) for member in group}
+    return {(a, b) for a, b in edges if a in of and b in of and of[a] != of[b]}
+
+
+def touching(ranks: Collection[int], edges: Iterable[Edge]) -> set[Edge]:
+    """Keep the edges with an end among these."""
+    ends = set(ranks)
+    return {edge for edge in edges if not ends.isdisjoint(edge)}
+
+
+def stars(edges: Iterable[Edge]) -> Iterator[tuple[int, list[int]]]:
+    """Give ranks with those they share edges with, the rank with most of them first; each edge once."""
+    left = set(edges)
+    while left:
+        degree = Counter(end for edge in left for end in edge)
+        rank = min(degree, key=lambda end: (-degree[end], end))
+        own = touching([rank], left)
+        yield rank, sorted(sum(edge) - rank for edge in own)
+        left -= own
+
+
+_BAD = (PairStatus.SLOW, PairStatus.FAILED, PairStatus.WRONG)
+
+
+class Case:
+    """The pairs, which of them are good and bad, and what is blamed; nothing explains those in `left` so far."""
+
+    def __init__(self, pairs: Sequence[Pair], host_of: Mapping[int, str], least: float | None) -> None:
+        self.pairs = {(pair.a, pair.b): pair for pair in pairs}
+        self.host_of = host_of
+        self.ranks_of: dict[str, list[int]] = {}
+        for rank in sorted(host_of):
+            self.ranks_of.setdefault(host_of[rank], []).append(rank)
+        self.least = least
+        self.status, self.typical = _judge(self.pairs, host_of)
+        self.good = {edge for edge, status in self.status.items() if status is PairStatus.OK}
+        self.bad = {edge for edge, status in self.status.items() if status in _BAD}
+        self.unsure = {edge for edge, status in self.status.items() if status is PairStatus.UNSURE}
+        self.skipped = set(self.pairs) - self.good - self.bad
+        """No evidence: those that were not measured, and the unsure."""
+        self.left = set(self.bad)
+        self.blamed: dict[tuple[int, ...], None] = {}
+        """Single ranks, or all ranks of a node."""
+        self.splits: dict[str, list[list[set[int]]]] = {}
+        """By level, for each node or rail: groups of ranks."""
+        self.troubles: list[Classification] = []
+
+    def at(self, level: str, edges: Iterable[Edge]) -> set[Edge]:
+        """Keep the pairs of a level."""
+        return {edge for edge in edges if self.pairs[edge].level == level}
+
+    def speed(self, edge: Edge) -> float:
+        """Give the bandwidth of a pair, in bytes/s; 0 if it has none."""
+        return self.pairs[edge].busbw_bytes_per_s or 0.0
+
+    def hosts(self, ranks: Iterable[int]) -> list[str]:
+        """Name the nodes of ranks, each once."""
+        return list(dict.fromkeys(self.host_of[rank] for rank in sorted(ranks)))
+
+    def who(self, ranks: Collection[int]) -> str:
+        """Name ranks and their nodes: "ranks 0-3 (node0)"."""
+        return f"{name_ranks(ranks)} ({fold(self.hosts(ranks))})"
+
+    def is_node(self, ranks: Collection[int]) -> bool:
+        """Tell whether these are all ranks of whole nodes, of several."""
+        return len(self.ranks_of) > 1 and sum(len(self.ranks_of[host]) for host in self.hosts(ranks)) == len(ranks)
+
+    def accuse(self, ranks: Collection[int], of: Collection[Edge]) -> None:
+        """Blame a rank, or all ranks of a node, for those of the pairs that it has part in."""
+        self.blamed[tuple(ranks)] = None
+        self.left -= touching(ranks, of)
+
+
+def _judge(pairs: Mapping[Edge, Pair], host_of: Mapping[int, str]) -> tuple[dict[Edge, PairStatus], dict[str, float]]:
+    """Judge pairs by themselves, then those of a level by each other; give the typical bandwidth of each level too."""
+    status, typical = {edge: _status(pair) for edge, pair in pairs.items()}, {}
+    for level in LEVELS:
+        looks = {
+            edge: pair.looks for edge, pair in pairs.items() if pair.level == level and status[edge] is PairStatus.OK
+        }
+        if looks:
+            typical[level], slow, unsure = slowness.judge(looks, host_of)
+            status.update(dict.fromkeys(slow, PairStatus.SLOW))
+            status.update(dict.fromkeys(unsure, PairStatus.UNSURE))
+    return status, typical
+
+
+def _status(pair: Pair) -> PairStatus:
+    if pair.failed:
+        return PairStatus.FAILED
+    if pair.wrong:
+        return PairStatus.WRONG
+    return PairStatus.OK if pair.busbw_bytes_per_s else PairStatus.SKIPPED

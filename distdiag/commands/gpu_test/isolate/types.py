@@ -1,0 +1,206 @@
+"""What `gpu-test --isolate` is asked, the faults of --inject, how every two ranks fared, and the verdict."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from distdiag.errors import UsageError
+from distdiag.workload import types
+
+Edge = tuple[int, int]
+NODE, NET = "node", "net"
+LEVELS = {NODE: "inside nodes", NET: "between nodes"}
+
+
+class PairStatus(StrEnum):
+    """How two ranks fared. FAILED: timed out, or raised. WRONG: the data was.
+
+    SKIPPED: not measured, so no evidence. UNSURE: it looks slow, but noise explains that as well.
+    """
+
+    OK = "ok"
+    SLOW = "slow"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+    WRONG = "wrong"
+    UNSURE = "unsure"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """An all_reduce of ranks a < b. `level`: node (both are on one) or net. `wrong`: elements that were."""
+
+    a: int
+    b: int
+    level: str
+    looks: tuple[float, ...]
+    """Its bandwidth each time it was measured, in bytes/s; 0 where that failed."""
+    failed: bool
+    wrong: int
+    error: str
+
+    @property
+    def busbw_bytes_per_s(self) -> float | None:
+        """The best that was seen; None if it was not measured, which without `failed` is no evidence."""
+        return max(self.looks, default=0.0) or None
+
+
+class Kind(StrEnum):
+    """What is at fault. SPLIT: groups that work inside and not across. SEVERAL: independent troubles."""
+
+    HEALTHY = "healthy"
+    BAD_RANK = "bad-rank"
+    BAD_NODE = "bad-node"
+    BAD_LINK = "bad-link"
+    SPLIT = "split"
+    UNIFORMLY_SLOW = "uniformly-slow"
+    UNDECIDABLE = "undecidable"
+    SEVERAL = "several"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classification:
+    """What explains all bad pairs.
+
+    `ranks`, `hosts` and `links` are to blame, or may be where it is undecidable: a bad node stands in `hosts` and its
+    ranks not in `ranks`, a bad rank in `ranks` and its node not in `hosts`. `groups` are the ranks of a split.
+    """
+
+    kind: Kind
+    ranks: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
+    links: tuple[Edge, ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()
+    sentence: str
+    reason: tuple[str, ...] = ()
+    """The evidence, line by line."""
+    next: str = ""
+    """What to do, or what would decide it; empty if all is well."""
+
+
+STAGES = ("start", "connect", "init", "pairs", "done")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A fault to make for real: packets dropped, or a delay before each call, in the pairs it names."""
+
+    option: str
+    """As it was typed."""
+    kind: str
+    """slow, block or split."""
+    first: tuple[int, ...]
+    """slow and block: a rank, or the two of a link, or all (empty). split: the ranks of one group."""
+
+    @property
+    def highest_rank(self) -> int | None:
+        """The highest rank that it names."""
+        return max(self.first, default=None)
+
+    @property
+    def words(self) -> str:
+        """What is done."""
+        return f"{self.option} was made"
+
+    def meets(self, a: int, b: int) -> bool:
+        """Tell whether this pair is hit."""
+        mine = {a, b} & set(self.first)
+        if self.kind == "split":
+            return len(mine) == 1
+        return len(mine) == len(self.first) if len(self.first) != 1 else bool(mine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(types.Request):
+    """What was typed; sizes in bytes, bandwidths in bytes per second."""
+
+    command = "gpu-test"
+    stages = STAGES
+    size_bytes: int | None = None
+    expected_bytes_per_s: float | None = None
+    fault: Fault | None = None
+
+    @property
+    def injected(self) -> Fault | None:
+        """The fault that is to be made."""
+        return self.fault
+
+    def own_options(self) -> dict[str, object]:
+        """Options that differ from their defaults."""
+        expected = None if self.expected_bytes_per_s is None else f"{self.expected_bytes_per_s / 1e9:g}"
+        return {"isolate": "", "size": self.size_bytes, "expect": expected}
+
+    def less(self) -> dict[str, str]:
+        """Options that send less data."""
+        return {"size": "1MiB"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairResult:
+    """How two ranks fared together: the bandwidth of an all_reduce between them, None if there is none."""
+
+    a: int
+    b: int
+    level: str
+    """node: both on one. net: between two nodes."""
+    busbw_bytes_per_s: float | None
+    status: PairStatus
+    looks: int
+    """How often it was measured."""
+    wrong: int
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classified:
+    """What explains the pairs."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    links: tuple[tuple[int, int], ...]
+    groups: tuple[tuple[int, ...], ...]
+    reason: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Isolated(types.RunFacts):
+    """The facts of one run. `classification` is None if the pairs were not all measured."""
+
+    size_bytes: int
+    pairs: tuple[PairResult, ...]
+    classification: Classified | None
+    measuring_s: float | None
+    """From the first pair to the last; None if it never came to that."""
+
+
+_HINT = "slow:RANK, slow:A-B (a link), slow:all, block:RANK, block:A-B, or split:RANKS such as split:0-3"
+
+
+def parse_fault(text: str) -> Fault:
+    """Read what is to be made slow, blocked or split. Raises UsageError."""
+    kind, _, whom = text.partition(":")
+    if kind not in ("slow", "block", "split"):
+        raise UsageError(f"--inject {text!r} is no fault for --isolate", hint=_HINT)
+    if whom == "all" and kind == "slow":
+        return Fault(option=text, kind=kind, first=())
+    ranks = _ranks(text, whom) if kind == "split" else tuple(int(one) for one in whom.split("-") if one.isdecimal())
+    if (
+        not ranks
+        or (kind != "split" and len(set(ranks)) != len(ranks))
+        or (kind != "split" and (len(ranks) > 2 or len(whom.split("-")) != len(ranks)))
+    ):
+        raise UsageError(f"--inject {text!r} does not name ranks", hint=_HINT)
+    return Fault(option=text, kind=kind, first=tuple(sorted(set(ranks))))
+
+
+def _ranks(text: str, words: str) -> tuple[int, ...]:
+    found: list[int] = []
+    for word in words.split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", word)
+        if match is None:
+            raise UsageError(f"--inject {text!r} does not name ranks", hint=_HINT)
+        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return tuple(found)

@@ -1,0 +1,138 @@
+"""The answer in sentences: what was detected, how the numbers grew, where two forwards diverge. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distdiag.commands.overflow.show.divergence import Mismatch, ratio
+from distdiag.commands.overflow.show.recording import INPUT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from distdiag.commands.overflow.show.divergence import Comparison, Difference, Divergence
+    from distdiag.commands.overflow.show.recording import At, Detection, Recording, Row
+    from distdiag.commands.overflow.show.selection import Selection
+
+_GREW = 10.0
+"""What grows by less than this on its path is worth no word: a layer does that."""
+
+
+def named(module: str) -> str:
+    """Name a module in a sentence."""
+    return f"`{module}`" if module else "the model"
+
+
+def count(number: int, thing: str) -> str:
+    """Format a number of things: "1 call", "2,000 calls"."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def magnitude(value: float | str | None) -> str:
+    """Format a number as frames have it: 6.27e+04, inf, nan; - where it is not known."""
+    return "-" if value is None else value if isinstance(value, str) else f"{value:.2e}"
+
+
+def times(factor: float) -> str:
+    """Format a factor: 1.2e+04, 340, 5.8."""
+    return f"{factor:.1e}" if factor >= 1000 or factor < 0.01 else f"{factor:.3g}"
+
+
+def percent(share: float) -> str:
+    """Format a share of a limit: 96 %, <1 %."""
+    return f"{100 * share:.0f} %" if share >= 0.01 else "<1 %"
+
+
+def answer(selection: Selection, comparison: Comparison | None) -> Iterator[str]:
+    """Return a few sentences: what was detected, how the numbers grew, where two forwards diverge."""
+    detections = in_order(selection)
+    if detections:
+        more = len(detections) - 1
+        yield sentence(selection, *detections[0]) + (f" ({more} more below)" if more else "")
+    yield grew(selection)
+    if comparison is not None:
+        yield diverged(comparison)
+
+
+def in_order(selection: Selection) -> list[tuple[Recording, Detection]]:
+    """List what was detected, the earliest first."""
+    found = [(recording, detection) for recording in selection.recordings for detection in recording.detections]
+    return sorted(found, key=lambda pair: (pair[1].step, pair[1].batch))
+
+
+def sentence(selection: Selection, recording: Recording, detection: Detection) -> str:
+    """Return the detector's sentence; where it names no rank, of several files with the name of the file."""
+    if detection.rank is not None or len(selection.recordings) == 1:
+        return detection.sentence
+    return f"{selection.name_of(recording)}: {detection.sentence}"
+
+
+def grew(selection: Selection) -> str:
+    """Describe where the numbers grew most: of all forwards that of the answer, else the nearest to a limit."""
+    growth = selection.growth_of(selection.main)
+    if growth is None or selection.main is None:
+        return "no frame has numbers to look at" if selection.forwards else "no frames were kept"
+    where = selection.names.within(selection.main.id)
+    start, end = growth.start, growth.end
+    limit = f"{percent(end.share)} of {end.dtype}'s greatest number"
+    if growth.factor < _GREW:
+        text = "no growth from module to module leads there" if in_order(selection) else "the numbers do not grow"
+        return f"{text}: {magnitude(end.abs_max)} is the greatest finite one, from {_at(end)} {where} ({limit})"
+    return (
+        f"abs max grows {times(growth.factor)} x from {_at(start)} to {_at(end)} "
+        f"({magnitude(start.abs_max)} -> {magnitude(end.abs_max)}, {limit}) {where}"
+    )
+
+
+def _at(at: At) -> str:
+    return f"the input of {named(at.module)}" if at.tensor == INPUT else named(at.module)
+
+
+def diverged(comparison: Comparison) -> str:
+    """Describe where two forwards begin to diverge."""
+    (a, b), found = comparison.names, comparison.found
+    if found is None:
+        return f"{a} and {b} cannot be compared: {comparison.why}"
+    first, numbers = found.first, found.in_numbers
+    if first is None:
+        batches = f" in {comparison.batches:,} batches" if comparison.batches > 1 else ""
+        compared = count(found.compared, "call")
+        return f"{a} and {b} do not diverge{batches}: {compared} compared, numbers within {found.factor:g} x"
+    factor = found.factor
+    text = f"{a} and {b} diverge{_in_batch(found)} from {_place(first)} on: {_differ((a, b), factor, first)}"
+    if numbers is None:
+        return f"{text}. Their numbers stay within {factor:g} x"
+    if numbers is not first:
+        text += f". Their numbers do from {_place(numbers)} on: {_differ((a, b), factor, numbers)}"
+    return text
+
+
+def _in_batch(found: Divergence) -> str:
+    of_one_file = (found.a.path, found.a.rank) == (found.b.path, found.b.rank)
+    return f" in batch {found.a.batch}" if found.a.batch == found.b.batch and not of_one_file else ""
+
+
+def _place(difference: Difference) -> str:
+    row = difference.a
+    return f"{named(row.module)} ({row.class_}), `{row.tensor}`"
+
+
+def _differ(names: tuple[str, str], factor: float, found: Difference) -> str:
+    a, b = found.a, found.b
+    if found.what in (Mismatch.KIND, Mismatch.DTYPE, Mismatch.SHAPE):
+        return f"{_like(a)} and {_like(b)}"
+    if found.of_least:
+        return f"abs min {magnitude(a.abs_min)} and {magnitude(b.abs_min)}"
+    text = f"abs max {magnitude(a.abs_max)} and {magnitude(b.abs_max)}"
+    if found.what == Mismatch.NOT_FINITE:
+        text = f"{magnitude(a.abs_max)} in {names[0]}, {magnitude(b.abs_max)} in {names[1]}"
+    if found.given_a is None or found.given_b is None:
+        return text
+    how = "alike" if ratio(found.given_a, found.given_b) <= factor else "different already"
+    return f"{text}; what went in was {how} ({magnitude(found.given_a)} and {magnitude(found.given_b)})"
+
+
+def _like(row: Row) -> str:
+    """Describe what a tensor is like: float16 [2, 8]; or what stands in its place."""
+    shape = "" if row.shape is None else f" [{', '.join(map(str, row.shape))}]"
+    return row.text or f"{row.dtype or 'of an unknown dtype'}{shape}"

@@ -1,0 +1,132 @@
+"""What is asked of pyspy-all, and its answer as --json prints it. Pure data. Frames are innermost first.
+
+The answer is of structs and not dataclasses: a key is called "class", and there may be tens of thousands of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec  # noqa: TID253 - imported with the subcommand
+
+from distdiag.cluster.targets import Cluster  # noqa: TC001 - msgspec reads the annotations
+from distdiag.jobs.model import JobSummary  # noqa: TC001
+
+COMMAND = "pyspy-all"
+_RENAMED = {"class_": "class"}
+
+
+class Threads(StrEnum):
+    """Which threads to show."""
+
+    MAIN = "main"
+    ALL = "all"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What was asked for."""
+
+    program: str
+    cluster: Cluster
+    pids: tuple[int, ...] = ()
+    job: str = ""
+    user: str = ""
+    native: bool = False
+    samples: int = 2
+    interval_s: float = 1.0
+    threads: Threads = Threads.MAIN
+    helpers: bool = False
+    tree: bool = False
+    verbose: bool = False
+    groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Parallel groups that the user named: ("tp", (0, 1)), ("tp", (2, 3)), ..."""
+    timeout_s: float = 5.0
+
+
+class FrameRow(msgspec.Struct, frozen=True):
+    """One frame; `line` is 0 where it is not known, `user` that it is the user's own code."""
+
+    function: str
+    file: str
+    line: int
+    user: bool
+
+
+class ThreadRow(msgspec.Struct, frozen=True, rename=_RENAMED):
+    """One thread."""
+
+    name: str
+    os_thread_id: int
+    class_: str
+    frames: tuple[FrameRow, ...]
+
+
+class ProcessRow(msgspec.Struct, frozen=True, rename=_RENAMED):
+    """One process. `cpu_s`: processor seconds that it used from the first sample to the last; None after one."""
+
+    host: str
+    pid: int | None
+    rank: int | None
+    local_rank: int | None
+    job: str
+    role: str
+    state: str
+    status: str
+    reason: str
+    class_: str
+    moving: bool | None
+    cpu_s: float | None
+    counters: dict[str, int]
+    helpers: tuple[int, ...]
+    threads: tuple[ThreadRow, ...]
+
+
+class Group(msgspec.Struct, frozen=True, rename=_RENAMED):
+    """Ranks that are at the same place; `counters` are the loop counters that are the same for all of them.
+
+    `outlier`: "stuck", "straggler" or "gone" if they are not where the others are, else empty.
+    """
+
+    job: str
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    pids: tuple[int, ...]
+    class_: str
+    moving: bool | None
+    count: int
+    outlier: str
+    counters: dict[str, int]
+    frames: tuple[FrameRow, ...]
+
+
+class OutlierFrame(msgspec.Struct, frozen=True):
+    """The frame that tells where a rank is."""
+
+    function: str
+    file: str
+    line: int
+
+
+class Outlier(msgspec.Struct, frozen=True, rename=_RENAMED):
+    """Ranks that are not where the others are, and why. `kind`: "stuck", "straggler" or "gone"."""
+
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    pids: tuple[int, ...]
+    kind: str
+    class_: str
+    frame: OutlierFrame | None
+    reason: str
+
+
+class PySpyAll(msgspec.Struct, frozen=True):
+    """The facts of the answer."""
+
+    samples: int
+    interval_s: float
+    jobs: tuple[JobSummary, ...]
+    processes: tuple[ProcessRow, ...]
+    groups: tuple[Group, ...]
+    outliers: tuple[Outlier, ...]

@@ -1,0 +1,269 @@
+"""How a rank and its place are put into words. Pure."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.hosts import fold, fold_ranks, name_ranks
+from distdiag.diagnosis.stack_classes import BUSY, StackClass, helper_frames, user_frame
+from distdiag.knowledge.frames import library_path
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from distdiag.diagnosis.stack_classes import RankState
+    from distdiag.jobs.model import Helper
+    from distdiag.node.capture import Frame, Thread
+    from distdiag.node.procs import Standstill
+
+_NAMED = 4
+"""Processes to name one by one; more are only counted."""
+_WORKER_FILE = "torch/utils/data/_utils/worker.py"
+_IDLE_FILES = ("queue.py", "connection.py", "queues.py", "selectors.py", "synchronize.py")
+
+
+def spot(frame: Frame) -> str:
+    """Format a place in the code: `load_batch train.py:26`."""
+    line = f":{frame.line}" if frame.line else ""
+    return f"`{frame.function}` {os.path.basename(frame.file)}{line}"
+
+
+def named(ranks: Sequence[int], room: int = 60) -> str:
+    """Format ranks: "rank 3", "ranks 0-2,8"; with their number where the list would be too long to be read."""
+    text = name_ranks(ranks)
+    if len(text) <= room:
+        return text
+    folded = fold_ranks(ranks)
+    cut = folded.rfind(",", 0, room - 30)
+    return f"{len(set(ranks))} ranks ({folded[:cut] if cut > 0 else folded[: room - 30]},...)"
+
+
+def samples_in_words(samples: int, interval_s: float) -> str:
+    """Format how often was sampled: "2 samples, 1 s apart"."""
+    return "one sample" if samples == 1 else f"{samples} samples, {interval_s:g} s apart"
+
+
+def who(members: Sequence[RankState]) -> str:
+    """Format members: "rank 2 (node07, pid 4711)", "ranks 0-1,3 (node[07-08])", "pid 812 (node07)"."""
+    ranks = [state.member.rank for state in members if state.member.rank is not None]
+    pids = [state.member.pid for state in members if state.member.pid is not None]
+    hosts = fold(dict.fromkeys(state.member.host for state in members if state.member.host))
+    if len(ranks) < len(members):
+        shown = f"pid{'s' if len(pids) > 1 else ''} {', '.join(map(str, pids[:_NAMED]))}"
+        more = f" and {len(pids) - _NAMED} more" if len(pids) > _NAMED else ""
+        return f"{shown}{more}" + (f" ({hosts})" if hosts else "")
+    place = ", ".join([part for part in (hosts, f"pid {pids[0]}" if len(pids) == 1 else "") if part])
+    return named(ranks) + (f" ({place})" if place else "")
+
+
+def briefly(members: Sequence[RankState]) -> str:
+    """Format members without their hosts: "ranks 0-1,3"."""
+    ranks = [state.member.rank for state in members if state.member.rank is not None]
+    if len(ranks) == len(members):
+        return named(ranks)
+    pids = [state.member.pid for state in members if state.member.pid is not None]
+    return f"pids {fold_ranks(pids)}" if len(pids) > 1 else f"pid {pids[0]}" if pids else "a process"
+
+
+def waits(state: RankState, *, alone: bool = False) -> str:
+    """Describe where a waiting member stands: "in `all_reduce` called from `train_step train.py:25`".
+
+    `alone`: it is not an example of many, so the rank that its `send` or `recv` names is said as well.
+    """
+    frame = state.thread.location.frame
+    called = f" called from {spot(frame)}" if frame is not None else ""
+    if state.thread.location.operation == "backward":
+        return f"inside `backward`{called}, without computing"
+    if state.thread.kind is StackClass.CUDA_SYNC:
+        return f"for the GPU, in {spot(frame)}" if frame is not None else "for the GPU"
+    peer = (
+        f" {_DIRECTIONS['recv' in state.thread.location.operation]} rank {state.thread.peer}"
+        if alone and _has_peer(state)
+        else ""
+    )
+    return (
+        f"in `{state.thread.location.operation}`{peer}{called}"
+        if state.thread.location.operation
+        else f"in {_where(state)}"
+    )
+
+
+_DIRECTIONS = {True: "from", False: "to"}
+
+
+def _has_peer(state: RankState) -> bool:
+    return state.thread.location.is_p2p and state.thread.peer is not None
+
+
+def does(state: RankState) -> str:
+    """Describe what an outlier does, beginning with its place in the code."""
+    parts = [_where(state)]
+    if state.thread.kind is StackClass.STOPPED:
+        reason = state.thread.reason.partition(": ")[0]
+        parts = [f"{reason}, at {_where(state)}" if state.thread.frames else reason]
+    elif state.thread.kind is StackClass.EXITED:
+        return state.thread.reason
+    elif state.thread.status == "traced":
+        parts.append(state.thread.reason)
+    worker = worker_in_words(state)
+    parts += [part for part in ([worker] if worker else [_doing(state)]) if part]
+    return ", ".join(parts)
+
+
+def _where(state: RankState) -> str:
+    frame = state.thread.location.frame
+    thread = f" (thread {state.thread.name})" if state.thread.name else ""
+    if frame is None:
+        return (spot(state.thread.frames[0]) if state.thread.frames else "an unknown place") + thread
+    if state.thread.location.operation and state.thread.kind not in (StackClass.PYTHON, StackClass.DEBUGGER):
+        return f"{spot(frame)} (in `{state.thread.location.operation}`){thread}"
+    return spot(frame) + thread
+
+
+def _doing(state: RankState) -> str:
+    if state.thread.kind in (StackClass.STOPPED, StackClass.EXITED):
+        return ""
+    if state.thread.runs and (state.thread.busy or 0.0) < BUSY and state.thread.kind is not StackClass.COMPILE:
+        share = "" if state.thread.busy is None else f", it gets {state.thread.busy:.0%} of one"
+        return f"waiting for a processor{share}"
+    if state.thread.busy is not None and state.thread.busy >= BUSY and state.thread.kind is not StackClass.COMPILE:
+        moves = "and moving between the samples" if state.thread.moving else "at the same line in each sample"
+        return f"computing ({state.thread.busy:.0%} of a core, {moves})"
+    main = state.standstill
+    words = in_kernel(main) if main is not None else ""
+    kind = {
+        StackClass.DATA: "loading data",
+        StackClass.CHECKPOINT: "in a checkpoint",
+        StackClass.COMPILE: "compiling",
+        StackClass.STORAGE: "",
+        StackClass.GIL: f"waiting for the GIL{_holder(state)}",
+        StackClass.LOCK: _waits_for(state, main),
+        StackClass.DEBUGGER: "in the debugger, waiting for input",
+        StackClass.CUDA_SYNC: "waiting for its GPU",
+        StackClass.TEARDOWN: "ending",
+        StackClass.IMPORT: "importing",
+    }.get(state.thread.kind, "")
+    if state.thread.moving:
+        words = "moving between the samples"
+    return ", ".join(part for part in (kind, words) if part)
+
+
+def _waits_for(state: RankState, main: Standstill | None) -> str:
+    if main is not None and main.syscall in ("wait4", "waitid"):
+        return "" if main.path else "waiting for a program that it started"
+    others = _other_threads(state)
+    if len(others) == 1:
+        return f"waiting for a lock or its thread {_at(others[0])}"
+    return "waiting for a lock or another thread"
+
+
+def _holder(state: RankState) -> str:
+    """Name the thread that holds the interpreter lock."""
+    sample = state.last_sample
+    holder = (
+        next((thread for thread in sample.threads[1:] if thread.os_thread_id == sample.gil_holder), None)
+        if sample
+        else None
+    )
+    return f", which its thread {_at(holder)} holds" if holder is not None else ""
+
+
+def _other_threads(state: RankState) -> list[Thread]:
+    """List the threads besides the judged one that run code of the user's."""
+    sample = state.last_sample
+    return (
+        [thread for thread in sample.threads[1:] if user_frame(thread.frames) is not None] if sample is not None else []
+    )
+
+
+def _at(thread: Thread) -> str:
+    frame = user_frame(thread.frames) or (thread.frames[0] if thread.frames else None)
+    return thread.name + (f" at {spot(frame)}" if frame is not None else "")
+
+
+def in_kernel(still: Standstill) -> str:
+    """Describe what a thread waits for in the kernel; empty if that tells nothing."""
+    state = f"D state{_for(still.since_s)}" if still.state == "D" else ""
+    if still.path:
+        verb = _VERBS.get(still.syscall, f"is in {still.syscall} of")
+        return f"{verb} {still.path}" + (f" ({state})" if state else "")
+    if state:
+        return f"in the kernel ({state}{', ' + still.wait_channel if still.wait_channel else ''})"
+    if "sleep" in still.syscall:
+        return "sleeping"
+    return ""
+
+
+_VERBS = {
+    **dict.fromkeys(("read", "pread64", "readv"), "reads"),
+    **dict.fromkeys(("write", "pwrite64", "writev"), "writes"),
+    **dict.fromkeys(("open", "openat"), "opens"),
+    **dict.fromkeys(("recvfrom", "recvmsg"), "receives from"),
+    **dict.fromkeys(("sendto", "sendmsg"), "sends to"),
+    **dict.fromkeys(("accept", "accept4"), "waits for a connection at"),
+    **dict.fromkeys(("poll", "ppoll"), "waits for data from"),
+    **dict.fromkeys(("wait4", "waitid"), "waits for"),
+    "connect": "connects to",
+    "flock": "waits for the lock on",
+}
+
+
+def worker_in_words(state: RankState) -> str:
+    """Name the DataLoader worker that a rank waits for; empty if it does not wait for one that is busy."""
+    found = stuck_worker(state)
+    if found is None:
+        return ""
+    return f"waiting for its DataLoader worker {found.process.pid}, which {worker_does(found)}"
+
+
+def stuck_worker(state: RankState) -> Helper | None:
+    """Find the DataLoader worker that has not delivered: the one that does not wait for work."""
+    if state.thread.kind is not StackClass.DATA:
+        return None
+    workers = [helper for helper in state.member.helpers if _is_worker(helper)]
+    still = [helper for helper in workers if _state(helper) in ("T", "t", "D", "Z")]
+    busy = [
+        helper for helper in workers if helper not in still and helper_frames(helper.watched) and not _is_idle(helper)
+    ]
+    return next(iter([*still, *busy]), None)
+
+
+def worker_does(helper: Helper) -> str:
+    """Describe what a worker does: "reads /data/x (D state 214 s)", "is stopped", "is in `__getitem__` data.py:12"."""
+    if _state(helper) == "Z":
+        return "has died"
+    if _state(helper) in ("T", "t"):
+        return "is stopped"
+    sample = helper.watched.samples[-1] if helper.watched is not None and helper.watched.samples else None
+    frames = helper_frames(helper.watched)
+    own = user_frame(frames) or (frames[0] if frames else None)
+    kernel = in_kernel(sample.standstill[0]) if sample is not None and sample.standstill else ""
+    place = f"is in {spot(own)}" if own is not None else ""
+    return ", ".join(part for part in (place, kernel) if part) or "does not deliver"
+
+
+def _state(helper: Helper) -> str:
+    samples = helper.watched.samples if helper.watched is not None else ()
+    return samples[-1].state if samples else helper.process.state
+
+
+def _is_worker(helper: Helper) -> bool:
+    return helper.process.kind == "data-worker" or any(
+        (library_path(frame.file) or "").endswith(_WORKER_FILE) for frame in helper_frames(helper.watched)
+    )
+
+
+def _is_idle(helper: Helper) -> bool:
+    """Return whether a worker waits for its next index: between its queue and the worker loop there is nothing else."""
+    for frame in helper_frames(helper.watched):
+        path = library_path(frame.file) or ""
+        if path.endswith(_WORKER_FILE):
+            return frame.function == "_worker_loop"
+        if not path.endswith(_IDLE_FILES):
+            return False
+    return False
+
+
+def _for(seconds: float | None) -> str:
+    return f" {seconds:.0f} s" if seconds is not None and seconds >= 1 else ""

@@ -1,0 +1,109 @@
+"""What is asked of trace blocked, and its answer. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+# msgspec reads the annotations.
+from distdiag.cluster.targets import Cluster  # noqa: TC001
+from distdiag.commands.trace.ranks import Wanted  # noqa: TC001
+from distdiag.jobs.model import JobSummary  # noqa: TC001
+
+COMMAND = "trace blocked"
+SAMPLED_S = 0.3
+"""Between the two samples of every thread."""
+
+
+class Threads(StrEnum):
+    """Which threads to show."""
+
+    MAIN = "main"
+    ALL = "all"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What was asked for."""
+
+    program: str
+    cluster: Cluster
+    wanted: Wanted
+    threads: Threads = Threads.MAIN
+
+
+@dataclass(frozen=True, kw_only=True)
+class Last:
+    """The system call that a thread is in. `args`: as the kernel has them; `fd_target`: what its descriptor points to.
+
+    `peer_rank`: who has the other end, if that is one rank; `blocked_s`: since when it has not run.
+    """
+
+    call: str
+    args: tuple[int, ...]
+    fd_target: str
+    peer_rank: int | None
+    blocked_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadRow:
+    """One thread. `role`: "rank", "helper" or "process"; `kind` of Kind; `on`: what it waits for, in words.
+
+    `moved`: it ran between the two samples.
+    """
+
+    host: str
+    rank: int | None
+    job: str
+    role: str
+    pid: int
+    tid: int
+    comm: str
+    state: str
+    moved: bool
+    kind: str
+    on: str
+    last: Last
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiter:
+    """One process that waits, and for which one."""
+
+    host: str
+    rank: int | None
+    pid: int
+    call: str
+    on: str
+    blocked_s: float | None
+    for_rank: int | None
+    for_pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """All who wait, directly or not, for one process (of several that wait for each other: for the first of them).
+
+    `cause`: what that one waits for itself, of Kind; "cycle" if it waits for one of these.
+    """
+
+    job: str
+    host: str
+    rank: int | None
+    pid: int
+    cause: str
+    does: str
+    blocked_s: float | None
+    waiting: tuple[Waiter, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceBlocked:
+    """The facts of the answer. `helpers`: how many are not shown, as nobody waits for them."""
+
+    interval_s: float
+    jobs: tuple[JobSummary, ...]
+    threads: tuple[ThreadRow, ...]
+    chains: tuple[Chain, ...]
+    helpers: int

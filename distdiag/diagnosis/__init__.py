@@ -1,0 +1,1 @@
+"""Judgement that commands share: pure, from facts to findings."""

@@ -1,0 +1,180 @@
+"""Which process is which rank, what it is called, and which processes have the other end of what. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.hosts import name_ranks
+from distdiag.jobs.roles import find_jobs
+from distdiag.node.peers import Endpoint, match
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from distdiag.jobs.collect import Process
+    from distdiag.jobs.model import Job, Member
+    from distdiag.jobs.nodes import NodeStacks
+    from distdiag.node.descriptors import Descriptor
+    from distdiag.node.ends import Network, Person
+
+Key = tuple[str, int]
+"""A process: (host, pid)."""
+_HELPERS = {
+    "data-worker": "DataLoader worker",
+    "compile-worker": "compile worker",
+    "tracker": "resource tracker",
+    "launcher": "launcher",
+}
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a process is in a job. `is_rank`: the rank itself, and not a helper of it."""
+
+    job: Job
+    member: Member
+    is_rank: bool
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that it is, or that it works for."""
+        return self.member.rank
+
+
+class ProcessIndex:
+    """All processes that are known, of all nodes, by host and pid."""
+
+    def __init__(
+        self, nodes: Sequence[NodeStacks], ends: Mapping[str, tuple[Sequence[Network], Sequence[Person]]]
+    ) -> None:
+        self.processes: dict[Key, Process] = {
+            (node.host, process.pid): process for node in nodes for process in node.processes.processes
+        }
+        self.persons: dict[Key, Person] = {
+            (host, person.pid): person for host, (_, persons) in ends.items() for person in persons
+        }
+        self.places: dict[Key, Place] = {}
+        for job in find_jobs(nodes, whole=False):
+            for member in job.members:
+                self._place(job, member)
+        self._ends = _matched(ends)
+
+    def _place(self, job: Job, member: Member) -> None:
+        if member.process is not None:
+            self.places[member.host, member.process.pid] = Place(job, member, is_rank=True)
+        for helper in member.helpers:
+            self.places[member.host, helper.process.pid] = Place(job, member, is_rank=False)
+
+    def role(self, key: Key) -> str:
+        """Return what a process is: "rank", "helper" of one, or any "process"."""
+        place = self.places.get(key)
+        if place is not None and not place.is_rank:
+            return "helper"
+        return "process" if self.rank(key) is None else "rank"
+
+    def rank(self, key: Key) -> int | None:
+        """Return the rank that a process is; None for helpers and all others."""
+        place = self.places.get(key)
+        return place.rank if place is not None and place.is_rank else None
+
+    def others(self, host: str, pid: int, descriptor: Descriptor) -> tuple[Key, ...]:
+        """Find the processes at the other end of a pipe or socket, without itself."""
+        keys = dict.fromkeys(key for key in self._all_ends(host, pid, descriptor) if key != (host, pid))
+        return tuple(key for key in keys if not self._has_inherited(key, keys))
+
+    def is_own(self, host: str, pid: int, descriptor: Descriptor) -> bool:
+        """Return whether a process has the other end as well."""
+        return (host, pid) in self._all_ends(host, pid, descriptor)
+
+    def _all_ends(self, host: str, pid: int, descriptor: Descriptor) -> list[Key]:
+        if descriptor.ends or descriptor.socket is None:
+            return [(host, end.pid) for end in descriptor.ends]
+        return [(end.host, end.pid) for end in self._ends.get((host, pid, descriptor.socket.inode), ())]
+
+    def _has_inherited(self, key: Key, keys: Iterable[Key]) -> bool:
+        """Return whether it only has what its rank opened, which has it as well: a fork hands everything on."""
+        place = self.places.get(key)
+        process = place.member.process if place is not None and not place.is_rank else None
+        return place is not None and process is not None and (place.member.host, process.pid) in keys
+
+    def is_store(self, key: Key, descriptor: Descriptor) -> bool:
+        """Return whether a connection of this process leads to the store of its job, at MASTER_ADDR:MASTER_PORT."""
+        process = self.processes.get(key)
+        port = process.job.get("MASTER_PORT") if process is not None else None
+        return bool(port) and descriptor.socket is not None and descriptor.socket.remote.rpartition(":")[2] == port
+
+    def name(self, key: Key, *, seen_from: str = "", whole: bool = False) -> str:
+        """Format a process: "rank 1", "DataLoader worker 812 of rank 0", "launcher 700 (torchrun)", "pid 812 (sh)".
+
+        `seen_from`: a host; that of a process elsewhere is said as well. `whole`: "rank 1 (node07, pid 4711)".
+        """
+        host, pid = key
+        place = self.places.get(key)
+        on_host = f" on {host}" if seen_from and host != seen_from else ""
+        if place is None:
+            return self._stranger(key) + on_host
+        owner = f"rank {place.rank}" if place.rank is not None else f"pid {_pid(place.member)}"
+        if place.is_rank and place.rank is not None:
+            return f"{owner} ({host}, pid {pid})" if whole else owner + on_host
+        if place.is_rank:
+            return f"pid {pid} ({host})" if whole else f"pid {pid}{on_host}"
+        kind = _HELPERS.get(self.processes[key].kind, "process")
+        return f"{kind} {pid} of {owner}{on_host}"
+
+    def names(self, keys: Iterable[Key], *, seen_from: str = "") -> str:
+        """Format several processes: "ranks 1-3", "rank 1 or pid 812 (sh)", with their number where they are many."""
+        keys = list(dict.fromkeys(keys))
+        ranks = [rank for rank in map(self.rank, keys) if rank is not None]
+        if len(ranks) == len(keys) > 1:
+            return name_ranks(ranks)
+        owners = {id(place.member) for place in map(self.places.get, keys) if place is not None and not place.is_rank}
+        if len(owners) == 1 and 1 < len(keys) <= _NAMED and all(key in self.places for key in keys):
+            first = self.name(keys[0], seen_from=seen_from)
+            return first.replace(f" {keys[0][1]} ", f" {' or '.join(str(pid) for _, pid in keys)} ", 1)
+        all_of_them = list(dict.fromkeys(self.name(key, seen_from=seen_from) for key in keys))
+        if len(all_of_them) <= _NAMED:
+            return " or ".join(all_of_them)
+        return f"{all_of_them[0]} or {len(all_of_them) - 1} others"
+
+    def _stranger(self, key: Key) -> str:
+        _, pid = key
+        process, person = self.processes.get(key), self.persons.get(key)
+        if process is not None and process.kind == "launcher":
+            return f"launcher {pid} ({_script(process.command)})"
+        command = process.command if process is not None else person.command if person is not None else ""
+        return f"pid {pid} ({_script(command)})" if command else f"pid {pid}"
+
+
+def _matched(
+    ends: Mapping[str, tuple[Sequence[Network], Sequence[Person]]],
+) -> dict[tuple[str, int, int], tuple[Endpoint, ...]]:
+    endpoints = [
+        Endpoint(
+            host, network.name, socket.pid, socket.inode, socket.protocol, socket.state, socket.local, socket.remote
+        )
+        for host, (networks, _) in ends.items()
+        for network in networks
+        for socket in network.sockets
+    ]
+    addresses = {
+        (host, network.name): network.addresses for host, (networks, _) in ends.items() for network in networks
+    }
+    return match(endpoints, addresses)
+
+
+def _script(command: str) -> str:
+    """Shorten a command to its program, or what an interpreter runs."""
+    words = [word for word in command.split() if word != "..."]
+    if not words:
+        return ""
+    program = words[0].rpartition("/")[2]
+    script = next((word for word in words[1:] if not word.startswith("-")), "")
+    if program.startswith("python") and script:
+        return script.rpartition("/")[2]
+    return program
+
+
+def _pid(member: Member) -> int | str:
+    return member.process.pid if member.process is not None else "?"

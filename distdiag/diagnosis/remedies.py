@@ -1,0 +1,71 @@
+"""What helps against what several commands find: stopped, frozen, dead and unseen ranks, and missing rights. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.hosts import fold, name_ranks
+from distdiag.report import Finding, Fix, Level, Where
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from distdiag.jobs.model import Job
+
+_HOSTS = 8
+"""Hosts to write a command for; the pids of all are in the finding."""
+
+
+def resume(processes: Iterable[tuple[str, int | None]]) -> Fix:
+    """Return how to let stopped processes go on, given by host and pid: a pid means nothing on another host."""
+    by_host: dict[str, list[str]] = {}
+    for host, pid in processes:
+        by_host.setdefault(host, []).append(str(pid))
+    commands = {host: " ".join(["kill -CONT", *pids]) for host, pids in by_host.items()}
+    if len(commands) > 1:
+        lines = tuple(f"{command}  # on {host}" for host, command in commands.items())
+        return Fix(text="let them go on, each on its host, and find who stopped them", commands=lines[:_HOSTS])
+    return Fix(text=f"on {fold(commands)}, let it go on, and find who stopped it", commands=tuple(commands.values()))
+
+
+def thaw(hosts: str, command: str) -> Fix:
+    """Return how to let a frozen cgroup go on, by this command."""
+    return Fix(text=f"on {hosts}, thaw its cgroup: docker unpause CONTAINER, or as root", commands=(command,))
+
+
+def find_cause_of_death(hosts: str) -> Fix:
+    """Return where to see why a rank ended."""
+    return Fix(
+        text=f"read the end of that rank's log, and whether the kernel ended it on {hosts}",
+        commands=("dmesg -T | grep -iE 'out of memory|killed process|segfault'",),
+    )
+
+
+def as_other_user(command: str) -> Fix:
+    """Return how to get to processes of another user with a command."""
+    return Fix(text="run it as that user, or as root", commands=(f'sudo env "PATH=$PATH" {command}',))
+
+
+def ptrace_in_container() -> Fix:
+    """Return how to get the right to read processes where not even root of a container has it."""
+    return Fix(
+        text="give the container the right to read its processes: docker run --cap-add SYS_PTRACE; in Kubernetes "
+        "securityContext.capabilities.add: [SYS_PTRACE]; or run distdiag on the host"
+    )
+
+
+def unseen_ranks(job: Job, finding_id: str) -> list[Finding]:
+    """Report the ranks that were on none of the hosts that were asked."""
+    if not job.unseen:
+        return []
+    hosts = fold(dict.fromkeys(member.host for member in job.members))
+    were = "was" if len(job.unseen) == 1 else "were"
+    return [
+        Finding(
+            id=finding_id,
+            level=Level.UNKNOWN,
+            title=f"{name_ranks(job.unseen)} of {job.world_size} {were} not seen on {hosts}: gone, or on other hosts",
+            where=Where(ranks=job.unseen),
+            fix=Fix(text="look at all hosts of the job: --hosts LIST, or --slurm-job ID"),
+        )
+    ]

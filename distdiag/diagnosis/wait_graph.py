@@ -1,0 +1,122 @@
+"""Who waits for whom: from the waits of single processes to the ones that all others wait for. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from distdiag.diagnosis.wait_reasons import Kind
+from distdiag.node import syscall_names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from distdiag.diagnosis.process_index import Key, ProcessIndex
+    from distdiag.diagnosis.wait_reasons import Wait
+
+_ANY_OF = (*syscall_names.POLLS, *syscall_names.SELECTS, *syscall_names.EPOLLS)
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One process waits for another one, in this call of one of its threads."""
+
+    waiter: Key
+    to: Key
+    wait: Wait
+
+
+@dataclass(frozen=True)
+class WaitTree:
+    """All who wait for the root, the direct ones first. `is_cycle`: the root itself waits for one of them."""
+
+    root: Key
+    edges: tuple[Edge, ...]
+    is_cycle: bool = False
+
+
+class WaitGraph:
+    """What every thread of every process that was looked at waits for; the main thread comes first."""
+
+    def __init__(self, by_process: Mapping[Key, Sequence[Wait]], index: ProcessIndex) -> None:
+        self.by_process = by_process
+        self.index = index
+
+    def main(self, key: Key) -> Wait | None:
+        """Return what the main thread of a process waits for; None if it was not looked at, or is gone."""
+        found = self.by_process.get(key)
+        return found[0] if found else None
+
+    def edge(self, key: Key) -> Edge | None:
+        """Return for which one process this one waits; None where it is not one, or cannot be known."""
+        main = self.main(key)
+        if main is None:
+            return None
+        if main.kind in (Kind.PEER, Kind.LOCK):
+            to = self._one_of(key, main.peers)
+            # A worker without work waits for its rank; that holds nobody up.
+            return Edge(key, to, main) if to is not None and not self._are_helpers(to, [key]) else None
+        if main.kind is Kind.OWN_THREADS:
+            return self._by_other_thread(key)
+        return None
+
+    def _by_other_thread(self, key: Key) -> Edge | None:
+        """Look at the threads that the main thread may wait for: one that reads from one rank alone tells for whom.
+
+        What watches many descriptors waits for its next work all the time, and tells nothing; but for one that waits
+        for the workers of this rank, which is how batches come.
+        """
+        found: dict[Key, Edge] = {}
+        for wait in self.by_process[key][1:]:
+            is_read = wait.kind is Kind.PEER and "r" in wait.wants
+            if not is_read or (wait.call in _ANY_OF and not self._are_helpers(key, wait.peers)):
+                continue
+            to = self._one_of(key, wait.peers)
+            if to is not None and (self.index.rank(to) is not None or self._are_helpers(key, [to])):
+                found[to] = Edge(key, to, wait)
+        return next(iter(found.values())) if len(found) == 1 else None
+
+    def _one_of(self, key: Key, peers: Sequence[Key]) -> Key | None:
+        """Return which of these is waited for: the only one, or the only worker that does not wait for work itself."""
+        if self._are_helpers(key, peers):
+            peers = [peer for peer in peers if not self._is_idle(peer, key)]
+        return peers[0] if len(peers) == 1 else None
+
+    def _are_helpers(self, key: Key, peers: Iterable[Key]) -> bool:
+        own = self.index.places.get(key)
+        places = [self.index.places.get(peer) for peer in peers]
+        return own is not None and all(
+            place is not None and place.member is own.member and not place.is_rank for place in places
+        )
+
+    def _is_idle(self, helper: Key, owner: Key) -> bool:
+        main = self.main(helper)
+        return main is not None and main.kind is Kind.PEER and owner in main.peers
+
+
+def wait_trees(graph: WaitGraph) -> list[WaitTree]:
+    """Find the processes that others wait for, and who these are; the one with the most in front."""
+    edges = {edge.waiter: edge for edge in map(graph.edge, graph.by_process) if edge is not None}
+    found: dict[Key, list[Edge]] = {}
+    cycles: set[Key] = set()
+    for key in edges:
+        root, is_cycle = _root(key, edges)
+        found.setdefault(root, []).append(edges[key])
+        if is_cycle:
+            cycles.add(root)
+    all_of_them = [
+        WaitTree(root, tuple(sorted(own, key=lambda edge: edge.to != root)), root in cycles)
+        for root, own in found.items()
+    ]
+    return sorted(all_of_them, key=lambda tree: -len(tree.edges))
+
+
+def _root(key: Key, edges: Mapping[Key, Edge]) -> tuple[Key, bool]:
+    """Follow the edges to their end; of a circle, the least of its members stands for it."""
+    path = [key]
+    while path[-1] in edges:
+        to = edges[path[-1]].to
+        if to in path:
+            return min(path[path.index(to) :]), True
+        path.append(to)
+    return path[-1], False

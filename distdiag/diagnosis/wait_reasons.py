@@ -1,0 +1,284 @@
+"""What a thread waits for, from what the kernel tells of it. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from distdiag.node import syscall_names
+from distdiag.node.machine import STOPPED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from distdiag.diagnosis.process_index import Key, ProcessIndex
+    from distdiag.node.blocked import Blocked, Target, Thread
+    from distdiag.node.descriptors import Descriptor
+
+ENDED = ("Z", "X", "")
+_FORKS = ("vfork", "clone", "clone3", "fork")
+_TIMEOUTS = {"poll": 2, "ppoll": 2, "select": 4, "pselect6": 4, "epoll_wait": 3, "epoll_pwait": 3, "epoll_pwait2": 3}
+"""Which argument is the timeout."""
+_BY_POINTER = ("ppoll", "select", "pselect6", "epoll_pwait2")
+"""Where it is a pointer, null for none; else milliseconds as an int, negative for none."""
+_SIGNALS = ("pause", "rt_sigsuspend", "rt_sigtimedwait")
+_ANY_OF = (*syscall_names.POLLS, *syscall_names.SELECTS, *syscall_names.EPOLLS)
+_STORAGE = re.compile(r"nfs|rpc_|fuse|request_wait_answer|ceph|ll_|cl_|gpfs|io_schedule|folio_|ext4|xfs|jbd2|btrfs")
+"""Functions of the kernel in which somebody waits for a file system or a disk."""
+_WITH_OTHER_END = ("socket", "pipe", "fifo")
+
+
+class Kind(StrEnum):
+    """What a thread waits for."""
+
+    RUNS = "runs"
+    PEER = "peer"
+    STORE = "store"
+    OWN_THREADS = "own-threads"
+    SLEEP = "sleep"
+    STOPPED = "stopped"
+    STORAGE = "storage"
+    KERNEL = "kernel"
+    LOCK = "lock"
+    FILE = "file"
+    CHILD = "child"
+    NETWORK = "network"
+    ENDED = "ended"
+    UNREADABLE = "unreadable"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    """What one thread waits for. `on`: in words, for a table; `peers`: the processes that it waits for, any of them.
+
+    `end`: what it has in common with them: "10.0.0.2:51916", "a pipe", a locked file. `wants`: "r" data, "w" that they
+    read. `does`: what it does, as the end of a sentence: "sleeps (nanosleep, 214 s)". `again`: it looks again from time
+    to time (a poll with a timeout), so that `since_s` is not since when it waits.
+    """
+
+    kind: Kind
+    call: str
+    on: str
+    does: str
+    since_s: float | None
+    thread: Thread | None = None
+    peers: tuple[Key, ...] = ()
+    end: str = ""
+    wants: str = ""
+    again: bool = False
+    thaws: str = ""
+
+
+def wait_of(thread: Thread, process: Blocked, host: str, index: ProcessIndex) -> Wait:
+    """Classify what a thread waits for."""
+    if process.state in ENDED:
+        return _wait(thread, Kind.ENDED, "ended", "has ended")
+    if process.thaws:
+        found = _wait(thread, Kind.STOPPED, "a frozen cgroup", "is frozen with its cgroup", thread.state)
+        return replace(found, thaws=process.thaws)
+    if thread.state in STOPPED:
+        by = f" by {index.name((host, process.tracer))}, which traces it" if process.tracer else ""
+        return _wait(thread, Kind.STOPPED, f"stopped{by}", f"is stopped{by}", thread.state)
+    if thread.state == "S" and not thread.hidden and _has_timeout(thread):
+        found = _asleep(thread, (host, process.pid), index)
+        if found.kind is Kind.PEER or thread.tid not in process.moved:
+            return replace(found, again=True)
+    if thread.state == "R" or thread.tid in process.moved:
+        again = "woke up between the samples" if thread.state != "R" else "on a processor, or wants one"
+        return _wait(thread, Kind.RUNS, again, "runs" if thread.state == "R" else f"wakes up now and then{_of(thread)}")
+    if thread.hidden:
+        return _wait(thread, Kind.UNREADABLE, "not ours to read", "may not be read", thread.state)
+    if thread.state == "D":
+        return _in_kernel(thread)
+    return _asleep(thread, (host, process.pid), index)
+
+
+def _has_timeout(thread: Thread) -> bool:
+    """Return whether it waits in a poll that ends by itself, to see whether all is well and wait again."""
+    if thread.syscall not in _TIMEOUTS or len(thread.arguments) < 5:
+        return False
+    timeout = thread.arguments[_TIMEOUTS[thread.syscall]]
+    is_pointer = thread.syscall in _BY_POINTER
+    return timeout != 0 if is_pointer else timeout & 0x80000000 == 0
+
+
+def lasting(seconds: float | None) -> str:
+    """Format how long something has lasted: "0.4 s", "214 s", "3.5 h"; "?" where the kernel does not say."""
+    if seconds is None:
+        return "?"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    return f"{seconds:.0f} s" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _asleep(thread: Thread, key: Key, index: ProcessIndex) -> Wait:
+    """Classify what one in state S waits for."""
+    call = thread.syscall
+    if call in syscall_names.SLEEPS:
+        left = f"a sleep, {lasting(thread.wakes_in_s)} left" if thread.wakes_in_s is not None else "a sleep"
+        return _wait(thread, Kind.SLEEP, left, "sleeps", call)
+    if call in syscall_names.WAITS:
+        return _for_child(thread, key, index)
+    if call in syscall_names.FUTEXES:
+        return _wait(thread, Kind.OWN_THREADS, _at_futex(thread), "waits for another thread of its own", call)
+    if thread.locks:
+        return _for_lock(thread, key, index)
+    if thread.path:
+        verb = {"open": "opens", "openat": "opens"}.get(call, f"is in {call} of")
+        return _wait(thread, Kind.FILE, thread.path, f"{verb} {thread.path}, and nobody opens the other end", call)
+    if thread.targets:
+        return _for_targets(thread, key, index)
+    if call in _SIGNALS:
+        return _wait(thread, Kind.SLEEP, "a signal", "waits for a signal", call)
+    if call in _ANY_OF and not thread.unread:
+        return _wait(thread, Kind.SLEEP, "nothing but time", "sleeps", call)
+    why = f" ({thread.unread})" if thread.unread else ""
+    on = f"unknown{why}" if not thread.wait_channel else f"{thread.wait_channel} in the kernel{why}"
+    return _wait(thread, Kind.KERNEL, on, f"waits for {on}", call)
+
+
+def _for_targets(thread: Thread, key: Key, index: ProcessIndex) -> Wait:
+    """Classify what a call waits for that is about descriptors: the processes at their other ends, or the files."""
+    call, targets = thread.syscall, thread.targets
+    connected = [
+        target.descriptor
+        for target in targets
+        if target.descriptor is not None and target.descriptor.kind in _WITH_OTHER_END
+    ]
+    stores = [descriptor for descriptor in connected if index.is_store(key, descriptor)]
+    if stores and len(stores) == len(connected):
+        return _at_store(thread, stores[0], key, index)
+    peers = tuple(dict.fromkeys(peer for descriptor in connected for peer in index.others(*key, descriptor)))
+    if peers:
+        end_name = _ends(connected) + (f" (any of {len(targets)})" if len(targets) > 1 else "")
+        on, does = f"{end_name} = {index.names(peers, seen_from=key[0])}", f"waits for {index.names(peers)}"
+        wants = "".join(sorted({target.wants for target in targets}))
+        return replace(_wait(thread, Kind.PEER, on, does, call), peers=peers, end=end_name, wants=wants)
+    remote = [end for end in connected if end.socket is not None and end.socket.remote]
+    if remote:
+        on = f"{_ends(remote)}, whose other end was not seen"
+        return _wait(thread, Kind.NETWORK, on, f"waits for {on}", call)
+    listeners = [end.socket for end in connected if end.socket is not None and end.socket.state == "LISTEN"]
+    if listeners:
+        on = f"a connection to {listeners[0].local}"
+        return _wait(thread, Kind.NETWORK, on, f"waits for {on}, and nobody has come", call)
+    files = [target for target in targets if target.descriptor is not None and target.descriptor.kind != "anon"]
+    if not files:
+        return _wait(thread, Kind.OWN_THREADS, _plain(targets), "waits for another thread of its own", call)
+    return _on_files(thread, files)
+
+
+def _on_files(thread: Thread, files: Sequence[Target]) -> Wait:
+    descriptor = files[0].descriptor
+    assert descriptor is not None
+    verb = {"r": "reads", "w": "writes"}.get(files[0].wants, "uses")
+    nobody = descriptor.kind in ("pipe", "fifo")
+    if descriptor.kind == "pipe":  # only itself has the other end: how a thread is woken by another one
+        return _wait(
+            thread, Kind.OWN_THREADS, "a pipe of its own", "waits for another thread of its own", thread.syscall
+        )
+    if (
+        descriptor.kind == "socket" and thread.syscall in _ANY_OF
+    ):  # nobody else has the other end: how an event loop is woken
+        on = "a socket of its own"
+        return _wait(thread, Kind.OWN_THREADS, on, "waits in its event loop for threads of its own", thread.syscall)
+    other = ", which nobody else has open for writing" if nobody and verb == "reads" else ""
+    other = other or (", which nobody else reads" if nobody else "")
+    what = "its terminal" if descriptor.target.startswith(("/dev/pts/", "/dev/tty")) else descriptor.target
+    return _wait(thread, Kind.FILE, what + other, f"{verb} {what}{other}", thread.syscall)
+
+
+def _at_store(thread: Thread, connection: Descriptor, key: Key, index: ProcessIndex) -> Wait:
+    peers = index.others(*key, connection)
+    assert connection.socket is not None
+    owner = f", at {index.name(peers[0], seen_from=key[0])}" if peers else ""
+    on = f"{connection.socket.remote} = the job's store{owner}"
+    return replace(_wait(thread, Kind.STORE, on, "waits for a key in the job's store", thread.syscall), peers=peers)
+
+
+def _for_lock(thread: Thread, key: Key, index: ProcessIndex) -> Wait:
+    holders = tuple((key[0], lock.pid) for lock in thread.locks if lock.pid and lock.pid != key[1])
+    file = next((target.descriptor.target for target in thread.targets if target.descriptor is not None), "a file")
+    held = f", held by {index.names(holders)}" if holders else ", held by nobody who can be named"
+    does = f"waits for the lock on {file}"
+    return replace(_wait(thread, Kind.LOCK, f"lock on {file}{held}", does, thread.syscall), peers=holders, end=file)
+
+
+def _for_child(thread: Thread, key: Key, index: ProcessIndex) -> Wait:
+    alive = [child for child in thread.children if child.state not in ENDED]
+    if len(alive) == 1:
+        child = alive[0]
+        state = {"T": ", which is stopped", "D": ", which is in the kernel (D)", "R": ", which runs"}.get(
+            child.state, ""
+        )
+        on = f"its child {child.pid} ({child.comm}){state}"
+    else:
+        on = f"any of its {len(alive)} children" if alive else "a child"
+    peers = tuple((key[0], child.pid) for child in alive)
+    return replace(_wait(thread, Kind.CHILD, on, f"waits for {on}", thread.syscall), peers=peers)
+
+
+def _in_kernel(thread: Thread) -> Wait:
+    """Classify what one in state D waits for: nothing wakes it up but what it waits for."""
+    descriptors = [target.descriptor for target in thread.targets if target.descriptor is not None]
+    path = thread.path or next(
+        (descriptor.target for descriptor in descriptors if descriptor.target.startswith("/")), ""
+    )
+    channel = f"{thread.wait_channel} in the kernel" if thread.wait_channel else "the kernel"
+    if thread.syscall in _FORKS:
+        return _wait(thread, Kind.CHILD, "the program that it starts", "waits for the program that it starts", "D")
+    if path.startswith("/dev/"):
+        return _wait(thread, Kind.KERNEL, f"the driver of {path} (D)", f"waits for the driver of {path}", "D")
+    if path:
+        return _wait(thread, Kind.STORAGE, f"{path} (D)", f"waits for the file system of {path}", "D")
+    if _STORAGE.search(thread.wait_channel):
+        return _wait(thread, Kind.STORAGE, f"{channel} (D)", f"waits for a file system, in {channel}", "D")
+    return _wait(thread, Kind.KERNEL, f"{channel} (D)", f"waits for {channel}", "D")
+
+
+def _at_futex(thread: Thread) -> str:
+    owner = thread.futex.owner if thread.futex is not None else None
+    return f"a lock that its thread {owner} holds" if owner else "another thread of its own"
+
+
+def _ends(connected: Sequence[Descriptor]) -> str:
+    """Format the other ends: addresses, "a pipe", paths."""
+    names = list(dict.fromkeys(map(_end, connected)))
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _end(descriptor: Descriptor) -> str:
+    if descriptor.socket is not None and descriptor.socket.remote:
+        unanswered = ", which does not answer" if descriptor.socket.state == "SYN_SENT" else ""
+        return f"{descriptor.socket.remote}{unanswered}"
+    if descriptor.socket is not None:
+        return (
+            "a unix socket"
+            if descriptor.socket.protocol == "unix"
+            else f"a {descriptor.socket.protocol or 'local'} socket"
+        )
+    return "a pipe" if descriptor.kind == "pipe" else descriptor.target
+
+
+def _plain(targets: Iterable[Target]) -> str:
+    """Format what has no other end."""
+    names = dict.fromkeys(
+        target.descriptor.target if target.descriptor else f"descriptor {target.fd}" for target in targets
+    )
+    shown = list(names)
+    return shown[0] if len(shown) == 1 else f"{shown[0]} and {len(shown) - 1} more"
+
+
+def _of(thread: Thread) -> str:
+    return f", in {thread.syscall}" if thread.syscall else ""
+
+
+def _wait(thread: Thread, kind: Kind, on: str, does: str, how: str = "") -> Wait:
+    """Format a wait; `how` and since when follow what it does, in brackets."""
+    call = thread.syscall or "-"
+    facts = [how] if how in ("", call) else [how, *([call] if thread.syscall else [])]
+    facts += [lasting(thread.since_s)] if thread.since_s is not None and kind is not Kind.RUNS else []
+    brackets = f" ({', '.join(fact for fact in facts if fact)})" if any(facts) else ""
+    return Wait(kind=kind, call=call, on=on, does=does + brackets, since_s=thread.since_s, thread=thread)

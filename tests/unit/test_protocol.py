@@ -1,0 +1,63 @@
+"""Messages between the parent and its agents: every kind once, and the same fields on both sides."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, get_args
+
+import pytest
+
+from distdiag.cluster import records
+from distdiag.node import protocol
+from distdiag.node.protocol import Message
+
+if TYPE_CHECKING:
+    import msgspec
+
+MESSAGES = Message.__subclasses__()
+ORDERS = list(protocol._ORDERS.values())
+REPLIES = [message for message in MESSAGES if message not in ORDERS]
+VALIDATED: dict[str, type[msgspec.Struct]] = {reply.__name__: reply for reply in get_args(records.Said)}
+
+
+def test_each_reply_has_one_type_that_validates_it() -> None:
+    assert {reply.__name__ for reply in REPLIES} == VALIDATED.keys()
+
+
+@pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply.__name__)
+def test_what_is_sent_is_what_is_validated(reply: type[Message]) -> None:
+    validated = VALIDATED[reply.__name__]
+    assert set(reply.__annotations__) == set(validated.__struct_fields__)
+    assert validated.__struct_config__.tag == reply.kind
+
+
+@pytest.mark.parametrize("messages", [ORDERS, REPLIES], ids=["orders", "replies"])
+def test_a_kind_means_one_message(messages: list[type[Message]]) -> None:
+    assert len({message.kind for message in messages}) == len(messages)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
+def test_an_order_arrives_as_it_was_sent(order: type[Message]) -> None:
+    fields = {name: [number] for number, name in enumerate(order.__annotations__)}
+    arrived = protocol.read_order(order(**fields).to_json())
+    assert type(arrived) is order
+    assert vars(arrived) == fields
+
+
+def test_an_order_of_a_newer_parent_is_none() -> None:
+    assert protocol.read_order(b'{"kind": "dance", "partner": 1}') is None
+
+
+@pytest.mark.parametrize("line", [b"[1]", b"null", b"{", b"\xff", b'{"kind": "leave"} {}'])
+def test_what_is_no_order_is_an_error(line: bytes) -> None:
+    with pytest.raises(ValueError):
+        protocol.read_order(line)
+
+
+def test_a_field_that_is_left_out_has_its_default_on_the_other_side() -> None:
+    order = protocol.read_order(protocol.ReachListen(more=2).to_json())
+    assert isinstance(order, protocol.ReachListen)
+    assert (order.more, tuple(order.ports)) == (2, ())
+
+
+def test_what_is_no_utf8_is_a_question_mark() -> None:
+    assert protocol.ToolTaken(name="a\udcffb", error="").to_json() == b'{"kind": "tool", "name": "a?b", "error": ""}'
