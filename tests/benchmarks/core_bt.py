@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cores import make_core
 
-from distdiag.node.core import core_file, gdb, pystack, stacks, unwinder
+from distdiag.facts.core import core_file, gdb, pystack, stacks, unwinder
 
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
 PATIENCE_S = 30

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 from support import need
 
-from distdiag.node import elf, procs
-from distdiag.node.core.binary import Binary
-from distdiag.node.core.call_frames import RETURN_ADDRESS, STACK_POINTER, CannotUnwind, Cie, Fde
+from distdiag.facts import elf, procs
+from distdiag.facts.core.binary import Binary
+from distdiag.facts.core.call_frames import RETURN_ADDRESS, STACK_POINTER, CannotUnwind, Cie, Fde
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -22,9 +22,9 @@ import pytest
 from cores import PROGRAMS, make_core
 from support import need
 
-from distdiag.node import elf
-from distdiag.node.core import core_file, stored_cores
-from distdiag.node.core.core_file import CoreNotes, Image, NotACore, OtherMachine
+from distdiag.facts import elf
+from distdiag.facts.core import core_file, stored_cores
+from distdiag.facts.core.core_file import CoreNotes, Image, NotACore, OtherMachine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import pytest
 from support import need
 
-from distdiag.node import elf
-from distdiag.node.core.binary import Binary
-from distdiag.node.core.libdw import Lines
-from distdiag.node.core.unwinder import has_debug_information
+from distdiag.facts import elf
+from distdiag.facts.core.binary import Binary
+from distdiag.facts.core.libdw import Lines
+from distdiag.facts.core.unwinder import has_debug_information
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,20 +7,20 @@ import os
 import signal
 from dataclasses import dataclass, replace
 
-from distdiag.node import identity, machine, procs
-from distdiag.node.core import core_file, gdb, last_words, pystack, setup, stacks, stored_cores, unwinder
-from distdiag.node.core.call_frames import CannotUnwind
-from distdiag.node.core.core_file import CoreNotes  # noqa: TC001 - decoding reads it
-from distdiag.node.core.setup import SetupFacts  # noqa: TC001 - decoding reads it
-from distdiag.node.core.stacks import Merged  # noqa: TC001 - decoding reads it
+from distdiag.facts import machine, procs, rank_identity
+from distdiag.facts.core import core_file, gdb, last_words, pystack, setup, stacks, stored_cores, unwinder
+from distdiag.facts.core.call_frames import CannotUnwind
+from distdiag.facts.core.core_file import CoreNotes  # noqa: TC001 - decoding reads it
+from distdiag.facts.core.setup import SetupFacts  # noqa: TC001 - decoding reads it
+from distdiag.facts.core.stacks import Merged  # noqa: TC001 - decoding reads it
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from distdiag.node.core.core_file import Core
-    from distdiag.node.core.stacks import Stacks
+    from distdiag.facts.core.core_file import Core
+    from distdiag.facts.core.stacks import Stacks
 
 _MAX_CORES = 32
 _HEAD_BYTES = 32 * 2**20
@@ -205,7 +205,7 @@ def _of_size(facts: CoreFacts, size: int | None) -> CoreFacts:
 
 
 def _rank(variables: dict[str, str]) -> int | None:
-    found = identity.identify(variables)
+    found = rank_identity.identify(variables)
     return found.rank if found is not None else None
 
 

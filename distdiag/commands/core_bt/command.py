@@ -95,7 +95,7 @@ def core_bt(
 
 def _subcommand() -> Subcommand[Request, NodeCores, CoreBt]:
     from distdiag import runner
-    from distdiag.cluster.access import Agent
+    from distdiag.cluster.start_fleet import Agent
     from distdiag.commands.core_bt.collect import NodeCores
     from distdiag.commands.core_bt.diagnose import diagnose
     from distdiag.commands.core_bt.view import core_bt_view

@@ -7,14 +7,14 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from distdiag.commands.core_bt.types import COMMAND
+from distdiag.facts.core.setup import PatternKind
 from distdiag.knowledge.crashes import core_limit
-from distdiag.node.core.setup import PatternKind
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from distdiag.node.core.setup import CoreFolder, CorePattern, ProcessSetup, SetupFacts
+    from distdiag.facts.core.setup import CoreFolder, CorePattern, ProcessSetup, SetupFacts
 
 _MAX_EVIDENCE = 6
 _A_CORE_BYTES = 1 << 30

@@ -6,25 +6,25 @@ import re
 import shlex
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.reached import host_findings, summary_of
+from distdiag.cluster.unreached_hosts import host_findings, summary_of
 from distdiag.commands.core_bt.core_dump_setup import setup_findings
 from distdiag.commands.core_bt.types import COMMAND, Core, CoreBt, Thread, Unread
 from distdiag.commands.core_bt.wording import faulting_frames, format_frame, where, who, without_numbers
+from distdiag.facts.core.stacks import is_eval
+from distdiag.facts.machine import redacted
+from distdiag.facts.programs import signal_name
 from distdiag.knowledge import crashes
-from distdiag.node.core.stacks import is_eval
-from distdiag.node.machine import redacted
-from distdiag.node.run import signal_name
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.cluster.rows import Row
+    from distdiag.cluster.host_results import HostResult
     from distdiag.commands.core_bt.collect import CoreFacts, LiveFacts, NodeCores
     from distdiag.commands.core_bt.types import Request
+    from distdiag.facts.core.stacks import Merged
     from distdiag.gathered import Gathered
     from distdiag.knowledge.crashes import Crash
-    from distdiag.node.core.stacks import Merged
 
 _SAME_FRAMES = 3
 _MAX_LINES_SAID = 6
@@ -289,7 +289,7 @@ def _none(request: Request, data: CoreBt) -> Finding:
 
 
 def _summary(
-    request: Request, data: CoreBt, found: Sequence[Finding], rows: Sequence[Row], more: tuple[int, bool]
+    request: Request, data: CoreBt, found: Sequence[Finding], rows: Sequence[HostResult], more: tuple[int, bool]
 ) -> str:
     left_out, interrupted = more
     if interrupted:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from distdiag.cluster.targets import Cluster
-from distdiag.node.core.stacks import Frame  # noqa: TC001 - msgspec reads it
+from distdiag.facts.core.stacks import Frame  # noqa: TC001 - msgspec reads it
 
 COMMAND = "core-bt"
 

@@ -6,14 +6,14 @@ import re
 from itertools import dropwhile, takewhile
 from typing import TYPE_CHECKING
 
-from distdiag.node.core.stacks import UNKNOWN
-from distdiag.node.machine import redacted
+from distdiag.facts.core.stacks import UNKNOWN
+from distdiag.facts.machine import redacted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.commands.core_bt.types import Core
-    from distdiag.node.core.stacks import Frame
+    from distdiag.facts.core.stacks import Frame
 
 _LIBRARY = re.compile(r"/lib/python3|/site-packages/|^<frozen ")
 _SENDS_SIGNAL = re.compile(r"_*(GI_*)?(pthread_kill\w*|raise|gsignal|t?g?kill)")
