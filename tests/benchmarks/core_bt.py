@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cores import make_core
 
-from distdiag.facts.core import by_gdb, by_pystack, merge, notes
+from distdiag.facts.core import core_file, gdb, pystack, stacks, unwinder
 
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
 PATIENCE_S = 30
@@ -77,12 +77,14 @@ def in_100_mb(command: list[str]) -> str:
 def merged(core: str, executable: str) -> float:
     """Give the seconds of what core-bt does: notes, then one stack from both tools, gdb where it is needed."""
     began = time.perf_counter()
-    crashed = notes.read(core).threads[0].tid
-    pystack = by_pystack.of_core(core, executable, timeout_s=60)
-    needed = merge.needs_gdb(pystack, crashed)
-    gdb = by_gdb.of_core(core, executable, timeout_s=60, only_first=True) if needed else None
-    threads = merge.merge(pystack, gdb, crashed)
-    assert threads[0].thread.frames, pystack
+    notes = core_file.read(core)
+    crashed = notes.threads[0].tid
+    own = unwinder.CFrames(core, notes.files, ())
+    by_pystack = pystack.of_core(core, executable, notes.files, own, timeout_s=60)
+    needed = stacks.needs_gdb(by_pystack, crashed)
+    by_gdb = gdb.of_core(core, executable, timeout_s=60, only_first=True) if needed else None
+    threads = stacks.merge(by_pystack, by_gdb, crashed)
+    assert threads[0].thread.frames, by_pystack
     return time.perf_counter() - began
 
 
@@ -99,7 +101,7 @@ def main() -> None:
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
         for _ in range(ROUNDS):
             began = time.perf_counter()
-            notes.read(core)
+            core_file.read(core)
             facts.append(time.perf_counter() - began)
             inside.append(merged(core, executable))
             for name, command in commands.items():

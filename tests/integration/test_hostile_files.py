@@ -24,8 +24,8 @@ from distdiag.cluster import hostfile, hostlist, hosts
 from distdiag.cluster.transports import known_hosts, ssh_config
 from distdiag.errors import DistdiagError
 from distdiag.facts import elf, line_trace_file, sockets
-from distdiag.facts.core import notes, packed
-from distdiag.facts.core.image import NotACore
+from distdiag.facts.core import core_file, stored_cores
+from distdiag.facts.core.core_file import NotACore
 from distdiag.facts.cuda import fatbin
 
 if TYPE_CHECKING:
@@ -164,8 +164,8 @@ def test_cores(core: Path, tmp_path: Path) -> None:
 
     def read(data: bytes) -> object:
         path.write_bytes(data)
-        found = notes.read(str(path))
-        return notes.build_ids(str(path), found), notes.changed_files(str(path), found)
+        found = core_file.read(str(path))
+        return core_file.build_ids(str(path), found), core_file.changed_files(str(path), found)
 
     each([head], read, NotACore)
 
@@ -197,13 +197,13 @@ def test_packed_cores(core: Path, tmp_path: Path) -> None:
 
         def read(data: bytes, path: Path = path) -> None:
             path.write_bytes(data)
-            if packed.kind(str(path)) is packed.Kind.PLAIN:
+            if stored_cores.packing_of(str(path)) is stored_cores.Packing.NONE:
                 return
-            packed.head(str(path), 2**16)
-            made = packed.unpack(str(path), str(folder), most_bytes=2**22, timeout_s=10)
+            stored_cores.head(str(path), 2**16)
+            made = stored_cores.unpack(str(path), str(folder), most_bytes=2**22, timeout_s=10)
             os.unlink(made)
 
-        each([original], read, packed.CannotUnpack)
+        each([original], read, stored_cores.CannotUnpack)
         assert not list(folder.iterdir())
 
 

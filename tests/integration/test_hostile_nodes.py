@@ -209,7 +209,7 @@ def judge_stacks(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[Rend
 
 def judge_cores(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
     from distdiag.commands.core_bt.diagnose import diagnose
-    from distdiag.commands.core_bt.model import Request
+    from distdiag.commands.core_bt.types import Request
     from distdiag.commands.core_bt.view import core_bt_view
 
     return diagnose(Request(), told.gathered()), lambda report: core_bt_view(report, all_threads=True)

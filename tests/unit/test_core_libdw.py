@@ -14,8 +14,8 @@ from support import need
 
 from distdiag.facts import elf
 from distdiag.facts.core.binary import Binary
-from distdiag.facts.core.cframes import has_debug_information
 from distdiag.facts.core.libdw import Lines
+from distdiag.facts.core.unwinder import has_debug_information
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,13 +69,13 @@ def at(path: Path, symbol: str) -> int:
 
 def by_addr2line(path: Path, address: int) -> list[tuple[str, str, int]]:
     ask = ["addr2line", "-i", "-f", "-C", "-e", str(path), hex(address)]
-    told = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.splitlines()
-    places = (place.partition(" ")[0].rpartition(":") for place in told[1::2])
-    return [(name, Path(file).name, int(line)) for name, (file, _, line) in zip(told[::2], places, strict=True)]
+    rows = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.splitlines()
+    places = (place.partition(" ")[0].rpartition(":") for place in rows[1::2])
+    return [(name, Path(file).name, int(line)) for name, (file, _, line) in zip(rows[::2], places, strict=True)]
 
 
-def short(told: list[tuple[str, str, int]]) -> list[tuple[str, str, int]]:
-    return [(name, Path(file).name, line) for name, file, line in told]
+def short(found: list[tuple[str, str, int]]) -> list[tuple[str, str, int]]:
+    return [(name, Path(file).name, line) for name, file, line in found]
 
 
 STEP = "_ZN5shard4stepEdPFvvE"
@@ -89,11 +89,41 @@ def test_inlined_calls_come_before_what_they_are_in(
     begin = at(path, STEP)
     end = Binary(str(path)).function(begin).end
     addresses = list(range(begin, end))
-    found = [short(one) for one in lines.of(str(path), addresses)]
+    found = [short(frames) for frames in lines.of(str(path), addresses)]
     assert found == [by_addr2line(path, address) for address in addresses]
     inside = [name for name, _, _ in max(found, key=len)]
     expected = ("double scaled<double>", "shard::reduced", "shard::step")
     assert inside == [f"{name}(double, void (*)())" for name in expected]
+
+
+HEADER_FIRST = """
+static inline int reduced(volatile int *p, void (*fail)(void)) { fail(); return *p + 1; }
+static __attribute__((noinline)) int step(int *p, void (*fail)(void)) { int x = reduced(p, fail);
+  return x * 3; }
+"""
+
+
+@pytest.mark.parametrize("options", [("-gdwarf-4",), ("-gdwarf-5",), ("-gdwarf-5", "-gz")], ids=" ".join)
+@pytest.mark.parametrize("header_first", [True, False])
+def test_source_lines_are_those_of_the_table_of_lines(
+    options: tuple[str, ...], header_first: bool, tmp_path: Path, lines: Lines
+) -> None:
+    """addr2line (2.40) names another file for code of headers, where they come first (DWARF 5)."""
+    need("gcc", "readelf")
+    (tmp_path / "step.h").write_text(HEADER_FIRST)
+    before = "" if header_first else "int before(void) { return 1; }\n"
+    source = f'{before}#include "step.h"\nint f(int *p, void (*g)(void)) {{ return step(p, g); }}'
+    (tmp_path / "code.c").write_text(source)
+    library = tmp_path / "libcode.so"
+    subprocess.run(["gcc", "-O2", "-fPIC", "-shared", *options, "-o", library, "code.c"], cwd=tmp_path, check=True)
+    dump = ["readelf", "-W", "--debug-dump=decodedline", str(library)]
+    text = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
+    rows = [(int(row[2], 16), (row[0], int(row[1]))) for row in re.findall(r"^(\S+) +(\d+) +0x(\w+)", text, re.M)]
+    begin = at(library, "step")
+    expected = {address: place for address, place in rows if begin <= address < begin + 8}
+    assert {file for file, _ in expected.values()} == {"step.h"}
+    found = zip(expected, lines.of(str(library), list(expected)), strict=True)
+    assert {address: short(frames)[0][1:] for address, frames in found} == expected
 
 
 def test_c_names_are_left_alone_and_a_program_has_its_own_addresses(build: Callable[..., Path], lines: Lines) -> None:
@@ -129,7 +159,7 @@ def test_a_link_to_debug_information_that_lies_outside_its_file_is_none(build: C
     data = bytearray(path.read_bytes())
     found = elf.read(str(path))
     assert found is not None
-    (link,) = (one for one in found.sections if one.name == ".gnu_debuglink")
+    (link,) = (section for section in found.sections if section.name == ".gnu_debuglink")
     (headers,) = struct.unpack_from("<Q", data, 40)
     for header in range(headers, len(data), 64):
         if struct.unpack_from("<Q", data, header + 24)[0] == link.offset:

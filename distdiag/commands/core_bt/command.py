@@ -1,19 +1,27 @@
-"""What you type for core-bt."""
+"""What you type for core-bt, and how it goes from there to its report."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import os
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
-from distdiag.commands.core_bt.model import Request
-from distdiag.errors import UsageError
+from distdiag.commands.core_bt.types import COMMAND, Request
+from distdiag.errors import DistdiagError, UsageError
 from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
 
 if TYPE_CHECKING:
-    from distdiag.commands.core_bt.result import CoreBt
+    from collections.abc import Mapping, Sequence
+
+    from distdiag.commands.core_bt.collect import NodeCores
+    from distdiag.commands.core_bt.types import CoreBt
     from distdiag.report import Report
+    from distdiag.runner import Asks, Subcommand
+
+_SPARE_S = 30.0
+_CORES_AT_LEAST = 4
 
 
 @on_hosts
@@ -57,9 +65,8 @@ def core_bt(
     130 interrupted.
     """
     from distdiag import runner
-    from distdiag.commands.core_bt.check import SUBCOMMAND
 
-    def asked() -> Request:
+    def request() -> Request:
         if sum((bool(cores), pid is not None, setup)) > 1:
             raise UsageError("cores, --pid and --setup are three questions", hint="ask one of them")
         return Request(
@@ -75,12 +82,74 @@ def core_bt(
         )
 
     def write_text(report: Report[CoreBt]) -> Report[CoreBt]:
-        from distdiag.commands.core_bt.view import lines_of
+        from distdiag.commands.core_bt.view import plain_lines
         from distdiag.files import write_whole
 
         if text:
-            write_whole(text, "\n".join([report.summary, "", *lines_of(report)]).encode())
+            write_whole(text, "\n".join([report.summary, "", *plain_lines(report)]).encode())
         return report
 
     options = runner.Options(as_json, strict, save, from_, cluster.explain)
-    runner.run(SUBCOMMAND, asked, options, write_text)
+    runner.run(_subcommand(), request, options, write_text)
+
+
+def _subcommand() -> Subcommand[Request, NodeCores, CoreBt]:
+    from distdiag import runner
+    from distdiag.cluster.start_fleet import Agent
+    from distdiag.commands.core_bt.collect import NodeCores
+    from distdiag.commands.core_bt.diagnose import diagnose
+    from distdiag.commands.core_bt.view import core_bt_view
+
+    agent = Agent(collect="distdiag.commands.core_bt.collect", facts=NodeCores)
+
+    def question(request: Request) -> runner.Question[NodeCores, NodeCores, NodeCores]:
+        def plan(hosts: Mapping[str, NodeCores], local: bool) -> Asks:
+            return _plan(request, hosts, local=local)
+
+        return runner.Question(part=NodeCores, plan=plan, join=_join, doing="reading")
+
+    return runner.Subcommand(
+        name=COMMAND,
+        request=Request,
+        facts=NodeCores,
+        collect=lambda request, progress: runner.gather(request.cluster, agent, question(request), progress),
+        diagnose=diagnose,
+        view=lambda request, _, report: core_bt_view(report, all_threads=request.all_threads),
+        explain=lambda request: runner.explain(request.cluster, agent),
+        shown_as_typed=("all_threads",),
+    )
+
+
+def _check_working_directory() -> None:
+    """Paths are relative to it, and it is searched for cores."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise DistdiagError(f"the working directory: {error.strerror}", hint="cd to one that is there") from error
+
+
+def _plan(request: Request, hosts: Mapping[str, NodeCores], *, local: bool) -> Asks:
+    from distdiag.runner import Asks
+
+    if local:
+        _check_working_directory()
+    timeout_s = _SPARE_S + 2 * request.timeout_s * max(_CORES_AT_LEAST, len(request.paths))
+    return Asks(by_host=dict.fromkeys(hosts, _ask(request, local=local)), timeout_s=timeout_s)
+
+
+def _ask(request: Request, *, local: bool) -> dict[str, Any]:
+    return {
+        "paths": [os.path.abspath(path) if local else path for path in request.paths],
+        "exe": os.path.realpath(request.exe) if local and request.exe else request.exe,
+        "gdb": request.gdb,
+        "all": request.all_threads,
+        "timeout_s": request.timeout_s,
+        "pid": request.pid,
+        "setup": request.setup,
+    }
+
+
+def _join(host: str, first: NodeCores, parts: Sequence[NodeCores], why: str) -> NodeCores | None:
+    from dataclasses import replace
+
+    return replace(parts[-1], host=host) if parts else None

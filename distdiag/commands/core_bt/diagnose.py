@@ -7,11 +7,10 @@ import shlex
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.unreached_hosts import host_findings, summary_of
-from distdiag.commands.core_bt import able
-from distdiag.commands.core_bt.model import COMMAND
-from distdiag.commands.core_bt.result import Core, CoreBt, Thread, Unread
-from distdiag.commands.core_bt.words import alike, frame_in_words, guilty, where, who
-from distdiag.facts.core.merge import is_eval
+from distdiag.commands.core_bt.core_dump_setup import setup_findings
+from distdiag.commands.core_bt.types import COMMAND, Core, CoreBt, Thread, Unread
+from distdiag.commands.core_bt.wording import faulting_frames, format_frame, where, who, without_numbers
+from distdiag.facts.core.stacks import is_eval
 from distdiag.facts.machine import redacted
 from distdiag.facts.programs import signal_name
 from distdiag.knowledge import crashes
@@ -22,36 +21,36 @@ if TYPE_CHECKING:
 
     from distdiag.cluster.host_results import HostResult
     from distdiag.commands.core_bt.collect import CoreFacts, LiveFacts, NodeCores
-    from distdiag.commands.core_bt.model import Request
-    from distdiag.facts.core.merge import Merged
+    from distdiag.commands.core_bt.types import Request
+    from distdiag.facts.core.stacks import Merged
     from distdiag.gathered import Gathered
     from distdiag.knowledge.crashes import Crash
 
 _SAME_FRAMES = 3
-_SAID_LINES = 6
+_MAX_LINES_SAID = 6
 _STOPPED = ("T", "t")
 _ENDS_BY_EXCEPTION = re.compile(r"terminate|__cxa_|_Unwind_|__gxx_|rethrow_exception")
 
 
 def diagnose(request: Request, gathered: Gathered[NodeCores]) -> Report[CoreBt]:
-    """Say what crashed, where, and why; or what keeps this machine from leaving a core."""
+    """Report what crashed, where, and why; or what keeps a machine from leaving a core."""
     nodes, rows = gathered.facts, gathered.rows
     cores: list[tuple[Core, Crash | None]] = []
     unread: list[Unread] = []
     found: list[Finding] = []
     for node in nodes:
-        cores += [_core(one, node.host) for one in node.cores if one.notes is not None]
-        unread += [Unread(path=one.path, host=node.host, why=one.error) for one in node.cores if one.error]
+        cores += [_core(facts, node.host) for facts in node.cores if facts.notes is not None]
+        unread += [Unread(path=facts.path, host=node.host, why=facts.error) for facts in node.cores if facts.error]
         unread += [Unread(path=path, host=node.host, why=why) for path, why in node.missed]
         if node.live is not None:
             cores.append((_live(node.live, node.host), None))
             found += _of_live(request, node.live, node.host)
-    found += able.able({node.host: node.setup for node in nodes if node.setup is not None})
-    cores.sort(key=lambda one: (one[0].time or 0.0, one[0].pid))
+    found += setup_findings({node.host: node.setup for node in nodes if node.setup is not None})
+    cores.sort(key=lambda row: (row[0].time or 0.0, row[0].pid))
     found += _crashes(request, cores)
     found += _about_files(request, [core for core, _ in cores], unread)
     found += host_findings(gathered.refusals, rows)
-    found += [_lost(host, why) for host, why in gathered.missing.items()]
+    found += [_no_answer(host, why) for host, why in gathered.missing.items()]
     data = CoreBt(
         cores=tuple(core for core, _ in cores),
         unread=tuple(unread),
@@ -70,51 +69,51 @@ def diagnose(request: Request, gathered: Gathered[NodeCores]) -> Report[CoreBt]:
 
 
 def _core(facts: CoreFacts, host: str) -> tuple[Core, Crash | None]:
-    told = facts.notes
-    assert told is not None
-    threads = [_thread(one) for one in facts.threads]
-    crashed = next((thread for thread, one in zip(threads, facts.threads, strict=True) if one.crashed), None)
+    notes = facts.notes
+    assert notes is not None
+    threads = [_thread(merged) for merged in facts.threads]
+    crashed = next((thread for thread, merged in zip(threads, facts.threads, strict=True) if merged.crashed), None)
     functions = [frame.function for frame in crashed.frames] if crashed is not None else []
-    mapped = next((one.path for one in told.files if told.address and one.start <= told.address < one.end), "")
-    said = _said(facts, functions)
-    evidence = "\n".join(filter(None, (said, mapped)))
-    known = crashes.recognise(functions, evidence, told.signal, told.code, told.address, inside=facts.inside)
+    mapped = next((file.path for file in notes.files if notes.address and file.start <= notes.address < file.end), "")
+    words = _last_words(facts, functions)
+    evidence = "\n".join(filter(None, (words, mapped)))
+    known = crashes.recognise(functions, evidence, notes.signal, notes.code, notes.address, inside=facts.inside)
     core = Core(
         path=facts.path,
         host=host,
         exe=facts.exe,
-        cmdline=redacted(told.arguments or told.program),
-        pid=told.pid,
+        cmdline=redacted(notes.arguments or notes.program),
+        pid=notes.pid,
         rank=facts.rank,
         time=facts.modified_s,
-        signal=told.signal,
-        signal_name=signal_name(told.signal),
-        signal_code=told.code,
-        address=told.address,
-        said=redacted(said),
+        signal=notes.signal,
+        signal_name=signal_name(notes.signal),
+        signal_code=notes.code,
+        address=notes.address,
+        said=redacted(words),
         mapped=mapped,
-        meaning=crashes.meaning(told.signal, told.code, told.address, told.sender_pid, told.pid),
+        meaning=crashes.meaning(notes.signal, notes.code, notes.address, notes.sender_pid, notes.pid),
         signature=known.id if known is not None else None,
         role=known.role if known is not None else None,
         crash_thread=crashed if crashed is not None and crashed.frames else None,
         threads=tuple(thread for thread in threads if thread is not crashed),
-        truncated=told.truncated,
-        size_bytes=told.size_bytes,
-        whole_bytes=told.whole_bytes,
+        truncated=notes.truncated,
+        size_bytes=notes.size_bytes,
+        whole_bytes=notes.whole_bytes,
         changed=facts.changed,
         tools=facts.tools,
     )
     return core, known
 
 
-def _said(facts: CoreFacts, functions: Sequence[str]) -> str:
-    """Give the last words of the process; an exception that was thrown earlier, and caught, is none of them."""
+def _last_words(facts: CoreFacts, functions: Sequence[str]) -> str:
+    """Return the last words of the process, without an exception that was thrown earlier, and caught."""
     ended = not functions or any(_ENDS_BY_EXCEPTION.search(function) for function in functions)
     return facts.message or (facts.exception if ended else "")
 
 
 def _live(facts: LiveFacts, host: str) -> Core:
-    threads = [_thread(one) for one in facts.threads]
+    threads = [_thread(merged) for merged in facts.threads]
     main = next((thread for thread in threads if thread.tid == facts.pid), None)
     return Core(
         path="",
@@ -144,18 +143,18 @@ def _live(facts: LiveFacts, host: str) -> Core:
     )
 
 
-def _thread(one: Merged) -> Thread:
-    thread = one.thread
+def _thread(merged: Merged) -> Thread:
+    thread = merged.thread
     return Thread(tid=thread.tid, name=thread.name, gil=thread.gil, frames=thread.frames)
 
 
 def _crashes(request: Request, cores: Sequence[tuple[Core, Crash | None]]) -> list[Finding]:
-    """One finding for each crash, the same in several processes being one; those that are consequences last."""
+    """Return one finding for each crash, the same in several processes being one; consequences come last."""
     groups: dict[tuple[object, ...], list[tuple[Core, Crash | None]]] = {}
     for core, known in cores:
         if core.signal:
-            frames = tuple(frame_in_words(frame) for frame in guilty(core)[:_SAME_FRAMES])
-            same = (core.signal, core.signature, where(core), frames, alike(core.said))
+            frames = tuple(format_frame(frame) for frame in faulting_frames(core)[:_SAME_FRAMES])
+            same = (core.signal, core.signature, where(core), frames, without_numbers(core.said))
             groups.setdefault(same, []).append((core, known))
     ordered = sorted(groups.values(), key=lambda group: group[0][0].role == "consequence")
     return [_crash(request, group) for group in ordered]
@@ -178,10 +177,10 @@ def _crash(request: Request, group: Sequence[tuple[Core, Crash | None]]) -> Find
             pids=tuple(core.pid for core, _ in group),
         ),
         evidence=(
-            *(f"it said: {line.strip()}" for line in first.said.splitlines()[:_SAID_LINES]),
+            *(f"it said: {line.strip()}" for line in first.said.splitlines()[:_MAX_LINES_SAID]),
             *([f"{first.signal_name}: {first.meaning}"] if known is not None else []),
             *(core.path for core, _ in group[:8]),
-            # Of an unknown crash that is what the fix is about.
+            # In an unknown crash the fix has them.
             *(first.tools if first.crash_thread is None and known is not None else ()),
             *(("its Python frames are missing", *first.tools) if _lacks_python(first) else ()),
             *([f"known from {known.source}"] if known is not None and known.source else []),
@@ -191,7 +190,7 @@ def _crash(request: Request, group: Sequence[tuple[Core, Crash | None]]) -> Find
 
 
 def _lacks_python(core: Core) -> bool:
-    """Tell whether the thread that crashed ran Python, and nobody says what."""
+    """Return whether the thread that crashed ran Python, and its Python frames are not known."""
     frames = core.crash_thread.frames if core.crash_thread is not None else ()
     return any(is_eval(frame) for frame in frames) and not any(frame.language == "python" for frame in frames)
 
@@ -242,8 +241,8 @@ def _about_files(request: Request, cores: Sequence[Core], unread: Sequence[Unrea
                 fix=Fix(text="name the program as it was then, if there is a copy: --exe PATH"),
             )
         )
-    for why in dict.fromkeys(one.why for one in unread):
-        paths = [one.path for one in unread if one.why == why]
+    for why in dict.fromkeys(row.why for row in unread):
+        paths = [row.path for row in unread if row.why == why]
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         found.append(Finding(id=f"{COMMAND}.unreadable", level=Level.UNKNOWN, title=f"{paths[0]}{more}: {why}"))
     return found
@@ -272,7 +271,7 @@ def _of_live(request: Request, live: LiveFacts, host: str) -> list[Finding]:
     return found
 
 
-def _lost(host: str, why: str) -> Finding:
+def _no_answer(host: str, why: str) -> Finding:
     return Finding(id=f"{COMMAND}.no-answer", level=Level.UNKNOWN, title=f"{host}: {why}", where=Where(hosts=(host,)))
 
 
@@ -295,13 +294,13 @@ def _summary(
     left_out, interrupted = more
     if interrupted:
         return f"interrupted; {len(data.cores)} cores were read" + (f"; hosts: {summary_of(rows)}" if rows else "")
-    wrong = [one.title for one in found if one.level in (Level.FAIL, Level.UNKNOWN)]
+    wrong = [finding.title for finding in found if finding.level in (Level.FAIL, Level.UNKNOWN)]
     rest = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
     older = f"; {left_out} older core(s) were not looked at" if left_out else ""
     if wrong:
         return redacted(wrong[0]) + rest + older
     if request.setup:
-        warned = [one.title for one in found if one.level is Level.WARN]
+        warned = [finding.title for finding in found if finding.level is Level.WARN]
         return "; ".join(warned) or "a process that crashes here leaves a core"
     if request.pid is not None:
         return f"process {request.pid} is alive, and was left as it was found"

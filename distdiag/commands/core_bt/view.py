@@ -1,10 +1,10 @@
-"""core-bt for people: each crash with its stack, other threads folded; nothing else."""
+"""core-bt on a terminal, or as plain text: each crash with its stack, the other threads folded."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distdiag.commands.core_bt.words import frame_in_words, who
+from distdiag.commands.core_bt.wording import format_frame, who
 from distdiag.facts.machine import redacted
 from distdiag.output import Whole, Wrapped
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from distdiag.commands.core_bt.result import Core, CoreBt, Thread
+    from distdiag.commands.core_bt.types import Core, CoreBt, Thread
     from distdiag.report import Report
 
-_STACK, _FOLDED, _SAID = 40, 12, 6
+_MAX_FRAMES, _LAST_FRAMES, _MAX_LINES_SAID = 40, 12, 6
 
 
 def core_bt_view(report: Report[CoreBt], *, all_threads: bool) -> Iterator[RenderableType]:
-    """Every core: who, the thread that crashed with its stack, the other threads."""
+    """Format every core: the process, the thread that crashed with its stack, the other threads."""
     for core in report.data.cores:
         yield ""
         yield Wrapped(who(core), margin=0, hang=2, style="bold")
         yield Wrapped(f"{core.signal_name}: {core.meaning}" if core.signal else core.meaning, margin=2)
-        yield from (Wrapped(f"it said: {line.strip()}", margin=2) for line in core.said.splitlines()[:_SAID])
+        yield from (Wrapped(f"it said: {line.strip()}", margin=2) for line in core.said.splitlines()[:_MAX_LINES_SAID])
         if core.path:
             yield Whole(f"  core {core.path}")
         if core.exe:
@@ -33,12 +33,12 @@ def core_bt_view(report: Report[CoreBt], *, all_threads: bool) -> Iterator[Rende
         yield from map(Whole, _threads(core, all_threads=all_threads))
 
 
-def lines_of(report: Report[CoreBt]) -> Iterator[str]:
-    """Write the same as plain lines, for a report that is attached to an issue; nothing that looks like a secret."""
+def plain_lines(report: Report[CoreBt]) -> Iterator[str]:
+    """Format the same as plain lines, for a report that is attached to an issue; without what looks like a secret."""
     for core in report.data.cores:
         yield redacted(who(core))
         yield f"  {core.signal_name}: {core.meaning}"
-        yield from (f"  it said: {line.strip()}" for line in core.said.splitlines()[:_SAID])
+        yield from (f"  it said: {line.strip()}" for line in core.said.splitlines()[:_MAX_LINES_SAID])
         yield f"  exe {core.exe}"
         yield from (redacted(line) for line in _threads(core, all_threads=False))
         yield ""
@@ -48,19 +48,19 @@ def _threads(core: Core, *, all_threads: bool) -> Iterator[str]:
     if core.crash_thread is not None:
         mark = "thread that crashed" if core.signal else "main thread"
         yield f"  {mark}: {_named(core.crash_thread)}"
-        yield from _stack(core.crash_thread, _STACK)
+        yield from _stack(core.crash_thread, _MAX_FRAMES)
     elif core.signal:
         yield "  the stack of the thread that crashed could not be read"
     groups: dict[tuple[str, ...], list[Thread]] = {}
     for thread in core.threads:
-        groups.setdefault(tuple(frame_in_words(frame) for frame in thread.frames), []).append(thread)
+        groups.setdefault(tuple(format_frame(frame) for frame in thread.frames), []).append(thread)
     if groups and not all_threads:
         yield f"  {len(core.threads)} other threads:"
     for frames, group in sorted(groups.items(), key=lambda item: (-_python(item[1]), -len(item[1]))):
         names = f"{len(group)} threads" if len(group) > 1 else _named(group[0])
         if all_threads:
             yield f"  {names}"
-            yield from _stack(group[0], _STACK)
+            yield from _stack(group[0], _MAX_FRAMES)
         else:
             yield f"    {names}: {_short(frames)}"
 
@@ -80,8 +80,8 @@ def _named(thread: Thread) -> str:
 
 def _stack(thread: Thread, most: int) -> Iterator[str]:
     frames = thread.frames
-    shown = frames if len(frames) <= most else (*frames[: most - _FOLDED], *frames[-_FOLDED:])
+    shown = frames if len(frames) <= most else (*frames[: most - _LAST_FRAMES], *frames[-_LAST_FRAMES:])
     for number, frame in enumerate(shown):
-        if len(frames) > most and number == most - _FOLDED:
+        if len(frames) > most and number == most - _LAST_FRAMES:
             yield f"      ... {len(frames) - most} frames more ..."
-        yield f"    {'py' if frame.language == 'python' else 'C '} {frame_in_words(frame)}"
+        yield f"    {'py' if frame.language == 'python' else 'C '} {format_frame(frame)}"

@@ -1,4 +1,4 @@
-"""Where the functions of a program or library are: by its table for exceptions, and by its symbols.
+"""The functions of a program or library: where they are, by its table for exceptions, and their names, by its symbols.
 
 The table is .eh_frame_hdr with .eh_frame (Linux Standard Base 5, 10.6), which no strip takes away; see elf(5) for the
 rest. Addresses are those that the file was linked for; a library is loaded elsewhere.
@@ -7,32 +7,40 @@ rest. Addresses are those that the file was linked for; a library is loaded else
 from __future__ import annotations
 
 import contextlib
+import re
 import struct
 from bisect import bisect_left, bisect_right
 from itertools import islice
 
-from distdiag.facts import elf
-from distdiag.facts.core.callframes import Common, Function, NoRules
+from distdiag.facts import elf, procs
+from distdiag.facts.core.call_frames import CannotUnwind, Cie, Fde
+from distdiag.facts.core.core_file import MappedFile, MappedFiles
+from distdiag.facts.core.stacks import UNKNOWN
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-_MOST_SYMBOLS_BYTES = 1 << 30  # libtorch_cpu.so has 13 MB of them
-_MOST_TABLE_BYTES = 1 << 16  # of one function
+VERSION = re.compile(r"@@?[A-Z][A-Za-z]*_[\w.]+$")
+"""What may follow the name of a symbol: "@@GLIBC_2.34"."""
+UNREADABLE = (OSError, ValueError, elf.Malformed, struct.error)
+"""What `Binary` raises for a file that is missing, damaged, or another than it was."""
+_MAPPED = re.compile(r"^(\w+)-(\w+) \S+ (\w+) \S+ \d+ +(/.+)$", re.MULTILINE)
+_MAX_SYMBOLS_BYTES = 1 << 30  # libtorch_cpu.so has 13 MB of them
+_MAX_ENTRY_BYTES = 1 << 16  # of one function
 _PT_LOAD, _PT_GNU_EH_FRAME = 1, 0x6474E550
 _HEADER, _SEGMENT, _WORD = struct.Struct("<8s10xH12xQ16xH6x"), struct.Struct("<I4xQQ8xQ16x"), struct.Struct("<I")
 _READABLE, _X86_64 = b"\x7fELF\x02\x01\x01", 62  # 64 bits, little endian, version 1
 _EH_FRAME_HDR = b"\x01\x1b\x03\x3b"  # version 1, encodings that gcc and clang use; then 2 words and pairs of words
 _PAIR, _PAIRS_AT = struct.Struct("<ii"), 12
 _SYMBOL = struct.Struct("<IB3xQ8x")
-_AT_ONCE, _MOST_ALIKE = _SYMBOL.size << 18, 4096
+_AT_ONCE, _MAX_ALIKE = _SYMBOL.size << 18, 4096
 _KINDS = {0: 1, 2: 2, 10: 2}  # STT_NOTYPE, as assemblers write it by themselves; STT_FUNC, STT_GNU_IFUNC
 _BINDINGS = {0: 1, 2: 2, 1: 3}  # local, weak, global
 
 
 class Binary:
-    """One file. Raises OSError, ValueError, elf.Malformed, struct.error if it is not here, or is not what it says."""
+    """One file. Raises OSError, ValueError, elf.Malformed, struct.error if it is missing or damaged."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -46,47 +54,47 @@ class Binary:
         self._loaded = [(offset, address, size) for kind, offset, address, size in rows if kind == _PT_LOAD]
         self._pairs_at, self._pairs = offset + _PAIRS_AT, (size - _PAIRS_AT) // _PAIR.size if is_known else 0
         self._is_x86_64 = machine == _X86_64
-        self._common: dict[int, Common] = {}
+        self._cies: dict[int, Cie] = {}
 
     def address(self, offset: int) -> int:
-        """Give the address of a byte of the file."""
+        """Return the address of a byte of the file."""
         for begin, address, size in self._loaded:
             if begin <= offset < begin + size:
                 return int(offset - begin + address)
         raise elf.Malformed
 
     def begin_before(self, address: int) -> tuple[int | None, bool]:
-        """Tell where the last function begins that does so before `address`, and whether another begins there."""
+        """Return where the last function before `address` begins (None: nowhere), and whether another begins there."""
         with elf.File(self._path) as file:
             begins = _Begins(file, self._pairs_at, self._pairs)
             at = bisect_left(begins, address - self._base)
             another = at < len(begins) and begins[at] + self._base == address
             return (begins[at - 1] + self._base if at else None), another
 
-    def function(self, address: int) -> Function:
-        """Give what is known of the function at an address; raises NoRules, too."""
+    def function(self, address: int) -> Fde:
+        """Return the FDE of the function at an address; raises CannotUnwind, too."""
         if not self._is_x86_64:
-            raise NoRules
+            raise CannotUnwind
         with elf.File(self._path) as file:
             begins = _Begins(file, self._pairs_at, self._pairs)
             at = bisect_right(begins, address - self._base) - 1
             if at < 0:
-                raise NoRules
-            found = self._function(file, begins.described_at(at) + self._base)
+                raise CannotUnwind
+            found = self._function(file, begins.fde_at(at) + self._base)
         if not found.begin <= address < found.end:
-            raise NoRules
+            raise CannotUnwind
         return found
 
-    def _function(self, file: elf.File, address: int) -> Function:
+    def _function(self, file: elf.File, address: int) -> Fde:
         offset = self._offset(address)
         content = _entry(file, offset)
         (back,) = _WORD.unpack_from(content)
         if back == 0:  # that is what a CIE has in its place
-            raise NoRules
-        common_at = offset + _WORD.size - back
-        if common_at not in self._common:
-            self._common[common_at] = Common(_entry(file, common_at)[_WORD.size :])
-        return Function(self._common[common_at], content[_WORD.size :], address + 2 * _WORD.size)
+            raise CannotUnwind
+        cie_at = offset + _WORD.size - back
+        if cie_at not in self._cies:
+            self._cies[cie_at] = Cie(_entry(file, cie_at)[_WORD.size :])
+        return Fde(self._cies[cie_at], content[_WORD.size :], address + 2 * _WORD.size)
 
     def _offset(self, address: int) -> int:
         for offset, begin, size in self._loaded:
@@ -95,12 +103,13 @@ class Binary:
         raise elf.Malformed
 
     def names(self, addresses: set[int]) -> dict[int, str]:
-        """Name the functions that begin at these addresses, as their symbols do; what was stripped is not there."""
-        found: dict[int, str] = {}
-        sections = {one.name: one for one in _sections(self._path)}
-        if not sections:  # it may have symbols all the same, for who looks into its dynamic section
+        """Return the names of the functions that begin at these addresses, without those that were stripped."""
+        own = elf.read(self._path)
+        if own is None or not own.sections:  # pystack may find symbols by its dynamic section all the same
             raise elf.Malformed
-        with elf.File(self._path, _MOST_SYMBOLS_BYTES) as file:
+        found: dict[int, str] = {}
+        sections = {section.name: section for section in own.sections}
+        with elf.File(self._path, _MAX_SYMBOLS_BYTES) as file:
             for symbols, names in ((".dynsym", ".dynstr"), (".symtab", ".strtab")):
                 wanted = addresses.difference(found)
                 if wanted and symbols in sections and names in sections:
@@ -111,7 +120,7 @@ class Binary:
 
 
 class _Begins:
-    """Where functions begin, relative to the table itself; read where it is looked at."""
+    """Where functions begin, relative to the table itself; only what is looked at is read."""
 
     def __init__(self, file: elf.File, at: int, count: int) -> None:
         self._file, self._at, self._count = file, at, count
@@ -122,8 +131,8 @@ class _Begins:
     def __getitem__(self, index: int) -> int:
         return self._pair(index)[0]
 
-    def described_at(self, index: int) -> int:
-        """Give the place of what is known of the function, relative to the table as well."""
+    def fde_at(self, index: int) -> int:
+        """Return where the FDE of a function is, relative to the table as well."""
         return self._pair(index)[1]
 
     def _pair(self, index: int) -> tuple[int, int]:
@@ -134,25 +143,20 @@ class _Begins:
 def _entry(file: elf.File, offset: int) -> bytes:
     """Read what follows the length of an entry of .eh_frame."""
     (size,) = _WORD.unpack(file.at(offset, _WORD.size))
-    if not _WORD.size < size < _MOST_TABLE_BYTES:  # all bits set: 8 bytes of length follow, which nobody writes
-        raise NoRules
+    if not _WORD.size < size < _MAX_ENTRY_BYTES:  # all bits set: 8 bytes of length follow, which nobody writes
+        raise CannotUnwind
     return file.at(offset + _WORD.size, size)
 
 
-def _sections(path: str) -> tuple[elf.Section, ...]:
-    found = elf.read(path)
-    return found.sections if found else ()
-
-
 def _names(file: elf.File, at: int, size: int, names_at: int, wanted: set[int]) -> dict[int, str]:
-    """Name the functions at `wanted`; of several names for one place, that which most may use."""
+    """Return the names of the functions at `wanted`; of several at one address, the most public."""
     best: dict[int, tuple[int, int, int]] = {}
     for first in range(0, size // _SYMBOL.size * _SYMBOL.size, _AT_ONCE):
         data = file.at(at + first, min(_AT_ONCE, size // _SYMBOL.size * _SYMBOL.size - first))
         # Half a million of them are looked through in no time as one text of the lower halves of their values.
         values = memoryview(data).cast("I")[2 :: _SYMBOL.size // 4].tobytes()
         for address in wanted:
-            for index in islice(_all(values, struct.pack("<I", address & 0xFFFFFFFF)), _MOST_ALIKE):
+            for index in islice(_indices(values, struct.pack("<I", address & 0xFFFFFFFF)), _MAX_ALIKE):
                 name, info, value = _SYMBOL.unpack_from(data, index * _SYMBOL.size)
                 rank = _KINDS.get(info & 0xF, 0), _BINDINGS.get(info >> 4, 0)
                 if value == address and all(rank) and rank > best.get(address, (0, 0))[:2]:
@@ -160,10 +164,65 @@ def _names(file: elf.File, at: int, size: int, names_at: int, wanted: set[int]) 
     return {address: file.name_at(names_at + name) for address, (*_, name) in best.items()}
 
 
-def _all(words: bytes, word: bytes) -> Iterator[int]:
-    """List which of the words are `word`."""
+def _indices(words: bytes, word: bytes) -> Iterator[int]:
+    """List the indices at which `words` has `word`."""
     at = words.find(word)
     while at >= 0:
         if at % len(word) == 0:
             yield at // len(word)
         at = words.find(word, at + 1)
+
+
+class Functions:
+    """The functions of the programs and libraries that a process has mapped, by address; each is looked up once."""
+
+    def __init__(self, files: Sequence[MappedFile]) -> None:
+        self._mapped = MappedFiles(files)
+        self._binaries: dict[str, Binary] = {}
+        self._names: dict[int, str] = {}
+
+    @classmethod
+    def of_process(cls, pid: int) -> Functions:
+        """Read /proc/PID/maps, see proc(5)."""
+        lines = _MAPPED.findall(procs.maps(pid) or "")
+        return cls([MappedFile(int(start, 16), int(end, 16), int(at, 16), path) for start, end, at, path in lines])
+
+    def path(self, address: int) -> str:
+        """Return the path of the file that is mapped at an address; "" if none is."""
+        mapped = self._mapped.at(address)
+        return mapped.path if mapped else ""
+
+    def before(self, address: int, name: str) -> str:
+        """Return the name of the function whose last call returns to `address`, else `name`, that of the one there."""
+        if address not in self._names:
+            try:
+                self._names[address] = self._before(address, name)
+            except UNREADABLE:
+                self._names[address] = name
+        return self._names[address]
+
+    def _before(self, address: int, name: str) -> str:
+        mapped = self._mapped.at(address - 1)
+        if mapped is None:
+            return name
+        if mapped.path not in self._binaries:
+            self._binaries[mapped.path] = Binary(mapped.path)
+        binary = self._binaries[mapped.path]
+        begin, another_begins = binary.begin_before(binary.address(address - 1 - mapped.start + mapped.offset) + 1)
+        if begin is None or not (name in UNKNOWN or another_begins):
+            return name
+        return demangled(binary.names({begin}).get(begin, "")) or UNKNOWN[0]
+
+
+def demangled(name: str) -> str:
+    """Return the name of a C++ function as its source has it; other names stay as they are."""
+    if not name.startswith("_Z"):
+        return name
+    import ctypes
+
+    try:
+        demangle = ctypes.CDLL("libstdc++.so.6")["__cxa_demangle"]
+    except (OSError, AttributeError):  # musl, or no C++ here
+        return name
+    demangle.restype = ctypes.c_char_p
+    return (demangle(name.encode(), None, None, None) or name.encode()).decode("utf-8", "replace")

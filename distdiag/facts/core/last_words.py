@@ -1,7 +1,7 @@
-"""Why a process aborted, in its own words, from its core: what the C library printed, the C++ exception.
+"""Why a process aborted, as its core has it: the last message of the C library, the C++ exception.
 
 glibc keeps its last message for debuggers (assert/assert.c, malloc, __fortify_fail; __abort_msg in stdlib/abort.c). An
-exception lies behind a header that begins with "GNUCC++", see libsupc++/unwind-cxx.h; who throws has it on the stack.
+exception follows a header that begins with "GNUCC++", see libsupc++/unwind-cxx.h; who throws has it on the stack.
 """
 
 from __future__ import annotations
@@ -10,56 +10,54 @@ import re
 import struct
 
 from distdiag.facts import elf
-from distdiag.facts.core import notes
-from distdiag.facts.core.functions import demangled
-from distdiag.facts.core.image import NotACore, opened
+from distdiag.facts.core import core_file
+from distdiag.facts.core.binary import demangled
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from distdiag.facts.core.image import Core, Image
-    from distdiag.facts.core.notes import CoreNotes
+    from distdiag.facts.core.core_file import Core, CoreNotes, Image
 
 _WORD, _SYMBOL = struct.Struct("<Q"), struct.Struct("<IBBHQQ")
 _CLASSES = b"\0++CCUNG", b"\1++CCUNG"
 """_Unwind_Exception.exception_class of an exception, and of one that was thrown again (std::rethrow_exception)."""
 _TYPE_BEFORE, _OBJECT_AFTER = 80, 32
-"""From that header: where its type_info is named (of one thrown again: the object), and where the object begins."""
+"""From that header: how far before it its type_info (of one thrown again: the object) is, and after it the object."""
 _STACK_BYTES = 64 << 10
-_MOST_TEXT = 4096
+_MAX_TEXT_BYTES = 4096
 _RSP = 7
 _LIBC = re.compile(r"/libc(-[\d.]+)?\.so[.\d]*$")
 
 
-def read(core: Core, told: CoreNotes) -> tuple[str, str]:
-    """Give the C library's message, and the exception as std::terminate prints it; each empty where it is not there.
+def read(core: Core, notes: CoreNotes) -> tuple[str, str]:
+    """Return the message of the C library, and the exception as std::terminate prints it; "" where there is none.
 
-    The exception may be an old one, that was caught: only the frames tell whether the process ended by one.
+    The exception may be an older one, which was caught: only the frames show whether the process ended by one.
     """
     try:
-        with opened(core) as image:
-            memory = _Memory(image, told)
-            return _of_libc(memory, told), _of_cpp(memory, image, told.threads[0].tid)
-    except (NotACore, OSError, ValueError, elf.Malformed, struct.error):
+        with core_file.opened(core) as image:
+            memory = _Memory(image, notes)
+            return _of_libc(memory, notes), _of_cpp(memory, image, notes.threads[0].tid)
+    except (core_file.NotACore, OSError, ValueError, elf.Malformed, struct.error):
         return "", ""
 
 
 class _Memory:
     """Memory as the core has it, and what it left to the mapped files: constants."""
 
-    def __init__(self, image: Image, told: CoreNotes) -> None:
+    def __init__(self, image: Image, notes: CoreNotes) -> None:
         self._image = image
-        self._mapped = notes.Mapped(told.files)
+        self._mapped = core_file.MappedFiles(notes.files)
 
     def at(self, address: int, size: int) -> bytes:
         data = self._image.memory(address, size)
-        place = self._mapped.at(address) if not data else None
-        if place is None:
+        mapped = self._mapped.at(address) if not data else None
+        if mapped is None:
             return data
-        with elf.File(place.path) as file:
-            offset = address - place.start + place.offset
-            return file.at(offset, max(0, min(size, place.end - address, file.size - offset)))
+        with elf.File(mapped.path) as file:
+            offset = address - mapped.start + mapped.offset
+            return file.at(offset, max(0, min(size, mapped.end - address, file.size - offset)))
 
     def word(self, address: int) -> int:
         data = self.at(address, _WORD.size)
@@ -67,7 +65,7 @@ class _Memory:
 
     def text(self, address: int) -> str:
         """Read a text up to its zero; empty if there is none that a person could read."""
-        data = self.at(address, _MOST_TEXT).partition(b"\0")[0] if address else b""
+        data = self.at(address, _MAX_TEXT_BYTES).partition(b"\0")[0] if address else b""
         try:
             text = data.decode()
         except UnicodeDecodeError:
@@ -75,17 +73,17 @@ class _Memory:
         return text.strip() if text and all(char.isprintable() or char.isspace() for char in text) else ""
 
 
-def _of_libc(memory: _Memory, told: CoreNotes) -> str:
-    libc = next((one for one in told.files if one.offset == 0 and _LIBC.search(one.path)), None)
+def _of_libc(memory: _Memory, notes: CoreNotes) -> str:
+    libc = next((file for file in notes.files if file.offset == 0 and _LIBC.search(file.path)), None)
     symbol = _symbol(libc.path, "__abort_msg") if libc is not None else 0
     message = memory.word(libc.start + symbol) if libc is not None and symbol else 0
-    return memory.text(message + 4) if message else ""  # its size stands before it
+    return memory.text(message + 4) if message else ""  # its size comes before it
 
 
 def _symbol(path: str, name: str) -> int:
-    """Give the address of a dynamic symbol in its library; 0 if it has none."""
+    """Return the address of a dynamic symbol of a library; 0 if it has no such symbol."""
     found = elf.read(path)
-    parts = {one.name: one for one in found.sections} if found is not None else {}
+    parts = {section.name: section for section in found.sections} if found is not None else {}
     if ".dynsym" not in parts or ".dynstr" not in parts:
         return 0
     with elf.File(path) as file:
@@ -110,7 +108,7 @@ def _of_cpp(memory: _Memory, image: Image, tid: int) -> str:
 
 
 def _exceptions(memory: _Memory, image: Image, tid: int) -> Iterator[int]:
-    stack = next((values.get(_RSP, 0) for thread, values in notes.registers(image) if thread == tid), 0)
+    stack = next((values.get(_RSP, 0) for thread, values in core_file.registers(image) if thread == tid), 0)
     data = memory.at(stack, _STACK_BYTES) if stack else b""
     words = dict.fromkeys(word for (word,) in _WORD.iter_unpack(data[: len(data) // 8 * 8]) if not word % 16)
     for word in words:

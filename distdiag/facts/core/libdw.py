@@ -1,6 +1,7 @@
-"""Names, source lines and inlined calls of C code, by libdw, which pystack brings with it.
+"""Names, source lines and inlined calls of C code, by libdw of elfutils, which pystack brings with it.
 
-It imports nothing of distdiag: its text is run by whatever Python has pystack, see `pystack_child`.
+It imports nothing of distdiag: its text is run by whatever Python has pystack, see `pystack_child`. The functions are
+described in libdwfl.h and libdw.h of elfutils, the codes in DWARF 5, section 7.5.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     Line = tuple[str, str, int]
-    """Function, source file and line (empty and 0 if not known)."""
+    """Function, source file and line ("" and 0 if not known)."""
+    LinesByFile = dict[str, list[list[Line]]]
+    """For each file, and each address of it that was asked for, what `Lines.of` returns."""
 
-_BASE = 1 << 32  # where a library is said to lie; a program may not lie at 0
+_BASE = 1 << 32  # where libdw shall place a library; a program cannot be at 0
 _INLINED, _SUBPROGRAM = 0x1D, 0x2E
 _CALL_FILE, _CALL_LINE = 0x58, 0x59
-_LINKAGE_NAMES = 0x6E, 0x2007  # that of DWARF 4, and that of MIPS, which was used before
+_LINKAGE_NAMES = 0x6E, 0x2007  # of DWARF 4, and of MIPS, which compilers used before
 
 
 class _Callbacks(ctypes.Structure):
@@ -49,7 +52,7 @@ _RESULTS = {
 
 
 class Lines:
-    """libdw as `library` has it, or has it loaded. Raises OSError, AttributeError if it does not."""
+    """The libdw that `library` is, or is linked to. Raises OSError, AttributeError if there is none."""
 
     def __init__(self, library: str) -> None:
         self._library = ctypes.CDLL(library)
@@ -61,7 +64,7 @@ class Lines:
         self._demangle = getattr(self._library, "__cxa_demangle")  # as an attribute its name would be mangled
 
     def of(self, path: str, addresses: Sequence[int]) -> list[list[Line]]:
-        """Tell what is at addresses of a file, as it was linked; what was inlined comes before what it is in."""
+        """List what is at each address of a file, as that was linked; an inlined call comes before what it is in."""
         dw = self._library
         session = ctypes.c_void_p(dw.dwfl_begin(ctypes.byref(self._callbacks)))
         try:
@@ -99,13 +102,13 @@ class Lines:
         return _text(file), line.value if file else 0
 
     def _scopes(self, module: ctypes.c_void_p, address: ctypes.c_uint64) -> tuple[object, list[_Die]]:
-        """Give the compilation unit of an address, and what it lies in, innermost first."""
+        """Return the compilation unit of an address, and its scopes, innermost first."""
         bias = ctypes.c_uint64()
         unit = self._library.dwfl_module_addrdie(module, address, ctypes.byref(bias))
         if not unit:
             return None, []
         at = ctypes.c_uint64(address.value - bias.value)
-        # Beyond what was inlined these are where it was written; where it was inlined to is asked for by itself.
+        # The first call lists the scopes in which inlined code was written, the second those to which it was inlined.
         innermost = self._list(lambda found: self._library.dwarf_getscopes(unit, at, found))[:1]
         if not innermost:
             return unit, []
@@ -116,7 +119,7 @@ class Lines:
         count = call(ctypes.byref(found))
         if count <= 0:
             return []
-        # What they point to belongs to the session; the array is ours to free.
+        # The array is ours to free; what its elements point to belongs to the session.
         dies = [_Die.from_buffer_copy(found[at]) for at in range(count)]
         self._library.free(found)
         return dies
@@ -142,7 +145,7 @@ class Lines:
         return _text(self._library.dwarf_filesrc(files, number, None, None))
 
     def _demangled(self, name: bytes | None) -> str:
-        # "f" would be float.
+        # __cxa_demangle takes other names for those of types: "f" would be float.
         is_cpp = name is not None and name.startswith(b"_Z")
         return _text((self._demangle(name, None, None, None) if is_cpp else None) or name)
 

@@ -1,25 +1,83 @@
-"""Whether a crash would leave a core here, as facts: limits, the kernel's settings, and the place. See core(5)."""
+"""Whether a crash would leave a core here, as facts: core_pattern, its folder, limits, settings. See core(5)."""
 
 from __future__ import annotations
 
 import glob
 import os
 import re
+import stat
 from dataclasses import dataclass
+from enum import Enum
 
 from distdiag.facts import machine, procs, rank_identity
-from distdiag.facts.core import places
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_PATTERN = "/proc/sys/kernel/core_pattern"
+_USES_PID = "/proc/sys/kernel/core_uses_pid"
+_DISCARDING = ("/bin/false", "/bin/true", "/usr/bin/false", "/usr/bin/true", "/dev/null")
+_PER_PROCESS = frozenset("pPiI")
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of include/linux/proc_ns.h
 _PR_GET_DUMPABLE = 3
 _COREDUMP_CONF = "systemd/coredump.conf"
 _SYSTEMD_FOLDERS = ("/etc", "/run", "/usr/local/lib", "/usr/lib")  # the first one is the strongest
 _SLURM_CONFS = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf", "/etc/slurm-llnl/slurm.conf")
 _UNITS = {"": 0, "B": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5, "E": 6}
+_HANDLERS = {
+    "systemd-coredump": ("systemd-coredump", ("/var/lib/systemd/coredump",)),
+    "apport": ("apport", ("/var/lib/apport/coredump", "/var/crash")),
+    "abrt-hook-ccpp": ("abrt", ("/var/spool/abrt", "/var/tmp/abrt")),
+    "wsl-capture-crash": ("WSL", ("/mnt/?/Users/*/AppData/Local/Temp/wsl-crashes",)),
+}
+"""How a program's name begins, its common name, and where it keeps cores."""
+
+
+class PatternKind(str, Enum):
+    """Where the kernel sends a core: a file in the directory of the process, a file of a fixed path, a program."""
+
+    RELATIVE = "relative"
+    ABSOLUTE = "absolute"
+    PROGRAM = "program"
+    SOCKET = "socket"
+    NOWHERE = "nowhere"
+
+
+@dataclass(frozen=True)
+class CorePattern:
+    """core_pattern, parsed.
+
+    `folder` is the part of the path before its first %; relative for a relative pattern. `program` takes the cores
+    instead, `handler` is its common name, and `folders` (patterns of glob) are where it keeps them. `unique`: no two
+    processes of a machine write the same file. `passes_limit`: the program gets the limit on the size of the core.
+    """
+
+    text: str
+    uses_pid: bool
+    kind: PatternKind
+    folder: str = ""
+    program: str = ""
+    handler: str = ""
+    folders: tuple[str, ...] = ()
+    unique: bool = True
+    passes_limit: bool = False
+
+
+@dataclass(frozen=True)
+class CoreFolder:
+    """A folder that cores are written to. `free_bytes` and `filesystem` (st_dev) None: not there, or not ours to read.
+
+    `writable`: by the user of the process, as owner and mode say. `blocked_by`: what has the name of the core and will
+    stay ("a folder", "a file of another user").
+    """
+
+    path: str
+    exists: bool
+    writable: bool
+    free_bytes: int | None = None
+    filesystem: int | None = None
+    blocked_by: str = ""
 
 
 @dataclass(frozen=True)
@@ -33,7 +91,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class ProcessSetup:
-    """What would become of one process's core. None: not ours to read.
+    """What would become of the core of a process. None: not ours to read.
 
     `launchers`: what started it, the nearest first; `unit`: its systemd service. `contained`: it has process ids of its
     own, as in a container. `memory_bytes` of its own (its core is at least that large). `filter`: coredump_filter.
@@ -49,12 +107,12 @@ class ProcessSetup:
     dumpable: bool | None
     filter: int | None
     memory_bytes: int | None
-    place: places.Place | None
+    folder: CoreFolder | None
 
 
 @dataclass(frozen=True)
-class SystemdStore:
-    """What coredump.conf says: `keeps` cores at all, of at most so many bytes (None: what is built in)."""
+class CoredumpConf:
+    """coredump.conf of systemd: whether it `keeps` cores, of at most `most_bytes` (None: the default)."""
 
     keeps: bool
     most_bytes: int | None
@@ -64,13 +122,13 @@ class SystemdStore:
 class SetupFacts:
     """One node. None: not ours to read, or it makes no sense here.
 
-    `own` is the process that looks, `ranks` those that were asked for, `gone` those that are no more. `container`: what
-    it seems to run in, "" for a machine of its own; there the handler and its files are the host's. `handler_there`:
+    `own` is this process, `ranks` those of the given ids, `gone` the ids of no process. `container`: what it seems to
+    run in, "" for a machine of its own; there the handler and its files are those of the host. `handler_there`:
     the program that takes cores exists. `store`: where it keeps them. `may_set`: core_pattern may be written from here.
     `slurm_propagates`: SLURM gives a job the limit of the shell that submitted it.
     """
 
-    pattern: places.Pattern | None
+    pattern: CorePattern | None
     own: ProcessSetup
     ranks: tuple[ProcessSetup, ...]
     gone: tuple[int, ...]
@@ -79,81 +137,148 @@ class SetupFacts:
     may_set: bool
     suid_dumpable: int | None
     handler_there: bool | None
-    systemd: SystemdStore | None
-    store: places.Place | None
+    systemd: CoredumpConf | None
+    store: CoreFolder | None
     slurm_propagates: bool | None
 
 
-def look(pids: Sequence[int]) -> SetupFacts:
+def read(pids: Sequence[int]) -> SetupFacts:
     """Read what would become of the cores of this process, and of those with the given ids."""
-    pattern = places.pattern()
+    pattern = read_pattern()
     container = _container()
-    ours = pattern is not None and pattern.kind is places.Kind.PROGRAM and not container
+    ours = pattern is not None and pattern.kind is PatternKind.PROGRAM and not container
     found = {pid: _process(pid, pattern) for pid in dict.fromkeys(pids)}
     own = _process(os.getpid(), pattern)
     assert own is not None, "a process finds itself"
     return SetupFacts(
         pattern=pattern,
         own=own,
-        ranks=tuple(one for one in found.values() if one is not None),
-        gone=tuple(pid for pid, one in found.items() if one is None),
+        ranks=tuple(process for process in found.values() if process is not None),
+        gone=tuple(pid for pid, process in found.items() if process is None),
         container=container,
         is_root=os.geteuid() == 0,
-        may_set=os.access(places.PATTERN, os.W_OK),
+        may_set=os.access(_PATTERN, os.W_OK),
         suid_dumpable=_number(machine.read_text("/proc/sys/fs/suid_dumpable")),
         handler_there=os.access(pattern.program, os.X_OK) if pattern is not None and ours else None,
-        systemd=systemd_store() if pattern is not None and ours and pattern.handler == "systemd-coredump" else None,
-        store=places.place(pattern.folders[0]) if pattern is not None and ours and pattern.folders else None,
+        systemd=coredump_conf() if pattern is not None and ours and pattern.handler == "systemd-coredump" else None,
+        store=core_folder(pattern.folders[0]) if pattern is not None and ours and pattern.folders else None,
         slurm_propagates=slurm_propagates(),
     )
 
 
-def systemd_store(root: str = "") -> SystemdStore:
-    """Read what systemd-coredump was told, below `root`. A drop-in beats the file, and the last name the first."""
+def read_pattern() -> CorePattern | None:
+    """Read where this system puts cores; None if its kernel makes none, or if that may not be read."""
+    text = machine.read_text(_PATTERN)
+    uses_pid = machine.read_text(_USES_PID).strip() not in ("", "0")
+    return parse_pattern(text.rstrip("\n"), uses_pid=uses_pid) if text else None
+
+
+def parse_pattern(text: str, *, uses_pid: bool) -> CorePattern:
+    """Parse a core_pattern; `uses_pid` is core_uses_pid."""
+    letters = frozenset(re.findall(r"%(.)", text))
+    if text.startswith("|"):
+        return _piped(text, uses_pid, passes_limit="c" in letters)
+    if text.startswith("@"):
+        return CorePattern(text, uses_pid, PatternKind.SOCKET, program=text.lstrip("@"))
+    if text == "/dev/null" or (not text and not uses_pid):
+        return CorePattern(text, uses_pid, PatternKind.NOWHERE)
+    kind = PatternKind.ABSOLUTE if text.startswith("/") else PatternKind.RELATIVE
+    folder = text.partition("%")[0].rpartition("/")[0] or ("/" if kind is PatternKind.ABSOLUTE else "")
+    return CorePattern(text, uses_pid, kind, folder=folder, unique=uses_pid or bool(letters & _PER_PROCESS))
+
+
+def _piped(text: str, uses_pid: bool, *, passes_limit: bool) -> CorePattern:
+    program = next(iter(text[1:].split()), "")
+    if program in ("", *_DISCARDING):
+        return CorePattern(text, uses_pid, PatternKind.NOWHERE, program=program)
+    base = os.path.basename(program)
+    name, folders = next((known for start, known in _HANDLERS.items() if base.startswith(start)), (base, ()))
+    return CorePattern(text, uses_pid, PatternKind.PROGRAM, "", program, name, folders, passes_limit=passes_limit)
+
+
+def core_folder(
+    path: str, seen: str = "", name: str = "", user: int = 0, groups: frozenset[int] = frozenset()
+) -> CoreFolder:
+    """Check a folder, through the path `seen`, for a process that would write its core there.
+
+    `name` is that of the core, if known; `user` and `groups` are the effective ones of the process.
+    """
+    try:
+        state, disk = os.stat(seen or path), os.statvfs(seen or path)
+    except OSError as error:
+        return CoreFolder(path, not isinstance(error, FileNotFoundError), False)
+    if not state.st_nlink:  # a working directory that was removed
+        return CoreFolder(path, False, False)
+    writable = stat.S_ISDIR(state.st_mode) and not disk.f_flag & os.ST_RDONLY and _may_write(state, user, groups)
+    blocked_by = _blocked_by(os.path.join(seen or path, name), user, state) if name else ""
+    return CoreFolder(path, True, writable, disk.f_bavail * disk.f_frsize, state.st_dev, blocked_by)
+
+
+def _may_write(state: os.stat_result, user: int, groups: frozenset[int]) -> bool:
+    if user == 0:
+        return True
+    shift = 6 if state.st_uid == user else 3 if state.st_gid in groups else 0
+    return state.st_mode >> shift & 3 == 3
+
+
+def _blocked_by(path: str, user: int, folder: os.stat_result) -> str:
+    """Return what has the name of a core and will stay: the kernel removes what it can (do_coredump, fs/coredump.c)."""
+    try:
+        state = os.lstat(path)
+    except OSError:
+        return ""
+    if stat.S_ISDIR(state.st_mode):
+        return "a folder"
+    sticky = folder.st_mode & stat.S_ISVTX
+    return "a file of another user" if sticky and user not in (0, state.st_uid, folder.st_uid) else ""
+
+
+def coredump_conf(root: str = "") -> CoredumpConf:
+    """Read the settings of systemd-coredump, below `root`. A drop-in beats the file, and the last name the first."""
     main = next(
         (path for path in (f"{root}{top}/{_COREDUMP_CONF}" for top in _SYSTEMD_FOLDERS) if os.path.isfile(path)), ""
     )
     drop_ins: dict[str, str] = {}
     for top in reversed(_SYSTEMD_FOLDERS):
         drop_ins.update({os.path.basename(path): path for path in glob.glob(f"{root}{top}/{_COREDUMP_CONF}.d/*.conf")})
-    told: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for path in (main, *(drop_ins[name] for name in sorted(drop_ins))):
-        told.update(re.findall(r"^\s*(Storage|ExternalSizeMax)\s*=\s*(\S+)", machine.read_text(path), re.MULTILINE))
-    keeps = told.get("Storage", "external") != "none"
-    return SystemdStore(keeps, _size(told.get("ExternalSizeMax", "")))
+        settings.update(re.findall(r"^\s*(Storage|ExternalSizeMax)\s*=\s*(\S+)", machine.read_text(path), re.MULTILINE))
+    keeps = settings.get("Storage", "external") != "none"
+    return CoredumpConf(keeps, _size(settings.get("ExternalSizeMax", "")))
 
 
 def slurm_propagates(path: str | None = None) -> bool | None:
-    """Read from slurm.conf whether jobs get the submitting shell's limit on cores; None without such a file."""
+    """Read from slurm.conf whether jobs get the limit of the submitting shell on cores; None without such a file."""
     usual = [os.environ.get("SLURM_CONF", ""), *_SLURM_CONFS]
     text = next(filter(None, map(machine.read_text, [path] if path else usual)), "")
     if not text:
         return None
-    told = re.findall(r"^\s*PropagateResourceLimits(Except)?\s*=\s*(\S+)", text, re.MULTILINE | re.IGNORECASE)
-    for is_except, names in told:
+    rows = re.findall(r"^\s*PropagateResourceLimits(Except)?\s*=\s*(\S+)", text, re.MULTILINE | re.IGNORECASE)
+    for is_except, names in rows:
         wanted = "CORE" in names.upper().split(",") or names.upper() == "ALL"
         return wanted is not bool(is_except)
     return True
 
 
-def _process(pid: int, pattern: places.Pattern | None) -> ProcessSetup | None:
+def _process(pid: int, pattern: CorePattern | None) -> ProcessSetup | None:
     status = machine.read_text(f"/proc/{pid}/status")
     if not status:
         return None
     variables = procs.variables(pid) or {}
-    who = rank_identity.identify(variables)
+    found = rank_identity.identify(variables)
     return ProcessSetup(
         pid=pid,
-        rank=who.rank if who else None,
+        rank=found.rank if found else None,
         command=machine.command_line(pid),
-        launchers=tuple(one.launcher for one in rank_identity.identify_all(variables)),
+        launchers=tuple(found.launcher for found in rank_identity.identify_all(variables)),
         unit=_unit(pid),
         contained=_contained(pid),
         limits=_limits(pid),
         dumpable=_dumpable(pid, status),
         filter=_number(machine.read_text(f"/proc/{pid}/coredump_filter"), 16),
         memory_bytes=_memory(status),
-        place=_place_of(pid, status, pattern),
+        folder=_folder_of(pid, status, pattern),
     )
 
 
@@ -166,7 +291,7 @@ def _limits(pid: int) -> Limits | None:
 
 
 def _dumpable(pid: int, status: str) -> bool | None:
-    """Tell whether the kernel would dump this process, which changed its user or whose program is unreadable if not."""
+    """Return whether the kernel would dump this process; not if it changed its user or may not read its program."""
     if pid == os.getpid():
         import ctypes
 
@@ -185,11 +310,11 @@ def _memory(status: str) -> int | None:
     return sum(map(int, found)) * 1024 if found else None
 
 
-def _place_of(pid: int, status: str, pattern: places.Pattern | None) -> places.Place | None:
-    """Look at the place as the process sees it: its directory, or the folder in its own root."""
-    if pattern is None or pattern.kind not in (places.Kind.RELATIVE, places.Kind.ABSOLUTE):
+def _folder_of(pid: int, status: str, pattern: CorePattern | None) -> CoreFolder | None:
+    """Check the folder as the process sees it: its working directory, or the path in its own root."""
+    if pattern is None or pattern.kind not in (PatternKind.RELATIVE, PatternKind.ABSOLUTE):
         return None
-    relative = pattern.kind is places.Kind.RELATIVE
+    relative = pattern.kind is PatternKind.RELATIVE
     try:
         shown = os.path.join(os.readlink(f"/proc/{pid}/cwd") if relative else "/", pattern.folder).rstrip("/") or "/"
     except OSError:
@@ -197,11 +322,11 @@ def _place_of(pid: int, status: str, pattern: places.Pattern | None) -> places.P
     seen = f"/proc/{pid}/{'cwd' if relative else 'root'}/{pattern.folder.lstrip('/')}"
     user, groups = _ids(status, "Uid")[1], frozenset(_ids(status, "Gid") + _ids(status, "Groups"))
     name = "" if "%" in pattern.text or pattern.uses_pid else os.path.basename(pattern.text)
-    return places.place(shown, seen, name, user, groups)
+    return core_folder(shown, seen, name, user, groups)
 
 
 def _unit(pid: int) -> str:
-    """Name the systemd service that a process is in; empty if it is in none."""
+    """Return the systemd service of a process; empty if it is in none."""
     paths = [line.rpartition(":")[2] for line in machine.read_text(f"/proc/{pid}/cgroup").splitlines()]
     return next((name for name in map(os.path.basename, paths) if name.endswith(".service")), "")
 
@@ -238,6 +363,6 @@ def _number(text: str, base: int = 10) -> int | None:
 
 
 def _size(text: str) -> int | None:
-    """Read a size of systemd.syntax(7), "2G"; None for infinity."""
+    """Parse a size of systemd.syntax(7), "2G", into bytes; None for infinity."""
     found = re.fullmatch(r"(\d+)([BKMGTPE]?)", text)
     return int(found[1]) << 10 * _UNITS[found[2]] if found else None

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import pytest
 from support import need, wait_until
 
-from distdiag.commands.core_bt.able import able
-from distdiag.facts.core import places, setup
-from distdiag.facts.core.places import Kind, understand
+from distdiag.commands.core_bt.core_dump_setup import setup_findings
+from distdiag.facts.core import setup, stored_cores
+from distdiag.facts.core.setup import CoredumpConf, PatternKind, parse_pattern
 from distdiag.report import Finding, Level
 
 if TYPE_CHECKING:
@@ -35,35 +35,35 @@ APPORT = "|/usr/share/apport/apport -p%p -s%s -c%c -d%d -P%P -u%u -g%g -- %E"
 
 
 @pytest.mark.parametrize(
-    ("text", "uses_pid", "kind", "folder", "handler", "apart"),
+    ("text", "uses_pid", "kind", "folder", "handler", "unique"),
     [
-        ("core", False, Kind.RELATIVE, "", "", False),
-        ("core", True, Kind.RELATIVE, "", "", True),
-        ("", True, Kind.RELATIVE, "", "", True),
-        ("cores/core.%e", False, Kind.RELATIVE, "cores", "", False),
-        ("/var/crash/core.%e.%h.%p", False, Kind.ABSOLUTE, "/var/crash", "", True),
-        ("/cores/%h/core.%t", False, Kind.ABSOLUTE, "/cores", "", False),
-        ("/core.%%p", False, Kind.ABSOLUTE, "/", "", False),
-        (SYSTEMD, False, Kind.PROGRAM, "", "systemd-coredump", True),
-        (APPORT, False, Kind.PROGRAM, "", "apport", True),
-        ("|/usr/libexec/abrt-hook-ccpp %s %c %p", False, Kind.PROGRAM, "", "abrt", True),
-        ("|/wsl-capture-crash %t %E %p %s", False, Kind.PROGRAM, "", "WSL", True),
-        ("|/opt/site/collect %p", False, Kind.PROGRAM, "", "collect", True),
-        ("@/run/systemd/coredump.socket", False, Kind.SOCKET, "", "", True),
-        ("|/bin/false", True, Kind.NOWHERE, "", "", True),
-        ("", False, Kind.NOWHERE, "", "", True),
-        ("/dev/null", False, Kind.NOWHERE, "", "", True),
+        ("core", False, PatternKind.RELATIVE, "", "", False),
+        ("core", True, PatternKind.RELATIVE, "", "", True),
+        ("", True, PatternKind.RELATIVE, "", "", True),
+        ("cores/core.%e", False, PatternKind.RELATIVE, "cores", "", False),
+        ("/var/crash/core.%e.%h.%p", False, PatternKind.ABSOLUTE, "/var/crash", "", True),
+        ("/cores/%h/core.%t", False, PatternKind.ABSOLUTE, "/cores", "", False),
+        ("/core.%%p", False, PatternKind.ABSOLUTE, "/", "", False),
+        (SYSTEMD, False, PatternKind.PROGRAM, "", "systemd-coredump", True),
+        (APPORT, False, PatternKind.PROGRAM, "", "apport", True),
+        ("|/usr/libexec/abrt-hook-ccpp %s %c %p", False, PatternKind.PROGRAM, "", "abrt", True),
+        ("|/wsl-capture-crash %t %E %p %s", False, PatternKind.PROGRAM, "", "WSL", True),
+        ("|/opt/site/collect %p", False, PatternKind.PROGRAM, "", "collect", True),
+        ("@/run/systemd/coredump.socket", False, PatternKind.SOCKET, "", "", True),
+        ("|/bin/false", True, PatternKind.NOWHERE, "", "", True),
+        ("", False, PatternKind.NOWHERE, "", "", True),
+        ("/dev/null", False, PatternKind.NOWHERE, "", "", True),
     ],
 )
 def test_a_core_pattern_is_understood(
-    text: str, uses_pid: bool, kind: Kind, folder: str, handler: str, apart: bool
+    text: str, uses_pid: bool, kind: PatternKind, folder: str, handler: str, unique: bool
 ) -> None:
-    found = understand(text, uses_pid=uses_pid)
-    assert (found.kind, found.folder, found.handler, found.apart) == (kind, folder, handler, apart)
+    found = parse_pattern(text, uses_pid=uses_pid)
+    assert (found.kind, found.folder, found.handler, found.unique) == (kind, folder, handler, unique)
 
 
 def test_this_systems_pattern_is_the_kernels() -> None:
-    found = places.pattern()
+    found = setup.read_pattern()
     assert found is not None
     assert found.text == Path("/proc/sys/kernel/core_pattern").read_text("utf-8").rstrip("\n")
 
@@ -87,11 +87,11 @@ def test_cores_are_found_by_what_is_in_them_newest_first(tmp_path: Path) -> None
     (tmp_path / "again").symlink_to(deep / "crashed-yesterday")
     (tmp_path / "around").symlink_to(tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    found = places.find(str(tmp_path))
+    found = stored_cores.find(str(tmp_path))
     assert [(Path(core.path).resolve(), core.packing) for core in found.cores] == list(
         zip(files, ("", "gzip", "xz", ""), strict=True)
     )
-    assert found.missed == ()
+    assert found.skipped == ()
 
 
 @pytest.mark.parametrize("tool", ["zstd", "lz4"])
@@ -100,7 +100,7 @@ def test_what_systemd_packs_is_looked_into(tmp_path: Path, tool: str) -> None:
     for name, data in (("core.python3.0.4711", CORE), ("core.notes", LIBRARY)):
         done = subprocess.run([tool, "-qc"], input=data, capture_output=True, check=True, timeout=20)
         (tmp_path / f"{name}.{tool}").write_bytes(done.stdout)
-    assert [(Path(core.path).name, core.packing) for core in places.find(str(tmp_path)).cores] == [
+    assert [(Path(core.path).name, core.packing) for core in stored_cores.find(str(tmp_path)).cores] == [
         (f"core.python3.0.4711.{tool}", tool)
     ]
 
@@ -109,13 +109,13 @@ def test_what_is_called_a_core_and_is_none_is_told(tmp_path: Path) -> None:
     (tmp_path / "core.1").touch()
     (tmp_path / "core.2.gz").write_bytes(gzip.compress(CORE)[:12])
     (tmp_path / "_usr_bin_python3.0.crash").write_text("ProblemType: Crash\nCoreDump: base64\n")
-    why = {Path(one.path).name: one.why for one in places.find(str(tmp_path)).missed}
+    why = {Path(one.path).name: one.why for one in stored_cores.find(str(tmp_path)).skipped}
     assert "the disk was full" in why["core.1"]
     assert "apport-unpack" in why["_usr_bin_python3.0.crash"]
     for path, words in ((tmp_path / "gone", "No such file"), (tmp_path / "core.1", "the disk was full")):
-        found = places.find(str(path))
+        found = stored_cores.find(str(path))
         assert not found.cores
-        assert words in found.missed[0].why
+        assert words in found.skipped[0].why
 
 
 def test_a_folder_without_end_is_not_searched_to_its_end(tmp_path: Path) -> None:
@@ -125,9 +125,9 @@ def test_a_folder_without_end_is_not_searched_to_its_end(tmp_path: Path) -> None
     for number in range(1, 20_100):
         os.link(tmp_path / "data" / "0", tmp_path / "data" / str(number))
     began = time.monotonic()
-    found = places.find(str(tmp_path))
+    found = stored_cores.find(str(tmp_path))
     assert [Path(core.path).name for core in found.cores] == ["aaa"]
-    assert "not searched to its end: looked at 20000 files" in found.missed[0].why
+    assert "not searched to its end: looked at 20000 files" in found.skipped[0].why
     assert time.monotonic() - began < 12
 
 
@@ -140,8 +140,8 @@ def test_files_of_others_are_told(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     # Entered before, because the folders above are root's own.
     program = (
-        "import os, sys; from distdiag.facts.core import places; os.chdir(sys.argv[1]); os.seteuid(65534)\n"
-        "for one in places.find('.').missed: print(one.path, one.why)"
+        "import os, sys; from distdiag.facts.core import stored_cores; os.chdir(sys.argv[1]); os.seteuid(65534)\n"
+        "for one in stored_cores.find('.').skipped: print(one.path, one.why)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=True, timeout=20
@@ -188,8 +188,8 @@ def started() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 def test_what_is_said_of_a_crash_is_what_happens(
     tmp_path: Path, started: Callable[..., subprocess.Popen[bytes]], case: str, id_: str | None
 ) -> None:
-    pattern = places.pattern()
-    if pattern is None or pattern.kind is not Kind.RELATIVE or pattern.apart:
+    pattern = setup.read_pattern()
+    if pattern is None or pattern.kind is not PatternKind.RELATIVE or pattern.unique:
         pytest.skip("only where core_pattern is a plain name can the name be taken")
     if os.geteuid():
         pytest.skip("only root can start a process of another user")
@@ -210,7 +210,7 @@ def test_what_is_said_of_a_crash_is_what_happens(
     process = started(folder, (0, 0) if case == "no limit left" else (resource.RLIM_INFINITY,) * 2, user)
     if case == "a removed folder":
         folder.rmdir()
-    found = able({"n1": setup.look([process.pid])})
+    found = setup_findings({"n1": setup.read([process.pid])})
     process.send_signal(signal.SIGSEGV)
     process.wait(20)
     failed = [one.id for one in found if one.level is Level.FAIL]
@@ -218,13 +218,13 @@ def test_what_is_said_of_a_crash_is_what_happens(
     assert any(one.id == "core-bt.setup-ready" for one in found) is (id_ is None)
     assert (core.is_file() and core.stat().st_size > 0) is (id_ is None)
     if id_ is None:
-        assert [one.path for one in places.find(str(folder)).cores] == [str(core)]
+        assert [one.path for one in stored_cores.find(str(folder)).cores] == [str(core)]
 
 
 def test_a_rank_is_read_as_it_is(tmp_path: Path, started: Callable[..., subprocess.Popen[bytes]]) -> None:
     process = started(tmp_path, (4096, 1 << 20), RANK="3", WORLD_SIZE="4", TORCHELASTIC_RUN_ID="job")
     Path(f"/proc/{process.pid}/coredump_filter").write_text("0x30", "utf-8")
-    facts = setup.look([process.pid, 4_194_305])
+    facts = setup.read([process.pid, 4_194_305])
     (rank,) = facts.ranks
     assert (rank.pid, rank.rank, rank.launchers[0]) == (process.pid, 3, "torchrun")
     assert rank.limits is not None
@@ -234,13 +234,13 @@ def test_a_rank_is_read_as_it_is(tmp_path: Path, started: Callable[..., subproce
     assert facts.gone == (4_194_305,)
     assert facts.own.pid == os.getpid()
     assert facts.own.dumpable is True
-    if rank.place is not None:
-        assert rank.place.path == str(tmp_path)
-        assert (rank.place.free_bytes or 0) > 0
-    by_id = {one.id: one for one in able({"n1": facts})}
+    if rank.folder is not None:
+        assert rank.folder.path == str(tmp_path)
+        assert (rank.folder.free_bytes or 0) > 0
+    by_id = {one.id: one for one in setup_findings({"n1": facts})}
     assert by_id["core-bt.setup-filter"].level is Level.FAIL
     assert by_id["core-bt.setup-gone"].level is Level.UNKNOWN
-    if facts.pattern is not None and facts.pattern.kind in (Kind.RELATIVE, Kind.ABSOLUTE):
+    if facts.pattern is not None and facts.pattern.kind in (PatternKind.RELATIVE, PatternKind.ABSOLUTE):
         limit = by_id["core-bt.setup-limit"]
         assert (limit.level, limit.where.ranks, limit.where.pids) == (Level.WARN, (3,), (process.pid,))
         assert limit.fix is not None
@@ -252,10 +252,10 @@ def test_the_command_that_is_given_raises_the_limit(
 ) -> None:
     need("prlimit", "sh")
     process = started(tmp_path, (0, resource.RLIM_INFINITY))
-    facts = setup.look([process.pid])
-    if facts.pattern is None or facts.pattern.kind not in (Kind.RELATIVE, Kind.ABSOLUTE):
+    facts = setup.read([process.pid])
+    if facts.pattern is None or facts.pattern.kind not in (PatternKind.RELATIVE, PatternKind.ABSOLUTE):
         pytest.skip("a program takes the cores here, and may not ask for the limit")
-    (limit,) = [one for one in able({"n1": facts}) if one.id == "core-bt.setup-limit"]
+    (limit,) = [one for one in setup_findings({"n1": facts}) if one.id == "core-bt.setup-limit"]
     assert limit.fix is not None
     subprocess.run(["sh", "-c", limit.fix.commands[0]], check=True, timeout=20)
     assert resource.prlimit(process.pid, resource.RLIMIT_CORE)[0] == resource.RLIM_INFINITY
@@ -268,10 +268,10 @@ def test_a_process_that_changed_its_user_leaves_no_core(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, stdin=-1, stdout=-1) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
-        facts = setup.look([process.pid])
+        facts = setup.read([process.pid])
         process.communicate()
     assert facts.ranks[0].dumpable is False
-    found = {one.id for one in able({"n1": facts}) if one.level is Level.FAIL}
+    found = {one.id for one in setup_findings({"n1": facts}) if one.level is Level.FAIL}
     assert ("core-bt.setup-dumpable" in found) is (facts.suid_dumpable != 1)
 
 
@@ -279,12 +279,12 @@ def test_what_systemd_and_slurm_are_told_is_read(tmp_path: Path) -> None:
     etc, usr = tmp_path / "etc/systemd/coredump.conf.d", tmp_path / "usr/lib/systemd/coredump.conf.d"
     etc.mkdir(parents=True)
     usr.mkdir(parents=True)
-    assert setup.systemd_store(str(tmp_path)) == setup.SystemdStore(keeps=True, most_bytes=None)
+    assert setup.coredump_conf(str(tmp_path)) == CoredumpConf(keeps=True, most_bytes=None)
     (etc.parent / "coredump.conf").write_text("[Coredump]\n#Storage=none\nExternalSizeMax=2G\n")
     (usr / "50-site.conf").write_text("[Coredump]\nStorage=none\n")
-    assert setup.systemd_store(str(tmp_path)) == setup.SystemdStore(keeps=False, most_bytes=2 * GIB)
+    assert setup.coredump_conf(str(tmp_path)) == CoredumpConf(keeps=False, most_bytes=2 * GIB)
     (etc / "50-site.conf").write_text("[Coredump]\nExternalSizeMax=512M\n")
-    assert setup.systemd_store(str(tmp_path)) == setup.SystemdStore(keeps=True, most_bytes=GIB // 2)
+    assert setup.coredump_conf(str(tmp_path)) == CoredumpConf(keeps=True, most_bytes=GIB // 2)
     conf = tmp_path / "slurm.conf"
     for text, passes_on in (
         ("ClusterName=a\n", True),
@@ -299,22 +299,24 @@ def test_what_systemd_and_slurm_are_told_is_read(tmp_path: Path) -> None:
 
 def facts_with(pattern: str, **changes: object) -> setup.SetupFacts:
     """This process's facts, under another core_pattern, with no limit."""
-    facts = setup.look([])
-    own = replace(facts.own, limits=setup.Limits(None, None, None), place=places.Place("/x", True, True, 99 * GIB, 1))
+    facts = setup.read([])
+    own = replace(
+        facts.own, limits=setup.Limits(None, None, None), folder=setup.CoreFolder("/x", True, True, 99 * GIB, 1)
+    )
     own = replace(own, memory_bytes=GIB, launchers=(), unit="", filter=0x33)
     base = replace(facts, own=own, container="", handler_there=None, systemd=None, store=None, slurm_propagates=None)
-    return replace(base, pattern=understand(pattern, uses_pid=False), **changes)  # type: ignore[arg-type]
+    return replace(base, pattern=parse_pattern(pattern, uses_pid=False), **changes)  # type: ignore[arg-type]
 
 
 def levels(facts: setup.SetupFacts) -> dict[str, Level]:
-    return {one.id.removeprefix("core-bt.setup-"): one.level for one in able({"n1": facts})}
+    return {one.id.removeprefix("core-bt.setup-"): one.level for one in setup_findings({"n1": facts})}
 
 
 def test_who_takes_the_cores_decides_what_is_said() -> None:
     none = setup.Limits(0, 0, None)
     own = facts_with(SYSTEMD).own
-    keeps, drops = setup.SystemdStore(keeps=True, most_bytes=None), setup.SystemdStore(keeps=False, most_bytes=None)
-    small = setup.SystemdStore(keeps=True, most_bytes=1 << 20)
+    keeps, drops = CoredumpConf(keeps=True, most_bytes=None), CoredumpConf(keeps=False, most_bytes=None)
+    small = CoredumpConf(keeps=True, most_bytes=1 << 20)
     limited = replace(own, limits=none)
     assert levels(facts_with("/var/crash/core.%p")) == {"ready": Level.INFO}
     assert levels(facts_with("core")) == {"overwrites": Level.WARN, "ready": Level.INFO}
@@ -342,7 +344,7 @@ def test_the_same_on_many_nodes_is_said_once_and_commands_fit_who_may() -> None:
         )
         for host, rank in (("n1", 0), ("n2", 2))
     }
-    found = {one.id: one for one in able(nodes)}
+    found = {one.id: one for one in setup_findings(nodes)}
     limit, overwrites = found["core-bt.setup-limit"], found["core-bt.setup-overwrites"]
     assert (limit.where.hosts, limit.where.ranks, limit.where.pids) == (("n1", "n2"), (0, 1, 2, 3), ())
     assert "srun --propagate=CORE python train.py" in _commands(limit)
@@ -353,7 +355,7 @@ def test_the_same_on_many_nodes_is_said_once_and_commands_fit_who_may() -> None:
     assert found["core-bt.setup-space"].level is Level.WARN
     assert not any("prlimit --pid 7" in command for command in _commands(limit))
     inside = facts_with("core", container="Kubernetes", may_set=False)
-    assert all(not _commands(one) for one in able({"n1": inside}))
+    assert all(not _commands(one) for one in setup_findings({"n1": inside}))
 
 
 def _commands(finding: Finding) -> tuple[str, ...]:

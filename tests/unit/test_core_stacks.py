@@ -15,7 +15,7 @@ import time
 import venv
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from cores import cores_in, make_core, need_cores
@@ -23,11 +23,11 @@ from support import distdiag, need, wait_until
 
 from distdiag.cluster import bundle
 from distdiag.facts import procs, programs
-from distdiag.facts.core import by_gdb, by_pystack, merge, notes, unwinding
-from distdiag.facts.core.callframes import NoRules
-from distdiag.facts.core.cframes import CFrames, has_debug_information
-from distdiag.facts.core.frames import Frame, Stacks, ThreadStack
-from distdiag.facts.core.functions import Functions
+from distdiag.facts.core import core_file, gdb, pystack, stacks, unwinder
+from distdiag.facts.core.binary import Functions
+from distdiag.facts.core.call_frames import CannotUnwind
+from distdiag.facts.core.stacks import Frame, Stacks, ThreadStack
+from distdiag.facts.core.unwinder import CFrames, has_debug_information
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +55,11 @@ LIBRARIES = {
         "void abort(void); int deep(volatile int n) { int x; if (!n) abort(); x = deep(n - 1); return x + n; }",
         "",
     ),
+    "with_lines": (
+        "void abort(void);\nstatic inline int inlined(int x) { if (x) abort(); return x; }\n"
+        "int outer(int x) { return inlined(x) + 1; }",
+        "",
+    ),
     "in_a_c_thread": (
         "#include <pthread.h>\nstatic void *run(void *x) { ((void (*)(void)) 0xDEAD000)(); return x; }\n"
         "void start(void) { pthread_t t; pthread_create(&t, 0, run, 0); }",
@@ -73,23 +78,23 @@ LIBRARIES = {
 
 
 def read_gdb(name: str) -> Stacks:
-    return Stacks("gdb", by_gdb.parse((RECORDED / f"gdb_{name}.txt").read_text()), "", 0.0)
+    return Stacks("gdb", gdb.parse((RECORDED / f"gdb_{name}.txt").read_text()), "", 0.0)
 
 
 def read_pystack(name: str) -> Stacks:
-    threads, error = by_pystack.parse((RECORDED / f"pystack_{name}.json").read_text(), Functions(()))
+    threads, error = pystack.parse((RECORDED / f"pystack_{name}.json").read_text(), Functions(()))
     return Stacks("pystack", threads, error, 0.0)
 
 
 def shown(frames: Sequence[Frame]) -> list[str]:
     """Write the essential frames short, those of Python in brackets."""
-    return [f"[{one.function}]" if one.language == "python" else one.function for one in merge.essential(frames)]
+    return [f"[{one.function}]" if one.language == "python" else one.function for one in stacks.essential(frames)]
 
 
-def without_c(stacks: Stacks) -> Stacks:
+def without_c(found: Stacks) -> Stacks:
     """Leave what pystack would say if it could read no C frames."""
-    only = (replace(one, frames=tuple(f for f in one.frames if f.language == "python")) for one in stacks.threads)
-    return replace(stacks, threads=tuple(only))
+    only = (replace(one, frames=tuple(f for f in one.frames if f.language == "python")) for one in found.threads)
+    return replace(found, threads=tuple(only))
 
 
 def c(*functions: str) -> list[Frame]:
@@ -144,6 +149,7 @@ PROGRAMS = {
     "dies_at_its_end": "import ctypes\nctypes.CDLL('./libcheck.so')",
     "without_a_stack": "import ctypes\nctypes.CDLL('./libcheck.so').outer()",
     "on_a_stack_above": "import ctypes\nctypes.CDLL('./libcheck.so').outer()",
+    "with_lines": "import ctypes\nctypes.CDLL('./libcheck.so').outer(1)",
     "goes_deep": "import ctypes\nctypes.CDLL('./libcheck.so').deep(5000)",
     "in_a_c_thread": "import ctypes, time\ndef training_loop(): ctypes.CDLL('./libcheck.so').start(); time.sleep(60)\n"
     "training_loop()",
@@ -162,27 +168,32 @@ def _die(name: str, folder: Path) -> Path:
         for source, text in zip(("guilty.c", "fail.c"), texts, strict=True):
             (folder / source).write_text(text)
         build = ["gcc", "-O1", "-fPIC", "-shared", "-fno-toplevel-reorder", "-o", "libcheck.so", "guilty.c", "fail.c"]
+        build += ["-g"] if name == "with_lines" else []
         subprocess.run(build, cwd=folder, check=True)
     command = ["sh", "-c", 'ulimit -c unlimited && exec "$@"', "sh", sys.executable, "train.py"]
     subprocess.run(command, cwd=folder, check=False, capture_output=True, timeout=60)
     return cores_in(folder)[0]
 
 
-def read_core(core: Path, *, asker: str = "") -> tuple[merge.Merged, ...]:
+def by_pystack(core: str, executable: str = PROGRAM, *, python: str = "", all_by_pystack: bool = False) -> Stacks:
+    """Read a core by pystack, with our C frames where the command would take them."""
+    notes = core_file.read(core)
+    own = None
+    if not all_by_pystack:
+        unlike = {*core_file.changed_files(core, notes), *core_file.missing_files(core, notes)}
+        with contextlib.suppress(CannotUnwind):
+            own = CFrames(core, notes.files, unlike)
+    return pystack.of_core(core, executable, notes.files, own, timeout_s=30, python=python)
+
+
+def read_core(core: Path, *, asker: str = "") -> tuple[stacks.Merged, ...]:
     """Read a core as the command does: gdb is asked only for what pystack does not know."""
-    crashed = notes.read(str(core)).threads[0].tid
-    first = by_pystack.of_core(str(core), PROGRAM, timeout_s=30, python=asker)
+    crashed = core_file.read(str(core)).threads[0].tid
+    first = by_pystack(str(core), python=asker)
     second = (
-        by_gdb.of_core(str(core), PROGRAM, timeout_s=30, only_first=True) if merge.needs_gdb(first, crashed) else None
+        gdb.of_core(str(core), PROGRAM, timeout_s=30, only_first=True) if stacks.needs_gdb(first, crashed) else None
     )
-    return merge.merge(first, second, crashed)
-
-
-class Everything:
-    """What every path is in."""
-
-    def __contains__(self, path: object) -> bool:
-        return True
+    return stacks.merge(first, second, crashed)
 
 
 OWN_CORES = ["dies_by_segv", "dies_by_sigbus", "dies_in_cpp_thread", "dies_by_cpp_exception", "dies_with_faulthandler"]
@@ -192,15 +203,12 @@ OWN_CORES += ["dies_in_torch", "in_a_handler", "calls_back", "many_threads", "en
 @pytest.mark.parametrize("name", OWN_CORES)
 def test_c_frames_are_those_that_pystack_follows(name: str, core_of: Callable[[str], Path]) -> None:
     core = str(core_of(name))
-    files = notes.read(core).files
+    files = core_file.read(core).files
     # Else pystack would be asked for all, and be compared with itself.
     assert CFrames(core, files, ()).whole
-    with by_pystack.OfCore(core, PROGRAM, files) as reading:
-        ours = reading.stacks(timeout_s=30)
-    with by_pystack.OfCore(core, PROGRAM, files) as reading:
-        theirs = reading.stacks(timeout_s=30, unlike=Everything())
+    ours, theirs = by_pystack(core), by_pystack(core, all_by_pystack=True)
     assert (ours.error, theirs.error) == ("", "")
-    found, expected = ({one.tid: essential(one) for one in stacks.threads} for stacks in (ours, theirs))
+    found, expected = ({one.tid: essential(one) for one in either.threads} for either in (ours, theirs))
     assert found == expected
     assert all(one.aligned for one in ours.threads)
 
@@ -208,11 +216,9 @@ def test_c_frames_are_those_that_pystack_follows(name: str, core_of: Callable[[s
 def test_where_pystack_takes_a_thread_for_another_it_is_asked_for_all(core_of: Callable[[str], Path]) -> None:
     """Python does not know that it was forked: the one thread has the number of its parent's."""
     core = str(core_of("forks_in_c"))
-    stacks = by_pystack.of_core(core, PROGRAM, timeout_s=30)
-    with by_pystack.OfCore(core, PROGRAM, notes.read(core).files) as reading:
-        theirs = reading.stacks(timeout_s=30, unlike=Everything())
-    assert stacks.threads == theirs.threads
-    assert "[child]" in [name for one in stacks.threads for name in shown(one.frames)]
+    found = by_pystack(core)
+    assert found.threads == by_pystack(core, all_by_pystack=True).threads
+    assert "[child]" in [name for thread in found.threads for name in shown(thread.frames)]
 
 
 def test_what_a_thread_of_c_did_hides_no_python(core_of: Callable[[str], Path]) -> None:
@@ -224,7 +230,7 @@ def test_what_a_thread_of_c_did_hides_no_python(core_of: Callable[[str], Path]) 
 
 
 def essential(stack: ThreadStack) -> ThreadStack:
-    return replace(stack, frames=merge.essential(stack.frames), gil=stack.gil or None)
+    return replace(stack, frames=stacks.essential(stack.frames), gil=stack.gil or None)
 
 
 def test_a_function_that_ends_in_a_call_has_its_own_name_and_not_the_next_ones(core_of: Callable[[str], Path]) -> None:
@@ -237,30 +243,49 @@ def test_a_function_that_ends_in_a_call_has_its_own_name_and_not_the_next_ones(c
 
 def test_frames_are_not_followed_through_what_is_no_longer_what_it_was(core_of: Callable[[str], Path]) -> None:
     core = str(core_of("ends_in_a_call"))
-    files = notes.read(core).files
+    files = core_file.read(core).files
     library = next(one.path for one in files if one.path.endswith("libcheck.so"))
 
-    def followed(unlike: set[str], files: Sequence[notes.MappedFile] = files, core: str = core) -> unwinding.Stack:
-        (stack,) = unwinding.stacks(core, files, unlike).values()
+    def followed(unlike: set[str], files: Sequence[core_file.MappedFile] = files, core: str = core) -> unwinder.CStack:
+        (stack,) = unwinder.unwind(core, files, unlike).values()
         return stack
 
     whole = followed(set())
-    paths = [place.path for place in whole.places]
+    paths = [location.path for location in whole.locations]
     assert (whole.whole, library in paths) == (True, True)
     # Up to the first frame in it, which is known by its file alone.
     until = followed({library})
-    assert (until.whole, [place.path for place in until.places]) == (False, paths[: paths.index(library) + 1])
-    assert [place.begin is None for place in until.places] == [False] * paths.index(library) + [True]
+    assert (until.whole, [location.path for location in until.locations]) == (False, paths[: paths.index(library) + 1])
+    assert [location.begin is None for location in until.locations] == [False] * paths.index(library) + [True]
     gone = followed(set(), [replace(one, path=f"{one.path} (deleted)") for one in files])
-    assert [(place.path, place.begin) for place in gone.places] == [(f"{paths[0]} (deleted)", None)]
-    assert [place.path for place in followed(set(), ()).places] == [""]
+    assert [(location.path, location.begin) for location in gone.locations] == [(f"{paths[0]} (deleted)", None)]
+    assert [location.path for location in followed(set(), ()).locations] == [""]
     # Its stack is cut off, but not its registers.
     cut = Path(core).with_name("cut")
     cut.write_bytes(Path(core).read_bytes()[: 2**20])
-    assert [place.address for place in followed(set(), core=str(cut)).places] == [whole.places[0].address]
+    assert [location.address for location in followed(set(), core=str(cut)).locations] == [whole.locations[0].address]
     cut.write_bytes(Path(core).read_bytes()[:2_000])
-    with pytest.raises(NoRules):
+    with pytest.raises(CannotUnwind):
         followed(set(), core=str(cut))
+
+
+def test_c_code_with_debug_information_has_its_lines_and_inlined_calls(core_of: Callable[[str], Path]) -> None:
+    core = core_of("with_lines")
+    expected = [("inlined", "guilty.c", 2), ("outer", "guilty.c", 3)]
+    result = distdiag("core-bt", "--json", "--no-gdb", str(core))
+    (found,) = result.report["data"]["cores"]
+    assert lines_in_library(found) == expected
+    # The C frames alone have them as well.
+    result = distdiag("core-bt", "--json", "--no-gdb", "--exe", "/nowhere/python", str(core))
+    (found,) = result.report["data"]["cores"]
+    assert lines_in_library(found) == expected
+    assert found["tools"][-1].startswith("distdiag: C frames alone")
+    assert "without source lines" not in found["tools"][-1]
+
+
+def lines_in_library(core: dict[str, Any]) -> list[tuple[str, str, int]]:
+    frames = [frame for frame in core["crash_thread"]["frames"] if frame["module"].endswith("libcheck.so")]
+    return [(frame["function"], os.path.basename(frame["file"]), frame["line"]) for frame in frames]
 
 
 DIES_OF_LINES = """
@@ -273,87 +298,90 @@ pystack_child.main(Lines)
 """
 
 
+def read_with(program: str, core: str, question: dict[str, list[int]]) -> subprocess.CompletedProcess[str]:
+    ask = [sys.executable, "-c", program, "core", core, PROGRAM, "python", json.dumps(question)]
+    return subprocess.run(ask, capture_output=True, text=True, check=False, timeout=30)
+
+
 def test_what_libdw_does_costs_lines_and_no_frames(core_of: Callable[[str], Path]) -> None:
-    core = str(core_of("dies_by_segv"))
-    ours = CFrames(core, notes.read(core).files, ())
-    question = ours.question or {PROGRAM: [4096]}
-    asked = "".join(f"{json.dumps(one)}\n" for one in (["core", core, PROGRAM], question))
-    done = subprocess.run(
-        [sys.executable, "-c", DIES_OF_LINES], input=asked, capture_output=True, text=True, check=False, timeout=30
-    )
+    core = str(core_of("with_lines"))
+    ours = CFrames(core, core_file.read(core).files, ())
+    assert ours.debuggable
+    done = read_with(DIES_OF_LINES, core, ours.debuggable)
     assert done.returncode == -signal.SIGKILL
-    (thread,), error = by_pystack.parse(done.stdout, Functions(()), ours)
-    assert "[read_sample]" in shown(thread.frames)
+    (thread,), error = pystack.parse(done.stdout, Functions(()), ours)
+    assert {"outer", "[<module>]"} < set(shown(thread.frames))
     assert thread.aligned
-    assert ("no source lines" in error) == bool(ours.question)
+    assert "no source lines" in error
+
+
+def test_lines_that_take_too_long_are_given_up(core_of: Callable[[str], Path]) -> None:
+    program = DIES_OF_LINES.replace("os.kill(os.getpid(), signal.SIGKILL)", "import time; time.sleep(60)")
+    program = program.replace("pystack_child.main", "pystack_child._MAX_S_FOR_LINES = 1\npystack_child.main")
+    done = read_with(program, str(core_of("dies_by_segv")), {PROGRAM: [4096]})
+    assert done.returncode == -signal.SIGALRM
+    assert "read_sample" in done.stdout
+
+
+def test_more_addresses_than_an_argument_holds_are_left_to_pystack(core_of: Callable[[str], Path]) -> None:
+    core = str(core_of("with_lines"))
+    files = core_file.read(core).files
+    ours = CFrames(core, files, ())
+    (library,) = (path for path in ours.debuggable if path.endswith("libcheck.so"))
+    ours.debuggable[library] += range(1 << 40, (1 << 40) + 20_000)
+    found = pystack.of_core(core, PROGRAM, files, ours, timeout_s=30)
+    assert (found.threads, found.error) == (by_pystack(core, all_by_pystack=True).threads, "")
+    assert pystack.source_lines(ours.debuggable, timeout_s=30) == {}
 
 
 def test_a_program_that_dies_after_python_has_gone_has_c_frames(core_of: Callable[[str], Path]) -> None:
-    stacks = by_pystack.of_core(str(core_of("dies_at_its_end")), PROGRAM, timeout_s=30)
-    (thread,) = stacks.threads
+    found = by_pystack(str(core_of("dies_at_its_end")))
+    (thread,) = found.threads
     assert thread.frames[[one.function for one in thread.frames].index(ABORT) + 1].module.endswith("libcheck.so")
-    assert "no Python frames were found" in stacks.error
-    assert merge.reaches_start(thread.frames)
+    assert "no Python frames were found" in found.error
+    assert stacks.reaches_start(thread.frames)
 
 
 def test_a_thread_that_crashed_is_there_whatever_its_number(core_of: Callable[[str], Path]) -> None:
-    (one,) = merge.merge(Stacks("pystack", (), "damaged", 0.0), None, 0)
+    (one,) = stacks.merge(Stacks("pystack", (), "damaged", 0.0), None, 0)
     assert (one.crashed, one.thread.tid, one.thread.frames) == (True, 0, ())
 
 
 def test_a_frame_whose_callers_stack_nobody_knows_is_the_last(core_of: Callable[[str], Path]) -> None:
     core = str(core_of("without_a_stack"))
-    (stack,) = unwinding.stacks(core, notes.read(core).files, ()).values()
-    assert (stack.whole, stack.places[-1].path.endswith("libcheck.so")) == (False, True)
-    assert [one.function for one in by_pystack.of_core(core, PROGRAM, timeout_s=30).threads[0].frames]
+    (stack,) = unwinder.unwind(core, core_file.read(core).files, ()).values()
+    assert (stack.whole, stack.locations[-1].path.endswith("libcheck.so")) == (False, True)
+    assert [one.function for one in by_pystack(core).threads[0].frames]
 
 
 def test_a_stack_without_end_is_not_followed_to_it(core_of: Callable[[str], Path]) -> None:
     core = str(core_of("goes_deep"))
-    (stack,) = unwinding.stacks(core, notes.read(core).files, ()).values()
-    assert (stack.whole, len(stack.places)) == (False, 2048)
+    (stack,) = unwinder.unwind(core, core_file.read(core).files, ()).values()
+    assert (stack.whole, len(stack.locations)) == (False, 2048)
 
 
 def test_a_library_that_was_cut_off_since_ends_the_stack(core_of: Callable[[str], Path]) -> None:
     core = core_of("ends_in_a_call")
-    files = notes.read(str(core)).files
+    files = core_file.read(str(core)).files
     library = core.with_name("libcheck.so")
     whole = library.read_bytes()
     try:
         library.write_bytes(whole[: len(whole) // 8])
-        (stack,) = unwinding.stacks(str(core), files, ()).values()
+        (stack,) = unwinder.unwind(str(core), files, ()).values()
     finally:
         library.write_bytes(whole)
-    assert (stack.whole, stack.places[-1].path, stack.places[-1].begin) == (False, str(library), None)
-
-
-def test_a_child_that_nobody_asked_further_is_ended(core_of: Callable[[str], Path]) -> None:
-    core = str(core_of("dies_by_segv"))
-    with by_pystack.OfCore(core, PROGRAM, ()):
-        (child,) = (pid for pid in procs.table() if (procs.read(pid) or procs.read(1)).parent == os.getpid())  # type: ignore[union-attr]
-    assert procs.read(child) is None
-
-
-def test_lines_that_take_too_long_are_given_up(core_of: Callable[[str], Path]) -> None:
-    program = DIES_OF_LINES.replace("os.kill(os.getpid(), signal.SIGKILL)", "import time; time.sleep(60)")
-    program = program.replace("pystack_child.main", "pystack_child._MOST_S_FOR_LINES = 1\npystack_child.main")
-    asked = "".join(
-        f"{json.dumps(one)}\n" for one in (["core", str(core_of("dies_by_segv")), PROGRAM], {PROGRAM: [4096]})
-    )
-    done = subprocess.run([sys.executable, "-c", program], input=asked, capture_output=True, text=True, timeout=30)
-    assert done.returncode == -signal.SIGALRM
-    assert "read_sample" in done.stdout
+    assert (stack.whole, stack.locations[-1].path, stack.locations[-1].begin) == (False, str(library), None)
 
 
 def test_each_thread_is_as_whoever_knows_most_of_it_has_it() -> None:
-    def thread(tid: int, frames: list[Frame], *, crashed: bool = False) -> merge.Merged:
-        return merge.Merged(ThreadStack(tid, "", tuple(frames), None), crashed, ())
+    def thread(tid: int, frames: list[Frame], *, crashed: bool = False) -> stacks.Merged:
+        return stacks.Merged(ThreadStack(tid, "", tuple(frames), None), crashed, ())
 
     known = (thread(1, c("??"), crashed=True), thread(2, python("train")), thread(3, c("a", "b")))
     ours = (thread(1, c("strlen"), crashed=True), thread(2, c(EVAL, "x")), thread(3, c("a")), thread(4, c("z")))
-    found, is_more = merge.longer(known, ours)
+    found, is_more = stacks.longer(known, ours)
     assert (found, is_more) == ((ours[0], known[1], known[2], ours[3]), True)
-    assert merge.longer(known, known) == (known, False)
+    assert stacks.longer(known, known) == (known, False)
 
 
 class Alone(NamedTuple):
@@ -402,15 +430,15 @@ def test_one_tool_alone_is_wrong_or_silent_and_merged_is_right(row: Alone, core_
 
 @pytest.mark.parametrize("name", ["core_thread", "core_handler", "core_interpreters"])
 def test_python_frames_take_the_same_places_among_the_c_frames_of_either_tool(name: str) -> None:
-    by_both = merge.merge(read_pystack(name), None, None)
-    by_gdb_and_python = merge.merge(without_c(read_pystack(name)), read_gdb(name), None)
+    by_both = stacks.merge(read_pystack(name), None, None)
+    by_gdb_and_python = stacks.merge(without_c(read_pystack(name)), read_gdb(name), None)
     for one, other in zip(by_both, by_gdb_and_python, strict=True):
         assert from_python(one) == from_python(other)
         assert (one.thread.aligned, other.thread.aligned) == (True, True)
         assert (one.tools, other.tools) == (("pystack",), ("pystack", "gdb"))
 
 
-def from_python(merged: merge.Merged) -> list[str]:
+def from_python(merged: stacks.Merged) -> list[str]:
     """Give the frames from the innermost of Python on, as far as they have names."""
     frames = [name for name in shown(merged.thread.frames) if name != "??"]
     return list(itertools.dropwhile(lambda name: not name.startswith("["), frames))
@@ -419,13 +447,13 @@ def from_python(merged: merge.Merged) -> list[str]:
 def test_the_crashed_thread_comes_first_with_what_gdb_knows_of_it() -> None:
     pystack, gdb = read_pystack("core_pointer"), read_gdb("core_pointer")
     crashed = gdb.threads[0].tid
-    assert merge.needs_gdb(pystack, crashed)
-    first, second = merge.merge(pystack, gdb, crashed)
+    assert stacks.needs_gdb(pystack, crashed)
+    first, second = stacks.merge(pystack, gdb, crashed)
     assert (first.thread.tid, first.crashed, second.crashed) == (crashed, True, False)
     assert [f for f in shown(first.thread.frames) if f != "??"] == ["ffi_call", "[jump]", "[main]", "[<module>]"]
-    assert not merge.merge(pystack, None, crashed)[0].thread.aligned
+    assert not stacks.merge(pystack, None, crashed)[0].thread.aligned
     # Nobody has it: it is said all the same who crashed.
-    unknown = merge.merge(pystack, gdb, 4711)[0]
+    unknown = stacks.merge(pystack, gdb, 4711)[0]
     assert (unknown.crashed, unknown.tools, unknown.thread) == (True, (), ThreadStack(4711, "", (), None))
 
 
@@ -449,8 +477,8 @@ def test_gdb_frames_with_and_without_symbols_are_read() -> None:
 
 
 def test_a_deep_stack_keeps_both_ends() -> None:
-    frames = merge.shorten(c(*(str(number) for number in range(10_000))))
-    assert len(frames) == merge.MAX_FRAMES + 1
+    frames = stacks.shorten(c(*(str(number) for number in range(10_000))))
+    assert len(frames) == stacks.MAX_FRAMES + 1
     assert (frames[0].function, frames[-1].function) == ("0", "9999")
     assert frames[384].function == "(9488 frames left out)"
 
@@ -473,21 +501,21 @@ EVAL = "_PyEval_EvalFrameDefault"
     ],
 )
 def test_frames_are_interleaved(loops: list[list[str]], native: list[str], expected: str, aligned: bool) -> None:
-    frames, fits = merge.interleave([python(*names) for names in loops], c(*native))
+    frames, fits = stacks.interleave([python(*names) for names in loops], c(*native))
     assert " ".join(f"[{f.function}]" if f.language == "python" else f.function for f in frames) == expected
     assert fits is aligned
 
 
 def test_calls_of_the_interpreter_are_left_out_but_not_where_it_crashed() -> None:
     inside = c("_PyObject_MakeTpCall", "cfunction_call", "list_sort", "PyObject_Vectorcall", "PyObject_CallOneArg")
-    assert [one.function for one in merge.essential([*inside, *c("start_thread", "clone3")])] == [
+    assert [one.function for one in stacks.essential([*inside, *c("start_thread", "clone3")])] == [
         "_PyObject_MakeTpCall",
         "cfunction_call",
         "list_sort",
     ]
     # The same name elsewhere is somebody's own function.
-    assert not merge.is_interpreter(Frame("c", "main", "", None, "/srv/job/server"))
-    assert merge.is_interpreter(Frame("c", "main", "", None, "/usr/bin/python3.11"))
+    assert not stacks.is_interpreter(Frame("c", "main", "", None, "/srv/job/server"))
+    assert stacks.is_interpreter(Frame("c", "main", "", None, "/usr/bin/python3.11"))
 
 
 def test_a_core_that_was_cut_off_names_the_thread_that_crashed_and_where(core_of: Callable[[str], Path]) -> None:
@@ -497,16 +525,16 @@ def test_a_core_that_was_cut_off_names_the_thread_that_crashed_and_where(core_of
     first, *_ = read_core(cut)
     assert (first.crashed, first.tools) == (True, ("pystack", "gdb"))
     assert (first.thread.frames[0].function, Path(first.thread.frames[0].module).name[:4]) == ("??", "libc")
-    assert by_pystack.of_core(str(cut), PROGRAM, timeout_s=30).error == "no Python frames were found"
-    assert "past end of file" in by_gdb.of_core(str(cut), PROGRAM, timeout_s=30).error
+    assert by_pystack(str(cut)).error == "no Python frames were found"
+    assert "past end of file" in gdb.of_core(str(cut), PROGRAM, timeout_s=30).error
 
 
 def test_pystack_is_asked_from_where_distdiag_is_not_installed(core_of: Callable[[str], Path]) -> None:
-    sources = bundle.sources("distdiag.facts.core.by_pystack")
-    ask = f"by_pystack.of_core({str(core_of('dies_by_sigbus'))!r}, {PROGRAM!r}, timeout_s=30)"
+    sources = bundle.sources("distdiag.facts.core.pystack")
+    ask = f"pystack.of_core({str(core_of('dies_by_sigbus'))!r}, {PROGRAM!r}, (), None, timeout_s=30)"
     program = (
         f"import sys\nsources = {sources!r}\nexec(sources['distdiag.agent.boot'], globals())\n"
-        "sys.meta_path.insert(0, CarriedFinder(sources))\nfrom distdiag.facts.core import by_pystack\n"
+        "sys.meta_path.insert(0, CarriedFinder(sources))\nfrom distdiag.facts.core import pystack\n"
         f"print([one.function for one in {ask}.threads[0].frames if one.language == 'python'])\n"
     )
     done = subprocess.run([sys.executable, "-S", "-P", "-"], input=program, capture_output=True, text=True, check=False)
@@ -518,20 +546,18 @@ def test_without_pystack_gdb_tells_the_c_frames(core_of: Callable[[str], Path], 
     bare = str(tmp_path / "bare" / "bin" / "python")
     core = core_of("dies_in_cpp_thread")
     first, *others = read_core(core, asker=bare)
-    assert by_pystack.of_core(str(core), PROGRAM, timeout_s=30, python=bare).error == (
-        f"pystack is not installed ({bare} -m pip install pystack)"
-    )
+    assert by_pystack(str(core), python=bare).error == (f"pystack is not installed ({bare} -m pip install pystack)")
     assert (first.tools, others) == (("gdb",), [])
     assert shown(first.thread.frames)[2:5] == ["raise", "abort", "check_batch"]
 
 
 def test_without_gdb_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert by_gdb.of_core("core", PROGRAM, timeout_s=5).error == "gdb is not installed"
+    assert gdb.of_core("core", PROGRAM, timeout_s=5).error == "gdb is not installed"
 
 
 @pytest.mark.parametrize(
-    ("core", "executable", "pystack", "gdb"),
+    ("core", "executable", "by_us", "by_gdb"),
     [
         ("/etc/passwd", PROGRAM, "not a core: it does not begin as an ELF file does", "is not a core dump"),
         ("/nonexistent", PROGRAM, "No such file or directory", "No such file or directory"),
@@ -539,11 +565,15 @@ def test_without_gdb_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     ],
 )
 def test_what_cannot_be_read_says_why(
-    core: str, executable: str, pystack: str, gdb: str, core_of: Callable[[str], Path]
+    core: str, executable: str, by_us: str, by_gdb: str, core_of: Callable[[str], Path]
 ) -> None:
     path = core or str(core_of("dies_by_sigbus"))
-    assert pystack in by_pystack.of_core(path, executable, timeout_s=30).error
-    assert gdb in by_gdb.of_core(path, executable, timeout_s=30).error
+    try:
+        error = by_pystack(path, executable).error
+    except (core_file.NotACore, OSError) as refusal:  # before pystack is asked
+        error = str(refusal)
+    assert by_us in error
+    assert by_gdb in gdb.of_core(path, executable, timeout_s=30).error
 
 
 WAITS = """
@@ -579,7 +609,7 @@ def start(needs_both: None) -> Iterator[Callable[[str], int]]:
         yield begin
 
 
-READERS = [by_pystack.of_process, by_gdb.of_process]
+READERS = [pystack.of_process, gdb.of_process]
 
 
 def states(pid: int) -> tuple[list[str], int | None]:
@@ -599,14 +629,14 @@ def test_a_process_is_left_as_it_was_found(
     wait_until(lambda: states(pid)[0] == at_rest, 5, lambda: str(states(pid)))
     before = states(pid)
     for timeout_s in (0.1, 0.2, 0.3, 0.4, 30.0):
-        stacks = read(pid, timeout_s=timeout_s)
+        found = read(pid, timeout_s=timeout_s)
         # A SIGSTOP that was on its way when its sender died would show a little later.
         time.sleep(0.02)
         # A thread that has just gone on may be in D for a moment, for a page that it reads.
         wait_until(lambda: states(pid) == before, 5, lambda: f"{before} before, now {states(pid)}")
-    assert (len(stacks.threads), stacks.error) == (2, "")
-    assert stacks.threads[0].name
-    assert all(merge.reaches_start(one.frames) for one in stacks.threads)
+    assert (len(found.threads), found.error) == (2, "")
+    assert found.threads[0].name
+    assert all(stacks.reaches_start(one.frames) for one in found.threads)
 
 
 @pytest.mark.parametrize("read", READERS, ids=["pystack", "gdb"])

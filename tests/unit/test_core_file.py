@@ -23,9 +23,8 @@ from cores import PROGRAMS, make_core
 from support import need
 
 from distdiag.facts import elf
-from distdiag.facts.core import notes, packed
-from distdiag.facts.core.image import Image
-from distdiag.facts.core.notes import CoreNotes, NotACore, OtherMachine
+from distdiag.facts.core import core_file, stored_cores
+from distdiag.facts.core.core_file import CoreNotes, Image, NotACore, OtherMachine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,10 +37,10 @@ BAD_ADDRESS = 0xDEAD000
 _TYPE, _MACHINE, _SECTIONS_AT, _SEGMENT_COUNT = 0x10, 0x12, 0x28, 0x38  # in the header, elf(5)
 _SEGMENT_BYTES, _HEADER_BYTES = 56, 64
 PACK = {
-    packed.Kind.GZIP: ["gzip", "-c", "-1"],
-    packed.Kind.XZ: ["xz", "-c", "-0"],
-    packed.Kind.ZSTD: ["zstd", "-cq"],
-    packed.Kind.LZ4: ["lz4", "-cq", "-B4"],
+    stored_cores.Packing.GZIP: ["gzip", "-c", "-1"],
+    stored_cores.Packing.XZ: ["xz", "-c", "-0"],
+    stored_cores.Packing.ZSTD: ["zstd", "-cq"],
+    stored_cores.Packing.LZ4: ["lz4", "-cq", "-B4"],
 }
 
 
@@ -81,7 +80,7 @@ def copy(core: Path, tmp_path: Path) -> Path:
 
 def why_not(path: Path) -> str:
     with pytest.raises(NotACore) as refusal:
-        notes.read(str(path))
+        core_file.read(str(path))
     return str(refusal.value)
 
 
@@ -96,7 +95,7 @@ def notes_end(path: Path) -> int:
         return max(note.offset + note.size for note in Image(file).notes())
 
 
-def mapped_at(found: CoreNotes, address: int | None) -> notes.MappedFile:
+def mapped_at(found: CoreNotes, address: int | None) -> core_file.MappedFile:
     assert address is not None
     return next(file for file in found.files if file.start <= address < file.end)
 
@@ -117,7 +116,7 @@ def mapped_at(found: CoreNotes, address: int | None) -> notes.MappedFile:
 def test_a_core_tells_the_signal_and_where_it_came_from(
     core_of: CoreOf, program: str, number: int, code: int, by_itself: bool
 ) -> None:
-    found = notes.read(str(core_of(program)))
+    found = core_file.read(str(core_of(program)))
     assert (found.signal, found.code, found.sender_pid) == (number, code, found.pid if by_itself else None)
     assert (found.address is None) == by_itself
     assert {thread.signal for thread in found.threads} == {number}
@@ -129,20 +128,20 @@ def test_a_core_tells_the_signal_and_where_it_came_from(
 
 
 def test_the_address_is_that_which_was_read(core_of: CoreOf) -> None:
-    assert notes.read(str(core_of("dies_by_segv"))).address == BAD_ADDRESS
-    found = notes.read(str(core_of("dies_by_sigbus")))
+    assert core_file.read(str(core_of("dies_by_segv"))).address == BAD_ADDRESS
+    found = core_file.read(str(core_of("dies_by_sigbus")))
     file = mapped_at(found, found.address)
     assert file.path == str(core_of("dies_by_sigbus").with_name("samples.bin"))
     assert (file.offset, found.address) == (0, file.start + 5 * os.sysconf("SC_PAGESIZE"))
 
 
 def test_the_first_thread_is_the_one_that_crashed(core_of: CoreOf) -> None:
-    found = notes.read(str(core_of("dies_in_cpp_thread")))
+    found = core_file.read(str(core_of("dies_in_cpp_thread")))
     aborting, *others = found.threads
     assert aborting.tid != found.pid
     assert found.pid in {thread.tid for thread in others}
     assert "libc" in mapped_at(found, aborting.pc).path
-    found = notes.read(str(core_of("dies_by_stack_overflow")))
+    found = core_file.read(str(core_of("dies_by_stack_overflow")))
     assert [thread.tid for thread in found.threads] == [found.pid]
     assert mapped_at(found, found.threads[0].pc).path.endswith("libdefects.so")
 
@@ -153,7 +152,7 @@ def test_files_and_threads_are_those_that_gdb_finds(core_of: CoreOf) -> None:
     show += "|-ex|thread apply all -q p/x $pc"
     for program in ("dies_in_cpp_thread", "dies_in_torch"):
         path = core_of(program)
-        found = notes.read(str(path))
+        found = core_file.read(str(path))
         argv = ["gdb", *show.replace(" ", "|", 2).split("|"), "-c", str(path)]
         said = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout
         rows = re.findall(r"^ +(0x\w+) +(0x\w+) +(0x\w+) +(0x\w+) +(/.*)$", said, re.MULTILINE)
@@ -169,13 +168,13 @@ def test_a_core_of_torch_is_read_at_once_and_costs_no_memory(core_of: CoreOf) ->
     took = []
     for _ in range(5):
         began = time.perf_counter()
-        notes.read(path)
+        core_file.read(path)
         took.append(time.perf_counter() - began)
     assert min(took) < 0.05
     tracemalloc.start()
     try:
-        found = notes.read(path)
-        notes.build_ids(path, found)
+        found = core_file.read(path)
+        core_file.build_ids(path, found)
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
@@ -184,9 +183,9 @@ def test_a_core_of_torch_is_read_at_once_and_costs_no_memory(core_of: CoreOf) ->
 
 @pytest.mark.parametrize("percent", [10, 40, 90])
 def test_a_core_that_was_cut_off_tells_as_much(core: Path, copy: Path, percent: int) -> None:
-    whole = notes.read(str(core))
+    whole = core_file.read(str(core))
     os.truncate(copy, whole.size_bytes * percent // 100)
-    found = notes.read(str(copy))
+    found = core_file.read(str(copy))
     assert (found.truncated, found.size_bytes) == (True, whole.size_bytes * percent // 100)
     assert found.execfn in ("", whole.execfn)
     as_if_whole = {"truncated": False, "size_bytes": whole.size_bytes, "execfn": whole.execfn}
@@ -194,12 +193,12 @@ def test_a_core_that_was_cut_off_tells_as_much(core: Path, copy: Path, percent: 
 
 
 def test_wherever_its_notes_are_cut_off_what_is_told_is_right(core: Path, copy: Path) -> None:
-    whole, told = notes.read(str(core)), 0
+    whole, told = core_file.read(str(core)), 0
     reasons = set()
     for size in range(notes_end(core), 0, -11):
         os.truncate(copy, size)
         try:
-            found = notes.read(str(copy))
+            found = core_file.read(str(copy))
         except NotACore as refusal:
             reasons.add(str(refusal).partition(":")[0])
             continue
@@ -232,7 +231,7 @@ def test_a_program_is_not_a_core(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", tmp_path / "absent"):
         with pytest.raises(OSError, match=r"not a regular file|No such file"):
-            notes.read(str(path))
+            core_file.read(str(path))
 
 
 @pytest.mark.parametrize(
@@ -249,7 +248,7 @@ def test_a_core_of_another_machine_is_not_called_damaged(copy: Path, at: int, da
     patch(copy, at, data)
     assert why_not(copy).startswith(f"a core of another kind of machine: {name}")
     with pytest.raises(OtherMachine):
-        notes.read(str(copy))
+        core_file.read(str(copy))
 
 
 def note(kind: int, content: bytes) -> bytes:
@@ -266,9 +265,9 @@ def test_a_core_of_aarch64_has_its_program_counter_elsewhere() -> None:
     registers = struct.pack("<34Q", *range(31), 0x7FF0, 0x4444, 0)  # x0 to x30, sp, pc, pstate
     state = struct.pack("<12xh18xi76x", 11, 42) + registers + bytes(8)
     about = struct.pack("<16xI4xi12x16s80s", 1000, 41, b"python", b"python train.py ")
-    found = notes.read(small_core(183, note(1, state) + note(3, about)))
+    found = core_file.read(small_core(183, note(1, state) + note(3, about)))
     assert (found.machine, found.pid, found.uid, found.arguments) == ("aarch64", 41, 1000, "python train.py")
-    assert found.threads == (notes.CoreThread(42, 11, 0x4444),)
+    assert found.threads == (core_file.CoreThread(42, 11, 0x4444),)
     # one that gdb's gcore wrote has no siginfo
     assert (found.signal, found.code, found.address, found.files, found.execfn) == (11, None, None, (), "")
 
@@ -278,22 +277,22 @@ def test_an_address_that_the_processor_does_not_tell_is_none(copy: Path) -> None
     with elf.File(str(copy)) as file:
         siginfo = next(one for one in Image(file).notes() if one.kind == 0x53494749)
     patch(copy, siginfo.offset + 8, struct.pack("<iiQ", 128, 0, 0))
-    found = notes.read(str(copy))
+    found = core_file.read(str(copy))
     assert (found.signal, found.code, found.address, found.sender_pid) == (11, 128, None, None)
 
 
 def test_more_mappings_than_the_header_can_count_are_counted_elsewhere(core: Path, copy: Path) -> None:
     # GIVEN a core as the kernel writes it for 65,535 mappings and more: their number stands in a section at its end
-    whole = notes.read(str(core))
+    whole = core_file.read(str(core))
     (count,) = struct.unpack_from("<H", core.read_bytes(), _SEGMENT_COUNT)
     with copy.open("ab") as file:
         file.write(struct.pack("<IIQQQQIIQQ", 0, 0, 0, 0, 0, 1, 0, count, 0, 0))
     patch(copy, _SECTIONS_AT, struct.pack("<Q", whole.size_bytes))
     patch(copy, _SEGMENT_COUNT, b"\xff\xff")
-    assert dataclasses.replace(notes.read(str(copy)), size_bytes=whole.size_bytes) == whole
+    assert dataclasses.replace(core_file.read(str(copy)), size_bytes=whole.size_bytes) == whole
     # WHEN that section is cut off THEN the place of the notes tells it
     os.truncate(copy, whole.size_bytes)
-    assert notes.read(str(copy)) == whole
+    assert core_file.read(str(copy)) == whole
 
 
 def test_mappings_may_come_in_any_order(core: Path, copy: Path) -> None:
@@ -303,10 +302,10 @@ def test_mappings_may_come_in_any_order(core: Path, copy: Path) -> None:
     rows = [data[start : start + _SEGMENT_BYTES] for start in at]
     rows.sort(key=lambda row: int.from_bytes(row[32:40], "little"))  # by size, as with kernel.core_sort_vma=1
     patch(copy, at[0], b"".join(rows))
-    whole = notes.read(str(core))
-    assert notes.read(str(copy)) == whole
-    assert len(notes.build_ids(str(core), whole)) > 3
-    assert notes.build_ids(str(copy), whole) == notes.build_ids(str(core), whole)
+    whole = core_file.read(str(core))
+    assert core_file.read(str(copy)) == whole
+    assert len(core_file.build_ids(str(core), whole)) > 3
+    assert core_file.build_ids(str(copy), whole) == core_file.build_ids(str(core), whole)
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -322,9 +321,9 @@ def test_damage_is_told_or_does_not_matter(core: Path, seed: int) -> None:
     data = data[: chance.choice((len(data), chance.randrange(len(data))))]
     # WHEN it is read THEN it is read or refused, and nothing else
     with contextlib.suppress(NotACore):
-        found = notes.read(bytes(data))
-        notes.changed_files(bytes(data), found)
-        notes.missing_files(bytes(data), found)
+        found = core_file.read(bytes(data))
+        core_file.changed_files(bytes(data), found)
+        core_file.missing_files(bytes(data), found)
 
 
 def test_no_number_in_a_core_makes_us_wait_or_fill_the_memory(tmp_path: Path) -> None:
@@ -338,7 +337,7 @@ def test_no_number_in_a_core_makes_us_wait_or_fill_the_memory(tmp_path: Path) ->
     try:
         for content in lies:
             with pytest.raises(NotACore, match="damaged"):
-                notes.read(content)
+                core_file.read(content)
         assert tracemalloc.get_traced_memory()[1] < 32 << 20
     finally:
         tracemalloc.stop()
@@ -354,13 +353,13 @@ def test_no_number_in_a_core_makes_us_wait_or_fill_the_memory(tmp_path: Path) ->
 def test_a_library_that_was_rebuilt_since_is_told(core_of: CoreOf, folder: Path) -> None:
     path = str(core_of("dies_by_stack_overflow"))
     library = folder / "libdefects.so"
-    found = notes.read(path)
+    found = core_file.read(path)
     # GIVEN all libraries as they were
     built = elf.read(str(library))
     assert built is not None
     assert built.build_id
-    assert notes.build_ids(path, found)[str(library)] == built.build_id
-    assert (notes.changed_files(path, found), notes.missing_files(path, found)) == ((), ())
+    assert core_file.build_ids(path, found)[str(library)] == built.build_id
+    assert (core_file.changed_files(path, found), core_file.missing_files(path, found)) == ((), ())
     kept = library.read_bytes()
     try:
         # WHEN another is built in the place of one THEN it is named, also if that was before the crash
@@ -369,17 +368,17 @@ def test_a_library_that_was_rebuilt_since_is_told(core_of: CoreOf, folder: Path)
         subprocess.run(["gcc", *options], input="int other(void) { return 1; }", text=True, check=True)
         renamed = [(file, f"{file.path} (deleted)" if "defects" in file.path else file.path) for file in found.files]
         before = dataclasses.replace(found, files=tuple(dataclasses.replace(file, path=path) for file, path in renamed))
-        assert notes.changed_files(path, found) == notes.changed_files(path, before) == (str(library),)
-        assert notes.missing_files(path, found) == notes.missing_files(path, before) == ()
+        assert core_file.changed_files(path, found) == core_file.changed_files(path, before) == (str(library),)
+        assert core_file.missing_files(path, found) == core_file.missing_files(path, before) == ()
         # WHEN there is none any more THEN it is not changed, but missing
         library.unlink()
-        assert (notes.changed_files(path, found), notes.missing_files(path, found)) == ((), (str(library),))
-        assert (notes.changed_files(path, before), notes.missing_files(path, before)) == ((), (str(library),))
+        assert (core_file.changed_files(path, found), core_file.missing_files(path, found)) == ((), (str(library),))
+        assert (core_file.changed_files(path, before), core_file.missing_files(path, before)) == ((), (str(library),))
     finally:
         library.write_bytes(kept)
 
 
-def pack(core: Path, packing: packed.Kind, folder: Path) -> Path:
+def pack(core: Path, packing: stored_cores.Packing, folder: Path) -> Path:
     """Pack a file under a name that says nothing, behind a link."""
     need(packing.value)
     path = folder / "-packed"
@@ -390,29 +389,34 @@ def pack(core: Path, packing: packed.Kind, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("packing", PACK)
-def test_a_packed_core_is_read_and_unpacked(core: Path, tmp_path: Path, packing: packed.Kind) -> None:
+def test_a_packed_core_is_read_and_unpacked(core: Path, tmp_path: Path, packing: stored_cores.Packing) -> None:
     path = pack(core, packing, tmp_path)
-    assert (packed.kind(str(path)), packed.kind(str(core))) == (packing, packed.Kind.PLAIN)
-    start = packed.head(str(path), 1 << 20)
-    assert start == packed.head(str(core), 1 << 20) == core.read_bytes()[: 1 << 20]
-    found, whole = notes.read(start), notes.read(str(core))
+    assert (stored_cores.packing_of(str(path)), stored_cores.packing_of(str(core))) == (
+        packing,
+        stored_cores.Packing.NONE,
+    )
+    start = stored_cores.head(str(path), 1 << 20)
+    assert start == stored_cores.head(str(core), 1 << 20) == core.read_bytes()[: 1 << 20]
+    found, whole = core_file.read(start), core_file.read(str(core))
     assert (found.threads, found.files, found.whole_bytes) == (whole.threads, whole.files, whole.whole_bytes)
     (tmp_path / "new").mkdir()
-    unpacked = Path(packed.unpack(str(path), str(tmp_path / "new"), most_bytes=1 << 30, timeout_s=30))
+    unpacked = Path(stored_cores.unpack(str(path), str(tmp_path / "new"), most_bytes=1 << 30, timeout_s=30))
     assert unpacked.parent == tmp_path / "new"
     assert unpacked.read_bytes() == core.read_bytes()
     assert unpacked.stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.parametrize("packing", PACK)
-def test_what_cannot_be_unpacked_says_why_and_leaves_nothing(core: Path, tmp_path: Path, packing: packed.Kind) -> None:
+def test_what_cannot_be_unpacked_says_why_and_leaves_nothing(
+    core: Path, tmp_path: Path, packing: stored_cores.Packing
+) -> None:
     path = pack(core, packing, tmp_path)
     folder = tmp_path / "new"
     folder.mkdir()
 
     def refused(most_bytes: int = 1 << 30, timeout_s: float = 30) -> str:
-        with pytest.raises(packed.CannotUnpack) as refusal:
-            packed.unpack(str(path), str(folder), most_bytes=most_bytes, timeout_s=timeout_s)
+        with pytest.raises(stored_cores.CannotUnpack) as refusal:
+            stored_cores.unpack(str(path), str(folder), most_bytes=most_bytes, timeout_s=timeout_s)
         assert list(folder.iterdir()) == []
         return str(refusal.value)
 
@@ -422,7 +426,7 @@ def test_what_cannot_be_unpacked_says_why_and_leaves_nothing(core: Path, tmp_pat
     for kept in (size - 1, size * 2 // 3, size // 3):
         os.truncate(path, kept)
         assert refused() == "this file is cut off"
-        assert notes.read(packed.head(str(path), 1 << 20)).signal == signal.SIGSEGV
+        assert core_file.read(stored_cores.head(str(path), 1 << 20)).signal == signal.SIGSEGV
     os.truncate(path, 12)
     assert refused() == "this file is cut off"
     path.write_bytes(path.read_bytes()[:8] + bytes(range(256)) * 8)
@@ -433,9 +437,9 @@ def test_what_does_not_fit_is_not_unpacked(core: Path, copy: Path, tmp_path: Pat
     (tmp_path / "new").mkdir()
 
     def refused() -> str:
-        path = pack(copy, packed.Kind.ZSTD, tmp_path)
-        with pytest.raises(packed.CannotUnpack) as refusal:
-            packed.unpack(str(path), str(tmp_path / "new"), most_bytes=1 << 60, timeout_s=30)
+        path = pack(copy, stored_cores.Packing.ZSTD, tmp_path)
+        with pytest.raises(stored_cores.CannotUnpack) as refusal:
+            stored_cores.unpack(str(path), str(tmp_path / "new"), most_bytes=1 << 60, timeout_s=30)
         assert list((tmp_path / "new").iterdir()) == []
         path.unlink()
         return str(refusal.value)
@@ -448,16 +452,18 @@ def test_what_does_not_fit_is_not_unpacked(core: Path, copy: Path, tmp_path: Pat
     assert refused() == "what is packed in it is not a core of 64 bits"
 
 
-@pytest.mark.parametrize(("packing", "module"), [(packed.Kind.ZSTD, "zstandard"), (packed.Kind.LZ4, "lz4")])
+@pytest.mark.parametrize(
+    ("packing", "module"), [(stored_cores.Packing.ZSTD, "zstandard"), (stored_cores.Packing.LZ4, "lz4")]
+)
 def test_without_its_program_a_module_unpacks_it_or_is_asked_for(
-    core: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: packed.Kind, module: str
+    core: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: stored_cores.Packing, module: str
 ) -> None:
     path = pack(core, packing, tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     if importlib.util.find_spec(module):
-        assert packed.head(str(path), 1 << 20) == core.read_bytes()[: 1 << 20]
+        assert stored_cores.head(str(path), 1 << 20) == core.read_bytes()[: 1 << 20]
     else:
         with pytest.raises(
-            packed.CannotUnpack, match=f"{packing.value} is not installed: apt-get install {packing.value}"
+            stored_cores.CannotUnpack, match=f"{packing.value} is not installed: apt-get install {packing.value}"
         ):
-            packed.head(str(path), 1 << 20)
+            stored_cores.head(str(path), 1 << 20)

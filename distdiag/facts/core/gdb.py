@@ -1,6 +1,6 @@
 """C stacks of a core or of a live process, by gdb, which reads symbols of those libraries only that are on a stack.
 
-It would read those of all libraries: seconds where torch is loaded, however few threads are asked for.
+By default gdb reads those of all libraries: seconds where torch is loaded, however few threads are asked for.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import re
 from dataclasses import replace
 
 from distdiag.facts import carried_tools, machine, procs, programs, ptrace_permission
-from distdiag.facts.core import merge
-from distdiag.facts.core.frames import Frame, Stacks, ThreadStack
+from distdiag.facts.core.stacks import MAX_FRAMES, Frame, Stacks, ThreadStack
 from distdiag.facts.resume import resume
 from distdiag.facts.text import printable
 
@@ -24,12 +23,12 @@ _SETTINGS = (
     *("auto-load off", "pagination off", "width 0", "height 0", "confirm off", "style enabled off"),
     *("print frame-arguments none", "print frame-arguments presence", "print entry-values no"),
     *("print thread-events off", "print inferior-events off", "filename-display absolute", "demangle-style gnu-v3"),
-    f"backtrace limit {merge.MAX_FRAMES}",
+    f"backtrace limit {MAX_FRAMES}",
 )
-"""None of the program's code is run (auto-load) and no value shown. What a gdb does not know it ignores."""
+"""No code of the program is run (auto-load) and no value shown. gdb ignores the settings that it does not know."""
 _NO_LIBRARIES = 'python gdb.execute("set auto-solib-add off")'
-"""Where gdb has no Python this is refused, and gdb reads all, as ever."""
-_NEEDED_LIBRARIES = """python
+"""A gdb without Python refuses this, and reads all libraries."""
+_READ_NEEDED_LIBRARIES = """python
 import re
 def unread(known):
     try:
@@ -53,7 +52,7 @@ def read_all():
                 name = unread(known)
 read_all()
 """
-"""A library that is read now may lead to further frames, and these to further libraries."""
+"""Each library that is read may lead to further frames, and these to further libraries."""
 _HARMFUL = ("PYTHONHOME", "PYTHONPATH")  # gdb has a Python of its own
 _HEADER = re.compile(r'Thread \d+ \(.*?\b(?:LWP|process) (?P<tid>\d+)\)?(?: "(?P<name>.*)")?\)+:')
 _FRAME = re.compile(
@@ -65,7 +64,7 @@ _DOUBTS = re.compile(r"may not match|is newer than|past end of file|truncated|no
 
 def of_core(core: str, executable: str, *, timeout_s: float, only_first: bool = False) -> Stacks:
     """Read the C stacks of a core; with `only_first`, that of its first thread alone, which is the one that crashed."""
-    return _ask([os.path.realpath(executable), os.path.abspath(core)], timeout_s, only_first=only_first)
+    return _run_gdb([os.path.realpath(executable), os.path.abspath(core)], timeout_s, only_first=only_first)
 
 
 def of_process(pid: int, *, timeout_s: float) -> Stacks:
@@ -73,7 +72,7 @@ def of_process(pid: int, *, timeout_s: float) -> Stacks:
     with left_as_found(pid) as attaching:
         if attaching.hindrance:
             return Stacks("gdb", (), attaching.hindrance, 0.0)
-        stacks = _ask(["-p", str(pid)], timeout_s)
+        stacks = _run_gdb(["-p", str(pid)], timeout_s)
         attaching.is_over = not stacks.cut_off
     if "not permitted" in stacks.error:
         return replace(stacks, error=ptrace_permission.why_unreadable(pid, stacks.error)[1])
@@ -81,9 +80,9 @@ def of_process(pid: int, *, timeout_s: float) -> Stacks:
 
 
 class Attaching:
-    """What a tool does to a process: `hindrance` says why it may not attach, "" if it may.
+    """What a tool does to a process: `hindrance` is why it may not attach, "" if it may.
 
-    `is_over`: it has detached by itself, and was not ended before that.
+    `is_over`: it detached before it ended.
     """
 
     def __init__(self, hindrance: str) -> None:
@@ -93,7 +92,7 @@ class Attaching:
 
 @contextlib.contextmanager
 def left_as_found(pid: int) -> Iterator[Attaching]:
-    """Let a process run again that a tool attached to, if that left it stopped."""
+    """Resume a process that a tool attached to, if that left it stopped."""
     before = procs.read(pid)
     attaching = Attaching(_hindrance(pid, before))
     try:
@@ -105,7 +104,7 @@ def left_as_found(pid: int) -> Iterator[Attaching]:
 
 
 def parse(text: str) -> tuple[ThreadStack, ...]:
-    """Read what `thread apply ... bt` says; words between the threads are left out, and a line without an end."""
+    """Parse what `thread apply ... bt` prints, without the words between threads and a line that is not complete."""
     found: list[ThreadStack] = []
     for line in text.split("\n")[:-1]:
         header, frame = _HEADER.fullmatch(line), _FRAME.fullmatch(line)
@@ -113,24 +112,24 @@ def parse(text: str) -> tuple[ThreadStack, ...]:
             found.append(ThreadStack(int(header["tid"]), printable(header["name"] or ""), (), None))
         elif frame and found:
             found[-1] = replace(found[-1], frames=(*found[-1].frames, _frame(frame)))
-    return tuple(replace(one, frames=_without_guesses(one.frames)) for one in found)
+    return tuple(replace(thread, frames=_without_guesses(thread.frames)) for thread in found)
 
 
 def _without_guesses(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """Leave out what gdb guesses where it has lost the way: callers that are in no file."""
+    """Leave out what gdb guesses at the end of a stack that it cannot follow: callers that are in no file."""
     count = len(frames)
     while count > 1 and frames[count - 1].function == "??" and not frames[count - 1].module:
         count -= 1
     return frames[:count]
 
 
-def _ask(target: Sequence[str], timeout_s: float, *, only_first: bool = False) -> Stacks:
+def _run_gdb(target: Sequence[str], timeout_s: float, *, only_first: bool = False) -> Stacks:
     tool = carried_tools.find("gdb")
     if tool is None:
         return Stacks("gdb", (), "gdb is not installed", 0.0)
     before = [*(f"set {setting}" for setting in _SETTINGS), _NO_LIBRARIES]
     after = [
-        _NEEDED_LIBRARIES.replace("{last}", "1" if only_first else "1e9"),
+        _READ_NEEDED_LIBRARIES.replace("{last}", "1" if only_first else "1e9"),
         f"thread apply {'1' if only_first else 'all -ascending'} bt",
     ]
     argv = [tool, "-batch", "-nx", *_each("-iex", before), *target, *_each("-ex", after)]
@@ -149,23 +148,23 @@ def _each(option: str, words: Sequence[str]) -> list[str]:
 
 
 def _why(done: programs.Done, has_threads: bool, timeout_s: float) -> str:
-    """Say what makes gdb's answer doubtful, or why there is none."""
+    """Return what makes the answer of gdb doubtful, or why there is none; "" if nothing does."""
     if done.timed_out:
         return f"gdb did not {'finish' if has_threads else 'answer'} within {timeout_s:g} s"
     lines = done.stderr.decode("utf-8", "replace").splitlines()
-    # "76<tab>strlen.S: No such file" is only the source that nobody asked for.
-    said = [printable(line) for line in lines if line.strip() and not re.match(r"\d+\t", line)]
-    doubt = next((line for line in said if _DOUBTS.search(line)), "")
+    # "76<tab>strlen.S: No such file" is only about the source.
+    complaints = [printable(line) for line in lines if line.strip() and not re.match(r"\d+\t", line)]
+    doubt = next((line for line in complaints if _DOUBTS.search(line)), "")
     if doubt or has_threads:
         return doubt[:300]
-    return f"gdb: {said[-1][:300]}" if said else "gdb found no threads"
+    return f"gdb: {complaints[-1][:300]}" if complaints else "gdb found no threads"
 
 
 def _frame(match: re.Match[str]) -> Frame:
     number = match["line"]
     return Frame(
         language="c",
-        function=printable(match["function"]).removeprefix("__GI_"),  # glibc's own names for its functions
+        function=printable(match["function"]).removeprefix("__GI_"),  # as glibc calls its functions inside
         file=printable(match["file"] or ""),
         line=int(number) if number else None,
         module=printable(match["module"] or ""),

@@ -14,7 +14,7 @@ from support import need
 
 from distdiag.facts import elf, procs
 from distdiag.facts.core.binary import Binary
-from distdiag.facts.core.callframes import RETURN_ADDRESS, STACK_POINTER, Common, Function, NoRules
+from distdiag.facts.core.call_frames import RETURN_ADDRESS, STACK_POINTER, CannotUnwind, Cie, Fde
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -106,26 +106,26 @@ def test_every_row_is_as_readelf_reads_it(name: str) -> None:
         expected = told(row)
         outermost = row.rules.get("ra") == "u"
         assert rules.outermost == outermost, row
-        if expected is not None and not outermost and not function.common.signal:
+        if expected is not None and not outermost and not function.cie.signal:
             compared += 1
-            assert rules.callers(REGISTERS, word) == expected, row
+            assert rules.caller_registers(REGISTERS, word) == expected, row
     assert compared > 0.98 * len(rows)
 
 
-def common(program: bytes = b"\x0c\x07\x08\x90\x01", *, letters: bytes = b"zR", more: bytes = b"\x1b") -> Common:
+def common(program: bytes = b"\x0c\x07\x08\x90\x01", *, letters: bytes = b"zR", more: bytes = b"\x1b") -> Cie:
     """Make what functions share: CFA is rsp+8, the return address below it."""
-    return Common(b"\x01" + letters + b"\0\x01\x78\x10" + bytes([len(more)]) + more + program)
+    return Cie(b"\x01" + letters + b"\0\x01\x78\x10" + bytes([len(more)]) + more + program)
 
 
-def function(program: bytes, shared: Common | None = None) -> Function:
+def function(program: bytes, shared: Cie | None = None) -> Fde:
     """Make a function of 256 bytes that begins 0x1000 after its description."""
-    return Function(shared or common(), struct.pack("<iI", 0x1000, 0x100) + b"\0" + program, 0x5000)
+    return Fde(shared or common(), struct.pack("<iI", 0x1000, 0x100) + b"\0" + program, 0x5000)
 
 
 def test_a_function_is_found_by_where_it_lies_from_its_description() -> None:
     assert (function(b"").begin, function(b"").end) == (0x6000, 0x6100)
     absolute = common(more=b"\x04")
-    there = Function(absolute, struct.pack("<QQ", 0x6000, 0x100) + b"\0", 0x5000)
+    there = Fde(absolute, struct.pack("<QQ", 0x6000, 0x100) + b"\0", 0x5000)
     assert (there.begin, there.end) == (0x6000, 0x6100)
 
 
@@ -163,18 +163,18 @@ def test_a_function_is_found_by_where_it_lies_from_its_description() -> None:
     ],
 )
 def test_each_instruction_does_what_dwarf_says(program: bytes, expected: dict[int, int | None]) -> None:
-    found = function(program).rules(0x6010).callers(REGISTERS, word)
+    found = function(program).rules(0x6010).caller_registers(REGISTERS, word)
     assert {number: found.get(number) for number in expected} == expected
     assert found[RETURN_ADDRESS] == (word(found[STACK_POINTER] - 8 & MASK))
 
 
 def test_registers_that_a_call_may_use_are_not_the_callers_but_after_a_signal_they_are() -> None:
-    assert set(function(b"").rules(0x6000).callers(REGISTERS, word)) == {*KEPT, STACK_POINTER, RETURN_ADDRESS}
+    assert set(function(b"").rules(0x6000).caller_registers(REGISTERS, word)) == {*KEPT, STACK_POINTER, RETURN_ADDRESS}
     by_signal = common(letters=b"zRS")
     assert by_signal.signal
-    assert set(function(b"", by_signal).rules(0x6000).callers(REGISTERS, word)) == set(range(17))
-    with pytest.raises(NoRules):  # what is not known cannot be counted from
-        function(b"\x0d\x00").rules(0x6000).callers({7: 0x8000, 16: 0x6000}, word)
+    assert set(function(b"", by_signal).rules(0x6000).caller_registers(REGISTERS, word)) == set(range(17))
+    with pytest.raises(CannotUnwind):  # what is not known cannot be counted from
+        function(b"\x0d\x00").rules(0x6000).caller_registers({7: 0x8000, 16: 0x6000}, word)
 
 
 @pytest.mark.parametrize(
@@ -196,8 +196,8 @@ def test_registers_that_a_call_may_use_are_not_the_callers_but_after_a_signal_th
     ],
 )
 def test_what_is_damaged_gives_no_rules(program: bytes) -> None:
-    with pytest.raises(NoRules):
-        function(program).rules(0x6010).callers(REGISTERS, word)
+    with pytest.raises(CannotUnwind):
+        function(program).rules(0x6010).caller_registers(REGISTERS, word)
 
 
 def test_what_is_not_needed_is_skipped() -> None:
@@ -207,7 +207,7 @@ def test_what_is_not_needed_is_skipped() -> None:
 
 def test_shifts_of_any_size_end() -> None:
     for shift in (b"\x24", b"\x25"):
-        found = function(b"\x0f\x04\x31\x09\xff" + shift).rules(0x6000).callers(REGISTERS, word)
+        found = function(b"\x0f\x04\x31\x09\xff" + shift).rules(0x6000).caller_registers(REGISTERS, word)
         assert found[STACK_POINTER] == 0
 
 
@@ -215,15 +215,15 @@ def test_shifts_of_any_size_end() -> None:
     ("letters", "more"), [(b"", b""), (b"zX", b"\x1b"), (b"zP", b"\xff"), (b"z\xff", b"\x1b"), (b"eh", b"\x1b")]
 )
 def test_what_is_not_known_is_not_guessed(letters: bytes, more: bytes) -> None:
-    with pytest.raises(NoRules):
+    with pytest.raises(CannotUnwind):
         common(letters=letters, more=more)
-    with pytest.raises(NoRules):
-        Common(b"\x09zR\0\x01\x78\x10\x01\x1b")
-    with pytest.raises(NoRules):
-        Common(b"\x01zR")
-    with pytest.raises(NoRules):  # the return address in another register
-        Common(b"\x01zR\0\x01\x78\x07\x01\x1b")
-    with pytest.raises(NoRules):  # relative to something that is not here
+    with pytest.raises(CannotUnwind):
+        Cie(b"\x09zR\0\x01\x78\x10\x01\x1b")
+    with pytest.raises(CannotUnwind):
+        Cie(b"\x01zR")
+    with pytest.raises(CannotUnwind):  # the return address in another register
+        Cie(b"\x01zR\0\x01\x78\x07\x01\x1b")
+    with pytest.raises(CannotUnwind):  # relative to something that is not here
         function(b"", common(more=b"\x3b"))
 
 
@@ -260,7 +260,7 @@ def test_a_library_for_another_machine_is_left_alone(built: Path, tmp_path: Path
     struct.pack_into("<H", data, 18, 183)  # e_machine: aarch64
     path = tmp_path / "other.so"
     path.write_bytes(data)
-    with pytest.raises(NoRules):
+    with pytest.raises(CannotUnwind):
         Binary(str(path)).function(symbols(built)["twice"])
 
 
@@ -344,7 +344,7 @@ def test_a_damaged_library_is_refused_and_nothing_else_happens(built: Path, tmp_
             for at in places:
                 function = binary.function(at + 1)
                 assert function.begin <= at + 1 < function.end
-                function.rules(at + 1).callers(REGISTERS, word)
-        except (NoRules, OSError, ValueError, elf.Malformed, struct.error):
+                function.rules(at + 1).caller_registers(REGISTERS, word)
+        except (CannotUnwind, OSError, ValueError, elf.Malformed, struct.error):
             refused += 1
     assert refused > 100

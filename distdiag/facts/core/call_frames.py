@@ -1,9 +1,9 @@
-"""Where the caller of a frame is: the call frame information of x86-64 that a compiler leaves for exceptions.
+"""Call frame information of x86-64, which compilers leave for exceptions: where the caller of a frame is.
 
 Formats: DWARF 5, sections 6.4 (the table and its instructions), 2.5 (expressions) and 7.7 (their codes); what .eh_frame
 makes of it: Linux Standard Base 5, 10.6. Numbers of registers: System V ABI, AMD64 supplement, 3.6.2.
 
-Nothing here knows where the bytes come from, and none of them is trusted: what cannot be is `NoRules`.
+The bytes are not trusted: whatever makes no sense in them is `CannotUnwind`.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ if TYPE_CHECKING:
     Rule = tuple[int, Any]
     """One of the kinds below, and its number or expression."""
     Word = Callable[[int], int]
-    """Gives the word of 8 bytes that lay at an address; raises NoRules where nobody knows it."""
+    """Returns the word of 8 bytes at an address; raises CannotUnwind where it is not known."""
 
 STACK_POINTER, RETURN_ADDRESS = 7, 16
-_KEPT_BY_CALLS = (3, 6, 12, 13, 14, 15)  # rbx, rbp, r12 to r15
+_CALLEE_SAVED = (3, 6, 12, 13, 14, 15)  # rbx, rbp, r12 to r15
 
 _AT_CFA, _IS_CFA, _REGISTER, _AT_EXPRESSION, _IS_EXPRESSION, _UNDEFINED = range(6)
 _MASK = (1 << 64) - 1
-_LONGEST_NUMBER = 10  # bytes of a LEB128 of 64 bits
-_MOST_REGISTERS, _MOST_KEPT = 128, 64
+_MAX_LEB128_BYTES = 10  # bytes of a LEB128 of 64 bits
+_MAX_REGISTERS, _MAX_REMEMBERED = 128, 64
 _POINTERS = {0x0: "<Q", 0x2: "<H", 0x3: "<I", 0x4: "<Q", 0xA: "<h", 0xB: "<i", 0xC: "<q"}
 _RELATIVE_TO_ITSELF = 0x10
 
 
-class NoRules(Exception):
-    """Nothing tells who called: there is no table for this place, it is damaged, or it wants what is not known here."""
+class CannotUnwind(Exception):
+    """The caller cannot be found: no table for this address, a damaged one, or one that needs what is not known."""
 
 
-class Common:
-    """What many functions share (a CIE): `signal`: what it describes is no call, but was put there by the kernel."""
+class Cie:
+    """A common information entry, which many functions share; `signal`: it describes a frame that the kernel made."""
 
     __slots__ = ("code_factor", "data_factor", "pointers", "program", "signal")
 
     def __init__(self, content: bytes) -> None:
-        """Read it; `content` is what follows its length and its id."""
+        """Parse it; `content` follows its length and its id."""
         try:
             self._read(content)
         except (LookupError, ValueError, struct.error) as error:
-            raise NoRules from error
+            raise CannotUnwind from error
 
     def _read(self, content: bytes) -> None:
         version, end = content[0], content.index(0, 1)
@@ -54,7 +54,7 @@ class Common:
         self.data_factor, at = _signed(content, at)
         column, at = (content[at], at + 1) if version == 1 else _unsigned(content, at)
         if version not in (1, 3) or column != RETURN_ADDRESS or not letters.startswith("z"):
-            raise NoRules
+            raise CannotUnwind
         size, at = _unsigned(content, at)
         self.program = content[at + size :]
         self.signal, self.pointers = "S" in letters, 0
@@ -64,68 +64,68 @@ class Common:
             elif letter == "P":  # the function that handles exceptions
                 at += struct.calcsize(_POINTERS[content[at] & 0xF])
             elif letter not in "LS":
-                raise NoRules
+                raise CannotUnwind
             at += letter in "RPL"
 
 
-class Function:
-    """What is known of one piece of code (an FDE): from `begin` on, up to `end`."""
+class Fde:
+    """A frame description entry: the code from `begin` on, up to `end`."""
 
-    __slots__ = ("_program", "begin", "common", "end")
+    __slots__ = ("_program", "begin", "cie", "end")
 
-    def __init__(self, common: Common, content: bytes, address: int) -> None:
-        """Read it; `content` is what follows its length and its reference to `common`, and lies at `address`."""
+    def __init__(self, cie: Cie, content: bytes, address: int) -> None:
+        """Parse it; `content` follows its length and its reference to `cie`, and lies at `address`."""
         try:
-            form = _POINTERS[common.pointers & 0xF]
+            form = _POINTERS[cie.pointers & 0xF]
             width = struct.calcsize(form)
             (begin,) = struct.unpack_from(form, content)
             (size,) = struct.unpack_from(form.upper() if width < 8 else "<Q", content, width)
             skipped, at = _unsigned(content, 2 * width)
         except (LookupError, struct.error) as error:
-            raise NoRules from error
-        if common.pointers & ~0xF not in (0, _RELATIVE_TO_ITSELF):
-            raise NoRules
-        self.begin = begin + (address if common.pointers & _RELATIVE_TO_ITSELF else 0) & _MASK
+            raise CannotUnwind from error
+        if cie.pointers & ~0xF not in (0, _RELATIVE_TO_ITSELF):
+            raise CannotUnwind
+        self.begin = begin + (address if cie.pointers & _RELATIVE_TO_ITSELF else 0) & _MASK
         self.end = self.begin + size
-        self.common = common
+        self.cie = cie
         self._program = content[at + skipped :]
 
     def rules(self, address: int) -> Rules:
-        """Give the rules that hold before the instruction at `address` runs."""
-        rules = Rules(self.common)
+        """Return the rules that hold before the instruction at `address` runs."""
+        rules = Rules(self.cie)
         try:
-            rules.follow(self.common.program, self.begin, _MASK)
-            rules.begin()
-            rules.follow(self._program, self.begin, address)
+            rules.execute(self.cie.program, self.begin, _MASK)
+            rules.mark_initial()
+            rules.execute(self._program, self.begin, address)
         except (LookupError, struct.error) as error:
-            raise NoRules from error
+            raise CannotUnwind from error
         return rules
 
 
 class Rules:
-    """How the caller's registers are found: one row of the table that a function's instructions make."""
+    """How to find the caller's registers: one row of the table that a function's instructions make."""
 
-    def __init__(self, common: Common) -> None:
-        self._common = common
+    def __init__(self, cie: Cie) -> None:
+        self._cie = cie
         self._cfa: Rule = (_UNDEFINED, 0)
         self._of: dict[int, Rule] = {}
-        self._at_begin: dict[int, Rule] = {}
-        self._kept: list[tuple[Rule, dict[int, Rule]]] = []
+        self._initial: dict[int, Rule] = {}
+        self._remembered: list[tuple[Rule, dict[int, Rule]]] = []
 
     @property
     def outermost(self) -> bool:
-        """Whether this says that nobody called: the thread began here."""
+        """Whether nobody called this function: the thread began here."""
         return self._of.get(RETURN_ADDRESS, (None,))[0] == _UNDEFINED
 
-    def begin(self) -> None:
-        """Keep what the common part says: DW_CFA_restore goes back to it."""
-        self._at_begin = dict(self._of)
+    def mark_initial(self) -> None:
+        """Keep the rules of the CIE, to which DW_CFA_restore goes back."""
+        self._initial = dict(self._of)
 
-    def callers(self, registers: dict[int, int], word: Word) -> dict[int, int]:
-        """Give the registers as the caller will find them; what is not known is not among them."""
+    def caller_registers(self, registers: dict[int, int], word: Word) -> dict[int, int]:
+        """Return the registers as the caller will find them, without those that are not known."""
         try:
             cfa = self._frame_address(registers, word)
-            kept = registers if self._common.signal else _KEPT_BY_CALLS
+            kept = registers if self._cie.signal else _CALLEE_SAVED
             found = {number: registers[number] for number in kept if number in registers}
             found.pop(RETURN_ADDRESS, None)
             found[STACK_POINTER] = cfa
@@ -135,73 +135,73 @@ class Rules:
                 else:
                     found[number] = _value(kind, what, cfa, registers, word)
         except (LookupError, struct.error) as error:
-            raise NoRules from error
+            raise CannotUnwind from error
         return found
 
     def _frame_address(self, registers: dict[int, int], word: Word) -> int:
         kind, what = self._cfa
         if kind == _IS_EXPRESSION:
             return _evaluate(what, registers, word, [])
-        number, offset = _pair(self._cfa)
+        number, offset = _register_and_offset(self._cfa)
         return registers[number] + offset & _MASK
 
-    def follow(self, program: bytes, place: int, address: int) -> None:
-        """Carry out instructions, which begin at `place`, up to those that hold for what comes after `address`."""
+    def execute(self, program: bytes, place: int, address: int) -> None:
+        """Carry out the instructions of a program that begins at `place`, as far as they hold for `address`."""
         at = 0
         while at < len(program):
             kind, low = program[at] & 0xC0, program[at] & 0x3F
             at += 1
             if kind == 0x40:  # DW_CFA_advance_loc
-                place += low * self._common.code_factor
+                place += low * self._cie.code_factor
             elif kind == 0x80:  # DW_CFA_offset
                 offset, at = _unsigned(program, at)
-                self._of[low] = (_AT_CFA, offset * self._common.data_factor)
+                self._of[low] = (_AT_CFA, offset * self._cie.data_factor)
             elif kind == 0xC0:  # DW_CFA_restore
                 self._restore(low)
             elif low in _ADVANCES:
                 (delta,) = struct.unpack_from(_ADVANCES[low], program, at)
                 at += struct.calcsize(_ADVANCES[low])
-                place += delta * self._common.code_factor
+                place += delta * self._cie.code_factor
             else:
                 operands = []
                 for read in _OPERANDS[low]:
                     operand, at = read(program, at)
                     operands.append(operand)
-                self._obey(low, operands)
+                self._apply(low, operands)
             if place > address:
                 return
 
-    def _obey(self, code: int, operands: list[Any]) -> None:
+    def _apply(self, code: int, operands: list[Any]) -> None:
         if code in _SIGNED:
-            operands[-1] *= self._common.data_factor
+            operands[-1] *= self._cie.data_factor
         if code in _OF_CFA:
             self._cfa = _OF_CFA[code](self._cfa, operands)
         elif code in _OF_REGISTER:
-            if operands[0] > _MOST_REGISTERS:
-                raise NoRules
+            if operands[0] > _MAX_REGISTERS:
+                raise CannotUnwind
             self._of[operands[0]] = (_OF_REGISTER[code], operands[-1])
         elif code == 0x06:  # DW_CFA_restore_extended
             self._restore(operands[0])
         elif code == 0x08:  # DW_CFA_same_value
             self._of.pop(operands[0], None)
         elif code == 0x0A:  # DW_CFA_remember_state
-            if len(self._kept) == _MOST_KEPT:
-                raise NoRules
-            self._kept.append((self._cfa, dict(self._of)))
+            if len(self._remembered) == _MAX_REMEMBERED:
+                raise CannotUnwind
+            self._remembered.append((self._cfa, dict(self._of)))
         elif code == 0x0B:  # DW_CFA_restore_state
-            self._cfa, self._of = self._kept.pop()
+            self._cfa, self._of = self._remembered.pop()
 
     def _restore(self, number: int) -> None:
         self._of.pop(number, None)
-        if number in self._at_begin:
-            self._of[number] = self._at_begin[number]
+        if number in self._initial:
+            self._of[number] = self._initial[number]
 
 
-def _pair(cfa: Rule) -> tuple[int, int]:
-    """Give register and offset of a rule that has them."""
+def _register_and_offset(cfa: Rule) -> tuple[int, int]:
+    """Return register and offset of a rule that has them."""
     kind, what = cfa
     if kind != _REGISTER:
-        raise NoRules
+        raise CannotUnwind
     number, offset = what
     return number, offset
 
@@ -218,7 +218,7 @@ def _value(kind: int, what: Any, cfa: int, registers: dict[int, int], word: Word
 
 
 def _evaluate(expression: bytes, registers: dict[int, int], word: Word, stack: list[int]) -> int:
-    """Carry out an expression without jumps: those of signal frames and of procedure linkage tables have none."""
+    """Evaluate an expression without jumps: those of signal frames and of procedure linkage tables have none."""
     at = 0
     while at < len(expression):
         code = expression[at]
@@ -237,11 +237,11 @@ def _evaluate(expression: bytes, registers: dict[int, int], word: Word, stack: l
             stack.append(stack.pop() + value & _MASK)
         elif code == 0x06:  # DW_OP_deref
             stack.append(word(stack.pop()))
-        elif code in _OF_TWO:
+        elif code in _BINARY_OPERATIONS:
             second, first = stack.pop(), stack.pop()
-            stack.append(_OF_TWO[code](first, second) & _MASK)
+            stack.append(_BINARY_OPERATIONS[code](first, second) & _MASK)
         else:
-            raise NoRules
+            raise CannotUnwind
     return stack[-1]
 
 
@@ -250,14 +250,14 @@ def _as_signed(value: int) -> int:
 
 
 def _unsigned(data: bytes, at: int) -> tuple[int, int]:
-    """Read an unsigned LEB128 (DWARF 5, 7.6); it and where it ends."""
+    """Parse an unsigned LEB128 (DWARF 5, 7.6); return it and where it ends."""
     value = shift = 0
     while data[at] & 0x80:
         value |= (data[at] & 0x7F) << shift
         shift += 7
         at += 1
-        if shift >= 7 * _LONGEST_NUMBER:
-            raise NoRules
+        if shift >= 7 * _MAX_LEB128_BYTES:
+            raise CannotUnwind
     return value | data[at] << shift, at + 1
 
 
@@ -270,7 +270,7 @@ def _signed(data: bytes, at: int) -> tuple[int, int]:
 def _block(data: bytes, at: int) -> tuple[bytes, int]:
     size, at = _unsigned(data, at)
     if at + size > len(data):
-        raise NoRules
+        raise CannotUnwind
     return data[at : at + size], at + size
 
 
@@ -297,14 +297,14 @@ _OPERANDS: dict[int, tuple[Callable[[bytes, int], tuple[Any, int]], ...]] = {
     0x16: (_unsigned, _block),  # DW_CFA_val_expression
     0x2E: (_unsigned,),  # DW_CFA_GNU_args_size, of no use here
 }
-_SIGNED = (0x05, 0x11, 0x12, 0x13, 0x14, 0x15)  # their last operand counts in the common factor
+_SIGNED = (0x05, 0x11, 0x12, 0x13, 0x14, 0x15)  # their last operand counts in the factor of the CIE
 _OF_CFA: dict[int, Callable[[Rule, list[Any]], Rule]] = {
     0x0C: lambda _, operands: (_REGISTER, tuple(operands)),  # DW_CFA_def_cfa
-    0x0D: lambda was, operands: (_REGISTER, (operands[0], _pair(was)[1])),  # DW_CFA_def_cfa_register
-    0x0E: lambda was, operands: (_REGISTER, (_pair(was)[0], operands[0])),  # DW_CFA_def_cfa_offset
+    0x0D: lambda was, operands: (_REGISTER, (operands[0], _register_and_offset(was)[1])),  # DW_CFA_def_cfa_register
+    0x0E: lambda was, operands: (_REGISTER, (_register_and_offset(was)[0], operands[0])),  # DW_CFA_def_cfa_offset
     0x0F: lambda _, operands: (_IS_EXPRESSION, operands[0]),  # DW_CFA_def_cfa_expression
     0x12: lambda _, operands: (_REGISTER, tuple(operands)),  # DW_CFA_def_cfa_sf
-    0x13: lambda was, operands: (_REGISTER, (_pair(was)[0], operands[0])),  # DW_CFA_def_cfa_offset_sf
+    0x13: lambda was, operands: (_REGISTER, (_register_and_offset(was)[0], operands[0])),  # DW_CFA_def_cfa_offset_sf
 }
 _OF_REGISTER = {
     0x05: _AT_CFA,
@@ -317,7 +317,7 @@ _OF_REGISTER = {
     0x16: _IS_EXPRESSION,
 }
 _CONSTANTS = {0x08: "<B", 0x09: "<b", 0x0A: "<H", 0x0B: "<h", 0x0C: "<I", 0x0D: "<i", 0x0E: "<Q", 0x0F: "<q"}
-_OF_TWO: dict[int, Callable[[int, int], int]] = {
+_BINARY_OPERATIONS: dict[int, Callable[[int, int], int]] = {
     0x1A: lambda first, second: first & second,
     0x1C: lambda first, second: first - second,
     0x21: lambda first, second: first | second,

@@ -1,4 +1,4 @@
-"""One stack for each thread, of Python and C frames, out of what pystack, gdb and we read. Pure."""
+"""Stacks in which Python and C frames are one, and how those of pystack, gdb and our unwinder are merged. Pure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 import re
 from dataclasses import dataclass, replace
 
-from distdiag.facts.core.frames import UNKNOWN, Frame, Stacks, ThreadStack
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+UNKNOWN = ("???", "??", "")
+"""How tools write a function or module that they do not know."""
 MAX_FRAMES = 512
-"""More frames than these are endless recursion: its ends tell as much as the whole."""
+"""A stack with more frames is endless recursion, of which both ends are enough."""
 
 # Objects/call.c, Python/ceval.c, Python/pythonrun.c, Modules/main.c and their like, CPython 3.6 to 3.14.
 _CALLS_AND_STARTS = re.compile(
@@ -29,8 +29,53 @@ _EVAL = re.compile(r"_PyEval_EvalFrameDefault|_TAIL_CALL_\w+\.llvm\.")
 
 
 @dataclass(frozen=True)
+class Frame:
+    """One frame of one thread. `file`, `line` and `module` are "", None and "" where not known.
+
+    `language` is "python" or "c" (whatever is compiled). `module` is the program or shared object of a C frame.
+    `entry`: C code started a loop of the interpreter for this Python frame; those that it called may share the loop.
+    """
+
+    language: str
+    function: str
+    file: str
+    line: int | None
+    module: str
+    entry: bool = False
+
+
+@dataclass(frozen=True)
+class ThreadStack:
+    """One thread's frames, innermost first. `tid` as the kernel counts; `gil`: it holds the GIL, None if not known.
+
+    `aligned`: every loop of the interpreter among the C frames has its Python frames; else their places are a guess.
+    """
+
+    tid: int
+    name: str
+    frames: tuple[Frame, ...]
+    gil: bool | None
+    aligned: bool = True
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """What one tool read from one core or process in `seconds`.
+
+    `error` says why there are no threads or, beside threads, what makes them doubtful. `cut_off`: the tool was ended
+    before it was done.
+    """
+
+    tool: str
+    threads: tuple[ThreadStack, ...]
+    error: str
+    seconds: float
+    cut_off: bool = False
+
+
+@dataclass(frozen=True)
 class Merged:
-    """One thread as it is shown. `tools`: who read it; none for a crashed thread of which nobody has the stack."""
+    """One thread as it is shown. `tools` read it: none for a crashed thread whose stack no tool has."""
 
     thread: ThreadStack
     crashed: bool
@@ -38,37 +83,38 @@ class Merged:
 
 
 def needs_gdb(pystack: Stacks, crashed_tid: int) -> bool:
-    """Tell whether pystack's answer lacks what only gdb, which is far slower, may know: where the thread crashed."""
-    stack = next((one for one in pystack.threads if one.tid == crashed_tid), None)
+    """Return whether pystack lacks where the thread crashed, which gdb, far slower, may know."""
+    stack = next((thread for thread in pystack.threads if thread.tid == crashed_tid), None)
     return stack is None or not stack.aligned or not reaches_start(_native(stack.frames))
 
 
 def merge(pystack: Stacks, gdb: Stacks | None, crashed_tid: int | None) -> tuple[Merged, ...]:
-    """Put the answers together, thread by thread: the one that crashed is first, the others stay in their order."""
-    first = {one.tid: one for one in pystack.threads}
-    second = {one.tid: one for one in gdb.threads} if gdb else {}
+    """Join the answers, thread by thread: the one that crashed is first, the others stay in their order."""
+    by_pystack = {thread.tid: thread for thread in pystack.threads}
+    by_gdb = {thread.tid: thread for thread in gdb.threads} if gdb else {}
     names = pystack.tool, gdb.tool if gdb else ""
     found = []
-    for tid in dict.fromkeys([*([] if crashed_tid is None else [crashed_tid]), *first, *second]):
-        one, other = first.get(tid), second.get(tid)
-        tools = tuple(name for name, has in zip(names, (one, other)) if has)
-        found.append(Merged(_of_both(tid, one, other), tid == crashed_tid, tools))
+    for tid in dict.fromkeys([*([] if crashed_tid is None else [crashed_tid]), *by_pystack, *by_gdb]):
+        threads = by_pystack.get(tid), by_gdb.get(tid)
+        tools = tuple(name for name, thread in zip(names, threads) if thread)
+        found.append(Merged(_of_both(tid, *threads), tid == crashed_tid, tools))
     return tuple(found)
 
 
 def longer(threads: Sequence[Merged], others: Sequence[Merged]) -> tuple[tuple[Merged, ...], bool]:
-    """Take from `others` each thread of which they know more, if it has no Python frames; tell if there was any."""
-    known = {one.thread.tid: one for one in threads}
+    """Replace threads without Python frames of which `others` know more; return all, and whether any was replaced."""
+    known = {merged.thread.tid: merged for merged in threads}
     better = {}
-    for one in others:
-        frames = known[one.thread.tid].thread.frames if one.thread.tid in known else ()
-        if _known(one.thread.frames) > _known(frames) and not any(frame.language == "python" for frame in frames):
-            better[one.thread.tid] = one
+    for other in others:
+        tid = other.thread.tid
+        frames = known[tid].thread.frames if tid in known else ()
+        if _known(other.thread.frames) > _known(frames) and not any(frame.language == "python" for frame in frames):
+            better[tid] = other
     return tuple({**known, **better}.values()), bool(better)
 
 
 def interleave(loops: Sequence[Sequence[Frame]], native: Sequence[Frame]) -> tuple[tuple[Frame, ...], bool]:
-    """Put Python frames in the place of the C frames that run them.
+    """Put Python frames where the C frames are that run them.
 
     Args:
         loops: the Python frames by the loop of the interpreter that runs them; loops and frames innermost first.
@@ -94,6 +140,12 @@ def interleave(loops: Sequence[Sequence[Frame]], native: Sequence[Frame]) -> tup
     return tuple(found), spare == 0
 
 
+def of_c_alone(tid: int, native: Sequence[Frame]) -> ThreadStack:
+    """Return the stack of a thread of which only C frames are known, innermost first."""
+    frames, aligned = interleave([], native)
+    return ThreadStack(tid, "", shorten(frames), None, aligned)
+
+
 def shorten(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     """Keep both ends of a stack that is deeper than MAX_FRAMES, with a frame between that counts what is left out."""
     if len(frames) <= MAX_FRAMES:
@@ -117,9 +169,9 @@ def essential(frames: Iterable[Frame]) -> tuple[Frame, ...]:
 
 
 def is_interpreter(frame: Frame) -> bool:
-    """Tell whether a C frame only carries a call from Python to Python, or started the thread.
+    """Return whether a C frame only carries a call from Python to Python, or started the thread.
 
-    A loop that runs Python frames is none: it is left where nobody knows these, and then stands for them.
+    A loop that runs Python frames is none: where these are not known it is shown instead of them.
     """
     if frame.language != "c" or is_eval(frame):
         return False
@@ -131,29 +183,29 @@ def is_interpreter(frame: Frame) -> bool:
 
 
 def is_eval(frame: Frame) -> bool:
-    """Tell whether a C frame is a loop of the interpreter, which runs Python frames."""
+    """Return whether a C frame is a loop of the interpreter, which runs Python frames."""
     return frame.language == "c" and bool(_EVAL.match(frame.function))
 
 
 def reaches_start(native: Sequence[Frame]) -> bool:
-    """Tell whether C frames were followed to where the thread began."""
+    """Return whether C frames were followed to where the thread began."""
     return any(_BOTTOMS.fullmatch(frame.function.partition("@")[0]) for frame in native[-2:])
 
 
 def _of_both(tid: int, pystack: ThreadStack | None, gdb: ThreadStack | None) -> ThreadStack:
     if pystack is None or gdb is None:
         return pystack or gdb or ThreadStack(tid, "", (), None)
-    told = replace(pystack, name=pystack.name or gdb.name)
+    named = replace(pystack, name=pystack.name or gdb.name)
     native = _native(pystack.frames)
     if native and pystack.aligned and (reaches_start(native) or not reaches_start(gdb.frames)):
-        return told
+        return named
     frames, aligned = interleave(_loops(pystack.frames), gdb.frames)
-    return replace(told, frames=shorten(frames), aligned=aligned) if aligned or not native else told
+    return replace(named, frames=shorten(frames), aligned=aligned) if aligned or not native else named
 
 
 def _known(frames: Sequence[Frame]) -> tuple[int, int]:
-    """Count frames, and those with a name."""
-    return len(frames), sum(one.function not in UNKNOWN for one in frames)
+    """Return the number of frames, and of those with a name."""
+    return len(frames), sum(frame.function not in UNKNOWN for frame in frames)
 
 
 def _native(frames: Iterable[Frame]) -> list[Frame]:
@@ -161,7 +213,7 @@ def _native(frames: Iterable[Frame]) -> list[Frame]:
 
 
 def _loops(frames: Iterable[Frame]) -> list[list[Frame]]:
-    """Cut a thread's Python frames into the loops that run them, innermost first."""
+    """List the Python frames by the loops that run them, innermost first."""
     loops: list[list[Frame]] = [[]]
     for frame in frames:
         if frame.language == "python":

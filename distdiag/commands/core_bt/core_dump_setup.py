@@ -1,4 +1,4 @@
-"""Whether a crash would leave a core that tells something, and what to set if not. Pure."""
+"""Whether a crash would leave a core with stacks, and what to set if not: the findings of --setup. Pure."""
 
 from __future__ import annotations
 
@@ -6,77 +6,78 @@ from dataclasses import dataclass, replace
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from distdiag.commands.core_bt.model import COMMAND
-from distdiag.facts.core.places import Kind
+from distdiag.commands.core_bt.types import COMMAND
+from distdiag.facts.core.setup import PatternKind
 from distdiag.knowledge.crashes import core_limit
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from distdiag.facts.core.places import Pattern, Place
-    from distdiag.facts.core.setup import ProcessSetup, SetupFacts
+    from distdiag.facts.core.setup import CoreFolder, CorePattern, ProcessSetup, SetupFacts
 
-_EVIDENCE = 6
+_MAX_EVIDENCE = 6
 _A_CORE_BYTES = 1 << 30
-"""Room for a core of nobody knows which process."""
+"""Room for a core of a process that is not known."""
 _LEAST_BYTES = 4096
-"""A smaller core has not even its notes; systemd-coredump keeps none then."""
+"""A smaller core does not even have its notes; systemd-coredump keeps none then."""
 _STACKS_AND_HEAP = 1
 """Bit of coredump_filter: private memory without a file."""
 _ALL_CORES = "/var/crash/core.%e.%h.%p"
-_FILES = (Kind.RELATIVE, Kind.ABSOLUTE)
+_FILES = (PatternKind.RELATIVE, PatternKind.ABSOLUTE)
 
 
 @dataclass(frozen=True)
 class _Node:
-    """What one node's findings are made of: `processes` are its ranks, or distdiag itself, as what is started there."""
+    """What the findings of a node are made of: `processes` are its ranks, else distdiag itself."""
 
     facts: SetupFacts
-    pattern: Pattern
+    pattern: CorePattern
     processes: tuple[ProcessSetup, ...]
     alone: bool
 
     @property
     def sudo(self) -> str:
-        """What commands for the administrator begin with."""
+        """How commands for the administrator begin."""
         return "" if self.facts.is_root else "sudo "
 
-    def who(self, some: Sequence[ProcessSetup]) -> str:
-        """Name processes in a sentence, without numbers, so that nodes can be told in one."""
+    def subject(self, some: Sequence[ProcessSetup]) -> str:
+        """Format processes for a sentence, without numbers, so that it is the same for several nodes."""
         if not self.facts.ranks:
             return "what is started here"
         return "ranks" if len(some) == len(self.processes) else "some ranks"
 
-    def name(self, one: ProcessSetup) -> str:
-        """Name one process in a piece of evidence."""
+    def name(self, process: ProcessSetup) -> str:
+        """Format one process for a piece of evidence."""
         if not self.facts.ranks:
             return "here"
-        return f"rank {one.rank} (pid {one.pid})" if one.rank is not None else f"pid {one.pid} ({one.command})"
+        by_pid = f"pid {process.pid}"
+        return f"rank {process.rank} ({by_pid})" if process.rank is not None else f"{by_pid} ({process.command})"
 
     def finding(
         self, id_: str, level: Level, title: str, about: Sequence[ProcessSetup] = (), **rest: object
     ) -> Finding:
-        """Make a finding about processes, with their ranks and ids if they are ranks."""
-        ranks = tuple(one.rank for one in about if one.rank is not None) if self.facts.ranks else ()
-        pids = tuple(one.pid for one in about) if self.facts.ranks and self.alone else ()
+        """Return a finding about processes, with their ranks and ids if they are ranks."""
+        about = about if self.facts.ranks else ()
+        ranks = tuple(process.rank for process in about if process.rank is not None)
+        pids = tuple(process.pid for process in about) if self.alone else ()
         where = Where(ranks=ranks, pids=pids)
         return Finding(id=f"{COMMAND}.setup-{id_}", level=level, title=title, where=where, **rest)  # type: ignore[arg-type]
 
 
-def able(setups: Mapping[str, SetupFacts]) -> list[Finding]:
-    """Judge the facts of all nodes, by their names; what is the same on several of them is said once."""
+def setup_findings(setups: Mapping[str, SetupFacts]) -> list[Finding]:
+    """Judge the facts of all nodes, by their names; what is the same on several of them is one finding."""
     folded: dict[tuple[str, Level, str, str, Fix | None], list[tuple[str, Finding]]] = {}
     for host, facts in setups.items():
-        for one in _of_node(facts, alone=len(setups) == 1):
-            folded.setdefault((one.id, one.level, one.title, one.detail, one.fix), []).append((host, one))
+        for found in _of_node(facts, alone=len(setups) == 1):
+            folded.setdefault((found.id, found.level, found.title, found.detail, found.fix), []).append((host, found))
     return [_joined(same) for same in folded.values()]
 
 
 def _joined(same: Sequence[tuple[str, Finding]]) -> Finding:
-    ranks = sorted({rank for _, one in same for rank in one.where.ranks})
+    ranks = sorted({rank for _, found in same for rank in found.where.ranks})
     first = same[0][1]
-    evidence = tuple(dict.fromkeys(line for _, one in same for line in one.evidence))[:_EVIDENCE]
+    evidence = tuple(dict.fromkeys(line for _, found in same for line in found.evidence))[:_MAX_EVIDENCE]
     where = Where(hosts=tuple(host for host, _ in same), ranks=tuple(ranks), pids=first.where.pids)
     return replace(first, where=where, evidence=evidence)
 
@@ -89,7 +90,7 @@ def _of_node(facts: SetupFacts, *, alone: bool) -> Iterator[Finding]:
         return
     node = _Node(facts, facts.pattern, processes, alone)
     judges: tuple[Callable[[_Node], Iterator[Finding]], ...]
-    judges = (_nowhere, _handler, _limit, _place, _kept, _overwrites, _space, _unread)
+    judges = (_nowhere, _handler, _limit, _folder, _kept, _overwrites, _space, _unread)
     found = [finding for judge in judges for finding in judge(node)]
     yield from found
     if not {Level.FAIL, Level.UNKNOWN} & {finding.level for finding in found}:
@@ -98,9 +99,9 @@ def _of_node(facts: SetupFacts, *, alone: bool) -> Iterator[Finding]:
 
 def _goes_to(node: _Node) -> str:
     facts, pattern = node.facts, node.pattern
-    if pattern.kind is Kind.ABSOLUTE:
+    if pattern.kind is PatternKind.ABSOLUTE:
         return f"as {pattern.text}"
-    if pattern.kind is Kind.RELATIVE:
+    if pattern.kind is PatternKind.RELATIVE:
         return f"as {pattern.text}{'.PID' if pattern.uses_pid else ''} in the working directory of the process"
     if facts.container:
         return f"{pattern.handler or pattern.program} takes it, on the host of this container"
@@ -123,18 +124,18 @@ def _set_pattern(node: _Node) -> Fix:
 
 
 def _nowhere(node: _Node) -> Iterator[Finding]:
-    if node.pattern.kind is Kind.NOWHERE:
+    if node.pattern.kind is PatternKind.NOWHERE:
         title = f"every core is thrown away: core_pattern is {node.pattern.text or 'empty'}"
         yield node.finding("pattern", Level.FAIL, title, fix=_set_pattern(node))
 
 
 def _handler(node: _Node) -> Iterator[Finding]:
     facts, pattern = node.facts, node.pattern
-    largest = max((one.memory_bytes or 0 for one in node.processes), default=0)
-    if pattern.kind is Kind.PROGRAM and facts.handler_there is False:
+    largest = max((process.memory_bytes or 0 for process in node.processes), default=0)
+    if pattern.kind is PatternKind.PROGRAM and facts.handler_there is False:
         title = f"every core is lost: core_pattern gives it to {pattern.program}, and there is no such program"
         yield node.finding("handler", Level.FAIL, title, fix=_set_pattern(node))
-    elif pattern.kind in (Kind.PROGRAM, Kind.SOCKET) and facts.container:
+    elif pattern.kind in (PatternKind.PROGRAM, PatternKind.SOCKET) and facts.container:
         title = f"cores do not stay in this container ({facts.container}): {_goes_to(node)}"
         yield node.finding("handler", Level.INFO, title, detail=_on_the_host(pattern))
     elif facts.systemd is not None and not facts.systemd.keeps:
@@ -147,34 +148,38 @@ def _handler(node: _Node) -> Iterator[Finding]:
         yield node.finding("handler", Level.WARN, title, fix=conf, evidence=lines)
 
 
-def _on_the_host(pattern: Pattern) -> str:
+def _on_the_host(pattern: CorePattern) -> str:
     if pattern.handler == "WSL":
         return "look in %LOCALAPPDATA%\\Temp\\wsl-crashes of Windows (here below /mnt/c/Users)"
     return f"look on the host in {' and '.join(pattern.folders)}" if pattern.folders else ""
 
 
 def _limit(node: _Node) -> Iterator[Finding]:
-    """Judge RLIMIT_CORE, which the kernel obeys for files only. Programs may be told it (%c), or, as Debian does with
-    systemd-coredump, a number instead; what it is told systemd-coredump obeys."""
+    """Judge RLIMIT_CORE, which the kernel obeys for files only. Programs may get it (%c), or, as in Debian's pattern
+    for systemd-coredump, a number instead; systemd-coredump obeys what it gets."""
     pattern = node.pattern
-    if pattern.kind not in _FILES and not pattern.told_limit:
+    if pattern.kind not in _FILES and not pattern.passes_limit:
         return
     obeyed = pattern.kind in _FILES or pattern.handler == "systemd-coredump"
-    none = [one for one in node.processes if one.limits is not None and _limited(one, _LEAST_BYTES)]
-    cut = [one for one in node.processes if one not in none and _limited(one, one.memory_bytes or 0)]
+    none = [process for process in node.processes if _limited(process, _LEAST_BYTES)]
+    cut = [
+        process for process in node.processes if process not in none and _limited(process, process.memory_bytes or 0)
+    ]
     if none:
-        title = f"a crash of {node.who(none)} leaves no core: its size is limited to nothing"
+        title = f"a crash of {node.subject(none)} leaves no core: its size is limited to nothing"
         if not obeyed:
-            title = f"a crash of {node.who(none)} may leave no core: {pattern.handler} is told that none is wanted"
+            title = f"a crash of {node.subject(none)} may leave no core: {pattern.handler} is told that none is wanted"
         level = Level.FAIL if obeyed else Level.WARN
         yield node.finding("limit", level, title, none, evidence=_limits(node, none), fix=_raise(node, none))
     if cut:
-        title = f"the core of {node.who(cut)} would be cut off: the limit on its size is less than the memory in use"
+        less = "the limit on its size is less than the memory in use"
+        title = f"the core of {node.subject(cut)} would be cut off: {less}"
         yield node.finding("limit", Level.WARN, title, cut, evidence=_limits(node, cut), fix=_raise(node, cut))
 
 
-def _limited(one: ProcessSetup, needed: int) -> bool:
-    return one.limits is not None and (_below(one.limits.core, needed) or _below(one.limits.file, needed))
+def _limited(process: ProcessSetup, needed: int) -> bool:
+    limits = process.limits
+    return limits is not None and (_below(limits.core, needed) or _below(limits.file, needed))
 
 
 def _below(limit: int | None, needed: int) -> bool:
@@ -183,62 +188,61 @@ def _below(limit: int | None, needed: int) -> bool:
 
 def _limits(node: _Node, some: Iterable[ProcessSetup]) -> tuple[str, ...]:
     rows = (
-        f"{node.name(one)}: core file size {_size(one.limits.core)} (hard {_size(one.limits.core_hard)}), "
-        f"file size {_size(one.limits.file)}, memory in use {_size(one.memory_bytes or 0)}"
-        for one in some
-        if one.limits is not None
+        f"{node.name(process)}: core file size {_size(limits.core)} (hard {_size(limits.core_hard)}), "
+        f"file size {_size(limits.file)}, memory in use {_size(process.memory_bytes or 0)}"
+        for process in some
+        if (limits := process.limits) is not None
     )
-    return tuple(rows)[:_EVIDENCE]
+    return tuple(rows)[:_MAX_EVIDENCE]
 
 
 def _raise(node: _Node, some: Sequence[ProcessSetup]) -> Fix:
-    launchers = [name for one in some for name in (*one.launchers, *(("systemd",) if one.unit else ()))]
+    launchers = [name for process in some for name in (*process.launchers, *(("systemd",) if process.unit else ()))]
     container = [node.facts.container] if node.facts.container else []
     known = [core_limit(name) for name in dict.fromkeys([*(launchers or ["shell"]), *container])]
-    words = list(dict.fromkeys(one.fix for one in known))
-    commands = [command for one in known for command in one.commands]
-    if any(one.limits is not None and one.limits.core_hard is not None for one in some):
+    words = list(dict.fromkeys(limit.fix for limit in known))
+    commands = [command for limit in known for command in limit.commands]
+    limits = [(process.limits, process.memory_bytes or _LEAST_BYTES) for process in some]
+    if any(limit is not None and limit.core_hard is not None for limit, _ in limits):
         words.append("the hard limit stands in the way: only root may raise it (/etc/security/limits.conf for logins)")
-    if any(one.limits is not None and _below(one.limits.file, one.memory_bytes or _LEAST_BYTES) for one in some):
+    if any(limit is not None and _below(limit.file, needed) for limit, needed in limits):
         words.append("the limit on the size of files has to be raised too")
         commands.insert(0, "ulimit -f unlimited")
     if node.facts.slurm_propagates is False and "srun" in launchers:
         words.append("slurm.conf here does not pass it on unless it is asked to")
     if node.facts.ranks:
         words[0] = f"ranks that run now get it from prlimit (as their user); for the next start: {words[0]}"
-        commands = [*(_prlimit(some) if node.alone else ()), *commands]
+        pids = " ".join(str(process.pid) for process in some)
+        now = [f"for pid in {pids}; do prlimit --pid $pid --core=unlimited:; done"] if node.alone else []
+        commands = [*now, *commands]
     return Fix(text="; ".join(words), commands=tuple(dict.fromkeys(commands)))
 
 
-def _prlimit(some: Sequence[ProcessSetup]) -> Iterator[str]:
-    pids = " ".join(str(one.pid) for one in some)
-    yield f"for pid in {pids}; do prlimit --pid $pid --core=unlimited:; done"
-
-
-def _place(node: _Node) -> Iterator[Finding]:
-    """Judge the folder of each process: is it there, may the process write, and is the name free."""
+def _folder(node: _Node) -> Iterator[Finding]:
+    """Judge the folder of each process: does it exist, may the process write, and is the name free."""
     problems: dict[str, list[ProcessSetup]] = {}
-    for one in node.processes:
-        if one.place is not None and (problem := _problem(one.place, node.pattern.text)):
-            problems.setdefault(problem, []).append(one)
+    for process in node.processes:
+        if process.folder is not None and (problem := _problem(process.folder, node.pattern.text)):
+            problems.setdefault(problem, []).append(process)
     for problem, some in problems.items():
-        title = f"no core of {node.who(some)} can be written: {problem}"
-        yield node.finding("place", Level.FAIL, title, some, fix=_other_place(node))
+        title = f"no core of {node.subject(some)} can be written: {problem}"
+        yield node.finding("place", Level.FAIL, title, some, fix=_other_folder(node))
 
 
-def _problem(place: Place, name: str) -> str:
-    if not place.exists:
-        return f"there is no folder {place.path}"
-    if not place.writable:
-        return f"its user may not write to {place.path}"
-    file = f"{place.path.rstrip('/')}/{name.rpartition('/')[2]}"
-    return f"{place.blocked_by} is in its place, and stays: {file}" if place.blocked_by else ""
+def _problem(folder: CoreFolder, name: str) -> str:
+    if not folder.exists:
+        return f"there is no folder {folder.path}"
+    if not folder.writable:
+        return f"its user may not write to {folder.path}"
+    file = f"{folder.path.rstrip('/')}/{name.rpartition('/')[2]}"
+    return f"{folder.blocked_by} is in its place, and stays: {file}" if folder.blocked_by else ""
 
 
-def _other_place(node: _Node) -> Fix:
-    if node.pattern.kind is Kind.ABSOLUTE:
+def _other_folder(node: _Node) -> Fix:
+    if node.pattern.kind is PatternKind.ABSOLUTE:
         path = quote(node.pattern.folder)
-        inside = " (inside of the container, if it runs in one)" if any(one.contained for one in node.processes) else ""
+        contained = any(process.contained for process in node.processes)
+        inside = " (inside of the container, if it runs in one)" if contained else ""
         commands = (f"{node.sudo}mkdir -p {path}", f"{node.sudo}chmod 1777 {path}")
         return Fix(text=f"make the folder, and let every user write to it{inside}", commands=commands)
     other = _set_pattern(node)
@@ -247,24 +251,26 @@ def _other_place(node: _Node) -> Fix:
 
 def _kept(node: _Node) -> Iterator[Finding]:
     """Judge what the kernel keeps from a core for safety, and what it leaves out of one."""
-    secret = [one for one in node.processes if one.dumpable is False]
+    secret = [process for process in node.processes if process.dumpable is False]
     if secret and node.facts.suid_dumpable != 1:
-        title = f"the kernel makes no core of {node.who(secret)}"
+        title = f"the kernel makes no core of {node.subject(secret)}"
         detail = "because the process changed its user after its start, or may not read its own program"
         fix = Fix(text="start it as that user from the beginning (runuser, setpriv), not as root that changes later")
         yield node.finding("dumpable", Level.FAIL, title, secret, detail=detail, fix=fix)
-    bare = [one for one in node.processes if one.filter is not None and not one.filter & _STACKS_AND_HEAP]
+    bare = [
+        process for process in node.processes if process.filter is not None and not process.filter & _STACKS_AND_HEAP
+    ]
     if bare:
-        title = f"a core of {node.who(bare)} has neither stacks nor heap (coredump_filter)"
+        title = f"a core of {node.subject(bare)} has neither stacks nor heap (coredump_filter)"
         fix = Fix(text="in the shell that starts the job", commands=("echo 0x33 > /proc/self/coredump_filter",))
         yield node.finding("filter", Level.FAIL, title, bare, fix=fix)
 
 
 def _overwrites(node: _Node) -> Iterator[Finding]:
-    if node.pattern.kind not in _FILES or node.pattern.apart:
+    if node.pattern.kind not in _FILES or node.pattern.unique:
         return
     title = f"each core replaces the one before: all processes of a folder write the same file ({node.pattern.text})"
-    if node.pattern.kind is Kind.ABSOLUTE:
+    if node.pattern.kind is PatternKind.ABSOLUTE:
         title = f"each core replaces the one before: all processes write {node.pattern.text}"
     fix = Fix(
         text="start each rank in a folder of its own; or add the process's id to the name, on the whole machine until "
@@ -273,38 +279,41 @@ def _overwrites(node: _Node) -> Iterator[Finding]:
     )
     if node.facts.container and not node.facts.may_set:
         fix = Fix(text="start each rank in a folder of its own; the names can only be changed on the host")
-    same = {(one.place.path, one.place.filesystem) for one in node.facts.ranks if one.place is not None}
+    folders = [process.folder for process in node.facts.ranks if process.folder is not None]
+    same = {(folder.path, folder.filesystem) for folder in folders}
     detail = "the ranks here share a folder" if len(same) < len(node.facts.ranks) else ""
     yield node.finding("overwrites", Level.WARN, title, detail=detail, fix=fix)
 
 
 def _space(node: _Node) -> Iterator[Finding]:
     """Compare what is free where cores go with what the processes have in memory, by file system."""
-    disks: dict[int | None, list[tuple[Place, int]]] = {}
-    for one in node.processes:
-        place = node.facts.store or one.place
-        if place is not None and place.free_bytes is not None:
-            needed = (one.memory_bytes or 0) if node.facts.ranks else _A_CORE_BYTES
-            disks.setdefault(place.filesystem, []).append((place, needed))
-    for places in disks.values():
-        place, total = places[0][0], sum(needed for _, needed in places)
-        if (place.free_bytes or 0) < total:
-            rows = (f"{place.path}: {_size(place.free_bytes)} free, at least {_size(total)} needed",)
-            title = "there is no room for a core" + (
-                " of every rank: the last ones would be cut off" if len(places) > 1 else ""
-            )
-            fix = Fix(
-                text="free some, or let core_pattern point to a larger disk", commands=(f"df -h {quote(place.path)}",)
-            )
+    disks: dict[int | None, list[tuple[CoreFolder, int]]] = {}
+    for process in node.processes:
+        folder = node.facts.store or process.folder
+        if folder is not None and folder.free_bytes is not None:
+            needed = (process.memory_bytes or 0) if node.facts.ranks else _A_CORE_BYTES
+            disks.setdefault(folder.filesystem, []).append((folder, needed))
+    for folders in disks.values():
+        folder, total = folders[0][0], sum(needed for _, needed in folders)
+        if (folder.free_bytes or 0) < total:
+            rows = (f"{folder.path}: {_size(folder.free_bytes)} free, at least {_size(total)} needed",)
+            every = " of every rank: the last ones would be cut off" if len(folders) > 1 else ""
+            title = f"there is no room for a core{every}"
+            text = "free some, or let core_pattern point to a larger disk"
+            fix = Fix(text=text, commands=(f"df -h {quote(folder.path)}",))
             yield node.finding("space", Level.WARN, title, evidence=rows, fix=fix)
 
 
 def _unread(node: _Node) -> Iterator[Finding]:
     unread = [
-        one for one in node.processes if one.limits is None or (node.pattern.kind in _FILES and one.place is None)
+        process
+        for process in node.processes
+        if process.limits is None or (node.pattern.kind in _FILES and process.folder is None)
     ]
     if unread:
-        title = f"limits or working directory of {node.who(unread)} cannot be read: run it as their user, or as root"
+        title = (
+            f"limits or working directory of {node.subject(unread)} cannot be read: run it as their user, or as root"
+        )
         yield node.finding("unread", Level.UNKNOWN, title, unread)
     if node.facts.gone:
         title = "processes that were asked for are gone"

@@ -1,0 +1,93 @@
+"""What core-bt is asked, and what it finds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from distdiag.cluster.targets import Cluster
+from distdiag.facts.core.stacks import Frame  # noqa: TC001 - msgspec reads it
+
+COMMAND = "core-bt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What was typed; `gdb` None: where pystack does not have the thread that crashed."""
+
+    program: str = "distdiag"
+    cluster: Cluster = field(default_factory=Cluster)
+    paths: tuple[str, ...] = ()
+    exe: str = ""
+    all_threads: bool = False
+    gdb: bool | None = None
+    pid: int | None = None
+    setup: bool = False
+    timeout_s: float = 60.0
+
+    def again(self, *words: str) -> str:
+        """Format the command with other arguments."""
+        where = [f"{name} {value}" for name, value in self.cluster.typed()]
+        return " ".join([self.program, COMMAND, *where, *words])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thread:
+    """One thread; frames innermost first, Python and C in one stack."""
+
+    tid: int
+    name: str
+    gil: bool | None
+    frames: tuple[Frame, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Core:
+    """One core, or a live process (then `path` is empty). None: not in the core.
+
+    `time`: when it was written, seconds since 1970. `said`: why it aborted, in its own words: the last message of the C
+    library, or the exception that was not caught. `mapped`: the file that was mapped at the address. `role`: cause, or
+    consequence of another process's trouble. `threads`: those that did not crash. `changed`: files that are others now
+    than when it crashed. `tools`: what read the stacks, or why it could not.
+    """
+
+    path: str
+    host: str
+    exe: str
+    cmdline: str
+    pid: int
+    rank: int | None
+    time: float | None
+    signal: int
+    signal_name: str
+    signal_code: int | None
+    address: int | None
+    said: str
+    mapped: str
+    meaning: str
+    signature: str | None
+    role: str | None
+    crash_thread: Thread | None
+    threads: tuple[Thread, ...]
+    truncated: bool
+    size_bytes: int
+    whole_bytes: int
+    changed: tuple[str, ...]
+    tools: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unread:
+    """A file that is no core, or cannot be read, and why."""
+
+    path: str
+    host: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreBt:
+    """All that was found, the earliest crash first; `looked_in` names the folders, if no core was named."""
+
+    cores: tuple[Core, ...]
+    unread: tuple[Unread, ...]
+    looked_in: tuple[str, ...]

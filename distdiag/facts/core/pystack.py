@@ -1,0 +1,210 @@
+"""Python frames by pystack, in a child that may crash or hang on a damaged core; C frames by `unwinder`, or by pystack.
+
+Only its stacks are used: what it says of the signal is wrong for SIGBUS, and on a core it names the threads after
+those of whatever process has that id now. Its C frames it looks up by their return addresses (1.7.2), so a function
+that ends in a call that does not return, as those on the way to abort() do, gets the name of the next: see `Functions`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+
+from distdiag.facts import programs, ptrace_permission
+from distdiag.facts.core import gdb, libdw, pystack_child, stacks
+from distdiag.facts.core.binary import VERSION, Functions
+from distdiag.facts.core.stacks import UNKNOWN, Frame, Stacks, ThreadStack
+from distdiag.facts.text import printable
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from typing import Any
+
+    from distdiag.facts.core.core_file import MappedFile
+    from distdiag.facts.core.libdw import LinesByFile
+    from distdiag.facts.core.unwinder import CFrames
+
+_DIED = "pystack died of"
+_MAX_QUESTION_BYTES = 100_000  # one argument of a program holds 128 KiB, see execve(2)
+_INLINED, _RETURN_OF_SIGNAL = " (inlined)", "__restore_rt"
+
+
+def of_core(
+    core: str,
+    executable: str,
+    files: Sequence[MappedFile],
+    own: CFrames | None,
+    *,
+    timeout_s: float,
+    python: str = "",
+) -> Stacks:
+    """Read all threads of a core by the pystack of `python`, by default of this Python; `files`: what it has mapped.
+
+    `own`: the C frames, None if they could not be followed. Where they are whole pystack reads the Python frames alone:
+    over C it needs 180 MB for a core of torch, and takes the line of a caller from where it returns to.
+    """
+    # A virtual environment's python is a link; pystack looks for the name of the real one in the core.
+    target = ["core", os.path.abspath(core), os.path.realpath(executable)]
+    functions = Functions(files)
+    first = None
+    if own is not None and own.whole and len(json.dumps(own.debuggable)) <= _MAX_QUESTION_BYTES:
+        first = _ask([*target, "python"], functions, timeout_s, python, own)
+        timeout_s -= first.seconds
+        if timeout_s <= 0 or not _may_do_better(first):
+            return first
+    everything = _ask([*target, "all"], functions, timeout_s, python)
+    return everything if everything.threads or first is None else first
+
+
+def of_process(pid: int, *, timeout_s: float, python: str = "") -> Stacks:
+    """Read all threads of a live process, which is paused meanwhile; it is left as it was found."""
+    with gdb.left_as_found(pid) as attaching:
+        if attaching.hindrance:
+            return Stacks("pystack", (), attaching.hindrance, 0.0)
+        found = _ask(["process", str(pid)], Functions.of_process(pid), timeout_s, python)
+        attaching.is_over = not found.cut_off
+    if "not permitted" in found.error:
+        return replace(found, error=ptrace_permission.why_unreadable(pid, found.error)[1])
+    return found
+
+
+def source_lines(addresses: Mapping[str, Sequence[int]], *, timeout_s: float, python: str = "") -> LinesByFile:
+    """Read what debug information has of addresses, by file; nothing if pystack, which has libdw, is not there."""
+    try:
+        done = programs.run(_command(python or sys.executable, [], addresses), timeout_s=timeout_s)
+        found: LinesByFile = json.loads(done.stdout.decode("utf-8", "replace"))["lines"]
+    except (programs.CannotRun, ValueError):
+        return {}
+    return found
+
+
+def _ask(
+    target: Sequence[str], functions: Functions, timeout_s: float, python: str, own: CFrames | None = None
+) -> Stacks:
+    python = python or sys.executable
+    try:
+        done = programs.run(_command(python, target, own.debuggable if own else {}), timeout_s=timeout_s)
+    except programs.CannotRun as error:
+        return Stacks("pystack", (), str(error), 0.0)
+    try:
+        threads, error_text = parse(done.stdout.decode("utf-8", "replace"), functions, own)
+    except (ValueError, KeyError, TypeError, IndexError):  # it ended before it had printed all
+        return Stacks("pystack", (), _why(done, timeout_s, python), done.elapsed_s, cut_off=done.cut_off)
+    return Stacks("pystack", threads, error_text, done.elapsed_s, cut_off=done.cut_off)
+
+
+def _command(python: str, target: Sequence[str], addresses: Mapping[str, Sequence[int]]) -> list[str]:
+    """Return the command of the child, see `pystack_child`."""
+    # Without the working directory: a stray ./threading.py must not break a diagnosis.
+    without = "import sys; sys.path[:] = [path for path in sys.path if path]; here = {'__name__': 'child'}"
+    texts = (module.__loader__.get_source(module.__name__) for module in (libdw, pystack_child))  # type: ignore[union-attr]
+    # One namespace for both: no two helpers may have one name.
+    load = "".join(f"exec(compile({text!r}, 'child.py', 'exec'), here)\n" for text in texts)
+    program = f"{without}\n{load}here['main'](here['Lines'])"
+    return [python, "-B", "-c", program, *target, json.dumps(addresses)]
+
+
+def parse(text: str, functions: Functions, own: CFrames | None = None) -> tuple[tuple[ThreadStack, ...], str]:
+    """Parse what the child prints: the threads, and what went wrong; `own`: C frames instead of pystack's.
+
+    Raises:
+        ValueError, KeyError, TypeError, IndexError: the child ended before it had printed all.
+    """
+    answer, lines = _answer_and_lines(text)
+    threads: dict[int, ThreadStack] = {}
+    c_frames = own.frames(lines) if own is not None else None
+    for row in answer["threads"]:
+        native = c_frames.get(row["tid"], []) if c_frames is not None else None
+        stack = _stack(row, answer["frames"], functions, native)
+        above = threads.get(stack.tid)
+        # A thread that runs several interpreters has a row for each, the innermost last.
+        if above:
+            stack = replace(stack, frames=stack.frames + above.frames, aligned=stack.aligned and above.aligned)
+        threads[stack.tid] = stack
+    for tid, frames in (c_frames or {}).items():
+        threads.setdefault(tid, stacks.of_c_alone(tid, frames))
+    found = threads.values() if answer["live"] else (replace(thread, name="") for thread in threads.values())
+    errors = answer["errors"]
+    if own is not None and own.debuggable and not lines:
+        errors.append("no source lines of C code: their debug information could not be read, or not in time")
+    if threads and not any(row["python"] for row in answer["threads"]):
+        errors.append("no Python frames were found")
+    return tuple(found), printable("; ".join(errors))[:300]
+
+
+def _answer_and_lines(text: str) -> tuple[Any, LinesByFile]:
+    """Split what the child prints into threads and lines; these are empty if it ended before it had printed them."""
+    answer, end = json.JSONDecoder().raw_decode(text)
+    try:
+        lines: LinesByFile = json.loads(text[end:])["lines"]
+    except ValueError:
+        return answer, {}
+    return answer, lines
+
+
+def _may_do_better(found: Stacks) -> bool:
+    """Return whether to ask for all: it died, or its Python frames do not fit our C frames."""
+    if not found.threads:
+        return found.error.startswith(_DIED)
+    return any(not stack.aligned and any(f.language == "python" for f in stack.frames) for stack in found.threads)
+
+
+def _why(done: programs.Done, timeout_s: float, python: str) -> str:
+    if done.timed_out:
+        return f"pystack did not answer within {timeout_s:g} s"
+    if done.status is not None and done.status < 0:
+        return f"{_DIED} {programs.signal_name(-done.status)}"
+    if len(done.stdout) >= programs.MAX_OUTPUT_BYTES:
+        return "pystack found stacks that are too deep to be handed over"
+    words = (done.stderr.decode("utf-8", "replace").strip().splitlines() or [f"it ended with status {done.status}"])[-1]
+    if "No module named 'pystack'" in words:
+        return f"pystack is not installed ({python} -m pip install pystack)"
+    return f"pystack: {printable(words)[:300]}"
+
+
+def _stack(
+    row: dict[str, Any], frames: Sequence[Sequence[Any]], functions: Functions, own: list[Frame] | None
+) -> ThreadStack:
+    """Return the stack of a thread, whose row has the outermost frame first, with our own C frames if there are any."""
+    loops: list[list[Frame]] = []
+    for number, entry, shim in row["python"]:
+        if entry or not loops:
+            loops.append([])
+        if not shim:
+            function, file, line = frames[number]
+            loops[-1].append(Frame("python", printable(function), printable(file), line or None, "", bool(entry)))
+    native = own if own is not None else list(_native([frames[n] for n in reversed(row["native"])], functions))
+    merged, aligned = stacks.interleave([loop[::-1] for loop in reversed(loops)], native)
+    gil = None if row["gil"] < 0 else bool(row["gil"])
+    return ThreadStack(int(row["tid"]), printable(row["name"] or ""), stacks.shorten(merged), gil, aligned)
+
+
+def _native(rows: Sequence[Sequence[Any]], functions: Functions) -> Iterator[Frame]:
+    """List C frames, innermost first. The address of the innermost, and that where a signal came, follow no call."""
+    exact: int | None = rows[0][4] if rows else None
+    for at, (symbol, file, line, module, address) in enumerate(rows):
+        name = VERSION.sub("", symbol)
+        if at and rows[at - 1][0] == _RETURN_OF_SIGNAL:
+            exact = address
+        path = functions.path(address - (address != exact))
+        if path and not _may_be(module, path):  # a core that was cut off misleads pystack
+            name, line = "??", 0
+        if name.endswith(_INLINED):
+            name = name[: -len(_INLINED)]
+        elif name == _RETURN_OF_SIGNAL:
+            name = "<signal handler called>"
+        elif address != exact or name in UNKNOWN:
+            name = functions.before(address + (address == exact), name)
+        name = "??" if name in UNKNOWN else printable(name)
+        module = path or ("" if module in UNKNOWN else module)
+        # Without a line pystack has the module in the place of the file.
+        yield Frame("c", name, printable(file) if line else "", line or None, printable(module))
+
+
+def _may_be(module: str, path: str) -> bool:
+    """Return whether libc.so.6, as a program asked for it, may be libc-2.31.so, as the kernel knows it."""
+    shorter, longer = sorted((os.path.basename(name).partition(".so")[0] for name in (module, path)), key=len)
+    return longer.startswith(shorter)
