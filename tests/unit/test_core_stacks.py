@@ -530,7 +530,7 @@ def test_a_core_that_was_cut_off_names_the_thread_that_crashed_and_where(core_of
 
 
 def test_pystack_is_asked_from_where_distdiag_is_not_installed(core_of: Callable[[str], Path]) -> None:
-    sources = bundle.sources("distdiag.facts.core.pystack")
+    sources = bundle.sources(bundle.AGENT, "distdiag.facts.core.pystack")
     ask = f"pystack.of_core({str(core_of('dies_by_sigbus'))!r}, {PROGRAM!r}, (), None, timeout_s=30)"
     program = (
         f"import sys\nsources = {sources!r}\nexec(sources['distdiag.agent.boot'], globals())\n"
