@@ -25,7 +25,7 @@ class UsageError(DistdiagError):
 
 
 class NodeFailed(DistdiagError):
-    """The node side of distdiag ended, stayed silent or spoke nonsense."""
+    """The node side of distdiag ended, stayed silent or broke the protocol."""
 
     id = "distdiag.facts-failed"
 

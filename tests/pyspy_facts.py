@@ -11,7 +11,7 @@ from distdiag.commands.pyspy_all.types import Request
 from distdiag.facts.rank_identity import Identity
 from distdiag.facts.stack_types import Counter, Frame, Sample, Thread
 from distdiag.jobs.collect import Process, Processes, Watched
-from distdiag.jobs.nodes import NodeStacks
+from distdiag.jobs.types import NodeStacks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from distdiag.commands.trace.blocked.types import TraceBlocked
     from distdiag.jobs.collect import Process
-    from distdiag.jobs.nodes import NodeStacks
+    from distdiag.jobs.types import NodeStacks
     from distdiag.report import Report
 
 NET = "net:[1]"

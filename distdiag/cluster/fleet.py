@@ -216,7 +216,7 @@ class Fleet:
     def distrust(self, node: Node, why: str) -> None:
         """Give a node up that says what makes no sense: nothing else that it says counts."""
         if node.stage is not NodeStage.DOWN:
-            self._drop(node, node.nonsense(why))
+            self._drop(node, node.protocol_error(why))
 
     def no_answer(self, node: Node) -> NodeFailed:
         """Give the error of a node that is up and does not react; it is killed at once when we close."""

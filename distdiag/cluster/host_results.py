@@ -21,7 +21,7 @@ class HostState(StrEnum):
     AUTH = "auth"
     NO_PYTHON = "no-python"
     TIMEOUT = "timeout"
-    NONSENSE = "nonsense"
+    PROTOCOL_ERROR = "protocol-error"
     FAILED = "failed"
     KILLED = "killed"
     LOST = "lost"

@@ -87,15 +87,15 @@ class Node:
                 if not isinstance(record, records.Alive):
                     found.append(record)
         except Senseless as error:
-            return found, heard.ended, self.nonsense(f"it sent a record that makes no sense: {error}")
+            return found, heard.ended, self.protocol_error(f"it sent a record that makes no sense: {error}")
         except wire.TooLong:
-            return found, heard.ended, self.nonsense(f"it sent a record of over {wire.MAX_LINE_BYTES >> 20} MiB")
+            return found, heard.ended, self.protocol_error(f"it sent a record of over {wire.MAX_LINE_BYTES >> 20} MiB")
         is_up = self.stage in (NodeStage.UP, NodeStage.DONE)
         if self._bytes > _MAX_BYTES[is_up]:
             return (
                 found,
                 heard.ended,
-                self.nonsense(f"it sent {self._bytes >> 20} MiB" + ("" if is_up else " that are no facts")),
+                self.protocol_error(f"it sent {self._bytes >> 20} MiB" + ("" if is_up else " that are no facts")),
             )
         return found, heard.ended, None
 
@@ -115,7 +115,7 @@ class Node:
             try:
                 self.told = records.read_json(record.facts, self._facts_type)
             except Senseless as error:
-                return self.nonsense(f"it sent facts that make no sense: {error}")
+                return self.protocol_error(f"it sent facts that make no sense: {error}")
             self._enter(NodeStage.UP)
         return None
 
@@ -134,7 +134,7 @@ class Node:
         if status == 127:
             return self._refuse(HostState.FAILED, f"a program is missing there{last}")
         # Status 0 and no word of ours: a forced command, a login shell that only greets, an account that is closed.
-        state = HostState.NONSENSE if status == 0 else HostState.FAILED
+        state = HostState.PROTOCOL_ERROR if status == 0 else HostState.FAILED
         return self._refuse(state, f"it ended {how} before the node side said anything{last}")
 
     def why_late(self, limit_s: float) -> HostError:
@@ -182,9 +182,9 @@ class Node:
             hint="name one that is there: --python PATH; or make it known first: --setup 'source ~/env.sh'",
         )
 
-    def nonsense(self, what: str) -> HostError:
+    def protocol_error(self, what: str) -> HostError:
         """Return the refusal of a node that does not say what our node side says."""
-        return self._refuse(HostState.NONSENSE, what)
+        return self._refuse(HostState.PROTOCOL_ERROR, what)
 
     def _refuse(self, state: HostState, message: str, *, stage: str = "", hint: str = "") -> HostError:
         words = tuple(self.complaint())

@@ -24,7 +24,7 @@ _WORDS = {
     HostState.AUTH: "does not let us in",
     HostState.NO_PYTHON: "has no usable Python",
     HostState.TIMEOUT: "did not answer in time",
-    HostState.NONSENSE: "does not run what it is asked to",
+    HostState.PROTOCOL_ERROR: "does not run what it is asked to",
     HostState.FAILED: "could not be used",
     HostState.KILLED: "ended what was started there",
     HostState.LOST: "went away",
@@ -42,7 +42,7 @@ _REMEDIES = {
     HostState.TIMEOUT: "see what holds it up there; or give it longer: --host-timeout SECONDS",
     HostState.FAILED: "run a command there by hand, and see what it says",
     HostState.KILLED: "see who ends processes there: a limit of memory or time, or a policy for logins",
-    HostState.NONSENSE: "see what a login there prints: a forced command, or login files that wait or talk",
+    HostState.PROTOCOL_ERROR: "see what a login there prints: a forced command, or login files that wait or talk",
 }
 
 

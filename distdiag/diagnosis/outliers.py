@@ -18,7 +18,7 @@ from distdiag.diagnosis.stack_classes import BUSY, RankState, StackClass, rank_s
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
-    from distdiag.jobs.model import Job
+    from distdiag.jobs.types import Job
 
 _MINORITY = 1 / 3
 """Up to this share of the ranks, those in another collective are named; more may as well be the right ones."""

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from distdiag.facts.descriptors import Descriptor
     from distdiag.facts.socket_owners import Network, Person
     from distdiag.jobs.collect import Process
-    from distdiag.jobs.model import Job, Member
-    from distdiag.jobs.nodes import NodeStacks
+    from distdiag.jobs.types import Job, Member, NodeStacks
 
 Key = tuple[str, int]
 """A process: (host, pid)."""

@@ -10,7 +10,7 @@ from distdiag.report import Finding, Fix, Level, Where
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from distdiag.jobs.model import Job
+    from distdiag.jobs.types import Job
 
 _HOSTS = 8
 """Hosts to write a command for; the pids of all are in the finding."""

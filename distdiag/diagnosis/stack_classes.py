@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from distdiag.facts.procs import Standstill
     from distdiag.facts.stack_types import Frame, Sample, Thread
     from distdiag.jobs.collect import Watched
-    from distdiag.jobs.model import Member
+    from distdiag.jobs.types import Member
 
 BUSY = 0.5
 """Share of a core from which on a thread counts as computing, not as waiting."""

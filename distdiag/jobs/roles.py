@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from distdiag.jobs.model import Helper, Job, Member
+from distdiag.jobs.types import Helper, Job, Member
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from distdiag.jobs.collect import Process, Watched
-    from distdiag.jobs.nodes import NodeStacks
+    from distdiag.jobs.types import NodeStacks
 
 _NO_RANK = ("launcher", "tracker", "compile-worker")
 _ONE_LOOK = ("data-worker", "tracker", "compile-worker")

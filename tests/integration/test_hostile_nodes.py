@@ -33,7 +33,7 @@ from distdiag.cluster.transports import Transport
 from distdiag.commands.trace.ranks import Wanted
 from distdiag.gathered import Gathered
 from distdiag.jobs.collect import Processes
-from distdiag.jobs.nodes import NodeStacks
+from distdiag.jobs.types import NodeStacks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -470,7 +470,7 @@ def test_a_lying_host_of_a_real_run_is_a_row_of_its_own(command: str, how: str, 
     assert "Traceback" not in result.err
     assert result.code in (1, 3)
     (finding,) = [one for one in result.report["findings"] if one["id"].startswith("hosts.")]
-    assert (finding["id"], finding["where"]["hosts"]) == ("hosts.nonsense", [LIAR])
+    assert (finding["id"], finding["where"]["hosts"]) == ("hosts.protocol-error", [LIAR])
     assert "no sense" in finding["title"] or "over 32 MiB" in finding["title"]
     assert len(finding["title"]) < 500
     if how == "escapes":

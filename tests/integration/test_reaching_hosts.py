@@ -97,7 +97,7 @@ CASES = {
     "csh": Case(with_shell("tcsh"), "ok", "facts"),
     "fish": Case(with_shell("fish"), "ok", "facts"),
     "bash": Case(with_shell("bash"), "ok", "facts"),
-    "garbage": Case(hostile(Hostile.GARBAGE), "nonsense", "start", "before the node side said anything"),
+    "garbage": Case(hostile(Hostile.GARBAGE), "protocol-error", "start", "before the node side said anything"),
     "garbage-first": Case(hostile(Hostile.GARBAGE_FIRST), "ok", "facts"),
     "no-program": Case(hostile(Hostile.NOT_FOUND), "failed", "start", 'missing there: "python3: command not found"'),
     "hanging": Case(hostile(Hostile.HANGING), "timeout", "start", "no Python was started there within 4 s", "wait"),
@@ -105,7 +105,7 @@ CASES = {
     "nologin": Case(closed_account, "failed", "start", 'status 1 before the node side said anything: "This account'),
     "forced": Case(
         lambda node: Sshd(node, options=["ForceCommand echo backup only"]),
-        "nonsense",
+        "protocol-error",
         "start",
         '"backup only"',
         "forced",
@@ -192,7 +192,7 @@ def test_a_flood_costs_little_memory_and_time_and_the_other_host_is_reached(pair
     for server in servers:
         server.wait()
     reached = reach(pair.client, "node[1-2]", host_timeout_s=10)
-    assert reached.states == {"node1": "nonsense", "node2": "ok"}
+    assert reached.states == {"node1": "protocol-error", "node2": "ok"}
     assert reached.rows["node1"]["stage"] == "start"
     assert reached.told["rss_mib"] < 80, "45 MiB without the flood"
     assert len(reached.finding("node1")["title"]) < 300

@@ -21,8 +21,8 @@ from distdiag.commands.pyspy_all.types import (
 )
 from distdiag.diagnosis.outliers import Outcome, judge_job, mark, split
 from distdiag.diagnosis.stack_classes import classify_stack, helper_frames
-from distdiag.jobs.model import summarize
 from distdiag.jobs.roles import find_jobs, is_called, launcher_name, of_interest, without_ranks
+from distdiag.jobs.types import summarize
 from distdiag.knowledge.frames import library_path
 from distdiag.report import Finding, Fix, Level, Report, Where
 
@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.stack_classes import RankState, StackClass
     from distdiag.facts.stack_types import Frame, Sample
     from distdiag.jobs.collect import Process, Watched
-    from distdiag.jobs.model import Job, Member
-    from distdiag.jobs.nodes import NodeStacks
+    from distdiag.jobs.types import Job, Member, NodeStacks
 
 _WORTH = (
     Outcome.OUTLIERS,

@@ -16,8 +16,8 @@ from distdiag.facts.stack_types import LOCALS, Frame, Sample, Thread, counters_a
 from distdiag.facts.text import printable
 from distdiag.files import as_text
 from distdiag.jobs.collect import Process, Processes, Watched
-from distdiag.jobs.nodes import NodeStacks
 from distdiag.jobs.roles import DUMPED
+from distdiag.jobs.types import NodeStacks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

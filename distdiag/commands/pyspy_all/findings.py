@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.outliers import JobVerdict
     from distdiag.diagnosis.stack_classes import RankState
     from distdiag.facts.stack_types import Frame
-    from distdiag.jobs.nodes import NodeStacks
+    from distdiag.jobs.types import NodeStacks
 
 _SHOWN = 6
 _PLACES = 3

@@ -14,8 +14,8 @@ from distdiag.commands.pyspy_all.types import COMMAND, Request, Threads
 from distdiag.commands.pyspy_all.view import pyspy_all_view
 from distdiag.gathered import Foreign
 from distdiag.jobs.collect import Processes, Watched
-from distdiag.jobs.nodes import NodeStacks
 from distdiag.jobs.roles import answers_to, to_look_at
+from distdiag.jobs.types import NodeStacks
 from distdiag.runner import Asks, Question, Subcommand
 
 if TYPE_CHECKING:

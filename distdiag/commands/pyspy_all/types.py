@@ -11,7 +11,7 @@ from enum import StrEnum
 import msgspec  # noqa: TID253 - imported with the subcommand
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - msgspec reads the annotations
-from distdiag.jobs.model import JobSummary  # noqa: TC001
+from distdiag.jobs.types import JobSummary  # noqa: TC001
 
 COMMAND = "pyspy-all"
 _RENAMED = {"class_": "class"}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.stack_classes import RankState
     from distdiag.facts.procs import Standstill
     from distdiag.facts.stack_types import Frame, Thread
-    from distdiag.jobs.model import Helper
+    from distdiag.jobs.types import Helper
 
 _NAMED = 4
 """Processes to name one by one; more are only counted."""

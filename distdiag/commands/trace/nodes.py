@@ -10,7 +10,7 @@ from distdiag.cluster.start_fleet import Agent
 from distdiag.commands.trace import ranks
 from distdiag.diagnosis.process_index import ProcessIndex
 from distdiag.jobs.collect import Processes
-from distdiag.jobs.nodes import NodeStacks
+from distdiag.jobs.types import NodeStacks
 from distdiag.runner import Asks, Question, Subcommand
 
 if TYPE_CHECKING:

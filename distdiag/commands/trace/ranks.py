@@ -14,8 +14,7 @@ from distdiag.jobs.roles import find_jobs, is_called, launcher_name, of_interest
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from distdiag.jobs.model import Job, Member
-    from distdiag.jobs.nodes import NodeStacks
+    from distdiag.jobs.types import Job, Member, NodeStacks
 
 _BARE = Process(
     pid=0,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from distdiag.commands.trace.blocked.collect import Reply
     from distdiag.commands.trace.blocked.types import TraceBlocked
     from distdiag.commands.trace.nodes import Answers, NodeAnswer
-    from distdiag.jobs.nodes import NodeStacks
+    from distdiag.jobs.types import NodeStacks
     from distdiag.report import Report
     from distdiag.runner import Subcommand
 

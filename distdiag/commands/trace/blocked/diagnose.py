@@ -24,7 +24,7 @@ from distdiag.commands.trace.nodes import Answers, index_of
 from distdiag.diagnosis.remedies import unseen_ranks
 from distdiag.diagnosis.wait_graph import WaitGraph, wait_trees
 from distdiag.diagnosis.wait_reasons import Kind, wait_of
-from distdiag.jobs.model import summarize
+from distdiag.jobs.types import summarize
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.wait_graph import WaitTree
     from distdiag.diagnosis.wait_reasons import Wait
     from distdiag.facts.blocked_threads import Blocked, Thread
-    from distdiag.jobs.model import Job
+    from distdiag.jobs.types import Job
 
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from distdiag.commands.trace.blocked.types import Request
     from distdiag.diagnosis.process_index import Key, ProcessIndex
     from distdiag.diagnosis.wait_graph import Edge, WaitGraph, WaitTree
-    from distdiag.jobs.model import Job
+    from distdiag.jobs.types import Job
 
 _NAMED = 8
 _PARTS = 4

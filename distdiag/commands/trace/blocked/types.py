@@ -8,7 +8,7 @@ from enum import StrEnum
 # msgspec reads the annotations.
 from distdiag.cluster.targets import Cluster  # noqa: TC001
 from distdiag.commands.trace.ranks import Wanted  # noqa: TC001
-from distdiag.jobs.model import JobSummary  # noqa: TC001
+from distdiag.jobs.types import JobSummary  # noqa: TC001
 
 COMMAND = "trace blocked"
 SAMPLED_S = 0.3

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from distdiag.commands.trace.ranks import Chosen
     from distdiag.diagnosis.process_index import Key, ProcessIndex
     from distdiag.facts.descriptors import Descriptor
-    from distdiag.jobs.nodes import NodeStacks
+    from distdiag.jobs.types import NodeStacks
     from distdiag.runner import Subcommand
 
 COMMAND = "trace fds"

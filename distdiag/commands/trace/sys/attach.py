@@ -20,7 +20,7 @@ from distdiag.commands.trace.sys.types import COMMAND, MAX_LOG_BYTES, MAX_PROCES
 from distdiag.commands.trace.sys.view import trace_sys_view
 from distdiag.commands.trace.sys.wording import PAYLOAD_WARNING, format_duration, log_name
 from distdiag.gathered import Gathered
-from distdiag.jobs.nodes import NodeStacks
+from distdiag.jobs.types import NodeStacks
 from distdiag.runner import Subcommand
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Who is who in a job. Pure data."""
+"""Who is who in a job, and all that is known of one node. Pure data."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold
+from distdiag.jobs.collect import Processes, Watched  # noqa: TC001 - decoded by their annotations
 
 if TYPE_CHECKING:
     from distdiag.jobs.collect import Process, Watched
@@ -75,3 +76,13 @@ def summarize(job: Job) -> JobSummary:
     seen = [member for member in job.members if member.process is not None]
     hosts = tuple(dict.fromkeys(member.host for member in seen))
     return JobSummary(job=job.name, launcher=job.launcher, world_size=job.world_size, ranks=len(seen), hosts=hosts)
+
+
+@dataclass(frozen=True)
+class NodeStacks:
+    """The facts of one node; `missing` says why its stacks did not come, if they did not."""
+
+    host: str
+    processes: Processes
+    watched: tuple[Watched, ...]
+    missing: str = ""
