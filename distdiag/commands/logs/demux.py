@@ -35,7 +35,7 @@ class Format:
     name: str
     pattern: re.Pattern[bytes]
     torn: bool = False
-    share: float = 0.3
+    share: float = 0.0
 
 
 FORMATS = (
@@ -47,7 +47,12 @@ FORMATS = (
         ),
         torn=True,
     ),
-    Format("torchrun", re.compile(rb"\[(?P<role>[A-Za-z_][\w.-]{0,60}?:?)(?P<local>\d{1,5})\]:(?! |\[[EWIF]\d{4}|[EWIF]\d{4} )"), torn=True),
+    # [rank3]: is what torch itself writes, before some of its lines.
+    Format(
+        "torchrun",
+        re.compile(rb"\[(?!rank\d)(?P<role>[A-Za-z_][\w.-]{0,60}?:?)(?P<local>\d{1,5})\]:"),
+        torn=True,
+    ),
     Format("kubectl", re.compile(rb"\[pod/(?P<host>[\w.-]{1,200})/[\w.-]{1,100}\] ")),
     Format(
         "ray",
@@ -56,9 +61,9 @@ FORMATS = (
             rb"(?:, ip=(?P<host>[\w.:]{1,60}))?\)(?:\x1b\[0m)? "
         ),
     ),
-    Format("hydra", re.compile(rb"\[(?P<rank>\d{1,6})\] "), share=0.8),
-    Format("srun", re.compile(rb" {0,5}(?P<rank>\d{1,6}): "), share=0.8),
-    Format("pdsh", re.compile(rb"(?P<host>[A-Za-z][\w-]{0,60}(?:\.[\w-]{1,60}){0,6}): "), share=0.8),
+    Format("hydra", re.compile(rb"\[(?P<rank>\d{1,6})\] "), share=0.5),
+    Format("srun", re.compile(rb" {0,5}(?P<rank>\d{1,6}): "), share=0.6),
+    Format("pdsh", re.compile(rb"(?P<host>[A-Za-z][\w-]{0,60}(?:\.[\w-]{1,60}){0,6}): "), share=0.6),
 )
 _BY_NAME = {form.name: form for form in FORMATS}
 _NO_HOST = re.compile(
@@ -213,12 +218,7 @@ def _best(lines: list[bytes], forms: list[Format]) -> Format | None:
             labels = [label for label in labels if not _NO_HOST.match(label)]
             if len(set(labels)) > max(1, len(labels) // 3):
                 continue
-        least = 2 if form.share > 0.5 else 1
-        if form.name == "torchrun":
-            # [rank0]: is what torch itself writes before some lines; as a launcher's it stands before nearly all.
-            own = sum(label.startswith(b"[rank") for label in labels)
-            if own and own < 0.8 * len(lines):
-                labels = [label for label in labels if not label.startswith(b"[rank")]
+        least = 1 if form.name == "mpirun" else 2
         if len(labels) >= least and len(labels) >= form.share * len(lines):
             return form
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.reached import host_findings
@@ -102,10 +102,17 @@ def _first_cause(round_: Round, book: Book) -> list[Finding]:
         ranks = findings.accused(accused[0])
         own = [failure for failure in suspects if failure.rank in ranks and not findings.accused(failure)]
         suspects = own or accused[:1]
+    wordless = _wordless(round_)
     if not suspects and not job:
-        suspects = _wordless(round_)
+        suspects = wordless
     elif suspects:
-        suspects += [failure for failure in _wordless(round_) if failure.known == "exit-signal" and _is_first(round_, failure)]
+        suspects = _assigned(suspects, wordless)
+        told = {failure.rank for failure in suspects}
+        suspects += [
+            failure
+            for failure in wordless
+            if failure.known == "exit-signal" and failure.rank not in told and _is_first(round_, failure)
+        ]
     if job and not suspects:
         return [findings.ended_from_outside(job[0])]
     if suspects:
@@ -116,6 +123,13 @@ def _first_cause(round_: Round, book: Book) -> list[Finding]:
         judged = desync.judge(lines, book.ranks)
         return [findings.of_desync(one, round_, first=number == 0) for number, one in enumerate(judged[:4])]
     return [_who_is_missing(round_, book)]
+
+
+def _assigned(suspects: list[Failure], wordless: list[Failure]) -> list[Failure]:
+    """Give what no prefix names a rank for to the only rank that ended without a word of its own."""
+    if len(wordless) != 1 or any(failure.rank is not None for failure in suspects):
+        return suspects
+    return [replace(failure, rank=wordless[0].rank) for failure in suspects]
 
 
 def _causes(round_: Round) -> list[Failure]:
@@ -214,7 +228,7 @@ def _who_is_missing(round_: Round, book: Book) -> Finding:
     if len({name for name, _ in collectives.values()}) > 1:
         return findings.different_collectives(collectives, round_)
     silent = [rank for rank in range(book.world) if rank not in waiting]
-    if waiting and len(waiting) == len(at) and len(silent) == 1 and _is_certain(silent[0], round_, book):
+    if at and len(silent) == 1 and _is_certain(silent[0], round_, book):
         return findings.never_came(silent[0], at, round_)
     gone = [
         rank

@@ -34,6 +34,7 @@ _TIMES = (
     re.compile(rb"\b20\d\d[-/](\d\d)[-/](\d\d)[ T_](\d\d):(\d\d):(\d\d(?:[.,]\d{1,9})?)"),
 )
 _LAST = re.compile(r"^([A-Za-z_][\w.]{0,150})(?:: (.*)|:?)$", re.DOTALL)
+_EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:: |:?$)")
 _FRAME = re.compile(r'^\s+File "([^"]{1,400})", line (\d+)(?:, in (.{1,120}))?$')
 _INFO = re.compile(rb"([\w.-]{1,200}):(\d+):(\d+) \[(-?\d+)\] NCCL INFO (.*)")
 _COMM = re.compile(rb"comm 0x\w+ rank (\d+) n[Rr]anks (\d+).*?(?:commId (0x\w+))?\D*- Init (START|COMPLETE)")
@@ -113,11 +114,12 @@ class Pattern:
 
 @dataclass
 class _Traceback:
-    """A traceback that is being read: `after`, so many lines since the exception itself."""
+    """A traceback that is being read. `named`: its lines begin with `[rank3]:`; `last`: the exception, and after it."""
 
     line: int
     generation: int
     at: float | None
+    named: bool = False
     frames: list[str] = field(default_factory=list)
     last: list[str] = field(default_factory=list)
     chain: list[str] = field(default_factory=list)
@@ -276,7 +278,7 @@ class FileScan:
         self._scan.streams[number].lines += 1
         if inner:
             line = line[inner.end() :]
-        if number in self._tracebacks and self._goes_on(number, line):
+        if number in self._tracebacks and self._goes_on(number, line, named=inner is not None):
             return
         if self._summary is not None and not label:
             self._in_summary(line.decode("utf-8", "replace"))
@@ -287,6 +289,8 @@ class FileScan:
             self._closely(number, line, rank)
 
     def _closely(self, number: int, line: bytes, rank: int | None) -> None:
+        """Read a line that has a sign of something."""
+        named = rank is not None
         if b"NCCL INFO" in line:
             info = _INFO.search(line)
             if info:
@@ -294,7 +298,9 @@ class FileScan:
                 if b"rror" not in line and b"->" not in line and b"atchdog" not in line:
                     return
         if line.startswith(b"Traceback (most recent call last)") or b": Traceback (most recent call last)" in line[:120]:
-            self._tracebacks[number] = _Traceback(self.lines, self.generation, _time(line))
+            if number in self._tracebacks:
+                self._end_traceback(number)
+            self._tracebacks[number] = _Traceback(self.lines, self.generation, _time(line), named)
             return
         text = line.decode("utf-8", "replace")
         if self._launcher(number, line, text):
@@ -312,13 +318,15 @@ class FileScan:
 
     # --- tracebacks
 
-    def _goes_on(self, number: int, line: bytes) -> bool:
+    def _goes_on(self, number: int, line: bytes, *, named: bool) -> bool:
         """Add a line to the traceback of its stream; False if it is none of it."""
         traceback = self._tracebacks[number]
+        if traceback.named and not named and line:  # its stdout, which has the same prefix
+            return False
         text = line.decode("utf-8", "replace")
         if text.startswith("Traceback (most recent call last)"):
             if traceback.last:
-                traceback.chain.append(traceback.last[0][:200])
+                traceback.chain.append("\n".join(traceback.last)[:_TEXT])
                 traceback.frames, traceback.last, traceback.done = [], [], False
             return True
         if not traceback.last and text[:1] in (" ", "\t", ""):
@@ -328,6 +336,8 @@ class FileScan:
                     traceback.frames.append(f"{frame[1]}:{frame[2]} in {frame[3] or '<module>'}")
             return bool(text.strip()) or not traceback.frames
         if not traceback.last:
+            if not _EXCEPTION.match(text):
+                return False
             traceback.last.append(text)
             if text.rstrip().endswith("ChildFailedError:"):
                 self._end_traceback(number)
@@ -351,10 +361,13 @@ class FileScan:
             return
         text = "\n".join(traceback.last)
         match = _LAST.match(text)
-        groups = {"type": (match[1] if match else text[:80]).rpartition(".")[2], "chain": " <- ".join(traceback.chain)}
-        found = self._scan.known(text.encode(), text)
-        if found is not None:
-            groups.update(found[1], known=found[0])
+        groups = {"type": (match[1] if match else text[:80]).rpartition(".")[2], "chain": " <- ".join(traceback.chain)[:_TEXT]}
+        # What it was raised from comes first: it is nearer to the cause.
+        for part in (*traceback.chain, text):
+            found = self._scan.known(part.encode(), part)
+            if found is not None:
+                groups.update(found[1], known=found[0])
+                break
         self._scan.add(
             Event(
                 "exception", number, traceback.line, _cut(text), traceback.at, traceback.generation,
