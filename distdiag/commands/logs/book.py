@@ -1,4 +1,4 @@
-"""Events of all nodes as failures of ranks: which stream is which rank, which generation, and what each line is worth."""
+"""Events of all nodes as failures of ranks: which stream is which rank, and what each line is worth."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ _SIGNALS |= {11: "SIGSEGV", 15: "SIGTERM"}
 ENDED_BY_LAUNCHER = ("SIGTERM", "SIGINT", "SIGHUP")
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
 _COLLECTIVES = frozenset(
-    "all_reduce all_gather all_gather_into_tensor all_gather_object all_to_all all_to_all_single barrier broadcast "
-    "broadcast_object_list gather gather_object monitored_barrier recv reduce reduce_scatter reduce_scatter_tensor "
-    "scatter scatter_object_list send irecv isend batch_isend_irecv".split()
+    (
+        *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),
+        *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "recv"),
+        *("reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "irecv", "isend"),
+        *("send", "batch_isend_irecv"),
+    )
 )
 
 
@@ -71,9 +74,7 @@ def make(nodes: Sequence[NodeLogs]) -> Book:
             book.comms.append(comm)
             book.nranks = max(book.nranks, comm.nranks or 0)
     whole = len({stream.host for node in nodes for stream in node.streams if stream.local is not None}) <= 1
-    pids = {
-        (comm.pid): comm.rank for comm in book.comms if comm.rank is not None and comm.nranks == book.nranks
-    }
+    pids = {(comm.pid): comm.rank for comm in book.comms if comm.rank is not None and comm.nranks == book.nranks}
     for node in nodes:
         ranks = [_rank(stream, summary, alone=whole and len(nodes) == 1) for stream in node.streams]
         for stream, rank in zip(node.streams, ranks, strict=True):
@@ -191,7 +192,8 @@ def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) ->
             return None
     stream = node.streams[event.stream]
     file = node.files[stream.file].path if stream.file < len(node.files) else ""
-    role, means, fix, commands = "cause", "", "", ()
+    role, means, fix = "cause", "", ""
+    commands: tuple[str, ...] = ()
     if row is not None:
         role, means, fix, commands = row.role, row.meaning(event.groups), row.remedy(event.groups), row.commands
     elif event.id == "exception":

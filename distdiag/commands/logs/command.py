@@ -59,16 +59,16 @@ def logs(
     from distdiag.commands.logs.types import Request
 
     if (rank is not None or split) and not from_:
-        separate.deliver_streams(paths or [], rank, split, has_hosts=cluster.typed(), as_json=as_json)
+        separate.deliver_streams(paths or [], rank, split, has_hosts=bool(cluster.typed()), as_json=as_json)
 
     def request() -> Request:
         if not (paths or from_ or cluster.explain):
             raise UsageError("no log named", hint="distdiag logs FILE, a folder, or - for stdin")
         if follow and cluster.typed():
-            raise UsageError("--follow reads logs of this machine", hint="leave out --hosts, or log in and follow there")
-        return Request(
-            program=called_as(), cluster=cluster, paths=tuple(paths or ()), timeline=timeline, follow=follow
-        )
+            raise UsageError(
+                "--follow reads logs of this machine", hint="leave out --hosts, or log in and follow there"
+            )
+        return Request(program=called_as(), cluster=cluster, paths=tuple(paths or ()), timeline=timeline, follow=follow)
 
     runner.run(subcommand(), request, runner.Options(as_json, strict, save, from_, cluster.explain))
 

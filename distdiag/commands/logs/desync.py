@@ -11,7 +11,15 @@ if TYPE_CHECKING:
 
     from distdiag.commands.logs.scan import Event
 
-_EQUAL_SIZES = ("ALLREDUCE", "BROADCAST", "REDUCE", "BARRIER", "ALLGATHER_BASE", "_ALLGATHER_BASE", "REDUCE_SCATTER_BASE")
+_EQUAL_SIZES = (
+    "ALLREDUCE",
+    "BROADCAST",
+    "REDUCE",
+    "BARRIER",
+    "ALLGATHER_BASE",
+    "_ALLGATHER_BASE",
+    "REDUCE_SCATTER_BASE",
+)
 _MOST_SILENT = 0.25
 
 
@@ -104,7 +112,11 @@ def _judge(name: str, members: dict[int, RankInGroup], world: list[int]) -> Desy
         return Desync(kind=kind, group=name, ranks=ranks, others=others, what=what, evidence=evidence)
 
     if not waiting:
-        idle = [rank for rank, member in members.items() if member.completed is not None and member.completed == member.enqueued]
+        idle = [
+            rank
+            for rank, member in members.items()
+            if member.completed is not None and member.completed == member.enqueued
+        ]
         if idle and len(idle) == len(members):
             return made("outside", (), "all enqueued collectives are complete: the ranks wait outside NCCL")
         return made("unclear", (), "no rank reports which collective it waits in")
@@ -119,9 +131,17 @@ def _judge(name: str, members: dict[int, RankInGroup], world: list[int]) -> Desy
     what = f"collective {last}{f' ({op[0][0]})' if op else ''}"
     if behind:
         lagging = [members[rank].enqueued for rank in behind]
-        return made("behind", behind, f"{what}: last enqueued there is {min(number for number in lagging if number is not None)}")
+        return made(
+            "behind",
+            behind,
+            f"{what}: last enqueued there is {min(number for number in lagging if number is not None)}",
+        )
     if len({member.seq for member in waiting.values()}) > 1:
-        return made("unclear", (), f"ranks wait in different collectives: {sorted({m.seq for m in waiting.values() if m.seq is not None})}")
+        return made(
+            "unclear",
+            (),
+            f"ranks wait in different collectives: {sorted({m.seq for m in waiting.values() if m.seq is not None})}",
+        )
     differing = _differing(at_last)
     if differing is not None:
         return made("mismatch", *differing)

@@ -166,7 +166,7 @@ def _wordless(round_: Round) -> list[Failure]:
                 by_rank[exit_.rank] = exit_
     for rank, exit_ in by_rank.items():
         written = [failure for failure in round_.of(rank) if failure.role in ("cause", "consequence")]
-        if written and not (exit_.signal in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")):
+        if written and exit_.signal not in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"):
             continue
         if any(failure.role == "cause" for failure in written):
             continue
@@ -222,7 +222,11 @@ def _time_of_exit(failure: Failure, round_: Round) -> float | None:
 
 def _who_is_missing(round_: Round, book: Book) -> Finding:
     """Nobody reports a cause: who reports nothing at all, or waits in another collective, is the one."""
-    waiting = {failure.rank: failure for failure in round_.failures if failure.role == "consequence" and failure.rank is not None}
+    waiting = {
+        failure.rank: failure
+        for failure in round_.failures
+        if failure.role == "consequence" and failure.rank is not None
+    }
     at = {rank: failure for rank, failure in waiting.items() if findings.timed_out(failure)}
     collectives = {rank: (failure.collective, failure.place) for rank, failure in at.items() if failure.collective}
     if len({name for name, _ in collectives.values()}) > 1:
@@ -231,9 +235,7 @@ def _who_is_missing(round_: Round, book: Book) -> Finding:
     if at and len(silent) == 1 and _is_certain(silent[0], round_, book):
         return findings.never_came(silent[0], at, round_)
     gone = [
-        rank
-        for rank in silent
-        if not any(exit_.signal in books.ENDED_BY_LAUNCHER for exit_ in round_.exits_of(rank))
+        rank for rank in silent if not any(exit_.signal in books.ENDED_BY_LAUNCHER for exit_ in round_.exits_of(rank))
     ]
     lost = [failure for failure in waiting.values() if not findings.timed_out(failure)]
     if lost and len(lost) == len(waiting) and len(gone) == 1 and _is_certain(gone[0], round_, book):
@@ -299,5 +301,3 @@ def _ends(round_: Round) -> list[RankEnd]:
             )
         )
     return ends
-
-

@@ -97,9 +97,7 @@ def _oom(exit_: Exit, round_: Round) -> Failure | None:
     return None
 
 
-def first_failure(
-    group: Sequence[Failure], round_: Round, book: Book, *, later: Sequence[Failure] = ()
-) -> Finding:
+def first_failure(group: Sequence[Failure], round_: Round, book: Book, *, later: Sequence[Failure] = ()) -> Finding:
     """Name the rank that failed first, or all ranks that failed alike, and why."""
     failure = group[0]
     row = known_lines().get(failure.known)
@@ -160,7 +158,10 @@ def _differences(group: Sequence[Failure]) -> str:
 def _later(later: Sequence[Failure], book: Book) -> str:
     if not later:
         return ""
-    parts = [f"{_ranks((one.rank,), book) if one.rank is not None else 'no rank named'}: {one.what[:120]}" for one in later[:_NAMED]]
+    parts = [
+        f"{_ranks((one.rank,), book) if one.rank is not None else 'no rank named'}: {one.what[:120]}"
+        for one in later[:_NAMED]
+    ]
     return f"Later, on its own: {'; '.join(parts)}."
 
 
@@ -171,7 +172,7 @@ def _fix(failure: Failure, round_: Round) -> Fix | None:
     if failure.known == "exit-signal":
         if "SIGKILL" in failure.what:
             return Fix(
-                text="find who sent it: the kernel out of memory (dmesg, memory.events), a limit of the launcher, or a person",
+                text="find who sent it: the kernel out of memory (dmesg, memory.events), a limit, or a person",
                 commands=(
                     "dmesg -T | grep -i -E 'out of memory|oom-kill'",
                     "cat /sys/fs/cgroup/memory.events",
@@ -202,17 +203,26 @@ def several(groups: Sequence[Sequence[Failure]], round_: Round, book: Book) -> F
         parts.append(f"{who}: {group[0].what[:160]}")
     more = f"; and {len(groups) - _NAMED} more" if len(groups) > _NAMED else ""
     first = next((exit_ for exit_ in round_.exits if exit_.first), None)
-    seen = f" {first.launcher} saw rank {first.rank} first, which is when it looked, not when they failed." if first else ""
+    seen = (
+        f" {first.launcher} saw rank {first.rank} first, which is when it looked, not when they failed."
+        if first
+        else ""
+    )
     return Finding(
         id="logs.order-unknown",
         level=Level.UNKNOWN,
         title=f"{len(groups)} different failures, and the log does not tell which was first: {'; '.join(parts)}{more}",
         detail="Their lines have no times, or times that are too close." + seen,
-        witnesses=Witnesses(ranks=tuple(sorted({one.rank for group in groups for one in group if one.rank is not None}))),
+        witnesses=Witnesses(
+            ranks=tuple(sorted({one.rank for group in groups for one in group if one.rank is not None}))
+        ),
         evidence=tuple(line for group in groups[:_NAMED] for line in _evidence(group)[:1]),
         fix=Fix(
-            text="for the next run, let each rank write the time of its failure (@record around main), and its own file",
-            commands=("export TORCHELASTIC_ERROR_FILE=/tmp/error.json", "torchrun --log-dir logs --redirects 3 --tee 3 ..."),
+            text="for the next run, let each rank write the time of its failure (@record), and its own file",
+            commands=(
+                "export TORCHELASTIC_ERROR_FILE=/tmp/error.json",
+                "torchrun --log-dir logs --redirects 3 --tee 3 ...",
+            ),
         ),
     )
 
@@ -225,9 +235,7 @@ def different_collectives(collectives: Mapping[int, tuple[str, str]], round_: Ro
     ordered = sorted(by_name.items(), key=lambda item: -len(item[1]))
     few = sorted(rank for _, ranks in ordered[1:] for rank in ranks)
     clear = len(ordered[0][1]) > len(few)
-    words = "; ".join(
-        f"{name_ranks(ranks)} in {name} ({collectives[ranks[0]][1]})" for name, ranks in ordered[:_NAMED]
-    )
+    words = "; ".join(f"{name_ranks(ranks)} in {name} ({collectives[ranks[0]][1]})" for name, ranks in ordered[:_NAMED])
     return Finding(
         id="logs.collective-mismatch",
         level=Level.FAIL,
@@ -266,11 +274,13 @@ def left_early(rank: int, waiting: Mapping[int, Failure], round_: Round) -> Find
         level=Level.FAIL,
         title=f"{_ranks((rank,), round_.book)} left while the others still communicated: "
         f"{name_ranks(waiting)} lost a peer, and it reports no error",
-        detail="It ended with status 0 (fewer batches than the others, an early return), or was killed without a trace.",
+        detail="It ended with status 0 (fewer batches than the others), or was killed without a trace.",
         where=Where(ranks=(rank,), hosts=tuple(filter(None, (round_.book.hosts.get(rank, ""),)))),
         witnesses=Witnesses(ranks=tuple(sorted(waiting))),
         evidence=_evidence(list(waiting.values())),
-        fix=Fix(text="compare how many steps each rank makes: dataset length, drop_last, early stopping; DDP: model.join()"),
+        fix=Fix(
+            text="compare how many steps each rank makes: dataset length, drop_last, early stopping; DDP: model.join()"
+        ),
     )
 
 
@@ -282,12 +292,12 @@ def cannot_tell(round_: Round, book: Book, silent: Sequence[int]) -> Finding:
     return Finding(
         id="logs.cannot-tell",
         level=Level.UNKNOWN,
-        title=f"the log has consequences only: {name_ranks(who) if who else 'ranks'} lost a peer or waited in vain{missing}",
+        title=f"consequences only: {name_ranks(who) if who else 'ranks'} lost a peer or timed out{missing}",
         detail="What ended the first rank is not in these logs.",
         witnesses=Witnesses(ranks=tuple(who)),
         evidence=_evidence(waiting),
         fix=Fix(
-            text="add the logs of the other ranks and nodes; for the next run keep all output, and let torch name the ranks",
+            text="add the logs of the other ranks and nodes; in the next run keep all output of all ranks",
             commands=(
                 "torchrun --log-dir logs --redirects 3 --tee 3 ...",
                 "export TORCH_DISTRIBUTED_DEBUG=DETAIL NCCL_DEBUG=INFO TORCH_FR_BUFFER_SIZE=2000",
@@ -319,14 +329,21 @@ def of_desync(desync: Desync, round_: Round, *, first: bool) -> Finding:
         "mismatch": f"the ranks called different collectives: {desync.what}",
         "silent": f"{who} reports nothing while {waiting} timed out in {desync.what}: dead, or busy outside NCCL",
         "never": f"the ranks never connected: all timed out in {desync.what}, and none was completed before",
-        "same": f"all ranks timed out in {desync.what}, the same on each: network, hardware, or a rank that is not in the log",
+        "same": f"all ranks timed out in {desync.what}: the network, hardware, or a rank that is not here",
         "outside": desync.what,
         "unclear": desync.what,
     }
     fixes = {
-        "behind": Fix(text="see what it did instead", commands=("distdiag pyspy-all", "export TORCH_FR_BUFFER_SIZE=2000")),
-        "mismatch": Fix(text="find the branch that depends on the rank before it", commands=("export TORCH_DISTRIBUTED_DEBUG=DETAIL",)),
-        "silent": Fix(text="see the end of its own log, and its host's", commands=("distdiag pyspy-all", "dmesg -T | tail")),
+        "behind": Fix(
+            text="see what it did instead", commands=("distdiag pyspy-all", "export TORCH_FR_BUFFER_SIZE=2000")
+        ),
+        "mismatch": Fix(
+            text="find the branch that depends on the rank before it",
+            commands=("export TORCH_DISTRIBUTED_DEBUG=DETAIL",),
+        ),
+        "silent": Fix(
+            text="see the end of its own log, and its host's", commands=("distdiag pyspy-all", "dmesg -T | tail")
+        ),
         "outside": Fix(text="see where the ranks are", commands=("distdiag pyspy-all --native",)),
     }
     network = Fix(
@@ -402,7 +419,8 @@ def _evidence(group: Iterable[Failure]) -> tuple[str, ...]:
     for same in list(lines.values())[:_NAMED]:
         failure = same[0]
         ranks = fold_ranks(one.rank for one in same if one.rank is not None)
-        shown.append(f"{failure.file}:{failure.line}: {f'[ranks {ranks}] ' if len(same) > 1 and ranks else ''}{failure.what[:_QUOTE]}")
+        who = f"[ranks {ranks}] " if len(same) > 1 and ranks else ""
+        shown.append(f"{failure.file}:{failure.line}: {who}{failure.what[:_QUOTE]}")
     return tuple(shown)
 
 

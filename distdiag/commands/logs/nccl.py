@@ -50,7 +50,10 @@ def _stuck(stuck: Sequence[NcclRank], done: Sequence[NcclRank]) -> Finding:
         title=f"NCCL's init did not complete on {len(stuck)} ranks: {who} came to {PHASES[least]} only{rest}{missing}",
         where=Where(hosts=tuple(sorted({comm.host for comm in last}))),
         witnesses=Witnesses(ranks=tuple(sorted(comm.rank for comm in done if comm.rank is not None))),
-        fix=Fix(text="test whether these nodes reach each other, on the interface that NCCL uses", commands=("distdiag ports --hosts ...",)),
+        fix=Fix(
+            text="test whether these nodes reach each other, on the interface that NCCL uses",
+            commands=("distdiag ports --hosts ...",),
+        ),
     )
 
 
@@ -74,7 +77,9 @@ def _differing(comms: Sequence[NcclRank]) -> list[Finding]:
         clear = len(ordered[0][1]) > len(ordered[1][1])
         few = sorted({host for _, hosts in ordered[1:] for host in hosts} - ordered[0][1])
         told = "; ".join(f"{shown}: {fold(sorted(hosts))}" for shown, hosts in ordered[:4])
-        slow = "; one node without GPUDirect RDMA slows the whole job" if name == "transport" and "GDRDMA" in told else ""
+        slow = (
+            "; one node without GPUDirect RDMA slows the whole job" if name == "transport" and "GDRDMA" in told else ""
+        )
         found.append(
             Finding(
                 id=f"logs.nccl-{name}",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SIGNS = (
     b"rror", b"raceback", b"xception", b"illed", b"ignal", b"NCCL", b"atchdog", b"bort", b"ail", b"xit", b"imed out",
-    b"imeout", b"oom", b"Out of memory", b"enqueued", b"Segmentation", b"CANCELLED", b"losed", b"Xid", b"pid",
+    b"imeout", b"oom", b"Out of memory", b"enqueued", b"Segmentation", b"CANCELLED", b"losed", b"NVRM", b"pid",
     b"will restart", b"double free", b"No space",
 )  # fmt: skip
 """A line without any of these is none that a pattern fits."""
@@ -123,7 +123,6 @@ class _Traceback:
     frames: list[str] = field(default_factory=list)
     last: list[str] = field(default_factory=list)
     chain: list[str] = field(default_factory=list)
-    done: bool = False
 
 
 class Scan:
@@ -153,10 +152,9 @@ class Scan:
             self.events[at] = replace(old, count=old.count + 1)
             return
         kind = (event.stream, event.id)
-        self._per_stream[kind] = count = self._per_stream.get(kind, 0) + 1
-        if count > (_MOST_OF_STREAM if event.id in ("exit", "watchdog", "status") else _MOST_OF_KIND):
-            self.dropped += 1
-        elif len(self.events) >= _MOST_EVENTS:
+        count = self._per_stream[kind] = self._per_stream.get(kind, 0) + 1
+        most = _MOST_OF_STREAM if event.id in ("exit", "watchdog", "status") else _MOST_OF_KIND
+        if count > most or len(self.events) >= _MOST_EVENTS:
             self.dropped += 1
         else:
             self._seen[same] = len(self.events)
@@ -290,17 +288,18 @@ class FileScan:
 
     def _closely(self, number: int, line: bytes, rank: int | None) -> None:
         """Read a line that has a sign of something."""
-        named = rank is not None
+        by_torch = rank is not None
         if b"NCCL INFO" in line:
             info = _INFO.search(line)
-            if info:
-                self._info(info)
-                if b"rror" not in line and b"->" not in line and b"atchdog" not in line:
-                    return
-        if line.startswith(b"Traceback (most recent call last)") or b": Traceback (most recent call last)" in line[:120]:
+            if info and self._info(info) and b"rror" not in line and b"atchdog" not in line:
+                return
+        if (
+            line.startswith(b"Traceback (most recent call last)")
+            or b": Traceback (most recent call last)" in line[:120]
+        ):
             if number in self._tracebacks:
                 self._end_traceback(number)
-            self._tracebacks[number] = _Traceback(self.lines, self.generation, _time(line), named)
+            self._tracebacks[number] = _Traceback(self.lines, self.generation, _time(line), by_torch)
             return
         text = line.decode("utf-8", "replace")
         if self._launcher(number, line, text):
@@ -327,33 +326,31 @@ class FileScan:
         if text.startswith("Traceback (most recent call last)"):
             if traceback.last:
                 traceback.chain.append("\n".join(traceback.last)[:_TEXT])
-                traceback.frames, traceback.last, traceback.done = [], [], False
+                traceback.frames, traceback.last = [], []
             return True
-        if not traceback.last and text[:1] in (" ", "\t", ""):
-            if len(traceback.frames) < _FRAMES:
-                frame = _FRAME.match(text)
-                if frame:
-                    traceback.frames.append(f"{frame[1]}:{frame[2]} in {frame[3] or '<module>'}")
-            return bool(text.strip()) or not traceback.frames
         if not traceback.last:
-            if not _EXCEPTION.match(text):
-                return False
-            traceback.last.append(text)
-            if text.rstrip().endswith("ChildFailedError:"):
-                self._end_traceback(number)
-                self._summary = {}
+            return self._before_exception(number, traceback, text)
+        if text.startswith(("During handling of the above", "The above exception was the direct")) or not text:
             return True
-        if text.startswith(("During handling of the above", "The above exception was the direct")):
-            traceback.done = False
-            return True
-        if len(traceback.last) <= _TAIL and text and not _NEW.match(text) and not any(w in text for w in _WATCHDOG):
-            if _CONTINUES.match(text) or text[:1].isspace():
-                traceback.last.append(text[:300])
-                return True
-        elif not text:
+        if len(traceback.last) <= _TAIL and (_CONTINUES.match(text) or text[:1].isspace()):
+            traceback.last.append(text[:300])
             return True
         self._end_traceback(number)
         return False
+
+    def _before_exception(self, number: int, traceback: _Traceback, text: str) -> bool:
+        if text[:1] in (" ", "\t", ""):
+            frame = _FRAME.match(text)
+            if frame and len(traceback.frames) < _FRAMES:
+                traceback.frames.append(f"{frame[1]}:{frame[2]} in {frame[3] or '<module>'}")
+            return True
+        if not _EXCEPTION.match(text):
+            return False
+        traceback.last.append(text)
+        if text.rstrip().endswith("ChildFailedError:"):
+            self._end_traceback(number)
+            self._summary = {}
+        return True
 
     def _end_traceback(self, number: int) -> None:
         traceback = self._tracebacks.pop(number)
@@ -361,7 +358,10 @@ class FileScan:
             return
         text = "\n".join(traceback.last)
         match = _LAST.match(text)
-        groups = {"type": (match[1] if match else text[:80]).rpartition(".")[2], "chain": " <- ".join(traceback.chain)[:_TEXT]}
+        groups = {
+            "type": (match[1] if match else text[:80]).rpartition(".")[2],
+            "chain": " <- ".join(traceback.chain)[:_TEXT],
+        }
         # What it was raised from comes first: it is nearer to the cause.
         for part in (*traceback.chain, text):
             found = self._scan.known(part.encode(), part)
@@ -446,10 +446,9 @@ class FileScan:
         who = int(rank[1]) if rank else None
         if _WATCHDOG[0] in text:
             work = _WORK.search(text)
-            if work is None or "ran for" not in text:
-                if not last:
-                    self._wrapped[number] = (line, text)
-                    return
+            if (work is None or "ran for" not in text) and not last:
+                self._wrapped[number] = (line, text)
+                return
             if work is not None:
                 for part in re.split(r",\s*(?![^\[]*\])", work[1]):
                     name, _, value = part.partition("=")
@@ -465,19 +464,20 @@ class FileScan:
             return
         self._scan.add(Event("status", number, line, _cut(text), at, self.generation, who, groups))
 
-    def _info(self, match: re.Match[bytes]) -> None:
+    def _info(self, match: re.Match[bytes]) -> bool:
+        """Read a line of NCCL_DEBUG=INFO; False if it is the trace of an error on its way up."""
         message, key = match[5], (match[1].decode("ascii", "replace"), int(match[2]))
         comm = self._scan.comms.get(key)
         if comm is None:
             if len(self._scan.comms) >= _MOST_COMMS:
-                return
+                return True
             comm = self._scan.comms[key] = NcclRank(*key)
         via = _VIA.search(message)
         if via:
             kind = via[1].decode("ascii", "replace") + ("/GDRDMA" if b"GDRDMA" in via[2] else "")
             comm.edges[kind] = comm.edges.get(kind, 0) + 1
             comm.phase = max(comm.phase, 2)
-            return
+            return True
         init = _COMM.search(message)
         if init:
             comm.rank, comm.nranks = int(init[1]), int(init[2])
@@ -485,19 +485,29 @@ class FileScan:
                 comm.started, comm.phase = comm.started + 1, 1
             else:
                 comm.completed, comm.phase = comm.completed + 1, 5
-            return
+            return True
         for phase, words in enumerate(_PHASES):
             if words in message and phase not in (1, 5):
-                comm.phase = max(comm.phase, phase) if comm.phase != 5 else 5
-        oob, net = _OOB.search(message), _NET.search(message)
-        if oob:
-            comm.interface, comm.address = oob[2].decode("ascii", "replace"), oob[3].decode("ascii", "replace")
-        elif net and not comm.network:
-            comm.network = net[1].decode("ascii", "replace")
-        elif message.startswith(b"Using network "):
-            comm.network = message[14:].split()[0].decode("ascii", "replace")[:40] if message[14:].split() else ""
-        elif b"NCCL version " in message:
-            comm.version = message.partition(b"NCCL version ")[2].split(b" ")[0].decode("ascii", "replace")[:40]
+                comm.phase = max(comm.phase, phase)
+        _set_up(comm, message)
+        return b" -> " not in message
+
+
+def _set_up(comm: NcclRank, message: bytes) -> None:
+    """Note which interface, network and version a process uses."""
+    oob, net = _OOB.search(message), _NET.search(message)
+    if oob:
+        comm.interface, comm.address = _ascii(oob[2]), _ascii(oob[3])
+    elif net and not comm.network:
+        comm.network = _ascii(net[1])
+    elif message.startswith(b"Using network "):
+        comm.network = _ascii(message[14:].strip().partition(b" ")[0])
+    elif b"NCCL version " in message:
+        comm.version = _ascii(message.partition(b"NCCL version ")[2].partition(b" ")[0])
+
+
+def _ascii(text: bytes) -> str:
+    return text[:40].decode("ascii", "replace")
 
 
 _WHO = re.compile(r"\b[Rr]ank (\d{1,7})\]")
@@ -533,8 +543,10 @@ _EXITS = (
     (re.compile(r"Process (?P<pid>\d+) exits with return code = (?P<code>-?\d+)"), "deepspeed"),
     (re.compile(r"^=\s+EXIT CODE: (?P<code>\d+)"), "mpiexec"),
 )
-_NEW = re.compile(r"^(?:\[|[EWIF]\d{4} |20\d\d-|\S+:\d+:\d+ \[|rank \d)")
-_CONTINUES = re.compile(r"^(?:nccl\w+:|Last error:|Exception raised from|frame #|CUDA kernel errors|For debugging|Compile with|Device-side|Search for|Parameter|The following|In addition|making sure|to )|NCCL WARN|: ")
+_CONTINUES = re.compile(
+    r"^(?:nccl\w+:|Last error:|Exception raised from|frame #|CUDA kernel errors|For debugging|Compile with|Device-side|"
+    r"Search for|Parameter|The following|In addition|making sure|to |: )|NCCL WARN"
+)
 
 
 def _hits(block: bytes) -> list[int]:

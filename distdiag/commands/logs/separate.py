@@ -13,6 +13,7 @@ from distdiag.commands.logs.demux import Demux, harmless
 from distdiag.deliver import fail
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.files import make_folder
+from distdiag.node.core.packed import CannotUnpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -22,18 +23,20 @@ if TYPE_CHECKING:
 _MOST_FILES = 512
 
 
-def deliver_streams(
-    paths: Sequence[str], rank: int | None, split: str, *, has_hosts: bool, as_json: bool
-) -> NoReturn:
+def deliver_streams(paths: Sequence[str], rank: int | None, split: str, *, has_hosts: bool, as_json: bool) -> NoReturn:
     """Write a rank's lines to stdout, or each rank's to a file, and leave with the exit status."""
     try:
         if has_hosts or as_json or not paths:
-            raise UsageError("--rank and --split take logs of this machine and write text", hint="name files of this machine")
+            raise UsageError(
+                "--rank and --split take logs of this machine and write text", hint="name files of this machine"
+            )
         if split:
             make_folder("--split", split)
             _split(paths, split, rank)
         elif not _print(paths, rank or 0):
-            raise DistdiagError(f"no line of rank {rank} in {', '.join(paths)}", hint="distdiag logs PATH lists the ranks")
+            raise DistdiagError(
+                f"no line of rank {rank} in {', '.join(paths)}", hint="distdiag logs PATH lists the ranks"
+            )
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except DistdiagError as error:
@@ -96,7 +99,7 @@ def _lines_of(path: str) -> Iterator[tuple[int | None, str, bytes]]:
                     yield _named(demux.labels[label], own.rank, own.local, text)
         for label, text in demux.finish():
             yield _named(demux.labels[label], own.rank, own.local, text)
-    except (collect.Unreadable, collect.CannotUnpack, OSError, ValueError) as error:
+    except (collect.Unreadable, CannotUnpack, OSError, ValueError) as error:
         raise DistdiagError(f"{path}: {error}", hint="name logs that can be read") from error
 
 

@@ -66,7 +66,12 @@ def _timeline(data: Logs) -> Iterator[str]:
     timed = all(failure.at is not None for failure in data.failures)
     ordered = sorted(
         data.failures,
-        key=lambda failure: (failure.generation, failure.at if timed and failure.at else 0.0, failure.file, failure.line),
+        key=lambda failure: (
+            failure.generation,
+            failure.at if timed and failure.at else 0.0,
+            failure.file,
+            failure.line,
+        ),
     )
     if not timed and len(data.sources) > 1:
         yield "order: by file and line; not every line has a time, so files are not merged"
