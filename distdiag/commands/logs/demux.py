@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 LONGEST_LINE = 1 << 16
 _MOST_OPEN_BYTES = 1 << 20
 _ESCAPE = re.compile(rb"\x1b(?:\[[0-?]{0,32}[ -/]{0,4}[@-~]|\][^\x07\x1b\n]{0,256}(?:\x07|\x1b\\)|[@-Z\\^_])")
-_CONTROL = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]")
+_CONTROL = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]|\xc2[\x80-\x9f]")
 _STAMP = rb"(?:\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4} ?)?"
 _MOST_LABELS = 1 << 16
 _DEPTH = 2
@@ -43,7 +43,7 @@ FORMATS = (
         "mpirun",
         re.compile(
             _STAMP + rb"\[[^\[\]\s,]{1,120},(?P<rank>\d{1,7})\](?:\[(?P<host>[\w.-]{1,100}):(?P<pid>\d+)\])?"
-            rb"<(?P<stream>std\w{3,4})>: ?"
+            rb"<(?P<stream>std\w{3,4})>:"
         ),
         torn=True,
     ),
@@ -67,7 +67,7 @@ FORMATS = (
 )
 _BY_NAME = {form.name: form for form in FORMATS}
 _NO_HOST = re.compile(
-    rb"(?i)(?:warning|error|info|debug|note|hint|fatal|critical|trace\w*|epoch|step|loss|iter\w*|\w*Error|\w*Exception):"
+    rb"(?i)(?:srun|slurmstepd|mpirun|mpiexec|bash|sh|python[\d.]*|torchrun|warning|error|info|debug|note|hint|fatal|critical|trace\w*|epoch|step|loss|iter\w*|\w*Error|\w*Exception):"
 )
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _APART_S = 1.5
 """Times of two ranks that differ by more tell which was first: launchers write whole seconds."""
+_ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 _MOST_RANKS, _MOST_FAILURES = 4096, 5000
 
 
@@ -60,8 +61,9 @@ def diagnose(request: Request, gathered: Gathered[NodeLogs]) -> Report[Logs]:
     found += nccl.findings_of(book.comms, ended=bool(failed or book.watchdog))
     found += _unread(nodes, gathered)
     found += host_findings(gathered.refusals, gathered.rows)
-    first = next((finding for finding in found if finding.level in (Level.FAIL, Level.UNKNOWN)), None)
-    found = found if first is None else [first, *(finding for finding in found if finding is not first)]
+    found.sort(key=lambda finding: _ORDER.index(finding.level))
+    if len(found) > 1:
+        found = [finding for finding in found if finding.id != "logs.no-failure"]
     number = failed.number if failed is not None else 0
     data = Logs(
         sources=_sources(nodes),
@@ -72,13 +74,11 @@ def diagnose(request: Request, gathered: Gathered[NodeLogs]) -> Report[Logs]:
         failures=tuple(book.failures[:_MOST_FAILURES]),
         dropped=sum(node.dropped for node in nodes),
     )
-    worst = next((finding for level in Level for finding in found if finding.level is level), None)
-    worst = next((finding for finding in found if finding.level is Level.FAIL), first or worst)
     return Report(
         command=COMMAND,
         data=data,
         findings=tuple(found),
-        summary=worst.title if worst is not None else "no log was read",
+        summary=found[0].title if found else "no log was read",
         interrupted=gathered.interrupted,
     )
 

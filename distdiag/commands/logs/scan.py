@@ -42,7 +42,7 @@ _OOB = re.compile(rb"Bootstrap ?: Using (\[\d+\])?([^: ]+):([\d.a-f:\[\]]+)<")
 _NET = re.compile(rb"NET/(\w+) ?: Using (.*)")
 _VIA = re.compile(rb" via (P2P|SHM|NET/[\w.-]+)((?:/[\w.-]+)*)")
 _SUMMARY = re.compile(r"^\s+(time|host|rank|exitcode|error_file|traceback)\s*: (.*)$")
-_WATCHDOG = ("caught collective operation timeout", "last enqueued")
+_WATCHDOG = ("Watchdog caught", "ast enqueued")
 _PHASES = (b"Bootstrap", b"Init START", b"Trees", b"Connected all rings", b"Connected all trees", b"Init COMPLETE")
 
 
@@ -280,9 +280,16 @@ class FileScan:
             return
         if self._summary is not None and not label:
             self._in_summary(line.decode("utf-8", "replace"))
-        if number in self._wrapped:
-            began, text = self._wrapped.pop(number)
-            self._watchdog(number, text + line.decode("utf-8", "replace").strip("\n"), began, last=True)
+        # What a terminal wrapped goes on without a prefix.
+        wrapped = (
+            number if inner or label else next((n for n, at in self._wrapped.items() if at[0] == self.lines - 1), -1)
+        )
+        if wrapped in self._wrapped:
+            began, text = self._wrapped.pop(wrapped)
+            if inner is None:
+                self._watchdog(wrapped, text + line.decode("utf-8", "replace"), began, last=True)
+                return
+            self._watchdog(wrapped, text, began, last=True)
         if hit:
             self._closely(number, line, rank)
 

@@ -49,7 +49,7 @@ def _print(paths: Sequence[str], rank: int) -> bool:
     on_terminal = sys.stdout.isatty()
     for line in (text for number, _, text in _lines(paths) if number == rank):
         found = True
-        out.write((harmless(line) if on_terminal else line) + b"\n")
+        out.write(harmless(line) if on_terminal else line)
     out.flush()
     return found
 
@@ -65,7 +65,7 @@ def _split(paths: Sequence[str], folder: str, only: int | None) -> None:
                 if len(files) >= _MOST_FILES:
                     name = "others.log"
                 files.setdefault(name, open(os.path.join(folder, name), "wb"))  # noqa: SIM115 - closed below
-            files[name].write(text + b"\n")
+            files[name].write(text)
     except OSError as error:
         raise DistdiagError(f"--split {folder}: {error.strerror}", hint="name a folder that can be written") from error
     finally:
@@ -92,11 +92,11 @@ def _lines_of(path: str) -> Iterator[tuple[int | None, str, bytes]]:
     try:
         for block in collect.blocks(path, [0]):
             demux.detect(block)
-            ended = block.endswith(b"\n")
             lines = block.split(b"\n")
-            for number, line in enumerate(lines[:-1] if ended else lines):
-                for label, text in demux.lines(line, ended or number < len(lines) - 1):
-                    yield _named(demux.labels[label], own.rank, own.local, text)
+            for number, line in enumerate(lines):
+                ended = number < len(lines) - 1
+                for label, text in demux.lines(line, ended) if line or ended else ():
+                    yield _named(demux.labels[label], own.rank, own.local, text + b"\n" * ended)
         for label, text in demux.finish():
             yield _named(demux.labels[label], own.rank, own.local, text)
     except (collect.Unreadable, CannotUnpack, OSError, ValueError) as error:
@@ -108,6 +108,7 @@ def _named(label: Label, rank: int | None, local: int | None, text: bytes) -> tu
     if number is None and (inner := collect.RANK.match(text)):
         number = int(inner[1])
     if b"\r" in text:
-        states = [state for state in text.split(b"\r") if state.strip()]
-        text = states[-1] if states else b""
+        ended = text.endswith(b"\n")
+        states = [state for state in text.rstrip(b"\n").split(b"\r") if state.strip()]
+        text = (states[-1] if states else b"") + b"\n" * ended
     return number, f"{label.host or ''}{label.text}", text
