@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from distdiag.commands.logs.demux import LONGEST_LINE, Demux
 from distdiag.commands.logs.scan import RANK, Event, NcclRank, Pattern, Scan, Stream
 from distdiag.node import machine
-from distdiag.node.core.packed import CannotUnpack, Kind, _pieces, kind
+from distdiag.node.core.packed import CannotUnpack, Kind, kind, stream
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ def blocks(path: str, cuts: list[int], *, follow: bool = False) -> Iterator[byte
 
 def _bytes(path: str, *, follow: bool) -> Generator[bytes, None, None]:
     if path == "-":
-        yield from _stream(sys.stdin.fileno())
+        yield from _piped(sys.stdin.fileno())
         return
     mode = os.stat(path).st_mode
     if stat.S_ISFIFO(mode):
@@ -230,14 +230,14 @@ def _bytes(path: str, *, follow: bool) -> Generator[bytes, None, None]:
             if not select.select([fd], [], [], _WAIT_FOR_WRITER_S)[0]:
                 raise Unreadable(f"a pipe that nobody wrote to for {_WAIT_FOR_WRITER_S:g} s")
             os.set_blocking(fd, True)
-            yield from _stream(fd)
+            yield from _piped(fd)
         finally:
             os.close(fd)
         return
     if not stat.S_ISREG(mode):
         raise Unreadable("not a regular file")
     if kind(path) is not Kind.PLAIN:
-        pieces = _pieces(path, kind(path), _UNPACK_S)
+        pieces = stream(path, kind(path), _UNPACK_S)
         try:
             yield from pieces
         finally:
@@ -257,7 +257,7 @@ def _bytes(path: str, *, follow: bool) -> Generator[bytes, None, None]:
             yield piece
 
 
-def _stream(fd: int) -> Iterator[bytes]:
+def _piped(fd: int) -> Iterator[bytes]:
     while True:
         piece = os.read(fd, _BLOCK)
         if not piece:

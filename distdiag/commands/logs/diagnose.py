@@ -63,7 +63,7 @@ def diagnose(request: Request, gathered: Gathered[NodeLogs]) -> Report[Logs]:
     found += host_findings(gathered.refusals, gathered.rows)
     found.sort(key=lambda finding: _ORDER.index(finding.level))
     if len(found) > 1:
-        found = [finding for finding in found if finding.id != "logs.no-failure"]
+        found = [finding for finding in found if finding.id not in ("logs.no-failure", "logs.empty")]
     number = failed.number if failed is not None else 0
     data = Logs(
         sources=_sources(nodes),
