@@ -157,6 +157,29 @@ _IB = (
     "node{0}:10{0}:20{0} [0] transport/net_ib.cc:2134 NCCL WARN NET/IB : Got completion from peer 10.0.0.{1}<4791> with "
     "status=12 opcode=0 len=0 vendor err 129 (Recv)\n"
 )
+_TORCHRUN = (
+    "E1123 10:00:09.000000 99 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: {code}) local_rank: {rank} "
+    '(pid: 70{rank}) of binary: /usr/bin/python\nTraceback (most recent call last):\n  File "run.py", line 1, in main\n'
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n====\ntrain.py FAILED\n----\nFailures:\n{others}----\n"
+    "Root Cause (first observed failure):\n[0]:\n  time      : 2026-11-23_10:00:09\n  host      : n1\n"
+    "  rank      : {rank} (local_rank: {rank})\n  exitcode  : {code} (pid: 70{rank})\n  traceback : x\n====\n"
+)
+_ENDED = (
+    "[{0}]:\n  time      : 2026-11-23_10:00:09\n  host      : n1\n  rank      : {0} (local_rank: {0})\n"
+    "  exitcode  : -15 (pid: 70{0})  (SIGTERM)\n  traceback : Signal 15 (SIGTERM) received by PID 70{0}\n"
+)
+_HANDLED = (
+    "[default0]:"
+    + _TRACE.replace("\n", "\n[default0]:")
+    + "ConnectionError: wandb is not reachable\n[default0]:step 7\n"
+)
+
+
+def ended_by_torchrun(rank: int, code: int, *others: int) -> str:
+    """Write torchrun's end: this rank failed, the others were ended."""
+    return _TORCHRUN.format(rank=rank, code=code, others="".join(_ENDED.format(other) for other in others))
+
+
 _GENERATED: dict[str, tuple[str, str, tuple[int, ...], str]] = {
     "wd-behind": (
         stuck(range(3), 808) + caught(3, 805, "ALLGATHER") + status(3, 805, 805, 804),
@@ -266,6 +289,30 @@ _GENERATED: dict[str, tuple[str, str, tuple[int, ...], str]] = {
         "collective-mismatch",
         (),
         "ranks 0 and 1",
+    ),
+    "handled-then-exit": (_HANDLED + ended_by_torchrun(2, 1, 0, 1), "unknown", (), "wandb"),
+    "handled-then-lost": (
+        _HANDLED
+        + "".join(raised(rank, "RuntimeError: Connection closed by peer [::1]:9") for rank in (1, 3))
+        + ended_by_torchrun(1, 1, 0, 3),
+        "unknown",
+        (),
+        "wandb",
+    ),
+    "two-nodes-one-file": (
+        "[default0]:[rank0]: step 1\n[default0]:[rank8]: step 1\n[default1]:step\n"
+        + "".join(f"[default0]:{line}\n" for line in raised(8, "ValueError: bad").splitlines()),
+        "first-failure",
+        (8,),
+        "ValueError: bad",
+    ),
+    "second-node-alone": (
+        "[default0]:[rank8]: step 1\n[default1]:step 1\n[default1]:"
+        + _TRACE.replace("\n", "\n[default1]:")
+        + "ValueError: bad\n",
+        "failure",
+        (),
+        "ValueError: bad",
     ),
     "info-gdr": (
         "".join(

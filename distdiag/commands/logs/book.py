@@ -73,10 +73,10 @@ def make(nodes: Sequence[NodeLogs]) -> Book:
         for comm in node.comms:
             book.comms.append(comm)
             book.nranks = max(book.nranks, comm.nranks or 0)
-    whole = len({stream.host for node in nodes for stream in node.streams if stream.local is not None}) <= 1
+    locals_ = _locals(nodes)
     pids = {(comm.pid): comm.rank for comm in book.comms if comm.rank is not None and comm.nranks == book.nranks}
     for node in nodes:
-        ranks = [_rank(stream, summary, alone=whole and len(nodes) == 1) for stream in node.streams]
+        ranks = [_rank(stream, node.host, summary, locals_) for stream in node.streams]
         for stream, rank in zip(node.streams, ranks, strict=True):
             if rank is not None:
                 book.ranks[rank] = book.ranks.get(rank, 0) + stream.lines
@@ -104,13 +104,34 @@ def _summary(nodes: Iterable[NodeLogs]) -> dict[tuple[str, int], int]:
     return found
 
 
-def _rank(stream: Stream, summary: dict[tuple[str, int], int], *, alone: bool) -> int | None:
+def _locals(nodes: Sequence[NodeLogs]) -> dict[tuple[str, str, int], set[int]]:
+    """Return which ranks write under a local rank, by node, host of the prefix and local rank."""
+    found: dict[tuple[str, str, int], set[int]] = {}
+    for node in nodes:
+        for stream in node.streams:
+            if stream.local is not None:
+                ranks = found.setdefault((node.host, stream.host, stream.local), set())
+                ranks.update(() if stream.rank is None else (stream.rank,))
+    return found
+
+
+def _rank(
+    stream: Stream, node: str, summary: dict[tuple[str, int], int], locals_: dict[tuple[str, str, int], set[int]]
+) -> int | None:
+    """Return whose stream it is. A local rank is a rank on one node only, and lines may show that there are more."""
     if stream.rank is not None or stream.local is None:
         return stream.rank
-    for (host, local), rank in summary.items():
-        if local == stream.local and (alone or host == stream.host):
-            return rank
-    return stream.local if alone else None
+    ranks = locals_[node, stream.host, stream.local]
+    if ranks:
+        return next(iter(ranks)) if len(ranks) == 1 else None
+    several = len({(host, prefix) for host, prefix, _ in locals_}) > 1
+    moved = any(ranks - {local} for (_, _, local), ranks in locals_.items())
+    found = {rank for (host, local), rank in summary.items() if local == stream.local and host == stream.host}
+    if not several:
+        found |= {rank for (_, local), rank in summary.items() if local == stream.local}
+    if found:
+        return found.pop() if len(found) == 1 else None
+    return None if several or moved or any(rank != local for (_, local), rank in summary.items()) else stream.local
 
 
 def _add(book: Book, node: NodeLogs, event: Event, rank: int | None, pids: dict[int, int]) -> None:
@@ -146,7 +167,15 @@ def _by_pid(text: str, pids: dict[int, int]) -> int | None:
 
 def _is_alone(node: NodeLogs) -> bool:
     """Local ranks are ranks where there is one node."""
-    return len({stream.host for stream in node.streams}) <= 1
+    shared = any(
+        stream.rank is not None and stream.local is not None and stream.rank != stream.local for stream in node.streams
+    )
+    moved = any(
+        event.groups["rank"] != event.groups["local"]
+        for event in node.events
+        if event.id == "exit" and event.groups.get("rank") and event.groups.get("local")
+    )
+    return len({stream.host for stream in node.streams}) <= 1 and not shared and not moved
 
 
 def _exits(event: Event, rank: int | None, generation: int, alone: bool) -> list[Exit]:

@@ -111,8 +111,11 @@ def _first_cause(round_: Round, book: Book) -> list[Finding]:
         suspects += [
             failure
             for failure in wordless
-            if failure.known == "exit-signal" and failure.rank not in told and _is_first(round_, failure)
+            if failure.known.startswith("exit") and failure.rank not in told and _is_first(round_, failure)
         ]
+        if all(_was_ended(failure, round_) for failure in suspects):
+            # Ranks that the launcher ended were alive: what they report may have been handled.
+            return [findings.several([[failure] for failure in suspects], round_, book)]
     if job and not suspects:
         return [findings.ended_from_outside(job[0])]
     if suspects:
@@ -123,6 +126,12 @@ def _first_cause(round_: Round, book: Book) -> list[Finding]:
         judged = desync.judge(lines, book.ranks)
         return [findings.of_desync(one, round_, first=number == 0) for number, one in enumerate(judged[:4])]
     return [_who_is_missing(round_, book)]
+
+
+def _was_ended(failure: Failure, round_: Round) -> bool:
+    exits = [] if failure.rank is None else round_.exits_of(failure.rank)
+    own = failure.groups.get("id") == "exception" and not findings.accused(failure)
+    return own and bool(exits) and all(exit_.signal in books.ENDED_BY_LAUNCHER for exit_ in exits)
 
 
 def _assigned(suspects: list[Failure], wordless: list[Failure]) -> list[Failure]:

@@ -211,7 +211,9 @@ def several(groups: Sequence[Sequence[Failure]], round_: Round, book: Book) -> F
     return Finding(
         id="logs.order-unknown",
         level=Level.UNKNOWN,
-        title=f"{len(groups)} different failures, and the log does not tell which was first: {'; '.join(parts)}{more}",
+        title=f"{len(groups)} different failures, and the log does not tell which was first: {'; '.join(parts)}{more}"
+        if len(groups) > 1
+        else f"one rank reports a failure, and was alive when the launcher ended it: {parts[0]}",
         detail="Their lines have no times, or times that are too close." + seen,
         witnesses=Witnesses(
             ranks=tuple(sorted({one.rank for group in groups for one in group if one.rank is not None}))

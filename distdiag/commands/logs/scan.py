@@ -27,8 +27,10 @@ _MOST_EVENTS, _MOST_OF_STREAM, _MOST_OF_KIND = 20_000, 200, 24
 _MOST_STREAMS, _MOST_COMMS = 20_000, 20_000
 _CACHED = 4096
 _LONG_AGO = 2000
+_LEARN_BLOCKS = 50
 
 RANK = re.compile(rb"\[rank(\d{1,7})\]:[ ]?")
+_LABELLED = re.compile(rb"^[^\n]{1,80}?\[rank(\d{1,7})\]:", re.MULTILINE)
 _TIMES = (
     re.compile(rb"\b[EWIF](\d\d)(\d\d) (\d\d):(\d\d):(\d\d(?:\.\d{1,9})?)"),
     re.compile(rb"\b20\d\d[-/](\d\d)[-/](\d\d)[ T_](\d\d):(\d\d):(\d\d(?:[.,]\d{1,9})?)"),
@@ -195,6 +197,7 @@ class FileScan:
         self._wrapped: dict[int, tuple[int, str]] = {}
         self._summary: dict[str, str] | None = None
         self._root = False
+        self._learned = 0
         self._rounds: dict[tuple[int, str], int] = {}
 
     def block(self, block: bytes) -> None:
@@ -203,6 +206,8 @@ class FileScan:
         demux.detect(block)
         for stream in [number for number, open_ in self._tracebacks.items() if open_.line < self.lines - _LONG_AGO]:
             self._end_traceback(stream)
+        if demux.forms and self._learned < _LEARN_BLOCKS:
+            self._learn(block)
         hits = _hits(block)
         if not hits and not self._tracebacks and not self._wrapped and self._summary is None and demux.is_whole(block):
             self.lines += block.count(b"\n")
@@ -234,6 +239,12 @@ class FileScan:
             self._end_traceback(stream)
         self._end_summary()
 
+    def _learn(self, block: bytes) -> None:
+        """Note which ranks lines name behind which labels, also lines that are passed over."""
+        self._learned += b"[rank" in block
+        for match in _LABELLED.finditer(block):
+            self._stream(self._demux.split(match[0])[0], int(match[1]))
+
     def _meet(self, block: bytes) -> None:
         """Note whose lines a block has that is passed over; the first of its lines is enough to know of a rank."""
         if self._demux.forms:
@@ -241,8 +252,8 @@ class FileScan:
                 self._stream(self._demux.split(line)[0], None)
 
     def _stream(self, label: bytes, rank: int | None) -> int:
-        """Return the number of the stream of a label; without a label that of the rank that the line names."""
-        key = (label, None if label else rank)
+        """Return the number of the stream of a label, and of the rank that the line names: nodes may share labels."""
+        key = (label, rank)
         found = self._streams.get(key)
         if found is None:
             told = self._demux.labels[label]
@@ -255,16 +266,13 @@ class FileScan:
                 Stream(
                     file=self.number,
                     label=told.text,
-                    rank=told.rank if label else rank if rank is not None else own.rank,
-                    local=told.local if label else own.local if rank is None else None,
+                    rank=rank if rank is not None else told.rank if label else own.rank,
+                    local=told.local if label else own.local,
                     host=told.host or own.host,
                     pid=told.pid,
                     generation=own.generation,
                 )
             )
-        stream = self._scan.streams[found]
-        if rank is not None and stream.rank is None and label:
-            stream.rank = rank
         return found
 
     def _line(self, label: bytes, line: bytes, hit: bool) -> None:
