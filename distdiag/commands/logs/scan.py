@@ -241,7 +241,9 @@ class FileScan:
 
     def _learn(self, block: bytes) -> None:
         """Note which ranks lines name behind which labels, also lines that are passed over."""
-        self._learned += b"[rank" in block
+        if b"[rank" not in block:
+            return
+        self._learned += 1
         for match in _LABELLED.finditer(block):
             self._stream(self._demux.split(match[0])[0], int(match[1]))
 
