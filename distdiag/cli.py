@@ -55,7 +55,7 @@ _SUBCOMMANDS: tuple[Sub, ...] = (
         below=(
             Sub("blocked", "trace.blocked.command:blocked", "Who is blocked on what, and whom do all ranks wait for?"),
             Sub("fds", "trace.fds.command:fds", "What are the descriptors of a process, and who has the other ends?"),
-            Sub("py", "trace.py.command:trace_py", "Run a job and keep the last lines of Python of every thread."),
+            Sub("py", "trace.py:trace_py", "Run a job and keep the last lines of Python of every thread."),
             Sub("show", "trace.show.command:trace_show", "Where was, or is, each rank? The last lines trace py kept."),
             Sub("sys", "trace.sys.command:trace_sys", "System calls of ranks that run, of a new job, or of logs."),
         ),

@@ -64,7 +64,7 @@ def _finding(hosts: list[str], refusals: list[Refusal]) -> Finding:
     refusal = refusals[0]
     words = _WORDS[refusal.state]
     text = refusal.hint or _REMEDIES.get(refusal.state, "")
-    commands = tuple(dict.fromkeys(command for one in refusals for command in one.commands))
+    commands = tuple(dict.fromkeys(command for own in refusals for command in own.commands))
     title = f"{fold(hosts)} {words}" if len(hosts) == 1 else f"{len(hosts)} hosts, {fold(hosts)}: each {words}"
     return Finding(
         id=f"hosts.{refusal.state}",
@@ -77,8 +77,9 @@ def _finding(hosts: list[str], refusals: list[Refusal]) -> Finding:
 
 
 def _evidence(hosts: list[str], refusals: list[Refusal]) -> tuple[str, ...]:
-    """Take the last line of each host, as far as there is room."""
-    lines = [f"{host}: {one.evidence[-1]}" for host, one in zip(hosts, refusals, strict=True) if one.evidence]
+    """Return the last line of each host, as far as there is room."""
+    pairs = zip(hosts, refusals, strict=True)
+    lines = [f"{host}: {refusal.evidence[-1]}" for host, refusal in pairs if refusal.evidence]
     more = (f"... and {len(lines) - _EVIDENCE_LINES} more",) if len(lines) > _EVIDENCE_LINES else ()
     return (*lines[:_EVIDENCE_LINES], *more)
 

@@ -14,8 +14,8 @@ import msgspec  # noqa: TID253 - this module is only imported when there are nod
 
 from distdiag.errors import DistdiagError
 from distdiag.node import protocol
-from distdiag.node.knock import Probe  # noqa: TC001 - msgspec reads the annotations
-from distdiag.node.network import Network  # noqa: TC001
+from distdiag.node.network import Network  # noqa: TC001 - msgspec reads the annotations
+from distdiag.node.tcp_probe import ProbeResult  # noqa: TC001
 from distdiag.node.wire import printable
 
 if TYPE_CHECKING:
@@ -314,9 +314,9 @@ class ReachServing(Record, tag=protocol.ReachServing.kind):
 
 
 class ReachProbe(Record, tag=protocol.ReachProbe.kind):
-    """One way was tried."""
+    """One path was tried."""
 
-    probe: Probe
+    probe: ProbeResult
 
 
 class ReachName(Record, tag=protocol.ReachName.kind):

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any, NoReturn
 
+    from distdiag.node.connectivity import Connectivity
     from distdiag.node.protocol import Message
     from distdiag.node.ranks import Ranks
-    from distdiag.node.reach import Reach
     from distdiag.node.tools import Tools
 
 _POLL_S = 0.03
@@ -154,7 +154,7 @@ class Dispatcher:
         self._collect = collect
         self._guest = guest
         self._ranks: Ranks | None = None
-        self._reach: Reach | None = None
+        self._reach: Connectivity | None = None
         self._tools: Tools | None = None
         self._handlers: dict[type[Message], Callable[[Any], None]] = {
             protocol.Collect: self._collect_more,
@@ -214,10 +214,10 @@ class Dispatcher:
         ranks: Ranks = self._ranks
         return ranks
 
-    def _the_reach(self) -> Reach:
-        from distdiag.node.reach import Reach
+    def _the_reach(self) -> Connectivity:
+        from distdiag.node.connectivity import Connectivity
 
-        self._reach = self._reach or Reach(self._wire)
+        self._reach = self._reach or Connectivity(self._wire)
         return self._reach
 
     def _serve_reach(self, order: protocol.ReachServe) -> None:

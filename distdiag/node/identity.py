@@ -7,11 +7,16 @@ PMI variables is still SLURM (`srun --mpi=pmi2` sets both).
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass
+
+from distdiag.node import machine
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from typing import Any
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,29 @@ def identify_all(environ: Mapping[str, str]) -> list[Identity]:
         local_rank = _number(environ.get(names.local_rank))
         found.append(Identity(names.launcher, rank, world_size, local_rank, local_world_size))
     return found
+
+
+def torch_distributed() -> Any:  # noqa: ANN401 - a module that is not ours to import
+    """Return torch.distributed if this process has initialised its default process group, else None."""
+    dist = sys.modules.get("torch.distributed")
+    # While it is being imported, or in a build without it, the functions are not there.
+    ready = getattr(dist, "is_initialized", None)
+    return dist if ready is not None and ready() else None
+
+
+def own_rank() -> int | None:
+    """Return this process's rank: torch.distributed's, else the launcher's; None if neither is there."""
+    dist = torch_distributed()
+    if dist is not None:
+        return int(dist.get_rank())
+    identity = identify(os.environ)
+    return None if identity is None else identity.rank
+
+
+def own_label() -> str:
+    """Format this process for a line of output: `[node07:3]`; with its process id where it has no rank yet."""
+    rank = own_rank()
+    return f"[{machine.host_name()}:{f'pid {os.getpid()}' if rank is None else rank}]"
 
 
 def contradiction(environ: Mapping[str, str]) -> tuple[Identity, Identity] | None:

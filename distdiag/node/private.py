@@ -67,6 +67,31 @@ def open_folder(path: str, *, own: bool = False) -> int:
     return folder
 
 
+def temporary_folder(name: str, *, longest: int = 4096) -> str:
+    """Make or find a folder of this user's own below $TMPDIR, /tmp or /dev/shm, and return its path.
+
+    tempfile would choose the working directory in the end, which many nodes may share.
+
+    Args:
+        name: what it is for.
+        longest: bytes that the path may have.
+
+    Raises:
+        OSError: it belongs to another user, or cannot be made, in any of these places.
+    """
+    failed = OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+    for above in (os.environ.get("TMPDIR", ""), "/tmp", "/dev/shm"):
+        path = os.path.join(above, f"distdiag-{name}-{os.geteuid()}")
+        if os.path.isabs(path) and len(os.fsencode(path)) <= longest:
+            try:
+                os.close(open_folder(path, own=True))
+            except OSError as error:
+                failed = error
+            else:
+                return path
+    raise failed
+
+
 def make_folder(path: str) -> None:
     """Make a folder, as open_folder does. Raises OSError."""
     os.close(open_folder(path))

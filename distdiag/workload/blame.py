@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from distdiag.cluster.launch import Trace
-    from distdiag.cluster.meeting import Meeting
     from distdiag.cluster.records import StuckSocket
+    from distdiag.cluster.rendezvous_test import RendezvousTest
     from distdiag.workload.record import Course
     from distdiag.workload.types import Request
 
@@ -210,7 +210,7 @@ def _cut(
     )
 
 
-def stuck(traces: Iterable[Trace], meeting: Meeting | None) -> list[Broken]:
+def stuck(traces: Iterable[Trace], meeting: RendezvousTest | None) -> list[Broken]:
     """List the connections on which the kernel of a silent rank's node sends again and again, without an answer."""
     names = _names(meeting) if meeting is not None else {}
     return [
@@ -247,7 +247,7 @@ def _witnesses(hosts: Sequence[str], traces: Iterable[Trace]) -> Witnesses:
     return Witnesses(hosts=tuple(hosts), ranks=tuple(trace.rank for trace in traces if trace.host in hosts))
 
 
-def _names(meeting: Meeting) -> Mapping[str, str]:
+def _names(meeting: RendezvousTest) -> Mapping[str, str]:
     """Give the host of each address and name."""
     found = {host: host for host in meeting.hosts.values()}
     for node, network in meeting.networks.items():

@@ -7,16 +7,18 @@ import shlex
 import shutil
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster import access, launch, recipes
 from distdiag.cluster.access import open_fleet
 from distdiag.cluster.fleet import hint_here
 from distdiag.cluster.hosts import name_ranks
-from distdiag.cluster.meeting import Scout, Wish
 from distdiag.cluster.recipes import Recipe
 from distdiag.cluster.records import Logs
+from distdiag.cluster.rendezvous_test import RendezvousProbe
 from distdiag.cluster.targets import THIS_NODE, Cluster, describe, find_targets
+from distdiag.diagnosis.nic_selection import RendezvousOverrides, rendezvous_addresses
 from distdiag.errors import DistdiagError, NodeFailed, UsageError
 from distdiag.gathered import Gathered
 from distdiag.node import handshake, machine
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from distdiag.cluster.fleet import Fleet
-    from distdiag.cluster.meeting import Meeting
+    from distdiag.cluster.rendezvous_test import RendezvousTest
     from distdiag.cluster.targets import Targets
     from distdiag.deliver import Progress
     from distdiag.report import Report
@@ -135,7 +137,7 @@ def explain(job: Job[Any, Any], recipe: Recipe | None) -> list[str]:
 
 
 def run(job: Job[Asked, Data], fleet: Fleet, scene: Scene, progress: Progress) -> RunRecord:
-    """Plan, try the ways, and run the ranks on nodes that are up."""
+    """Plan, try the paths, and run the ranks on nodes that are up."""
     plan = make_plan(job.request, scene.places)
     if isinstance(plan, Finding):
         return RunRecord.of_none(NotRun(scene=scene, why=(plan,)))
@@ -162,8 +164,9 @@ def _run(job: Job[Asked, Data], fleet: Fleet, scene: Scene, plan: Plan, progress
     if len(doors) == 1 and not scene.refusals:
         _refuse_wishes(request)
     if len(doors) > 1:
-        progress.news("trying the ways between the nodes")
-        meeting = Scout(fleet, doors, port, Wish(request.master_addr, request.ifname)).find()
+        progress.news("trying the paths between the nodes")
+        overrides = RendezvousOverrides(request.master_addr, request.ifname)
+        meeting = RendezvousProbe(fleet, doors, port, partial(rendezvous_addresses, overrides=overrides)).run()
         if not meeting.is_open:
             return RunRecord.of_none(NotRun(scene=_scene_now(scene, fleet), plan=plan, meeting=meeting))
     log_dirs = _keep_logs(fleet, plan, request) if request.nccl_debug else {}
@@ -283,7 +286,7 @@ def _keep_logs(fleet: Fleet, plan: Plan, request: Request) -> dict[str, str]:
 
 
 def _specs(
-    job: Job[Asked, Data], plan: Plan, share: Share, door: tuple[int, str], meeting: Meeting | None
+    job: Job[Asked, Data], plan: Plan, share: Share, door: tuple[int, str], meeting: RendezvousTest | None
 ) -> list[launch.RankSpec]:
     request = job.request
     port, key = door
@@ -321,7 +324,7 @@ def _fault_before_torch(fault: dict[str, Any] | None) -> bool:
     return fault is not None and (fault.get("kind") == "no-import" or fault.get("stage") == "start")
 
 
-def _interface(request: Request, share: Share, meeting: Meeting | None) -> dict[str, str]:
+def _interface(request: Request, share: Share, meeting: RendezvousTest | None) -> dict[str, str]:
     """Tell Gloo and NCCL the interface that was tried, unless the node's own environment names one."""
     if meeting is None:
         return {}

@@ -33,7 +33,7 @@ _NO_DRIVER = {"driver_present": False, "visible": 0, "error": ""}
 
 
 def facts(ask: dict[str, Any]) -> dict[str, Any]:
-    """Look at this node: distdiag.workload.facts.NodeFacts. {"gpus": False} leaves the driver alone."""
+    """Look at this node: distdiag.workload.types.NodeFacts. {"gpus": False} leaves the driver alone."""
     shm = machine.shared_memory_bytes()
     return {
         "host": machine.host_name(),
@@ -128,7 +128,7 @@ def _driver_version() -> str:
 
 
 def find_gpus() -> dict[str, Any]:
-    """Count the GPUs that a program started here could use: distdiag.workload.facts.Gpus. No driver, no question."""
+    """Count the GPUs that a program started here could use: distdiag.workload.types.Gpus. No driver, no question."""
     devices = os.listdir("/dev") if os.path.isdir("/dev") else []
     if not (
         any(name.startswith("nvidia") and name[6:].isdigit() for name in devices)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from distdiag.cluster.hosts import name_ranks
 from distdiag.cluster.reached import summary_of
-from distdiag.cluster.ways import way_findings
+from distdiag.diagnosis.connectivity import Case, path_findings
 from distdiag.report import Finding, Fix, Level, Report, Verdict
 from distdiag.workload import findings, troubles
 from distdiag.workload.blame import blame, cut
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from distdiag.cluster.launch import Trace
-    from distdiag.cluster.meeting import Meeting
     from distdiag.cluster.records import PausedTold
+    from distdiag.cluster.rendezvous_test import RendezvousTest
     from distdiag.workload.blame import Blame
     from distdiag.workload.record import Asked, Course, Data, Job, Plan, RunRecord
     from distdiag.workload.types import Request
 
 
 def findings_of(request: Request, scene: Scene, plan: Plan, course: Course) -> list[Finding]:
-    """Say what went wrong with nodes, ways and ranks, and what was not tested."""
+    """Say what went wrong with nodes, paths and ranks, and what was not tested."""
     parts, cut = _judged(request, course)
     return [
-        *_ways(request, course.meeting),
+        *_paths(request, course.meeting),
         *findings.unsupported_archs(course.traces, request),
         *findings.nodes_lost(parts, course.traces, request, course),
         *cut,
@@ -93,7 +93,7 @@ def report_of(job: Job[Asked, Data], record: RunRecord) -> Report[Data]:
 def not_run(job: Job[Asked, Data], why: NotRun) -> Report[Data]:
     """Report why no rank was started."""
     request = job.request
-    found = [*why.why, *_ways(request, why.meeting), *about_hosts(why.scene)]
+    found = [*why.why, *_paths(request, why.meeting), *about_hosts(why.scene)]
     facts = {
         "world_size": why.plan.nproc if why.plan else request.nproc or 0,
         "backend": why.plan.backend if why.plan else request.backend,
@@ -142,13 +142,20 @@ def started(traces: Sequence[Trace]) -> dict[str, Any]:
     return next(iter(payloads(traces, "started")), {})
 
 
-def _ways(request: Request, meeting: Meeting | None) -> list[Finding]:
+def _paths(request: Request, meeting: RendezvousTest | None) -> list[Finding]:
     if meeting is None:
         return []
-    return way_findings(request.command, meeting, lambda extra: request.again(extra=extra))
+    case = Case(
+        command=request.command,
+        test=meeting,
+        head=meeting.head,
+        rendezvous_port=meeting.port,
+        again=lambda extra: request.again(extra=extra),
+    )
+    return path_findings(case)
 
 
-def _rendezvous(meeting: Meeting | None) -> Rendezvous | None:
+def _rendezvous(meeting: RendezvousTest | None) -> Rendezvous | None:
     if meeting is None:
         return None
     return Rendezvous(
@@ -156,8 +163,8 @@ def _rendezvous(meeting: Meeting | None) -> Rendezvous | None:
         address=meeting.address,
         port=meeting.port,
         interfaces={meeting.hosts[node]: name for node, name in meeting.interfaces.items()},
-        ways_tried=len(meeting.paths),
-        ways_open=sum(path.probe.verdict in ("ok", "lossy") for path in meeting.paths),
+        paths_tried=len(meeting.paths),
+        paths_open=sum(path.is_open for path in meeting.paths),
     )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from distdiag.cluster.access import Agent
 from distdiag.cluster.launch import Outcome, Trace  # noqa: TC001
-from distdiag.cluster.meeting import Meeting  # noqa: TC001
+from distdiag.cluster.rendezvous_test import RendezvousTest  # noqa: TC001
 from distdiag.cluster.rows import Refusal, Row  # noqa: TC001
 from distdiag.node import machine
 from distdiag.report import Finding  # noqa: TC001
@@ -39,7 +39,7 @@ class Place:
     local: tuple[int, int] | None = None
     """Local rank and local world size of a process that a launcher started; None where we start the ranks."""
     door: str = ""
-    """The node of the same machine that tries the ways to other machines, if it is another one."""
+    """The node of the same machine that tries the paths to other machines, if it is another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class Course:
     log_dirs: dict[str, str]
     """By host."""
     stalled_s: float
-    meeting: Meeting | None = None
+    meeting: RendezvousTest | None = None
     lost: dict[str, Refusal] = field(default_factory=dict)
 
 
@@ -116,7 +116,7 @@ class NotRun:
     scene: Scene
     why: tuple[Finding, ...] = ()
     plan: Plan | None = None
-    meeting: Meeting | None = None
+    meeting: RendezvousTest | None = None
     interrupted: bool = False
 
 

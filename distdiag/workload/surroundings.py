@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.cluster.launch import Trace
-    from distdiag.cluster.meeting import Meeting
+    from distdiag.cluster.rendezvous_test import RendezvousTest
     from distdiag.workload.record import Place, Plan, Scene
     from distdiag.workload.types import Request
 
@@ -122,7 +122,7 @@ def nodes_that_differ(request: Request, places: Sequence[Place], traces: Sequenc
     ]
 
 
-def networks_that_differ(request: Request, meeting: Meeting | None) -> list[Finding]:
+def networks_that_differ(request: Request, meeting: RendezvousTest | None) -> list[Finding]:
     """Say that nodes are in different networks: where they were not provisioned together, fast cards do not meet."""
     if meeting is None:
         return []

@@ -209,8 +209,8 @@ class Rendezvous:
     address: str
     port: int
     interfaces: dict[str, str]
-    ways_tried: int
-    ways_open: int
+    paths_tried: int
+    paths_open: int
 
 
 @dataclass(frozen=True)

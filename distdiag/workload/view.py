@@ -65,7 +65,7 @@ def run_lines(data: RunFacts) -> Iterator[str]:
         meet = data.rendezvous
         through = fold(dict.fromkeys(meet.interfaces.values())) or "unknown"
         yield f"rendezvous at {meet.address} port {meet.port} ({meet.host}), through {through}"
-        yield f"{meet.ways_open} of {meet.ways_tried} ways between nodes tried are open"
+        yield f"{meet.paths_open} of {meet.paths_tried} paths between nodes tried are open"
     if versions.torch is None:
         yield "versions: no rank came far enough to tell"
     else:

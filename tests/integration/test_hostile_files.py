@@ -294,7 +294,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 import test_hostile_files as here
 import torch.distributed.checkpoint
-from distdiag.commands.floatcmp import ask_checkpoints, ask_files
+from distdiag.commands.floatcmp import tensor_files
 folder = tempfile.mkdtemp()
 path = here.Path(folder, "x")
 torch.save({{"a": torch.arange(64.0), "b": {{"c": torch.ones(3, 4, dtype=torch.int64)}}}}, path)
@@ -316,18 +316,18 @@ elif sys.argv[1] == "metadata":
     path, whole = here.Path(folder, ".metadata"), here.Path(folder)
     original = path.read_bytes()
 path.write_bytes(original)
-ask_checkpoints.read(str(whole))
+tensor_files.read(str(whole))
 def late(*_):
     raise TimeoutError
 def read(path):
     # Torch searches its own message for names, in a time that is square in them; --timeout ends that for users.
     signal.setitimer(signal.ITIMER_REAL, 2 if sys.argv[1] == "old" else 0)
     try:
-        return ask_checkpoints.read(str(whole))
+        return tensor_files.read(str(whole))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 signal.signal(signal.SIGALRM, late)
-refused = (ask_files.Unreadable, TimeoutError) if sys.argv[1] == "old" else (ask_files.Unreadable,)
+refused = (tensor_files.Unreadable, TimeoutError) if sys.argv[1] == "old" else (tensor_files.Unreadable,)
 here.each([original], here.as_file(path, read), *refused)
 print("all of them")
 """

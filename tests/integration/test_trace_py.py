@@ -1,4 +1,4 @@
-"""trace py and trace show on real programs: what is kept when they die, that they do not notice, and the odd rank."""
+"""trace py and trace show on real programs: what is kept when they die, that they do not notice, and the stuck rank."""
 
 from __future__ import annotations
 
@@ -338,18 +338,18 @@ def last_place(ring: dict[str, Any]) -> tuple[str, int]:
     return os.path.basename(ring["last"][-1]["file"]), ring["last"][-1]["line"]
 
 
-def test_the_odd_rank_of_a_job_that_was_killed_and_of_one_that_hangs(tmp_path: Path) -> None:
+def test_the_stuck_rank_of_a_job_that_was_killed_and_of_one_that_hangs(tmp_path: Path) -> None:
     source = (PROGRAMS / "hangs_by_line.py").read_text().splitlines()
     late, waits = (next(n for n, line in enumerate(source, 1) if f"# {mark}" in line) for mark in ("LATE", "WAITS"))
     with Job("hangs_by_line", 2, wrap=(PROGRAM, "trace", "py", "--dir", str(tmp_path), "--")) as job:
         job.wait_still()
         time.sleep(2.5)  # lines are young for two seconds, and a job with young lines goes on
         live = show(str(tmp_path))
-        assert live.report["data"]["odd"] == [1]
+        assert live.report["data"]["outliers"] == [1]
         assert {ring["state"] for ring in live.report["data"]["rings"]} == {"running"}
     dead = show(str(tmp_path))
     assert dead.code == 1
-    finding = dead.findings["odd-rank"]
+    finding = dead.findings["stuck-rank"]
     assert finding["where"]["ranks"] == [1]
     assert f"hangs_by_line.py:{late}" in finding["title"]
     assert f"waits in `all_reduce` called from `step` hangs_by_line.py:{waits}" in finding["title"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from distdiag.node import rings
-from distdiag.training.lines import writer
+from distdiag.training.line_trace import recorder
 
 THREADS, LINES = 2, 4
 ABOUT = {"threads": THREADS, "lines": LINES, "pid": 7, "rank": 3}
@@ -103,7 +103,7 @@ def test_a_description_that_makes_no_sense_is_no_ring(tmp_path: Path, about: byt
 def test_a_thread_that_ends_early_takes_little_of_its_ring() -> None:
     ring = memoryview(bytearray(10_000 * rings.BLOCK_BYTES)).cast("d")
     before = sum(type(one) is memoryview for one in gc.get_objects())
-    places = itertools.chain.from_iterable(writer._turns(ring))
+    places = itertools.chain.from_iterable(recorder._turns(ring))
     for number in range(100):
         next(places)[0] = float(number)
     assert sum(type(one) is memoryview for one in gc.get_objects()) - before < 200 * (1 + rings.PLACES)

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distdiag.node import private
-from distdiag.training import whoami
+from distdiag.node.identity import own_rank
+from distdiag.node.machine import host_name
 from distdiag.training.overflow import extrema, ranks
 from distdiag.training.overflow.recorder import HEADING, NEAR, Reading, finite_or_text
-from distdiag.training.printing import printflock
+from distdiag.training.printflock import printflock
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -302,10 +303,10 @@ class ReportWriter:
     def _keep(self, records: list[dict[str, Any]]) -> None:
         if not self._path:
             return
-        rank = whoami.rank()
+        rank = own_rank()
         path = self._path.replace("{rank}", str(rank or 0))
         if not self._begun:
-            head = {"kind": "head", "schema": SCHEMA, "model": self._model, "rank": rank, "host": whoami.host()}
+            head = {"kind": "head", "schema": SCHEMA, "model": self._model, "rank": rank, "host": host_name()}
             records = [head, *records]
         try:
             private.make_folder(os.path.dirname(path))
