@@ -15,8 +15,8 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from distdiag import __version__, interrupts, limits
-from distdiag.deliver import emit, error_document, say
 from distdiag.errors import Interrupted
+from distdiag.output import emit, error_document, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,7 +100,7 @@ class _Invocation:
     @property
     def is_for_all(self) -> bool:
         """Whether this process speaks for all that a launcher started: their stdout is one."""
-        from distdiag.node.identity import identify
+        from distdiag.facts.rank_identity import identify
 
         me = identify(os.environ)
         return me is None or me.rank == 0 or me.launcher == "environment"

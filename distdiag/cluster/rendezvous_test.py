@@ -9,10 +9,10 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from distdiag.agent import handshake, protocol
+from distdiag.agent.tcp_probe import ProbeResult  # noqa: TC001
 from distdiag.cluster.records import Down, ReachEnded, ReachListening, ReachName, ReachProbe, ReachServing
-from distdiag.node import handshake, protocol
-from distdiag.node.network import Network  # noqa: TC001 - msgspec reads the annotations
-from distdiag.node.tcp_probe import ProbeResult  # noqa: TC001
+from distdiag.facts.network import Network  # noqa: TC001 - msgspec reads the annotations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -11,19 +11,19 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from distdiag.agent.probe_server import BULK_BYTES
 from distdiag.cluster.hosts import fold
 from distdiag.cluster.rendezvous_test import PORT, RANKS
 from distdiag.diagnosis.nic_selection import export_line, exports, suggested
 from distdiag.diagnosis.root_cause import Culprit, fewest_culprits, merged, pairs
-from distdiag.node.network import is_loopback
-from distdiag.node.probe_server import BULK_BYTES
+from distdiag.facts.network import is_loopback
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from distdiag.cluster.rendezvous_test import LookUp, NetworkPath, PathTest
-    from distdiag.node.network import Network
+    from distdiag.facts.network import Network
 
 EVIDENCE_LINES = 6
 _FEW_PATHS = 4

@@ -10,14 +10,14 @@ import ipaddress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from distdiag.node.nics import INTERNAL
+from distdiag.facts.nics import INTERNAL
 from distdiag.report import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from distdiag.node.network import Names, Network
-    from distdiag.node.nics import Nic
+    from distdiag.facts.network import Names, Network
+    from distdiag.facts.nics import Nic
 
 _MAX_IFS = 16
 """MAX_IFS of NCCL's socket.h: so many interfaces, and so many names in a list, are used."""

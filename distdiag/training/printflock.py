@@ -19,8 +19,8 @@ from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
 from functools import lru_cache
 from io import TextIOWrapper
 
-from distdiag.node import private, procs
-from distdiag.node.identity import identify, own_label, torch_distributed
+from distdiag.facts import private_files, procs
+from distdiag.facts.rank_identity import identify, own_label, torch_distributed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def _open_file() -> int:
     """Open the lock file of this job. Raises OSError."""
     job = next((os.environ[name] for name in _JOB_NAMES if os.environ.get(name)), "job")
     # Whoever else had made this folder could hold the lock for ever.
-    path = os.path.join(private.temporary_folder("printflock"), re.sub(r"[^\w.-]", "_", job)[:64] + ".lock")
+    path = os.path.join(private_files.temporary_folder("printflock"), re.sub(r"[^\w.-]", "_", job)[:64] + ".lock")
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 

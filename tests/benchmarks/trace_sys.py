@@ -24,7 +24,7 @@ THREADS = 4
 _DECODED = re.compile(rb"(?<=\d)<[^>]*(?:->[^>]*)?>(?=[,)])")
 READER = """
 import resource, sys, time
-from distdiag.node.strace.log import read_logs
+from distdiag.facts.strace.log import read_logs
 began = time.perf_counter()
 logs = read_logs(sys.argv[1:])
 took = time.perf_counter() - began

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 SERVE = """
 import signal
-from distdiag.node import probe_server, rendezvous
+from distdiag.facts import probe_server, rendezvous
 probe_server.ProbeServer([rendezvous.listen(29500)], "key").start()
 signal.pause()
 """
 PROBE = """
 import time
-from distdiag.node.tcp_probe import Target, TcpProbe
+from distdiag.agent.tcp_probe import Target, TcpProbe
 probe = TcpProbe(Target("", "10.77.0.1", 29500), "key", time.monotonic() + 3).run()
 print(probe.verdict, probe.error, probe.retransmits)
 """

@@ -364,7 +364,7 @@ def test_a_server_that_goes_away_midway_is_unknown(network: Network) -> None:
     node = network["node2"]
     server = (
         "import socket as s\n"
-        "from distdiag.node import handshake\n"
+        "from distdiag.facts import handshake\n"
         "l = s.create_server(('', 6503))\n"
         "door = handshake.Acceptor([l], 'x')\n"
         "while 1:\n"

@@ -12,7 +12,7 @@ import pytest
 from support import need, wait_until
 
 from distdiag.commands.trace.sys.collect import arguments
-from distdiag.node.strace.log import read_logs
+from distdiag.facts.strace.log import read_logs
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "strace_waits.py"
 

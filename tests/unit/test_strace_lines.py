@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from distdiag.node.strace import descriptors, lines
-from distdiag.node.strace.lines import BEGUN, CALL, ENDED, REMARK, RESUMED, SIGNAL, STACK, Line, Shape
+from distdiag.facts.strace import descriptors, lines
+from distdiag.facts.strace.lines import BEGUN, CALL, ENDED, REMARK, RESUMED, SIGNAL, STACK, Line, Shape
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "strace"
 VERSIONS = ["5.10", "6.1", "6.13", "7.2"]

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from distdiag.node.strace import lines, log
-from distdiag.node.strace.log import read_logs
+from distdiag.facts.strace import lines, log
+from distdiag.facts.strace.log import read_logs
 
 if TYPE_CHECKING:
-    from distdiag.node.strace.types import CallError, Logs, ThreadLog
+    from distdiag.facts.strace.types import CallError, Logs, ThreadLog
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "strace"
 VERSIONS = ["5.10", "6.1", "6.13", "7.2"]

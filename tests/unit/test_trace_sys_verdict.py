@@ -21,15 +21,15 @@ from distdiag.commands.trace.sys.logs import read
 from distdiag.commands.trace.sys.types import MAX_PROCESSES, Request
 from distdiag.commands.trace.sys.wording import log_name, parse_log_name
 from distdiag.errors import DistdiagError, UsageError
-from distdiag.node.ends import Network
-from distdiag.node.strace.types import Call, ThreadLog
+from distdiag.facts.socket_owners import Network
+from distdiag.facts.strace.types import Call, ThreadLog
 from distdiag.report import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.commands.trace.sys.types import TraceSys
-    from distdiag.node.blocked import Thread
+    from distdiag.facts.blocked_threads import Thread
     from distdiag.report import Finding, Report
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "strace"

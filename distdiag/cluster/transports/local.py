@@ -7,10 +7,10 @@ import sys
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.bootstrap import AGENT_START
+from distdiag.cluster.host_results import HostError, HostState
 from distdiag.cluster.links import ProcessLink
-from distdiag.cluster.rows import HostState, Refusal
 from distdiag.cluster.transports import Arrivals, Transport
-from distdiag.node import run
+from distdiag.facts import programs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,9 +34,9 @@ class LocalTransport(Transport):
     def start(self, hosts: Sequence[Host], arrivals: Arrivals) -> None:
         for host in hosts:
             try:
-                process = run.start(self._argv)
-            except run.CannotRun as error:
-                arrivals.refuse(host.name, Refusal(state=HostState.FAILED, stage="start", message=str(error)))
+                process = programs.start(self._argv)
+            except programs.CannotRun as error:
+                arrivals.refuse(host.name, HostError(state=HostState.FAILED, stage="start", message=str(error)))
                 continue
             link = ProcessLink(process)
             link.pid = process.pid

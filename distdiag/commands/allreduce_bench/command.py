@@ -11,8 +11,7 @@ from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the
 from distdiag.commands.allreduce_bench.formulas import ITEM_BYTES, OPS
 from distdiag.commands.allreduce_bench.types import Fault, FaultKind, Request, Stat, Unit
 from distdiag.errors import UsageError
-from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, TimeoutOpt, called_as, on_hosts
-from distdiag.workload.options import (  # noqa: TC001 - on_hosts reads the annotations
+from distdiag.launch.options import (  # noqa: TC001 - on_hosts reads the annotations
     BackendOpt,
     DeviceOpt,
     IfnameOpt,
@@ -22,7 +21,8 @@ from distdiag.workload.options import (  # noqa: TC001 - on_hosts reads the anno
     NprocOpt,
     PrintCommandOpt,
 )
-from distdiag.workload.types import Backend, Device
+from distdiag.launch.types import Backend, Device
+from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, TimeoutOpt, called_as, on_hosts
 
 COMMAND = "allreduce-bench"
 

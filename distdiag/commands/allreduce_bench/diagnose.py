@@ -7,27 +7,29 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import fold
-from distdiag.cluster.launch import Outcome
+from distdiag.cluster.rank_runs import Outcome
 from distdiag.commands.allreduce_bench import findings
 from distdiag.commands.allreduce_bench.findings import short, speed
 from distdiag.commands.allreduce_bench.formulas import bus_factor, is_in_place, shape_of
 from distdiag.commands.allreduce_bench.types import STAGES, USUAL, Arrival, Bench, SizeResult, Times, parse_sizes
+from distdiag.launch import rank_report
+from distdiag.launch.rank_report import paused, without_core
 from distdiag.report import Finding, Level, Report
-from distdiag.workload import judge
-from distdiag.workload.judge import paused, without_core
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.cluster.launch import Trace
+    from distdiag.cluster.rank_runs import RankTimeline
     from distdiag.cluster.records import PausedTold, RowTold
     from distdiag.commands.allreduce_bench.types import Request, Stat
-    from distdiag.workload.record import Course, NotRun, Plan, Scene
+    from distdiag.launch.record import Inventory, NotStarted, Plan, RunRecord
 
 _ENOUGH_FOR_DRIFT = 20
 
 
-def rows_of(request: Request, rows: Sequence[tuple[str, int]], traces: Sequence[Trace]) -> tuple[SizeResult, ...]:
+def rows_of(
+    request: Request, rows: Sequence[tuple[str, int]], traces: Sequence[RankTimeline]
+) -> tuple[SizeResult, ...]:
     """Give a row for each collective and size that rank 0 told the times of, or why there are none."""
     told = [_told(trace) for trace in traces]
     world_size = len(traces)
@@ -40,7 +42,7 @@ def rows_of(request: Request, rows: Sequence[tuple[str, int]], traces: Sequence[
     return tuple(found)
 
 
-def arrivals_of(rows: Sequence[tuple[str, int]], traces: Sequence[Trace]) -> tuple[Arrival, ...]:
+def arrivals_of(rows: Sequence[tuple[str, int]], traces: Sequence[RankTimeline]) -> tuple[Arrival, ...]:
     """Give for each row and rank how it came to the collective."""
     return tuple(
         Arrival(
@@ -82,7 +84,7 @@ def chosen(times: Times, stat: Stat) -> float:
     return float(getattr(times, stat))
 
 
-def _told(trace: Trace) -> dict[int, RowTold]:
+def _told(trace: RankTimeline) -> dict[int, RowTold]:
     return {event.payload["row"]["number"]: event.payload["row"] for event in trace.events if "row" in event.payload}
 
 
@@ -128,18 +130,18 @@ def rows_for(request: Request, device: str) -> list[tuple[str, int]]:
     return [(op, size) for op in request.ops for size in sizes]
 
 
-def diagnose(request: Request, scene: Scene, plan: Plan, course: Course) -> Report[Bench]:
+def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) -> Report[Bench]:
     """Say what the run shows."""
     rows = rows_for(request, plan.device)
     results = rows_of(request, rows, course.traces)
     arrivals = arrivals_of(rows, course.traces)
-    device_name = judge.started(course.traces).get("device_name")
+    device_name = rank_report.started(course.traces).get("device_name")
     expected = findings.expectation(plan, scene, device_name, results)
     here = device_name if device_name not in (None, "cpu") else str(plan.device)
     differs = findings.differs(request.baseline, plan.nproc, here) if request.baseline is not None else ""
     compared = findings.compare(request.baseline, results) if request.baseline is not None and not differs else ()
     data = Bench(
-        **judge.facts_of(request, scene, plan, course),
+        **rank_report.facts_of(request, scene, plan, course),
         device_name=device_name,
         nodes=len(plan.machines),
         stat=request.stat,
@@ -151,7 +153,7 @@ def diagnose(request: Request, scene: Scene, plan: Plan, course: Course) -> Repo
         training=findings.training(request, plan, scene, results),
     )
     found = [
-        *judge.findings_of(request, scene, plan, course),
+        *rank_report.findings_of(request, scene, plan, course),
         *_not_measured(request, results),
         *paused(request, course.traces, _pauses(course)),
         *findings.shape_findings(request, results, arrivals, whole=course.outcome is Outcome.FINISHED),
@@ -180,7 +182,7 @@ def repeated(request: Request, report: Report[Bench], again: Bench) -> Report[Be
     no_core = max(report.data.no_core_share, again.no_core_share)
     found += findings.comparison_findings(request, request.baseline, "", compared, no_core)
     still = sum(row.slower for row in compared)
-    words = judge.worst_of(found) or (
+    words = rank_report.worst_of(found) or (
         f"{report.data.world_size} ranks: "
         + (f"{still} of {len(compared)} rows stay" if still else "no row stays")
         + " slower than in the earlier run"
@@ -190,14 +192,14 @@ def repeated(request: Request, report: Report[Bench], again: Bench) -> Report[Be
     return replace(report, data=data, findings=tuple(found), summary=words)
 
 
-def _pauses(course: Course) -> dict[int, list[PausedTold]]:
+def _pauses(course: RunRecord) -> dict[int, list[PausedTold]]:
     return {
-        trace.rank: [row["paused"] for row in judge.payloads([trace], "row") if "paused" in row]
+        trace.rank: [row["paused"] for row in rank_report.payloads([trace], "row") if "paused" in row]
         for trace in course.traces
     }
 
 
-def no_data(request: Request, why: NotRun, facts: dict[str, Any]) -> Bench:
+def no_data(request: Request, why: NotStarted, facts: dict[str, Any]) -> Bench:
     """Give the facts of a run in which no rank was started."""
     return Bench(
         **facts,
@@ -236,14 +238,14 @@ def _not_measured(request: Request, results: tuple[SizeResult, ...]) -> list[Fin
 
 
 def _summary(
-    request: Request, scene: Scene, data: Bench, found: list[Finding], asked: int, *, interrupted: bool
+    request: Request, scene: Inventory, data: Bench, found: list[Finding], asked: int, *, interrupted: bool
 ) -> str:
     measured = [row for row in data.results if row.time_s is not None]
     so_far = f"{len(measured)} of {asked} rows were measured"
     if interrupted:
         wrong = [finding.title for finding in found if finding.level in (Level.FAIL, Level.UNKNOWN)]
-        return f"interrupted; {wrong[0] if wrong else judge.how_far(data.ranks, STAGES)}; {so_far}"
-    if wrong_words := judge.worst_of(found):
+        return f"interrupted; {wrong[0] if wrong else rank_report.how_far(data.ranks, STAGES)}; {so_far}"
+    if wrong_words := rank_report.worst_of(found):
         return wrong_words if len(measured) == asked else f"{wrong_words}; {so_far}"
     where = fold(dict.fromkeys(place.host for place in scene.places))
     if data.world_size == 1:

@@ -6,19 +6,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag import runner
-from distdiag.cluster.access import Agent
+from distdiag.cluster.start_fleet import Agent
 from distdiag.commands.cuda_env.collect import Arrived, CudaFacts
 from distdiag.commands.cuda_env.diagnose import diagnose
 from distdiag.commands.cuda_env.types import COMMAND, Request
 from distdiag.commands.cuda_env.view import cuda_env_view
-from distdiag.deliver import say
 from distdiag.errors import UsageError
+from distdiag.output import say
 from distdiag.runner import Asks, Question, Subcommand
 
 if TYPE_CHECKING:
     from distdiag.commands.cuda_env.types import CudaEnv
-    from distdiag.deliver import Progress
     from distdiag.gathered import Gathered
+    from distdiag.output import Progress
     from distdiag.report import Report
 
 _SPARE_S = 20.0
@@ -26,7 +26,7 @@ _FOLDER = "distdiag.commands.cuda_env"
 _AGENT = Agent(
     collect=f"{_FOLDER}.collect",
     facts=Arrived,
-    carries=(f"{_FOLDER}.ask_torch", "distdiag.node.cuda"),
+    carries=(f"{_FOLDER}.ask_torch", "distdiag.facts.cuda"),
     examines_python=True,
 )
 

@@ -8,17 +8,17 @@ import threading
 import time
 from dataclasses import dataclass, replace
 
-from distdiag.node import machine, run
-from distdiag.node.cuda import building, compilers, driver, environment, libraries, requirements, toolkits, torchfiles
-from distdiag.node.cuda.building import Building  # noqa: TC001 - these are decoded by their annotations
-from distdiag.node.cuda.compilers import Compilers  # noqa: TC001
-from distdiag.node.cuda.driver import Driver  # noqa: TC001
-from distdiag.node.cuda.environment import Interpreter  # noqa: TC001
-from distdiag.node.cuda.libraries import Conflict, Entry, Extension, Library  # noqa: TC001
-from distdiag.node.cuda.places import Places
-from distdiag.node.cuda.requirements import Unmet  # noqa: TC001
-from distdiag.node.cuda.toolkits import Nvcc, Toolkit, Use  # noqa: TC001
-from distdiag.node.cuda.torchfiles import DeepSpeed, Torch  # noqa: TC001
+from distdiag.facts import machine, programs
+from distdiag.facts.cuda import building, compilers, driver, environment, libraries, requirements, toolkits, torchfiles
+from distdiag.facts.cuda.building import Building  # noqa: TC001 - these are decoded by their annotations
+from distdiag.facts.cuda.compilers import Compilers  # noqa: TC001
+from distdiag.facts.cuda.driver import Driver  # noqa: TC001
+from distdiag.facts.cuda.environment import Interpreter  # noqa: TC001
+from distdiag.facts.cuda.libraries import Conflict, Entry, Extension, Library  # noqa: TC001
+from distdiag.facts.cuda.places import Places
+from distdiag.facts.cuda.requirements import Unmet  # noqa: TC001
+from distdiag.facts.cuda.toolkits import Nvcc, Toolkit, Use  # noqa: TC001
+from distdiag.facts.cuda.torchfiles import DeepSpeed, Torch  # noqa: TC001
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -270,8 +270,8 @@ def _import_torch(executable: str, timeout_s: float) -> Imported | None:
 def _try_to_import(executable: str, timeout_s: float, env: dict[str, str]) -> Imported | None:
     source = driver.source_of("distdiag.commands.cuda_env.ask_torch")
     try:
-        done = run.run([executable, "-B", "-c", source], timeout_s=timeout_s, env=env)
-    except run.CannotRun:
+        done = programs.run([executable, "-B", "-c", source], timeout_s=timeout_s, env=env)
+    except programs.CannotRun:
         return None
     told = {record["about"]: record for record in driver.told_in(done.stdout)}
     failed, torch, devices, end = (told.get(name, {}) for name in ("failed", "torch", "devices", "end"))

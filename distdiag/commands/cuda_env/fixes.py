@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from distdiag.commands.cuda_env.collect import CudaFacts
-    from distdiag.node.cuda.compilers import Compiler
-    from distdiag.node.cuda.libraries import Entry, Library
-    from distdiag.node.cuda.toolkits import Nvcc, Toolkit
+    from distdiag.facts.cuda.compilers import Compiler
+    from distdiag.facts.cuda.libraries import Entry, Library
+    from distdiag.facts.cuda.toolkits import Nvcc, Toolkit
 
 ANOTHERS = re.compile(
     r"unsupported (GNU|clang)|Failed to preprocess host compiler|Unknown option"

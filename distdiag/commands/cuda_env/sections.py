@@ -20,7 +20,7 @@ from distdiag.commands.cuda_env.about.libraries import about_libraries
 from distdiag.commands.cuda_env.about.toolkits import about_toolkits
 from distdiag.commands.cuda_env.about.torch import about_torch
 from distdiag.commands.cuda_env.types import Goal, Problem, Section
-from distdiag.node.cuda.toolkits import Use
+from distdiag.facts.cuda.toolkits import Use
 from distdiag.report import Level
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from distdiag.commands.cuda_env.archs import Arch
     from distdiag.commands.cuda_env.collect import CudaFacts
-    from distdiag.node.cuda.compilers import Compilers
-    from distdiag.node.cuda.driver import Driver
-    from distdiag.node.cuda.toolkits import Nvcc
+    from distdiag.facts.cuda.compilers import Compilers
+    from distdiag.facts.cuda.driver import Driver
+    from distdiag.facts.cuda.toolkits import Nvcc
 
 _MOST_ROUNDS = 4
 _HOST_COMPILER = {"CC", "NVCC_CCBIN", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "TMPDIR"}

@@ -8,7 +8,7 @@ from rich.table import Column
 
 from distdiag.cluster.hosts import fold
 from distdiag.commands.cuda_env.diagnose import readiness
-from distdiag.deliver import Whole, Wrapped, plain_table
+from distdiag.output import Whole, Wrapped, plain_table
 from distdiag.report import Level
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from distdiag.options import JsonOpt, StrictOpt, called_as
 
 if TYPE_CHECKING:
     from distdiag.commands.floatcmp.compare_files import Answer, FloatCmp, Request
-    from distdiag.deliver import Progress
     from distdiag.errors import DistdiagError
-    from distdiag.node import run
+    from distdiag.facts import programs
+    from distdiag.output import Progress
     from distdiag.report import Report
 
 
@@ -46,7 +46,7 @@ def floatcmp(
     """
     from distdiag.commands.floatcmp.compare_files import COMMAND, Request
     from distdiag.commands.floatcmp.diagnose import floatcmp_view
-    from distdiag.deliver import Output, Progress, deliver
+    from distdiag.output import Output, Progress, deliver
 
     request = Request(
         program=called_as(),
@@ -98,17 +98,17 @@ def _ask(request: Request) -> Answer:
 
     from distdiag.commands.floatcmp.compare_files import ANSWER, STAGE, Answer
     from distdiag.errors import DistdiagError
-    from distdiag.node import run
+    from distdiag.facts import programs
 
     order = msgspec.json.encode(request).decode()
     with tempfile.TemporaryDirectory(prefix="distdiag-") as folder:
         argv = [sys.executable, "-P", "-m", "distdiag.commands.floatcmp.compare_files", order, folder]
         try:
-            done = run.run(argv, timeout_s=request.timeout_s)
-        except run.CannotRun as error:
+            done = programs.run(argv, timeout_s=request.timeout_s)
+        except programs.CannotRun as error:
             raise DistdiagError(str(error), hint="see whether this Python is still there") from error
         except KeyboardInterrupt:
-            run.kill_all()
+            programs.kill_all()
             raise
         try:
             with open(os.path.join(folder, ANSWER), "rb") as file:
@@ -117,9 +117,9 @@ def _ask(request: Request) -> Answer:
             raise _no_answer(request, done, os.path.join(folder, STAGE)) from error
 
 
-def _no_answer(request: Request, done: run.Done, stage_file: str) -> DistdiagError:
+def _no_answer(request: Request, done: programs.Done, stage_file: str) -> DistdiagError:
     from distdiag.errors import DistdiagError
-    from distdiag.node.cuda.driver import how_it_died
+    from distdiag.facts.cuda.driver import how_it_died
 
     try:
         with open(stage_file, encoding="utf-8", errors="replace") as file:

@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from distdiag.node import run
+from distdiag.facts import programs
 from distdiag.training.floatcmp.result import Likeness, Pair
 
 if TYPE_CHECKING:
@@ -161,5 +161,5 @@ def _summarize(request: Request, found: Comparison) -> FloatCmp:
 
 
 if __name__ == "__main__":
-    run.die_with_parent()
+    programs.die_with_parent()
     main(sys.argv[1], sys.argv[2])

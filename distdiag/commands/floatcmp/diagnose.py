@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distdiag.commands.floatcmp.compare_files import COMMAND
-from distdiag.deliver import Whole, Wrapped
+from distdiag.output import Whole, Wrapped
 from distdiag.report import Finding, Fix, Level, Report
 from distdiag.training.floatcmp.result import (
     NO_REFERENCE,

@@ -9,8 +9,7 @@ import typer
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.gpu_test.types import SIZE_BYTES, STAGES, Fault, FaultKind, Request
 from distdiag.errors import UsageError
-from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, TimeoutOpt, called_as, on_hosts, parse_size
-from distdiag.workload.options import (  # noqa: TC001 - on_hosts reads the annotations
+from distdiag.launch.options import (  # noqa: TC001 - on_hosts reads the annotations
     BackendOpt,
     DeviceOpt,
     IfnameOpt,
@@ -20,7 +19,8 @@ from distdiag.workload.options import (  # noqa: TC001 - on_hosts reads the anno
     NprocOpt,
     PrintCommandOpt,
 )
-from distdiag.workload.types import Backend, Device
+from distdiag.launch.types import Backend, Device
+from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, TimeoutOpt, called_as, on_hosts, parse_size
 
 if TYPE_CHECKING:
     from distdiag.commands.gpu_test.isolate import types as isolate_model

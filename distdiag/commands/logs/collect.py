@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from distdiag.commands.logs.demux import LONGEST_LINE, Demux
 from distdiag.commands.logs.scan import RANK, Event, NcclRank, Pattern, Scan, Stream
-from distdiag.node import machine
-from distdiag.node.core.packed import CannotUnpack, Kind, kind, stream
+from distdiag.facts import machine
+from distdiag.facts.core.packed import CannotUnpack, Kind, kind, stream
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

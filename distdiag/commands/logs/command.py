@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from distdiag.commands.logs.collect import NodeLogs
     from distdiag.commands.logs.types import Logs, Request
-    from distdiag.deliver import Progress
     from distdiag.gathered import Gathered
+    from distdiag.output import Progress
     from distdiag.runner import Asks, Subcommand
 
 _TIMEOUT_S = 3600.0
@@ -94,7 +94,7 @@ def subcommand() -> Subcommand[Request, NodeLogs, Logs]:
 
 
 def _agent() -> Any:  # noqa: ANN401 - imported late
-    from distdiag.cluster.access import Agent
+    from distdiag.cluster.start_fleet import Agent
     from distdiag.commands.logs.collect import NodeLogs
 
     return Agent(collect="distdiag.commands.logs.collect", facts=NodeLogs)

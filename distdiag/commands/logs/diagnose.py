@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.reached import host_findings
+from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.commands.logs import book as books
 from distdiag.commands.logs import desync, findings, nccl
 from distdiag.commands.logs.types import COMMAND, Failure, Logs, LogSource, RankEnd

@@ -10,10 +10,10 @@ import typer
 
 from distdiag.commands.logs import collect
 from distdiag.commands.logs.demux import Demux, harmless
-from distdiag.deliver import fail
 from distdiag.errors import DistdiagError, UsageError
+from distdiag.facts.core.packed import CannotUnpack
 from distdiag.files import make_folder
-from distdiag.node.core.packed import CannotUnpack
+from distdiag.output import fail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Column
 
 from distdiag.cluster.hosts import fold_ranks
-from distdiag.deliver import Whole, Wrapped, plain_table
+from distdiag.output import Whole, Wrapped, plain_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

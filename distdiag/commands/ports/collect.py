@@ -6,11 +6,12 @@ import os
 import shutil
 from dataclasses import dataclass, replace
 
-from distdiag.node import machine, network, port_scan, rendezvous, run
-from distdiag.node.listeners import Listener, listeners
-from distdiag.node.network import Network  # noqa: TC001 - these are decoded by their annotations
-from distdiag.node.nics import IbPort, ib_ports, nics
-from distdiag.node.port_scan import PortResult  # noqa: TC001
+from distdiag.agent import port_scan, rendezvous
+from distdiag.agent.port_scan import PortResult  # noqa: TC001
+from distdiag.facts import machine, network, programs
+from distdiag.facts.listeners import Listener, listeners
+from distdiag.facts.network import Network  # noqa: TC001 - these are decoded by their annotations
+from distdiag.facts.nics import IbPort, ib_ports, nics
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def _lowest_free() -> int:
 def _firewalls() -> tuple[str, ...]:
     active = []
     if shutil.which("systemctl"):
-        done = run.run(["systemctl", "is-active", *_FIREWALLS], timeout_s=2.0)
+        done = programs.run(["systemctl", "is-active", *_FIREWALLS], timeout_s=2.0)
         states = done.stdout.decode("ascii", "replace").split()
         active = [name for name, state in zip(_FIREWALLS, states) if state == "active"]
     if "ENABLED=yes" in machine.read_text("/etc/ufw/ufw.conf") and "ufw" not in active:

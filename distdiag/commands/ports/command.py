@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from distdiag.commands.ports.server import ServerOptions
     from distdiag.commands.ports.types import PortsData, PortsFacts, Request
-    from distdiag.deliver import Progress
     from distdiag.gathered import Gathered
+    from distdiag.output import Progress
     from distdiag.runner import Subcommand
 
 _MOST_TARGETS = 65536
@@ -120,7 +120,7 @@ def _names_ports(words: Sequence[str]) -> bool:
 
 def _bulk_bytes(text: str) -> int:
     """Parse --data. Raises UsageError."""
-    from distdiag.node.probe_server import MOST_BULK_BYTES
+    from distdiag.agent.probe_server import MOST_BULK_BYTES
     from distdiag.options import parse_size
 
     size = parse_size(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold
-from distdiag.cluster.reached import host_findings
+from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.commands.ports.node_findings import node_findings
 from distdiag.commands.ports.port_findings import known_as, port_findings
 from distdiag.commands.ports.types import (

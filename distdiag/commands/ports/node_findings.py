@@ -7,8 +7,8 @@ import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from distdiag.cluster.drift import differences
 from distdiag.cluster.hosts import fold
-from distdiag.cluster.minority import differences
 from distdiag.cluster.rendezvous_test import RANKS
 from distdiag.commands.ports.port_findings import finding
 from distdiag.commands.ports.types import COMMAND, address_of
@@ -21,7 +21,7 @@ from distdiag.diagnosis.nic_selection import (
     objection,
     suggested,
 )
-from distdiag.node.network import is_loopback
+from distdiag.facts.network import is_loopback
 from distdiag.report import Finding, Fix, Level, Where, quoted
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Two nodes without ssh between them: one serves, the other checks, and the server tries the way back.
 
-A server only speaks to those who prove that they know its token (node/handshake.py). It never connects to anybody but
+A server only speaks to those who prove that they know its token (agent/handshake.py). It never connects to anybody but
 the address that a proven client came from, takes no name or address from it, and ends on its own.
 """
 
@@ -17,20 +17,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec  # noqa: TID253 - this module is only imported for serve and check
 
+from distdiag.agent import handshake, port_scan, rendezvous
+from distdiag.agent.probe_server import MOST_BULK_BYTES, ProbeServer
+from distdiag.agent.tcp_probe import ProbeResult, Target, TcpProbe
 from distdiag.cluster.records import Senseless, read_json
 from distdiag.cluster.rendezvous_test import PORT, RANKS, NetworkPath
 from distdiag.commands.ports import collect
 from distdiag.commands.ports.types import USUAL_PORT, PortsFacts, address_of
 from distdiag.errors import DistdiagError, UsageError
-from distdiag.node import handshake, machine, port_scan, rendezvous
-from distdiag.node.probe_server import MOST_BULK_BYTES, ProbeServer
-from distdiag.node.tcp_probe import ProbeResult, Target, TcpProbe
+from distdiag.facts import machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from distdiag.commands.ports.types import Request
-    from distdiag.deliver import Progress
+    from distdiag.output import Progress
 
 _SHORTEST_TOKEN = 16
 _LINE_BYTES = 64 * 2**10

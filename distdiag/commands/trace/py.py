@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from distdiag.foreground import argv_of, watched
+from distdiag.child_job import argv_of, watched
 from distdiag.options import called_as
 from distdiag.training.line_trace.session import LINES, THREADS, VARIABLE, Settings
 
@@ -44,7 +44,7 @@ def trace_py(
     They survive kill -9, a crash and the OOM killer; `distdiag trace show` reads them, also while the job runs. Works
     below torchrun, srun and mpirun: put `-m distdiag trace py --` before the script. Exit status: the job's own.
     """
-    from distdiag.node.rings import default_folder
+    from distdiag.facts.line_trace_file import default_folder
 
     folder = os.path.abspath(dir_ or default_folder())
     settings = Settings(folder, lines, threads, tuple(_names(include)), tuple(_names(exclude)))

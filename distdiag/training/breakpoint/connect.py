@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 
-from distdiag.node import handshake
+from distdiag.agent import handshake
 
 _CONNECT_S = 10.0
 

@@ -16,8 +16,9 @@ import struct
 import sys
 import time
 
-from distdiag.node import handshake, machine, private
-from distdiag.node.identity import own_label
+from distdiag.agent import handshake
+from distdiag.facts import machine, private_files
+from distdiag.facts.rank_identity import own_label
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def open_console(place: str, *, listen: bool | None, address: str, timeout_s: fl
         except NoTerminal as error:
             if listen is not None:
                 raise NoTerminal(f"{error}; with listen=True one can connect to it") from None
-    folder = private.temporary_folder("breakpoint", longest=_LONGEST_FOLDER)
+    folder = private_files.temporary_folder("breakpoint", longest=_LONGEST_FOLDER)
     deadline = time.monotonic() + timeout_s
     with _removed_after(os.path.join(folder, f"{os.getpid()}.{'token' if address else 'socket'}")) as path:
         connection = _by_port(address, place, path, deadline) if address else _by_socket(place, path, deadline)
@@ -143,7 +144,7 @@ def _by_socket(place: str, path: str, deadline: float) -> socket.socket | None:
 def _by_port(address: str, place: str, path: str, deadline: float) -> socket.socket | None:
     """Take the first connection that proves the token, which is written to `path`."""
     token = handshake.new_key()
-    private.write_whole(path, token.encode())
+    private_files.write_whole(path, token.encode())
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family) as server:
         bound, port = server.getsockname()[:2]

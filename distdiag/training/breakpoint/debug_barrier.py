@@ -26,7 +26,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass, replace
 
-from distdiag.node import machine, procs
+from distdiag.facts import machine, procs
 from distdiag.training.breakpoint.store_client import StoreClient, own_connection
 
 TYPE_CHECKING = False

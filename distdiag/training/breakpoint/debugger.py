@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass
 
-from distdiag.node.identity import identify, own_rank, torch_distributed
+from distdiag.facts.rank_identity import identify, own_rank, torch_distributed
 from distdiag.training.breakpoint.console import open_console
 from distdiag.training.breakpoint.debug_barrier import DONE, QUIT, RELEASED, Holder, Waiter, own_status
 from distdiag.training.breakpoint.store_client import RaisedTimeouts

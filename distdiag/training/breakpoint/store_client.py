@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import Future
 from datetime import timedelta
 
-from distdiag.node.identity import torch_distributed
+from distdiag.facts.rank_identity import torch_distributed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

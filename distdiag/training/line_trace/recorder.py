@@ -1,4 +1,4 @@
-"""What both tracers write into: the file of `distdiag.node.rings`, made when the first line is to be kept.
+"""What both tracers write into: the file of `distdiag.facts.line_trace_file`, made when the first line is to be kept.
 
 `Recorder` knows which code is traced, `TraceFile` hands out the parts of the file to threads.
 """
@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 
-from distdiag.node import identity, machine, private, procs, rings
+from distdiag.facts import line_trace_file, machine, private_files, procs, rank_identity
 from distdiag.training.line_trace.code_filter import CodeFilter
 
 TYPE_CHECKING = False
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _MOST_CODE = 200_000
 _ERROR = 300
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
-_OWN = os.path.dirname(os.path.dirname(rings.__file__ or "")) + os.sep
+_OWN = os.path.dirname(os.path.dirname(line_trace_file.__file__ or "")) + os.sep
 _NAMES_BYTES = 8 * 2**20
 """At most so much is written for names; code beyond is not traced."""
 _COMMAND = 300
@@ -92,7 +92,7 @@ class Recorder:
                 return None
             self._names.append(line)
             self._kept.append(code)  # or its id would be given to another
-            base = self.bases[id(code)] = float(number << rings.LINE_BITS)
+            base = self.bases[id(code)] = float(number << line_trace_file.LINE_BITS)
         return base
 
     def codes(self) -> list[CodeType]:
@@ -224,7 +224,9 @@ class TraceFile:
         self._lock = threading.Lock()
         self._names_left = _NAMES_BYTES
         self._notes: dict[str, Any] = {}
-        folder = private.open_folder(settings.folder, own=os.path.basename(settings.folder) == rings.folder_name())
+        folder = private_files.open_folder(
+            settings.folder, own=os.path.basename(settings.folder) == line_trace_file.folder_name()
+        )
         try:
             self._make(folder)
         finally:
@@ -239,18 +241,18 @@ class TraceFile:
         started = proc.started if proc is not None else int(time.time())
         # A name of its own each time: to cut off a file that somebody still writes to would end the process by SIGBUS.
         stem = f"{machine.host_name()}-{self.pid}-{time.time_ns()}"
-        self.path = os.path.join(settings.folder, stem + rings.SUFFIX)
-        size = rings.size_of(settings.threads, settings.lines)
+        self.path = os.path.join(settings.folder, stem + line_trace_file.SUFFIX)
+        size = line_trace_file.size_of(settings.threads, settings.lines)
         flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(stem + rings.SUFFIX, os.O_RDWR | flags, 0o600, dir_fd=folder)
+        fd = os.open(stem + line_trace_file.SUFFIX, os.O_RDWR | flags, 0o600, dir_fd=folder)
         try:
             _take_space(fd, size)
             self._map = mmap.mmap(fd, size)
             flags |= os.O_WRONLY | os.O_APPEND
-            self._names = os.open(stem + rings.NAMES_SUFFIX, flags, 0o600, dir_fd=folder)
+            self._names = os.open(stem + line_trace_file.NAMES_SUFFIX, flags, 0o600, dir_fd=folder)
         except OSError:
             with contextlib.suppress(OSError):
-                os.unlink(stem + rings.SUFFIX, dir_fd=folder)
+                os.unlink(stem + line_trace_file.SUFFIX, dir_fd=folder)
             raise
         finally:
             os.close(fd)
@@ -259,9 +261,9 @@ class TraceFile:
     def describe(self) -> None:
         """Write what this process is; once more when its rank has become known."""
         self._about.update(_place(), notes=self._notes)
-        text = json.dumps(self._about).encode()[: rings.TEXT_BYTES]
+        text = json.dumps(self._about).encode()[: line_trace_file.TEXT_BYTES]
         self._map[12 : 12 + len(text)] = text
-        self._map[0:12] = rings.MAGIC + struct.pack("<I", len(text))
+        self._map[0:12] = line_trace_file.MAGIC + struct.pack("<I", len(text))
         self.rank_known = self._about["rank"] is not None
 
     def write_names(self, lines: bytes) -> bool:
@@ -285,14 +287,16 @@ class TraceFile:
         with self._lock:
             number = self._free_slot()
             if number is None:
-                count = int.from_bytes(self._map[rings.TAIL : rings.TAIL + 8], sys.byteorder)
-                self._map[rings.TAIL : rings.TAIL + 8] = struct.pack("<Q", count + 1)
+                count = int.from_bytes(self._map[line_trace_file.TAIL : line_trace_file.TAIL + 8], sys.byteorder)
+                self._map[line_trace_file.TAIL : line_trace_file.TAIL + 8] = struct.pack("<Q", count + 1)
                 return None
             settings = self._settings
-            first = rings.ring_offset(settings.threads, settings.lines, number)
-            self._map[first : first + settings.lines * rings.BLOCK_BYTES] = bytes(settings.lines * rings.BLOCK_BYTES)
-            self._describe_thread(number, rings.LIVE, time.monotonic(), 0.0)
-        blocks = self._doubles[first // 8 : first // 8 + settings.lines * (1 + rings.PLACES)]
+            first = line_trace_file.ring_offset(settings.threads, settings.lines, number)
+            self._map[first : first + settings.lines * line_trace_file.BLOCK_BYTES] = bytes(
+                settings.lines * line_trace_file.BLOCK_BYTES
+            )
+            self._describe_thread(number, line_trace_file.LIVE, time.monotonic(), 0.0)
+        blocks = self._doubles[first // 8 : first // 8 + settings.lines * (1 + line_trace_file.PLACES)]
         return lambda: itertools.chain.from_iterable(_turns(blocks)), lambda: self._end_thread(number)
 
     def close(self, notes: dict[str, Any]) -> None:
@@ -301,29 +305,33 @@ class TraceFile:
             if notes:
                 self._notes = notes
                 self.describe()
-            struct.pack_into("<d", self._map, rings.TAIL + 8, time.monotonic())
+            struct.pack_into("<d", self._map, line_trace_file.TAIL + 8, time.monotonic())
 
     def _free_slot(self) -> int | None:
         """Find a part that was never used, else that of the thread which ended first."""
         ended = []
         for number in range(self._settings.threads):
-            _, state, _, end, _ = rings.THREAD.unpack_from(self._map, rings.PAGE + number * rings.THREAD.size)
+            _, state, _, end, _ = line_trace_file.THREAD.unpack_from(
+                self._map, line_trace_file.PAGE + number * line_trace_file.THREAD.size
+            )
             if state == 0:
                 return number
-            if state == rings.ENDED:
+            if state == line_trace_file.ENDED:
                 ended.append((end, number))
         return min(ended)[1] if ended else None
 
     def _describe_thread(self, number: int, state: int, began: float, ended: float) -> None:
         name = _thread_name().encode()[:96]
-        offset = rings.PAGE + number * rings.THREAD.size
-        rings.THREAD.pack_into(self._map, offset, threading.get_native_id(), state, began, ended, name)
+        offset = line_trace_file.PAGE + number * line_trace_file.THREAD.size
+        line_trace_file.THREAD.pack_into(self._map, offset, threading.get_native_id(), state, began, ended, name)
 
     def _end_thread(self, number: int) -> None:
         if os.getpid() == self.pid:
-            offset = rings.PAGE + number * rings.THREAD.size
-            tid, _, began, _, name = rings.THREAD.unpack_from(self._map, offset)
-            rings.THREAD.pack_into(self._map, offset, tid, rings.ENDED, began, time.monotonic(), name)
+            offset = line_trace_file.PAGE + number * line_trace_file.THREAD.size
+            tid, _, began, _, name = line_trace_file.THREAD.unpack_from(self._map, offset)
+            line_trace_file.THREAD.pack_into(
+                self._map, offset, tid, line_trace_file.ENDED, began, time.monotonic(), name
+            )
 
 
 def _turns(ring: memoryview[float]) -> Iterator[tuple[memoryview[float], ...]]:
@@ -332,7 +340,7 @@ def _turns(ring: memoryview[float]) -> Iterator[tuple[memoryview[float], ...]]:
     A chain of these gives a place at a time without running any Python between. Begins behind the newest block: where
     a signal handler's exception came through here, this is done again.
     """
-    size, now = 1 + rings.PLACES, time.monotonic
+    size, now = 1 + line_trace_file.PLACES, time.monotonic
     nothing, whole = memoryview(bytes(8 * size)).cast("d"), slice(None)
     before, slow = now(), _SLOW_LINES
     slices = [slice(place, place + 1) for place in range(1, size)]
@@ -393,7 +401,7 @@ def _ancestors() -> list[int]:
 
 def _place() -> dict[str, Any]:
     """Return the rank that this process is, as far as its environment says by now."""
-    place = identity.identify(os.environ)
+    place = rank_identity.identify(os.environ)
     names = {name: os.environ[name][:80] for name in _JOB if name in os.environ}
     numbers = {name: getattr(place, name, None) for name in ("rank", "local_rank", "world_size")}
     return {**numbers, "launcher": "" if place is None else place.launcher, "job": names}

@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import asdict, dataclass
 
-from distdiag.node.rings import default_folder
+from distdiag.facts.line_trace_file import default_folder
 from distdiag.training.line_trace.recorder import Recorder, complain
 
 TYPE_CHECKING = False

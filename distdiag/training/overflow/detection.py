@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distdiag.node import private
-from distdiag.node.identity import own_rank
-from distdiag.node.machine import host_name
+from distdiag.facts import private_files
+from distdiag.facts.machine import host_name
+from distdiag.facts.rank_identity import own_rank
 from distdiag.training.overflow import extrema, ranks
 from distdiag.training.overflow.recorder import HEADING, NEAR, Reading, finite_or_text
 from distdiag.training.printflock import printflock
@@ -309,9 +309,9 @@ class ReportWriter:
             head = {"kind": "head", "schema": SCHEMA, "model": self._model, "rank": rank, "host": host_name()}
             records = [head, *records]
         try:
-            private.make_folder(os.path.dirname(path))
+            private_files.make_folder(os.path.dirname(path))
             flags = os.O_WRONLY | (os.O_APPEND if self._begun else 0)
-            with open(private.open_file(path, flags), "w", encoding="utf-8") as file:
+            with open(private_files.open_file(path, flags), "w", encoding="utf-8") as file:
                 file.write("".join(json.dumps(record) + "\n" for record in records))
         except OSError as error:  # the job is what matters
             self._path = ""

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn import DataParallel
 
-from distdiag.node import private
-from distdiag.node.identity import own_rank
-from distdiag.node.machine import host_name
+from distdiag.facts import private_files
+from distdiag.facts.machine import host_name
+from distdiag.facts.rank_identity import own_rank
 from distdiag.training.overflow.detector import DebugUnderflowOverflow
 from distdiag.training.overflow.modules import innermost, is_watched, kind_of, within_ddp
 
@@ -137,7 +137,7 @@ class Finder:
         ]
         path = os.path.join(self._settings.folder, f"watched-{self._pid}-{host_name()}.json")
         try:
-            private.make_folder(self._settings.folder)
-            private.write_whole(path, json.dumps(word).encode())
+            private_files.make_folder(self._settings.folder)
+            private_files.write_whole(path, json.dumps(word).encode())
         except OSError as error:  # the job is what matters
             sys.stderr.write(f"distdiag: cannot write {path}: {error.strerror}\n")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from distdiag.commands.cuda_env.collect import CudaFacts
-    from distdiag.node.cuda.toolkits import Toolkit
+    from distdiag.facts.cuda.toolkits import Toolkit
 
 _NAME = "TORCH_CUDA_ARCH_LIST"
 

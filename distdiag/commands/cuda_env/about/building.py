@@ -13,7 +13,7 @@ from distdiag.report import Level
 
 if TYPE_CHECKING:
     from distdiag.commands.cuda_env.collect import CudaFacts
-    from distdiag.node.cuda.building import Cache
+    from distdiag.facts.cuda.building import Cache
 
 _JOB_BYTES = 4 * 2**30
 """What one nvcc of a large kernel file takes; flash-attn's and DeepSpeed's own advice is 4 GB and more."""

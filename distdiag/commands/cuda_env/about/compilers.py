@@ -14,9 +14,9 @@ from distdiag.report import Level
 
 if TYPE_CHECKING:
     from distdiag.commands.cuda_env.collect import CudaFacts
-    from distdiag.node.cuda.compilers import Compiler
-    from distdiag.node.cuda.toolkits import Nvcc, Toolkit
-    from distdiag.node.cuda.torchfiles import Bounds
+    from distdiag.facts.cuda.compilers import Compiler
+    from distdiag.facts.cuda.toolkits import Nvcc, Toolkit
+    from distdiag.facts.cuda.torchfiles import Bounds
 
 _BREAKS = "building CUDA extensions; running is fine"
 _NO_HOST = re.compile(r"Failed to preprocess host compiler")

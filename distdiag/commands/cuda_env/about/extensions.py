@@ -16,7 +16,7 @@ from distdiag.report import Level
 if TYPE_CHECKING:
     from distdiag.commands.cuda_env.archs import Arch
     from distdiag.commands.cuda_env.collect import CudaFacts
-    from distdiag.node.cuda.libraries import Extension
+    from distdiag.facts.cuda.libraries import Extension
 
 _FOR_CUDA = re.compile(r"(_cuda_?|_cu)(\d{3})(?=[^/]*\.so)")
 """Where a file's name says for which CUDA it is: 130 is 13.0."""

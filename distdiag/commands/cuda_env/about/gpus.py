@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.commands.cuda_env.collect import CudaFacts
-    from distdiag.node.cuda.driver import Gpu
+    from distdiag.facts.cuda.driver import Gpu
 
 
 def about_gpus(facts: CudaFacts) -> Section:

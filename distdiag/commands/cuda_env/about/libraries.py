@@ -14,8 +14,8 @@ from distdiag.report import Level
 
 if TYPE_CHECKING:
     from distdiag.commands.cuda_env.collect import CudaFacts
-    from distdiag.node.cuda.libraries import Library
-    from distdiag.node.cuda.requirements import Unmet
+    from distdiag.facts.cuda.libraries import Library
+    from distdiag.facts.cuda.requirements import Unmet
 
 _ORDER = [Level.FAIL, Level.WARN, Level.INFO]
 _DELICATE = re.compile("nvjitlink|cusparse|nccl")

@@ -14,7 +14,7 @@ from distdiag.report import Level
 
 if TYPE_CHECKING:
     from distdiag.commands.cuda_env.collect import CudaFacts
-    from distdiag.node.cuda.toolkits import Toolkit
+    from distdiag.facts.cuda.toolkits import Toolkit
 
 _BREAKS = "building CUDA extensions; running is fine"
 _NO_ROOM = re.compile(r"tmpxft|No space left|Could not open output")

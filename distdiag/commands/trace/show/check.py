@@ -8,19 +8,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distdiag import runner
-from distdiag.cluster.access import Agent
+from distdiag.cluster.start_fleet import Agent
 from distdiag.commands.trace.show.classify import find_runs, newest, position_of
 from distdiag.commands.trace.show.collect import NodeLines
 from distdiag.commands.trace.show.diagnose import diagnose
 from distdiag.commands.trace.show.types import COMMAND, Request
 from distdiag.commands.trace.show.view import trace_show_view
 from distdiag.commands.trace.show.wording import clock, does
-from distdiag.deliver import emit
+from distdiag.output import emit
 from distdiag.runner import Asks, Question, Subcommand
 
 if TYPE_CHECKING:
-    from distdiag.deliver import Progress
     from distdiag.gathered import Gathered
+    from distdiag.output import Progress
 
 _AGENT = Agent(collect="distdiag.commands.trace.show.collect", facts=NodeLines)
 _PATIENCE_S = 60.0

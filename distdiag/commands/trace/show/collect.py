@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from functools import cache
 
-from distdiag.node import machine, procs, rings
+from distdiag.facts import line_trace_file, machine, procs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -121,10 +121,10 @@ def more(ask: dict[str, Any], tell: Callable[[NodeLines], None]) -> None:
     files = search.files()
     for path, owners in files[:_MOST_FILES]:
         try:
-            processes.append(_Reader(rings.read(path, owners), ask).process(path))
-        except rings.NotOurs as error:
+            processes.append(_Reader(line_trace_file.read(path, owners), ask).process(path))
+        except line_trace_file.NotOurs as error:
             search.not_ours.append((path, str(error)))
-        except rings.NotARing as error:
+        except line_trace_file.NotARing as error:
             search.unread.append((path, str(error)))
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             search.unread.append((path, f"its description makes no sense: {error!r}"))
@@ -149,7 +149,7 @@ class _Search:
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
-        self.paths = tuple(paths or (rings.default_folder(),))
+        self.paths = tuple(paths or (line_trace_file.default_folder(),))
         self.unread: list[tuple[str, str]] = []
         self.not_ours: list[tuple[str, str]] = []
         self._by_default = not paths
@@ -175,7 +175,7 @@ class _Search:
         walk = os.walk(path, onerror=lambda error: self.unread.append((str(error.filename), error.strerror or "")))
         for folder, _, names in walk:
             for name in names:
-                if name.endswith(rings.SUFFIX):
+                if name.endswith(line_trace_file.SUFFIX):
                     yield os.path.join(folder, name), (me, owner)
 
 
@@ -208,13 +208,13 @@ def _check(about: dict[str, Any]) -> None:
     above = about.get("ancestors", [])  # files of earlier versions have none
     wrong += [] if isinstance(above, list) and all(isinstance(pid, int) for pid in above) else ["ancestors"]
     if wrong or not all(isinstance(text, str) for text in (*about["job"].values(), *about["include"])):
-        raise rings.NotARing(f"its description makes no sense: {', '.join(wrong) or 'job, include'}")
+        raise line_trace_file.NotARing(f"its description makes no sense: {', '.join(wrong) or 'job, include'}")
 
 
 class _Reader:
     """Reads one process's file, whose monotonic clock it knows, and the source of its lines."""
 
-    def __init__(self, ring: rings.RingFile, ask: dict[str, Any]) -> None:
+    def __init__(self, ring: line_trace_file.RingFile, ask: dict[str, Any]) -> None:
         """Raises NotARing."""
         _check(ring.about)
         self._ring, self._about, self._last = ring, ring.about, ask["last"]
@@ -253,7 +253,7 @@ class _Reader:
         alive = proc is not None and proc.started == about["started"] and proc.state not in ("Z", "X")
         return "running" if alive else "died"
 
-    def _thread(self, thread: rings.Thread) -> Thread:
+    def _thread(self, thread: line_trace_file.Thread) -> Thread:
         records = thread.records
         user = next((record for record in reversed(records) if record.code.kind == "user"), None)
         # A return to a line does not count.
@@ -277,10 +277,10 @@ class _Reader:
         if "at" not in notes or self._ring.ended_s is None:
             return None
         file, line, function = notes["at"]
-        code = rings.Code(str(file), str(function), "user")
-        return self._line(rings.Record(self._ring.ended_s, code, int(line), False))
+        code = line_trace_file.Code(str(file), str(function), "user")
+        return self._line(line_trace_file.Record(self._ring.ended_s, code, int(line), False))
 
-    def _line(self, record: rings.Record) -> Line:
+    def _line(self, record: line_trace_file.Record) -> Line:
         file = record.code.file
         return Line(
             at_s=record.at_s + self._to_wall,

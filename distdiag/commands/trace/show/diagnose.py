@@ -6,7 +6,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import name_ranks
-from distdiag.cluster.reached import host_findings
+from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.commands.trace.show.classify import COMM, Outcome, are_young, by_place, classify_run, find_runs, newest
 from distdiag.commands.trace.show.types import COMMAND, Group, Ring, TraceShow
 from distdiag.commands.trace.show.wording import does, end_of, spot, waits, who

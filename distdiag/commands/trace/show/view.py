@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.commands.trace.show.classify import Outcome, by_place, classify_run, find_runs, newest
 from distdiag.commands.trace.show.wording import clock, shortened, spot, state_of, who
-from distdiag.deliver import Whole, Wrapped, plain_table
+from distdiag.output import Whole, Wrapped, plain_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -17,13 +17,13 @@ import threading
 import time
 from dataclasses import dataclass, replace
 
+from distdiag.facts import blocked_threads, carried_tools, machine, private_files, procs, programs
+from distdiag.facts.blocked_threads import Thread  # noqa: TC001 - decoded by its annotations
+from distdiag.facts.descriptors import Look
+from distdiag.facts.socket_owners import Network, Person, networks, people
+from distdiag.facts.strace.log import read_logs
+from distdiag.facts.strace.types import ThreadLog  # noqa: TC001 - decoded by its annotations
 from distdiag.jobs.collect import facts
-from distdiag.node import blocked, machine, private, procs, run, tools
-from distdiag.node.blocked import Thread  # noqa: TC001 - decoded by its annotations
-from distdiag.node.descriptors import Look
-from distdiag.node.ends import Network, Person, networks, people
-from distdiag.node.strace.log import read_logs
-from distdiag.node.strace.types import ThreadLog  # noqa: TC001 - decoded by its annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -120,8 +120,8 @@ def private_file(path: str) -> Any:  # noqa: ANN401 - a binary file
     """Make a file that only its owner may read, as data is in it; without a path one that has no name."""
     if not path:
         return tempfile.TemporaryFile(prefix="distdiag-")
-    private.make_folder(os.path.dirname(path))
-    return open(private.open_file(path, os.O_RDWR), "r+b")
+    private_files.make_folder(os.path.dirname(path))
+    return open(private_files.open_file(path, os.O_RDWR), "r+b")
 
 
 def _attach(ask: dict[str, Any], tell: Callable[[Reply], None]) -> None:
@@ -139,7 +139,7 @@ def _attach(ask: dict[str, Any], tell: Callable[[Reply], None]) -> None:
 def _before(pid: int, look: Look) -> Attached:
     """Look at a process, and find out whether strace may be attached to it."""
     state, tracer = machine.process_state(pid).letter, procs.tracer(pid)
-    why = "no-strace" if tools.find("strace") is None else ""
+    why = "no-strace" if carried_tools.find("strace") is None else ""
     if state in ("", "Z", "X"):
         why = "gone"
     elif tracer:
@@ -147,7 +147,7 @@ def _before(pid: int, look: Look) -> Attached:
     elif not why and _is_stuck(pid):
         why = "kernel"
     words = machine.command_line(tracer) if tracer else ""
-    return Attached(pid, why, words, tracer or None, state, blocked.blocked(pid, look) if state else ())
+    return Attached(pid, why, words, tracer or None, state, blocked_threads.blocked(pid, look) if state else ())
 
 
 def _is_stuck(pid: int) -> bool:
@@ -179,7 +179,7 @@ class _Strace:
         self.began_s = self.ended_s = time.time()
         path = f"/proc/{os.getpid()}/fd/{self.log.fileno()}"
         argv = [tool, *arguments(ask["only"], ask["payload"]), "-o", path, "-p", str(pid)]
-        self.process = run.start([sys.executable, "-S", "-c", _GUARD, *argv])
+        self.process = programs.start([sys.executable, "-S", "-c", _GUARD, *argv])
 
     @property
     def is_attached(self) -> bool:
@@ -202,7 +202,7 @@ class _Strace:
 
     def drop(self) -> None:
         """End it without its log: it did not attach."""
-        run.end_group(self.process)
+        programs.end_group(self.process)
         self.ended_output.wait(_DETACH_S)
         self.log.close()
         if self.kept:
@@ -221,13 +221,13 @@ class _Tracer:
     def start(self, pids: Sequence[int], ask: dict[str, Any]) -> None:
         """Attach to processes, and wait until that is done."""
         self._limit_bytes = ask["limit_bytes"]
-        tool = tools.find("strace") or ""
+        tool = carried_tools.find("strace") or ""
         for pid in pids:
             try:
                 self.straces[pid] = _Strace(pid, tool, ask)
             except OSError as error:
                 self.refused[pid] = ("failed", f"{error.filename}: {error.strerror}")
-            except run.CannotRun as error:
+            except programs.CannotRun as error:
                 self.refused[pid] = ("failed", str(error))
         threading.Thread(target=self._listen, daemon=True).start()
         deadline = time.monotonic() + _ATTACH_S
@@ -251,7 +251,7 @@ class _Tracer:
         for strace in straces:
             if strace.ended_s == strace.began_s:  # it had ended by itself, with the process
                 strace.ended_s = time.time()
-            run.end_group(strace.process)
+            programs.end_group(strace.process)
         return straces
 
     def _listen(self) -> None:
@@ -317,7 +317,7 @@ def _after(pid: int, look: Look) -> tuple[str, int | None, tuple[Thread, ...]]:
     state = machine.process_state(pid).letter
     if state in ("", "Z", "X"):
         return "", None, ()
-    return state, procs.tracer(pid) or None, blocked.blocked(pid, look)
+    return state, procs.tracer(pid) or None, blocked_threads.blocked(pid, look)
 
 
 def _read(strace: _Strace) -> tuple[tuple[ThreadLog, ...], str]:

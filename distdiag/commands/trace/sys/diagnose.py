@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.reached import host_findings
+from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.commands.trace.sys import findings
 from distdiag.commands.trace.sys.types import (
     COMMAND,
@@ -21,8 +21,8 @@ from distdiag.commands.trace.sys.types import (
 from distdiag.commands.trace.sys.wording import format_duration
 from distdiag.diagnosis.process_index import ProcessIndex
 from distdiag.diagnosis.wait_reasons import Kind, wait_of
-from distdiag.node.blocked import Blocked
-from distdiag.node.strace.types import WAITING
+from distdiag.facts.blocked_threads import Blocked
+from distdiag.facts.strace.types import WAITING
 from distdiag.report import Finding, Level, Report, Where
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from distdiag.commands.trace.sys.types import Request
     from distdiag.diagnosis.process_index import Key
     from distdiag.diagnosis.wait_reasons import Wait
-    from distdiag.node.blocked import Thread
-    from distdiag.node.strace.types import ThreadLog
+    from distdiag.facts.blocked_threads import Thread
+    from distdiag.facts.strace.types import ThreadLog
 
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 _HELD_S = 0.1

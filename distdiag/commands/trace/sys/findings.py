@@ -16,8 +16,8 @@ from distdiag.commands.trace.sys.wording import (
     where_of,
 )
 from distdiag.diagnosis.wait_reasons import Kind
-from distdiag.node import syscall_names
-from distdiag.node.machine import STOPPED
+from distdiag.facts import syscall_names
+from distdiag.facts.machine import STOPPED
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from distdiag.commands.trace.sys.collect import Attached, Traced
     from distdiag.commands.trace.sys.types import Log, Refused, Request, TracedThread
     from distdiag.diagnosis.process_index import Key, ProcessIndex
+    from distdiag.facts.strace.types import CallError, Spin
     from distdiag.jobs.collect import Processes
-    from distdiag.node.strace.types import CallError, Spin
 
 _LONG_S = 5.0
 """Who has not moved for so long is taken as stuck; less may be a step of the training."""

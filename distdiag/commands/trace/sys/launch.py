@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 import typer
 
-from distdiag import foreground
+from distdiag import child_job
 from distdiag.commands.trace.sys import collect, logs
 from distdiag.commands.trace.sys.diagnose import diagnose_logs
 from distdiag.commands.trace.sys.types import COMMAND, MAX_JOB_LOG_BYTES
 from distdiag.commands.trace.sys.wording import PAYLOAD_WARNING, log_name
-from distdiag.deliver import Output, deliver, document, say
 from distdiag.errors import DistdiagError, UsageError
+from distdiag.facts import carried_tools, machine, programs
+from distdiag.facts.rank_identity import identify
 from distdiag.files import write_whole
-from distdiag.node import machine, run, tools
-from distdiag.node.identity import identify
+from distdiag.output import Output, deliver, document, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +45,7 @@ def launch(command: Sequence[str], request: Request, report: str) -> NoReturn:
         UsageError: there is no such program, or a file cannot be written.
         DistdiagError: there is no strace.
     """
-    argv = foreground.argv_of(command, example=f"{request.program} trace sys -- train.py")
+    argv = child_job.argv_of(command, example=f"{request.program} trace sys -- train.py")
     if report:
         report = os.path.abspath(report)  # the job may leave this folder
         write_whole(report, b"")  # hours later would be too late to hear that it cannot be
@@ -57,7 +57,7 @@ def launch(command: Sequence[str], request: Request, report: str) -> NoReturn:
         _report(request, log, report)
     except (DistdiagError, KeyboardInterrupt) as error:
         say(f"distdiag {COMMAND}: {error or 'interrupted'}")
-    foreground.leave_like(status)
+    child_job.leave_like(status)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ def _run(argv: Sequence[str], request: Request, log: _JobLog) -> tuple[int, _Job
     Raises:
         DistdiagError: there is no strace.
     """
-    tool = tools.find("strace")
+    tool = carried_tools.find("strace")
     if tool is None:
         raise DistdiagError(
             "strace is not installed, and the job was not started",
@@ -108,16 +108,16 @@ def _run(argv: Sequence[str], request: Request, log: _JobLog) -> tuple[int, _Job
     options += ["-Y"] if version >= _NAMES else []
     options += ["--kill-on-exit"] if version >= _KILLS else []
     bounded = BoundedLog(log.file, MAX_JOB_LOG_BYTES)
-    with foreground.signals_for_the_job() as mask:
+    with child_job.signals_for_the_job() as mask:
         # strace ends like the job.
-        status = foreground.wait(foreground.start([tool, *options, *argv], mask), _pass_on, bounded.check)
+        status = child_job.wait(child_job.start([tool, *options, *argv], mask), _pass_on, bounded.check)
     return status, _without_hole(log, bounded)
 
 
 def _version(tool: str) -> tuple[int, int]:
     try:
-        text = run.run([tool, "-V"], timeout_s=_VERSION_S).stdout
-    except run.CannotRun:
+        text = programs.run([tool, "-V"], timeout_s=_VERSION_S).stdout
+    except programs.CannotRun:
         return (0, 0)
     match = re.search(rb"version (\d+)\.(\d+)", text)
     return (int(match[1]), int(match[2])) if match else (0, 0)
@@ -126,7 +126,7 @@ def _version(tool: str) -> tuple[int, int]:
 def _pass_on(child: int, number: int) -> None:
     """Send a signal to the job itself: strace, which is between, does not hand it on."""
     for pid in machine.read_text(f"/proc/{child}/task/{child}/children").split():
-        foreground.send(int(pid), number)
+        child_job.send(int(pid), number)
 
 
 def _without_hole(log: _JobLog, bounded: BoundedLog) -> _JobLog:

@@ -13,16 +13,16 @@ from distdiag.commands.trace.sys.types import Log, TracedThread
 from distdiag.commands.trace.sys.wording import name_processes, parse_log_name
 from distdiag.diagnosis.wait_reasons import Kind
 from distdiag.errors import DistdiagError, UsageError
-from distdiag.node import syscall_names
-from distdiag.node.strace.lines import LINE_BYTES
-from distdiag.node.strace.log import read_logs
-from distdiag.node.strace.types import WAITING
+from distdiag.facts import syscall_names
+from distdiag.facts.strace.lines import LINE_BYTES
+from distdiag.facts.strace.log import read_logs
+from distdiag.facts.strace.types import WAITING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from distdiag.diagnosis.process_index import Key
-    from distdiag.node.strace.types import ThreadLog
+    from distdiag.facts.strace.types import ThreadLog
 
     Owner = tuple[int | None, str, int | None]
     """Rank, host, and process."""

@@ -12,7 +12,7 @@ from distdiag.commands.trace.ranks import Wanted  # noqa: TC001
 if TYPE_CHECKING:
     from distdiag.diagnosis.process_index import Key
     from distdiag.diagnosis.wait_reasons import Kind
-    from distdiag.node.strace.types import Count, Place, Spin, ThreadLog
+    from distdiag.facts.strace.types import Count, Place, Spin, ThreadLog
 
 COMMAND = "trace sys"
 MAX_PROCESSES = 64

@@ -9,7 +9,7 @@ from rich.table import Column
 
 from distdiag.cluster.hosts import fold_ranks
 from distdiag.commands.trace.sys.wording import format_duration
-from distdiag.deliver import Wrapped, plain_table
+from distdiag.output import Wrapped, plain_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

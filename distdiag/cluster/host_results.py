@@ -1,0 +1,51 @@
+"""What became of every host that was asked for: one row each, whatever happened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class HostState(StrEnum):
+    """How far a host was reached, and what stopped it. Reached and failed are different things."""
+
+    OK = "ok"
+    UNKNOWN_NAME = "unknown-name"
+    FILTERED = "filtered"
+    REFUSED = "refused"
+    NO_ROUTE = "no-route"
+    NOT_SSH = "not-ssh"
+    HOST_KEY_UNKNOWN = "host-key-unknown"
+    HOST_KEY_CHANGED = "host-key-changed"
+    HOST_KEY_REVOKED = "host-key-revoked"
+    AUTH = "auth"
+    NO_PYTHON = "no-python"
+    TIMEOUT = "timeout"
+    NONSENSE = "nonsense"
+    FAILED = "failed"
+    KILLED = "killed"
+    LOST = "lost"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostError:
+    """Why a host could not be used: at which stage, what was seen, and what to do about it."""
+
+    state: HostState
+    stage: str
+    message: str
+    hint: str = ""
+    commands: tuple[str, ...] = ()
+    evidence: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostResult:
+    """One requested host. `seconds` until its facts were there, or until it was given up."""
+
+    host: str
+    state: HostState
+    stage: str
+    message: str
+    seconds: float
