@@ -67,6 +67,7 @@ _SUBCOMMANDS: tuple[Sub, ...] = (
         below=(Sub("show", "overflow.show.command:overflow_show", "Where did the numbers grow, or two runs part?"),),
     ),
     Sub("core-bt", "core_bt.command:core_bt", "What crashed, in which thread, in Python and in C, and why?"),
+    Sub("logs", "logs.command:logs", "Which rank failed first, and why? From the output of a whole job."),
     Sub("ports", "ports.command:ports", "Can the nodes reach each other, on which interface, both ways?"),
     Sub("cuda-env", "cuda_env.command:cuda_env", "Why does CUDA not run or build here, and what mends it?"),
     Sub(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,8 +12,8 @@ from support import PROGRAM, Result, distdiag, need
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
+RECORDED_LOGS = Path(__file__).parents[1] / "recorded" / "logs"
 RANKS = ("--nproc", "2", "--device", "cpu")
 
 
@@ -76,6 +77,8 @@ def test_of_ranks(name: str, tmp_path: Path) -> None:
 def test_of_nodes(tmp_path: Path) -> None:
     again(tmp_path / "ports", ("ports",), ("localhost:1",))
     again(tmp_path / "cuda-env", ("cuda-env",), ("--for", "build"))
+    again(tmp_path / "logs", ("logs",), (str(RECORDED_LOGS / "torchrun-raise.log.gz"),))
+    again(tmp_path / "logs", ("logs",), (str(RECORDED_LOGS),))
 
 
 def test_hosts_that_were_not_reached_are_kept(tmp_path: Path) -> None:

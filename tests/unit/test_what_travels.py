@@ -29,6 +29,7 @@ COMMANDS = {
     ),
     "ports": ("distdiag.commands.ports.collect",),
     "core-bt": ("distdiag.commands.core_bt.collect",),
+    "logs": ("distdiag.commands.logs.collect",),
     "pyspy-all": ("distdiag.commands.pyspy_all.collect",),
     "trace-sys": ("distdiag.commands.trace.sys.collect",),
     "trace blocked": ("distdiag.commands.trace.blocked.collect",),

@@ -97,7 +97,7 @@ def head(path: str, most_bytes: int, *, timeout_s: float = _HEAD_TIMEOUT_S) -> b
         with File(path, most_bytes) as file:
             return file.at(0, min(file.size, most_bytes))
     data = bytearray()
-    with contextlib.closing(_pieces(path, packing, timeout_s)) as pieces:
+    with contextlib.closing(stream(path, packing, timeout_s)) as pieces:
         try:
             for piece in pieces:
                 data += piece
@@ -128,7 +128,7 @@ def unpack(path: str, folder: str, *, most_bytes: int, timeout_s: float) -> str:
 
     fd, unpacked = tempfile.mkstemp(prefix="core-", dir=folder)
     try:
-        with open(fd, "wb") as file, contextlib.closing(_pieces(path, packing, timeout_s)) as pieces:
+        with open(fd, "wb") as file, contextlib.closing(stream(path, packing, timeout_s)) as pieces:
             _write(file, pieces, promised)
     except BaseException as error:
         if isinstance(error, CutOff):
@@ -168,7 +168,7 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB"
 
 
-def _pieces(path: str, packing: Packing, timeout_s: float) -> Generator[bytes, None, None]:
+def stream(path: str, packing: Packing, timeout_s: float) -> Generator[bytes, None, None]:
     """Unpack piece by piece, for at most `timeout_s` seconds; closing it ends the work."""
     deadline = time.monotonic() + timeout_s
     if packing in _BY_PROGRAM:

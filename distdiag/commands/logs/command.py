@@ -1,0 +1,146 @@
+"""`distdiag logs`: which rank failed first and why, from the output of a whole job."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
+from distdiag.errors import UsageError
+from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from distdiag.commands.logs.collect import NodeLogs
+    from distdiag.commands.logs.types import Logs, Request
+    from distdiag.gathered import Gathered
+    from distdiag.output import Progress
+    from distdiag.runner import Asks, Subcommand
+
+_TIMEOUT_S = 3600.0
+
+
+@on_hosts
+def logs(
+    paths: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PATH", help="Log files, folders of them, or - for stdin.", show_default=False),
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option(min=0, metavar="RANK", help="Print the lines of this rank alone, whole, and stop.")
+    ] = None,
+    split: Annotated[
+        str, typer.Option(metavar="DIR", help="Write the lines of each rank to a file of its own there, and stop.")
+    ] = "",
+    timeline: Annotated[bool, typer.Option("--timeline", help="Also show every failure found, in order.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Keep reading a growing log; report failures as they come, until Ctrl-C.")
+    ] = False,
+    save: SaveOpt = "",
+    from_: FromOpt = None,
+    as_json: JsonOpt = False,
+    strict: StrictOpt = False,
+    *,
+    cluster: Cluster,
+) -> None:
+    """Find the first failure in the logs of a job: its rank, the cause, and what only followed.
+
+    Reads the prefixes of torchrun, srun, mpirun, mpiexec, pdsh, clush, kubectl and Ray, and .gz, .xz and .zst files.
+    With --hosts the paths are read on each host, and only what they report is sent.
+
+    Exit status: 0 no failure, 1 a failure was explained, 2 wrong usage, 3 the logs do not tell, 130 interrupted.
+    """
+    from distdiag import runner
+    from distdiag.commands.logs import separate
+    from distdiag.commands.logs.types import Request
+
+    if (rank is not None or split) and not from_:
+        separate.deliver_streams(paths or [], rank, split, has_hosts=bool(cluster.typed()), as_json=as_json)
+
+    def request() -> Request:
+        if not (paths or from_ or cluster.explain):
+            raise UsageError("no log named", hint="distdiag logs FILE, a folder, or - for stdin")
+        if follow and cluster.typed():
+            raise UsageError(
+                "--follow reads logs of this machine", hint="leave out --hosts, or log in and follow there"
+            )
+        return Request(program=called_as(), cluster=cluster, paths=tuple(paths or ()), timeline=timeline, follow=follow)
+
+    runner.run(subcommand(), request, runner.Options(as_json, strict, save, from_, cluster.explain))
+
+
+def subcommand() -> Subcommand[Request, NodeLogs, Logs]:
+    """Return what the runner needs to carry it out."""
+    from distdiag import runner
+    from distdiag.commands.logs.collect import NodeLogs
+    from distdiag.commands.logs.diagnose import diagnose
+    from distdiag.commands.logs.types import COMMAND, Request
+    from distdiag.commands.logs.view import logs_view
+
+    return runner.Subcommand(
+        name=COMMAND,
+        request=Request,
+        facts=NodeLogs,
+        collect=_collect,
+        diagnose=diagnose,
+        view=lambda request, _, report: logs_view(report.data, timeline=request.timeline),
+        explain=lambda request: runner.explain(request.cluster, _agent()),
+        shown_as_typed=("timeline",),
+    )
+
+
+def _agent() -> Any:  # noqa: ANN401 - imported late
+    from distdiag.cluster.start_fleet import Agent
+    from distdiag.commands.logs.collect import NodeLogs
+
+    return Agent(collect="distdiag.commands.logs.collect", facts=NodeLogs)
+
+
+def _ask(request: Request) -> dict[str, Any]:
+    from distdiag.knowledge.job_logs import for_nodes
+
+    return {"paths": list(request.paths), "patterns": for_nodes(), "follow": request.follow}
+
+
+def _collect(request: Request, progress: Progress) -> Gathered[NodeLogs]:
+    from distdiag import runner
+    from distdiag.cluster.targets import find_targets
+    from distdiag.commands.logs.collect import NodeLogs
+
+    if find_targets(request.cluster, os.environ).launcher is None or not request.cluster.typed():
+        return _here(request, progress)
+
+    def plan(hosts: Mapping[str, NodeLogs], local: bool) -> Asks:
+        return runner.Asks(by_host=dict.fromkeys(hosts, _ask(request)), timeout_s=_TIMEOUT_S)
+
+    question = runner.Question(part=NodeLogs, plan=plan, join=_join, doing="reading the logs")
+    return runner.gather(request.cluster, _agent(), question, progress)
+
+
+def _here(request: Request, progress: Progress) -> Gathered[NodeLogs]:
+    """Read in this process: stdin and pipes are its own."""
+    from distdiag.commands.logs.collect import Reader
+    from distdiag.gathered import Gathered
+
+    reader = Reader(_ask(request))
+    if request.follow:
+        reader.scan.news = lambda event: progress.news(f"{event.id}: {event.text[:200]}")
+    interrupted = False
+    try:
+        for path in request.paths:
+            progress.now(f"reading {path}")
+            reader.read(path)
+    except KeyboardInterrupt:
+        interrupted = True
+    return Gathered(facts=[reader.found()], interrupted=interrupted)
+
+
+def _join(host: str, first: NodeLogs, parts: Sequence[NodeLogs], why: str) -> NodeLogs | None:
+    if not parts:
+        return None
+    events = tuple(event for part in parts for event in part.events)
+    return replace(parts[0], host=host, events=events)

@@ -1,0 +1,239 @@
+"""Who wrote what: the prefixes that launchers put before each line, and the lines they tore, put together again.
+
+A launcher that copies the output of several ranks into one stream ends a piece wherever a rank paused, so that two
+ranks may share a line. Each piece begins with its rank's prefix: a piece that another prefix ends is continued by the
+next piece of the same rank.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LONGEST_LINE = 1 << 16
+_MOST_OPEN_BYTES = 1 << 20
+_ESCAPE = re.compile(rb"\x1b(?:\[[0-?]{0,32}[ -/]{0,4}[@-~]|\][^\x07\x1b\n]{0,256}(?:\x07|\x1b\\)|[@-Z\\^_])")
+_CONTROL = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]|\xc2[\x80-\x9f]")
+_STAMP = rb"(?:\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4} ?)?"
+_MOST_LABELS = 1 << 16
+_DEPTH = 2
+"""Prefixes one behind another: `node1: [default0]:`."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one launcher marks lines. Groups of `pattern`: rank, local, host, pid, stream; `label` is what they are of.
+
+    `torn`: its pieces may end within a line. `share`: of the first lines so many must have it, of what is not
+    distinctive by itself.
+    """
+
+    name: str
+    pattern: re.Pattern[bytes]
+    torn: bool = False
+    share: float = 0.0
+
+
+FORMATS = (
+    Format(
+        "mpirun",
+        re.compile(
+            _STAMP + rb"\[[^\[\]\s,]{1,120},(?P<rank>\d{1,7})\](?:\[(?P<host>[\w.-]{1,100}):(?P<pid>\d+)\])?"
+            rb"<(?P<stream>std\w{3,4})>:"
+        ),
+        torn=True,
+    ),
+    # [rank3]: is what torch itself writes, before some of its lines.
+    Format(
+        "torchrun",
+        re.compile(rb"\[(?!rank\d)(?P<role>[A-Za-z_][\w.-]{0,60}?:?)(?P<local>\d{1,5})\]:"),
+        torn=True,
+    ),
+    Format("kubectl", re.compile(rb"\[pod/(?P<host>[\w.-]{1,200})/[\w.-]{1,100}\] ")),
+    Format(
+        "ray",
+        re.compile(
+            rb"(?:\x1b\[\d+m)?\((?P<role>[\w.]{1,80})(?: rank=(?P<rank>\d+))? pid=(?P<pid>\d+)"
+            rb"(?:, ip=(?P<host>[\w.:]{1,60}))?\)(?:\x1b\[0m)? "
+        ),
+    ),
+    Format("hydra", re.compile(rb"\[(?P<rank>\d{1,6})\] "), share=0.5),
+    Format("srun", re.compile(rb" {0,5}(?P<rank>\d{1,6}): "), share=0.6),
+    Format("pdsh", re.compile(rb"(?P<host>[A-Za-z][\w-]{0,60}(?:\.[\w-]{1,60}){0,6}): "), share=0.6),
+)
+_BY_NAME = {form.name: form for form in FORMATS}
+_NO_HOST = re.compile(
+    rb"(?i)(?:srun|slurmstepd|mpirun|mpiexec|bash|sh|python[\d.]*|torchrun|warning|error|info|debug|note|hint|fatal|critical|trace\w*|epoch|step|loss|iter\w*|\w*Error|\w*Exception):"
+)
+
+
+@dataclass
+class Label:
+    """Whose lines these are, as far as prefixes tell; `text`: the prefixes themselves."""
+
+    text: str = ""
+    rank: int | None = None
+    local: int | None = None
+    host: str = ""
+    pid: int | None = None
+    stream: str = ""
+
+
+@dataclass
+class Demux:
+    """Takes lines of one file; gives each rank's lines whole. `labels` are in the order in which they were met."""
+
+    labels: dict[bytes, Label] = field(default_factory=lambda: {b"": Label()})
+    forms: list[Format] = field(default_factory=list)
+    joined: int = 0
+    """Lines that were put together."""
+    _open: dict[bytes, bytes] = field(default_factory=dict)
+    _within: re.Pattern[bytes] | None = None
+    _begins: bytes = b""
+
+    def detect(self, sample: bytes) -> None:
+        """Find out which prefixes these lines have; what is known already stays."""
+        if self.forms:
+            return
+        lines = [line for line in sample.split(b"\n")[:2000] if line.strip()]
+        while lines and len(self.forms) < _DEPTH:
+            form = _best(lines, self.forms)
+            if form is None:
+                break
+            self.forms.append(form)
+            matches = ((line, form.pattern.match(line)) for line in lines)
+            lines = [line[match.end() :] for line, match in matches if match and line[match.end() :].strip()]
+        if len(self.forms) == 1 and self.forms[0].torn:
+            self._within = self.forms[0].pattern
+
+    def is_whole(self, block: bytes) -> bool:
+        """Return whether no line of a block of lines is torn, so that its lines can be read in any order."""
+        if self._open:
+            return False
+        if self._within is None:
+            return True
+        if self.forms[0].name == "torchrun":
+            inside = block.count(self._role()) if self._role() else 0
+            return inside <= block.count(b"\n" + self._role()) + block.startswith(self._role())
+        return len(self._within.findall(block)) <= block.count(b"\n")
+
+    def _role(self) -> bytes:
+        """Return how each prefix of torchrun begins, `[default`; empty before one was met."""
+        if not self._begins:
+            label = next(filter(None, self.labels), b"")
+            self._begins = label.rstrip(b"]:").rstrip(b"0123456789")
+        return self._begins
+
+    def lines(self, line: bytes, ended: bool = True) -> Iterator[tuple[bytes, bytes]]:
+        """Yield (label, text) for what this line of the file completes; `ended`: it had a newline."""
+        label, text = self.split(line)
+        if self._within is None:
+            if ended or text:
+                yield label, text
+            return
+        while cut := self._cut(text):
+            self._keep(label, text[: cut.start()])
+            label, text = self._label(cut[0]), text[cut.end() :]
+        if not ended:
+            self._keep(label, text)
+            return
+        if label in self._open:
+            text = self._open.pop(label) + text
+            self.joined += 1
+        yield label, text
+
+    def finish(self) -> Iterator[tuple[bytes, bytes]]:
+        """Yield what was never ended by a newline."""
+        waiting, self._open = self._open, {}
+        yield from waiting.items()
+
+    def split(self, line: bytes) -> tuple[bytes, bytes]:
+        """Return the label of a line, and what follows it."""
+        at, label = 0, b""
+        for form in self.forms:
+            match = form.pattern.match(line, at)
+            if match is None:
+                break
+            at = match.end()
+        else:
+            if not self.forms:
+                return b"", line
+        label = _STAMPED.sub(b"", line[:at]) if at else b""
+        if label not in self.labels:
+            if len(self.labels) >= _MOST_LABELS:
+                return b"", line
+            self.labels[label] = self._describe(line, label)
+        return label, line[at:]
+
+    def _cut(self, text: bytes) -> re.Match[bytes] | None:
+        """Find the next prefix within a text; of torchrun only those of its role, for a text may quote another's."""
+        if self._within is None or b"]" not in text:
+            return None
+        if self.forms[0].name != "torchrun":
+            return self._within.search(text)
+        return next((match for match in self._within.finditer(text) if match[0].startswith(self._role())), None)
+
+    def _keep(self, label: bytes, text: bytes) -> None:
+        kept = self._open.get(label, b"")
+        if len(kept) < LONGEST_LINE and sum(map(len, self._open.values())) < _MOST_OPEN_BYTES:
+            self._open[label] = kept + text
+
+    def _label(self, prefix: bytes) -> bytes:
+        label = _STAMPED.sub(b"", prefix)
+        if label not in self.labels:
+            self.labels[label] = self._describe(prefix, label)
+        return label
+
+    def _describe(self, line: bytes, text: bytes) -> Label:
+        label, at = Label(text=text.decode("utf-8", "replace").strip()), 0
+        for form in self.forms:
+            match = form.pattern.match(line, at)
+            if match is None:
+                break
+            at = match.end()
+            groups = match.groupdict()
+            for name in ("rank", "local", "pid"):
+                if groups.get(name):
+                    setattr(label, name, int(groups[name]))
+            for name in ("host", "stream"):
+                if groups.get(name):
+                    setattr(label, name, groups[name].decode("utf-8", "replace"))
+        return label
+
+
+_STAMPED = re.compile(rb"^" + _STAMP + rb"(?=\[)")
+
+
+def _best(lines: list[bytes], forms: list[Format]) -> Format | None:
+    """Return the format that these lines have; of those that are not distinctive, only if nearly all have it."""
+    for form in FORMATS:
+        if form in forms:
+            continue
+        labels = [match[0] for match in map(form.pattern.match, lines) if match]
+        if form.name == "pdsh":
+            labels = [label for label in labels if not _NO_HOST.match(label)]
+            if len(set(labels)) > max(1, len(labels) // 3):
+                continue
+        least = 1 if form.name == "mpirun" else 2
+        if len(labels) >= least and len(labels) >= form.share * len(lines):
+            return form
+    return None
+
+
+def plain(line: bytes) -> bytes:
+    """Return a line without colours, and of what a progress bar drew the last state only."""
+    if b"\x1b" in line:
+        line = _ESCAPE.sub(b"", line)
+    if b"\r" in line:
+        states = [state for state in line.split(b"\r") if state.strip()]
+        line = states[-1] if states else b""
+    return line
+
+
+def harmless(line: bytes) -> bytes:
+    """Return a line that cannot command a terminal."""
+    return _CONTROL.sub(b"?", plain(line))

@@ -1,0 +1,86 @@
+"""The logs that were read and how each rank ended, folded; with --timeline everything in order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Column
+
+from distdiag.cluster.hosts import fold_ranks
+from distdiag.output import Whole, Wrapped, plain_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import RenderableType
+
+    from distdiag.commands.logs.types import Logs
+
+_FILES, _TIMELINE, _WHAT = 6, 200, 160
+
+
+def logs_view(data: Logs, *, timeline: bool) -> Iterator[RenderableType]:
+    """Draw a line for the files, a row for each way in which ranks ended."""
+    yield Wrapped(_sources(data), margin=0)
+    if data.ranks:
+        yield ""
+        table = plain_table(
+            Column("ranks", overflow="fold"),
+            Column("role", no_wrap=True),
+            Column("exit", no_wrap=True),
+            Column("reports", overflow="fold"),
+        )
+        groups: dict[tuple[str, str, str], list[int]] = {}
+        for end in data.ranks:
+            groups.setdefault((end.role, end.exit, _shape(end.what)), []).append(end.rank)
+        what = {_shape(end.what): end.what for end in reversed(data.ranks)}
+        for (role, exit_, shape), ranks in groups.items():
+            table.add_row(fold_ranks(ranks), role or "-", exit_ or "-", what[shape][:_WHAT] or "no failure")
+        yield table
+    if timeline:
+        yield ""
+        for line in _timeline(data):
+            yield Whole(line)
+
+
+def _shape(text: str) -> str:
+    import re
+
+    return re.sub(r"0x[0-9a-f]+|\d+", "#", text)
+
+
+def _sources(data: Logs) -> str:
+    read = [source for source in data.sources if not source.error]
+    size = sum(source.bytes for source in data.sources)
+    forms = sorted({form for source in data.sources for form in source.forms})
+    joined = sum(source.joined for source in data.sources)
+    lines = sum(source.lines for source in data.sources)
+    text = f"{len(read)} of {len(data.sources)} files read, {lines} lines, {size / 1e6:.1f} MB"
+    text += f"; prefixes of {', '.join(forms)}" if forms else ""
+    text += f"; {joined} torn lines put together" if joined else ""
+    return text + (f"; {data.dropped} repeated events left out" if data.dropped else "")
+
+
+def _timeline(data: Logs) -> Iterator[str]:
+    """Yield everything by generation, then by time where all have one, else by file and line."""
+    timed = all(failure.at is not None for failure in data.failures)
+    ordered = sorted(
+        data.failures,
+        key=lambda failure: (
+            failure.generation,
+            failure.at if timed and failure.at else 0.0,
+            failure.file,
+            failure.line,
+        ),
+    )
+    if not timed and len(data.sources) > 1:
+        yield "order: by file and line; not every line has a time, so files are not merged"
+    for failure in ordered[:_TIMELINE]:
+        who = f"rank {failure.rank}" if failure.rank is not None else "-"
+        yield f"{_clock(failure.at)}  {who:9} {failure.role:12} {failure.file}:{failure.line}  {failure.what[:_WHAT]}"
+
+
+def _clock(at: float | None) -> str:
+    if at is None:
+        return "--:--:--"
+    return f"{int(at // 3600 % 24):02}:{int(at // 60 % 60):02}:{at % 60:06.3f}"[:12]

@@ -1,0 +1,88 @@
+"""Logs as they lie around: packed, cut off, binary, endless lines, pipes, escapes; read on several hosts."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import resource
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+from logs_cases import RECORDED, raised
+from support import PROGRAM, distdiag, need
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RAISE = gzip.decompress((RECORDED / "torchrun-raise.log.gz").read_bytes())
+ANSWER = "rank 2"
+
+
+@pytest.mark.parametrize("packing", ["gzip", "xz", "zstd"])
+def test_packed_files_are_read(packing: str, tmp_path: Path) -> None:
+    need(packing)
+    (tmp_path / "a.log").write_bytes(RAISE)
+    subprocess.run([packing, "-q", str(tmp_path / "a.log")], check=True)
+    (tmp_path / "a.log").unlink(missing_ok=True)
+    assert distdiag("logs", str(tmp_path), "--json").report["findings"][0]["where"]["ranks"] == [2]
+
+
+def test_what_cannot_be_read_has_a_row_and_costs_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_bytes(RAISE)
+    (tmp_path / "cut.gz").write_bytes(gzip.compress(os.urandom(9999))[:5000])
+    (tmp_path / "program").write_bytes(b"\x7fELF" + bytes(999))
+    os.mkfifo(tmp_path / "pipe")
+    report = distdiag("logs", str(tmp_path), "--json").report
+    assert report["findings"][0]["where"]["ranks"] == [2]
+    errors = {source["path"].rpartition("/")[2]: source["error"] for source in report["data"]["sources"]}
+    assert errors["program"] == "binary, not a log"
+    assert errors["pipe"] == "not a regular file"
+    assert errors["cut.gz"]
+
+
+def test_a_line_without_end_takes_no_memory_and_escapes_do_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with path.open("wb") as file:
+        for _ in range(200):
+            file.write(b"x" * 10**6)
+        file.write(
+            b"\n" + raised(1, "ValueError: \x1b[2J\x1b]0;title\x07bad \udcff").encode("utf-8", "surrogateescape")
+        )
+    done = distdiag("logs", str(path))
+    assert done.code == 1
+    assert "rank 1" in done.out
+    assert "\x1b" not in done.out
+    assert "\x07" not in done.out
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 150 * 1024
+
+
+def test_a_pipe_and_stdin(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen([PROGRAM, "logs", str(pipe)], stdout=subprocess.PIPE) as process:
+        pipe.write_bytes(RAISE)
+        out, _ = process.communicate(timeout=30)
+    assert ANSWER in out.decode()
+    done = subprocess.run([PROGRAM, "logs", "-"], input=RAISE, capture_output=True, check=False, timeout=30)
+    assert ANSWER in done.stdout.decode()
+    assert done.returncode == 1
+
+
+def test_one_rank_alone_and_each_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_bytes(b"[default0]:one [default1]:x\n[default0]:\r10%\r99%\n[default1]:last")
+    done = distdiag("logs", "--rank", "1", str(tmp_path / "a.log"))
+    assert done.out == "x\nlast"
+    assert distdiag("logs", "--split", str(tmp_path / "out"), str(tmp_path / "a.log")).code == 0
+    assert (tmp_path / "out" / "rank0.log").read_bytes() == b"99%\n"
+
+
+def test_logs_are_read_where_they_lie(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_bytes(RAISE)
+    hosts = ("--hosts", "a,b", "--via", "env HOST={host}")
+    report = distdiag("logs", str(tmp_path / "a.log"), *hosts, "--json").report
+    assert report["findings"][0]["where"]["ranks"] == [2]
+
+
+def test_no_log_is_wrong_usage() -> None:
+    assert distdiag("logs").code == 2

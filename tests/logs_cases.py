@@ -1,0 +1,349 @@
+# ruff: noqa: E501 - lines of logs are as long as they are
+"""Logs with known truth: recordings of jobs that really failed, and texts as NCCL's watchdog and INFO lines are.
+
+A case is (name, text or recording, id of the finding, ranks at fault). `unknown` stands for any verdict that leaves it
+open. The recordings are of tests/programs/fails_in_many_ways.py under torch 2.13 (with --tee 3, plain), Open MPI 4.1 and
+MPICH; rank 2 of 4 is at fault. Their paths were shortened, nothing else.
+"""
+
+from __future__ import annotations
+
+import gzip
+from dataclasses import dataclass
+from pathlib import Path
+
+RECORDED = Path(__file__).parent / "recorded" / "logs"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One log. `also`: what else a right answer says."""
+
+    name: str
+    text: bytes
+    id: str
+    ranks: tuple[int, ...]
+    also: str = ""
+
+
+_FIRST = ("first-failure", (2,))
+_RECORDED: dict[str, tuple[str, tuple[int, ...], str]] = {
+    "torchrun-raise": (*_FIRST, "ValueError: label 1000"),
+    "torchrun-kill": (*_FIRST, "SIGKILL, sender unknown"),
+    "torchrun-segv": (*_FIRST, "SIGSEGV"),
+    "torchrun-abort": (*_FIRST, "SIGABRT"),
+    "torchrun-exit1": (*_FIRST, "exit status 1"),
+    "torchrun-exit3": (*_FIRST, "exit status 3"),
+    "torchrun-exit0": ("left-early", (2,), ""),
+    "torchrun-hang": ("missing-rank", (2,), ""),
+    "torchrun-late": ("missing-rank", (2,), ""),
+    "torchrun-size": ("size-mismatch", (), "2048 bytes came where 1024"),
+    "torchrun-op": ("collective-mismatch", (2,), "rank 2 in barrier"),
+    "torchrun-order": ("collective-mismatch", (2,), "rank 2 in broadcast"),
+    "torchrun-file": (*_FIRST, "FileNotFoundError"),
+    "torchrun-full": (*_FIRST, "No space left on device"),
+    "torchrun-oom": (*_FIRST, "CUDA out of memory"),
+    "torchrun-assert": (*_FIRST, "loss is not finite"),
+    "torchrun-chained": (*_FIRST, "the config of the run is not complete"),
+    "torchrun-ckpt": (*_FIRST, "UnpicklingError"),
+    "torchrun-thread": (*_FIRST, "ZeroDivisionError"),
+    "torchrun-all": ("same-failure", (0, 1, 2, 3), "empty parameter list"),
+    "torchrun-two": ("unknown", (), "KeyError"),
+    "torchrun-import": (*_FIRST, "No module named 'flash_attn_that_is_not_here'"),
+    "torchrun-monitored": ("missing-rank", (2,), "monitoredBarrier"),
+    "torchrun-length": ("left-early", (2,), ""),
+    "torchrun-loader": (*_FIRST, "DataLoader worker"),
+    "torchrun-restart": (*_FIRST, "/ckpt/step2.pt"),
+    "plain-raise": (*_FIRST, "ValueError: label 1000"),
+    "plain-kill": (*_FIRST, "SIGKILL, sender unknown"),
+    "plain-exit0": ("left-early", (2,), ""),
+    "plain-hang": ("missing-rank", (2,), ""),
+    "plain-size": ("size-mismatch", (), ""),
+    "ompi-raise": (*_FIRST, "ValueError: label 1000"),
+    "ompi-kill": (*_FIRST, "SIGKILL, sender unknown"),
+    "ompi-exit0": ("left-early", (2,), ""),
+    "ompi-hang": ("missing-rank", (2,), ""),
+    "ompi-size": ("size-mismatch", (), ""),
+    "hydra-raise": (*_FIRST, "ValueError: label 1000"),
+    "hydra-kill": ("unknown", (), ""),
+    "hydra-exit0": ("left-early", (2,), ""),
+    "hydra-hang": ("missing-rank", (2,), ""),
+    "hydra-size": ("size-mismatch", (), ""),
+    "tree-console": (*_FIRST, "SIGABRT"),
+}
+
+
+def caught(rank: int, seq: int, op: str = "ALLREDUCE", numel: int = 4096, form: str = "2.6") -> str:
+    """Write the line of a watchdog whose collective timed out, as a release of torch does."""
+    heads = {
+        "2.6": f"[rank{rank}]:[E1123 10:20:30.1{rank:02}000000 ProcessGroupNCCL.cpp:629] [Rank {rank}]",
+        "2.1": f"[E ProcessGroupNCCL.cpp:474] [Rank {rank}]",
+        "2.3": f"[rank{rank}]:[E ProcessGroupNCCL.cpp:563] [Rank {rank}]",
+        "pg": f"[rank{rank}]:[E1123 10:20:30.1{rank:02}000000 ProcessGroupNCCL.cpp:629] "
+        f"[PG ID 1 PG GUID 7(tensor_parallel) Rank {rank}]",
+    }
+    work = f"WorkNCCL(SeqNum={seq}, OpType={op}, NumelIn={numel}, NumelOut={numel}, Timeout(ms)=600000)"
+    if form == "2.1":
+        work = f"WorkNCCL(SeqNum={seq}, OpType={op}, TensorShape=[{numel}], Timeout(ms)=600000)"
+    return f"{heads[form]} Watchdog caught collective operation timeout: {work} ran for 60006{rank % 10} milliseconds before timing out.\n"
+
+
+def status(rank: int, at: int, enqueued: int, completed: int, form: str = "2.6") -> str:
+    """Write the status line behind it."""
+    head = f"[rank{rank}]:[E1123 10:20:30.2{rank:02}000000 ProcessGroupNCCL.cpp:681] [PG ID 0 PG GUID 0(default_pg) Rank {rank}]"
+    if form == "2.4":
+        return (
+            f"{head} Exception (either an error or timeout) detected by watchdog at work: {at}, last enqueued NCCL work: "
+            f"{enqueued}, last completed NCCL work: {completed}.\n"
+        )
+    if form == "2.3":
+        return f"{head} Timeout at NCCL work: {at}, last enqueued NCCL work: {enqueued}, last completed NCCL work: {completed}.\n"
+    return (
+        f"{head}  failure detected by watchdog at work sequence id: {at} PG status: last enqueued work: {enqueued}, "
+        f"last completed work: {completed}\n"
+    )
+
+
+def dump(rank: int, of: int, enqueued: int, completed: int) -> str:
+    """Write the line of a rank that another one asked for its flight recorder."""
+    return (
+        f"[rank{rank}]:[E1123 10:20:31.000000000 ProcessGroupNCCL.cpp:1785] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] "
+        f"Received a dump signal due to a collective timeout from  rank {of} and we will try our best to dump the debug "
+        f"info. Last enqueued NCCL work: {enqueued}, last completed NCCL work: {completed}.\n"
+    )
+
+
+def stuck(ranks: range, seq: int, **form: str) -> str:
+    """Write what ranks write that wait in the same collective."""
+    return "".join(caught(rank, seq) + status(rank, seq, seq + 2, seq - 1, **form) for rank in ranks)
+
+
+def info(
+    rank: int, host: str, *, nranks: int = 4, done: bool = True, via: str = "NET/IB/0/GDRDMA", nic: str = "eth0"
+) -> str:
+    """Write what NCCL_DEBUG=INFO writes of one rank's init."""
+    head = f"{host}:{1000 + rank}:{2000 + rank} [{rank % 2}] NCCL INFO"
+    lines = [
+        f"{head} Bootstrap : Using {nic}:10.0.0.{rank + 1}<0>",
+        f"{head} NCCL version 2.27.3+cuda12.9",
+        f"{head} NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB {nic}:10.0.0.{rank + 1}<0>",
+        f"{head} ncclCommInitRank comm 0x55d rank {rank} nranks {nranks} cudaDev {rank % 2} nvmlDev 0 busId 1000 commId 0x7f - Init START",
+        f"{head} Trees [0] 1/-1/-1->0->-1",
+        f"{head} Channel 00/0 : {rank}[{rank % 2}] -> {(rank + 1) % nranks}[0] [send] via {via}",
+    ]
+    if done:
+        lines += [
+            f"{head} Connected all rings",
+            f"{head} ncclCommInitRank comm 0x55d rank {rank} nranks {nranks} cudaDev {rank % 2} nvmlDev 0 busId 1000 commId 0x7f - Init COMPLETE",
+        ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+_LOST = "RuntimeError: NCCL communicator was aborted on rank {0}."
+_TRACE = 'Traceback (most recent call last):\n  File "/app/train.py", line 9, in main\n    step()\n'
+
+
+def raised(rank: int, last: str) -> str:
+    """Write a traceback as torch does."""
+    return "".join(f"[rank{rank}]: {line}\n" for line in (_TRACE + last).splitlines())
+
+
+_ILLEGAL = (
+    "torch.AcceleratorError: CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronously "
+    "reported at some other API call, so the stacktrace below might be incorrect.\nFor debugging consider passing "
+    "CUDA_LAUNCH_BLOCKING=1\n"
+)
+_IB = (
+    "node{0}:10{0}:20{0} [0] transport/net_ib.cc:2134 NCCL WARN NET/IB : Got completion from peer 10.0.0.{1}<4791> with "
+    "status=12 opcode=0 len=0 vendor err 129 (Recv)\n"
+)
+_TORCHRUN = (
+    "E1123 10:00:09.000000 99 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: {code}) local_rank: {rank} "
+    '(pid: 70{rank}) of binary: /usr/bin/python\nTraceback (most recent call last):\n  File "run.py", line 1, in main\n'
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n====\ntrain.py FAILED\n----\nFailures:\n{others}----\n"
+    "Root Cause (first observed failure):\n[0]:\n  time      : 2026-11-23_10:00:09\n  host      : n1\n"
+    "  rank      : {rank} (local_rank: {rank})\n  exitcode  : {code} (pid: 70{rank})\n  traceback : x\n====\n"
+)
+_ENDED = (
+    "[{0}]:\n  time      : 2026-11-23_10:00:09\n  host      : n1\n  rank      : {0} (local_rank: {0})\n"
+    "  exitcode  : -15 (pid: 70{0})  (SIGTERM)\n  traceback : Signal 15 (SIGTERM) received by PID 70{0}\n"
+)
+_HANDLED = (
+    "[default0]:"
+    + _TRACE.replace("\n", "\n[default0]:")
+    + "ConnectionError: wandb is not reachable\n[default0]:step 7\n"
+)
+
+
+def ended_by_torchrun(rank: int, code: int, *others: int) -> str:
+    """Write torchrun's end: this rank failed, the others were ended."""
+    return _TORCHRUN.format(rank=rank, code=code, others="".join(_ENDED.format(other) for other in others))
+
+
+_GENERATED: dict[str, tuple[str, str, tuple[int, ...], str]] = {
+    "wd-behind": (
+        stuck(range(3), 808) + caught(3, 805, "ALLGATHER") + status(3, 805, 805, 804),
+        "desync",
+        (3,),
+        "never called collective 808",
+    ),
+    "wd-behind-2.4": (stuck(range(3), 808, form="2.4") + status(3, 805, 805, 804, "2.4"), "desync", (3,), ""),
+    "wd-behind-2.3": (stuck(range(3), 808, form="2.3") + status(3, 805, 805, 804, "2.3"), "desync", (3,), ""),
+    "wd-behind-dump": (stuck(range(3), 808) + dump(3, 0, 806, 806), "desync", (3,), ""),
+    "wd-mismatch-op": (
+        stuck(range(3), 5) + caught(3, 5, "BROADCAST") + status(3, 5, 5, 4),
+        "watchdog-mismatch",
+        (3,),
+        "BROADCAST",
+    ),
+    "wd-mismatch-size": (
+        stuck(range(3), 5) + caught(3, 5, numel=2048) + status(3, 5, 5, 4),
+        "watchdog-mismatch",
+        (3,),
+        "2048",
+    ),
+    "wd-mismatch-half": (caught(0, 5) + caught(1, 5, "BROADCAST"), "watchdog-mismatch", (), "rank 1"),
+    "wd-alltoall-sizes": ("".join(caught(rank, 9, "ALLTOALL", 100 + rank) for rank in range(4)), "unknown", (), ""),
+    "wd-silent": (
+        stuck(range(7), 44) + raised(7, "").splitlines()[0] + "\n[rank7]: step 43 done\n",
+        "desync",
+        (7,),
+        "dead, or busy",
+    ),
+    "wd-same": (stuck(range(4), 44), "unknown", (), "the network, hardware"),
+    "wd-never": (
+        "".join(caught(rank, 1) + status(rank, 1, 1, -1) for rank in range(4)),
+        "unknown",
+        (),
+        "never connected",
+    ),
+    "wd-old": (
+        "".join(caught(rank, 12, form="2.1") for rank in range(3)) + caught(3, 12, "BROADCAST", form="2.1"),
+        "watchdog-mismatch",
+        (3,),
+        "",
+    ),
+    "wd-group": (
+        "".join(caught(rank, 30, form="pg") for rank in (4, 5, 6)) + caught(7, 30, "REDUCE_SCATTER", form="pg"),
+        "watchdog-mismatch",
+        (7,),
+        "process group 7",
+    ),
+    "wd-wrapped": (
+        "".join(line[:110] + "\n" + line[110:] for line in stuck(range(3), 5).splitlines(keepends=True))
+        + caught(3, 5, "BROADCAST"),
+        "watchdog-mismatch",
+        (3,),
+        "",
+    ),
+    "wd-outside": ("".join(dump(rank, 0, 90, 90) for rank in range(4)), "unknown", (), "outside NCCL"),
+    "wd-after-cause": (stuck(range(3), 44) + raised(3, _ILLEGAL), "first-failure", (3,), "illegal memory access"),
+    "cuda-advice": (
+        raised(1, _ILLEGAL) + "".join(raised(rank, _LOST.format(rank)) for rank in (0, 2, 3)),
+        "first-failure",
+        (1,),
+        "illegal memory access",
+    ),
+    "nccl-last-error": (
+        raised(
+            2,
+            "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1691, unhandled system error\nncclSystemError: System call failed.\nLast error:\nError while creating shared memory segment /dev/shm/nccl-x (size 9637888)",
+        ),
+        "first-failure",
+        (2,),
+        "/dev/shm is full",
+    ),
+    "ib-12": (_IB.format(1, 2) + _IB.format(2, 1), "ib-retry", (), "error 12"),
+    "ib-flush-after-12": (
+        _IB.format(1, 2) + _IB.format(2, 1).replace("status=12", "status=5").replace("err 129", "err 249"),
+        "ib-retry",
+        (),
+        "",
+    ),
+    "ib-5-only": (_IB.format(2, 1).replace("status=12", "status=5").replace("err 129", "err 249"), "unknown", (), ""),
+    "slurm-time": (
+        "slurmstepd: error: *** STEP 77.0 ON node1 CANCELLED AT 2026-11-23T10:00:00 DUE TO TIME LIMIT ***\nsrun: error: node1: tasks 0-3: Terminated\n",
+        "slurm-time-limit",
+        (),
+        "time limit",
+    ),
+    "srun-oom": (
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been OOM Killed.\nsrun: error: node1: task 2: Out Of Memory\nsrun: error: node1: tasks 0-1,3: Terminated\n",
+        "first-failure",
+        (2,),
+        "out of memory",
+    ),
+    "srun-killed": (
+        "srun: error: node1: task 2: Killed\nsrun: Terminating StepId=7.0\n",
+        "first-failure",
+        (2,),
+        "sender unknown",
+    ),
+    "killed-alone": ("bash: line 1: 4711 Killed  python train.py\n", "shell-killed", (), "sender"),
+    "fine": ("step 1\nstep 2\ndone\n", "ok", (), ""),
+    "fingerprint": (
+        raised(
+            0,
+            "RuntimeError: Detected mismatch between collectives on ranks. Rank 0 is running collective: CollectiveFingerPrint(SequenceNumber=3, OpType=ALLREDUCE), but Rank 1 is running collective: CollectiveFingerPrint(SequenceNumber=3, OpType=BROADCAST).",
+        ),
+        "collective-mismatch",
+        (),
+        "ranks 0 and 1",
+    ),
+    "handled-then-exit": (_HANDLED + ended_by_torchrun(2, 1, 0, 1), "unknown", (), "wandb"),
+    "handled-then-lost": (
+        _HANDLED
+        + "".join(raised(rank, "RuntimeError: Connection closed by peer [::1]:9") for rank in (1, 3))
+        + ended_by_torchrun(1, 1, 0, 3),
+        "unknown",
+        (),
+        "wandb",
+    ),
+    "two-nodes-one-file": (
+        "[default0]:[rank0]: step 1\n[default0]:[rank8]: step 1\n[default1]:step\n"
+        + "".join(f"[default0]:{line}\n" for line in raised(8, "ValueError: bad").splitlines()),
+        "first-failure",
+        (8,),
+        "ValueError: bad",
+    ),
+    "second-node-alone": (
+        "[default0]:[rank8]: step 1\n[default1]:step 1\n[default1]:"
+        + _TRACE.replace("\n", "\n[default1]:")
+        + "ValueError: bad\n",
+        "failure",
+        (),
+        "ValueError: bad",
+    ),
+    "info-gdr": (
+        "".join(
+            info(rank, f"node{rank // 2}", via="NET/IB/0" if rank > 3 else "NET/IB/0/GDRDMA", nranks=6)
+            for rank in range(6)
+        ),
+        "nccl-transport",
+        (),
+        "node2",
+    ),
+    "info-stuck": (
+        "".join(info(rank, f"node{rank // 2}", done=rank < 2) for rank in range(4)),
+        "nccl-init",
+        (),
+        "ranks 2-3",
+    ),
+    "info-lo": (
+        "".join(info(rank, f"node{rank // 2}", nic="docker0" if rank > 1 else "eth0") for rank in range(4)),
+        "nccl-interface",
+        (),
+        "docker0",
+    ),
+}
+
+
+def cases() -> list[Case]:
+    """Return all cases."""
+    found = [
+        Case(name, gzip.decompress((RECORDED / f"{name}.log.gz").read_bytes()), f"{id_}", ranks, also)
+        for name, (id_, ranks, also) in _RECORDED.items()
+    ]
+    return found + [
+        Case(name, text.encode(), id_, ranks, also) for name, (text, id_, ranks, also) in _GENERATED.items()
+    ]
