@@ -10,6 +10,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from distdiag.errors import DistdiagError
     from distdiag.report import Finding, Fix, Level, Report, Verdict, Where
+    from distdiag.training.flight_recorder import dump_flight_recorder
     from distdiag.training.floatcmp import floatcmp
     from distdiag.training.lines.session import trace_lines
     from distdiag.training.overflow.detect import detect_overflow
@@ -32,6 +33,7 @@ __all__ = [
     "Where",
     "breakpoint",
     "detect_overflow",
+    "dump_flight_recorder",
     "floatcmp",
     "printflock",
     "trace_lines",
@@ -43,6 +45,7 @@ _HOME = {
     "OverflowDetected": "distdiag.training.overflow.detection",
     "breakpoint": "distdiag.training.rank_breakpoint",
     "detect_overflow": "distdiag.training.overflow.detect",
+    "dump_flight_recorder": "distdiag.training.flight_recorder",
     "floatcmp": "distdiag.training.floatcmp",
     "printflock": "distdiag.training.printing",
     "trace_lines": "distdiag.training.lines.session",

@@ -66,6 +66,11 @@ _SUBCOMMANDS: tuple[Sub, ...] = (
         "Where does the first nan or inf of a training run come from: which rank, step, module?",
         below=(Sub("show", "overflow.show.command:overflow_show", "Where did the numbers grow, or two runs part?"),),
     ),
+    Sub(
+        "flight-recorder",
+        "flight_recorder.command:flight_recorder",
+        "Which rank did not call, or not finish, the collective that all others wait in? From PyTorch's flight recorder.",
+    ),
     Sub("core-bt", "core_bt.command:core_bt", "What crashed, in which thread, in Python and in C, and why?"),
     Sub("ports", "ports.command:ports", "Can the nodes reach each other, on which interface, both ways?"),
     Sub("cuda-env", "cuda_env.command:cuda_env", "Why does CUDA not run or build here, and what mends it?"),
