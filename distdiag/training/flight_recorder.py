@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 _POLL_S = 1.0
+_SETTLES_S = 0.05
+"""What has just ended is noted as such by another thread."""
 _started: set[str] = set()
 _errors: list[str] = []
 """The first error that was reported, which stays true of later dumps."""
@@ -45,6 +47,7 @@ def dump_flight_recorder(folder: str, *, when_stuck_s: float | None = None) -> s
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(os.path.abspath(folder), f"rank_{rank()}")
     if when_stuck_s is None:
+        time.sleep(_SETTLES_S)
         private.write_whole(path, _dump(sys.exc_info()[1]))
     elif path not in _started:
         _started.add(path)
@@ -65,8 +68,10 @@ def _dump(error: BaseException | None) -> bytes:
     world = dist.distributed_c10d._world
     for group, ranks in list(world.pg_group_ranks.items()):
         name = world.pg_names.get(group, "")
+        if not name:
+            continue  # this rank is no member
         members = [member for member, _ in sorted(ranks.items(), key=lambda item: item[1])]
-        configured.setdefault(name, {"name": name, "desc": group.group_desc, "ranks": str(members)})
+        configured.setdefault(name, {"name": name, "desc": getattr(group, "group_desc", ""), "ranks": str(members)})
     document["distdiag_rank"] = dist.get_rank()
     document["distdiag_world_size"] = dist.get_world_size()
     document["distdiag_host"] = host()

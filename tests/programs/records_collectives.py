@@ -36,18 +36,17 @@ class Rank:
         self.rank, self.size, self.folder = rank, size, folder
         store = dist.FileStore(str(folder / ".store"), size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-        self.data = torch.ones(4)
         (folder / f".called_{rank}").touch()
-        for name in ("all_reduce", "broadcast", "send", "recv"):
-            setattr(dist, name, self._noted(getattr(dist, name)))
         dump_flight_recorder(str(folder), when_stuck_s=0.4)
 
-    def _noted(self, function: Callable[..., object]) -> Callable[..., object]:
-        def noted(*arguments: object, **named: object) -> object:
-            self.call_after(time.time())
-            return function(*arguments, **named)
+    @property
+    def data(self) -> torch.Tensor:
+        """What the next call works on; the call is noted."""
+        return self.of(torch.float32)
 
-        return noted
+    def of(self, dtype: torch.dtype, elements: int = 4) -> torch.Tensor:
+        self.call_after(time.time())
+        return torch.ones(elements, dtype=dtype)
 
     def dump(self) -> None:
         self.call_after(0.0)
@@ -84,13 +83,13 @@ def left_out(me: Rank) -> None:
 
 def size(me: Rank) -> None:
     for step in range(STEPS):
-        dist.all_reduce(torch.ones(8) if me.rank == 2 and step == FAULT_AT else me.data)
+        dist.all_reduce(me.of(torch.float32, 8) if me.rank == 2 and step == FAULT_AT else me.data)
 
 
 def dtype(me: Rank) -> None:
     """As many bytes, so that Gloo does not notice."""
     for step in range(STEPS):
-        dist.all_reduce(torch.ones(4, dtype=torch.int32) if me.rank == 1 and step == FAULT_AT else me.data)
+        dist.all_reduce(me.of(torch.int32) if me.rank == 1 and step == FAULT_AT else me.data)
     me.stay_away()
 
 
@@ -104,7 +103,7 @@ def other_op(me: Rank) -> None:
 
 def tie(me: Rank) -> None:
     dist.all_reduce(me.data)
-    dist.all_reduce(torch.ones(4, dtype=torch.int32) if me.rank > 1 else me.data)
+    dist.all_reduce(me.of(torch.int32) if me.rank > 1 else me.data)
     me.stay_away()
 
 
@@ -185,7 +184,9 @@ class Clog:
         self._began = time.time()
         self._numbers: dict[str, int] = {}
         self._works = 0
-        self._file.write(f"V|1|base_timestamp={self._began:.3f}\nnew_comm|comm=world|rank={me.rank}|world_size={me.size}\n")
+        self._file.write(
+            f"V|1|base_timestamp={self._began:.3f}\nnew_comm|comm=world|rank={me.rank}|world_size={me.size}\n"
+        )
 
     def _event(self, number: int, event: str) -> None:
         self._file.write(f"C{number}|{event}|+{time.time() - self._began:.3f}\n")
@@ -202,7 +203,9 @@ class Clog:
         self._event(number, "E")
 
     def all_reduce(self, data: torch.Tensor) -> None:
-        self.run(f"all_reduce|in_count={data.numel()}|out_count={data.numel()}|dtype=f32|red_op=sum", dist.all_reduce, data)
+        self.run(
+            f"all_reduce|in_count={data.numel()}|out_count={data.numel()}|dtype=f32|red_op=sum", dist.all_reduce, data
+        )
 
     def send(self, data: torch.Tensor, to: int) -> None:
         self.run(f"send|in_count={data.numel()}|out_count=0|dtype=f32|peer={to}", dist.send, data, to)
@@ -278,6 +281,16 @@ def rank_main(folder: Path, rank: int, size: int, case: str) -> None:
         threading.Event().wait()
 
 
+def warm_up() -> None:
+    """Load once what the first dump of every rank would load: torch's reader of stacks takes over a second."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for _ in range(2):  # counted again in the groups of the cases, as where a job makes its groups anew
+        dist.all_reduce(torch.ones(1))
+    torch._C._distributed_c10d._dump_fr_trace(True, True, False)
+    dist.destroy_process_group()
+
+
 def run(case: str, size: int) -> None:
     folder = FOLDER / case
     folder.mkdir(parents=True)
@@ -320,6 +333,7 @@ def is_final(folder: Path, rank: int) -> bool:
     return False
 
 
+warm_up()
 for name in sys.argv[3:]:
     run(name, int(sys.argv[2]))
-    print(name, round(time.monotonic(), 1), flush=True)
+    print(name, flush=True)

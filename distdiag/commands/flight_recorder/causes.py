@@ -171,9 +171,10 @@ class _Search:
         group = self._job.groups[first.group]
         one_sided = first.operation.name in _ONE_SIDED
         if front.ended and not one_sided:
-            # It came to its end somewhere, so all have called it: a dump that lacks it was written before.
+            # It came to its end somewhere, so all have called it: a dump that lacks it was written before. Gloo has no
+            # device, and notes the end of an operation a little late.
             for call in calls:
-                if call.state != FAILED:
+                if call.state != FAILED and call.operation.backend != "gloo":
                     self._stuck.setdefault(call.rank, []).append((call, front.ended))
             return
         if front.missing and len(front.missing) > len(calls) + len(front.ended):
@@ -229,7 +230,7 @@ class _Search:
                 self._circle(circle)
 
     def _is_in_flight(self, rank: int) -> bool:
-        return any(call.rank == rank for front in self._fronts for call in front.calls)
+        return any(call.rank == rank and not front.ended for front in self._fronts for call in front.calls)
 
     def _sink(self, rank: int, calls: Sequence[Call]) -> None:
         first = min(calls, key=lambda call: (call.pair is not None, call.created_ns, call.rank))
@@ -269,7 +270,9 @@ class _Search:
                     yield from self._crossed(front, other)
         if self._found:
             return
-        for front in whole:
+        for front in self._fronts:
+            if front.missing or front.unknown:
+                continue
             first = front.calls[0]
             ranks = tuple(call.rank for call in front.calls)
             yield Cause(Kind.IN_FLIGHT, (), ranks, self._job.groups[first.group], first.seq, (first,))
@@ -355,7 +358,7 @@ def _late(job: Job) -> Iterator[Cause]:
             continue
         for rank in group.members:
             behind[rank] = [
-                when - job.earliest_ns[of, seq] for of, seq, when in times(job, rank) if of == key and seq in common
+                when - job.earliest_ns[key, seq] for seq, when in times(job, rank, key).items() if seq in common
             ]
         usual = {rank: median(each) for rank, each in behind.items() if each}
         if len(usual) < len(group.members):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.reached import host_findings
 from distdiag.commands.flight_recorder.causes import Kind, find_causes
-from distdiag.commands.flight_recorder.findings import finding_of, healthy, notes
+from distdiag.commands.flight_recorder.findings import finding_of, healthy, notes, undecided
 from distdiag.commands.flight_recorder.matching import Job, match
 from distdiag.commands.flight_recorder.read_dump import ENDED, FAILED, STARTED
 from distdiag.commands.flight_recorder.types import COMMAND, CallRow, FlightRecorder, RankRow
@@ -33,13 +33,14 @@ def diagnose(request: Request, gathered: Gathered[NodeDumps]) -> Report[FlightRe
     found = [finding_of(cause, job, request) for cause in causes]
     found += notes(job, nodes, gathered, {rank for cause in causes for rank in cause.ranks}, request)
     found += host_findings(gathered.refusals, gathered.rows)
-    if not causes and job.dumps:
-        found.append(healthy(job, request))
+    rows = tuple(_rows(job, hosts, {rank for cause in causes for rank in cause.ranks if cause.kind is not Kind.LATE}))
+    if all(cause.kind is Kind.LATE for cause in causes) and job.dumps:
+        still = [row.rank for row in rows if row.waiting is not None]
+        found.append(undecided(still) if still else healthy(job, request))
     found.sort(key=lambda finding: _ORDER.index(finding.level))
-    accused = {rank for cause in causes for rank in cause.ranks if cause.kind is not Kind.LATE}
     return Report(
         command=COMMAND,
-        data=FlightRecorder(world_size=job.world_size, ranks=tuple(_rows(job, hosts, accused))),
+        data=FlightRecorder(world_size=job.world_size, ranks=rows),
         findings=tuple(found),
         summary=found[0].title if found else "no dumps were found",
         interrupted=gathered.interrupted,

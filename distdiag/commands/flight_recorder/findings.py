@@ -161,7 +161,11 @@ def _no_dump(cause: Cause, job: Job) -> tuple[str, str]:
 
 def _device_stuck(cause: Cause, job: Job) -> tuple[str, str]:
     call = cause.calls[0]
-    others = "" if all((other.group, other.seq) == (call.group, call.seq) for other in cause.calls) else " (each in its group)"
+    others = (
+        ""
+        if all((other.group, other.seq) == (call.group, call.seq) for other in cause.calls)
+        else " (each in its group)"
+    )
     return (
         f"{_does(cause.ranks, 'has', 'have')} not finished {call_name(call, job)}{others}, which {_does(cause.waiting, 'has', 'have')} finished",
         "All have called it: the device of this rank, or an earlier kernel on its stream, does not come to its end.",
@@ -201,7 +205,7 @@ def _only_some(cause: Cause, job: Job) -> tuple[str, str]:
 def _in_flight(cause: Cause, job: Job) -> tuple[str, str]:
     call = cause.calls[0]
     return (
-        f"all ranks have called {call_name(call, job)}{_at(call)}, and none has finished it: no rank is to blame by its calls",
+        f"all ranks have called {call_name(call, job)}{_at(call)}, and {_does(cause.waiting, 'has', 'have')} not finished it: no rank is to blame by its calls",
         "The network or a device does not come to its end, or the dumps are of a job that was running.",
     )
 
@@ -296,6 +300,19 @@ def notes(
         hint = Fix(text="see how to get dumps", commands=(f"{request.program} flight-recorder --how",))
         paths = " ".join(shlex.quote(path) for path in request.paths) or "what was asked"
         yield Finding(id=f"{COMMAND}.nothing", level=Level.UNKNOWN, title=f"no dump was found in {paths}", fix=hint)
+
+
+def undecided(ranks: Sequence[int]) -> Finding:
+    """Say that ranks wait, and that the dumps do not tell for whom."""
+    title = f"{_does(ranks, 'waits', 'wait')}, and the dumps do not tell for whom"
+    detail = "Its counterpart is in the ring no more, or in no dump."
+    return Finding(
+        id=f"{COMMAND}.undecided",
+        level=Level.UNKNOWN,
+        title=title,
+        detail=detail,
+        witnesses=Witnesses(ranks=tuple(ranks)),
+    )
 
 
 def healthy(job: Job, request: Request) -> Finding:

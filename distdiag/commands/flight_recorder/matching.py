@@ -17,7 +17,7 @@ from distdiag.commands.flight_recorder.read_dump import ENDED, unpack
 
 if TYPE_CHECKING:
     import array
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from distdiag.commands.flight_recorder.collect import Dump
 
@@ -61,9 +61,14 @@ class Operation:
     agrees: tuple[object, ...]
 
     @property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the tensors it works on: what it takes, or of a recv what it gives."""
+        return self.input_sizes if _elements(self.input_sizes) else self.output_sizes
+
+    @property
     def elements(self) -> int:
         """How many elements it works on."""
-        return _elements(self.input_sizes) or _elements(self.output_sizes)
+        return _elements(self.sizes)
 
 
 @dataclass(frozen=True)
@@ -266,17 +271,24 @@ class _Reader:
         keys = [[(name, job.operations[number].backend) for number in self._operations] for name in self._names]
         self._declare({keys[group][operation] for group, operation in set(zip(columns[0], columns[1], strict=True))})
         parts, calls, earliest = job.parts.setdefault(rank, {}), job.calls, job.earliest_ns
+        starts = _starts(columns, keys)
         columns_read = zip(*columns, strict=True)
         for number, (group, operation, _, seq, p2p_seq, _, state, created, _) in enumerate(columns_read):
             key = keys[group][operation]
+            if number < starts.get(key, 0):
+                continue
             part = parts.get(key)
             if part is None:
                 part = parts[key] = Part()
             if p2p_seq >= 0:
                 self._p2p(self.call(columns, number))
                 continue
-            if part.issued is None or seq > part.issued:
-                part.issued = seq
+            newest = part.issued or 0
+            if seq == newest and seq:  # issued together, as one collective
+                if state != ENDED:
+                    part.pending.setdefault(seq, self.call(columns, number))
+                continue
+            part.issued = seq
             place = (key, seq)
             same = calls.get(place)
             if same is None:
@@ -287,7 +299,7 @@ class _Reader:
             same.setdefault(self._operations[operation], []).append(rank)
             if state != ENDED:
                 part.pending[seq] = self.call(columns, number)
-            elif seq > part.ended:
+            else:
                 part.ended = seq
         count = len(columns[0])
         job.recent[rank] = [self.call(columns, number) for number in range(max(0, count - _RECENT), count)]
@@ -352,6 +364,19 @@ class _Reader:
         else:
             pair.received += 1
             pair.recvs += [call] if pending else []
+
+
+def _starts(columns: Sequence[array.array[int]], keys: Sequence[Sequence[GroupKey]]) -> dict[GroupKey, int]:
+    """Return where groups begin that were destroyed and made again under the same name: their count begins anew."""
+    newest: dict[GroupKey, int] = {}
+    starts: dict[GroupKey, int] = {}
+    for number, (group, operation, seq, p2p_seq) in enumerate(zip(*columns[:2], *columns[3:5], strict=True)):
+        if p2p_seq < 0:
+            key = keys[group][operation]
+            if seq < newest.get(key, 0):
+                starts[key] = number
+            newest[key] = seq
+    return starts
 
 
 def _complete_groups(job: Job) -> None:
@@ -429,14 +454,23 @@ def find_call(job: Job, rank: int, group: GroupKey, seq: int) -> Call | None:
     return None
 
 
-def times(job: Job, rank: int) -> Iterator[tuple[GroupKey, int, int]]:
-    """Yield (group, n, when) of the collectives that a rank called, and that have ended."""
+def times(job: Job, rank: int, group: GroupKey) -> dict[int, int]:
+    """Return when a rank called the collectives of a group that have ended, by their number."""
     dump = job.dumps[rank]
     columns = unpack(dump.entries, dump.count)
-    keys = {
-        (group, operation): (dump.groups[group][0], dump.operations[operation][1])
-        for group, operation in set(zip(columns[0], columns[1], strict=True))
+    mine = {
+        (place, number)
+        for place, (name, _, _) in enumerate(dump.groups)
+        for number, told in enumerate(dump.operations)
+        if (name, told[1]) == group
     }
-    for group, operation, _, seq, p2p_seq, _, state, created, _ in zip(*columns, strict=True):
-        if p2p_seq < 0 and state == ENDED:
-            yield keys[group, operation], seq, created
+    found: dict[int, int] = {}
+    newest = 0
+    for place, operation, _, seq, p2p_seq, _, state, created, _ in zip(*columns, strict=True):
+        if p2p_seq < 0 and (place, operation) in mine:
+            if seq < newest:
+                found.clear()
+            newest = seq
+            if state == ENDED:
+                found[seq] = created
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from rich.table import Column
@@ -57,4 +58,4 @@ def name(call: CallRow | None) -> str:
 
 def site(call: CallRow | None) -> str:
     """Name the line that called: "train (job.py:25)"."""
-    return f"{call.function} ({call.file}:{call.line})" if call is not None and call.file else ""
+    return f"{call.function} ({os.path.basename(call.file)}:{call.line})" if call is not None and call.file else ""
