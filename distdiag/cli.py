@@ -69,7 +69,7 @@ _SUBCOMMANDS: tuple[Sub, ...] = (
     Sub(
         "flight-recorder",
         "flight_recorder.command:flight_recorder",
-        "Which rank did not call, or not finish, the collective that all others wait in? From PyTorch's flight recorder.",
+        "Which rank did not call, or not finish, what all others wait in? From PyTorch's flight recorder.",
     ),
     Sub("core-bt", "core_bt.command:core_bt", "What crashed, in which thread, in Python and in C, and why?"),
     Sub("ports", "ports.command:ports", "Can the nodes reach each other, on which interface, both ways?"),

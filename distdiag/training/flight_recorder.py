@@ -62,7 +62,7 @@ def _dump(error: BaseException | None) -> bytes:
         recorder = getattr(sys.modules["torch"]._C._distributed_c10d, "_dump_nccl_trace", None)
     if dist is None or recorder is None:
         raise RuntimeError("dump_flight_recorder: this build of torch has no flight recorder")
-    document = pickle.loads(recorder(includeCollectives=True, includeStackTraces=True, onlyActive=False))  # noqa: S301 - our own torch made it
+    document = pickle.loads(recorder(includeCollectives=True, includeStackTraces=True, onlyActive=False))
     configured = document.setdefault("pg_config", {})
     configured.pop("", None)
     world = dist.distributed_c10d._world
@@ -123,7 +123,7 @@ class _Watch(threading.Thread):
         recorder = getattr(module, "_dump_fr_trace", None) or module._dump_nccl_trace
         entries = pickle.loads(recorder(includeCollectives=True, includeStackTraces=False, onlyActive=True)).get(
             "entries", []
-        )  # noqa: S301
+        )
         return max((entry["record_id"] for entry in entries), default=-1), len(entries)
 
     def _raised(self, kind: Any, error: BaseException, trace: Any) -> None:  # noqa: ANN401 - as sys.excepthook

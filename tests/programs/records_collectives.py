@@ -244,7 +244,7 @@ def clog_no_send(me: Rank) -> None:
     me.stay_away()
 
 
-CASES = {
+CASES: dict[str, Callable[[Rank], None]] = {
     "skip_2": skip,
     "skip_0": lambda me: skip(me, 0),
     "skip_3": lambda me: skip(me, 3),
@@ -287,7 +287,9 @@ def warm_up() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     for _ in range(2):  # counted again in the groups of the cases, as where a job makes its groups anew
         dist.all_reduce(torch.ones(1))
-    torch._C._distributed_c10d._dump_fr_trace(True, True, False)
+    torch._C._distributed_c10d._dump_fr_trace(  # type: ignore[attr-defined]
+        True, True, False
+    )
     dist.destroy_process_group()
 
 

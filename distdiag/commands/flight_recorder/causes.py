@@ -1,13 +1,14 @@
 """From matched dumps to who is to blame, and for what. Pure; the words are in findings.
 
 Ranks that called different things as the same collective come first: the majority is right, a tie cannot be told.
-Then every rank waits, in the oldest operation of each group that has not ended, for the members that have not called it.
+Then every rank waits, in the oldest unfinished operation of each group, for the members that have not called it.
 Blamed is who is waited for and waits for nobody; and whose own device did not finish what others have finished.
 Where all who are waited for wait themselves, they wait in a circle.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -65,7 +66,7 @@ class Cause:
 
 @dataclass
 class _Front:
-    """A collective in which ranks wait: their calls, who has not called it, who has ended it, of whom that is unknown."""
+    """A collective in which ranks wait: their calls, who has not called it, who has ended it, who is unknown."""
 
     calls: list[Call]
     missing: list[int] = field(default_factory=list)
@@ -262,7 +263,7 @@ class _Search:
         self._add(Cause(Kind.DEADLOCK, tuple(circle), (), None, 0, tuple(calls[rank] for rank in circle)))
 
     def _in_flight(self) -> Iterator[Cause]:
-        """What all have called and none has ended: calls of two groups in another order on some ranks, or no rank's fault."""
+        """What all have called: calls of two groups in another order on some ranks, or no rank's fault."""
         whole = [front for front in self._fronts if not front.missing and not front.unknown and not front.ended]
         for front in whole:
             for other in whole:
@@ -364,7 +365,7 @@ def _late(job: Job) -> Iterator[Cause]:
         if len(usual) < len(group.members):
             continue
         starts = sorted(job.earliest_ns[key, seq] for seq in common)
-        period = median(later - earlier for earlier, later in zip(starts, starts[1:], strict=False))
+        period = median(later - earlier for earlier, later in itertools.pairwise(starts))
         among = sorted(usual.values())
         threshold = max(_LATE_NS, _LATE_SHARE * period, 4 * among[(len(among) - 1) // 2])
         late = tuple(sorted(rank for rank, by in usual.items() if by > threshold))

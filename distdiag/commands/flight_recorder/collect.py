@@ -6,6 +6,7 @@ Each dump is read by a child with bounded memory and time: whatever is in it, th
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import json
 import os
@@ -34,7 +35,7 @@ _FILES_A_CHILD = 4
 _HEAD = struct.Struct("<cIQ")
 _PIPE_VARIABLES = ("TORCH_FR_DEBUG_INFO_PIPE_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
 _DUMP_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-_DUMP_DEFAULTS = ("/tmp/nccl_trace_rank_", "~/.cache/torch/comm_lib_trace_rank_")  # noqa: S108 - torch's own
+_DUMP_DEFAULTS = ("/tmp/nccl_trace_rank_", "~/.cache/torch/comm_lib_trace_rank_")
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,8 @@ def facts(ask: dict[str, Any]) -> NodeDumps:
 def more(ask: dict[str, Any], tell: Callable[[Any], None]) -> None:
     """Read the dumps: {"paths": files and folders, "trigger": ask for them first, "wait_s": how long to wait}."""
     host = machine.host_name()
-    paths, unread, pipes = list(ask["paths"]), [], []
+    paths, unread = list(ask["paths"]), []
+    pipes: list[Pipe] = []
     if ask["trigger"]:
         pipes, written = _trigger(paths, ask["wait_s"])
         paths = [*(path for path in paths if not os.path.isdir(path)), *written] if written else paths
@@ -240,6 +242,7 @@ class _Child:
 
 
 def _work(files: Sequence[str], pipe: int) -> None:
+    faulthandler.disable()  # that this process may die is the reason for it
     run.die_with_parent()
     gc.disable()  # all of a dump stays until it is read: walking it again and again takes ten times as long
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -260,11 +263,14 @@ def _write(pipe: int, data: bytes) -> None:
 
 def _one(path: str) -> dict[str, Any]:
     try:
-        with open(path, "rb", buffering=0) as file:
+        # A pipe, which may stand in the place of a file, would keep us waiting for who writes to it.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise NotADump
             if status.st_size > _MOST_BYTES:
                 return {"kind": "damaged", "why": f"it is larger than {_MOST_BYTES >> 20} MiB"}
-            data = file.read(status.st_size) if stat.S_ISREG(status.st_mode) else b"-"
+            data = file.read(status.st_size)
         return {"path": path, "modified_s": status.st_mtime, **read(data or b"")}
     except NotADump:
         return {"kind": "other", "why": "it is no dump of a flight recorder"}

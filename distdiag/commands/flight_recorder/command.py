@@ -80,7 +80,7 @@ def flight_recorder(
         if html:
             from distdiag.commands.flight_recorder.html_report import write_page
 
-            write_page(report, html, strict=strict)
+            write_page(report, html)
         return report
 
     runner.run(SUBCOMMAND, request, runner.Options(as_json, strict, save, from_, cluster.explain), finish)

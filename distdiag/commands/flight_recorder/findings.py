@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_ranks, name_ranks
 from distdiag.commands.flight_recorder.causes import Kind
+from distdiag.commands.flight_recorder.read_dump import ENDED, FAILED
 from distdiag.commands.flight_recorder.types import COMMAND
 from distdiag.node.wire import printable
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
@@ -82,7 +83,7 @@ def _last(job: Job, rank: int) -> str:
         return f"rank {rank}: the dump is cut short: {printable(dump.path)}"
     if last is None:
         return f"rank {rank}: no operation is recorded"
-    state = "failed" if last.state == 3 else "ended" if last.state == 2 else "not ended"
+    state = {FAILED: "failed", ENDED: "ended"}.get(last.state, "not ended")
     return f"rank {rank}: its last is {call_name(last, job)}, {state}{_at(last)}"
 
 
@@ -93,43 +94,41 @@ def _does(ranks: Sequence[int], one: str, several: str) -> str:
 def _mismatch(cause: Cause, job: Job) -> tuple[str, str]:
     assert cause.group is not None
     right, *others = cause.calls
-    number = f"collective #{cause.seq} of {printable(cause.group.label)}"
-    if cause.kind is Kind.OP:
-        what, other = (
-            printable(right.operation.name),
-            " or ".join(dict.fromkeys(printable(call.operation.name) for call in others)),
-        )
-    elif cause.kind is Kind.DTYPE:
-        what, other = (
-            ",".join(map(printable, right.operation.dtypes)),
-            " or ".join(",".join(map(printable, call.operation.dtypes)) for call in others),
-        )
-    else:
-        what, other = (
-            f"{right.operation.elements} elements",
-            " or ".join(f"{call.operation.elements}" for call in others),
-        )
+    what, other = _differs(right, cause.kind), " or ".join(dict.fromkeys(_differs(call, cause.kind) for call in others))
+    group = printable(cause.group.label)
+    number = f"collective #{cause.seq} of {group}"
     if not cause.ranks:
-        return (
-            f"ranks {fold_ranks(cause.waiting)} do not call the same {number}: {what} against {other}; it cannot be told who is right",
-            "As many ranks are on one side as on the other.",
-        )
+        who = f"ranks {fold_ranks(cause.waiting)} do not call the same {number}"
+        detail = "As many ranks are on one side as on the other."
+        return f"{who}: {what} against {other}; it cannot be told who is right", detail
+    wrong, rest = _does(cause.ranks, "calls", "call"), _does(cause.waiting, "calls", "call")
     if cause.kind is Kind.OP:
-        return (
-            f"{_does(cause.ranks, 'calls', 'call')} {other} as {number}, {_does(cause.waiting, 'calls', 'call')} {what}{_at(right)}",
-            "From there on the collectives of these ranks do not fit together: a call was left out or added before it, or its line depends on the rank.",
-        )
-    verb = f"with {other}" + (" elements" if cause.kind is Kind.SIZE else "")
-    return (
-        f"{_does(cause.ranks, 'calls', 'call')} {printable(right.operation.name)} #{cause.seq} of {printable(cause.group.label)} {verb}, {name_ranks(cause.waiting)} with {what}{_at(right)}",
-        "The tensors of all ranks must have the same number of elements of the same type there.",
-    )
+        return f"{wrong} {other} as {number}, {rest} {what}{_at(right)}", _OP_DETAIL
+    name = f"{printable(right.operation.name)} #{cause.seq} of {group}"
+    return f"{wrong} {name} with {other}, {name_ranks(cause.waiting)} with {what}{_at(right)}", _TENSOR_DETAIL
+
+
+_OP_DETAIL = (
+    "From there on the collectives of these ranks do not fit together: a call was left out or added before it, or its "
+    "line depends on the rank."
+)
+_TENSOR_DETAIL = "The tensors of all ranks must have the same number of elements of the same type there."
+
+
+def _differs(call: Call, kind: Kind) -> str:
+    """Name what one side called, as far as the other differs."""
+    if kind is Kind.OP:
+        return printable(call.operation.name)
+    if kind is Kind.DTYPE:
+        return ",".join(map(printable, call.operation.dtypes))
+    return f"{call.operation.elements} elements"
 
 
 def _never_called(cause: Cause, job: Job) -> tuple[str, str]:
     call = cause.calls[0]
+    waiting = _does(cause.waiting, "waits", "wait")
     return (
-        f"{_does(cause.ranks, 'has', 'have')} not called {call_name(call, job)}, in which {_does(cause.waiting, 'waits', 'wait')}{_at(call)}",
+        f"{_does(cause.ranks, 'has', 'have')} not called {call_name(call, job)}, in which {waiting}{_at(call)}",
         "It is outside of the collectives: what it does there, its stack shows.",
     )
 
@@ -137,53 +136,43 @@ def _never_called(cause: Cause, job: Job) -> tuple[str, str]:
 def _no_counterpart(cause: Cause, job: Job) -> tuple[str, str]:
     call = cause.calls[0]
     wanted = "recv" if call.operation.name == "send" else "send"
-    return (
-        f"{_does(cause.ranks, 'has', 'have')} no {wanted} for the {call.operation.name} in which {_does(cause.waiting, 'waits', 'wait')}{_at(call)}",
-        "",
-    )
+    waiting = _does(cause.waiting, "waits", "wait")
+    lacks = f"{_does(cause.ranks, 'has', 'have')} no {wanted}"
+    return f"{lacks} for the {call.operation.name} in which {waiting}{_at(call)}", ""
 
 
 def _no_dump(cause: Cause, job: Job) -> tuple[str, str]:
     call = cause.calls[0]
-    cut = [rank for rank in cause.ranks if rank in job.dumps]
-    lacks = "left a dump that is cut short" if cut else "left no dump"
-    failed = call.state == 3
-    waits = (
-        ("failed" if failed else _does(cause.waiting, "waits", "wait"))
-        if not failed
-        else f"{_does(cause.waiting, 'has', 'have')} failed"
-    )
+    lacks = "left a dump that is cut short" if any(rank in job.dumps for rank in cause.ranks) else "left no dump"
+    have = _does(cause.waiting, "has failed", "have failed") if call.state == FAILED else ""
+    waits = have or _does(cause.waiting, "waits", "wait")
     return (
-        f"{name_ranks(cause.ranks)} {lacks}, and {waits} in {call_name(call, job)}{_at(call)}, which all others have called",
-        "A rank that was killed or is stopped writes none. Whether it called this, a dump would show.",
+        f"{name_ranks(cause.ranks)} {lacks}, and {waits} in {call_name(call, job)}{_at(call)}",
+        "All other ranks have called it. A rank that was killed or is stopped writes no dump.",
     )
 
 
 def _device_stuck(cause: Cause, job: Job) -> tuple[str, str]:
     call = cause.calls[0]
-    others = (
-        ""
-        if all((other.group, other.seq) == (call.group, call.seq) for other in cause.calls)
-        else " (each in its group)"
-    )
+    is_one = all((other.group, other.seq) == (call.group, call.seq) for other in cause.calls)
+    name = call_name(call, job) + ("" if is_one else " (each in its group)")
+    others = _does(cause.waiting, "has", "have")
     return (
-        f"{_does(cause.ranks, 'has', 'have')} not finished {call_name(call, job)}{others}, which {_does(cause.waiting, 'has', 'have')} finished",
+        f"{_does(cause.ranks, 'has', 'have')} not finished {name}, which {others} finished",
         "All have called it: the device of this rank, or an earlier kernel on its stream, does not come to its end.",
     )
 
 
+_ORDER_DETAIL = "Each side waits for the other: collectives of two groups need one order on all ranks."
+
+
 def _order(cause: Cause, job: Job) -> tuple[str, str]:
-    many, few = cause.calls[:2]
-    both = f"{call_name(few, job)}{_at(few)} before {call_name(many, job)}{_at(many)}"
+    first, second = (f"{call_name(call, job)}{_at(call)}" for call in cause.calls[:2])
     if cause.ranks:
-        return (
-            f"{_does(cause.ranks, 'calls', 'call')} {both}; {_does(cause.waiting, 'calls', 'call')} them the other way round",
-            "Each side waits for the other: collectives of two groups need one order on all ranks.",
-        )
-    return (
-        f"ranks {fold_ranks(cause.waiting)} call {call_name(many, job)}{_at(many)} and {call_name(few, job)}{_at(few)} in different orders; it cannot be told who is right",
-        "Each side waits for the other: collectives of two groups need one order on all ranks.",
-    )
+        wrong, rest = _does(cause.ranks, "calls", "call"), _does(cause.waiting, "calls", "call")
+        return f"{wrong} {second} before {first}; {rest} them the other way round", _ORDER_DETAIL
+    who = f"ranks {fold_ranks(cause.waiting)} call {first} and {second}"
+    return f"{who} in different orders; it cannot be told who is right", _ORDER_DETAIL
 
 
 def _deadlock(cause: Cause, job: Job) -> tuple[str, str]:
@@ -196,27 +185,27 @@ def _only_some(cause: Cause, job: Job) -> tuple[str, str]:
     call = cause.calls[0]
     assert cause.group is not None
     others = [rank for rank in cause.group.members if rank not in cause.waiting]
-    return (
-        f"only {_does(cause.waiting, 'has', 'have')} called {call_name(call, job)}{_at(call)}; {_does(others, 'has', 'have')} not, and {'waits' if len(others) == 1 else 'wait'} for nothing",
-        "Either the few have one call more (an uneven number of batches), or the many are held up outside of the collectives.",
-    )
+    few = f"only {_does(cause.waiting, 'has', 'have')} called {call_name(call, job)}{_at(call)}"
+    many = f"{_does(others, 'has', 'have')} not, and {'waits' if len(others) == 1 else 'wait'} for nothing"
+    detail = "Either the few have one call more (uneven batches), or the many are held up outside of the collectives."
+    return f"{few}; {many}", detail
 
 
 def _in_flight(cause: Cause, job: Job) -> tuple[str, str]:
     call = cause.calls[0]
+    unfinished = f"{_does(cause.waiting, 'has', 'have')} not finished it"
     return (
-        f"all ranks have called {call_name(call, job)}{_at(call)}, and {_does(cause.waiting, 'has', 'have')} not finished it: no rank is to blame by its calls",
+        f"all ranks have called {call_name(call, job)}{_at(call)}, and {unfinished}: no rank is to blame by its calls",
         "The network or a device does not come to its end, or the dumps are of a job that was running.",
     )
 
 
 def _late_rank(cause: Cause, job: Job) -> tuple[str, str]:
     assert cause.group is not None
+    who = f"{_does(cause.ranks, 'calls', 'call')} the collectives of {printable(cause.group.label)}"
     clock = ", unless its clock is ahead by that" if cause.clock else ""
-    return (
-        f"{_does(cause.ranks, 'calls', 'call')} the collectives of {printable(cause.group.label)} {cause.late_ns / 1e6:.1f} ms after the first, in the median of {cause.seq}{clock}",
-        "All others wait for it there.",
-    )
+    late = f"{cause.late_ns / 1e6:.1f} ms after the first, in the median of {cause.seq}"
+    return f"{who} {late}{clock}", "All others wait for it there."
 
 
 _TITLES = {
@@ -255,28 +244,10 @@ def notes(
 ) -> Iterator[Finding]:
     """Report what could not be read, and who left no dump."""
     for node in nodes:
-        for unread in node.unread:
-            level = Level.UNKNOWN if unread.kind in ("code", "missing", "damaged") else Level.WARN
-            title = f"{printable(unread.path)}: {printable(unread.why)}"
-            if unread.kind == "code":
-                title = f"{printable(unread.path)} is refused: {printable(unread.why)}"
-            yield Finding(id=f"{COMMAND}.{unread.kind}", level=level, title=title, where=Where(hosts=(node.host,)))
-        for pipe in node.pipes:
-            if pipe.answer != "dumped":
-                title = f"rank {pipe.rank} wrote no dump when it was asked by {printable(pipe.path)}: {printable(pipe.answer)}"
-                yield Finding(
-                    id=f"{COMMAND}.no-answer",
-                    level=Level.WARN,
-                    title=title,
-                    where=Where(hosts=(node.host,), ranks=(pipe.rank,)),
-                )
+        yield from _of_files(node)
     for host, why in gathered.missing.items():
-        yield Finding(
-            id=f"{COMMAND}.incomplete",
-            level=Level.UNKNOWN,
-            title=f"not all of {host} is known: {why}",
-            where=Where(hosts=(host,)),
-        )
+        title = f"not all of {host} is known: {why}"
+        yield Finding(id=f"{COMMAND}.incomplete", level=Level.UNKNOWN, title=title, where=Where(hosts=(host,)))
     missing = [rank for rank in range(job.world_size) if rank not in job.dumps and rank not in accused]
     if missing and job.dumps:
         yield Finding(
@@ -286,20 +257,34 @@ def notes(
             where=Where(ranks=() if accused else tuple(missing)),
         )
     for dump in job.without_rank[:_SHOWN]:
-        yield Finding(
-            id=f"{COMMAND}.no-rank",
-            level=Level.WARN,
-            title=f"{printable(dump.path)} is left out: neither its content nor its name tells of which rank it is",
-            fix=Fix(text="give it a name that ends in its rank"),
-        )
+        title = f"{printable(dump.path)} is left out: neither its content nor its name tells of which rank it is"
+        fix = Fix(text="give it a name that ends in its rank")
+        yield Finding(id=f"{COMMAND}.no-rank", level=Level.WARN, title=title, fix=fix)
     if job.replaced:
         title = f"{len(job.replaced)} older dumps of ranks that have a newer one are left out"
         paths = tuple(printable(dump.path) for dump in job.replaced[:_SHOWN])
         yield Finding(id=f"{COMMAND}.older", level=Level.INFO, title=title, evidence=paths)
     if not job.dumps and not any(node.unread for node in nodes) and not gathered.refusals:
         hint = Fix(text="see how to get dumps", commands=(f"{request.program} flight-recorder --how",))
-        paths = " ".join(shlex.quote(path) for path in request.paths) or "what was asked"
-        yield Finding(id=f"{COMMAND}.nothing", level=Level.UNKNOWN, title=f"no dump was found in {paths}", fix=hint)
+        asked = " ".join(shlex.quote(path) for path in request.paths) or "what was asked"
+        yield Finding(id=f"{COMMAND}.nothing", level=Level.UNKNOWN, title=f"no dump was found in {asked}", fix=hint)
+
+
+def _of_files(node: NodeDumps) -> Iterator[Finding]:
+    for unread in node.unread:
+        is_refused = " is refused" if unread.kind == "code" else ""
+        yield Finding(
+            id=f"{COMMAND}.{unread.kind}",
+            level=Level.WARN if unread.kind == "truncated" else Level.UNKNOWN,
+            title=f"{printable(unread.path)}{is_refused}: {printable(unread.why)}",
+            where=Where(hosts=(node.host,)),
+        )
+    for pipe in node.pipes:
+        if pipe.answer != "dumped":
+            why = f"{printable(pipe.path)}: {printable(pipe.answer)}"
+            title = f"rank {pipe.rank} wrote no dump when it was asked by {why}"
+            where = Where(hosts=(node.host,), ranks=(pipe.rank,))
+            yield Finding(id=f"{COMMAND}.no-answer", level=Level.WARN, title=title, where=where)
 
 
 def undecided(ranks: Sequence[int]) -> Finding:

@@ -113,7 +113,7 @@ class Part:
 
 @dataclass
 class Pair:
-    """Sends from one rank to another in a group, and the recvs there: those that have not ended, and how many in all."""
+    """Sends from one rank to another in a group, and the recvs there: those not ended, and how many in all."""
 
     sends: list[Call] = field(default_factory=list)
     recvs: list[Call] = field(default_factory=list)
@@ -123,7 +123,7 @@ class Pair:
 
 @dataclass
 class Job:
-    """All ranks. `parts` by rank and group; `calls`: by group and number of a collective, which ranks called what there.
+    """All ranks. `parts` by rank and group; `calls`: by group and number, which ranks called what as that collective.
 
     What was called is a number in `operations`. `overflowed`: ranks whose oldest entries were overwritten.
     """
@@ -277,31 +277,26 @@ class _Reader:
             key = keys[group][operation]
             if number < starts.get(key, 0):
                 continue
-            part = parts.get(key)
-            if part is None:
-                part = parts[key] = Part()
+            part = parts.get(key) or parts.setdefault(key, Part())
             if p2p_seq >= 0:
                 self._p2p(self.call(columns, number))
                 continue
-            newest = part.issued or 0
-            if seq == newest and seq:  # issued together, as one collective
+            if seq and seq == part.issued:  # issued together, as one collective
                 if state != ENDED:
                     part.pending.setdefault(seq, self.call(columns, number))
                 continue
             part.issued = seq
-            place = (key, seq)
-            same = calls.get(place)
-            if same is None:
-                same = calls[place] = {}
-                earliest[place] = created
-            elif created < earliest[place]:
-                earliest[place] = created
+            same = calls.setdefault((key, seq), {})
             same.setdefault(self._operations[operation], []).append(rank)
+            earliest[key, seq] = min(created, earliest.get((key, seq), created))
             if state != ENDED:
                 part.pending[seq] = self.call(columns, number)
             else:
                 part.ended = seq
-        count = len(columns[0])
+        self._note_last(columns)
+
+    def _note_last(self, columns: Sequence[array.array[int]]) -> None:
+        job, rank, count = self._job, self._rank, len(columns[0])
         job.recent[rank] = [self.call(columns, number) for number in range(max(0, count - _RECENT), count)]
         if count:
             job.last[rank] = max(job.recent[rank], key=lambda call: call.record)
@@ -400,13 +395,18 @@ def _complete_groups(job: Job) -> None:
             known = [rank for rank, parts in job.parts.items() if key in parts]
             group.members = everyone if is_all else tuple(known)
             group.certain = is_all and job.size_is_certain
+    _label_groups(job, {name for name, backends in used.items() if len(backends) > 1})
+
+
+def _label_groups(job: Job, in_several: set[str]) -> None:
+    """Call groups by their descriptions, and by more where those are not unique."""
     descriptions = Counter(group.description for group in job.groups.values())
-    for key, group in job.groups.items():
-        group.label = group.description or f"group {key[0]}"
+    for (name, backend), group in job.groups.items():
+        group.label = group.description or f"group {name}"
         if descriptions[group.description] > 1 and group.description:
-            group.label += f" {key[0]}"
-        if len(used[key[0]]) > 1:
-            group.label += f" ({key[1]})"
+            group.label += f" {name}"
+        if name in in_several:
+            group.label += f" ({backend})"
 
 
 def _use_status(job: Job, group: Group) -> None:

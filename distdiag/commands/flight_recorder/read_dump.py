@@ -113,7 +113,7 @@ class _Plain(pickle.Unpickler):
         raise Unreadable("it refers to objects outside of it")
 
 
-class _AsFarAsItGoes(pickle._Unpickler):  # type: ignore[name-defined, misc] # the one written in Python shows its stack
+class _AsFarAsItGoes(pickle._Unpickler):  # the one written in Python shows its stack
     def find_class(self, module: str, name: str) -> NoReturn:
         _refuse(module, name)
 
@@ -143,7 +143,7 @@ def _salvaged(data: bytes) -> dict[Any, Any]:
         reader.load()
     except Unreadable:
         raise
-    except Exception:  # noqa: BLE001, S110 - that it ends in the middle is known
+    except Exception:  # noqa: BLE001 - that it ends in the middle is known
         pass
     levels: list[list[Any]] = [*getattr(reader, "metastack", []), getattr(reader, "stack", [])]
     found = levels[0][0] if levels and levels[0] else None
@@ -220,6 +220,10 @@ def _dtypes(value: object) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)):
         return ()
     return tuple(sorted({_text(name, 40) for name in value[:_MOST_SIZES]}))
+
+
+def _state(entry: dict[str, Any]) -> int:
+    return ENDED if entry.get("retired") is True else _STATES.get(entry.get("state") or "", SCHEDULED)
 
 
 def _of_document(document: Any, form: str, *, truncated: bool) -> dict[str, Any]:  # noqa: ANN401 - not known yet
@@ -308,11 +312,9 @@ class _Document:
         group = self._groups.number(name[:300])
         seq, p2p_seq = _whole(entry["collective_seq_id"]), _whole(entry.get("p2p_seq_id"), 0)
         is_p2p = entry.get("is_p2p") is True
+        state = _state(entry)
         if is_p2p or (backend == "gloo" and _whole(entry.get("op_id"), seq) != seq):
             self._p2p.add(name)
-        state = _STATES.get(entry.get("state") or "", SCHEDULED)
-        if entry.get("retired") is True:
-            state = ENDED
         key = (group, seq, p2p_seq)
         if operation == "coalesced":  # what was issued together before it has no state of its own
             for place in coalesced.pop(key, ()) if is_p2p else ():
@@ -321,11 +323,7 @@ class _Document:
                 return
         source, target = -1, -1
         if is_p2p:
-            found = _P2P.search(operation)
-            if found is not None:
-                operation, here, there = found[1], int(found[2]), int(found[3])
-                source, target = (here, there) if operation == "send" else (there, here)
-                self._local.setdefault(name, here)
+            operation, source, target = self._pair(name, operation)
             coalesced.setdefault(key, []).append(len(self._columns[0]))
         described = self._operations.number(
             (
@@ -353,6 +351,15 @@ class _Document:
         self._last[group] = len(self._columns[0])
         for column, value in zip(self._columns, row):
             column.append(value)
+
+    def _pair(self, name: str, operation: str) -> tuple[str, int, int]:
+        """Read "send 1->2" or "recv 2<-1": what it is, from whom, to whom, as numbers in the group."""
+        found = _P2P.search(operation)
+        if found is None:
+            return operation, -1, -1
+        here, there = int(found[2]), int(found[3])
+        self._local.setdefault(name, here)
+        return (found[1], here, there) if found[1] == "send" else (found[1], there, here)
 
     def _site(self, frames: Any) -> int:  # noqa: ANN401 - a list of dictionaries, if it is what it should be
         if not isinstance(frames, list):
@@ -423,7 +430,7 @@ class _Document:
 
 
 class _Clog:
-    """torchcomms' log, one line an event: `sig` describes an operation, Q enqueues it, S and E are its start and end."""
+    """torchcomms' log, one line an event: `sig` describes an operation, Q enqueues it, S and E: it starts, ends."""
 
     def __init__(self) -> None:
         self._groups, self._operations = _Table(), _Table()
