@@ -67,7 +67,7 @@ bench: $(VENV)/installed-dev $(VENV)/cuda compiled tools ## Measure beside the p
 	$(BIN)/python tests/benchmarks/printflock.py
 	$(BIN)/python tests/benchmarks/floatcmp.py
 	$(BIN)/python tests/benchmarks/overflow.py
-	$(BIN)/python tests/benchmarks/trace_sys.py 200
+	$(BIN)/python tests/benchmarks/trace_sys.py 100
 	$(BIN)/python tests/benchmarks/trace_sys.py launch
 
 clean: ## Remove the virtual environment and caches

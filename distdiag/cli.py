@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from distdiag import __version__, interrupts, limits
-from distdiag.deliver import emit, error_document, say
+from distdiag.output import emit, error_document, say
 from distdiag.errors import Interrupted
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ _SUBCOMMANDS: tuple[Sub, ...] = (
         below=(
             Sub("blocked", "trace.blocked.command:blocked", "Who is blocked on what, and whom do all ranks wait for?"),
             Sub("fds", "trace.fds.command:fds", "What are the descriptors of a process, and who has the other ends?"),
-            Sub("py", "trace.py.command:trace_py", "Run a job and keep the last lines of Python of every thread."),
+            Sub("py", "trace.py:trace_py", "Run a job and keep the last lines of Python of every thread."),
             Sub("show", "trace.show.command:trace_show", "Where was, or is, each rank? The last lines trace py kept."),
             Sub("sys", "trace.sys.command:trace_sys", "System calls of ranks that run, of a new job, or of logs."),
         ),
@@ -104,7 +104,7 @@ class _Invocation:
     @property
     def is_for_all(self) -> bool:
         """Whether this process speaks for all that a launcher started: their stdout is one."""
-        from distdiag.node.identity import identify
+        from distdiag.facts.rank_identity import identify
 
         me = identify(os.environ)
         return me is None or me.rank == 0 or me.launcher == "environment"

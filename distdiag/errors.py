@@ -27,7 +27,7 @@ class UsageError(DistdiagError):
 class NodeFailed(DistdiagError):
     """The node side of distdiag ended, stayed silent or spoke nonsense."""
 
-    id = "distdiag.node-failed"
+    id = "distdiag.facts-failed"
 
 
 class Interrupted(DistdiagError):

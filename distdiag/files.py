@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distdiag.errors import DistdiagError, UsageError
-from distdiag.node import private
+from distdiag.facts import private_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -50,7 +50,7 @@ def write_picture(figure: Figure, target: str) -> None:
 def make_folder(option: str, folder: str) -> None:
     """Make a folder that an option names, for this user alone. Raises UsageError."""
     try:
-        private.make_folder(folder)
+        private_files.make_folder(folder)
     except OSError as error:
         raise UsageError(f"{option} {folder}: {error.strerror}", hint="name a folder that can be written") from error
 
@@ -67,7 +67,7 @@ def write_whole(path: str, data: bytes) -> None:
         DistdiagError: it cannot be written.
     """
     try:
-        private.write_whole(path, data)
+        private_files.write_whole(path, data)
     except OSError as error:
         raise DistdiagError(
             f"cannot write {path}: {error.strerror}", hint="name a place that can be written"

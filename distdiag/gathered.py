@@ -17,10 +17,10 @@ import msgspec  # noqa: TID253 - this module is only imported when there are fac
 
 from distdiag import __version__
 from distdiag.cluster.records import Senseless, read_json
-from distdiag.cluster.rows import Refusal, Row  # noqa: TC001 - msgspec reads the annotations
+from distdiag.cluster.host_results import Refusal, Row  # noqa: TC001 - msgspec reads the annotations
 from distdiag.errors import UsageError
 from distdiag.files import named_files, write_whole
-from distdiag.node.wire import printable
+from distdiag.facts.text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import typer
 
-from distdiag.cluster import access
-from distdiag.cluster.access import Agent, open_fleet
+from distdiag.cluster import start_fleet
+from distdiag.cluster.start_fleet import Agent, open_fleet
 from distdiag.cluster.targets import describe, find_targets
-from distdiag.deliver import Output, Progress, deliver, deliver_lines, is_done_by_another
+from distdiag.output import Output, Progress, deliver, deliver_lines, is_done_by_another
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.files import make_folder
 from distdiag.gathered import Foreign, Gathered, read, save
-from distdiag.node.protocol import Collect
-from distdiag.node.wire import printable
+from distdiag.agent.protocol import Collect
+from distdiag.facts.text import printable
 from distdiag.report import Finding, Fix, Level
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ def named(nodes: Iterable[Node], *, local: bool) -> dict[str, Node]:
 
 def explain(cluster: Cluster, agent: Agent) -> list[str]:
     """Write how the hosts would be reached."""
-    return access.explain(cluster, find_targets(cluster, os.environ), agent)
+    return start_fleet.explain(cluster, find_targets(cluster, os.environ), agent)
 
 
 class _Talk(Generic[First, Part, Facts]):

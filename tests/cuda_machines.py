@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.cuda_env.collect import CudaFacts, look
 from distdiag.commands.cuda_env.diagnose import diagnose
-from distdiag.commands.cuda_env.model import Goal, Request
+from distdiag.commands.cuda_env.types import Goal, Request
 from distdiag.gathered import Gathered
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from distdiag.commands.cuda_env.result import CudaEnv
+    from distdiag.commands.cuda_env.types import CudaEnv
     from distdiag.report import Finding, Report
 
 GCC = shutil.which("gcc") or "/usr/bin/gcc"

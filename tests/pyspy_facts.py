@@ -10,14 +10,14 @@ from distdiag.commands.pyspy_all.diagnose import diagnose
 from distdiag.commands.pyspy_all.types import Request
 from distdiag.jobs.collect import Process, Processes, Watched
 from distdiag.jobs.nodes import NodeStacks
-from distdiag.node.capture import Counter, Frame, Sample, Thread
-from distdiag.node.identity import Identity
+from distdiag.facts.stack_types import Counter, Frame, Sample, Thread
+from distdiag.facts.rank_identity import Identity
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from distdiag.commands.pyspy_all.types import PySpyAll
-    from distdiag.node.procs import Standstill
+    from distdiag.facts.procs import Standstill
     from distdiag.report import Report
 
 SITE = "/opt/venv/lib/python3.11/site-packages/"

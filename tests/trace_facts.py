@@ -13,10 +13,10 @@ from distdiag.commands.trace.blocked.collect import Reply
 from distdiag.commands.trace.blocked.diagnose import diagnose
 from distdiag.commands.trace.blocked.types import Request, Threads
 from distdiag.commands.trace.nodes import Answers
-from distdiag.node.blocked import Blocked, Futex, Lock, Target, Thread
-from distdiag.node.descriptors import Descriptor, End
-from distdiag.node.ends import Network, Owned, Person
-from distdiag.node.sockets import Socket
+from distdiag.facts.blocked_threads import Blocked, Futex, Lock, Target, Thread
+from distdiag.facts.descriptors import Descriptor, End
+from distdiag.facts.socket_owners import Network, Owned, Person
+from distdiag.facts.sockets import Socket
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

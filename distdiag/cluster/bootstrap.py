@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 
-from distdiag.node import boot, protocol, wire
+from distdiag.agent import boot, protocol, wire
 
 _READY = b"\n" + wire.MARK + protocol.Ready().to_json() + b"\n"
 AGENT_START = f"import os\nos.write(1,{_READY!r})\n{boot.START}"

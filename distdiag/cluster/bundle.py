@@ -6,8 +6,8 @@ import ast
 import os
 from importlib import resources
 
-AGENT = "distdiag.node.agent"
-CONNECT_BACK = "distdiag.node.call_home"
+AGENT = "distdiag.agent.agent"
+CONNECT_BACK = "distdiag.agent.connect_back"
 
 
 def sources(*modules: str) -> dict[str, str]:

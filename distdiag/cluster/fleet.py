@@ -16,7 +16,7 @@ from distdiag import interrupts
 from distdiag.cluster import links, records
 from distdiag.cluster.node import Node, NodeStage
 from distdiag.cluster.records import Down, Senseless
-from distdiag.cluster.rows import HostState, Refusal, Row
+from distdiag.cluster.host_results import HostState, Refusal, Row
 from distdiag.cluster.transports import Arrivals
 from distdiag.errors import NodeFailed
 from distdiag.limits import hint_for

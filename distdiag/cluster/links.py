@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from distdiag.node import run
+from distdiag.facts import programs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,7 +110,7 @@ class Link(ABC):
 class ProcessLink(Link):
     """A program started on this machine that is the far side, or leads to it (ssh, srun, kubectl exec)."""
 
-    def __init__(self, process: run.Process[bytes] | run.Adopted) -> None:
+    def __init__(self, process: programs.Process[bytes] | programs.Adopted) -> None:
         """Take over what `run.start` gave."""
         super().__init__()
         self.process = process
@@ -130,11 +130,11 @@ class ProcessLink(Link):
 
     def how_it_ended(self) -> tuple[int | None, str]:
         _wait(self.process, 0.5)
-        status = run.end_group(self.process)
+        status = programs.end_group(self.process)
         if status is None:
             return None, "could not be ended"
         if status < 0:
-            return status, f"by {run.signal_name(-status)}"
+            return status, f"by {programs.signal_name(-status)}"
         return status, f"with status {status}"
 
     def finish(self) -> None:
@@ -150,7 +150,7 @@ class ProcessLink(Link):
     def kill(self) -> None:
         self.finish()
         self.settled.set()
-        run.end_group(self.process)
+        programs.end_group(self.process)
 
     def _take(self, number: int) -> bytes:
         stream = self._open.get(number)
@@ -233,7 +233,7 @@ def close_all(links: Sequence[Link], goodbye_s: float) -> None:
         link.kill()
 
 
-def _wait(process: run.Process[bytes] | run.Adopted, timeout_s: float) -> None:
+def _wait(process: programs.Process[bytes] | programs.Adopted, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)

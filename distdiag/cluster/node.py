@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster import records
 from distdiag.cluster.records import Senseless
-from distdiag.cluster.rows import HostState, Refusal
-from distdiag.node import machine, wire
-from distdiag.node.wire import printable
+from distdiag.cluster.host_results import HostState, Refusal
+from distdiag.facts import machine
+from distdiag.agent import wire
+from distdiag.facts.text import printable
 
 if TYPE_CHECKING:
     from distdiag.cluster.hosts import Host
     from distdiag.cluster.links import Link
     from distdiag.cluster.records import Said
-    from distdiag.node.protocol import Message
+    from distdiag.agent.protocol import Message
 
 _MAX_BYTES = {False: 64 * 2**20, True: 256 * 2**20}
 """What one node may say until it is up, and in all: a broken or hostile one costs no more memory and time than that."""

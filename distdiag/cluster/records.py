@@ -1,4 +1,4 @@
-"""What an agent may say (distdiag/node/protocol.py), validated: where bytes of a node or a file become typed facts.
+"""What an agent may say (distdiag/agent/protocol.py), validated: where bytes of a node or a file become typed facts.
 
 Nothing from there is trusted. Whatever cannot be what it says it is (no JSON, nested too deep, of another type, a
 number that nothing real has) is one error with one sentence; whoever reads decides whose row that is.
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Required, TypedDict, 
 import msgspec  # noqa: TID253 - this module is only imported when there are nodes or files to read
 
 from distdiag.errors import DistdiagError
-from distdiag.node import protocol
-from distdiag.node.knock import Probe  # noqa: TC001 - msgspec reads the annotations
-from distdiag.node.network import Network  # noqa: TC001
-from distdiag.node.wire import printable
+from distdiag.agent import protocol
+from distdiag.facts.network import Network  # noqa: TC001 - msgspec reads the annotations
+from distdiag.agent.tcp_probe import ProbeResult  # noqa: TC001
+from distdiag.facts.text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -57,7 +57,7 @@ class Started(TypedDict, total=False):
 
 
 class TroubleTold(TypedDict, total=False):
-    """What a rank saw go wrong; which fields there are depends on its kind, see distdiag.workload.rank."""
+    """What a rank saw go wrong; which fields there are depends on its kind, see distdiag.launch.rank."""
 
     kind: Required[str]
     message: str
@@ -314,9 +314,9 @@ class ReachServing(Record, tag=protocol.ReachServing.kind):
 
 
 class ReachProbe(Record, tag=protocol.ReachProbe.kind):
-    """One way was tried."""
+    """One path was tried."""
 
-    probe: Probe
+    probe: ProbeResult
 
 
 class ReachName(Record, tag=protocol.ReachName.kind):

@@ -13,7 +13,7 @@ from distdiag.cluster.hostfile import lsf_hosts, read_hostfile, slurm_tasks
 from distdiag.cluster.hostlist import expand
 from distdiag.cluster.hosts import Host, HostList, fold, parse_hosts
 from distdiag.errors import DistdiagError, UsageError
-from distdiag.node import run
+from distdiag.facts import programs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -201,7 +201,7 @@ def _job(job: str) -> Targets:
     """Ask SLURM for the nodes of a running job."""
     if shutil.which("squeue") is None:
         raise DistdiagError("squeue is not installed here, so SLURM cannot be asked", hint="run it on a login node")
-    done = run.run(["squeue", "-h", "-j", job, "-o", "%T|%N|%u"], timeout_s=_SLURM_TIMEOUT_S)
+    done = programs.run(["squeue", "-h", "-j", job, "-o", "%T|%N|%u"], timeout_s=_SLURM_TIMEOUT_S)
     said = done.stderr.decode("utf-8", "replace").strip().splitlines()
     lines = done.stdout.decode("utf-8", "replace").splitlines()
     if done.timed_out:

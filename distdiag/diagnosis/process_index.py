@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import name_ranks
 from distdiag.jobs.roles import find_jobs
-from distdiag.node.peers import Endpoint, match
+from distdiag.facts.socket_peers import Endpoint, match
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from distdiag.jobs.collect import Process
     from distdiag.jobs.model import Job, Member
     from distdiag.jobs.nodes import NodeStacks
-    from distdiag.node.descriptors import Descriptor
-    from distdiag.node.ends import Network, Person
+    from distdiag.facts.descriptors import Descriptor
+    from distdiag.facts.socket_owners import Network, Person
 
 Key = tuple[str, int]
 """A process: (host, pid)."""

@@ -9,15 +9,15 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from distdiag.knowledge.frames import is_native, kind_of, library_path
-from distdiag.node.capture import leaves_work_to_threads
+from distdiag.facts.stack_types import leaves_work_to_threads
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Sequence
 
     from distdiag.jobs.collect import Watched
     from distdiag.jobs.model import Member
-    from distdiag.node.capture import Frame, Sample, Thread
-    from distdiag.node.procs import Standstill
+    from distdiag.facts.stack_types import Frame, Sample, Thread
+    from distdiag.facts.procs import Standstill
 
 BUSY = 0.5
 """Share of a core from which on a thread counts as computing, not as waiting."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.diagnosis.wait_reasons import Kind
-from distdiag.node import syscall_names
+from distdiag.facts import syscall_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from distdiag.node import syscall_names
-from distdiag.node.machine import STOPPED
+from distdiag.facts import syscall_names
+from distdiag.facts.machine import STOPPED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from distdiag.diagnosis.process_index import Key, ProcessIndex
-    from distdiag.node.blocked import Blocked, Target, Thread
-    from distdiag.node.descriptors import Descriptor
+    from distdiag.facts.blocked_threads import Blocked, Target, Thread
+    from distdiag.facts.descriptors import Descriptor
 
 ENDED = ("Z", "X", "")
 _FORKS = ("vfork", "clone", "clone3", "fork")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from distdiag.node import machine, patience, procs, rights
-from distdiag.node.capture import Sample  # noqa: TC001 - decoded by its annotations
-from distdiag.node.identity import Identity, identify
+from distdiag.facts import machine, deadlines, procs, ptrace_permission
+from distdiag.facts.stack_types import Sample  # noqa: TC001 - decoded by its annotations
+from distdiag.facts.rank_identity import Identity, identify
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from distdiag.node.procs import Proc
+    from distdiag.facts.procs import Proc
 
 _PATIENCE_S = 1.0
 
@@ -86,9 +86,9 @@ def facts(ask: dict[str, Any]) -> Processes:
     wanted = set(ask["pids"])
     table = procs.table()
     children = procs.children_of(table.values())
-    words, mute = patience.each(table, procs.command_words, patience_s=_PATIENCE_S)
+    words, mute = deadlines.each(table, procs.command_words, patience_s=_PATIENCE_S)
     ours = _ourselves(table, children, words)
-    looked, late = patience.each(
+    looked, late = deadlines.each(
         [pid for pid in words if pid not in ours],
         lambda pid: _look_at(table[pid], table, words[pid], asked=pid in wanted),
         patience_s=_PATIENCE_S,
@@ -105,8 +105,8 @@ def facts(ask: dict[str, Any]) -> Processes:
     return Processes(
         host=machine.host_name(),
         user=os.geteuid(),
-        ptrace_scope=rights.ptrace_scope(),
-        may_trace=rights.may_trace(),
+        ptrace_scope=ptrace_permission.ptrace_scope(),
+        may_trace=ptrace_permission.may_trace(),
         processes=tuple(found.values()),
         asked_missing=tuple(sorted(pid for pid in wanted - table.keys() if not _is_alive(pid))),
         asked_unseen=tuple(sorted(pid for pid in wanted - table.keys() if _is_alive(pid))),

@@ -10,7 +10,7 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Literal
 
-from distdiag.node.run import signal_name
+from distdiag.facts.programs import signal_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

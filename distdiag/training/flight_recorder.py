@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 
-from distdiag.node import private
+from distdiag.facts import private_files
 from distdiag.training.whoami import host, rank, torch_distributed
 
 TYPE_CHECKING = False
@@ -48,7 +48,7 @@ def dump_flight_recorder(folder: str, *, when_stuck_s: float | None = None) -> s
     path = os.path.join(os.path.abspath(folder), f"rank_{rank()}")
     if when_stuck_s is None:
         time.sleep(_SETTLES_S)
-        private.write_whole(path, _dump(sys.exc_info()[1]))
+        private_files.write_whole(path, _dump(sys.exc_info()[1]))
     elif path not in _started:
         _started.add(path)
         _Watch(path, when_stuck_s).start()
@@ -106,13 +106,13 @@ class _Watch(threading.Thread):
             try:
                 if ready:
                     os.read(self._pipe, 4096)
-                    private.write_whole(self._path, _dump(None))
+                    private_files.write_whole(self._path, _dump(None))
                 now = self._progress()
                 if now != seen:
                     seen, since, written = now, time.monotonic(), False
                 elif not written and now[1] and time.monotonic() - since >= self._stuck_s:
                     written = True
-                    private.write_whole(self._path, _dump(None))
+                    private_files.write_whole(self._path, _dump(None))
             except (OSError, RuntimeError):
                 continue  # a disk that is full for a while; the group that is just being destroyed
         os.close(self._pipe)
@@ -128,7 +128,7 @@ class _Watch(threading.Thread):
 
     def _raised(self, kind: Any, error: BaseException, trace: Any) -> None:  # noqa: ANN401 - as sys.excepthook
         try:
-            private.write_whole(self._path, _dump(error))
+            private_files.write_whole(self._path, _dump(error))
         except (OSError, RuntimeError):
             pass
         finally:

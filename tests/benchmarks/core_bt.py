@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cores import make_core
 
-from distdiag.node.core import by_gdb, by_pystack, merge, notes
+from distdiag.facts.core import by_gdb, by_pystack, merge, notes
 
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
 PATIENCE_S = 30

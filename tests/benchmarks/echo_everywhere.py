@@ -18,7 +18,7 @@ from typing import Any
 def ours(names: list[str], connect_s: float) -> int:
     """By the transport and the links that every command uses."""
     from distdiag.cluster.hosts import Host
-    from distdiag.cluster.rows import Refusal
+    from distdiag.cluster.host_results import Refusal
     from distdiag.cluster.transports import Arrivals
     from distdiag.cluster.transports.ssh import SshTransport
 

@@ -19,8 +19,8 @@ from support import distdiag
 
 ROUNDS = 7
 SCAN = (
-    "import sys, time; from distdiag.node import scan; b = time.monotonic(); "
-    "n = len(list(scan.scan([(sys.argv[1], p) for p in range(1, int(sys.argv[2]) + 1)], timeout_s=3.2))); "
+    "import sys, time; from distdiag.facts import port_scan; b = time.monotonic(); "
+    "n = len(list(port_scan.scan([(sys.argv[1], p) for p in range(1, int(sys.argv[2]) + 1)], timeout_s=3.2))); "
     "print(time.monotonic() - b, n)"
 )
 

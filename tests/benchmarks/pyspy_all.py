@@ -21,7 +21,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from jobs import Job, wait_for_state  # noqa: E402
 
-from distdiag.node import looking  # noqa: E402
+from distdiag.facts import stack_sampler  # noqa: E402
 
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
 BIN = Path(sys.executable).parent
@@ -135,8 +135,8 @@ def no_harm() -> None:
             while any(process.poll() is None for process in job.processes):
                 if name == "looked at" and seen < looks:
                     seen += 1
-                    found = looking.take_samples(
-                        [job.pid(rank) for rank in range(2)], looking.SampleOptions(timeout_s=5)
+                    found = stack_sampler.take_samples(
+                        [job.pid(rank) for rank in range(2)], stack_sampler.SampleOptions(timeout_s=5)
                     )
                     read += sum(one.status == "ok" for one in found.values())
                 else:

@@ -5,7 +5,7 @@
 
 Logs of `strace -ff -yy -ttt -T` with lines as a training job writes them, 4 threads; the same as one file of
 `strace -f -yy -ttt -T` with the threads interleaved, a tenth of the calls in two halves; and that without -y, where a
-descriptor is a number. Peak memory is of all processes of the reader together, twice what they share.
+descriptor is a number.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ ROUNDS = int(os.environ.get("ROUNDS", "3"))
 THREADS = 4
 _DECODED = re.compile(rb"(?<=\d)<[^>]*(?:->[^>]*)?>(?=[,)])")
 READER = """
-import os, resource, sys, time
-from distdiag.node.strace.log import read_logs
+import resource, sys, time
+from distdiag.facts.strace.log import read_logs
 began = time.perf_counter()
 logs = read_logs(sys.argv[1:])
 took = time.perf_counter() - began
-kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-own, child = (resource.getrusage(kind).ru_maxrss / 1000 for kind in kinds)
-print(took, own + child * min(4, len(os.sched_getaffinity(0))), sum(one.n_calls for one in logs.threads), *logs.errors)
+memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+print(took, memory, sum(thread.n_calls for thread in logs.threads), *logs.errors)
 """
 LOOP = """
 import sys, time

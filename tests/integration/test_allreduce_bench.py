@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support import Running, distdiag, need
 
-from distdiag.node import machine
+from distdiag.facts import machine
 
 if TYPE_CHECKING:
     from support import Result

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support import need, need_mounts, wait_until
 
-from distdiag.node.blocked import Lock, Thread, blocked, locks_before
-from distdiag.node.descriptors import End, Look, descriptors
+from distdiag.facts.blocked_threads import Lock, Thread, blocked, locks_before
+from distdiag.facts.descriptors import End, Look, descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -197,7 +197,7 @@ def test_several_processes_share_a_look(many: Target) -> None:
 
 
 _READ = (
-    "import dataclasses, json, sys; from distdiag.node import blocked, descriptors; pid = int(sys.argv[1]);"
+    "import dataclasses, json, sys; from distdiag.facts import blocked, descriptors; pid = int(sys.argv[1]);"
     "print(json.dumps([[dataclasses.asdict(one) for one in blocked.blocked(pid)],"
     "descriptors.descriptors(pid).unread]))"
 )

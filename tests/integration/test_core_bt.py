@@ -17,8 +17,8 @@ from cores import PROGRAMS, make_core
 from jobs import wait_for_state
 from support import PROGRAM, distdiag, need, wait_until
 
-from distdiag.node import machine
-from distdiag.node.core.cframes import has_debug_information
+from distdiag.facts import machine
+from distdiag.facts.core.cframes import has_debug_information
 
 if TYPE_CHECKING:
     from pathlib import Path

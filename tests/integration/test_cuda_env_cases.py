@@ -16,7 +16,7 @@ from distdiag.report import Level, Report
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from distdiag.commands.cuda_env.result import CudaEnv
+    from distdiag.commands.cuda_env.types import CudaEnv
 
 H100 = "NVIDIA H100 80GB HBM3:9.0"
 CU128 = "75 80 86 90 100 120 p120"

@@ -10,13 +10,13 @@ from cuda_machines import Machine
 
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.cuda_env.explain import judge
-from distdiag.commands.cuda_env.model import Request
+from distdiag.commands.cuda_env.types import Request
 from distdiag.gathered import Gathered
 from distdiag.report import Level
 
 if TYPE_CHECKING:
     from distdiag.commands.cuda_env.collect import CudaFacts
-    from distdiag.commands.cuda_env.result import CudaEnv
+    from distdiag.commands.cuda_env.types import CudaEnv
     from distdiag.report import Report
 
 RECORDED = Path(__file__).parents[1] / "recorded/cuda_logs"

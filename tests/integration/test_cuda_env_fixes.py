@@ -10,7 +10,7 @@ import pytest
 from cuda_machines import Machine, found, judged
 
 from distdiag.commands.cuda_env.catalogue import capability
-from distdiag.commands.cuda_env.other_answers import exports
+from distdiag.commands.cuda_env.check import exports
 from distdiag.commands.cuda_env.prebuild import commands
 from distdiag.errors import UsageError
 from distdiag.report import Level

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 from cuda_machines import GCC, Machine, found, judged
 
-from distdiag.node.cuda.libraries import Extension
-from distdiag.node.cuda.requirements import Unmet, fits
+from distdiag.facts.cuda.libraries import Extension
+from distdiag.facts.cuda.requirements import Unmet, fits
 from distdiag.report import Level
 
 if TYPE_CHECKING:

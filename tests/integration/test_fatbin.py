@@ -14,9 +14,9 @@ import pytest
 from support import need
 from toolkit import compiled
 
-from distdiag.node import elf
-from distdiag.node.cuda import fatbin
-from distdiag.node.cuda.fatbin import Archs
+from distdiag.facts import elf
+from distdiag.facts.cuda import fatbin
+from distdiag.facts.cuda.fatbin import Archs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

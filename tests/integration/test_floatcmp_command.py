@@ -21,9 +21,8 @@ with warnings.catch_warnings():
 if TYPE_CHECKING:
     from pathlib import Path
 
-from distdiag.commands.floatcmp import ask_torch
-from distdiag.commands.floatcmp.ask_checkpoints import read
-from distdiag.commands.floatcmp.ask_files import Unreadable
+from distdiag.commands.floatcmp import compare_files
+from distdiag.commands.floatcmp.tensor_files import Unreadable, read
 
 
 class RunsCode:
@@ -165,6 +164,15 @@ def test_npy_in_each_order(tmp_path: Path, descr: str, code: str) -> None:
     assert turned.tolist() == values.tolist()
 
 
+def test_npy_where_numpy_is_not_installed(tmp_path: Path, files: Path) -> None:
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\")")
+    (tmp_path / "x.npy").write_bytes(npy("<f4", (4,), bytes(16)))
+    result = distdiag("floatcmp", str(tmp_path / "x.npy"), str(files / "a.pt"), env={"PYTHONPATH": str(tmp_path)})
+    assert result.code == 3
+    assert "x.npy: a .npy file is read with numpy, which cannot be imported: No module named 'numpy'" in result.err
+    assert "python -m pip install numpy" in result.err
+
+
 def test_wrong_usage(tmp_path: Path, files: Path) -> None:
     missing = distdiag("floatcmp", "--json", str(files / "a.pt"), str(tmp_path / "none.pt"))
     assert (missing.code, missing.report["error"]["id"]) == (2, "usage")
@@ -172,11 +180,15 @@ def test_wrong_usage(tmp_path: Path, files: Path) -> None:
     assert (folder.code, folder.out) == (3, "")
     assert "a folder" in folder.err
     assert distdiag("floatcmp", "--json", str(files / "a.pt")).code == 2
+    unspeakable = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.pt")
+    os.symlink(files / "a.pt", unspeakable)
+    named = distdiag("floatcmp", unspeakable, str(files / "a.pt"))
+    assert (named.code, "not UTF-8" in named.err) == (2, True)
 
 
 def test_a_pattern_that_fits_nothing_is_answered_with_names(tmp_path: Path, files: Path) -> None:
     order = {"a": str(files / "a.pt"), "b": str(files / "b.pt"), "key": "nothing*"}
-    ask_torch.main(json.dumps(order), str(tmp_path / "answer"))
+    compare_files.main(json.dumps(order), str(tmp_path))
     answer = json.loads((tmp_path / "answer").read_bytes())
     assert answer["no_match"] == ["layers[0].weight", "layers[0].out", "step", "run"]
 
@@ -249,6 +261,20 @@ def test_checkpoints_of_many_files(tmp_path: Path) -> None:
     (parts / "model-00002-of-00002.safetensors").unlink()
     lacks = distdiag("floatcmp", "--json", str(index), str(other))
     assert (lacks.code, "model-00002-of-00002" in lacks.report["summary"]) == (3, True)
+
+
+def test_a_checkpoint_that_lost_what_a_rank_wrote(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.distributed.checkpoint.save({"w": torch.ones(2)}, checkpoint_id=str(tmp_path / "x"))
+    (written,) = (tmp_path / "x").glob("*.distcp")
+    whole = written.read_bytes()
+    for length in (0, 10, len(whole) - 1):
+        written.write_bytes(whole[:length])
+        with pytest.raises(Unreadable, match="a checkpoint that is damaged"):
+            read(str(tmp_path / "x"))
 
 
 def test_the_metadata_of_a_checkpoint_runs_nothing(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_a_rank_that_does_not_come_is_named_alone_and_in_time() -> None:
     finding = result.findings["rank-missing"]
     assert finding["where"]["ranks"] == [1]
     assert result.statuses == ["waiting", "missing", "waiting"]
-    assert any("Rank.enter (distdiag/workload/rank.py" in line for line in finding["evidence"]), finding["evidence"]
+    assert any("Rank.enter (distdiag/launch/rank.py" in line for line in finding["evidence"]), finding["evidence"]
     assert result.seconds_after_last_news < 12 + 1
 
 
@@ -141,7 +141,7 @@ def test_a_rank_that_is_stopped_or_late_where_the_others_wait_is_told_from_them_
     assert result.statuses[1 - rank] == "waiting"
     assert f"further than stage {stage} " in result.findings["rank-missing"]["title"]
     evidence = result.findings["rank-missing"]["evidence"]
-    assert any("Rank.enter (distdiag/workload/rank.py" in line for line in evidence), evidence
+    assert any("Rank.enter (distdiag/launch/rank.py" in line for line in evidence), evidence
 
 
 @pytest.mark.parametrize(

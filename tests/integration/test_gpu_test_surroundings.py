@@ -208,7 +208,7 @@ def test_an_agent_that_is_killed_takes_its_ranks_along() -> None:
     os.kill(int(agent.partition(":")[0]), signal.SIGKILL)
     result = run.finish()
     assert result.code == 3
-    assert result.report["error"]["id"] == "distdiag.node-failed"
+    assert result.report["error"]["id"] == "distdiag.facts-failed"
 
 
 def test_an_agent_that_is_stopped_is_not_taken_for_a_fault_of_the_ranks() -> None:

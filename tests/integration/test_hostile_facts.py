@@ -18,7 +18,7 @@ from pyspy_facts import REQUEST, job, loads, twice, waits
 from support import distdiag
 
 from distdiag.commands.allreduce_bench import earlier as baselines
-from distdiag.deliver import emit
+from distdiag.output import emit
 from distdiag.errors import DistdiagError
 from distdiag.gathered import Gathered, save
 

@@ -23,10 +23,10 @@ from support import need
 from distdiag.cluster import hostfile, hostlist, hosts
 from distdiag.cluster.transports import known_hosts, ssh_config
 from distdiag.errors import DistdiagError
-from distdiag.node import elf, rings, sockets
-from distdiag.node.core import notes, packed
-from distdiag.node.core.image import NotACore
-from distdiag.node.cuda import fatbin
+from distdiag.facts import elf, line_trace_file, sockets
+from distdiag.facts.core import notes, packed
+from distdiag.facts.core.image import NotACore
+from distdiag.facts.cuda import fatbin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -122,28 +122,28 @@ def ring(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_rings_of_lines(ring: Path, tmp_path: Path) -> None:
     about = ring.read_bytes()
-    small = about[: rings.PAGE] + about[rings.PAGE : rings.PAGE + 2**18]
-    names = ring.with_suffix(rings.NAMES_SUFFIX).read_bytes()
+    small = about[: line_trace_file.PAGE] + about[line_trace_file.PAGE : line_trace_file.PAGE + 2**18]
+    names = ring.with_suffix(line_trace_file.NAMES_SUFFIX).read_bytes()
     copy = tmp_path / ring.name
-    (copy.with_suffix(rings.NAMES_SUFFIX)).write_bytes(names)
-    each([about, small, about[:2000]], as_file(copy, rings.read), rings.NotARing)
+    (copy.with_suffix(line_trace_file.NAMES_SUFFIX)).write_bytes(names)
+    each([about, small, about[:2000]], as_file(copy, line_trace_file.read), line_trace_file.NotARing)
     copy.write_bytes(about)
-    each([names], as_file(copy.with_suffix(rings.NAMES_SUFFIX), lambda _: rings.read(str(copy))))
+    each([names], as_file(copy.with_suffix(line_trace_file.NAMES_SUFFIX), lambda _: line_trace_file.read(str(copy))))
 
 
 def test_rings_of_lines_as_the_command_reads_them(ring: Path, tmp_path: Path) -> None:
     copy = tmp_path / "kept" / ring.name
     copy.parent.mkdir()
-    original, names = ring.read_bytes(), ring.with_suffix(rings.NAMES_SUFFIX).read_bytes()
+    original, names = ring.read_bytes(), ring.with_suffix(line_trace_file.NAMES_SUFFIX).read_bytes()
 
     def cases() -> Iterator[tuple[str, list[str], Callable[[], None]]]:
         for number, ((name, data), (_, other)) in enumerate(
-            zip(damaged(original[: rings.PAGE], END_TO_END), damaged(names, END_TO_END), strict=True)
+            zip(damaged(original[: line_trace_file.PAGE], END_TO_END), damaged(names, END_TO_END), strict=True)
         ):
 
             def prepare(data: bytes = data, other: bytes = other, number: int = number) -> None:
-                copy.write_bytes(data[: rings.PAGE].ljust(rings.PAGE, b"\0") + original[rings.PAGE :])
-                copy.with_suffix(rings.NAMES_SUFFIX).write_bytes(other if number % 2 else names)
+                copy.write_bytes(data[: line_trace_file.PAGE].ljust(line_trace_file.PAGE, b"\0") + original[line_trace_file.PAGE :])
+                copy.with_suffix(line_trace_file.NAMES_SUFFIX).write_bytes(other if number % 2 else names)
 
             yield name, ["trace", "show", str(copy.parent)], prepare
 
@@ -294,7 +294,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 import test_hostile_files as here
 import torch.distributed.checkpoint
-from distdiag.commands.floatcmp import ask_checkpoints, ask_files
+from distdiag.commands.floatcmp import tensor_files
 folder = tempfile.mkdtemp()
 path = here.Path(folder, "x")
 torch.save({{"a": torch.arange(64.0), "b": {{"c": torch.ones(3, 4, dtype=torch.int64)}}}}, path)
@@ -316,18 +316,18 @@ elif sys.argv[1] == "metadata":
     path, whole = here.Path(folder, ".metadata"), here.Path(folder)
     original = path.read_bytes()
 path.write_bytes(original)
-ask_checkpoints.read(str(whole))
+tensor_files.read(str(whole))
 def late(*_):
     raise TimeoutError
 def read(path):
     # Torch searches its own message for names, in a time that is square in them; --timeout ends that for users.
     signal.setitimer(signal.ITIMER_REAL, 2 if sys.argv[1] == "old" else 0)
     try:
-        return ask_checkpoints.read(str(whole))
+        return tensor_files.read(str(whole))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 signal.signal(signal.SIGALRM, late)
-refused = (ask_files.Unreadable, TimeoutError) if sys.argv[1] == "old" else (ask_files.Unreadable,)
+refused = (tensor_files.Unreadable, TimeoutError) if sys.argv[1] == "old" else (tensor_files.Unreadable,)
 here.each([original], here.as_file(path, read), *refused)
 print("all of them")
 """

@@ -21,20 +21,19 @@ import pytest
 from fuzz import PER_READER, assert_survived, damaged, misleading, run_calls, run_each
 from support import distdiag, need
 
-from distdiag import deliver
-from distdiag.cluster import launch, records
+from distdiag import output
+from distdiag.cluster import rank_runs, records
 from distdiag.cluster.fleet import Fleet, Limits
 from distdiag.cluster.hosts import Host
 from distdiag.cluster.links import SocketLink
-from distdiag.cluster.meeting import LookUp, Meeting
-from distdiag.cluster.meeting import Path as Path_
+from distdiag.cluster.rendezvous_test import LookUp, NetworkPath, RendezvousTest
 from distdiag.cluster.targets import Cluster
 from distdiag.cluster.transports import Transport
 from distdiag.commands.trace.ranks import Wanted
 from distdiag.gathered import Gathered
 from distdiag.jobs.collect import Processes
 from distdiag.jobs.nodes import NodeStacks
-from distdiag.node import wire
+from distdiag.agent import wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -141,21 +140,20 @@ def play(streams: Mapping[str, bytes], reader: Reader) -> Told:
 
 def show(report: Report[Any], view: Callable[[Any], Iterable[RenderableType]]) -> None:
     """Draw the report for people and write it for programs, as `deliver` does."""
-    deliver.emit(json.dumps(deliver.document(report)))
-    deliver.emit(deliver._render(report, view, whole=False))
+    output.emit(json.dumps(output.document(report)))
+    output.emit(output._render(report, view, whole=False))
     raise SystemExit(report.exit_code())
 
 
 def judge_ports(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
-    from distdiag.commands.ports.check import Seen
     from distdiag.commands.ports.diagnose import diagnose
-    from distdiag.commands.ports.model import Request, Way
+    from distdiag.commands.ports.types import PortsFacts, Request
     from distdiag.commands.ports.view import ports_view
 
     request = Request(program="distdiag", cluster=CLUSTER, verbose=True)
     rows, refusals, _ = told.reached
     up = told.machines
-    seen = Seen(rows=rows, refusals=refusals, local=False)
+    seen = PortsFacts(rows=rows, refusals=refusals, local=False)
     seen.nodes, seen.hosts = {node.name: node.told for node in up}, {node.name: node.host for node in up}
     for node, record in told.fleet._pending:
         if node.name not in seen.nodes:
@@ -167,28 +165,28 @@ def judge_ports(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[Rende
         elif isinstance(record, records.ReachProbe):
             purpose, _, target = record.probe.key.partition(" ")
             if target in seen.nodes:
-                seen.ways.append(Way(source=node.name, target=target, purpose=purpose, probe=record.probe))
+                path = NetworkPath(source=node.name, target=target, purpose=purpose, probe=record.probe)
+                seen.paths.append(path)
     return diagnose(request, seen), lambda report: ports_view(report, request)
 
 
 def judge_tried(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
-    from distdiag.commands.ports.check import Seen
     from distdiag.commands.ports.diagnose import diagnose
-    from distdiag.commands.ports.model import Request
+    from distdiag.commands.ports.types import PortsFacts, Request
     from distdiag.commands.ports.view import ports_view
 
     request = Request(program="distdiag", cluster=CLUSTER, targets=(("127.0.0.1", 1),))
     rows, refusals, _ = told.reached
     up = told.machines
-    seen = Seen(rows=rows, refusals=refusals, local=False)
+    seen = PortsFacts(rows=rows, refusals=refusals, local=False)
     seen.nodes, seen.hosts = {node.name: node.told for node in up}, {node.name: node.host for node in up}
-    seen.tried = {name: [one for part in parts for one in part.tried] for name, parts in told.more.items()}
+    seen.scanned = {name: [one for part in parts for one in part.results] for name, parts in told.more.items()}
     return diagnose(request, seen), lambda report: ports_view(report, request)
 
 
 def judge_cuda(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
     from distdiag.commands.cuda_env.diagnose import diagnose
-    from distdiag.commands.cuda_env.model import Request
+    from distdiag.commands.cuda_env.types import Request
     from distdiag.commands.cuda_env.view import cuda_env_view
 
     request = Request(cluster=CLUSTER, verbose=True)
@@ -219,7 +217,7 @@ def judge_cores(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[Rende
 
 def judge_lines(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
     from distdiag.commands.trace.show.diagnose import diagnose
-    from distdiag.commands.trace.show.model import Request
+    from distdiag.commands.trace.show.types import Request
     from distdiag.commands.trace.show.view import trace_show_view
 
     request = Request(program="distdiag", cluster=CLUSTER, paths=(), all_runs=True, verbose=True)
@@ -253,7 +251,7 @@ def readers() -> dict[str, Reader]:
     """List all that is read of nodes without ranks; imported late, as the program itself does."""
     from distdiag.commands.core_bt.collect import NodeCores
     from distdiag.commands.cuda_env.collect import Arrived, CudaFacts
-    from distdiag.commands.ports.collect import Found, Ports
+    from distdiag.commands.ports.collect import NodePorts, ScanBatch
     from distdiag.commands.trace.blocked import collect as blocked
     from distdiag.commands.trace.fds import collect as fds
     from distdiag.commands.trace.show.collect import NodeLines
@@ -265,15 +263,15 @@ def readers() -> dict[str, Reader]:
         return Reader(arguments=arguments, facts=Processes, more=more, judge=judge_trace(command, modules))
 
     return {
-        "ports": Reader(arguments=("ports",), facts=Ports, more=None, judge=judge_ports),
-        "ports-check": Reader(arguments=("ports", "127.0.0.1:1"), facts=Ports, more=Found, judge=judge_tried),
+        "ports": Reader(arguments=("ports",), facts=NodePorts, more=None, judge=judge_ports),
+        "ports-check": Reader(arguments=("ports", "127.0.0.1:1"), facts=NodePorts, more=ScanBatch, judge=judge_tried),
         "cuda-env": Reader(arguments=("cuda-env",), facts=Arrived, more=CudaFacts, judge=judge_cuda),
         "pyspy-all": Reader(arguments=("pyspy-all",), facts=Processes, more=Watched, judge=judge_stacks),
         "core-bt": Reader(arguments=("core-bt", "{core}"), facts=NodeCores, more=NodeCores, judge=judge_cores),
         "show": Reader(arguments=("trace", "show", "{lines}"), facts=NodeLines, more=NodeLines, judge=judge_lines),
         "blocked": trace("blocked", blocked.Reply, ("types", "diagnose", "view")),
         "fds": trace("fds", fds.Reply, ("command", "command", "command")),
-        "sys": trace("sys", sys_.Told, ("model", "diagnose", "view"), "--for", "1"),
+        "sys": trace("sys", sys_.Reply, ("types", "diagnose", "view"), "--for", "1"),
     }
 
 
@@ -374,9 +372,9 @@ def run_ranks(command: str, streams: dict[str, bytes]) -> None:
     from distdiag.commands.gpu_test.types import Request as GpuTestRequest
     from distdiag.commands.gpu_test.view import gpu_test_view
     from distdiag.report import Finding
-    from distdiag.workload.plan import make_plan
-    from distdiag.workload.record import Course, Place, Scene
-    from distdiag.workload.types import NodeFacts
+    from distdiag.launch.plan import make_plan
+    from distdiag.launch.record import Course, Place, Scene
+    from distdiag.launch.types import NodeFacts
 
     sizes = (1024, 2048, 4096)
     jobs: dict[str, Callable[[], Any]] = {
@@ -398,7 +396,7 @@ def run_ranks(command: str, streams: dict[str, bytes]) -> None:
         if isinstance(plan, Finding):
             raise SystemExit(3)
         specs = {share.node: specs_of(share.first_rank, share.nproc) for share in plan.shares}
-        run = launch.Run(fleet, specs, "", job.request.stages, lambda now: tell(job, now))
+        run = rank_runs.Run(fleet, specs, "", job.request.stages, lambda now: tell(job, now))
         meeting = meeting_of(fleet)
         outcome = run.wait(0.05)
         scene = Scene(places=places, rows=fleet.rows, refusals=dict(fleet.refusals))
@@ -408,15 +406,15 @@ def run_ranks(command: str, streams: dict[str, bytes]) -> None:
         show(found, lambda report: view(report, *((job.request.unit,) if command == "allreduce-bench" else ())))
 
 
-def specs_of(first: int, count: int) -> list[launch.RankSpec]:
+def specs_of(first: int, count: int) -> list[rank_runs.RankSpec]:
     return [
-        launch.RankSpec(rank=first + local, local_rank=local, config={}, env={}, forked=False) for local in range(count)
+        rank_runs.RankSpec(rank=first + local, local_rank=local, config={}, env={}, forked=False) for local in range(count)
     ]
 
 
-def meeting_of(fleet: Fleet) -> Meeting:
-    """Put together what the nodes said of the ways between them."""
-    found = Meeting(head=LIAR, hosts={name: name for name in fleet.nodes}, address="10.0.0.1", port=29500)
+def meeting_of(fleet: Fleet) -> RendezvousTest:
+    """Put together what the nodes said of the paths between them."""
+    found = RendezvousTest(head=LIAR, hosts={name: name for name in fleet.nodes}, address="10.0.0.1", port=29500)
     for node, record in fleet._pending:
         if isinstance(record, records.ReachListening):
             found.networks[node.name] = record.network
@@ -425,13 +423,13 @@ def meeting_of(fleet: Fleet) -> Meeting:
         elif isinstance(record, records.ReachProbe):
             purpose = record.probe.key.partition(" ")[0]
             other = GOOD if node.name == LIAR else LIAR
-            found.paths.append(Path_(source=node.name, target=other, purpose=purpose, probe=record.probe))
+            found.paths.append(NetworkPath(source=node.name, target=other, purpose=purpose, probe=record.probe))
     return found
 
 
-def tell(job: Any, run: launch.Run) -> None:  # noqa: ANN401 - of any command
+def tell(job: Any, run: rank_runs.Run) -> None:  # noqa: ANN401 - of any command
     if job.tell is not None:
-        with deliver.Progress() as progress:
+        with output.Progress() as progress:
             job.tell(run, progress)
 
 

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 SERVE = """
 import signal
-from distdiag.node import door, rendezvous
-door.Server([rendezvous.listen(29500)], "key").start()
+from distdiag.facts import probe_server, rendezvous
+probe_server.ProbeServer([rendezvous.listen(29500)], "key").start()
 signal.pause()
 """
-KNOCK = """
+PROBE = """
 import time
-from distdiag.node.knock import Knock, Target
-probe = Knock(Target("", "10.77.0.1", 29500), "key", time.monotonic() + 3).go()
+from distdiag.agent.tcp_probe import Target, TcpProbe
+probe = TcpProbe(Target("", "10.77.0.1", 29500), "key", time.monotonic() + 3).run()
 print(probe.verdict, probe.error, probe.retransmits)
 """
 INPUT = "type filter hook input priority 0;"
@@ -99,7 +99,7 @@ def test_what_stops_after_some_data_is_told_from_what_loses_packets(
     network["node1"].wait_for_port(29500)
     network[at].in_firewall("input", INPUT, f"meta l4proto tcp {rule}")
     try:
-        told = network["node3"].run(sys.executable, "-c", KNOCK).stdout.split(maxsplit=1)
+        told = network["node3"].run(sys.executable, "-c", PROBE).stdout.split(maxsplit=1)
     finally:
         network[at].heal()
         server.kill()

@@ -80,7 +80,7 @@ def test_one_node_that_drops_what_comes_in_is_named_with_the_direction(network: 
     network["node3"].at_switch("tcp flags & (syn | ack) == syn drop", "in")
     (found,) = faults(pairs(network)).items()
     id_, finding = found
-    assert id_ == "way-filtered"
+    assert id_ == "path-filtered"
     assert finding["title"].startswith("node3 drops what comes in at every tried port")
     assert "What goes out of it works." in finding["detail"]
 
@@ -95,7 +95,7 @@ def test_one_direction_between_two_nodes(network: Network) -> None:
     source = network["node4"].address
     network["node1"].at_switch(f"ip saddr {source} tcp flags & (syn | ack) == syn drop", "in")
     (finding,) = faults(pairs(network)).values()
-    assert finding["title"].startswith("node4 -> node1: no answer")
+    assert finding["title"].startswith("node4 gets no answer from node1 (10.77.0.1) at every tried port")
     assert "the other way round it works" in finding["title"]
     assert finding["where"]["hosts"] == ["node4", "node1"]
 
@@ -134,9 +134,9 @@ def test_two_faults_at_once_are_not_mixed_up(network: Network) -> None:
     network["node3"].at_switch("tcp flags & (syn | ack) == syn drop", "in")
     network["node2"].drop_ephemeral(29500)
     found = faults(pairs(network))
-    assert found["way-filtered"]["title"].startswith("node3 drops what comes in at every tried port")
+    assert found["path-filtered"]["title"].startswith("node3 drops what comes in at every tried port")
     assert found["rank-ports-filtered"]["title"].startswith("node2 drops what comes in at ephemeral ports")
-    assert set(found) == {"way-filtered", "rank-ports-filtered"}
+    assert set(found) == {"path-filtered", "rank-ports-filtered"}
 
 
 def test_a_second_interface_that_leads_nowhere(network: Network) -> None:
@@ -155,7 +155,7 @@ def test_a_second_interface_that_leads_nowhere(network: Network) -> None:
     finding = found["nccl-dead-interface"]
     assert "NCCL would use eth1 on node[1-4] as well" in finding["title"]
     assert finding["fix"]["commands"] == ["export NCCL_SOCKET_IFNAME='=eth0'"]
-    (all_closed,) = (one for id_, one in wrong.items() if id_.startswith("way-"))
+    (all_closed,) = (one for id_, one in wrong.items() if id_.startswith("path-"))
     assert all_closed["title"].startswith("no node reaches another")
     assert "eth0" in all_closed["fix"]["commands"][0]
 
@@ -270,7 +270,7 @@ def test_another_open_port_tells_a_firewall_from_a_dead_host(network: Network) -
     address = network["node1"].address
     result = ports(network, address, "--port", "6000,7000", *SOON)
     assert states(result) == {6000: "open", 7000: "filtered"}
-    assert "the host is up" in faults(result)["filtered"]["detail"]
+    assert "the host is up" in faults(result)["port-filtered"]["detail"]
 
 
 def test_no_route_no_host_and_no_name(network: Network) -> None:
@@ -364,7 +364,7 @@ def test_a_server_that_goes_away_midway_is_unknown(network: Network) -> None:
     node = network["node2"]
     server = (
         "import socket as s\n"
-        "from distdiag.node import handshake\n"
+        "from distdiag.facts import handshake\n"
         "l = s.create_server(('', 6503))\n"
         "door = handshake.Acceptor([l], 'x')\n"
         "while 1:\n"
@@ -439,7 +439,7 @@ def test_sixteen_nodes_and_one_block_in_five_seconds() -> None:
         while sum(one < 5.0 for one in times) < 2 and len(times) < 3:  # the median of three, as soon as it is known
             result = pairs(network)
             (finding,) = faults(result).values()
-            assert finding["title"].startswith("node7 -> node12: no answer"), finding["title"]
+            assert finding["title"].startswith("node7 gets no answer from node12 "), finding["title"]
             times.append(float(result.ended_at - result.told_at[0][0]))
         assert len(result.report["data"]["pairs"]) == 240 * 3
         assert sum(one < 5.0 for one in times) == 2, times

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import distdiag.training.printflock as module
 from distdiag import printflock
-from distdiag.training import printing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,16 +35,16 @@ for _ in range({MESSAGES}):
 """
 HOLDS = """
 import sys
-from distdiag.training import printing
-taken = printing._lock.take()
-print("holds", taken, flush=True)
-sys.stdin.read()
+from distdiag.training import printflock
+with printflock._lock.held():
+    print("holds", flush=True)
+    sys.stdin.read()
 """
 PRINTS = """
 import sys, time
 from distdiag import printflock
-from distdiag.training import host_lock
-host_lock.PATIENCE_S = 2
+import distdiag.training.printflock as module
+module.PATIENCE_S = 2
 for turn in range(2):
     began = time.monotonic()
     printflock("turn", turn)
@@ -108,8 +108,8 @@ def test_a_lock_that_goes_round_is_waited_for(start: Callable[..., subprocess.Po
     code = f"""
 import sys
 from distdiag import printflock
-from distdiag.training import host_lock
-host_lock.PATIENCE_S, host_lock._LOOK_S = 3, 0.25
+import distdiag.training.printflock as module
+module.PATIENCE_S, module._LOOK_S = 3, 0.25
 with open({writing}, "w") as pipe:
     for _ in range(30):
         printflock(sys.argv[1] * {LENGTH}, file=pipe, prefix=False)
@@ -128,7 +128,7 @@ with open({writing}, "w") as pipe:
 def test_a_stopped_holder_stops_the_others_for_a_moment_only(start: Callable[..., subprocess.Popen[bytes]]) -> None:
     holder = start(HOLDS, rank=3)
     assert holder.stdout is not None
-    assert holder.stdout.readline() == b"holds 2\n"
+    assert holder.stdout.readline() == b"holds\n"
     os.kill(holder.pid, signal.SIGSTOP)
     out, err = start(PRINTS, rank=5).communicate(timeout=20)
     assert re.fullmatch(rb"\[[\w-]+:5\] turn 0\n\[[\w-]+:5\] turn 1\n", out)
@@ -153,16 +153,15 @@ def test_a_forked_child_has_a_lock_of_its_own(start: Callable[..., subprocess.Po
     code = """
 import os, time
 from distdiag import printflock
-from distdiag.training import host_lock, printing
+import distdiag.training.printflock as module
 printflock("parent")
-host_lock.PATIENCE_S = 0.2
-taken = printing._lock.take()
-if not os.fork():
-    began = time.monotonic()
-    printflock("child", time.monotonic() - began)
-    os._exit(0)
-os.wait()
-printing._lock.give(taken)
+module.PATIENCE_S = 0.2
+with module._lock.held():
+    if not os.fork():
+        began = time.monotonic()
+        printflock("child", time.monotonic() - began)
+        os._exit(0)
+    os.wait()
 """
     out, err = start(code, rank=0).communicate(timeout=20)
     assert out.count(b"\n") == 2
@@ -173,13 +172,12 @@ def test_threads_and_signal_handlers_do_not_tear_or_wait(start: Callable[..., su
     code = """
 import os, signal, threading, time
 from distdiag import printflock
-from distdiag.training import printing
+import distdiag.training.printflock as module
 signal.signal(signal.SIGUSR1, lambda *_: printflock("from the handler"))
-taken = printing._lock.take()
-began = time.monotonic()
-os.kill(os.getpid(), signal.SIGUSR1)
-assert time.monotonic() - began < 1
-printing._lock.give(taken)
+with module._lock.held():
+    began = time.monotonic()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert time.monotonic() - began < 1
 threads = [threading.Thread(target=lambda me=me: [printflock(me * 30000) for _ in range(50)]) for me in "abcd"]
 [one.start() for one in threads]
 [one.join() for one in threads]
@@ -227,8 +225,13 @@ def test_a_directory_of_somebody_else_is_not_used(
 ) -> None:
     folder = tmp_path / f"distdiag-printflock-{os.getuid()}"
     folder.symlink_to("/")
-    code = "from distdiag.training import host_lock as h; print(h._open_file()[1])"
+    code = """
+import os
+from distdiag.training import printflock
+print(os.readlink(f"/proc/self/fd/{printflock._open_file()}"))
+"""
     out, _ = start(code).communicate(timeout=20)
+    assert out.endswith(b".lock\n")
     assert not out.startswith(bytes(tmp_path))
 
 
@@ -272,7 +275,7 @@ def test_closed_streams_are_told_as_by_print(start: Callable[..., subprocess.Pop
     with pytest.raises(ValueError, match="closed file"):
         printflock("x", file=closed)
     printflock("the lock is free again", file=io.StringIO())
-    assert printing._lock._owner == 0
+    assert not module._lock._is_held
     code = (
         "import sys; from distdiag import printflock; sys.stdin.read(1)\ntry: printflock('x')\nexcept {}: sys.exit(4)"
     )

@@ -13,7 +13,7 @@ import pytest
 from jobs import Job, free_port, states, wait_for_state
 from support import PROGRAM, distdiag, need, need_mounts, need_root, wait_until
 
-from distdiag.node import procs
+from distdiag.facts import procs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

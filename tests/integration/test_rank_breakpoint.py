@@ -22,8 +22,8 @@ import pytest
 from jobs import PROGRAMS, free_port
 from support import need_root, wait_until
 
-from distdiag.node import procs
-from distdiag.training import rank_meeting
+from distdiag.facts import procs
+from distdiag.training.breakpoint import debug_barrier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -233,7 +233,7 @@ def test_a_rank_killed_in_the_debugger_is_missed(ranks: Callable[..., Ranks], st
 
 
 @pytest.mark.parametrize("command", ["c", "q"])
-def test_the_last_word_is_heard_though_its_rank_takes_the_store_with_it(
+def test_the_final_state_is_read_though_its_rank_takes_the_store_with_it(
     ranks: Callable[..., Ranks], command: str
 ) -> None:
     job = ranks("leaves", store=f"127.0.0.1:{free_port()}", size=3, exits=True)
@@ -285,15 +285,15 @@ def test_nobody_waits_for_those_who_were_released_and_ended(ranks: Callable[...,
     began = time.monotonic()
     job.terminal.sendline("c")
     job.until("went on")
-    assert time.monotonic() - began < rank_meeting._HEARD_S - 1
+    assert time.monotonic() - began < debug_barrier.ACKNOWLEDGED_S - 1
     job.end()
 
 
-def test_a_word_is_said_while_the_job_waits_in_the_store(tmp_path: Path) -> None:
+def test_the_status_is_published_while_the_job_waits_in_the_store(tmp_path: Path) -> None:
     torch_distributed = pytest.importorskip("torch.distributed")
     server = torch_distributed.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
     jobs = server.clone()
-    speaker = rank_meeting.Speaker(jobs, "place", rank_meeting.first_word(0, "here"), others=0)
+    holder = debug_barrier.Holder(jobs, "place", debug_barrier.own_status(0, "here"), waiters=0)
     waits = threading.Thread(target=jobs.wait, args=(["never"],), daemon=True)
     waits.start()
     first = json.loads(server.get("place"))["beat"]
@@ -301,7 +301,7 @@ def test_a_word_is_said_while_the_job_waits_in_the_store(tmp_path: Path) -> None
     assert waits.is_alive()
     server.set("never", "now")
     waits.join(SOON_S)
-    speaker.say(rank_meeting.DONE)
+    holder.set_state(debug_barrier.DONE)
 
 
 def test_a_rank_that_cannot_be_seen_is_missed_by_its_silence(ranks: Callable[..., Ranks]) -> None:
@@ -311,7 +311,7 @@ def test_a_rank_that_cannot_be_seen_is_missed_by_its_silence(ranks: Callable[...
     job.until("ended by DebuggerQuit rank 0 .* has given no sign of life for 2.5 s")
 
 
-CONNECT = r"distdiag.training.connect (\S+\.socket)\s"
+CONNECT = r"distdiag.training.breakpoint.connect (\S+\.socket)\s"
 
 
 def test_without_a_terminal_one_connects(ranks: Callable[..., Ranks]) -> None:

@@ -1,4 +1,4 @@
-"""Two nodes and one broken way between them: the cause, the nodes and the direction are named before a rank starts."""
+"""Two nodes and one broken path between them: the cause, the nodes and the direction are named before a rank starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PORT = "29500"
 BOUND_S = 20.0
-"""The ways are tried for at most 5 s; starting, and reaching two nodes, takes the rest, on a machine that is busy."""
+"""The paths are tried for at most 5 s; starting, and reaching two nodes, takes the rest, on a machine that is busy."""
 
 
 @pytest.fixture(scope="module")
@@ -73,17 +73,17 @@ def test_two_nodes_without_a_fault_are_fine(network: Network, nodes: list[Node])
         (
             lambda one, two: one.drop_ephemeral(29500),
             "rank-ports-filtered",
-            "node2 gets no answer from node1 (10.77.0.1) at the ports that ranks use",
+            "node2 gets no answer from node1 (10.77.0.1) at ephemeral ports, which ranks use",
         ),
         (
             lambda one, two: two.drop_ephemeral(29500),
             "rank-ports-filtered",
-            "node1 gets no answer from node2 (10.77.0.2) at the ports that ranks use",
+            "node1 gets no answer from node2 (10.77.0.2) at ephemeral ports, which ranks use",
         ),
         (
             lambda one, two: one.mtu_black_hole(1000, direction="in"),
             "mtu-black-hole",
-            "large packets from node2 to node1 (10.77.0.1) vanish",
+            "large packets from node2 to node1 vanish",
         ),
         (
             lambda one, two: one.mtu_black_hole(1000, direction="out"),
@@ -92,7 +92,7 @@ def test_two_nodes_without_a_fault_are_fine(network: Network, nodes: list[Node])
         ),
     ],
 )
-def test_a_closed_way_is_named_before_ranks_start(
+def test_a_closed_path_is_named_before_ranks_start(
     network: Network, nodes: list[Node], breaks: Callable[[Node, Node], None], id_: str, words: str
 ) -> None:
     breaks(*nodes)

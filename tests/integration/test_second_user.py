@@ -14,7 +14,7 @@ import pytest
 from jobs import PROGRAMS
 from support import PROGRAM, distdiag, need
 
-from distdiag.node import private
+from distdiag.facts import private_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -261,7 +261,7 @@ def test_frames_of_a_model_are_not_appended_to_a_file_of_another_user(shared: Pa
     for name, script in (("linked", 'ln -s "$1" "$2"'), ("his", 'touch "$2"; chmod 666 "$2"')):
         assert other(script, precious, shared / name).returncode == 0
         with pytest.raises(PermissionError, match="another user"):
-            private.open_file(str(shared / name), os.O_WRONLY | os.O_APPEND)
+            private_files.open_file(str(shared / name), os.O_WRONLY | os.O_APPEND)
     assert precious.read_text() == "precious"
     assert not (shared / "his").read_bytes()
 

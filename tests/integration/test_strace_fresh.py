@@ -12,14 +12,14 @@ import pytest
 from support import need, wait_until
 
 from distdiag.commands.trace.sys.collect import arguments
-from distdiag.node.strace.log import read_logs
+from distdiag.facts.strace.log import read_logs
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "strace_waits.py"
 
 
 @pytest.mark.parametrize(
     "options",
-    [arguments(""), [*arguments(""), "-Y"], ["-ff", "-yy", "-ttt", "-T"], ["-f", "-tt", "-T"], ["-f", "-yy", "-r"]],
+    [arguments(), [*arguments(), "-Y"], ["-ff", "-yy", "-ttt", "-T"], ["-f", "-tt", "-T"], ["-f", "-yy", "-r"]],
     ids=" ".join,
 )
 def test_a_program_that_waits_and_spins(options: list[str], tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_a_program_that_waits_and_spins(options: list[str], tmp_path: Path) -> N
     assert sum(one.n_unread for one in logs.threads) <= 1, "a line that is cut"
     main, asking = sorted(logs.threads, key=lambda one: one.tid or 0)
     assert main.pid == asking.pid == main.tid
-    missed = next(one for one in main.troubles if one.weight >= 6 and "distdiag" in one.target)
+    missed = next(one for one in main.errors if one.weight >= 6 and "distdiag" in one.target)
     assert (missed.error, missed.target, missed.count) == ("ENOENT", "/nowhere/libdistdiag_missing.so.1", 1)
     assert main.last is not None
     assert (main.last.name, main.state in ("blocked", "killed SIGKILL")) == ("recvfrom", True)

@@ -17,7 +17,7 @@ from cluster_ssh import SSHD, serve_ssh
 from jobs import PROGRAMS, Job, free_port, states, wait_for_state
 from support import PROGRAM, distdiag, need, wait_until
 
-from distdiag.node.blocked import blocked
+from distdiag.facts.blocked_threads import blocked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""trace py and trace show on real programs: what is kept when they die, that they do not notice, and the odd rank."""
+"""trace py and trace show on real programs: what is kept when they die, that they do not notice, and the stuck rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cluster import Network, need_network
 from jobs import PROGRAMS, Job
 from support import PROGRAM, distdiag, need_mounts
 
-from distdiag.node import rings
+from distdiag.facts import line_trace_file
 from distdiag.training import site
 
 if TYPE_CHECKING:
@@ -53,12 +53,12 @@ def run(
     return subprocess.run(argv, capture_output=True, check=False, timeout=60, env={**os.environ, **(env or {})})
 
 
-def kept(folder: Path) -> list[rings.RingFile]:
-    found = [rings.read(str(path)) for path in folder.glob("*.lines")]
+def kept(folder: Path) -> list[line_trace_file.RingFile]:
+    found = [line_trace_file.read(str(path)) for path in folder.glob("*.lines")]
     return sorted(found, key=lambda one: float(one.about["wall_s"]))
 
 
-def place(record: rings.Record) -> tuple[str, int]:
+def place(record: line_trace_file.Record) -> tuple[str, int]:
     return os.path.basename(record.code.file), record.line
 
 
@@ -68,7 +68,7 @@ def marked(mark: str) -> int:
     return number
 
 
-def lines_of(ring: rings.RingFile) -> list[rings.Record]:
+def lines_of(ring: line_trace_file.RingFile) -> list[line_trace_file.Record]:
     return [record for record in ring.threads[0].records if not record.back]
 
 
@@ -266,7 +266,7 @@ def test_disk_use_is_constant_and_packages_are_chosen(tmp_path: Path, python: st
     assert {record.code.kind for record in user.threads[0].records} == {"user"}
     assert "stdlib" in {record.code.kind for record in stdlib.threads[0].records}
     sizes = {path.stat().st_size for folder in ("user", "stdlib") for path in (tmp_path / folder).glob("*.lines")}
-    assert sizes == {rings.size_of(32, 1000)}
+    assert sizes == {line_trace_file.size_of(32, 1000)}
 
 
 def test_a_full_disk_is_told_and_the_job_runs(tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_the_context_manager_sees_the_function_it_stands_in(tmp_path: Path, pyth
         f"  with trace_lines({str(tmp_path)!r}, lines=50):\n    inside = 2\n    inside += 1\n  after = 3\n"
         "f()\nf()\n"
     )
-    env = {**os.environ, "PYTHONPATH": str(Path(rings.__file__).parents[2])}
+    env = {**os.environ, "PYTHONPATH": str(Path(line_trace_file.__file__).parents[2])}
     subprocess.run([python, "-c", code], check=True, timeout=60, env=env)
     first, second = kept(tmp_path)
     for ring in (first, second):
@@ -338,18 +338,18 @@ def last_place(ring: dict[str, Any]) -> tuple[str, int]:
     return os.path.basename(ring["last"][-1]["file"]), ring["last"][-1]["line"]
 
 
-def test_the_odd_rank_of_a_job_that_was_killed_and_of_one_that_hangs(tmp_path: Path) -> None:
+def test_the_stuck_rank_of_a_job_that_was_killed_and_of_one_that_hangs(tmp_path: Path) -> None:
     source = (PROGRAMS / "hangs_by_line.py").read_text().splitlines()
     late, waits = (next(n for n, line in enumerate(source, 1) if f"# {mark}" in line) for mark in ("LATE", "WAITS"))
     with Job("hangs_by_line", 2, wrap=(PROGRAM, "trace", "py", "--dir", str(tmp_path), "--")) as job:
         job.wait_still()
         time.sleep(2.5)  # lines are young for two seconds, and a job with young lines goes on
         live = show(str(tmp_path))
-        assert live.report["data"]["odd"] == [1]
+        assert live.report["data"]["outliers"] == [1]
         assert {ring["state"] for ring in live.report["data"]["rings"]} == {"running"}
     dead = show(str(tmp_path))
     assert dead.code == 1
-    finding = dead.findings["odd-rank"]
+    finding = dead.findings["stuck-rank"]
     assert finding["where"]["ranks"] == [1]
     assert f"hangs_by_line.py:{late}" in finding["title"]
     assert f"waits in `all_reduce` called from `step` hangs_by_line.py:{waits}" in finding["title"]

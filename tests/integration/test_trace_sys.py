@@ -14,7 +14,7 @@ import pytest
 from jobs import Job, states
 from support import PROGRAM, Running, distdiag, need, wait_until
 
-from distdiag.node import procs
+from distdiag.facts import procs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distdiag import DebugUnderflowOverflow
-from distdiag.node import run
+from distdiag.facts import programs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -231,7 +231,7 @@ def forked(path: Path, rank: int, how: str, where: str) -> int:
     pid = os.fork()
     if pid:
         return pid
-    run.die_with_parent()
+    programs.die_with_parent()
     faulthandler.dump_traceback_later(60, exit=True)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     with path.open("wb") as file:

@@ -13,10 +13,10 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from distdiag.cluster.access import Agent, open_fleet
-from distdiag.cluster.reached import host_findings
+from distdiag.cluster.start_fleet import Agent, open_fleet
+from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.cluster.targets import Cluster, find_targets
-from distdiag.workload.types import NodeFacts
+from distdiag.launch.types import NodeFacts
 
 
 def largest_rss_mib() -> int:
@@ -26,7 +26,7 @@ def largest_rss_mib() -> int:
     return int(found[1]) >> 10
 
 
-_AGENT = Agent(collect="distdiag.workload.collect", facts=NodeFacts, ask={"gpus": False})
+_AGENT = Agent(collect="distdiag.launch.collect", facts=NodeFacts, ask={"gpus": False})
 
 
 def main() -> None:

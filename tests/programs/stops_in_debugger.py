@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from distdiag import breakpoint, printflock
-from distdiag.training import rank_meeting
+from distdiag.training.breakpoint import debug_barrier
 
 JOB: dict[str, Any] = {}
 
@@ -50,23 +50,23 @@ def steps() -> None:
 
 def near() -> None:
     """Stop where the others see the process, and would soon miss one that they do not; they say when they hear it."""
-    rank_meeting.SILENCE_S = 0.5
-    hear = rank_meeting.Hearer.hear
+    debug_barrier.SILENCE_S = 0.5
+    read = debug_barrier.Waiter.read
 
-    def told(hearer: rank_meeting.Hearer) -> rank_meeting.Word | None:
-        word = hear(hearer)
-        if word is not None and not JOB.setdefault("heard", False):
+    def reads(waiter: debug_barrier.Waiter) -> debug_barrier.Status | None:
+        status = read(waiter)
+        if status is not None and not JOB.setdefault("heard", False):
             JOB["heard"] = True
             printflock("heard")
-        return word
+        return status
 
-    rank_meeting.Hearer.hear = told  # type: ignore[assignment]
+    debug_barrier.Waiter.read = reads  # type: ignore[assignment]
     steps()
 
 
 def waits_elsewhere() -> None:
     """Stop while another thread of rank 1 waits in the job's store for longer than silence is borne."""
-    rank_meeting.SILENCE_S = 0.5
+    debug_barrier.SILENCE_S = 0.5
     store: Any = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
         threading.Thread(target=store.wait, args=(["left"],)).start()
@@ -143,8 +143,8 @@ def some() -> None:
 
 def far_away() -> None:
     """Stop where the others cannot see the process."""
-    rank_meeting._space = lambda: str(os.getpid())
-    rank_meeting.SILENCE_S = 2.5
+    debug_barrier._pid_space = lambda: str(os.getpid())
+    debug_barrier.SILENCE_S = 2.5
     steps()
 
 

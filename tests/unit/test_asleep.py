@@ -10,7 +10,7 @@ import time
 
 from jobs import wait_for_state
 
-from distdiag.node import asleep, procs
+from distdiag.facts import off_cpu, procs
 
 _SLEEPER = (
     "import os, sys, time\n"
@@ -38,7 +38,7 @@ def test_a_thread_that_ran_on_any_processor_has_slept_as_long_as_it_has() -> Non
             for process, (earliest, latest) in zip(sleepers, asleep_since, strict=True):
                 before = time.monotonic()
                 standing = procs.standstill(process.pid, process.pid, {}).since_s
-                slept = asleep.seconds(process.pid, [process.pid], {})
+                slept = off_cpu.seconds(process.pid, [process.pid], {})
                 after = time.monotonic()
                 assert standing is not None
                 for found in (standing, slept[process.pid]):
@@ -54,12 +54,12 @@ def test_a_thread_that_ran_on_any_processor_has_slept_as_long_as_it_has() -> Non
 
 def test_the_clocks_are_read_once_for_a_look() -> None:
     clocks: dict[int, float] = {}
-    asleep.seconds(os.getpid(), [threading.get_native_id()], clocks)
+    off_cpu.seconds(os.getpid(), [threading.get_native_id()], clocks)
     known = dict(clocks)
     assert set(known) <= os.sched_getaffinity(0)
-    asleep.seconds(os.getpid(), [threading.get_native_id()], clocks)
+    off_cpu.seconds(os.getpid(), [threading.get_native_id()], clocks)
     assert {processor: clocks[processor] for processor in known} == known
 
 
 def test_a_thread_that_is_gone_is_left_out() -> None:
-    assert asleep.seconds(2**22 + 1, [2**22 + 1], {}) == {}
+    assert off_cpu.seconds(2**22 + 1, [2**22 + 1], {}) == {}

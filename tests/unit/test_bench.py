@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from distdiag.cluster.launch import Outcome, Trace
+from distdiag.cluster.rank_runs import Outcome, Trace
 from distdiag.cluster.records import Ending, Event, Payload
 from distdiag.commands.allreduce_bench.command import parse_dtype, parse_fault, parse_ops, parse_params
 from distdiag.commands.allreduce_bench.diagnose import bandwidths, diagnose, times_of
@@ -14,8 +14,8 @@ from distdiag.commands.allreduce_bench.earlier import Baseline, Earlier
 from distdiag.commands.allreduce_bench.formulas import OPS, bus_factor, is_in_place, needed_bytes, shape_of
 from distdiag.commands.allreduce_bench.types import Bench, Request, parse_sizes
 from distdiag.errors import UsageError
-from distdiag.workload.record import Course, Place, Plan, Scene, Share
-from distdiag.workload.types import Backend, Device, Gpus, NodeFacts
+from distdiag.launch.record import Course, Place, Plan, Scene, Share
+from distdiag.launch.types import Backend, Device, Gpus, NodeFacts
 
 if TYPE_CHECKING:
     from distdiag.report import Report

@@ -1,27 +1,28 @@
-"""What is concluded about hosts and the ways between them, from facts alone."""
+"""What is concluded about hosts and the paths between them, from facts alone."""
 
 from __future__ import annotations
 
 import pytest
 
-from distdiag.cluster.meeting import LookUp, Meeting, Path
-from distdiag.cluster.minority import differences
-from distdiag.cluster.reached import host_findings
-from distdiag.cluster.rows import HostState, Refusal, Row
-from distdiag.cluster.ways import way_findings
-from distdiag.node.identity import contradiction, nested_tasks
-from distdiag.node.knock import Probe
-from distdiag.node.network import Interface, Names, Network
+from distdiag.cluster.drift import differences
+from distdiag.cluster.unreached_hosts import host_findings
+from distdiag.cluster.rendezvous_test import LookUp, NetworkPath, RendezvousTest
+from distdiag.cluster.host_results import HostState, Refusal, Row
+from distdiag.diagnosis.connectivity import Case, path_findings
+from distdiag.facts.rank_identity import contradiction, nested_tasks
+from distdiag.facts.network import Names, Network
+from distdiag.facts.nics import Nic
+from distdiag.agent.tcp_probe import ProbeResult
 from distdiag.report import Finding, Level
 
 
 def network(name: str, *, own: str = "10.0.0.9", tools: tuple[str, ...] = ("ufw",)) -> Network:
-    eth0 = Interface("eth0", ("10.0.0.9/24",), True, False, False, 9000, True)
+    eth0 = Nic("eth0", "ethernet", ("10.0.0.9/24",), True, True, 9000, None, True)
     return Network((eth0,), Names(name, (own,), "", name), (32768, 60999), "", "", tools)
 
 
-def probe(verdict: str, *, port: int = 29500, resolved: str = "10.0.0.1", sent_again: int = 0) -> Probe:
-    return Probe(
+def probe(verdict: str, *, port: int = 29500, resolved: str = "10.0.0.1", sent_again: int = 0) -> ProbeResult:
+    return ProbeResult(
         key="",
         address="10.0.0.1",
         port=port,
@@ -32,14 +33,15 @@ def probe(verdict: str, *, port: int = 29500, resolved: str = "10.0.0.1", sent_a
         interface="eth0",
         said="",
         latency_s=0.001,
-        knocks=1,
+        attempts=1,
         retransmits=sent_again,
+        bulk_bytes=2**16,
     )
 
 
-def meeting(*paths: Path, own: str = "10.0.0.9") -> Meeting:
+def meeting(*paths: NetworkPath, own: str = "10.0.0.9") -> RendezvousTest:
     nodes = ("n1", "n2", "n3")
-    return Meeting(
+    return RendezvousTest(
         head="n1",
         hosts={name: name for name in nodes},
         address="10.0.0.1",
@@ -50,15 +52,22 @@ def meeting(*paths: Path, own: str = "10.0.0.9") -> Meeting:
     )
 
 
-def judged(subject: Meeting) -> list[Finding]:
-    return way_findings("gpu-test", subject, lambda extra: f"distdiag gpu-test {extra}")
+def judged(subject: RendezvousTest) -> list[Finding]:
+    case = Case(
+        command="gpu-test",
+        test=subject,
+        head=subject.head,
+        rendezvous_port=subject.port,
+        again=lambda extra: f"distdiag gpu-test {extra}",
+    )
+    return path_findings(case)
 
 
-def to_head(source: str, verdict: str, purpose: str = "rendezvous") -> Path:
-    return Path(source=source, target="n1", purpose=purpose, probe=probe(verdict))
+def to_head(source: str, verdict: str, purpose: str = "port") -> NetworkPath:
+    return NetworkPath(source=source, target="n1", purpose=purpose, probe=probe(verdict))
 
 
-def test_all_ways_open_is_no_news() -> None:
+def test_all_paths_open_is_no_news() -> None:
     assert judged(meeting(to_head("n2", "ok"), to_head("n2", "ok", "ranks"))) == []
 
 
@@ -66,23 +75,23 @@ def test_one_node_that_is_cut_off_is_told_from_a_port_that_is_closed_to_all() ->
     (alone,) = judged(meeting(to_head("n2", "filtered"), to_head("n2", "filtered", "ranks"), to_head("n3", "ok")))
     assert "n3 reaches it" in alone.detail
     (closed,) = judged(meeting(to_head("n2", "filtered"), to_head("n2", "ok", "ranks"), to_head("n3", "filtered")))
-    assert closed.title.startswith("n[2-3] gets no answer from n1")
+    assert closed.title.startswith("n1 drops what comes in at port 29500, the rendezvous port")
     assert "so it is this port" in closed.detail
     assert closed.fix is not None
-    assert closed.fix.commands[0] == "ufw allow proto tcp to any port 29500"
+    assert closed.fix.commands[0] == "sudo ufw allow proto tcp from 10.0.0.0/24 to any port 29500"
 
 
 def test_a_few_packets_sent_again_are_no_fault_and_many_are() -> None:
-    busy = Path(source="n2", target="n1", purpose="ranks", probe=probe("ok", sent_again=2))
-    lossy = Path(source="n2", target="n1", purpose="ranks", probe=probe("ok", sent_again=9))
-    hopeless = Path(source="n2", target="n1", purpose="ranks", probe=probe("lossy", sent_again=30))
+    busy = NetworkPath(source="n2", target="n1", purpose="ranks", probe=probe("ok", sent_again=2))
+    lossy = NetworkPath(source="n2", target="n1", purpose="ranks", probe=probe("ok", sent_again=9))
+    hopeless = NetworkPath(source="n2", target="n1", purpose="ranks", probe=probe("lossy", sent_again=30))
     assert judged(meeting(busy)) == []
     assert [found.level for found in judged(meeting(lossy))] == [Level.WARN]
     assert [found.level for found in judged(meeting(hopeless))] == [Level.FAIL]
 
 
 def test_a_name_that_leads_home_is_not_called_a_refusal() -> None:
-    home = Path(source="n2", target="n1", purpose="rendezvous", probe=probe("refused", resolved="127.0.1.1"))
+    home = NetworkPath(source="n2", target="n1", purpose="port", probe=probe("refused", resolved="127.0.1.1"))
     assert [found.id for found in judged(meeting(home))] == ["gpu-test.address-loopback"]
 
 
@@ -91,7 +100,7 @@ def test_names_that_torchrun_trips_over_are_warnings() -> None:
     assert (own.id, own.level) == ("gpu-test.name-loopback", Level.WARN)
     assert own.title.startswith("n[1-3] resolves its own name")
     unknown = meeting(to_head("n2", "ok"))
-    unknown.lookups = [LookUp(node="n2", name="n1.cluster", addresses=(), error="no")]
+    unknown.lookups = [LookUp(node="n2", name="n1", addresses=(), error="no")]
     (elsewhere,) = judged(unknown)
     assert (elsewhere.id, elsewhere.where.hosts) == ("gpu-test.name-unresolved", ("n2",))
 

@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from distdiag import knowledge
-from distdiag.cluster.launch import Outcome, Trace
-from distdiag.cluster.meeting import Meeting, Path
+from distdiag.cluster.rank_runs import Outcome, Trace
 from distdiag.cluster.records import Ending, Event, Inspection, Payload, StuckSocket
-from distdiag.cluster.ways import way_findings
+from distdiag.cluster.rendezvous_test import NetworkPath, RendezvousTest
 from distdiag.commands.gpu_test.diagnose import diagnose
 from distdiag.commands.gpu_test.types import Request
-from distdiag.node import sockets
-from distdiag.node.knock import Probe
-from distdiag.node.network import Interface, Names, Network
-from distdiag.workload.plan import make_plan
-from distdiag.workload.record import Course, Place, Scene
-from distdiag.workload.surroundings import networks_that_differ
-from distdiag.workload.types import Device, Gpus, NodeFacts
+from distdiag.diagnosis.connectivity import Case, path_findings
+from distdiag.facts import sockets
+from distdiag.facts.network import Names, Network
+from distdiag.facts.nics import Nic
+from distdiag.agent.tcp_probe import ProbeResult
+from distdiag.launch.plan import make_plan
+from distdiag.launch.record import Course, Place, Scene
+from distdiag.launch.environment_checks import networks_that_differ
+from distdiag.launch.types import Device, Gpus, NodeFacts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,12 +45,12 @@ NCCL = (
 
 
 def network(number: int) -> Network:
-    eth0 = Interface("eth0", (f"10.77.0.{number}/16",), True, False, False, 1500, True)
+    eth0 = Nic("eth0", "ethernet", (f"10.77.0.{number}/16",), True, True, 1500, None, True)
     return Network((eth0,), Names(f"node{number}", (), "", ""), None, "", "", ("nft",))
 
 
-def meeting(*paths: Path) -> Meeting:
-    return Meeting(
+def meeting(*paths: NetworkPath) -> RendezvousTest:
+    return RendezvousTest(
         head="node1",
         hosts={host: host for host in HOSTS},
         address="10.77.0.1",
@@ -128,18 +129,20 @@ def test_what_the_kernels_send_again_accuses_the_node_that_does_not_answer() -> 
     assert "connected to 10.77.0.3:41, 96 bytes without an answer" in found.evidence[0]
 
 
-def probe(verdict: str, route: str = "") -> Probe:
-    return Probe(
+def probe(verdict: str, route: str = "") -> ProbeResult:
+    return ProbeResult(
         "", "10.77.0.1", 29500, verdict, "invalid argument", ("10.77.0.1",), "", "eth0", "", None, 1, 0, route=route
     )
 
 
 @pytest.mark.parametrize("verdict", ["no-route", "no-port"])
 def test_what_a_nodes_own_kernel_refuses_is_its_own_and_no_firewall(verdict: str) -> None:
-    closed = Path(source="node3", target="node1", purpose="rendezvous", probe=probe(verdict))
-    unanswered = Path(source="node1", target="node3", purpose="rendezvous", probe=probe("filtered"))
+    closed = NetworkPath(source="node3", target="node1", purpose="port", probe=probe(verdict))
+    unanswered = NetworkPath(source="node1", target="node3", purpose="port", probe=probe("filtered"))
     paths = [closed, unanswered] if verdict == "no-route" else [closed]
-    (found,) = way_findings("gpu-test", meeting(*paths), str)
+    (found,) = path_findings(
+        Case(command="gpu-test", test=meeting(*paths), head="node1", rendezvous_port=29500, again=str)
+    )
     assert (found.id, found.where.hosts) == (f"gpu-test.port-{verdict}", ("node3",))
     assert found.witnesses.hosts == ("node1",)
     assert found.fix is not None
@@ -183,7 +186,7 @@ def test_nodes_in_two_networks_are_told_apart() -> None:
     seen = meeting()
     seen.interfaces = dict.fromkeys(HOSTS, "eth0")
     assert networks_that_differ(Request(), seen) == []
-    other = Interface("eth0", ("10.99.0.3/16",), True, False, False, 1500, True)
+    other = Nic("eth0", "ethernet", ("10.99.0.3/16",), True, True, 1500, None, True)
     seen.networks["node3"] = replace(seen.networks["node3"], interfaces=(other,))
     (found,) = networks_that_differ(Request(), seen)
     assert found.where.hosts == ("node3",)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 from support import need
 
-from distdiag.node import elf, procs
-from distdiag.node.core.binary import Binary
-from distdiag.node.core.callframes import RETURN_ADDRESS, STACK_POINTER, Common, Function, NoRules
+from distdiag.facts import elf, procs
+from distdiag.facts.core.binary import Binary
+from distdiag.facts.core.callframes import RETURN_ADDRESS, STACK_POINTER, Common, Function, NoRules
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

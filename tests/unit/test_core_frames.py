@@ -22,12 +22,12 @@ from cores import cores_in, make_core, need_cores
 from support import distdiag, need, wait_until
 
 from distdiag.cluster import bundle
-from distdiag.node import procs, run
-from distdiag.node.core import by_gdb, by_pystack, merge, notes, unwinding
-from distdiag.node.core.callframes import NoRules
-from distdiag.node.core.cframes import CFrames, has_debug_information
-from distdiag.node.core.frames import Frame, Stacks, ThreadStack
-from distdiag.node.core.functions import Functions
+from distdiag.facts import procs, programs
+from distdiag.facts.core import by_gdb, by_pystack, merge, notes, unwinding
+from distdiag.facts.core.callframes import NoRules
+from distdiag.facts.core.cframes import CFrames, has_debug_information
+from distdiag.facts.core.frames import Frame, Stacks, ThreadStack
+from distdiag.facts.core.functions import Functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -265,7 +265,7 @@ def test_frames_are_not_followed_through_what_is_no_longer_what_it_was(core_of: 
 
 DIES_OF_LINES = """
 import os, signal
-from distdiag.node.core import pystack_child
+from distdiag.facts.core import pystack_child
 class Lines:
     def __init__(self, library): assert os.path.exists(library)
     def of(self, path, addresses): os.kill(os.getpid(), signal.SIGKILL)
@@ -388,7 +388,7 @@ def test_one_tool_alone_is_wrong_or_silent_and_merged_is_right(row: Alone, core_
     ask += ["--native-all"] if row.tool == PYSTACK_ALL else []
     if row.tool == GDB:
         ask = ["gdb", "-batch", "-nx", PROGRAM, str(core), "-ex", "thread apply all bt -frame-arguments none"]
-    said = run.run(ask, timeout_s=60).stdout.decode()
+    said = programs.run(ask, timeout_s=60).stdout.decode()
     assert row.wrong in said
     assert row.silent not in said
     first, *_ = read_core(core)
@@ -502,11 +502,11 @@ def test_a_core_that_was_cut_off_names_the_thread_that_crashed_and_where(core_of
 
 
 def test_pystack_is_asked_from_where_distdiag_is_not_installed(core_of: Callable[[str], Path]) -> None:
-    sources = bundle.sources("distdiag.node.core.by_pystack")
+    sources = bundle.sources("distdiag.facts.core.by_pystack")
     ask = f"by_pystack.of_core({str(core_of('dies_by_sigbus'))!r}, {PROGRAM!r}, timeout_s=30)"
     program = (
-        f"import sys\nsources = {sources!r}\nexec(sources['distdiag.node.boot'], globals())\n"
-        "sys.meta_path.insert(0, CarriedFinder(sources))\nfrom distdiag.node.core import by_pystack\n"
+        f"import sys\nsources = {sources!r}\nexec(sources['distdiag.agent.boot'], globals())\n"
+        "sys.meta_path.insert(0, CarriedFinder(sources))\nfrom distdiag.facts.core import by_pystack\n"
         f"print([one.function for one in {ask}.threads[0].frames if one.language == 'python'])\n"
     )
     done = subprocess.run([sys.executable, "-S", "-P", "-"], input=program, capture_output=True, text=True, check=False)

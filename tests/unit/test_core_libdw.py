@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import pytest
 from support import need
 
-from distdiag.node import elf
-from distdiag.node.core.binary import Binary
-from distdiag.node.core.cframes import has_debug_information
-from distdiag.node.core.libdw import Lines
+from distdiag.facts import elf
+from distdiag.facts.core.binary import Binary
+from distdiag.facts.core.cframes import has_debug_information
+from distdiag.facts.core.libdw import Lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,10 +22,10 @@ import pytest
 from cores import PROGRAMS, make_core
 from support import need
 
-from distdiag.node import elf
-from distdiag.node.core import notes, packed
-from distdiag.node.core.image import Image
-from distdiag.node.core.notes import CoreNotes, NotACore, OtherMachine
+from distdiag.facts import elf
+from distdiag.facts.core import notes, packed
+from distdiag.facts.core.image import Image
+from distdiag.facts.core.notes import CoreNotes, NotACore, OtherMachine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -18,8 +18,8 @@ import pytest
 from support import need, wait_until
 
 from distdiag.commands.core_bt.able import able
-from distdiag.node.core import places, setup
-from distdiag.node.core.places import Kind, understand
+from distdiag.facts.core import places, setup
+from distdiag.facts.core.places import Kind, understand
 from distdiag.report import Finding, Level
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def test_files_of_others_are_told(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     # Entered before, because the folders above are root's own.
     program = (
-        "import os, sys; from distdiag.node.core import places; os.chdir(sys.argv[1]); os.seteuid(65534)\n"
+        "import os, sys; from distdiag.facts.core import places; os.chdir(sys.argv[1]); os.seteuid(65534)\n"
         "for one in places.find('.').missed: print(one.path, one.why)"
     )
     done = subprocess.run(

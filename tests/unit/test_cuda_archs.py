@@ -22,7 +22,7 @@ from distdiag.commands.cuda_env.catalogue import CHECKS, chosen, matches
 from distdiag.commands.cuda_env.prebuild import OPS, read_ops
 from distdiag.errors import UsageError
 from distdiag.knowledge.cuda import compiles, newest_cuda, tables, version
-from distdiag.node.cuda.literals import Source
+from distdiag.facts.cuda.literals import Source
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support import need
 
-from distdiag.node import elf
+from distdiag.facts import elf
 
 _MACHINE, _SECTIONS_AT, _SEGMENT_COUNT, _SECTION_COUNT = 0x12, 0x28, 0x38, 0x3C  # in the header of the file, elf(5)
 _HOSTILE = (0, 1, 64, 4096, 2**16 - 1, 2**31 - 1, 2**32 - 1, 2**40, 2**63 - 1, 2**64 - 1)

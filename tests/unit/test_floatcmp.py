@@ -14,17 +14,15 @@ with warnings.catch_warnings():
     import torch
 
 from distdiag import floatcmp
+from distdiag.commands.floatcmp.compare_files import FloatCmp, Request
 from distdiag.commands.floatcmp.diagnose import diagnose
-from distdiag.commands.floatcmp.model import Request
-from distdiag.commands.floatcmp.result import FloatCmp
 from distdiag.report import Verdict
-from distdiag.training.floats import tally
-from distdiag.training.floats.bits import distance, precision, rounded
-from distdiag.training.floats.judge import limits, share
-from distdiag.training.floats.model import FAR, Likeness
+from distdiag.training.floatcmp import ulp
+from distdiag.training.floatcmp.result import FAR, Likeness, limits, share
+from distdiag.training.floatcmp.ulp import precision, round_to, ulp_distance
 
 if TYPE_CHECKING:
-    from distdiag.training.floats.model import Pair
+    from distdiag.training.floatcmp.result import Pair
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
@@ -61,7 +59,7 @@ def test_neighbours_are_1_apart_everywhere(dtype: torch.dtype) -> None:
     info = torch.finfo(dtype)
     numbers = torch.tensor([0.0, info.tiny, 1.0, -1.0, 1.5, 3.0, -65000.0, -info.tiny / 2], dtype=dtype)
     above = torch.nextafter(numbers, torch.full_like(numbers, INF))
-    assert distance(numbers, above).tolist() == [1] * len(numbers)
+    assert ulp_distance(numbers, above).tolist() == [1] * len(numbers)
     pair = pair_of(numbers, above)
     assert (pair.counts.max_ulp, pair.counts.equal, pair.likeness) == (1, 0, Likeness.ROUNDING)
 
@@ -72,7 +70,7 @@ def test_all_numbers_of_8_bits_are_in_their_order(dtype: torch.dtype) -> None:
     numbers = numbers[numbers.float().isfinite()]
     order = numbers.float().argsort(stable=True)
     ladder = numbers.view(torch.uint8)[order].view(dtype)
-    steps = distance(ladder[:-1], ladder[1:])
+    steps = ulp_distance(ladder[:-1], ladder[1:])
     same = ladder.float()[:-1] == ladder.float()[1:]  # 0.0 and -0.0
     assert steps.tolist() == (~same).long().tolist()
 
@@ -116,9 +114,17 @@ def test_two_kinds_of_integers_are_compared_where_something_holds_both() -> None
     assert floatcmp([huge], [torch.tensor([-(2**63)])]).likeness == Likeness.NOT_COMPARED
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.int64, torch.bool])
+def test_floats_and_integers_that_are_not_the_same_numbers(dtype: torch.dtype) -> None:
+    integers = torch.tensor([1, 0, 1]).to(dtype)
+    for a, b in ((torch.tensor([1.0, -1.0, -3.0]), integers), (integers, torch.tensor([1.0, -1.0, -3.0]))):
+        pair = pair_of(a, b)
+        assert (pair.likeness, pair.unit, pair.counts.differing, pair.max_abs) == (Likeness.DIFFERS, "float32", 2, 4.0)
+
+
 def test_distances_beyond_64_bits_are_held_at_their_end() -> None:
     top = torch.tensor([2**63 - 1, -(2**63)])
-    assert distance(top, torch.tensor([-(2**63), 0])).tolist() == [FAR, FAR]
+    assert ulp_distance(top, torch.tensor([-(2**63), 0])).tolist() == [FAR, FAR]
     far = pair_of(torch.tensor([1.7e308], dtype=torch.float64), torch.tensor([-1.7e308], dtype=torch.float64))
     assert far.counts.max_ulp == FAR
     assert math.isfinite(far.max_abs)
@@ -195,12 +201,12 @@ def test_float64_is_rounded_once(dtype: torch.dtype) -> None:
     beside = 1 + torch.where(odd % 3 == 0, -1, 1).double() * 2.0**-45
     numbers = torch.ldexp(odd.double(), torch.tensor(-digits)) * beside
     numbers = torch.cat([numbers, -numbers])
-    for number, got in zip(numbers.tolist(), rounded(numbers, dtype).double().tolist(), strict=True):
+    for number, got in zip(numbers.tolist(), round_to(numbers, dtype).double().tolist(), strict=True):
         grain = Fraction(2) ** (math.frexp(number)[1] - digits)
         assert Fraction(got) == round(Fraction(number) / grain) * grain
     special = torch.tensor([INF, -INF, NAN, 0.0, -0.0], dtype=torch.float64)
     if dtype in (torch.float16, torch.bfloat16):
-        assert str(rounded(special, dtype).tolist()) == "[inf, -inf, nan, 0.0, -0.0]"
+        assert str(round_to(special, dtype).tolist()) == "[inf, -inf, nan, 0.0, -0.0]"
 
 
 def test_a_reference_tells_who_is_nearer() -> None:
@@ -251,7 +257,7 @@ def test_pieces_are_counted_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> Non
     b = torch.where(torch.rand_like(a) < 0.2, a * (1 + 3e-7), a)
     b[6, 49, 2] = NAN
     whole = floatcmp(a, b, reference=a.double(), worst=7)
-    monkeypatch.setattr(tally, "PIECE", 16)
+    monkeypatch.setattr(ulp, "PIECE", 16)
     assert floatcmp(a, b, reference=a.double(), worst=7) == whole
     turned = floatcmp(a.permute(2, 1, 0).contiguous().permute(2, 1, 0), b, reference=a.double(), worst=7)
     assert turned == whole

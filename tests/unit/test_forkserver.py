@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from distdiag.cluster import bundle
-from distdiag.node import run
-from distdiag.node.forkserver import Forkserver
+from distdiag.facts import programs
+from distdiag.agent.forkserver import Forkserver
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,11 +38,11 @@ def servers() -> Iterator[list[Forkserver]]:
     yield made
     for one in made:
         one.end()
-    run._prctl(36, 0)  # PR_SET_CHILD_SUBREAPER: other tests' orphans are not ours
+    programs._prctl(36, 0)  # PR_SET_CHILD_SUBREAPER: other tests' orphans are not ours
 
 
 def start(servers: list[Forkserver], *modules: str, source: str = SOURCE) -> Forkserver:
-    sources = {**bundle.sources("distdiag.node.forkserver"), ENTRY: source}
+    sources = {**bundle.sources("distdiag.agent.forkserver"), ENTRY: source}
     servers.append(Forkserver(sources, [*modules, ENTRY], {**os.environ, "GONE": "1"}))
     deadline = time.monotonic() + 20
     while not (servers[-1].ready or servers[-1].failed) and time.monotonic() < deadline:
@@ -51,14 +51,14 @@ def start(servers: list[Forkserver], *modules: str, source: str = SOURCE) -> For
     return servers[-1]
 
 
-def fork(server: Forkserver, rank: int) -> tuple[run.Adopted, int]:
+def fork(server: Forkserver, rank: int) -> tuple[programs.Adopted, int]:
     stdin, output, events = os.pipe(), os.pipe(), os.pipe()
     env = {name: value for name, value in os.environ.items() if name != "GONE"} | {"RANK": str(rank)}
     pid = server.fork({"env": env, "entry": ENTRY, "config": {"rank": rank}}, [stdin[0], output[1], events[1]])
     assert pid is not None
     for fd in (stdin[0], output[1], events[1]):
         os.close(fd)
-    return run.Adopted(pid, stdin[1], output[0]), events[0]
+    return programs.Adopted(pid, stdin[1], output[0]), events[0]
 
 
 def test_each_is_our_child_with_its_own_variables_and_status(servers: list[Forkserver]) -> None:
@@ -74,7 +74,7 @@ def test_each_is_our_child_with_its_own_variables_and_status(servers: list[Forks
     assert zero.stdout.read() == b"printed\n"
     assert b"ValueError: one is bad" in one.stdout.read()
     for process, fd in ((zero, events), (one, others)):
-        run.end_group(process)
+        programs.end_group(process)
         os.close(fd)
 
 
@@ -82,7 +82,7 @@ def test_a_signal_is_told_as_popen_tells_it_and_the_group_can_be_ended(servers: 
     process, events = fork(start(servers), 0)
     os.kill(process.pid, signal.SIGSTOP)
     assert os.getpgid(process.pid) == process.pid
-    assert run.end_group(process) == -signal.SIGKILL
+    assert programs.end_group(process) == -signal.SIGKILL
     os.close(events)
 
 
@@ -110,7 +110,7 @@ def test_a_server_that_dies_later_forks_nobody(servers: list[Forkserver]) -> Non
 
 
 def test_what_is_imported_once_can_be_imported() -> None:
-    from distdiag.cluster.launch import IMPORTED_ONCE
+    from distdiag.cluster.rank_runs import IMPORTED_ONCE
 
     for name in IMPORTED_ONCE["modules"]:
         assert import_module(name)

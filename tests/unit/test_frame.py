@@ -13,7 +13,7 @@ import typer
 from support import distdiag
 
 from distdiag import cli
-from distdiag.deliver import Output, deliver
+from distdiag.output import Output, deliver
 from distdiag.errors import DistdiagError
 from distdiag.report import Finding, Fix, Level, Report, Verdict, Where
 

@@ -9,19 +9,19 @@ import pytest
 
 from distdiag import knowledge
 from distdiag.cluster.hosts import fold_ranks, name_ranks
-from distdiag.cluster.launch import Outcome, Trace
+from distdiag.cluster.rank_runs import Outcome, Trace
 from distdiag.cluster.records import Ending, Event, Inspection, Payload
 from distdiag.commands.gpu_test.diagnose import diagnose
 from distdiag.commands.gpu_test.types import Request
 from distdiag.errors import UsageError
 from distdiag.options import parse_size
 from distdiag.report import Finding
-from distdiag.workload.findings import covers
-from distdiag.workload.plan import make_plan
-from distdiag.workload.record import Course, Place, Plan, Scene
-from distdiag.workload.surroundings import hangs, nodes_that_differ
-from distdiag.workload.types import Backend, Device, Gpus, NodeFacts
-from distdiag.workload.words import amount
+from distdiag.launch.findings import covers
+from distdiag.launch.plan import make_plan
+from distdiag.launch.record import Course, Place, Plan, Scene
+from distdiag.launch.environment_checks import hangs, nodes_that_differ
+from distdiag.launch.types import Backend, Device, Gpus, NodeFacts
+from distdiag.launch.wording import amount
 
 
 def node(*, visible: int | None = 0, driver: bool = False, error: str = "", hidden: str | None = None) -> NodeFacts:

@@ -7,7 +7,7 @@ import torch
 
 from distdiag.commands.gpu_test import rank as gpu_test_rank
 from distdiag.commands.gpu_test.rank import MARK, PERIOD, expected_tile, explain, pattern, wrong_elements
-from distdiag.workload.rank import load_torch
+from distdiag.launch.rank import load_torch
 
 CPU = torch.device("cpu")
 WORLD = 4

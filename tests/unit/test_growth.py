@@ -13,13 +13,13 @@ from distdiag.cluster import hostfile
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.cuda_env import explain
 from distdiag.commands.trace.ranks import Wanted
-from distdiag.commands.trace.sys import saved
-from distdiag.commands.trace.sys.diagnose import judge_logs
-from distdiag.commands.trace.sys.model import Request
+from distdiag.commands.trace.sys import logs
+from distdiag.commands.trace.sys.diagnose import diagnose_logs
+from distdiag.commands.trace.sys.types import Request
 from distdiag.errors import DistdiagError
 from distdiag.knowledge.logs import read_log
-from distdiag.node.strace import lines
-from distdiag.node.strace.log import read_logs
+from distdiag.facts.strace import lines
+from distdiag.facts.strace.log import read_logs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +64,7 @@ MANY_FILES = {
 
 
 def judge(paths: list[str]) -> None:
-    judge_logs(Request(program="distdiag", cluster=Cluster(), wanted=Wanted()), *saved.read(paths))
+    diagnose_logs(Request(program="distdiag", cluster=Cluster(), wanted=Wanted()), *logs.read(paths))
 
 
 @pytest.mark.alone
@@ -127,7 +127,7 @@ def test_logs_of_strace_with_long_lines(seed: str, tmp_path: Path) -> None:
             long = line.replace("@", fill * ((lines.LINE_BYTES // 2 - 500) // len(fill)))
             path.write_text(head + long * 8)
             began = time.process_time()
-            read_logs([str(path)], width=1)
+            read_logs([str(path)])
             assert time.process_time() - began < 5, (line, fill)
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from distdiag.node import handshake
-from distdiag.node.handshake import Acceptor, Handshake, Refused
+from distdiag.agent import handshake
+from distdiag.agent.handshake import Acceptor, Handshake, Refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 from support import wait_until
 
-from distdiag.node import procs
-from distdiag.node.let_go import let_go
+from distdiag.facts import procs
+from distdiag.facts.resume import let_go
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

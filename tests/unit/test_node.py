@@ -18,8 +18,9 @@ import pytest
 from support import wait_until
 
 from distdiag.cluster import bootstrap, bundle
-from distdiag.node import boot, machine, procs, rendezvous, run, stacks, wire
-from distdiag.node.identity import Identity, identify
+from distdiag.agent import boot, rendezvous, wire
+from distdiag.facts import machine, procs, programs, py_spy
+from distdiag.facts.rank_identity import Identity, identify
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,10 +60,10 @@ def first_number(process: subprocess.Popen[bytes]) -> int:
 
 
 def test_run_ends_a_program_with_all_its_children_at_the_deadline() -> None:
-    process = run.start(["sh", "-c", "sleep 60 & echo $!; sleep 60"])
+    process = programs.start(["sh", "-c", "sleep 60 & echo $!; sleep 60"])
     child = first_number(process)
     began = time.monotonic()
-    done = run.hear(process, timeout_s=0.3)
+    done = programs.hear(process, timeout_s=0.3)
     assert time.monotonic() - began < 10
     assert (done.timed_out, done.status) == (True, -signal.SIGKILL)
     wait_until(lambda: machine.process_state(child).letter in ("", "Z"), 10, lambda: f"{child} lives")
@@ -70,11 +71,11 @@ def test_run_ends_a_program_with_all_its_children_at_the_deadline() -> None:
 
 def test_run_is_not_held_up_by_a_grandchild_that_keeps_the_pipe() -> None:
     # In one write: what follows the number is there when the number is.
-    process = run.start(["sh", "-c", r"setsid sleep 60 & printf '%s\nstarted\n' $!"])
+    process = programs.start(["sh", "-c", r"setsid sleep 60 & printf '%s\nstarted\n' $!"])
     grandchild = first_number(process)
     try:
         began = time.monotonic()
-        done = run.hear(process, timeout_s=0.5)
+        done = programs.hear(process, timeout_s=0.5)
         assert time.monotonic() - began < 10
         assert done.stdout == b"started\n"
     finally:
@@ -83,8 +84,8 @@ def test_run_is_not_held_up_by_a_grandchild_that_keeps_the_pipe() -> None:
 
 
 def test_a_missing_program_is_said() -> None:
-    with pytest.raises(run.CannotRun, match="no-such-tool"):
-        run.run(["/no/such/no-such-tool"], timeout_s=1)
+    with pytest.raises(programs.CannotRun, match="no-such-tool"):
+        programs.run(["/no/such/no-such-tool"], timeout_s=1)
 
 
 @pytest.mark.parametrize(
@@ -190,14 +191,14 @@ def test_who_listens_or_is_connected_at_a_port_has_a_connection_there() -> None:
         other.close()
         assert procs.has_connection(os.getpid(), {port, free})
         assert not procs.has_connection(os.getpid(), {free})
-        child = run.start(
+        child = programs.start(
             [sys.executable, "-c", f"import socket as s; c = s.create_connection(('127.0.0.1', {port})); input()"]
         )
         try:
             server.accept()[0].close()
             assert procs.has_connection(child.pid, {port})
         finally:
-            run.end_group(child)
+            programs.end_group(child)
     assert not procs.has_connection(child.pid, {port})
 
 
@@ -225,24 +226,24 @@ def test_the_path_that_a_process_opens_is_read_whole_wherever_it_lies(tmp_path: 
 
 def test_a_stack_is_read_and_the_process_left_as_it_was() -> None:
     script = "import sys, time\ndef wait_for_data():\n  print('ready', flush=True)\n  time.sleep(60)\nwait_for_data()"
-    process = run.start([sys.executable, "-c", script])
+    process = programs.start([sys.executable, "-c", script])
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         os.kill(process.pid, signal.SIGSTOP)
         wait_until(lambda: machine.process_state(process.pid).letter == "T", 5, lambda: "it does not stop")
-        stack = stacks.main_stacks([process.pid], timeout_s=5)[process.pid]
+        stack = py_spy.main_stacks([process.pid], timeout_s=5)[process.pid]
         assert stack.frames[0].startswith("wait_for_data"), stack
         assert machine.process_state(process.pid).letter == "T"
     finally:
-        run.end_group(process)
+        programs.end_group(process)
 
 
 def test_a_process_that_is_gone_has_a_reason_instead_of_a_stack() -> None:
-    process = run.start(["true"])
+    process = programs.start(["true"])
     process.wait(5)
-    stack = stacks.main_stacks([process.pid], timeout_s=5)[process.pid]
-    run.end_group(process)
+    stack = py_spy.main_stacks([process.pid], timeout_s=5)[process.pid]
+    programs.end_group(process)
     assert stack.frames == ()
     assert stack.error
 
@@ -263,7 +264,7 @@ def test_the_node_side_runs_where_nothing_is_installed(python: str, tmp_path: Pa
     if python != sys.executable and subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode:
         pytest.skip(f"{python} does not run")
     (tmp_path / "json.py").write_text("raise ImportError('a stray file of the working directory')")
-    collect = "distdiag.workload.collect"
+    collect = "distdiag.launch.collect"
     payload = boot.pack(bundle.sources(bundle.AGENT, collect), bundle.AGENT, _order(collect))
     agent = subprocess.Popen(
         [python, "-S", "-c", bootstrap.AGENT_START, str(len(payload)), "distdiag-agent"],

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from distdiag.cluster.launch import Trace
+from distdiag.cluster.rank_runs import Trace
 from distdiag.cluster.records import PausedTold
 from distdiag.commands.gpu_test.types import Request
-from distdiag.workload.judge import paused
+from distdiag.launch.rank_report import paused
 
 
 def told(paused: int, no_core: int = 0, throttled: int = 0) -> PausedTold:

@@ -13,11 +13,11 @@ from support import gpu_test, need_mounts
 
 from distdiag.cluster.records import read_json
 from distdiag.commands.gpu_test.types import Request
-from distdiag.node import pcie
-from distdiag.node.pcie import redirects
-from distdiag.workload.record import Place
-from distdiag.workload.surroundings import pcie_findings
-from distdiag.workload.types import Device, Gpus, NodeFacts, Pcie
+from distdiag.facts import pcie
+from distdiag.facts.pcie import redirects
+from distdiag.launch.record import Place
+from distdiag.launch.environment_checks import pcie_findings
+from distdiag.launch.types import Device, Gpus, NodeFacts, Pcie
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, get_args
 import pytest
 
 from distdiag.cluster import records
-from distdiag.node import protocol
-from distdiag.node.protocol import Message
+from distdiag.agent import protocol
+from distdiag.agent.protocol import Message
 
 if TYPE_CHECKING:
     import msgspec

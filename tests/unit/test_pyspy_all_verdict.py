@@ -10,14 +10,14 @@ from pyspy_facts import SITE, frames, ids, job, judge, loads, look, node, outlie
 
 from distdiag.commands.pyspy_all.command import parse_groups
 from distdiag.jobs.collect import Watched
-from distdiag.node.capture import Frame, Thread
-from distdiag.node.procs import Standstill
+from distdiag.facts.stack_types import Frame, Thread
+from distdiag.facts.procs import Standstill
 from distdiag.report import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.node.capture import Sample
+    from distdiag.facts.stack_types import Sample
 
 
 def test_whoever_is_not_in_communication_stands_out_though_it_computes() -> None:

@@ -18,7 +18,7 @@ import pytest
 from jobs import wait_for_state
 from support import need
 
-from distdiag.node import capture, elf, resting
+from distdiag.facts import stack_types, elf, waiting_stacks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,23 +51,23 @@ def _running(how: str, python: str = sys.executable) -> Iterator[tuple[int, str]
         process.communicate()
 
 
-def _read(pid: int, seconds: float = 10) -> resting.Main:
+def _read(pid: int, seconds: float = 10) -> waiting_stacks.Main:
     """Read a process as soon as it rests."""
     deadline = time.monotonic() + seconds
     while True:
         try:
-            return resting.main_thread(pid, capture.COUNTERS)
-        except resting.Unclear:
+            return waiting_stacks.main_thread(pid, stack_types.COUNTERS)
+        except waiting_stacks.Unclear:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.001)
 
 
-def _by_py_spy(pid: int) -> capture.Thread:
+def _by_py_spy(pid: int) -> stack_types.Thread:
     tool = str(Path(sys.executable).with_name("py-spy"))
     command = [tool, "dump", "--nonblocking", "--json", "--locals", "--pid", str(pid)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return capture.read_threads(json.loads(done.stdout), {})[0]
+    return stack_types.read_threads(json.loads(done.stdout), {})[0]
 
 
 IN_A_MODULE = """
@@ -101,8 +101,8 @@ def test_counters_of_a_module_are_read(python: str) -> None:
 def test_it_is_what_py_spy_reads(python: str) -> None:
     with _running("sleeps", python) as (pid, _):
         if _version(python) not in _KNOWN:
-            with pytest.raises(resting.Unclear):
-                resting.main_thread(pid)
+            with pytest.raises(waiting_stacks.Unclear):
+                waiting_stacks.main_thread(pid)
             return
         main = _read(pid)
         theirs = _by_py_spy(pid)
@@ -126,7 +126,7 @@ def test_it_is_what_py_spy_reads(python: str) -> None:
 def test_only_what_is_asked_for_is_read_of_the_locals() -> None:
     with _running("sleeps") as (pid, _):
         _read(pid)
-        assert not any(one.whole_numbers for one in resting.main_thread(pid).frames)
+        assert not any(one.whole_numbers for one in waiting_stacks.main_thread(pid).frames)
         names = {name for one in _read(pid).frames for name, _ in one.whole_numbers}
         assert names == {"step", "epoch", "batch", "it", "idx", "i", "micro", "batch_idx", "local_step"}
 
@@ -143,8 +143,8 @@ def test_a_stopped_process_is_read_and_stays_stopped() -> None:
 def test_of_one_that_runs_nothing_is_said() -> None:
     with _running("runs") as (pid, _):
         for _ in range(100):
-            with pytest.raises(resting.Unclear):
-                resting.main_thread(pid, capture.COUNTERS)
+            with pytest.raises(waiting_stacks.Unclear):
+                waiting_stacks.main_thread(pid, stack_types.COUNTERS)
 
 
 def test_one_that_goes_on_is_read_whole_or_not_at_all() -> None:
@@ -156,8 +156,8 @@ def test_one_that_goes_on_is_read_whole_or_not_at_all() -> None:
         while sum(map(len, seen.values())) < 4 or unclear < 20:
             assert time.monotonic() < deadline, (seen, unclear)
             try:
-                main = resting.main_thread(pid, capture.COUNTERS)
-            except resting.Unclear:
+                main = waiting_stacks.main_thread(pid, stack_types.COUNTERS)
+            except waiting_stacks.Unclear:
                 unclear += 1
                 continue
             numbers = {value for one in main.frames for _, value in one.whole_numbers}
@@ -173,8 +173,8 @@ def test_one_that_goes_on_is_read_whole_or_not_at_all() -> None:
 def test_more_frames_than_anybody_reads_are_left_to_others() -> None:
     with _running("recurses") as (pid, _):
         for _ in range(100):
-            with pytest.raises(resting.Unclear):
-                resting.main_thread(pid, capture.COUNTERS)
+            with pytest.raises(waiting_stacks.Unclear):
+                waiting_stacks.main_thread(pid, stack_types.COUNTERS)
 
 
 def test_who_holds_the_interpreter() -> None:
@@ -189,11 +189,11 @@ def test_who_holds_the_interpreter() -> None:
 def test_what_is_no_python_or_in_another_pid_namespace_is_left_to_others() -> None:
     need("unshare", "sleep")
     with subprocess.Popen(["sleep", "600"]) as process:
-        with pytest.raises(resting.Unclear):
-            resting.main_thread(process.pid)
+        with pytest.raises(waiting_stacks.Unclear):
+            waiting_stacks.main_thread(process.pid)
         process.kill()
-    with pytest.raises(resting.Unclear):
-        resting.main_thread(2**22 + 1)
+    with pytest.raises(waiting_stacks.Unclear):
+        waiting_stacks.main_thread(2**22 + 1)
     # Its threads have other numbers in there; unshare waits outside of it.
     inside = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-u", _PROGRAM, "sleeps"]
     with subprocess.Popen(inside, stdout=subprocess.PIPE, text=True) as process:
@@ -201,13 +201,13 @@ def test_what_is_no_python_or_in_another_pid_namespace_is_left_to_others() -> No
         process.stdout.readline()
         child = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
         wait_for_state(child, "S")
-        with pytest.raises(resting.Unclear):
-            resting.main_thread(child)
+        with pytest.raises(waiting_stacks.Unclear):
+            waiting_stacks.main_thread(child)
         process.kill()
 
 
 def test_a_file_that_exports_nothing_or_is_cut_off(tmp_path: Path) -> None:
-    whole = resting.exported_symbols(sys.executable, ["no_such_symbol"])
+    whole = waiting_stacks.exported_symbols(sys.executable, ["no_such_symbol"])
     assert whole == {}
     with open(os.path.realpath(sys.executable), "rb") as file:
         head = file.read(3000)
@@ -215,7 +215,7 @@ def test_a_file_that_exports_nothing_or_is_cut_off(tmp_path: Path) -> None:
     for size in (0, 10, 64, 200, 3000):
         broken.write_bytes(head[:size])
         with pytest.raises((ValueError, elf.Malformed, struct.error)):
-            resting.exported_symbols(str(broken), ["_PyRuntime"])
+            waiting_stacks.exported_symbols(str(broken), ["_PyRuntime"])
 
 
 def test_exported_symbols_are_where_readelf_sees_them() -> None:
@@ -230,5 +230,5 @@ def test_exported_symbols_are_where_readelf_sees_them() -> None:
     theirs = {row[7]: int(row[1], 16) for row in rows if len(row) == 8 and row[7] in names}
     headers = subprocess.run(["readelf", "-Wl", library], capture_output=True, text=True, check=True).stdout
     first = next(int(line.split()[2], 16) for line in headers.splitlines() if line.split()[:1] == ["LOAD"])
-    assert resting.exported_symbols(library, names) == {name: value - first for name, value in theirs.items()}
+    assert waiting_stacks.exported_symbols(library, names) == {name: value - first for name, value in theirs.items()}
     assert len(theirs) == len(names)

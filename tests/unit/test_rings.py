@@ -10,26 +10,26 @@ from pathlib import Path
 
 import pytest
 
-from distdiag.node import rings
-from distdiag.training.lines import writer
+from distdiag.facts import line_trace_file
+from distdiag.training.line_trace import recorder
 
 THREADS, LINES = 2, 4
 ABOUT = {"threads": THREADS, "lines": LINES, "pid": 7, "rank": 3}
 
 
 def place(code: int, line: int) -> float:
-    return float((code << rings.LINE_BITS) + line)
+    return float((code << line_trace_file.LINE_BITS) + line)
 
 
 def write(folder: Path, blocks: list[tuple[float, ...]], *, names: str = '[1, "/a/train.py", "step", "user"]\n') -> str:
     """Lay a file of one thread down as a process leaves it: (time, place, place...) in the order of the blocks."""
-    data = bytearray(rings.size_of(THREADS, LINES))
+    data = bytearray(line_trace_file.size_of(THREADS, LINES))
     text = json.dumps(ABOUT).encode()
-    data[:12] = rings.MAGIC + struct.pack("<I", len(text))
+    data[:12] = line_trace_file.MAGIC + struct.pack("<I", len(text))
     data[12 : 12 + len(text)] = text
-    rings.THREAD.pack_into(data, rings.PAGE, 7, rings.LIVE, 1.0, 0.0, b"MainThread")
+    line_trace_file.THREAD.pack_into(data, line_trace_file.PAGE, 7, line_trace_file.LIVE, 1.0, 0.0, b"MainThread")
     for number, block in enumerate(blocks):
-        begin = rings.ring_offset(THREADS, LINES, 0) + rings.BLOCK_BYTES * number
+        begin = line_trace_file.ring_offset(THREADS, LINES, 0) + line_trace_file.BLOCK_BYTES * number
         struct.pack_into(f"<{len(block)}d", data, begin, *block)
     path = folder / "x.lines"
     path.write_bytes(data)
@@ -38,15 +38,15 @@ def write(folder: Path, blocks: list[tuple[float, ...]], *, names: str = '[1, "/
 
 
 def lines(path: str) -> list[int]:
-    (thread,) = rings.read(path).threads
+    (thread,) = line_trace_file.read(path).threads
     return [record.line for record in thread.records]
 
 
 def test_a_ring_that_is_not_full_is_read_from_its_first_block(tmp_path: Path) -> None:
     path = write(tmp_path, [(1.0, place(1, 10)), (2.0, place(1, 11), place(1, 12))])
-    (thread,) = rings.read(path).threads
+    (thread,) = line_trace_file.read(path).threads
     assert (thread.tid, thread.name, thread.ended_s) == (7, "MainThread", None)
-    assert thread.records[0] == rings.Record(1.0, rings.Code("/a/train.py", "step", "user"), 10, False)
+    assert thread.records[0] == line_trace_file.Record(1.0, line_trace_file.Code("/a/train.py", "step", "user"), 10, False)
     assert [(record.at_s, record.line) for record in thread.records[1:]] == [(2.0, 11), (2.0, 12)]
 
 
@@ -68,24 +68,24 @@ def test_a_block_that_was_only_begun_says_nothing(tmp_path: Path) -> None:
 
 def test_a_return_to_a_line_is_told_from_its_beginning(tmp_path: Path) -> None:
     path = write(tmp_path, [(1.0, place(1, 10), -place(1, 10))])
-    (thread,) = rings.read(path).threads
+    (thread,) = line_trace_file.read(path).threads
     assert [record.back for record in thread.records] == [False, True]
 
 
 def test_names_that_are_cut_off_or_gone_cost_the_name_alone(tmp_path: Path) -> None:
     path = write(tmp_path, [(1.0, place(2, 10))], names='[1, "/a", "f", "user"]\n[2, "/b.py", "g')
-    (thread,) = rings.read(path).threads
+    (thread,) = line_trace_file.read(path).threads
     assert (thread.records[0].line, thread.records[0].code.function) == (10, "?")
     (tmp_path / "x.names").unlink()
     assert lines(path) == [10]
 
 
-@pytest.mark.parametrize("size", [0, 100, rings.PAGE, rings.size_of(THREADS, LINES) - 1])
+@pytest.mark.parametrize("size", [0, 100, line_trace_file.PAGE, line_trace_file.size_of(THREADS, LINES) - 1])
 def test_a_file_that_is_cut_off_is_no_ring(tmp_path: Path, size: int) -> None:
     path = Path(write(tmp_path, []))
     path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(rings.NotARing):
-        rings.read(str(path))
+    with pytest.raises(line_trace_file.NotARing):
+        line_trace_file.read(str(path))
 
 
 @pytest.mark.parametrize(
@@ -96,17 +96,17 @@ def test_a_description_that_makes_no_sense_is_no_ring(tmp_path: Path, about: byt
     data = bytearray(path.read_bytes())
     data[8 : 12 + len(about)] = struct.pack("<I", len(about)) + about
     path.write_bytes(data)
-    with pytest.raises(rings.NotARing):
-        rings.read(str(path))
+    with pytest.raises(line_trace_file.NotARing):
+        line_trace_file.read(str(path))
 
 
 def test_a_thread_that_ends_early_takes_little_of_its_ring() -> None:
-    ring = memoryview(bytearray(10_000 * rings.BLOCK_BYTES)).cast("d")
+    ring = memoryview(bytearray(10_000 * line_trace_file.BLOCK_BYTES)).cast("d")
     before = sum(type(one) is memoryview for one in gc.get_objects())
-    places = itertools.chain.from_iterable(writer._turns(ring))
+    places = itertools.chain.from_iterable(recorder._turns(ring))
     for number in range(100):
         next(places)[0] = float(number)
-    assert sum(type(one) is memoryview for one in gc.get_objects()) - before < 200 * (1 + rings.PLACES)
-    for number in range(10_000 * rings.PLACES):
+    assert sum(type(one) is memoryview for one in gc.get_objects()) - before < 200 * (1 + line_trace_file.PLACES)
+    for number in range(10_000 * line_trace_file.PLACES):
         next(places)[0] = float(number)
-    assert all(ring[:: 1 + rings.PLACES])
+    assert all(ring[:: 1 + line_trace_file.PLACES])

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.fleet import Fleet, Limits
 from distdiag.cluster.hosts import Host
-from distdiag.cluster.launch import Outcome, RankSpec, Run
+from distdiag.cluster.rank_runs import Outcome, RankSpec, Run
 from distdiag.cluster.links import SocketLink
 from distdiag.cluster.transports import Transport
-from distdiag.node import hello, protocol
-from distdiag.node.wire import Writer
+from distdiag.agent import host_info, protocol
+from distdiag.agent.wire import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +44,7 @@ class Stand(Transport):
     def _answer(self) -> None:
         with self._theirs, self._theirs.makefile() as orders:
             self._wire = Writer(self._theirs.fileno())
-            self._wire.send(hello.who_is_here())
+            self._wire.send(host_info.who_is_here())
             self._wire.send(protocol.Facts(facts={}))
             for line in filter(str.strip, orders):
                 order = protocol.read_order(line.encode())

@@ -6,8 +6,8 @@ import os
 import socket
 from pathlib import Path
 
-from distdiag.node import sockets
-from distdiag.node.sockets import Socket
+from distdiag.facts import sockets
+from distdiag.facts.sockets import Socket
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "proc_net"
 

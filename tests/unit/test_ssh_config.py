@@ -17,7 +17,7 @@ from support import wait_until
 from distdiag.cluster.hosts import Host
 from distdiag.cluster.transports.ssh_config import resolve
 from distdiag.errors import DistdiagError
-from distdiag.node import machine
+from distdiag.facts import machine
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,7 +7,7 @@ import select
 from support import need
 
 from distdiag.cluster.hosts import Host
-from distdiag.cluster.rows import HostState, Refusal
+from distdiag.cluster.host_results import HostState, Refusal
 from distdiag.cluster.transports import Arrivals
 from distdiag.cluster.transports.mpi import MpiTransport
 from distdiag.cluster.transports.step import Payload

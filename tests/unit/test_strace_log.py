@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from distdiag.node.strace import log, reader, workers
-from distdiag.node.strace.log import read_logs
+from distdiag.facts.strace import lines, log
+from distdiag.facts.strace.log import read_logs
 
 if TYPE_CHECKING:
-    from distdiag.node.strace.model import Logs, ThreadLog, Trouble
+    from distdiag.facts.strace.types import CallError, Logs, ThreadLog
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "strace"
 VERSIONS = ["5.10", "6.1", "6.13", "7.2"]
@@ -43,7 +43,7 @@ def recorded(version: str, name: str) -> tuple[ThreadLog, ...]:
 @pytest.mark.parametrize("name", ["files", "files_bare"])
 def test_what_was_not_found_is_folded_and_what_was_found_elsewhere_is_no_trouble(version: str, name: str) -> None:
     (thread,) = recorded(version, name)
-    assert [(one.error, one.target, one.places, one.weight) for one in thread.troubles] == [
+    assert [(one.error, one.target, one.places, one.weight) for one in thread.errors] == [
         ("ENOENT", "libmissing.so.1", 2, 6),
         ("ENOENT", "train.yaml", 2, 4),
     ]
@@ -127,9 +127,9 @@ def test_how_it_ended_and_what_was_refused(version: str) -> None:
     assert (crashed.state, crashed.signals) == ("killed SIGSEGV", (("SIGSEGV", 1),))
     assert killed.last is not None
     assert killed.last.name == "tgkill"
-    (trouble,) = refused.troubles
-    assert (trouble.name, trouble.error, trouble.target) == ("connect", "ECONNREFUSED", "127.0.0.1:9")
-    assert recorded(version, "stacks")[0].troubles[0].target == "127.0.0.1:9"
+    (error,) = refused.errors
+    assert (error.name, error.error, error.target) == ("connect", "ECONNREFUSED", "127.0.0.1:9")
+    assert recorded(version, "stacks")[0].errors[0].target == "127.0.0.1:9"
     only_summary = RECORDED / f"{version}_summary.txt"
     assert read_logs([str(only_summary)]).errors == ((str(only_summary), "only a summary (-c), no log"),)
 
@@ -176,12 +176,12 @@ def test_errors_that_are_usual_are_no_troubles_and_grave_ones_come_first(tmp_pat
     ]
     text = "".join(f"1700000000.{at:06d} {call} = -1 {error} (So) <0.1>\n" for at, (call, error) in enumerate(said * 2))
     thread = only(read(text, tmp_path))
-    assert [(one.error, one.target, one.count, one.weight) for one in thread.troubles] == [
+    assert [(one.error, one.target, one.count, one.weight) for one in thread.errors] == [
         ("ENOSPC", "/data/x", 2, 10),
         ("ETIMEDOUT", "10.0.0.2:1", 2, 8),
         ("EACCES", "/etc/shadow", 2, 7),
     ]
-    first: Trouble = thread.troubles[0]
+    first: CallError = thread.errors[0]
     assert first.first_at_s == pytest.approx(1700000000.0)
     assert first.last_at_s == pytest.approx(1700000000.000006, abs=1e-6)
 
@@ -202,8 +202,8 @@ def test_errors_that_are_usual_are_no_troubles_and_grave_ones_come_first(tmp_pat
 def test_a_spin_is_fast_and_gets_nothing_done(
     call: str, step_us: int, count: int, spins: list[tuple[str, str]], tmp_path: Path
 ) -> None:
-    lines = [f"17000000{at * step_us / 1e6:09.6f} {call} <0.000005>\n" for at in range(count)]
-    thread = only(read("".join(lines), tmp_path))
+    text = "".join(f"17000000{at * step_us / 1e6:09.6f} {call} <0.000005>\n" for at in range(count))
+    thread = only(read(text, tmp_path))
     assert [(one.name, one.target) for one in thread.spins] == spins
     for spin in thread.spins:
         assert spin.count == count
@@ -217,31 +217,31 @@ def test_without_times_a_spin_is_many_calls(count: int, spins: list[tuple[str, i
     assert [(one.name, one.count, one.per_s) for one in only(read(text, tmp_path)).spins] == spins
 
 
-@pytest.mark.parametrize("step_bytes", [300, 1000, 4096])
-def test_a_file_says_the_same_in_parts_side_by_side(
-    step_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("block_bytes", [1, 300, 1000, 4096])
+def test_a_file_says_the_same_in_blocks_of_any_size(
+    block_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ["6.1_files.txt", "7.2_segv.txt", "6.13_refused.txt"]
-    text = b"".join((RECORDED / name).read_bytes() for name in names[:1]) + b"".join(
+    text = (RECORDED / "6.1_files.txt").read_bytes() + b"".join(
         b"%d 1795306300.%06d %b" % (7 + at % 3, at, half)
         for at in range(400)
         for half in [(b"read(3</data/x>,  <unfinished ...>\n", b'<... read resumed>"a", 9) = 1 <0.01>\n')[at // 3 % 2]]
     )
     whole = read(text, tmp_path)
-    monkeypatch.setattr(log, "PART_BYTES", step_bytes)
-    monkeypatch.setattr(log, "_WORTH_BYTES", 0)
-    monkeypatch.setattr(reader, "BLOCK_BYTES", 512)
-    for width in (1, 3):
-        parts = read_logs([str(tmp_path / "log")], width=width)
-        assert [counted(one) for one in parts.threads] == [counted(one) for one in whole.threads]
-    assert [one.n_calls for one in whole.threads] == [35, 67, 66, 66]
+    shape = lines.sniff(text)
+    assert isinstance(shape, lines.Shape)
+    monkeypatch.setattr(log, "_BLOCK_BYTES", block_bytes)
+    blocks = log.LogFile(str(tmp_path / "log"), shape)
+    with open(tmp_path / "log", "rb") as file:
+        blocks.read(file.read(block_bytes), file)
+    assert [counted(thread) for thread in log.threads([blocks])] == [counted(thread) for thread in whole.threads]
+    assert [thread.n_calls for thread in whole.threads] == [35, 67, 66, 66]
 
 
 def counted(thread: ThreadLog) -> tuple[object, ...]:
     counts = {one.name: (one.count, one.errors, round(one.time_s or 0, 6)) for one in thread.calls}
     last = thread.last and (thread.last.name, thread.last.at_s, thread.last.result, thread.last.target)
-    ends = (thread.first_at_s, thread.last_at_s, thread.state, last, thread.n_lines)
-    return thread.tid, counts, ends, thread.troubles, {one.where: one.count for one in thread.places}
+    ends = (thread.first_at_s, thread.last_at_s, thread.state, last)
+    return thread.tid, counts, ends, thread.errors, {one.where: one.count for one in thread.places}
 
 
 @pytest.mark.parametrize("cut", range(0, 3000, 61))
@@ -269,28 +269,6 @@ def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
     ]
 
 
-def children() -> set[str]:
-    return set(Path("/proc/thread-self/children").read_text().split())
-
-
-def test_results_come_in_order_and_as_soon_as_they_are_there_and_nobody_is_left_behind() -> None:
-    release, hold = os.pipe()  # the last jobs wait until the first results were seen
-    others = children()
-    found = workers.run(lambda number: number if number < 4 else os.read(release, 1), range(6), width=2)
-    assert [next(found) for _ in range(4)] == [0, 1, 2, 3]
-    assert len(children() - others) >= 2
-    found.close()
-    assert not children() - others
-    os.close(release)
-    os.close(hold)
-
-
-def test_a_worker_that_is_killed_costs_only_what_it_read() -> None:
-    found = list(workers.run(lambda number: os.kill(os.getpid(), 9) if number == 1 else number, [0, 1, 2, 3], width=2))
-    assert "the process that read it ended with -9" in found
-    assert {one for one in found if isinstance(one, int)} <= {0, 2, 3}
-
-
 def test_a_connection_that_fails_after_connect_came_back_is_refused_all_the_same(tmp_path: Path) -> None:
     text = "".join(
         f"17954301{n}.0 connect(4<TCP:[{n}]>, {{sa_family=AF_INET, sin_port=htons(29500), "
@@ -298,7 +276,7 @@ def test_a_connection_that_fails_after_connect_came_back_is_refused_all_the_same
         f"17954301{n}.1 getsockopt(4<TCP:[{n}]>, SOL_SOCKET, SO_ERROR, [{told}], [4]) = 0 <0.000037>\n"
         for n, told in ((10, "ECONNREFUSED"), (11, "0"), (12, "ECONNREFUSED"))
     )
-    found = [(one.name, one.error, one.target, one.count) for one in only(read(text, tmp_path)).troubles]
+    found = [(one.name, one.error, one.target, one.count) for one in only(read(text, tmp_path)).errors]
     assert sorted(found) == [
         ("connect", "ECONNREFUSED", "10.0.0.10:29500", 1),
         ("connect", "ECONNREFUSED", "10.0.0.12:29500", 1),
@@ -313,3 +291,10 @@ def test_the_slowest_calls_of_many_threads_are_found_beside_lines_that_are_no_ca
     ends = "".join(f"{100 + n} 1795430200.1 +++ exited with 0 +++\n" for n in range(20))
     slowest = [thread.slowest[0].target for thread in read(calls + ends, tmp_path).threads]
     assert sorted(slowest) == [f"/data/{n}" for n in range(79, 99)]
+
+
+def test_the_end_of_a_call_whose_beginning_is_in_no_log_shows_no_data(tmp_path: Path) -> None:
+    text = '7 1795306300.1 <... read resumed>"Bearer sesame", 13) = 13 <0.5>\n7 1795306300.2 getpid() = 7 <0.1>\n'
+    thread = only(read(text, tmp_path))
+    assert {row.name: row.count for row in thread.calls} == {"read": 1, "getpid": 1}
+    assert "sesame" not in repr(thread)

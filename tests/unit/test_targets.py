@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support import need
 
-from distdiag.cluster.recipes import Recipe, lines
+from distdiag.cluster.launch_commands import Recipe, lines
 from distdiag.cluster.targets import Cluster, Launcher, chosen_env, find_targets
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.report import quoted

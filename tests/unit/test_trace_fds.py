@@ -15,9 +15,9 @@ from distdiag.commands.trace import ranks
 from distdiag.commands.trace.fds.collect import Opened, Reply
 from distdiag.commands.trace.fds.command import Request, diagnose, trace_fds_view
 from distdiag.commands.trace.nodes import Answers
-from distdiag.node.descriptors import Descriptor, End
-from distdiag.node.ends import Network, Person
-from distdiag.node.sockets import Socket
+from distdiag.facts.descriptors import Descriptor, End
+from distdiag.facts.socket_owners import Network, Person
+from distdiag.facts.sockets import Socket
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

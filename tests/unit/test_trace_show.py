@@ -1,4 +1,4 @@
-"""Who is odd by the last lines of a run, and which files are one run. Pure."""
+"""Who is stuck by the last lines of a run, and which files are one run. Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from distdiag.cluster.targets import Cluster
+from distdiag.commands.trace.show.classify import find_runs
 from distdiag.commands.trace.show.collect import Line, NodeLines, Process, Thread
 from distdiag.commands.trace.show.diagnose import diagnose
-from distdiag.commands.trace.show.model import Request
-from distdiag.commands.trace.show.runs import find_runs
+from distdiag.commands.trace.show.types import Request
 from distdiag.gathered import Gathered
 
 if TYPE_CHECKING:
-    from distdiag.commands.trace.show.result import TraceShow
+    from distdiag.commands.trace.show.types import TraceShow
     from distdiag.report import Report
 
 REDUCE = ("dist.all_reduce(tensor)", 21)
@@ -25,7 +25,7 @@ LOADER = ("for batch in loader:", 12)
 
 
 def line(source: str, number: int, *, kind: str = "user", function: str = "step", file: str = "/w/train.py") -> Line:
-    return Line(100.0, file, number, function, kind, source, back=False, changed=False)
+    return Line(100.0, file, number, function, kind, source, returned=False, changed=False)
 
 
 def process(rank: int | None, at: tuple[str, int], *more: Line, **changes: object) -> Process:
@@ -68,9 +68,9 @@ def ranks(at: dict[int, tuple[str, int]], **changes: object) -> list[Process]:
 @pytest.mark.parametrize("state", ["died", "running"])
 def test_the_rank_that_is_not_in_the_collective(state: str) -> None:
     report = judged(*ranks({0: REDUCE, 1: SLEEP, 2: REDUCE, 3: REDUCE}, state=state))
-    assert (report.exit_code(), report.data.odd) == (1, (1,))
+    assert (report.exit_code(), report.data.outliers) == (1, (1,))
     (finding,) = report.findings
-    assert finding.id == "trace.odd-rank"
+    assert finding.id == "trace.stuck-rank"
     assert (
         "rank 1 (node1, pid 1001) is not in the collective: at `step` train.py:20 (`time.sleep(60)`)" in finding.title
     )
@@ -79,48 +79,49 @@ def test_the_rank_that_is_not_in_the_collective(state: str) -> None:
 
 def test_a_line_that_is_young_may_only_be_slow_and_a_job_whose_lines_are_all_young_goes_on() -> None:
     slow = judged(*ranks({0: REDUCE, 1: COMPUTE, 2: REDUCE, 3: REDUCE}, state="running", age_s=4.0))
-    assert (slow.exit_code(), slow.data.odd) == (0, (1,))
+    assert (slow.exit_code(), slow.data.outliers) == (0, (1,))
+    assert slow.findings[0].id == "trace.straggler"
     assert "may only be slower" in slow.findings[0].detail
     goes_on = judged(*ranks({0: REDUCE, 1: COMPUTE, 2: REDUCE, 3: REDUCE}, state="running", age_s=0.1))
-    assert (goes_on.exit_code(), goes_on.findings, goes_on.data.odd) == (0, (), ())
+    assert (goes_on.exit_code(), goes_on.findings, goes_on.data.outliers) == (0, (), ())
 
 
 def test_where_all_are_at_the_same_line_nothing_is_guessed() -> None:
     report = judged(*ranks(dict.fromkeys(range(4), REDUCE)))
-    assert (report.exit_code(), report.data.odd) == (3, ())
+    assert (report.exit_code(), report.data.outliers) == (3, ())
     assert "the last lines cannot decide" in report.summary
 
 
 def test_another_collective_is_the_minority_and_half_and_half_is_nobody() -> None:
     few = judged(*ranks({0: REDUCE, 1: REDUCE, 2: BARRIER, 3: REDUCE}))
-    assert (few.exit_code(), few.data.odd) == (1, (2,))
+    assert (few.exit_code(), few.data.outliers) == (1, (2,))
     half = judged(*ranks({0: REDUCE, 1: REDUCE, 2: BARRIER, 3: BARRIER}))
-    assert (half.exit_code(), half.data.odd) == (3, ())
+    assert (half.exit_code(), half.data.outliers) == (3, ())
 
 
 def test_who_died_while_the_others_live() -> None:
     alive = ranks({0: REDUCE, 1: REDUCE, 2: REDUCE}, state="running")
     report = judged(*alive, process(3, COMPUTE))
-    assert (report.exit_code(), report.data.odd) == (1, (3,))
+    assert (report.exit_code(), report.data.outliers) == (1, (3,))
     assert "was killed or crashed, last at `step` train.py:18" in report.findings[0].title
 
 
 def test_of_those_that_ended_the_first_is_named_and_an_error_in_a_collective_is_a_consequence() -> None:
     killed = judged(process(0, REDUCE, state="raised", error="RuntimeError: closed", ended_s=80.0), process(1, REDUCE))
-    assert (killed.exit_code(), killed.data.odd) == (1, (1,))
+    assert (killed.exit_code(), killed.data.outliers) == (1, (1,))
     assert killed.summary.startswith("rank 1 (node1, pid 1001) was killed or crashed first, last at `step` train.py:21")
     raised = judged(
         process(0, REDUCE, state="raised", error="RuntimeError: closed", ended_s=80.0),
         process(1, COMPUTE, state="raised", error="ValueError: no", ended_s=79.0),
         process(2, REDUCE),
     )
-    assert raised.data.odd == (1,)
+    assert raised.data.outliers == (1,)
     assert "ended first, by ValueError: no" in raised.summary
     left = judged(
         process(0, REDUCE, state="raised", error="RuntimeError: closed", ended_s=80.0),
         process(1, COMPUTE, state="ended", ended_s=70.0),
     )
-    assert left.data.odd == (1,)
+    assert left.data.outliers == (1,)
     alone = judged(process(0, COMPUTE, state="raised", error="ValueError: no", ended_s=1.0, world_size=1))
     assert (alone.exit_code(), "ended by ValueError: no" in alone.summary) == (1, True)
 
@@ -132,7 +133,7 @@ def test_an_older_run_that_still_runs_is_shown_beside_the_newest() -> None:
     ]
     fine = ranks(dict.fromkeys(range(4), COMPUTE), state="ended", began_s=50.0)
     report = judged(*hung, *fine)
-    assert (report.exit_code(), report.data.odd, report.data.older_runs) == (1, (1,), 0)
+    assert (report.exit_code(), report.data.outliers, report.data.older_runs) == (1, (1,), 0)
 
 
 def test_all_that_came_to_their_end_are_fine() -> None:
@@ -150,7 +151,7 @@ def test_library_lines_tell_what_the_source_does_not() -> None:
     )
     waiting = [process(rank, ("sync(tensor)", 40), inside) for rank in (0, 1, 3)]
     report = judged(*waiting, process(2, COMPUTE))
-    assert report.data.odd == (2,)
+    assert report.data.outliers == (2,)
     assert "in `all_reduce` called from `step` train.py:40" in report.summary
 
 
@@ -159,7 +160,7 @@ def test_a_rank_that_waits_for_its_worker_says_where_that_is() -> None:
     idle = process(1, ("return batch", 57), pid=2002, parent=1001, began_s=11.0, age_s=1.0)
     others = ranks({0: REDUCE, 2: REDUCE, 3: REDUCE})
     report = judged(*others, process(1, LOADER), worker, idle)
-    assert report.data.odd == (1,)
+    assert report.data.outliers == (1,)
     assert "its worker, pid 2001, is at `step` train.py:55 (`image = read(path)`)" in report.summary
 
 

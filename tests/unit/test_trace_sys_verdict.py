@@ -13,23 +13,23 @@ from trace_facts import NET, owned, receives, sleeps
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.trace import ranks
 from distdiag.commands.trace.nodes import Answers
-from distdiag.commands.trace.sys import words
-from distdiag.commands.trace.sys.bounded import Bounded
-from distdiag.commands.trace.sys.choices import expression, parse_duration, parse_only
-from distdiag.commands.trace.sys.collect import Attached, Told, Traced
-from distdiag.commands.trace.sys.diagnose import diagnose, judge_logs
-from distdiag.commands.trace.sys.model import MAX_PROCESSES, Request
-from distdiag.commands.trace.sys.saved import read
+from distdiag.commands.trace.sys.collect import Attached, Reply, Traced, arguments
+from distdiag.commands.trace.sys.command import parse_duration, parse_only
+from distdiag.commands.trace.sys.diagnose import diagnose, diagnose_logs
+from distdiag.commands.trace.sys.launch import BoundedLog
+from distdiag.commands.trace.sys.logs import read
+from distdiag.commands.trace.sys.types import MAX_PROCESSES, Request
+from distdiag.commands.trace.sys.wording import log_name, parse_log_name
 from distdiag.errors import DistdiagError, UsageError
-from distdiag.node.ends import Network
-from distdiag.node.strace.model import Call, ThreadLog
+from distdiag.facts.socket_owners import Network
+from distdiag.facts.strace.types import Call, ThreadLog
 from distdiag.report import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.commands.trace.sys.model import TraceSys
-    from distdiag.node.blocked import Thread
+    from distdiag.commands.trace.sys.types import TraceSys
+    from distdiag.facts.blocked_threads import Thread
     from distdiag.report import Finding, Report
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "strace"
@@ -39,14 +39,14 @@ MINE, THEIRS = "10.0.0.1:29501", "10.0.0.2:40000"
 
 
 def judge(*paths: Path) -> Report[TraceSys]:
-    return judge_logs(REQUEST, *read(list(map(str, paths))))
+    return diagnose_logs(REQUEST, *read(list(map(str, paths))))
 
 
 def written(tmp_path: Path, **logs: str) -> Report[TraceSys]:
     """Judge logs: name "rank_0" is that of rank 0 on host n0, with process 100."""
     for name, text in logs.items():
         rank = int(name.removeprefix("rank_"))
-        (tmp_path / words.log_name(rank, f"n{rank}", 100 + rank)).write_text(text)
+        (tmp_path / log_name(rank, f"n{rank}", 100 + rank)).write_text(text)
     return judge(tmp_path)
 
 
@@ -115,6 +115,26 @@ def test_who_only_connected_is_found_if_it_was_the_only_one(tmp_path: Path) -> N
     assert "= rank 1" in only(one, "trace.blocked").title
     two = written(tmp_path, rank_0=waits, rank_1=line(101, 0.0, connects), rank_2=line(102, 0.0, connects))
     assert "10.0.0.2:40000, whose other end is in no log" in only(two, "trace.blocked").title
+
+
+def test_the_other_ends_of_many_that_wait_are_found(tmp_path: Path) -> None:
+    waits = {f"rank_{rank}": begun(100 + rank, 0.0, f"recvfrom(7<TCP:[10.0.0.{rank}:5->{MINE}]>") for rank in range(20)}
+    listens = line(120, 8.0, f"accept4(3<TCP:[{MINE}]>, NULL, NULL, 0)", f"9<TCP:[{MINE}->10.0.0.1:5]>")
+    report = written(tmp_path, **waits, rank_20=listens)
+    ranks = [row.last.peer_rank for row in report.data.threads[:20] if row.last is not None]
+    assert ranks == [20] * 20
+    assert "ranks 0-19" in only(report, "trace.blocked").title
+
+
+def test_the_other_end_of_many_connections_is_found_by_the_connection_alone(tmp_path: Path) -> None:
+    ends = [(f"10.0.0.{rank}:5", f"10.0.1.{rank}:6") for rank in range(20)]
+    waits = {
+        f"rank_{rank}": begun(100 + rank, 0.0, f"recvfrom(7<TCP:[{ends[rank][0]}->{ends[rank][1]}]>")
+        for rank in range(20)
+    }
+    sends = "".join(line(120, 8.0, f'sendto(7<TCP:[{b}->{a}]>, "", 1, 0, NULL, 0)') for a, b in ends)
+    report = written(tmp_path, **waits, rank_20=sends)
+    assert [row.last.peer_rank for row in report.data.threads[:20] if row.last is not None] == [20] * 20
 
 
 @pytest.mark.parametrize(
@@ -210,20 +230,20 @@ def test_what_is_no_log_is_an_error() -> None:
 def thread_log(pid: int, last: Call | None, n_calls: int = 0, at_s: float = 1000.0) -> ThreadLog:
     state = "detached" if last is not None else "returned"
     return ThreadLog(
-        "", None, pid, "", at_s, at_s, 1, n_calls, 0, state, 0.0, last, (), (), (), (), (), (), ()
+        "", None, pid, "", at_s, at_s, n_calls, 0, state, 0.0, last, (), (), (), (), (), (), ()
     )  # fmt: skip
 
 
-def seen(pid: int, threads: Sequence[Thread], logs: Sequence[ThreadLog], **more: object) -> Told:
+def seen(pid: int, threads: Sequence[Thread], logs: Sequence[ThreadLog], **more: object) -> Reply:
     one = Traced(pid, 1000.0, 1002.0, 99, False, "", "", tuple(logs), "S", None, tuple(threads))
     before = Attached(pid, "", "", None, "S", tuple(threads))
-    return Told(attached=(before,), traced=(replace(one, **more),))  # type: ignore[arg-type]
+    return Reply(attached=(before,), traced=(replace(one, **more),))  # type: ignore[arg-type]
 
 
-def two_ranks(*told: Told, **more: object) -> Report[TraceSys]:
+def two_ranks(*told: Reply, **more: object) -> Report[TraceSys]:
     nodes = [node([process(100, 0, 2), process(101, 1, 2)], {})]
     network = Network(NET, ("10.0.0.1",), owned((100, 101)))
-    answers = Answers[Told](nodes=nodes, told={"n1": [Told(networks=(network,)), *told]}, **more)  # type: ignore[arg-type]
+    answers = Answers[Reply](nodes=nodes, told={"n1": [Reply(networks=(network,)), *told]}, **more)  # type: ignore[arg-type]
     return diagnose(REQUEST, answers, ranks.choose(nodes, ranks.Wanted()))
 
 
@@ -232,7 +252,7 @@ def received() -> Call:
     return Call("recvfrom", f"7<{target}>", 7, target, 1000.0, "", "", None)
 
 
-def waits_and_sleeps(**more: object) -> tuple[Told, Told]:
+def waits_and_sleeps(**more: object) -> tuple[Reply, Reply]:
     return (
         seen(100, [receives(100, 101)], [thread_log(100, received())], **more),
         seen(101, [sleeps(101)], [], **more),
@@ -272,7 +292,7 @@ def test_a_log_that_became_too_long_is_said() -> None:
     ],
 )
 def test_who_was_not_traced_and_what_works_instead(why: str, words: str, says: str, command: str) -> None:
-    refused = Told(attached=(Attached(100, why, words, 7 if why == "traced" else None, "S", ()),))
+    refused = Reply(attached=(Attached(100, why, words, 7 if why == "traced" else None, "S", ()),))
     report = two_ranks(refused, waits_and_sleeps()[1])
     finding = only(report, "trace.not-attached")
     assert says in finding.title
@@ -284,7 +304,7 @@ def test_who_was_not_traced_and_what_works_instead(why: str, words: str, says: s
 
 def test_more_processes_than_a_node_can_bear_are_not_traced() -> None:
     nodes = [node([process(100 + rank, rank, 70) for rank in range(70)], {})]
-    answers = Answers[Told](nodes=nodes, told={"n1": []})
+    answers = Answers[Reply](nodes=nodes, told={"n1": []})
     report = diagnose(REQUEST, answers, ranks.choose(nodes, ranks.Wanted()))
     finding = only(report, "trace.not-attached")
     assert "rank 64, rank 65, rank 66, rank 67, rank 68 and 1 more were not traced" in finding.title
@@ -292,9 +312,9 @@ def test_more_processes_than_a_node_can_bear_are_not_traced() -> None:
 
 
 def test_names_of_logs_are_read_back() -> None:
-    assert words.of_log(words.log_name(3, "node-07", 4711)) == (3, "node-07", 4711)
-    assert words.of_log(words.log_name(None, "a.b", 1)) == (None, "a_b", 1)
-    assert words.of_log("F.1234") is None
+    assert parse_log_name(log_name(3, "node-07", 4711)) == (3, "node-07", 4711)
+    assert parse_log_name(log_name(None, "a.b", 1)) == (None, "a_b", 1)
+    assert parse_log_name("F.1234") is None
 
 
 @pytest.mark.parametrize(
@@ -312,14 +332,14 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 
 def test_kinds_of_calls_are_those_of_strace() -> None:
     assert parse_only(["network,file", "%desc"]) == ("network", "file", "desc")
-    assert expression(("network",)) == "%network,execve,?execveat,clone,?clone3,fork,vfork"
-    assert expression(()) == ""
+    assert arguments(["network"])[-2:] == ["-e", "trace=%network,execve,?execveat,clone,?clone3,fork,vfork"]
+    assert not [argument for argument in arguments() if argument.startswith("trace=")]
 
 
 def test_of_a_log_that_is_too_long_the_beginning_and_the_end_are_kept_in_whole_lines(tmp_path: Path) -> None:
     path, lines = tmp_path / "log", [b"%07d line\n" % number for number in range(200_000)]
     with open(path, "w+b") as file, open(path, "r+b") as writer, open(tmp_path / "kept", "w+b") as kept:
-        bounded = Bounded(file, 2**20)
+        bounded = BoundedLog(file, 2**20)
         for start in range(0, len(lines), 10_000):
             writer.write(b"".join(lines[start : start + 10_000]))
             writer.flush()

@@ -16,16 +16,16 @@ from pathlib import Path
 import pytest
 
 from distdiag.cluster import bootstrap, bundle
-from distdiag.node import boot, call_home, handshake
+from distdiag.agent import boot, connect_back, handshake
 
 ARGUMENT_BYTES = 128 * 1024  # MAX_ARG_STRLEN of Linux
 COMMANDS = {
-    "gpu-test": ("distdiag.workload.collect", "distdiag.commands.gpu_test.rank", "distdiag.node.ranks"),
-    "allreduce-bench": ("distdiag.workload.collect", "distdiag.commands.allreduce_bench.rank", "distdiag.node.ranks"),
+    "gpu-test": ("distdiag.launch.collect", "distdiag.commands.gpu_test.rank", "distdiag.agent.ranks"),
+    "allreduce-bench": ("distdiag.launch.collect", "distdiag.commands.allreduce_bench.rank", "distdiag.agent.ranks"),
     "cuda-env": (
         "distdiag.commands.cuda_env.collect",
         "distdiag.commands.cuda_env.ask_torch",
-        "distdiag.node.cuda",
+        "distdiag.facts.cuda",
     ),
     "ports": ("distdiag.commands.ports.collect",),
     "core-bt": ("distdiag.commands.core_bt.collect",),
@@ -39,7 +39,7 @@ COMMANDS = {
 
 def test_the_argument_that_srun_is_given_has_only_what_connects_back() -> None:
     sources = bundle.sources(bundle.CONNECT_BACK)
-    assert set(sources) == {f"distdiag.node.{name}" for name in ("boot", "call_home", "handshake", "machine", "wire")}
+    assert set(sources) == {f"distdiag.facts.{name}" for name in ("boot", "call_home", "handshake", "machine", "wire")}
     packed = boot.pack(sources, bundle.CONNECT_BACK, {"addresses": ["x" * 40] * 20})
     encoded = base64.b64encode(packed).decode()
     for needs_torch in (True, False):
@@ -83,7 +83,7 @@ def answered(message: bytes, *, timeout_s: float) -> tuple[bytes, bytes]:
         packed = boot.pack(bundle.sources(bundle.CONNECT_BACK), bundle.CONNECT_BACK, config)
         child = subprocess.Popen(
             [sys.executable, "-S", "-c", boot.ARGUMENT_START, base64.b64encode(packed).decode()],
-            env={**os.environ, call_home.NONCE: key},
+            env={**os.environ, connect_back.NONCE: key},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
@@ -97,7 +97,7 @@ def answered(message: bytes, *, timeout_s: float) -> tuple[bytes, bytes]:
         with connection:
             connection.setblocking(True)
             connection.settimeout(timeout_s)
-            assert connection.recv(len(call_home.IN)) == call_home.IN
+            assert connection.recv(len(connect_back.IN)) == connect_back.IN
             answer = b""
             with contextlib.suppress(OSError):  # whoever refuses it may have hung up by now
                 connection.sendall(message)
@@ -117,7 +117,7 @@ def test_what_travels_imports_nothing_that_does_not(command: str) -> None:
     order = (
         "import sys\n"
         f"sources = {sources!r}\n"
-        f"exec(sources['distdiag.node.boot'], globals())\n"
+        f"exec(sources['distdiag.agent.boot'], globals())\n"
         "sys.meta_path.insert(0, CarriedFinder(sources))\n"
         f"sys.argv[1:] = ['']\n{start}"
     )
@@ -128,10 +128,10 @@ def test_what_travels_imports_nothing_that_does_not(command: str) -> None:
 def test_what_takes_long_to_import_is_not_needed_before_there_are_orders() -> None:
     sources = bundle.sources(bundle.AGENT, bundle.CONNECT_BACK, *COMMANDS["gpu-test"])
     order = (
-        f"exec({sources['distdiag.node.boot']!r}, globals())\n"
+        f"exec({sources['distdiag.agent.boot']!r}, globals())\n"
         f"sys.meta_path.insert(0, CarriedFinder({sources!r}))\n"
-        "from distdiag.node import call_home, handshake, hello\n"
-        "from distdiag.workload import collect\n"
+        "from distdiag.facts import call_home, handshake, hello\n"
+        "from distdiag.launch import collect\n"
         "handshake.Handshake('key'), hello.who_is_here(), collect.facts({'gpus': False})\n"
         "print(*sys.modules)"
     )
@@ -151,7 +151,7 @@ def test_on_this_machine_modules_come_from_where_they_are_installed(tmp_path: Pa
     kept = Path(py_compile.compile(str(tmp_path / "d.py"), doraise=True) or "")
     kept.write_bytes(kept.read_bytes()[:30])  # a disk was full
     order = (
-        f"import importlib.util, sys\nfrom distdiag.node.boot import CarriedFinder\n"
+        f"import importlib.util, sys\nfrom distdiag.agent.boot import CarriedFinder\n"
         "for name in [name for name in sys.modules if name.split('.')[0] == 'distdiag']: del sys.modules[name]\n"
         f"sys.meta_path.insert(0, CarriedFinder({{}}, {str(tmp_path)!r}))\n"
         f"for name in {names!r}:\n"

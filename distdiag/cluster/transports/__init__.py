@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from distdiag.cluster.hosts import Host
     from distdiag.cluster.links import Link
-    from distdiag.cluster.rows import Refusal
+    from distdiag.cluster.host_results import Refusal
 
 
 class Arrivals:

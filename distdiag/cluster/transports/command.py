@@ -7,10 +7,10 @@ import shlex
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.links import ProcessLink
-from distdiag.cluster.rows import HostState, Refusal
+from distdiag.cluster.host_results import HostState, Refusal
 from distdiag.cluster.transports import Arrivals, Transport
 from distdiag.errors import UsageError
-from distdiag.node import run
+from distdiag.facts import programs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,8 +38,8 @@ class CommandTransport(Transport):
 
     def _start(self, host: Host, arrivals: Arrivals) -> ProcessLink | None:
         try:
-            link = ProcessLink(run.start(self.argv(host)))
-        except run.CannotRun as error:
+            link = ProcessLink(programs.start(self.argv(host)))
+        except programs.CannotRun as error:
             arrivals.refuse(host.name, Refusal(state=HostState.FAILED, stage="start", message=str(error)))
             return None
         link.write(self._lines)

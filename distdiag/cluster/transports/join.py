@@ -9,7 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from distdiag.cluster.rows import HostState, Refusal
+from distdiag.cluster.host_results import HostState, Refusal
 from distdiag.cluster.transports import Arrivals, Transport
 from distdiag.cluster.transports.local import LocalTransport
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.cluster.hosts import Host
-    from distdiag.cluster.hub import Hub
+    from distdiag.cluster.acceptor import Hub
     from distdiag.cluster.links import Link
 
 _TICK_S = 0.05

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.bootstrap import AGENT_START
 from distdiag.cluster.links import ProcessLink
-from distdiag.cluster.rows import HostState, Refusal
+from distdiag.cluster.host_results import HostState, Refusal
 from distdiag.cluster.transports import Arrivals, Transport
-from distdiag.node import run
+from distdiag.facts import programs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,8 +34,8 @@ class LocalTransport(Transport):
     def start(self, hosts: Sequence[Host], arrivals: Arrivals) -> None:
         for host in hosts:
             try:
-                process = run.start(self._argv)
-            except run.CannotRun as error:
+                process = programs.start(self._argv)
+            except programs.CannotRun as error:
                 arrivals.refuse(host.name, Refusal(state=HostState.FAILED, stage="start", message=str(error)))
                 continue
             link = ProcessLink(process)

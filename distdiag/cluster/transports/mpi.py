@@ -9,11 +9,12 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.rows import HostState, Refusal
+from distdiag.cluster.host_results import HostState, Refusal
 from distdiag.cluster.transports import ssh_config
 from distdiag.cluster.transports.step import Payload, StepTransport, without
 from distdiag.errors import DistdiagError
-from distdiag.node import call_home, run
+from distdiag.agent import connect_back
+from distdiag.facts import programs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +36,7 @@ class MpiTransport(StepTransport):
         self._mpirun = shutil.which("mpirun") or shutil.which("mpiexec")
         if self._mpirun is None:
             raise DistdiagError("mpirun is not on PATH", hint="module load openmpi, or use --launcher ssh")
-        version = run.run([self._mpirun, "--version"], timeout_s=10).stdout
+        version = programs.run([self._mpirun, "--version"], timeout_s=10).stdout
         self._is_open_mpi = b"Open MPI" in version or b"OpenRTE" in version
         super().__init__(payload, start_s=start_s)
 
@@ -46,7 +47,7 @@ class MpiTransport(StepTransport):
             return [self._mpirun, "-hosts", names, "-ppn", "1", "-n", str(len(hosts)), *program]
         root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
         shape = ["--host", names, "--map-by", "ppr:1:node", "--bind-to", "none", "--oversubscribe"]
-        return [self._mpirun, *root, *shape, "-x", call_home.NONCE, *program]
+        return [self._mpirun, *root, *shape, "-x", connect_back.NONCE, *program]
 
     def environment(self) -> dict[str, str]:
         return without(dict(os.environ), "SLURM_STEP")

@@ -7,9 +7,9 @@ import random
 import re
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.rows import HostState
+from distdiag.cluster.host_results import HostState
 from distdiag.cluster.transports.step import Payload, StepTransport, without
-from distdiag.node import run
+from distdiag.facts import programs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +38,7 @@ class SlurmTransport(StepTransport):
 
     def ports(self) -> Sequence[int]:
         """Where the cluster's firewall lets only srun's own ports in, ours has to be one of them."""
-        said = run.run(["scontrol", "show", "config"], timeout_s=_CONFIG_S).stdout.decode("utf-8", "replace")
+        said = programs.run(["scontrol", "show", "config"], timeout_s=_CONFIG_S).stdout.decode("utf-8", "replace")
         found = re.search(r"^SrunPortRange\s*=\s*(\d+)-(\d+)", said, re.MULTILINE)
         if found is None or found[2] == "0":
             return (0,)

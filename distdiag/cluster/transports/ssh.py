@@ -10,7 +10,7 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.rows import HostState, Refusal
+from distdiag.cluster.host_results import HostState, Refusal
 from distdiag.cluster.transports import Transport, known_hosts, ssh_config
 from distdiag.cluster.transports.command import CommandTransport
 from distdiag.cluster.transports.ssh_bastion import Bastion

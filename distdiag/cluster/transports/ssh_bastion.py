@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import parse_hosts
-from distdiag.cluster.rows import HostState, Refusal
+from distdiag.cluster.host_results import HostState, Refusal
 from distdiag.cluster.transports import ssh_config
 from distdiag.cluster.transports.ssh_connect import ATTEMPTS
 from distdiag.cluster.transports.ssh_login import Refused, Retry

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from distdiag.errors import DistdiagError
-from distdiag.node import run
+from distdiag.facts import programs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -131,8 +131,8 @@ def _has_ticket(klist: str | None, place: str) -> bool:
     """Tell whether there is a Kerberos ticket; without klist, only tickets in files can be ruled out."""
     if klist is not None:
         try:
-            return run.run([klist, "-s"], timeout_s=_KLIST_S).status == 0
-        except run.CannotRun:
+            return programs.run([klist, "-s"], timeout_s=_KLIST_S).status == 0
+        except programs.CannotRun:
             return False
     kind, colon, path = (place or f"/tmp/krb5cc_{os.getuid()}").rpartition("FILE:")
     return os.path.exists(path) if colon or path.startswith("/") else bool(kind or path)
@@ -233,8 +233,8 @@ def _ask(config_file: str | None, timeout_s: float, host: Host) -> Said:
     argv += ["-o", "HostName=" + host.address.replace("%", "%%")] if host.address else []
     argv += ["--", host.name]
     try:
-        done = run.run(argv, timeout_s=timeout_s)
-    except run.CannotRun as error:
+        done = programs.run(argv, timeout_s=timeout_s)
+    except programs.CannotRun as error:
         raise DistdiagError(str(error)) from error
     if done.timed_out:
         raise DistdiagError(

@@ -22,10 +22,10 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.rows import HostState, Refusal
+from distdiag.cluster.host_results import HostState, Refusal
 from distdiag.cluster.transports.ssh_login import Refused, Retry
 from distdiag.cluster.transports.threads import Threads
-from distdiag.node.wire import printable
+from distdiag.facts.text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

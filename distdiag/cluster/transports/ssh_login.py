@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.links import UNKNOWN_SIGNAL, Heard, Link
-from distdiag.cluster.rows import HostState, Refusal
+from distdiag.cluster.host_results import HostState, Refusal
 from distdiag.cluster.transports import known_hosts
 from distdiag.cluster.transports.known_hosts import KeyVerdict, KnownHosts
 from distdiag.cluster.transports.threads import Limits

@@ -2,7 +2,7 @@
 
 Both end everybody when one host fails, so links are handed on only when the whole step stands; if it does not, it is
 started again without the hosts that failed, and those become rows. Standard input is no way in: it goes to one task.
-So the command line has only what connects back (distdiag/node/call_home.py); the payload is sent over that connection.
+So the command line has only what connects back (agent/connect_back.py); the payload is sent over that connection.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster import bootstrap, bundle
 from distdiag.cluster.hosts import fold_ranks
-from distdiag.cluster.hub import Hub
+from distdiag.cluster.acceptor import Hub
 from distdiag.cluster.links import Heard, Link, ProcessLink
-from distdiag.cluster.rows import HostState, Refusal
+from distdiag.cluster.host_results import HostState, Refusal
 from distdiag.cluster.transports import Arrivals, Transport
+from distdiag.facts.text import printable
 from distdiag.errors import DistdiagError
-from distdiag.node import boot, call_home, handshake, protocol, run, wire
+from distdiag.agent import boot, connect_back, handshake, protocol, wire
+from distdiag.facts import programs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -136,7 +138,7 @@ class StepTransport(Transport):
                 return
             try:
                 this = self._begin(hosts)
-            except run.CannotRun as error:
+            except programs.CannotRun as error:
                 self._refuse_all(hosts, Refusal(state=HostState.FAILED, stage="start", message=str(error)), arrivals)
                 return
             failed = self._follow(this)
@@ -154,9 +156,9 @@ class StepTransport(Transport):
         self._refuse_all(hosts, refusal, arrivals)
 
     def _begin(self, hosts: list[Host]) -> _Round:
-        environment = {**self.environment(), call_home.NONCE: self._key}
+        environment = {**self.environment(), connect_back.NONCE: self._key}
         with self._lock:
-            self._round = _Round(hosts, ProcessLink(run.start(self.command(hosts, self._program()), env=environment)))
+            self._round = _Round(hosts, ProcessLink(programs.start(self.command(hosts, self._program()), env=environment)))
         return self._round
 
     def _program(self) -> list[str]:
@@ -227,7 +229,7 @@ class StepTransport(Transport):
         for data in (heard.out, heard.err):
             for line in data.decode("utf-8", "replace").splitlines():
                 if line.strip():
-                    lines.append(wire.printable(line.strip())[:300])
+                    lines.append(printable(line.strip())[:300])
         return lines
 
     def _ended(self, this: _Round, missing: list[Host], said: list[str]) -> dict[str, Refusal]:

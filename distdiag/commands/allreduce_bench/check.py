@@ -13,26 +13,26 @@ from distdiag.commands.allreduce_bench.findings import row_in_words
 from distdiag.commands.allreduce_bench.formulas import BOTH_WAYS, ONLY_IN_PLACE
 from distdiag.commands.allreduce_bench.types import Bench, FaultKind, Request
 from distdiag.commands.allreduce_bench.view import bench_view
-from distdiag.deliver import document
+from distdiag.output import document
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.files import check_picture
 from distdiag.gathered import Gathered, are_facts, read
-from distdiag.node.identity import identify
+from distdiag.facts.rank_identity import identify
 from distdiag.runner import not_saved
-from distdiag.workload import carry_out, judge
-from distdiag.workload.record import Job, RunRecord
+from distdiag.launch import runner, rank_report
+from distdiag.launch.record import Job, RunRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.cluster.launch import Run
-    from distdiag.cluster.recipes import Recipe
+    from distdiag.cluster.rank_runs import Run
+    from distdiag.cluster.launch_commands import Recipe
     from distdiag.commands.allreduce_bench.earlier import Baseline
     from distdiag.commands.allreduce_bench.types import Bench, Fault
-    from distdiag.deliver import Progress
+    from distdiag.output import Progress
     from distdiag.report import Report
     from distdiag.runner import Subcommand
-    from distdiag.workload.record import Plan, Share
+    from distdiag.launch.record import Plan, Share
 
 
 def job_of(request: Request) -> Job[Request, Bench]:
@@ -110,7 +110,7 @@ _REPEATS = 3
 
 def subcommand(recipe: Recipe | None, *, draw: bool) -> Subcommand[Request, RunRecord, Bench]:
     """Make the command; `recipe`: the launcher for which lines are to be written instead. `draw`: in the terminal."""
-    made = carry_out.subcommand(
+    made = runner.subcommand(
         Request.command, Request, job_of, lambda request, report: bench_view(report, request.unit, draw=draw), recipe
     )
     return replace(
@@ -128,23 +128,23 @@ def _collect(request: Request, progress: Progress) -> Gathered[RunRecord]:
     drawn anew each time.
     """
     me = identify(os.environ)
-    runs = [carry_out.carry_out(job_of(request), progress)]
+    runs = [runner.carry_out(job_of(request), progress)]
     while (me is None or me.world_size == 1) and len(runs) <= _REPEATS:  # under a launcher the others are gone by now
         again = _slower(request, _judged(request, runs))
         if again is None:
             break
         progress.news(f"measuring {len(again.ops)} operations with slower rows again")
-        runs.append(carry_out.carry_out(job_of(again), progress))
+        runs.append(runner.carry_out(job_of(again), progress))
     return Gathered(facts=runs)
 
 
 def _judged(request: Request, runs: Sequence[RunRecord]) -> Report[Bench]:
-    report = judge.report_of(job_of(request), runs[0])
+    report = rank_report.report_of(job_of(request), runs[0])
     for run in runs[1:]:
         again = _slower(request, report)
         if again is None:  # it is compared with another run than when it was measured
             break
-        report = diagnose.repeated(request, report, judge.report_of(job_of(again), run).data)
+        report = diagnose.repeated(request, report, rank_report.report_of(job_of(again), run).data)
     return report
 
 

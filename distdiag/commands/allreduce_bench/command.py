@@ -12,17 +12,8 @@ from distdiag.commands.allreduce_bench.formulas import ITEM_BYTES, OPS
 from distdiag.commands.allreduce_bench.types import Fault, FaultKind, Request, Stat, Unit
 from distdiag.errors import UsageError
 from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, TimeoutOpt, called_as, on_hosts
-from distdiag.workload.options import (  # noqa: TC001 - on_hosts reads the annotations
-    BackendOpt,
-    DeviceOpt,
-    IfnameOpt,
-    MasterAddrOpt,
-    MasterPortOpt,
-    NcclDebugOpt,
-    NprocOpt,
-    PrintCommandOpt,
-)
-from distdiag.workload.types import Backend, Device
+from distdiag.launch.options import BackendOpt, DeviceOpt, IfnameOpt, MasterAddrOpt, MasterPortOpt, NcclDebugOpt, NprocOpt, PrintCommandOpt  # noqa: TC001 - on_hosts reads the annotations
+from distdiag.launch.types import Backend, Device
 
 COMMAND = "allreduce-bench"
 

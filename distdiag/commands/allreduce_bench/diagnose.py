@@ -7,22 +7,22 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import fold
-from distdiag.cluster.launch import Outcome
+from distdiag.cluster.rank_runs import Outcome
 from distdiag.commands.allreduce_bench import findings
 from distdiag.commands.allreduce_bench.findings import short, speed
 from distdiag.commands.allreduce_bench.formulas import bus_factor, is_in_place, shape_of
 from distdiag.commands.allreduce_bench.types import STAGES, USUAL, Arrival, Bench, SizeResult, Times, parse_sizes
 from distdiag.report import Finding, Level, Report
-from distdiag.workload import judge
-from distdiag.workload.judge import paused, without_core
+from distdiag.launch import rank_report
+from distdiag.launch.rank_report import paused, without_core
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.cluster.launch import Trace
+    from distdiag.cluster.rank_runs import Trace
     from distdiag.cluster.records import PausedTold, RowTold
     from distdiag.commands.allreduce_bench.types import Request, Stat
-    from distdiag.workload.record import Course, NotRun, Plan, Scene
+    from distdiag.launch.record import Course, NotRun, Plan, Scene
 
 _ENOUGH_FOR_DRIFT = 20
 
@@ -133,13 +133,13 @@ def diagnose(request: Request, scene: Scene, plan: Plan, course: Course) -> Repo
     rows = rows_for(request, plan.device)
     results = rows_of(request, rows, course.traces)
     arrivals = arrivals_of(rows, course.traces)
-    device_name = judge.started(course.traces).get("device_name")
+    device_name = rank_report.started(course.traces).get("device_name")
     expected = findings.expectation(plan, scene, device_name, results)
     here = device_name if device_name not in (None, "cpu") else str(plan.device)
     differs = findings.differs(request.baseline, plan.nproc, here) if request.baseline is not None else ""
     compared = findings.compare(request.baseline, results) if request.baseline is not None and not differs else ()
     data = Bench(
-        **judge.facts_of(request, scene, plan, course),
+        **rank_report.facts_of(request, scene, plan, course),
         device_name=device_name,
         nodes=len(plan.machines),
         stat=request.stat,
@@ -151,7 +151,7 @@ def diagnose(request: Request, scene: Scene, plan: Plan, course: Course) -> Repo
         training=findings.training(request, plan, scene, results),
     )
     found = [
-        *judge.findings_of(request, scene, plan, course),
+        *rank_report.findings_of(request, scene, plan, course),
         *_not_measured(request, results),
         *paused(request, course.traces, _pauses(course)),
         *findings.shape_findings(request, results, arrivals, whole=course.outcome is Outcome.FINISHED),
@@ -180,7 +180,7 @@ def repeated(request: Request, report: Report[Bench], again: Bench) -> Report[Be
     no_core = max(report.data.no_core_share, again.no_core_share)
     found += findings.comparison_findings(request, request.baseline, "", compared, no_core)
     still = sum(row.slower for row in compared)
-    words = judge.worst_of(found) or (
+    words = rank_report.worst_of(found) or (
         f"{report.data.world_size} ranks: "
         + (f"{still} of {len(compared)} rows stay" if still else "no row stays")
         + " slower than in the earlier run"
@@ -192,7 +192,7 @@ def repeated(request: Request, report: Report[Bench], again: Bench) -> Report[Be
 
 def _pauses(course: Course) -> dict[int, list[PausedTold]]:
     return {
-        trace.rank: [row["paused"] for row in judge.payloads([trace], "row") if "paused" in row]
+        trace.rank: [row["paused"] for row in rank_report.payloads([trace], "row") if "paused" in row]
         for trace in course.traces
     }
 
@@ -242,8 +242,8 @@ def _summary(
     so_far = f"{len(measured)} of {asked} rows were measured"
     if interrupted:
         wrong = [finding.title for finding in found if finding.level in (Level.FAIL, Level.UNKNOWN)]
-        return f"interrupted; {wrong[0] if wrong else judge.how_far(data.ranks, STAGES)}; {so_far}"
-    if wrong_words := judge.worst_of(found):
+        return f"interrupted; {wrong[0] if wrong else rank_report.how_far(data.ranks, STAGES)}; {so_far}"
+    if wrong_words := rank_report.worst_of(found):
         return wrong_words if len(measured) == asked else f"{wrong_words}; {so_far}"
     where = fold(dict.fromkeys(place.host for place in scene.places))
     if data.world_size == 1:

@@ -12,7 +12,7 @@ from typing import Annotated, TypeVar
 
 import msgspec  # noqa: TID253 - this module is only imported when there is a file to read
 
-from distdiag.deliver import SCHEMA
+from distdiag.output import SCHEMA
 from distdiag.errors import UsageError
 from distdiag.files import as_text
 

@@ -12,15 +12,15 @@ from distdiag.knowledge.bandwidth import training_lines, zero3_rule
 from distdiag.knowledge.busbw import assess
 from distdiag.knowledge.expectation import Judgement, Setting
 from distdiag.report import Finding, Fix, Level, Where
-from distdiag.workload.types import Device
-from distdiag.workload.words import amount
+from distdiag.launch.types import Device
+from distdiag.launch.wording import amount
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.commands.allreduce_bench.earlier import Baseline, Earlier
     from distdiag.commands.allreduce_bench.types import Arrival, Request, SizeResult, Times
-    from distdiag.workload.record import Plan, Scene
+    from distdiag.launch.record import Plan, Scene
 
 _BITS = 8
 

@@ -11,9 +11,9 @@ import signal
 import time
 
 from distdiag.commands.allreduce_bench.formulas import is_in_place, needed_bytes, shape_of
-from distdiag.node import machine
-from distdiag.workload.rank import Pauses, first_lines, is_out_of_memory, run_rank
-from distdiag.workload.rank import Rank as AnyRank
+from distdiag.facts import machine
+from distdiag.launch.rank import Pauses, first_lines, is_out_of_memory, run_rank
+from distdiag.launch.rank import Rank as AnyRank
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from enum import StrEnum
 from distdiag.commands.allreduce_bench.earlier import Baseline  # noqa: TC001 - msgspec reads the annotations
 from distdiag.errors import UsageError
 from distdiag.options import parse_size
-from distdiag.workload import types
+from distdiag.launch import types
 
 STAGES = ("start", "connect", "init", "agree", "bench", "done")
 GIGA = 1e9

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from distdiag.commands.core_bt.model import COMMAND
 from distdiag.knowledge.crashes import core_limit
-from distdiag.node.core.places import Kind
+from distdiag.facts.core.places import Kind
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from distdiag.node.core.places import Pattern, Place
-    from distdiag.node.core.setup import ProcessSetup, SetupFacts
+    from distdiag.facts.core.places import Pattern, Place
+    from distdiag.facts.core.setup import ProcessSetup, SetupFacts
 
 _EVIDENCE = 6
 _A_CORE_BYTES = 1 << 30

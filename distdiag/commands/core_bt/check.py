@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distdiag import runner
-from distdiag.cluster.access import Agent
+from distdiag.cluster.start_fleet import Agent
 from distdiag.commands.core_bt.collect import NodeCores
 from distdiag.commands.core_bt.diagnose import diagnose
 from distdiag.commands.core_bt.model import COMMAND, Request
@@ -18,7 +18,7 @@ from distdiag.runner import Asks, Question, Subcommand
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from distdiag.deliver import Progress
+    from distdiag.output import Progress
     from distdiag.gathered import Gathered
 
 _SPARE_S = 30.0

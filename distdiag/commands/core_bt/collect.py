@@ -7,20 +7,20 @@ import os
 import signal
 from dataclasses import dataclass, replace
 
-from distdiag.node import identity, machine, procs
-from distdiag.node.core import by_gdb, by_pystack, merge, notes, packed, places, setup, variables
-from distdiag.node.core.image import NotACore, OtherMachine
-from distdiag.node.core.last_words import read as last_words_of
-from distdiag.node.core.merge import Merged  # noqa: TC001 - decoding reads it
-from distdiag.node.core.notes import CoreNotes  # noqa: TC001 - decoding reads it
-from distdiag.node.core.setup import SetupFacts  # noqa: TC001 - decoding reads it
+from distdiag.facts import rank_identity, machine, procs
+from distdiag.facts.core import by_gdb, by_pystack, merge, notes, packed, places, setup, variables
+from distdiag.facts.core.image import NotACore, OtherMachine
+from distdiag.facts.core.last_words import read as last_words_of
+from distdiag.facts.core.merge import Merged  # noqa: TC001 - decoding reads it
+from distdiag.facts.core.notes import CoreNotes  # noqa: TC001 - decoding reads it
+from distdiag.facts.core.setup import SetupFacts  # noqa: TC001 - decoding reads it
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from distdiag.node.core.frames import Stacks
+    from distdiag.facts.core.frames import Stacks
 
 _MOST = 32
 _HEAD_BYTES = 32 * 2**20
@@ -214,7 +214,7 @@ def _of_size(facts: CoreFacts, size: int | None) -> CoreFacts:
 
 
 def _rank(variables: dict[str, str]) -> int | None:
-    found = identity.identify(variables)
+    found = rank_identity.identify(variables)
     return found.rank if found is not None else None
 
 

@@ -6,26 +6,26 @@ import re
 import shlex
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.reached import host_findings, summary_of
+from distdiag.cluster.unreached_hosts import host_findings, summary_of
 from distdiag.commands.core_bt import able
 from distdiag.commands.core_bt.model import COMMAND
 from distdiag.commands.core_bt.result import Core, CoreBt, Thread, Unread
 from distdiag.commands.core_bt.words import alike, frame_in_words, guilty, where, who
 from distdiag.knowledge import crashes
-from distdiag.node.core.merge import is_eval
-from distdiag.node.machine import redacted
-from distdiag.node.run import signal_name
+from distdiag.facts.core.merge import is_eval
+from distdiag.facts.machine import redacted
+from distdiag.facts.programs import signal_name
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.cluster.rows import Row
+    from distdiag.cluster.host_results import Row
     from distdiag.commands.core_bt.collect import CoreFacts, LiveFacts, NodeCores
     from distdiag.commands.core_bt.model import Request
     from distdiag.gathered import Gathered
     from distdiag.knowledge.crashes import Crash
-    from distdiag.node.core.merge import Merged
+    from distdiag.facts.core.merge import Merged
 
 _SAME_FRAMES = 3
 _SAID_LINES = 6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distdiag.node.core.frames import Frame  # noqa: TC001 - msgspec reads it
+from distdiag.facts.core.frames import Frame  # noqa: TC001 - msgspec reads it
 
 
 @dataclass(frozen=True, kw_only=True)

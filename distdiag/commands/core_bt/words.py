@@ -6,14 +6,14 @@ import re
 from itertools import dropwhile, takewhile
 from typing import TYPE_CHECKING
 
-from distdiag.node.core.frames import UNKNOWN
-from distdiag.node.machine import redacted
+from distdiag.facts.core.frames import UNKNOWN
+from distdiag.facts.machine import redacted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.commands.core_bt.result import Core
-    from distdiag.node.core.frames import Frame
+    from distdiag.facts.core.frames import Frame
 
 _LIBRARY = re.compile(r"/lib/python3|/site-packages/|^<frozen ")
 _SENDS = re.compile(r"_*(GI_*)?(pthread_kill\w*|raise|gsignal|t?g?kill)")

@@ -55,7 +55,7 @@ def from_capability(text: str) -> Arch | None:
 
 
 def cubin_runs(code: Arch, gpu: Arch) -> bool:
-    """Tell whether compiled code runs on a GPU."""
+    """Return whether compiled code runs on a GPU."""
     own, other = (code.major, code.minor), (gpu.major, gpu.minor)
     if own == other or any({own, other} <= chips for chips in _SAME_CHIP):
         return True
@@ -65,17 +65,17 @@ def cubin_runs(code: Arch, gpu: Arch) -> bool:
 
 
 def ptx_runs(code: Arch, gpu: Arch) -> bool:
-    """Tell whether the driver can compile PTX for a GPU."""
+    """Return whether the driver can compile PTX for a GPU."""
     if code.suffix:
         return cubin_runs(code, gpu)
     return (code.major, code.minor) <= (gpu.major, gpu.minor)
 
 
 def how_it_runs(cubins: Iterable[str], ptx: Iterable[str], gpu: Arch) -> str:
-    """Say how code, in nvcc's writing, runs on a GPU: "cubin", "ptx", or empty: not at all."""
-    if any(cubin_runs(from_nvcc(one), gpu) for one in cubins):
+    """Return how code, in nvcc's writing, runs on a GPU: "cubin", "ptx", or empty: not at all."""
+    if any(cubin_runs(from_nvcc(arch), gpu) for arch in cubins):
         return "cubin"
-    return "ptx" if any(ptx_runs(from_nvcc(one), gpu) for one in ptx) else ""
+    return "ptx" if any(ptx_runs(from_nvcc(arch), gpu) for arch in ptx) else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ def read_list(text: str, known: Sequence[str], named: Mapping[str, str]) -> Arch
 
 
 def corrected(text: str, known: Sequence[str]) -> str:
-    """Write what was probably meant; empty if nothing of it can be understood."""
+    """Format what was probably meant; empty if nothing of it can be understood."""
     known = known or tables().known_archs
     named = {name.lower(): archs for name, archs in tables().named_archs.items()}
     found: list[str] = []
@@ -135,5 +135,5 @@ def corrected(text: str, known: Sequence[str]) -> str:
 
 
 def as_list(gpus: Iterable[Arch]) -> str:
-    """Write the list that fits these GPUs exactly: one element for each kind."""
-    return ";".join(arch.torch for arch in sorted({Arch(one.major, one.minor) for one in gpus}))
+    """Format the list that fits these GPUs exactly: one element for each kind."""
+    return ";".join(arch.torch for arch in sorted({Arch(gpu.major, gpu.minor) for gpu in gpus}))

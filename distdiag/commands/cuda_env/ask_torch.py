@@ -18,7 +18,7 @@ os.dup2(2, 1)
 
 
 def say(**words: object) -> None:
-    """Tell one thing at once."""
+    """Format one record at once."""
     os.write(_OUT, (json.dumps(words) + "\n").encode())
 
 
@@ -26,7 +26,7 @@ def libraries() -> list[str]:
     """List the files of the shared libraries that this process has loaded; only the file itself says which is NCCL."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         paths = {"/" + line.rstrip("\n").partition("/")[2] for line in maps if "/" in line}
-    preloaded = {os.path.realpath(one) for one in re.split("[ :]", os.environ.get("LD_PRELOAD", "")) if one}
+    preloaded = {os.path.realpath(path) for path in re.split("[ :]", os.environ.get("LD_PRELOAD", "")) if path}
     return sorted(path for path in paths if re.search(r"\.so(\.|$)", path) or path in preloaded)
 
 
@@ -42,7 +42,7 @@ def main() -> None:
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         say(about="devices", available=torch.cuda.is_available(), count=torch.cuda.device_count())
-    said = [str(one.message)[:600] for one in heard if "cuda" in str(one.message).lower()]
+    said = [str(record.message)[:600] for record in heard if "cuda" in str(record.message).lower()]
     say(about="end", warnings=said, libraries=libraries())
 
 

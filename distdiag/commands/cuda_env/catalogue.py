@@ -92,5 +92,5 @@ def chosen(given: str) -> str:
 
 
 def matches(id_: str, prefix: str) -> bool:
-    """Tell whether an id is meant."""
+    """Return whether an id is meant."""
     return id_ == prefix or id_.startswith(prefix + ".")

@@ -6,17 +6,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag import runner
-from distdiag.cluster.access import Agent
+from distdiag.cluster.start_fleet import Agent
 from distdiag.commands.cuda_env.collect import Arrived, CudaFacts
 from distdiag.commands.cuda_env.diagnose import diagnose
-from distdiag.commands.cuda_env.model import COMMAND, Request
+from distdiag.commands.cuda_env.types import COMMAND, Request
 from distdiag.commands.cuda_env.view import cuda_env_view
+from distdiag.output import say
 from distdiag.errors import UsageError
 from distdiag.runner import Asks, Question, Subcommand
 
 if TYPE_CHECKING:
-    from distdiag.commands.cuda_env.result import CudaEnv
-    from distdiag.deliver import Progress
+    from distdiag.commands.cuda_env.types import CudaEnv
+    from distdiag.output import Progress
     from distdiag.gathered import Gathered
     from distdiag.report import Report
 
@@ -25,7 +26,7 @@ _FOLDER = "distdiag.commands.cuda_env"
 _AGENT = Agent(
     collect=f"{_FOLDER}.collect",
     facts=Arrived,
-    carries=(f"{_FOLDER}.ask_torch", "distdiag.node.cuda"),
+    carries=(f"{_FOLDER}.ask_torch", "distdiag.facts.cuda"),
     examines_python=True,
 )
 
@@ -44,7 +45,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[CudaFacts]:
 
 
 def _ask(request: Request, *, local: bool) -> dict[str, object]:
-    """Say what to look at. On other hosts the node side itself runs in the interpreter that --python names."""
+    """Return what to look at. On other hosts the node side itself runs in the interpreter that --python names."""
     python = ""
     if local and request.python:
         import os
@@ -83,3 +84,20 @@ SUBCOMMAND = Subcommand(
     shown_as_typed=("goal", "only", "ignore", "gpus", "verbose"),
     findings_in_view=True,
 )
+
+
+def export_lines(request: Request, options: runner.Options) -> list[str]:
+    """Collect, diagnose and return the lines for eval. Raises UsageError, DistdiagError."""
+    return exports(SUBCOMMAND.diagnose(*runner.facts_of(SUBCOMMAND, request, options)))
+
+
+def exports(report: Report[CudaEnv]) -> list[str]:
+    """Format the lines for eval; what they do not mend is said on stderr, with its commands."""
+    lines = [f"export {name}={value}" if value else f"unset {name}" for name, value in report.data.exports.items()]
+    for step in report.data.steps:
+        say(f"distdiag: not mended by variables: {step.id}: {step.title}")
+        for command in step.commands:
+            say(f"    {command}")
+    if not lines:
+        say("distdiag: no variable needs another value")
+    return lines

@@ -8,17 +8,17 @@ import threading
 import time
 from dataclasses import dataclass, replace
 
-from distdiag.node import machine, run
-from distdiag.node.cuda import building, compilers, driver, environment, libraries, requirements, toolkits, torchfiles
-from distdiag.node.cuda.building import Building  # noqa: TC001 - these are decoded by their annotations
-from distdiag.node.cuda.compilers import Compilers  # noqa: TC001
-from distdiag.node.cuda.driver import Driver  # noqa: TC001
-from distdiag.node.cuda.environment import Interpreter  # noqa: TC001
-from distdiag.node.cuda.libraries import Conflict, Entry, Extension, Library  # noqa: TC001
-from distdiag.node.cuda.places import Places
-from distdiag.node.cuda.requirements import Unmet  # noqa: TC001
-from distdiag.node.cuda.toolkits import Nvcc, Toolkit, Use  # noqa: TC001
-from distdiag.node.cuda.torchfiles import DeepSpeed, Torch  # noqa: TC001
+from distdiag.facts import machine, programs
+from distdiag.facts.cuda import building, compilers, driver, environment, libraries, requirements, toolkits, torchfiles
+from distdiag.facts.cuda.building import Building  # noqa: TC001 - these are decoded by their annotations
+from distdiag.facts.cuda.compilers import Compilers  # noqa: TC001
+from distdiag.facts.cuda.driver import Driver  # noqa: TC001
+from distdiag.facts.cuda.environment import Interpreter  # noqa: TC001
+from distdiag.facts.cuda.libraries import Conflict, Entry, Extension, Library  # noqa: TC001
+from distdiag.facts.cuda.places import Places
+from distdiag.facts.cuda.requirements import Unmet  # noqa: TC001
+from distdiag.facts.cuda.toolkits import Nvcc, Toolkit, Use  # noqa: TC001
+from distdiag.facts.cuda.torchfiles import DeepSpeed, Torch  # noqa: TC001
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -183,13 +183,17 @@ class _Tools:
         used: dict[str, list[str]] = {use.nvcc: [] for use in self.uses.values() if os.access(use.nvcc, os.X_OK)}
         if self.uses["torch"].nvcc in used and places.env.get("CC"):
             used[self.uses["torch"].nvcc] = ["-ccbin", places.env["CC"]]
-        paths = [*used, *places.which_all("nvcc"), *(one.nvcc for one in self.found if one.nvcc)]
-        self.nvccs = [toolkits.with_compiler(one, places) for one in toolkits.ask(paths, used, timeout_s=timeout_s)]
+        paths = [*used, *places.which_all("nvcc"), *(toolkit.nvcc for toolkit in self.found if toolkit.nvcc)]
+        self.nvccs = [toolkits.with_compiler(nvcc, places) for nvcc in toolkits.ask(paths, used, timeout_s=timeout_s)]
         for nvcc in self.nvccs:  # what a wrapper leads to may lie in no usual place
-            if nvcc.top and nvcc.top not in self.ways and nvcc.top not in (one.real for one in self.found):
+            if nvcc.top and nvcc.top not in self.ways and nvcc.top not in (toolkit.real for toolkit in self.found):
                 self.found.append(toolkits.examine(nvcc.top, [nvcc.path]))
-        limits = [one.limit.gcc_max for one in self.found if one.limit is not None and one.limit.gcc_max is not None]
-        called = [one.compiler for one in self.nvccs]
+        limits = [
+            toolkit.limit.gcc_max
+            for toolkit in self.found
+            if toolkit.limit is not None and toolkit.limit.gcc_max is not None
+        ]
+        called = [nvcc.compiler for nvcc in self.nvccs]
         self.compilers = compilers.find(places, called, newest_gcc=min(limits, default=99), timeout_s=timeout_s)
 
 
@@ -198,11 +202,11 @@ def _assemble(goal: str, places: Places, found: dict[str, Any]) -> CudaFacts:
     python = own.python
     tools: _Tools = found["tools"]
     packages = environment.packages(python.paths)
-    versions = {one.name: one.version for one in packages}
+    versions = {package.name: package.version for package in packages}
     build = building.look(places, python)
     wheels, conflicts = libraries.in_wheels(packages)
     loader = libraries.Loader(places.env.get("LD_LIBRARY_PATH", ""))
-    extensions, complete = libraries.extensions(packages, [one.path for one in build.caches], python.paths, loader)
+    extensions, complete = libraries.extensions(packages, [cache.path for cache in build.caches], python.paths, loader)
     return CudaFacts(
         host=machine.host_name(),
         goal=goal,
@@ -214,7 +218,9 @@ def _assemble(goal: str, places: Places, found: dict[str, Any]) -> CudaFacts:
         imported=own.imported,
         deepspeed=torchfiles.read_deepspeed(python, versions.get("deepspeed", "")),
         driver=found["driver"],
-        toolkits=tuple(toolkits.with_nvcc_version(one, tools.nvccs) for one in _with_wheels(tools, places, python)),
+        toolkits=tuple(
+            toolkits.with_nvcc_version(toolkit, tools.nvccs) for toolkit in _with_wheels(tools, places, python)
+        ),
         nvccs=tuple(tools.nvccs),
         uses=tools.uses,
         compilers=tools.compilers,
@@ -224,7 +230,7 @@ def _assemble(goal: str, places: Places, found: dict[str, Any]) -> CudaFacts:
         extensions=extensions,
         extensions_complete=complete,
         building=build,
-        no_path=tuple(one for one in dict.fromkeys(places.path) if one and not os.path.isdir(one)),
+        no_path=tuple(folder for folder in dict.fromkeys(places.path) if folder and not os.path.isdir(folder)),
         unmet=requirements.unmet(packages, python.version),
     )
 
@@ -232,8 +238,8 @@ def _assemble(goal: str, places: Places, found: dict[str, Any]) -> CudaFacts:
 def _with_wheels(tools: _Tools, places: Places, python: Interpreter) -> list[Toolkit]:
     """Add the toolkits that lie in the Python environment itself; where it is, is known last."""
     prefixes = dict.fromkeys([*python.paths, python.prefix, places.env.get("CONDA_PREFIX", "")])
-    known = {one.root for one in tools.found}
-    more = toolkits.candidates(Places("/nonexistent", {}), [one for one in prefixes if one])
+    known = {toolkit.root for toolkit in tools.found}
+    more = toolkits.candidates(Places("/nonexistent", {}), [prefix for prefix in prefixes if prefix])
     return [*tools.found, *(toolkits.examine(root, ways) for root, ways in more.items() if root not in known)]
 
 
@@ -264,10 +270,10 @@ def _import_torch(executable: str, timeout_s: float) -> Imported | None:
 def _try_to_import(executable: str, timeout_s: float, env: dict[str, str]) -> Imported | None:
     source = driver.source_of("distdiag.commands.cuda_env.ask_torch")
     try:
-        done = run.run([executable, "-B", "-c", source], timeout_s=timeout_s, env=env)
-    except run.CannotRun:
+        done = programs.run([executable, "-B", "-c", source], timeout_s=timeout_s, env=env)
+    except programs.CannotRun:
         return None
-    told = {one["about"]: one for one in driver.told_in(done.stdout)}
+    told = {record["about"]: record for record in driver.told_in(done.stdout)}
     failed, torch, devices, end = (told.get(name, {}) for name in ("failed", "torch", "devices", "end"))
     if "No module named 'torch'" in failed.get("error", ""):
         return None
@@ -283,6 +289,6 @@ def _try_to_import(executable: str, timeout_s: float, env: dict[str, str]) -> Im
         count=devices.get("count"),
         archs=tuple(torch.get("archs", ())),
         warnings=tuple(end.get("warnings", ())),
-        libraries=tuple(one.path for one in found),
+        libraries=tuple(library.path for library in found),
         loaded=found,
     )

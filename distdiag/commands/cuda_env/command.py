@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
-from distdiag.commands.cuda_env.model import COMMAND, Goal, Request
+from distdiag.commands.cuda_env.types import COMMAND, Goal, Request
 from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
 
 
@@ -63,26 +63,24 @@ def cuda_env(
     130 interrupted.
     """
     from distdiag import runner
-    from distdiag.commands.cuda_env import other_answers
-    from distdiag.commands.cuda_env.check import SUBCOMMAND
-    from distdiag.commands.cuda_env.view import cuda_env_view
-    from distdiag.deliver import Output, deliver, deliver_lines, fail
+    from distdiag.commands.cuda_env.check import SUBCOMMAND, export_lines
+    from distdiag.output import Output, deliver, deliver_lines, fail
     from distdiag.errors import UsageError
 
-    def asked() -> Request:
+    def request() -> Request:
         from distdiag.commands.cuda_env.catalogue import capability, chosen
 
-        pairs = [one.partition("=") for one in ignore or ()]
+        pairs = [text.partition("=") for text in ignore or ()]
         return Request(
             cluster=cluster,
             goal=for_,
             python=cluster.python,
-            only=tuple(chosen(one) for one in only or ()),
+            only=tuple(chosen(id_) for id_ in only or ()),
             ignore=tuple((chosen(id_), reason.strip()) for id_, _, reason in pairs),
             timeout_s=timeout,
             verbose=verbose,
             program=called_as(),
-            gpus=tuple(capability(one) for one in gpu or ()),
+            gpus=tuple(capability(name) for name in gpu or ()),
         )
 
     options = runner.Options(as_json, strict, save, from_, cluster.explain)
@@ -92,19 +90,20 @@ def cuda_env(
             UsageError("--explain tells what a log says", hint="leave out --prebuild, --export and --only"),
             as_json=as_json,
         )
-    if prebuild or export:
-        deliver_lines(
-            COMMAND,
-            lambda: (
-                other_answers.prebuild(asked(), options, ops) if prebuild else other_answers.export(asked(), options)
-            ),
-            as_json=as_json,
-        )
+    if prebuild:
+        from distdiag.commands.cuda_env.prebuild import build_commands
+
+        deliver_lines(COMMAND, lambda: build_commands(request(), options, ops), as_json=as_json)
+    if export:
+        deliver_lines(COMMAND, lambda: export_lines(request(), options), as_json=as_json)
     if explain and not cluster.explain:
+        from distdiag.commands.cuda_env.explain import judge_log
+        from distdiag.commands.cuda_env.view import cuda_env_view
+
         deliver(
             COMMAND,
-            lambda: other_answers.judge_log(asked(), options, explain),
-            lambda report: cuda_env_view(report, asked()),
+            lambda: judge_log(request(), options, explain),
+            lambda report: cuda_env_view(report, request()),
             Output(json=as_json, strict=strict, findings_in_view=True),
         )
-    runner.run(SUBCOMMAND, asked, options)
+    runner.run(SUBCOMMAND, request, options)

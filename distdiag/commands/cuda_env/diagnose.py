@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import fold
-from distdiag.cluster.minority import differences
-from distdiag.cluster.reached import host_findings, summary_of
+from distdiag.cluster.drift import differences
+from distdiag.cluster.unreached_hosts import host_findings, summary_of
 from distdiag.commands.cuda_env import fixes
+from distdiag.commands.cuda_env.about.gpus import torch_archs
+from distdiag.commands.cuda_env.about.toolkits import who_uses
 from distdiag.commands.cuda_env.archs import as_list
 from distdiag.commands.cuda_env.catalogue import matches
-from distdiag.commands.cuda_env.judge import is_ready, mended_by, sections_of
-from distdiag.commands.cuda_env.model import COMMAND, Goal, Section
-from distdiag.commands.cuda_env.result import CudaEnv, DifferenceRow, NodeEnv, Ready, SectionRow, Silenced, Step
-from distdiag.commands.cuda_env.shown import node_env
+from distdiag.commands.cuda_env.sections import is_ready, mended_by, sections_of
+from distdiag.commands.cuda_env.types import (
+    COMMAND,
+    CudaEnv,
+    DifferenceRow,
+    Goal,
+    NodeEnv,
+    Ready,
+    Section,
+    SectionRow,
+    Silenced,
+    Step,
+)
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from distdiag.commands.cuda_env.collect import CudaFacts
-    from distdiag.commands.cuda_env.model import Problem, Request
+    from distdiag.commands.cuda_env.types import Problem, Request
     from distdiag.gathered import Gathered
+    from distdiag.facts.cuda.toolkits import Toolkit
 
 
 _NOBODY = NodeEnv(
@@ -60,14 +72,21 @@ def diagnose(request: Request, gathered: Gathered[CudaFacts], log: Sequence[Find
     rows = tuple(_row(group, findings, several=len(nodes) > 1) for group in groups)
     found = tuple(differences({facts.host: _compared(facts) for facts in nodes})) if len(nodes) > 1 else ()
     if found and not _left_out(request, "nodes-differ"):
-        findings.append(_differ([str(one) for one in found], [host for one in found for host in one.odd_hosts]))
+        findings.append(
+            _differ(
+                [str(difference) for difference in found],
+                [host for difference in found for host in difference.odd_hosts],
+            )
+        )
     findings += host_findings(gathered.refusals, gathered.rows)
     findings += [_missing(host, why) for host, why in gathered.missing.items()]
     ready = _ready(request, judged, incomplete=bool(gathered.refusals or gathered.missing))
-    shown = tuple(node_env(facts, _ready_of(request, judged[facts.host])) for facts in nodes)
+    shown = tuple(_node_env(facts, _ready_of(request, judged[facts.host])) for facts in nodes)
     first = shown[0] if shown else _NOBODY
     # Of one node: others have their own.
-    exports, left = mended_by(nodes[0], request.goal, lambda one: not _left_out(request, one.id)) if nodes else ({}, ())
+    exports, left = (
+        mended_by(nodes[0], request.goal, lambda problem: not _left_out(request, problem.id)) if nodes else ({}, ())
+    )
     data = CudaEnv(
         goal=request.goal,
         ready=ready,
@@ -81,14 +100,17 @@ def diagnose(request: Request, gathered: Gathered[CudaFacts], log: Sequence[Find
         compilers=first.compilers,
         arch_list=as_list(gpus),
         nodes=shown if len(shown) > 1 else (),
-        differences=tuple(_difference(one.fact, one.common, one.common_hosts, one.others) for one in found),
+        differences=tuple(
+            _difference(difference.fact, difference.common, difference.common_hosts, difference.others)
+            for difference in found
+        ),
         sections=rows,
         silenced=_silenced(request, whole),
         exports=exports,
         steps=tuple(
-            Step(id=f"{COMMAND}.{one.id}", title=one.title, fix=one.fix, commands=one.commands)
-            for one in left
-            if one.level in (Level.FAIL, Level.UNKNOWN)
+            Step(id=f"{COMMAND}.{problem.id}", title=problem.title, fix=problem.fix, commands=problem.commands)
+            for problem in left
+            if problem.level in (Level.FAIL, Level.UNKNOWN)
         ),
     )
     summary = _summary(findings, ready, request, gathered)
@@ -98,15 +120,15 @@ def diagnose(request: Request, gathered: Gathered[CudaFacts], log: Sequence[Find
 
 
 def _left_out(request: Request, id_: str) -> bool:
-    if request.only and not any(matches(id_, one) for one in request.only):
+    if request.only and not any(matches(id_, prefix) for prefix in request.only):
         return True
-    return any(matches(id_, one) for one, _ in request.ignore)
+    return any(matches(id_, prefix) for prefix, _ in request.ignore)
 
 
 def _chosen(request: Request, sections: Sequence[Section]) -> list[Section]:
     """Keep the findings that are wanted; with --only, the sections that have any."""
     kept = [
-        replace(section, problems=tuple(one for one in section.problems if not _left_out(request, one.id)))
+        replace(section, problems=tuple(problem for problem in section.problems if not _left_out(request, problem.id)))
         for section in sections
     ]
     return [section for section in kept if section.problems or not request.only]
@@ -117,10 +139,10 @@ def _silenced(request: Request, whole: Mapping[str, Sequence[Section]]) -> tuple
     found: dict[tuple[str, str, str], list[str]] = {}
     for host, sections in whole.items():
         for section in sections:
-            for one in section.problems:
-                reason = next((why for id_, why in request.ignore if matches(one.id, id_)), None)
+            for problem in section.problems:
+                reason = next((why for id_, why in request.ignore if matches(problem.id, id_)), None)
                 if reason is not None:
-                    found.setdefault((one.id, one.title, reason), []).append(host)
+                    found.setdefault((problem.id, problem.title, reason), []).append(host)
     return tuple(
         Silenced(id=f"{COMMAND}.{id_}", title=title, reason=reason, hosts=tuple(hosts))
         for (id_, title, reason), hosts in found.items()
@@ -138,7 +160,7 @@ def _groups(judged: Mapping[str, Sequence[Section]]) -> list[_Group]:
                 section.name,
                 section.line,
                 section.skipped,
-                *((one.id, one.title, one.to_paste) for one in section.problems),
+                *((problem.id, problem.title, problem.to_paste) for problem in section.problems),
             )
             groups.setdefault(key, _Group(section)).hosts.append(host)
     return sorted(groups.values(), key=lambda group: (names.index(group.section.name), -len(group.hosts)))
@@ -148,7 +170,7 @@ def _row(group: _Group, findings: list[Finding], *, several: bool) -> SectionRow
     section = group.section
     first = len(findings)
     hosts = tuple(group.hosts) if several else ()
-    findings += [_finding(one, tuple(group.hosts)) for one in section.problems]
+    findings += [_finding(problem, tuple(group.hosts)) for problem in section.problems]
     level = section.level
     return SectionRow(
         name=section.name,
@@ -198,7 +220,7 @@ def _missing(host: str, why: str) -> Finding:
 
 
 def _compared(facts: CudaFacts) -> dict[str, object]:
-    """Give what must be the same on all nodes of a job."""
+    """Return what must be the same on all nodes of a job."""
     torch, used = facts.torch, fixes.used_toolkit(facts)
     compiler = facts.compilers.cxx
     nccl = next((version for name, version in facts.packages.items() if name.startswith("nvidia-nccl")), None)
@@ -222,12 +244,12 @@ def _difference(
 def _ready_of(request: Request, sections: Sequence[Section]) -> Ready:
     if request.only:
         return Ready(run=None, build=None)  # what was left out may be what it fails on
-    problems = [one for section in sections for one in section.problems]
+    problems = [problem for section in sections for problem in section.problems]
     return Ready(run=is_ready(problems, Goal.RUN, request.goal), build=is_ready(problems, Goal.BUILD, request.goal))
 
 
 def _ready(request: Request, judged: Mapping[str, Sequence[Section]], *, incomplete: bool) -> Ready:
-    """Say it for all nodes: one that is not ready is enough for no, one that is not known for not known."""
+    """Judge it for all nodes: one that is not ready is enough for no, one that is not known for not known."""
     each = [_ready_of(request, sections) for sections in judged.values()]
 
     def of_all(values: list[bool | None]) -> bool | None:
@@ -235,19 +257,19 @@ def _ready(request: Request, judged: Mapping[str, Sequence[Section]], *, incompl
             return False
         return None if None in values or incomplete or not values else True
 
-    return Ready(run=of_all([one.run for one in each]), build=of_all([one.build for one in each]))
+    return Ready(run=of_all([node.run for node in each]), build=of_all([node.build for node in each]))
 
 
 def _summary(findings: Sequence[Finding], ready: Ready, request: Request, gathered: Gathered[CudaFacts]) -> str:
     order = [Level.FAIL, Level.UNKNOWN, Level.WARN]
-    worst = min(findings, key=lambda one: order.index(one.level) if one.level in order else 9, default=None)
+    worst = min(findings, key=lambda finding: order.index(finding.level) if finding.level in order else 9, default=None)
     head = worst.title if worst is not None and worst.level is not Level.INFO else "nothing is wrong here"
     more = f" ({summary_of(gathered.rows)})" if gathered.refusals else ""
     return f"{head}{more}. {readiness(ready, request)}" if not request.only else head + more
 
 
 def readiness(ready: Ready, request: Request) -> str:
-    """Write the last line: Build: NOT READY · Run: ready."""
+    """Format the last line: Build: NOT READY · Run: ready."""
     words = {True: "ready", False: "NOT READY", None: "unknown"}
     parts = [
         f"{name}: {words[value]}"
@@ -255,3 +277,81 @@ def readiness(ready: Ready, request: Request) -> str:
         if part in request.goal.parts
     ]
     return " · ".join(parts)
+
+
+def _node_env(facts: CudaFacts, ready: Ready) -> NodeEnv:
+    """Choose what is of use to a program."""
+    return NodeEnv(
+        host=facts.host,
+        python={"executable": facts.python.executable, "version": facts.python.version, "error": facts.python.error},
+        torch=_torch(facts),
+        driver=_driver(facts),
+        gpus=[asdict(gpu) for gpu in facts.driver.answer.visible or facts.driver.answer.present],
+        toolkits=[_toolkit(toolkit) for toolkit in facts.toolkits if toolkit.exists],
+        users=who_uses(facts),
+        compilers=_compilers(facts),
+        extensions=[asdict(extension) for extension in facts.extensions],
+        variables=facts.variables,
+        ready=ready,
+    )
+
+
+def _torch(facts: CudaFacts) -> dict[str, Any] | None:
+    torch = facts.torch
+    if torch is None:
+        return None
+    code = torch_archs(facts)
+    return {
+        "version": torch.version,
+        "cuda": torch.cuda or None,
+        "hip": torch.hip or None,
+        "folder": torch.folder,
+        "cubins": [fixes.as_code(arch) for arch in code[0]] if code else [],
+        "ptx": [fixes.as_code(arch) for arch in code[1]] if code else [],
+        "imports": None if facts.imported is None else not (facts.imported.error or facts.imported.stage),
+        "sees_gpus": None if facts.imported is None else facts.imported.available,
+    }
+
+
+def _driver(facts: CudaFacts) -> dict[str, Any]:
+    driver = facts.driver
+    return {
+        "version": fixes.driver_version(facts) or None,
+        "cuda": fixes.driver_cuda(facts) or None,
+        "kernel": driver.kernel or None,
+        "library": driver.library or None,
+        "library_path": driver.library_path or None,
+        "gpus_on_the_bus": driver.hardware,
+        "container": driver.container or None,
+        "wsl": driver.wsl,
+    }
+
+
+def _toolkit(toolkit: Toolkit) -> dict[str, Any]:
+    return {
+        "root": toolkit.root,
+        "version": toolkit.version or None,
+        "found_by": list(toolkit.found_by),
+        "sources": [{"source": source, "version": version} for source, version in toolkit.sources],
+        "nvcc": toolkit.nvcc or None,
+        "headers": toolkit.headers or None,
+        "libraries": toolkit.libraries or None,
+        "gcc_max": toolkit.limit.gcc_max if toolkit.limit is not None else None,
+        "clang_below": toolkit.limit.clang_below if toolkit.limit is not None else None,
+    }
+
+
+def _compilers(facts: CudaFacts) -> dict[str, Any]:
+    nvcc = fixes.nvcc_at(facts, facts.uses["torch"].nvcc)
+    called = fixes.compiler_at(facts, nvcc.compiler) if nvcc is not None and nvcc.compiler else None
+    own = facts.compilers.cxx
+    return {
+        "torch": {"path": own.path, "family": own.family, "version": own.version} if own is not None else None,
+        "nvcc": {"path": called.path, "family": called.family, "version": called.version}
+        if called is not None
+        else None,
+        "installed": [
+            {"path": compiler.path, "family": compiler.family, "version": compiler.version}
+            for compiler in facts.compilers.found
+        ],
+    }

@@ -10,16 +10,17 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from distdiag import runner
 from distdiag.commands.cuda_env import fixes
 from distdiag.commands.cuda_env.catalogue import matches
+from distdiag.commands.cuda_env.check import SUBCOMMAND, prepared
 from distdiag.commands.cuda_env.diagnose import diagnose
-from distdiag.commands.cuda_env.judge import sections_of
-from distdiag.commands.cuda_env.model import COMMAND, Goal
-from distdiag.commands.cuda_env.result import LogRow, Ready
+from distdiag.commands.cuda_env.sections import sections_of
+from distdiag.commands.cuda_env.types import COMMAND, Goal, LogRow, Ready
 from distdiag.errors import UsageError
 from distdiag.files import as_text
 from distdiag.knowledge.logs import read_log
-from distdiag.node.strace import lines
+from distdiag.facts.strace import lines
 from distdiag.report import Finding, Fix, Level, Report
 
 if TYPE_CHECKING:
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
     from typing import BinaryIO
 
     from distdiag.commands.cuda_env.collect import CudaFacts
-    from distdiag.commands.cuda_env.model import Problem, Request
-    from distdiag.commands.cuda_env.result import CudaEnv
+    from distdiag.commands.cuda_env.types import CudaEnv, Problem, Request
     from distdiag.gathered import Gathered
     from distdiag.knowledge.logs import Match
 
@@ -55,6 +55,13 @@ _PASSING = re.compile(r"^(?:/var)?/tmp/|/pip-|overlay|/_h_env")
 """Environments that a build makes for itself, and that are gone after it."""
 _WINDOWS = re.compile(r"\b[A-Z]:\\[\w .\\-]{1,60}")
 _PATH = re.compile(r"(?<![\w.$}:/-])/[\w./+-]+(?![\w*?$])")
+
+
+def judge_log(request: Request, options: runner.Options, path: str) -> Report[CudaEnv]:
+    """Judge a log, together with the nodes. Raises UsageError, DistdiagError."""
+    log = read(path)
+    request, gathered = runner.facts_of(SUBCOMMAND, request, options)
+    return judge(request, log, prepared(request, gathered))
 
 
 def read(name: str) -> tuple[str, str]:
@@ -105,18 +112,18 @@ def judge(request: Request, log: tuple[str, str], gathered: Gathered[CudaFacts])
     succeeded = _success(text, found)
     elsewhere = _elsewhere(text, nodes)
     at = () if elsewhere else nodes
-    here = [one for facts in at for section in sections_of(facts, Goal.ALL) for one in section.problems]
+    here = [problem for facts in at for section in sections_of(facts, Goal.ALL) for problem in section.problems]
     findings = [_finding(match, here, at, is_rocm=_ROCM.search(text) is not None) for match in found]
     if succeeded:
-        findings = [succeeded, *(replace(one, level=Level.INFO, fix=None) for one in findings)]
-    elif not any(one.level is Level.FAIL for one in findings):
+        findings = [succeeded, *(replace(finding, level=Level.INFO, fix=None) for finding in findings)]
+    elif not any(finding.level is Level.FAIL for finding in findings):
         findings = [_nothing(text, found), *findings]
     if elsewhere:
         findings.append(_of_another_machine(elsewhere))
     if unread:
         findings.append(Finding(id=f"{COMMAND}.log.cut", level=Level.INFO, title=unread))
     report = diagnose(request, gathered, log=findings)
-    causes = [one for one in findings if one.level is Level.FAIL]
+    causes = [finding for finding in findings if finding.level is Level.FAIL]
     count = text.count("\n") + (not text.endswith("\n"))
     row = LogRow(lines=count, causes=len(causes), others=len(found) - len(causes))
     data = replace(report.data, log=row, ready=Ready(run=None, build=None))
@@ -128,7 +135,7 @@ def judge(request: Request, log: tuple[str, str], gathered: Gathered[CudaFacts])
 
 
 def _success(text: str, found: Sequence[Match]) -> Finding | None:
-    """Say that it went well in the end: a tool said so, and no error, known or not, comes after that."""
+    """Report that it went well in the end: a tool said so, and no error, known or not, comes after that."""
     at = max(text.rfind(words) for words in _SUCCESS)
     end = text.find("\n", at)
     line = text.count("\n", 0, max(at, 0)) + 1
@@ -153,11 +160,13 @@ def _elsewhere(text: str, nodes: Sequence[CudaFacts]) -> tuple[str, ...]:
     if (rocm := _ROCM.search(text)) and not any(facts.torch is not None and facts.torch.hip for facts in nodes):
         told.append(f"ROCm ({rocm[0]})")
     homes = dict.fromkeys(match[1] for match in _SITE.finditer(text) if not _PASSING.search(match[1]))
-    if any(os.path.isdir(one) for one in homes):
+    if any(os.path.isdir(home) for home in homes):
         return tuple(told)
     own = {facts.torch.version for facts in nodes if facts.torch is not None}
     versions = dict.fromkeys(match[1] for match in _TORCH.finditer(text))
-    told += [f"torch {one}" for one in versions if own and one not in own and one.partition("+")[0] not in own][:2]
+    told += [
+        f"torch {number}" for number in versions if own and number not in own and number.partition("+")[0] not in own
+    ][:2]
     told += list(homes)[:1]
     if windows := _WINDOWS.search(text):
         told.append(windows[0])
@@ -176,7 +185,9 @@ def _of_another_machine(signs: Sequence[str]) -> Finding:
 def _finding(match: Match, here: Sequence[Problem], nodes: Sequence[CudaFacts], *, is_rocm: bool) -> Finding:
     """Make a finding; where a check of this machine explains it too, its fix is the better one."""
     known = match.known
-    own = next((one for check in known.checks for one in here if matches(one.id, check) and one.to_paste), None)
+    own = next(
+        (problem for check in known.checks for problem in here if matches(problem.id, check) and problem.to_paste), None
+    )
     if known.role != "cause":
         own = None
     level = {"cause": Level.FAIL, "consequence": Level.INFO}.get(known.role, Level.INFO)
@@ -219,7 +230,7 @@ def _fitting(commands: Sequence[str], nodes: Sequence[CudaFacts]) -> tuple[str, 
 
 
 def _nothing(text: str, found: Sequence[Match]) -> Finding:
-    """Say that no cause is known, and quote what looks like an error; or that nothing looks like one."""
+    """Report that no cause is known, and quote what looks like an error; or that nothing looks like one."""
     following = next((match for match in found if match.known.role == "consequence"), None)
     if following is not None:
         return Finding(

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from distdiag.commands.cuda_env.collect import CudaFacts
-    from distdiag.node.cuda.compilers import Compiler
-    from distdiag.node.cuda.libraries import Entry, Library
-    from distdiag.node.cuda.toolkits import Nvcc, Toolkit
+    from distdiag.facts.cuda.compilers import Compiler
+    from distdiag.facts.cuda.libraries import Entry, Library
+    from distdiag.facts.cuda.toolkits import Nvcc, Toolkit
 
 ANOTHERS = re.compile(
     r"unsupported (GNU|clang)|Failed to preprocess host compiler|Unknown option"
@@ -29,19 +29,19 @@ _INDEX = "https://download.pytorch.org/whl"
 def gpu_archs(facts: CudaFacts) -> list[Arch]:
     """List the kinds of GPU that are meant, else those here: that a program sees, else that are there."""
     if facts.meant:
-        return sorted({arch for one in facts.meant if (arch := from_capability(one)) is not None})
+        return sorted({arch for capability in facts.meant if (arch := from_capability(capability)) is not None})
     answer = facts.driver.answer
     gpus = answer.visible or answer.present
     return sorted({arch for gpu in gpus if (arch := from_capability(gpu.capability)) is not None})
 
 
 def driver_version(facts: CudaFacts) -> str:
-    """Give the version of the driver: the kernel's, NVML's, or libcuda's."""
+    """Return the version of the driver: the kernel's, NVML's, or libcuda's."""
     return facts.driver.kernel or facts.driver.answer.nvml_driver or facts.driver.library
 
 
 def driver_cuda(facts: CudaFacts) -> str:
-    """Give the newest CUDA that the driver knows, as "12.8"; empty if there is no driver."""
+    """Return the newest CUDA that the driver knows, as "12.8"; empty if there is no driver."""
     told = facts.driver.answer.cuda_version or 0
     if told:
         return f"{told // 1000}.{told % 1000 // 10}"
@@ -49,7 +49,7 @@ def driver_cuda(facts: CudaFacts) -> str:
 
 
 def pip(facts: CudaFacts) -> str:
-    """Give the command that installs into the examined environment."""
+    """Return the command that installs into the examined environment."""
     python = shlex.quote(facts.python.executable)
     if not facts.python.pip and facts.building.uv:
         return f"uv pip install --python {python}"
@@ -57,7 +57,7 @@ def pip(facts: CudaFacts) -> str:
 
 
 def pip_uninstall(facts: CudaFacts, names: Iterable[str]) -> str:
-    """Give the command that removes packages from the examined environment."""
+    """Return the command that removes packages from the examined environment."""
     python = shlex.quote(facts.python.executable)
     if not facts.python.pip and facts.building.uv:
         return f"uv pip uninstall --python {python} {' '.join(names)}"
@@ -65,18 +65,18 @@ def pip_uninstall(facts: CudaFacts, names: Iterable[str]) -> str:
 
 
 def reinstall(facts: CudaFacts) -> str:
-    """Give the option that installs a package again although it is there."""
+    """Return the option that installs a package again although it is there."""
     return "--reinstall" if pip(facts).startswith("uv") else "--force-reinstall"
 
 
 def rebuild(facts: CudaFacts, name: str, version: str) -> str:
-    """Give the command that compiles an installed package again, from its source, for the torch that is there."""
+    """Return the command that compiles an installed package again, from its source, for the torch that is there."""
     flags = f"--no-build-isolation --no-cache-dir {reinstall(facts)} --no-deps"
     return f"{pip(facts)} {flags} --no-binary {name} {name}=={version.partition('+')[0]}"
 
 
 def install_system(facts: CudaFacts, **names: str) -> tuple[str, ...]:
-    """Give the command that installs a system package; its name for each kind of system: apt, dnf, zypper, pacman."""
+    """Return the command that installs a system package; its name for each kind of system: apt, dnf, zypper, pacman."""
     sudo = "" if facts.building.root else "sudo "
     tool = facts.building.package_tool
     family = {"apt-get": "apt", "yum": "dnf"}.get(tool, tool)
@@ -88,7 +88,7 @@ def install_system(facts: CudaFacts, **names: str) -> tuple[str, ...]:
 
 
 def from_repository(facts: CudaFacts) -> str:
-    """Say where a system's toolkit comes from, where its package tool does not know yet."""
+    """Report where a system's toolkit comes from, where its package tool does not know yet."""
     known = facts.building.nvidia_repository
     return "" if known else " from NVIDIA's repository (https://developer.nvidia.com/cuda-downloads) or conda"
 
@@ -96,7 +96,7 @@ def from_repository(facts: CudaFacts) -> str:
 def install_torch(
     facts: CudaFacts, *, archs: Iterable[Arch] = (), prefer: str = "", strict: bool = False
 ) -> tuple[str, ...]:
-    """Give the command that installs this torch for a CUDA that fits driver, GPUs and toolkit; empty if none does.
+    """Return the command that installs this torch for a CUDA that fits driver, GPUs and toolkit; empty if none does.
 
     A version of which no fitting build exists is given up for the newest. `strict`: for the `prefer`red CUDA or none.
     """
@@ -117,7 +117,7 @@ def install_torch(
 
 
 def builds_of(facts: CudaFacts) -> dict[str, tuple[int, ...]]:
-    """Give the builds of the installed torch's version, CUDA -> architectures: its own table, or ours."""
+    """Return the builds of the installed torch's version, CUDA -> architectures: its own table, or ours."""
     torch = facts.torch
     if torch is None:
         return _newest_builds(facts)
@@ -146,7 +146,7 @@ def best_build(
         return ""
     if prefer in fitting:
         return prefer
-    same = [minor(one.version) for one in usable_toolkits(facts) if minor(one.version) in fitting]
+    same = [minor(toolkit.version) for toolkit in usable_toolkits(facts) if minor(toolkit.version) in fitting]
     return max(same or fitting, key=version)
 
 
@@ -156,7 +156,7 @@ def _serves(codes: Iterable[int], gpus: Iterable[Arch]) -> bool:
 
 
 def driver_carries(facts: CudaFacts, cuda: str) -> bool | None:
-    """Tell whether the driver is new enough for programs of a CUDA's major version; None if there is no driver."""
+    """Return whether the driver is new enough for programs of a CUDA's major version; None if there is no driver."""
     have, least = driver_version(facts), tables().least_driver.get(str(major(cuda)))
     told = facts.driver.answer.cuda_version
     if told:
@@ -167,25 +167,29 @@ def driver_carries(facts: CudaFacts, cuda: str) -> bool | None:
 
 
 def torch_cuda(facts: CudaFacts) -> str:
-    """Give the CUDA that torch was built with; empty for another build, or none."""
+    """Return the CUDA that torch was built with; empty for another build, or none."""
     return minor(facts.torch.cuda) if facts.torch is not None else ""
 
 
 def usable_toolkits(facts: CudaFacts) -> list[Toolkit]:
     """List the toolkits that are whole: an nvcc that answers, and headers; each once, those with the shortest names."""
     whole = [
-        one
-        for one in facts.toolkits
-        if one.exists and one.nvcc and one.headers and one.version and not is_broken(nvcc_at(facts, one.nvcc))
+        toolkit
+        for toolkit in facts.toolkits
+        if toolkit.exists
+        and toolkit.nvcc
+        and toolkit.headers
+        and toolkit.version
+        and not is_broken(nvcc_at(facts, toolkit.nvcc))
     ]
     best: dict[str, Toolkit] = {}
-    for one in sorted(whole, key=lambda toolkit: (toolkit.root != toolkit.real, len(toolkit.root))):
-        best.setdefault(one.real, one)
+    for toolkit in sorted(whole, key=lambda toolkit: (toolkit.root != toolkit.real, len(toolkit.root))):
+        best.setdefault(toolkit.real, toolkit)
     return list(best.values())
 
 
 def is_broken(nvcc: Nvcc | None) -> bool:
-    """Tell whether an nvcc failed by its own fault, not for its host compiler, a flag or lack of room."""
+    """Return whether an nvcc failed by its own fault, not for its host compiler, a flag or lack of room."""
     if nvcc is None:
         return False
     return nvcc.timed_out or bool(nvcc.complaint and not ANOTHERS.search(nvcc.complaint))
@@ -197,17 +201,17 @@ def best_toolkit(facts: CudaFacts) -> Toolkit | None:
     Of equal ones that which an nvcc on PATH leads to.
     """
     wanted = torch_cuda(facts)
-    tops = {one.top for one in facts.nvccs if one.top}
-    fitting = [one for one in usable_toolkits(facts) if not wanted or major(one.version) == major(wanted)]
+    tops = {nvcc.top for nvcc in facts.nvccs if nvcc.top}
+    fitting = [toolkit for toolkit in usable_toolkits(facts) if not wanted or major(toolkit.version) == major(wanted)]
     return max(
         fitting,
-        key=lambda one: (minor(one.version) == wanted, version(one.version)[:2], one.real in tops),
+        key=lambda toolkit: (minor(toolkit.version) == wanted, version(toolkit.version)[:2], toolkit.real in tops),
         default=None,
     )
 
 
 def choose_toolkit(facts: CudaFacts, toolkit: Toolkit) -> tuple[tuple[str, str], ...]:
-    """Give the variables that make everybody use one toolkit."""
+    """Return the variables that make everybody use one toolkit."""
     root = shlex.quote(toolkit.root)
     first = f"{toolkit.root}/bin" == (facts.variables.get("PATH", "").split(":") or [""])[0]
     path = () if first else (("PATH", f"{root}/bin:$PATH"),)
@@ -219,18 +223,18 @@ def choose_toolkit(facts: CudaFacts, toolkit: Toolkit) -> tuple[tuple[str, str],
 def toolkit_at(facts: CudaFacts, root: str) -> Toolkit | None:
     """Find a toolkit by the directory that somebody uses."""
     plain = root.rstrip("/") or "/"
-    return next((one for one in facts.toolkits if one.root == plain), None) or next(
-        (one for one in facts.toolkits if one.real == os.path.normpath(plain)), None
+    return next((toolkit for toolkit in facts.toolkits if toolkit.root == plain), None) or next(
+        (toolkit for toolkit in facts.toolkits if toolkit.real == os.path.normpath(plain)), None
     )
 
 
 def nvcc_at(facts: CudaFacts, path: str) -> Nvcc | None:
     """Find what an nvcc said."""
-    return next((one for one in facts.nvccs if one.path == path), None)
+    return next((nvcc for nvcc in facts.nvccs if nvcc.path == path), None)
 
 
 def used_toolkit(facts: CudaFacts) -> Toolkit | None:
-    """Give the toolkit that extensions are built with: torch's, seen through a wrapper; None if there is none."""
+    """Return the toolkit that extensions are built with: torch's, seen through a wrapper; None if there is none."""
     use = facts.uses["torch"]
     if not use.home:
         return None
@@ -242,7 +246,7 @@ def used_toolkit(facts: CudaFacts) -> Toolkit | None:
 
 
 def target_toolkit(facts: CudaFacts) -> Toolkit | None:
-    """Give the toolkit that extensions will be built with once all is mended: the used one, or one that fits torch."""
+    """Return the toolkit that extensions will be built with once all is mended: the used or one that fits torch."""
     used, wanted = used_toolkit(facts), torch_cuda(facts)
     if used is not None and used in usable_toolkits(facts) and (not wanted or major(used.version) == major(wanted)):
         return used
@@ -251,61 +255,61 @@ def target_toolkit(facts: CudaFacts) -> Toolkit | None:
 
 def compiler_at(facts: CudaFacts, path: str) -> Compiler | None:
     """Find a compiler by its path."""
-    return next((one for one in facts.compilers.found if path in (one.path, one.real)), None)
+    return next((compiler for compiler in facts.compilers.found if path in (compiler.path, compiler.real)), None)
 
 
 def compiler_called(facts: CudaFacts, name: str) -> Compiler | None:
     """Find a compiler by its path or, as a variable may hold it, by its bare name."""
     return compiler_at(facts, name) or next(
-        (one for one in facts.compilers.found if os.path.basename(one.path) == name), None
+        (compiler for compiler in facts.compilers.found if os.path.basename(compiler.path) == name), None
     )
 
 
 def stand_ins(facts: CudaFacts, entry: Entry) -> list[tuple[Library, Library]]:
     """Pair the libraries of an entry of LD_LIBRARY_PATH with those of the same name that torch's wheels bring."""
-    own = {one.soname: one for one in facts.wheels}
+    own = {wheel.soname: wheel for wheel in facts.wheels}
     return [
-        (one, own[one.soname])
-        for one in entry.libraries
-        if one.soname in own and os.path.dirname(own[one.soname].path) != os.path.dirname(one.path)
+        (library, own[library.soname])
+        for library in entry.libraries
+        if library.soname in own and os.path.dirname(own[library.soname].path) != os.path.dirname(library.path)
     ]
 
 
 def preloaded(facts: CudaFacts) -> list[str]:
     """List what LD_PRELOAD names: ld.so splits it at spaces and colons."""
-    return [one for one in facts.variables.get("LD_PRELOAD", "").replace(":", " ").split() if one]
+    return [path for path in facts.variables.get("LD_PRELOAD", "").replace(":", " ").split() if path]
 
 
 def loader_path_without(facts: CudaFacts, entries: Iterable[str]) -> str:
-    """Write LD_LIBRARY_PATH without some of its entries, to paste.
+    """Format LD_LIBRARY_PATH without some of its entries, to paste.
 
     And without all else that is wrong with it: fixes of several findings must not undo each other.
     """
     first = facts.torch is not None and facts.torch.rpath_first
     gone = set(entries)
-    for one in facts.loader_path:
-        shadows = bool(stand_ins(facts, one)) and not first
-        compat = "/compat" in one.text and facts.driver.answer.cuda_status in (803, 804)
-        if not one.text or not one.exists or one.stubs or shadows or compat:
-            gone.add(one.text)
-    return shlex.quote(":".join(dict.fromkeys(one.text for one in facts.loader_path if one.text not in gone)))
+    for entry in facts.loader_path:
+        shadows = bool(stand_ins(facts, entry)) and not first
+        compat = "/compat" in entry.text and facts.driver.answer.cuda_status in (803, 804)
+        if not entry.text or not entry.exists or entry.stubs or shadows or compat:
+            gone.add(entry.text)
+    return shlex.quote(":".join(dict.fromkeys(entry.text for entry in facts.loader_path if entry.text not in gone)))
 
 
 def allowed_pair(facts: CudaFacts, newest: int) -> tuple[Compiler, Compiler] | None:
     """Find the newest gcc that a toolkit allows and of which the g++ is installed too."""
-    by_name = {one.path: one for one in facts.compilers.found}
+    by_name = {compiler.path: compiler for compiler in facts.compilers.found}
     pairs = []
-    for one in facts.compilers.found:
-        folder, name = os.path.split(one.path)
+    for compiler in facts.compilers.found:
+        folder, name = os.path.split(compiler.path)
         other = by_name.get(f"{folder}/{name.replace('gcc', 'g++', 1)}")
-        if one.family == "gcc" and name.startswith("gcc") and other is not None and 6 <= one.major <= newest:
-            pairs.append((one, other))
+        if compiler.family == "gcc" and name.startswith("gcc") and other is not None and 6 <= compiler.major <= newest:
+            pairs.append((compiler, other))
     # The numbered name says for ever what it is; a plain gcc may be another one after the next upgrade.
     return max(pairs, key=lambda pair: (version(pair[0].version), "-" in os.path.basename(pair[0].path)), default=None)
 
 
 def newest_host_gcc(facts: CudaFacts, toolkit: Toolkit) -> int | None:
-    """Give the newest gcc (major) that a toolkit takes: its own header's word, within torch's bounds for it."""
+    """Return the newest gcc (major) that a toolkit takes: its own header's word, within torch's bounds for it."""
     limit = toolkit.limit.gcc_max if toolkit.limit is not None else None
     bounds = facts.torch.gcc.get(minor(toolkit.version)) if facts.torch is not None else None
     if bounds is None:
@@ -315,7 +319,7 @@ def newest_host_gcc(facts: CudaFacts, toolkit: Toolkit) -> int | None:
 
 
 def as_code(arch: str) -> str:
-    """Write nvcc's "90a" as people do: 9.0a."""
+    """Format nvcc's "90a" as people do: 9.0a."""
     try:
         return from_nvcc(arch).torch
     except ValueError:

@@ -1,23 +1,27 @@
-"""The commands that build DeepSpeed beforehand: for this machine, and as one wheel for all nodes. Pure."""
+"""The commands that build DeepSpeed beforehand: for this machine, and as one wheel for all nodes."""
 
 from __future__ import annotations
 
 import shlex
 from typing import TYPE_CHECKING
 
+from distdiag import runner
 from distdiag.commands.cuda_env import fixes
 from distdiag.commands.cuda_env.about.archlist import recommended
 from distdiag.commands.cuda_env.about.building import jobs, libaio
 from distdiag.commands.cuda_env.archs import as_list
-from distdiag.commands.cuda_env.judge import sections_of
-from distdiag.commands.cuda_env.model import Goal
-from distdiag.errors import UsageError
+from distdiag.commands.cuda_env.check import SUBCOMMAND, prepared
+from distdiag.commands.cuda_env.sections import sections_of
+from distdiag.commands.cuda_env.types import Goal
+from distdiag.output import say
+from distdiag.errors import DistdiagError, UsageError
 from distdiag.report import Level
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from distdiag.commands.cuda_env.collect import CudaFacts
+    from distdiag.commands.cuda_env.types import Request
 
 # DeepSpeed's op_builder: DS_BUILD_<name>=1 builds one op beforehand.
 OPS = (
@@ -27,6 +31,17 @@ OPS = (
     *("stochastic_transformer", "transformer", "transformer_inference", "utils"),
 )
 USUAL = ("cpu_adam", "fused_adam", "utils")
+
+
+def build_commands(request: Request, options: runner.Options, ops: str) -> list[str]:
+    """Collect, and return the commands that build DeepSpeed. Raises UsageError, DistdiagError."""
+    wanted = read_ops(ops)
+    request, gathered = runner.facts_of(SUBCOMMAND, request, options)
+    if not gathered.facts:
+        raise DistdiagError("no node told anything", hint="see why: distdiag cuda-env, with the same hosts")
+    for host, refusal in gathered.refusals.items():
+        say(f"distdiag: {host} was not reached, its GPUs are not in the list: {refusal.message}")
+    return commands(prepared(request, gathered).facts, wanted)
 
 
 def read_ops(text: str) -> tuple[str, ...]:
@@ -39,7 +54,7 @@ def read_ops(text: str) -> tuple[str, ...]:
 
 
 def commands(nodes: Sequence[CudaFacts], ops: Sequence[str]) -> list[str]:
-    """Write the commands, with comments; variables that are needed first."""
+    """Format the commands, with comments; variables that are needed first."""
     here = nodes[0]
     gpus = sorted({arch for facts in nodes for arch in fixes.gpu_archs(facts)})
     archs = as_list(gpus) or recommended(here)
@@ -95,5 +110,7 @@ def _before(here: CudaFacts) -> Iterator[str]:
 
 def _refused(here: CudaFacts) -> bool:
     return any(
-        one.id.startswith("deepspeed.cuda") for section in sections_of(here, Goal.BUILD) for one in section.problems
+        problem.id.startswith("deepspeed.cuda")
+        for section in sections_of(here, Goal.BUILD)
+        for problem in section.problems
     )

@@ -8,7 +8,7 @@ from rich.table import Column
 
 from distdiag.cluster.hosts import fold
 from distdiag.commands.cuda_env.diagnose import readiness
-from distdiag.deliver import Whole, Wrapped, plain_table
+from distdiag.output import Whole, Wrapped, plain_table
 from distdiag.report import Level
 
 if TYPE_CHECKING:
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from distdiag.commands.cuda_env.model import Request
-    from distdiag.commands.cuda_env.result import CudaEnv, DifferenceRow, SectionRow
+    from distdiag.commands.cuda_env.types import CudaEnv, DifferenceRow, Request, SectionRow
     from distdiag.report import Finding, Report
 
 _WORDS = {"ok": "ok", "skipped": "skip", "fail": "FAIL", "warn": "warn", "info": "info", "unknown": "?"}
@@ -27,26 +26,26 @@ _INDENT = 6
 
 
 def cuda_env_view(report: Report[CudaEnv], request: Request) -> Iterator[RenderableType]:
-    """Give the sections with their findings, what differs between nodes, and whether building and running will work."""
+    """Yield the sections with their findings, what differs between nodes, and whether builds and runs will work."""
     data = report.data
     yield from _about(report, request)
     shown: set[int] = set()
     for row in data.sections:
         yield from _section(row, report.findings, len(data.nodes), verbose=request.verbose)
         shown.update(row.findings)
-    rest = [one for number, one in enumerate(report.findings) if number not in shown]
+    rest = [finding for number, finding in enumerate(report.findings) if number not in shown]
     if data.log is not None and not request.verbose:
         yield from _consequences(rest)
-        rest = [one for one in rest if one.level is not Level.INFO or not one.evidence]
+        rest = [finding for finding in rest if finding.level is not Level.INFO or not finding.evidence]
     # What matters most is nearest to the end; of several causes the first in the log.
-    for finding in sorted(reversed(rest), key=lambda one: one.level in (Level.FAIL, Level.UNKNOWN)):
+    for finding in sorted(reversed(rest), key=lambda finding: finding.level in (Level.FAIL, Level.UNKNOWN)):
         yield Whole("")
         yield Whole(f"{finding.level.upper()}  {finding.id}", style=_STYLES.get(finding.level, ""))
         yield from _finding(finding, margin=_INDENT, verbose=True)
     yield from _differences(data.differences)
-    for one in data.silenced:
-        reason = f": {one.reason}" if one.reason else ""
-        yield Whole(f"ignored  {one.id}{reason}")
+    for silenced in data.silenced:
+        reason = f": {silenced.reason}" if silenced.reason else ""
+        yield Whole(f"ignored  {silenced.id}{reason}")
     yield from _last(report, request)
 
 
@@ -65,11 +64,11 @@ def _about(report: Report[CudaEnv], request: Request) -> Iterator[RenderableType
 
 def _consequences(findings: Sequence[Finding]) -> Iterator[RenderableType]:
     """Quote the lines of a log that only follow from its causes."""
-    following = [one for one in findings if one.level is Level.INFO and one.evidence]
+    following = [finding for finding in findings if finding.level is Level.INFO and finding.evidence]
     if following:
         yield Whole("what follows from something else:")
-    for one in reversed(following):
-        yield Whole(f"  {one.evidence[0]}")
+    for finding in reversed(following):
+        yield Whole(f"  {finding.evidence[0]}")
 
 
 def _section(row: SectionRow, findings: Sequence[Finding], nodes: int, *, verbose: bool) -> Iterator[RenderableType]:
@@ -122,7 +121,7 @@ def _differences(rows: Sequence[DifferenceRow]) -> Iterator[RenderableType]:
 
 def _last(report: Report[CudaEnv], request: Request) -> Iterator[RenderableType]:
     """Count, and end with what will work."""
-    counts = {level: sum(one.level is level for one in report.findings) for level in Level}
+    counts = {level: sum(finding.level is level for finding in report.findings) for level in Level}
     problems = counts[Level.FAIL]
     parts = [f"{problems} problem{'' if problems == 1 else 's'} to fix"]
     parts += [f"{counts[Level.WARN]} warning{'' if counts[Level.WARN] == 1 else 's'}"] if counts[Level.WARN] else []

@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass, field
 
 from distdiag.commands.flight_recorder.read_dump import NotADump, Unreadable, read
-from distdiag.node import machine, run
+from distdiag.facts import machine, programs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ class _Child:
 
 def _work(files: Sequence[str], pipe: int) -> None:
     faulthandler.disable()  # that this process may die is the reason for it
-    run.die_with_parent()
+    programs.die_with_parent()
     gc.disable()  # all of a dump stays until it is read: walking it again and again takes ten times as long
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     used = int((machine.read_text("/proc/self/statm").split() or ["0"])[0]) * resource.getpagesize()

@@ -50,7 +50,7 @@ def flight_recorder(
     """
     from distdiag import runner
     from distdiag.commands.flight_recorder.subcommand import SUBCOMMAND
-    from distdiag.deliver import deliver_lines
+    from distdiag.output import deliver_lines
 
     if how:
         from distdiag.commands.flight_recorder.how import lines

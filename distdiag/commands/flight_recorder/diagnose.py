@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.reached import host_findings
+from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.commands.flight_recorder.causes import Kind, find_causes
 from distdiag.commands.flight_recorder.findings import finding_of, healthy, notes, undecided
 from distdiag.commands.flight_recorder.matching import Job, match

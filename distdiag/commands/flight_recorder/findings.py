@@ -9,7 +9,7 @@ from distdiag.cluster.hosts import fold_ranks, name_ranks
 from distdiag.commands.flight_recorder.causes import Kind
 from distdiag.commands.flight_recorder.read_dump import ENDED, FAILED
 from distdiag.commands.flight_recorder.types import COMMAND
-from distdiag.node.wire import printable
+from distdiag.facts.text import printable
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
 if TYPE_CHECKING:

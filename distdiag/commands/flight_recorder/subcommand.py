@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from distdiag import runner
-from distdiag.cluster.access import Agent
+from distdiag.cluster.start_fleet import Agent
 from distdiag.commands.flight_recorder.collect import NodeDumps
 from distdiag.commands.flight_recorder.diagnose import diagnose
 from distdiag.commands.flight_recorder.types import COMMAND, Request
@@ -16,7 +16,7 @@ from distdiag.runner import Asks, Question, Subcommand
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.deliver import Progress
+    from distdiag.output import Progress
     from distdiag.gathered import Gathered
 
 _AGENT = Agent(collect="distdiag.commands.flight_recorder.collect", facts=NodeDumps)

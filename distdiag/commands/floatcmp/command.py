@@ -1,16 +1,21 @@
-"""What you type for floatcmp."""
+"""What you type for floatcmp; a process with a deadline reads the files with torch, which this one never imports."""
 
 from __future__ import annotations
 
+import os
+import sys
+import tempfile
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distdiag.commands.floatcmp.model import COMMAND, Request
 from distdiag.options import JsonOpt, StrictOpt, called_as
 
 if TYPE_CHECKING:
-    from distdiag.commands.floatcmp.result import FloatCmp
+    from distdiag.commands.floatcmp.compare_files import Answer, FloatCmp, Request
+    from distdiag.output import Progress
+    from distdiag.errors import DistdiagError
+    from distdiag.facts import programs
     from distdiag.report import Report
 
 
@@ -39,23 +44,94 @@ def floatcmp(
     Exit status: 0 the same, or within rounding, 1 they differ by more, 2 wrong usage, 3 a file cannot be read,
     130 interrupted.
     """
-    from distdiag.commands.floatcmp.view import floatcmp_view
-    from distdiag.deliver import Output, Progress, deliver
+    from distdiag.commands.floatcmp.compare_files import COMMAND, Request
+    from distdiag.commands.floatcmp.diagnose import floatcmp_view
+    from distdiag.output import Output, Progress, deliver
+
+    request = Request(
+        program=called_as(),
+        a=a,
+        b=b,
+        reference=reference,
+        key=key,
+        worst=worst,
+        timeout_s=timeout,
+        exact=exact,
+    )
 
     def run() -> Report[FloatCmp]:
-        from distdiag.commands.floatcmp.check import check
-
-        request = Request(
-            program=called_as(),
-            a=a,
-            b=b,
-            reference=reference,
-            key=key,
-            worst=worst,
-            timeout_s=timeout,
-            exact=exact,
-        )
         with Progress() as progress:
-            return check(request, progress)
+            return _check(request, progress)
 
     deliver(COMMAND, run, floatcmp_view, Output(json=as_json, strict=strict))
+
+
+def _check(request: Request, progress: Progress) -> Report[FloatCmp]:
+    """Compare two files of tensors.
+
+    Raises:
+        UsageError: a file is not there, or no name fits the pattern.
+        DistdiagError: a file cannot be read, or the comparison did not come to its end.
+    """
+    from distdiag.commands.floatcmp.diagnose import diagnose
+    from distdiag.errors import DistdiagError, UsageError
+
+    for path in (request.a, request.b, request.reference):
+        if path and not os.path.isfile(path) and not os.path.isdir(path):
+            kind = "is no file and no folder but a device" if os.path.exists(path) else "there is no such file"
+            raise UsageError(f"{path}: {kind}", hint="name files by torch.save, .npy or .safetensors, or checkpoints")
+        if not path.isascii() and path.encode("utf-8", "replace") != os.fsencode(path):
+            raise UsageError(f"{path}: its name is not UTF-8", hint="compare a link to it that has another name")
+    progress.news(f"comparing {request.a} with {request.b}")
+    answer = _ask(request)
+    if answer.unreadable:
+        raise DistdiagError(answer.unreadable, hint=answer.hint)
+    if answer.found is None:
+        names = ", ".join(name or "(one tensor without a name)" for name in answer.no_match)
+        raise UsageError(f"--key {request.key}: no name is like that", hint=f"there are: {names or 'none'}")
+    return diagnose(request, answer.found)
+
+
+def _ask(request: Request) -> Answer:
+    """Run the comparison in a process of its own."""
+    import msgspec
+
+    from distdiag.commands.floatcmp.compare_files import ANSWER, STAGE, Answer
+    from distdiag.errors import DistdiagError
+    from distdiag.facts import programs
+
+    order = msgspec.json.encode(request).decode()
+    with tempfile.TemporaryDirectory(prefix="distdiag-") as folder:
+        argv = [sys.executable, "-P", "-m", "distdiag.commands.floatcmp.compare_files", order, folder]
+        try:
+            done = programs.run(argv, timeout_s=request.timeout_s)
+        except programs.CannotRun as error:
+            raise DistdiagError(str(error), hint="see whether this Python is still there") from error
+        except KeyboardInterrupt:
+            programs.kill_all()
+            raise
+        try:
+            with open(os.path.join(folder, ANSWER), "rb") as file:
+                return msgspec.json.decode(file.read(), type=Answer)
+        except (OSError, msgspec.DecodeError) as error:
+            raise _no_answer(request, done, os.path.join(folder, STAGE)) from error
+
+
+def _no_answer(request: Request, done: programs.Done, stage_file: str) -> DistdiagError:
+    from distdiag.errors import DistdiagError
+    from distdiag.facts.cuda.driver import how_it_died
+
+    try:
+        with open(stage_file, encoding="utf-8", errors="replace") as file:
+            stage = file.read()
+    except OSError:
+        stage = "starting Python"
+    if done.timed_out:
+        return DistdiagError(
+            f"no answer in {request.timeout_s:g} s; it was {stage}",
+            hint="give it more time: " + request.again("--timeout", f"{4 * request.timeout_s:g}"),
+        )
+    return DistdiagError(
+        f"the process that compares ended while {stage}: {how_it_died(done)}",
+        hint="if it was killed, memory may have run out: compare fewer tensors with --key",
+    )

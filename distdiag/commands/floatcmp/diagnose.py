@@ -1,28 +1,38 @@
-"""How two files compare -> Report. Pure."""
+"""How two files compare -> Report, and its lines for people. Pure."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distdiag.commands.floatcmp.model import COMMAND
+from distdiag.commands.floatcmp.compare_files import COMMAND
+from distdiag.output import Whole, Wrapped
 from distdiag.report import Finding, Fix, Level, Report
-from distdiag.training.floats.judge import limits, sum_of
-from distdiag.training.floats.model import NO_REFERENCE, Likeness
-from distdiag.training.floats.words import folded, nearness, places, verdict
+from distdiag.training.floatcmp.result import (
+    NO_REFERENCE,
+    Likeness,
+    details,
+    format_mismatches,
+    format_nearness,
+    limits,
+    shorten,
+    sum_length,
+    verdict,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from distdiag.commands.floatcmp.model import Request
-    from distdiag.commands.floatcmp.result import FloatCmp
-    from distdiag.training.floats.model import Pair
+    from rich.console import RenderableType
 
-_SHOWN = 8
+    from distdiag.commands.floatcmp.compare_files import FloatCmp, Request
+    from distdiag.training.floatcmp.result import Pair
+
+_SHOWN, _LINES = 8, 12
 
 
 def diagnose(request: Request, found: FloatCmp) -> Report[FloatCmp]:
-    """Say whether the files hold the same numbers, and if not, what is unlike and where to begin."""
-    findings = (*_faults(request, found), *_remarks(request, found))
+    """Report whether the files hold the same numbers, and if not, what is unlike and where to begin."""
+    findings = (*_faults(request, found), *_warnings(request, found), *_about_reference(request, found))
     return Report(command=COMMAND, data=found, findings=findings, summary=_summary(found, findings))
 
 
@@ -41,25 +51,27 @@ def _some(pairs: Sequence[Pair]) -> str:
 
 def _faults(request: Request, found: FloatCmp) -> Iterator[Finding]:
     shapes = [pair for pair in found.pairs if pair.shape_a != pair.shape_b]
-    odd = [pair for pair in found.pairs if pair.counts.one_sided]
-    rest = [pair for pair in found.pairs if pair.likeness == Likeness.DIFFERS and pair not in (*shapes, *odd)]
-    far, whole = [pair for pair in rest if pair.unit], [pair for pair in rest if not pair.unit]
-    if odd:
+    one_sided = [pair for pair in found.pairs if pair.counts.one_sided]
+    unlike = [pair for pair in found.pairs if pair.likeness == Likeness.DIFFERS and pair.shape_a == pair.shape_b]
+    far = [pair for pair in unlike if pair.unit and not pair.counts.one_sided]
+    integers = [pair for pair in unlike if not pair.unit]
+    if one_sided:
+        places = format_mismatches(one_sided[0].one_sided, (request.a, request.b))
         yield Finding(
             id=f"{COMMAND}.one-sided",
             level=Level.FAIL,
-            title=f"nan or inf stands on one side only, in {_some(odd)}",
-            evidence=(*_list(odd), *(line.strip() for line in places(odd[0].one_sided, (request.a, request.b)))),
+            title=f"nan or inf stands on one side only, in {_some(one_sided)}",
+            evidence=(*_list(one_sided), *(line.strip() for line in places)),
             fix=Fix(text="find the module where it is born, on that side; numbers alone do not tell"),
         )
     if far:
         yield _far(request, far)
-    if whole:
+    if integers:
         yield Finding(
             id=f"{COMMAND}.integers",
             level=Level.FAIL,
-            title=f"whole numbers or booleans, which are exact, are not equal in {_some(whole)}",
-            evidence=_list(whole),
+            title=f"whole numbers or booleans, which are exact, are not equal in {_some(integers)}",
+            evidence=_list(integers),
             fix=Fix(text="look for other input, another seed or another step, before looking at rounding"),
         )
     if shapes:
@@ -80,10 +92,10 @@ def _inexact(found: FloatCmp) -> Iterator[Finding]:
             id=f"{COMMAND}.not-exact",
             level=Level.FAIL,
             title=f"not the same to the last bit: {_some([*near, *signs])}",
-            evidence=(*_list(near), *(f"{one.key}: zeros of opposite signs" for one in signs[:_SHOWN])),
+            evidence=(*_list(near), *(f"{pair.key}: zeros of opposite signs" for pair in signs[:_SHOWN])),
         )
     if found.values_differ:
-        yield Finding(id=f"{COMMAND}.values", level=Level.FAIL, title=f"other values: {folded(found.values_differ)}")
+        yield Finding(id=f"{COMMAND}.values", level=Level.FAIL, title=f"other values: {shorten(found.values_differ)}")
 
 
 def _far(request: Request, far: Sequence[Pair]) -> Finding:
@@ -111,7 +123,7 @@ def _names(request: Request, found: FloatCmp) -> Iterator[Finding]:
             id=f"{COMMAND}.keys",
             level=Level.FAIL,
             title=f"{count} names are in one file only" if count > 1 else "a name is in one file only",
-            evidence=tuple(f"only in {path}: {folded(names)}" for path, names in missing if names),
+            evidence=tuple(f"only in {path}: {shorten(names)}" for path, names in missing if names),
         )
     if found.not_compared:
         yield Finding(
@@ -126,11 +138,10 @@ def _names(request: Request, found: FloatCmp) -> Iterator[Finding]:
         )
 
 
-def _remarks(request: Request, found: FloatCmp) -> Iterator[Finding]:
-    names = (request.a, request.b)
+def _warnings(request: Request, found: FloatCmp) -> Iterator[Finding]:
     sums = [pair for pair in found.pairs if pair.likeness == Likeness.LONG_SUM]
     if sums and not request.exact:
-        length = sum_of(max(pair.max_scaled_ulp for pair in sums))
+        length = sum_length(max(pair.max_scaled_ulp for pair in sums))
         yield Finding(
             id=f"{COMMAND}.long-sum",
             level=Level.WARN,
@@ -143,14 +154,17 @@ def _remarks(request: Request, found: FloatCmp) -> Iterator[Finding]:
         yield Finding(
             id=f"{COMMAND}.both-nan",
             level=Level.WARN,
-            title=f"nan at the same places in both files: {folded(found.both_nan)}",
+            title=f"nan at the same places in both files: {shorten(found.both_nan)}",
         )
     if found.values_differ and not request.exact:
         yield Finding(
             id=f"{COMMAND}.values",
             level=Level.WARN,
-            title=f"text or other values, no tensors, are not the same: {folded(found.values_differ)}",
+            title=f"text or other values, no tensors, are not the same: {shorten(found.values_differ)}",
         )
+
+
+def _about_reference(request: Request, found: FloatCmp) -> Iterator[Finding]:
     unlike = [pair for pair in found.pairs if pair.likeness != Likeness.IDENTICAL]
     lacking = [pair for pair in unlike if any(NO_REFERENCE in note for note in pair.notes)]
     if lacking:
@@ -162,38 +176,58 @@ def _remarks(request: Request, found: FloatCmp) -> Iterator[Finding]:
             evidence=(why,),
             fix=Fix(text="calculate the same in float64, and save it under the same names"),
         )
-    near = [pair for pair in found.pairs if pair.nearness is not None]
+    names = (request.a, request.b)
+    near = [(pair.key, pair.nearness) for pair in found.pairs if pair.nearness is not None]
     if near:
         yield Finding(
             id=f"{COMMAND}.nearer",
             level=Level.INFO,
             title="who is nearer to the reference",
             evidence=tuple(
-                f"{one.key}{': ' if one.key else ''}{nearness(one.nearness, names)}"
-                for one in near[:_SHOWN]
-                if one.nearness is not None
+                f"{key}{': ' if key else ''}{format_nearness(nearness, names)}" for key, nearness in near[:_SHOWN]
             ),
         )
 
 
 def _summary(found: FloatCmp, findings: Sequence[Finding]) -> str:
-    first = next((one for one in findings if one.level == Level.FAIL), None) or next(
-        (one for one in findings if one.level == Level.UNKNOWN), None
-    )
-    if first is not None:
-        return first.title
+    for level in (Level.FAIL, Level.UNKNOWN):
+        for finding in findings:
+            if finding.level == level:
+                return finding.title
     numbers = f"{found.numbers:,} number{'' if found.numbers == 1 else 's'} in {_count(found.tensors)}"
     if found.identical == found.tensors:
         return f"identical: {numbers}"
     worst = max(
-        (pair for pair in found.pairs if pair.likeness != Likeness.IDENTICAL), key=lambda one: one.max_scaled_ulp
+        (pair for pair in found.pairs if pair.likeness != Likeness.IDENTICAL), key=lambda pair: pair.max_scaled_ulp
     )
     where = f", most in {worst.key}" if worst.key else ""
     if not worst.max_scaled_ulp:
-        return f"equal once converted to {worst.unit or 'integers'}: {numbers}"
+        return f"equal once converted to {worst.unit}: {numbers}"
     same = f", {found.identical} of them identical" if found.identical else ""
     return f"equal within {worst.max_scaled_ulp} ulp of {worst.unit}{where} (rounding): {numbers}{same}"
 
 
 def _count(tensors: int) -> str:
     return f"{tensors:,} tensor{'' if tensors == 1 else 's'}"
+
+
+def floatcmp_view(report: Report[FloatCmp]) -> Iterator[RenderableType]:
+    """Format the files as a and b, one line for each tensor that differs, and all of the worst."""
+    found = report.data
+    yield Whole(f"a: {found.a}")
+    yield Whole(f"b: {found.b}")
+    if found.reference:
+        yield Whole(f"reference: {found.reference}")
+    unlike = [pair for pair in found.pairs if pair.likeness != Likeness.IDENTICAL]
+    yield ""
+    yield Wrapped(f"tensors in both: {found.tensors:,}, of them identical: {found.identical:,}", margin=0)
+    for pair in unlike[:_LINES]:
+        yield Wrapped(f"{pair.key or '(one tensor)'}: {verdict(pair)}", margin=2, hang=4)
+    if len(unlike) > _LINES:
+        yield Whole(f"  ... and {len(unlike) - _LINES} more (--json has them all)")
+    if found.pairs:
+        yield ""
+        yield Wrapped(f"{found.pairs[0].key or 'the tensor'} in full:", margin=0)
+        for line in details(found.pairs[0], ("a", "b")):
+            # Places stay whole, so that they can be searched for; the rest is words.
+            yield Whole(line) if line.startswith("    ") else Wrapped(line.strip(), margin=2, hang=4)

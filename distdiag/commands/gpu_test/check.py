@@ -8,13 +8,13 @@ from distdiag.commands.gpu_test import diagnose
 from distdiag.commands.gpu_test.types import GpuTest, Request
 from distdiag.commands.gpu_test.view import gpu_test_view
 from distdiag.errors import UsageError
-from distdiag.workload import carry_out
-from distdiag.workload.record import Job
+from distdiag.launch import runner
+from distdiag.launch.record import Job
 
 if TYPE_CHECKING:
-    from distdiag.cluster.recipes import Recipe
+    from distdiag.cluster.launch_commands import Recipe
     from distdiag.runner import Subcommand
-    from distdiag.workload.record import Plan, RunRecord, Share
+    from distdiag.launch.record import Plan, RunRecord, Share
 
 _MEMORY_ON_CPU_BYTES = 64 * 2**20
 _MEMORY_FRACTION = 0.5
@@ -56,4 +56,4 @@ def _fault_for(request: Request, rank: int) -> dict[str, object] | None:
 
 def subcommand(recipe: Recipe | None) -> Subcommand[Request, RunRecord, GpuTest]:
     """Make the command; `recipe`: the launcher for which lines are to be written instead."""
-    return carry_out.subcommand("gpu-test", Request, job_of, lambda _, report: gpu_test_view(report), recipe)
+    return runner.subcommand("gpu-test", Request, job_of, lambda _, report: gpu_test_view(report), recipe)

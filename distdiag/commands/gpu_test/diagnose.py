@@ -5,26 +5,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import fold
-from distdiag.cluster.launch import Outcome
+from distdiag.cluster.rank_runs import Outcome
 from distdiag.commands.gpu_test.types import STAGES, GpuTest
 from distdiag.report import Level, Report
-from distdiag.workload import judge
-from distdiag.workload.types import Device
+from distdiag.launch import rank_report
+from distdiag.launch.types import Device
 
 if TYPE_CHECKING:
     from distdiag.commands.gpu_test.types import Request
     from distdiag.report import Finding
-    from distdiag.workload.record import Course, NotRun, Plan, Scene
+    from distdiag.launch.record import Course, NotRun, Plan, Scene
 
 
 def diagnose(request: Request, scene: Scene, plan: Plan, course: Course) -> Report[GpuTest]:
     """Say what the run shows."""
-    found = judge.findings_of(request, scene, plan, course)
+    found = rank_report.findings_of(request, scene, plan, course)
     data = GpuTest(
-        **judge.facts_of(request, scene, plan, course),
+        **rank_report.facts_of(request, scene, plan, course),
         size_bytes=request.size_bytes,
-        memory_bytes=min(judge.payloads(course.traces, "memory_bytes"), default=None),
-        arch_list=tuple(judge.started(course.traces).get("arch_list") or ()),
+        memory_bytes=min(rank_report.payloads(course.traces, "memory_bytes"), default=None),
+        arch_list=tuple(rank_report.started(course.traces).get("arch_list") or ()),
     )
     interrupted = course.outcome is Outcome.INTERRUPTED
     return Report(
@@ -42,7 +42,7 @@ def no_data(request: Request, why: NotRun, facts: dict[str, Any]) -> GpuTest:
 
 
 def _summary(found: list[Finding], scene: Scene, plan: Plan) -> str:
-    if wrong := judge.worst_of(found):
+    if wrong := rank_report.worst_of(found):
         return wrong
     kind = "GPU" if plan.device is Device.CUDA else "CPU"
     who = f"{plan.nproc} ranks" if plan.nproc > 1 else "1 rank"
@@ -56,4 +56,4 @@ def _summary(found: list[Finding], scene: Scene, plan: Plan) -> str:
 
 def _interrupted(data: GpuTest, found: list[Finding]) -> str:
     wrong = [finding.title for finding in found if finding.level in (Level.FAIL, Level.UNKNOWN)]
-    return f"interrupted; {wrong[0] if wrong else judge.how_far(data.ranks, STAGES)}"
+    return f"interrupted; {wrong[0] if wrong else rank_report.how_far(data.ranks, STAGES)}"

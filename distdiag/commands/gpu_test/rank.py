@@ -6,8 +6,8 @@ what it sees itself; who is to blame is decided by whoever sees all ranks.
 
 from __future__ import annotations
 
-from distdiag.workload.rank import Rank as AnyRank
-from distdiag.workload.rank import first_lines, is_out_of_memory, run_rank
+from distdiag.launch.rank import Rank as AnyRank
+from distdiag.launch.rank import first_lines, is_out_of_memory, run_rank
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from distdiag.workload import types
+from distdiag.launch import types
 
 STAGES = ("start", "connect", "init", "agree", "reduce", "memory", "done")
 STAGELESS = ("corrupt", "dtype", "no-import")

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from distdiag.deliver import host_table
-from distdiag.workload.view import log_lines, rank_table, run_lines
-from distdiag.workload.words import amount
+from distdiag.output import host_table
+from distdiag.launch.view import log_lines, rank_table, run_lines
+from distdiag.launch.wording import amount
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

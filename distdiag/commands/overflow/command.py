@@ -60,7 +60,7 @@ def overflow(
     Exit status: 1 something was found, else the script's own; 3 no model was called.
     """
     from distdiag.commands.overflow import job
-    from distdiag.deliver import fail
+    from distdiag.output import fail
     from distdiag.training.overflow.session import Settings
 
     program = called_as()
@@ -86,7 +86,7 @@ def overflow(
 
 def parse_command(command: Sequence[str], nproc: int | None, program: str) -> list[str]:
     """Return what to execute: the job, as `nproc` ranks below torchrun if that is given. Raises UsageError."""
-    from distdiag.foreground import argv_of
+    from distdiag.child_job import argv_of
 
     argv = argv_of(command, example=f"{program} overflow -- train.py")
     if nproc is None:

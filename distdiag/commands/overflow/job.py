@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import typer
 
-from distdiag import foreground
+from distdiag import child_job
 from distdiag.commands.overflow.diagnose import diagnose
 from distdiag.commands.overflow.types import COMMAND, Detection, Overflow, WatchedProcess
 from distdiag.commands.overflow.view import overflow_view
-from distdiag.deliver import Output, deliver, document, emit
+from distdiag.output import Output, deliver, document, emit
 from distdiag.files import make_folder
-from distdiag.node.identity import identify
+from distdiag.facts.rank_identity import identify
 from distdiag.training.overflow.session import VARIABLE, Settings
 
 if TYPE_CHECKING:
@@ -42,12 +42,12 @@ def run(argv: Sequence[str], settings: Settings, keep: str, *, quiet: bool) -> O
         folder = os.path.abspath(keep) if keep else scratch
         make_folder("--save", folder)
         before = set(os.listdir(folder))
-        env = foreground.watched(VARIABLE, replace(settings, folder=folder).to_text())
-        with foreground.signals_for_the_job() as mask:
+        env = child_job.watched(VARIABLE, replace(settings, folder=folder).to_text())
+        with child_job.signals_for_the_job() as mask:
             out = sys.stderr.fileno() if quiet else None
             # The job may be a launcher: only by SIGTERM its ranks go with it.
-            child = foreground.start(argv, mask, env=env, stdout=out, dies_by=signal.SIGTERM)
-            status = foreground.wait(child, foreground.send)
+            child = child_job.start(argv, mask, env=env, stdout=out, dies_by=signal.SIGTERM)
+            status = child_job.wait(child, child_job.send)
         new = [path for path in glob.glob(os.path.join(folder, "*")) if os.path.basename(path) not in before]
         return Overflow(
             argv=tuple(argv),
@@ -75,7 +75,7 @@ def report_and_leave(outcome: Overflow, program: str, *, as_json: bool) -> NoRet
         # stdout is the job's.
         with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(typer.Exit):
             deliver(COMMAND, lambda: report, overflow_view, Output())
-    foreground.leave_like(status)
+    child_job.leave_like(status)
 
 
 def _status(report: Report[Overflow], outcome: Overflow) -> int:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Column
 
-from distdiag.deliver import plain_table
+from distdiag.output import plain_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
-from distdiag.commands.ports.model import Request, read_ports
+from distdiag.errors import UsageError
 from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from distdiag.commands.ports.server import ServerOptions
+    from distdiag.commands.ports.types import PortsData, PortsFacts, Request
+    from distdiag.output import Progress
+    from distdiag.gathered import Gathered
+    from distdiag.runner import Subcommand
+
+_MOST_TARGETS = 65536
+_MOST_HOSTS = 256
+"""Hosts that are tried from one node; nodes among each other: see gather.MOST_NODES."""
+_WORDS = ("serve", "check")
 
 
 @on_hosts
@@ -23,7 +37,7 @@ def ports(
         str | None, typer.Option(metavar="LIST", help="Ports to try, or to serve: 6000,29500-29510. [default: 29500]")
     ] = None,
     sample: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Ephemeral ports to try between nodes.")] = 2,
-    data: Annotated[str, typer.Option(metavar="SIZE", help="Data to send over each way between nodes.")] = "1MiB",
+    data: Annotated[str, typer.Option(metavar="SIZE", help="Data to send over each path between nodes.")] = "1MiB",
     token_file: Annotated[
         str,
         typer.Option(metavar="FILE", help="Token shared by serve and check; - reads stdin. [default: $DISTDIAG_TOKEN]"),
@@ -34,7 +48,7 @@ def ports(
     timeout: Annotated[
         float, typer.Option(min=0.1, max=120.0, metavar="SECONDS", help="Longest time for an answer of one port.")
     ] = 3.2,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every way, listener and interface.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every path, listener and interface.")] = False,
     save: SaveOpt = "",
     from_: FromOpt = None,
     as_json: JsonOpt = False,
@@ -47,26 +61,107 @@ def ports(
     Without hosts: this node. With hosts as arguments: their ports, from here. With --hosts: all of those among each
     other. Without ssh: `ports serve` on one node, `ports check THAT_NODE` on the other.
 
-    Exit status: 0 all ways are open, 1 one is closed, 2 wrong usage, 3 it cannot be known, 130 interrupted.
+    Exit status: 0 all paths are open, 1 one is closed, 2 wrong usage, 3 it cannot be known, 130 interrupted.
     """
     from distdiag import runner
-    from distdiag.commands.ports import ask
+    from distdiag.commands.ports.server import ServerOptions
+    from distdiag.commands.ports.types import Request, read_ports
 
     words = what or []
 
-    def asked() -> Request:
+    def request() -> Request:
         given = () if port is None else read_ports(port)  # an empty variable (--port "$PORT") is a mistake
         return Request(
             program=called_as(),
             cluster=cluster,
-            targets=ask.targets_of(words, given),
+            targets=_targets(words, given),
             ports=given,
-            named=bool(given) or ask.names_ports(words),
+            named=bool(given) or _names_ports(words),
             sample=sample,
-            bulk_bytes=ask.bulk_of(data),
+            bulk_bytes=_bulk_bytes(data),
             timeout_s=timeout,
             verbose=verbose,
         )
 
-    meeting = ask.Meeting(token_file=token_file, for_s=for_s)
-    runner.run(ask.subcommand(words, meeting), asked, runner.Options(as_json, strict, save, from_, cluster.explain))
+    own = _subcommand(words, ServerOptions(token_file=token_file, for_s=for_s))
+    runner.run(own, request, runner.Options(as_json, strict, save, from_, cluster.explain))
+
+
+def _targets(words: Sequence[str], ports: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+    """Parse the hosts to try. Raises UsageError."""
+    from distdiag.commands.ports.types import read_target
+
+    if words and words[0] == "serve":
+        if len(words) > 1:
+            raise UsageError("serve takes no hosts", hint="distdiag ports serve --port 6000")
+        return ()
+    hosts = words[1:] if words and words[0] == "check" else words
+    if words and not hosts:
+        raise UsageError("check whom?", hint="distdiag ports check node1 (on which `distdiag ports serve` runs)")
+    if len(set(hosts)) > _MOST_HOSTS:
+        raise UsageError(
+            f"{len(set(hosts))} hosts are too many to try from one node", hint=f"up to {_MOST_HOSTS} at a time"
+        )
+    found = [target for word in hosts for target in read_target(word, ports)]
+    if len(found) > _MOST_TARGETS:
+        raise UsageError(
+            f"{len(found)} ports are too many", hint=f"up to {_MOST_TARGETS} at a time, of all hosts together"
+        )
+    return tuple(dict.fromkeys(found))
+
+
+def _names_ports(words: Sequence[str]) -> bool:
+    """Whether a port was typed with one of the hosts: whoever names a port means that somebody listens there."""
+    from distdiag.commands.ports.types import read_target
+
+    hosts = [word for word in words if word not in _WORDS]
+    return any(read_target(word, (1,)) == read_target(word, (2,)) for word in hosts)
+
+
+def _bulk_bytes(text: str) -> int:
+    """Parse --data. Raises UsageError."""
+    from distdiag.agent.probe_server import MOST_BULK_BYTES
+    from distdiag.options import parse_size
+
+    size = parse_size(text)
+    if not 0 < size <= MOST_BULK_BYTES:
+        raise UsageError(f"--data {text} is out of bounds", hint=f"up to {MOST_BULK_BYTES >> 20}MiB over each path")
+    return size
+
+
+def _subcommand(words: Sequence[str], options: ServerOptions) -> Subcommand[Request, PortsFacts, PortsData]:
+    """Make the command of what was typed: look around, try hosts, serve, check a server, try all pairs."""
+    from distdiag import runner
+    from distdiag.commands.ports import gather, types
+    from distdiag.commands.ports.diagnose import diagnose
+    from distdiag.commands.ports.view import ports_view
+    from distdiag.gathered import Gathered
+
+    def collect(request: Request, progress: Progress) -> Gathered[PortsFacts]:
+        facts = _collect(request, words, options, progress)
+        return Gathered(facts=[facts], interrupted=facts.interrupted)
+
+    return runner.Subcommand(
+        name=types.COMMAND,
+        request=types.Request,
+        facts=types.PortsFacts,
+        collect=collect,
+        diagnose=lambda request, gathered: diagnose(request, gathered.facts[0]),
+        view=lambda request, _, report: ports_view(report, request),
+        explain=lambda request: runner.explain(request.cluster, gather.AGENT),
+        shown_as_typed=("verbose",),
+        by_every_rank=True,
+    )
+
+
+def _collect(request: Request, words: Sequence[str], options: ServerOptions, progress: Progress) -> PortsFacts:
+    """Do what was asked for. Raises UsageError, DistdiagError."""
+    from distdiag.commands.ports import gather, server
+
+    if not words or words[0] not in _WORDS:
+        return gather.gather(request, progress)
+    if request.cluster.typed():
+        raise UsageError(
+            f"{words[0]} works between two nodes without ssh", hint="leave out --hosts, or leave out the word"
+        )
+    return (server.serve if words[0] == "serve" else server.check)(request, options, progress)

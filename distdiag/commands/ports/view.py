@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from rich.table import Column
 
 from distdiag.cluster.hosts import fold, fold_ranks
-from distdiag.commands.ports.here import export_line
-from distdiag.deliver import Whole, Wrapped, host_table, plain_table
+from distdiag.output import Whole, Wrapped, host_table, plain_table
+from distdiag.diagnosis.nic_selection import export_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from distdiag.commands.ports.model import Request
-    from distdiag.commands.ports.result import PairRow, PortsData, ProbeRow
+    from distdiag.commands.ports.types import PairRow, PortsData, ProbeRow, Request
     from distdiag.report import Report
 
 _MATRIX = 32
@@ -46,13 +45,13 @@ def _node(data: PortsData, *, verbose: bool) -> Iterator[RenderableType]:
         table = plain_table(
             Column("rdma port"), Column("state"), Column("link"), Column("Gbit/s", justify="right"), Column("interface")
         )
-        for one in data.ib_ports:
-            rate = f"{one.rate_bits_per_s / 1e9:g}" if one.rate_bits_per_s else "-"
-            table.add_row(f"{one.device}:{one.port}", one.state, one.link, rate, ", ".join(one.netdevs) or "-")
+        for port in data.ib_ports:
+            rate = f"{port.rate_bits_per_s / 1e9:g}" if port.rate_bits_per_s else "-"
+            table.add_row(f"{port.device}:{port.port}", port.state, port.link, rate, ", ".join(port.netdevs) or "-")
         yield table
     yield Whole("")
     for name, taken in (("NCCL", data.choice.nccl), ("Gloo", data.choice.gloo)):
-        what = ", ".join(f"{one.name} ({one.address})" for one in taken) or "nothing: it would fail"
+        what = ", ".join(f"{nic.name} ({nic.address})" for nic in taken) or "nothing: it would fail"
         yield Wrapped(f"{name} would take {what}", margin=0, hang=2)
     yield Whole("")
     yield from _listeners(data, verbose=verbose)
@@ -63,7 +62,7 @@ def _node(data: PortsData, *, verbose: bool) -> Iterator[RenderableType]:
 
 
 def _interfaces(data: PortsData, *, verbose: bool) -> Table:
-    several = len({one.host for one in data.interfaces}) > 1
+    several = len({nic.host for nic in data.interfaces}) > 1
     table = plain_table(
         *([Column("host")] if several else []),
         Column("interface", no_wrap=True),
@@ -73,38 +72,40 @@ def _interfaces(data: PortsData, *, verbose: bool) -> Table:
         Column("Gbit/s", justify="right", no_wrap=True),
         Column("addresses", overflow="fold"),
     )
-    for one in data.interfaces:
-        if not one.addresses and not one.up and not verbose:
+    for nic in data.interfaces:
+        if not nic.addresses and not nic.up and not verbose:
             continue
-        state = "running" if one.running else "no carrier" if one.up else "down"
-        speed = f"{one.speed_bits_per_s / 1e9:g}" if one.speed_bits_per_s else "-"
-        name = one.name + (" (default route)" if one.default_route else "")
-        row = [name, one.kind, state, str(one.mtu or "-"), speed, " ".join(one.addresses) or "-"]
-        table.add_row(*([one.host] if several else []), *row)
+        state = "running" if nic.running else "no carrier" if nic.up else "down"
+        speed = f"{nic.speed_bits_per_s / 1e9:g}" if nic.speed_bits_per_s else "-"
+        name = nic.name + (" (default route)" if nic.default_route else "")
+        row = [name, nic.kind, state, str(nic.mtu or "-"), speed, " ".join(nic.addresses) or "-"]
+        table.add_row(*([nic.host] if several else []), *row)
     return table
 
 
 def _listeners(data: PortsData, *, verbose: bool) -> Iterator[RenderableType]:
-    shown = [one for one in data.listeners if verbose or one.port in _USUAL or "python" in one.command]
+    shown = [
+        listener for listener in data.listeners if verbose or listener.port in _USUAL or "python" in listener.command
+    ]
     if not shown:
         usual = ", ".join(map(str, _USUAL[:3]))
         yield Wrapped(f"nobody listens at the usual ports ({usual}); {len(data.listeners)} elsewhere (-v)", margin=0)
         return
     table = plain_table(Column("listening"), Column("pid", justify="right"), Column("command", overflow="fold"))
-    for one in shown if verbose else shown[:_LISTENERS]:
-        address = f"[{one.address}]" if ":" in one.address else one.address
-        table.add_row(f"{address}:{one.port}", str(one.pid or "?"), one.command or "not ours to see")
+    for listener in shown if verbose else shown[:_LISTENERS]:
+        address = f"[{listener.address}]" if ":" in listener.address else listener.address
+        table.add_row(f"{address}:{listener.port}", str(listener.pid or "?"), listener.command or "not ours to see")
     yield table
 
 
 def _probes(probes: Sequence[ProbeRow], *, verbose: bool) -> Iterator[RenderableType]:
     """Draw one row for the ports of a host that said the same."""
     groups: dict[tuple[str, ...], list[ProbeRow]] = {}
-    for one in probes:
-        said = f" {one.said!r}" if one.said and one.by != "distdiag" else ""
-        by = f"{one.by}{said}" if one.state == "open" else one.error
-        groups.setdefault((one.from_, one.to, one.address, one.state, by, one.interface), []).append(one)
-    several = len({one.from_ for one in probes}) > 1
+    for probe in probes:
+        quote = f" {probe.said!r}" if probe.said and probe.by != "distdiag" else ""
+        by = f"{probe.by}{quote}" if probe.state == "open" else probe.error
+        groups.setdefault((probe.from_, probe.to, probe.address, probe.state, by, probe.interface), []).append(probe)
+    several = len({probe.from_ for probe in probes}) > 1
     table = plain_table(
         *([Column("from")] if several else []),
         Column("to", overflow="fold"),
@@ -116,35 +117,35 @@ def _probes(probes: Sequence[ProbeRow], *, verbose: bool) -> Iterator[Renderable
         Column("what it said", overflow="fold"),
     )
     for (source, host, address, state, by, interface), rows in groups.items():
-        times = sorted(one.rtt_s for one in rows if one.rtt_s is not None)
+        times = sorted(probe.rtt_s for probe in rows if probe.rtt_s is not None)
         took = f"{times[len(times) // 2] * 1e3:.1f}" if times else "-"
-        ports = fold_ranks(one.port for one in rows)
+        ports = fold_ranks(probe.port for probe in rows)
         table.add_row(*([source] if several else []), host, address or "-", ports, state, took, interface or "-", by)
     yield table
 
 
 def _pairs(data: PortsData, *, verbose: bool) -> Iterator[RenderableType]:
-    tried = {host for one in data.pairs for host in (one.from_, one.to)}
-    known = dict.fromkeys([*(one.host for one in data.interfaces), *sorted(tried)])
+    tried = {host for pair in data.pairs for host in (pair.from_, pair.to)}
+    known = dict.fromkeys([*(nic.host for nic in data.interfaces), *sorted(tried)])
     hosts = [host for host in known if host in tried]
     states: dict[tuple[str, str], list[PairRow]] = {}
-    for one in data.pairs if all(one.purpose in ("also", "other") for one in data.pairs) else _main(data):
-        states.setdefault((one.from_, one.to), []).append(one)
+    for pair in data.pairs if all(pair.purpose in ("also", "other") for pair in data.pairs) else _main(data):
+        states.setdefault((pair.from_, pair.to), []).append(pair)
     if len(hosts) <= _MATRIX:
         yield from _matrix(hosts, states)
     else:
-        good = sum(all(one.state in _MARKS for one in rows) for rows in states.values())
-        yield Whole(f"{good} of {len(states)} ways between {len(hosts)} nodes are open")
+        good = sum(all(pair.state in _MARKS for pair in rows) for rows in states.values())
+        yield Whole(f"{good} of {len(states)} paths between {len(hosts)} nodes are open")
     yield Whole("")
     yield Wrapped(_figures(data), margin=0)
     if verbose:
-        for one in data.pairs:
-            took = f" {one.rtt_s * 1e3:.1f} ms" if one.rtt_s is not None else ""
-            yield Whole(f"  {one.from_} -> {one.to} {one.address}:{one.port} ({one.purpose}) {one.state}{took}")
+        for pair in data.pairs:
+            took = f" {pair.rtt_s * 1e3:.1f} ms" if pair.rtt_s is not None else ""
+            yield Whole(f"  {pair.from_} -> {pair.to} {pair.address}:{pair.port} ({pair.purpose}) {pair.state}{took}")
 
 
 def _main(data: PortsData) -> Iterator[PairRow]:
-    return (one for one in data.pairs if one.purpose in ("port", "ranks"))
+    return (pair for pair in data.pairs if pair.purpose in ("port", "ranks"))
 
 
 def _matrix(hosts: list[str], states: dict[tuple[str, str], list[PairRow]]) -> Iterator[RenderableType]:
@@ -171,28 +172,28 @@ def _matrix(hosts: list[str], states: dict[tuple[str, str], list[PairRow]]) -> I
 def _cell(rows: list[PairRow]) -> str:
     if not rows:
         return "?"
-    bad = [one for one in rows if one.state not in _MARKS]
+    bad = [pair for pair in rows if pair.state not in _MARKS]
     if not bad:
-        return "~" if any(one.state == "lossy" for one in rows) else "."
-    if any(one.state.startswith("swallowed") for one in bad):
+        return "~" if any(pair.state == "lossy" for pair in rows) else "."
+    if any(pair.state.startswith("swallowed") for pair in bad):
         return "m"
-    purposes = {one.purpose for one in bad}
-    open_too = {one.purpose for one in rows if one.state in _MARKS}
+    purposes = {pair.purpose for pair in bad}
+    open_too = {pair.purpose for pair in rows if pair.state in _MARKS}
     if purposes == {"port"} and "ranks" in open_too:
         return "p"
     return "e" if purposes == {"ranks"} and "port" in open_too else "X"
 
 
 def _figures(data: PortsData) -> str:
-    times = sorted(one.rtt_s for one in data.pairs if one.rtt_s is not None)
-    rates = sorted(one.throughput_bytes_per_s for one in data.pairs if one.throughput_bytes_per_s is not None)
+    times = sorted(pair.rtt_s for pair in data.pairs if pair.rtt_s is not None)
+    rates = sorted(pair.throughput_bytes_per_s for pair in data.pairs if pair.throughput_bytes_per_s is not None)
     took = (
         f"answers in {times[len(times) // 2] * 1e3:.1f} ms (median), {times[-1] * 1e3:.1f} ms at most"
         if times
         else "no answers"
     )
     speed = (
-        f"; roughly {_rate(rates[len(rates) // 2])} a way while all send, {_rate(rates[0])} at least" if rates else ""
+        f"; roughly {_rate(rates[len(rates) // 2])} a path while all send, {_rate(rates[0])} at least" if rates else ""
     )
     return took + speed
 

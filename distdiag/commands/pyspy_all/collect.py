@@ -6,15 +6,15 @@ import re
 import time
 
 from distdiag.jobs.collect import Watched, facts
-from distdiag.node import looking, patience, procs
-from distdiag.node.looking import SampleOptions
+from distdiag.facts import stack_sampler, deadlines, procs
+from distdiag.facts.stack_sampler import SampleOptions
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from distdiag.node.capture import Sample
+    from distdiag.facts.stack_types import Sample
 
 __all__ = ["facts", "more"]
 
@@ -45,7 +45,7 @@ def more(ask: dict[str, Any], tell: Callable[[Watched], None]) -> None:
 
     def sample_all() -> None:
         todo = [pid for pid in pids if not taken[pid] or _worth_another_sample(taken[pid], pid in once)]
-        for pid, sample in looking.take_samples(todo, options).items():
+        for pid, sample in stack_sampler.take_samples(todo, options).items():
             taken[pid].append(sample)
 
     for number in range(ask["samples"]):
@@ -58,7 +58,7 @@ def more(ask: dict[str, Any], tell: Callable[[Watched], None]) -> None:
     if (missing_s := _missing_s(taken, once)) > 0:
         time.sleep(missing_s)
         sample_all()
-    hints, _ = patience.each(pids, lambda pid: _hints(pid, taken[pid]), patience_s=_PATIENCE_S)
+    hints, _ = deadlines.each(pids, lambda pid: _hints(pid, taken[pid]), patience_s=_PATIENCE_S)
     for pid, samples in taken.items():
         tell(Watched(pid, tuple(samples), hints.get(pid, ())))
 

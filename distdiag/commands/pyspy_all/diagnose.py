@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold
-from distdiag.cluster.reached import host_findings
+from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.commands.pyspy_all import findings
 from distdiag.commands.pyspy_all.types import (
     COMMAND,
@@ -29,14 +29,14 @@ from distdiag.report import Finding, Fix, Level, Report, Where
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from distdiag.cluster.rows import Refusal, Row
+    from distdiag.cluster.host_results import Refusal, Row
     from distdiag.commands.pyspy_all.types import Request
     from distdiag.diagnosis.outliers import JobVerdict
     from distdiag.diagnosis.stack_classes import RankState, StackClass
     from distdiag.jobs.collect import Process, Watched
     from distdiag.jobs.model import Job, Member
     from distdiag.jobs.nodes import NodeStacks
-    from distdiag.node.capture import Frame, Sample
+    from distdiag.facts.stack_types import Frame, Sample
 
 _WORTH = (
     Outcome.OUTLIERS,

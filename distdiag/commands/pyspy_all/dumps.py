@@ -15,9 +15,9 @@ from distdiag.files import as_text
 from distdiag.jobs.collect import Process, Processes, Watched
 from distdiag.jobs.nodes import NodeStacks
 from distdiag.jobs.roles import DUMPED
-from distdiag.node.capture import LOCALS, Frame, Sample, Thread, counters_and_peer, read_threads
-from distdiag.node.identity import Identity
-from distdiag.node.wire import printable
+from distdiag.facts.stack_types import LOCALS, Frame, Sample, Thread, counters_and_peer, read_threads
+from distdiag.facts.rank_identity import Identity
+from distdiag.facts.text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

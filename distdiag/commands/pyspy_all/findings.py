@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.outliers import JobVerdict
     from distdiag.diagnosis.stack_classes import RankState
     from distdiag.jobs.nodes import NodeStacks
-    from distdiag.node.capture import Frame
+    from distdiag.facts.stack_types import Frame
 
 _SHOWN = 6
 _PLACES = 3

@@ -11,7 +11,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import fold, fold_ranks
-from distdiag.deliver import document
+from distdiag.output import document
 from distdiag.errors import UsageError
 from distdiag.files import write_whole
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from distdiag.cluster.hosts import fold_ranks
 from distdiag.commands.pyspy_all.wording import named, samples_in_words
-from distdiag.deliver import Whole, plain_table
+from distdiag.output import Whole, plain_table
 from distdiag.knowledge.frames import is_native, library_path
 
 if TYPE_CHECKING:

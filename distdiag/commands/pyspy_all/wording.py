@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from distdiag.diagnosis.stack_classes import RankState
     from distdiag.jobs.model import Helper
-    from distdiag.node.capture import Frame, Thread
-    from distdiag.node.procs import Standstill
+    from distdiag.facts.stack_types import Frame, Thread
+    from distdiag.facts.procs import Standstill
 
 _NAMED = 4
 """Processes to name one by one; more are only counted."""

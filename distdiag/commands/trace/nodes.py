@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from distdiag import runner
-from distdiag.cluster.access import Agent
+from distdiag.cluster.start_fleet import Agent
 from distdiag.commands.trace import ranks
 from distdiag.diagnosis.process_index import ProcessIndex
 from distdiag.jobs.collect import Processes
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from distdiag.cluster.rows import Refusal, Row
+    from distdiag.cluster.host_results import Refusal, Row
     from distdiag.commands.trace.ranks import Chosen, Wanted
-    from distdiag.deliver import Progress
+    from distdiag.output import Progress
     from distdiag.gathered import Gathered
     from distdiag.report import Report
 

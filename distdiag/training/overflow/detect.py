@@ -7,7 +7,7 @@ from threading import get_ident
 import torch
 
 from distdiag.training.overflow import extrema, ranks, replay
-from distdiag.training.printing import printflock
+from distdiag.training.printflock import printflock
 
 
 def detect_overflow(var: torch.Tensor, ctx: str) -> bool:

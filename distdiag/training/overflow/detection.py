@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distdiag.node import private
-from distdiag.training import whoami
+from distdiag.facts import private_files
+from distdiag.facts.rank_identity import own_rank
+from distdiag.facts.machine import host_name
 from distdiag.training.overflow import extrema, ranks
 from distdiag.training.overflow.recorder import HEADING, NEAR, Reading, finite_or_text
-from distdiag.training.printing import printflock
+from distdiag.training.printflock import printflock
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -302,15 +303,15 @@ class ReportWriter:
     def _keep(self, records: list[dict[str, Any]]) -> None:
         if not self._path:
             return
-        rank = whoami.rank()
+        rank = own_rank()
         path = self._path.replace("{rank}", str(rank or 0))
         if not self._begun:
-            head = {"kind": "head", "schema": SCHEMA, "model": self._model, "rank": rank, "host": whoami.host()}
+            head = {"kind": "head", "schema": SCHEMA, "model": self._model, "rank": rank, "host": host_name()}
             records = [head, *records]
         try:
-            private.make_folder(os.path.dirname(path))
+            private_files.make_folder(os.path.dirname(path))
             flags = os.O_WRONLY | (os.O_APPEND if self._begun else 0)
-            with open(private.open_file(path, flags), "w", encoding="utf-8") as file:
+            with open(private_files.open_file(path, flags), "w", encoding="utf-8") as file:
                 file.write("".join(json.dumps(record) + "\n" for record in records))
         except OSError as error:  # the job is what matters
             self._path = ""

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from distdiag.training import whoami
+from distdiag.facts.rank_identity import own_rank
+from distdiag.facts.machine import host_name
 from distdiag.training.overflow import backward, extrema, modules, nested, ranks
 from distdiag.training.overflow.backward import NO_GRADIENTS, GradientReader
 from distdiag.training.overflow.detection import BACKWARD, LOSS, WEIGHTS, OverflowDetected, ReportWriter, When, diverges
@@ -520,9 +521,9 @@ class DebugUnderflowOverflow:
         if found is None:
             return
         self.counts.found += 1
-        rank = whoami.rank()
+        rank = own_rank()
         if found.rank is None and rank is not None:
-            found = replace(found, rank=rank, host=whoami.host())
+            found = replace(found, rank=rank, host=host_name())
         if found.origin in (WEIGHTS, LOSS, BACKWARD):
             found = replace(found, hints=(*found.hints, *diverges(extrema.fetch(list(self._recent)))))
         if self.counts.found == 1 or self._on_detect == "raise":

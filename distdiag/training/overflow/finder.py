@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.nn import DataParallel
 
-from distdiag.node import private
-from distdiag.training import whoami
+from distdiag.facts import private_files
+from distdiag.facts.rank_identity import own_rank
+from distdiag.facts.machine import host_name
 from distdiag.training.overflow.detector import DebugUnderflowOverflow
 from distdiag.training.overflow.modules import innermost, is_watched, kind_of, within_ddp
 
@@ -110,14 +111,14 @@ class Finder:
         self._tell()
 
     def _me(self) -> str:
-        rank = whoami.rank()
-        return f"{whoami.host()}-{self._pid}" if rank is None else f"{rank}-{whoami.host()}-{self._pid}"
+        rank = own_rank()
+        return f"{host_name()}-{self._pid}" if rank is None else f"{rank}-{host_name()}-{self._pid}"
 
     def _tell(self) -> None:
         """Leave word of what is watched, and at the end of how far it came."""
         if os.getpid() != self._pid or not (self._watched or self._left_out):
             return
-        word: dict[str, Any] = {"rank": whoami.rank(), "host": whoami.host(), "pid": self._pid}
+        word: dict[str, Any] = {"rank": own_rank(), "host": host_name(), "pid": self._pid}
         word["ended"] = self._ended
         word["left_out"] = self._left_out
         word["models"] = [
@@ -134,9 +135,9 @@ class Finder:
             }
             for name, counts in self._watched
         ]
-        path = os.path.join(self._settings.folder, f"watched-{self._pid}-{whoami.host()}.json")
+        path = os.path.join(self._settings.folder, f"watched-{self._pid}-{host_name()}.json")
         try:
-            private.make_folder(self._settings.folder)
-            private.write_whole(path, json.dumps(word).encode())
+            private_files.make_folder(self._settings.folder)
+            private_files.write_whole(path, json.dumps(word).encode())
         except OSError as error:  # the job is what matters
             sys.stderr.write(f"distdiag: cannot write {path}: {error.strerror}\n")

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distdiag.training import whoami
+from distdiag.facts.rank_identity import own_rank
+from distdiag.facts.machine import host_name
 from distdiag.training.overflow import extrema, nested, ranks
 from distdiag.training.overflow.detection import BACKWARD, LOSS, UNSEEN, Detection, Place, from_frames, taken_for_mask
 from distdiag.training.overflow.modules import kind_of, named
@@ -293,8 +294,8 @@ class Judge:
 
     def _first_of(self, mine: Detection | None, group: Any) -> Detection | None:  # noqa: ANN401
         """Choose, of what the ranks have found, what came first; of equals the lowest rank's."""
-        rank = whoami.rank()
-        answers = ranks.gather(None if mine is None else replace(mine, rank=rank, host=whoami.host(), frames=()), group)
+        rank = own_rank()
+        answers = ranks.gather(None if mine is None else replace(mine, rank=rank, host=host_name(), frames=()), group)
         found = [answer for answer in answers if answer is not None]
         if not found:
             return None

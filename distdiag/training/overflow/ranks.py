@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from distdiag.training.whoami import torch_distributed
+from distdiag.facts.rank_identity import torch_distributed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -115,11 +115,11 @@ def _leave_word(folder: str, why: str) -> None:
     """Let it be known at the end, too, that nobody looks here."""
     import json
 
-    from distdiag.node import machine, private
+    from distdiag.facts import machine, private_files
 
     pid, rank = os.getpid(), os.environ.get("RANK", "")
     word = {"rank": int(rank) if rank.isdigit() else None, "host": machine.host_name(), "pid": pid, "ended": True}
     with contextlib.suppress(OSError):
-        private.make_folder(folder)
+        private_files.make_folder(folder)
         text = json.dumps({**word, "models": [], "left_out": [why]})
-        private.write_whole(os.path.join(folder, f"watched-{pid}-{word['host']}.json"), text.encode())
+        private_files.write_whole(os.path.join(folder, f"watched-{pid}-{word['host']}.json"), text.encode())

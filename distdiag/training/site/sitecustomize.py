@@ -6,7 +6,7 @@ It takes itself out of the way, runs the sitecustomize that would have run witho
 import sys
 
 _ASKED = (
-    ("DISTDIAG_LINES", "distdiag.training.lines.session", "trace: this process is not traced"),
+    ("DISTDIAG_LINES", "distdiag.training.line_trace.session", "trace: this process is not traced"),
     ("DISTDIAG_OVERFLOW", "distdiag.training.overflow.session", "overflow: this process is not watched"),
 )
 """The variable that asks for it, the module that does it, and what is to be said if it cannot."""

@@ -16,7 +16,7 @@ from distdiag.commands.cuda_env.archs import (
     ptx_runs,
     read_list,
 )
-from distdiag.commands.cuda_env.model import BUILD, Problem, Section
+from distdiag.commands.cuda_env.types import BUILD, Problem, Section
 from distdiag.knowledge.cuda import compiles, major, minor, tables, version
 from distdiag.report import Level
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from distdiag.commands.cuda_env.collect import CudaFacts
-    from distdiag.node.cuda.toolkits import Toolkit
+    from distdiag.facts.cuda.toolkits import Toolkit
 
 _NAME = "TORCH_CUDA_ARCH_LIST"
 
@@ -41,7 +41,7 @@ def about_arch_list(facts: CudaFacts, everywhere: Sequence[Arch] = ()) -> Sectio
     if read.wrong:
         problems = [_syntax(facts, text, read, gpus)]
     else:
-        problems = [one for one in (_nvcc(facts, text, read, gpus), _gpus(facts, text, read, gpus)) if one]
+        problems = [problem for problem in (_nvcc(facts, text, read, gpus), _gpus(facts, text, read, gpus)) if problem]
     return Section(name="Arch list", line=f"{_NAME}={text}", problems=tuple(problems))
 
 
@@ -51,8 +51,8 @@ def _unset(facts: CudaFacts, gpus: Sequence[Arch], text: str) -> Section:
         kinds = as_list(gpus)
         if len(set(gpus)) > 1 and facts.meant:
             return Section(name="Arch list", line=shown, problems=(_not_asked(shown, kinds),))
-        asked = [Arch(one.major, one.minor) for one in gpus]
-        if refused := [one for one in asked if _is_compiled(facts, one.nvcc) is False]:
+        asked = [Arch(gpu.major, gpu.minor) for gpu in gpus]
+        if refused := [arch for arch in asked if _is_compiled(facts, arch.nvcc) is False]:
             what = f"{shown}, so torch asks for that of the GPUs"
             return Section(name="Arch list", line=shown, problems=(_refused(facts, refused, [], gpus, what),))
         if len(set(gpus)) > 1:
@@ -79,7 +79,7 @@ def _unset(facts: CudaFacts, gpus: Sequence[Arch], text: str) -> Section:
 
 
 def _not_asked(shown: str, kinds: str) -> Problem:
-    """Give the list for GPUs that are not here: torch builds for those that are, or for none."""
+    """Return the list for GPUs that are not here: torch builds for those that are, or for none."""
     return Problem(
         id="archlist.unset-nogpu",
         goals=BUILD,
@@ -92,7 +92,7 @@ def _not_asked(shown: str, kinds: str) -> Problem:
 
 
 def recommended(facts: CudaFacts) -> str:
-    """Write a list for machines without a GPU: what torch's own build is for and the toolkit compiles.
+    """Format a list for machines without a GPU: what torch's own build is for and the toolkit compiles.
 
     Not what is inside torch's library: some of its kernels have code for more architectures than all of them have.
     """
@@ -102,11 +102,11 @@ def recommended(facts: CudaFacts) -> str:
     builds = fixes.builds_of(facts)
     cuda = minor(torch.cuda) or (minor(used.version) if used is not None else "")
     own = builds.get(cuda) or builds.get(fixes.best_build(facts, builds), ())
-    return ";".join(from_nvcc(str(one)).torch for one in own if _is_compiled(facts, str(one)) is not False)
+    return ";".join(from_nvcc(str(code)).torch for code in own if _is_compiled(facts, str(code)) is not False)
 
 
 def _is_compiled(facts: CudaFacts, arch: str) -> bool | None:
-    """Tell whether nvcc compiles for an architecture: its own list, else our table; None if unknown."""
+    """Return whether nvcc compiles for an architecture: its own list, else our table; None if unknown."""
     archs = _nvcc_archs(facts)
     if archs:
         return arch in archs or arch.rstrip("af") in archs
@@ -116,14 +116,14 @@ def _is_compiled(facts: CudaFacts, arch: str) -> bool | None:
 
 def _nvcc_archs(facts: CudaFacts) -> tuple[str, ...]:
     toolkit = fixes.target_toolkit(facts)
-    own = (one.archs for one in facts.nvccs if toolkit is not None and one.top == toolkit.real and one.archs)
+    own = (nvcc.archs for nvcc in facts.nvccs if toolkit is not None and nvcc.top == toolkit.real and nvcc.archs)
     return next(own, ())
 
 
 def _syntax(facts: CudaFacts, text: str, read: ArchList, gpus: Sequence[Arch]) -> Problem:
     known = facts.torch.known_archs if facts.torch is not None else ()
     better = corrected(text, known) or as_list(gpus) or recommended(facts)
-    shown = ", ".join(repr(one) for one in read.wrong[:4])
+    shown = ", ".join(repr(word) for word in read.wrong[:4])
     return Problem(
         id="archlist.syntax",
         goals=BUILD,
@@ -172,7 +172,7 @@ def _remedy(facts: CudaFacts, refused: Sequence[Arch], kept: Sequence[str], gpus
     older = _older_code(facts, gpus)
     if older:
         wanted = ";".join(dict.fromkeys([*kept, *older]))
-        ptx = ", which the driver compiles at each first start" if any("PTX" in one for one in older) else ""
+        ptx = ", which the driver compiles at each first start" if any("PTX" in arch for arch in older) else ""
         return {
             "fix": f"build {' and '.join(older)}, which runs there too{ptx}; or take a toolkit that has {names}",
             "exports": ((_NAME, f'"{wanted}"'),),
@@ -188,19 +188,21 @@ def _remedy(facts: CudaFacts, refused: Sequence[Arch], kept: Sequence[str], gpus
 def _other_toolkits(facts: CudaFacts) -> list[Toolkit]:
     """List the other toolkits here that torch accepts, the newest first."""
     used, wanted = fixes.target_toolkit(facts), fixes.torch_cuda(facts)
-    fitting = [one for one in fixes.usable_toolkits(facts) if not wanted or major(one.version) == major(wanted)]
-    others = [one for one in fitting if used is None or one.real != used.real]
-    return sorted(others, key=lambda one: version(one.version), reverse=True)
+    fitting = [
+        toolkit for toolkit in fixes.usable_toolkits(facts) if not wanted or major(toolkit.version) == major(wanted)
+    ]
+    others = [toolkit for toolkit in fitting if used is None or toolkit.real != used.real]
+    return sorted(others, key=lambda toolkit: version(toolkit.version), reverse=True)
 
 
 def _older_code(facts: CudaFacts, gpus: Sequence[Arch]) -> list[str]:
     """Write, for each GPU, the newest that nvcc compiles and that runs there; empty if one of them can have none."""
-    known = [from_nvcc(one) for one in (_nvcc_archs(facts) or tables().nvcc) if one.isdigit()]
-    known = [one for one in known if _is_compiled(facts, one.nvcc)]
+    known = [from_nvcc(code) for code in (_nvcc_archs(facts) or tables().nvcc) if code.isdigit()]
+    known = [arch for arch in known if _is_compiled(facts, arch.nvcc)]
     found = []
     for gpu in gpus:
-        cubin = max((one for one in known if cubin_runs(one, gpu)), default=None)
-        ptx = max((one for one in known if ptx_runs(one, gpu)), default=None)
+        cubin = max((arch for arch in known if cubin_runs(arch, gpu)), default=None)
+        ptx = max((arch for arch in known if ptx_runs(arch, gpu)), default=None)
         if cubin is None and ptx is None:
             return []
         found.append(cubin.torch if cubin is not None else f"{ptx.torch}+PTX" if ptx is not None else "")
@@ -208,7 +210,7 @@ def _older_code(facts: CudaFacts, gpus: Sequence[Arch]) -> list[str]:
 
 
 def _gpus(facts: CudaFacts, text: str, read: ArchList, gpus: Sequence[Arch]) -> Problem | None:
-    """Say for which GPUs nothing, or only PTX, would be built."""
+    """Report for which GPUs nothing, or only PTX, would be built."""
     how = {gpu: how_it_runs(read.cubins, read.ptx, gpu) for gpu in gpus}
     missing = [gpu for gpu, way in how.items() if not way]
     compiled = [gpu for gpu, way in how.items() if way == "ptx"]

@@ -7,13 +7,13 @@ import shlex
 from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env import fixes
-from distdiag.commands.cuda_env.model import BUILD, RUN, Problem, Section
+from distdiag.commands.cuda_env.types import BUILD, RUN, Problem, Section
 from distdiag.knowledge.cuda import minor
 from distdiag.report import Level
 
 if TYPE_CHECKING:
     from distdiag.commands.cuda_env.collect import CudaFacts
-    from distdiag.node.cuda.building import Cache
+    from distdiag.facts.cuda.building import Cache
 
 _JOB_BYTES = 4 * 2**30
 """What one nvcc of a large kernel file takes; flash-attn's and DeepSpeed's own advice is 4 GB and more."""
@@ -24,7 +24,9 @@ _SHM_BYTES = 512 * 2**20
 def about_building(facts: CudaFacts) -> Section:
     """Judge the rest of what a build needs."""
     build = facts.building
-    problems = [one for one in (_ninja(facts), _header(facts), _aio(facts), _jobs(facts), _cache(facts)) if one]
+    problems = [
+        problem for problem in (_ninja(facts), _header(facts), _aio(facts), _jobs(facts), _cache(facts)) if problem
+    ]
     memory = build.memory_available_bytes
     room = f", {memory / 2**30:.0f} GiB free" if memory is not None else ""
     ninja = "ninja" if build.ninja else "no ninja"
@@ -33,7 +35,7 @@ def about_building(facts: CudaFacts) -> Section:
         build.ninja,
         build.python_header,
         build.aio_header,
-        *(f"{one.path}: {' '.join(one.built)}" for one in build.caches),
+        *(f"{cache.path}: {' '.join(cache.built)}" for cache in build.caches),
     )
     return Section(
         name="Building",
@@ -80,7 +82,7 @@ def _aio(facts: CudaFacts) -> Problem | None:
 
 
 def libaio(facts: CudaFacts) -> Problem | None:
-    """Say that libaio is missing, which DeepSpeed's async_io and gds are built with."""
+    """Report that libaio is missing, which DeepSpeed's async_io and gds are built with."""
     build = facts.building
     if build.aio_header and build.aio_library:
         return None
@@ -96,7 +98,7 @@ def libaio(facts: CudaFacts) -> Problem | None:
 
 
 def jobs(facts: CudaFacts) -> int:
-    """Give how many compilers memory and processors carry."""
+    """Return how many compilers memory and processors carry."""
     memory = facts.building.memory_available_bytes
     by_memory = facts.building.processors if memory is None else max(1, int(memory // _JOB_BYTES))
     return max(1, min(facts.building.processors, by_memory))
@@ -122,25 +124,25 @@ def _jobs(facts: CudaFacts) -> Problem | None:
 
 def _cache(facts: CudaFacts) -> Problem | None:
     """Find extensions in torch's cache that another torch built."""
-    stale = [one for one in facts.building.caches if _is_stale(facts, one)]
-    other = [one for one in facts.building.caches if one not in stale and _is_of_another(facts, one)]
+    stale = [cache for cache in facts.building.caches if _is_stale(facts, cache)]
+    other = [cache for cache in facts.building.caches if cache not in stale and _is_of_another(facts, cache)]
     if stale:
-        one = stale[0]
+        first = stale[0]
         return _warn(
             "build.cache-stale",
-            f"{one.path} was built before this torch was installed",
+            f"{first.path} was built before this torch was installed",
             cause="torch takes what is there, if its sources have not changed.",
-            breaks=f"{', '.join(one.built[:4])}: undefined symbols, or worse",
+            breaks=f"{', '.join(first.built[:4])}: undefined symbols, or worse",
             fix="remove it; it is built again at its next use",
-            commands=tuple(f"rm -rf {shlex.quote(one.path)}" for one in stale),
+            commands=tuple(f"rm -rf {shlex.quote(cache.path)}" for cache in stale),
         )
     if other:
         return Problem(
             id="build.cache-stale",
             goals=BUILD,
             level=Level.INFO,
-            title=f"{', '.join(one.name for one in other)}: extensions of another torch or Python, no longer used",
-            evidence=tuple(one.path for one in other),
+            title=f"{', '.join(cache.name for cache in other)}: extensions of another torch or Python, no longer used",
+            evidence=tuple(cache.path for cache in other),
         )
     return None
 

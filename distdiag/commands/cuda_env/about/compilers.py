@@ -8,15 +8,15 @@ import shlex
 from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env import fixes
-from distdiag.commands.cuda_env.model import BUILD, Problem, Section
+from distdiag.commands.cuda_env.types import BUILD, Problem, Section
 from distdiag.knowledge.cuda import minor, version
 from distdiag.report import Level
 
 if TYPE_CHECKING:
     from distdiag.commands.cuda_env.collect import CudaFacts
-    from distdiag.node.cuda.compilers import Compiler
-    from distdiag.node.cuda.toolkits import Nvcc, Toolkit
-    from distdiag.node.cuda.torchfiles import Bounds
+    from distdiag.facts.cuda.compilers import Compiler
+    from distdiag.facts.cuda.toolkits import Nvcc, Toolkit
+    from distdiag.facts.cuda.torchfiles import Bounds
 
 _BREAKS = "building CUDA extensions; running is fine"
 _NO_HOST = re.compile(r"Failed to preprocess host compiler")
@@ -32,9 +32,13 @@ def about_compilers(facts: CudaFacts) -> Section:
     limit = fixes.newest_host_gcc(facts, toolkit) if toolkit is not None else None
     parts += [f"gcc <= {limit} is allowed"] if limit else []
     problems = [
-        one for one in (_nvcc(facts, toolkit), _torch(facts, toolkit), _flags(facts, toolkit), _for_cmake(facts)) if one
+        problem
+        for problem in (_nvcc(facts, toolkit), _torch(facts, toolkit), _flags(facts, toolkit), _for_cmake(facts))
+        if problem
     ]
-    details = tuple(f"{one.path}: {one.family or 'unknown'} {one.version}" for one in facts.compilers.found)
+    details = tuple(
+        f"{compiler.path}: {compiler.family or 'unknown'} {compiler.version}" for compiler in facts.compilers.found
+    )
     return Section(name="Compiler", line="; ".join(parts), problems=tuple(problems), details=details)
 
 
@@ -46,12 +50,12 @@ def _named(compiler: Compiler | None) -> str:
 
 def _nvcc_of(facts: CudaFacts, toolkit: Toolkit | None) -> Nvcc | None:
     """Find the nvcc of a toolkit that was asked what it would do; None if none of it was."""
-    asked = [one for one in facts.nvccs if one.top and toolkit is not None and one.top == toolkit.real]
+    asked = [nvcc for nvcc in facts.nvccs if nvcc.top and toolkit is not None and nvcc.top == toolkit.real]
     return asked[0] if asked else None
 
 
 def _host(facts: CudaFacts, nvcc: Nvcc | None) -> Compiler | None:
-    """Give the host compiler that nvcc calls for torch: what it said itself, else what it would find."""
+    """Return the host compiler that nvcc calls for torch: what it said itself, else what it would find."""
     if nvcc is not None and nvcc.compiler:
         return fixes.compiler_at(facts, nvcc.compiler)
     name = facts.variables.get("CC") or facts.variables.get("NVCC_CCBIN") or "gcc"
@@ -61,7 +65,7 @@ def _host(facts: CudaFacts, nvcc: Nvcc | None) -> Compiler | None:
 def _nvcc(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
     """Judge the compiler that nvcc calls: by what nvcc said when it was tried, else by the limit in its header."""
     nvcc = _nvcc_of(facts, toolkit)
-    nvcc = nvcc or next((one for one in facts.nvccs if one.complaint and _NO_HOST.search(one.complaint)), None)
+    nvcc = nvcc or next((other for other in facts.nvccs if other.complaint and _NO_HOST.search(other.complaint)), None)
     compiler = _host(facts, nvcc)
     complaint = nvcc.complaint if nvcc is not None else None
     if (complaint and _REFUSED.search(complaint)) or (complaint is None and _is_too_new(compiler, toolkit)):
@@ -108,8 +112,8 @@ def _message(complaint: str) -> str:
 
 
 def _no_host(facts: CudaFacts, nvcc: Nvcc, toolkit: Toolkit | None) -> Problem:
-    """Say that the host compiler is not there, and which variable names it."""
-    name = next((one for one in ("CC", "NVCC_CCBIN") if facts.variables.get(one)), "")
+    """Report that the host compiler is not there, and which variable names it."""
+    name = next((variable for variable in ("CC", "NVCC_CCBIN") if facts.variables.get(variable)), "")
     asked = f"{name}={facts.variables[name]}" if name else os.path.basename(nvcc.compiler or "gcc")
     return Problem(
         id="cc.nvcc",
@@ -127,7 +131,7 @@ def _mend(facts: CudaFacts, toolkit: Toolkit | None) -> dict[str, object]:
     most = fixes.newest_host_gcc(facts, toolkit) if toolkit is not None else None
     pair = fixes.allowed_pair(facts, most or 99)
     if pair is not None:
-        gcc, gxx = (shlex.quote(one.path) for one in pair)
+        gcc, gxx = (shlex.quote(compiler.path) for compiler in pair)
         return {
             "fix": f"use gcc {pair[0].version}, which is installed",
             "exports": (("CC", gcc), ("CXX", gxx), ("NVCC_CCBIN", gxx)),
@@ -153,7 +157,7 @@ def _torch(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
         return _wrapped_cxx(facts, toolkit, first)
     bounds = _bounds(facts, toolkit, own)
     by_setup = None if "CXX" in facts.variables else fixes.compiler_called(facts, facts.python.cxx)
-    wrong = [one for one in (own, by_setup) if one is not None and not _is_within(one, bounds)]
+    wrong = [compiler for compiler in (own, by_setup) if compiler is not None and not _is_within(compiler, bounds)]
     if not wrong:
         return None
     both = by_setup is None or by_setup in wrong
@@ -223,7 +227,7 @@ def _flags(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
     for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
         value = facts.variables.get(name, "")
         refused = next(
-            (one.complaint for one in facts.nvccs if one.complaint and "Unknown option" in one.complaint), ""
+            (nvcc.complaint for nvcc in facts.nvccs if nvcc.complaint and "Unknown option" in nvcc.complaint), ""
         )
         if value and refused:
             return Problem(
@@ -250,7 +254,7 @@ def _flags(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
 
 
 def _for_cmake(facts: CudaFacts) -> Problem | None:
-    """Say who reads CUDAHOSTCXX: CMake alone, in a new build folder; nvcc and torch do not."""
+    """Report who reads CUDAHOSTCXX: CMake alone, in a new build folder; nvcc and torch do not."""
     value = facts.variables.get("CUDAHOSTCXX", "")
     others = [facts.variables.get(name, "") for name in ("CC", "NVCC_CCBIN")]
     if not value or value in others:
@@ -266,7 +270,7 @@ def _for_cmake(facts: CudaFacts) -> Problem | None:
 
 
 def _unchecked(facts: CudaFacts, toolkit: Toolkit | None, name: str, value: str) -> Problem:
-    """Say that the check is off; where the compiler is too new indeed, name one that is not."""
+    """Report that the check is off; where the compiler is too new indeed, name one that is not."""
     needed = _is_too_new(_host(facts, _nvcc_of(facts, toolkit)), toolkit)
     pair = _mend(facts, toolkit) if needed else {}
     return Problem(

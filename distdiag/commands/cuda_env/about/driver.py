@@ -13,7 +13,7 @@ from distdiag.commands.cuda_env.fixes import (
     install_torch,
     loader_path_without,
 )
-from distdiag.commands.cuda_env.model import RUN, Problem, Section
+from distdiag.commands.cuda_env.types import RUN, Problem, Section
 from distdiag.knowledge.cuda import major, tables, version
 from distdiag.report import Level
 
@@ -36,7 +36,9 @@ def about_driver(facts: CudaFacts) -> Section:
         problem = _hangs(facts) if answer.stuck or answer.unasked or answer.died else _absent(facts)
         return Section(name="Driver", line=line, problems=(problem,), details=details)
     problems = [
-        one for one in (_stub(facts), _parts(facts), _compat(facts), _init(facts), _age(facts), _wsl(facts)) if one
+        problem
+        for problem in (_stub(facts), _parts(facts), _compat(facts), _init(facts), _age(facts), _wsl(facts))
+        if problem
     ]
     if facts.torch is not None and facts.torch.cuda and not problems:
         line += f", enough for torch's CUDA {facts.torch.cuda}"
@@ -83,7 +85,7 @@ def _loaded(facts: CudaFacts) -> tuple[str, ...]:
 
 
 def _absent(facts: CudaFacts) -> Problem:
-    """Say why there is no driver: the nearest cause first, in containers the flag that was forgotten."""
+    """Report why there is no driver: the nearest cause first, in containers the flag that was forgotten."""
     driver = facts.driver
     evidence = tuple(
         filter(
@@ -137,7 +139,7 @@ def _stub(facts: CudaFacts) -> Problem | None:
     driver = facts.driver
     if "/stubs/" not in driver.library_path and driver.answer.cuda_status != 34:
         return None
-    entries = [one.text for one in facts.loader_path if one.stubs]
+    entries = [entry.text for entry in facts.loader_path if entry.stubs]
     return _fail(
         "driver.stub",
         "the loader takes the toolkit's stub for the driver: every CUDA call gives error 34",
@@ -167,7 +169,7 @@ def _parts(facts: CudaFacts) -> Problem | None:
 
 
 def _which_part(facts: CudaFacts) -> tuple[str, str, tuple[str, ...]]:
-    """Say why the parts differ, and where which of them is to be changed: a container's libraries are the host's."""
+    """Report why the parts differ, and where which of them is to be changed: a container's libraries are the host's."""
     driver = facts.driver
     newer = bool(driver.library and driver.kernel) and version(driver.library) > version(driver.kernel)
     load = ("sudo rmmod nvidia_uvm nvidia_drm nvidia_modeset nvidia && sudo modprobe nvidia_uvm",)
@@ -197,7 +199,7 @@ def _compat(facts: CudaFacts) -> Problem | None:
     excluded = [name for name in names if not tables().forward_compatible.search(name)]
     older = bool(driver.kernel and driver.library) and version(driver.library) < version(driver.kernel)
     folder = os.path.dirname(driver.library_path)
-    entries = [one.text for one in facts.loader_path if one.text.rstrip("/") == folder or "/compat" in one.text]
+    entries = [entry.text for entry in facts.loader_path if entry.text.rstrip("/") == folder or "/compat" in entry.text]
     mend = {
         "evidence": tuple(filter(None, (driver.library_path, driver.kernel_file, ", ".join(names)))),
         "fix": "take it out of LD_LIBRARY_PATH" if entries else f"remove {folder} from the loader's configuration",

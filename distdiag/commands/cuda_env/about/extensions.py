@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env import fixes
 from distdiag.commands.cuda_env.archs import from_nvcc, how_it_runs
-from distdiag.commands.cuda_env.model import RUN, Problem, Section
+from distdiag.commands.cuda_env.types import RUN, Problem, Section
 from distdiag.knowledge.cuda import major, version
 from distdiag.report import Level
 
 if TYPE_CHECKING:
     from distdiag.commands.cuda_env.archs import Arch
     from distdiag.commands.cuda_env.collect import CudaFacts
-    from distdiag.node.cuda.libraries import Extension
+    from distdiag.facts.cuda.libraries import Extension
 
 _FOR_CUDA = re.compile(r"(_cuda_?|_cu)(\d{3})(?=[^/]*\.so)")
 """Where a file's name says for which CUDA it is: 130 is 13.0."""
@@ -28,28 +28,28 @@ def about_extensions(facts: CudaFacts) -> Section:
     skipped = "" if facts.extensions_complete else "not all files were looked at in time"
     if not found:
         return Section(name="Extensions", line="none with GPU code", skipped=skipped)
-    packages = list(dict.fromkeys(_name(one) for one in found))
+    packages = list(dict.fromkeys(_name(extension) for extension in found))
     more = f" and {len(packages) - 3} more" if len(packages) > 3 else ""
-    archs = sorted({arch for one in found for arch in one.archs}, key=from_nvcc)
-    code = " ".join(fixes.as_code(one) for one in archs) or "no own GPU code"
+    archs = sorted({arch for extension in found for arch in extension.archs}, key=from_nvcc)
+    code = " ".join(fixes.as_code(arch) for arch in archs) or "no own GPU code"
     return Section(
         name="Extensions",
         line=f"{', '.join(packages[:3])}{more}: {code}",
-        problems=tuple(one for one in (_code(facts), _soname(facts)) if one),
+        problems=tuple(problem for problem in (_code(facts), _soname(facts)) if problem),
         skipped=skipped,
-        details=tuple(_described(one) for one in found),
+        details=tuple(_described(extension) for extension in found),
     )
 
 
-def _name(one: Extension) -> str:
-    return one.package or os.path.basename(one.path)
+def _name(extension: Extension) -> str:
+    return extension.package or os.path.basename(extension.path)
 
 
-def _described(one: Extension) -> str:
-    archs = " ".join(fixes.as_code(arch) for arch in one.archs) or "none"
-    ptx = f", PTX {' '.join(fixes.as_code(arch) for arch in one.ptx)}" if one.ptx else ""
-    needs = f", needs {' '.join(one.needs)}" if one.needs else ""
-    return f"{one.path}: code for {archs}{ptx}{needs}" + ("" if one.complete else " (not read to the end)")
+def _described(extension: Extension) -> str:
+    archs = " ".join(fixes.as_code(arch) for arch in extension.archs) or "none"
+    ptx = f", PTX {' '.join(fixes.as_code(arch) for arch in extension.ptx)}" if extension.ptx else ""
+    needs = f", needs {' '.join(extension.needs)}" if extension.needs else ""
+    return f"{extension.path}: code for {archs}{ptx}{needs}" + ("" if extension.complete else " (not read to the end)")
 
 
 def loaded(facts: CudaFacts) -> list[Extension]:
@@ -58,8 +58,8 @@ def loaded(facts: CudaFacts) -> list[Extension]:
     libbitsandbytes_cuda128.so and ..._cuda130.so are such a family. Where none fits, the first stands for all.
     """
     families: dict[str, list[Extension]] = {}
-    for one in facts.extensions:
-        families.setdefault(_FOR_CUDA.sub(r"\1", one.path), []).append(one)
+    for extension in facts.extensions:
+        families.setdefault(_FOR_CUDA.sub(r"\1", extension.path), []).append(extension)
     return [_chosen(facts, family) for family in families.values()]
 
 
@@ -67,33 +67,35 @@ def _chosen(facts: CudaFacts, family: list[Extension]) -> Extension:
     """Choose as bitsandbytes does: the same version, else of the same major the next older, else the next newer one."""
     asked = facts.variables.get("BNB_CUDA_VERSION", "")
     if asked.isdigit() and family[0].package.startswith("bitsandbytes"):
-        return next((one for one in family if _code_of(one) == int(asked)), family[0])
+        return next((extension for extension in family if _code_of(extension) == int(asked)), family[0])
     own = version(facts.torch.cuda)[:2] if facts.torch is not None and facts.torch.cuda else ()
     wanted = own[0] * 10 + own[1] if len(own) == 2 else 0
-    same = [one for one in family if _code_of(one) // 10 == wanted // 10]
-    older = [one for one in same if _code_of(one) <= wanted]
+    same = [extension for extension in family if _code_of(extension) // 10 == wanted // 10]
+    older = [extension for extension in same if _code_of(extension) <= wanted]
     return max(older, key=_code_of) if older else min(same or family, key=_code_of)
 
 
-def _code_of(one: Extension) -> int:
+def _code_of(extension: Extension) -> int:
     """Read the CUDA that a file's name has, 13.0 as 130; 0 if it has none."""
-    found = _FOR_CUDA.search(one.path)
+    found = _FOR_CUDA.search(extension.path)
     return int(found[2]) if found else 0
 
 
 def _code(facts: CudaFacts) -> Problem | None:
     """Name the files that have no code for a GPU that is here; a package's file for one kind of GPU only is none."""
     lacking: list[tuple[Extension, list[Arch]]] = []
-    files = [one for one in loaded(facts) if one.archs or one.ptx]
-    for one in files:
-        whole = [other for other in files if other is one or (one.package and other.package == one.package)]
+    files = [extension for extension in loaded(facts) if extension.archs or extension.ptx]
+    for extension in files:
+        whole = [
+            other for other in files if other is extension or (extension.package and other.package == extension.package)
+        ]
         missing = [
             gpu
             for gpu in fixes.gpu_archs(facts)
             if not any(how_it_runs(other.archs, other.ptx, gpu) or not other.complete for other in whole)
         ]
         if missing:
-            lacking.append((one, missing))
+            lacking.append((extension, missing))
     if not lacking:
         return None
     first, missing = lacking[0]
@@ -103,25 +105,25 @@ def _code(facts: CudaFacts) -> Problem | None:
         level=Level.FAIL,
         title=f"{_name(first)} has no code for the GPU of {', '.join(gpu.torch for gpu in missing)}",
         breaks=f'{_name(first)}: "no kernel image is available for execution on the device"',
-        evidence=tuple(_described(one) for one, _ in lacking),
+        evidence=tuple(_described(extension) for extension, _ in lacking),
         fix=_how_again(first, "these GPUs"),
         commands=tuple(filter(None, (_rebuild(facts, first),))),
     )
 
 
-def _rebuild(facts: CudaFacts, one: Extension) -> str:
-    """Give the command that builds a package again, for these GPUs too, or removes a file of torch's cache."""
-    if not one.package:
-        return _remove(one)
-    own = {from_nvcc(arch) for arch in one.archs}
+def _rebuild(facts: CudaFacts, extension: Extension) -> str:
+    """Return the command that builds a package again, for these GPUs too, or removes a file of torch's cache."""
+    if not extension.package:
+        return _remove(extension)
+    own = {from_nvcc(arch) for arch in extension.archs}
     wanted = ";".join(arch.torch for arch in sorted(own | set(fixes.gpu_archs(facts))))
-    return f'TORCH_CUDA_ARCH_LIST="{wanted}" {_again(facts, one)}'
+    return f'TORCH_CUDA_ARCH_LIST="{wanted}" {_again(facts, extension)}'
 
 
-def _how_again(one: Extension, target: str) -> str:
-    if one.package:
+def _how_again(extension: Extension, target: str) -> str:
+    if extension.package:
         return f"build it again for {target}"
-    cached = "torch_extensions" in one.path
+    cached = "torch_extensions" in extension.path
     return (
         "remove it: torch builds it again at its next use"
         if cached
@@ -129,12 +131,12 @@ def _how_again(one: Extension, target: str) -> str:
     )
 
 
-def _remove(one: Extension) -> str:
-    return f"rm -rf {shlex.quote(os.path.dirname(one.path))}" if "torch_extensions" in one.path else ""
+def _remove(extension: Extension) -> str:
+    return f"rm -rf {shlex.quote(os.path.dirname(extension.path))}" if "torch_extensions" in extension.path else ""
 
 
-def _again(facts: CudaFacts, one: Extension) -> str:
-    name, _, number = one.package.partition(" ")
+def _again(facts: CudaFacts, extension: Extension) -> str:
+    name, _, number = extension.package.partition(" ")
     return fixes.rebuild(facts, name, number)
 
 
@@ -146,14 +148,14 @@ def _soname(facts: CudaFacts) -> Problem | None:
     torch = facts.torch
     if torch is None or not torch.cuda:
         return None
-    wheels = {one.soname for one in facts.wheels}
+    wheels = {wheel.soname for wheel in facts.wheels}
     wrong = [
-        (one, need)
-        for one in loaded(facts)
-        for need in one.needs
+        (library, need)
+        for library in loaded(facts)
+        for need in library.needs
         if need.startswith("libcudart.so.")
         and major(need.rpartition(".so.")[2]) != major(torch.cuda)
-        and (one.torch or (need in one.lost and need not in wheels))
+        and (library.torch or (need in library.lost and need not in wheels))
     ]
     if not wrong:
         return None
@@ -168,14 +170,14 @@ def _soname(facts: CudaFacts) -> Problem | None:
         title=f"{_name(first)} was built for another CUDA: it needs {need}, torch {torch.version} brings {own}",
         cause=f"A link from {need} to {own} would load, and crash.",
         breaks=f'{_name(first)}: "{need}: cannot open shared object file"',
-        evidence=tuple(_described(one) for one, _ in wrong),
+        evidence=tuple(_described(extension) for extension, _ in wrong),
         fix=_how_again(first, "this torch"),
         commands=tuple(filter(None, (_again(facts, first) if first.package else _remove(first),))),
     )
 
 
 def _no_variant(facts: CudaFacts, first: Extension, need: str) -> Problem:
-    """Say that of a package's libraries, one for each CUDA, none is for torch's, or a variable names another one."""
+    """Report that of a package's libraries, one for each CUDA, none is for torch's, or a variable names another one."""
     torch = facts.torch
     assert torch is not None
     asked = facts.variables.get("BNB_CUDA_VERSION", "")

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env.archs import from_capability, how_it_runs
 from distdiag.commands.cuda_env.fixes import as_code, driver_carries, gpu_archs, install_torch
-from distdiag.commands.cuda_env.model import RUN, Problem, Section
+from distdiag.commands.cuda_env.types import RUN, Problem, Section
 from distdiag.report import Level
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.commands.cuda_env.collect import CudaFacts
-    from distdiag.node.cuda.driver import Gpu
+    from distdiag.facts.cuda.driver import Gpu
 
 
 def about_gpus(facts: CudaFacts) -> Section:
@@ -26,7 +26,7 @@ def about_gpus(facts: CudaFacts) -> Section:
         problem = _blocked(facts) if answer.nvml_status in (15, 17) or answer.cuda_status in (100, 101) else None
         return Section(name="GPUs", line="none", problems=(problem,) if problem else (), skipped="no GPU was seen")
     checks = (_lost(facts), _visible(facts), _torch_sees(facts), _torch_code(facts), _mig(answer.present))
-    problems = [one for one in checks if one]
+    problems = [problem for problem in checks if problem]
     covered = "" if problems or facts.torch is None or not torch_archs(facts) else "; torch has code for them"
     return Section(name="GPUs", line=names(gpus) + covered, problems=tuple(problems))
 
@@ -41,11 +41,11 @@ def names(gpus: Sequence[Gpu]) -> str:
 
 
 def torch_archs(facts: CudaFacts) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Give torch's own code as (cubins, PTX) in nvcc's writing; None if it is not known."""
+    """Return torch's own code as (cubins, PTX) in nvcc's writing; None if it is not known."""
     torch, imported = facts.torch, facts.imported
     if imported is not None and imported.archs:
-        cubins = tuple(one[3:] for one in imported.archs if one.startswith("sm_"))
-        return cubins, tuple(one[8:] for one in imported.archs if one.startswith("compute_"))
+        cubins = tuple(arch[3:] for arch in imported.archs if arch.startswith("sm_"))
+        return cubins, tuple(arch[8:] for arch in imported.archs if arch.startswith("compute_"))
     if torch is not None and (torch.archs or torch.ptx):
         return torch.archs, torch.ptx
     return None
@@ -62,7 +62,7 @@ def _visible(facts: CudaFacts) -> Problem | None:
         return _fewer(facts)
     if re.search(r"\d\s*[-;: ]\s*\d", chosen) and not re.search("[A-Za-z]", chosen):
         return _misread(facts, chosen)
-    wanted = [one for one in chosen.split(",") if one.strip()]
+    wanted = [name for name in chosen.split(",") if name.strip()]
     if len(wanted) <= answer.cuda_count:
         return None
     return Problem(
@@ -79,7 +79,7 @@ def _visible(facts: CudaFacts) -> Problem | None:
 
 
 def _fewer(facts: CudaFacts) -> Problem | None:
-    """Say that CUDA sees fewer GPUs than NVML, with nothing that hides any."""
+    """Report that CUDA sees fewer GPUs than NVML, with nothing that hides any."""
     answer = facts.driver.answer
     if not answer.present or answer.cuda_count is None or answer.cuda_count >= len(answer.present):
         return None
@@ -98,7 +98,7 @@ def _fewer(facts: CudaFacts) -> Problem | None:
 
 
 def _misread(facts: CudaFacts, chosen: str) -> Problem:
-    first, last = (int(one) for one in re.findall(r"\d+", chosen)[:2])
+    first, last = (int(number) for number in re.findall(r"\d+", chosen)[:2])
     several = range(first, last + 1) if "-" in chosen and last > first else (first, last)
     return Problem(
         id="gpu.visible",
@@ -181,7 +181,7 @@ def _blocked(facts: CudaFacts) -> Problem:
 
 
 def _torch_code(facts: CudaFacts) -> Problem | None:
-    """Say which GPUs torch has no code for: that is a wrong build, or PTX that the driver must compile."""
+    """Report which GPUs torch has no code for: that is a wrong build, or PTX that the driver must compile."""
     code = torch_archs(facts)
     if code is None or facts.torch is None or not facts.torch.cuda:
         return None
@@ -198,7 +198,7 @@ def _torch_code(facts: CudaFacts) -> Problem | None:
             title=f"torch {facts.torch.version} has no code for {', '.join(kinds) or 'the GPU'} "
             f"({', '.join(gpu.torch for gpu in without)})",
             breaks='every kernel: "no kernel image is available for execution on the device"',
-            evidence=(f"code in it: {' '.join(as_code(one) for one in cubins)}",),
+            evidence=(f"code in it: {' '.join(as_code(arch) for arch in cubins)}",),
             fix="install a build that has it"
             if commands
             else "no build of this torch version has it: take another version",
@@ -214,7 +214,7 @@ def _torch_code(facts: CudaFacts) -> Problem | None:
         level=Level.WARN if enough else Level.FAIL,
         title=f"torch has no compiled code for {', '.join(gpu.torch for gpu in compiled)}: the driver compiles its PTX",
         cause="The first start of each kernel is slow; the driver must not be older than the PTX's toolkit.",
-        evidence=(f"PTX in it: {' '.join(as_code(one) for one in ptx)}",),
+        evidence=(f"PTX in it: {' '.join(as_code(arch) for arch in ptx)}",),
         fix="a build for these GPUs starts faster",
         commands=install_torch(facts, archs=gpu_archs(facts)),
     )

@@ -8,14 +8,14 @@ import shlex
 from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env import fixes
-from distdiag.commands.cuda_env.model import RUN, Problem, Section
+from distdiag.commands.cuda_env.types import RUN, Problem, Section
 from distdiag.knowledge.cuda import major, minor, version
 from distdiag.report import Level
 
 if TYPE_CHECKING:
     from distdiag.commands.cuda_env.collect import CudaFacts
-    from distdiag.node.cuda.libraries import Library
-    from distdiag.node.cuda.requirements import Unmet
+    from distdiag.facts.cuda.libraries import Library
+    from distdiag.facts.cuda.requirements import Unmet
 
 _ORDER = [Level.FAIL, Level.WARN, Level.INFO]
 _DELICATE = re.compile("nvjitlink|cusparse|nccl")
@@ -27,7 +27,7 @@ def about_libraries(facts: CudaFacts) -> Section:
     """Judge the loader's path and the wheels."""
     path = facts.variables.get("LD_LIBRARY_PATH")
     checks = (_shadow(facts), _elsewhere(facts), _versions(facts), _doubles(facts), _empty(facts), _missing(facts))
-    found = [one for one in checks if one]
+    found = [problem for problem in checks if problem]
     line = (
         "LD_LIBRARY_PATH is not set"
         if path is None
@@ -39,12 +39,12 @@ def about_libraries(facts: CudaFacts) -> Section:
     return Section(name="Libraries", line=line, problems=tuple(found), details=tuple(details))
 
 
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
+def _count(number: int, singular: str, many: str) -> str:
+    return f"{number} {singular if number == 1 else many}"
 
 
 def _contents(libraries: tuple[Library, ...]) -> str:
-    return ", ".join(one.soname for one in libraries) or "no CUDA library"
+    return ", ".join(library.soname for library in libraries) or "no CUDA library"
 
 
 def _shadow(facts: CudaFacts) -> Problem | None:
@@ -69,7 +69,9 @@ def _shadow(facts: CudaFacts) -> Problem | None:
         + (", ..." if len(shown) > 3 else ""),
         cause="torch from a wheel brings its own, and needs no LD_LIBRARY_PATH.",
         breaks='importing torch, or its first use ("undefined symbol", versions of cuDNN)' if bad else "",
-        evidence=tuple(f"{one.path} ({one.version or '?'}) before {own.path} ({own.version})" for one, own in shown),
+        evidence=tuple(
+            f"{stand_in.path} ({stand_in.version or '?'}) before {own.path} ({own.version})" for stand_in, own in shown
+        ),
         fix=f"take {', '.join(folders)} out",
         exports=(("LD_LIBRARY_PATH", rest),) if rest != "''" else (),
         unset=("LD_LIBRARY_PATH",) if rest == "''" else (),
@@ -80,13 +82,13 @@ def _replaced(facts: CudaFacts) -> list[tuple[Library, Library]]:
     """Pair what the loader would take with what torch's wheels bring, the first on the path of each name."""
     found: dict[str, tuple[Library, Library]] = {}
     for entry in facts.loader_path:
-        for one, mine in fixes.stand_ins(facts, entry) if not entry.stubs else ():
-            found.setdefault(one.soname, (one, mine))
+        for stand_in, mine in fixes.stand_ins(facts, entry) if not entry.stubs else ():
+            found.setdefault(stand_in.soname, (stand_in, mine))
     return list(found.values())
 
 
 def _breaks(other: Library, own: Library) -> bool:
-    """Tell whether a replacement is known to break torch: a delicate library, of an older minor version."""
+    """Return whether a replacement is known to break torch: a delicate library, of an older minor version."""
     delicate = _MUST_FIT.match(own.soname) is not None
     known = min(len(version(other.version)), len(version(own.version))) >= 2  # a file may tell the major one only
     return delicate and known and version(other.version)[:2] < version(own.version)[:2]
@@ -94,21 +96,23 @@ def _breaks(other: Library, own: Library) -> bool:
 
 def _elsewhere(facts: CudaFacts) -> Problem | None:
     """Find libraries that torch did load from outside its environment, for another reason than LD_LIBRARY_PATH."""
-    own = {one.soname: one for one in facts.wheels}
+    own = {wheel.soname: wheel for wheel in facts.wheels}
     loaded = facts.imported.loaded if facts.imported is not None else ()
     listed = [os.path.realpath(entry.text) for entry in facts.loader_path if entry.text]
     strangers = [
-        one
-        for one in loaded
-        if one.soname in own
-        and one.path != os.path.realpath(own[one.soname].path)
-        and os.path.dirname(one.path) not in listed
+        library
+        for library in loaded
+        if library.soname in own
+        and library.path != os.path.realpath(own[library.soname].path)
+        and os.path.dirname(library.path) not in listed
     ]
-    preloaded = {os.path.realpath(one) for one in fixes.preloaded(facts) if "/" in one}
-    guilty = [one for one in strangers if one.path in preloaded]
+    preloaded = {os.path.realpath(path) for path in fixes.preloaded(facts) if "/" in path}
+    guilty = [stranger for stranger in strangers if stranger.path in preloaded]
     if guilty:
         return _preloaded(facts, guilty)
-    strangers = [one for one in strangers if not one.path.startswith(os.path.realpath(facts.python.prefix) + "/")]
+    strangers = [
+        stranger for stranger in strangers if not stranger.path.startswith(os.path.realpath(facts.python.prefix) + "/")
+    ]
     if not strangers:
         return None
     return Problem(
@@ -116,8 +120,8 @@ def _elsewhere(facts: CudaFacts) -> Problem | None:
         goals=RUN,
         level=Level.WARN,
         title=f"torch loaded {len(strangers)} CUDA libraries that are not those of its wheels: "
-        + ", ".join(one.soname for one in strangers[:3]),
-        evidence=tuple(one.path for one in strangers[:4]),
+        + ", ".join(stranger.soname for stranger in strangers[:3]),
+        evidence=tuple(stranger.path for stranger in strangers[:4]),
         fix="see what names them: the files below /etc/ld.so.conf.d, or a package that loads its own",
         commands=("grep -rn cuda /etc/ld.so.conf /etc/ld.so.conf.d",),
     )
@@ -125,26 +129,26 @@ def _elsewhere(facts: CudaFacts) -> Problem | None:
 
 def _preloaded(facts: CudaFacts, guilty: list[Library]) -> Problem:
     """Name the libraries that LD_PRELOAD puts before those of torch's wheels; both may be loaded then."""
-    own = {one.soname: one for one in facts.wheels}
+    own = {wheel.soname: wheel for wheel in facts.wheels}
     loaded = facts.imported.loaded if facts.imported is not None else ()
     first = guilty[0]
-    twice = [one for one in loaded if one.soname == first.soname]
-    names = [f"{one.soname} {one.version}".strip() for one in guilty[:3]]
-    gone = {one.path for one in guilty}
-    rest = [one for one in fixes.preloaded(facts) if os.path.realpath(one) not in gone]
+    twice = [library for library in loaded if library.soname == first.soname]
+    names = [f"{library.soname} {library.version}".strip() for library in guilty[:3]]
+    gone = {library.path for library in guilty}
+    rest = [path for path in fixes.preloaded(facts) if os.path.realpath(path) not in gone]
     return Problem(
         id="libs.shadow",
         goals=RUN,
-        level=Level.FAIL if any(_breaks(one, own[one.soname]) for one in guilty) else Level.WARN,
+        level=Level.FAIL if any(_breaks(library, own[library.soname]) for library in guilty) else Level.WARN,
         title=f"LD_PRELOAD puts {', '.join(names)} before torch's own {own[first.soname].version}"
         + (f": {len(twice)} of {first.soname} are loaded" if len(twice) > 1 else ""),
         cause="What is preloaded wins over all others, and its functions are called from everywhere.",
         breaks='torch\'s first use of it ("undefined symbol", wrong results, a crash)',
         evidence=(
             f"LD_PRELOAD={facts.variables.get('LD_PRELOAD', '')}",
-            *(f"loaded: {one.path} ({one.version or '?'})" for one in twice),
+            *(f"loaded: {library.path} ({library.version or '?'})" for library in twice),
         ),
-        fix=f"take {', '.join(one.path for one in guilty[:3])} out of LD_PRELOAD",
+        fix=f"take {', '.join(library.path for library in guilty[:3])} out of LD_PRELOAD",
         exports=(("LD_PRELOAD", shlex.quote(":".join(rest))),) if rest else (),
         unset=() if rest else ("LD_PRELOAD",),
     )
@@ -156,7 +160,7 @@ def _versions(facts: CudaFacts) -> Problem | None:
     An older cuDNN is refused by torch when it is first used, a torchvision of another torch when it is imported; what
     else is older may lack functions, and what is newer has them all.
     """
-    judged = sorted(((_level_of(facts, one), one) for one in facts.unmet), key=lambda pair: _ORDER.index(pair[0]))
+    judged = sorted(((_level_of(facts, unmet), unmet) for unmet in facts.unmet), key=lambda pair: _ORDER.index(pair[0]))
     if not judged or facts.torch is None:
         return None
     level, first = judged[0]
@@ -167,40 +171,42 @@ def _versions(facts: CudaFacts) -> Problem | None:
         title=f"{first.package} asks for {first.name}{first.wants}, and {first.has} is installed",
         cause="Newer libraries of the same major version mostly work." if level is Level.INFO else "",
         breaks="" if level is Level.INFO else _what_breaks(first),
-        evidence=tuple(f"{one.package}: {one.name}{one.wants}, has {one.has}" for _, one in judged[:6]),
+        evidence=tuple(f"{unmet.package}: {unmet.name}{unmet.wants}, has {unmet.has}" for _, unmet in judged[:6]),
         fix="" if level is Level.INFO else "install the one that fits",
         commands=() if level is Level.INFO else (_fitting(facts, first),),
     )
 
 
-def _level_of(facts: CudaFacts, one: Unmet) -> Level:
-    if one.name == "torch":
-        wanted = re.match(r"== *([\d.]+)", one.wants)
-        other = wanted is not None and minor(wanted[1]) != minor(one.has)
-        return Level.FAIL if other and one.package.startswith("torchvision ") else Level.WARN
-    wanted = re.search(r"[\d.]+", one.wants)
-    older = wanted is not None and version(one.has)[:2] < version(wanted[0].rstrip("."))[:2]
+def _level_of(facts: CudaFacts, unmet: Unmet) -> Level:
+    if unmet.name == "torch":
+        wanted = re.match(r"== *([\d.]+)", unmet.wants)
+        other = wanted is not None and minor(wanted[1]) != minor(unmet.has)
+        return Level.FAIL if other and unmet.package.startswith("torchvision ") else Level.WARN
+    wanted = re.search(r"[\d.]+", unmet.wants)
+    older = wanted is not None and version(unmet.has)[:2] < version(wanted[0].rstrip("."))[:2]
     if not older:
-        return Level.WARN if "triton" in one.name else Level.INFO
+        return Level.WARN if "triton" in unmet.name else Level.INFO
     came_in = facts.imported is not None and facts.imported.came_in
     # Without a function of the others torch would not have been imported.
-    return Level.FAIL if "cudnn" in one.name or (_DELICATE.search(one.name) and not came_in) else Level.WARN
+    return Level.FAIL if "cudnn" in unmet.name or (_DELICATE.search(unmet.name) and not came_in) else Level.WARN
 
 
-def _what_breaks(one: Unmet) -> str:
-    if one.name == "torch":
-        return f"{one.package.partition(' ')[0]} (its compiled parts belong to another torch)" if one.compiled else ""
-    return "torch's first use of cuDNN (version incompatibility)" if "cudnn" in one.name else "torch, in part"
+def _what_breaks(unmet: Unmet) -> str:
+    if unmet.name == "torch":
+        return (
+            f"{unmet.package.partition(' ')[0]} (its compiled parts belong to another torch)" if unmet.compiled else ""
+        )
+    return "torch's first use of cuDNN (version incompatibility)" if "cudnn" in unmet.name else "torch, in part"
 
 
-def _fitting(facts: CudaFacts, one: Unmet) -> str:
-    """Give the command that installs the version that fits; of a package that needs torch, that for this torch."""
+def _fitting(facts: CudaFacts, unmet: Unmet) -> str:
+    """Return the command that installs the version that fits; of a package that needs torch, that for this torch."""
     assert facts.torch is not None
-    if one.name != "torch":
-        return f"{fixes.pip(facts)} --no-deps {shlex.quote(one.name + one.wants.replace(' ', ''))}"
+    if unmet.name != "torch":
+        return f"{fixes.pip(facts)} --no-deps {shlex.quote(unmet.name + unmet.wants.replace(' ', ''))}"
     number, _, local = facts.torch.version.partition("+")
     index = f" --index-url https://download.pytorch.org/whl/{local}" if re.fullmatch(r"cu\d+|cpu", local) else ""
-    return f"{fixes.pip(facts)} --upgrade {one.package.partition(' ')[0]} torch=={number}{index}"
+    return f"{fixes.pip(facts)} --upgrade {unmet.package.partition(' ')[0]} torch=={number}{index}"
 
 
 def _doubles(facts: CudaFacts) -> Problem | None:
@@ -208,7 +214,7 @@ def _doubles(facts: CudaFacts) -> Problem | None:
     if not facts.conflicts:
         return None
     first = facts.conflicts[0]
-    packages = list(dict.fromkeys(name for one in facts.conflicts for name in one.packages))
+    packages = list(dict.fromkeys(name for conflict in facts.conflicts for name in conflict.packages))
     wanted = f"cu{major(facts.torch.cuda)}" if facts.torch is not None and facts.torch.cuda else ""
     right = [name for name in packages if wanted and name.split()[0].endswith(wanted)]
     wrong = [name for name in packages if right and name not in right]
@@ -226,7 +232,7 @@ def _doubles(facts: CudaFacts) -> Problem | None:
         level=Level.FAIL,
         title=f"{' and '.join(first.packages)} both own {first.file}: one has overwritten the other",
         breaks='importing torch or its first collective ("undefined symbol")',
-        evidence=tuple(f"{one.file}: {', '.join(one.packages)}" for one in facts.conflicts[:4]),
+        evidence=tuple(f"{conflict.file}: {', '.join(conflict.packages)}" for conflict in facts.conflicts[:4]),
         fix="remove the wrong one, and install the right one again: removing deletes the shared files"
         if commands
         else "keep the one that your torch asks for",
@@ -250,11 +256,11 @@ def _empty(facts: CudaFacts) -> Problem | None:
 
 def _missing(facts: CudaFacts) -> Problem | None:
     """Find directories that are not there: of a toolkit, often lib for lib64."""
-    gone = [one.text for one in facts.loader_path if one.text and not one.exists]
+    gone = [entry.text for entry in facts.loader_path if entry.text and not entry.exists]
     if not gone:
         return None
-    roots = [one for one in facts.toolkits if one.libraries]
-    twins = {f"{one.root}/{name}": one.libraries for one in roots for name in ("lib", "lib64")}
+    roots = [toolkit for toolkit in facts.toolkits if toolkit.libraries]
+    twins = {f"{toolkit.root}/{name}": toolkit.libraries for toolkit in roots for name in ("lib", "lib64")}
     meant = next((twins[text.rstrip("/")] for text in gone if text.rstrip("/") in twins), "")
     return Problem(
         id="libs.path-missing",

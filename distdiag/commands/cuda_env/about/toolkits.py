@@ -1,4 +1,4 @@
-"""The CUDA toolkits: who would use which, is that one whole, and does it fit torch."""
+"""The CUDA toolkits: who would use which, is that one whole, does it fit torch, and do builds agree on it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import shlex
 from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env import fixes
-from distdiag.commands.cuda_env.about.matching import set_in, who_uses, with_each_other, with_torch
-from distdiag.commands.cuda_env.model import BUILD, Problem, Section
-from distdiag.knowledge.cuda import minor, version
+from distdiag.commands.cuda_env.types import BUILD, Problem, Section
+from distdiag.knowledge.cuda import major, minor, version
 from distdiag.report import Level
 
 if TYPE_CHECKING:
     from distdiag.commands.cuda_env.collect import CudaFacts
-    from distdiag.node.cuda.toolkits import Toolkit
+    from distdiag.facts.cuda.toolkits import Toolkit
 
 _BREAKS = "building CUDA extensions; running is fine"
 _NO_ROOM = re.compile(r"tmpxft|No space left|Could not open output")
@@ -27,27 +26,31 @@ def about_toolkits(facts: CudaFacts) -> Section:
     whole = fixes.usable_toolkits(facts)
     shown = used if used is not None and used.version and used.headers else fixes.target_toolkit(facts)
     line = _line(facts, shown) if shown is not None and shown.version else "none that is used" if whole else "none"
-    problems = [one for one in (_variable(facts), _broken(facts)) if one]
-    if not any(one.level is Level.FAIL for one in problems):
-        problems += [one for one in (_found(facts), _home(facts), _headers(facts)) if one]
-    problems += [one for one in (_sources(facts), with_torch(facts), with_each_other(facts), _dev_link(facts)) if one]
-    problems += [one for one in (_gone(facts),) if one]
+    problems = [problem for problem in (_variable(facts), _broken(facts)) if problem]
+    if not any(problem.level is Level.FAIL for problem in problems):
+        problems += [problem for problem in (_found(facts), _home(facts), _headers(facts)) if problem]
+    problems += [
+        problem
+        for problem in (_sources(facts), _with_torch(facts), _with_each_other(facts), _dev_link(facts))
+        if problem
+    ]
+    problems += [problem for problem in (_gone(facts),) if problem]
     return Section(name="Toolkit", line=line, problems=tuple(problems), details=tuple(_details(facts)))
 
 
 def _line(facts: CudaFacts, used: Toolkit) -> str:
     """Name the toolkit, and who uses it."""
     homes = {name: fixes.toolkit_at(facts, home) for name, home in who_uses(facts).items()}
-    users = [name for name, one in homes.items() if one is not None and one.real == used.real]
+    users = [name for name, toolkit in homes.items() if toolkit is not None and toolkit.real == used.real]
     return f"{used.version} ({used.root})" + (f", used by {', '.join(users)}" if users else "")
 
 
 def _details(facts: CudaFacts) -> list[str]:
     lines = [f"{name} -> {home or 'none'}" for name, home in who_uses(facts).items()]
-    for one in facts.toolkits:
-        state = one.version or ("not there" if not one.exists else "no toolkit")
-        lines.append(f"{one.root}: {state} (by {', '.join(one.found_by)})")
-    return [*lines, *(f"on PATH and not there: {one}" for one in facts.no_path)]
+    for toolkit in facts.toolkits:
+        state = toolkit.version or ("not there" if not toolkit.exists else "no toolkit")
+        lines.append(f"{toolkit.root}: {state} (by {', '.join(toolkit.found_by)})")
+    return [*lines, *(f"on PATH and not there: {folder}" for folder in facts.no_path)]
 
 
 def _problem(id_: str, level: Level, title: str, **rest: object) -> Problem:
@@ -55,7 +58,7 @@ def _problem(id_: str, level: Level, title: str, **rest: object) -> Problem:
 
 
 def _mend(facts: CudaFacts) -> dict[str, object]:
-    """Give the fix that chooses the best toolkit here, or says what to install."""
+    """Return the fix that chooses the best toolkit here, or says what to install."""
     best = fixes.best_toolkit(facts)
     if best is not None:
         return {"fix": f"use the one in {best.root} ({best.version})", "exports": fixes.choose_toolkit(facts, best)}
@@ -85,7 +88,7 @@ def _variable(facts: CudaFacts) -> Problem | None:
                 Level.FAIL,
                 f"{name}={value!r}: {wrong}",
                 cause="torch and DeepSpeed take it as it stands, and fail later.",
-                evidence=set_in(facts, name),
+                evidence=_set_in(facts, name),
                 **_mend(facts),
             )
         return None
@@ -136,7 +139,7 @@ def _broken(facts: CudaFacts) -> Problem | None:
 
 
 def _no_room(facts: CudaFacts, complaint: str) -> Problem:
-    """Say that it is the place for temporary files that is missing, full or not ours to write."""
+    """Report that it is the place for temporary files that is missing, full or not ours to write."""
     place = facts.variables.get("TMPDIR", "/tmp")
     return _problem(
         "toolkit.nvcc-broken",
@@ -150,9 +153,11 @@ def _no_room(facts: CudaFacts, complaint: str) -> Problem:
 
 
 def _found(facts: CudaFacts) -> Problem | None:
-    """Say that there is no toolkit that anybody would find."""
+    """Report that there is no toolkit that anybody would find."""
     use = facts.uses["torch"]
-    dangling = next((one for one in facts.toolkits if not one.exists and "CUDA" not in " ".join(one.found_by)), None)
+    dangling = next(
+        (toolkit for toolkit in facts.toolkits if not toolkit.exists and "CUDA" not in " ".join(toolkit.found_by)), None
+    )
     home = fixes.toolkit_at(facts, use.home) if use.home else None
     if use.home and home is not None and home.exists and (home.nvcc or fixes.nvcc_at(facts, use.nvcc)):
         return None
@@ -205,7 +210,7 @@ def _home(facts: CudaFacts) -> Problem | None:
 
 
 def _conda_headers(toolkit: Toolkit) -> str:
-    """Give the headers of a conda toolkit, which lie in targets/ where torch does not look."""
+    """Return the headers of a conda toolkit, which lie in targets/ where torch does not look."""
     return toolkit.headers if "conda" in toolkit.found_by and "/targets/" in toolkit.headers else ""
 
 
@@ -242,15 +247,15 @@ def _headers(facts: CudaFacts) -> Problem | None:
 
 def _sources(facts: CudaFacts) -> Problem | None:
     """Find a tree of two versions: its files disagree beyond the patch level."""
-    for one in facts.toolkits:
-        told = {minor(value) for _, value in one.sources}
-        if len(told) > 1 and one.exists:
+    for toolkit in facts.toolkits:
+        told = {minor(value) for _, value in toolkit.sources}
+        if len(told) > 1 and toolkit.exists:
             return _problem(
                 "toolkit.version-sources",
-                Level.FAIL if one is fixes.used_toolkit(facts) else Level.WARN,
-                f"{one.root} is of two versions: {' and '.join(sorted(told, key=version))}",
+                Level.FAIL if toolkit is fixes.used_toolkit(facts) else Level.WARN,
+                f"{toolkit.root} is of two versions: {' and '.join(sorted(told, key=version))}",
                 cause="One was installed over the other.",
-                evidence=tuple(f"{file}: {value}" for file, value in one.sources),
+                evidence=tuple(f"{file}: {value}" for file, value in toolkit.sources),
                 fix="install that toolkit again into an empty directory; or use another one",
             )
     return None
@@ -258,7 +263,7 @@ def _sources(facts: CudaFacts) -> Problem | None:
 
 def _gone(facts: CudaFacts) -> Problem | None:
     """Find directories of CUDA on PATH that are not there: removed or misspelt; it may be why no nvcc is found."""
-    cuda = [one for one in facts.no_path if "cuda" in one.lower() or "nvcc" in one.lower()]
+    cuda = [folder for folder in facts.no_path if "cuda" in folder.lower() or "nvcc" in folder.lower()]
     if not cuda:
         return None
     unfound = not facts.uses["nvcc"].nvcc
@@ -267,7 +272,7 @@ def _gone(facts: CudaFacts) -> Problem | None:
         Level.WARN if unfound else Level.INFO,
         f"PATH names what is not there: {', '.join(cuda[:3])}",
         breaks="finding nvcc" if unfound else "",
-        evidence=set_in(facts, "PATH"),
+        evidence=_set_in(facts, "PATH"),
         fix="correct it, or take it out, where PATH is set",
     )
 
@@ -285,4 +290,145 @@ def _dev_link(facts: CudaFacts) -> Problem | None:
         evidence=(f"{used.libraries}/{used.runtime}",),
         fix="make the link that a toolkit would have",
         commands=(f"ln -s {used.runtime} {shlex.quote(used.libraries)}/libcudart.so",),
+    )
+
+
+def who_uses(facts: CudaFacts) -> dict[str, str]:
+    """Return which toolkit each kind of build takes: name -> directory, empty for none."""
+    torch = facts.torch
+    own = facts.uses["torch"].home if torch is not None and torch.cuda else ""
+    users = {"torch extensions": own, "CMake": _seen_through(facts, "cmake"), "nvcc": _seen_through(facts, "nvcc")}
+    return {**users, "DeepSpeed": own} if facts.deepspeed is not None else users
+
+
+def _seen_through(facts: CudaFacts, who: str) -> str:
+    """See through a wrapper: what nvcc itself calls its TOP is what a shell and CMake get."""
+    nvcc = fixes.nvcc_at(facts, facts.uses[who].nvcc)
+    return nvcc.top if nvcc is not None and nvcc.top else facts.uses[who].home
+
+
+def _with_torch(facts: CudaFacts) -> Problem | None:
+    """Compare the toolkit that would be used with torch's CUDA (torch: TE._check_cuda_version, exact major version)."""
+    used, wanted = fixes.used_toolkit(facts), fixes.torch_cuda(facts)
+    if used is None or not used.version or not wanted or minor(used.version) == wanted:
+        return None
+    have = minor(used.version)
+    if major(have) != major(wanted):
+        return _mismatch(facts, used, wanted)
+    return _for_deepspeed(facts, have, wanted) or Problem(
+        id="toolkit.torch-mismatch",
+        goals=BUILD,
+        level=Level.INFO,
+        title=f"nvcc is {have}, torch was built with {wanted}: the same major version, torch only warns",
+    )
+
+
+def _mismatch(facts: CudaFacts, used: Toolkit, wanted: str) -> Problem:
+    torch, use = facts.torch, facts.uses["torch"]
+    assert torch is not None
+    there = ", ".join(f"{toolkit.version} in {toolkit.root}" for toolkit in fixes.usable_toolkits(facts))
+    variable = use.rule if use.rule.startswith("CUDA_") else "PATH"
+    best = fixes.best_toolkit(facts)
+    name = f"cuda-toolkit-{wanted.replace('.', '-')}"
+    return Problem(
+        id="toolkit.torch-mismatch",
+        goals=BUILD,
+        level=Level.FAIL,
+        title=f"nvcc is {minor(used.version)}, and torch {torch.version} was built with CUDA {wanted}",
+        breaks='building CUDA extensions ("detected CUDA version mismatches"); running is fine',
+        evidence=(
+            f"torch and DeepSpeed -> {use.home} ({use.rule})",
+            f"on disk: {there or 'no other'}",
+            f"{torch.source}: cuda = {torch.cuda}",
+            *_set_in(facts, variable),
+        ),
+        fix=f"use the toolkit in {best.root} ({best.version})"
+        if best
+        else f"install toolkit {wanted}{fixes.from_repository(facts)}, or a torch for CUDA {minor(used.version)}",
+        exports=fixes.choose_toolkit(facts, best) if best else (),
+        commands=()
+        if best
+        else (
+            *fixes.install_system(facts, apt=name, dnf=name, zypper=name),
+            *fixes.install_torch(facts, prefer=minor(used.version), strict=True),
+        ),
+    )
+
+
+def _set_in(facts: CudaFacts, variable: str) -> tuple[str, ...]:
+    """Report which start-up files set a variable."""
+    lines = [
+        f"{origin.variable} is set in {origin.file}:{origin.line}"
+        for origin in facts.building.origins
+        if origin.variable == variable
+    ]
+    return tuple(lines[:3])
+
+
+def _for_deepspeed(facts: CudaFacts, have: str, wanted: str) -> Problem | None:
+    """Ask DeepSpeed's own list (builder.py, cuda_minor_mismatch_ok) whether two minor versions go together for it."""
+    deepspeed = facts.deepspeed
+    if deepspeed is None or facts.variables.get("DS_SKIP_CUDA_CHECK") == "1":
+        return None
+    same = deepspeed.minor_ok.get(str(major(have)), ())
+    if have in same and wanted in same:
+        return None
+    return Problem(
+        id="deepspeed.cuda13" if major(have) >= 13 else "deepspeed.cuda-minor",
+        goals=BUILD,
+        level=Level.WARN,
+        title=f"DeepSpeed {deepspeed.version} refuses nvcc {have} with torch's CUDA {wanted}; torch itself takes it",
+        cause="Its list of minor versions that go together does not have them.",
+        breaks="building DeepSpeed's ops (CUDAMismatchException); running is fine",
+        fix="tell it to go on; code of one major version works together",
+        exports=(("DS_SKIP_CUDA_CHECK", "1"),),
+    )
+
+
+def _with_each_other(facts: CudaFacts) -> Problem | None:
+    """Report that builds here would use different toolkits, or how many there are."""
+    users = {name: home for name, home in who_uses(facts).items() if home}
+    found = {name: fixes.toolkit_at(facts, home) for name, home in users.items()}
+    versions = {name: toolkit.version for name, toolkit in found.items() if toolkit is not None and toolkit.version}
+    if len({minor(number) for number in versions.values()}) > 1:
+        best = fixes.best_toolkit(facts) or fixes.used_toolkit(facts)
+        return Problem(
+            id="toolkit.multiple",
+            goals=BUILD,
+            level=Level.WARN,
+            title="builds here use different toolkits: "
+            + ", ".join(f"{name} {number}" for name, number in versions.items()),
+            breaks="extensions that are partly built with each",
+            evidence=tuple(f"{name} -> {home}" for name, home in users.items()),
+            fix="let all use the same",
+            exports=fixes.choose_toolkit(facts, best) if best else (),
+        )
+    whole = fixes.usable_toolkits(facts)
+    contradiction = _variables_differ(facts)
+    if contradiction is not None or len(whole) < 2:
+        return contradiction
+    return Problem(
+        id="toolkit.multiple",
+        goals=BUILD,
+        level=Level.INFO,
+        title=f"{len(whole)} toolkits are installed, and all builds use the same: "
+        + ", ".join(toolkit.root for toolkit in whole),
+    )
+
+
+def _variables_differ(facts: CudaFacts) -> Problem | None:
+    home, path = facts.variables.get("CUDA_HOME"), facts.variables.get("CUDA_PATH")
+    if not home or not path:
+        return None
+    named = [fixes.toolkit_at(facts, home), fixes.toolkit_at(facts, path)]
+    if named[0] is not None and named[1] is not None and named[0].real == named[1].real:
+        return None
+    return Problem(
+        id="toolkit.multiple",
+        goals=BUILD,
+        level=Level.WARN,
+        title=f"CUDA_HOME={home} and CUDA_PATH={path} name different toolkits",
+        cause="torch takes CUDA_HOME; other tools take CUDA_PATH.",
+        fix="let both name the same",
+        exports=(("CUDA_PATH", '"$CUDA_HOME"'),),
     )

@@ -6,7 +6,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from distdiag.commands.cuda_env.fixes import install_torch
-from distdiag.commands.cuda_env.model import BOTH, RUN, Problem, Section
+from distdiag.commands.cuda_env.types import BOTH, RUN, Problem, Section
 from distdiag.report import Level
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _build(facts: CudaFacts) -> Problem:
 
 
 def _import(facts: CudaFacts) -> Problem | None:
-    """Say that torch cannot be imported, or that it does not come back."""
+    """Report that torch cannot be imported, or that it does not come back."""
     imported = facts.imported
     if imported is None or not (imported.error or imported.stage):
         return None

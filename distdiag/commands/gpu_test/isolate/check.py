@@ -8,14 +8,14 @@ from distdiag.commands.gpu_test.isolate import diagnose
 from distdiag.commands.gpu_test.isolate.types import Fault, Isolated, Request
 from distdiag.commands.gpu_test.isolate.view import isolate_view
 from distdiag.errors import UsageError
-from distdiag.workload import carry_out
-from distdiag.workload.record import Job
-from distdiag.workload.types import Device
+from distdiag.launch import runner
+from distdiag.launch.record import Job
+from distdiag.launch.types import Device
 
 if TYPE_CHECKING:
-    from distdiag.cluster.recipes import Recipe
+    from distdiag.cluster.launch_commands import Recipe
     from distdiag.runner import Subcommand
-    from distdiag.workload.record import Plan, RunRecord, Share
+    from distdiag.launch.record import Plan, RunRecord, Share
 
 _ITERATIONS = 4
 _PAIR_TIMEOUT_S = {Device.CPU: 3.0, Device.CUDA: 15.0}
@@ -72,6 +72,6 @@ def _fault(fault: Fault, nproc: int) -> dict[str, Any]:
 
 def subcommand(recipe: Recipe | None) -> Subcommand[Request, RunRecord, Isolated]:
     """Make the command; `recipe`: the launcher for which lines are to be written instead."""
-    return carry_out.subcommand(
+    return runner.subcommand(
         "gpu-test", Request, job_of, lambda _, report: isolate_view(report), recipe, saved_as="gpu-test --isolate"
     )

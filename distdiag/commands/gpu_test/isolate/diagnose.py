@@ -7,17 +7,17 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import fold
-from distdiag.cluster.launch import Outcome
+from distdiag.cluster.rank_runs import Outcome
 from distdiag.commands.gpu_test.isolate.classify import classify
 from distdiag.commands.gpu_test.isolate.types import STAGES, Classified, Isolated, Kind, Pair, PairResult, PairStatus
 from distdiag.report import Finding, Fix, Level, Report, Where
-from distdiag.workload import judge
-from distdiag.workload.judge import paused
-from distdiag.workload.types import Device
+from distdiag.launch import rank_report
+from distdiag.launch.rank_report import paused
+from distdiag.launch.types import Device
 
 if TYPE_CHECKING:
     from distdiag.commands.gpu_test.isolate.types import Classification, Request
-    from distdiag.workload.record import Course, NotRun, Plan, Scene
+    from distdiag.launch.record import Course, NotRun, Plan, Scene
 
 _SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\] ")
 """Where in its own source gloo raised an error."""
@@ -31,13 +31,13 @@ def size_for(request: Request, plan: Plan) -> int:
 
 def diagnose(request: Request, scene: Scene, plan: Plan, course: Course) -> Report[Isolated]:
     """Say what the pairs show."""
-    told: list[dict[str, Any]] = next(reversed(judge.payloads(course.traces[:1], "pairs")), [])
+    told: list[dict[str, Any]] = next(reversed(rank_report.payloads(course.traces[:1], "pairs")), [])
     pairs = [_pair(one) for one in told]
     host_of = {trace.rank: trace.host for trace in course.traces}
     classification, statuses = classify(pairs, host_of, least_bytes_per_s=request.expected_bytes_per_s)
     finished = course.outcome is Outcome.FINISHED
     data = Isolated(
-        **judge.facts_of(request, scene, plan, course),
+        **rank_report.facts_of(request, scene, plan, course),
         size_bytes=size_for(request, plan),
         pairs=tuple(
             PairResult(
@@ -55,10 +55,10 @@ def diagnose(request: Request, scene: Scene, plan: Plan, course: Course) -> Repo
         classification=_classified(classification) if finished else None,
         measuring_s=_measuring(course),
     )
-    found = judge.findings_of(request, scene, plan, course)
+    found = rank_report.findings_of(request, scene, plan, course)
     if finished and plan.nproc > 1:
         found += _finding(request, classification, data)
-        found += paused(request, course.traces, {one.rank: judge.payloads([one], "paused") for one in course.traces})
+        found += paused(request, course.traces, {one.rank: rank_report.payloads([one], "paused") for one in course.traces})
     interrupted = course.outcome is Outcome.INTERRUPTED
     return Report(
         command=request.command,
@@ -125,8 +125,8 @@ def _summary(scene: Scene, data: Isolated, found: Classification, findings: list
     so_far = f"{measured} of {len(data.pairs)} pair(s) measured"
     wrong = [finding.title for finding in findings if finding.level in (Level.FAIL, Level.UNKNOWN)]
     if interrupted:
-        return f"interrupted; {wrong[0] if wrong else judge.how_far(data.ranks, STAGES)}; {so_far}"
-    if words := judge.worst_of(findings):
+        return f"interrupted; {wrong[0] if wrong else rank_report.how_far(data.ranks, STAGES)}; {so_far}"
+    if words := rank_report.worst_of(findings):
         return words if data.classification is not None else f"{words}; {so_far}"
     where = fold(dict.fromkeys(place.host for place in scene.places))
     if data.world_size == 1:

@@ -14,8 +14,8 @@ import time
 from datetime import timedelta
 
 from distdiag.commands.gpu_test.isolate.coordinator import Coordinator
-from distdiag.workload.rank import Pauses, first_lines, run_rank
-from distdiag.workload.rank import Rank as AnyRank
+from distdiag.launch.rank import Pauses, first_lines, run_rank
+from distdiag.launch.rank import Rank as AnyRank
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from distdiag.errors import UsageError
-from distdiag.workload import types
+from distdiag.launch import types
 
 Edge = tuple[int, int]
 NODE, NET = "node", "net"

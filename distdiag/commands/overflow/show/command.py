@@ -42,7 +42,7 @@ def overflow_show(
     Exit status: 0 nothing was detected, 1 nan or inf was, 2 wrong usage, 3 the files cannot tell, 130 interrupted.
     """
     from distdiag.commands.overflow.show.view import overflow_show_view
-    from distdiag.deliver import Output, Progress, deliver
+    from distdiag.output import Output, Progress, deliver
 
     def run() -> Report[OverflowShow]:
         from distdiag.commands.overflow.show.diagnose import examine

@@ -10,7 +10,7 @@ from distdiag.commands.overflow.show.divergence import ratio
 from distdiag.commands.overflow.show.recording import NEAR
 from distdiag.commands.overflow.show.selection import Names
 from distdiag.commands.overflow.show.wording import magnitude, named, percent, times
-from distdiag.deliver import Whole, Wrapped
+from distdiag.output import Whole, Wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

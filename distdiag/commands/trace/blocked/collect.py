@@ -6,10 +6,10 @@ import time
 from dataclasses import dataclass, replace
 
 from distdiag.jobs.collect import facts
-from distdiag.node import blocked, machine, procs
-from distdiag.node.blocked import Blocked, Thread
-from distdiag.node.descriptors import Look
-from distdiag.node.ends import Network, Person, networks, people
+from distdiag.facts import blocked_threads, machine, procs
+from distdiag.facts.blocked_threads import Blocked, Thread
+from distdiag.facts.descriptors import Look
+from distdiag.facts.socket_owners import Network, Person, networks, people
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def more(ask: dict[str, Any], tell: Callable[[Reply], None]) -> None:
 
 
 def _process(pid: int, first: dict[int, tuple[str, ...]], reader: Look) -> Blocked:
-    threads = tuple(_without_crowd(thread) for thread in blocked.blocked(pid, reader))
+    threads = tuple(_without_crowd(thread) for thread in blocked_threads.blocked(pid, reader))
     last = _ran(pid)
     moved = tuple(thread.tid for thread in threads if first.get(thread.tid) != last.get(thread.tid))
     return Blocked(pid, machine.process_state(pid).letter, procs.tracer(pid), threads, moved, procs.thaws_by(pid))

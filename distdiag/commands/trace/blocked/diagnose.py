@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.reached import host_findings
+from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.commands.trace import ranks
 from distdiag.commands.trace.blocked import findings
 from distdiag.commands.trace.blocked.findings import Case, root_wait
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.wait_graph import WaitTree
     from distdiag.diagnosis.wait_reasons import Wait
     from distdiag.jobs.model import Job
-    from distdiag.node.blocked import Blocked, Thread
+    from distdiag.facts.blocked_threads import Blocked, Thread
 
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 

@@ -10,7 +10,7 @@ from distdiag.cluster.hosts import fold, fold_ranks, name_ranks
 from distdiag.commands.trace.blocked.types import SAMPLED_S
 from distdiag.diagnosis import remedies
 from distdiag.diagnosis.wait_reasons import ENDED, Kind, Wait, lasting
-from distdiag.node.machine import STOPPED
+from distdiag.facts.machine import STOPPED
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:

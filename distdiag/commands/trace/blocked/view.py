@@ -8,7 +8,7 @@ from rich.table import Column
 from rich.text import Text
 
 from distdiag.cluster.hosts import fold, fold_ranks
-from distdiag.deliver import Wrapped, plain_table
+from distdiag.output import Wrapped, plain_table
 from distdiag.diagnosis.wait_reasons import Kind, lasting
 
 if TYPE_CHECKING:

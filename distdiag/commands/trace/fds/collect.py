@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 
 from distdiag.jobs.collect import facts
-from distdiag.node import machine
-from distdiag.node.descriptors import Descriptor, Look, descriptors
-from distdiag.node.ends import Network, Person, networks, people
+from distdiag.facts import machine
+from distdiag.facts.descriptors import Descriptor, Look, descriptors
+from distdiag.facts.socket_owners import Network, Person, networks, people
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from distdiag.commands.trace.ranks import Chosen
     from distdiag.diagnosis.process_index import Key, ProcessIndex
     from distdiag.jobs.nodes import NodeStacks
-    from distdiag.node.descriptors import Descriptor
+    from distdiag.facts.descriptors import Descriptor
     from distdiag.runner import Subcommand
 
 COMMAND = "trace fds"
@@ -169,7 +169,7 @@ def subcommand() -> Subcommand[Request, NodeAnswer[Reply], TraceFds]:
 
 def diagnose(request: Request, answers: Answers[Reply], chosen: Sequence[Chosen]) -> Report[TraceFds]:
     """Report what every chosen process has open, and what of it may become a problem."""
-    from distdiag.cluster.reached import host_findings
+    from distdiag.cluster.unreached_hosts import host_findings
     from distdiag.commands.trace.nodes import index_of
 
     replies = [(host, reply) for host, some in answers.told.items() for reply in some]
@@ -331,7 +331,7 @@ def _unreadable(row: ProcessRow, name: str, where: Where, request: Request, answ
 
 def trace_fds_view(data: TraceFds) -> Iterator[RenderableType]:
     """Draw a table for each process: how many of each kind first, then each descriptor, equal ones folded."""
-    from distdiag.deliver import Wrapped
+    from distdiag.output import Wrapped
 
     for number, row in enumerate(data.processes):
         if number:
@@ -353,7 +353,7 @@ def _title(row: ProcessRow) -> str:
 def _table(row: ProcessRow) -> RenderableType:
     from rich.table import Column
 
-    from distdiag.deliver import plain_table
+    from distdiag.output import plain_table
 
     table = plain_table(
         Column("fd", justify="right", overflow="fold"),

@@ -8,21 +8,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distdiag import runner
-from distdiag.cluster.access import Agent
+from distdiag.cluster.start_fleet import Agent
+from distdiag.commands.trace.show.classify import find_runs, newest, position_of
 from distdiag.commands.trace.show.collect import NodeLines
 from distdiag.commands.trace.show.diagnose import diagnose
-from distdiag.commands.trace.show.model import COMMAND, Request
-from distdiag.commands.trace.show.runs import find_runs, newest
-from distdiag.commands.trace.show.standing import stand_of
+from distdiag.commands.trace.show.types import COMMAND, Request
 from distdiag.commands.trace.show.view import trace_show_view
-from distdiag.commands.trace.show.words import clock, does
-from distdiag.deliver import emit
+from distdiag.commands.trace.show.wording import clock, does
+from distdiag.output import emit
 from distdiag.runner import Asks, Question, Subcommand
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from distdiag.deliver import Progress
+    from distdiag.output import Progress
     from distdiag.gathered import Gathered
 
 _AGENT = Agent(collect="distdiag.commands.trace.show.collect", facts=NodeLines)
@@ -32,47 +29,41 @@ _LINES_FOR_PLACE = 5
 
 
 def _collect(request: Request, progress: Progress) -> Gathered[NodeLines]:
-    told: dict[tuple[str, int], tuple[object, ...]] = {}
+    shown: dict[tuple[str, int], tuple[object, ...]] = {}
     question = Question[NodeLines, NodeLines, NodeLines](
         part=NodeLines,
         plan=lambda hosts, local: Asks(by_host=dict.fromkeys(hosts, _ask(request, local=local)), timeout_s=_PATIENCE_S),
         join=lambda host, _, parts, why: replace(parts[-1], host=host) if parts and not why else None,
     )
     return runner.gather(
-        request.cluster, _AGENT, question, progress, lambda gathered: request.follow and _follow(gathered, told)
+        request.cluster, _AGENT, question, progress, lambda gathered: request.follow and _follow(gathered, shown)
     )
 
 
-def _follow(gathered: Gathered[NodeLines], told: dict[tuple[str, int], tuple[object, ...]]) -> bool:
-    """Print each rank's last line if it is another one than before; tell whether any of them still runs."""
-    states = list(_news(gathered.facts, told, lambda line: emit(line + "\n")))
+def _follow(gathered: Gathered[NodeLines], shown: dict[tuple[str, int], tuple[object, ...]]) -> bool:
+    """Print each rank's last line if it is another one than was shown before; return whether any of them still runs."""
+    states = []
+    for member in (member for run in newest(find_runs(gathered.facts)) for member in run.members):
+        position, process = position_of(member), member.process
+        line = position.line
+        states.append(process.state)
+        if line is None:
+            continue
+        place = (line.file, line.line, process.state, line.at_s)
+        if shown.get((member.host, process.pid)) != place:
+            shown[member.host, process.pid] = place
+            rank = f"rank {member.rank}" if member.rank is not None else f"pid {process.pid}"
+            state = "" if process.state == "running" else f" ({process.state})"
+            emit(f"{clock(line.at_s)}  {rank}  {does(position)}{state}\n")
     if states and "running" not in states:
         return False
     time.sleep(_FOLLOW_S)
     return True
 
 
-def _news(
-    nodes: Sequence[NodeLines], told: dict[tuple[str, int], tuple[object, ...]], tell: Callable[[str], None]
-) -> Iterator[str]:
-    for run in newest(find_runs(nodes)):
-        for member in run.members:
-            stand = stand_of(member)
-            line = stand.user or stand.library
-            process = member.process
-            if line is not None:
-                place = (line.file, line.line, process.state, line.at_s)
-                if told.get((member.host, process.pid)) != place:
-                    told[member.host, process.pid] = place
-                    rank = f"rank {member.rank}" if member.rank is not None else f"pid {process.pid}"
-                    state = "" if process.state == "running" else f" ({process.state})"
-                    tell(f"{clock(line.at_s)}  {rank}  {does(stand)}{state}")
-            yield process.state
-
-
 def _ask(request: Request, *, local: bool) -> dict[str, Any]:
     paths = [os.path.abspath(path) if local else path for path in request.paths]
-    # Who is where is also told by the library lines behind the last one of the user's, however few are to be shown.
+    # Who is where is also shown by the library lines behind the last one of the user's, however few are to be shown.
     return {"paths": paths, "last": max(request.last, _LINES_FOR_PLACE), "grep": request.grep, "count": request.count}
 
 

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from functools import cache
 
-from distdiag.node import machine, procs, rings
+from distdiag.facts import machine, procs, line_trace_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ _SOURCE = 200
 
 @dataclass(frozen=True)
 class Line:
-    """One line that was executed. `at_s` is wall-clock time, of this line or of one a few quick lines before it.
+    """One line that was executed. `at_s` in seconds since 1970, of this line or of one a few quick lines before it.
 
-    `kind` is "user", "library" or "stdlib". `back`: a call made from it had just returned. `changed`: the file was
+    `kind` is "user", "library" or "stdlib". `returned`: a call made from it had just returned. `changed`: the file was
     written after the process began, so that `source` may be another line.
     """
 
@@ -35,7 +35,7 @@ class Line:
     function: str
     kind: str
     source: str
-    back: bool
+    returned: bool
     changed: bool
 
 
@@ -106,7 +106,7 @@ class NodeLines:
 
 
 def facts(ask: dict[str, Any]) -> NodeLines:
-    """Tell who is here; the rest is told by `more`, as often as it is asked."""
+    """Return who is here; `more` reads the rest, as often as it is asked."""
     return NodeLines(machine.host_name())
 
 
@@ -117,15 +117,14 @@ def more(ask: dict[str, Any], tell: Callable[[NodeLines], None]) -> None:
     """
     linecache.checkcache()
     search = _Search(ask["paths"])
-    reader = _Reader(ask["last"], ask["grep"], ask["count"])
     processes = []
     files = search.files()
     for path, owners in files[:_MOST_FILES]:
         try:
-            processes.append(reader.read(path, owners))
-        except rings.NotOurs as error:
+            processes.append(_Reader(line_trace_file.read(path, owners), ask).process(path))
+        except line_trace_file.NotOurs as error:
             search.not_ours.append((path, str(error)))
-        except rings.NotARing as error:
+        except line_trace_file.NotARing as error:
             search.unread.append((path, str(error)))
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             search.unread.append((path, f"its description makes no sense: {error!r}"))
@@ -150,7 +149,7 @@ class _Search:
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
-        self.paths = tuple(paths or (rings.default_folder(),))
+        self.paths = tuple(paths or (line_trace_file.default_folder(),))
         self.unread: list[tuple[str, str]] = []
         self.not_ours: list[tuple[str, str]] = []
         self._by_default = not paths
@@ -176,13 +175,13 @@ class _Search:
         walk = os.walk(path, onerror=lambda error: self.unread.append((str(error.filename), error.strerror or "")))
         for folder, _, names in walk:
             for name in names:
-                if name.endswith(rings.SUFFIX):
+                if name.endswith(line_trace_file.SUFFIX):
                     yield os.path.join(folder, name), (me, owner)
 
 
 @cache
 def _is_file(path: str) -> bool:
-    """Tell whether source may be read there: a pipe, which a file of another user may name, would keep us waiting."""
+    """Return whether source may be read there: a pipe, which a file of another user may name, would keep us waiting."""
     return os.path.isfile(path)
 
 
@@ -200,118 +199,88 @@ _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("host", "boot", "python", "command", "launcher"), (str,)),
     **{"include": (list,), "job": (dict,)},
 }
-"""What a process tells of itself, and what may be done with it."""
+"""The fields of a description, which is written by the process, and their types."""
 
 
 def _check(about: dict[str, Any]) -> None:
     """Check that a description can be used. Raises NotARing."""
     wrong = [name for name, kinds in _KINDS.items() if not isinstance(about.get(name), kinds)]
     above = about.get("ancestors", [])  # files of earlier versions have none
-    wrong += [] if isinstance(above, list) and all(isinstance(one, int) for one in above) else ["ancestors"]
+    wrong += [] if isinstance(above, list) and all(isinstance(pid, int) for pid in above) else ["ancestors"]
     if wrong or not all(isinstance(text, str) for text in (*about["job"].values(), *about["include"])):
-        raise rings.NotARing(f"its description makes no sense: {', '.join(wrong) or 'job, include'}")
+        raise line_trace_file.NotARing(f"its description makes no sense: {', '.join(wrong) or 'job, include'}")
 
 
 class _Reader:
-    """Reads files and finds the source of their lines."""
+    """Reads one process's file, whose monotonic clock it knows, and the source of its lines."""
 
-    def __init__(self, last: int, grep: str, count: str) -> None:
-        self._last = last
-        self._grep = re.compile(grep) if grep else None
-        self._count = re.compile(count) if count else None
-        self._boot = machine.read_text("/proc/sys/kernel/random/boot_id").strip()
+    def __init__(self, ring: line_trace_file.RingFile, ask: dict[str, Any]) -> None:
+        """Raises NotARing."""
+        _check(ring.about)
+        self._ring, self._about, self._last = ring, ring.about, ask["last"]
+        self._grep = re.compile(ask["grep"]) if ask["grep"] else None
+        self._count = re.compile(ask["count"]) if ask["count"] else None
+        self._to_wall = self._about["wall_s"] - self._about["monotonic_s"]
+        self._modified_at: dict[str, float] = {}
 
-    def read(self, path: str, owners: tuple[int, ...] | None) -> Process:
-        ring = rings.read(path, owners)
-        about = ring.about
-        _check(about)
-        to_wall = about["wall_s"] - about["monotonic_s"]
-        clock = _Clock(to_wall, about["wall_s"], self)
-        threads = tuple(sorted((clock.thread(one, about["pid"]) for one in ring.threads), key=lambda one: not one.main))
-        newest = max((one.last[-1].at_s for one in threads if one.last), default=0.0)
+    def process(self, path: str) -> Process:
+        ring, about = self._ring, self._about
+        threads = sorted(map(self._thread, ring.threads), key=lambda thread: not thread.main)
+        newest = max((thread.last[-1].at_s for thread in threads if thread.last), default=0.0)
+        notes = about.get("notes", {})
+        own = ("pid", "parent", "rank", "local_rank", "world_size", "launcher", "job", "command", "python", "lines")
         return Process(
             path=path,
-            pid=about["pid"],
-            parent=about["parent"],
-            rank=about["rank"],
-            local_rank=about["local_rank"],
-            world_size=about["world_size"],
-            launcher=about["launcher"],
-            job=about["job"],
-            command=about["command"],
-            python=about["python"],
+            **{name: about[name] for name in own},
             include=tuple(about["include"]),
-            lines=about["lines"],
-            state=self._state(ring),
-            error=str(about.get("notes", {}).get("error", "")),
-            error_at=clock.error_at(about.get("notes", {}), ring.ended_s),
+            state=self._state(),
+            error=str(notes.get("error", "")),
+            error_at=self._error_at(notes),
             began_s=about["wall_s"],
-            ended_s=None if ring.ended_s is None else ring.ended_s + to_wall,
+            ended_s=None if ring.ended_s is None else ring.ended_s + self._to_wall,
             age_s=max(0.0, time.time() - newest) if newest else None,
-            threads=threads,
+            threads=tuple(threads),
             untold=ring.untold_threads,
             ancestors=tuple(about.get("ancestors", ())),
             owner="" if ring.owner == os.geteuid() else machine.user_name(ring.owner),
         )
 
-    def _state(self, ring: rings.RingFile) -> str:
-        if ring.ended_s is not None:
-            return "raised" if ring.about.get("notes", {}).get("error") else "ended"
-        about = ring.about
-        proc = procs.read(about["pid"]) if about["boot"] == self._boot else None
+    def _state(self) -> str:
+        about = self._about
+        if self._ring.ended_s is not None:
+            return "raised" if about.get("notes", {}).get("error") else "ended"
+        proc = procs.read(about["pid"]) if about["boot"] == _boot() else None
         alive = proc is not None and proc.started == about["started"] and proc.state not in ("Z", "X")
         return "running" if alive else "died"
 
-    def matches(self, lines: Sequence[Line]) -> tuple[tuple[Line, ...], int]:
-        """Give the lines that match one pattern, and how many match the other; returns to a line do not count."""
-        begun = [line for line in lines if not line.back]
-        found = [line for line in begun if self._grep is not None and self._grep.search(_text(line))]
-        count = sum(1 for line in begun if self._count is not None and self._count.search(_text(line)))
-        return tuple(found[-_MOST_MATCHES:]), count
-
-    @property
-    def wants_all(self) -> bool:
-        return self._grep is not None or self._count is not None
-
-    @property
-    def last(self) -> int:
-        return self._last
-
-
-class _Clock:
-    """Makes the lines of one process, whose monotonic clock it knows."""
-
-    def __init__(self, to_wall: float, began_s: float, reader: _Reader) -> None:
-        self._to_wall = to_wall
-        self._began_s = began_s
-        self._reader = reader
-        self._changed: dict[str, bool] = {}
-
-    def thread(self, one: rings.Thread, pid: int) -> Thread:
-        records = one.records
+    def _thread(self, thread: line_trace_file.Thread) -> Thread:
+        records = thread.records
         user = next((record for record in reversed(records) if record.code.kind == "user"), None)
-        all_lines = [self._line(record) for record in records] if self._reader.wants_all else []
-        matches, count = self._reader.matches(all_lines)
+        # A return to a line does not count.
+        searched = records if self._grep is not None or self._count is not None else ()
+        begun = [self._line(record) for record in searched if not record.back]
+        matches = [line for line in begun if self._grep is not None and self._grep.search(_text(line))]
         return Thread(
-            tid=one.tid,
-            name=one.name,
-            main=one.tid == pid,
-            ended=one.ended_s is not None,
+            tid=thread.tid,
+            name=thread.name,
+            main=thread.tid == self._about["pid"],
+            ended=thread.ended_s is not None,
             kept=len(records),
-            last=tuple(self._line(record) for record in records[-self._reader.last :]),
+            last=tuple(self._line(record) for record in records[-self._last :]),
             user=None if user is None else self._line(user),
-            matches=matches,
-            count=count,
+            matches=tuple(matches[-_MOST_MATCHES:]),
+            count=sum(1 for line in begun if self._count is not None and self._count.search(_text(line))),
         )
 
-    def error_at(self, notes: dict[str, Any], ended_s: float | None) -> Line | None:
-        """Give the line that an exception came through that nobody caught."""
-        if "at" not in notes or ended_s is None:
+    def _error_at(self, notes: dict[str, Any]) -> Line | None:
+        """Return the line that an exception came through that nobody caught."""
+        if "at" not in notes or self._ring.ended_s is None:
             return None
         file, line, function = notes["at"]
-        return self._line(rings.Record(ended_s, rings.Code(str(file), str(function), "user"), int(line), False))
+        code = line_trace_file.Code(str(file), str(function), "user")
+        return self._line(line_trace_file.Record(self._ring.ended_s, code, int(line), False))
 
-    def _line(self, record: rings.Record) -> Line:
+    def _line(self, record: line_trace_file.Record) -> Line:
         file = record.code.file
         return Line(
             at_s=record.at_s + self._to_wall,
@@ -320,14 +289,19 @@ class _Clock:
             function=record.code.function,
             kind=record.code.kind,
             source=linecache.getline(file, record.line).strip()[:_SOURCE] if _is_file(file) else "",
-            back=record.back,
-            changed=self._has_changed(file),
+            returned=record.back,
+            changed=self._modified(file) > self._about["wall_s"],
         )
 
-    def _has_changed(self, file: str) -> bool:
-        if file not in self._changed:
-            self._changed[file] = _modified(file) > self._began_s
-        return self._changed[file]
+    def _modified(self, file: str) -> float:
+        if file not in self._modified_at:
+            self._modified_at[file] = _modified(file)
+        return self._modified_at[file]
+
+
+@cache
+def _boot() -> str:
+    return machine.read_text("/proc/sys/kernel/random/boot_id").strip()
 
 
 def _text(line: Line) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
-from distdiag.commands.trace.show.model import Request
+from distdiag.commands.trace.show.types import Request
 from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
 
 
@@ -39,7 +39,7 @@ def trace_show(
 
     Reads what `distdiag trace py` keeps, of a job that runs or of one that was killed.
 
-    Exit status: 0 it goes on or came to its end, 1 an odd rank was found, 2 wrong usage, 3 the lines cannot decide,
+    Exit status: 0 it goes on or came to its end, 1 a stuck rank was found, 2 wrong usage, 3 the lines cannot decide,
     130 interrupted.
     """
     from distdiag import runner

@@ -1,24 +1,29 @@
-"""trace show for people: the ranks by place, the odd one first; its last lines; what matches a pattern."""
+"""trace show for people: the ranks by place, the outliers first; its last lines; what matches a pattern."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distdiag.commands.trace.show.runs import find_runs, newest
-from distdiag.commands.trace.show.standing import judge, split
-from distdiag.commands.trace.show.words import clock, shortened, spot, state_of, who
-from distdiag.deliver import Whole, Wrapped, plain_table
+from distdiag.commands.trace.show.classify import Outcome, by_place, classify_run, find_runs, newest
+from distdiag.commands.trace.show.wording import clock, shortened, spot, state_of, who
+from distdiag.output import Whole, Wrapped, plain_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from rich.console import RenderableType
 
+    from distdiag.commands.trace.show.classify import Member, Position, Run, RunVerdict
     from distdiag.commands.trace.show.collect import Line, NodeLines, Process, Thread
-    from distdiag.commands.trace.show.model import Request
-    from distdiag.commands.trace.show.result import Member, Run, Stand
-    from distdiag.commands.trace.show.standing import Judged
+    from distdiag.commands.trace.show.types import Request
 
+_MARKS = {
+    Outcome.STUCK: "stuck",
+    Outcome.STRAGGLER: "straggler",
+    Outcome.GONE: "exited",
+    Outcome.LEFT_FIRST: "left first",
+    Outcome.ELSEWHERE: "elsewhere",
+}
 _FEW = 4
 _SOURCE = 30
 """Of a line's source; with the rest of the row it fits into 80 columns where the place is short."""
@@ -29,15 +34,15 @@ def trace_show_view(request: Request, nodes: Sequence[NodeLines]) -> Iterator[Re
     runs = find_runs(nodes)
     shown = runs if request.all_runs else newest(runs)
     for run in shown:
-        yield from _run(request, judge(run))
+        yield from _run(request, classify_run(run))
     if len(runs) > len(shown):
         yield ""
         older = len(runs) - len(shown)
         yield f"{older} older run{'s lie' if older > 1 else ' lies'} there too (--all)"
 
 
-def _run(request: Request, judged: Judged) -> Iterator[RenderableType]:
-    run = judged.run
+def _run(request: Request, verdict: RunVerdict) -> Iterator[RenderableType]:
+    run = verdict.run
     number = len(run.members)
     size = f"{number} of {run.world_size} ranks" if run.world_size else f"{number} process{'' if number == 1 else 'es'}"
     yield ""
@@ -48,41 +53,40 @@ def _run(request: Request, judged: Judged) -> Iterator[RenderableType]:
     if request.grep:
         yield from map(Whole, _matches(run))
     if not (request.count or request.grep):
-        yield from _places(request, judged)
+        yield from _places(request, verdict)
 
 
-def _places(request: Request, judged: Judged) -> Iterator[RenderableType]:
-    odd = {id(one) for one in judged.odd}
-    groups = sorted(split(judged.stands), key=lambda group: id(group[0]) not in odd)
+def _places(request: Request, verdict: RunVerdict) -> Iterator[RenderableType]:
+    outliers = set(map(id, verdict.outliers))
+    groups = sorted(by_place(verdict.positions), key=lambda group: id(group[0]) not in outliers)
     for group in groups:
         first = group[0]
-        mark = "  <- odd" if id(first) in odd else ""
+        mark = f"  <- {_MARKS[verdict.outcome]}" if id(first) in outliers else ""
         yield Wrapped(f"{who(group)}: {state_of(first)}{mark}", margin=2, hang=2)
-        line = first.user
-        if line is None and first.library is None:
+        if first.line is None:
             yield "    no line of it was kept"
-        if line is not None:
-            yield Whole(f"    {spot(line)}{_marks(line)}")
-            if line.source:
-                yield Whole(f"      {line.source}")
+        if first.user is not None:
+            yield Whole(f"    {spot(first.user)}{_notes(first.user)}")
+            if first.user.source:
+                yield Whole(f"      {first.user.source}")
         if first.library is not None:
             yield Whole(f"    inside {spot(first.library)}")
-        if request.verbose or id(first) in odd or len(groups) <= _FEW:
+        if request.verbose or id(first) in outliers or len(groups) <= _FEW:
             yield from _last_lines(request, group[:1] if not request.verbose else group)
 
 
-def _marks(line: Line) -> str:
-    parts = ["a call from it returned"] if line.back else []
+def _notes(line: Line) -> str:
+    parts = ["a call from it returned"] if line.returned else []
     if line.changed:
         parts.append("the file was changed since")
     return f" ({'; '.join(parts)})" if parts else ""
 
 
-def _last_lines(request: Request, group: Sequence[Stand]) -> Iterator[RenderableType]:
+def _last_lines(request: Request, group: Sequence[Position]) -> Iterator[RenderableType]:
     if request.last < 2:
         return
-    for stand in group:
-        member = stand.member
+    for position in group:
+        member = position.member
         for process in (member.process, *(member.helpers if request.verbose else ())):
             for thread in process.threads:
                 if thread.main or request.verbose:
@@ -94,7 +98,7 @@ def _thread(member: Member, process: Process, thread: Thread, last: int) -> Iter
     lines = thread.last[-last:]
     yield f"      the last {len(lines)} line{'' if len(lines) == 1 else 's'}{name}"
     for line in lines:
-        text = "(a call from it returned)" if line.back else shortened(line.source, _SOURCE)
+        text = "(a call from it returned)" if line.returned else shortened(line.source, _SOURCE)
         yield f"        {clock(line.at_s)}  {spot(line):<26}  {text}".rstrip()
 
 
@@ -151,6 +155,6 @@ def _matches(run: Run) -> Iterator[str]:
     ]
     if not found:
         yield "  no line that is kept matches"
-    for _, member, process, line in sorted(found, key=lambda one: one[0]):
+    for _, member, process, line in sorted(found, key=lambda item: item[0]):
         rank = f"rank {member.rank}" if member.rank is not None else f"pid {process.pid}"
         yield f"  {clock(line.at_s)}  {rank:<8}  {spot(line)}  {line.source}".rstrip()

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
-from distdiag.commands.trace.sys.choices import COMMAND
+from distdiag.errors import DistdiagError, UsageError
 from distdiag.options import JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from distdiag.commands.trace.sys.types import Request, TraceSys
+    from distdiag.report import Report
+
+KINDS = ("network", "file", "process", "desc", "memory", "signal")
+"""Classes of calls, as strace names them."""
+_UNITS_S = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0}
+_LONGEST_S = 600.0
 
 
 @on_hosts
@@ -74,14 +87,13 @@ def trace_sys(
     Exit status: 0 nothing wrong, 1 a fault was found, 2 wrong usage, 3 not (all) could be traced, 130 interrupted.
     """
     from distdiag import runner
-    from distdiag.commands.trace.sys import ask
-    from distdiag.commands.trace.sys.check import SUBCOMMAND
+    from distdiag.commands.trace.sys.attach import SUBCOMMAND
+    from distdiag.commands.trace.sys.types import COMMAND
     from distdiag.commands.trace.sys.view import trace_sys_view
-    from distdiag.deliver import Output, deliver, fail
-    from distdiag.errors import DistdiagError, UsageError
+    from distdiag.output import Output, deliver, fail
     from distdiag.gathered import are_facts
 
-    typed = ask.Typed(
+    typed = Typed(
         command=tuple(command or ()),
         pids=tuple(pid or ()),
         ranks=tuple(rank or ()),
@@ -90,30 +102,125 @@ def trace_sys(
         only=tuple(only or ()),
         logs=logs,
         payload_bytes=payload,
+        save=save,
         from_=tuple(from_ or ()),
         report=report,
         cluster=cluster,
         as_json=as_json,
     )
-
     if typed.command and not typed.from_:
         try:
-            from distdiag.commands.trace.sys.job import become
-
-            if save:
-                raise UsageError("--save is for processes that run", hint="--logs DIR keeps the logs of a job's ranks")
-            become(typed, called_as())
+            _launch(typed)
         except DistdiagError as error:
             fail(COMMAND, error, as_json=as_json)
     if typed.from_ and not are_facts(typed.from_):
-        deliver(
-            COMMAND,
-            lambda: ask.judge(typed, called_as()),
-            lambda report: trace_sys_view(report.data),
-            Output(json=as_json, strict=strict),
+        output = Output(json=as_json, strict=strict)
+        deliver(COMMAND, lambda: _judge_logs(typed), lambda report: trace_sys_view(report.data), output)
+    options = runner.Options(as_json, strict, save, from_, cluster.explain)
+    runner.run(SUBCOMMAND, lambda: _to_attach(typed), options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Typed:
+    """The options as they were typed."""
+
+    command: tuple[str, ...]
+    pids: tuple[int, ...]
+    ranks: tuple[str, ...]
+    job: str
+    for_: str
+    only: tuple[str, ...]
+    logs: str
+    payload_bytes: int
+    save: str
+    from_: tuple[str, ...]
+    report: str
+    cluster: Cluster
+    as_json: bool
+
+    @property
+    def chooses(self) -> bool:
+        """Whether processes that run were named."""
+        return bool(self.pids or self.ranks or self.job)
+
+    def request(self, for_s: float = 5.0) -> Request:
+        """Return the request; of processes that run if any were named. Raises UsageError."""
+        from distdiag.commands.trace.ranks import wanted
+        from distdiag.commands.trace.sys.types import Request
+
+        if self.payload_bytes and not self.logs:
+            raise UsageError("--payload is for the logs of --logs: no report quotes it", hint="add --logs DIR")
+        return Request(
+            program=called_as(),
+            cluster=self.cluster,
+            wanted=wanted(self.pids, self.ranks, self.job, ""),
+            for_s=for_s,
+            only=parse_only(self.only),
+            logs=self.logs,
+            payload_bytes=self.payload_bytes,
         )
-    runner.run(
-        SUBCOMMAND,
-        lambda: ask.request_of(typed, called_as()),
-        runner.Options(as_json, strict, save, from_, cluster.explain),
-    )
+
+
+def _launch(typed: Typed) -> NoReturn:
+    """Start a job. Raises DistdiagError."""
+    from distdiag.commands.trace.sys.launch import launch
+
+    if typed.save:
+        raise UsageError("--save is for processes that run", hint="--logs DIR keeps the logs of a job's ranks")
+    if typed.chooses or typed.cluster.typed():
+        raise UsageError(
+            "-- COMMAND starts a job here; --pid, --rank, --job and hosts are for one that runs",
+            hint="on several hosts, put it before the script in what starts the ranks: torchrun, srun, mpirun",
+        )
+    if typed.as_json:
+        raise UsageError("stdout is the job's own", hint="--report FILE writes the report there, as JSON")
+    launch(typed.command, typed.request(), typed.report)
+
+
+def _judge_logs(typed: Typed) -> Report[TraceSys]:
+    """Judge logs that somebody has. Raises DistdiagError where none of them is a log of strace."""
+    from distdiag.commands.trace.sys import logs
+    from distdiag.commands.trace.sys.diagnose import diagnose_logs
+
+    if typed.chooses or typed.logs or typed.payload_bytes or typed.report or typed.only or typed.cluster.typed():
+        raise UsageError(
+            "--from judges logs that are there",
+            hint="leave out processes, hosts, --only, --logs, --payload and --report",
+        )
+    threads, found = logs.read([*typed.from_, *typed.command])  # a shell has made several names of --from DIR/*
+    return diagnose_logs(typed.request(), threads, found)
+
+
+def _to_attach(typed: Typed) -> Request:
+    """Check the options that attach to processes. Raises UsageError."""
+    if typed.report:
+        raise UsageError("--report is for -- COMMAND, whose stdout is the job's own", hint="--json > FILE")
+    if not typed.chooses and not typed.from_:
+        raise UsageError(
+            "say what to trace: being traced makes a process slow, so nobody is chosen by itself",
+            hint=f"{called_as()} trace sys --rank 0   (or --pid PID, --job ID, -- COMMAND, --from LOGS)",
+        )
+    return typed.request(parse_duration(typed.for_))
+
+
+def parse_duration(text: str) -> float:
+    """Parse a time in seconds: 5, 5s, 500ms, 2m. Raises UsageError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|)\s*", text)
+    seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
+    if match is None:
+        raise UsageError(f"--for: {text!r} is not a time", hint="write seconds, or a unit: 5, 5s, 500ms, 2m")
+    if not 0.0 < seconds <= _LONGEST_S:
+        raise UsageError(
+            f"--for: {text} is {'no time' if not seconds else 'too long'}",
+            hint=f"at most {_LONGEST_S / 60:.0f}m: traced processes are slow",
+        )
+    return seconds
+
+
+def parse_only(texts: Iterable[str]) -> tuple[str, ...]:
+    """Parse what --only takes: network,file. Raises UsageError."""
+    found = dict.fromkeys(name.strip().lstrip("%") for text in texts for name in text.split(","))
+    for name in found:
+        if name not in KINDS:
+            raise UsageError(f"--only: {name!r} is no kind of system call", hint=f"one of {', '.join(KINDS)}")
+    return tuple(found)

@@ -5,143 +5,270 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.reached import host_findings
-from distdiag.commands.trace.sys import findings, standing, troubles
-from distdiag.commands.trace.sys.choices import COMMAND
-from distdiag.commands.trace.sys.live import WAITING, Live
-from distdiag.commands.trace.sys.model import CallRow, ErrorRow, Last, ThreadRow, TraceSys
-from distdiag.commands.trace.sys.words import lasting
-from distdiag.diagnosis.wait_reasons import Kind
+from distdiag.cluster.unreached_hosts import host_findings
+from distdiag.commands.trace.sys import findings
+from distdiag.commands.trace.sys.types import (
+    COMMAND,
+    MAX_PROCESSES,
+    ErrorRow,
+    LastCall,
+    Log,
+    Refused,
+    ThreadRow,
+    TracedThread,
+    TraceSys,
+)
+from distdiag.commands.trace.sys.wording import format_duration
+from distdiag.diagnosis.process_index import ProcessIndex
+from distdiag.diagnosis.wait_reasons import Kind, wait_of
+from distdiag.facts.blocked_threads import Blocked
+from distdiag.facts.strace.types import WAITING
 from distdiag.report import Finding, Level, Report, Where
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from distdiag.commands.trace.nodes import Answers
     from distdiag.commands.trace.ranks import Chosen
-    from distdiag.commands.trace.sys.collect import Told
-    from distdiag.commands.trace.sys.model import Log, Request, Subject
+    from distdiag.commands.trace.sys.collect import Attached, Reply, Traced
+    from distdiag.commands.trace.sys.types import Request
+    from distdiag.diagnosis.process_index import Key
+    from distdiag.diagnosis.wait_reasons import Wait
+    from distdiag.facts.blocked_threads import Thread
+    from distdiag.facts.strace.types import ThreadLog
 
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
+_HELD_S = 0.1
+"""Who has been in a call for less goes on."""
 
 
-def diagnose(request: Request, answers: Answers[Told], chosen: Sequence[Chosen]) -> Report[TraceSys]:
+def diagnose(request: Request, answers: Answers[Reply], chosen: Sequence[Chosen]) -> Report[TraceSys]:
     """Judge what was seen of processes that run."""
-    live = Live(answers, chosen)
-    subjects, logs, refused = list(live.subjects()), list(live.logs()), list(live.refused())
+    live = _Live(answers, chosen)
+    threads, logs, refused = list(live.threads()), list(live.logs()), list(live.refused())
     node = answers.nodes[0].processes if answers.nodes else None
     found = [
-        *_of_all(request, subjects, logs),
+        *_common(request, threads, logs),
         *findings.left(live.traced, live.attached, live.people),
         *findings.refused(request, refused, node),
         *_missing(answers),
         *host_findings(answers.refusals, answers.rows),
     ]
-    report = _report(request, subjects, logs, found)
+    report = _report(request, threads, logs, found)
     return replace(report, data=replace(report.data, refused=tuple(refused)), interrupted=answers.interrupted)
 
 
-def judge_logs(request: Request, subjects: Sequence[Subject], logs: Sequence[Log]) -> Report[TraceSys]:
+def diagnose_logs(request: Request, threads: Sequence[TracedThread], logs: Sequence[Log]) -> Report[TraceSys]:
     """Judge logs that somebody has."""
-    return _report(request, subjects, logs, _of_all(request, subjects, logs))
+    return _report(request, threads, logs, _common(request, threads, logs))
 
 
-def _of_all(request: Request, subjects: Sequence[Subject], logs: Sequence[Log]) -> list[Finding]:
-    blocked = list(standing.blocked(request, subjects))
+def _common(request: Request, threads: Sequence[TracedThread], logs: Sequence[Log]) -> list[Finding]:
+    blocked = findings.blocked(request, threads)
     return [
         *blocked,
-        *([] if blocked else findings.all_asleep(request, subjects)),
-        *troubles.errors(subjects),
-        *findings.slow_storage(subjects),
-        *findings.spins(request, subjects),
+        *([] if blocked else findings.all_asleep(request, threads)),
+        *findings.errors(threads),
+        *findings.slow_storage(threads),
+        *findings.spins(request, threads),
         *findings.cut(logs),
     ]
 
 
-def _report(
-    request: Request, subjects: Sequence[Subject], logs: Sequence[Log], found: Sequence[Finding]
-) -> Report[TraceSys]:
-    data = TraceSys(only=request.only, threads=tuple(map(_row, subjects)), logs=tuple(logs))
-    worst = min((one for one in found if one.level is not Level.INFO), key=_place, default=None)
-    summary = worst.title if worst is not None else _seen(subjects, logs)
-    return Report(command=COMMAND, data=data, findings=tuple(found), summary=summary)
-
-
-def _place(one: Finding) -> int:
-    return _ORDER.index(one.level)
-
-
-def _missing(answers: Answers[Told]) -> Iterator[Finding]:
+def _missing(answers: Answers[Reply]) -> Iterator[Finding]:
     for host, why in answers.missing.items():
         title = f"what {host} told is not complete: {why}"
         yield Finding(id="trace.incomplete", level=Level.UNKNOWN, title=title, where=Where(hosts=(host,)))
 
 
-def _seen(subjects: Sequence[Subject], logs: Sequence[Log]) -> str:
+def _report(
+    request: Request, threads: Sequence[TracedThread], logs: Sequence[Log], found: Sequence[Finding]
+) -> Report[TraceSys]:
+    data = TraceSys(only=request.only, threads=tuple(map(_row, threads)), logs=tuple(logs))
+    faults = [finding for finding in found if finding.level is not Level.INFO]
+    worst = min(faults, key=lambda finding: _ORDER.index(finding.level), default=None)
+    summary = worst.title if worst is not None else _summary(threads, logs)
+    return Report(command=COMMAND, data=data, findings=tuple(found), summary=summary)
+
+
+def _summary(threads: Sequence[TracedThread], logs: Sequence[Log]) -> str:
     """Say what was seen where nothing is wrong."""
-    calls = sum(one.log.n_calls for one in subjects if one.log is not None)
-    processes = len({one.key for one in subjects})
-    longest = max((log.span_s for log in logs), default=0.0)
+    calls = sum(thread.n_calls for thread in threads)
+    processes = len({thread.key for thread in threads})
+    longest = format_duration(max((log.span_s for log in logs), default=0.0))
     what = f"{processes} process{'' if processes == 1 else 'es'}"
     if not processes:
         return "nothing was traced"
-    waiting = any(one.is_main and one.call and one.kind is not Kind.RUNS for one in subjects)
+    waiting = any(thread.is_main and thread.call and thread.kind is not Kind.RUNS for thread in threads)
     if not calls:
         why = "what they wait in stands above" if waiting else "computing needs none"
-        return f"no system call of {what} returned in {lasting(longest)}: {why}"
+        return f"no system call of {what} returned in {longest}: {why}"
     made = "1 system call" if calls == 1 else f"{calls} system calls"
-    return f"{what} made {made} in {lasting(longest)}; nothing in them stands out"
+    return f"{what} made {made} in {longest}; nothing in them stands out"
 
 
-def _row(one: Subject) -> ThreadRow:
-    log = one.log
+def _row(thread: TracedThread) -> ThreadRow:
+    log = thread.log
     return ThreadRow(
-        host=one.host,
-        rank=one.rank,
-        pid=one.pid,
-        tid=one.tid,
-        comm=one.comm,
-        main=one.is_main,
-        state=_state(one),
-        kind=one.kind,
-        on=one.on,
-        n_calls=log.n_calls if log is not None else 0,
-        traced_s=round(one.span_s, 6),
-        last=_last(one),
-        calls=tuple(
-            CallRow(name=row.name, count=row.count, errors=row.errors, time_s=row.time_s, slowest_s=row.slowest_s)
-            for row in (log.calls if log is not None else ())
+        host=thread.host,
+        rank=thread.rank,
+        pid=thread.pid,
+        tid=thread.tid,
+        comm=thread.comm,
+        main=thread.is_main,
+        state=_state(thread),
+        kind=thread.kind,
+        on=thread.on,
+        n_calls=thread.n_calls,
+        traced_s=round(thread.span_s, 6),
+        last=_last(thread),
+        calls=log.calls if log is not None else (),
+        errors=tuple(
+            ErrorRow(call=error.name, error=error.error, target=error.target, places=error.places, count=error.count)
+            for error in (log.errors if log is not None else ())
+            if error.weight > 1
         ),
-        errors=tuple(_errors(one)),
         places=log.places if log is not None else (),
         spins=log.spins if log is not None else (),
     )
 
 
-def _state(one: Subject) -> str:
-    if one.blocked_s is not None or (one.call and one.kind not in (Kind.RUNS, Kind.ENDED)):
+def _state(thread: TracedThread) -> str:
+    if thread.blocked_s is not None or (thread.call and thread.kind not in (Kind.RUNS, Kind.ENDED)):
         return "blocked"
-    log = one.log
+    log = thread.log
     return log.state if log is not None and log.state not in (*WAITING, "returned", "cut") else "runs"
 
 
-def _errors(one: Subject) -> Iterable[ErrorRow]:
-    for row in one.log.troubles if one.log is not None else ():
-        if row.weight > 1:
-            yield ErrorRow(call=row.name, error=row.error, target=row.target, places=row.places, count=row.count)
-
-
-def _last(one: Subject) -> Last | None:
-    last = one.log.last if one.log is not None else None
-    if last is None and not one.call:
+def _last(thread: TracedThread) -> LastCall | None:
+    last = thread.log.last if thread.log is not None else None
+    if last is None and not thread.call:
         return None
-    blocked_s = None if one.blocked_s is None else round(one.blocked_s, 3)
     # What strace restarts has another name in its log than the call that it is.
     again = last is None or last.name == "restart_syscall"
-    return Last(
-        call=one.call if again or last is None else last.name,
+    return LastCall(
+        call=thread.call if again or last is None else last.name,
         args="" if again or last is None else last.args,
         fd_target=last.target if last is not None else "",
-        peer_rank=one.ranks[0] if len(one.ranks) == 1 else None,
-        blocked_s=blocked_s,
+        peer_rank=thread.ranks[0] if len(thread.ranks) == 1 else None,
+        blocked_s=None if thread.blocked_s is None else round(thread.blocked_s, 3),
     )
+
+
+class _Live:
+    """What nodes sent of the processes that were chosen."""
+
+    def __init__(self, answers: Answers[Reply], chosen: Sequence[Chosen]) -> None:
+        parts = [(host, part) for host, replies in answers.told.items() for part in replies]
+        self.people = ProcessIndex(
+            answers.nodes,
+            {
+                host: (
+                    [network for part in replies for network in part.networks],
+                    [person for part in replies for person in part.people],
+                )
+                for host, replies in answers.told.items()
+            },
+        )
+        self.attached: dict[Key, Attached] = {(host, each.pid): each for host, part in parts for each in part.attached}
+        self.traced: dict[Key, Traced] = {(host, each.pid): each for host, part in parts for each in part.traced}
+        self._chosen = {(each.host, each.process.pid): each for each in chosen if each.process is not None}
+
+    def threads(self) -> Iterator[TracedThread]:
+        """List all threads, by rank, the main one of each process first."""
+        for key in self._chosen:
+            traced = self.traced.get(key)
+            if traced is None or key not in self.attached:
+                continue
+            logs = {log.tid: log for log in traced.logs}
+            after = {thread.tid: thread for thread in traced.threads}
+            tids = {*after, *(tid for tid in logs if tid is not None)}
+            for tid in sorted(tids, key=lambda tid: (tid != key[1], tid)):
+                yield self._thread(key, traced, logs.get(tid), after.get(tid), tid)
+
+    def logs(self) -> Iterator[Log]:
+        """List what is known of each log."""
+        for key, traced in self.traced.items():
+            yield Log(
+                host=key[0],
+                rank=self.people.rank(key),
+                pid=traced.pid,
+                path=traced.kept,
+                size_bytes=traced.log_bytes,
+                span_s=round(traced.ended_s - traced.began_s, 3),
+                cut=traced.cut,
+                unread=traced.unread,
+            )
+
+    def refused(self) -> Iterator[Refused]:
+        """List the processes that strace was not attached to."""
+        asked: dict[str, int] = {}
+        for (host, pid), chosen in self._chosen.items():
+            asked[host] = asked.get(host, 0) + 1
+            attached = self.attached.get((host, pid))
+            why = attached.why if attached is not None else "too-many" if asked[host] > MAX_PROCESSES else ""
+            if why and chosen.process is not None:
+                yield Refused(
+                    host=host,
+                    rank=chosen.rank,
+                    pid=pid,
+                    why=why,
+                    words=attached.words if attached is not None else "",
+                    tracer=attached.tracer if attached is not None else None,
+                    user=chosen.process.user,
+                )
+
+    def _thread(self, key: Key, traced: Traced, log: ThreadLog | None, after: Thread | None, tid: int) -> TracedThread:
+        wait, chosen = self._wait(key, traced, log, after), self._chosen[key]
+        before = next((thread for thread in self.attached[key].threads if thread.tid == tid), None)
+        waits = wait is not None and wait.kind not in (Kind.RUNS, Kind.ENDED)
+        idle = waits and _was_idle(log, before, after)
+        peers = wait.peers if wait is not None else ()
+        ranks = {self.people.rank(peer) for peer in peers}
+        return TracedThread(
+            host=key[0],
+            rank=None if chosen.is_helper else chosen.rank,
+            pid=traced.pid,
+            tid=tid,
+            comm=after.comm if after is not None else log.comm if log is not None else "",
+            is_main=tid == traced.pid,
+            log=log,
+            span_s=max(0.0, traced.ended_s - traced.began_s),
+            kind=wait.kind if wait is not None else Kind.RUNS if after is not None else Kind.ENDED,
+            call=wait.call if wait is not None else "",
+            on=wait.on if wait is not None else "",
+            does=wait.does if wait is not None else "",
+            blocked_s=_blocked_s(traced, log, before if idle else None) if waits else None,
+            idle=idle,
+            peers=peers,
+            ranks=tuple(sorted(rank for rank in ranks if rank is not None)),
+            job=chosen.job.name if chosen.job is not None else "",
+        )
+
+    def _wait(self, key: Key, traced: Traced, log: ThreadLog | None, after: Thread | None) -> Wait | None:
+        """Return what a thread waits for; None if it goes on. What it does after strace left is what it did before."""
+        if after is None or (log is not None and log.n_calls and not _is_held_up(log, traced.ended_s)):
+            return None
+        process = Blocked(pid=traced.pid, state=traced.state, tracer=traced.tracer, threads=traced.threads, moved=())
+        return wait_of(after, process, key[0], self.people)
+
+
+def _blocked_s(traced: Traced, log: ThreadLog | None, before: Thread | None) -> float | None:
+    """Return for how long a thread has been in its call. `before`: as it was before strace came, if it was in it."""
+    if before is not None and before.since_s is not None:
+        return before.since_s + max(0.0, traced.ended_s - traced.began_s)
+    if log is not None and log.state in WAITING and log.last is not None and log.last.at_s is not None:
+        return max(0.0, traced.ended_s - log.last.at_s)
+    return None
+
+
+def _is_held_up(log: ThreadLog, ended_s: float) -> bool:
+    """Return whether a thread that made calls was held up in its last one, and not only seen in it."""
+    at_s = log.last.at_s if log.last is not None else None
+    return log.state in WAITING and (at_s is None or ended_s - at_s >= _HELD_S)
+
+
+def _was_idle(log: ThreadLog | None, before: Thread | None, after: Thread | None) -> bool:
+    """Return whether a thread was in the same call from before strace came until after it left."""
+    same = before is not None and after is not None and bool(before.syscall) and before.syscall == after.syscall
+    return same and (log is None or (log.n_calls == 0 and log.state in WAITING))

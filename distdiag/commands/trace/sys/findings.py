@@ -1,4 +1,4 @@
-"""The findings of trace sys beside blocked threads and errors: slow places, spins, and what was not seen. Pure."""
+"""The findings of trace sys: who is blocked on whom, errors, slow places, busy loops, what was not seen. Pure."""
 
 from __future__ import annotations
 
@@ -6,24 +6,40 @@ import shlex
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from distdiag.commands.trace.sys.model import MAX_JOB_LOG_BYTES, MAX_LOG_BYTES, MAX_PROCESSES
-from distdiag.commands.trace.sys.words import lasting, several, thread, where
-from distdiag.node.machine import STOPPED
+from distdiag.commands.trace.sys.types import MAX_JOB_LOG_BYTES, MAX_LOG_BYTES, MAX_PROCESSES
+from distdiag.commands.trace.sys.wording import (
+    format_duration,
+    format_range,
+    name_process,
+    name_processes,
+    name_thread,
+    where_of,
+)
+from distdiag.diagnosis.wait_reasons import Kind
+from distdiag.facts import syscall_names
+from distdiag.facts.machine import STOPPED
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from distdiag.commands.trace.sys.collect import Attached, Traced
-    from distdiag.commands.trace.sys.model import Log, Refused, Request, Subject
+    from distdiag.commands.trace.sys.types import Log, Refused, Request, TracedThread
     from distdiag.diagnosis.process_index import Key, ProcessIndex
     from distdiag.jobs.collect import Processes
-    from distdiag.node.strace.model import Spin
+    from distdiag.facts.strace.types import CallError, Spin
 
+_LONG_S = 5.0
+"""Who has not moved for so long is taken as stuck; less may be a step of the training."""
+_SHORT_S = 1.0
+"""Less is not worth a word."""
+_WAITS = (Kind.PEER, Kind.LOCK, Kind.NETWORK, Kind.FILE, Kind.STORAGE, Kind.STOPPED)
+_ANY_OF = (*syscall_names.POLLS, *syscall_names.SELECTS, *syscall_names.EPOLLS)
+_SENTENCES = 4
+_FEWEST_RANKS, _WINDOW_S = 2, 1.0
 _SLOW_SHARE, _SLOW_S, _SLOW_COUNT = 0.3, 1.0, 3
 _NO_STORAGE = ("/dev", "/proc", "/sys")
 _SHOWN = 5
-_FEWEST_RANKS, _LONG_S, _WINDOW_S = 2, 5.0, 1.0
 _REFUSALS = {
     "no-strace": "strace is not installed",
     "traced": "another program traces it already",
@@ -33,20 +49,174 @@ _REFUSALS = {
     "failed": "strace failed",
     "too-many": f"not more than {MAX_PROCESSES} processes of a node are traced at a time",
 }
+_REPEATED = 3
+# What an error means, what to do about it, and commands.
+_GRAVE: dict[str, tuple[str, ...]] = {
+    "ENOSPC": ("no space is left", "make room, or write elsewhere", "df -h {folder}", "df -i {folder}"),
+    "EDQUOT": ("a quota is used up", "remove files, or ask for more", "quota -s", "df -h {folder}"),
+    "EIO": ("the disk or file server fails", "see what the kernel says of it", "dmesg -T | tail -n 30"),
+    "ESTALE": ("the file server has forgotten the file", "mount it again, or restart the job", "df {folder}"),
+    "EMFILE": (
+        "the process has as many files open as it may",
+        "find what it has open (trace fds); close it, use fewer DataLoader workers, or allow more",
+        "ulimit -n 65536",
+    ),
+    "ENFILE": ("the machine has as many files open as it may", "allow more", "sysctl fs.file-max fs.file-nr"),
+    "EUCLEAN": ("the file system is damaged", "see what the kernel says of it", "dmesg -T | tail -n 30"),
+}
+_WARNED: dict[str, tuple[str, ...]] = {
+    "EROFS": ("the file system may only be read", "write elsewhere"),
+    "ENOMEM": ("the kernel gave no memory", "see `free -m`, limits of the cgroup, and ulimit -v and -l"),
+    "ECONNREFUSED": ("nobody listens there", "see whether that rank or service lives, and its address and port"),
+    "EHOSTUNREACH": ("the host cannot be reached", "see its route, and whether its network is up"),
+    "ENETUNREACH": ("there is no way to that network", "see `ip route`; NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"),
+    "ETIMEDOUT": ("it did not answer", "see whether it lives, and whether a firewall drops the packets"),
+    "ECONNRESET": ("the other end has gone away", "see the log of that rank: it ended or crashed first"),
+    "EPIPE": ("the other end has gone away", "see the log of that rank: it ended or crashed first"),
+    "EADDRINUSE": ("somebody has that address already", "see who: ss -tlnp; or use another port"),
+    "EADDRNOTAVAIL": ("that address is not of this host", "see MASTER_ADDR and the names of hosts"),
+    "EACCES": ("that may not be done", "see the rights of the file and of the folders above it: namei -l PATH"),
+}
 
 
-def all_asleep(request: Request, subjects: Sequence[Subject]) -> Iterator[Finding]:
-    """Say of each job that no rank of it goes on, where the calls themselves do not tell who waits for whom."""
-    jobs: dict[str, list[Subject]] = {}
-    for one in subjects:
-        if one.is_main and one.rank is not None:
-            jobs.setdefault(one.job, []).append(one)
+def blocked(request: Request, threads: Sequence[TracedThread]) -> list[Finding]:
+    """Name the processes that are blocked, those together that wait for the same one in the end."""
+    stuck = {thread.key: thread for thread in _stuck(threads)}
+    mains = {thread.key: thread for thread in threads if thread.is_main}
+    by_root: dict[Key, list[TracedThread]] = {}
+    roots = _roots(stuck)
+    for thread in stuck.values():
+        by_root.setdefault(roots[thread.key], []).append(thread)
+    return [_blocked(request, root, group, mains.get(root)) for root, group in by_root.items()]
+
+
+def _stuck(threads: Sequence[TracedThread]) -> Iterator[TracedThread]:
+    """List for each process the thread that it is blocked in: its main one, or the one that this may wait for."""
+    others: dict[Key, list[TracedThread]] = {}
+    for thread in threads:
+        if not thread.is_main and _is_long(thread) and thread.kind is Kind.PEER and thread.call not in _ANY_OF:
+            others.setdefault(thread.key, []).append(thread)
+    for main in threads:
+        if not main.is_main or not _is_long(main):
+            continue
+        if main.kind in _WAITS:
+            yield main
+        elif main.kind is Kind.OWN_THREADS and len(others.get(main.key, ())) == 1:
+            yield others[main.key][0]
+
+
+def _is_long(thread: TracedThread) -> bool:
+    return thread.kind is Kind.STOPPED or (thread.blocked_s is not None and thread.blocked_s >= _SHORT_S)
+
+
+def _roots(stuck: dict[Key, TracedThread]) -> dict[Key, Key]:
+    """Follow from each who waits for whom to the end; a circle stands for its least member."""
+    roots: dict[Key, Key] = {}
+    for key in stuck:
+        way: dict[Key, int] = {}
+        at = key
+        while at not in roots and at not in way:
+            way[at] = len(way)
+            if at not in stuck or len(stuck[at].peers) != 1:
+                roots[at] = at
+                break
+            at = stuck[at].peers[0]
+        root = roots[at] if at in roots else min(list(way)[way[at] :])
+        roots.update(dict.fromkeys(way, root))
+    return roots
+
+
+def _blocked(request: Request, root: Key, group: list[TracedThread], end: TracedThread | None) -> Finding:
+    """Make the finding of those that wait for `root` in the end; `end`: its main thread, if it was traced."""
+    waiters = [thread for thread in group if thread.key != root or thread.peers]
+    in_circle = any(thread.key == root and thread.peers for thread in group)
+    sentences = _sentences(waiters or group)
+    if in_circle:
+        sentences.append("they wait for each other")
+    elif end is not None and waiters:
+        is_stuck = any(thread.key == root for thread in group)
+        name, does = name_process(end), _does(end)
+        sentences.append(f"{name} {does}" if is_stuck else f"{name} is not blocked on another rank: it {does}")
+    elif waiters and waiters[0].peers:
+        sentences.append("that one was not traced")
+    members = list({thread.key: thread for thread in [*group, *([end] if end is not None else [])]}.values())
+    goes_on = end is not None and not end.idle and not in_circle and end.kind in (Kind.RUNS, Kind.OWN_THREADS)
+    long = any(thread.kind is Kind.STOPPED or (thread.blocked_s or 0.0) > _LONG_S for thread in group)
+    return Finding(
+        id="trace.blocked",
+        level=Level.FAIL if long and not goes_on else Level.WARN,
+        title="; ".join(sentences),
+        where=where_of(members),
+        evidence=tuple(_last_call(thread) for thread in group[:_SENTENCES] if thread.kind is not Kind.STOPPED),
+        fix=_fix_blocked(request, end if end is not None else group[0], is_traced=end is not None),
+    )
+
+
+def _sentences(waiters: Sequence[TracedThread]) -> list[str]:
+    groups: dict[tuple[str, object], list[TracedThread]] = {}
+    for thread in waiters:
+        call = thread.call if thread.kind is not Kind.STOPPED else ""
+        groups.setdefault((call, thread.peers or thread.on), []).append(thread)
+    found = []
+    for group in list(groups.values())[:_SENTENCES]:
+        first, has = group[0], "has" if len(group) == 1 else "have"
+        name = name_processes(group) if len(group) > 1 or first.is_main else name_thread(first)
+        if first.kind is Kind.STOPPED:
+            found.append(f"{name} {'is' if len(group) == 1 else 'are'} {first.on}")
+            continue
+        on = first.on if len(group) == 1 else first.on.rpartition(" = ")[2]
+        since = format_range([thread.blocked_s for thread in group])
+        found.append(f"{name} {has} been blocked for {since} in {first.call} on {on}")
+    rest = sum(map(len, list(groups.values())[_SENTENCES:]))
+    return [*found, *([f"{rest} more are blocked"] if rest else [])]
+
+
+def _does(thread: TracedThread) -> str:
+    """Return what the one at the end does, as the end of a sentence."""
+    if thread.kind is Kind.ENDED:
+        return "has ended"
+    if thread.kind is Kind.RUNS and not thread.n_calls:
+        return f"computes, without one system call in {format_duration(thread.span_s)}"
+    if thread.kind is Kind.RUNS:
+        return f"goes on, with {thread.n_calls} system calls in {format_duration(thread.span_s)}"
+    does = thread.does.partition(" (")[0]
+    blocked_for = format_duration(thread.blocked_s) if thread.blocked_s else ""
+    brackets = ", ".join(part for part in (thread.call, blocked_for) if part)
+    return f"{does} ({brackets})" if brackets and thread.kind is not Kind.STOPPED and "is in" not in does else does
+
+
+def _last_call(thread: TracedThread) -> str:
+    last = thread.log.last if thread.log is not None else None
+    target = f"({last.fd}<{last.target}>, ..." if last is not None and last.target and last.fd is not None else ""
+    return f"{name_thread(thread)}: {thread.call}{target}"
+
+
+def _fix_blocked(request: Request, thread: TracedThread, *, is_traced: bool) -> Fix | None:
+    if thread.pid is None:
+        return None
+    typed = [part for name, value in request.cluster.typed() for part in (name, shlex.quote(value))]
+    if is_traced and thread.kind is Kind.STOPPED:
+        host = f"on {thread.host}, " if thread.host else ""
+        return Fix(text=f"{host}let it go on, and find who stopped it", commands=(f"kill -CONT {thread.pid}",))
+    if is_traced:
+        command = " ".join([request.program, "pyspy-all", "--pid", str(thread.pid), *typed])
+        return Fix(text=f"see where in the program {name_process(thread)} is, while it lives", commands=(command,))
+    command = " ".join([request.program, "trace", "blocked", *typed])
+    return Fix(text="see what all ranks wait for; that needs no strace", commands=(command,))
+
+
+def all_asleep(request: Request, threads: Sequence[TracedThread]) -> Iterator[Finding]:
+    """Report each job of which no rank goes on, where the calls themselves do not show who waits for whom."""
+    jobs: dict[str, list[TracedThread]] = {}
+    for thread in threads:
+        if thread.is_main and thread.rank is not None:
+            jobs.setdefault(thread.job, []).append(thread)
     for name, ranks in jobs.items():
         if len(ranks) < _FEWEST_RANKS or not all(map(_rests, ranks)):
             continue
-        least_s = min(one.blocked_s or one.span_s for one in ranks)
-        title = f"the main threads of all {len(ranks)} ranks have been blocked for {lasting(least_s)} or more"
-        live = any(one.pid is not None for one in ranks)
+        least_s = min(thread.blocked_s or thread.span_s for thread in ranks)
+        title = f"the main threads of all {len(ranks)} ranks have been blocked for {format_duration(least_s)} or more"
+        live = any(thread.pid is not None for thread in ranks)
         command = f"{request.program} pyspy-all" + (f" --job {shlex.quote(name)}" if len(jobs) > 1 else "")
         yield Finding(
             id="trace.all-blocked",
@@ -54,91 +224,153 @@ def all_asleep(request: Request, subjects: Sequence[Subject]) -> Iterator[Findin
             title=f"job {name}: {title}" if len(jobs) > 1 else title,
             detail="System calls alone do not tell who waits for whom: in a collective a rank waits for its own "
             "threads.",
-            where=where(ranks),
+            where=where_of(ranks),
             fix=Fix(text="read their stacks", commands=(command,) if live else ()),
         )
 
 
-def _rests(one: Subject) -> bool:
-    """Tell whether a thread has been blocked for long, or all the while that it was traced.
+def _rests(thread: TracedThread) -> bool:
+    """Return whether a thread has been blocked for long, or all the while that it was traced.
 
     strace's coming starts some calls again, and the kernel's clock of them with it: who was traced a moment ago has not
     been blocked for long.
     """
-    return (one.blocked_s or 0.0) > _LONG_S or (one.idle and one.span_s >= _WINDOW_S)
+    return (thread.blocked_s or 0.0) > _LONG_S or (thread.idle and thread.span_s >= _WINDOW_S)
 
 
-def slow_storage(subjects: Sequence[Subject]) -> Iterator[Finding]:
+def errors(threads: Sequence[TracedThread]) -> Iterator[Finding]:
+    """Name the errors that are worth it, the same one of several threads together."""
+    groups: dict[tuple[str, Level], list[tuple[TracedThread, CallError]]] = defaultdict(list)
+    for thread in threads:
+        for error in thread.log.errors if thread.log is not None else ():
+            level = _level(error)
+            if level is not None:
+                groups[error.error, level].append((thread, error))
+    for (name, level), rows in groups.items():
+        yield _error(name, level, rows)
+
+
+def _level(error: CallError) -> Level | None:
+    name, target = error.error, error.target
+    if name in _GRAVE:
+        return Level.FAIL
+    if name == "ENOENT":
+        return Level.INFO if error.weight == 6 else None
+    if name == "ECONNREFUSED" and (error.count < _REPEATED or target.startswith("/")):
+        return None
+    if name == "EACCES" and (not target.startswith("/") or target.startswith(_NO_STORAGE)):
+        return None
+    if name == "ETIMEDOUT" and error.weight == 1:
+        return None
+    return Level.WARN if name in _WARNED else None
+
+
+def _error(name: str, level: Level, rows: list[tuple[TracedThread, CallError]]) -> Finding:
+    first = rows[0][1]
+    count = sum(error.count for _, error in rows)
+    processes = name_processes(thread for thread, _ in rows)
+    if name == "ENOENT":
+        paths = list(dict.fromkeys(error.target for _, error in rows))
+        more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+        title = f"{processes} looked in vain for {', '.join(paths[:_SHOWN])}{more}"
+        fix = Fix(text="nothing, if the job works without it; else install it, or name its folder in LD_LIBRARY_PATH")
+    else:
+        means, text, *commands = _GRAVE[name] if name in _GRAVE else _WARNED[name]
+        on = f" on {first.target}" if first.target else ""
+        times = "once" if count == 1 else f"{count} times"
+        title = f"{processes} got {name} {times}: {first.name}{on}: {means}"
+        folder = shlex.quote(first.target.rpartition("/")[0] or "/") if first.target.startswith("/") else "."
+        fix = Fix(text=text, commands=tuple(command.format(folder=folder) for command in commands))
+    evidence = [
+        f"{name_thread(thread)}: {error.name}{f' {error.target}' if error.target else ''}: {error.error}"
+        + (f", {error.count} times" if error.count > 1 else "")
+        for thread, error in rows[:_SHOWN]
+    ]
+    return Finding(
+        id=f"trace.error-{name.lower()}",
+        level=level,
+        title=title,
+        where=where_of(thread for thread, _ in rows),
+        evidence=tuple(evidence) if len(rows) > 1 else (),
+        fix=fix,
+    )
+
+
+def slow_storage(threads: Sequence[TracedThread]) -> Iterator[Finding]:
     """Name the parts of the file tree that took a large part of the time."""
-    by_place: dict[str, list[tuple[Subject, float, float]]] = defaultdict(list)
-    for one in subjects:
-        for place in one.log.places if one.log is not None else ():
+    by_place: dict[str, list[tuple[TracedThread, float, float]]] = defaultdict(list)
+    for thread in threads:
+        for place in thread.log.places if thread.log is not None else ():
             if not place.where.startswith("/") or place.where.startswith(_NO_STORAGE) or place.time_s is None:
                 continue
-            share = place.time_s / one.span_s if one.span_s else 0.0
+            share = place.time_s / thread.span_s if thread.span_s else 0.0
             slowest_s = place.slowest_s or 0.0
             if slowest_s > _SLOW_S or (share > _SLOW_SHARE and place.slow >= _SLOW_COUNT):
-                by_place[place.where].append((one, share, slowest_s))
+                by_place[place.where].append((thread, share, slowest_s))
     for folder, rows in by_place.items():
-        one, share, _ = max(rows, key=lambda row: row[1])
-        slowest_s = max(row[2] for row in rows)
-        title = (
-            f"{several(one for one, _, _ in rows)}: calls on {folder} took {share:.0%} of the time"
-            f"{' of ' + thread(one) if len(rows) > 1 else ''}; the slowest one {lasting(slowest_s)}"
-        )
-        evidence = tuple(
-            f"{call.name} {call.target}: {lasting(call.time_s)}"
-            for call in (one.log.slowest if one.log is not None else ())
-            if call.target.startswith(folder)
-        )[:_SHOWN]
-        quoted = shlex.quote(folder)
-        yield Finding(
-            id="trace.slow-storage",
-            level=Level.WARN,
-            title=title,
-            where=where(one for one, _, _ in rows),
-            evidence=evidence,
-            fix=Fix(
-                text="see which file system that is and who else uses it; copy the data to a local disk, or read it "
-                "with more workers",
-                commands=(f"df -hT {quoted}", f"timeout 10 ls -f {quoted} | head -n 3"),
-            ),
-        )
+        yield _slow_place(folder, rows)
 
 
-def spins(request: Request, subjects: Sequence[Subject]) -> Iterator[Finding]:
+def _slow_place(folder: str, rows: list[tuple[TracedThread, float, float]]) -> Finding:
+    slowest, share, _ = max(rows, key=lambda row: row[1])
+    title = (
+        f"{name_processes(thread for thread, _, _ in rows)}: calls on {folder} took {share:.0%} of the time"
+        f"{' of ' + name_thread(slowest) if len(rows) > 1 else ''}; the slowest one "
+        f"{format_duration(max(row[2] for row in rows))}"
+    )
+    evidence = tuple(
+        f"{call.name} {call.target}: {format_duration(call.time_s)}"
+        for call in (slowest.log.slowest if slowest.log is not None else ())
+        if call.target.startswith(folder)
+    )[:_SHOWN]
+    quoted = shlex.quote(folder)
+    return Finding(
+        id="trace.slow-storage",
+        level=Level.WARN,
+        title=title,
+        where=where_of(thread for thread, _, _ in rows),
+        evidence=evidence,
+        fix=Fix(
+            text="see which file system that is and who else uses it; copy the data to a local disk, or read it "
+            "with more workers",
+            commands=(f"df -hT {quoted}", f"timeout 10 ls -f {quoted} | head -n 3"),
+        ),
+    )
+
+
+def spins(request: Request, threads: Sequence[TracedThread]) -> Iterator[Finding]:
     """Name the threads that ask over and over."""
-    groups: dict[tuple[str, str], list[tuple[Subject, Spin]]] = defaultdict(list)
-    for one in subjects:
-        for spin in one.log.spins if one.log is not None else ():
-            groups[spin.name, spin.target].append((one, spin))
+    groups: dict[tuple[str, str], list[tuple[TracedThread, Spin]]] = defaultdict(list)
+    for thread in threads:
+        for spin in thread.log.spins if thread.log is not None else ():
+            groups[spin.name, spin.target].append((thread, spin))
     for (name, target), rows in groups.items():
-        one, spin = max(rows, key=lambda row: row[1].count)
+        most, spin = max(rows, key=lambda row: row[1].count)
         rate = f", {spin.per_s:.0f} times a second" if spin.per_s else ""
         others = f", and {len(rows) - 1} threads more" if len(rows) > 1 else ""
         on = f" on {target}" if target else ""
-        pid = f" --pid {one.pid}" if one.pid is not None else ""
+        pid = f" --pid {most.pid}" if most.pid is not None else ""
         yield Finding(
             id="trace.spins",
             level=Level.INFO if name == "sched_yield" else Level.WARN,
-            title=f"{thread(one)}{others} called {name}{on} {spin.count} times in vain{rate}: a loop that asks instead "
-            "of waiting, and takes a processor",
-            where=where(one for one, _ in rows),
+            title=f"{name_thread(most)}{others} called {name}{on} {spin.count} times in vain{rate}: a loop that asks "
+            "instead of waiting, and takes a processor",
+            where=where_of(thread for thread, _ in rows),
             fix=Fix(text="see which thread of the program that is", commands=(f"{request.program} pyspy-all{pid}",)),
         )
 
 
 def cut(logs: Sequence[Log]) -> Iterator[Finding]:
-    """Name the logs that do not tell all."""
+    """Name the logs that are not complete."""
     full = [log for log in logs if log.cut]
     if full:
-        names = ", ".join(_log(log) for log in full[:_SHOWN]) + (" ..." if len(full) > _SHOWN else "")
-        spans = max(log.span_s for log in full)
-        size = f"{MAX_LOG_BYTES >> 20} MiB of logs of a node were reached" if not full[0].path else "its end is missing"
+        names = ", ".join(map(_name_log, full[:_SHOWN])) + (" ..." if len(full) > _SHOWN else "")
+        longest = format_duration(max(log.span_s for log in full))
+        why = f"{MAX_LOG_BYTES >> 20} MiB of logs of a node were reached" if not full[0].path else "its end is missing"
         yield Finding(
             id="trace.log-cut",
             level=Level.WARN,
-            title=f"the log of {names} ends early, after {lasting(spans)}: {size}",
+            title=f"the log of {names} ends early, after {longest}: {why}",
             fix=Fix(text="trace fewer processes, for a shorter time, or only some calls: --only network"),
         )
     for log in logs:
@@ -146,24 +378,27 @@ def cut(logs: Sequence[Log]) -> Iterator[Finding]:
             yield Finding(
                 id="trace.log-cut",
                 level=Level.WARN,
-                title=f"the log of {_log(log)} was longer than {MAX_JOB_LOG_BYTES >> 20} MiB: the counts are those of "
-                "its beginning and its end",
+                title=f"the log of {_name_log(log)} was longer than {MAX_JOB_LOG_BYTES >> 20} MiB: the counts are "
+                "those of its beginning and its end",
                 fix=Fix(text="trace only some calls: --only network"),
             )
         if log.unread:
             yield Finding(
                 id="trace.log-unread",
                 level=Level.INFO if "lines of it" in log.unread else Level.UNKNOWN,
-                title=f"{log.path or _log(log)}: {log.unread}",
+                title=f"{log.path or _name_log(log)}: {log.unread}",
             )
 
 
+def _name_log(log: Log) -> str:
+    return f"rank {log.rank}" if log.rank is not None else log.path or f"pid {log.pid}"
+
+
 def left(traced: Mapping[Key, Traced], attached: Mapping[Key, Attached], people: ProcessIndex) -> Iterator[Finding]:
-    """Name the processes that were not left as they were found; or say that all were."""
-    wrong = [key for key, one in traced.items() if one.tracer or _was_stopped(one, attached.get(key))]
+    """Name the processes that were not left as they were found; or report that all were."""
+    wrong = [key for key, process in traced.items() if process.tracer or _was_stopped(process, attached.get(key))]
     for key in wrong:
-        one = traced[key]
-        by = f"traced by {one.tracer}" if one.tracer else "stopped"
+        by = f"traced by {traced[key].tracer}" if traced[key].tracer else "stopped"
         yield Finding(
             id="trace.left-stopped",
             level=Level.FAIL,
@@ -171,53 +406,52 @@ def left(traced: Mapping[Key, Traced], attached: Mapping[Key, Attached], people:
             where=Where(hosts=(key[0],), pids=(key[1],)),
             fix=Fix(text=f"on {key[0]}, let it go on", commands=(f"kill -CONT {key[1]}",)),
         )
-    there = [key for key, one in traced.items() if one.state and key not in wrong]
-    gone = [key for key, one in traced.items() if not one.state]
+    there = [key for key, process in traced.items() if process.state and key not in wrong]
+    gone = [key for key, process in traced.items() if not process.state]
     if gone:
         ended = " and ".join(people.name(key, whole=True) for key in gone[:_SHOWN])
         yield Finding(id="trace.ended", level=Level.INFO, title=f"{ended} ended while strace was attached")
     if there:
         whom = people.name(there[0], whole=True) if len(there) == 1 else f"{len(there)} processes"
         title = f"{whom} {'was' if len(there) == 1 else 'were'} left as found: not stopped, traced by nobody"
-        stopped = [key for key in there if traced[key].state in STOPPED]
-        title = f"{whom} left as found: stopped before, and stopped now" if len(stopped) == len(there) else title
+        if all(traced[key].state in STOPPED for key in there):
+            title = f"{whom} left as found: stopped before, and stopped now"
         yield Finding(id="trace.left-as-found", level=Level.INFO, title=title)
 
 
-def _was_stopped(one: Traced, before: Attached | None) -> bool:
-    return one.state in STOPPED and (before is None or before.state not in STOPPED)
+def _was_stopped(process: Traced, before: Attached | None) -> bool:
+    return process.state in STOPPED and (before is None or before.state not in STOPPED)
 
 
 def refused(request: Request, rows: Sequence[Refused], node: Processes | None) -> Iterator[Finding]:
     """Name the processes that strace was not attached to, why, and what helps."""
     groups: dict[tuple[str, str, str], list[Refused]] = defaultdict(list)
-    for one in rows:
-        groups[one.why, one.words, one.host if one.why in ("no-strace", "failed") else ""].append(one)
+    for row in rows:
+        groups[row.why, row.words, row.host if row.why in ("no-strace", "failed") else ""].append(row)
     for (why, words, host), group in groups.items():
-        ranks = [one.rank for one in group if one.rank is not None]
         on = f" on {host}" if host else ""
-        said = f" ({words})" if words and why in ("failed", "denied") else ""
-        said = f": pid {group[0].tracer} ({words})" if why == "traced" else said
-        names = ", ".join(f"rank {one.rank}" if one.rank is not None else f"pid {one.pid}" for one in group[:_SHOWN])
+        because = f" ({words})" if words and why in ("failed", "denied") else ""
+        because = f": pid {group[0].tracer} ({words})" if why == "traced" else because
+        names = ", ".join(f"rank {row.rank}" if row.rank is not None else f"pid {row.pid}" for row in group[:_SHOWN])
         more = f" and {len(group) - _SHOWN} more" if len(group) > _SHOWN else ""
         yield Finding(
             id="trace.not-attached",
             level=Level.UNKNOWN,
-            title=f"{names}{more}{on} {'was' if len(group) == 1 else 'were'} not traced: {_REFUSALS[why]}{said}",
+            title=f"{names}{more}{on} {'was' if len(group) == 1 else 'were'} not traced: {_REFUSALS[why]}{because}",
             where=Where(
-                hosts=tuple(dict.fromkeys(one.host for one in group)),
-                ranks=tuple(ranks),
-                pids=tuple(one.pid for one in group),
+                hosts=tuple(dict.fromkeys(row.host for row in group)),
+                ranks=tuple(row.rank for row in group if row.rank is not None),
+                pids=tuple(row.pid for row in group),
             ),
-            fix=_remedy(request, group, why, node),
+            fix=_fix_refused(request, group, why, node),
         )
 
 
-def _remedy(request: Request, group: Sequence[Refused], why: str, node: Processes | None) -> Fix | None:
+def _fix_refused(request: Request, group: Sequence[Refused], why: str, node: Processes | None) -> Fix | None:
     if why == "gone":
         return None
     typed = [part for name, value in request.cluster.typed() for part in (name, shlex.quote(value))]
-    pids = [word for one in group[:_SHOWN] for word in ("--pid", str(one.pid))]
+    pids = [word for row in group[:_SHOWN] for word in ("--pid", str(row.pid))]
     instead = " ".join([request.program, "trace", "blocked", *pids, *typed])
     text, commands = "", ()  # type: tuple[str, tuple[str, ...]]
     if why == "no-strace":
@@ -225,23 +459,22 @@ def _remedy(request: Request, group: Sequence[Refused], why: str, node: Processe
     elif why == "traced":
         text = "let that program leave it (quit the debugger or strace)"
     elif why == "denied":
-        text, commands = _rights(request, group, node)
+        text, commands = _fix_denied(request, group, node)
     elif why == "too-many":
         text = "trace some ranks only: --rank 0-3"
-    told = f"{text}; or see" if text else "see"
-    return Fix(text=f"{told} without strace what it is blocked on (the last line)", commands=(*commands, instead))
+    see = f"{text}; or see" if text else "see"
+    return Fix(text=f"{see} without strace what it is blocked on (the last line)", commands=(*commands, instead))
 
 
-def _rights(request: Request, group: Sequence[Refused], node: Processes | None) -> tuple[str, tuple[str, ...]]:
-    as_root = node is not None and node.user == 0
+def _fix_denied(request: Request, group: Sequence[Refused], node: Processes | None) -> tuple[str, tuple[str, ...]]:
     scope = node.ptrace_scope if node is not None else None
-    if as_root:
+    if node is not None and node.user == 0:
         return (
             "give the container the right: docker run --cap-add SYS_PTRACE; in Kubernetes "
             "securityContext.capabilities.add: [SYS_PTRACE]",
             (),
         )
-    pids = [word for one in group[:_SHOWN] for word in ("-p", str(one.pid))]
+    pids = [word for row in group[:_SHOWN] for word in ("-p", str(row.pid))]
     sudo = " ".join(['sudo env "PATH=$PATH"', request.program, "trace", "sys", *pids])
     if scope == 3:
         return "this kernel lets nobody trace another process until it is booted again (ptrace_scope 3)", ()
@@ -251,9 +484,3 @@ def _rights(request: Request, group: Sequence[Refused], node: Processes | None) 
             "echo 0 | sudo tee /proc/sys/kernel/yama/ptrace_scope",
         )
     return "run it as that user, or as root", (sudo,)
-
-
-def _log(log: Log) -> str:
-    if log.rank is not None:
-        return f"rank {log.rank}"
-    return log.path or f"pid {log.pid}"

@@ -1,34 +1,67 @@
-"""Starts a job below strace: its output, its signals and its end are its own; what was seen is told afterwards."""
+"""A job below strace, from its start to the report on it: its output, its signals and its exit status are its own."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import json
 import os
 import re
+import shutil
+import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
-from distdiag import foreground
-from distdiag.commands.trace.sys import collect
-from distdiag.commands.trace.sys.bounded import Bounded
-from distdiag.commands.trace.sys.choices import expression
-from distdiag.commands.trace.sys.model import MAX_JOB_LOG_BYTES
-from distdiag.commands.trace.sys.words import log_name
+import typer
+
+from distdiag import child_job
+from distdiag.commands.trace.sys import collect, logs
+from distdiag.commands.trace.sys.diagnose import diagnose_logs
+from distdiag.commands.trace.sys.types import COMMAND, MAX_JOB_LOG_BYTES
+from distdiag.commands.trace.sys.wording import PAYLOAD_WARNING, log_name
+from distdiag.output import Output, deliver, document, say
 from distdiag.errors import DistdiagError, UsageError
-from distdiag.node import machine, run, tools
-from distdiag.node.identity import identify
+from distdiag.files import write_whole
+from distdiag.facts import machine, programs, carried_tools
+from distdiag.facts.rank_identity import identify
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.commands.trace.sys.model import Request
+    from distdiag.commands.trace.sys.types import Request, TraceSys
+    from distdiag.report import Report
 
 _SECCOMP, _NAMES, _KILLS = (5, 3), (5, 15), (6, 6)
 """Since which version strace has --seccomp-bpf, -Y and --kill-on-exit."""
 _VERSION_S = 10.0
+_KEEP_SIZE_AND_PUNCH_HOLE = 1 | 2  # linux/falloc.h
+_BLOCK = 512
+
+
+def launch(command: Sequence[str], request: Request, report: str) -> NoReturn:
+    """Run a job below strace; report on it, into the file `report` if one is named; end as it did.
+
+    Raises:
+        UsageError: there is no such program, or a file cannot be written.
+        DistdiagError: there is no strace.
+    """
+    argv = child_job.argv_of(command, example=f"{request.program} trace sys -- train.py")
+    if report:
+        report = os.path.abspath(report)  # the job may leave this folder
+        write_whole(report, b"")  # hours later would be too late to hear that it cannot be
+    log = _open_log(request.logs)
+    if request.payload_bytes:
+        say(f"distdiag {COMMAND}: {PAYLOAD_WARNING}")
+    status, log = _run(argv, request, log)
+    try:
+        _report(request, log, report)
+    except (DistdiagError, KeyboardInterrupt) as error:
+        say(f"distdiag {COMMAND}: {error or 'interrupted'}")
+    child_job.leave_like(status)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Log:
+class _JobLog:
     """The log of the job: a file that has no name, or `kept`. `gap`: its middle was let go, as it was too long."""
 
     file: BinaryIO
@@ -43,24 +76,24 @@ class Log:
         return f"/proc/{os.getpid()}/fd/{self.file.fileno()}"
 
 
-def open_log(folder: str) -> Log:
+def _open_log(folder: str) -> _JobLog:
     """Make the log, in a folder by the name of this rank if one is given. Raises UsageError."""
     me = identify(os.environ)
     rank, host = me.rank if me is not None else None, machine.host_name()
     path = os.path.join(os.path.abspath(folder), log_name(rank, host, os.getpid())) if folder else ""
     try:
-        return Log(file=collect.private_file(path), kept=path, rank=rank, host=host)
+        return _JobLog(file=collect.private_file(path), kept=path, rank=rank, host=host)
     except OSError as error:
         raise UsageError(f"--logs {folder}: {error.strerror}", hint="name a folder that can be written") from error
 
 
-def launch(argv: Sequence[str], request: Request, log: Log) -> tuple[int, Log]:
+def _run(argv: Sequence[str], request: Request, log: _JobLog) -> tuple[int, _JobLog]:
     """Run a job below strace to its end; its exit status, negative for a signal, and what was kept of the log.
 
     Raises:
         DistdiagError: there is no strace.
     """
-    tool = tools.find("strace")
+    tool = carried_tools.find("strace")
     if tool is None:
         raise DistdiagError(
             "strace is not installed, and the job was not started",
@@ -68,21 +101,35 @@ def launch(argv: Sequence[str], request: Request, log: Log) -> tuple[int, Log]:
             f"{request.program} trace blocked",
         )
     version = _version(tool)
-    options = ["-q", *collect.arguments(expression(request.only), request.payload_bytes), "-o", log.path]
+    options = ["-q", *collect.arguments(request.only, request.payload_bytes), "-o", log.path]
     # A filter in the kernel: calls that are not wanted cost next to nothing.
     options += ["--seccomp-bpf"] if request.only and version >= _SECCOMP else []
-    # The names of threads, which stand in strings otherwise.
+    # The names of threads, which are in strings otherwise.
     options += ["-Y"] if version >= _NAMES else []
     options += ["--kill-on-exit"] if version >= _KILLS else []
-    bounded = Bounded(log.file, MAX_JOB_LOG_BYTES)
-    with foreground.signals_for_the_job() as mask:
+    bounded = BoundedLog(log.file, MAX_JOB_LOG_BYTES)
+    with child_job.signals_for_the_job() as mask:
         # strace ends like the job.
-        status = foreground.wait(foreground.start([tool, *options, *argv], mask), _pass_on, bounded.check)
-    return status, _whole(log, bounded)
+        status = child_job.wait(child_job.start([tool, *options, *argv], mask), _pass_on, bounded.check)
+    return status, _without_hole(log, bounded)
 
 
-def _whole(log: Log, bounded: Bounded) -> Log:
-    """Give a log without a hole."""
+def _version(tool: str) -> tuple[int, int]:
+    try:
+        text = programs.run([tool, "-V"], timeout_s=_VERSION_S).stdout
+    except programs.CannotRun:
+        return (0, 0)
+    match = re.search(rb"version (\d+)\.(\d+)", text)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def _pass_on(child: int, number: int) -> None:
+    """Send a signal to the job itself: strace, which is between, does not hand it on."""
+    for pid in machine.read_text(f"/proc/{child}/task/{child}/children").split():
+        child_job.send(int(pid), number)
+
+
+def _without_hole(log: _JobLog, bounded: BoundedLog) -> _JobLog:
     if not bounded.tail:
         return log
     part = f"{log.kept}.part" if log.kept else ""
@@ -93,16 +140,62 @@ def _whole(log: Log, bounded: Bounded) -> Log:
     return replace(log, file=file, gap=True)
 
 
-def _version(tool: str) -> tuple[int, int]:
-    try:
-        told = run.run([tool, "-V"], timeout_s=_VERSION_S).stdout
-    except run.CannotRun:
-        return (0, 0)
-    match = re.search(rb"version (\d+)\.(\d+)", told)
-    return (int(match[1]), int(match[2])) if match else (0, 0)
+def _report(request: Request, log: _JobLog, file: str) -> None:
+    if log.kept:
+        folder = os.path.dirname(log.kept)
+        say(f"distdiag {COMMAND}: the log is {log.kept}; {request.program} trace sys --from {folder}")
+    if log.kept and not file:
+        return
+    report = _judge(request, log)
+    if file:
+        write_whole(file, (json.dumps(document(report), indent=2) + "\n").encode())
+        say(f"distdiag {COMMAND}: {report.verdict}: {report.summary} ({file})")
+        return
+    from distdiag.commands.trace.sys.view import trace_sys_view
+
+    # The exit status is the job's: what deliver would leave with is of no interest.
+    with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(typer.Exit):
+        deliver(COMMAND, lambda: report, lambda found: trace_sys_view(found.data), Output())
 
 
-def _pass_on(child: int, number: int) -> None:
-    """Send a signal to the job itself: strace, which is between, does not hand it on."""
-    for pid in machine.read_text(f"/proc/{child}/task/{child}/children").split():
-        foreground.send(int(pid), number)
+def _judge(request: Request, log: _JobLog) -> Report[TraceSys]:
+    threads, found = logs.read([log.path], owners={log.path: (log.rank, log.host, None)})
+    return diagnose_logs(request, threads, [replace(each, gap=log.gap) for each in found])
+
+
+class BoundedLog:
+    """Keeps a file that another program writes below `limit_bytes` on its disk: its middle is let go, by a hole."""
+
+    def __init__(self, file: BinaryIO, limit_bytes: int) -> None:
+        self.file, self._limit = file, limit_bytes
+        self.head = limit_bytes // 4
+        """So many bytes of its beginning are kept."""
+        self.tail = 0
+        """Where what is kept of its end begins; 0 while all is kept."""
+
+    def check(self) -> None:
+        """Make room, if it has become too long; call it often."""
+        status = os.fstat(self.file.fileno())
+        if status.st_blocks * _BLOCK <= self._limit:
+            return
+        tail = max(self.head, status.st_size - self._limit // 2)
+        # Not every file system can do it; there the log grows.
+        if _punch(self.file.fileno(), self.head, tail - self.head):
+            self.tail = tail
+
+    def copy_to(self, other: BinaryIO) -> None:
+        """Write what was kept into another file, in whole lines."""
+        self.file.seek(0)
+        head = self.file.read(self.head) if self.tail else b""
+        other.write(head[: head.rfind(b"\n") + 1])
+        self.file.seek(self.tail)
+        if self.tail:
+            self.file.readline()
+        shutil.copyfileobj(self.file, other, 2**20)
+        other.flush()
+
+
+def _punch(fd: int, start: int, length: int) -> bool:
+    libc = ctypes.CDLL(None)
+    done = libc.fallocate(fd, _KEEP_SIZE_AND_PUNCH_HOLE, ctypes.c_longlong(start), ctypes.c_longlong(length))
+    return bool(length > 0 and done == 0)

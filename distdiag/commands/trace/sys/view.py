@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING
 from rich.table import Column
 
 from distdiag.cluster.hosts import fold_ranks
-from distdiag.commands.trace.sys.words import lasting
-from distdiag.deliver import Wrapped, plain_table
+from distdiag.commands.trace.sys.wording import format_duration
+from distdiag.output import Wrapped, plain_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from rich.console import RenderableType
 
-    from distdiag.commands.trace.sys.model import ThreadRow, TraceSys
+    from distdiag.commands.trace.sys.types import ThreadRow, TraceSys
 
 _ROWS, _THREADS, _CALLS, _PLACES = 40, 12, 10, 6
 
 
 def trace_sys_view(data: TraceSys) -> Iterator[RenderableType]:
-    """Give the main threads, other threads that are of interest, and the sums."""
+    """Show the main threads, other threads that are of interest, and the sums."""
     if not data.threads:
         return
     mains = [row for row in data.threads if row.main]
@@ -62,28 +62,28 @@ def _processes(rows: Sequence[ThreadRow]) -> RenderableType:
             str(sum(call.errors for call in row.calls)),
             _since(row),
             _call(row),
-            row.on if row.on and row.state == "blocked" else _goes_on(row),
+            row.on if row.on and row.state == "blocked" else _doing(row),
             style="bold" if row.kind in ("stopped", "storage", "file") and row.state == "blocked" else "",
         )
     return table
 
 
 def _since(row: ThreadRow) -> str:
-    return lasting(row.last.blocked_s) if row.last is not None and row.last.blocked_s is not None else "-"
+    return format_duration(row.last.blocked_s) if row.last is not None and row.last.blocked_s is not None else "-"
 
 
 def _call(row: ThreadRow) -> str:
     return row.last.call if row.last is not None and row.state == "blocked" else "-"
 
 
-def _goes_on(row: ThreadRow) -> str:
+def _doing(row: ThreadRow) -> str:
     if row.state != "runs":
         return row.state
     return "goes on" if row.n_calls else "computes: no system call"
 
 
 def _threads(rows: Sequence[ThreadRow]) -> Iterator[RenderableType]:
-    """Give a line for the other threads that made most calls; those that only wait are counted."""
+    """Show a line for the other threads that made most calls; those that only wait are counted."""
     busy = sorted((row for row in rows if row.n_calls), key=lambda row: -row.n_calls)[:_THREADS]
     if not busy:
         return
@@ -92,7 +92,7 @@ def _threads(rows: Sequence[ThreadRow]) -> Iterator[RenderableType]:
     yield "other threads" + (f" ({idle} more made fewer calls, or none)" if idle else "")
     for row in busy:
         whose = f"rank {row.rank}" if row.rank is not None else f"pid {row.pid}" if row.pid is not None else row.host
-        in_ = f"; in {_call(row)}: {row.on}" if row.state == "blocked" and row.on else f"; {_goes_on(row)}"
+        in_ = f"; in {_call(row)}: {row.on}" if row.state == "blocked" and row.on else f"; {_doing(row)}"
         name = f"{row.tid} ({row.comm})" if row.comm else f"{row.tid}"
         yield Wrapped(f"{whose}: thread {name}: {row.n_calls} calls{in_}", margin=2, hang=6)
 
@@ -119,7 +119,7 @@ def _calls(rows: Sequence[ThreadRow]) -> Iterator[RenderableType]:
     )
     ordered = sorted(sums.items(), key=lambda item: (-item[1][2], -item[1][0]))
     for name, (count, errors, time_s, slowest_s) in ordered[:_CALLS]:
-        times = (lasting(time_s), lasting(slowest_s)) if timed else ("?", "?")
+        times = (format_duration(time_s), format_duration(slowest_s)) if timed else ("?", "?")
         table.add_row(name, f"{count:.0f}", f"{errors:.0f}", *times, *([fold_ranks(owners[name])] if ranks else []))
     yield ""
     yield "calls that returned, of all threads, by their time (waiting is part of it)"
@@ -131,7 +131,7 @@ def _calls(rows: Sequence[ThreadRow]) -> Iterator[RenderableType]:
 def _places(rows: Sequence[ThreadRow]) -> Iterator[RenderableType]:
     sums: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
     for row in rows:
-        for place in (one for one in row.places if one.where.startswith("/")):
+        for place in (place for place in row.places if place.where.startswith("/")):
             total = sums[place.where]
             total[0] += place.count
             total[1] += place.slow
@@ -145,7 +145,7 @@ def _places(rows: Sequence[ThreadRow]) -> Iterator[RenderableType]:
         *(Column(name, justify="right") for name in ("calls", "of 10 ms or more", "time", "slowest")),
     )
     for where, (count, slow, time_s, slowest_s) in sorted(sums.items(), key=lambda item: -item[1][2])[:_PLACES]:
-        table.add_row(where, f"{count:.0f}", f"{slow:.0f}", lasting(time_s), lasting(slowest_s))
+        table.add_row(where, f"{count:.0f}", f"{slow:.0f}", format_duration(time_s), format_duration(slowest_s))
     yield ""
     yield "files, by their place"
     yield table

@@ -1,0 +1,236 @@
+"""distdiag on one node: reports the facts, runs the ranks it is ordered to run, and leaves nothing behind.
+
+Replies go out and orders come in (distdiag/agent/protocol.py): on stdout and stdin, or both on one socket. When the
+orders end (the parent finished, was killed, or the connection was cut), or nothing at all was heard for a while,
+everything that was started here is killed and the agent ends, with status 0 whatever it found.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections import deque
+
+from distdiag.agent import boot, host_info, protocol
+from distdiag.agent.wire import Writer
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+    from typing import Any, NoReturn
+
+    from distdiag.agent.connectivity import Connectivity
+    from distdiag.agent.protocol import Message
+    from distdiag.agent.ranks import Ranks
+    from distdiag.agent.tools import Tools
+
+_POLL_S = 0.03
+"""How late the end of a rank may be noticed; its events wake us at once."""
+_ALIVE_S = 1.0
+
+
+def main(config: dict[str, Any], connection: int | None = None) -> None:
+    """Run the agent on stdin and stdout, or on a connected socket's descriptor, see `serve`."""
+    status = (
+        serve(config, 0, Writer.take_stdout()) if connection is None else serve(config, connection, Writer(connection))
+    )
+    os._exit(status)  # taking Python apart first would cost each agent a tenth of its time
+
+
+def serve(config: dict[str, Any], orders_fd: int, wire: Writer, lost: Callable[[], int] = lambda: 0) -> int:
+    """Run the agent until it is ordered to leave, and return the status of that order.
+
+    Where the orders end before, it ends this process with lost().
+
+    {"collect": module with a facts(ask) that returns a dataclass or what it would be as a dictionary, and a
+    more(ask, report) for Collect orders; "ask": what facts is asked, "env": variables to set, "silence_s": end after so
+    many seconds without a word from the parent, None: never, "guest": the parent may be a stranger}
+    """
+    os.environ.update(config["env"])
+    inbox = MessageReader(orders_fd, wire, config["silence_s"], lost)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        # A guest is one of the launcher's processes: all got the signal, and the parent will say how we end.
+        signal.signal(number, signal.SIG_IGN if config["guest"] else _leave)
+    dispatcher = Dispatcher(wire, config["collect"], guest=config["guest"])
+    try:
+        wire.send(host_info.who_is_here())
+        facts = importlib.import_module(config["collect"]).facts(config["ask"])
+        wire.send(protocol.Facts(facts=_as_dict(facts)))
+        return _obey(inbox, dispatcher)
+    except (BrokenPipeError, ConnectionError):
+        return lost()  # the parent is gone: the same as the end of the orders
+    finally:
+        dispatcher.end()
+
+
+class MessageReader:
+    """Reads orders on a thread of its own, so that the end of them is seen whatever else is being done."""
+
+    def __init__(self, fd: int, wire: Writer, silence_s: float | None, lost: Callable[[], int]) -> None:
+        self.orders: deque[Message] = deque()
+        self.bell, self._push = os.pipe()
+        self._fd = fd
+        self._wire = wire
+        self._silence_s = silence_s
+        self._lost = lost
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        heard = time.monotonic()
+        rest = b""
+        while True:
+            # Before the look: what came while we ourselves were held up has been said in time.
+            looked_at = time.monotonic()
+            ready, _, _ = select.select([self._fd], [], [], None if self._silence_s is None else _ALIVE_S / 2)
+            if ready:
+                heard = time.monotonic()
+                *lines, rest = (rest + self._read()).split(b"\n")
+                if self._take(lines):
+                    return  # the end that comes after it is no loss
+            if self._silence_s is not None:
+                if looked_at - heard > self._silence_s:
+                    self._die()
+                self._report_alive()
+
+    def _read(self) -> bytes:
+        try:
+            data = os.read(self._fd, 65536)
+        except ConnectionError:
+            data = b""
+        return data or self._die()
+
+    def _take(self, lines: list[bytes]) -> bool:
+        """Keep the orders of these lines; return whether the agent is to leave."""
+        for line in filter(None, lines):  # an empty line only says that the parent is there
+            try:
+                order = protocol.read_order(line)
+            except (ValueError, RecursionError):
+                self._die()  # this is not our parent
+            if order is not None:  # None: only a newer parent knows it
+                self.orders.append(order)
+                os.write(self._push, b".")
+            if isinstance(order, protocol.Leave):
+                return True
+        return False
+
+    def _report_alive(self) -> None:
+        try:
+            self._wire.send_if_free(protocol.Alive())
+        except (BrokenPipeError, ConnectionError):
+            self._die()
+
+    def _die(self) -> NoReturn:
+        status = self._lost()
+        from distdiag.facts import programs
+
+        programs.kill_all()
+        os._exit(status)
+
+
+def _obey(inbox: MessageReader, dispatcher: Dispatcher) -> int:
+    while True:
+        watched = [inbox.bell, *dispatcher.descriptors()]
+        ready, _, _ = select.select(watched, [], [], _POLL_S if dispatcher.busy else None)
+        if inbox.bell in ready:
+            os.read(inbox.bell, 1)
+            order = inbox.orders.popleft()
+            if isinstance(order, protocol.Leave):
+                return int(order.status)
+            dispatcher.do(order)
+        dispatcher.poll()
+
+
+class Dispatcher:
+    """Does what is ordered. What that needs is imported when it is wanted: most agents only report facts."""
+
+    def __init__(self, wire: Writer, collect: str, *, guest: bool) -> None:
+        self._wire = wire
+        self._collect = collect
+        self._guest = guest
+        self._ranks: Ranks | None = None
+        self._reach: Connectivity | None = None
+        self._tools: Tools | None = None
+        self._handlers: dict[type[Message], Callable[[Any], None]] = {
+            protocol.Collect: self._collect_more,
+            protocol.KeepLogs: lambda order: self._the_ranks().keep_logs(),
+            protocol.Listen: lambda order: self._the_ranks().listen(order),
+            protocol.StartRank: lambda order: self._the_ranks().start(order),
+            protocol.Mark: lambda order: self._the_ranks().mark(),
+            protocol.Inspect: lambda order: self._the_ranks().inspect(order),
+            protocol.SendTool: self._take_tool,
+            protocol.ReachListen: lambda order: self._the_reach().listen(order),
+            protocol.ReachServe: self._serve_reach,
+            protocol.ReachTry: lambda order: self._the_reach().probe(order),
+            protocol.ReachEnd: lambda order: self._the_reach().end(),
+        }
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are ranks to look after."""
+        return self._ranks is not None and self._ranks.busy
+
+    def descriptors(self) -> list[int]:
+        """List what becomes readable when a rank has something to report."""
+        return [] if self._ranks is None else self._ranks.descriptors()
+
+    def poll(self) -> None:
+        """Pass on what the ranks report."""
+        if self._ranks is not None:
+            self._ranks.poll()
+
+    def end(self) -> None:
+        """End the ranks."""
+        if self._ranks is not None:
+            self._ranks.end()
+
+    def do(self, order: Message) -> None:
+        """Obey one order."""
+        self._handlers[type(order)](order)
+
+    def _collect_more(self, order: protocol.Collect) -> None:
+        module = importlib.import_module(self._collect)
+        module.more(order.ask, lambda facts: self._wire.send(protocol.More(facts=_as_dict(facts))))
+        self._wire.send(protocol.MoreEnd())
+
+    def _take_tool(self, order: protocol.SendTool) -> None:
+        if self._guest:
+            return
+        from distdiag.agent.tools import Tools
+
+        self._tools = self._tools or Tools(self._wire)
+        self._tools.take(order)
+
+    def _the_ranks(self) -> Ranks:
+        if self._ranks is None:
+            # By its name: it travels with commands that start ranks, see distdiag.cluster.start_fleet.Agent.
+            module = importlib.import_module("distdiag.agent.ranks")
+            self._ranks = module.Ranks(self._wire, boot.carried, guest=self._guest)
+        ranks: Ranks = self._ranks
+        return ranks
+
+    def _the_reach(self) -> Connectivity:
+        from distdiag.agent.connectivity import Connectivity
+
+        self._reach = self._reach or Connectivity(self._wire)
+        return self._reach
+
+    def _serve_reach(self, order: protocol.ReachServe) -> None:
+        self._the_reach().serve(order, None if self._ranks is None else self._ranks.listener)
+
+
+def _as_dict(facts: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass, or a dictionary as of one
+    if isinstance(facts, dict):
+        return facts
+    import dataclasses
+
+    return dataclasses.asdict(facts)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(0)

@@ -1,0 +1,134 @@
+"""A process that was started by srun or mpirun: connects to the parent, and runs the agent that it is sent.
+
+Both sides prove that they know the run's key (agent/handshake.py) before a byte of the payload is read: neither takes
+orders from, nor gives them to, a stranger on the network. The key came in the environment, never on a command line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+
+from distdiag.agent import boot, handshake
+from distdiag.facts import machine
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+NONCE = "DISTDIAG_NONCE"
+IN = b"in\n"
+"""What an agent says when it has chosen this connection."""
+_LENGTH_BYTES = 12
+_KNOCK_AGAIN_S = 0.2
+_TRY_S = 5.0
+_PAYLOAD_S = 60.0
+"""For the whole payload, however slowly it comes: one parent sends it to all nodes."""
+
+
+def main(config: dict[str, Any]) -> None:
+    """Find the parent at one of config["addresses"] and config["port"] within config["find_s"], and obey it.
+
+    It sends the payload at once, see boot.pack_message; the entry module's main gets the connection's descriptor too.
+    """
+    nonce = os.environ.pop(NONCE, "")
+    if not nonce:
+        sys.stderr.write(f"distdiag: {machine.host_name()}: the launcher did not pass {NONCE} on\n")
+        return
+    places = [(address, config["port"]) for address in config["addresses"]]
+    home = find(places, nonce, {"name": _name()}, timeout_s=config["find_s"])
+    if home is None:
+        sys.stderr.write(
+            f"distdiag: {machine.host_name()} cannot reach {', '.join(config['addresses'])} port "
+            f"{config['port']}, where distdiag runs\n"
+        )
+        return  # status 0: srun and mpirun would end the others for any other
+    try:
+        payload = _receive(home, time.monotonic() + _PAYLOAD_S)
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"distdiag: {machine.host_name()} did not get its program: {error}\n")
+        return
+    home.settimeout(None)
+    boot.begin_message(payload, home.detach())
+
+
+def find(
+    places: Sequence[tuple[str, int]], nonce: str, me: dict[str, Any], *, timeout_s: float
+) -> socket.socket | None:
+    """Try all (address, port) at the same time, again and again; the first that proves itself is home."""
+    found: list[socket.socket] = []
+    won, claim = threading.Event(), threading.Lock()
+    deadline = time.monotonic() + timeout_s
+    words = json.dumps(me).encode()
+    for place in places:
+        threading.Thread(target=_knock, args=(place, nonce, words, deadline, (won, claim), found), daemon=True).start()
+    won.wait(timeout_s)
+    return found[0] if found else None
+
+
+def _knock(
+    place: tuple[str, int],
+    nonce: str,
+    words: bytes,
+    deadline: float,
+    race: tuple[threading.Event, threading.Lock],
+    found: list[socket.socket],
+) -> None:
+    won, claim = race
+    while not won.is_set() and (left := deadline - time.monotonic()) > 0:
+        connection = None
+        try:
+            # As bytes: else Python loads what turns names of other alphabets into ASCII.
+            where = (place[0].encode() if place[0].isascii() else place[0], place[1])
+            connection = socket.create_connection(where, timeout=min(left, _TRY_S))  # type: ignore[arg-type]
+            handshake.introduce(connection, nonce, words, deadline=min(deadline, time.monotonic() + _TRY_S))
+            if claim.acquire(blocking=False):
+                # Only now are we in: of several ways that lead home, one is taken.
+                connection.sendall(IN)
+                connection.settimeout(None)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                found.append(connection)
+                won.set()
+                return
+            connection.close()
+        except (OSError, handshake.Refused):
+            if connection is not None:
+                connection.close()
+        time.sleep(_KNOCK_AGAIN_S)
+
+
+def _receive(home: socket.socket, deadline: float) -> bytes:
+    """Read a line with a length, and so many bytes. Raises OSError and ValueError."""
+    line = b""
+    while not line.endswith(b"\n"):  # byte by byte: what follows the payload is the agent's
+        line += _read_some(home, 1, deadline)
+        if len(line) > _LENGTH_BYTES:
+            raise ValueError("no length comes first")
+    length = int(line)
+    if not 0 < length <= boot.MAX_PAYLOAD_BYTES:
+        raise ValueError(f"{length} bytes are announced")
+    payload = bytearray()
+    while len(payload) < length:
+        payload += _read_some(home, min(65536, length - len(payload)), deadline)
+    return bytes(payload)
+
+
+def _read_some(home: socket.socket, most: int, deadline: float) -> bytes:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("it came too slowly")
+    home.settimeout(left)
+    data = home.recv(most)
+    if not data:
+        raise ConnectionResetError("the connection was closed")
+    return data
+
+
+def _name() -> str:
+    """Return the name by which the launcher knows this node."""
+    return os.environ.get("SLURMD_NODENAME") or machine.host_name()

@@ -1,0 +1,170 @@
+"""One process that imports what all ranks of a node need, then becomes each of them by fork.
+
+Importing torch takes a second or two of a processor, per rank; here it is paid once. Only what has touched neither a
+device nor a thread can be forked safely, so this serves ranks on the CPU, and only if it still has one thread when the
+imports are done. Whatever goes wrong, in any way, the answer is the same: ranks that are not forked yet are started as
+programs of their own, where the same trouble then shows in each of them.
+
+A rank is the grandchild of the server and, as its parent leaves at once, a child of the agent that asked for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import warnings
+
+from distdiag.agent import boot
+from distdiag.facts import programs
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+_MESSAGE_BYTES = 2**17
+_MOST_FDS = 4
+
+
+class Forkserver:
+    """The agent's end: started at once, of use when `ready`, gone when `failed`."""
+
+    def __init__(self, sources: dict[str, str], modules: list[str], env: dict[str, str]) -> None:
+        programs.adopt_orphans()
+        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        config = {"fd": its.fileno(), "modules": modules}
+        payload = boot.pack(sources, __name__, config)
+        argv = [sys.executable, "-c", boot.START, str(len(payload)), "distdiag-ranks"]
+        with its:
+            self.process = programs.start(argv, env=env, pipes=programs.Pipes(stderr_to_stdout=True, keep=(its.fileno(),)))
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(payload)
+        os.set_blocking(self.process.stdout.fileno(), False)
+        self._socket = mine
+        self.ready = False
+        self.failed = False
+
+    def descriptors(self) -> list[int]:
+        """List what becomes readable when there is news."""
+        return [] if self.failed else [self._socket.fileno()]
+
+    def poll(self) -> None:
+        """See whether the imports are done, or the server is gone."""
+        if self.ready or self.failed:
+            return
+        self._discard_output()
+        if select.select([self._socket], [], [], 0)[0]:
+            if self._receive().get("ready"):
+                self.ready = True
+            else:
+                self.end()
+
+    def fork(self, order: dict[str, Any], fds: list[int]) -> int | None:
+        """Make one rank of {"env", "entry", "config"} on these descriptors; its process id, None if it failed.
+
+        `fds`: its stdin, its stdout and stderr, its events, and the listening socket if it has one.
+        """
+        with contextlib.suppress(OSError):
+            socket.send_fds(self._socket, [json.dumps(order).encode()], fds)
+            pid = self._receive().get("pid")
+            if pid is not None:
+                return int(pid)
+        self.end()
+        return None
+
+    def end(self) -> None:
+        """End the server; the ranks that it made go on."""
+        if not self.failed:
+            self.failed = True
+            self._socket.close()
+            programs.end_group(self.process)
+
+    def _receive(self) -> dict[str, Any]:
+        data = self._socket.recv(_MESSAGE_BYTES)
+        return dict(json.loads(data)) if data else {}
+
+    def _discard_output(self) -> None:
+        # What an import prints would stand in the way of the imports; who starts alone prints it again.
+        assert self.process.stdout is not None
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self.process.stdout.fileno(), 65536):
+                pass
+
+
+def main(config: dict[str, Any]) -> None:
+    """Import, say so, then fork whenever asked."""
+    programs.die_with_parent()
+    programs.name_process("distdiag-ranks")
+    agent = socket.socket(fileno=config["fd"])
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name in config["modules"]:
+                importlib.import_module(name)
+    except BaseException:  # noqa: BLE001 - each rank will meet it and report it
+        return
+    if len(os.listdir("/proc/self/task")) != 1:
+        return
+    gc.freeze()  # what is here by now is never looked at again, and stays shared
+    agent.send(b'{"ready": true}')
+    while True:
+        data, fds, flags, _ = socket.recv_fds(agent, _MESSAGE_BYTES, _MOST_FDS)
+        if not data or flags & socket.MSG_CTRUNC:
+            return
+        read_end, write_end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            _fork_again(json.loads(data), fds, agent, write_end)
+        os.close(write_end)
+        number = os.read(read_end, 32).decode()
+        os.close(read_end)
+        # Only when its parent is gone, the rank is the agent's child, which may wait for it.
+        os.waitpid(child, 0)
+        agent.send(json.dumps({"pid": int(number)}).encode() if number else b"{}")
+        for fd in fds:
+            os.close(fd)
+
+
+def _fork_again(order: dict[str, Any], fds: list[int], agent: socket.socket, report: int) -> NoReturn:
+    middle = os.getpid()
+    pid = os.fork()
+    os.setpgid(pid, pid)  # on both sides, so that it leads its group before anybody knows of it
+    if pid:
+        os.write(report, str(pid).encode())
+        os._exit(0)
+    os.close(report)
+    agent.close()
+    while os.getppid() == middle:
+        time.sleep(0.0005)
+    # From here on the agent is who run.die_with_parent() means; that it has gone already is seen by the end of stdin.
+    _become(order, fds)
+
+
+def _become(order: dict[str, Any], fds: list[int]) -> NoReturn:
+    stdin, output, events, *listener = fds
+    for fd, place in ((stdin, 0), (output, 1), (output, 2)):
+        os.dup2(fd, place)
+    os.close(stdin)
+    os.close(output)
+    for name in os.environ.keys() - order["env"].keys():
+        del os.environ[name]
+    os.environ.update(order["env"])
+    signal.set_wakeup_fd(-1)
+    config = {**order["config"], "events_fd": events, "listener_fd": listener[0] if listener else None}
+    status = 0
+    try:
+        importlib.import_module(order["entry"]).main(config)
+    except BaseException:  # noqa: BLE001 - what Python does at the end of a program of its own
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,315 @@
+"""Both ends of a connection prove that they know the key of this run before either trusts the other.
+
+    both    distdiag-peer/1 NONCE
+    client  PROOF WORDS
+    server  PROOF
+
+NONCE is 128 fresh random bits of that side; PROOF is the HMAC-SHA-256 (RFC 2104) of the side, both nonces and WORDS
+under the key. The key never travels, and what was recorded on one connection proves nothing on another. WORDS is one
+line in which the client says who it is or what it wants.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import os
+import re
+import selectors
+import socket
+import time
+
+from distdiag.facts.text import printable
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+PROTOCOL = "distdiag-peer/1"
+TOKEN = "DISTDIAG_TOKEN"
+"""The variable by which a user passes on the key that another distdiag printed."""
+PATIENCE_S = 30.0
+"""How long a connection may take to prove itself, in all. An honest peer needs one round trip; its host may be busy."""
+MOST_UNPROVEN = 4096
+"""How many unproven connections are kept: with one more, the oldest is closed. All ranks of a job may come at once."""
+_MAX_LINE_BYTES = 8192
+_PIECE_BYTES = 4096
+_NO_ROOM_S = 0.05
+
+
+def new_key() -> str:
+    """Return a new key of 128 random bits, in hexadecimal."""
+    return os.urandom(16).hex()
+
+
+def given_token(path: str = "") -> str:
+    """Return the key that a user was given to type: from a file, from stdin for "-", else from $DISTDIAG_TOKEN.
+
+    Never from a command line, which all users of a node can read. Raises OSError.
+    """
+    if not path:
+        return os.environ.get(TOKEN, "").strip()
+    with open(0 if path == "-" else path, encoding="ascii", errors="replace", closefd=path != "-") as file:
+        return file.readline(_MAX_LINE_BYTES).strip()
+
+
+class Refused(Exception):
+    """The other end does not know the key.
+
+    `said` is the first line that it said instead, printable; empty if it said nothing. `hung_up`: it closed the
+    connection before it could have proved anything.
+    """
+
+    def __init__(self, said: str = "", *, hung_up: bool = False) -> None:
+        super().__init__(said)
+        self.said, self.hung_up = said, hung_up
+
+
+class Handshake:
+    """One side of the exchange, without the connection: bytes in, bytes out."""
+
+    def __init__(self, key: str, *, is_server: bool = False, words: bytes = b"") -> None:
+        if not key:
+            raise ValueError("no key: everybody would know it")
+        self._key, self._is_server, self._words = key.encode(), is_server, words
+        self._nonce, self._peer_nonce = os.urandom(16).hex().encode(), b""
+        self._first = b""
+        self._heard = b""
+        self.greeting = PROTOCOL.encode() + b" " + self._nonce + b"\n"
+        self.words: bytes | None = None
+        """What the other end said of itself; None until it has proved that it knows the key."""
+
+    @property
+    def said(self) -> str:
+        """The first line of the other end, printable."""
+        line = (self._first or self._heard).strip().split(b"\n")[0][:80]
+        return printable(line.decode("ascii", "replace").strip())
+
+    @property
+    def rest(self) -> bytes:
+        """What the other end sent right behind its proof."""
+        return self._heard
+
+    @property
+    def session_key(self) -> str:
+        """A key that only the two ends of this connection know."""
+        return self._digest("session", b"")
+
+    def receive(self, data: bytes) -> bytes:
+        """Read on and return what to send.
+
+        Raises:
+            Refused: the other end is somebody else.
+        """
+        self._heard += data
+        to_send = b""
+        while self.words is None and b"\n" in self._heard:
+            line, _, self._heard = self._heard.partition(b"\n")
+            if not line:
+                continue
+            if self._peer_nonce:
+                self._check(line)
+            else:
+                to_send += self._take_greeting(line)
+        if self.words is None and (len(self._heard) > _MAX_LINE_BYTES or self._is_stranger()):
+            raise Refused(self.said)
+        return to_send
+
+    def _is_stranger(self) -> bool:
+        """Whether a first line that has no end yet cannot become a greeting."""
+        begun = self._heard[: len(PROTOCOL)]
+        return not self._peer_nonce and not PROTOCOL.encode().startswith(begun)
+
+    def _take_greeting(self, line: bytes) -> bytes:
+        self._first = line
+        match = re.fullmatch(PROTOCOL.encode() + rb" ([0-9a-f]{32})", line)
+        if match is None or match[1] == self._nonce:
+            raise Refused(self.said)
+        self._peer_nonce = match[1]
+        words = b"" if self._is_server else self._words
+        return self._proof(is_server=self._is_server, words=words) + b" " + words + b"\n"
+
+    def _check(self, line: bytes) -> None:
+        proof, _, words = line.partition(b" ")
+        if not hmac.compare_digest(proof, self._proof(is_server=not self._is_server, words=words)):
+            raise Refused(self.said)
+        self.words = words
+
+    def _proof(self, *, is_server: bool, words: bytes) -> bytes:
+        return self._digest("server" if is_server else "client", words).encode()
+
+    def _digest(self, purpose: str, words: bytes) -> str:
+        nonces = (self._nonce, self._peer_nonce) if self._is_server else (self._peer_nonce, self._nonce)
+        return hmac.new(self._key, b" ".join((purpose.encode(), *nonces, words)), "sha256").hexdigest()
+
+
+def introduce(connection: socket.socket, key: str, words: bytes = b"", *, deadline: float | None = None) -> Handshake:
+    """As the client, exchange proofs over a blocking connection, until `deadline` (time.monotonic) at the latest.
+
+    Raises:
+        Refused: the other end does not know the key, or hung up.
+        TimeoutError: it was too slow.
+        OSError: the connection broke.
+    """
+    exchange = Handshake(key, words=words)
+    # The empty line: a server of something else than ours then answers at once, and can be named.
+    to_send = exchange.greeting + b"\n"
+    while exchange.words is None:
+        try:
+            connection.sendall(to_send)
+            _limit(connection, deadline)
+            data = connection.recv(_PIECE_BYTES)
+        except ConnectionError:
+            data = b""
+        if not data:
+            raise Refused(exchange.said, hung_up=True)
+        to_send = exchange.receive(data)
+    connection.sendall(to_send)
+    return exchange
+
+
+def _limit(connection: socket.socket, deadline: float | None) -> None:
+    left = None if deadline is None else deadline - time.monotonic()
+    if left is not None and left <= 0:
+        raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+    connection.settimeout(left)
+
+
+class Peer:
+    """Who has proved to know the key: its connection, not blocking, where from, and what it said.
+
+    What it sent behind its proof is still to be read from the connection.
+    """
+
+    def __init__(self, connection: socket.socket, address: str, exchange: Handshake) -> None:
+        self.connection, self.address = connection, address
+        self.words, self.session_key = exchange.words or b"", exchange.session_key
+
+    @property
+    def number(self) -> int | None:
+        """What it said, if that is a number of a few digits."""
+        return int(self.words) if self.words.isdigit() and len(self.words) < 12 else None
+
+
+class _Unproven:
+    def __init__(self, connection: socket.socket, address: str, key: str, until: float) -> None:
+        self.connection, self.address, self.until = connection, address, until
+        self.exchange = Handshake(key, is_server=True)
+
+
+class Acceptor:
+    """Lets in who knows the key; whoever does not is turned away without anybody waiting for it.
+
+    A connection has `patience_s` in all to prove itself, however slowly it sends. Of more than `most` unproven ones
+    the oldest is closed, so that silent connections cannot keep others out.
+    """
+
+    def __init__(
+        self,
+        listeners: Sequence[socket.socket],
+        key: str,
+        *,
+        most: int = MOST_UNPROVEN,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._key, self._most, self._patience_s = key, most, patience_s
+        self._listeners = list(listeners)
+        self._unproven: dict[socket.socket, _Unproven] = {}
+        """The oldest first."""
+        self.selector = selectors.DefaultSelector()
+        """Whoever waits for other things at the same time registers them here, with data of their own."""
+        for listener in self._listeners:
+            listener.setblocking(False)
+            self.selector.register(listener, selectors.EVENT_READ)
+
+    def wait(self, timeout_s: float | None = None) -> tuple[list[Peer], list[Any]]:
+        """Wait for something to happen; return who has proved itself, and the data of what else is ready."""
+        peers: list[Peer] = []
+        others = []
+        for key, _ in self.selector.select(self._until_next_expiry(timeout_s)):
+            if key.data is not None:
+                others.append(key.data)
+            elif key.fileobj in self._unproven:
+                peer = self._read(self._unproven[key.fileobj])
+                if peer is not None:
+                    peers.append(peer)
+            elif key.fileobj in self._listeners:
+                self._accept(key.fileobj)
+        now = time.monotonic()
+        for late in [one for one in self._unproven.values() if one.until <= now]:
+            self._drop(late)
+        return peers, others
+
+    def close(self) -> None:
+        """Close what has not proved itself and leave the listeners as they were, blocking and open."""
+        for unproven in list(self._unproven.values()):
+            self._drop(unproven)
+        self.selector.close()
+        for listener in self._listeners:
+            listener.setblocking(True)
+
+    def _until_next_expiry(self, timeout_s: float | None) -> float | None:
+        oldest = next(iter(self._unproven.values()), None)
+        if oldest is None:
+            return timeout_s
+        left = max(0.0, oldest.until - time.monotonic())
+        return left if timeout_s is None else min(left, timeout_s)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, address = listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE) and not self._drop_oldest():
+                time.sleep(_NO_ROOM_S)  # all descriptors are in honest use: the listener stays ready meanwhile
+            return
+        if len(self._unproven) >= self._most:
+            self._drop_oldest()
+        connection.setblocking(False)
+        peer = str(address[0]).removeprefix("::ffff:")
+        unproven = _Unproven(connection, peer, self._key, time.monotonic() + self._patience_s)
+        self._unproven[connection] = unproven
+        self.selector.register(connection, selectors.EVENT_READ)
+        self._send(unproven, unproven.exchange.greeting)
+
+    def _read(self, unproven: _Unproven) -> Peer | None:
+        try:
+            # Line by line: what follows the proof is for whoever takes the connection over.
+            ahead = unproven.connection.recv(_PIECE_BYTES, socket.MSG_PEEK)
+            data = unproven.connection.recv(ahead.find(b"\n") + 1 or len(ahead)) if ahead else b""
+            to_send = unproven.exchange.receive(data)
+        except BlockingIOError:
+            return None
+        except (OSError, Refused):
+            data = b""
+        if not data:
+            self._drop(unproven)
+            return None
+        if to_send and not self._send(unproven, to_send):
+            return None
+        if unproven.exchange.words is None:
+            return None
+        del self._unproven[unproven.connection]
+        self.selector.unregister(unproven.connection)
+        return Peer(unproven.connection, unproven.address, unproven.exchange)
+
+    def _send(self, unproven: _Unproven, data: bytes) -> bool:
+        """Send a line, which a new connection always has room for. False: it was closed."""
+        try:
+            is_sent = unproven.connection.send(data) == len(data)
+        except OSError:
+            is_sent = False
+        if not is_sent:
+            self._drop(unproven)
+        return is_sent
+
+    def _drop_oldest(self) -> bool:
+        oldest = next(iter(self._unproven.values()), None)
+        if oldest is not None:
+            self._drop(oldest)
+        return oldest is not None
+
+    def _drop(self, unproven: _Unproven) -> None:
+        del self._unproven[unproven.connection]
+        self.selector.unregister(unproven.connection)
+        unproven.connection.close()

@@ -1,0 +1,193 @@
+"""Tries many ports of many hosts at the same time, and says what each one answered.
+
+One non-blocking connect each, as many at a time as there may be open files. The kernel itself sends a SYN again after
+1 and after 3 seconds, so three are sent before an answer counts as missing. What is open is listened to for a moment,
+then asked one harmless line, to tell who it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import selectors
+import socket
+import time
+from dataclasses import dataclass, field
+
+from distdiag.facts import network, deadlines
+from distdiag.facts.text import printable
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+OPEN, CLOSED, FILTERED, REJECTED, NO_ROUTE, NAME, DENIED = (
+    *("open", "closed", "filtered", "rejected", "no-route", "name", "denied"),
+)
+_ALL_STATES = (OPEN, CLOSED, FILTERED, REJECTED, NO_ROUTE, NAME, DENIED)
+_STATES = {
+    errno.ECONNREFUSED: CLOSED,
+    errno.ECONNRESET: CLOSED,
+    errno.ETIMEDOUT: FILTERED,
+    errno.ENETUNREACH: NO_ROUTE,
+    errno.EADDRNOTAVAIL: NO_ROUTE,
+    errno.EACCES: DENIED,
+    errno.EPERM: DENIED,
+}
+"""What connect(2) says -> the state of the port; else it is rejected. ICMP "port unreachable" reads as closed."""
+_AT_ONCE = 1024
+_START = 64
+_TICK_S = 0.02
+_BANNER_S = 0.25
+_ANSWER_S = 0.7
+_QUESTION = b"HEAD / HTTP/1.0\r\n\r\n"
+_RESOLVE_S = 5.0
+
+
+@dataclass(frozen=True)
+class PortResult:
+    """One port of one host.
+
+    `state`: open, closed (reachable, nobody listens), filtered (no answer), rejected (somebody on the way, or this
+    machine's kernel, said no), no-route, name (does not resolve), denied (this machine does not let us). `said` is the
+    first line that an open port said; `hung_up`: it closed the connection instead. `seconds` until the state was known.
+    """
+
+    host: str
+    port: int
+    address: str
+    state: str
+    error: str = ""
+    local_address: str = ""
+    interface: str = ""
+    said: str = ""
+    hung_up: bool = False
+    rtt_s: float | None = None
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.state not in _ALL_STATES:
+            raise ValueError(f"a port that is {self.state[:20]!r}")
+
+
+@dataclass(eq=False)
+class _Attempt:
+    """One connection: connecting, then listening for a banner, then waiting for an answer; `until` ends that."""
+
+    host: str
+    port: int
+    address: str
+    until: float
+    began: float = field(default_factory=time.monotonic)
+    rtt_s: float | None = None
+    asked: bool = False
+
+    def result(self, status: int = 0, data: bytes | None = None, local: str = "") -> PortResult:
+        """Return what came of it: the error of connect(2), else what an open port said (None: nothing)."""
+        took = time.monotonic() - self.began
+        words = "" if not status else "no answer" if status == errno.ETIMEDOUT else os.strerror(status)
+        return PortResult(
+            *(self.host, self.port, self.address),
+            _STATES.get(status, REJECTED) if status else OPEN,
+            words,
+            local,
+            (network.interface_of(local) or "") if local else "",
+            _first_line(data or b""),
+            hung_up=data == b"",
+            rtt_s=took if status == errno.ECONNREFUSED else self.rtt_s,
+            seconds=round(took, 4),
+        )
+
+
+def scan(targets: Iterable[tuple[str, int]], *, timeout_s: float) -> Iterator[PortResult]:
+    """Try all targets, (host, port), and yield each as soon as it is known."""
+    wanted = list(dict.fromkeys(targets))
+    hosts = dict.fromkeys(host for host, _ in wanted)
+    names = [host for host in hosts if not network.is_address(host)]
+    resolved, late = deadlines.each(names, network.resolve, patience_s=_RESOLVE_S) if names else ({}, [])
+    resolved |= {host: ((host,), "") for host in hosts if network.is_address(host)}
+    resolved |= {host: ((), "the resolver does not answer") for host in late}
+    for host, port in wanted:
+        if not resolved[host][0]:
+            yield PortResult(host, port, "", NAME, resolved[host][1])
+    waiting = [(host, port, resolved[host][0][0]) for host, port in wanted if resolved[host][0]]
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    at_once = _AT_ONCE if most_files == resource.RLIM_INFINITY else max(16, min(_AT_ONCE, most_files - 64))
+    with selectors.DefaultSelector() as selector:
+        yield from _run(waiting[::-1], timeout_s, at_once, selector)
+
+
+def _run(
+    waiting: list[tuple[str, int, str]], timeout_s: float, at_once: int, selector: selectors.BaseSelector
+) -> Iterator[PortResult]:
+    running: dict[socket.socket, _Attempt] = {}
+    while waiting or running:
+        # A few at a time, so that answers are taken while others are still being asked.
+        for _ in range(min(len(waiting), at_once - len(running), _START)):
+            attempt = _Attempt(*waiting.pop(), time.monotonic() + timeout_s)
+            connection, status = _connect(attempt.address, attempt.port)
+            if status:
+                connection.close()
+                yield attempt.result(status)
+            else:
+                running[connection] = attempt
+                selector.register(connection, selectors.EVENT_WRITE, connection)
+        now = time.monotonic()  # before the look: if we are held up after it, nobody is late for that
+        ready: set[socket.socket] = {
+            key.data for key, _ in selector.select(0 if waiting and len(running) < at_once else _TICK_S)
+        }
+        for connection in [*ready, *(late for late, attempt in running.items() if now > attempt.until)]:
+            if connection not in running:
+                continue
+            step = _go_on if connection in ready else _too_late
+            result = step(connection, running[connection], selector)
+            if result is not None:
+                del running[connection]
+                selector.unregister(connection)
+                connection.close()
+                yield result
+
+
+def _connect(address: str, port: int) -> tuple[socket.socket, int]:
+    """Begin to connect; also return the error if it is known: the refusal of a near host is often there at once."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    status = connection.connect_ex((address, port))
+    return connection, connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_ERROR
+    ) if status == errno.EINPROGRESS else status
+
+
+def _go_on(connection: socket.socket, attempt: _Attempt, selector: selectors.BaseSelector) -> PortResult | None:
+    """Something happened: the connection is there or refused, or the other end says something."""
+    if attempt.rtt_s is not None:
+        try:
+            data = connection.recv(256)
+        except OSError:
+            data = b""
+        return attempt.result(data=data, local=str(connection.getsockname()[0]))
+    status = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if status:
+        return attempt.result(status)
+    attempt.rtt_s = time.monotonic() - attempt.began
+    attempt.until = time.monotonic() + _BANNER_S
+    selector.modify(connection, selectors.EVENT_READ, connection)
+    return None
+
+
+def _too_late(connection: socket.socket, attempt: _Attempt, selector: selectors.BaseSelector) -> PortResult | None:
+    """Nothing happened in time: no answer, or an open port that says nothing unless it is asked."""
+    if attempt.rtt_s is None:
+        return attempt.result(errno.ETIMEDOUT)
+    if attempt.asked:
+        return attempt.result(local=str(connection.getsockname()[0]))
+    attempt.asked, attempt.until = True, time.monotonic() + _ANSWER_S
+    with contextlib.suppress(OSError):
+        connection.send(_QUESTION)
+    return None
+
+
+def _first_line(data: bytes) -> str:
+    return printable(data.strip().split(b"\n")[0][:80].decode("ascii", "replace").strip())

@@ -1,0 +1,111 @@
+"""Does the rendezvous address lead to our rank 0? Asked before torch uses it, because torch cannot tell.
+
+Torch's store client waits for ever on a port where another program listens. So rank 0 and the others prove to each
+other that they know the run's key over the very socket that torch will listen on: who answers otherwise is a stranger,
+and is quoted.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+
+from distdiag.agent import handshake
+from distdiag.facts.text import printable
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_MOST_QUOTED_BYTES = 256
+_RETRY_S = 0.05
+_GO = b"go\n"
+
+
+class Stranger(Exception):
+    """Something else than our rank 0 answers at the address; `said` is the start of its answer, cleaned."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(said)
+        self.said = said
+
+
+def listen(port: int) -> socket.socket:
+    """Listen on every address as torch's store does, IPv6 and IPv4 in one socket where there is IPv6.
+
+    Raises:
+        OSError: EADDRINUSE, or EACCES for a port below 1024.
+    """
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(("::", port), family=socket.AF_INET6, backlog=2048, dualstack_ipv6=True)
+        except OSError as error:
+            if error.errno in (98, 48, 13):  # taken (Linux, macOS) or not allowed: IPv4 would not be better
+                raise
+    return socket.create_server(("", port), backlog=2048)
+
+
+def receive(listener: socket.socket, key: str, world_size: int) -> None:
+    """As rank 0, wait until every other rank has shown that it knows the key, then release them all.
+
+    Waits without an end of its own: the deadline is outside. Strangers that connect are dropped.
+    """
+    came: dict[int, socket.socket] = {}
+    # One for each rank may still be on its way when the last stranger comes.
+    acceptor = handshake.Acceptor([listener], key, most=max(handshake.MOST_UNPROVEN, 2 * world_size))
+    try:
+        while len(came) < world_size - 1:
+            for peer in acceptor.wait()[0]:
+                if peer.number is not None and peer.number < world_size:
+                    came[peer.number] = peer.connection
+    finally:
+        acceptor.close()  # the listener is torch's next, which wants it blocking
+    for connection in came.values():
+        connection.setblocking(True)
+        connection.sendall(_GO)
+        connection.close()
+
+
+def greet(address: str, port: int, key: str, rank: int, answered: Callable[[], None] = lambda: None) -> None:
+    """As another rank, find rank 0 behind the address, which is told by `answered`, and wait to be released.
+
+    Raises:
+        Stranger: what answers there is not our rank 0.
+        OSError: the name does not resolve, or our rank 0 hung up before all ranks had come. A refused
+            connection is tried again, without an end of its own.
+    """
+    with _connect(address, port) as connection:
+        try:
+            exchange = handshake.introduce(connection, key, str(rank).encode())
+        except handshake.Refused as stranger:
+            raise Stranger(stranger.said) from None
+        answered()
+        heard = exchange.rest
+        while len(heard) < len(_GO):
+            data = connection.recv(len(_GO) - len(heard))
+            if not data:
+                raise ConnectionResetError("rank 0 hung up before all ranks had come")
+            heard += data
+
+
+def who_answers(address: str, port: int, *, timeout_s: float) -> str | None:
+    """Say hello as a stranger would and quote the answer; None if there is no answer in time."""
+    try:
+        with socket.create_connection((address, port), timeout=timeout_s) as connection:
+            connection.sendall(b"distdiag hello\r\n\r\n")
+            return _clean(connection.recv(_MOST_QUOTED_BYTES)) or None
+    except OSError:
+        return None
+
+
+def _connect(address: str, port: int) -> socket.socket:
+    while True:
+        try:
+            return socket.create_connection((address, port), timeout=None)
+        except (ConnectionRefusedError, TimeoutError):
+            time.sleep(_RETRY_S)
+
+
+def _clean(answer: bytes) -> str:
+    line = answer.strip().split(b"\n")[0][:80].decode("ascii", "replace").strip()
+    return printable(line)

@@ -1,0 +1,305 @@
+"""One attempt to reach a listener of another node: small and large data, both ways.
+
+More than a full packet goes in each direction: a path that swallows large packets passes a simple connection test.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import socket
+import struct
+import time
+from dataclasses import dataclass
+
+from distdiag.agent import handshake
+from distdiag.facts import network
+from distdiag.agent.probe_server import BULK_BYTES, returned
+
+_CONNECT_AGAIN_S = 0.4
+"""A lost SYN is sent again by the kernel after 1, 3, 7 s: too rarely to tell a lossy path from a closed one."""
+_MOST_ATTEMPTS = 7
+_FIRST_WORD_S = 0.7
+"""Then it is asked over a new connection: after a lost SYN-ACK the kernel may wait 3 s before it sends a word again."""
+_PROGRESS_BYTES = 6000
+"""Acknowledged beyond this, several full packets came through: then packets are lost, not all swallowed."""
+_MANY_PACKETS_BYTES = 12000
+_UNANSWERED = 3
+"""A link that loses a third of its packets lets 9 through in a row, and then none of 3, once in 1000 times."""
+_TCP_INFO_BYTES = 136
+"""At least; what newer kernels tell besides is used where it is there."""
+_LAST_DATA, _OUT_OF_ORDER = 52, 224
+"""Where the kernel tells how long ago data came, in milliseconds, and how many packets came out of order."""
+_SILENT_MS = 1000
+"""A sender sends a lost packet again after 0.2, 0.4 and 0.8 s."""
+_VERDICTS = (
+    *("ok", "lossy", "name", "filtered", "refused", "rejected", "silent", "stranger", "broken"),
+    *("swallowed-up", "swallowed-down", "cut-off", "no-route", "no-port"),
+)
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """One attempt to reach a listener.
+
+    `verdict`: ok; name (does not resolve), filtered (no answer), refused, rejected (a router or firewall said no),
+    silent (connected, and nobody speaks), stranger, swallowed-up / swallowed-down (large packets towards the
+    listener / from it vanish), lossy (it goes on, too slowly to finish), broken (the connection ended midway),
+    cut-off (it carried some full packets, and then none), no-route (this node's own kernel refused at once, see
+    `route`), no-port (this node has no local port left).
+    """
+
+    key: str
+    address: str
+    port: int
+    verdict: str
+    error: str
+    resolved: tuple[str, ...]
+    local_address: str
+    interface: str
+    said: str
+    latency_s: float | None
+    attempts: int
+    retransmits: int
+    bulk_bytes: int = 0
+    bulk_s: float | None = None
+    """Seconds for so many bytes there, and at most BULK_BYTES back; None if they were not all exchanged."""
+    route: str = ""
+    """With no-route: what `ip route get` says of the address there."""
+
+    def __post_init__(self) -> None:
+        if self.verdict not in _VERDICTS:
+            raise ValueError(f"a path that is {self.verdict[:20]!r}")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether data goes through, if slowly."""
+        return self.verdict in ("ok", "lossy")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Whom to try: a listener's address and port, and how many bytes to send there."""
+
+    key: str
+    address: str
+    port: int
+    bulk_bytes: int = BULK_BYTES
+
+
+class _RefusedHere(OSError):
+    """This node's own kernel said no before any packet was sent."""
+
+
+class TcpProbe:
+    """One probe under way."""
+
+    def __init__(self, target: Target, key: str, deadline: float) -> None:
+        self.key, self.address, self.port = target.key, target.address, target.port
+        self._bulk_bytes = target.bulk_bytes
+        self._bulk_s: float | None = None
+        self._key = key
+        self._deadline = deadline
+        self._resolved: tuple[str, ...] = ()
+        self._attempts = 0
+        self._latency_s: float | None = None
+        self._said = ""
+        self._unread = b""
+
+    def run(self) -> ProbeResult:
+        """Resolve, connect, talk; never later than the deadline."""
+        self._resolved, complaint = network.resolve(self.address)
+        if not self._resolved:
+            return self._result("name", complaint)
+        try:
+            connection = self._connect()
+        except OSError as error:
+            return self._result(*_why_not_connected(error))
+        while True:
+            with connection:
+                verdict, complaint = self._talk(connection)
+                if verdict != "silent":
+                    return self._result(verdict, complaint, connection)
+                silent = self._result(verdict, complaint, connection)
+            try:
+                connection = self._connect()
+            except OSError:
+                return silent
+
+    def _connect(self) -> socket.socket:
+        """Begin again and again until one attempt comes through; raises the last error."""
+        waiting: list[socket.socket] = []
+        last: OSError = TimeoutError(errno.ETIMEDOUT, "no answer")
+        with selectors.DefaultSelector() as selector:
+            try:
+                while (left := self._deadline - time.monotonic()) > 0:
+                    if self._attempts < _MOST_ATTEMPTS:
+                        waiting.append(self._begin(selector))
+                    for key, _ in selector.select(min(left, _CONNECT_AGAIN_S)):
+                        connection = key.data
+                        selector.unregister(connection)
+                        status = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                        if status == 0:
+                            waiting.remove(connection)
+                            return _blocking(connection)
+                        last = OSError(status, os.strerror(status))
+                        raise last
+            finally:
+                for connection in waiting:
+                    connection.close()
+        raise last
+
+    def _begin(self, selector: selectors.BaseSelector) -> socket.socket:
+        address = self._resolved[0]
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        connection.setblocking(False)
+        self._attempts += 1
+        status = connection.connect_ex((address, self.port))
+        if status not in (0, errno.EINPROGRESS):
+            connection.close()
+            kind = OSError if status == errno.ECONNREFUSED else _RefusedHere  # a port of this node refuses at once
+            raise kind(status, os.strerror(status))
+        selector.register(connection, selectors.EVENT_WRITE, connection)
+        return connection
+
+    def _talk(self, connection: socket.socket) -> tuple[str, str]:
+        began = time.monotonic()
+        first_word_by = min(self._deadline, began + _FIRST_WORD_S)
+        try:
+            met = handshake.introduce(connection, self._key, b"%d" % self._bulk_bytes, deadline=first_word_by)
+            self._unread = met.rest
+            self._latency_s = time.monotonic() - began
+            return self._exchange_bulk(connection)
+        except handshake.Refused as stranger:
+            self._said = stranger.said
+            return ("stranger", "") if stranger.said else ("broken", "it hung up without a word")
+        except TimeoutError:
+            return "silent", "connected, and then no answer"
+        except OSError as error:
+            return "broken", error.strerror or str(error)
+
+    def _exchange_bulk(self, connection: socket.socket) -> tuple[str, str]:
+        began = time.monotonic()
+        try:
+            self._limit(connection)
+            connection.sendall(bytes(self._bulk_bytes))
+            got = self._read(connection, 4)
+        except TimeoutError:
+            return self._stuck(connection, "swallowed-up")
+        if got != b"got\n":
+            return "broken", "the connection ended while data was sent"
+        try:
+            wanted = returned(self._bulk_bytes)
+            received = len(self._read(connection, wanted))
+        except TimeoutError:
+            return self._stuck(connection, "swallowed-down")
+        if received < wanted:
+            return "broken", "the connection ended while data was received"
+        self._bulk_s = time.monotonic() - began
+        return "ok", ""
+
+    def _stuck(self, connection: socket.socket, verdict: str) -> tuple[str, str]:
+        """Return why data got stuck: large packets vanish, packets are lost, or the other end is too busy."""
+        acknowledged, received = _progress(connection)
+        came_to_an_end = _nothing_repaired(connection, sent=verdict == "swallowed-up")
+        if verdict == "swallowed-up" and acknowledged >= self._bulk_bytes > 0:
+            verdict = "swallowed-down"  # it has all of ours, and its answer, a full packet, does not come
+        moved = acknowledged if verdict == "swallowed-up" else received
+        if not self._bulk_bytes or (verdict == "swallowed-up" and not _retransmits(connection)):
+            return "silent", "connected, and then too little in time: is a node very busy?"
+        words = f"{moved} of {self._bulk_bytes} bytes came through in time"
+        if moved < _PROGRESS_BYTES:
+            return verdict, words
+        return ("cut-off" if came_to_an_end and moved >= _MANY_PACKETS_BYTES else "lossy"), words
+
+    def _read(self, connection: socket.socket, count: int) -> bytes:
+        """Read so many bytes; fewer at the end."""
+        received, self._unread = bytearray(self._unread[:count]), self._unread[count:]
+        while len(received) < count:
+            self._limit(connection)
+            data = connection.recv(min(count - len(received), 2**18))
+            if not data:
+                break
+            received += data
+        return bytes(received)
+
+    def _limit(self, connection: socket.socket) -> None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        connection.settimeout(left)
+
+    def _result(self, verdict: str, error: str, connection: socket.socket | None = None) -> ProbeResult:
+        local = "" if connection is None else str(connection.getsockname()[0]).replace("::ffff:", "")
+        return ProbeResult(
+            key=self.key,
+            address=self.address,
+            port=self.port,
+            verdict=verdict,
+            error=error,
+            resolved=self._resolved,
+            local_address=local,
+            interface=(network.interface_of(local) or "") if local else "",
+            said=self._said,
+            latency_s=self._latency_s,
+            attempts=self._attempts,
+            retransmits=_retransmits(connection) if connection is not None else 0,
+            bulk_bytes=self._bulk_bytes,
+            bulk_s=self._bulk_s,
+            route=network.route_to(self._resolved[0]) if verdict == "no-route" else "",
+        )
+
+
+def _blocking(connection: socket.socket) -> socket.socket:
+    connection.setblocking(True)
+    return connection
+
+
+def _why_not_connected(error: OSError) -> tuple[str, str]:
+    words = os.strerror(error.errno) if error.errno else str(error)
+    if error.errno == errno.ECONNREFUSED:
+        return "refused", words
+    if error.errno == errno.ETIMEDOUT:
+        return "filtered", "no answer"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return "no-port", words
+    return ("no-route" if isinstance(error, _RefusedHere) else "rejected"), words
+
+
+def _progress(connection: socket.socket) -> tuple[int, int]:
+    """Return the bytes acknowledged by the peer and received from it (tcpi_bytes_..., include/uapi/linux/tcp.h)."""
+    info = _tcp_info(connection)
+    return struct.unpack_from("QQ", info, 120) if info else (0, 0)
+
+
+def _nothing_repaired(connection: socket.socket, *, sent: bool) -> bool:
+    """Return whether packets came through one after the other until they came no more: what loses some goes on.
+
+    Of what is sent, every packet that was sent again is one of the last (tcpi_retransmits counts those without an
+    answer; one more may be the tail loss probe); of what is received, none came out of order (tcpi_rcv_ooopack), none
+    of ours was lost before it, and the last is longer ago than the sender waits before it sends one again.
+    """
+    info = _tcp_info(connection)
+    if not info:
+        return False
+    sent_again = int(struct.unpack_from("I", info, 100)[0])
+    if sent:
+        return info[2] >= _UNANSWERED and sent_again <= info[2] + 1
+    silent_ms = int(struct.unpack_from("I", info, _LAST_DATA)[0])
+    in_order = len(info) >= _OUT_OF_ORDER + 4 and struct.unpack_from("I", info, _OUT_OF_ORDER)[0] == 0
+    return in_order and sent_again <= 1 and silent_ms >= _SILENT_MS
+
+
+def _retransmits(connection: socket.socket) -> int:
+    info = _tcp_info(connection)
+    return int(struct.unpack_from("I", info, 100)[0]) if info else 0  # tcpi_total_retrans
+
+
+def _tcp_info(connection: socket.socket) -> bytes:
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    except (OSError, AttributeError):  # macOS has none
+        return b""
+    return info if len(info) >= _TCP_INFO_BYTES else b""

@@ -1,0 +1,95 @@
+"""Framed messages from a node to the parent, over pipes that may also carry other people's words.
+
+One message (distdiag/agent/protocol.py) is one line: a mark, then its JSON. Everything else (a greeting from a login
+script, a library's warning) is noise: it is kept for the report of a failure and never taken for a record.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from distdiag.agent.protocol import Message
+
+MARK = b"\x1eDD1 "
+MAX_LINE_BYTES = 32 * 2**20
+MAX_NOISE_BYTES = 64 * 2**10
+
+
+class Writer:
+    """Writes messages to a file descriptor, whole lines only."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._lock = threading.Lock()
+
+    @classmethod
+    def take_stdout(cls) -> Writer:
+        """Keep stdout for records alone: whatever else prints goes to stderr from now on."""
+        own = os.dup(1)
+        os.dup2(2, 1)
+        return cls(own)
+
+    def send(self, message: Message) -> None:
+        """Write one message. Raises BrokenPipeError when the parent is gone."""
+        with self._lock:
+            self._write(message)
+
+    def send_if_free(self, message: Message) -> None:
+        """Write a message, unless another is just being written: that one tells as much."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._write(message)
+            finally:
+                self._lock.release()
+
+    def _write(self, message: Message) -> None:
+        line = MARK + message.to_json() + b"\n"
+        while line:
+            line = line[os.write(self._fd, line) :]
+
+
+class TooLong(Exception):
+    """A record is longer than any may be."""
+
+
+class Reader:
+    """Cuts a byte stream into records, not yet decoded; keeps the end of what was not a record as noise."""
+
+    def __init__(self) -> None:
+        self.noise = b""
+        self._rest = bytearray()
+        self._skipping = False
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Read bytes as they come and yield the JSON of the records they complete. Raises TooLong."""
+        first, *others = data.split(b"\n")
+        self._rest += first  # in place: a line without an end may grow long
+        for line in self._completed(others):
+            if self._skipping:
+                self._skipping = False
+                continue
+            _, mark, text = line.partition(MARK)
+            if mark:
+                yield text
+            else:
+                self._keep(line + b"\n")
+        if len(self._rest) > MAX_NOISE_BYTES and (self._skipping or self._rest.find(MARK, 0, MAX_NOISE_BYTES) < 0):
+            if not self._skipping:
+                self._keep(bytes(self._rest[:200]) + b"... (a line of over 64 KiB, dropped)\n")
+            self._rest.clear()
+            self._skipping = True
+        elif len(self._rest) > MAX_LINE_BYTES:
+            raise TooLong
+
+    def _completed(self, others: list[bytes]) -> Iterator[bytes]:
+        for start in others:
+            yield bytes(self._rest)
+            self._rest[:] = start
+
+    def _keep(self, noise: bytes) -> None:
+        self.noise = (self.noise + noise)[-MAX_NOISE_BYTES:]

@@ -1,0 +1,112 @@
+"""Where agents that somebody else started (srun, mpirun, torchrun) connect to us and prove that they belong to us."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+from distdiag.cluster.links import SocketLink
+from distdiag.agent import connect_back, handshake, rendezvous
+from distdiag.facts import network
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class _Caller:
+    """An agent that has proved itself; it may still have chosen another of our addresses."""
+
+    def __init__(self, peer: handshake.Peer, who: dict[str, Any]) -> None:
+        self.connection, self.who, self.heard = peer.connection, who, b""
+
+
+class Hub(threading.Thread):
+    """Listens, and calls `joined(who, link)` for everyone who proves to belong to this run."""
+
+    joined: Callable[[dict[str, Any], SocketLink], None]
+    """To be set before it is started."""
+
+    def __init__(self, key: str, *, port: int = 0) -> None:
+        """Listen on `port`, any free one if 0. Raises OSError."""
+        super().__init__(daemon=True)
+        self._listener = rendezvous.listen(port)
+        self.port: int = self._listener.getsockname()[1]
+        self._acceptor = handshake.Acceptor([self._listener], key)
+        self._bell, self._ring = os.pipe()
+        self._acceptor.selector.register(self._bell, selectors.EVENT_READ, self._bell)
+        self._callers: set[_Caller] = set()
+
+    @staticmethod
+    def addresses() -> list[str]:
+        """List the addresses at which nodes may find us, the likely ones first; loopback last, for one machine."""
+        usable = [nic for nic in network.interfaces() if nic.up and not nic.loopback]
+        usable.sort(key=lambda nic: (nic.virtual, not nic.default_route))
+        return [*(entry.partition("/")[0] for nic in usable for entry in nic.addresses), "127.0.0.1"]
+
+    def run(self) -> None:
+        """Serve until `close`."""
+        while True:
+            peers, ready = self._acceptor.wait()
+            if self._bell in ready:
+                return
+            for caller in ready:
+                self._hear(caller)
+            for peer in peers:
+                self._welcome(peer)
+
+    def close(self) -> None:
+        """Stop listening; links that were handed out live on."""
+        os.write(self._ring, b".")
+        if self.is_alive():
+            self.join(2)
+        for caller in self._callers:
+            caller.connection.close()
+        self._acceptor.close()
+        self._listener.close()
+        os.close(self._bell)
+        os.close(self._ring)
+
+    def _welcome(self, peer: handshake.Peer) -> None:
+        try:
+            who = json.loads(peer.words)
+        except (ValueError, RecursionError):
+            who = None
+        if not isinstance(who, dict):
+            peer.connection.close()
+            return
+        peer.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        caller = _Caller(peer, who)
+        self._callers.add(caller)
+        self._acceptor.selector.register(caller.connection, selectors.EVENT_READ, caller)
+
+    def _hear(self, caller: _Caller) -> None:
+        try:
+            # Not a byte more than the word that it has chosen us: what follows is for the link.
+            data = caller.connection.recv(len(connect_back.IN) - len(caller.heard))
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        caller.heard += data
+        if data:
+            self._join_if_chosen(caller)
+        else:
+            self._forget(caller)
+            caller.connection.close()
+
+    def _join_if_chosen(self, caller: _Caller) -> None:
+        if len(caller.heard) < len(connect_back.IN):
+            return
+        self._forget(caller)
+        if caller.heard == connect_back.IN:
+            self.joined(caller.who, SocketLink(caller.connection))
+        else:
+            caller.connection.close()
+
+    def _forget(self, caller: _Caller) -> None:
+        self._callers.discard(caller)
+        self._acceptor.selector.unregister(caller.connection)

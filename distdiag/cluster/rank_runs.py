@@ -1,0 +1,329 @@
+"""N ranks on nodes, from their start to their end, with a deadline that does not depend on torch.
+
+Three ways a run ends: every rank finished; a rank died or gave up, and the others were given a moment to
+say what they saw; or nobody took a step for the whole timeout. In the last case state and stack of each rank are
+read before all of them are ended. Who is to blame is not decided here.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from distdiag.cluster.records import (
+    Down,
+    Ending,
+    Event,
+    Inspection,
+    Listening,
+    RankEnded,
+    RankEvent,
+    RankInspected,
+    RankStarted,
+    Taken,
+)
+from distdiag.cluster.ship_pyspy import bring_py_spy
+from distdiag.errors import NodeFailed
+from distdiag.limits import hint_for
+from distdiag.agent import protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from distdiag.cluster.fleet import Fleet
+    from distdiag.cluster.node import Node
+    from distdiag.cluster.host_results import Refusal
+
+_LISTEN_S = 5.0
+_SETTLE_S = 0.5
+"""How long the others may go on after a rank died: a death is to be reported within a second."""
+_QUIET_S = 0.2
+_HANG_S = 1.0
+"""An interrupted run that stood still for so long is looked at as one that hangs."""
+_INSPECT_S = 0.6
+"""For the stacks, which are read side by side: the report is to be there a second after the timeout."""
+_PAUSE_S = 1.0
+"""Between two looks at the nodes there is a tenth of this."""
+_BRING_S = 3.0
+"""For py-spy's few megabytes to get to a node that has none."""
+_MOST_EVENTS = 100_000
+_INSPECTED_S = 2.5
+"""After this the agent is taken for dead: two rounds of stacks that all run into their limit, and some."""
+
+
+IMPORTED_ONCE = {
+    "modules": ("torch", "torch.distributed"),
+    "stage": "start",
+    "note": "importing torch",
+}
+"""What ranks that are forked have in common, and the step that they are at meanwhile."""
+
+
+class Outcome(StrEnum):
+    """How a run of ranks ended."""
+
+    FINISHED = "finished"
+    FAULT = "fault"
+    STALLED = "stalled"
+    INTERRUPTED = "interrupted"
+
+
+@dataclass(kw_only=True)
+class Trace:
+    """All that is known of one rank."""
+
+    rank: int
+    local_rank: int
+    host: str
+    pid: int | None = None
+    events: list[Event] = field(default_factory=list)
+    inspection: Inspection | None = None
+    ending: Ending | None = None
+    over_at: float | None = None
+    """When we heard that it cannot go on, or ended; by our own clock."""
+    lost: str = ""
+    """Why nothing is heard of its node any more, if so."""
+
+    @property
+    def last(self) -> Event | None:
+        """The last step it reported."""
+        return self.events[-1] if self.events else None
+
+    @property
+    def finished(self) -> bool:
+        """Whether it came to its own end in peace."""
+        return self.ending is not None and self.ending.status == 0 and self.has("finished")
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether it said that it cannot go on, or ended without having finished."""
+        return self.has("fatal") or (self.ending is not None and not self.finished)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it may still take a step, as far as we can see."""
+        return self.ending is None and not self.lost
+
+    @property
+    def died(self) -> bool:
+        """Whether it ended without a word: killed, crashed, or by an error that it did not expect."""
+        return self.ending is not None and not self.finished and not self.has("fatal") and not self.has("held")
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether its last step needs the others, or it is over."""
+        return self.ending is not None or (self.last is not None and self.last.waiting)
+
+    def has(self, key: str) -> bool:
+        """Whether one of its steps carried this payload."""
+        return any(key in event.payload for event in self.events)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSpec:
+    """One rank to start. `config` goes to the `main` of the rank module, `env` into its environment.
+
+    `forked`: whether the imports may be made once for it and others of its node, see `distdiag.agent.forkserver`.
+    """
+
+    rank: int
+    local_rank: int
+    config: dict[str, Any]
+    env: dict[str, str]
+    forked: bool
+
+
+def take_port(fleet: Fleet, node: Node, port: int) -> tuple[int, Taken | None]:
+    """Have rank 0's node listen on the rendezvous port (0: any free one); the port, and who has it if taken.
+
+    Raises:
+        NodeFailed: the node does not answer.
+    """
+    node.order(protocol.Listen(port=port))
+    answer = fleet.expect(Listening, [node], _LISTEN_S).get(node.name)
+    if answer is None:
+        raise fleet.no_answer(node)
+    return answer.port, answer.taken
+
+
+class Run:
+    """Ranks under way on nodes."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        specs: dict[str, list[RankSpec]],
+        entry: str,
+        stages: Sequence[str],
+        watch: Callable[[Run], None],
+    ) -> None:
+        """Start the ranks, given by node name; `watch` is called when something happened, and a few times a second."""
+        self._stages = stages
+        self.traces: dict[int, Trace] = {}
+        self.lost: dict[str, Refusal] = {}
+        self.stalled_s = 0.0
+        self._fleet = fleet
+        self._watch = watch
+        self._moved = time.monotonic()
+        self._looked = time.monotonic()
+        self._inspecting = False
+        self._marked = 0.0
+        self._gave_up = False
+        self._death_at: float | None = None
+        self._of_node = {name: [spec.rank for spec in mine] for name, mine in specs.items()}
+        for name, mine in specs.items():
+            node = fleet.nodes[name]
+            for spec in mine:
+                self.traces[spec.rank] = Trace(rank=spec.rank, local_rank=spec.local_rank, host=node.host)
+                forked = IMPORTED_ONCE if spec.forked else None
+                node.order(
+                    protocol.StartRank(rank=spec.rank, env=spec.env, entry=entry, config=spec.config, forked=forked)
+                )
+        self.traces = dict(sorted(self.traces.items()))
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last step of any rank."""
+        return time.monotonic() - self._moved
+
+    def wait(self, timeout_s: float) -> Outcome:
+        """Follow the ranks until the run is decided. Ctrl-C ends it with what is known by then.
+
+        Raises:
+            NodeFailed: the only node ended, or does not answer any more.
+        """
+        try:
+            outcome = self._next_decision(timeout_s)
+            while outcome is Outcome.STALLED and not self._stand_still():
+                outcome = self._next_decision(timeout_s)
+        except KeyboardInterrupt:
+            outcome = Outcome.INTERRUPTED
+            self.stalled_s = self.silent_s
+            if self.stalled_s > _HANG_S:
+                self._stand_still()
+        return outcome
+
+    def _next_decision(self, timeout_s: float) -> Outcome:
+        while (outcome := self._decided(timeout_s)) is None:
+            self._take(min(0.1, max(0.0, timeout_s - self.silent_s)))
+            self._watch(self)
+            if self._marked != self._moved and self.silent_s > timeout_s / 2:
+                self._marked = self._moved
+                for name in self._of_node:
+                    self._fleet.nodes[name].order(protocol.Mark())
+        self.stalled_s = self.silent_s
+        return outcome
+
+    def _stand_still(self) -> bool:
+        """Look at the silent ranks; False if one took a step meanwhile: what was seen of the others is no hang then."""
+        moved = self._moved
+        self._inspect()
+        if self._moved == moved:
+            return True
+        for trace in self.traces.values():
+            trace.inspection = None
+        return False
+
+    def _decided(self, timeout_s: float) -> Outcome | None:
+        now = time.monotonic()
+        live = [trace for trace in self.traces.values() if trace.is_live]
+        if not live:
+            return Outcome.FAULT if self._gave_up or self.lost else Outcome.FINISHED
+        if self._death_at is not None and now - self._death_at > _SETTLE_S:
+            return Outcome.FAULT
+        settled = all(trace.is_waiting or trace.gave_up for trace in live) and self.silent_s > _QUIET_S
+        if self._gave_up and settled:
+            return Outcome.FAULT
+        return Outcome.STALLED if self.silent_s > timeout_s else None
+
+    def _take(self, timeout_s: float) -> None:
+        pause = time.monotonic() - self._looked
+        if pause > _PAUSE_S:  # we were stopped ourselves, or had no core: nobody's silence counts
+            self._moved += pause
+        for node, record in self._fleet.records(timeout_s):
+            if isinstance(record, Down):
+                self._lose(node)
+            elif isinstance(
+                record, (RankStarted, RankEvent, RankEnded, RankInspected)
+            ) and record.rank in self._of_node.get(node.name, ()):  # a node speaks for its own ranks only
+                self._note(node, self.traces[record.rank], record)
+        self._looked = time.monotonic()
+
+    def _note(self, node: Node, trace: Trace, record: RankStarted | RankEvent | RankEnded | RankInspected) -> None:
+        if isinstance(record, RankStarted):
+            trace.pid = record.pid
+        elif isinstance(record, RankEvent):
+            if why := self._what_is_wrong(trace, record):
+                self._fleet.distrust(node, f"rank {trace.rank} reported what cannot be: {why}")
+                self._lose(node)
+                return
+            if "pairs" in record.payload:  # all of them each time: what was said before would only take memory
+                for event in trace.events:
+                    event.payload.pop("pairs", None)
+            trace.events.append(record)
+            self._moved = time.monotonic()
+        elif isinstance(record, RankEnded):
+            trace.ending = record
+            self._moved = time.monotonic()
+            if trace.died and self._death_at is None:
+                self._death_at = self._moved
+        elif self._inspecting:
+            trace.inspection = record
+        if trace.over_at is None and (trace.gave_up or trace.ending is not None):
+            trace.over_at = time.monotonic()
+        self._gave_up = self._gave_up or trace.gave_up
+
+    def _what_is_wrong(self, trace: Trace, event: Event) -> str:
+        """Say why a rank cannot have taken this step in this run; empty if it can."""
+        if event.stage not in self._stages:
+            return f"a stage {event.stage[:30]!r}"
+        if len(trace.events) > _MOST_EVENTS:
+            return f"over {_MOST_EVENTS} steps"
+        if "row" in event.payload and not trace.has("started"):
+            return "a measurement before it had a device"
+        pairs = event.payload.get("pairs", ())
+        sides = event.payload.get("trouble", {}).get("differing", {})
+        named = {pair[end] for pair in pairs for end in ("a", "b")}
+        named |= {rank for groups in sides.values() for ranks in groups.values() for rank in ranks}
+        strange = named - self.traces.keys()
+        return f"a rank {min(strange)}" if strange else ""
+
+    def _lose(self, node: Node) -> None:
+        assert node.refusal is not None
+        if len(self._of_node) == 1:
+            raise NodeFailed(
+                f"{node.host}: {node.refusal.message}, and the ranks with it",
+                hint="; ".join(filter(None, (node.last_words(), hint_for(node.last_words()))))
+                or "run it again; see who ends processes on this node",
+            )
+        self.lost[node.name] = node.refusal
+        for rank in self._of_node.get(node.name, ()):
+            if self.traces[rank].is_live:
+                self.traces[rank].lost = node.refusal.message
+                self._death_at = self._death_at or time.monotonic()
+
+    def _inspect(self) -> None:
+        self._inspecting = True
+        try:
+            self._look_at_live_ranks()
+        finally:
+            self._inspecting = False
+
+    def _look_at_live_ranks(self) -> None:
+        live = [trace for trace in self.traces.values() if trace.is_live]
+        # The longest silent first: they are the ones to be explained, should there be too many to read all stacks.
+        live.sort(key=lambda trace: trace.last.elapsed_s if trace.last is not None else 0.0)
+        wanted = {name: [trace.rank for trace in live if trace.rank in ranks] for name, ranks in self._of_node.items()}
+        asked = [self._fleet.nodes[name] for name, mine in wanted.items() if mine]
+        brought = bring_py_spy(asked)
+        for node in asked:
+            node.order(protocol.Inspect(ranks=wanted[node.name], timeout_s=_INSPECT_S))
+        deadline = time.monotonic() + _INSPECTED_S + (_BRING_S if brought else 0.0)
+        while any(trace.inspection is None and trace.is_live for trace in live):
+            self._take(0.05)
+            if time.monotonic() > deadline:
+                if len(self._of_node) == 1:
+                    raise self._fleet.no_answer(asked[0])
+                return  # the others' traces say enough; who could not be looked at says so in the report

@@ -1,0 +1,180 @@
+"""From targets to a fleet: chooses the transport and packs what travels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from distdiag.cluster import bootstrap, bundle
+from distdiag.cluster.fleet import Fleet, Limits, more_for
+from distdiag.cluster.targets import Launcher, chosen_env, describe
+from distdiag.cluster.transports.local import LocalTransport
+from distdiag.errors import UsageError
+from distdiag.agent import boot
+
+if TYPE_CHECKING:
+    from distdiag.cluster.targets import Cluster, Targets
+    from distdiag.cluster.transports import Transport
+
+SILENCE_S = 2.5
+"""An agent that hears nothing from us for so long is cut off, and ends with all it started."""
+_START_S = 20.0
+
+
+_RANKS = "distdiag.agent.ranks"
+"""The agent imports it by this name."""
+
+
+def silence_s(hosts: int) -> float:
+    """Return how long an agent waits for a word of ours: one machine that starts very many is slow to say any."""
+    return SILENCE_S + more_for(hosts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agent:
+    """What is to run on the nodes: `collect` is a module with facts(ask); `rank` what ranks run, if there are ranks.
+
+    `facts`: the type of what it finds. `carries`: modules and packages that travel with them. `examines_python`: what
+    --python names is looked at, on this machine as well.
+    """
+
+    collect: str
+    facts: type[Any]
+    ask: dict[str, Any] = field(default_factory=dict)
+    rank: str | None = None
+    carries: tuple[str, ...] = ()
+    examines_python: bool = False
+
+    def pack(self, cluster: Cluster, *, here: bool, hosts: int = 1) -> bytes:
+        """Pack sources and orders into what boot.START reads; `here`: on this machine, where no connection is cut."""
+        config = self.config(cluster, silence_s=None if here else silence_s(hosts))
+        if here and (folder := bundle.folder()):
+            return boot.pack(bundle.only(boot.__name__), bundle.AGENT, config, folder)
+        return boot.pack(self.sources(), bundle.AGENT, config)
+
+    def sources(self) -> dict[str, str]:
+        """Read what travels."""
+        return bundle.sources(bundle.AGENT, self.collect, *((self.rank, _RANKS) if self.rank else ()), *self.carries)
+
+    def config_for_guest(self, *, silence_s: float) -> dict[str, Any]:
+        """Give the orders of an agent whose parent may be a stranger."""
+        return {"collect": self.collect, "ask": self.ask, "env": {}, "silence_s": silence_s, "guest": True}
+
+    def config(self, cluster: Cluster, *, silence_s: float | None) -> dict[str, Any]:
+        """Give the agent's orders, see distdiag.agent.agent.serve."""
+        return {
+            "collect": self.collect,
+            "ask": self.ask,
+            "env": chosen_env(cluster),
+            "silence_s": silence_s,
+            "guest": False,
+        }
+
+
+def open_fleet(cluster: Cluster, targets: Targets, agent: Agent) -> Fleet:
+    """Make the fleet of a command; nothing is started yet.
+
+    Raises:
+        UsageError: an option cannot be read.
+        DistdiagError: the tool that the way needs is not here.
+    """
+    limits = Limits(start_s=cluster.host_timeout_s or _START_S + more_for(len(targets.hosts)))
+    if targets.launcher in (Launcher.SLURM, Launcher.MPI):
+        return Fleet(targets.hosts, _step(cluster, targets, agent, limits), b"", agent.facts, limits)
+    payload = agent.pack(cluster, here=targets.launcher is None, hosts=len(targets.hosts))
+    if targets.launcher is None:
+        _refuse_without_effect(cluster, agent)
+        return Fleet(targets.hosts, LocalTransport(payload), b"", agent.facts, limits)
+    transport = _transport(cluster, targets, len(payload), needs_torch=agent.rank is not None)
+    return Fleet(targets.hosts, transport, payload, agent.facts, limits)
+
+
+def _refuse_without_effect(cluster: Cluster, agent: Agent) -> None:
+    """Refuse what is for other hosts, where there is this machine alone. Raises UsageError."""
+    options = {
+        "--python": "" if agent.examines_python else cluster.python,
+        "--setup": cluster.setup,
+        "--fanout": cluster.fanout,
+        "--accept-new": cluster.accept_new,
+    }
+    typed = [name for name, value in options.items() if value]
+    if typed:
+        raise UsageError(
+            f"{' and '.join(typed)} would have no effect: nobody logs in to this machine, and its Python is this one",
+            hint="name the hosts with --hosts (this machine by ssh: --launcher ssh); or start distdiag with the other "
+            "Python: PYTHON -m distdiag",
+        )
+
+
+def explain(cluster: Cluster, targets: Targets, agent: Agent) -> list[str]:
+    """Write the commands that would reach the hosts, and what they would be sent.
+
+    Raises:
+        UsageError, DistdiagError: as `open_fleet`.
+    """
+    fleet = open_fleet(cluster, targets, agent)
+    try:
+        if targets.launcher in (Launcher.SLURM, Launcher.MPI):
+            return [
+                f"# {describe(targets)}, all at once; the agents connect back",
+                fleet.transport.explain_all(targets.hosts),
+            ]
+        told = [f"# {describe(targets)}"]
+        if targets.launcher is Launcher.SSH:
+            told[0] += "; done by paramiko in this process, as this would do it by hand:"
+        told += [fleet.transport.explain(host) for host in targets.hosts]
+        if targets.launcher is not None:
+            shell = _shell_lines(cluster, len(fleet.payload), needs_torch=agent.rank is not None)
+            told += [
+                "",
+                f"# Each is sent these lines, and then {len(fleet.payload)} bytes of distdiag for the Python found:",
+                *shell.decode().splitlines(),
+            ]
+        return told
+    finally:
+        fleet.close()
+
+
+def _shell_lines(cluster: Cluster, payload_bytes: int, *, needs_torch: bool) -> bytes:
+    return bootstrap.lines(
+        payload_bytes, python=cluster.python or None, setup=cluster.setup or None, needs_torch=needs_torch
+    )
+
+
+def _transport(cluster: Cluster, targets: Targets, payload_bytes: int, *, needs_torch: bool) -> Transport:
+    shell = bootstrap.shell(cluster.setup)
+    lines = _shell_lines(cluster, payload_bytes, needs_torch=needs_torch)
+    if targets.launcher is Launcher.VIA:
+        from distdiag.cluster.transports.command import ViaTransport
+
+        return ViaTransport(cluster.via, shell, lines, width=cluster.fanout)
+    if targets.launcher is Launcher.SSH:
+        from distdiag.cluster.transports.ssh import SshTransport
+
+        return SshTransport(
+            f"exec {shell}",
+            lines,
+            fanout=cluster.fanout,
+            stage_s=cluster.host_timeout_s,
+            accept_new=cluster.accept_new,
+        )
+    raise AssertionError(targets.launcher)
+
+
+def _step(cluster: Cluster, targets: Targets, agent: Agent, limits: Limits) -> Transport:
+    from distdiag.cluster.transports.step import Payload
+
+    config = agent.config(cluster, silence_s=silence_s(len(targets.hosts)))
+    payload = Payload(
+        message=boot.pack_message(agent.sources(), bundle.AGENT, config),
+        python=cluster.python or None,
+        setup=cluster.setup or None,
+        needs_torch=agent.rank is not None,
+    )
+    if targets.launcher is Launcher.MPI:
+        from distdiag.cluster.transports.mpi import MpiTransport
+
+        return MpiTransport(payload, start_s=limits.start_s)
+    from distdiag.cluster.transports.slurm import SlurmTransport
+
+    return SlurmTransport(targets.job, payload, start_s=limits.start_s)

@@ -1,0 +1,195 @@
+"""The facts of all nodes: one node looks around, tries hosts, or all nodes try each other."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import TYPE_CHECKING, Any
+
+from distdiag.cluster.start_fleet import Agent, open_fleet
+from distdiag.cluster.records import ReachEnded, ReachListening
+from distdiag.cluster.rendezvous_test import PORT, RANKS, LookUp, NetworkPath, Prober
+from distdiag.cluster.targets import describe, find_targets
+from distdiag.commands.ports.collect import NodePorts, ScanBatch
+from distdiag.commands.ports.types import USUAL_PORT, PortsFacts, address_of
+from distdiag.diagnosis.nic_selection import other_addresses
+from distdiag.errors import UsageError
+from distdiag.agent import protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from distdiag.cluster.fleet import Fleet
+    from distdiag.cluster.node import Node
+    from distdiag.cluster.targets import Targets
+    from distdiag.commands.ports.types import Request
+    from distdiag.output import Progress
+    from distdiag.agent.tcp_probe import ProbeResult
+
+AGENT = Agent(collect="distdiag.commands.ports.collect", facts=NodePorts, ask={"listeners": True})
+MOST_NODES = 512
+MOST_PORTS = 64
+"""Certain ports between nodes: each is tried over every path."""
+_ALL_PAIRS = 64
+"""Up to so many nodes each tries each other; beyond, each tries its neighbours and some others, and they it."""
+_SOME = 6
+_PROBE_S = 2.0
+_GRACE_S = 1.0
+_PATHS_PER_S = 250
+"""What one node tries in a second, on a busy machine: it gets that much longer."""
+_LONGEST_S = 20.0
+_MUCH = 300
+"""Paths from which on less is sent over each."""
+
+
+def gather(request: Request, progress: Progress) -> PortsFacts:
+    """Do what was asked for.
+
+    Raises:
+        UsageError: the options contradict each other, or there are too many hosts.
+        DistdiagError: the node side failed on this machine.
+    """
+    targets = find_targets(request.cluster, os.environ)
+    if len(targets.hosts) > MOST_NODES:
+        raise UsageError(
+            f"{len(targets.hosts)} hosts are too many to try among each other",
+            hint=f"up to {MOST_NODES} at a time: those of one rack, then one of each rack",
+        )
+    if not request.targets and len(targets.hosts) > 1 and len(request.ports) > MOST_PORTS:
+        raise UsageError(
+            f"{len(request.ports)} ports are too many between nodes", hint=f"up to {MOST_PORTS}: --port 29500,6000-6010"
+        )
+    facts = PortsFacts(local=targets.launcher is None, named=request.named)
+    with open_fleet(request.cluster, targets, AGENT) as fleet:
+        if not facts.local:
+            progress.news(f"reaching {describe(targets)}")
+        try:
+            fleet.gather(lambda now: progress.now(f"{len(now.up)} of {len(now.hosts)} hosts reached"))
+            nodes = fleet.machines(local=facts.local)
+            _take_facts(nodes, targets, facts)
+            facts.doubles = tuple(node.host for node in fleet.up if node not in nodes)
+            if request.targets:
+                _scan(fleet, nodes, request, progress, facts)
+            elif len(nodes) > 1:
+                _Pairs(fleet, nodes, request, facts).run(progress)
+        except KeyboardInterrupt:
+            if not facts.nodes:
+                raise
+            facts.interrupted = True
+        lost = {*facts.silent, *fleet.refusals}
+        facts.paths = [path for path in facts.paths if not {path.source, path.target} & lost]
+        order = {name: number for number, name in enumerate(facts.nodes)}
+        facts.paths.sort(key=lambda path: (order[path.source], order[path.target], path.purpose, path.probe.port))
+        facts.rows = () if facts.local else fleet.rows
+        facts.refusals = dict(fleet.refusals)
+    return facts
+
+
+def _take_facts(nodes: Sequence[Node], targets: Targets, facts: PortsFacts) -> None:
+    for node in nodes:
+        facts.nodes[node.name] = node.told
+        facts.hosts[node.name] = facts.nodes[node.name].host if targets.launcher is None else node.host
+
+
+def _scan(fleet: Fleet, nodes: Sequence[Node], request: Request, progress: Progress, facts: PortsFacts) -> None:
+    """Let each node try the targets."""
+    ask = {"targets": [list(target) for target in request.targets], "timeout_s": request.timeout_s}
+    for node in nodes:
+        node.order(protocol.Collect(ask=ask))
+    hosts = len({host for host, _ in request.targets})
+    if hosts > 1 or not facts.local:
+        progress.news(f"trying {len(request.targets)} ports of {hosts} host{'' if hosts == 1 else 's'}")
+    rounds = 1 + len(request.targets) // 256
+
+    def show(names: list[str]) -> None:
+        progress.now(f"{sum(map(len, facts.scanned.values()))} of {len(nodes) * len(request.targets)} tried")
+
+    for node, batch, why in fleet.more_from(nodes, ScanBatch, 10 + rounds * (request.timeout_s + 1), show):
+        if batch is not None:
+            facts.scanned.setdefault(node.name, []).extend(batch.results)
+        elif why and node.name not in fleet.refusals:
+            facts.silent.append(node.name)
+
+
+class _Pairs(Prober):
+    """All nodes try each other, at the same time."""
+
+    def __init__(self, fleet: Fleet, nodes: Sequence[Node], request: Request, facts: PortsFacts) -> None:
+        super().__init__(fleet, nodes)
+        self._request, self._facts = request, facts
+        self._samples: dict[str, list[int]] = {}
+
+    def run(self, progress: Progress) -> None:
+        """Listen everywhere, try everything, end."""
+        ports = list(self._request.ports or (USUAL_PORT,))
+        answers = self.ask_all(protocol.ReachListen(ports=ports, more=self._request.sample - 1), ReachListening)
+        for name, answer in answers.items():
+            self._samples[name] = answer.samples
+            self._facts.taken[name] = answer.failed
+        served = self.serve()
+        self._facts.silent += [node.name for node in self._nodes if node.name not in served]
+        names = [node.name for node in self._nodes if node.name in served & answers.keys() and self._address(node.name)]
+        wanted = self._wanted(names, ports)
+        progress.news(f"trying {sum(map(len, wanted.values()))} paths between {len(names)} nodes")
+        self._probe(wanted, progress)
+        self.ask_all(protocol.ReachEnd(), ReachEnded)
+
+    def _address(self, name: str) -> str:
+        return address_of(self._facts.nodes[name])
+
+    def _wanted(self, names: list[str], ports: list[int]) -> dict[str, list[list[Any]]]:
+        """List for each node whom to try: the certain ports with little, the first ephemeral one with much data."""
+        peers = {name: _peers(name, names) for name in names}
+        much = self._request.bulk_bytes
+        bulk = much if sum(map(len, peers.values())) <= _MUCH else min(much, 2**18)
+        wanted: dict[str, list[list[Any]]] = {}
+        for source in names:
+            targets: list[list[Any]] = []
+            for target in peers[source]:
+                address = self._address(target)
+                free = [port for port in ports if str(port) not in self._facts.taken.get(target, {})]
+                targets += [[f"{PORT} {target}", address, port, 0] for port in free]
+                samples, node = self._samples[target], self._facts.nodes[target]
+                targets += [[f"{RANKS} {target}", address, port, 0] for port in samples[1:]]
+                targets.append([f"{RANKS} {target}", address, samples[0], bulk])
+                others = other_addresses(node.network.interfaces, node.variables)
+                targets += [[f"{purpose} {target}", other, samples[0], 0] for purpose, other in others]
+            wanted[source] = targets
+        return wanted
+
+    def _probe(self, wanted: dict[str, list[list[Any]]], progress: Progress) -> None:
+        first = self._facts.nodes[self._nodes[0].name].network.names.fqdn
+        masters = {node.variables.get("MASTER_ADDR", "") for node in self._facts.nodes.values()}
+        names = sorted({first, *masters} - {""})
+        limit_s = min(_LONGEST_S, _PROBE_S + max(map(len, wanted.values()), default=0) / _PATHS_PER_S)
+
+        def show(left: int) -> bool:
+            progress.now(f"{left} paths are not answered yet")
+            return False
+
+        self.probe(wanted, names, (limit_s, _GRACE_S), self._take, show)
+
+    def _take(self, node: Node, result: ProbeResult | LookUp) -> None:
+        if isinstance(result, LookUp):
+            self._facts.lookups.append(result)
+            return
+        purpose, _, target = result.key.partition(" ")
+        if target in self._facts.nodes:
+            path = NetworkPath(source=node.name, target=target, purpose=purpose, probe=result)
+            self._facts.paths.append(path)
+
+
+def _peers(source: str, names: list[str]) -> list[str]:
+    """Choose whom a node tries: all others, or of very many its neighbours and some at random, and they it."""
+    if len(names) <= _ALL_PAIRS:
+        return [name for name in names if name != source]
+    at = names.index(source)
+    near = {names[(at + step) % len(names)] for step in (-1, 1)}
+    # The same draw on both ends, so that each path is tried in both directions.
+    drawn = {names[(at + step) % len(names)] for step in _steps(len(names))}
+    return sorted((near | drawn) - {source})
+
+
+def _steps(count: int) -> list[int]:
+    steps = random.Random(count).sample(range(2, count - 1), _SOME // 2)
+    return [*steps, *(-step for step in steps)]

@@ -1,1 +1,0 @@
-"""`trace py`: run a job with the tracer inside."""

@@ -1,0 +1,81 @@
+"""What is asked of trace show, and its answer as JSON has it. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.targets import Cluster  # noqa: TC001 - msgspec reads the annotations
+
+if TYPE_CHECKING:
+    from distdiag.commands.trace.show.collect import Line
+
+COMMAND = "trace show"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What was asked for. No `paths`: where trace py keeps its files on each node."""
+
+    program: str
+    cluster: Cluster
+    paths: tuple[str, ...] = ()
+    last: int = 5
+    grep: str = ""
+    count: str = ""
+    all_runs: bool = False
+    verbose: bool = False
+    follow: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """One thread's ring. `matches` and `count`, of `kept` lines, as asked for.
+
+    `age_s` since the process's last line. `full`: earlier lines are gone.
+    """
+
+    host: str
+    rank: int | None
+    pid: int
+    thread: str
+    state: str
+    age_s: float | None
+    last: tuple[Line, ...]
+    matches: tuple[Line, ...]
+    count: int | None
+    kept: int
+    full: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Ranks at one place."""
+
+    ranks: tuple[int, ...]
+    pids: tuple[int, ...]
+    hosts: tuple[str, ...]
+    kind: str
+    operation: str
+    file: str
+    line: int
+    function: str
+    source: str
+    library: str
+    state: str
+    oldest_age_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceShow:
+    """The answer: `outliers` are ranks, or pids (negative) of processes that have no rank.
+
+    `unread`: (host, path, why).
+    """
+
+    run: str
+    rings: tuple[Ring, ...]
+    groups: tuple[Group, ...]
+    outliers: tuple[int, ...]
+    older_runs: int
+    unread: tuple[tuple[str, str, str], ...]

@@ -1,0 +1,85 @@
+"""How what strace saw is put into words: times, threads, processes; and the names of logs. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.hosts import fold, name_ranks
+from distdiag.diagnosis.wait_reasons import lasting
+from distdiag.report import Where
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from distdiag.commands.trace.sys.types import TracedThread
+
+PAYLOAD_WARNING = "the logs will hold what is read, written and sent: passwords and tokens, too"
+_LOG_NAME = re.compile(r"(?:rank-(\d{1,7})\.)?([\w-]+)\.pid(\d{1,10})\.strace", re.ASCII)
+_NAMED = 4
+
+
+def log_name(rank: int | None, host: str, pid: int) -> str:
+    """Return the name of a log: "rank-3.node07.pid4711.strace"; `parse_log_name` reads it."""
+    of_rank = f"rank-{rank}." if rank is not None else ""
+    return f"{of_rank}{re.sub(r'[^a-zA-Z0-9_-]', '_', host)}.pid{pid}.strace"
+
+
+def parse_log_name(name: str) -> tuple[int | None, str, int] | None:
+    """Parse the rank, host and process in the name of a log; None if it is not one of ours."""
+    match = _LOG_NAME.fullmatch(name)
+    return (int(match[1]) if match[1] else None, match[2], int(match[3])) if match else None
+
+
+def format_duration(seconds: float | None) -> str:
+    """Format a time: "0.3 ms", "0.4 s", "214 s", "3.5 h"; "?" where it is not known."""
+    if seconds is not None and seconds < 0.1:
+        return "0 s" if seconds < 5e-8 else f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
+    return lasting(seconds)
+
+
+def format_range(seconds: Sequence[float | None]) -> str:
+    """Format from when to when: "11 s", "11 to 12 s"."""
+    known = [each_s for each_s in seconds if each_s is not None]
+    least, most = (format_duration(min(known)), format_duration(max(known))) if known else ("?", "?")
+    return least if least == most else f"{least} to {most}"
+
+
+def name_process(thread: TracedThread, *, whole: bool = False) -> str:
+    """Name a thread's process: "rank 1", "rank 1 (node07, pid 4711)", "pid 4711"."""
+    number = thread.pid if thread.pid is not None else thread.tid
+    kind = "pid" if thread.pid is not None else "thread"
+    if thread.rank is None:
+        return f"{kind} {number}" + (f" ({thread.host})" if whole and thread.host else "")
+    return f"rank {thread.rank}" + (f" ({thread.host}, {kind} {number})" if whole else "")
+
+
+def name_thread(thread: TracedThread) -> str:
+    """Name a thread: its process, and if it is not the main one, which: "thread 815 (pt_worker) of rank 1"."""
+    process = name_process(thread)
+    if thread.is_main or thread.tid is None or thread.pid is None:
+        return process
+    return f"thread {thread.tid}{f' ({thread.comm})' if thread.comm else ''} of {process}"
+
+
+def name_processes(threads: Iterable[TracedThread]) -> str:
+    """Name processes: "rank 0 (node07, pid 4711)", "ranks 0-1,3 (node[07-08])", "pids 17, 19"."""
+    processes = list({thread.key: thread for thread in threads}.values())
+    ranks = [thread.rank for thread in processes if thread.rank is not None]
+    if len(processes) == 1:
+        return name_process(processes[0], whole=True)
+    if len(ranks) == len(processes):
+        hosts = fold(dict.fromkeys(thread.host for thread in processes if thread.host))
+        return name_ranks(ranks) + (f" ({hosts})" if hosts else "")
+    more = f" and {len(processes) - _NAMED} more" if len(processes) > _NAMED else ""
+    return ", ".join(map(name_process, processes[:_NAMED])) + more
+
+
+def where_of(threads: Iterable[TracedThread]) -> Where:
+    """Return whom a finding is about."""
+    members = list(threads)
+    return Where(
+        hosts=tuple(dict.fromkeys(thread.host for thread in members if thread.host)),
+        ranks=tuple(sorted({thread.rank for thread in members if thread.rank is not None})),
+        pids=tuple(dict.fromkeys(thread.pid for thread in members if thread.pid is not None)),
+    )

@@ -1,0 +1,683 @@
+"""What the probes between nodes mean: which path is closed, in which direction, whose fault it is, what opens it. Pure.
+
+The same fault has the same finding in every command that tries paths. Torch prints the same words, or none, for most of
+these faults; what it prints is told beside the cause.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.hosts import fold
+from distdiag.cluster.rendezvous_test import PORT, RANKS
+from distdiag.diagnosis.nic_selection import export_line, exports, suggested
+from distdiag.diagnosis.root_cause import Culprit, fewest_culprits, merged, pairs
+from distdiag.facts.network import is_loopback
+from distdiag.agent.probe_server import BULK_BYTES
+from distdiag.report import Finding, Fix, Level, Where, Witnesses
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+    from distdiag.cluster.rendezvous_test import LookUp, NetworkPath, PathTest
+    from distdiag.facts.network import Network
+
+EVIDENCE_LINES = 6
+_FEW_PATHS = 4
+"""Up to so many paths, between two nodes, each is judged by itself where none works."""
+_BY_ITS_OWN_KERNEL = ("no-route", "no-port")
+"""No packet was sent."""
+_AT_THE_SOURCE = (*_BY_ITS_OWN_KERNEL, "name", "loopback")
+"""The node that asks has to be mended, whoever it asks for."""
+_JUDGED_ELSEWHERE = ("stranger", "swallowed-up", "swallowed-down")
+_PURPOSES = {(PORT,): "port", (RANKS,): "rank-ports", (PORT, RANKS): "path"}
+_IDS = {"name": "address-unresolved", "loopback": "address-loopback"}
+_FEW_RETRANSMITS = 4
+"""Packets sent again for the 64 KiB of a small probe, about 50 full packets: more than a busy switch costs."""
+_LOSSY_SHARE = 0.05
+"""Packets sent again of those that much data takes: nodes that all send at once cost each other up to 3 of 100."""
+_PACKET_BYTES = 1400
+_ENOUGH_PACKETS = 8
+_ENOUGH_PATHS = 3
+_MANY_PACKETS = 150
+"""One burst that a busy machine drops is 45 packets: that alone says nothing about a link that carried much data."""
+_LISTS_RULES = "nft list ruleset | grep -nE 'reject|drop|quota|ct (bytes|count|state)|limit'"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A test to be judged, and for which command."""
+
+    command: str
+    test: PathTest
+    head: str = ""
+    """Rank 0's node."""
+    rendezvous_port: int | None = None
+    """Where ranks are about to meet; None where no ranks are to be started."""
+    again: Callable[[str], str] | None = None
+    """Writes the command line that tries it once more, with these options added."""
+
+    def host(self, node: str) -> str:
+        """Return what a node is called."""
+        return self.test.hosts.get(node, node)
+
+    def named(self, nodes: Iterable[str]) -> tuple[str, ...]:
+        """Return what nodes are called, once each."""
+        return tuple(dict.fromkeys(self.host(node) for node in nodes))
+
+    def retry(self, options: str) -> tuple[str, ...]:
+        """Return the command that tries once more, if there is one."""
+        return (self.again(options),) if self.again is not None else ()
+
+    def finding(self, name: str, level: Level, title: str, **rest: object) -> Finding:
+        """Make a finding of this command."""
+        return Finding(id=f"{self.command}.{name}", level=level, title=title, **rest)  # type: ignore[arg-type]
+
+
+def path_findings(case: Case) -> list[Finding]:
+    """Judge all paths that were tried, and the names that torch would hand around."""
+    return [
+        *_silent(case),
+        *_closed(case),
+        *_foreign(case),
+        *_large_packets(case),
+        *_lossy(case),
+        *_own_names(case),
+        *_heads_name(case),
+    ]
+
+
+def _silent(case: Case) -> list[Finding]:
+    hosts = case.named(case.test.silent)
+    title = f"{fold(hosts)} did not answer in time"
+    return [case.finding("no-answer", Level.UNKNOWN, title, where=Where(hosts=hosts))] if hosts else []
+
+
+# Closed paths
+
+
+def _closed(case: Case) -> list[Finding]:
+    """Explain closed paths, for each kind of answer; the same culprit for both kinds of port is named once."""
+    paths = _main(case)
+    edges = {_edge(path) for path in paths}
+    if len(edges) > 2 and len(paths) > _FEW_PATHS and not any(path.is_open for path in paths):
+        culprits = fewest_culprits(edges, edges)
+        if culprits[0].kind == "all":
+            return [_nothing_works(case, culprits[0], paths)]
+    verdicts = dict.fromkeys(_verdict(path) for path in paths if not path.is_open)
+    return [
+        _closed_finding(case, verdict, culprit, purposes)
+        for verdict in verdicts
+        if verdict not in _JUDGED_ELSEWHERE
+        for culprit, purposes in _culprits(case, verdict)
+    ]
+
+
+def _main(case: Case) -> list[NetworkPath]:
+    """List the paths over the addresses that ranks use."""
+    return [path for path in case.test.paths if path.purpose in (PORT, RANKS)]
+
+
+def _edge(path: NetworkPath) -> tuple[str, str]:
+    return path.source, path.target
+
+
+def _verdict(path: NetworkPath) -> str:
+    """Return the verdict of the probe; loopback where the address leads back to the host that asks."""
+    leads_home = any(is_loopback(address) for address in path.probe.resolved)
+    return "loopback" if leads_home and not path.is_open and path.source != path.target else path.probe.verdict
+
+
+def _nothing_works(case: Case, everybody: Culprit, paths: Sequence[NetworkPath]) -> Finding:
+    """Say that no path at all is open, whatever the single answers are."""
+    verdict = Counter(_verdict(path) for path in paths).most_common(1)[0][0]
+    purposes = tuple(purpose for purpose in (PORT, RANKS) if any(path.purpose == purpose for path in paths))
+    return _closed_finding(case, verdict, everybody, purposes)
+
+
+def _is_flaky(case: Case, path: NetworkPath) -> bool:
+    """Return whether a path is closed and another try over the same is not: no firewall does that, loss does."""
+    return not path.is_open and any(
+        other.is_open and _edge(other) == _edge(path) and other.purpose == path.purpose for other in case.test.paths
+    )
+
+
+def _is_told_otherwise(case: Case, path: NetworkPath) -> bool:
+    """Return whether another finding explains it: the other end has no route back, or the address is a stranger's."""
+    back = _edge(path)[::-1]
+    return any(
+        (_edge(other) == back and other.probe.verdict == "no-route" and path.probe.verdict == "filtered")
+        or (_edge(other) == _edge(path) and other.probe.address == path.probe.address and _verdict(other) == "stranger")
+        for other in case.test.paths
+    )
+
+
+def _culprits(case: Case, verdict: str) -> list[tuple[Culprit, tuple[str, ...]]]:
+    """Find who is behind one kind of answer, and at which kinds of port: (culprit, purposes)."""
+    by_culprit: dict[tuple[str, tuple[str, ...], tuple[str, ...]], dict[str, Culprit]] = {}
+    for purpose in (PORT, RANKS):
+        paths = [path for path in case.test.paths if path.purpose == purpose]
+        closed = {
+            _edge(path)
+            for path in paths
+            if _verdict(path) == verdict and not _is_flaky(case, path) and not _is_told_otherwise(case, path)
+        }
+        found = pairs(closed) if verdict in _AT_THE_SOURCE else fewest_culprits(map(_edge, paths), closed)
+        for culprit in found:
+            by_culprit.setdefault((culprit.kind, culprit.nodes, culprit.others), {})[purpose] = culprit
+    by_purposes: dict[tuple[str, ...], list[Culprit]] = {}
+    for each in by_culprit.values():
+        by_purposes.setdefault(tuple(each), []).append(next(iter(each.values())))
+    return [(culprit, purposes) for purposes, group in by_purposes.items() for culprit in merged(group)]
+
+
+def _closed_finding(case: Case, verdict: str, culprit: Culprit, purposes: tuple[str, ...]) -> Finding:
+    paths = [
+        path
+        for path in case.test.paths
+        if path.purpose in purposes
+        and (culprit.kind == "all" or (_edge(path) in culprit.edges and _verdict(path) == verdict))
+    ]
+    accused = _accused(case, culprit, verdict)
+    ends = case.named(node for path in paths for node in _edge(path))
+    return case.finding(
+        _IDS.get(verdict, f"{_PURPOSES[purposes]}-{verdict}"),
+        Level.FAIL,
+        _title(case, culprit, verdict, purposes, paths),
+        detail=_detail(case, culprit, verdict, purposes, paths),
+        where=Where(hosts=accused),
+        witnesses=Witnesses(hosts=tuple(host for host in ends if host not in accused)),
+        evidence=tuple(evidence_line(case, path) for path in paths[:EVIDENCE_LINES]),
+        fix=_other_interface(case, culprit) or _fix(case, culprit, verdict, purposes, paths),
+    )
+
+
+def _accused(case: Case, culprit: Culprit, verdict: str) -> tuple[str, ...]:
+    """Find who is at fault: whose own kernel says no; else the culprit, or of a pair whoever has no path that works."""
+    if verdict in _AT_THE_SOURCE or culprit.kind != "pair":
+        return case.named(culprit.nodes)
+    ends = (*culprit.nodes, *culprit.others)
+    well = {node for path in case.test.paths if path.is_open for node in _edge(path)}
+    return case.named([node for node in ends if node not in well] or ends)
+
+
+def _title(case: Case, culprit: Culprit, verdict: str, purposes: tuple[str, ...], paths: Sequence[NetworkPath]) -> str:
+    names, ports = fold(case.named(culprit.nodes)), _ports_words(case, purposes, paths)
+    if culprit.kind == "all":
+        return f"no node reaches another at {ports}: {_ANSWERS.get(verdict, verdict)}"
+    if culprit.kind != "pair":
+        moves = "comes in" if culprit.kind == "in" else "goes out"
+        return f"{names} {_DROPS.get(verdict, verdict + ': {what}').format(what=f'what {moves}')} at {ports}"
+    probe = paths[0].probe
+    address = (
+        f" ({probe.address})" if len(culprit.others) == 1 and probe.address != case.host(culprit.others[0]) else ""
+    )
+    words = {"error": probe.error.lower(), "name": probe.address, "port": ports}
+    sentence = _PAIRS.get(verdict, "{source} -> {target} at {port}: " + verdict)
+    title = sentence.format(source=names, target=f"{fold(case.named(culprit.others))}{address}", **words)
+    return title.removesuffix(": ") + _reverse_words(case, culprit)
+
+
+_ANSWERS = {
+    "filtered": "no answer",
+    "refused": "refused by a firewall",
+    "rejected": "turned away",
+    "silent": "connected, then nothing",
+    "broken": "cut",
+    "cut-off": "some data, then nothing",
+    "no-route": "no route, says its own kernel",
+    "no-port": "no local port is left",
+    "name": "the address does not resolve",
+}
+_DROPS = {
+    "filtered": "drops {what}",
+    "refused": "resets {what}: a firewall, as somebody listens",
+    "rejected": "turns away {what}",
+    "silent": "lets connections in and then nothing more: {what}",
+    "broken": "cuts connections: {what}",
+    "cut-off": "carries some data and then none: {what}",
+}
+_PAIRS = {
+    "filtered": "{source} gets no answer from {target} at {port}: the packets are dropped",
+    "refused": "{source} is refused by {target} at {port}: a firewall answers with a reset",
+    "rejected": "{source} is turned away on the way to {target} at {port}: {error}",
+    "silent": "{source} connects to {target} at {port}, and then nothing more comes through",
+    "broken": "{source} connects to {target} at {port}, and the connection is cut: {error}",
+    "cut-off": "data between {source} and {target} stops midway at {port}: {error}",
+    "no-route": "{source} has no route to {target}: its own kernel says {error}",
+    "no-port": "{source} has no local port left for a connection to {target}: {error}",
+    "name": "{source} cannot resolve {name}, the address of {target}",
+    "loopback": "on {source} the name {name} leads to {source} itself, not to {target}",
+}
+
+
+def _ports_words(case: Case, purposes: tuple[str, ...], paths: Sequence[NetworkPath]) -> str:
+    """Return which ports: a certain one, those of ranks, or all."""
+    certain = sorted({path.probe.port for path in paths if path.purpose == PORT})
+    if purposes == (RANKS,):
+        return "ephemeral ports, which ranks use among themselves"
+    if purposes == (PORT,):
+        meets = ", the rendezvous port" if certain == [case.rendezvous_port] else ""
+        return f"port {', '.join(map(str, certain))}{meets}"
+    return "every tried port"
+
+
+def _reverse_words(case: Case, culprit: Culprit) -> str:
+    """Return whether the other direction works, if it was tried."""
+    back = {(target, source) for source, target in culprit.edges}
+    paths = [path for path in case.test.paths if _edge(path) in back]
+    return "; the other way round it works" if paths and all(path.is_open for path in paths) else ""
+
+
+def _detail(case: Case, culprit: Culprit, verdict: str, purposes: tuple[str, ...], paths: Sequence[NetworkPath]) -> str:
+    probe = paths[0].probe
+    if verdict == "loopback":
+        return f"It resolves to {', '.join(probe.resolved)} there. Torch says only that the client socket timed out."
+    if verdict == "name":
+        return f"The resolver there says: {probe.error}."
+    if verdict == "no-route":
+        return f"No packet was sent. Its routing table says: {probe.route}." if probe.route else "No packet was sent."
+    if verdict == "no-port":
+        return (
+            "Every connection takes a port of net.ipv4.ip_local_port_range, and all are in use, by this or another "
+            "program of that node."
+        )
+    parts = [_other_direction(case, culprit), _scope(case, culprit, purposes), _why(verdict, purposes)]
+    if culprit.kind == "pair" and len(_accused(case, culprit, verdict)) == 2:
+        parts.append("Which of the two ends it is cannot be seen from here.")
+    return " ".join(filter(None, parts))
+
+
+def _other_direction(case: Case, culprit: Culprit) -> str:
+    if culprit.kind not in ("in", "out") or len(culprit.nodes) != 1:
+        return ""
+    end = 0 if culprit.kind == "in" else 1
+    other = [path for path in case.test.paths if _edge(path)[end] == culprit.nodes[0]]
+    works = "What goes out of it works." if culprit.kind == "in" else "What comes in at it works."
+    return works if other and all(path.is_open for path in other) else ""
+
+
+def _scope(case: Case, culprit: Culprit, purposes: tuple[str, ...]) -> str:
+    """Return what else works between the same hosts: is it the port, or the host?"""
+    if purposes == (RANKS,):
+        return "The rendezvous port is open, so torch's store works; then Gloo or NCCL times out, naming nobody."
+    ranks = [path for path in case.test.paths if _edge(path) in culprit.edges and path.purpose == RANKS]
+    if purposes == (PORT,):
+        return "Ephemeral ports are open, so it is this port." if ranks and all(r.is_open for r in ranks) else ""
+    if culprit.kind != "pair":
+        return ""
+    well = [path.source for path in case.test.paths if path.is_open and path.target in culprit.others]
+    others = case.named(node for node in well if node not in culprit.nodes)
+    return f"No tried port is open from there; {fold(others)} reaches it." if others else "No tried port of it is open."
+
+
+def _why(verdict: str, purposes: tuple[str, ...]) -> str:
+    if verdict == "broken":
+        return "It was open, so this is no closed port: whatever stands between ends connections."
+    if verdict == "cut-off":
+        return "The first packets came through one after the other, and then none: a cable loses some of all."
+    dropped = "A closed port would answer: these packets are dropped." if verdict == "filtered" else ""
+    if PORT not in purposes:
+        return dropped
+    torch = {
+        "filtered": "Torch says nothing for minutes, then only that the client socket has timed out.",
+        "refused": "Torch's words are the same as for a dropped packet: the client socket has timed out.",
+        "rejected": "Torch prints a wrong address with it.",
+    }.get(verdict, "")
+    return f"{dropped} {torch}".strip()
+
+
+# What opens a closed path
+
+
+def _other_interface(case: Case, culprit: Culprit) -> Fix | None:
+    """Where nothing goes over the chosen interfaces and all over others, those are the fix, and no firewall."""
+    spare = [path for path in case.test.paths if path.purpose == "other"]
+    if culprit.kind != "all" or not spare or not all(path.is_open for path in spare):
+        return None
+    names = sorted({path.probe.interface for path in spare} - {""})
+    return Fix(
+        text=f"take the interface over which they do reach each other: {', '.join(names)}",
+        commands=tuple(export_line({"NCCL_SOCKET_IFNAME": f"={name}", "GLOO_SOCKET_IFNAME": name}) for name in names),
+    )
+
+
+def _fix(case: Case, culprit: Culprit, verdict: str, purposes: tuple[str, ...], paths: Sequence[NetworkPath]) -> Fix:
+    if (fix := _fix_without_opening(case, verdict, paths)) is not None:
+        return fix
+    guilty = culprit.others if culprit.kind == "pair" else culprit.nodes
+    network = case.test.networks.get(guilty[0])
+    ports = _ports_to_open(network, purposes, paths)
+    where = f"{'out of' if culprit.kind == 'out' else 'into'} {fold(case.named(guilty))}"
+    text = f"let TCP {', '.join(ports)} {where}; in a cloud, a security group that allows all traffic from itself"
+    commands: tuple[str, ...] = ()
+    if network is not None and culprit.kind == "out":
+        commands = (f"{_sudo(network)}nft list ruleset | grep -n -A20 'hook output'",)
+    elif network is not None:
+        commands = opening(network, ports, network_of(case.test))
+    if purposes == (PORT,) and case.again is not None:
+        text += "; or try a port that is open"
+        commands += case.retry("--master-port 0")
+    return Fix(text=text, commands=commands)
+
+
+def _fix_without_opening(case: Case, verdict: str, paths: Sequence[NetworkPath]) -> Fix | None:
+    """Return the fix where no firewall keeps a port closed."""
+    sources, probe = fold(case.named(path.source for path in paths)), paths[0].probe
+    if verdict == "name":
+        return Fix(text="name rank 0's node by its address", commands=case.retry("--master-addr ADDRESS"))
+    if verdict == "loopback":
+        return Fix(
+            text="put the address of that node into /etc/hosts or DNS, or name it by its address",
+            commands=case.retry("--master-addr ADDRESS"),
+        )
+    if verdict == "no-route":
+        return Fix(
+            text=f"on {sources}, correct the route: it is missing, or says blackhole, unreachable or prohibit",
+            commands=(f"ip route get {_destination(paths[0])}", "ip route show table all | grep -v 'table local'"),
+        )
+    if verdict == "no-port":
+        return Fix(
+            text=f"on {sources}, see who uses the local ports; a larger range helps where they are needed",
+            commands=(
+                "ss -s; cat /proc/sys/net/ipv4/ip_local_port_range",
+                "sudo sysctl -w net.ipv4.ip_local_port_range='1024 65535'",
+            ),
+        )
+    if verdict in ("broken", "cut-off"):
+        text = "the port is open: see which rule, proxy or limit ends connections, at both ends and between them"
+        return Fix(text=text, commands=(f"sudo {_LISTS_RULES}",) if probe.error else ())
+    return None
+
+
+def _destination(path: NetworkPath) -> str:
+    return path.probe.resolved[0] if path.probe.resolved else path.probe.address
+
+
+def _ports_to_open(network: Network | None, purposes: tuple[str, ...], paths: Sequence[NetworkPath]) -> list[str]:
+    ports = sorted({str(path.probe.port) for path in paths if path.purpose == PORT})
+    if RANKS in purposes or not ports:
+        low, high = network.ephemeral_ports if network is not None and network.ephemeral_ports else (32768, 60999)
+        ports.append(f"{low}-{high}")
+    return ports
+
+
+def _sudo(network: Network) -> str:
+    return "" if network.is_root else "sudo "
+
+
+def opening(network: Network, ports: Sequence[str], source: str) -> tuple[str, ...]:
+    """Write the commands that let TCP ports in from a network, for the firewall tool that the node has."""
+    tool, sudo = next(iter(network.firewall_tools), ""), _sudo(network)
+    if tool == "firewall-cmd":
+        opened = " ".join(f"--add-port={port}/tcp" for port in ports)
+        return (f"{sudo}firewall-cmd --permanent {opened} && {sudo}firewall-cmd --reload",)
+    if tool == "ufw":
+        return tuple(f"{sudo}ufw allow proto tcp from {source} to any port {port.replace('-', ':')}" for port in ports)
+    if tool == "nft":
+        return (f"{sudo}nft list ruleset | grep -nE 'drop|reject|dport'",)
+    if tool == "iptables":
+        return tuple(
+            f"{sudo}iptables -I INPUT -p tcp -s {source} --dport {port.replace('-', ':')} -j ACCEPT" for port in ports
+        )
+    return ()
+
+
+def network_of(test: PathTest) -> str:
+    """Return the smallest network that holds the addresses of all nodes: 10.0.0.0/24."""
+    found = []
+    for node, network in test.networks.items():
+        nic = suggested(network.interfaces)
+        for text in (test.addresses.get(node, ""), nic.plain_addresses[0] if nic is not None else ""):
+            try:
+                found.append(ipaddress.ip_address(text))
+            except ValueError:  # unknown, or a name
+                continue
+            break
+    same = [address for address in found if address.version == found[0].version]
+    if not same:
+        return "0.0.0.0/0"
+    wide = ipaddress.ip_network(same[0])
+    while not all(address in wide for address in same):
+        wide = wide.supernet()
+    return str(wide if wide.prefixlen < 24 or wide.version == 6 else wide.supernet(new_prefix=24))
+
+
+# Open paths that are not as they should be
+
+
+def _foreign(case: Case) -> list[Finding]:
+    """Name ports at which somebody else answers, though we listen there: a proxy, or another machine."""
+    found: dict[tuple[str, str], list[NetworkPath]] = {}
+    for path in case.test.paths:
+        if _verdict(path) == "stranger":
+            found.setdefault((path.target, path.probe.said), []).append(path)
+    return [
+        case.finding(
+            "port-foreign",
+            Level.FAIL,
+            f"another program than ours answers {fold(case.named(path.source for path in paths))} at "
+            f"{case.host(target)} ({paths[0].probe.address}) port {paths[0].probe.port}"
+            + (f', it says "{answer}"' if answer else ""),
+            detail="A proxy in between, or another machine with this address: torch would wait there for ever.",
+            where=Where(hosts=case.named([target, *(path.source for path in paths)])),
+            evidence=tuple(evidence_line(case, path) for path in paths[:EVIDENCE_LINES]),
+            fix=Fix(
+                text="see who has this address, and which proxy stands between"
+                + ("; or take another port" if case.again else ""),
+                commands=case.retry("--master-port 0"),
+            ),
+        )
+        for (target, answer), paths in found.items()
+    ]
+
+
+def _large_packets(case: Case) -> list[Finding]:
+    """Find the paths on which large packets vanish: some link carries less than the interfaces think."""
+    bad = [path for path in case.test.paths if _is_swallowed(path)]
+    if not bad or _some_comes_through(case):
+        return []
+    directed = {_edge(path) if path.probe.verdict == "swallowed-up" else _edge(path)[::-1] for path in bad}
+    tried = {_edge(path) for path in case.test.paths if path.is_open or path in bad}
+    ends = sorted({node for edge in directed for node in edge})
+    mtus: dict[int | None, list[str]] = {}
+    for node in ends:
+        mtus.setdefault(_mtu(case, node, bad), []).append(case.host(node))
+    device = bad[0].probe.interface or "eth0"
+    largest = max((mtu for mtu in mtus if mtu), default=1500)
+    return [
+        case.finding(
+            "mtu-black-hole",
+            Level.FAIL,
+            f"large packets {_directions(case, tried | directed, directed)} vanish: small ones come through",
+            detail="Torch's init works and the first large collective times out. A link in between carries smaller "
+            "packets than the interfaces send, and nobody tells them.",
+            where=Where(hosts=case.named(ends)),
+            evidence=(
+                *(f"MTU {mtu or 'unknown'} on {fold(hosts)}" for mtu, hosts in mtus.items()),
+                *(evidence_line(case, path) for path in bad[:EVIDENCE_LINES]),
+            ),
+            fix=Fix(
+                text="set the same MTU along the whole path (switch ports, bonds, VLANs, tunnels); to see whether it "
+                "is this, lower it at both ends for a test",
+                commands=(
+                    f"sudo ip link set dev {device} mtu 1280",
+                    # The largest packet that this interface may send, less the headers of IP and ICMP.
+                    f"ping -c 3 -M do -s {largest - 28} {_destination(bad[0])}",
+                ),
+            ),
+        )
+    ]
+
+
+def _mtu(case: Case, node: str, paths: Sequence[NetworkPath]) -> int | None:
+    network = case.test.networks.get(node)
+    address = case.test.addresses.get(node, "")
+    used = {path.probe.interface for path in paths if path.source == node}
+    nics = network.interfaces if network is not None else ()
+    return next((nic.mtu for nic in nics if address in nic.plain_addresses or nic.name in used), None)
+
+
+def _directions(case: Case, tried: Collection[tuple[str, str]], bad: Collection[tuple[str, str]]) -> str:
+    """Return in which directions: "into and out of node1", "from node2 to node3"."""
+    culprits = merged(fewest_culprits(sorted(tried), bad))
+    if all(culprit.kind == "pair" for culprit in culprits) and {(b, a) for a, b in bad} == set(bad):
+        return f"between {fold(case.named(sorted({node for edge in bad for node in edge})))}"
+    sides: dict[tuple[str, ...], list[str]] = {}
+    words = []
+    for culprit in culprits:
+        if culprit.kind in ("in", "out"):
+            sides.setdefault(culprit.nodes, []).append("into" if culprit.kind == "in" else "out of")
+        elif culprit.kind == "pair":
+            words.append(f"from {fold(case.named(culprit.nodes))} to {fold(case.named(culprit.others))}")
+        else:
+            words.append("between all nodes")
+    whole = [f"{' and '.join(moves)} {fold(case.named(nodes))}" for nodes, moves in sides.items()]
+    return ", and ".join([*whole, *words])
+
+
+def _is_swallowed(path: NetworkPath) -> bool:
+    return path.probe.verdict.startswith("swallowed")
+
+
+def _some_comes_through(case: Case) -> bool:
+    """Return whether large packets do come through somewhere, if few: a link that swallows them swallows all."""
+    return any(path.probe.verdict == "lossy" for path in case.test.paths)
+
+
+def _lossy(case: Case) -> list[Finding]:
+    """Name the nodes on whose paths many packets had to be sent again, or little came through in time."""
+    paths = case.test.paths
+    some = _some_comes_through(case)
+    if any(map(_is_swallowed, paths)) and not some:
+        return []  # large packets that vanish are sent again as well
+    hopeless = [
+        path
+        for path in paths
+        if path.probe.verdict == "lossy" or _is_flaky(case, path) or (some and _is_swallowed(path))
+    ]
+    slow = [path for path in hopeless if path.probe.verdict == "lossy" and not path.probe.retransmits]
+    lost = [path for path in hopeless if path not in slow]
+    lossy = [*lost, *(path for path in paths if path not in hopeless and _loses(case, path))]
+    found = [_bad_link(case, "link-slow", Level.FAIL, "little comes through", slow)] if slow else []
+    if lost or _is_much(lossy):
+        level = Level.FAIL if lost else Level.WARN
+        found.append(_bad_link(case, "link-lossy", level, "packets are lost", lossy))
+    return found
+
+
+def _loses(case: Case, path: NetworkPath) -> bool:
+    """Return whether more was sent again than nodes that all send at once cost each other."""
+    probe = path.probe
+    if probe.verdict != "ok" or not probe.retransmits:
+        return False
+    if probe.bulk_bytes > BULK_BYTES:
+        return probe.retransmits >= max(_ENOUGH_PACKETS, _LOSSY_SHARE * probe.bulk_bytes / _PACKET_BYTES)
+    small = [
+        other.probe.retransmits
+        for other in case.test.paths
+        if set(_edge(other)) == set(_edge(path)) and 0 < other.probe.bulk_bytes <= BULK_BYTES
+    ]
+    return probe.bulk_bytes > 0 and sum(small) >= _FEW_RETRANSMITS
+
+
+def _is_much(lossy: Sequence[NetworkPath]) -> bool:
+    worst = max((path.probe.retransmits for path in lossy), default=0)
+    small = [path for path in lossy if path.probe.bulk_bytes <= BULK_BYTES]
+    return bool(small) or len(lossy) >= _ENOUGH_PATHS or worst >= _MANY_PACKETS
+
+
+def _bad_link(case: Case, name: str, level: Level, what: str, bad: Sequence[NetworkPath]) -> Finding:
+    edges = {edge for path in bad for edge in (_edge(path), _edge(path)[::-1])}
+    tried = {_edge(path) for path in case.test.paths} | edges
+    device = bad[0].probe.interface or "eth0"
+    return case.finding(
+        name,
+        level,
+        f"{what} {_directions(case, tried, edges)}",
+        detail="Torch works over such a link, many times slower.",
+        where=Where(hosts=case.named(node for path in bad for node in _edge(path))),
+        evidence=tuple(evidence_line(case, path) for path in bad[:EVIDENCE_LINES]),
+        fix=Fix(
+            text="see the error counters and the speed of the interfaces, cables and switch ports on that path",
+            commands=(f"ip -s link show dev {device}", f"cat /sys/class/net/{device}/speed"),
+        ),
+    )
+
+
+# Names that torchrun trips over, though ranks of ours do not: they are told addresses and interfaces
+
+
+def _own_names(case: Case) -> list[Finding]:
+    groups: dict[str, list[str]] = {}
+    for node, network in case.test.networks.items():
+        found = network.names.host_addresses
+        if len(case.test.networks) > 1 and found and all(is_loopback(address) for address in found):
+            groups.setdefault(", ".join(found), []).append(node)
+    return [_own_name(case, addresses, nodes) for addresses, nodes in groups.items()]
+
+
+def _own_name(case: Case, leads_to: str, nodes: list[str]) -> Finding:
+    hosts, network = case.named(nodes), case.test.networks[nodes[0]]
+    own = case.test.addresses.get(nodes[0], "")
+    nic = next((nic for nic in network.interfaces if own in nic.plain_addresses), None) or suggested(network.interfaces)
+    commands = [export_line(exports(nic))] if nic is not None else []
+    head = case.test.addresses.get(case.head, "")
+    if case.head in nodes and head:
+        commands.append(f"torchrun --rdzv-conf is_host=1 --local-addr={head} ...   # on rank 0's node")
+    spared = "Our ranks were told addresses and are not hit. " if case.rendezvous_port is not None else ""
+    return case.finding(
+        "name-loopback",
+        Level.WARN,
+        f"{fold(hosts)} resolves its own name ({network.names.host_name}) to {leads_to}",
+        detail=f"{spared}Torchrun's c10d rendezvous then does not see that it is the host, and Gloo binds to "
+        "loopback: both end in a timeout that looks like a firewall.",
+        where=Where(hosts=hosts),
+        fix=Fix(text="put the real address of each node into its /etc/hosts, or tell torch", commands=tuple(commands)),
+    )
+
+
+def unresolved(case: Case) -> Iterator[LookUp]:
+    """List the nodes that cannot resolve the name that rank 0's node has for itself."""
+    head = case.test.networks.get(case.head)
+    return (
+        lookup
+        for lookup in case.test.lookups
+        if head is not None and not lookup.addresses and lookup.name == head.names.fqdn
+    )
+
+
+def _heads_name(case: Case) -> list[Finding]:
+    bad = list(unresolved(case))
+    if not bad or _own_names(case):
+        return []
+    hosts = case.named(lookup.node for lookup in bad)
+    address = case.test.addresses.get(case.head) or "ADDRESS"
+    return [
+        case.finding(
+            "name-unresolved",
+            Level.WARN,
+            f"{fold(hosts)} cannot resolve {bad[0].name}, the name that {case.host(case.head)} has for itself",
+            detail="Torchrun tells the other nodes this name as MASTER_ADDR, and they time out.",
+            where=Where(hosts=hosts),
+            fix=Fix(
+                text="tell torchrun the address instead, on every node its own",
+                commands=(f"torchrun --local-addr={address} ...   # on rank 0's node",),
+            ),
+        )
+    ]
+
+
+def evidence_line(case: Case, path: NetworkPath) -> str:
+    """Write one path as evidence."""
+    probe = path.probe
+    interface = f" from {probe.interface}" if probe.interface else ""
+    how = f": {probe.error}" if probe.error else ""
+    how += f" ({probe.route})" if probe.route else ""
+    how += f" after {probe.attempts} attempts" if probe.attempts > 1 else ""
+    how += f", {probe.retransmits} packets sent again" if probe.retransmits else ""
+    target = f"{probe.address} port {probe.port} ({case.host(path.target)})"
+    return f"{case.host(path.source)}{interface} -> {target}: {probe.verdict}{how}"

@@ -1,0 +1,92 @@
+"""From many closed paths to few culprits: a node that lets nothing in or nothing out, only then single pairs. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+Edge = tuple[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Culprit:
+    """What explains some closed paths.
+
+    `kind`: in (nothing comes in at `nodes`), out (nothing leaves them), pair (from `nodes` to `others`), all.
+    """
+
+    kind: str
+    nodes: tuple[str, ...]
+    others: tuple[str, ...] = ()
+    edges: tuple[Edge, ...] = ()
+
+
+def fewest_culprits(tried: Iterable[Edge], closed: Iterable[Edge]) -> list[Culprit]:
+    """Explain the closed paths among those tried, by as few culprits as can be.
+
+    A node is only blamed if none of at least two paths in (or out) works: with one path it may be the other end. Where
+    all paths tried lead to one node, or come from one, it is that node and not everybody.
+    """
+    edges, left = list(dict.fromkeys(tried)), set(closed)
+    if left and left == set(edges) and len(left) > 2 and not _has_common_end(left):
+        return [Culprit(kind="all", nodes=tuple(dict.fromkeys(node for edge in edges for node in edge)))]
+    found = []
+    for kind, sides in (("in", _by_end(edges, 1)), ("out", _by_end(edges, 0))):
+        nodes = [node for node, own in sides.items() if len(own) > 1 and own <= left]
+        # A node that is down for everybody is blamed once, not each of its peers as well.
+        for node in sorted(nodes, key=lambda node: -len(sides[node] & left)):
+            if sides[node] & left:
+                found.append(Culprit(kind=kind, nodes=(node,), edges=tuple(sorted(sides[node] & left))))
+        for node in nodes:
+            left -= sides[node]
+    return found + pairs(left)
+
+
+def _has_common_end(edges: Collection[Edge]) -> bool:
+    return any(len({edge[end] for edge in edges}) == 1 for end in (0, 1))
+
+
+def _by_end(edges: Iterable[Edge], end: int) -> Mapping[str, set[Edge]]:
+    found: dict[str, set[Edge]] = defaultdict(set)
+    for edge in edges:
+        found[edge[end]].add(edge)
+    return found
+
+
+def merged(found: Iterable[Culprit]) -> list[Culprit]:
+    """Bring together nodes with the same trouble."""
+    kinds: dict[tuple[str, tuple[str, ...]], list[Culprit]] = {}
+    for culprit in found:
+        kinds.setdefault((culprit.kind, culprit.others), []).append(culprit)
+    return [
+        Culprit(
+            kind=kind,
+            nodes=tuple(dict.fromkeys(node for culprit in group for node in culprit.nodes)),
+            others=others,
+            edges=tuple(edge for culprit in group for edge in culprit.edges),
+        )
+        for (kind, others), group in kinds.items()
+    ]
+
+
+def pairs(closed: Collection[Edge]) -> list[Culprit]:
+    """Bring together sources that fail to reach the same targets."""
+    targets: dict[str, set[str]] = defaultdict(set)
+    for source, target in closed:
+        targets[source].add(target)
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for source in sorted(targets):
+        groups.setdefault(tuple(sorted(targets[source])), []).append(source)
+    return [
+        Culprit(
+            kind="pair",
+            nodes=tuple(sources),
+            others=others,
+            edges=tuple((source, other) for source in sources for other in others),
+        )
+        for others, sources in groups.items()
+    ]

@@ -1,0 +1,182 @@
+"""C stacks of a core or of a live process, by gdb, which reads symbols of those libraries only that are on a stack.
+
+It would read those of all libraries: seconds where torch is loaded, however few threads are asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from dataclasses import replace
+
+from distdiag.facts import machine, procs, ptrace_permission, programs, carried_tools
+from distdiag.facts.core import merge
+from distdiag.facts.core.frames import Frame, Stacks, ThreadStack
+from distdiag.facts.resume import let_go
+from distdiag.facts.text import printable
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_SETTINGS = (
+    *("auto-load off", "pagination off", "width 0", "height 0", "confirm off", "style enabled off"),
+    *("print frame-arguments none", "print frame-arguments presence", "print entry-values no"),
+    *("print thread-events off", "print inferior-events off", "filename-display absolute", "demangle-style gnu-v3"),
+    f"backtrace limit {merge.MAX_FRAMES}",
+)
+"""None of the program's code is run (auto-load) and no value shown. What a gdb does not know it ignores."""
+_NO_LIBRARIES = 'python gdb.execute("set auto-solib-add off")'
+"""Where gdb has no Python this is refused, and gdb reads all, as ever."""
+_NEEDED_LIBRARIES = """python
+import re
+def unread(known):
+    try:
+        frame = gdb.newest_frame()
+        while frame is not None:
+            name = gdb.solib_name(frame.pc())
+            if name and name not in known:
+                return name
+            frame = frame.older()
+    except gdb.error:
+        return None
+def read_all():
+    known = set()
+    for thread in gdb.selected_inferior().threads():
+        if thread.num <= {last}:
+            thread.switch()
+            name = unread(known)
+            while name:
+                known.add(name)
+                gdb.execute("sharedlibrary ^" + re.sub(r"([][.*^$\\\\])", r"\\\\\\1", name) + "$", to_string=True)
+                name = unread(known)
+read_all()
+"""
+"""A library that is read now may lead to further frames, and these to further libraries."""
+_HARMFUL = ("PYTHONHOME", "PYTHONPATH")  # gdb has a Python of its own
+_HEADER = re.compile(r'Thread \d+ \(.*?\b(?:LWP|process) (?P<tid>\d+)\)?(?: "(?P<name>.*)")?\)+:')
+_FRAME = re.compile(
+    r"#\d+ +(?:0x[0-9a-f]+ in )?(?P<function>.+?)(?: \((?:\.\.\.|[^ ]+=\.\.\.(?:, [^ ]+=\.\.\.)*)?\))?"
+    r"(?: at (?P<file>.+):(?P<line>\d+)| from (?P<module>.+))?"
+)
+_DOUBTS = re.compile(r"may not match|is newer than|past end of file|truncated|not a core dump|No such file|ptrace")
+
+
+def of_core(core: str, executable: str, *, timeout_s: float, only_first: bool = False) -> Stacks:
+    """Read the C stacks of a core; with `only_first`, that of its first thread alone, which is the one that crashed."""
+    return _ask([os.path.realpath(executable), os.path.abspath(core)], timeout_s, only_first=only_first)
+
+
+def of_process(pid: int, *, timeout_s: float) -> Stacks:
+    """Read the C stacks of a live process, which is paused meanwhile; it is left as it was found."""
+    with left_as_found(pid) as attaching:
+        if attaching.hindrance:
+            return Stacks("gdb", (), attaching.hindrance, 0.0)
+        stacks = _ask(["-p", str(pid)], timeout_s)
+        attaching.is_over = not stacks.cut_off
+    if "not permitted" in stacks.error:
+        return replace(stacks, error=ptrace_permission.why_unreadable(pid, stacks.error)[1])
+    return stacks
+
+
+class Attaching:
+    """What a tool does to a process: `hindrance` says why it may not attach, "" if it may.
+
+    `is_over`: it has detached by itself, and was not ended before that.
+    """
+
+    def __init__(self, hindrance: str) -> None:
+        self.hindrance = hindrance
+        self.is_over = False
+
+
+@contextlib.contextmanager
+def left_as_found(pid: int) -> Iterator[Attaching]:
+    """Let a process run again that a tool attached to, if that left it stopped."""
+    before = procs.read(pid)
+    attaching = Attaching(_hindrance(pid, before))
+    try:
+        yield attaching
+    finally:
+        was_stopped = before is None or before.state in machine.STOPPED
+        if not attaching.hindrance and not was_stopped:
+            let_go(pid, may_come=not attaching.is_over)
+
+
+def parse(text: str) -> tuple[ThreadStack, ...]:
+    """Read what `thread apply ... bt` says; words between the threads are left out, and a line without an end."""
+    found: list[ThreadStack] = []
+    for line in text.split("\n")[:-1]:
+        header, frame = _HEADER.fullmatch(line), _FRAME.fullmatch(line)
+        if header:
+            found.append(ThreadStack(int(header["tid"]), printable(header["name"] or ""), (), None))
+        elif frame and found:
+            found[-1] = replace(found[-1], frames=(*found[-1].frames, _frame(frame)))
+    return tuple(replace(one, frames=_without_guesses(one.frames)) for one in found)
+
+
+def _without_guesses(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """Leave out what gdb guesses where it has lost the way: callers that are in no file."""
+    count = len(frames)
+    while count > 1 and frames[count - 1].function == "??" and not frames[count - 1].module:
+        count -= 1
+    return frames[:count]
+
+
+def _ask(target: Sequence[str], timeout_s: float, *, only_first: bool = False) -> Stacks:
+    tool = carried_tools.find("gdb")
+    if tool is None:
+        return Stacks("gdb", (), "gdb is not installed", 0.0)
+    before = [*(f"set {setting}" for setting in _SETTINGS), _NO_LIBRARIES]
+    after = [
+        _NEEDED_LIBRARIES.replace("{last}", "1" if only_first else "1e9"),
+        f"thread apply {'1' if only_first else 'all -ascending'} bt",
+    ]
+    argv = [tool, "-batch", "-nx", *_each("-iex", before), *target, *_each("-ex", after)]
+    environment = {name: value for name, value in os.environ.items() if name not in _HARMFUL}
+    environment.update(LC_ALL="C", DEBUGINFOD_URLS="")
+    try:
+        done = programs.run(argv, timeout_s=timeout_s, env=environment)
+    except programs.CannotRun as error:
+        return Stacks("gdb", (), str(error), 0.0)
+    threads = parse(done.stdout.decode("utf-8", "replace"))
+    return Stacks("gdb", threads, _why(done, bool(threads), timeout_s), done.elapsed_s, cut_off=done.cut_off)
+
+
+def _each(option: str, words: Sequence[str]) -> list[str]:
+    return [text for word in words for text in (option, word)]
+
+
+def _why(done: programs.Done, has_threads: bool, timeout_s: float) -> str:
+    """Say what makes gdb's answer doubtful, or why there is none."""
+    if done.timed_out:
+        return f"gdb did not {'finish' if has_threads else 'answer'} within {timeout_s:g} s"
+    lines = done.stderr.decode("utf-8", "replace").splitlines()
+    # "76<tab>strlen.S: No such file" is only the source that nobody asked for.
+    said = [printable(line) for line in lines if line.strip() and not re.match(r"\d+\t", line)]
+    doubt = next((line for line in said if _DOUBTS.search(line)), "")
+    if doubt or has_threads:
+        return doubt[:300]
+    return f"gdb: {said[-1][:300]}" if said else "gdb found no threads"
+
+
+def _frame(match: re.Match[str]) -> Frame:
+    number = match["line"]
+    return Frame(
+        language="c",
+        function=printable(match["function"]).removeprefix("__GI_"),  # glibc's own names for its functions
+        file=printable(match["file"] or ""),
+        line=int(number) if number else None,
+        module=printable(match["module"] or ""),
+    )
+
+
+def _hindrance(pid: int, proc: procs.Proc | None) -> str:
+    tracer = procs.tracer(pid)
+    if proc is None or proc.state in "ZX":
+        return "it has ended"
+    if tracer is not None:
+        return f"it is traced by {machine.command_line(tracer) or 'a program'} (pid {tracer})"
+    blocked = sum(task.state == "D" for task in procs.tasks(pid))
+    return f"{blocked} of its threads cannot be paused: they wait in the kernel (D)" if blocked else ""

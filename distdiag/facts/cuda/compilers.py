@@ -1,0 +1,109 @@
+"""C++ compilers on this machine: all that PATH has, the one that torch asks for, and their versions."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from distdiag.facts import programs
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from distdiag.facts.cuda.places import Places
+
+_NAME = re.compile(r"(gcc|g\+\+|clang|clang\+\+)(-\d+(\.\d+)?)?|c\+\+|cc")
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """One compiler; `family` is gcc, clang, or empty for another one; `version` is empty if it does not tell."""
+
+    path: str
+    real: str
+    family: str
+    version: str
+
+    @property
+    def major(self) -> int:
+        """Its major version; 0 if unknown."""
+        first = self.version.partition(".")[0]
+        return int(first) if first.isdigit() else 0
+
+
+@dataclass(frozen=True)
+class Compilers:
+    """All compilers, and the one that torch calls: `cxx` ($CXX or c++), None if it is not there.
+
+    `installable`: major versions of g++ that apt could install.
+    """
+
+    found: tuple[Compiler, ...]
+    cxx_asked: str
+    cxx: Compiler | None
+    installable: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.cxx is not None and not self.cxx_asked.strip():
+            raise ValueError("a C++ compiler that nobody asked for")
+
+
+def find(places: Places, more: Iterable[str], *, newest_gcc: int, timeout_s: float) -> Compilers:
+    """Find compilers by their names on PATH; `more` are others that somebody would call.
+
+    Only if there is no gcc up to `newest_gcc` (major version) is apt asked which it could install: that takes a second.
+    """
+    asked = (places.env.get("CXX") or "c++").strip()
+    word = asked.split()[0] if asked else "c++"
+    paths = dict.fromkeys([*_on_path(places), *(one for one in more if one)])
+    chosen = places.which(word)
+    if chosen:
+        paths[chosen] = None
+    known = {one.path: one for one in _versions([path for path in paths if os.path.isfile(path)], timeout_s=timeout_s)}
+    has = any(one.family == "gcc" and 0 < one.major <= newest_gcc for one in known.values())
+    return Compilers(tuple(known.values()), asked, known.get(chosen), () if has else _installable(places, timeout_s))
+
+
+def _installable(places: Places, timeout_s: float) -> tuple[int, ...]:
+    """Ask apt's own cache which g++ it knows; nothing is fetched."""
+    apt = places.which("apt-cache")
+    if not apt:
+        return ()
+    done = programs.run([apt, "pkgnames", "g++-"], timeout_s=timeout_s)
+    names = done.stdout.decode("utf-8", "replace").split()
+    return tuple(sorted(int(name[4:]) for name in names if re.fullmatch(r"g\+\+-\d+", name)))
+
+
+def _on_path(places: Places) -> list[str]:
+    found = []
+    for folder in dict.fromkeys(places.path):
+        try:
+            names = sorted(os.listdir(folder or "."))
+        except OSError:
+            continue
+        found += [os.path.join(folder, name) for name in names if _NAME.fullmatch(name)]
+    return [path for path in found if os.access(path, os.X_OK)]
+
+
+def _versions(paths: list[str], *, timeout_s: float) -> list[Compiler]:
+    """Ask each program once, whatever names it has."""
+    names = {path: os.path.realpath(path) for path in paths}
+    asked = {
+        **{(real, "version"): [real, "--version"] for real in dict.fromkeys(names.values())},
+        **{(real, "number"): [real, "-dumpfullversion", "-dumpversion"] for real in dict.fromkeys(names.values())},
+    }
+    told = {
+        key: done.stdout.decode("utf-8", "replace").strip()
+        for key, done in programs.run_many(asked, timeout_s)
+        if done is not None and not done.timed_out and done.status == 0
+    }
+    found = []
+    for path, real in names.items():
+        words = told.get((real, "version"), "")
+        family = "clang" if "clang" in words else "gcc" if re.search(r"GCC|g\+\+|gcc|Free Software", words) else ""
+        number = re.search(r"clang version (\d[\d.]*)", words) if family == "clang" else None
+        version = number[1] if number else told.get((real, "number"), "")
+        found.append(Compiler(path, real, family, version.splitlines()[0] if version else ""))
+    return found

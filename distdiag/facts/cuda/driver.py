@@ -1,0 +1,205 @@
+"""The NVIDIA driver and its GPUs: what the kernel, the libraries and the hardware say, each on its own."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import sys
+from dataclasses import dataclass, field
+
+from distdiag.facts import machine, programs
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from distdiag.facts.cuda.places import Places
+
+_VERSION = re.compile(r"\b(\d{3}\.\d+(?:\.\d+)?)\b")
+_NVIDIA, _DISPLAY = "0x10de", "0x03"  # PCI vendor, and the class of GPUs
+_LIBRARIES = (
+    *("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib/wsl/lib"),
+    *("/usr/local/nvidia/lib64", "/usr/local/nvidia/lib", "/run/opengl-driver/lib"),
+)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU; `capability` as "9.0", empty if it was not told."""
+
+    index: int
+    name: str
+    capability: str
+    mig: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the driver's libraries said. A status is None if it was not asked or did not come back.
+
+    `cuda_version` as cuDriverGetVersion gives it (12080 for 12.8). `stuck` names the call that did not come back.
+    `unasked`: the program that asks did not even begin in time.
+    """
+
+    nvml_path: str = ""
+    nvml_error: str = ""
+    nvml_status: int | None = None
+    nvml_driver: str = ""
+    cuda_path: str = ""
+    cuda_error: str = ""
+    cuda_version: int | None = None
+    cuda_status: int | None = None
+    cuda_count: int | None = None
+    stuck: str = ""
+    unasked: bool = False
+    died: str = ""
+    lost: tuple[int, ...] = ()
+    """GPUs that NVML counts and cannot open, by index."""
+    present: tuple[Gpu, ...] = ()
+    visible: tuple[Gpu, ...] = ()
+
+
+@dataclass(frozen=True)
+class Driver:
+    """All about the driver.
+
+    `kernel` is the loaded module's version. `library` is the version in libcuda's real file name. `hardware` counts the
+    GPUs on the PCI bus. `container` names what says that this is one; `installed` are libcuda files in system places.
+    """
+
+    kernel: str
+    kernel_file: str
+    library: str
+    library_path: str
+    hardware: int
+    devices: int
+    container: str
+    wsl: bool
+    installed: tuple[str, ...]
+    switches: bool
+    fabric_manager: str
+    answer: Answer = field(default_factory=Answer)
+
+
+def look(places: Places, *, ask: bool, timeout_s: float) -> Driver:
+    """Look at the driver; its libraries are asked only if `ask` is set."""
+    answer = _ask(timeout_s) if ask else Answer()
+    text = machine.read_text(places.at("/proc/driver/nvidia/version"))
+    kernel = _VERSION.search(text)
+    path = os.path.realpath(answer.cuda_path) if answer.cuda_path else ""
+    library = _VERSION.search(os.path.basename(path))
+    return Driver(
+        kernel=kernel[1] if kernel else "",
+        kernel_file=text.partition("\n")[0],
+        library=library[1] if library else "",
+        library_path=path,
+        hardware=_gpus_on_the_bus(places),
+        devices=len(places.glob("/dev/nvidia[0-9]*")),
+        container=_container(places),
+        wsl="microsoft" in machine.read_text(places.at("/proc/version")).lower(),
+        installed=tuple(path for folder in _LIBRARIES for path in places.glob(f"{folder}/libcuda.so.[0-9][0-9]*")),
+        switches=bool(places.glob("/proc/driver/nvidia-nvswitch/devices/*")),
+        fabric_manager=_fabric_manager() if places.glob("/proc/driver/nvidia-nvswitch/devices/*") else "",
+        answer=answer,
+    )
+
+
+def _ask(timeout_s: float) -> Answer:
+    source = source_of("distdiag.facts.cuda.ask_driver")
+    done = programs.run([sys.executable, "-B", "-S", "-c", source], timeout_s=timeout_s)
+    return _read_answer(told_in(done.stdout), done)
+
+
+def told_in(output: bytes) -> list[dict[str, Any]]:
+    """Read the lines of a child that are ours: {"about": ...}; others are somebody else's."""
+    found = []
+    for line in output.decode("utf-8", "replace").splitlines():
+        try:
+            told = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(told, dict) and isinstance(told.get("about"), str):
+            found.append(told)
+    return found
+
+
+def source_of(module: str) -> str:
+    """Give the text of a module, carried or installed, to be run as a program of its own."""
+    loader: Any = importlib.import_module(module).__loader__
+    return str(loader.get_source(module))
+
+
+def _read_answer(said: list[dict[str, Any]], done: programs.Done) -> Answer:
+    last = {one["about"]: one for one in said}
+    over = "end" in last
+    nvml, cuda = last.get("nvml", {}), last.get("cuda", {})
+    return Answer(
+        nvml_path=nvml.get("path", ""),
+        nvml_error=nvml.get("error", ""),
+        nvml_status=last.get("nvml-init", {}).get("status"),
+        nvml_driver=last.get("nvml-driver", {}).get("version", ""),
+        cuda_path=cuda.get("path", ""),
+        cuda_error=cuda.get("error", ""),
+        cuda_version=last.get("cuda-version", {}).get("version"),
+        cuda_status=last.get("cuda-init", {}).get("status"),
+        cuda_count=last.get("cuda-init", {}).get("count"),
+        stuck=_call_after(said) if done.timed_out and said and not over else "",
+        unasked=done.timed_out and not said,
+        died="" if over or done.timed_out else how_it_died(done),
+        lost=tuple(one["index"] for one in said if one["about"] == "nvml-gpu" and one["status"] != 0),
+        present=tuple(_gpu(one) for one in said if one["about"] == "nvml-gpu" and one["status"] == 0),
+        visible=tuple(_gpu(one) for one in said if one["about"] == "cuda-gpu"),
+    )
+
+
+def _gpu(told: dict[str, Any]) -> Gpu:
+    major, minor = told["capability"]
+    return Gpu(told["index"], told["name"], f"{major}.{minor}" if major else "", bool(told.get("mig")))
+
+
+def _call_after(said: list[dict[str, Any]]) -> str:
+    """Name the call that the driver did not answer, by what was said last."""
+    last = said[-1]["about"]
+    calls = {
+        "begun": "loading libnvidia-ml.so.1",
+        "nvml": "nvmlInit",
+        "cuda": "cuDriverGetVersion",
+        "cuda-init-began": "cuInit",
+    }
+    return calls.get(last, "cuDeviceGet" if last.startswith("cuda") else "loading libcuda.so.1 or a call of NVML")
+
+
+def how_it_died(done: programs.Done) -> str:
+    """Say how a program that should have answered ended instead."""
+    if done.status is not None and done.status < 0:
+        return f"it died of {programs.signal_name(-done.status)}"
+    words = done.stderr.decode("utf-8", "replace").strip().splitlines()
+    return words[-1][:200] if words else f"it ended with status {done.status}"
+
+
+def _gpus_on_the_bus(places: Places) -> int:
+    vendors = places.glob("/sys/bus/pci/devices/*/vendor")
+    ours = [path for path in vendors if machine.read_text(path).strip() == _NVIDIA]
+    return sum(machine.read_text(path[: -len("vendor")] + "class").startswith(_DISPLAY) for path in ours)
+
+
+def _container(places: Places) -> str:
+    """Name the sign that this is a container; empty if there is none."""
+    for path in ("/.dockerenv", "/run/.containerenv", "/.singularity.d"):
+        if os.path.exists(places.at(path)):
+            return path
+    for name in ("KUBERNETES_SERVICE_HOST", "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER", "container"):
+        if places.env.get(name):
+            return f"${name}"
+    return ""
+
+
+def _fabric_manager() -> str:
+    """Say the state of the service that NVSwitch machines need: active, inactive, failed; empty if not to be known."""
+    try:
+        done = programs.run(["systemctl", "is-active", "nvidia-fabricmanager"], timeout_s=2.0)
+    except programs.CannotRun:
+        return ""
+    return done.stdout.decode("utf-8", "replace").strip()

@@ -1,0 +1,119 @@
+"""One Python environment, read from its files: its interpreter, and what is installed there. Nothing is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+
+from distdiag.facts import programs
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from typing import Any
+
+# Drops the working directory from sys.path, as a script elsewhere would not see it.
+_PROBE = """
+import os, sys
+out = os.dup(1); os.dup2(2, 1)
+sys.path[:1] = [] if not sys.path[0] else sys.path[:1]
+import json, platform, importlib.util, sysconfig
+spec = lambda name: getattr(importlib.util.find_spec(name), "origin", None)
+told = {"executable": sys.executable, "version": platform.python_version(), "prefix": sys.prefix,
+  "paths": [p for p in sys.path if os.path.isdir(p)], "include": sysconfig.get_path("include"),
+  "cxx": sysconfig.get_config_var("CXX"), "torch": spec("torch"), "deepspeed": spec("deepspeed"),
+  "pip": spec("pip") is not None, "ninja": spec("ninja")}
+os.write(out, json.dumps(told).encode())
+"""
+_DIST = re.compile(r"(?P<name>.+?)-(?P<version>[^-]+)\.(?:dist|egg)-info$")
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """The Python whose environment is looked at. `error` says why nothing is known of it."""
+
+    executable: str
+    version: str = ""
+    prefix: str = ""
+    paths: tuple[str, ...] = ()
+    include: str = ""
+    pip: bool = False
+    ninja: bool = False
+    error: str = ""
+    cxx: str = ""
+    """The compiler that its setup.py builds call, unless CXX names another."""
+    torch_origin: str = ""
+    deepspeed_origin: str = ""
+
+
+@dataclass(frozen=True)
+class Package:
+    """One installed distribution and when it was installed (seconds since 1970)."""
+
+    name: str
+    version: str
+    folder: str
+    installed_s: float
+
+
+def interpreter(executable: str, *, timeout_s: float) -> Interpreter:
+    """Ask a Python where it looks for its modules."""
+    try:
+        done = programs.run([executable, "-B", "-c", _PROBE], timeout_s=timeout_s)
+    except programs.CannotRun as error:
+        return Interpreter(executable, error=str(error))
+    told = _answer(done.stdout)
+    if told is None:
+        last = done.stderr.decode("utf-8", "replace").strip().splitlines()
+        why = f"it did not answer within {timeout_s:g} s" if done.timed_out else (last[-1] if last else "no answer")
+        return Interpreter(executable, error=why[:120])
+    return Interpreter(
+        executable=told["executable"] or executable,
+        version=told["version"],
+        prefix=told["prefix"],
+        paths=tuple(told["paths"]),
+        include=told["include"] or "",
+        pip=told["pip"],
+        ninja=told["ninja"] is not None,
+        cxx=(told["cxx"] or "").split(" ")[0],
+        torch_origin=told["torch"] or "",
+        deepspeed_origin=told["deepspeed"] or "",
+    )
+
+
+def _answer(output: bytes) -> dict[str, Any] | None:
+    """Find our line among what others (sitecustomize, a wrapper) may have printed."""
+    for line in reversed(output.decode("utf-8", "replace").splitlines()):
+        try:
+            told = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(told, dict) and "executable" in told:
+            return told
+    return None
+
+
+def packages(paths: Iterable[str]) -> list[Package]:
+    """List what is installed on these paths; the first of a name wins, as at import."""
+    found: dict[str, Package] = {}
+    for folder in paths:
+        try:
+            names = os.listdir(folder)
+        except OSError:
+            continue
+        for name in sorted(names):
+            if match := _DIST.match(name):
+                plain = re.sub(r"[-_.]+", "-", match["name"]).lower()
+                where = os.path.join(folder, name)
+                found.setdefault(plain, Package(plain, match["version"], where, mtime(where)))
+    return list(found.values())
+
+
+def mtime(path: str) -> float:
+    """Give when a file was changed, in seconds since 1970; 0 if it is not there."""
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,60 @@
+"""Tables that stand as literals in somebody's Python source, read without running or importing it.
+
+So the rules are those of the version that is installed, and not ours.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from distdiag.facts import machine
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+
+_MOST_LINES = 120
+
+
+class Source:
+    """One Python file."""
+
+    def __init__(self, path: str) -> None:
+        self._lines = machine.read_text(path).splitlines()
+
+    def literal(self, name: str) -> Any:  # noqa: ANN401 - any literal
+        """Evaluate the literal that is assigned to a name, wherever it stands; None if there is none that can be read.
+
+        Names in capitals within it are looked up in the same file; what is wrapped in one call (OrderedDict) is
+        unwrapped.
+        """
+        text = self._assigned(name)
+        if not text:
+            return None
+        for other in set(re.findall(r"\b[A-Z][A-Z_]{3,}\b", text)):
+            value = self.literal(other) if other != name else None
+            text = re.sub(rf"\b{other}\b", lambda _, value=value: repr(value), text)  # type: ignore[misc]
+        try:
+            node = ast.parse(text.strip(), mode="eval").body
+            return ast.literal_eval(node.args[0] if isinstance(node, ast.Call) and node.args else node)
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            return None
+
+    def _assigned(self, name: str) -> str:
+        start = re.compile(rf"\s*{re.escape(name)}\s*(?::[^=]+)?=\s*(.*)$")
+        for number, line in enumerate(self._lines):
+            found = start.match(line)
+            if found is None:
+                continue
+            for last in range(number, min(number + _MOST_LINES, len(self._lines))):
+                text = "\n".join([found[1], *self._lines[number + 1 : last + 1]])
+                if not _is_open(text):
+                    return text
+        return ""
+
+
+def _is_open(text: str) -> bool:
+    plain = re.sub(r"#.*", "", text)
+    return any(plain.count(left) > plain.count(right) for left, right in ("[]", "{}", "()"))

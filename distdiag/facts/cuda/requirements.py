@@ -1,0 +1,129 @@
+"""What torch asks of other packages, and others of torch (Requires-Dist), where what is installed does not fit.
+
+As `pip check` would say it, of these packages alone, from their METADATA (PEP 566, 508 and 440): nothing is run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from distdiag.facts import machine
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from distdiag.facts.cuda.environment import Package
+
+_LINE = re.compile(r"^Requires-Dist: *([\w.-]+) *(?:\[[^\]]*\])? *\(?([^;()\n]*)\)? *(?:;(.*))?$", re.MULTILINE)
+_PART = re.compile(r"(===?|!=|>=|<=|~=|>|<) *([\w.*+!-]+)")
+_TERM = re.compile(r"\(?\s*(\w+) *(==|!=|>=|<=|>|<) *['\"]([^'\"]*)['\"]\s*\)?")
+_OF_TORCH = re.compile(r"nvidia-|triton$|pytorch-triton|cuda-")
+
+
+@dataclass(frozen=True)
+class Unmet:
+    """A requirement that is not met: `package` ("torch 2.9.1") `wants` ("==9.20.0.48") of `name`, which is at `has`.
+
+    `compiled`: the package has compiled files of its own.
+    """
+
+    package: str
+    name: str
+    wants: str
+    has: str
+    compiled: bool
+
+
+def unmet(packages: Iterable[Package], python: str) -> tuple[Unmet, ...]:
+    """List what is not met between torch and the packages around it; what is not installed at all is not told."""
+    installed = {one.name: one for one in packages}
+    return tuple(_unmet(installed, python)) if "torch" in installed else ()
+
+
+def _unmet(installed: dict[str, Package], python: str) -> Iterator[Unmet]:
+    for package in installed.values():
+        for name, wants in _requires(package, python):
+            around = _OF_TORCH.match(name) if package.name in ("torch", "cuda-toolkit") else name == "torch"
+            if around and name in installed and fits(installed[name].version, wants) is False:
+                has = installed[name].version
+                yield Unmet(f"{package.name} {package.version}", name, wants, has, _is_compiled(package))
+
+
+def _requires(package: Package, python: str) -> Iterator[tuple[str, str]]:
+    text = machine.read_text(f"{package.folder}/METADATA").partition("\n\n")[0]
+    for name, wants, marker in _LINE.findall(text):
+        # Its extras are what cuda-toolkit is made of; of other packages an extra may not have been asked for.
+        if _applies(marker, python, extras=package.name == "cuda-toolkit"):
+            yield re.sub(r"[-_.]+", "-", name).lower(), wants.strip()
+
+
+def _applies(marker: str, python: str, *, extras: bool) -> bool:
+    """Evaluate a marker; one that is not understood does not apply."""
+    if not marker.strip():
+        return True
+    here = {
+        "platform_system": "Linux",
+        "sys_platform": "linux",
+        "os_name": "posix",
+        "platform_machine": os.uname().machine,
+        "python_version": ".".join(python.split(".")[:2]),
+        "python_full_version": python,
+        "implementation_name": "cpython",
+        "platform_python_implementation": "CPython",
+    }
+    values = []
+    for term in _TERM.finditer(marker):
+        name, operator, value = term.groups()
+        if name == "extra":
+            values.append(extras)
+        elif name.startswith("python_"):
+            values.append(bool(fits(here[name], operator + value)))
+        elif name in here and operator in ("==", "!="):
+            values.append((here[name] == value) == (operator == "=="))
+        else:
+            return False
+    rest = _TERM.sub("", marker)
+    return bool(values) and (any(values) if re.search(r"\bor\b", rest) else all(values))
+
+
+def fits(version: str, wants: str) -> bool | None:
+    """Tell whether a version is in a set of specifiers; None if either is not made of plain numbers."""
+    have = _numbers(version.partition("+")[0])
+    parts = [part for part in _PART.findall(wants) if part[1]]
+    if have is None or (wants and not parts):
+        return None
+    told = [_fits_one(have, operator, value) for operator, value in parts]
+    return False if False in told else None if None in told else True
+
+
+def _fits_one(have: tuple[int, ...], operator: str, value: str) -> bool | None:
+    if value.endswith(".*"):
+        start = _numbers(value[:-2])
+        return None if start is None else (have[: len(start)] == start) == (operator == "==")
+    want = _numbers(value.partition("+")[0])
+    if want is None:
+        return None
+    size = max(len(have), len(want))
+    own, other = ((*one, *[0] * (size - len(one))) for one in (have, want))
+    if operator == "~=":
+        return own >= other and have[: len(want) - 1] == want[:-1]
+    return {
+        "==": own == other,
+        "===": own == other,
+        "!=": own != other,
+        ">=": own >= other,
+        "<=": own <= other,
+        ">": own > other,
+        "<": own < other,
+    }[operator]
+
+
+def _numbers(text: str) -> tuple[int, ...] | None:
+    return tuple(map(int, text.split("."))) if re.fullmatch(r"\d{1,9}(\.\d{1,9}){0,9}", text) else None
+
+
+def _is_compiled(package: Package) -> bool:
+    return re.search(r"\.so,", machine.read_text(f"{package.folder}/RECORD")) is not None

@@ -1,0 +1,314 @@
+"""CUDA toolkits on this machine: where they are, which version each file says, and who would use which one.
+
+Nothing is compiled but an empty file to nowhere (`nvcc -E`, `nvcc --dryrun`): that is how nvcc itself tells which
+toolkit and which host compiler it would use, see its manual.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+from dataclasses import dataclass, replace
+
+from distdiag.facts import machine, programs
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from distdiag.facts.cuda.places import Places
+
+_RELEASE = re.compile(r"release (\d+\.\d+), V([\d.]+)")
+_STANDARD = ("/usr/local/cuda", "/usr/local/cuda-*", "/opt/cuda", "/opt/cuda-*", "/usr/lib/cuda")
+_DISTRO = "/usr/lib/nvidia-cuda-toolkit"
+_HPC = "/opt/nvidia/hpc_sdk/Linux_*/*/cuda/[0-9]*"
+_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", "CUDAToolkit_ROOT", "EBROOTCUDA")
+_EMPTY = ("-x", "cu", "/dev/null", "-o", "/dev/null")
+
+
+@dataclass(frozen=True)
+class HostLimit:
+    """What crt/host_config.h allows: the newest major version of gcc, and the first of clang that is refused."""
+
+    path: str
+    gcc_max: int | None
+    gcc_line: int
+    clang_below: int | None
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """A directory that is, or is taken for, a CUDA toolkit.
+
+    `found_by` are the ways that lead to it; `sources` (file or command, version) in the order of trust, `version`
+    is the first of them as major.minor, empty if nothing tells. `headers` and `libraries` are directories, empty if
+    there are none; `runtime` is the library for running (libcudart.so.13), `dev_link`: libcudart.so, which a linker
+    wants, is there too.
+    """
+
+    root: str
+    real: str
+    found_by: tuple[str, ...]
+    version: str
+    sources: tuple[tuple[str, str], ...]
+    exists: bool
+    nvcc: str
+    headers: str
+    libraries: str
+    runtime: str
+    dev_link: bool
+    limit: HostLimit | None
+
+
+@dataclass(frozen=True)
+class Nvcc:
+    """A program called nvcc, asked what it would do.
+
+    `kind`: binary, symlink or script. `release` as major.minor. `top` is the toolkit that it really uses, `compiler`
+    the host compiler it would call. `complaint`: its first error for an empty file, empty if it compiles, None if it
+    was not asked or did not answer.
+    """
+
+    path: str
+    real: str
+    kind: str
+    release: str
+    top: str
+    compiler: str
+    complaint: str | None
+    timed_out: bool
+    archs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Use:
+    """Which toolkit somebody takes, and by which rule; empty `home`: none. `nvcc` is the program it would run."""
+
+    home: str
+    nvcc: str
+    rule: str
+
+
+def candidates(places: Places, prefixes: Iterable[str]) -> dict[str, list[str]]:
+    """Find what may be a toolkit: directory -> the ways that lead to it. `prefixes` are Python environments."""
+    found: dict[str, list[str]] = {}
+    for way, root in _ways(places, prefixes):
+        found.setdefault(root.rstrip("/") or "/", []).append(way)
+    return found
+
+
+def _ways(places: Places, prefixes: Iterable[str]) -> Iterator[tuple[str, str]]:
+    yield from ((name, places.env[name]) for name in _VARIABLES if places.env.get(name))
+    for nvcc in places.which_all("nvcc"):
+        yield "PATH", os.path.dirname(os.path.dirname(os.path.realpath(nvcc)))
+    yield from ((root, root) for pattern in _STANDARD for root in places.glob(pattern))
+    yield from (("distribution", root) for root in places.glob(_DISTRO))
+    yield from (("HPC SDK", root) for root in places.glob(_HPC))
+    for prefix in prefixes:
+        yield from _in_python(prefix)
+
+
+def _in_python(prefix: str) -> Iterator[tuple[str, str]]:
+    if os.path.exists(f"{prefix}/bin/nvcc") and os.path.isdir(f"{prefix}/conda-meta"):
+        yield "conda", prefix
+    for root in glob.glob(f"{prefix}/nvidia/cu[0-9]*") + glob.glob(f"{prefix}/nvidia/cuda_nvcc"):
+        if os.path.exists(f"{root}/bin/nvcc"):
+            yield "pip wheel", root
+
+
+def examine(root: str, ways: Iterable[str]) -> Toolkit:
+    """Read one directory as a toolkit; nothing is run."""
+    sources = tuple(_versions(root))
+    headers = next((path for path in _includes(root) if os.path.exists(f"{path}/cuda_runtime_api.h")), "")
+    libraries = next((path for path in (f"{root}/lib64", f"{root}/lib") if glob.glob(f"{path}/libcudart*")), "")
+    return Toolkit(
+        root=root,
+        real=os.path.realpath(root),
+        found_by=tuple(dict.fromkeys(ways)),
+        version=_minor(sources[0][1]) if sources else "",
+        sources=sources,
+        exists=os.path.isdir(root),
+        nvcc=f"{root}/bin/nvcc" if os.access(f"{root}/bin/nvcc", os.X_OK) else "",
+        headers=headers,
+        libraries=libraries,
+        runtime=_runtime(libraries),
+        dev_link=bool(libraries) and os.path.exists(f"{libraries}/libcudart.so"),
+        limit=_limit(root),
+    )
+
+
+def _runtime(libraries: str) -> str:
+    """Name the runtime's library file, as programs ask for it: libcudart.so.13."""
+    names = sorted(os.path.basename(path) for path in glob.glob(f"{libraries}/libcudart.so.*")) if libraries else []
+    return names[0] if names else ""
+
+
+def _includes(root: str) -> list[str]:
+    return [f"{root}/include", *glob.glob(f"{root}/targets/*/include")]
+
+
+def _versions(root: str) -> Iterator[tuple[str, str]]:
+    """Yield (file, version) as the files of a toolkit tell it, in the order of trust."""
+    try:
+        told = json.loads(machine.read_text(f"{root}/version.json") or "{}")["cuda"]["version"]
+        yield f"{root}/version.json", str(told)
+    except (ValueError, KeyError, TypeError):
+        pass
+    if found := re.search(r"CUDA Version ([\d.]+)", machine.read_text(f"{root}/version.txt")):
+        yield f"{root}/version.txt", found[1]
+    for include in _includes(root):
+        if found := re.search(r"^#define CUDA_VERSION (\d+)", machine.read_text(f"{include}/cuda.h"), re.MULTILINE):
+            yield f"{include}/cuda.h", f"{int(found[1]) // 1000}.{int(found[1]) % 1000 // 10}"
+            break
+    for library in sorted(glob.glob(f"{root}/lib64/libcudart.so.*.*.*") + glob.glob(f"{root}/lib/libcudart.so.*.*.*")):
+        yield library, _minor(library.rpartition(".so.")[2])
+        break
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _limit(root: str) -> HostLimit | None:
+    """Read the compilers that a toolkit refuses, as its own header words it."""
+    for include in _includes(root):
+        path = f"{include}/crt/host_config.h"
+        text = machine.read_text(path)
+        if not text:
+            continue
+        gcc, line, clang = None, 0, None
+        for number, words in enumerate(text.splitlines(), 1):
+            if found := re.search(r"gcc versions later than (\d+)", words):
+                gcc, line = int(found[1]), number
+            elif found := re.search(r"unsupported clang version! clang version must be less than (\d+)", words):
+                clang = int(found[1])
+        return HostLimit(path, gcc, line, clang)
+    return None
+
+
+def kind_of(path: str) -> str:
+    """Tell what a program file is: a symlink, a script, or a binary."""
+    if os.path.islink(path):
+        return "symlink"
+    try:
+        with open(path, "rb") as file:
+            return "script" if file.read(2) == b"#!" else "binary"
+    except OSError:
+        return "binary"
+
+
+def ask(paths: Iterable[str], used: Mapping[str, Sequence[str]], *, timeout_s: float) -> list[Nvcc]:
+    """Ask each nvcc its version; those that are `used` also what they do with an empty file, and for which GPUs.
+
+    `used` gives the options that are passed then: torch hands CC on as -ccbin.
+    """
+    paths = list(dict.fromkeys(paths))
+    commands: dict[tuple[str, str], list[str]] = {}
+    for path in paths:
+        commands[path, "version"] = [path, "--version"]
+        if path in used:
+            commands[path, "preprocess"] = [path, "-E", *used[path], *_EMPTY]
+            commands[path, "dryrun"] = [path, "--dryrun", "-c", *used[path], *_EMPTY]
+            commands[path, "archs"] = [path, "--list-gpu-arch"]
+    done = {key: end for key, end in programs.run_many(commands, timeout_s) if end is not None}
+    return [_read_answers(path, {what: end for (asked, what), end in done.items() if asked == path}) for path in paths]
+
+
+def _read_answers(path: str, done: dict[str, programs.Done]) -> Nvcc:
+    texts = {what: (end.stdout + end.stderr).decode("utf-8", "replace") for what, end in done.items()}
+    release = _RELEASE.search(texts.get("version", ""))
+    plan = texts.get("dryrun", "")
+    tried = done.get("preprocess")
+    return Nvcc(
+        path=path,
+        real=os.path.realpath(path),
+        kind=kind_of(path),
+        release=release[1] if release else "",
+        top=_top(plan),
+        compiler=_compiler(plan),
+        complaint=None if tried is None or tried.timed_out else _complaint(texts["preprocess"]) if tried.status else "",
+        timed_out=any(end.timed_out for end in done.values()),
+        archs=tuple(re.findall(r"^compute_(\w+)$", texts.get("archs", ""), re.MULTILINE)),
+    )
+
+
+def _top(plan: str) -> str:
+    found = re.search(r"^#\$ TOP=(.+)$", plan, re.MULTILINE)
+    return os.path.realpath(found[1]) if found else ""
+
+
+def _compiler(plan: str) -> str:
+    """Take the host compiler from the plan: the first command that preprocesses C++."""
+    found = re.search(r'^#\$ ("[^"]+"|\S+) .*-E -x c\+\+', plan, re.MULTILINE)
+    return found[1].strip('"') if found else ""
+
+
+def with_compiler(nvcc: Nvcc, places: Places) -> Nvcc:
+    """Find the host compiler's file as nvcc does: it puts its own directories before PATH."""
+    if not nvcc.compiler or os.sep in nvcc.compiler:
+        return nvcc
+    own = [f"{nvcc.top}/nvvm/bin", f"{nvcc.top}/bin"] if nvcc.top else []
+    found = next((path for path in (f"{folder}/{nvcc.compiler}" for folder in own) if os.access(path, os.X_OK)), "")
+    return replace(nvcc, compiler=found or places.which(nvcc.compiler) or nvcc.compiler)
+
+
+def _complaint(text: str) -> str:
+    """Give the error that matters of what nvcc printed: the first, and nvcc's own verdict if it has one."""
+    lines = [line.strip()[:300] for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"error|fatal|not found|No such file", line)]
+    verdict = [line for line in errors[1:] if line.startswith("nvcc fatal")]
+    return "; ".join([*(errors or lines or ["it failed without a word"])[:1], *verdict[:1]])
+
+
+def torch_use(places: Places) -> Use:
+    """Follow torch.utils.cpp_extension._find_cuda_home (torch 2.13): variables, nvcc on PATH, /usr/local/cuda.
+
+    torch verifies none of it, and takes nvcc's directory without looking through links.
+    """
+    env = places.env
+    home = env.get("CUDA_HOME") or env.get("CUDA_PATH")
+    nvcc = places.which("nvcc")
+    if home == "":
+        return Use("", "", "CUDA_PATH is set and empty, and torch takes it so")
+    if home is not None:
+        rule = "CUDA_HOME" if env.get("CUDA_HOME") else "CUDA_PATH"
+    elif nvcc:
+        home, rule = os.path.dirname(os.path.dirname(nvcc)), f"above {nvcc}, the first nvcc on PATH"
+    elif os.path.exists(places.at("/usr/local/cuda")):
+        home, rule = places.at("/usr/local/cuda"), "its last guess"
+    else:
+        return Use("", "", "no CUDA_HOME, no nvcc on PATH, no /usr/local/cuda")
+    return Use(home, os.path.join(home, "bin", "nvcc"), rule)
+
+
+def path_use(places: Places) -> Use:
+    """Tell which nvcc a shell runs."""
+    nvcc = places.which("nvcc")
+    home = os.path.dirname(os.path.dirname(os.path.realpath(nvcc))) if nvcc else ""
+    return Use(home, nvcc, "first on PATH" if nvcc else "no nvcc on PATH")
+
+
+def cmake_use(places: Places) -> Use:
+    """Follow CMakeDetermineCUDACompiler (CMake 3.25): CUDACXX, beside c++, PATH, then CUDA_PATH/bin."""
+    given = places.env.get("CUDACXX", "").split()
+    beside = places.which("c++") and os.path.join(os.path.dirname(places.which("c++")), "nvcc")
+    cuda_path = places.env.get("CUDA_PATH", "")
+    choices = [
+        (places.which(given[0]) if given else "", "CUDACXX"),
+        (places.which(beside) if beside else "", "beside c++"),
+        (places.which("nvcc"), "first on PATH"),
+        (places.which(f"{cuda_path}/bin/nvcc") if cuda_path else "", "CUDA_PATH"),
+    ]
+    nvcc, rule = next(((path, rule) for path, rule in choices if path), ("", "no nvcc on PATH, no CUDACXX"))
+    return Use(os.path.dirname(os.path.dirname(os.path.realpath(nvcc))) if nvcc else "", nvcc, rule)
+
+
+def with_nvcc_version(toolkit: Toolkit, nvccs: Iterable[Nvcc]) -> Toolkit:
+    """Add what its own nvcc says to the sources of a toolkit's version."""
+    own = next((one for one in nvccs if one.path == toolkit.nvcc and one.release), None)
+    if own is None:
+        return toolkit
+    sources = (*toolkit.sources, (f"{own.path} --version", own.release))
+    return replace(toolkit, sources=sources, version=toolkit.version or own.release)

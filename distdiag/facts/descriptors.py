@@ -1,0 +1,261 @@
+"""What a process has open, from /proc alone: files, pipes, sockets, devices, and who has the other ends.
+
+A file is asked for its size and kind by stat, which waits for its file system: each mount has its own patience, and
+where it does not answer, that is the fact. All other links and tables of /proc answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from distdiag.facts import machine, deadlines
+from distdiag.facts.sockets import Socket, Tables
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+PATIENCE_S = 0.5
+"""How long one file system, or the memory of one process, is waited for."""
+_GPU = re.compile(r"/dev/nvidia(\d+)|/dev/nvidia[-a-z].*|/dev/kfd|/dev/dxg|/dev/dri/renderD\d+")
+_WATCHED = re.compile(r"tfd:\s*(\d+) events:\s*([0-9a-f]+)")
+_READABLE, _WRITABLE = 0x1 | 0x2, 0x4  # EPOLLIN | EPOLLPRI, EPOLLOUT; those of poll(2) are the same
+_DELETED = " (deleted)"
+_BY_LINK = (("socket:[", "socket"), ("pipe:[", "pipe"), ("/memfd:", "memfd"), ("/dmabuf:", "anon"))
+_SIZED = ("file", "deleted file", "shm", "memfd")
+_PROTOCOLS = {"tcpv6": "tcp6", "udpv6": "udp6", "unix-stream": "unix"}
+
+
+@dataclass(frozen=True)
+class End:
+    """A process that has an end of a pipe or of a unix socket open. `mode`: "r", "w", "rw"."""
+
+    pid: int
+    fd: int
+    mode: str
+
+
+@dataclass(frozen=True)
+class Watch:
+    """A descriptor that is waited for. `wants`: "r" until it can be read, "w" written; "" for neither."""
+
+    fd: int
+    wants: str
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """One open file descriptor; what does not apply, or is not known, is None or empty.
+
+    `kind`: file, directory, pipe, fifo, socket, device, gpu, anon, deleted file, memfd, shm, unknown. `target`: the
+    path as the process sees it, or "pipe:[n]", "socket:[n]", "anon_inode:[eventpoll]". `mode`: "r", "w", "rw"; `flags`
+    as in open(2). `deleted`: it has no name any more. `position` and `size_bytes` of files. `silent`: its file system
+    did not answer. `gpu`: the minor number of an NVIDIA device, n of /dev/nvidia<n>. `ends`: who has the other end of a
+    pipe, FIFO or unix socket, this process included. `watches` of an epoll.
+    """
+
+    fd: int
+    kind: str
+    target: str
+    mode: str
+    flags: int
+    inode: int | None = None
+    position: int | None = None
+    size_bytes: int | None = None
+    deleted: bool = False
+    silent: bool = False
+    gpu: int | None = None
+    socket: Socket | None = None
+    ends: tuple[End, ...] = ()
+    watches: tuple[Watch, ...] = ()
+
+
+@dataclass(frozen=True)
+class Descriptors:
+    """All of a process, by number. `unread`: why there are none: "denied", "gone", "no-proc" (not Linux), else "".
+
+    `hidden`: of so many processes the descriptors may not be read; ends that nobody seems to have may be theirs. None
+    if nobody was looked for.
+    """
+
+    descriptors: tuple[Descriptor, ...]
+    unread: str = ""
+    hidden: int | None = None
+
+
+class Look:
+    """One look at a machine: what its processes have in common is read once, when the first of them needs it."""
+
+    def __init__(self) -> None:
+        self.tables = Tables()
+        self.clocks: dict[int, float] = {}
+        """By processor: what its scheduler's clock is ahead of time.monotonic(), in seconds."""
+
+    def ends(self, link: str) -> tuple[End, ...]:
+        """List who has this open, by what /proc/PID/fd/N points to."""
+        return tuple(End(pid, fd, _mode(f"/proc/{pid}/fd/{fd}")) for pid, fd in self._everybody[0].get(link, ()))
+
+    @property
+    def hidden(self) -> int | None:
+        """Count the processes whose descriptors may not be read; None if there was no need to."""
+        return self._everybody[1] if "_everybody" in vars(self) else None
+
+    @cached_property
+    def _everybody(self) -> tuple[dict[str, list[tuple[int, int]]], int]:
+        found: dict[str, list[tuple[int, int]]] = {}
+        hidden = 0
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            links, unread = _links(int(pid))
+            hidden += unread == "denied"
+            for fd, link in links.items():
+                if not link.startswith(("anon_inode:", "/dev/")) or link.startswith("/dev/shm/"):
+                    found.setdefault(link, []).append((int(pid), fd))
+        return found, hidden
+
+
+def descriptors(pid: int, look: Look | None = None, *, patience_s: float = PATIENCE_S) -> Descriptors:
+    """Read what a process has open. Give the same `look` for all processes that are read at the same time."""
+    look = look or Look()
+    links, unread = _links(pid)
+    infos = {fd: machine.read_text(f"/proc/{pid}/fdinfo/{fd}") for fd in links}
+    answers, silent = _ask_files(pid, links, infos, patience_s)
+    found = []
+    for fd, link in sorted(links.items()):
+        plain = _describe(pid, fd, link, infos[fd], answers.get(fd))
+        watches = tuple(Watch(int(one), wants(int(events, 16))) for one, events in _WATCHED.findall(infos[fd]))
+        found.append(replace(_connect(pid, plain, look), silent=fd in silent, watches=watches))
+    return Descriptors(tuple(found), unread, look.hidden)
+
+
+def wants(events: int) -> str:
+    """Put events of poll(2) or epoll_ctl(2) into letters, see Watch."""
+    return ("r" if events & _READABLE else "") + ("w" if events & _WRITABLE else "")
+
+
+def _links(pid: int) -> tuple[dict[int, str], str]:
+    """Read what descriptors point to: (by number, why there are none)."""
+    if not os.path.isdir("/proc/self"):
+        return {}, "no-proc"
+    try:
+        entries = os.listdir(f"/proc/{pid}/fd")
+    except PermissionError:
+        return {}, "denied" if machine.process_state(pid).letter not in ("", "Z", "X") else "gone"
+    except OSError:
+        return {}, "gone"
+    found = {}
+    for entry in entries:
+        try:
+            found[int(entry)] = os.readlink(f"/proc/{pid}/fd/{entry}")
+        except PermissionError:
+            return {}, "denied"
+        except OSError:  # closed meanwhile
+            continue
+    return found, ""
+
+
+def _ask_files(
+    pid: int, links: dict[int, str], infos: dict[int, str], patience_s: float
+) -> tuple[dict[int, os.stat_result], set[int]]:
+    """Ask files what they are, mount by mount: (answers, the descriptors on mounts that did not answer)."""
+    mounts: dict[str, list[int]] = {}
+    for fd, link in links.items():
+        if link.startswith("/"):
+            mounts.setdefault(_field(infos[fd], "mnt_id"), []).append(fd)
+    told, mute = deadlines.each(mounts, lambda mount: _stat_all(pid, mounts[mount]), patience_s=patience_s)
+    answers = {fd: answer for one in told.values() for fd, answer in one.items()}
+    return answers, {fd for mount in mute for fd in mounts[mount]}
+
+
+def _stat_all(pid: int, fds: Iterable[int]) -> dict[int, os.stat_result]:
+    found = {}
+    for fd in fds:
+        try:
+            found[fd] = os.stat(f"/proc/{pid}/fd/{fd}")
+        except OSError:  # closed meanwhile, or a file server that has forgotten it
+            continue
+    return found
+
+
+def _describe(pid: int, fd: int, link: str, info: str, answer: os.stat_result | None) -> Descriptor:
+    """Tell what is known of the descriptor alone."""
+    deleted = link.endswith(_DELETED) and (answer is None or answer.st_nlink == 0)
+    target = link[: -len(_DELETED)] if deleted else link
+    kind = _kind(target, answer, deleted=deleted)
+    position, gpu = _field(info, "pos"), _GPU.fullmatch(target)
+    return Descriptor(
+        fd=fd,
+        kind=kind,
+        target=target,
+        mode=_mode(f"/proc/{pid}/fd/{fd}"),
+        flags=int(_field(info, "flags") or "0", 8),
+        inode=_inode(link, info, answer),
+        position=int(position) if kind in _SIZED and position else None,
+        size_bytes=answer.st_size if kind in _SIZED and answer else None,
+        deleted=deleted,
+        gpu=int(gpu[1]) if gpu and gpu[1] else None,
+    )
+
+
+def _kind(target: str, answer: os.stat_result | None, *, deleted: bool) -> str:
+    for start, kind in _BY_LINK:
+        if target.startswith(start):
+            return kind
+    if _GPU.fullmatch(target):
+        return "gpu"
+    if not target.startswith("/"):
+        return "anon"
+    if answer is None:
+        return "unknown"
+    if stat.S_ISREG(answer.st_mode):
+        return "shm" if target.startswith("/dev/shm/") else "deleted file" if deleted else "file"
+    kinds = {stat.S_IFDIR: "directory", stat.S_IFIFO: "fifo", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
+    return kinds.get(stat.S_IFMT(answer.st_mode), "unknown")
+
+
+def _connect(pid: int, one: Descriptor, look: Look) -> Descriptor:
+    """Add what the rest of the machine knows: the socket, and who has the other end."""
+    if one.kind == "socket" and one.inode is not None:
+        known = look.tables.of(pid).sockets.get(one.inode)
+        if known is None:  # of another namespace, neither bound nor connected, or of a family without a table
+            return replace(one, socket=Socket(one.inode, _protocol(pid, one.fd), state=""))
+        ends = look.ends(f"socket:[{known.peer_inode}]") if known.peer_inode else ()
+        return replace(one, socket=known, ends=ends)
+    if one.kind in ("pipe", "fifo"):
+        opposite = set("rw") - set(one.mode) or set("rw")
+        others = (end for end in look.ends(one.target) if (end.pid, end.fd) != (pid, one.fd))
+        return replace(one, ends=tuple(end for end in others if opposite & set(end.mode)))
+    return one
+
+
+def _protocol(pid: int, fd: int) -> str:
+    """Name the protocol of a socket that no table has: "tcp", "netlink", "packet"; empty if it is gone."""
+    try:
+        name = os.getxattr(f"/proc/{pid}/fd/{fd}", "system.sockprotoname")
+    except OSError:
+        return ""
+    plain = name.rstrip(b"\0").decode("ascii", "replace").lower()
+    return _PROTOCOLS.get(plain, plain)
+
+
+def _inode(link: str, info: str, answer: os.stat_result | None) -> int | None:
+    inside = re.search(r"^(?:pipe|socket):\[(\d+)\]$", link)
+    told = inside[1] if inside else _field(info, "ino")  # in fdinfo since Linux 5.14
+    return int(told) if told else answer.st_ino if answer else None
+
+
+def _mode(link: str) -> str:
+    """Tell by the rights of the link how it was opened; neither for O_PATH."""
+    try:
+        rights = os.lstat(link).st_mode
+    except OSError:
+        return ""
+    return ("r" if rights & stat.S_IRUSR else "") + ("w" if rights & stat.S_IWUSR else "")
+
+
+def _field(info: str, name: str) -> str:
+    found = re.search(rf"^{name}:\s*(\S+)", info, re.MULTILINE)
+    return found[1] if found else ""

@@ -1,0 +1,246 @@
+"""The file in which a process keeps the last lines of Python that its threads have executed, and how to read it.
+
+Its size is fixed when it is made. One page tells of the process, then come the threads, then a ring of lines for each:
+
+    0     magic, length of the JSON text, the JSON text that describes the process
+    4072  threads that found no room (u64), the process's own end (f64, seconds of the monotonic clock; 0: none)
+    4096  per thread 128 bytes: id (u64), state (u64), begin and end (f64), name (UTF-8)
+    then  per thread `lines` blocks of 17 f64: a time, then up to 16 places
+
+A place is `code * 2**20 + line`, negative where a function returned to that line. What a code number means stands in a
+second file beside it, one JSON line each, written before the number is first used. Doubles, because Python stores them
+fastest; 16 places to a time, because reading the clock costs as much as all else. Whoever begins a block clears it
+and writes the time, then a line at a time its places: so nothing that is read was ever cut in the middle. A line that
+took long has a block of its own, and with it so have the lines around.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+
+from distdiag.facts import procs
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Container
+    from typing import Any, BinaryIO
+
+MAGIC = b"DDLINES2"
+SUFFIX = ".lines"
+NAMES_SUFFIX = ".names"
+PAGE = 4096
+TAIL = 4072
+TEXT_BYTES = TAIL - 12
+THREAD = struct.Struct("<QQdd96s")
+PLACES = 16
+BLOCK_BYTES = 8 * (1 + PLACES)
+LINE_BITS = 20
+MOST_BYTES = 1024 * 2**20
+_MOST_LINES = 2**20
+_NO_PLACE = 2.0**62
+"""Larger numbers are no places; this leaves out infinity, and what is no number."""
+LIVE, ENDED = 1, 2
+
+
+@dataclass(frozen=True)
+class Code:
+    """A piece of Python code: `kind` is "user", or what else was asked for: "library", "stdlib"."""
+
+    file: str
+    function: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line; `at_s` of the machine's monotonic clock is when it began, or one of the few quick lines before it.
+
+    `back`: the line was not begun then, a call made from it returned.
+    """
+
+    at_s: float
+    code: Code
+    line: int
+    back: bool
+
+
+@dataclass(frozen=True)
+class Thread:
+    """One thread; its records in order of time. `ended_s` is None while it lives, or if it died with its process."""
+
+    tid: int
+    name: str
+    began_s: float
+    ended_s: float | None
+    records: tuple[Record, ...]
+
+
+@dataclass(frozen=True)
+class RingFile:
+    """One process. `about` is what it told of itself; `ended_s` is None unless it came to its own end.
+
+    `owner`: the user id whose file it is.
+    """
+
+    about: dict[str, Any]
+    threads: tuple[Thread, ...]
+    untold_threads: int
+    ended_s: float | None
+    owner: int
+
+
+class NotARing(Exception):
+    """The file is none of ours, or cut off."""
+
+
+class NotOurs(Exception):
+    """The file belongs to another user than the job."""
+
+
+def default_folder() -> str:
+    """Return the directory where traces of this user are kept and looked for: on the node's own disk."""
+    import tempfile
+
+    return os.path.join(tempfile.gettempdir(), folder_name())
+
+
+def folder_name() -> str:
+    """Return the name of that directory, which may only be this user's own."""
+    return f"distdiag-lines-{os.geteuid()}"
+
+
+def size_of(threads: int, lines: int) -> int:
+    """Give the bytes of a file for so many threads and lines each."""
+    return PAGE + threads * (THREAD.size + lines * BLOCK_BYTES)
+
+
+def ring_offset(threads: int, lines: int, thread: int) -> int:
+    """Tell where the blocks of a thread begin."""
+    return PAGE + threads * THREAD.size + thread * lines * BLOCK_BYTES
+
+
+def read(path: str, owners: Container[int] | None = None) -> RingFile:
+    """Read a file, also while its process writes it, or after it has died.
+
+    Args:
+        path: the file.
+        owners: whose files are believed, beside those of the user that the process itself runs as; None: everybody's.
+            A link is not followed then.
+
+    Raises:
+        NotARing: it is something else.
+        NotOurs: it belongs to another user.
+        OSError: it cannot be read.
+    """
+    # A pipe would keep us waiting.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if owners is None else os.O_NOFOLLOW)
+    with open(os.open(path, flags), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise NotARing("it is not a regular file")
+        head = file.read(PAGE)
+        about = _about(head)
+        if owners is not None and status.st_uid not in owners and not _is_of_its_process(status.st_uid, about):
+            raise NotOurs(f"it belongs to another user (uid {status.st_uid})")
+        codes = _codes(f"{path[: -len(SUFFIX)] if path.endswith(SUFFIX) else path}{NAMES_SUFFIX}", status.st_uid)
+        threads, lines = about["threads"], about["lines"]
+        if status.st_size < size_of(threads, lines):
+            raise NotARing(f"{path} is cut off")
+        untold, ended = struct.unpack_from("<Qd", head, TAIL)
+        table = file.read(threads * THREAD.size)
+        used = sum(state in (LIVE, ENDED) for _, state, *_ in THREAD.iter_unpack(table))
+        if used * lines * BLOCK_BYTES > MOST_BYTES:
+            raise NotARing(f"{path} has {used} threads of {lines} lines; up to {MOST_BYTES >> 20} MiB are read")
+        found = [_thread(file, table, threads, lines, number, codes) for number in range(threads)]
+    return RingFile(about, tuple(one for one in found if one is not None), untold, ended or None, status.st_uid)
+
+
+def _is_of_its_process(owner: int, about: dict[str, Any]) -> bool:
+    """Tell whether the process that a file tells of lives, and runs as the file's owner."""
+    pid = about.get("pid")
+    proc = procs.read(pid) if isinstance(pid, int) else None
+    return proc is not None and proc.started == about.get("started") and procs.owner(proc.pid) == owner
+
+
+def _about(data: bytes) -> dict[str, Any]:
+    if len(data) < PAGE or data[:8] != MAGIC:
+        raise NotARing("it does not begin as a ring of lines does")
+    (length,) = struct.unpack_from("<I", data, 8)
+    try:
+        about = json.loads(data[12 : 12 + min(length, TEXT_BYTES)])
+        threads, lines = about["threads"], about["lines"]
+        if (
+            not isinstance(threads, int)
+            or not 0 < threads <= 4096
+            or not isinstance(lines, int)
+            or not 0 < lines <= _MOST_LINES
+        ):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise NotARing("its description cannot be read") from error
+    return dict(about)
+
+
+def _codes(path: str, owner: int) -> dict[int, Code]:
+    """Read what code numbers mean, from a file of the same owner; a last line cut in the middle was never used."""
+    codes: dict[int, Code] = {}
+    try:
+        with open(
+            os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), encoding="utf-8", errors="replace"
+        ) as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid != owner or not stat.S_ISREG(status.st_mode):
+                return codes
+            for line in file:
+                try:
+                    number, name, function, kind = json.loads(line)
+                    codes[int(number)] = Code(str(name), str(function), str(kind))
+                except (ValueError, TypeError, OverflowError, RecursionError):
+                    continue
+    except OSError:
+        pass
+    return codes
+
+
+def _thread(
+    file: BinaryIO, table: bytes, threads: int, lines: int, number: int, codes: dict[int, Code]
+) -> Thread | None:
+    tid, state, began, ended, name = THREAD.unpack_from(table, number * THREAD.size)
+    if state not in (LIVE, ENDED):
+        return None
+    file.seek(ring_offset(threads, lines, number))
+    values = memoryview(file.read(lines * BLOCK_BYTES)).cast("d")
+    return Thread(
+        tid=tid,
+        name=name.rstrip(b"\0").decode("utf-8", "replace"),
+        began_s=began,
+        ended_s=ended if state == ENDED else None,
+        records=tuple(_records(values, codes)[-lines:]),
+    )
+
+
+def _records(values: memoryview[float], codes: dict[int, Code]) -> list[Record]:
+    """Put the blocks in the order of their times."""
+    size = 1 + PLACES
+    begun = sorted((values[k], k) for k in range(0, len(values), size) if values[k] > 0)
+    return [
+        _record(at_s, place, codes)
+        for at_s, k in begun
+        for place in values[k + 1 : k + size].tolist()
+        if place != 0 and abs(place) < _NO_PLACE
+    ]
+
+
+def _record(at_s: float, place: float, codes: dict[int, Code]) -> Record:
+    code, line = divmod(int(abs(place)), 1 << LINE_BITS)
+    return Record(at_s, codes.get(code) or _unknown(code), line, place < 0)
+
+
+@lru_cache
+def _unknown(code: int) -> Code:
+    return Code(f"<code {code}, of which no name was kept>", "?", "user")

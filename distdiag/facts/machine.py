@@ -1,0 +1,244 @@
+"""One machine as facts: memory, shared memory, the state of a process, who holds a port. Reads /proc and /sys."""
+
+from __future__ import annotations
+
+import os
+import re
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+STOPPED = ("T", "t")
+"""States of a process that does not run until somebody lets it, see proc(5)."""
+_STATES = {
+    "T": "stopped (SIGSTOP or a suspended job)",
+    "t": "stopped by a tracer",
+    "D": "waiting in the kernel (D)",
+}
+_SECRET = re.compile(r"(?i)([\w-]*(?:token(?!s|iz)|secret|passw|api[-_]?key|credential|auth)[\w-]*(?:=|\s+))(\S+)")
+_LIKELY_KEY = re.compile(r"\b(?:hf_|sk-|ghp_|AKIA|xox[bp]-)[\w-]{8,}")
+_TCP_LISTEN = "0A"  # include/net/tcp_states.h
+
+
+# Not dataclasses, see distdiag.agent.boot: every agent imports this at its start.
+class PortHolder:
+    """Who has a TCP port. `pid` is None where the kernel does not let us see the owner."""
+
+    def __init__(self, pid: int | None, command: str, *, listening: bool) -> None:
+        self.pid = pid
+        self.command = command
+        self.listening = listening
+
+
+class ProcessState:
+    """State letter of proc(5) (R S D T t Z X), empty if the process is gone, and the kernel function it waits in."""
+
+    def __init__(self, letter: str, wait_channel: str) -> None:
+        self.letter = letter
+        self.wait_channel = wait_channel
+
+
+class Work:
+    """What a process did so far: seconds in which one of its threads ran or waited for a core, and bytes it read."""
+
+    def __init__(self, busy_s: float = 0.0, read_bytes: int = 0) -> None:
+        self.busy_s = busy_s
+        self.read_bytes = read_bytes
+
+
+def host_name() -> str:
+    """Give the name of this node, as its administrator calls it (up to the first dot)."""
+    return os.uname().nodename.partition(".")[0] or "this-node"
+
+
+def available_memory_bytes() -> int | None:
+    """Memory that can still be used without swapping, under this cgroup's limit too; None where unreadable."""
+    system = _meminfo("MemAvailable")
+    left = [size for size in (system, _cgroup_left_bytes()) if size is not None]
+    return min(left) if left else None
+
+
+def total_memory_bytes() -> int | None:
+    """Memory of the machine; None where unreadable."""
+    return _meminfo("MemTotal")
+
+
+def shared_memory_bytes() -> tuple[int, int] | None:
+    """Free and total bytes of /dev/shm; None if there is none."""
+    try:
+        shm = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    return shm.f_bavail * shm.f_frsize, shm.f_blocks * shm.f_frsize
+
+
+def oom_kills() -> int | None:
+    """Count the processes that the kernel's out-of-memory killer has ended since boot; None where unreadable."""
+    for line in read_text("/proc/vmstat").splitlines():
+        name, _, value = line.partition(" ")
+        if name == "oom_kill":
+            return int(value)
+    return None
+
+
+def process_state(pid: int) -> ProcessState:
+    """Read what a process is doing now; another state than it had is not waited for."""
+    stat = read_text(f"/proc/{pid}/stat")
+    letter = stat.rpartition(")")[2].split()[:1]
+    return ProcessState(letter[0] if letter else "", read_text(f"/proc/{pid}/wchan").strip("0"))
+
+
+def work_of(pid: int) -> Work:
+    """Read what a process did so far; nothing where the kernel does not say (schedstat and io of proc(5))."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        threads = []
+    columns = [read_text(f"/proc/{pid}/task/{thread}/schedstat").split() for thread in threads]
+    busy_ns = sum(int(ran) + int(waited) for ran, waited, *_ in columns)
+    read = re.search(r"^rchar: (\d+)", read_text(f"/proc/{pid}/io"), re.MULTILINE)
+    return Work(busy_ns / 1e9, int(read[1]) if read is not None else 0)
+
+
+def why_it_stands_still(letter: str) -> str:
+    """Put a state that explains a standstill into words; empty for all others."""
+    return _STATES.get(letter, "")
+
+
+def network_namespace(pid: int) -> str:
+    """Name a process's network namespace, "net:[4026531840]"; empty if not ours to read."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:
+        return ""
+
+
+def port_holder(port: int) -> PortHolder | None:
+    """Find who has a local TCP port, listeners first; None if nobody visible here does."""
+    found = list(_sockets_on(port))
+    if not found:
+        return None
+    found.sort(key=lambda entry: entry[0] != _TCP_LISTEN)
+    state, inode = found[0]
+    pid = _owner_of(inode)
+    return PortHolder(pid, command_line(pid) if pid else "", listening=state == _TCP_LISTEN)
+
+
+def ancestors(pid: int) -> list[str]:
+    """List the names of the processes above one, the nearest first."""
+    names = []
+    for _ in range(64):
+        parent = parent_of(pid)
+        if parent is None:
+            break
+        names.append(read_text(f"/proc/{parent}/comm").strip())
+        pid = parent
+    return names
+
+
+def parent_of(pid: int) -> int | None:
+    """Give a process's parent; None at the top, or if it is gone."""
+    columns = read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return int(columns[1]) if len(columns) > 1 and columns[1] not in ("0", str(pid)) else None
+
+
+def command_line(pid: int) -> str:
+    """Return a process's command, at most 120 characters: without arguments after the third, and without secrets."""
+    words = read_text(f"/proc/{pid}/cmdline").split("\0")
+    words = [word for word in words if word]
+    if "-c" in words[:3]:
+        words[words.index("-c") + 1 : words.index("-c") + 2] = ["..."]  # a whole program is no name
+    # A secret may be the word that is left out: "--token" alone says nothing.
+    shown = redacted(" ".join(words[:4])) + (" ..." if len(words) > 4 else "")
+    return shown if len(shown) <= 120 else shown[:117] + "..."
+
+
+def redacted(text: str) -> str:
+    """Put stars where an argument looks like a secret."""
+    return _LIKELY_KEY.sub("***", _SECRET.sub(r"\1***", text))
+
+
+def user_name(number: int) -> str:
+    """Return a user's name; "uid 1000" where it has none here."""
+    import pwd
+
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"uid {number}"
+
+
+def read_text(path: str) -> str:
+    """Read a small file of /proc or /sys; empty if it is gone or not ours to read."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def throttled_s() -> float:
+    """Seconds for which a CPU quota of this process's cgroups (v1 and v2) kept it from running."""
+    seconds = [0.0]
+    for line in read_text("/proc/self/cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number != "0" and "cpu" not in controllers.split(","):
+            continue
+        root = "/sys/fs/cgroup" if number == "0" else f"/sys/fs/cgroup/{controllers}"
+        folder = root + path.rstrip("/")
+        while folder.startswith(root):
+            stat = dict(one.split() for one in read_text(f"{folder}/cpu.stat").splitlines())
+            seconds.append(int(stat.get("throttled_usec", 0)) / 1e6 + int(stat.get("throttled_time", 0)) / 1e9)
+            folder = folder.rpartition("/")[0]
+    return max(seconds)
+
+
+def _meminfo(name: str) -> int | None:
+    for line in read_text("/proc/meminfo").splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup_left_bytes() -> int | None:
+    """Bytes left below the tightest memory limit of our cgroups (v1 and v2) and of those above them."""
+    left = []
+    for line in read_text("/proc/self/cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            root, names = "/sys/fs/cgroup", ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            root, names = "/sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        folder = root + path.rstrip("/")
+        while folder.startswith(root):
+            limit, used = (read_text(f"{folder}/{name}").strip() for name in names)
+            if limit.isdigit() and used.isdigit():
+                left.append(max(0, int(limit) - int(used)))
+            folder = folder.rpartition("/")[0]
+    return min(left) if left else None
+
+
+def _sockets_on(port: int) -> Iterator[tuple[str, str]]:
+    """State and inode of the sockets whose local port is `port` (columns of /proc/net/tcp, see proc(5))."""
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in read_text(table).splitlines()[1:]:
+            columns = line.split()
+            if int(columns[1].rpartition(":")[2], 16) == port:
+                yield columns[3], columns[9]
+
+
+def _owner_of(inode: str) -> int | None:
+    link = f"socket:[{inode}]"
+    for entry in os.listdir("/proc") if inode != "0" and os.path.isdir("/proc") else []:
+        if not entry.isdigit():
+            continue
+        try:
+            for fd in os.listdir(f"/proc/{entry}/fd"):
+                if os.readlink(f"/proc/{entry}/fd/{fd}") == link:
+                    return int(entry)
+        except OSError:  # gone, or another user's
+            continue
+    return None

@@ -1,0 +1,108 @@
+"""This machine's network as facts: interfaces, addresses, the default route, and what its own name resolves to."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import shutil
+import socket
+from dataclasses import dataclass
+
+from distdiag.facts import machine, nics
+from distdiag.facts.nics import Nic  # noqa: TC001 - what is sent is decoded by its annotations
+
+
+@dataclass(frozen=True)
+class Names:
+    """What this machine's own names resolve to here; an error text instead where they do not."""
+
+    host_name: str
+    host_addresses: tuple[str, ...]
+    host_error: str
+    fqdn: str
+
+
+@dataclass(frozen=True)
+class Network:
+    """All of it; `wanted_...` is what GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name, empty if unset.
+
+    `firewall_tools`: programs that change the rules of a firewall, the one in use first where that is known.
+    """
+
+    interfaces: tuple[Nic, ...]
+    names: Names
+    ephemeral_ports: tuple[int, int] | None
+    wanted_gloo: str
+    wanted_nccl: str
+    firewall_tools: tuple[str, ...]
+    is_root: bool = False
+
+
+def look() -> Network:
+    """Read the network of this machine. Asks the resolver for our own name, which may take its time."""
+    low_high = machine.read_text("/proc/sys/net/ipv4/ip_local_port_range").split()
+    return Network(
+        interfaces=interfaces(),
+        names=_names(),
+        ephemeral_ports=(int(low_high[0]), int(low_high[1])) if len(low_high) == 2 else None,
+        wanted_gloo=os.environ.get("GLOO_SOCKET_IFNAME", ""),
+        wanted_nccl=os.environ.get("NCCL_SOCKET_IFNAME", ""),
+        firewall_tools=tuple(tool for tool in ("firewall-cmd", "ufw", "nft", "iptables") if shutil.which(tool)),
+        is_root=os.geteuid() == 0,
+    )
+
+
+def interfaces() -> tuple[Nic, ...]:
+    """List the interfaces that have an address, in the kernel's order."""
+    return tuple(nic for nic in nics.nics() if nic.addresses)
+
+
+def resolve(name: str) -> tuple[tuple[str, ...], str]:
+    """Ask this machine's resolver for a name: the addresses in its order, or why there are none."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        return (), getattr(error, "strerror", None) or str(error)
+    return tuple(dict.fromkeys(str(entry[4][0]) for entry in found)), ""
+
+
+def route_to(address: str) -> str:
+    """Return what the kernel says of the way to an address, by `ip route get`; empty where there is no such tool."""
+    from distdiag.facts import programs
+
+    try:
+        done = programs.run(["ip", "route", "get", address], timeout_s=2.0)
+    except programs.CannotRun:
+        return ""
+    said = (done.stdout or done.stderr).decode("utf-8", "replace").strip()
+    return " ".join(said.split())[:200]
+
+
+def is_address(text: str) -> bool:
+    """Tell an address from a name."""
+    try:
+        ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(address: str) -> bool:
+    """Tell 127.0.0.0/8 and ::1."""
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the interface that has this address."""
+    plain = address.partition("%")[0]
+    found = nics.addresses().items()
+    return next((name for name, own in found if any(entry.partition("/")[0] == plain for entry in own)), None)
+
+
+def _names() -> Names:
+    name = socket.gethostname()
+    addresses, error = resolve(name)
+    return Names(name, addresses, error, socket.getfqdn())

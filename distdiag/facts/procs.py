@@ -1,0 +1,371 @@
+"""The processes of this machine as facts: who they are, what they may be in a job, how they stand still.
+
+Everything is read from /proc, see proc(5); nothing is stopped, signalled or attached to. Of an environment only the
+variables that name a place in a job are ever looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from dataclasses import dataclass
+
+from distdiag.facts import off_cpu, machine, syscall_names
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_WANTED_PREFIXES = ("RANK=", "LOCAL_RANK=", "WORLD_SIZE=", "LOCAL_WORLD_SIZE=", "MASTER_ADDR=", "MASTER_PORT=")
+_WANTED_FAMILIES = (
+    *("TORCHELASTIC_RUN_ID=", "SLURM_JOB_ID=", "SLURM_STEP_ID=", "SLURM_PROCID=", "SLURM_NTASKS=", "SLURM_LOCALID="),
+    *("SLURM_STEP_NUM_TASKS=", "SLURM_STEP_TASKS_PER_NODE=", "SLURM_NODEID=", "PMIX_NAMESPACE=", "OMPI_COMM_WORLD_"),
+    *("OMPI_MCA_ess_base_jobid=", "MV2_COMM_WORLD_", "JSM_NAMESPACE_", "FLUX_TASK_", "FLUX_JOB_", "PMI_RANK="),
+    *("PMI_SIZE=", "MPI_LOCALRANKID=", "MPI_LOCALNRANKS=", "NODE_RANK="),
+)
+_WANTED = tuple(name.encode() for name in (*_WANTED_PREFIXES, *_WANTED_FAMILIES))
+_TICKS = os.sysconf("SC_CLK_TCK")
+_ON_DESCRIPTOR = (
+    *("read", "write", "pread64", "pwrite64", "readv", "writev", "fsync", "fdatasync", "ioctl", "flock"),
+    *("recvfrom", "recvmsg", "sendto", "sendmsg", "accept", "accept4", "connect"),
+)
+_ON_PROCESS = ("wait4", "waitid")
+_POLLS = ("poll", "ppoll")
+_ON_PATH = {"open": 0, "stat": 0, "openat": 1, "newfstatat": 1, "statx": 1}
+"""Which argument points to the path."""
+_LONGEST_PATH = 4096
+_LISTENS = "0A"  # include/net/tcp_states.h
+
+
+@dataclass(frozen=True)
+class Proc:
+    """One line of the process table. `cpu_s` of all its threads; `started` in clock ticks after boot."""
+
+    pid: int
+    parent: int
+    state: str
+    comm: str
+    cpu_s: float
+    started: int
+
+
+_MOST_CONNECTIONS = 1024
+
+
+@dataclass(frozen=True)
+class Task:
+    """One thread as the kernel sees it."""
+
+    tid: int
+    state: str
+    comm: str
+    cpu_s: float
+
+
+@dataclass(frozen=True)
+class Standstill:
+    """Why a process does not go on, as far as the kernel tells: function, system call, since how many seconds.
+
+    `path`: what the call is about: a file, or in words a pipe, the address of a socket, a child.
+    """
+
+    tid: int
+    state: str
+    wait_channel: str
+    syscall: str
+    path: str
+    since_s: float | None
+
+
+def table() -> dict[int, Proc]:
+    """Read the process table."""
+    found = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            proc = read(int(entry))
+            if proc is not None:
+                found[proc.pid] = proc
+    return found
+
+
+def read(pid: int) -> Proc | None:
+    """Read one process; None if it is gone."""
+    fields = _stat(f"/proc/{pid}/stat")
+    return None if fields is None else Proc(pid, int(fields[2]), fields[1], fields[0], _cpu(fields), int(fields[20]))
+
+
+def tasks(pid: int) -> list[Task]:
+    """Read the threads of a process; none if it is gone."""
+    try:
+        entries = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []
+    found = []
+    for entry in entries:
+        fields = _stat(f"/proc/{pid}/task/{entry}/stat")
+        if fields is not None:
+            found.append(Task(int(entry), fields[1], fields[0], _cpu(fields)))
+    return found
+
+
+def command_words(pid: int) -> list[str]:
+    """Give a process's command line; empty for a zombie or a kernel thread."""
+    words = machine.read_text(f"/proc/{pid}/cmdline").split("\0")
+    return words[:-1] if words and not words[-1] else words
+
+
+def variables(pid: int) -> dict[str, str] | None:
+    """Read the variables that tell a place in a job, as at the start of the program; None if not ours to read."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            data = file.read()
+    except OSError:
+        return None
+    return wanted(data.split(b"\0"))
+
+
+def wanted(entries: Iterable[bytes]) -> dict[str, str]:
+    """Take from an environment, NAME=value each, the variables that tell a place in a job; no other is looked at."""
+    found = {}
+    for entry in entries:
+        if entry.startswith(_WANTED):
+            name, _, value = entry.decode("utf-8", "replace").partition("=")
+            found[name] = value[:256]
+    return found
+
+
+def owner(pid: int) -> int | None:
+    """Give the user id that a process runs as; None if it is gone."""
+    status = machine.read_text(f"/proc/{pid}/status")
+    for line in status.splitlines():
+        if line.startswith("Uid:"):
+            return int(line.split()[2])
+    return None
+
+
+def tracer(pid: int) -> int | None:
+    """Give the process that traces this one (strace, gdb); None if there is none."""
+    for line in machine.read_text(f"/proc/{pid}/status").splitlines():
+        if line.startswith("TracerPid:"):
+            return int(line.split()[1]) or None
+    return None
+
+
+def program(pid: int) -> str:
+    """Give the path of the program that a process runs; empty if not ours to read."""
+    try:
+        return os.readlink(f"/proc/{pid}/exe")
+    except OSError:
+        return ""
+
+
+def maps(pid: int) -> str | None:
+    """Read what a process has mapped; None if not ours to read."""
+    try:
+        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return None
+
+
+def switches(pid: int, tid: int | None = None) -> int:
+    """Count how often a thread, the main one if not named, gave up the processor to wait; -1 if it is gone."""
+    for line in machine.read_text(f"/proc/{pid}/task/{tid or pid}/status").splitlines():
+        if line.startswith("voluntary_ctxt_switches:"):
+            return int(line.split()[1])
+    return -1
+
+
+def thaws_by(pid: int) -> str:
+    """Return the command that lets a process go on whose cgroup is frozen; empty for one whose is not.
+
+    As it is below /sys/fs/cgroup here: in a container that may be another place than outside of it.
+    """
+    for line in machine.read_text(f"/proc/{pid}/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "freezer" in controllers.split(","):
+            place = f"/sys/fs/cgroup/freezer{path}/freezer.state"
+            if machine.read_text(place).strip() in ("FROZEN", "FREEZING"):
+                return f"echo THAWED > {place}"
+        elif not controllers and "frozen 1" in machine.read_text(f"/sys/fs/cgroup{path}/cgroup.events"):
+            return f"echo 0 > /sys/fs/cgroup{path}/cgroup.freeze"
+    return ""
+
+
+def uses_gpu(pid: int) -> bool:
+    """Tell whether a process has a GPU open: NVIDIA, AMD, or WSL's."""
+    try:
+        for entry in os.listdir(f"/proc/{pid}/fd"):
+            target = os.readlink(f"/proc/{pid}/fd/{entry}")
+            if (target.startswith("/dev/nvidia") and target[11:].isdigit()) or target in ("/dev/kfd", "/dev/dxg"):
+                return True
+    except OSError:
+        return False
+    return False
+
+
+def has_connection(pid: int, ports: set[int]) -> bool:
+    """Tell whether a process has a TCP socket of which either end is one of these ports, or listens there."""
+    wanted = {f":{port:04X}" for port in ports}
+    tables = [machine.read_text(f"/proc/{pid}/net/{name}").splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table]
+    inodes = {row[9] for row in rows if row[1][-5:] in wanted or row[2][-5:] in wanted} - {"0"}
+    try:
+        entries = os.listdir(f"/proc/{pid}/fd") if inodes else []
+    except OSError:  # gone, or not ours to read
+        return False
+    return any(_inode_of(f"/proc/{pid}/fd/{one}") in inodes for one in entries)
+
+
+def connections(pid: int) -> tuple[str, ...]:
+    """List the TCP connections of a process as both of their ends name them; equal for equal connections.
+
+    As the kernel writes the addresses, which is the same on all machines of one byte order.
+    """
+    rows = []
+    for name in ("tcp", "tcp6"):
+        lines = machine.read_text(f"/proc/{pid}/net/{name}").splitlines()[1:]
+        rows += [line.split(None, 10) for line in lines]
+    pairs = {row[9]: ">".join(sorted(row[1:3])) for row in rows if row[3] == "01" and row[9] != "0"}
+    try:
+        entries = os.listdir(f"/proc/{pid}/fd") if pairs else []
+    except OSError:  # gone, or not ours to read
+        return ()
+    own = {_inode_of(f"/proc/{pid}/fd/{entry}") for entry in entries}
+    return tuple(sorted(pairs[inode] for inode in own & pairs.keys()))[:_MOST_CONNECTIONS]
+
+
+def _inode_of(descriptor: str) -> str:
+    """Give a socket's inode; empty for what is none, or was closed since it was listed."""
+    try:
+        target = os.readlink(descriptor)
+    except OSError:
+        return ""
+    return target[8:-1] if target.startswith("socket:[") else ""
+
+
+def standstill(pid: int, tid: int, clocks: dict[int, float]) -> Standstill:
+    """Ask the kernel what one thread waits for; what is not ours to read stays empty. `clocks`: see asleep.seconds."""
+    folder = f"/proc/{pid}/task/{tid}"
+    fields = _stat(f"{folder}/stat")
+    name, path = _syscall(pid, machine.read_text(f"{folder}/syscall").split())
+    return Standstill(
+        tid=tid,
+        state=fields[1] if fields else "",
+        wait_channel=machine.read_text(f"{folder}/wchan").strip("0"),
+        syscall=name,
+        path=path,
+        since_s=off_cpu.seconds(pid, [tid], clocks).get(tid),
+    )
+
+
+def is_python(pid: int, words: list[str]) -> bool:
+    """Tell whether a process is an interpreter: by its program, or by the libpython that it has loaded."""
+    base = os.path.basename(program(pid) or (words[0] if words else ""))
+    if base.startswith(("python", "pypy")):
+        return True
+    return "libpython" in (maps(pid) or "")
+
+
+def children_of(procs: Iterable[Proc]) -> dict[int, list[int]]:
+    """List the children of every process that has some."""
+    found: dict[int, list[int]] = {}
+    for proc in procs:
+        found.setdefault(proc.parent, []).append(proc.pid)
+    return found
+
+
+def _stat(path: str) -> list[str] | None:
+    """Read comm and the fields after it: [comm, state, ppid, ...]; None if gone."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return None
+    head, _, tail = text.rpartition(")")
+    return [head.partition("(")[2], *tail.split()]
+
+
+def _cpu(fields: list[str]) -> float:
+    return (int(fields[12]) + int(fields[13])) / _TICKS
+
+
+def _syscall(pid: int, words: list[str]) -> tuple[str, str]:
+    """Name the system call of /proc/PID/syscall ("number arguments...") and the file it is about."""
+    if len(words) < 4:
+        return "", ""
+    number, arguments = int(words[0]), [int(word, 16) for word in words[1:7]]
+    name = syscall_names.NAMES.get(os.uname().machine, {}).get(number, f"syscall {number}")
+    if name in _ON_DESCRIPTOR:
+        return name, _open_file(pid, arguments[0])
+    if name in _ON_PROCESS:
+        return name, _program(arguments[0 if name == "wait4" else 1])
+    if name in _POLLS:
+        polled = _memory(pid, arguments[0], 8) if arguments[1] == 1 else b""
+        return name, _open_file(pid, struct.unpack_from("<i", polled)[0]) if len(polled) == 8 else ""
+    return name, _path_at(pid, arguments[_ON_PATH[name]]) if name in _ON_PATH else ""
+
+
+def _open_file(pid: int, fd: int) -> str:
+    try:
+        target = os.readlink(f"/proc/{pid}/fd/{fd}")
+    except OSError:
+        return ""
+    if target.startswith("pipe:["):
+        others = [child for child in _children(pid) if _has_open(child, target)]
+        return f"a pipe from {_program(others[0])}" if others else "a pipe"
+    if target.startswith("socket:["):
+        return _socket(pid, target[8:-1])
+    return target
+
+
+def _socket(pid: int, inode: str) -> str:
+    """Name a TCP socket by the address at its other end, a listening one by its own."""
+    for name in ("tcp", "tcp6"):
+        for line in machine.read_text(f"/proc/{pid}/net/{name}").splitlines()[1:]:
+            row = line.split(None, 10)
+            if row[9] == inode:
+                return f"TCP {_address(row[1] if row[3] == _LISTENS else row[2])}"
+    return "a socket"
+
+
+def _address(text: str) -> str:
+    """Write an address of /proc/net/tcp, which has words of 4 bytes as this machine has them in its memory."""
+    place, port = text.split(":")
+    words = [bytes.fromhex(place[at : at + 8])[::-1] for at in range(0, len(place), 8)]
+    family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
+    host = socket.inet_ntop(family, b"".join(words)).removeprefix("::ffff:")
+    return f"{f'[{host}]' if ':' in host else host}:{int(port, 16)}"
+
+
+def _children(pid: int) -> list[int]:
+    return [int(one) for one in machine.read_text(f"/proc/{pid}/task/{pid}/children").split()]
+
+
+def _has_open(pid: int, target: str) -> bool:
+    try:
+        return any(os.readlink(f"/proc/{pid}/fd/{fd}") == target for fd in os.listdir(f"/proc/{pid}/fd"))
+    except OSError:  # gone, or it has just closed one
+        return False
+
+
+def _program(pid: int) -> str:
+    """Name a process: "tar (pid 812)"; empty if there is none."""
+    process = read(pid)
+    return f"{process.comm} (pid {pid})" if process is not None else ""
+
+
+def _path_at(pid: int, address: int) -> str:
+    """Read a path out of a process's memory; empty if not ours to read."""
+    # Less of it comes where the memory behind it is not mapped.
+    return _memory(pid, address, _LONGEST_PATH).split(b"\0")[0].decode("utf-8", "replace")
+
+
+def _memory(pid: int, address: int, size: int) -> bytes:
+    try:
+        with open(f"/proc/{pid}/mem", "rb", buffering=0) as file:
+            file.seek(address)
+            return file.read(size)
+    except (OSError, OverflowError):
+        return b""

@@ -1,0 +1,46 @@
+"""What the kernel lets us read of other processes, and why it does not."""
+
+from __future__ import annotations
+
+import os
+
+from distdiag.facts import machine, procs
+
+
+def why_unreadable(pid: int, complaint: str) -> tuple[str, str]:
+    """Say why py-spy could not read a process: status and reason. Its own words mislead where rights are missing."""
+    last = next((line for line in complaint.strip().splitlines() if line.startswith("Error")), complaint.strip())
+    denied = "ermission" in complaint or "not permitted" in complaint
+    words = procs.command_words(pid)
+    if not denied and not procs.is_python(pid, words):
+        return "not-python", f"not a Python program: {machine.command_line(pid) or 'unknown'}"
+    if denied:
+        return "denied", _why_denied(pid)
+    return "failed", f"py-spy: {last[:200]}" if last else "py-spy saw no Python frames"
+
+
+def _why_denied(pid: int) -> str:
+    theirs, mine = procs.owner(pid), os.geteuid()
+    if mine != 0 and theirs != mine:
+        return f"it runs as another user (uid {theirs}, we are {mine})"
+    scope = ptrace_scope()
+    if scope:
+        return f"kernel.yama.ptrace_scope is {scope}"
+    if not may_trace():
+        whose = f"it runs as uid {theirs}, and " if theirs != mine else ""
+        return f"{whose}distdiag lacks CAP_SYS_PTRACE there"
+    return "the kernel does not let us read it (a setuid program, or one that may not be dumped)"
+
+
+def ptrace_scope() -> int | None:
+    """Read kernel.yama.ptrace_scope: 0 own processes, 1 descendants, 2 CAP_SYS_PTRACE, 3 nobody; None without yama."""
+    text = machine.read_text("/proc/sys/kernel/yama/ptrace_scope").strip()
+    return int(text) if text.isdigit() else None
+
+
+def may_trace() -> bool:
+    """Tell whether we have CAP_SYS_PTRACE (bit 19, linux/capability.h)."""
+    for line in machine.read_text("/proc/self/status").splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> 19 & 1)
+    return False

@@ -1,0 +1,92 @@
+"""Python stacks of other processes by `py-spy dump`, many at the same time, each with its own deadline."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from distdiag.facts import programs, carried_tools
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from typing import Any
+
+_LONGEST_ERROR = 200
+
+
+@dataclass(frozen=True)
+class Dump:
+    """What py-spy answered for one process. `done`: how it ended, None if it could not be started.
+
+    `threads`: as `py-spy dump --json` has them, with frames innermost first; none where it could not read them.
+    """
+
+    pid: int
+    threads: list[dict[str, Any]]
+    done: programs.Done | None
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The main thread's frames, innermost first, as "function (file:line)"; or why there are none."""
+
+    frames: tuple[str, ...]
+    error: str = ""
+
+
+def dump(
+    tool: str, pids: Sequence[int], *, timeout_s: float, native: bool = False, locals_too: bool = False
+) -> Iterator[Dump]:
+    """Run py-spy on several processes at the same time.
+
+    Only `native` pauses them: py-spy would wait for ever to pause one that is stopped or stuck in the kernel.
+    """
+    how = ["--native" if native else "--nonblocking", "--json", *(["--locals"] if locals_too else [])]
+    commands = {pid: [tool, "dump", *how, "--pid", str(pid)] for pid in pids}
+    for pid, done in programs.run_many(commands, timeout_s=timeout_s):
+        yield Dump(pid, _threads(done.stdout) if done is not None else [], done)
+
+
+def main_stacks(pids: Sequence[int], *, timeout_s: float) -> dict[int, Stack]:
+    """Read the main threads of several processes at the same time. None is paused."""
+    if not pids:
+        return {}
+    tool = carried_tools.find("py-spy")
+    if tool is None:
+        return dict.fromkeys(pids, Stack((), "py-spy is not installed (pip install py-spy)"))
+    return {found.pid: _main_stack(found, timeout_s) for found in dump(tool, pids, timeout_s=timeout_s)}
+
+
+def _main_stack(found: Dump, timeout_s: float) -> Stack:
+    if found.done is None:
+        return Stack((), "py-spy could not be started")
+    if found.done.timed_out:
+        return Stack((), f"py-spy did not answer within {timeout_s:g} s")
+    main = next((thread for thread in found.threads if _is_main(thread, found.pid)), None)
+    try:
+        frames = tuple(map(_frame, main["frames"])) if main is not None else ()
+    except (KeyError, TypeError):
+        frames = ()
+    if not frames:
+        complaint = found.done.stderr.decode("utf-8", "replace").strip().splitlines()
+        return Stack((), complaint[0][:_LONGEST_ERROR] if complaint else "py-spy saw no Python frames")
+    return Stack(frames)
+
+
+def _is_main(thread: dict[str, Any], pid: int) -> bool:
+    return thread.get("os_thread_id") == pid or thread.get("thread_name") == "MainThread"
+
+
+def _frame(frame: dict[str, Any]) -> str:
+    line = f":{frame['line']}" if frame["line"] else ""
+    return f"{frame['name']} ({frame.get('short_filename') or frame['filename']}{line})"
+
+
+def _threads(answer: bytes) -> list[dict[str, Any]]:
+    try:
+        threads = json.loads(answer)
+    except ValueError:  # torn while the process went on
+        return []
+    is_list = isinstance(threads, list) and all(isinstance(thread, dict) for thread in threads)
+    return threads if is_list else []

@@ -1,0 +1,105 @@
+"""Whose sockets are whose: those of some processes, and of whoever else on this machine has their other ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distdiag.facts import machine, procs
+from distdiag.facts.sockets import inodes
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from distdiag.facts.descriptors import Look
+    from distdiag.facts.sockets import Namespace, Socket
+
+_PROTOCOLS = ("tcp", "tcp6", "udp", "udp6")
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A socket and a process that has it; the rest as distdiag.facts.sockets tells it."""
+
+    pid: int
+    inode: int
+    protocol: str
+    state: str
+    local: str
+    remote: str
+
+
+@dataclass(frozen=True)
+class Network:
+    """One network namespace: its own addresses, and the sockets there."""
+
+    name: str
+    addresses: tuple[str, ...]
+    sockets: tuple[Owned, ...]
+
+
+@dataclass(frozen=True)
+class Person:
+    """A process that is only mentioned. `state` as in proc(5)."""
+
+    pid: int
+    comm: str
+    command: str
+    state: str
+
+
+def networks(pids: Iterable[int], look: Look) -> tuple[Network, ...]:
+    """Read the sockets of processes, by namespace; what is not ours to read is left out."""
+    by_name: dict[str, list[int]] = {}
+    for pid in pids:
+        by_name.setdefault(machine.network_namespace(pid), []).append(pid)
+    return tuple(_network(name, members, look) for name, members in by_name.items())
+
+
+def people(pids: Iterable[int]) -> tuple[Person, ...]:
+    """Say who they are, those that are still there."""
+    found = ((pid, procs.read(pid)) for pid in sorted(set(pids)))
+    return tuple(
+        Person(pid, proc.comm, machine.command_line(pid) or proc.comm, proc.state)
+        for pid, proc in found
+        if proc is not None
+    )
+
+
+def _network(name: str, pids: list[int], look: Look) -> Network:
+    namespace = look.tables.of(pids[0])
+    own = [_owned(pid, namespace.sockets[inode]) for pid in pids for inode in inodes(pid) if _is_inet(namespace, inode)]
+    return Network(name, namespace.addresses, (*own, *_strangers(own, namespace, look)))
+
+
+def _strangers(own: list[Owned], namespace: Namespace, look: Look) -> Iterator[Owned]:
+    """Find who else has the other end of these, or listens where they knock."""
+    known = {one.inode for one in own}
+    connected: dict[tuple[str, str], Socket] = {}
+    listening: dict[str, list[Socket]] = {}
+    for one in namespace.sockets.values():
+        if one.protocol in _PROTOCOLS and one.remote:
+            connected[one.local, one.remote] = one
+        elif one.state == "LISTEN" and one.protocol in _PROTOCOLS:
+            listening.setdefault(_port(one.local), []).append(one)
+    wanted: dict[int, Socket] = {}
+    for mine in own:
+        if mine.remote:
+            exact = connected.get((mine.remote, mine.local))
+            others = [exact] if exact else listening.get(_port(mine.remote), [])
+            wanted.update((other.inode, other) for other in others if other.inode not in known)
+    for inode, one in wanted.items():
+        for pid in sorted({end.pid for end in look.ends(f"socket:[{inode}]")}):
+            yield _owned(pid, one)
+
+
+def _is_inet(namespace: Namespace, inode: int) -> bool:
+    return inode in namespace.sockets and namespace.sockets[inode].protocol in _PROTOCOLS
+
+
+def _owned(pid: int, one: Socket) -> Owned:
+    return Owned(pid, one.inode, one.protocol, one.state, one.local, one.remote)
+
+
+def _port(end: str) -> str:
+    return end.rpartition(":")[2]

@@ -1,0 +1,231 @@
+"""The sockets of a network namespace, as /proc/PID/net tells of them: see proc(5), and include/net/tcp_states.h.
+
+/proc/PID/net is that of the process's own namespace, and everybody may read it; which process has a socket is told by
+its descriptors alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import struct
+from dataclasses import dataclass, replace
+
+from distdiag.facts import machine
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+_STATES = (
+    *("", "ESTABLISHED", "SYN_SENT", "SYN_RECV", "FIN_WAIT1", "FIN_WAIT2", "TIME_WAIT", "CLOSE", "CLOSE_WAIT"),
+    *("LAST_ACK", "LISTEN", "CLOSING", "NEW_SYN_RECV", "BOUND_INACTIVE"),
+)
+_TIMERS = ("", "retransmit", "keepalive", "time-wait", "zero-window-probe")
+_UNIX_STATES = ("FREE", "UNCONNECTED", "CONNECTING", "ESTABLISHED", "DISCONNECTING")  # include/uapi/linux/net.h
+_UNIX_LISTENS = 0x10000
+_MAPPED = bytes(10) + b"\xff\xff"
+"""How an IPv6 address begins that stands for an IPv4 address."""
+_TABLES = ("tcp", "tcp6", "udp", "udp6")
+# include/uapi/linux/netlink.h, sock_diag.h and unix_diag.h
+_SOCK_DIAG, _BY_FAMILY, _DUMP_REQUEST, _SHOW_PEER, _PEER = 4, 20, 0x301, 0x4, 2
+_DONE = (2, 3)
+"""NLMSG_ERROR, NLMSG_DONE."""
+
+
+@dataclass(frozen=True)
+class Socket:
+    """One socket; what the kernel does not tell is None or empty.
+
+    `local` and `remote`: "10.0.0.2:29500", "[::1]:29500"; `remote` is empty if there is none; of a unix socket the
+    path, "@..." if abstract. Queues as the kernel counts them: of UDP with its own overhead. `backlog`: connections
+    that nobody has accepted yet. `retransmits`: of the oldest segment that is not answered. `timer`: "retransmit",
+    "keepalive", "time-wait", or "zero-window-probe" (the other side does not read). `peer_inode`: the other end of a
+    unix socket, in our own namespace alone, and once accepted.
+    """
+
+    inode: int
+    protocol: str
+    state: str
+    local: str = ""
+    remote: str = ""
+    send_queue_bytes: int | None = None
+    receive_queue_bytes: int | None = None
+    backlog: int | None = None
+    retransmits: int | None = None
+    timer: str = ""
+    peer_inode: int | None = None
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """One network namespace: its sockets by inode, and the addresses that are its own, loopback included."""
+
+    sockets: dict[int, Socket]
+    addresses: tuple[str, ...]
+
+
+class Tables:
+    """Network namespaces, each of them read once."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Namespace] = {}
+
+    def of(self, pid: int) -> Namespace:
+        """Give the network namespace of a process; empty if the process is gone."""
+        name = (
+            machine.network_namespace(pid) or f"of {pid}"
+        )  # one that is hidden may be a known one: it is only read once more
+        if name not in self._known:
+            self._known[name] = _read(pid, ours=name == machine.network_namespace(os.getpid()))
+        return self._known[name]
+
+
+def inodes(pid: int) -> set[int]:
+    """List the sockets that a process has open."""
+    links = []
+    with contextlib.suppress(OSError):  # gone, or not ours to read
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return {int(link[len("socket:[") : -1]) for link in links if link.startswith("socket:[")}
+
+
+def stuck(pid: int) -> list[dict[str, Any]]:
+    """List a process's TCP connections whose other end does not answer: as records.StuckSocket."""
+    known = {}
+    for table in ("tcp", "tcp6"):
+        known.update(parse_inet(machine.read_text(f"/proc/{pid}/net/{table}"), table))
+    mine = (known[inode] for inode in sorted(inodes(pid)) if inode in known)
+    return [
+        {
+            "remote": one.remote,
+            "state": one.state,
+            "retransmits": one.retransmits or 0,
+            "unanswered_bytes": one.send_queue_bytes or 0,
+        }
+        for one in mine
+        if one.remote and (one.state == "SYN_SENT" or (one.retransmits or 0) > 1)
+    ]
+
+
+def parse_inet(text: str, protocol: str) -> dict[int, Socket]:
+    """Read /proc/PID/net/{tcp,tcp6,udp,udp6}; sockets that no process has any more (inode 0) are left out."""
+    rows = (line.split() for line in text.splitlines()[1:])
+    found = (_inet(columns, protocol) for columns in rows if len(columns) > 9 and columns[9] != "0")
+    return {one.inode: one for one in found}
+
+
+def parse_unix(text: str) -> dict[int, Socket]:
+    """Read /proc/PID/net/unix; the kernel writes no queues there."""
+    found = {}
+    for line in text.split("\n")[1:]:
+        # Num RefCount Protocol Flags Type St Inode Path: a path may contain anything, also the end of a line.
+        columns = line.split(None, 7)
+        if len(columns) < 7 or not columns[0].endswith(":"):
+            continue
+        listens = int(columns[3], 16) & _UNIX_LISTENS
+        state = "LISTEN" if listens else _name(_UNIX_STATES, int(columns[5], 16))
+        inode = int(columns[6])
+        found[inode] = Socket(inode, "unix", state, local=columns[7] if len(columns) > 7 else "")
+    return found
+
+
+def parse_addresses(fib_trie: str, if_inet6: str) -> tuple[str, ...]:
+    """Read which addresses are a namespace's own, from /proc/PID/net/fib_trie and if_inet6."""
+    found = re.findall(r"\|-- (\S+)\n(?: +/\d+ .*\n)*? +/32 host LOCAL", fib_trie)
+    for line in if_inet6.splitlines():
+        found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line.split()[0])))
+    return tuple(dict.fromkeys(found))
+
+
+def unix_peers() -> dict[int, int]:
+    """Ask the kernel which unix sockets of our own network namespace are connected: inode to inode, both ways."""
+    query = struct.pack("=BBHIIIII", socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, _SHOW_PEER, 0, 0)
+    header = struct.pack("=IHHII", 16 + len(query), _BY_FAMILY, _DUMP_REQUEST, 1, 0)
+    found = {}
+    try:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
+            kernel.settimeout(1.0)
+            kernel.send(header + query)
+            for message in _messages(kernel):
+                peer = _attribute(message[16:], _PEER)
+                if peer is not None:
+                    found[struct.unpack_from("=I", message, 4)[0]] = struct.unpack("=I", peer)[0]
+    except OSError:  # a kernel without unix_diag, or a sandbox without netlink
+        return {}
+    return found
+
+
+def _read(pid: int, *, ours: bool) -> Namespace:
+    folder = f"/proc/{pid}/net"
+    found = parse_unix(machine.read_text(f"{folder}/unix"))
+    for inode, peer in unix_peers().items() if ours and found else ():
+        if inode in found and peer in found:
+            found[inode] = replace(found[inode], peer_inode=peer, remote=found[peer].local)
+    for table in _TABLES:
+        found.update(parse_inet(machine.read_text(f"{folder}/{table}"), table))
+    own = parse_addresses(machine.read_text(f"{folder}/fib_trie"), machine.read_text(f"{folder}/if_inet6"))
+    return Namespace(found, own)
+
+
+def _inet(columns: list[str], protocol: str) -> Socket:
+    """Read: sl local_address rem_address st tx_queue:rx_queue tr:tm->when retrnsmt uid timeout inode ..."""
+    tcp = protocol.startswith("tcp")
+    state = _name(_STATES, int(columns[3], 16))
+    sends, receives = (int(queue, 16) for queue in columns[4].split(":"))
+    listens = tcp and state == "LISTEN"
+    remote = _end(columns[2])
+    return Socket(
+        inode=int(columns[9]),
+        protocol=protocol,
+        state=state if tcp or remote else "UNCONNECTED",
+        local=_end(columns[1], always=True),
+        remote=remote,
+        send_queue_bytes=None if listens else sends,
+        receive_queue_bytes=None if listens else receives,
+        backlog=receives if listens else None,
+        retransmits=int(columns[6], 16) if tcp else None,
+        timer=_name(_TIMERS, int(columns[5].partition(":")[0], 16)) if tcp else "",
+    )
+
+
+def _end(text: str, *, always: bool = False) -> str:
+    """Read ADDRESS:PORT as the kernel prints it: words in the machine's byte order. Port 0: empty, unless `always`."""
+    address, port = text.split(":")
+    if int(port, 16) == 0 and not always:
+        return ""
+    words = struct.pack(f"={len(address) // 8}I", *(int(address[at : at + 8], 16) for at in range(0, len(address), 8)))
+    if words.startswith(_MAPPED):
+        words = words[len(_MAPPED) :]
+    if len(words) == 4:
+        return f"{socket.inet_ntop(socket.AF_INET, words)}:{int(port, 16)}"
+    return f"[{socket.inet_ntop(socket.AF_INET6, words)}]:{int(port, 16)}"
+
+
+def _name(names: tuple[str, ...], number: int) -> str:
+    return names[number] if number < len(names) else str(number)
+
+
+def _messages(kernel: socket.socket) -> Iterator[bytes]:
+    """Receive what the kernel answers, message by message without their headers, to the end."""
+    while True:
+        data = kernel.recv(65536)
+        while len(data) >= 16:
+            length, kind = struct.unpack_from("=IH", data)
+            if kind in _DONE or length < 16:
+                return
+            yield data[16:length]
+            data = data[(length + 3) & ~3 :]
+
+
+def _attribute(data: bytes, wanted: int) -> bytes | None:
+    while len(data) >= 4:
+        length, kind = struct.unpack_from("=HH", data)
+        if kind == wanted:
+            return data[4:length]
+        data = data[(max(length, 4) + 3) & ~3 :]
+    return None

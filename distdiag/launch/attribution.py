@@ -1,0 +1,263 @@
+"""Which ranks are at fault and which only suffer from it, by stages, errors and cut connections. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from distdiag import knowledge
+from distdiag.cluster.hosts import fold
+from distdiag.cluster.rank_runs import Outcome
+from distdiag.facts import machine
+from distdiag.report import Finding, Fix, Level, Where, Witnesses
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from distdiag.cluster.rank_runs import Trace
+    from distdiag.cluster.records import StuckSocket
+    from distdiag.cluster.rendezvous_test import RendezvousTest
+    from distdiag.launch.record import Course
+    from distdiag.launch.types import Request
+
+_BUSY = 0.2
+"""Of the time: a process that sleeps, with torch's own threads in it, needs under 0.01."""
+_READS_BYTES = 64 * 2**10
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What a rank reported as wrong: one of rank.py's kinds, with its details."""
+
+    rank: int
+    kind: str
+    message: str
+    details: Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Blame:
+    """Ranks by their part in it; `troubles` are those that are no consequence of another rank's."""
+
+    died: tuple[int, ...]
+    lost: tuple[int, ...]
+    """Their node went away."""
+    missing: tuple[int, ...]
+    troubles: tuple[Trouble, ...]
+    standstill: bool
+    """Nothing moves, and nobody is to blame."""
+    only_consequences: bool = False
+    """Who died or found something wrong has only lost somebody else."""
+
+
+def blame(outcome: Outcome, traces: list[Trace], stages: Sequence[str]) -> Blame:
+    """Tell causes from consequences."""
+    troubles = [trouble for trace in traces for trouble in _troubles(trace)]
+    died = [trace for trace in traces if trace.died]
+    # When all stood still, or were interrupted at it; the positions tell enough where nobody could be looked at.
+    looked_at = outcome is Outcome.STALLED or any(trace.inspection for trace in traces)
+    lost = tuple(trace.rank for trace in traces if trace.lost)
+    missing = _missing(traces, stages) if looked_at and not died and not lost else ()
+    roots = [trouble for trouble in troubles if not _sounds_like_consequence(trouble.message)]
+    real_deaths = [trace for trace in died if not _sounds_like_consequence(trace.ending.tail if trace.ending else "")]
+    only_consequences = not (real_deaths or roots or missing or lost)
+    if not only_consequences:
+        died, troubles = real_deaths, roots
+    if 0 in (*(trace.rank for trace in died), *missing, *lost):
+        # Without rank 0 nobody answers at the address as ours does.
+        troubles = [trouble for trouble in troubles if trouble.kind != "port-foreign"]
+    return Blame(
+        tuple(trace.rank for trace in died),
+        lost,
+        missing,
+        tuple(troubles),
+        outcome is Outcome.STALLED and not (missing or died or troubles or lost),
+        only_consequences,
+    )
+
+
+def is_at_work(trace: Trace) -> bool:
+    """Whether a silent rank computes, waits for a core or reads files: it may be slow, or in a loop that never ends.
+
+    A GPU rank that waits for others may spin, and what a waiting rank reads are messages.
+    """
+    seen = trace.inspection
+    if seen is None or seen.state in machine.STOPPED:
+        return False
+    if trace.is_waiting:
+        return _on_cpu(trace) and seen.busy > _BUSY
+    return seen.state == "R" or seen.busy > _BUSY or seen.read_bytes > _READS_BYTES
+
+
+def _on_cpu(trace: Trace) -> bool:
+    return all(event.payload["started"].get("device") == "cpu" for event in trace.events if "started" in event.payload)
+
+
+def position(trace: Trace, stages: Sequence[str]) -> tuple[int, int]:
+    """How far a rank came: stage and step; beyond all stages once it finished."""
+    if trace.finished:
+        return len(stages), 0
+    return (stages.index(trace.last.stage), trace.last.at) if trace.last is not None else (-1, 0)
+
+
+def _missing(traces: list[Trace], stages: Sequence[str]) -> tuple[int, ...]:
+    live = [trace for trace in traces if trace.ending is None]
+    states = {trace.rank: trace.inspection.state if trace.inspection else "" for trace in live}
+    stopped = tuple(rank for rank, state in states.items() if state in machine.STOPPED)
+    if stopped:
+        return stopped
+    if any(trace.gave_up or trace.has("held") for trace in traces):
+        return ()
+    positions = {trace.rank: position(trace, stages) for trace in traces}
+    last = min(positions.values())
+    if last < max(positions.values()):
+        return tuple(rank for rank, place in positions.items() if place == last)
+    if not all(trace.is_waiting for trace in traces):
+        return ()  # each works for itself, and sleeps in the kernel as its work needs it
+    in_kernel = tuple(rank for rank, state in states.items() if state == "D")
+    return in_kernel if len(in_kernel) < len(live) else ()
+
+
+def _troubles(trace: Trace) -> list[Trouble]:
+    found = [event.payload["trouble"] for event in trace.events if "trouble" in event.payload]
+    return [Trouble(trace.rank, str(one["kind"]), str(one.get("message", "")), one) for one in found]
+
+
+def _sounds_like_consequence(words: str) -> bool:
+    known = knowledge.recognise(words)
+    return known is not None and known.role == "consequence"
+
+
+_PEER = re.compile(r"\[(?:::ffff:)?([0-9a-fA-F.:]+)\]:\d+|(?:peer|from|to) ([\w.:-]+)<\d+>")
+"""Gloo's pair.cc: "Read error [10.0.0.3]:40114: Connection reset by peer"; NCCL: "remote peer node3<46588>"."""
+_LINES = 8
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A connection of a rank that does not work: its host, the host at the other end, and what shows it."""
+
+    source: str
+    target: str
+    evidence: str
+
+
+def cut(parts: Blame, traces: Sequence[Trace], request: Request, course: Course) -> tuple[Blame, list[Finding]]:
+    """Where ranks only complain of others that went away, and all are there: what they name instead of them.
+
+    Returns the blame without the ranks that are witnesses, and the finding; the same blame and none otherwise.
+    """
+    hurt = {*parts.died, *(trouble.rank for trouble in parts.troubles)}
+    if course.meeting is None or not hurt or parts.missing or parts.lost or not parts.only_consequences:
+        return parts, []
+    names = _names(course.meeting)
+    host = {trace.rank: trace.host for trace in traces}
+    said = [(trouble.rank, trouble.message) for trouble in parts.troubles]
+    said += [(trace.rank, trace.ending.tail) for trace in traces if trace.rank in parts.died and trace.ending]
+    broken = [
+        Broken(host[rank], target, f"rank {rank} ({host[rank]}): {_line_with(match, words)}")
+        for rank, words in said
+        for match in _PEER.finditer(words)
+        if (target := names.get(match[1] or match[2]))
+        and target != host[rank]
+        # Whoever cannot go on leaves, and his peers lose him: that says nothing of him.
+        and not _was_over_before(rank, target, traces)
+    ]
+    if not broken:
+        return parts, []
+    accused, witnesses = accuse(broken)
+    blamed = replace(
+        parts,
+        died=tuple(rank for rank in parts.died if host[rank] in accused),
+        troubles=tuple(trouble for trouble in parts.troubles if host[trouble.rank] in accused),
+    )
+    return blamed, [_cut(broken, accused, witnesses, traces, request)]
+
+
+def _was_over_before(rank: int, host: str, traces: Sequence[Trace]) -> bool:
+    """Whether a rank of this host had given up before this rank did."""
+    mine = next((trace.over_at for trace in traces if trace.rank == rank), None)
+    theirs = [trace.over_at for trace in traces if trace.host == host and trace.over_at is not None]
+    return mine is not None and bool(theirs) and min(theirs) < mine
+
+
+def _cut(
+    broken: Sequence[Broken],
+    accused: Sequence[str],
+    witnesses: Sequence[str],
+    traces: Sequence[Trace],
+    request: Request,
+) -> Finding:
+    others = f" by {fold(witnesses)}" if witnesses else ""
+    which = f"of {fold(accused)} were cut, as seen{others}" if others else f"between {fold(accused)} were cut"
+    return Finding(
+        id=f"{request.command}.connections-cut",
+        level=Level.FAIL,
+        title=f"connections {which}: the ranks were all there, and had exchanged data before",
+        detail="They were open and were ended in the middle: by a firewall, a proxy or a limit on connections of that "
+        "node or in front of it. It is no closed port and no cable.",
+        where=Where(hosts=tuple(accused)),
+        witnesses=_witnesses(witnesses, traces),
+        evidence=tuple(dict.fromkeys(one.evidence for one in broken))[:_LINES],
+        fix=Fix(
+            text=f"on {fold(accused)}, see which rule ends connections, and what the kernel says of the interface",
+            commands=(
+                "nft list ruleset | grep -nE 'reject|drop|quota|ct (bytes|count|state)|limit'",
+                "dmesg -T | grep -iE 'conntrack|link is|reset' | tail",
+            ),
+        ),
+    )
+
+
+def stuck(traces: Iterable[Trace], meeting: RendezvousTest | None) -> list[Broken]:
+    """List the connections on which the kernel of a silent rank's node sends again and again, without an answer."""
+    names = _names(meeting) if meeting is not None else {}
+    return [
+        Broken(trace.host, target, f"rank {trace.rank} ({trace.host}): {stuck_words(one)}")
+        for trace in traces
+        if trace.inspection is not None
+        for one in trace.inspection.stuck
+        if (target := names.get(_address(one))) and target != trace.host
+    ]
+
+
+def stuck_words(one: StuckSocket) -> str:
+    """Say how a connection is stuck."""
+    times = f", sent again {one.retransmits} time(s)" if one.retransmits else ""
+    if one.state == "SYN_SENT":
+        return f"connecting to {one.remote}, no answer{times}"
+    return f"connected to {one.remote}, {one.unanswered_bytes} bytes without an answer{times}"
+
+
+def _address(one: StuckSocket) -> str:
+    return one.remote.rpartition(":")[0].strip("[]")
+
+
+def accuse(broken: Sequence[Broken]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Find the hosts that explain all of them, and who saw it: one that they have in common, else all ends."""
+    hosts = tuple(dict.fromkeys(host for one in broken for host in (one.source, one.target)))
+    common = [host for host in hosts if all(host in (one.source, one.target) for one in broken)]
+    if len(hosts) > 2 and len(common) == 1:
+        return (common[0],), tuple(host for host in hosts if host != common[0])
+    return hosts, ()
+
+
+def _witnesses(hosts: Sequence[str], traces: Iterable[Trace]) -> Witnesses:
+    return Witnesses(hosts=tuple(hosts), ranks=tuple(trace.rank for trace in traces if trace.host in hosts))
+
+
+def _names(meeting: RendezvousTest) -> Mapping[str, str]:
+    """Give the host of each address and name."""
+    found = {host: host for host in meeting.hosts.values()}
+    for node, network in meeting.networks.items():
+        for interface in network.interfaces:
+            if not interface.loopback:
+                found.update({entry.partition("/")[0]: meeting.hosts[node] for entry in interface.addresses})
+    return found
+
+
+def _line_with(match: re.Match[str], words: str) -> str:
+    """Give the part of what was said around the address."""
+    start, end = match.span()
+    return words[max(0, start - 40) : end + 80].strip()

@@ -1,0 +1,155 @@
+"""Facts of one node before ranks start on it: its GPUs as the driver sees them, memory, shared memory."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import threading
+from collections import Counter
+
+from distdiag.facts import machine, pcie
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+_DRIVER_TIMEOUT_S = 10.0
+# The driver's own count, which respects CUDA_VISIBLE_DEVICES; in a child, because a wedged driver never returns.
+_COUNT_GPUS = """
+import ctypes
+cuda = ctypes.CDLL("libcuda.so.1")
+status = cuda.cuInit(0)
+count = ctypes.c_int()
+if status == 0:
+    status = cuda.cuDeviceGetCount(ctypes.byref(count))
+print(status, count.value)
+"""
+_RESOLVER_S = 3.0
+_PREFIXES = ("NCCL_", "TORCH_", "GLOO_")
+_SECRETS = ("KEY", "TOKEN", "SECRET", "PASS")
+_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE, cuda.h
+_NO_DRIVER = {"driver_present": False, "visible": 0, "error": ""}
+
+
+def facts(ask: dict[str, Any]) -> dict[str, Any]:
+    """Look at this node: distdiag.launch.types.NodeFacts. {"gpus": False} leaves the driver alone."""
+    shm = machine.shared_memory_bytes()
+    return {
+        "host": machine.host_name(),
+        "kernel": os.uname().release,
+        "python": sys.executable,
+        "gpus": find_gpus() if ask["gpus"] else _NO_DRIVER,
+        "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "memory_available_bytes": machine.available_memory_bytes(),
+        "shm_free_bytes": shm[0] if shm else None,
+        "shm_total_bytes": shm[1] if shm else None,
+        "cpus": len(os.sched_getaffinity(0)),
+        **_rdma(),
+        "pcie": pcie.look(),
+        "nvidia_driver": _driver_version(),
+        "machine": machine.read_text("/sys/class/dmi/id/product_name").strip(),
+        "variables": {name: value[:200] for name, value in sorted(os.environ.items()) if _is_told(name)},
+        "limits": _limits(),
+        "said_otherwise": _said_otherwise(),
+    }
+
+
+def _is_told(name: str) -> bool:
+    return name == "MASTER_ADDR" or (name.startswith(_PREFIXES) and not any(word in name for word in _SECRETS))
+
+
+def _limits() -> dict[str, str]:
+    found = {}
+    for letter, number, unit in (("-n", resource.RLIMIT_NOFILE, 1), ("-l", resource.RLIMIT_MEMLOCK, 1024)):
+        soft = resource.getrlimit(number)[0]
+        found[letter] = "unlimited" if soft == resource.RLIM_INFINITY else str(soft // unit)
+    return found
+
+
+def _said_otherwise() -> list[str]:
+    """Find variables that a script would read and that contradict the launcher: left over from another job."""
+    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} & os.environ.keys():
+        return []
+    from distdiag.facts import rank_identity  # not before: its imports cost every node 10 ms
+
+    me = rank_identity.identify(os.environ)
+    if me is None or me.launcher in ("environment", "torchrun"):
+        return []
+    right = {"RANK": me.rank, "WORLD_SIZE": me.world_size, "LOCAL_RANK": me.local_rank}
+    told = {name: os.environ.get(name) for name in right}
+    found = [f"{name}={told[name]}" for name in right if told[name] is not None and told[name] != str(right[name])]
+    return [
+        *found,
+        *([f"MASTER_ADDR={os.environ['MASTER_ADDR']}"] if me.rank == 0 and master_addr_leads_elsewhere() else []),
+    ]
+
+
+def master_addr_leads_elsewhere() -> bool:
+    """Whether MASTER_ADDR is set, and is or means addresses of which this node, rank 0's, has none."""
+    from distdiag.facts import network
+
+    name = os.environ.get("MASTER_ADDR", "")
+    if name in ("", os.uname().nodename):
+        return False
+    addresses = (name,) if network.is_address(name) else _resolved_in_time(name)
+    own = {entry.partition("/")[0] for one in network.interfaces() for entry in one.addresses}
+    return addresses is not None and not any(network.is_loopback(one) or one in own for one in addresses)
+
+
+def _resolved_in_time(name: str) -> tuple[str, ...] | None:
+    """Ask for a name; empty if it means nothing here, None if nobody answers in a moment."""
+    from distdiag.facts import network
+
+    found: list[tuple[str, ...]] = []
+    asking = threading.Thread(target=lambda: found.append(network.resolve(name)[0]), daemon=True)
+    asking.start()
+    asking.join(_RESOLVER_S)
+    return found[0] if found else None
+
+
+def _rdma() -> dict[str, Any]:
+    if not os.path.isdir("/sys/class/infiniband"):
+        return {"rdma_bits_per_s": None, "rdma_ports": {}}
+    from distdiag.facts import nics
+
+    active = [port for port in nics.ib_ports() if port.state == "ACTIVE"]
+    kinds = Counter(f"{port.link}, {(port.rate_bits_per_s or 0) / 1e9:g} Gb/s" for port in active)
+    return {
+        "rdma_bits_per_s": sum(port.rate_bits_per_s or 0 for port in active) or None,
+        "rdma_ports": dict(sorted(kinds.items())),
+    }
+
+
+def _driver_version() -> str:
+    """Read the version of the loaded module: "NVRM version: NVIDIA UNIX ... Kernel Module  570.124.06  Wed ..."."""
+    line = machine.read_text("/proc/driver/nvidia/version").partition("\n")[0]
+    return next((word for word in line.split() if word.partition(".")[0].isdigit() and "." in word), "")
+
+
+def find_gpus() -> dict[str, Any]:
+    """Count the GPUs that a program started here could use: distdiag.launch.types.Gpus. No driver, no question."""
+    devices = os.listdir("/dev") if os.path.isdir("/dev") else []
+    if not (
+        any(name.startswith("nvidia") and name[6:].isdigit() for name in devices)
+        or os.path.exists("/proc/driver/nvidia/version")
+        or os.path.exists("/dev/dxg")
+    ):
+        return _NO_DRIVER
+    from distdiag.facts import programs  # not before: its imports cost a node without a GPU 10 ms
+
+    done = programs.run([sys.executable, "-c", _COUNT_GPUS], timeout_s=_DRIVER_TIMEOUT_S)
+    if done.timed_out:
+        return _gpus(None, f"the driver did not answer within {_DRIVER_TIMEOUT_S:g} s")
+    words = done.stdout.split()
+    if done.status != 0 or len(words) != 2:
+        complaint = done.stderr.decode("utf-8", "replace").strip().splitlines()
+        return _gpus(None, complaint[-1] if complaint else f"the driver's library ended with {done.status}")
+    status, count = int(words[0]), int(words[1])
+    if status in (0, _NO_DEVICE):
+        return _gpus(count)
+    return _gpus(None, f"the driver's cuInit failed with error {status}")
+
+
+def _gpus(visible: int | None, error: str = "") -> dict[str, Any]:
+    return {"driver_present": True, "visible": visible, "error": error}

@@ -1,0 +1,121 @@
+"""From what was typed and what the node has to what will be run; or to the finding that says why not. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.hosts import fold
+from distdiag.errors import UsageError
+from distdiag.report import Finding, Fix, Level, Where
+from distdiag.launch.record import Plan, Share
+from distdiag.launch.types import MOST_RANKS, Backend, Device
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from distdiag.launch.record import Place
+    from distdiag.launch.types import Request
+
+RANKS_WITHOUT_GPU = 2
+
+
+def check_request(request: Request) -> None:
+    """Refuse what contradicts itself, whatever the machine. Raises UsageError."""
+    if request.backend is Backend.NCCL and request.device is Device.CPU:
+        raise UsageError("nccl moves data between GPUs only", hint="leave out --device cpu, or use --backend gloo")
+
+
+def make_plan(request: Request, places: Sequence[Place]) -> Plan | Finding:
+    """Decide on ranks, backend and device for all nodes."""
+    wants_cuda = request.device is Device.CUDA or request.backend is Backend.NCCL
+    wants_best = request.device is Device.AUTO and request.backend is Backend.AUTO
+    broken = [place for place in places if place.facts.gpus.visible is None]
+    if broken and (wants_cuda or wants_best):
+        return _driver_trouble(request, broken)
+    on_cuda = wants_cuda or (wants_best and any(place.facts.gpus.visible for place in places))
+    device = Device.CUDA if on_cuda else Device.CPU
+    backend = request.backend
+    if backend is Backend.AUTO:
+        backend = Backend.NCCL if on_cuda else Backend.GLOO
+    shares: list[Share] = []
+    for place in places:
+        share = _share(request, place, sum(one.nproc for one in shares), on_cuda=on_cuda)
+        gpus = place.facts.gpus.visible or 0
+        if on_cuda and (gpus == 0 or (backend is Backend.NCCL and share.nproc > gpus)):
+            return _too_few_gpus(request, place, places, max(share.nproc, 1))
+        shares.append(share)
+    plan = Plan(shares=tuple(shares), backend=backend, device=device)
+    highest = request.injected.highest_rank if request.injected is not None else None
+    if highest is not None and highest >= plan.nproc:
+        raise UsageError(
+            f"--inject names rank {highest}, and there are ranks 0 to {plan.nproc - 1}",
+            hint=f"give a smaller rank, or --nproc {highest + 1}",
+        )
+    return plan
+
+
+def _share(request: Request, place: Place, first_rank: int, *, on_cuda: bool) -> Share:
+    gpus = place.facts.gpus.visible or 0
+    if place.local is not None:
+        nproc = request.nproc or 1
+    else:
+        nproc = request.nproc or place.slots or (gpus if on_cuda else RANKS_WITHOUT_GPU)
+    if nproc > MOST_RANKS:
+        raise UsageError(
+            f"{nproc} ranks on {place.host} are too many", hint=f"up to {MOST_RANKS}: correct its slots, or --nproc N"
+        )
+    local_rank, local_world_size = place.local if place.local is not None and nproc == 1 else (0, nproc)
+    return Share(
+        node=place.node,
+        host=place.host,
+        first_rank=first_rank,
+        nproc=nproc,
+        memory_available_bytes=place.facts.memory_available_bytes,
+        cpus=place.facts.cpus,
+        sharing=-(-local_world_size // gpus) if on_cuda and gpus else 1,
+        first_local_rank=local_rank,
+        local_world_size=local_world_size,
+        door=place.door or place.node,
+    )
+
+
+def _driver_trouble(request: Request, broken: Sequence[Place]) -> Finding:
+    hosts = tuple(place.host for place in broken)
+    return Finding(
+        id=f"{request.command}.cuda-unavailable",
+        level=Level.FAIL,
+        title=f"{fold(hosts)} has an NVIDIA driver that does not work: {broken[0].facts.gpus.error}",
+        detail="No rank was started: none could use a GPU there.",
+        where=Where(hosts=hosts),
+        fix=Fix(
+            text="see what the driver itself says; to test the ranks on the CPU meanwhile, use --device cpu",
+            commands=("nvidia-smi", request.again(device="cpu", backend="gloo")),
+        ),
+    )
+
+
+def _too_few_gpus(request: Request, place: Place, places: Sequence[Place], nproc: int) -> Finding:
+    facts = place.facts
+    gpus = facts.gpus.visible or 0
+    hidden = facts.cuda_visible_devices
+    evidence = () if hidden is None else (f"CUDA_VISIBLE_DEVICES={hidden}",)
+    if gpus == 0:
+        why = "CUDA_VISIBLE_DEVICES hides them" if facts.gpus.driver_present else "there is no NVIDIA driver"
+        title = f"{place.host} shows no GPU: {why}"
+        others = [one.host for one in places if one.facts.gpus.visible]
+        if others:
+            title += f" ({fold(others)} shows some)"
+        cpu = request.again(device="cpu", backend="gloo")
+        fix = Fix(text="to test the ranks on the CPU instead", commands=(cpu,))
+    else:
+        title = f"{place.host} shows {gpus} GPU(s), and nccl needs one for each of {nproc} ranks"
+        fix = Fix(text="start one rank per GPU", commands=(request.again(nproc=str(gpus)),))
+    return Finding(
+        id=f"{request.command}.too-few-gpus",
+        level=Level.FAIL,
+        title=title,
+        detail="No rank was started.",
+        where=Where(hosts=(place.host,)),
+        evidence=evidence,
+        fix=fix,
+    )

@@ -1,0 +1,398 @@
+"""What every rank runs before its command's own work: the stages start, connect, init, and its end.
+
+Each step is reported before it is made, so that a rank that never comes back has said where it is. A rank reports
+what it sees itself; who is to blame is decided by whoever sees all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import warnings
+from datetime import timedelta
+
+from distdiag.facts import machine, programs
+from distdiag.agent import rendezvous
+from distdiag.agent.rank_progress import Progress
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import ModuleType
+    from typing import Any, NoReturn
+
+    import torch
+    import torch.distributed as dist
+
+
+_NAP_S, _LATE_S = 0.005, 0.01
+
+
+class Stop(Exception):
+    """This rank cannot go on; what it saw is reported already."""
+
+
+def run_rank(config: dict[str, Any], kind: type[Rank]) -> None:
+    """Run one rank, then leave: status 0 when it came to the end, 1 when it could not."""
+    programs.die_with_parent()
+    programs.name_process(f"distdiag-rank{config['rank']}")
+    programs.allow_tracing_by_anyone()
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    status = 1
+    try:
+        kind(config, Progress(config["events_fd"])).go()
+        status = 0
+    except Stop:
+        pass
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The group is destroyed; what is left, unloading torch, takes a fifth of the run and tests nothing.
+    os._exit(status)
+
+
+class Pauses(threading.Thread):
+    """Measures how long this process did not run at all: stopped, throttled, or without a core.
+
+    A thread that sleeps for a moment and wakes up late was kept from running, and the whole process with it. How long
+    it waited for a core meanwhile is what the kernel says of this very thread; the rest it was stopped or throttled.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._paused_s = 0.0
+        self._schedstat = ""
+        self._began = (time.monotonic(), 0.0, 0.0, 0.0)
+
+    def run(self) -> None:
+        """Watch until the process ends."""
+        self._schedstat = f"/proc/self/task/{threading.get_native_id()}/schedstat"
+        before = time.monotonic()
+        while True:
+            time.sleep(_NAP_S)
+            now = time.monotonic()
+            if now - before > _NAP_S + _LATE_S:
+                self._paused_s += now - before - _NAP_S
+            before = now
+
+    def begin(self) -> None:
+        """Count from now on."""
+        self._began = (time.monotonic(), self._paused_s, self._no_core_s(), machine.throttled_s())
+
+    def told(self) -> dict[str, int]:
+        """Give what was since the beginning, in nanoseconds: records.PausedTold."""
+        time.sleep(2 * _NAP_S)  # a pause that has just ended is noted when the nap is over
+        at, paused_s, no_core_s, throttled_s = self._began
+        paused_s = self._paused_s - paused_s
+        throttled_s = min(paused_s, machine.throttled_s() - throttled_s)
+        # To the kernel, whoever has used up his quota waits for a core.
+        no_core_s = max(0.0, min(paused_s, self._no_core_s() - no_core_s) - throttled_s)
+        found = {"paused": paused_s, "no_core": no_core_s, "throttled": throttled_s, "of": time.monotonic() - at}
+        return {f"{name}_ns": round(seconds * 1e9) for name, seconds in found.items()}
+
+    def _no_core_s(self) -> float:
+        columns = machine.read_text(self._schedstat).split() if self._schedstat else []
+        return int(columns[1]) / 1e9 if len(columns) > 1 else 0.0
+
+
+class Rank:
+    """One rank on its way through the stages."""
+
+    device: torch.device
+    store: dist.TCPStore
+    listener: socket.socket
+
+    def __init__(self, config: dict[str, Any], progress: Progress) -> None:
+        self.config = config
+        self.progress = progress
+        self.rank: int = config["rank"]
+        self.world_size: int = config["world_size"]
+        self.in_group = False
+
+    def go(self) -> None:
+        """Take the stages in order; an exception of torch's is reported before the group is destroyed."""
+        try:
+            self.start()
+            self.connect()
+            self.init()
+            self.work()
+            self.done()
+        except (RuntimeError, OSError, ValueError, TypeError, ImportError) as error:
+            kind = "out-of-memory" if is_out_of_memory(error) else "exception"
+            self.fail(kind, message=first_lines(error))
+        finally:
+            self.leave_group()
+        self.progress.step("finished", finished=True)
+
+    def enter(self, stage: str, note: str) -> None:
+        """Reach a stage; an injected fault for it happens here."""
+        self.progress.enter(stage, note)
+        fault = self.config["fault"]
+        if fault is None or fault.get("stage") != stage:
+            return
+        if fault["kind"] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault["kind"] == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault["kind"] == "late":
+            time.sleep(fault["seconds"])
+
+    def fail(self, kind: str, **details: object) -> NoReturn:
+        """Report why this rank cannot go on, then stop."""
+        self.progress.step(f"gave up: {kind}", trouble={"kind": kind, **details}, fatal=True)
+        raise Stop
+
+    def trouble(self, kind: str, **details: object) -> None:
+        """Report something wrong that this rank saw, and go on."""
+        self.progress.step(f"found: {kind}", trouble={"kind": kind, **details})
+
+    def is_faulty(self, kind: str) -> bool:
+        """Tell whether this fault is to be made in this rank."""
+        return self.config["fault"] is not None and self.config["fault"].get("kind") == kind
+
+    def start(self) -> None:
+        """Import torch, choose the device, and tell its facts."""
+        self.enter("start", "importing torch")
+        if self.is_faulty("no-import"):
+            sys.meta_path.insert(0, _Hides("torch"))
+        try:
+            self.import_torch()
+        except (ImportError, OSError, AttributeError, RuntimeError) as error:
+            missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+            self.fail("no-torch", message=first_lines(error), missing=missing, python=sys.executable)
+        self.progress.step("choosing the device")
+        if not dist.is_available():
+            self.fail("no-torch", message="this torch was built without torch.distributed", missing=False)
+        facts = self.choose_device()
+        self.progress.step("device chosen", started={**_versions(), **facts})
+
+    def import_torch(self) -> None:
+        """Import torch, also for the module of the command's own rank."""
+        load_torch(sys.modules[type(self).__module__])
+
+    def work(self) -> None:
+        """Do what the command is for, in stages of its own."""
+        raise NotImplementedError
+
+    def choose_device(self) -> dict[str, object]:
+        """Set `device`, and give its name, capability and memory."""
+        if self.config["device"] == "cpu":
+            self.device = torch.device("cpu")
+            return {
+                "device": "cpu",
+                "device_name": "cpu",
+                "free_bytes": machine.available_memory_bytes(),
+                "total_bytes": machine.total_memory_bytes(),
+            }
+        if not torch.cuda.is_available():
+            built_for = torch.version.cuda or torch.version.hip
+            self.fail("cuda-unavailable", message=_cuda_complaint(), built_for=built_for, torch=torch.__version__)
+        index = self.config["local_rank"] % torch.cuda.device_count()
+        self.device = torch.device("cuda", index)
+        torch.cuda.set_device(self.device)
+        free, total = torch.cuda.mem_get_info()
+        properties = torch.cuda.get_device_properties(index)
+        return {
+            "device": f"cuda:{index}",
+            "device_name": properties.name,
+            "capability": None if torch.version.hip else f"{properties.major}.{properties.minor}",
+            "arch_list": torch.cuda.get_arch_list(),
+            "free_bytes": free,
+            "total_bytes": total,
+        }
+
+    def connect(self) -> None:
+        """Make sure that the rendezvous address leads to our rank 0."""
+        address, port = self.config["address"], self.config["port"]
+        self.enter("connect", "preparing to connect")
+        if self.rank == 0:
+            self.progress.step("taking the port")
+            self.progress.step(f"waiting for {self.world_size - 1} ranks on port {port}", waiting=True)
+            self.listener = socket.socket(fileno=self.config["listener_fd"])
+            rendezvous.receive(self.listener, self.config["key"], self.world_size)
+        else:
+            self.progress.step(f"asking {address} port {port} for rank 0", waiting=True)
+            try:
+                rendezvous.greet(address, port, self.config["key"], self.rank, self._tell_that_it_answered)
+            except rendezvous.Stranger as stranger:
+                self.fail("port-foreign", message=stranger.said, address=address, port=port)
+        self.progress.step("rank 0 answers")
+
+    def _tell_that_it_answered(self) -> None:
+        self.progress.step("rank 0 answered; waiting for the others", waiting=True)
+
+    def init(self) -> None:
+        """Make torch's store and the process group."""
+        self.enter("init", "preparing the store")
+        # Torch's own limits stay behind ours: what a rank would say after them is a consequence.
+        patience = timedelta(seconds=self.config["timeout_s"] * 3 + 60)
+        self.progress.step("opening the store", waiting=True)
+        self.store = self.make_store(patience)
+        self.join_group(patience)
+
+    def join_group(self, patience: timedelta) -> None:
+        """Make the process group of all ranks."""
+        self.progress.step("init_process_group", waiting=True)
+        dist.init_process_group(
+            self.config["backend"],
+            store=dist.PrefixStore("distdiag", self.store),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=patience,
+        )
+        self.in_group = True
+        self.progress.step("process group ready")
+
+    def make_store(self, patience: timedelta) -> dist.TCPStore:
+        """Open torch's TCP store; rank 0 serves it on the socket it already listens on."""
+        address, port = self.config["address"], self.config["port"]
+        if self.rank != 0:
+            return dist.TCPStore(address, port, self.world_size, False, patience, False)
+        spare = os.dup(self.listener.fileno())
+        try:
+            return dist.TCPStore(
+                address, port, self.world_size, True, patience, False, master_listen_fd=self.listener.detach()
+            )
+        except (TypeError, RuntimeError):
+            # A torch whose store takes no socket: it has to bind the port again, which we give up for it.
+            socket.close(spare)
+            return dist.TCPStore(address, port, self.world_size, True, patience, False)
+
+    def agree(self, planned: dict[str, str], mine: dict[str, str]) -> None:
+        """Compare what the ranks are about to do through the store, before the first collective.
+
+        `planned` is what was asked for; `mine` is what this rank would do, where that differs.
+        """
+        self.enter("agree", "gathering op, dtype, size and versions")
+        planned = {**planned, "world_size": str(self.world_size)}
+        header = {
+            **planned,
+            "world_size": str(dist.get_world_size()),
+            **mine,
+            "torch": torch.__version__,
+            "nccl": _nccl_version() if self.device.type == "cuda" else None,
+        }
+        self.progress.step("comparing them through the store", waiting=True)
+        self.store.set(f"agree/{self.rank}", json.dumps(header))
+        if self.rank == 0:
+            headers = [json.loads(self.store.get(f"agree/{rank}")) for rank in range(self.world_size)]
+            differing = _differences(headers)
+            self.store.set("agreed", json.dumps(differing))
+        else:
+            differing = json.loads(self.store.get("agreed"))
+            self.store.set(f"told/{self.rank}", "")
+        if differing:
+            if self.rank == 0:
+                self.trouble("mismatch", differing=differing, planned=planned)
+                # With this rank the store goes, and the others would end by that.
+                self.store.wait([f"told/{rank}" for rank in range(1, self.world_size)])
+            self.progress.step("held back: the ranks do not agree", waiting=True, held=True)
+            raise Stop
+        self.progress.step("all ranks agree")
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def done(self) -> None:
+        """Meet the others once more."""
+        self.enter("done", "preparing the last barrier")
+        self.progress.step("barrier", waiting=True)
+        if self.device.type == "cuda" and self.config["backend"] == "nccl":
+            dist.barrier(device_ids=[self.device.index])
+        else:
+            dist.barrier()
+        self.progress.step("destroying the process group", waiting=True)
+
+    def leave_group(self) -> None:
+        """Destroy the process group: ranks that end without do not always end in peace."""
+        if self.in_group:
+            dist.destroy_process_group()
+
+
+class _Hides:
+    """Makes one package not importable, with Python's own error for it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Refuse the one package; leave all others to the next finder."""
+        if name == self.name:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def load_torch(*modules: ModuleType) -> None:
+    """Import torch into this module and into others, as their names `torch` and `dist`.
+
+    Not at their top: a torch that cannot be imported is a thing to report.
+    """
+    global torch, dist
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+        import torch
+        import torch.distributed as dist
+    for module in modules:
+        vars(module).update(torch=torch, dist=dist)
+
+
+def _differences(headers: list[dict[str, object]]) -> dict[str, dict[str, list[int]]]:
+    """Field -> value -> ranks, of the fields on which the ranks do not agree."""
+    differing = {}
+    for field in headers[0]:
+        values: dict[str, list[int]] = {}
+        for rank, header in enumerate(headers):
+            values.setdefault(str(header.get(field)), []).append(rank)
+        if len(values) > 1:
+            differing[field] = values
+    return differing
+
+
+def _versions() -> dict[str, object]:
+    return {
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "nccl": _nccl_version() if torch.cuda.is_available() else None,
+    }
+
+
+def _nccl_version() -> str | None:
+    try:
+        version = torch.cuda.nccl.version()
+    except (AttributeError, RuntimeError, ImportError):  # a CUDA build without NCCL
+        return None
+    return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
+
+
+def _cuda_complaint() -> str:
+    """Torch's own reason why there is no CUDA."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return first_lines(error)
+    return "torch.cuda.is_available() is False"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether memory was what this error lacked."""
+    words = str(error).lower()
+    return isinstance(error, MemoryError) or "out of memory" in words or "can't allocate memory" in words
+
+
+def first_lines(error: BaseException) -> str:
+    """Give the start of what an error says, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:3])[:500] or type(error).__name__
+
+
+def _end_with_stdin() -> None:
+    """End at once when the agent is gone: its end of our stdin closes."""
+    while os.read(0, 65536):
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,166 @@
+"""All that is known of one run of ranks: hosts, plan, how it went. What --save keeps of it, and what is judged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from distdiag.cluster.start_fleet import Agent
+from distdiag.cluster.rank_runs import Outcome, Trace  # noqa: TC001
+from distdiag.cluster.rendezvous_test import RendezvousTest  # noqa: TC001
+from distdiag.cluster.host_results import Refusal, Row  # noqa: TC001
+from distdiag.facts import machine
+from distdiag.report import Finding  # noqa: TC001
+from distdiag.launch.types import Backend, Device, NodeFacts, Request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from distdiag.cluster import rank_runs
+    from distdiag.output import Progress
+    from distdiag.report import Report
+
+# msgspec reads the annotations.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A node that ranks can run on: its name in the fleet, what to call it, and its facts."""
+
+    node: str
+    host: str
+    slots: int | None
+    facts: NodeFacts
+    local: tuple[int, int] | None = None
+    """Local rank and local world size of a process that a launcher started; None where we start the ranks."""
+    door: str = ""
+    """The node of the same machine that tries the paths to other machines, if it is another one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The ranks of one node."""
+
+    node: str
+    host: str
+    first_rank: int
+    nproc: int
+    memory_available_bytes: int | None
+    """Of the node, None if it did not tell."""
+    cpus: int | None
+    """Cores of the node that its programs may use."""
+    sharing: int
+    """Ranks on one GPU."""
+    first_local_rank: int
+    local_world_size: int
+    door: str
+    """See Place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What will be run, on which nodes; ranks are numbered node by node."""
+
+    shares: tuple[Share, ...]
+    backend: Backend
+    device: Device
+
+    @property
+    def nproc(self) -> int:
+        """Ranks in all."""
+        return sum(share.nproc for share in self.shares)
+
+    @property
+    def machines(self) -> list[list[int]]:
+        """Ranks of each machine, by local rank."""
+        found: dict[str, list[int]] = {}
+        for share in self.shares:
+            found.setdefault(share.door, []).extend(range(share.first_rank, share.first_rank + share.nproc))
+        return list(found.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """What is known before ranks start: a row for each host, who cannot be used and why, and the nodes' facts."""
+
+    places: tuple[Place, ...]
+    rows: tuple[Row, ...] = ()
+    refusals: dict[str, Refusal] = field(default_factory=dict)
+    duplicates: tuple[str, ...] = ()
+    twins: tuple[tuple[str, str], ...] = ()
+    """(left out, kept): two names of one machine."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """How the run went: its end, every rank's trace in order of rank, and how long nobody took a step at the end."""
+
+    outcome: Outcome
+    traces: list[Trace]
+    log_dirs: dict[str, str]
+    """By host."""
+    stalled_s: float
+    meeting: RendezvousTest | None = None
+    lost: dict[str, Refusal] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotRun:
+    """Why no rank was started."""
+
+    scene: Scene
+    why: tuple[Finding, ...] = ()
+    plan: Plan | None = None
+    meeting: RendezvousTest | None = None
+    interrupted: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """One run: `scene`, `plan` and `course`; or why there was none: `not_run`. `host`: where it was started from.
+
+    `program`: how all ranks are started again, if a launcher started them. `extra`: what else was noticed.
+    """
+
+    host: str
+    program: str = ""
+    scene: Scene | None = None
+    plan: Plan | None = None
+    course: Course | None = None
+    not_run: NotRun | None = None
+    extra: Finding | None = None
+
+    @classmethod
+    def of_none(cls, why: NotRun) -> RunRecord:
+        """Say why there was no run."""
+        return cls(host=machine.host_name(), not_run=why)
+
+
+Asked = TypeVar("Asked", bound=Request)
+Data = TypeVar("Data")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Generic[Asked, Data]):
+    """What one command does with ranks: what they run and are told, and what their run means."""
+
+    request: Asked
+    rank: str
+    """The module that every rank runs: main(config)."""
+    config: Callable[[Asked, Plan, Share, int], dict[str, Any]]
+    """What the command itself tells a rank, beside what every rank is told."""
+    diagnose: Callable[[Asked, Scene, Plan, Course], Report[Data]]
+    no_data: Callable[[Asked, NotRun, dict[str, Any]], Data]
+    """Gives the facts of a run that never began, from the fields of RunFacts."""
+    tell: Callable[[rank_runs.Run, Progress], str] | None = None
+    """Says what is new in a run under way, beside the stages; gives how far it is, for the line that changes."""
+
+    @property
+    def agent(self) -> Agent:
+        """What runs on the nodes."""
+        return Agent(
+            collect="distdiag.launch.collect",
+            facts=NodeFacts,
+            ask={"gpus": self.request.device is not Device.CPU},
+            rank=self.rank,
+        )

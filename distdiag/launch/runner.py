@@ -1,0 +1,339 @@
+"""Every command that works on ranks, from its request to the record of a run; what it means is `judge`'s."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from distdiag.cluster import start_fleet, rank_runs, launch_commands
+from distdiag.cluster.start_fleet import open_fleet
+from distdiag.cluster.fleet import hint_here
+from distdiag.cluster.hosts import name_ranks
+from distdiag.cluster.launch_commands import Recipe
+from distdiag.cluster.records import Logs
+from distdiag.cluster.rendezvous_test import RendezvousProbe
+from distdiag.cluster.targets import THIS_NODE, Cluster, describe, find_targets
+from distdiag.diagnosis.nic_selection import RendezvousOverrides, rendezvous_addresses
+from distdiag.errors import DistdiagError, NodeFailed, UsageError
+from distdiag.gathered import Gathered
+from distdiag.agent import handshake
+from distdiag.facts import machine
+from distdiag.facts.rank_identity import identify
+from distdiag.agent.protocol import KeepLogs
+from distdiag.report import Finding
+from distdiag.runner import Subcommand
+from distdiag.launch import findings, under_launcher, rank_report
+from distdiag.launch.attribution import position
+from distdiag.launch.collect import find_gpus
+from distdiag.launch.plan import RANKS_WITHOUT_GPU, check_request, make_plan
+from distdiag.launch.record import Course, NotRun, Place, RunRecord, Scene
+from distdiag.launch.environment_checks import hangs
+from distdiag.launch.types import Backend, Device, Request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from rich.console import RenderableType
+
+    from distdiag.cluster.fleet import Fleet
+    from distdiag.cluster.rendezvous_test import RendezvousTest
+    from distdiag.cluster.targets import Targets
+    from distdiag.output import Progress
+    from distdiag.report import Report
+    from distdiag.launch.record import Asked, Data, Job, Plan, Share
+
+_LOOPBACK = "127.0.0.1"
+_WAITING_IS_NEWS_S = 5.0
+_LOGS_S = 5.0
+
+
+def carry_out(job: Job[Asked, Data], progress: Progress) -> RunRecord:
+    """Run the ranks of this node, or of all nodes that are asked for.
+
+    Raises:
+        UsageError: the request contradicts itself or the machine.
+        DistdiagError: the node side failed, or the logs asked for cannot be kept.
+    """
+    request = job.request
+    check_request(request)
+    _look_around()
+    me = identify(os.environ)
+    if me is not None and me.world_size > 1:
+        return under_launcher.carry_out(job, me, progress, run)
+    targets = find_targets(request.cluster, os.environ)
+    if targets.launcher is None:
+        _refuse_wishes(request)
+    with open_fleet(request.cluster, targets, job.agent) as fleet:
+        if targets.launcher is not None:
+            progress.news(f"reaching {describe(targets)}")
+        try:
+            fleet.gather(lambda now: _tell_reached(now, progress))
+            scene = _scene(fleet, targets)
+            if not scene.places:
+                return RunRecord.of_none(NotRun(scene=scene))
+            return run(job, fleet, scene, progress)
+        except KeyboardInterrupt:
+            if targets.launcher is None:
+                raise
+            return RunRecord.of_none(NotRun(scene=_scene(fleet, targets), interrupted=True))
+
+
+def subcommand(
+    name: str,
+    request: type[Asked],
+    job_of: Callable[[Asked], Job[Asked, Data]],
+    view: Callable[[Asked, Report[Data]], Iterable[RenderableType]],
+    recipe: Recipe | None,
+    saved_as: str = "",
+) -> Subcommand[Asked, RunRecord, Data]:
+    """Make a command that works on ranks. `recipe`: the launcher for which lines are to be written instead."""
+
+    def collect(asked: Asked, progress: Progress) -> Gathered[RunRecord]:
+        return Gathered(facts=[carry_out(job_of(asked), progress)])
+
+    return Subcommand(
+        name=name,
+        request=request,
+        facts=RunRecord,
+        collect=collect,
+        diagnose=lambda asked, gathered: rank_report.report_of(job_of(asked), gathered.facts[0]),
+        view=lambda asked, _, report: view(asked, report),
+        explain=lambda asked: explain(job_of(asked), recipe),
+        saved_as=saved_as,
+        by_every_rank=True,
+    )
+
+
+def explain(job: Job[Any, Any], recipe: Recipe | None) -> list[str]:
+    """Write how the hosts would be reached, or the lines that start the same under a launcher."""
+    request = job.request
+    check_request(request)
+    targets = find_targets(request.cluster, os.environ)
+    if recipe is None:
+        return start_fleet.explain(request.cluster, targets, job.agent)
+    hosts = [machine.host_name() if host is THIS_NODE else host.name for host in targets.hosts]
+    wanted = request.device is Device.CUDA or request.backend is Backend.NCCL
+    here = (find_gpus()["visible"] or 0) if request.device is not Device.CPU else 0
+    nproc = request.nproc or targets.hosts[0].slots or here
+    if wanted and not nproc:
+        raise UsageError(
+            "there is no GPU on this machine to tell how many ranks a node has", hint="give their number: --nproc 8"
+        )
+    nproc = nproc or RANKS_WITHOUT_GPU
+    gpus = True if wanted or here else False if request.device is Device.CPU else None
+    by_torchrun = recipe in (Recipe.TORCHRUN, Recipe.PDSH)
+    plain = replace(request, nproc=None, cluster=Cluster(), **({"master_port": 0} if by_torchrun else {}))
+    again = plain.again(**({"inject": plain.injected.option} if plain.injected is not None else {}))
+    lines = launch_commands.lines(recipe, hosts, nproc, again, gpus=gpus, port=request.master_port, ifname=request.ifname)
+    if shutil.which("torchrun") is None:
+        lines = [
+            line.replace("torchrun ", f"{shlex.quote(sys.executable)} -m torch.distributed.run ") for line in lines
+        ]
+    return lines
+
+
+def run(job: Job[Asked, Data], fleet: Fleet, scene: Scene, progress: Progress) -> RunRecord:
+    """Plan, try the paths, and run the ranks on nodes that are up."""
+    plan = make_plan(job.request, scene.places)
+    if isinstance(plan, Finding):
+        return RunRecord.of_none(NotRun(scene=scene, why=(plan,)))
+    if (why := hangs(job.request, scene.places)) is not None:
+        return RunRecord.of_none(NotRun(scene=scene, why=(why,), plan=plan))
+    try:
+        return _run(job, fleet, scene, plan, progress)
+    except DistdiagError as error:
+        if len(scene.places) == 1 or isinstance(error, UsageError):
+            raise
+        why = findings.not_started(error, job.request)
+        return RunRecord.of_none(NotRun(scene=_scene_now(scene, fleet), why=(why,), plan=plan))
+
+
+def _run(job: Job[Asked, Data], fleet: Fleet, scene: Scene, plan: Plan, progress: Progress) -> RunRecord:
+    request = job.request
+    head = fleet.nodes[plan.shares[0].node]
+    port, taken = rank_runs.take_port(fleet, head, request.master_port)
+    if taken is not None:
+        why = findings.port_not_free(head.host, taken, request)
+        return RunRecord.of_none(NotRun(scene=scene, why=(why,), plan=plan))
+    meeting = None
+    doors = list(dict.fromkeys(share.door for share in plan.shares))
+    if len(doors) == 1 and not scene.refusals:
+        _refuse_wishes(request)
+    if len(doors) > 1:
+        progress.news("trying the paths between the nodes")
+        overrides = RendezvousOverrides(request.master_addr, request.ifname)
+        meeting = RendezvousProbe(fleet, doors, port, partial(rendezvous_addresses, overrides=overrides)).run()
+        if not meeting.is_open:
+            return RunRecord.of_none(NotRun(scene=_scene_now(scene, fleet), plan=plan, meeting=meeting))
+    log_dirs = _keep_logs(fleet, plan, request) if request.nccl_debug else {}
+    key = handshake.new_key()
+    specs = {share.node: _specs(job, plan, share, (port, key), meeting) for share in plan.shares}
+    narrator = _Narrator(job, plan, progress)
+    ranks = rank_runs.Run(fleet, specs, job.rank, request.stages, narrator.tell)
+    outcome = ranks.wait(request.timeout_s)
+    course = Course(outcome, list(ranks.traces.values()), log_dirs, ranks.stalled_s, meeting, ranks.lost)
+    return RunRecord(host=machine.host_name(), scene=scene, plan=plan, course=course)
+
+
+def _refuse_wishes(request: Request) -> None:
+    """Refuse what was asked for the way between nodes where there is one node. Raises UsageError."""
+    options = (("--ifname", request.ifname), ("--master-addr", request.master_addr))
+    typed = [name for name, value in options if value]
+    if typed:
+        raise UsageError(
+            f"{' and '.join(typed)} would have no effect: all ranks are on one machine and meet at {_LOOPBACK}",
+            hint="leave it out; or name several hosts: --hosts node[1-2]",
+        )
+
+
+def _scene(fleet: Fleet, targets: Targets) -> Scene:
+    """Put together what is known of the hosts."""
+    places: list[Place] = []
+    twins: list[tuple[str, str]] = []
+    machines: dict[str, str] = {}
+    slots = {host.name: host.slots for host in targets.hosts}
+    for node in fleet.up:
+        same = machines.setdefault(node.hello.machine or node.name, node.name)
+        if same != node.name:
+            twins.append((node.name, same))
+            continue
+        places.append(Place(node=node.name, host=node.host, slots=slots[node.name], facts=node.told))
+    if targets.launcher is None and fleet.refusals:
+        refusal = next(iter(fleet.refusals.values()))
+        raise NodeFailed(
+            f"distdiag's node side cannot be used on this machine: {refusal.message}",
+            hint=hint_here(refusal),
+        )
+    return Scene(
+        places=tuple(places),
+        rows=() if targets.launcher is None else fleet.rows,
+        refusals=dict(fleet.refusals),
+        duplicates=targets.duplicates,
+        twins=tuple(twins),
+    )
+
+
+def _scene_now(scene: Scene, fleet: Fleet) -> Scene:
+    """Bring a row up to date for each host that was given up since; there are none on one node, or under a launcher."""
+    return replace(scene, rows=fleet.rows, refusals=dict(fleet.refusals)) if scene.rows else scene
+
+
+def _tell_reached(fleet: Fleet, progress: Progress) -> None:
+    progress.now(f"{len(fleet.up)} of {len(fleet.hosts)} hosts reached, {len(fleet.refusals)} given up")
+
+
+def _look_around() -> None:
+    """Refuse to start where the answer would be about something else than the ranks."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise DistdiagError(
+            "the working directory does not exist any more; torch cannot load from it", hint="cd ~"
+        ) from None
+
+
+class _Narrator:
+    """Says on stderr when all ranks have reached a stage, and who is being waited for."""
+
+    def __init__(self, job: Job[Asked, Data], plan: Plan, progress: Progress) -> None:
+        self._stages = job.request.stages
+        self._tell = job.tell
+        self._progress = progress
+        self._told = -1
+        self._told_waiting = False
+        progress.news(f"starting {plan.nproc} ranks on {plan.device}, {plan.backend}")
+
+    def tell(self, run: rank_runs.Run) -> None:
+        """Look at all ranks; tell what is new."""
+        at = {trace.rank: position(trace, self._stages) for trace in run.traces.values()}
+        lowest = min(at.values())
+        stage = min(lowest[0], len(self._stages) - 1)
+        if any(trace.pid is None and trace.is_live for trace in run.traces.values()):
+            stage = -1  # importing, before they are forked
+        while self._told < stage:
+            self._told += 1
+            self._told_waiting = False
+            pids = ", ".join(f"{trace.rank}={trace.pid}" for trace in run.traces.values()) if self._told == 0 else ""
+            self._progress.news(f"{self._stages[self._told]}: all ranks" + (f" (pids {pids})" if pids else ""))
+        so_far = self._tell(run, self._progress) if self._tell is not None else ""
+        behind = name_ranks(rank for rank, place in at.items() if place == lowest)
+        waiting = f"waiting for {behind} in {self._stages[max(stage, 0)]} ({run.silent_s:.0f} s)"
+        self._progress.now(f"{so_far}; {waiting}" if so_far else waiting)
+        if run.silent_s > _WAITING_IS_NEWS_S and not self._told_waiting:
+            self._told_waiting = True
+            self._progress.news(waiting)
+
+
+def _keep_logs(fleet: Fleet, plan: Plan, request: Request) -> dict[str, str]:
+    nodes = [fleet.nodes[share.node] for share in plan.shares]
+    for node in nodes:
+        node.order(KeepLogs())
+    answers = fleet.expect(Logs, nodes, _LOGS_S)
+    folders = {}
+    for node in nodes:
+        answer = answers.get(node.name) or Logs(folder=None, error="no answer")
+        if answer.folder is None:
+            raise DistdiagError(
+                f"no directory for the ranks' logs can be made on {node.host}: {answer.error}",
+                hint=f'name one that can be written: TMPDIR="$HOME" distdiag {request.command} --nccl-debug',
+            )
+        folders[node.host] = answer.folder
+    return folders
+
+
+def _specs(
+    job: Job[Asked, Data], plan: Plan, share: Share, door: tuple[int, str], meeting: RendezvousTest | None
+) -> list[rank_runs.RankSpec]:
+    request = job.request
+    port, key = door
+    address = meeting.address if meeting is not None else _LOOPBACK
+    shared = {
+        "world_size": plan.nproc,
+        "address": address,
+        "port": port,
+        "key": key,
+        "backend": plan.backend,
+        "device": plan.device,
+        "timeout_s": request.timeout_s,
+    }
+    common = {
+        "WORLD_SIZE": str(plan.nproc),
+        "LOCAL_WORLD_SIZE": str(share.local_world_size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        **({"NCCL_DEBUG": "INFO"} if request.nccl_debug else {}),
+        **_interface(request, share, meeting),
+    }
+    specs = []
+    ranks = range(share.first_rank, share.first_rank + share.nproc)
+    for local_rank, rank in enumerate(ranks, share.first_local_rank):
+        config = {**shared, "rank": rank, "local_rank": local_rank, **job.config(request, plan, share, rank)}
+        env = {**common, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+        # On GPUs each rank imports its own torch, as each rank of the job will.
+        forked = plan.device is Device.CPU and share.nproc > 1 and not _fault_before_torch(config["fault"])
+        specs.append(rank_runs.RankSpec(rank=rank, local_rank=local_rank, config=config, env=env, forked=forked))
+    return specs
+
+
+def _fault_before_torch(fault: dict[str, Any] | None) -> bool:
+    """Whether a rank is to meet its fault while it starts: it has to be alone then."""
+    return fault is not None and (fault.get("kind") == "no-import" or fault.get("stage") == "start")
+
+
+def _interface(request: Request, share: Share, meeting: RendezvousTest | None) -> dict[str, str]:
+    """Tell Gloo and NCCL the interface that was tried, unless the node's own environment names one."""
+    if meeting is None:
+        return {}
+    network = meeting.networks[share.door]
+    chosen = request.ifname or meeting.interfaces.get(share.door, "")
+    variables = {}
+    if chosen and (request.ifname or not network.wanted_gloo):
+        variables["GLOO_SOCKET_IFNAME"] = chosen
+    if chosen and (request.ifname or not network.wanted_nccl):
+        variables["NCCL_SOCKET_IFNAME"] = chosen
+    return variables

@@ -1,0 +1,269 @@
+"""What a command that works on ranks is asked, what a node reports of itself, and how each rank fared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from distdiag.cluster.targets import Cluster
+from distdiag.report import quoted
+
+if TYPE_CHECKING:
+    from distdiag.cluster.host_results import Row
+
+MOST_RANKS = 4096
+"""On one node: beyond this it is a slip of the finger, and each rank takes a hundred megabytes."""
+
+
+class Backend(StrEnum):
+    """Which library moves the data."""
+
+    AUTO = "auto"
+    NCCL = "nccl"
+    GLOO = "gloo"
+
+
+class Device(StrEnum):
+    """Where the data lies."""
+
+    AUTO = "auto"
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
+class Status(StrEnum):
+    """How a rank fared. LOST: its node went away. WAITING: another rank kept it from going on."""
+
+    OK = "ok"
+    FAILED = "failed"
+    DIED = "died"
+    MISSING = "missing"
+    LOST = "lost"
+    WAITING = "waiting"
+
+
+class Injected(Protocol):
+    """A fault to make for real, as each command has them."""
+
+    @property
+    def highest_rank(self) -> int | None:
+        """The highest rank that it names."""
+
+    @property
+    def option(self) -> str:
+        """What is typed after --inject."""
+
+    @property
+    def words(self) -> str:
+        """What is done: "kill was made in rank 1"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFault:
+    """A fault to make in one rank: kill:1. Commands add where in their work it happens."""
+
+    kind: str
+    rank: int
+
+    @property
+    def at(self) -> tuple[str, str]:
+        """Where it happens: as it is typed after @, and in words. Empty where there is no choice."""
+        raise NotImplementedError
+
+    @property
+    def highest_rank(self) -> int:
+        """The rank."""
+        return self.rank
+
+    @property
+    def option(self) -> str:
+        """What is typed after --inject."""
+        return f"{self.kind}:{self.rank}" + (f"@{self.at[0]}" if self.at[0] else "")
+
+    @property
+    def words(self) -> str:
+        """What is done."""
+        return f"{self.kind} was made in rank {self.rank}" + (f" in {self.at[1]}" if self.at[1] else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What was typed; `program` is how distdiag was called, for commands that paste."""
+
+    command: ClassVar[str]
+    """The subcommand; its findings' ids begin with it."""
+    stages: ClassVar[tuple[str, ...]]
+    """What every rank goes through, in order."""
+
+    program: str = "distdiag"
+    nproc: int | None = None
+    backend: Backend = Backend.AUTO
+    device: Device = Device.AUTO
+    timeout_s: float = 30.0
+    master_port: int = 0
+    master_addr: str = ""
+    ifname: str = ""
+    nccl_debug: bool = False
+    strict: bool = False
+    cluster: Cluster = field(default_factory=Cluster)
+
+    @property
+    def injected(self) -> Injected | None:
+        """The fault that is to be made, if any."""
+        raise NotImplementedError
+
+    def own_options(self) -> dict[str, object]:
+        """Options of this command alone, by name, that differ from their defaults; None leaves one out."""
+        raise NotImplementedError
+
+    def less(self) -> dict[str, str]:
+        """Options that send less data, for `again`."""
+        raise NotImplementedError
+
+    def pairs(self) -> str:
+        """Write the command that measures pairs of the same ranks, to find the bad one or the bad link."""
+        number = ["--nproc", str(self.nproc)] if self.nproc is not None else []
+        where = [f"{name} {quoted(value)}" for name, value in self.cluster.typed()]
+        return " ".join([self.program, "gpu-test", "--isolate", *where, *number])
+
+    def again(self, *, extra: str = "", **changes: str) -> str:
+        """Write the command that repeats this with other options: again(timeout="120")."""
+        typed: dict[str, object] = {
+            "nproc": self.nproc,
+            "backend": self.backend if self.backend is not Backend.AUTO else None,
+            "device": self.device if self.device is not Device.AUTO else None,
+            "timeout": f"{self.timeout_s:g}" if self.timeout_s != Request.timeout_s else None,
+            "master-addr": self.master_addr or None,
+            "master-port": self.master_port or None,
+            "ifname": self.ifname or None,
+            "nccl-debug": "" if self.nccl_debug else None,
+            "strict": "" if self.strict else None,
+            **self.own_options(),
+            **{name.replace("_", "-"): value for name, value in changes.items()},
+        }
+        typed = {name: value for name, value in typed.items() if f"--{name} " not in extra}
+        options = [
+            f"--{name} {quoted(str(value)) if value != '' else ''}".rstrip()
+            for name, value in typed.items()
+            if value is not None
+        ]
+        where = [f"{name} {quoted(value)}" for name, value in self.cluster.typed()]
+        return " ".join([f"{self.program} {self.command}", *where, *options, *([extra] if extra else [])])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Versions:
+    """Versions as the ranks report them; None where there is none, or no rank came so far."""
+
+    python: str | None = None
+    torch: str | None = None
+    cuda: str | None = None
+    hip: str | None = None
+    nccl: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankResult:
+    """One row of the table."""
+
+    rank: int
+    local_rank: int
+    host: str
+    pid: int | None
+    device: str | None
+    device_name: str | None
+    capability: str | None
+    free_bytes: int | None
+    total_bytes: int | None
+    stage: str
+    doing: str
+    status: Status
+    error: str | None
+    elapsed_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """The facts of one run that every command on ranks reports."""
+
+    world_size: int
+    backend: str
+    device: str
+    timeout_s: float
+    versions: Versions
+    ranks: tuple[RankResult, ...]
+    outcome: str
+    log_dirs: dict[str, str]
+    """Host -> directory there, with --nccl-debug."""
+    hosts: tuple[Row, ...]
+    rendezvous: Rendezvous | None
+    """None on one node: its ranks meet at 127.0.0.1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where the ranks met, and through which interface each node went."""
+
+    host: str
+    address: str
+    port: int
+    interfaces: dict[str, str]
+    paths_tried: int
+    paths_open: int
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """NVIDIA GPUs here. `visible` is None if the driver did not tell; `error` says why."""
+
+    driver_present: bool
+    visible: int | None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Pcie:
+    """How the GPUs of a node reach each other and its RDMA cards over PCIe.
+
+    `redirecting` are bridges above them with ACS request redirect. `translated`: the type of an IOMMU domain that
+    translates a GPU's addresses, "DMA-FQ"; empty where none does, or it is not to be known. `virtual` is None where
+    nothing tells whether this is a virtual machine.
+    """
+
+    gpus: tuple[str, ...]
+    nvswitches: int
+    virtual: bool | None
+    redirecting: tuple[str, ...]
+    translated: str
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What is to be known of a node before ranks start there."""
+
+    host: str
+    kernel: str
+    python: str
+    gpus: Gpus
+    cuda_visible_devices: str | None
+    memory_available_bytes: int | None
+    shm_free_bytes: int | None
+    shm_total_bytes: int | None
+    cpus: int | None = None
+    rdma_bits_per_s: int | None = None
+    """Line rate of all active InfiniBand, RoCE and EFA ports; None where there are none."""
+    rdma_ports: dict[str, int] = field(default_factory=dict)
+    """How many active ports have which link layer and rate: {"InfiniBand, 400 Gb/s": 8}."""
+    pcie: Pcie | None = None
+    """None with fewer than two NVIDIA GPUs."""
+    nvidia_driver: str = ""
+    """The version of the loaded kernel module; empty if there is none."""
+    machine: str = ""
+    """What the maker calls this machine, clouds their kind of instance: "p5.48xlarge"; empty if it is not told."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """What NCCL, Gloo and torch read from the environment."""
+    limits: dict[str, str] = field(default_factory=dict)
+    """Soft limits by ulimit's letter: {"-n": "1024", "-l": "unlimited"}."""
+    said_otherwise: tuple[str, ...] = ()
+    """Variables of a job that are not what the launcher of this process says: "WORLD_SIZE=7"."""

@@ -1,0 +1,354 @@
+"""A command as the processes of a job that torchrun, srun or mpirun started: rank 0 reports, the others serve it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn
+
+from distdiag.cluster import links
+from distdiag.cluster.start_fleet import silence_s
+from distdiag.cluster.fleet import Fleet, Limits
+from distdiag.cluster.rank0_discovery import Home, find_home
+from distdiag.cluster.hosts import Host, fold_ranks, name_ranks
+from distdiag.cluster.transports.join import JoinTransport, name_of
+from distdiag.output import say
+from distdiag.errors import DistdiagError, UsageError
+from distdiag.agent import agent as node_agent
+from distdiag.agent import boot, connect_back
+from distdiag.facts import machine
+from distdiag.facts.rank_identity import Identity, contradiction, nested_tasks
+from distdiag.agent.protocol import Leave
+from distdiag.agent.wire import Writer
+from distdiag.report import Finding, Fix, Level, Where, quoted
+from distdiag.launch import rank_report
+from distdiag.launch.collect import master_addr_leads_elsewhere
+from distdiag.launch.record import NotRun, Place, RunRecord, Scene
+from distdiag.launch.types import NodeFacts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from distdiag.cluster.start_fleet import Agent
+    from distdiag.cluster.acceptor import Hub
+    from distdiag.cluster.node import Node
+    from distdiag.output import Progress
+    from distdiag.launch.record import Asked, Data, Job
+    from distdiag.launch.types import Request
+
+_LEFT_ALONE = 3
+_FORGET = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"
+_INTERRUPTED = 130
+_GOODBYE_S = 1.0
+
+
+def carry_out(
+    job: Job[Asked, Data],
+    me: Identity,
+    progress: Progress,
+    run: Callable[[Job[Asked, Data], Fleet, Scene, Progress], RunRecord],
+) -> RunRecord:
+    """Be one of the ranks: rank 0 returns the record, every other process ends here with rank 0's exit status.
+
+    Raises:
+        UsageError: options that contradict the launcher.
+        DistdiagError: the ranks do not find each other.
+    """
+    if me.rank != 0 and me.launcher != "environment":
+        return _as_other_rank(lambda: _carry_out(job, me, progress, run))
+    return _carry_out(job, me, progress, run)
+
+
+def _as_other_rank(work: Callable[[], RunRecord]) -> NoReturn:
+    """End as a rank whose report rank 0 gives: a second document on the stdout that all share would be no JSON."""
+    status = _INTERRUPTED
+    try:
+        work()
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    except DistdiagError as error:
+        say(f"distdiag: {error}" + (f"\nhint: {error.hint}" if error.hint else ""))
+        status = error.exit_code
+    except KeyboardInterrupt:
+        pass
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _carry_out(
+    job: Job[Asked, Data],
+    me: Identity,
+    progress: Progress,
+    run: Callable[[Job[Asked, Data], Fleet, Scene, Progress], RunRecord],
+) -> RunRecord:
+    request = job.request
+    _check_options(request, me)
+    tasks = nested_tasks(os.environ, machine.ancestors(os.getpid()))
+    if tasks:
+        _leave_it_to_rank_0(me, 1)
+        return RunRecord.of_none(NotRun(scene=Scene(places=()), why=(_nested(me, tasks, request),)))
+    home, hub = find_home(me, os.environ, timeout_s=request.timeout_s)
+    if hub is None:
+        sys.exit(_serve(me, home, job.agent, request.timeout_s))
+    return _lead(job, me, hub, progress, run)
+
+
+def _check_options(request: Request, me: Identity) -> None:
+    """Refuse what would be done once by every process; only rank 0 says so."""
+    trouble, hint = "", ""
+    typed = [name for name, _ in request.cluster.typed() if name not in ("--python", "--env", "--setup")]
+    if typed:
+        trouble = (
+            f"by {_launcher(me)} this is one of {me.world_size} processes, and {typed[0]} would let each of them start "
+            "its own ranks"
+        )
+        hint = f"leave {typed[0]} out; or start distdiag once, without {me.launcher}"
+        if me.launcher == "environment":
+            hint = f"if nobody else was started, forget what the environment says: {_FORGET}"
+    elif request.nproc is not None and (me.local_world_size or 1) > 1:
+        trouble = f"{me.launcher} started {me.local_world_size} of us on this node, and --nproc would add ranks to each"
+        hint = "leave --nproc out, or start one process per node"
+    if trouble:
+        _leave_it_to_rank_0(me, UsageError.exit_code)
+        raise UsageError(trouble, hint=hint)
+
+
+def _leave_it_to_rank_0(me: Identity, status: int) -> None:
+    """End here as any other rank, a little later than rank 0: mpirun ends all of us as soon as one leaves.
+
+    Where only variables say that there are others, this may be the one process there is: it speaks for itself.
+    """
+    if me.rank != 0 and me.launcher != "environment":
+        time.sleep(_GOODBYE_S)
+        sys.exit(status)
+
+
+def _serve(me: Identity, home: Home, agent: Agent, timeout_s: float) -> int:
+    """As any other rank, find rank 0 and do what it says; gives the exit status that it tells."""
+    places = [(address, port) for address in home.addresses for port in home.ports]
+    said = {"rank": me.rank, "local_rank": me.local_rank or 0, "local_world_size": me.local_world_size or 1}
+    connection = connect_back.find(places, home.key, said, timeout_s=timeout_s)
+    if connection is None:
+        raise DistdiagError(
+            f"rank {me.rank} on {machine.host_name()} found no rank 0 at {', '.join(home.addresses)}, ports "
+            f"{fold_ranks(home.ports)}, within {timeout_s:g} s",
+            hint="see whether rank 0 was started, and whether these ports are open there",
+        )
+    boot.carried.update(agent.sources())
+    fd = connection.detach()
+    config = agent.config_for_guest(silence_s=silence_s(me.world_size))
+    return node_agent.serve(config, fd, Writer(fd), _left_alone)
+
+
+def _left_alone() -> int:
+    sys.stderr.write(f"distdiag: rank 0 went away, so {machine.host_name()} ends too\n")
+    return _LEFT_ALONE
+
+
+def _lead(
+    job: Job[Asked, Data],
+    me: Identity,
+    hub: Hub,
+    progress: Progress,
+    run: Callable[[Job[Asked, Data], Fleet, Scene, Progress], RunRecord],
+) -> RunRecord:
+    request = replace(job.request, program=_program(me, job.request.program))
+    payload = job.agent.pack(request.cluster, here=False, hosts=me.world_size)
+    transport = JoinTransport(hub, payload, patience_s=request.timeout_s)
+    hosts = [Host(name=name_of(rank)) for rank in range(me.world_size)]
+    with Fleet(hosts, transport, b"", NodeFacts, Limits(facts_s=60.0)) as fleet:
+        status = DistdiagError.exit_code
+        try:
+            progress.news(f"rank 0 of {me.world_size} by {_launcher(me)}; waiting for the others")
+            fleet.gather(lambda now: progress.now(f"{len(now.up)} of {me.world_size} ranks are here"))
+            led = replace(job, request=request)
+            record = replace(_run(led, me, transport, fleet, progress, run), program=request.program)
+            status = rank_report.report_of(led, record).exit_code(strict=request.strict)
+        except DistdiagError as error:
+            status = error.exit_code
+            raise
+        except KeyboardInterrupt:
+            status = _INTERRUPTED
+            raise
+        finally:
+            # Only when our report is out: mpirun and torchrun end all of us as soon as one leaves with a fault.
+            others = [fleet.nodes.pop(name) for name in list(fleet.nodes) if name != name_of(0)]
+            atexit.register(_dismiss, others, status)
+        return record
+
+
+def _dismiss(members: list[Node], status: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for node in members:
+        node.order(Leave(status=status))
+    links.close_all([node.link for node in members], _GOODBYE_S)
+
+
+def _run(
+    job: Job[Asked, Data],
+    me: Identity,
+    transport: JoinTransport,
+    fleet: Fleet,
+    progress: Progress,
+    run: Callable[[Job[Asked, Data], Fleet, Scene, Progress], RunRecord],
+) -> RunRecord:
+    scene = _scene(me, transport, fleet)
+    request = job.request
+    trouble = (*_missing(me, fleet, request), *_doubles(transport, request))
+    if trouble:
+        return RunRecord.of_none(NotRun(scene=scene, why=trouble))
+    record = run(job, fleet, scene, progress)
+    return replace(record, extra=_contradiction(request) or _said_otherwise(request, scene))
+
+
+def _scene(me: Identity, transport: JoinTransport, fleet: Fleet) -> Scene:
+    doors: dict[str, str] = {}
+    places = []
+    for node in fleet.up:
+        said = transport.said.get(node.name, {})
+        if node.name == name_of(0):
+            said = {"local_rank": me.local_rank, "local_world_size": me.local_world_size}
+        local = (_number(said.get("local_rank"), 0), max(1, _number(said.get("local_world_size"), 1)))
+        door = doors.setdefault(node.hello.machine, node.name)
+        places.append(Place(node=node.name, host=node.host, slots=None, facts=node.told, local=local, door=door))
+    return Scene(places=tuple(places))
+
+
+def _number(value: object, otherwise: int) -> int:
+    return value if isinstance(value, int) and 0 <= value < 2**20 else otherwise
+
+
+def _missing(me: Identity, fleet: Fleet, request: Request) -> list[Finding]:
+    late = [rank for rank in range(me.world_size) if name_of(rank) not in {node.name for node in fleet.up}]
+    if not late:
+        return []
+    came = [node.host for node in fleet.up]
+    if me.launcher != "MPICH" and master_addr_leads_elsewhere():
+        return [_led_elsewhere(me, late, request)]
+    reasons = dict.fromkeys(refusal.message for refusal in fleet.refusals.values())
+    return [
+        Finding(
+            id=f"{request.command}.rank-missing",
+            level=Level.FAIL,
+            title=f"{name_ranks(late)} of {me.world_size} never came: {'; '.join(reasons)}",
+            detail=f"By {_launcher(me)} there are {me.world_size} ranks. {len(came)} came, on "
+            f"{', '.join(dict.fromkeys(came))}; no test was run.",
+            where=Where(ranks=tuple(late)),
+            fix=Fix(
+                text="start all of them; if you meant this node alone, forget what the environment says"
+                if me.launcher == "environment"
+                else f"see what {me.launcher} says of them, and whether their node lets them connect to rank 0",
+                commands=(_FORGET,) if me.launcher == "environment" else (),
+            ),
+        )
+    ]
+
+
+def _led_elsewhere(me: Identity, late: list[int], request: Request) -> Finding:
+    """Say that the others look for rank 0 where it is not, through no fault of theirs."""
+    address, here = os.environ["MASTER_ADDR"], machine.host_name()
+    return Finding(
+        id=f"{request.command}.rank-variables",
+        level=Level.FAIL,
+        title=f"MASTER_ADDR={address} does not lead to {here}, where rank 0 runs: "
+        f"{name_ranks(late)} of {me.world_size} never came",
+        detail="It is left over from another job, or means another node here. No test was run.",
+        where=Where(hosts=(here,)),
+        fix=Fix(text="set it to the node of rank 0, for all ranks", commands=(f"export MASTER_ADDR={quoted(here)}",)),
+    )
+
+
+def _doubles(transport: JoinTransport, request: Request) -> list[Finding]:
+    if not transport.doubles:
+        return []
+    ranks = sorted(set(transport.doubles))
+    return [
+        Finding(
+            id=f"{request.command}.rank-double",
+            level=Level.FAIL,
+            title=f"more than one process says that it is {name_ranks(ranks)}",
+            detail="Each would wait for the others for ever, or mix their data.",
+            where=Where(ranks=tuple(ranks)),
+            fix=Fix(text="see how RANK is set: it has to be different in every process"),
+        )
+    ]
+
+
+def _contradiction(request: Request) -> Finding | None:
+    found = contradiction(os.environ)
+    if found is None:
+        return None
+    launcher, plain = found
+    return Finding(
+        id=f"{request.command}.rank-variables",
+        level=Level.WARN,
+        title=f"RANK={plain.rank} WORLD_SIZE={plain.world_size} in the environment, and {launcher.launcher} says rank "
+        f"{launcher.rank} of {launcher.world_size}",
+        detail="A script that reads RANK and WORLD_SIZE takes itself for another rank than it is; with WORLD_SIZE=1 "
+        "each process trains alone.",
+        fix=Fix(
+            text="do not export them before the launcher; set them from its variables in each process",
+            commands=("unset RANK WORLD_SIZE LOCAL_RANK",),
+        ),
+    )
+
+
+def _said_otherwise(request: Request, scene: Scene) -> Finding | None:
+    """Variables of other ranks that are not what the launcher says: left over from another job, or a login file's."""
+    groups: dict[str, list[Place]] = {}
+    for place in scene.places:
+        for said in place.facts.said_otherwise:
+            groups.setdefault(said, []).append(place)
+    if not groups:
+        return None
+    ranks = {said: [int(place.node.rpartition(" ")[2]) for place in those] for said, those in groups.items()}
+    told = "; ".join(f"{said} in rank{'s' * (len(those) > 1)} {fold_ranks(those)}" for said, those in ranks.items())
+    return Finding(
+        id=f"{request.command}.rank-variables",
+        level=Level.WARN,
+        title=f"the environment contradicts the launcher: {told}",
+        detail="A script that reads them takes itself for another rank than it is, or waits for a node that is not in "
+        "the job.",
+        where=Where(
+            hosts=tuple(dict.fromkeys(place.host for those in groups.values() for place in those)),
+            ranks=tuple(sorted({rank for those in ranks.values() for rank in those})),
+        ),
+        fix=Fix(
+            text="do not export them before the launcher; set them from its variables in each process",
+            commands=("unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR",),
+        ),
+    )
+
+
+def _program(me: Identity, program: str) -> str:
+    """Write how all ranks are started again, for the commands that paste."""
+    per_node = me.local_world_size or 1
+    nodes = max(1, me.world_size // per_node)
+    return {
+        "srun": f"srun -N {nodes} -n {me.world_size} {program}",
+        "Open MPI": f"mpirun -np {me.world_size} {program}",
+        "MPICH": f"mpirun -np {me.world_size} {program}",
+        "torchrun": f"torchrun --nproc-per-node {per_node} -m distdiag",
+    }.get(me.launcher, program)
+
+
+def _launcher(me: Identity) -> str:
+    return "RANK and WORLD_SIZE" if me.launcher == "environment" else me.launcher
+
+
+def _nested(me: Identity, tasks: int, request: Request) -> Finding:
+    return Finding(
+        id=f"{request.command}.nested-launchers",
+        level=Level.FAIL,
+        title=f"mpirun runs in each of the {tasks} tasks of an srun step: {tasks} copies of a {me.world_size}-rank job",
+        detail="No test was run: the copies would fight for the same GPUs.",
+        fix=Fix(
+            text="start mpirun once, from the batch script; or let srun alone start the ranks",
+            commands=(f"srun -n {me.world_size} distdiag {request.command}",),
+        ),
+    )

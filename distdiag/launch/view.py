@@ -1,0 +1,79 @@
+"""How the ranks fared, for people: columns, units, folding; nothing else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Column, Table
+from rich.text import Text
+
+from distdiag.cluster.hosts import fold, fold_ranks
+from distdiag.output import plain_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from distdiag.launch.types import RankResult, RunFacts
+
+_COLOURS = {"ok": "green", "failed": "red", "died": "red", "missing": "red", "lost": "red", "waiting": "yellow"}
+
+
+def rank_table(data: RunFacts) -> Table:
+    """One row for ranks that fared alike; hosts whose ranks all did fold into one row."""
+    table = plain_table(
+        Column("rank", overflow="fold"),
+        Column("host", overflow="fold"),
+        Column("local rank", overflow="fold"),
+        Column("device", overflow="fold"),
+        Column("reached", no_wrap=True),
+        Column("status", no_wrap=True),
+        Column("seconds", justify="right", no_wrap=True),
+    )
+    groups: dict[tuple[str, ...], list[RankResult]] = {}
+    for host, mine in _by_host(data.ranks).items():
+        fared = tuple((rank.local_rank, rank.device_name or "-", rank.stage, rank.status) for rank in mine)
+        alike = fared if len({one[1:] for one in fared}) == 1 else (host, *fared)
+        for rank in mine:
+            groups.setdefault((str(alike), rank.device_name or "-", rank.stage, rank.status), []).append(rank)
+    for (_, device, stage, status), group in groups.items():
+        seconds = sorted(rank.elapsed_s for rank in group)
+        low, high = f"{seconds[0]:.1f}", f"{seconds[-1]:.1f}"
+        table.add_row(
+            fold_ranks(rank.rank for rank in group),
+            fold(dict.fromkeys(rank.host for rank in group)),
+            fold_ranks(rank.local_rank for rank in group),
+            device,
+            stage,
+            Text(status, style=_COLOURS[status]),
+            low if low == high else f"{low}-{high}",
+        )
+    return table
+
+
+def _by_host(ranks: Iterable[RankResult]) -> dict[str, list[RankResult]]:
+    hosts: dict[str, list[RankResult]] = {}
+    for rank in ranks:
+        hosts.setdefault(rank.host, []).append(rank)
+    return hosts
+
+
+def run_lines(data: RunFacts) -> Iterator[str]:
+    """Say where the ranks met, and what they ran on."""
+    versions = data.versions
+    yield f"backend {data.backend} on {data.device}, world size {data.world_size}"
+    if data.rendezvous is not None:
+        meet = data.rendezvous
+        through = fold(dict.fromkeys(meet.interfaces.values())) or "unknown"
+        yield f"rendezvous at {meet.address} port {meet.port} ({meet.host}), through {through}"
+        yield f"{meet.paths_open} of {meet.paths_tried} paths between nodes tried are open"
+    if versions.torch is None:
+        yield "versions: no rank came far enough to tell"
+    else:
+        platform = f"ROCm {versions.hip}" if versions.hip else f"CUDA {versions.cuda or 'none'}"
+        yield f"python {versions.python}, torch {versions.torch}, {platform}, NCCL {versions.nccl or 'none'}"
+
+
+def log_lines(data: RunFacts) -> Iterator[str]:
+    """Say where what the ranks printed is kept."""
+    for host, folder in data.log_dirs.items():
+        yield f"logs of the ranks on {host}: {folder}"

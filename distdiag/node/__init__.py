@@ -1,1 +1,0 @@
-"""What runs on a node: one machine as facts. Standard library only, Python 3.9+; the whole folder travels."""

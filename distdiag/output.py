@@ -1,0 +1,403 @@
+"""The one boundary to the terminal: reports, errors, progress, exit status.
+
+stdout is data, stderr is progress and errors. rich never sees data as markup (it would eat "[rank0]").
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import sys
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
+
+import typer
+
+from distdiag import __version__, interrupts
+from distdiag.errors import DistdiagError, Interrupted
+from distdiag.report import Level, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.status import Status
+    from rich.table import Column, Table
+
+    from distdiag.cluster.host_results import Row
+    from distdiag.report import Finding, Report
+
+Data = TypeVar("Data")
+SCHEMA = "distdiag/1"
+_WIDEST = 100
+_LONGEST = 5000
+_MOVES = re.compile(
+    r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]|\x1b(?!\[(?:0|1|(?:1;)?3[0-7])m)"
+)
+"""What moves the cursor, turns text around or worse: names of files, hosts and functions are somebody else's.
+
+Our own colours stay.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """How the answer is wanted."""
+
+    json: bool = False
+    strict: bool = False
+    findings_in_view: bool = False
+    """The view shows the findings in its own order, and the last line is its own."""
+
+
+def deliver(
+    command: str,
+    diagnose: Callable[[], Report[Data]],
+    view: Callable[[Report[Data]], Iterable[RenderableType]],
+    output: Output,
+) -> NoReturn:
+    """Run a diagnosis, print its report or why there is none, and leave with its exit status."""
+    try:
+        report = diagnose()
+    except DistdiagError as error:
+        fail(command, error, as_json=output.json)
+    except KeyboardInterrupt:
+        fail(command, Interrupted(), as_json=output.json)
+    with interrupts.held():
+        text = _page(report, view, output)
+        # All is known by now; of a launcher that ends the others because of the fault, the fault stays the answer.
+        if interrupts.came() and report.verdict != Verdict.FAIL:
+            report = replace(report, interrupted=True)
+            text = _page(report, view, output)
+    _leave_with(text, report.exit_code(strict=output.strict))
+
+
+def _page(report: Report[Data], view: Callable[[Report[Data]], Iterable[RenderableType]], output: Output) -> str:
+    if output.json:
+        return _as_json(_envelope(report, report.exit_code(strict=output.strict)))
+    return _render(report, view, whole=output.findings_in_view)
+
+
+def load() -> None:
+    """Load what draws a report; for a moment in which others are at work."""
+    import msgspec  # noqa: F401
+    import rich.console
+    import rich.table  # noqa: F401
+
+
+def document(report: Report[Data], *, strict: bool = False) -> dict[str, Any]:
+    """Return the document that --json prints."""
+    return _envelope(report, report.exit_code(strict=strict))
+
+
+def deliver_lines(command: str, write: Callable[[], list[str]], *, as_json: bool) -> NoReturn:
+    """Print lines to paste instead of a report, as data on stdout, and leave."""
+    try:
+        lines = write()
+    except DistdiagError as error:
+        fail(command, error, as_json=as_json)
+    except KeyboardInterrupt:
+        fail(command, Interrupted(), as_json=as_json)
+    document = {**_head(command, 0), "data": {"lines": lines}}
+    _leave_with(_as_json(document) if as_json else "\n".join(lines) + "\n", 0)
+
+
+def fail(command: str, error: DistdiagError, *, as_json: bool) -> NoReturn:
+    """Say why there is no report: on stderr for people, as JSON on stdout for programs."""
+    say(f"distdiag {command}: {error}")
+    if error.hint:
+        say(f"hint: {error.hint}")
+    if as_json:
+        _leave_with(error_document(command, error.exit_code, error.id, str(error), error.hint), error.exit_code)
+    raise typer.Exit(error.exit_code)
+
+
+def _leave_with(text: str, exit_code: int) -> NoReturn:
+    """Write the last word and leave: an interrupt that comes after it changes nothing."""
+    try:
+        emit(text)
+        interrupts.settle()
+    except KeyboardInterrupt:  # it is written, and a second document would be no JSON
+        raise typer.Exit(Interrupted.exit_code) from None
+    raise typer.Exit(exit_code)
+
+
+def error_document(command: str, exit_code: int, id_: str, message: str, hint: str) -> str:
+    """Make the JSON document of a diagnosis that failed: it has a verdict and findings as every other has."""
+    from distdiag.report import Finding, Fix, Level, Report
+
+    finding = Finding(id=id_, level=Level.UNKNOWN, title=message, fix=Fix(text=hint) if hint else None)
+    whole = _envelope(Report(command=command, data=None, findings=(finding,), summary=message), exit_code)
+    whole.pop("data")
+    return _as_json({**whole, "error": {"id": id_, "message": message, "hint": hint}})
+
+
+def harmless(text: str, encoding: str | None) -> str:
+    """Return text without what commands a terminal, and without letters that the stream's encoding does not have.
+
+    For both streams: a name that is no UTF-8 is, in Python, a letter that cannot be written.
+    """
+    encoding = encoding or "utf-8"
+    return _MOVES.sub("?", text).encode(encoding, "replace").decode(encoding)
+
+
+def emit(text: str) -> None:
+    """Write to stdout; a reader that left early (`| head -1`) is no error.
+
+    Raises:
+        typer.Exit: stdout cannot be written: a full disk, and the reason is on stderr, the status 3; or nobody reads it
+            and we are interrupted, the status 130: a second document behind half of this one would be no JSON.
+    """
+    if sys.stdout is None:  # started with stdout closed
+        return
+    try:
+        sys.stdout.write(harmless(text, sys.stdout.encoding))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _discard(sys.stdout)
+    except KeyboardInterrupt:
+        _discard(sys.stdout)
+        raise typer.Exit(Interrupted.exit_code) from None
+    except OSError as error:
+        _discard(sys.stdout)
+        say(f"distdiag: cannot write the report to stdout: {error.strerror}")
+        raise typer.Exit(3) from error
+
+
+def is_done_by_another() -> bool:
+    """Return whether a launcher started this several times, and rank 0 of them does the work.
+
+    A plain RANK does not count: in a pod it may be the variable of all that is started there.
+    """
+    from distdiag.facts.rank_identity import identify
+
+    me = identify(os.environ)
+    if me is None or me.rank == 0 or me.launcher in ("environment", "torchrun"):
+        return False
+    say(f"distdiag: rank {me.rank} of {me.launcher} leaves: rank 0 does the work")
+    return True
+
+
+def say(text: str) -> None:
+    """Write a line to stderr, which cannot command the terminal.
+
+    Nobody to read it (closed, full, a pipe without a reader) is no reason to fail.
+    """
+    if sys.stderr is None:
+        return
+    try:
+        sys.stderr.write(harmless(text, sys.stderr.encoding) + "\n")
+        sys.stderr.flush()
+    except OSError:
+        _discard(sys.stderr)
+
+
+def plain_table(*columns: Column) -> Table:
+    """Make a table as all our tables are: no lines, which say nothing and break when pasted."""
+    from rich.table import Table
+
+    class Bounded(Table):
+        def add_row(self, *cells: RenderableType | None, **style: Any) -> None:  # noqa: ANN401 - as rich has them
+            super().add_row(*(_bounded(cell) if isinstance(cell, str) else cell for cell in cells), **style)
+
+    return Bounded(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+
+
+def _bounded(text: str) -> str:
+    """Cut what no path and no sentence is: wrapping a name of megabytes takes longer than all else."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} letters: --json has them)"
+
+
+def host_table(rows: Iterable[Row]) -> Iterator[RenderableType]:
+    """Draw one row for each trouble of hosts, none if all hosts could be used; equal ones fold."""
+    from rich.table import Column
+
+    from distdiag.cluster.hosts import fold
+    from distdiag.cluster.host_results import HostState
+
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.state, row.stage), []).append(row)
+    if all(state == HostState.OK for state, _ in groups):
+        return
+    table = plain_table(
+        Column("hosts", overflow="fold"),
+        Column("count", justify="right"),
+        Column("state", no_wrap=True),
+        Column("at stage", no_wrap=True),
+        Column("seconds", justify="right", no_wrap=True),
+    )
+    for (state, stage), group in groups.items():
+        slowest = max(row.seconds for row in group)
+        table.add_row(fold(row.host for row in group), str(len(group)), state, stage, f"{slowest:.1f}")
+    yield table
+    yield ""
+
+
+class Wide:
+    """A table of numbers at its own width: where that is more than there is, its lines run over, and nothing is cut."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.measure import Measurement
+
+        wanted = Measurement.get(console, options.update(max_width=1000), self._table).maximum
+        yield from console.render(self._table, options.update(width=max(wanted, options.max_width)))
+
+
+class Whole:
+    """A line that is never wrapped, so that it pastes and greps. (rich forgets that of a bare Text.)"""
+
+    def __init__(self, line: str, *, style: str = "") -> None:
+        self._line, self._style = _bounded(line), style
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        yield Text(self._line, style=self._style, no_wrap=True, overflow="ignore")
+
+
+class Wrapped:
+    """Words that wrap below a margin (`hang`: that of all lines but the first); nothing pads its lines."""
+
+    def __init__(self, text: str, *, margin: int, hang: int | None = None, style: str = "") -> None:
+        self._text, self._style = _bounded(text), style
+        self._first, self._rest = " " * margin, " " * (margin if hang is None else hang)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        import textwrap
+
+        for line in self._text.splitlines():
+            # Not rich's own wrapping: it pads each line to the full width, which shows when pasted.
+            wrapped = textwrap.fill(
+                line,
+                min(options.max_width, _WIDEST),
+                initial_indent=self._first,
+                subsequent_indent=self._rest,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            yield from Whole(wrapped, style=self._style).__rich_console__(console, options)
+
+
+class Progress:
+    """What is going on, on stderr: one changing line on a terminal, a line for each piece of news in a pipe."""
+
+    def __init__(self) -> None:
+        self._status: Status | None = None
+        if sys.stderr is not None and sys.stderr.isatty():
+            from rich.console import Console
+
+            console = Console(file=sys.stderr, markup=False, highlight=False, emoji=False)
+            self._status = console.status("starting")
+            self._status.start()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def news(self, text: str) -> None:
+        """Something was reached; in a pipe it stays as a line of the log."""
+        if self._status is not None:
+            self._status.update(harmless(text, None))
+        else:
+            say(f"distdiag: {text}")
+
+    def now(self, text: str) -> None:
+        """Show what is being waited for; only on a terminal."""
+        if self._status is not None:
+            self._status.update(harmless(text, None))
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+
+def _discard(stream: TextIO) -> None:
+    # Python flushes its streams once more at its end, and would complain then.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _as_json(document: dict[str, Any]) -> str:
+    text = json.dumps(document, indent=2)
+    if "\\ud" in text:  # half a letter, as of a name that is no UTF-8: other programs refuse the whole document for it
+        whole = json.dumps(document, ensure_ascii=False).encode("utf-8", "replace")
+        text = json.dumps(json.loads(whole), indent=2)
+    return text + "\n"
+
+
+def _head(command: str, exit_code: int) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "version": __version__,
+        "command": command,
+        "exit_code": exit_code,
+    }
+
+
+def _envelope(report: Report[Data], code: int) -> dict[str, Any]:
+    import msgspec
+
+    return {
+        **_head(report.command, code),
+        "verdict": report.verdict,
+        "summary": report.summary,
+        "findings": msgspec.to_builtins(report.findings),
+        "data": msgspec.to_builtins(report.data),
+    }
+
+
+def _render(report: Report[Data], view: Callable[[Report[Data]], Iterable[RenderableType]], *, whole: bool) -> str:
+    from rich.console import Console
+
+    # Drawn into text first: what is printed is whole, and `emit` alone deals with a stdout that does not take it.
+    page = io.StringIO()
+    # Open MPI gives its processes a terminal, whatever its own output goes to.
+    on_terminal = sys.stdout is not None and sys.stdout.isatty() and "OMPI_COMM_WORLD_SIZE" not in os.environ
+    console = Console(file=page, force_terminal=on_terminal, markup=False, highlight=False, emoji=False)
+    verdict = report.verdict.upper()
+    console.print(f"distdiag {report.command}: {verdict}", style=_style(report.verdict))
+    for part in view(report):
+        console.print(part, crop=False)
+    if whole:
+        return page.getvalue()
+    # The eye is at the end: what matters most stands there, the verdict and its fix last (the sort is stable).
+    findings = sorted(reversed(report.findings), key=_least_first)
+    worst = findings.pop() if findings and findings[-1].level in (Level.FAIL, Level.UNKNOWN) else None
+    for finding in findings:
+        _print_finding(console, finding, finding.level, finding.title)
+    if worst is not None:
+        _print_finding(console, worst, verdict, report.summary)
+    else:
+        console.print()
+        _print_text(console, f"{verdict}: {report.summary}", indent=0, style=_style(report.verdict))
+    return page.getvalue()
+
+
+def _least_first(finding: Finding) -> int:
+    return (Level.INFO, Level.WARN, Level.UNKNOWN, Level.FAIL).index(finding.level)
+
+
+def _print_finding(console: Console, finding: Finding, level: str, title: str) -> None:
+    console.print()
+    console.print(f"{level.upper()}  {finding.id}", style=_style(finding.level))
+    _print_text(console, title)
+    _print_text(console, finding.detail)
+    for line in finding.evidence:
+        console.print("    " + _bounded(line), soft_wrap=True)
+    if finding.fix is not None:
+        _print_text(console, "fix: " + finding.fix.text)
+        for command in finding.fix.commands:
+            console.print("    " + command, soft_wrap=True)
+
+
+def _print_text(console: Console, text: str, *, indent: int = 2, style: str = "") -> None:
+    if text:
+        console.print(Wrapped(text, margin=indent, style=style), crop=False)
+
+
+def _style(level: str) -> str:
+    return {"fail": "bold red", "warn": "bold yellow", "unknown": "bold yellow", "ok": "bold green"}.get(level, "bold")

@@ -1,0 +1,187 @@
+"""Starts and stops the tracer in this process. Whatever goes wrong here, the job runs."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+
+from distdiag.facts.line_trace_file import default_folder
+from distdiag.training.line_trace.recorder import Recorder, complain
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import FrameType, TracebackType
+
+    from distdiag.training.line_trace.monitoring_tracer import MonitoringTracer
+    from distdiag.training.line_trace.settrace_tracer import SettraceTracer
+
+VARIABLE = "DISTDIAG_LINES"
+LINES = 1000
+THREADS = 32
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`folder` for the files, `lines` to keep of each of at most `threads` threads at a time.
+
+    `include`: packages beside the user's own code ("torch", "torch.nn", "json"; "all" packages; "stdlib": all of that),
+    `exclude`: packages or directories of it that are not wanted.
+    """
+
+    folder: str
+    lines: int = LINES
+    threads: int = THREADS
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    def to_text(self) -> str:
+        """Format for the variable, by which it is passed to the processes of a job."""
+        return json.dumps(asdict(self))
+
+
+def _from_text(text: str) -> Settings:
+    """Parse the variable. Raises ValueError, KeyError, TypeError."""
+    given = json.loads(text)
+    return Settings(
+        folder=str(given["folder"]),
+        lines=int(given["lines"]),
+        threads=int(given["threads"]),
+        include=tuple(given["include"]),
+        exclude=tuple(given["exclude"]),
+    )
+
+
+_running: Session | None = None
+
+
+class Session:
+    """One tracer at work; a process has one at most."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.recorder = Recorder(settings)
+        self._pid = os.getpid()
+        self._tracer = _tracer(self.recorder)
+
+    def start(self, frame: FrameType | None) -> None:
+        """Trace from now on; `frame`: a function that is running already, and those outside of it, too."""
+        self._tracer.start(frame)
+        os.register_at_fork(after_in_child=self._after_fork)
+        atexit.register(self._at_exit)
+
+    def stop(self) -> None:
+        """Trace no more; the file stays."""
+        global _running
+        self._tracer.stop()
+        self._at_exit()
+        atexit.unregister(self._at_exit)
+        _running = None
+
+    def _after_fork(self) -> None:
+        if _running is self:
+            self._pid = os.getpid()
+            self.recorder.forget_file()
+            self._tracer.after_fork()
+
+    def _at_exit(self) -> None:
+        if os.getpid() == self._pid:
+            self.recorder.close()
+
+
+def _tracer(recorder: Recorder) -> SettraceTracer | MonitoringTracer:
+    if sys.version_info >= (3, 12):
+        from distdiag.training.line_trace.monitoring_tracer import MonitoringTracer
+
+        return MonitoringTracer(recorder)
+    from distdiag.training.line_trace.settrace_tracer import SettraceTracer
+
+    return SettraceTracer(recorder)
+
+
+def _obstacle() -> str:
+    """Return what stands in the way of tracing here; empty if nothing does."""
+    if sys.implementation.name != "cpython":
+        return f"{sys.implementation.name} is not supported, CPython is"
+    if sys.version_info >= (3, 13) and not sys._is_gil_enabled():
+        return "a Python without the GIL is not supported"
+    if sys.version_info < (3, 12) and sys.gettrace() is not None:
+        return f"another tracer is at work already ({type(sys.gettrace()).__module__}), a debugger or coverage"
+    return ""
+
+
+def begin(settings: Settings, frame: FrameType | None) -> Session | None:
+    """Start a tracer, or say on stderr why there is none."""
+    global _running
+    why = "it is traced already" if _running is not None else _obstacle()
+    if not why:
+        session = Session(settings)
+        try:
+            session.start(frame)
+        except Exception as error:  # noqa: BLE001 - the job is what matters
+            why = f"{type(error).__name__} {error}".strip()
+        else:
+            _running = session
+            return session
+    complain(f"this process is not traced: {why}")
+    return None
+
+
+def begin_from_environment() -> None:
+    """Start as `distdiag trace py` asked for."""
+    text = os.environ.get(VARIABLE)
+    if text:
+        try:
+            settings = _from_text(text)
+        except (ValueError, KeyError, TypeError):
+            complain(f"this process is not traced: {VARIABLE} cannot be read")
+        else:
+            begin(settings, None)
+
+
+class trace_lines:
+    """Keep the last lines that each thread executes inside of `with trace_lines():`, in a file that outlives a crash.
+
+    `folder`: where the file is made (default: a directory of the user's below the temporary one, where
+    `distdiag trace show` looks); `lines` for each of `threads` threads; `include`: packages beside the user's own code,
+    "all" for all of them, "stdlib"; `exclude`: packages, directories or files that are not wanted. Where tracing cannot
+    start, that is said on stderr and the block runs untraced. `path` is the file, None as long as there is none; it
+    takes 136 bytes for each of `lines` lines of `threads` threads.
+
+    Raises:
+        ValueError: fewer than 2 lines, or no thread.
+    """
+
+    def __init__(
+        self,
+        folder: str | None = None,
+        *,
+        lines: int = LINES,
+        threads: int = THREADS,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+    ) -> None:
+        if lines < 2 or threads < 1:
+            raise ValueError("trace_lines keeps 2 lines at least, of 1 thread at least")
+        self._settings = Settings(
+            folder=os.path.abspath(folder or default_folder()),
+            lines=lines,
+            threads=threads,
+            include=(include,) if isinstance(include, str) else tuple(include),
+            exclude=(exclude,) if isinstance(exclude, str) else tuple(exclude),
+        )
+        self._session: Session | None = None
+        self.path: str | None = None
+
+    def __enter__(self) -> trace_lines:
+        self._session = begin(self._settings, sys._getframe(1))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            self.path = self._session.recorder.path
+            self._session.stop()

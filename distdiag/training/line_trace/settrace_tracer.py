@@ -1,0 +1,234 @@
+"""Tracing by sys.settrace, for Python up to 3.11.
+
+One closure for each piece of code and thread: what a place begins with and where the thread's next record is are bound
+into it, so that a line costs no look-up. Threads that C code made are not seen.
+"""
+
+from __future__ import annotations
+
+import _thread
+import gc
+import sys
+import threading
+import types
+import weakref
+
+from distdiag.training.line_trace.recorder import RingLease
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import CodeType, FrameType
+    from typing import Any
+
+    from distdiag.training.line_trace.recorder import Recorder
+
+_MOST_CODE = 100_000
+
+
+class SettraceTracer:
+    """Traces all threads that Python code starts from now on, and the calling one."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._local = threading.local()
+        self._start_new_thread: Callable[..., int] | None = None
+        self._stopped = False
+        self._events: dict[str, str] = {}
+        self._forget: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()
+        """Of each thread that lives what makes it ask again for each code whether it is traced."""
+
+    def start(self, frame: FrameType | None) -> None:
+        """Begin; `frame`: also in this function that the calling thread is in already, and in those outside of it."""
+        self._events = _names_of_events()
+        threading.settrace(self._first_event)
+        self._start_new_thread = _thread.start_new_thread
+        _thread.start_new_thread = self._traced_thread
+        self._trace_from(self._tracer(), frame)
+
+    def stop(self) -> None:
+        """End in the calling thread and for new ones; others end when they next call a function."""
+        self._stopped = True
+        for forget in list(self._forget):
+            forget()
+        threading.settrace(None)
+        if self._start_new_thread is not None:
+            _thread.start_new_thread = self._start_new_thread
+        self._local.lost = None
+        sys.settrace(None)
+        gc.callbacks[:] = [callback for callback in gc.callbacks if not isinstance(callback, _LostTrace)]
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            frame.f_trace = None
+            frame = frame.f_back
+
+    def after_fork(self) -> None:
+        """In a child: let the closures of the one thread that is left write into a file of its own."""
+        renew = getattr(self._local, "renew", None)
+        if renew is not None:
+            renew()
+
+    def _trace_from(self, enter: Callable[[FrameType, str, object], Any], frame: FrameType | None) -> None:
+        self._trace(enter)
+        while frame is not None:
+            if frame.f_trace is None:
+                frame.f_trace = enter(frame, "call", None)
+            frame = frame.f_back
+
+    def _trace(self, enter: Callable[[FrameType, str, object], Any]) -> None:
+        """Trace the calling thread, and see to it that Python's ending that is not the end."""
+        only = types.FunctionType(enter.__code__, enter.__globals__, enter.__name__, None, enter.__closure__)
+        self._local.lost = _LostTrace(only, self._take_up)
+        sys.settrace(only)
+
+    def _take_up(self) -> bool:
+        """Trace the calling thread again, if it is not traced; return whether that is settled."""
+        enter = getattr(self._local, "enter", None)
+        if enter is None or sys.gettrace() is not None:
+            return False
+        if not self._stopped:
+            self._trace_from(enter, sys._getframe(1).f_back)
+        return True
+
+    def _first_event(self, frame: FrameType, event: str, arg: object) -> Any:
+        enter = self._tracer()
+        self._trace(enter)
+        return enter(frame, event, arg)
+
+    def _traced_thread(self, function: Callable[..., object], args: tuple[Any, ...], *more: Any) -> int:
+        def run(*args: Any, **kwargs: Any) -> None:
+            sys.settrace(self._first_event)
+            function(*args, **kwargs)
+
+        assert self._start_new_thread is not None
+        # threading starts its own threads by a name that it took before: these here are not known to it.
+        return self._start_new_thread(run, args, *more)
+
+    def _tracer(self) -> Callable[[FrameType, str, object], Any]:  # noqa: C901 - closures are what makes a line cheap
+        """Make the trace function of the calling thread."""
+        recorder, bases = self._recorder, self._recorder.bases
+        of_code: dict[int, Any] = {}
+        kept: list[CodeType] = []
+        returns: dict[int, float] = {}
+        begin: Callable[[], Iterator[Any]] | None = None
+        following: Iterator[Any] = iter(())
+        a_line, a_return = self._events["line"], self._events["return"]
+
+        def keep(place: float) -> None:
+            """Write a place, also if it is the first, or a signal handler's exception came through the ring."""
+            nonlocal following, begin
+            try:
+                next(following)[0] = place
+            except StopIteration:
+                if begin is None:
+                    # A child makes its file only if it has lines to tell: most execute another program at once.
+                    begin, end = recorder.lease()
+                    self._local.lease = RingLease(end)
+                following = begin()
+                next(following)[0] = place
+
+        def renew() -> None:
+            nonlocal following, begin
+            following, begin = iter(()), None
+
+        def keep_caller(frame: Any) -> None:
+            back = frame.f_back
+            base = bases.get(id(back.f_code)) if back is not None else None
+            if base is None:
+                place = recorder.place_of_caller(frame)
+                if place is not None:
+                    keep(place)
+                return
+            # The code lies in the object itself and is kept, so this number is nobody else's.
+            place = returns[id(back.f_code) + back.f_lasti] = -(base + (back.f_lineno or 0))
+            keep(place)
+
+        def local_for(base: float) -> Any:
+            def local(frame: Any, event: str, arg: object) -> None:
+                if event is a_line:
+                    try:
+                        next(following)[0] = base + frame.f_lineno
+                    except StopIteration:
+                        keep(base + frame.f_lineno)
+                elif event is a_return:
+                    try:
+                        # To ask the caller for its line would take Python a walk through all lines of its code.
+                        back = frame.f_back
+                        next(following)[0] = returns[id(back.f_code) + back.f_lasti]
+                    except (KeyError, AttributeError, StopIteration):
+                        keep_caller(frame)
+                # None: goes on with this function.
+
+            return local
+
+        def enter(frame: FrameType, event: str, arg: object) -> Any:
+            try:
+                return of_code[id(frame.f_code)]
+            except KeyError:
+                return meet(frame)
+
+        def meet(frame: FrameType) -> Any:
+            if self._stopped:
+                self._local.lost = None
+                sys.settrace(None)
+                return None
+            code = frame.f_code
+            try:
+                base = bases.get(id(code)) or recorder.base_of(frame)
+            except RecursionError:
+                return None
+            if len(of_code) > _MOST_CODE:
+                forget()
+            kept.append(code)
+            made = of_code[id(code)] = None if base is None else local_for(base)
+            return made
+
+        def forget() -> None:
+            of_code.clear()
+            kept.clear()
+
+        self._forget.add(forget)
+        self._local.renew, self._local.enter, self._local.forget = renew, enter, forget
+        return enter
+
+
+class _LostTrace(weakref.ref):  # type: ignore[type-arg]
+    """Stands for a thread's trace function, which only Python has; lets tracing be taken up once Python drops it.
+
+    It does where an exception comes out of a trace function: a signal handler's, or RecursionError. From then on the
+    garbage collector calls this, every few hundred objects, until tracing is taken up. Not before: what a signal
+    handler raises while a callback of the collector runs is lost. So what notices the end is a function in C.
+    """
+
+    __slots__ = ("_take_up", "_thread")
+
+    def __new__(cls, function: Callable[..., Any], take_up: Callable[[], bool]) -> _LostTrace:
+        return super().__new__(cls, function, gc.callbacks.append)
+
+    def __init__(self, function: Callable[..., Any], take_up: Callable[[], bool]) -> None:
+        super().__init__(function, gc.callbacks.append)  # type: ignore[call-arg]
+        self._take_up, self._thread = take_up, _thread.get_ident()
+
+    def __call__(self, phase: str, info: object) -> None:  # type: ignore[override]
+        # Others may have come after: to take this out of the midst would let the collector miss the next.
+        is_ours = phase == "stop" and self._thread == _thread.get_ident()
+        if is_ours and self._take_up() and gc.callbacks[-1] is self:
+            gc.callbacks.pop()
+
+
+def _names_of_events() -> dict[str, str]:
+    """Give the very objects that Python names events by: `is` saves a tenth of all that is done for a line.
+
+    It has one of each, and not all of them are interned.
+    """
+    found: dict[str, str] = {}
+
+    def see(frame: FrameType, event: str, arg: object) -> Any:
+        found[event] = event
+        return see
+
+    before = sys.gettrace()
+    sys.settrace(see)
+    (lambda: None)()
+    sys.settrace(before)
+    return found

@@ -1,0 +1,243 @@
+"""print() for many ranks: no rank's line is torn by another's.
+
+The ranks of a job on one host share a lock: flock on a file that is named after the job and stays in a folder of the
+user's own. Waiting inside of flock has no limit, and a rank may be stopped while it has the lock; so a rank tries again
+and again, as long as the holder writes something every few seconds, and after that prints without the lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import select
+import sys
+import threading
+import time
+from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
+from functools import lru_cache
+from io import TextIOWrapper
+
+from distdiag.facts import private_files, procs
+from distdiag.facts.rank_identity import identify, own_label, torch_distributed
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import IO, Any
+
+PATIENCE_S = 5.0
+"""How long to wait for a holder that writes nothing."""
+_LONGEST_WAIT_S = 60.0
+"""How long to wait for holders that do write."""
+_IMPATIENT_S = 30.0
+"""How long not to wait at all after it was in vain."""
+_LOOK_S = 0.25
+"""How often to look at what the holder does."""
+_JOB_NAMES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "LSB_JOBID", "PBS_JOBID", "FLUX_JOB_ID")
+
+
+def printflock(
+    *values: object,
+    sep: str | None = " ",
+    end: str | None = "\n",
+    file: IO[Any] | None = None,
+    flush: bool = True,
+    prefix: bool = True,
+) -> None:
+    """Print as print() does, with `[host:rank] ` before each line, and never into the line of another rank.
+
+    The text is written whole and at once, under a lock of all ranks of the job on this host. If the holder of the lock
+    writes nothing for 5 s (a rank that was stopped), it is said once on stderr and printed without the lock.
+
+    Args:
+        values: as for print().
+        sep: as for print().
+        end: as for print().
+        file: text or binary, with a descriptor or without one; default: sys.stdout.
+        flush: for calls that were written for print(); it is flushed always.
+        prefix: False to leave out `[host:rank] `.
+
+    Raises:
+        ValueError: the file is closed, as from print().
+        OSError: it cannot be written to, as from print(); BrokenPipeError if nobody reads it any more.
+    """
+    stream = sys.stdout if file is None else file
+    if stream is None:  # as under pythonw, or with a closed descriptor 1: print() is silent then
+        return
+    text = (" " if sep is None else sep).join(map(str, values)) + ("\n" if end is None else end)
+    if prefix:
+        label = _label()
+        text = label + text[:-1].replace("\n", "\n" + label) + text[-1:]
+    with _lock.held():
+        if type(stream) is TextIOWrapper and _is_the_process_s_own(stream):
+            stream.flush()  # what print() left there was printed before
+            _write_all(stream.fileno(), text.encode(stream.encoding, stream.errors or "strict"))
+        elif isinstance(stream, io.RawIOBase):
+            _write_all(stream.fileno(), text.encode())
+        else:
+            data: Any = text.encode() if isinstance(stream, io.BufferedIOBase) else text
+            stream.write(data)
+            stream.flush()
+
+
+def _label() -> str:
+    """Format `[node07:3] `; it is kept once the process group is there, or where there will be none."""
+    may_be_rank = "torch.distributed" in sys.modules
+    if may_be_rank and torch_distributed() is None:
+        return own_label() + " "
+    return _kept_label(os.getpid(), may_be_rank)
+
+
+@lru_cache(maxsize=4)
+def _kept_label(pid: int, is_rank: bool) -> str:
+    return own_label() + " "
+
+
+def _is_the_process_s_own(stream: IO[Any]) -> bool:
+    # A notebook and loggers put an object of theirs, or a write() of theirs, into this place: they are to see the text.
+    return (stream is sys.__stdout__ or stream is sys.__stderr__) and "write" not in stream.__dict__
+
+
+def _write_all(file: int, data: bytes) -> None:
+    """Write until all is written: write() of a stream would drop the rest, with python -u, when a signal cuts it."""
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[os.write(file, rest) :]
+        except BlockingIOError:  # a pipe that was made non-blocking, for all who have it
+            writable = select.poll()
+            writable.register(file, select.POLLOUT)
+            writable.poll()
+
+
+class _HostLock:
+    """flock on a descriptor that is kept, and a lock among threads, which share that descriptor."""
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+        self._is_held = False
+        self._has_warned = False
+        self._start()
+        # The open file description is shared with a child, and with it the lock: a child needs one of its own.
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the lock, or go without it where it cannot be had in time."""
+        threads = self._threads
+        if not threads.acquire(timeout=PATIENCE_S):
+            yield
+            return
+        # A signal handler prints while this very thread is printing: then the lock is held already.
+        is_outermost, self._is_held = not self._is_held, True
+        try:
+            if is_outermost:
+                self._lock_file()
+            yield
+        finally:
+            if is_outermost:
+                if self._file is not None:
+                    flock(self._file, LOCK_UN)
+                self._is_held = False
+            threads.release()
+
+    def _start(self) -> None:
+        self._threads = threading.RLock()
+        self._is_held = False
+        self._is_usable = True
+        self._no_wait_until = 0.0
+
+    def _after_fork(self) -> None:
+        self._close()
+        self._start()
+
+    def _lock_file(self) -> None:
+        if not self._is_usable:
+            return
+        try:
+            if self._file is None:
+                self._file = _open_file()
+            try:
+                flock(self._file, LOCK_EX | LOCK_NB)
+            except BlockingIOError:
+                self._wait(self._file)
+        except OSError as error:  # no folder can be made, or its file system has no locks
+            self._is_usable = False
+            self._close()
+            self._warn(f"no lock among the processes of this host, {error.filename or 'flock'}: {error.strerror}")
+
+    def _wait(self, file: int) -> None:
+        now = time.monotonic()
+        if now < self._no_wait_until:
+            return
+        last, give_up, written = now + _LONGEST_WAIT_S, now + PATIENCE_S, _written(_holder(file))
+        while now < min(last, give_up):
+            if _try_lock(file, _LOOK_S):
+                return
+            before, written, now = written, _written(_holder(file)), time.monotonic()
+            give_up = give_up if written == before else now + PATIENCE_S
+        self._no_wait_until = now + _IMPATIENT_S
+        self._warn(f"waited {PATIENCE_S:g} s for {_describe(_holder(file))}, so lines are printed without it now")
+
+    def _close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _warn(self, what: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            # Without a stderr the job goes on all the same.
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                sys.stderr.write(f"{own_label()} distdiag printflock: {what}; they may be torn\n")
+                sys.stderr.flush()
+
+
+_lock = _HostLock()
+
+
+def _open_file() -> int:
+    """Open the lock file of this job. Raises OSError."""
+    job = next((os.environ[name] for name in _JOB_NAMES if os.environ.get(name)), "job")
+    # Whoever else had made this folder could hold the lock for ever.
+    path = os.path.join(private_files.temporary_folder("printflock"), re.sub(r"[^\w.-]", "_", job)[:64] + ".lock")
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def _try_lock(file: int, for_s: float) -> bool:
+    until, pause_s = time.monotonic() + for_s, 0.0001
+    while time.monotonic() < until:
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.005)
+        with contextlib.suppress(BlockingIOError):
+            flock(file, LOCK_EX | LOCK_NB)
+            return True
+    return False
+
+
+def _holder(file: int) -> int | None:
+    """Find the process that has the lock in /proc/locks, see proc(5); None where the kernel does not show it."""
+    inode = f":{os.fstat(file).st_ino}"
+    with contextlib.suppress(OSError), open("/proc/locks", encoding="ascii") as locks:
+        for fields in map(str.split, locks):
+            if fields[1] == "FLOCK" and fields[5].endswith(inode) and int(fields[4]) > 0:
+                return int(fields[4])
+    return None
+
+
+def _written(pid: int | None) -> tuple[int | None, str]:
+    """Read the holder and how much it has written: while that changes, the lock goes round."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/io", encoding="ascii") as counters:
+        return pid, counters.read()
+    return pid, ""
+
+
+def _describe(pid: int | None) -> str:
+    if pid is None:
+        return "the lock"
+    identity, proc = identify(procs.variables(pid) or {}), procs.read(pid)
+    rank = "" if identity is None else f" of rank {identity.rank}"
+    state = " and stands still (stopped)" if proc is not None and proc.state in "tT" else ""
+    return f"process {pid}{rank}, which has the lock{state}"
