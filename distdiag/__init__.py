@@ -10,15 +10,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from distdiag.errors import DistdiagError
     from distdiag.report import Finding, Fix, Level, Report, Verdict, Where
-<<<<<<< HEAD
-    from distdiag.training.flight_recorder import dump_flight_recorder
-    from distdiag.training.floatcmp import floatcmp
-    from distdiag.training.lines.session import trace_lines
-=======
     from distdiag.training.breakpoint.debugger import breakpoint
+    from distdiag.training.flight_recorder import dump_flight_recorder
     from distdiag.training.floatcmp.compare import floatcmp
     from distdiag.training.line_trace.session import trace_lines
->>>>>>> pre-rename
     from distdiag.training.overflow.detect import detect_overflow
     from distdiag.training.overflow.detection import OverflowDetected
     from distdiag.training.overflow.detector import DebugUnderflowOverflow
@@ -50,16 +45,10 @@ _HOME = {
     "OverflowDetected": "distdiag.training.overflow.detection",
     "breakpoint": "distdiag.training.breakpoint.debugger",
     "detect_overflow": "distdiag.training.overflow.detect",
-<<<<<<< HEAD
-    "dump_flight_recorder": "distdiag.training.flight_recorder",
-    "floatcmp": "distdiag.training.floatcmp",
-    "printflock": "distdiag.training.printing",
-    "trace_lines": "distdiag.training.lines.session",
-=======
     "floatcmp": "distdiag.training.floatcmp.compare",
     "printflock": "distdiag.training.printflock",
     "trace_lines": "distdiag.training.line_trace.session",
->>>>>>> pre-rename
+    "dump_flight_recorder": "distdiag.training.flight_recorder",
 }
 
 

@@ -15,8 +15,8 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from distdiag import __version__, interrupts, limits
-from distdiag.output import emit, error_document, say
 from distdiag.errors import Interrupted
+from distdiag.output import emit, error_document, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import msgspec  # noqa: TID253 - this module is only imported when there are facts to gather or to read
 
 from distdiag import __version__
+from distdiag.cluster.host_results import HostError, HostResult  # noqa: TC001 - msgspec reads the annotations
 from distdiag.cluster.records import Senseless, read_json
-from distdiag.cluster.host_results import Refusal, Row  # noqa: TC001 - msgspec reads the annotations
 from distdiag.errors import UsageError
-from distdiag.files import named_files, write_whole
 from distdiag.facts.text import printable
+from distdiag.files import named_files, write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,8 +45,8 @@ class Gathered(Generic[Facts]):
 
     facts: list[Facts] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
-    rows: tuple[Row, ...] = ()
-    refusals: dict[str, Refusal] = field(default_factory=dict)
+    rows: tuple[HostResult, ...] = ()
+    refusals: dict[str, HostError] = field(default_factory=dict)
     interrupted: bool = False
 
 
@@ -67,8 +67,8 @@ class _Saved(msgspec.Struct, Generic[Asked, Facts], frozen=True, kw_only=True):
     request: Asked
     interrupted: bool = False
     missing: str = ""
-    row: Row | None = None
-    refusal: Refusal | None = None
+    row: HostResult | None = None
+    refusal: HostError | None = None
     facts: Facts | None = None
 
 

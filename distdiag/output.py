@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.status import Status
     from rich.table import Column, Table
 
-    from distdiag.cluster.host_results import Row
+    from distdiag.cluster.host_results import HostResult
     from distdiag.report import Finding, Report
 
 Data = TypeVar("Data")
@@ -210,14 +210,14 @@ def _bounded(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} letters: --json has them)"
 
 
-def host_table(rows: Iterable[Row]) -> Iterator[RenderableType]:
+def host_table(rows: Iterable[HostResult]) -> Iterator[RenderableType]:
     """Draw one row for each trouble of hosts, none if all hosts could be used; equal ones fold."""
     from rich.table import Column
 
-    from distdiag.cluster.hosts import fold
     from distdiag.cluster.host_results import HostState
+    from distdiag.cluster.hosts import fold
 
-    groups: dict[tuple[str, str], list[Row]] = {}
+    groups: dict[tuple[str, str], list[HostResult]] = {}
     for row in rows:
         groups.setdefault((row.state, row.stage), []).append(row)
     if all(state == HostState.OK for state, _ in groups):

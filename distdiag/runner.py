@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import typer
 
+from distdiag.agent.protocol import Collect
 from distdiag.cluster import start_fleet
 from distdiag.cluster.start_fleet import Agent, open_fleet
 from distdiag.cluster.targets import describe, find_targets
-from distdiag.output import Output, Progress, deliver, deliver_lines, is_done_by_another
 from distdiag.errors import DistdiagError, UsageError
+from distdiag.facts.text import printable
 from distdiag.files import make_folder
 from distdiag.gathered import Foreign, Gathered, read, save
-from distdiag.agent.protocol import Collect
-from distdiag.facts.text import printable
+from distdiag.output import Output, Progress, deliver, deliver_lines, is_done_by_another
 from distdiag.report import Finding, Fix, Level
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.pyspy_all.diagnose import diagnose
 from distdiag.commands.pyspy_all.types import Request
+from distdiag.facts.rank_identity import Identity
+from distdiag.facts.stack_types import Counter, Frame, Sample, Thread
 from distdiag.jobs.collect import Process, Processes, Watched
 from distdiag.jobs.nodes import NodeStacks
-from distdiag.facts.stack_types import Counter, Frame, Sample, Thread
-from distdiag.facts.rank_identity import Identity
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

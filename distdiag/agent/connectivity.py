@@ -10,10 +10,10 @@ import dataclasses
 import threading
 import time
 
-from distdiag.facts import machine, network
 from distdiag.agent import protocol, rendezvous
 from distdiag.agent.probe_server import ProbeServer
 from distdiag.agent.tcp_probe import Target, TcpProbe
+from distdiag.facts import machine, network
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -43,7 +43,9 @@ class Forkserver:
         payload = boot.pack(sources, __name__, config)
         argv = [sys.executable, "-c", boot.START, str(len(payload)), "distdiag-ranks"]
         with its:
-            self.process = programs.start(argv, env=env, pipes=programs.Pipes(stderr_to_stdout=True, keep=(its.fileno(),)))
+            self.process = programs.start(
+                argv, env=env, pipes=programs.Pipes(stderr_to_stdout=True, keep=(its.fileno(),))
+            )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(payload)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from distdiag.facts import machine, carried_tools
 from distdiag.agent.protocol import Hello
+from distdiag.facts import carried_tools, machine
 
 
 def who_is_here() -> Hello:

@@ -16,7 +16,7 @@ import socket
 import time
 from dataclasses import dataclass, field
 
-from distdiag.facts import network, deadlines
+from distdiag.facts import deadlines, network
 from distdiag.facts.text import printable
 
 TYPE_CHECKING = False

@@ -14,8 +14,8 @@ import time
 from dataclasses import dataclass, field
 
 from distdiag.agent import boot, protocol, rendezvous
-from distdiag.facts import machine, programs, py_spy
 from distdiag.agent.forkserver import Forkserver
+from distdiag.facts import machine, programs, py_spy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,7 +36,10 @@ _GUEST_VARIABLES = (
 )
 """What a parent that never proved who it is may set: nothing that makes a program load anything."""
 _NEEDED = (
-    *(f"distdiag.agent.{name}" for name in ("boot", "forkserver", "handshake", "protocol", "rank_progress", "rendezvous")),
+    *(
+        f"distdiag.agent.{name}"
+        for name in ("boot", "forkserver", "handshake", "protocol", "rank_progress", "rendezvous")
+    ),
     *(f"distdiag.facts.{name}" for name in ("machine", "programs", "text")),
     "distdiag.agent.wire",
 )
@@ -252,7 +255,9 @@ class Ranks:
         self._follow(order.rank, process, events[0], began)
         return True
 
-    def _follow(self, number: int, process: programs.Process[bytes] | programs.Adopted, events: int, began: float) -> None:
+    def _follow(
+        self, number: int, process: programs.Process[bytes] | programs.Adopted, events: int, began: float
+    ) -> None:
         """Look after a rank that has just been started."""
         assert process.stdout is not None
         os.set_blocking(events, False)

@@ -14,8 +14,8 @@ import time
 from dataclasses import dataclass
 
 from distdiag.agent import handshake
-from distdiag.facts import network
 from distdiag.agent.probe_server import BULK_BYTES, returned
+from distdiag.facts import network
 
 _CONNECT_AGAIN_S = 0.4
 """A lost SYN is sent again by the kernel after 1, 3, 7 s: too rarely to tell a lossy path from a closed one."""

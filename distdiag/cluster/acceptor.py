@@ -9,8 +9,8 @@ import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
-from distdiag.cluster.links import SocketLink
 from distdiag.agent import connect_back, handshake, rendezvous
+from distdiag.cluster.links import SocketLink
 from distdiag.facts import network
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class _Caller:
         self.connection, self.who, self.heard = peer.connection, who, b""
 
 
-class Hub(threading.Thread):
+class Acceptor(threading.Thread):
     """Listens, and calls `joined(who, link)` for everyone who proves to belong to this run."""
 
     joined: Callable[[dict[str, Any], SocketLink], None]

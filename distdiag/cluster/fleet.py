@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from distdiag import interrupts
 from distdiag.cluster import links, records
+from distdiag.cluster.host_results import HostError, HostResult, HostState
 from distdiag.cluster.node import Node, NodeStage
 from distdiag.cluster.records import Down, Senseless
-from distdiag.cluster.host_results import HostState, Refusal, Row
 from distdiag.cluster.transports import Arrivals
 from distdiag.errors import NodeFailed
 from distdiag.limits import hint_for
@@ -53,7 +53,7 @@ class Limits:
     facts_s: float = 30.0
 
 
-def hint_here(refusal: Refusal) -> str:
+def hint_here(refusal: HostError) -> str:
     """Return what to do where the node side cannot be used on this machine."""
     words = " ".join((refusal.message, *refusal.evidence))
     told = refusal.hint or "; ".join(refusal.evidence)
@@ -77,8 +77,8 @@ class Fleet:
     facts: type[Any]
     """What each node tells first."""
     limits: Limits = Limits()
-    _rows: dict[str, Row] = field(default_factory=dict)
-    refusals: dict[str, Refusal] = field(default_factory=dict)
+    _rows: dict[str, HostResult] = field(default_factory=dict)
+    refusals: dict[str, HostError] = field(default_factory=dict)
     nodes: dict[str, Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -114,7 +114,7 @@ class Fleet:
         return [node for node in found if node is not None and node.stage is NodeStage.UP]
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[HostResult, ...]:
         """One row for each host, in order; a host without an outcome was cancelled."""
         return tuple(self._rows.get(host.name) or self._unfinished(host) for host in self.hosts)
 
@@ -223,11 +223,11 @@ class Fleet:
         node.deaf = True
         return NodeFailed(node.why_no_answer(), hint=node.last_words() or "something stops processes there")
 
-    def refuse(self, name: str, refusal: Refusal, began: float, ended: float | None = None) -> None:
+    def refuse(self, name: str, refusal: HostError, began: float, ended: float | None = None) -> None:
         """Give a host up and note why."""
         seconds = (time.monotonic() if ended is None else ended) - began
         self.refusals[name] = refusal
-        self._rows[name] = Row(
+        self._rows[name] = HostResult(
             host=name, state=refusal.state, stage=refusal.stage, message=refusal.message, seconds=round(seconds, 3)
         )
 
@@ -294,7 +294,7 @@ class Fleet:
                     if waiting.stage == "queue":  # that was our own doing, not the host's
                         waiting.began = at
                     waiting.stage = what
-            elif isinstance(what, Refusal):
+            elif isinstance(what, HostError):
                 if waiting is not None:
                     del self._waiting[name]
                     self.refuse(name, what, waiting.began, at)
@@ -330,7 +330,7 @@ class Fleet:
             if was_up:
                 yield node, Down()
 
-    def _drop(self, node: Node, refusal: Refusal) -> None:
+    def _drop(self, node: Node, refusal: HostError) -> None:
         self._watch_only(node, ())
         if node.stage is NodeStage.STARTING:
             node.link.hang_up()
@@ -340,7 +340,7 @@ class Fleet:
         # Not waited for: whoever is cut off ends by itself, and we have no connection to be polite on.
         node.link.kill()
 
-    def _why_it_ended(self, node: Node) -> Refusal:
+    def _why_it_ended(self, node: Node) -> HostError:
         refusal = node.why_it_ended()
         words = self.transport.last_words() if refusal.state is HostState.LOST else ()
         return replace(refusal, evidence=(*refusal.evidence, *words)) if words else refusal
@@ -357,7 +357,9 @@ class Fleet:
             self._drop(node, refusal)
         elif node.stage is NodeStage.UP and node.name not in self._rows:
             seconds = round(time.monotonic() - node.began, 3)
-            self._rows[node.name] = Row(host=node.name, state=HostState.OK, stage="facts", message="", seconds=seconds)
+            self._rows[node.name] = HostResult(
+                host=node.name, state=HostState.OK, stage="facts", message="", seconds=seconds
+            )
             if close:
                 node.stage = NodeStage.DONE
                 node.link.finish()
@@ -378,16 +380,16 @@ class Fleet:
         for node in self.up:
             if now - node.heard_at > _SILENT_S + more_for(len(self.hosts)):
                 words = f"nothing heard from it for {now - node.heard_at:.0f} s: it is gone, or the way to it is cut"
-                self._drop(node, Refusal(state=HostState.LOST, stage="run", message=words))
+                self._drop(node, HostError(state=HostState.LOST, stage="run", message=words))
                 yield node, Down()
 
-    def _unfinished(self, host: Host) -> Row:
+    def _unfinished(self, host: Host) -> HostResult:
         waiting = self._waiting.get(host.name)
         node = self.nodes.get(host.name)
         stage = waiting.stage if waiting else node.stage if node else "queue"
         began = waiting.began if waiting else node.began if node else self._began
         seconds = round(time.monotonic() - began, 3)
-        return Row(host=host.name, state=HostState.CANCELLED, stage=stage, message="cancelled", seconds=seconds)
+        return HostResult(host=host.name, state=HostState.CANCELLED, stage=stage, message="cancelled", seconds=seconds)
 
     def _beat(self) -> None:
         while not self._over.wait(_BEAT_S):

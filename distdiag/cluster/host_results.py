@@ -29,7 +29,7 @@ class HostState(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refusal:
+class HostError:
     """Why a host could not be used: at which stage, what was seen, and what to do about it."""
 
     state: HostState
@@ -41,7 +41,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class HostResult:
     """One requested host. `seconds` until its facts were there, or until it was given up."""
 
     host: str

@@ -7,18 +7,18 @@ import time
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from distdiag.cluster import records
-from distdiag.cluster.records import Senseless
-from distdiag.cluster.host_results import HostState, Refusal
-from distdiag.facts import machine
 from distdiag.agent import wire
+from distdiag.cluster import records
+from distdiag.cluster.host_results import HostError, HostState
+from distdiag.cluster.records import Senseless
+from distdiag.facts import machine
 from distdiag.facts.text import printable
 
 if TYPE_CHECKING:
+    from distdiag.agent.protocol import Message
     from distdiag.cluster.hosts import Host
     from distdiag.cluster.links import Link
     from distdiag.cluster.records import Said
-    from distdiag.agent.protocol import Message
 
 _MAX_BYTES = {False: 64 * 2**20, True: 256 * 2**20}
 """What one node may say until it is up, and in all: a broken or hostile one costs no more memory and time than that."""
@@ -55,7 +55,7 @@ class Node:
         self.told: Any = None
         """Its facts, of the type that was asked for."""
         self._facts_type = facts
-        self.refusal: Refusal | None = None
+        self.refusal: HostError | None = None
         self.deaf = False
         self.watched: set[int] = set()
         """Descriptors that the fleet waits on."""
@@ -68,7 +68,7 @@ class Node:
         """Send one order to the agent."""
         self.link.write(order.to_json() + b"\n")
 
-    def hear(self) -> tuple[list[Said], bool, Refusal | None]:
+    def hear(self) -> tuple[list[Said], bool, HostError | None]:
         """Read what came: the records in order, whether that was all, and why the node is not to be heard any more.
 
         Everything that is no record is kept as noise.
@@ -99,7 +99,7 @@ class Node:
             )
         return found, heard.ended, None
 
-    def advance(self, record: Said) -> Refusal | None:
+    def advance(self, record: Said) -> HostError | None:
         """Go on to the next stage when this record says so; or say why there will be none."""
         if isinstance(record, records.Ready) and self.stage is NodeStage.STARTING:
             self.link.write(self._payload)  # before we enter: from then on it is sent signs of life as well
@@ -119,7 +119,7 @@ class Node:
             self._enter(NodeStage.UP)
         return None
 
-    def why_it_ended(self) -> Refusal:
+    def why_it_ended(self) -> HostError:
         """Return why an agent is gone, from its end and its last words."""
         status, how = self.link.how_it_ended()
         if self.stage is NodeStage.UP:
@@ -137,7 +137,7 @@ class Node:
         state = HostState.NONSENSE if status == 0 else HostState.FAILED
         return self._refuse(state, f"it ended {how} before the node side said anything{last}")
 
-    def why_late(self, limit_s: float) -> Refusal:
+    def why_late(self, limit_s: float) -> HostError:
         """Return what did not come in time."""
         if self.stage is NodeStage.STARTING:
             what = f"no Python was started there within {limit_s:g} s"
@@ -175,20 +175,20 @@ class Node:
         self.stage = stage
         self.entered = time.monotonic()
 
-    def _no_python(self, tried: str) -> Refusal:
+    def _no_python(self, tried: str) -> HostError:
         return self._refuse(
             HostState.NO_PYTHON,
             f"there is no {tried}" + ("" if tried.startswith("/") else " of version 3.9 or newer"),
             hint="name one that is there: --python PATH; or make it known first: --setup 'source ~/env.sh'",
         )
 
-    def nonsense(self, what: str) -> Refusal:
+    def nonsense(self, what: str) -> HostError:
         """Return the refusal of a node that does not say what our node side says."""
         return self._refuse(HostState.NONSENSE, what)
 
-    def _refuse(self, state: HostState, message: str, *, stage: str = "", hint: str = "") -> Refusal:
+    def _refuse(self, state: HostState, message: str, *, stage: str = "", hint: str = "") -> HostError:
         words = tuple(self.complaint())
-        return Refusal(state=state, stage=stage or self.stage, message=message, hint=hint, evidence=words)
+        return HostError(state=state, stage=stage or self.stage, message=message, hint=hint, evidence=words)
 
 
 _COMPLAINTS = (

@@ -11,10 +11,10 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.hostlist import expand
-from distdiag.cluster.acceptor import Hub
-from distdiag.errors import DistdiagError
 from distdiag.agent import handshake, pmi
+from distdiag.cluster.acceptor import Acceptor
+from distdiag.cluster.hostlist import expand
+from distdiag.errors import DistdiagError
 from distdiag.facts import programs
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Home:
     key: str
 
 
-def find_home(me: Identity, environ: Mapping[str, str], *, timeout_s: float) -> tuple[Home, Hub | None]:
+def find_home(me: Identity, environ: Mapping[str, str], *, timeout_s: float) -> tuple[Home, Acceptor | None]:
     """Find rank 0's place; as rank 0 also take a port there: the hub, not started yet.
 
     Raises:
@@ -67,10 +67,10 @@ def find_home(me: Identity, environ: Mapping[str, str], *, timeout_s: float) -> 
     return home, _take_port(home) if me.rank == 0 else None
 
 
-def _take_port(home: Home) -> Hub:
+def _take_port(home: Home) -> Acceptor:
     for port in home.ports:
         try:
-            return Hub(home.key, port=port)
+            return Acceptor(home.key, port=port)
         except OSError:
             continue
     raise DistdiagError(
@@ -79,13 +79,13 @@ def _take_port(home: Home) -> Hub:
     )
 
 
-def _by_pmi(me: Identity, environ: Mapping[str, str], timeout_s: float) -> tuple[Home, Hub | None]:
+def _by_pmi(me: Identity, environ: Mapping[str, str], timeout_s: float) -> tuple[Home, Acceptor | None]:
     """The process manager passes on where rank 0 is, and a key that nobody else knows."""
     hub, words = None, None
     if me.rank == 0:
         key = handshake.new_key()
-        hub = Hub(key)
-        words = f"{hub.port}/{key}/{','.join(Hub.addresses())}"
+        hub = Acceptor(key)
+        words = f"{hub.port}/{key}/{','.join(Acceptor.addresses())}"
     try:
         port, key, addresses = pmi.share(environ, words, timeout_s=timeout_s).split("/")
     except (pmi.PmiFailed, ValueError) as error:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from distdiag.agent import protocol
 from distdiag.cluster.records import (
     Down,
     Ending,
@@ -27,14 +28,13 @@ from distdiag.cluster.records import (
 from distdiag.cluster.ship_pyspy import bring_py_spy
 from distdiag.errors import NodeFailed
 from distdiag.limits import hint_for
-from distdiag.agent import protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from distdiag.cluster.fleet import Fleet
+    from distdiag.cluster.host_results import HostError
     from distdiag.cluster.node import Node
-    from distdiag.cluster.host_results import Refusal
 
 _LISTEN_S = 5.0
 _SETTLE_S = 0.5
@@ -71,7 +71,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(kw_only=True)
-class Trace:
+class RankTimeline:
     """All that is known of one rank."""
 
     rank: int
@@ -161,8 +161,8 @@ class Run:
     ) -> None:
         """Start the ranks, given by node name; `watch` is called when something happened, and a few times a second."""
         self._stages = stages
-        self.traces: dict[int, Trace] = {}
-        self.lost: dict[str, Refusal] = {}
+        self.traces: dict[int, RankTimeline] = {}
+        self.lost: dict[str, HostError] = {}
         self.stalled_s = 0.0
         self._fleet = fleet
         self._watch = watch
@@ -176,7 +176,7 @@ class Run:
         for name, mine in specs.items():
             node = fleet.nodes[name]
             for spec in mine:
-                self.traces[spec.rank] = Trace(rank=spec.rank, local_rank=spec.local_rank, host=node.host)
+                self.traces[spec.rank] = RankTimeline(rank=spec.rank, local_rank=spec.local_rank, host=node.host)
                 forked = IMPORTED_ONCE if spec.forked else None
                 node.order(
                     protocol.StartRank(rank=spec.rank, env=spec.env, entry=entry, config=spec.config, forked=forked)
@@ -251,7 +251,9 @@ class Run:
                 self._note(node, self.traces[record.rank], record)
         self._looked = time.monotonic()
 
-    def _note(self, node: Node, trace: Trace, record: RankStarted | RankEvent | RankEnded | RankInspected) -> None:
+    def _note(
+        self, node: Node, trace: RankTimeline, record: RankStarted | RankEvent | RankEnded | RankInspected
+    ) -> None:
         if isinstance(record, RankStarted):
             trace.pid = record.pid
         elif isinstance(record, RankEvent):
@@ -275,7 +277,7 @@ class Run:
             trace.over_at = time.monotonic()
         self._gave_up = self._gave_up or trace.gave_up
 
-    def _what_is_wrong(self, trace: Trace, event: Event) -> str:
+    def _what_is_wrong(self, trace: RankTimeline, event: Event) -> str:
         """Say why a rank cannot have taken this step in this run; empty if it can."""
         if event.stage not in self._stages:
             return f"a stage {event.stage[:30]!r}"

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Required, TypedDict, 
 
 import msgspec  # noqa: TID253 - this module is only imported when there are nodes or files to read
 
-from distdiag.errors import DistdiagError
 from distdiag.agent import protocol
-from distdiag.facts.network import Network  # noqa: TC001 - msgspec reads the annotations
 from distdiag.agent.tcp_probe import ProbeResult  # noqa: TC001
+from distdiag.errors import DistdiagError
+from distdiag.facts.network import Network  # noqa: TC001 - msgspec reads the annotations
 from distdiag.facts.text import printable
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from distdiag.cluster.records import Down, ReachEnded, ReachListening, ReachName, ReachProbe, ReachServing
 from distdiag.agent import handshake, protocol
-from distdiag.facts.network import Network  # noqa: TC001 - msgspec reads the annotations
 from distdiag.agent.tcp_probe import ProbeResult  # noqa: TC001
+from distdiag.cluster.records import Down, ReachEnded, ReachListening, ReachName, ReachProbe, ReachServing
+from distdiag.facts.network import Network  # noqa: TC001 - msgspec reads the annotations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

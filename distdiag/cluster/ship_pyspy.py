@@ -8,8 +8,8 @@ import platform
 import zlib
 from typing import TYPE_CHECKING
 
-from distdiag.facts import carried_tools
 from distdiag.agent.protocol import SendTool
+from distdiag.facts import carried_tools
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

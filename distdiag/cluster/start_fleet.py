@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from distdiag.agent import boot
 from distdiag.cluster import bootstrap, bundle
 from distdiag.cluster.fleet import Fleet, Limits, more_for
 from distdiag.cluster.targets import Launcher, chosen_env, describe
 from distdiag.cluster.transports.local import LocalTransport
 from distdiag.errors import UsageError
-from distdiag.agent import boot
 
 if TYPE_CHECKING:
     from distdiag.cluster.targets import Cluster, Targets

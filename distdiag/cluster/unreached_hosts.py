@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from distdiag.cluster.host_results import HostError, HostResult, HostState
 from distdiag.cluster.hosts import fold
-from distdiag.cluster.host_results import HostState, Refusal, Row
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ _REMEDIES = {
 }
 
 
-def host_findings(refusals: Mapping[str, Refusal], rows: Iterable[Row]) -> list[Finding]:
+def host_findings(refusals: Mapping[str, HostError], rows: Iterable[HostResult]) -> list[Finding]:
     """Make one finding of each trouble, for all hosts that have it.
 
     This machine alone has no row, and may go away all the same.
@@ -60,7 +60,7 @@ def host_findings(refusals: Mapping[str, Refusal], rows: Iterable[Row]) -> list[
     return [_finding(hosts, [refusals[host] for host in hosts]) for hosts in groups.values()]
 
 
-def _finding(hosts: list[str], refusals: list[Refusal]) -> Finding:
+def _finding(hosts: list[str], refusals: list[HostError]) -> Finding:
     refusal = refusals[0]
     words = _WORDS[refusal.state]
     text = refusal.hint or _REMEDIES.get(refusal.state, "")
@@ -76,7 +76,7 @@ def _finding(hosts: list[str], refusals: list[Refusal]) -> Finding:
     )
 
 
-def _evidence(hosts: list[str], refusals: list[Refusal]) -> tuple[str, ...]:
+def _evidence(hosts: list[str], refusals: list[HostError]) -> tuple[str, ...]:
     """Return the last line of each host, as far as there is room."""
     pairs = zip(hosts, refusals, strict=True)
     lines = [f"{host}: {refusal.evidence[-1]}" for host, refusal in pairs if refusal.evidence]
@@ -84,7 +84,7 @@ def _evidence(hosts: list[str], refusals: list[Refusal]) -> tuple[str, ...]:
     return (*lines[:_EVIDENCE_LINES], *more)
 
 
-def summary_of(rows: Iterable[Row]) -> str:
+def summary_of(rows: Iterable[HostResult]) -> str:
     """Count the hosts by state: "997 ok, 2 filtered, 1 auth"."""
     counts: dict[str, int] = {}
     for row in rows:

@@ -11,12 +11,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from distdiag.agent.probe_server import BULK_BYTES
 from distdiag.cluster.hosts import fold
 from distdiag.cluster.rendezvous_test import PORT, RANKS
 from distdiag.diagnosis.nic_selection import export_line, exports, suggested
 from distdiag.diagnosis.root_cause import Culprit, fewest_culprits, merged, pairs
 from distdiag.facts.network import is_loopback
-from distdiag.agent.probe_server import BULK_BYTES
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
 if TYPE_CHECKING:

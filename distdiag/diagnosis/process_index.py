@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import name_ranks
-from distdiag.jobs.roles import find_jobs
 from distdiag.facts.socket_peers import Endpoint, match
+from distdiag.jobs.roles import find_jobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from distdiag.facts.descriptors import Descriptor
+    from distdiag.facts.socket_owners import Network, Person
     from distdiag.jobs.collect import Process
     from distdiag.jobs.model import Job, Member
     from distdiag.jobs.nodes import NodeStacks
-    from distdiag.facts.descriptors import Descriptor
-    from distdiag.facts.socket_owners import Network, Person
 
 Key = tuple[str, int]
 """A process: (host, pid)."""

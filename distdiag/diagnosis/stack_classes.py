@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from distdiag.knowledge.frames import is_native, kind_of, library_path
 from distdiag.facts.stack_types import leaves_work_to_threads
+from distdiag.knowledge.frames import is_native, kind_of, library_path
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Sequence
 
+    from distdiag.facts.procs import Standstill
+    from distdiag.facts.stack_types import Frame, Sample, Thread
     from distdiag.jobs.collect import Watched
     from distdiag.jobs.model import Member
-    from distdiag.facts.stack_types import Frame, Sample, Thread
-    from distdiag.facts.procs import Standstill
 
 BUSY = 0.5
 """Share of a core from which on a thread counts as computing, not as waiting."""

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from distdiag.facts import off_cpu, machine, deadlines, procs, syscall_names
+from distdiag.facts import deadlines, machine, off_cpu, procs, syscall_names
 from distdiag.facts.descriptors import PATIENCE_S, Descriptor, Look, Watch, descriptors, wants
 
 TYPE_CHECKING = False

@@ -12,7 +12,7 @@ import stat
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from distdiag.facts import machine, deadlines
+from distdiag.facts import deadlines, machine
 from distdiag.facts.sockets import Socket, Tables
 
 TYPE_CHECKING = False

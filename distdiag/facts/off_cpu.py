@@ -10,7 +10,7 @@ import os
 import re
 import time
 
-from distdiag.facts import machine, deadlines
+from distdiag.facts import deadlines, machine
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import socket
 import struct
 from dataclasses import dataclass
 
-from distdiag.facts import off_cpu, machine, syscall_names
+from distdiag.facts import machine, off_cpu, syscall_names
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

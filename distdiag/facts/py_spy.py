@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from distdiag.facts import programs, carried_tools
+from distdiag.facts import carried_tools, programs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import signal
 from distdiag.facts import procs
 
 
-def let_go(pid: int, *, may_come: bool) -> bool:
+def resume(pid: int, *, may_come: bool) -> bool:
     """Send SIGCONT to a process that was not stopped before a tool attached to it; tells whether it was found stopped.
 
     The SIGSTOP of PTRACE_ATTACH stays where its sender ends before it has detached. It may still be on its way to a

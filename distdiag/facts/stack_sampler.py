@@ -11,9 +11,20 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from distdiag.facts import machine, deadlines, procs, waiting_stacks, ptrace_permission, py_spy, carried_tools
-from distdiag.facts.stack_types import LOCALS, MAIN, WHOLE, Frame, Sample, Thread, counters_and_peer, leaves_work_to_threads, process_groups, read_threads
-from distdiag.facts.resume import let_go
+from distdiag.facts import carried_tools, deadlines, machine, procs, ptrace_permission, py_spy, waiting_stacks
+from distdiag.facts.resume import resume
+from distdiag.facts.stack_types import (
+    LOCALS,
+    MAIN,
+    WHOLE,
+    Frame,
+    Sample,
+    Thread,
+    counters_and_peer,
+    leaves_work_to_threads,
+    process_groups,
+    read_threads,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -191,7 +202,7 @@ class _Before:
 
     def _let_go(self, *, cut_off: bool) -> bool:
         """Let a process run again that was not stopped before the sample; returns whether it was found so."""
-        return self.may_be_paused and let_go(self.pid, may_come=cut_off)
+        return self.may_be_paused and resume(self.pid, may_come=cut_off)
 
     def _sample(
         self,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from distdiag.facts import machine, deadlines, procs, ptrace_permission
-from distdiag.facts.stack_types import Sample  # noqa: TC001 - decoded by its annotations
+from distdiag.facts import deadlines, machine, procs, ptrace_permission
 from distdiag.facts.rank_identity import Identity, identify
+from distdiag.facts.stack_types import Sample  # noqa: TC001 - decoded by its annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

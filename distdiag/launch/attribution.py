@@ -15,10 +15,10 @@ from distdiag.report import Finding, Fix, Level, Where, Witnesses
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from distdiag.cluster.rank_runs import Trace
+    from distdiag.cluster.rank_runs import RankTimeline
     from distdiag.cluster.records import StuckSocket
     from distdiag.cluster.rendezvous_test import RendezvousTest
-    from distdiag.launch.record import Course
+    from distdiag.launch.record import RunRecord
     from distdiag.launch.types import Request
 
 _BUSY = 0.2
@@ -37,7 +37,7 @@ class Trouble:
 
 
 @dataclass(frozen=True)
-class Blame:
+class Attribution:
     """Ranks by their part in it; `troubles` are those that are no consequence of another rank's."""
 
     died: tuple[int, ...]
@@ -51,7 +51,7 @@ class Blame:
     """Who died or found something wrong has only lost somebody else."""
 
 
-def blame(outcome: Outcome, traces: list[Trace], stages: Sequence[str]) -> Blame:
+def attribute(outcome: Outcome, traces: list[RankTimeline], stages: Sequence[str]) -> Attribution:
     """Tell causes from consequences."""
     troubles = [trouble for trace in traces for trouble in _troubles(trace)]
     died = [trace for trace in traces if trace.died]
@@ -67,7 +67,7 @@ def blame(outcome: Outcome, traces: list[Trace], stages: Sequence[str]) -> Blame
     if 0 in (*(trace.rank for trace in died), *missing, *lost):
         # Without rank 0 nobody answers at the address as ours does.
         troubles = [trouble for trouble in troubles if trouble.kind != "port-foreign"]
-    return Blame(
+    return Attribution(
         tuple(trace.rank for trace in died),
         lost,
         missing,
@@ -77,7 +77,7 @@ def blame(outcome: Outcome, traces: list[Trace], stages: Sequence[str]) -> Blame
     )
 
 
-def is_at_work(trace: Trace) -> bool:
+def is_at_work(trace: RankTimeline) -> bool:
     """Whether a silent rank computes, waits for a core or reads files: it may be slow, or in a loop that never ends.
 
     A GPU rank that waits for others may spin, and what a waiting rank reads are messages.
@@ -90,18 +90,18 @@ def is_at_work(trace: Trace) -> bool:
     return seen.state == "R" or seen.busy > _BUSY or seen.read_bytes > _READS_BYTES
 
 
-def _on_cpu(trace: Trace) -> bool:
+def _on_cpu(trace: RankTimeline) -> bool:
     return all(event.payload["started"].get("device") == "cpu" for event in trace.events if "started" in event.payload)
 
 
-def position(trace: Trace, stages: Sequence[str]) -> tuple[int, int]:
+def position(trace: RankTimeline, stages: Sequence[str]) -> tuple[int, int]:
     """How far a rank came: stage and step; beyond all stages once it finished."""
     if trace.finished:
         return len(stages), 0
     return (stages.index(trace.last.stage), trace.last.at) if trace.last is not None else (-1, 0)
 
 
-def _missing(traces: list[Trace], stages: Sequence[str]) -> tuple[int, ...]:
+def _missing(traces: list[RankTimeline], stages: Sequence[str]) -> tuple[int, ...]:
     live = [trace for trace in traces if trace.ending is None]
     states = {trace.rank: trace.inspection.state if trace.inspection else "" for trace in live}
     stopped = tuple(rank for rank, state in states.items() if state in machine.STOPPED)
@@ -119,7 +119,7 @@ def _missing(traces: list[Trace], stages: Sequence[str]) -> tuple[int, ...]:
     return in_kernel if len(in_kernel) < len(live) else ()
 
 
-def _troubles(trace: Trace) -> list[Trouble]:
+def _troubles(trace: RankTimeline) -> list[Trouble]:
     found = [event.payload["trouble"] for event in trace.events if "trouble" in event.payload]
     return [Trouble(trace.rank, str(one["kind"]), str(one.get("message", "")), one) for one in found]
 
@@ -143,7 +143,9 @@ class Broken:
     evidence: str
 
 
-def cut(parts: Blame, traces: Sequence[Trace], request: Request, course: Course) -> tuple[Blame, list[Finding]]:
+def cut(
+    parts: Attribution, traces: Sequence[RankTimeline], request: Request, course: RunRecord
+) -> tuple[Attribution, list[Finding]]:
     """Where ranks only complain of others that went away, and all are there: what they name instead of them.
 
     Returns the blame without the ranks that are witnesses, and the finding; the same blame and none otherwise.
@@ -175,7 +177,7 @@ def cut(parts: Blame, traces: Sequence[Trace], request: Request, course: Course)
     return blamed, [_cut(broken, accused, witnesses, traces, request)]
 
 
-def _was_over_before(rank: int, host: str, traces: Sequence[Trace]) -> bool:
+def _was_over_before(rank: int, host: str, traces: Sequence[RankTimeline]) -> bool:
     """Whether a rank of this host had given up before this rank did."""
     mine = next((trace.over_at for trace in traces if trace.rank == rank), None)
     theirs = [trace.over_at for trace in traces if trace.host == host and trace.over_at is not None]
@@ -186,7 +188,7 @@ def _cut(
     broken: Sequence[Broken],
     accused: Sequence[str],
     witnesses: Sequence[str],
-    traces: Sequence[Trace],
+    traces: Sequence[RankTimeline],
     request: Request,
 ) -> Finding:
     others = f" by {fold(witnesses)}" if witnesses else ""
@@ -210,7 +212,7 @@ def _cut(
     )
 
 
-def stuck(traces: Iterable[Trace], meeting: RendezvousTest | None) -> list[Broken]:
+def stuck(traces: Iterable[RankTimeline], meeting: RendezvousTest | None) -> list[Broken]:
     """List the connections on which the kernel of a silent rank's node sends again and again, without an answer."""
     names = _names(meeting) if meeting is not None else {}
     return [
@@ -243,7 +245,7 @@ def accuse(broken: Sequence[Broken]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return hosts, ()
 
 
-def _witnesses(hosts: Sequence[str], traces: Iterable[Trace]) -> Witnesses:
+def _witnesses(hosts: Sequence[str], traces: Iterable[RankTimeline]) -> Witnesses:
     return Witnesses(hosts=tuple(hosts), ranks=tuple(trace.rank for trace in traces if trace.host in hosts))
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import ipaddress
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.hosts import fold
 from distdiag.cluster.drift import differences
+from distdiag.cluster.hosts import fold
 from distdiag.cluster.unreached_hosts import host_findings
-from distdiag.report import Finding, Fix, Level, Where, quoted
 from distdiag.launch.types import Backend, Device
 from distdiag.launch.wording import amount
+from distdiag.report import Finding, Fix, Level, Where, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.cluster.rank_runs import Trace
+    from distdiag.cluster.rank_runs import RankTimeline
     from distdiag.cluster.rendezvous_test import RendezvousTest
-    from distdiag.launch.record import Place, Plan, Scene
+    from distdiag.launch.record import Inventory, NodeSlot, Plan
     from distdiag.launch.types import Request
 
 
@@ -28,7 +28,7 @@ _SHM_FOR_EACH_RANK = 32 * 2**20
 """NCCL takes about 10 MB of /dev/shm for each peer that a rank reaches through it (nccl#290), and has a few."""
 
 
-def about_hosts(scene: Scene) -> list[Finding]:
+def about_hosts(scene: Inventory) -> list[Finding]:
     """Hosts that could not be used, and names that say the same machine twice."""
     found = host_findings(scene.refusals, scene.rows)
     if scene.duplicates:
@@ -47,7 +47,7 @@ def about_hosts(scene: Scene) -> list[Finding]:
     return found
 
 
-def surroundings(request: Request, plan: Plan, places: Sequence[Place]) -> list[Finding]:
+def surroundings(request: Request, plan: Plan, places: Sequence[NodeSlot]) -> list[Finding]:
     """What was not tested, and what will hurt the real job."""
     found = []
     if request.injected is not None:
@@ -63,7 +63,7 @@ def surroundings(request: Request, plan: Plan, places: Sequence[Place]) -> list[
     return [*found, *_small_shm(request, plan, places)]
 
 
-def _small_shm(request: Request, plan: Plan, places: Sequence[Place]) -> list[Finding]:
+def _small_shm(request: Request, plan: Plan, places: Sequence[NodeSlot]) -> list[Finding]:
     shares = {share.node: share for share in plan.shares}
     small: dict[tuple[int, int], list[str]] = {}
     for one in places:
@@ -87,7 +87,7 @@ def _small_shm(request: Request, plan: Plan, places: Sequence[Place]) -> list[Fi
     ]
 
 
-def nodes_that_differ(request: Request, places: Sequence[Place], traces: Sequence[Trace]) -> list[Finding]:
+def nodes_that_differ(request: Request, places: Sequence[NodeSlot], traces: Sequence[RankTimeline]) -> list[Finding]:
     """Facts that should be the same on all nodes and are not; what differs is not always wrong, and often is."""
     facts: dict[str, dict[str, object]] = {
         one.host: {
@@ -145,7 +145,7 @@ def networks_that_differ(request: Request, meeting: RendezvousTest | None) -> li
     ]
 
 
-def hangs(request: Request, places: Sequence[Place]) -> Finding | None:
+def hangs(request: Request, places: Sequence[NodeSlot]) -> Finding | None:
     """Find the variable that makes torch wait for ever where it is not the same for all ranks."""
     detail = [place for place in places if place.facts.variables.get(_DEBUG, "").upper() == "DETAIL"]
     if not detail or len(detail) == len(places):
@@ -165,7 +165,7 @@ def hangs(request: Request, places: Sequence[Place]) -> Finding | None:
     )
 
 
-def _variables_differ(request: Request, places: Sequence[Place]) -> list[Finding]:
+def _variables_differ(request: Request, places: Sequence[NodeSlot]) -> list[Finding]:
     """Compare what NCCL, Gloo and torch read; names of interfaces and cards, and how much is logged, may differ."""
     return [
         Finding(
@@ -179,11 +179,11 @@ def _variables_differ(request: Request, places: Sequence[Place]) -> list[Finding
     ]
 
 
-def _variables_of(places: Sequence[Place]) -> dict[str, dict[str, object]]:
+def _variables_of(places: Sequence[NodeSlot]) -> dict[str, dict[str, object]]:
     return {label: dict(place.facts.variables) for label, place in zip(_labels(places), places, strict=True)}
 
 
-def _labels(places: Sequence[Place]) -> list[str]:
+def _labels(places: Sequence[NodeSlot]) -> list[str]:
     """Call each process that a launcher started by its local rank too, where its node has several."""
     hosts = [place.host for place in places]
     return [
@@ -192,7 +192,7 @@ def _labels(places: Sequence[Place]) -> list[str]:
     ]
 
 
-def _where_of(labels: Sequence[str], places: Sequence[Place]) -> Where:
+def _where_of(labels: Sequence[str], places: Sequence[NodeSlot]) -> Where:
     odd = [place.host for label, place in zip(_labels(places), places, strict=True) if label in labels]
     return Where(hosts=tuple(dict.fromkeys(odd)))
 
@@ -204,15 +204,15 @@ def _info(id_: str, title: str, *, hosts: tuple[str, ...] = ()) -> Finding:
 _BEYOND = "Traffic over NVLink does not go this way; that between GPUs and RDMA cards does."
 
 
-def pcie_findings(request: Request, places: Sequence[Place]) -> list[Finding]:
+def pcie_findings(request: Request, places: Sequence[NodeSlot]) -> list[Finding]:
     """Say where bridges redirect what GPUs send each other, or an IOMMU translates it; never of virtual machines.
 
     Where all GPUs have NVSwitches between them and no RDMA card is there, nothing needs that way: a remark.
     """
     if request.device is Device.CPU:
         return []
-    bridges: dict[tuple[str, ...], list[Place]] = {}
-    types: dict[str, list[Place]] = {}
+    bridges: dict[tuple[str, ...], list[NodeSlot]] = {}
+    types: dict[str, list[NodeSlot]] = {}
     for place in places:
         pcie = place.facts.pcie
         if pcie is not None and pcie.virtual is False:
@@ -226,7 +226,7 @@ def pcie_findings(request: Request, places: Sequence[Place]) -> list[Finding]:
     ]
 
 
-def _redirected(request: Request, bridges: tuple[str, ...], places: Sequence[Place]) -> Finding:
+def _redirected(request: Request, bridges: tuple[str, ...], places: Sequence[NodeSlot]) -> Finding:
     return Finding(
         id=f"{request.command}.acs",
         level=_level(places),
@@ -243,7 +243,7 @@ def _redirected(request: Request, bridges: tuple[str, ...], places: Sequence[Pla
     )
 
 
-def _translated(request: Request, type_: str, places: Sequence[Place]) -> Finding:
+def _translated(request: Request, type_: str, places: Sequence[NodeSlot]) -> Finding:
     return Finding(
         id=f"{request.command}.iommu",
         level=_level(places),
@@ -259,15 +259,15 @@ def _translated(request: Request, type_: str, places: Sequence[Place]) -> Findin
     )
 
 
-def _level(places: Sequence[Place]) -> Level:
+def _level(places: Sequence[NodeSlot]) -> Level:
     known = [(place.facts, place.facts.pcie) for place in places]
     spared = all(pcie and pcie.nvswitches and facts.rdma_bits_per_s is None for facts, pcie in known)
     return Level.INFO if spared else Level.WARN
 
 
-def _names(places: Sequence[Place]) -> tuple[str, ...]:
+def _names(places: Sequence[NodeSlot]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(place.host for place in places))
 
 
-def _hosts(places: Sequence[Place]) -> str:
+def _hosts(places: Sequence[NodeSlot]) -> str:
     return fold(_names(places))

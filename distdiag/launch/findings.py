@@ -9,19 +9,19 @@ from distdiag.cluster.hosts import fold, name_ranks
 from distdiag.cluster.rank_runs import Outcome
 from distdiag.facts import machine
 from distdiag.facts.programs import signal_name
-from distdiag.report import Finding, Fix, Level, Where, Witnesses
 from distdiag.launch import attribution
 from distdiag.launch.attribution import is_at_work
 from distdiag.launch.wording import fix_from, place, where, who
+from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from distdiag.cluster.rank_runs import Trace
+    from distdiag.cluster.rank_runs import RankTimeline
     from distdiag.cluster.records import Taken
     from distdiag.errors import DistdiagError
-    from distdiag.launch.attribution import Blame
-    from distdiag.launch.record import Course
+    from distdiag.launch.attribution import Attribution
+    from distdiag.launch.record import RunRecord
     from distdiag.launch.types import Request
 
 _STACK_LINES = 8
@@ -29,16 +29,16 @@ _TAIL_LINES = 6
 _MISSING_IN_FULL = 4
 
 
-def died(parts: Blame, traces: list[Trace], request: Request) -> list[Finding]:
+def died(parts: Attribution, traces: list[RankTimeline], request: Request) -> list[Finding]:
     """Ranks that ended without a word, by the way they ended."""
-    by_ending: dict[str, list[Trace]] = {}
+    by_ending: dict[str, list[RankTimeline]] = {}
     for trace in traces:
         if trace.rank in parts.died:
             by_ending.setdefault(how_it_ended(trace), []).append(trace)
     return [_died(how, group, request) for how, group in by_ending.items()]
 
 
-def how_it_ended(trace: Trace) -> str:
+def how_it_ended(trace: RankTimeline) -> str:
     """Say how a rank process ended: by which signal, or with which exit status."""
     if trace.ending is None or trace.ending.status is None:
         return "not ended even by SIGKILL"
@@ -46,7 +46,7 @@ def how_it_ended(trace: Trace) -> str:
     return f"killed by {signal_name(-status)}" if status < 0 else f"ended with exit status {status}"
 
 
-def _died(how: str, group: list[Trace], request: Request) -> Finding:
+def _died(how: str, group: list[RankTimeline], request: Request) -> Finding:
     first = group[0]
     assert first.ending is not None
     stage, doing = place(first)
@@ -63,7 +63,7 @@ def _died(how: str, group: list[Trace], request: Request) -> Finding:
     )
 
 
-def _fix_for_death(trace: Trace, request: Request) -> Fix:
+def _fix_for_death(trace: RankTimeline, request: Request) -> Fix:
     assert trace.ending is not None
     status = trace.ending.status or 0
     name = signal_name(-status) if status < 0 else ""
@@ -89,7 +89,7 @@ def _fix_for_death(trace: Trace, request: Request) -> Fix:
     )
 
 
-def missing(parts: Blame, traces: list[Trace], request: Request, course: Course) -> list[Finding]:
+def missing(parts: Attribution, traces: list[RankTimeline], request: Request, course: RunRecord) -> list[Finding]:
     """Ranks that the others waited for in vain."""
     late = [trace for trace in traces if trace.rank in parts.missing]
     if not late:
@@ -124,7 +124,7 @@ def missing(parts: Blame, traces: list[Trace], request: Request, course: Course)
     ]
 
 
-def _still_at_work(late: list[Trace], slow: list[Trace], request: Request, course: Course) -> Finding:
+def _still_at_work(late: list[RankTimeline], slow: list[RankTimeline], request: Request, course: RunRecord) -> Finding:
     """Nobody took a step for the whole timeout, but that is no standstill: it may be a machine with too much to do."""
     stage, doing = place(late[0])
     return Finding(
@@ -139,7 +139,7 @@ def _still_at_work(late: list[Trace], slow: list[Trace], request: Request, cours
     )
 
 
-def why_missing(trace: Trace) -> str:
+def why_missing(trace: RankTimeline) -> str:
     """Say in a few words what a silent rank was doing."""
     seen = trace.inspection
     if seen is None:
@@ -153,7 +153,7 @@ def why_missing(trace: Trace) -> str:
     return f"in the kernel it is in {seen.wait_channel}" if seen.wait_channel else "its stack could not be read"
 
 
-def _seen_from_outside(trace: Trace) -> list[str]:
+def _seen_from_outside(trace: RankTimeline) -> list[str]:
     seen = trace.inspection
     if seen is None:
         return [f"rank {trace.rank}: not looked at"]
@@ -171,7 +171,7 @@ def _is_boot(frame: str) -> bool:
     return "(boot.py:" in frame or "(<string>:" in frame
 
 
-def _fix_for_stopped(late: list[Trace]) -> Fix:
+def _fix_for_stopped(late: list[RankTimeline]) -> Fix:
     return Fix(
         text=f"something on {late[0].host} stops processes (a scheduler that suspends jobs, a debugger, Ctrl-Z, "
         "a frozen container); list what is stopped there, then run again",
@@ -179,12 +179,12 @@ def _fix_for_stopped(late: list[Trace]) -> Fix:
     )
 
 
-def _seen_by(late: list[Trace], traces: list[Trace]) -> tuple[str, ...]:
+def _seen_by(late: list[RankTimeline], traces: list[RankTimeline]) -> tuple[str, ...]:
     accused = {trace.host for trace in late}
     return tuple(dict.fromkeys(trace.host for trace in traces if trace.host not in accused))
 
 
-def _fix_for_stuck(late: list[Trace]) -> Fix:
+def _fix_for_stuck(late: list[RankTimeline]) -> Fix:
     assert late[0].inspection is not None
     remote = late[0].inspection.stuck[0].remote
     address, _, port = remote.rpartition(":")
@@ -198,7 +198,7 @@ def _fix_for_stuck(late: list[Trace]) -> Fix:
     )
 
 
-def _fix_for_starved(late: list[Trace], request: Request) -> Fix:
+def _fix_for_starved(late: list[RankTimeline], request: Request) -> Fix:
     return Fix(
         text=f"it waits for data that does not come, and other ranks have theirs: see the links of {late[0].host}; "
         "if they are only slow, give it longer",
@@ -206,7 +206,7 @@ def _fix_for_starved(late: list[Trace], request: Request) -> Fix:
     )
 
 
-def _fix_for_late(late: list[Trace], request: Request) -> Fix:
+def _fix_for_late(late: list[RankTimeline], request: Request) -> Fix:
     seen = any(trace.inspection and trace.inspection.frames for trace in late)
     busy = "the stack above says what it was busy with" if seen else "see why its stack could not be read, above"
     return Fix(text=f"{busy}; if it was only slow, give it longer", commands=(_longer(request),))
@@ -216,7 +216,7 @@ def _longer(request: Request) -> str:
     return request.again(timeout=f"{min(86400, request.timeout_s * 4):g}")
 
 
-def standstill(parts: Blame, traces: list[Trace], request: Request, course: Course) -> list[Finding]:
+def standstill(parts: Attribution, traces: list[RankTimeline], request: Request, course: RunRecord) -> list[Finding]:
     """Nothing moves and no rank is behind the others: either all wait for data, or all are busy with themselves."""
     if not parts.standstill:
         return []
@@ -254,7 +254,9 @@ def standstill(parts: Blame, traces: list[Trace], request: Request, course: Cour
     ]
 
 
-def _no_answer(broken: Sequence[attribution.Broken], traces: list[Trace], request: Request, course: Course) -> Finding:
+def _no_answer(
+    broken: Sequence[attribution.Broken], traces: list[RankTimeline], request: Request, course: RunRecord
+) -> Finding:
     """Nothing moves, and the kernels know why: what they send again and again is not answered."""
     stage, doing = place(traces[0])
     accused, witnesses = attribution.accuse(broken)
@@ -280,17 +282,17 @@ def _no_answer(broken: Sequence[attribution.Broken], traces: list[Trace], reques
     )
 
 
-def _one_for_each_stack(traces: list[Trace]) -> list[Trace]:
+def _one_for_each_stack(traces: list[RankTimeline]) -> list[RankTimeline]:
     """Take one rank for each different stack, the rarest first: the odd one is worth a look."""
-    groups: dict[tuple[str, ...], list[Trace]] = {}
+    groups: dict[tuple[str, ...], list[RankTimeline]] = {}
     for trace in traces:
         groups.setdefault(trace.inspection.frames if trace.inspection else (), []).append(trace)
     return [group[0] for group in sorted(groups.values(), key=len)][:_MISSING_IN_FULL]
 
 
-def nodes_lost(parts: Blame, traces: list[Trace], request: Request, course: Course) -> list[Finding]:
+def nodes_lost(parts: Attribution, traces: list[RankTimeline], request: Request, course: RunRecord) -> list[Finding]:
     """Nodes that went away during the run, with their ranks."""
-    by_reason: dict[str, list[Trace]] = {}
+    by_reason: dict[str, list[RankTimeline]] = {}
     for trace in traces:
         if trace.rank in parts.lost:
             by_reason.setdefault(trace.lost, []).append(trace)
@@ -311,7 +313,7 @@ def nodes_lost(parts: Blame, traces: list[Trace], request: Request, course: Cour
     ]
 
 
-def _last_seen(group: list[Trace]) -> str:
+def _last_seen(group: list[RankTimeline]) -> str:
     places: dict[tuple[str, str], list[int]] = {}
     for trace in group:
         places.setdefault(place(trace), []).append(trace.rank)
@@ -352,9 +354,9 @@ def not_started(error: DistdiagError, request: Request) -> Finding:
     )
 
 
-def unsupported_archs(traces: list[Trace], request: Request) -> list[Finding]:
+def unsupported_archs(traces: list[RankTimeline], request: Request) -> list[Finding]:
     """GPUs that this torch holds no code for."""
-    groups: dict[tuple[str, str], list[Trace]] = {}
+    groups: dict[tuple[str, str], list[RankTimeline]] = {}
     for trace in traces:
         for event in trace.events:
             started = event.payload.get("started", {})

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold
 from distdiag.errors import UsageError
-from distdiag.report import Finding, Fix, Level, Where
-from distdiag.launch.record import Plan, Share
+from distdiag.launch.record import Allocation, Plan
 from distdiag.launch.types import MOST_RANKS, Backend, Device
+from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.launch.record import Place
+    from distdiag.launch.record import NodeSlot
     from distdiag.launch.types import Request
 
 RANKS_WITHOUT_GPU = 2
@@ -25,7 +25,7 @@ def check_request(request: Request) -> None:
         raise UsageError("nccl moves data between GPUs only", hint="leave out --device cpu, or use --backend gloo")
 
 
-def make_plan(request: Request, places: Sequence[Place]) -> Plan | Finding:
+def make_plan(request: Request, places: Sequence[NodeSlot]) -> Plan | Finding:
     """Decide on ranks, backend and device for all nodes."""
     wants_cuda = request.device is Device.CUDA or request.backend is Backend.NCCL
     wants_best = request.device is Device.AUTO and request.backend is Backend.AUTO
@@ -37,7 +37,7 @@ def make_plan(request: Request, places: Sequence[Place]) -> Plan | Finding:
     backend = request.backend
     if backend is Backend.AUTO:
         backend = Backend.NCCL if on_cuda else Backend.GLOO
-    shares: list[Share] = []
+    shares: list[Allocation] = []
     for place in places:
         share = _share(request, place, sum(one.nproc for one in shares), on_cuda=on_cuda)
         gpus = place.facts.gpus.visible or 0
@@ -54,7 +54,7 @@ def make_plan(request: Request, places: Sequence[Place]) -> Plan | Finding:
     return plan
 
 
-def _share(request: Request, place: Place, first_rank: int, *, on_cuda: bool) -> Share:
+def _share(request: Request, place: NodeSlot, first_rank: int, *, on_cuda: bool) -> Allocation:
     gpus = place.facts.gpus.visible or 0
     if place.local is not None:
         nproc = request.nproc or 1
@@ -65,7 +65,7 @@ def _share(request: Request, place: Place, first_rank: int, *, on_cuda: bool) ->
             f"{nproc} ranks on {place.host} are too many", hint=f"up to {MOST_RANKS}: correct its slots, or --nproc N"
         )
     local_rank, local_world_size = place.local if place.local is not None and nproc == 1 else (0, nproc)
-    return Share(
+    return Allocation(
         node=place.node,
         host=place.host,
         first_rank=first_rank,
@@ -79,7 +79,7 @@ def _share(request: Request, place: Place, first_rank: int, *, on_cuda: bool) ->
     )
 
 
-def _driver_trouble(request: Request, broken: Sequence[Place]) -> Finding:
+def _driver_trouble(request: Request, broken: Sequence[NodeSlot]) -> Finding:
     hosts = tuple(place.host for place in broken)
     return Finding(
         id=f"{request.command}.cuda-unavailable",
@@ -94,7 +94,7 @@ def _driver_trouble(request: Request, broken: Sequence[Place]) -> Finding:
     )
 
 
-def _too_few_gpus(request: Request, place: Place, places: Sequence[Place], nproc: int) -> Finding:
+def _too_few_gpus(request: Request, place: NodeSlot, places: Sequence[NodeSlot], nproc: int) -> Finding:
     facts = place.facts
     gpus = facts.gpus.visible or 0
     hidden = facts.cuda_visible_devices

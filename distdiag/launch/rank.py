@@ -16,9 +16,9 @@ import time
 import warnings
 from datetime import timedelta
 
-from distdiag.facts import machine, programs
 from distdiag.agent import rendezvous
 from distdiag.agent.rank_progress import Progress
+from distdiag.facts import machine, programs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

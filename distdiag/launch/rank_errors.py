@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 from distdiag import knowledge
 from distdiag.cluster.hosts import name_ranks
-from distdiag.report import Finding, Fix, Level
 from distdiag.launch.wording import amount, fix_from, place, where, who
+from distdiag.report import Finding, Fix, Level
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from distdiag.cluster.rank_runs import Trace
-    from distdiag.launch.attribution import Blame, Trouble
+    from distdiag.cluster.rank_runs import RankTimeline
+    from distdiag.launch.attribution import Attribution, Trouble
     from distdiag.launch.types import Request
 
 
-def findings_of(parts: Blame, traces: list[Trace], request: Request) -> list[Finding]:
+def findings_of(parts: Attribution, traces: list[RankTimeline], request: Request) -> list[Finding]:
     """Make one finding of each trouble, for all ranks that have it."""
     by_kind: dict[tuple[str, str], list[Trouble]] = {}
     for trouble in parts.troubles:
@@ -45,7 +45,7 @@ def _ranks_of(kind: str, group: list[Trouble]) -> list[int]:
     return sorted(odd_ranks(group[0])) if kind == "mismatch" else [trouble.rank for trouble in group]
 
 
-def failed_ranks(parts: Blame) -> set[int]:
+def failed_ranks(parts: Attribution) -> set[int]:
     """Ranks that saw something wrong of their own, or do not agree with what was planned."""
     failed: set[int] = set()
     sources = _sources(parts.troubles)
@@ -62,7 +62,7 @@ def _sources(troubles: Iterable[Trouble]) -> list[Trouble]:
     return [trouble for trouble in troubles if trouble.details.get("own_wrong")]
 
 
-def _no_torch(group: list[Trouble], traces: list[Trace], request: Request) -> Finding:
+def _no_torch(group: list[Trouble], traces: list[RankTimeline], request: Request) -> Finding:
     first = group[0]
     python = str(first.details.get("python", "python3"))
     absent = bool(first.details.get("missing"))
@@ -90,7 +90,7 @@ def _fix_for_import(trouble: Trouble, python: str, *, absent: bool) -> Fix:
     )
 
 
-def _cuda_unavailable(group: list[Trouble], traces: list[Trace], request: Request) -> Finding:
+def _cuda_unavailable(group: list[Trouble], traces: list[RankTimeline], request: Request) -> Finding:
     built_for = group[0].details.get("built_for")
     torch = group[0].details.get("torch")
     known = knowledge.recognise(group[0].message)
@@ -105,7 +105,7 @@ def _cuda_unavailable(group: list[Trouble], traces: list[Trace], request: Reques
     )
 
 
-def _port_foreign(group: list[Trouble], traces: list[Trace], request: Request) -> Finding:
+def _port_foreign(group: list[Trouble], traces: list[RankTimeline], request: Request) -> Finding:
     details = group[0].details
     said = f'it says "{group[0].message}"' if group[0].message else "it hangs up without a word"
     return Finding(
@@ -131,7 +131,7 @@ def odd_ranks(trouble: Trouble) -> set[int]:
     return odd
 
 
-def _mismatch(group: list[Trouble], traces: list[Trace], request: Request) -> Finding:
+def _mismatch(group: list[Trouble], traces: list[RankTimeline], request: Request) -> Finding:
     fields = _differing(group[0])
     words = [
         f"{field} is {' but '.join(f'{value} on {name_ranks(ranks)}' for value, ranks in values.items())}"
@@ -163,7 +163,7 @@ def _differing(trouble: Trouble) -> dict[str, dict[str, list[int]]]:
     return differing if isinstance(differing, dict) else {}
 
 
-def _wrong_result(group: list[Trouble], traces: list[Trace], request: Request) -> Finding:
+def _wrong_result(group: list[Trouble], traces: list[RankTimeline], request: Request) -> Finding:
     sources = _sources(group)
     told: Mapping[str, Any] = (sources or group)[0].details
     first, total = told["first_index"], told["total"]
@@ -195,7 +195,7 @@ def _wrong_result(group: list[Trouble], traces: list[Trace], request: Request) -
     )
 
 
-def _out_of_memory(group: list[Trouble], traces: list[Trace], request: Request) -> Finding:
+def _out_of_memory(group: list[Trouble], traces: list[RankTimeline], request: Request) -> Finding:
     details: Mapping[str, Any] = group[0].details
     stage, doing = place(traces[0], before_end=True)
     got = (
@@ -216,11 +216,11 @@ def _out_of_memory(group: list[Trouble], traces: list[Trace], request: Request) 
     )
 
 
-def _on_cpu(traces: list[Trace]) -> bool:
+def _on_cpu(traces: list[RankTimeline]) -> bool:
     return any(event.payload.get("started", {}).get("device") == "cpu" for event in traces[0].events)
 
 
-def _memory_corrupt(group: list[Trouble], traces: list[Trace], request: Request) -> Finding:
+def _memory_corrupt(group: list[Trouble], traces: list[RankTimeline], request: Request) -> Finding:
     details: Mapping[str, Any] = group[0].details
     return Finding(
         id=f"{request.command}.memory-corrupt",
@@ -235,7 +235,7 @@ def _memory_corrupt(group: list[Trouble], traces: list[Trace], request: Request)
     )
 
 
-def _failed(group: list[Trouble], traces: list[Trace], request: Request) -> Finding:
+def _failed(group: list[Trouble], traces: list[RankTimeline], request: Request) -> Finding:
     known = knowledge.recognise(group[0].message)
     stage, doing = place(traces[0], before_end=True)
     return Finding(

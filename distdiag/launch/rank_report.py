@@ -9,26 +9,32 @@ from typing import TYPE_CHECKING, Any, Literal
 from distdiag.cluster.hosts import name_ranks
 from distdiag.cluster.unreached_hosts import summary_of
 from distdiag.diagnosis.connectivity import Case, path_findings
-from distdiag.report import Finding, Fix, Level, Report, Verdict
 from distdiag.launch import findings, rank_errors
-from distdiag.launch.attribution import blame, cut
-from distdiag.launch.record import NotRun, Scene
-from distdiag.launch.environment_checks import about_hosts, networks_that_differ, nodes_that_differ, pcie_findings, surroundings
+from distdiag.launch.attribution import attribute, cut
+from distdiag.launch.environment_checks import (
+    about_hosts,
+    networks_that_differ,
+    nodes_that_differ,
+    pcie_findings,
+    surroundings,
+)
+from distdiag.launch.record import Inventory, NotStarted
 from distdiag.launch.types import RankResult, Rendezvous, Status, Versions
 from distdiag.launch.wording import where, who
+from distdiag.report import Finding, Fix, Level, Report, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from distdiag.cluster.rank_runs import Trace
+    from distdiag.cluster.rank_runs import RankTimeline
     from distdiag.cluster.records import PausedTold
     from distdiag.cluster.rendezvous_test import RendezvousTest
-    from distdiag.launch.attribution import Blame
-    from distdiag.launch.record import Asked, Course, Data, Job, Plan, RunRecord
+    from distdiag.launch.attribution import Attribution
+    from distdiag.launch.record import Asked, Data, Job, Plan, RunRecord, SavedRun
     from distdiag.launch.types import Request
 
 
-def findings_of(request: Request, scene: Scene, plan: Plan, course: Course) -> list[Finding]:
+def findings_of(request: Request, scene: Inventory, plan: Plan, course: RunRecord) -> list[Finding]:
     """Say what went wrong with nodes, paths and ranks, and what was not tested."""
     parts, cut = _judged(request, course)
     return [
@@ -48,7 +54,7 @@ def findings_of(request: Request, scene: Scene, plan: Plan, course: Course) -> l
     ]
 
 
-def facts_of(request: Request, scene: Scene, plan: Plan, course: Course) -> dict[str, Any]:
+def facts_of(request: Request, scene: Inventory, plan: Plan, course: RunRecord) -> dict[str, Any]:
     """Give the fields of RunFacts."""
     parts, _ = _judged(request, course)
     return {
@@ -65,18 +71,18 @@ def facts_of(request: Request, scene: Scene, plan: Plan, course: Course) -> dict
     }
 
 
-def _judged(request: Request, course: Course) -> tuple[Blame, list[Finding]]:
+def _judged(request: Request, course: RunRecord) -> tuple[Attribution, list[Finding]]:
     """Tell who is to blame; where it is a connection, that is a finding of its own."""
-    return cut(blame(course.outcome, course.traces, request.stages), course.traces, request, course)
+    return cut(attribute(course.outcome, course.traces, request.stages), course.traces, request, course)
 
 
-def report_of(job: Job[Asked, Data], record: RunRecord) -> Report[Data]:
+def report_of(job: Job[Asked, Data], record: SavedRun) -> Report[Data]:
     """Judge a run."""
     job = replace(job, request=replace(job.request, program=record.program or job.request.program))
     if record.scene is not None and record.plan is not None and record.course is not None:
         report = job.diagnose(job.request, record.scene, record.plan, record.course)
     else:
-        report = not_run(job, record.not_run or NotRun(scene=Scene(places=())))
+        report = not_run(job, record.not_run or NotStarted(scene=Inventory(places=())))
     extra = record.extra
     if extra is None:
         return report
@@ -84,7 +90,7 @@ def report_of(job: Job[Asked, Data], record: RunRecord) -> Report[Data]:
     return replace(report, findings=(*report.findings, extra), summary=summary)
 
 
-def not_run(job: Job[Asked, Data], why: NotRun) -> Report[Data]:
+def not_run(job: Job[Asked, Data], why: NotStarted) -> Report[Data]:
     """Report why no rank was started."""
     request = job.request
     found = [*why.why, *_paths(request, why.meeting), *about_hosts(why.scene)]
@@ -125,13 +131,13 @@ def how_far(ranks: Sequence[RankResult], stages: Sequence[str]) -> str:
     return ", ".join(f"{name_ranks(group)} had reached {stage}" for stage, group in reached if group)
 
 
-def payloads(traces: Sequence[Trace], key: str) -> list[Any]:
+def payloads(traces: Sequence[RankTimeline], key: str) -> list[Any]:
     """List what the ranks told under this key, in order of rank."""
     told: list[Mapping[str, Any]] = [event.payload for trace in traces for event in trace.events]
     return [payload[key] for payload in told if key in payload]
 
 
-def started(traces: Sequence[Trace]) -> dict[str, Any]:
+def started(traces: Sequence[RankTimeline]) -> dict[str, Any]:
     """Give what the first rank that came so far told of its torch and device."""
     return next(iter(payloads(traces, "started")), {})
 
@@ -162,7 +168,7 @@ def _rendezvous(meeting: RendezvousTest | None) -> Rendezvous | None:
     )
 
 
-def _rank_result(trace: Trace, parts: Blame, request: Request) -> RankResult:
+def _rank_result(trace: RankTimeline, parts: Attribution, request: Request) -> RankResult:
     told = started([trace])
     last = trace.last
     status = _status(trace, parts)
@@ -184,7 +190,7 @@ def _rank_result(trace: Trace, parts: Blame, request: Request) -> RankResult:
     )
 
 
-def _status(trace: Trace, parts: Blame) -> Status:
+def _status(trace: RankTimeline, parts: Attribution) -> Status:
     if trace.rank in parts.lost:
         return Status.LOST
     if trace.rank in parts.died:
@@ -196,7 +202,7 @@ def _status(trace: Trace, parts: Blame) -> Status:
     return Status.OK if trace.finished else Status.WAITING
 
 
-def _error(trace: Trace, parts: Blame, status: Status) -> str | None:
+def _error(trace: RankTimeline, parts: Attribution, status: Status) -> str | None:
     if status is Status.LOST:
         return trace.lost
     if status is Status.DIED:
@@ -218,7 +224,7 @@ _OTHERS = 0.5
 """Of such a rank's share: what the others may have at most, or it is the machine that is busy."""
 
 
-def paused(request: Request, traces: Sequence[Trace], told: Mapping[int, Sequence[PausedTold]]) -> list[Finding]:
+def paused(request: Request, traces: Sequence[RankTimeline], told: Mapping[int, Sequence[PausedTold]]) -> list[Finding]:
     """Name ranks that were stopped, throttled or had no core; `told` is what each of them measured."""
     shares = {rank: _share(those, "paused_ns") for rank, those in told.items() if those}
     # That there is no core for anybody is the machine's business; whoever is stopped or throttled is so by himself.

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from distdiag.cluster.start_fleet import Agent
-from distdiag.cluster.rank_runs import Outcome, Trace  # noqa: TC001
+from distdiag.cluster.host_results import HostError, HostResult  # noqa: TC001
+from distdiag.cluster.rank_runs import Outcome, RankTimeline  # noqa: TC001
 from distdiag.cluster.rendezvous_test import RendezvousTest  # noqa: TC001
-from distdiag.cluster.host_results import Refusal, Row  # noqa: TC001
+from distdiag.cluster.start_fleet import Agent
 from distdiag.facts import machine
-from distdiag.report import Finding  # noqa: TC001
 from distdiag.launch.types import Backend, Device, NodeFacts, Request
+from distdiag.report import Finding  # noqa: TC001
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class NodeSlot:
     """A node that ranks can run on: its name in the fleet, what to call it, and its facts."""
 
     node: str
@@ -38,7 +38,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class Allocation:
     """The ranks of one node."""
 
     node: str
@@ -61,7 +61,7 @@ class Share:
 class Plan:
     """What will be run, on which nodes; ranks are numbered node by node."""
 
-    shares: tuple[Share, ...]
+    shares: tuple[Allocation, ...]
     backend: Backend
     device: Device
 
@@ -80,35 +80,35 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scene:
+class Inventory:
     """What is known before ranks start: a row for each host, who cannot be used and why, and the nodes' facts."""
 
-    places: tuple[Place, ...]
-    rows: tuple[Row, ...] = ()
-    refusals: dict[str, Refusal] = field(default_factory=dict)
+    places: tuple[NodeSlot, ...]
+    rows: tuple[HostResult, ...] = ()
+    refusals: dict[str, HostError] = field(default_factory=dict)
     duplicates: tuple[str, ...] = ()
     twins: tuple[tuple[str, str], ...] = ()
     """(left out, kept): two names of one machine."""
 
 
 @dataclass(frozen=True)
-class Course:
+class RunRecord:
     """How the run went: its end, every rank's trace in order of rank, and how long nobody took a step at the end."""
 
     outcome: Outcome
-    traces: list[Trace]
+    traces: list[RankTimeline]
     log_dirs: dict[str, str]
     """By host."""
     stalled_s: float
     meeting: RendezvousTest | None = None
-    lost: dict[str, Refusal] = field(default_factory=dict)
+    lost: dict[str, HostError] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class NotRun:
+class NotStarted:
     """Why no rank was started."""
 
-    scene: Scene
+    scene: Inventory
     why: tuple[Finding, ...] = ()
     plan: Plan | None = None
     meeting: RendezvousTest | None = None
@@ -116,7 +116,7 @@ class NotRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRecord:
+class SavedRun:
     """One run: `scene`, `plan` and `course`; or why there was none: `not_run`. `host`: where it was started from.
 
     `program`: how all ranks are started again, if a launcher started them. `extra`: what else was noticed.
@@ -124,14 +124,14 @@ class RunRecord:
 
     host: str
     program: str = ""
-    scene: Scene | None = None
+    scene: Inventory | None = None
     plan: Plan | None = None
-    course: Course | None = None
-    not_run: NotRun | None = None
+    course: RunRecord | None = None
+    not_run: NotStarted | None = None
     extra: Finding | None = None
 
     @classmethod
-    def of_none(cls, why: NotRun) -> RunRecord:
+    def of_none(cls, why: NotStarted) -> SavedRun:
         """Say why there was no run."""
         return cls(host=machine.host_name(), not_run=why)
 
@@ -147,10 +147,10 @@ class Job(Generic[Asked, Data]):
     request: Asked
     rank: str
     """The module that every rank runs: main(config)."""
-    config: Callable[[Asked, Plan, Share, int], dict[str, Any]]
+    config: Callable[[Asked, Plan, Allocation, int], dict[str, Any]]
     """What the command itself tells a rank, beside what every rank is told."""
-    diagnose: Callable[[Asked, Scene, Plan, Course], Report[Data]]
-    no_data: Callable[[Asked, NotRun, dict[str, Any]], Data]
+    diagnose: Callable[[Asked, Inventory, Plan, RunRecord], Report[Data]]
+    no_data: Callable[[Asked, NotStarted, dict[str, Any]], Data]
     """Gives the facts of a run that never began, from the fields of RunFacts."""
     tell: Callable[[rank_runs.Run, Progress], str] | None = None
     """Says what is new in a run under way, beside the stages; gives how far it is, for the line that changes."""

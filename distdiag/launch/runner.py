@@ -10,30 +10,30 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from distdiag.cluster import start_fleet, rank_runs, launch_commands
-from distdiag.cluster.start_fleet import open_fleet
+from distdiag.agent import handshake
+from distdiag.agent.protocol import KeepLogs
+from distdiag.cluster import launch_commands, rank_runs, start_fleet
 from distdiag.cluster.fleet import hint_here
 from distdiag.cluster.hosts import name_ranks
 from distdiag.cluster.launch_commands import Recipe
 from distdiag.cluster.records import Logs
 from distdiag.cluster.rendezvous_test import RendezvousProbe
+from distdiag.cluster.start_fleet import open_fleet
 from distdiag.cluster.targets import THIS_NODE, Cluster, describe, find_targets
 from distdiag.diagnosis.nic_selection import RendezvousOverrides, rendezvous_addresses
 from distdiag.errors import DistdiagError, NodeFailed, UsageError
-from distdiag.gathered import Gathered
-from distdiag.agent import handshake
 from distdiag.facts import machine
 from distdiag.facts.rank_identity import identify
-from distdiag.agent.protocol import KeepLogs
-from distdiag.report import Finding
-from distdiag.runner import Subcommand
-from distdiag.launch import findings, under_launcher, rank_report
+from distdiag.gathered import Gathered
+from distdiag.launch import findings, rank_report, under_launcher
 from distdiag.launch.attribution import position
 from distdiag.launch.collect import find_gpus
-from distdiag.launch.plan import RANKS_WITHOUT_GPU, check_request, make_plan
-from distdiag.launch.record import Course, NotRun, Place, RunRecord, Scene
 from distdiag.launch.environment_checks import hangs
+from distdiag.launch.plan import RANKS_WITHOUT_GPU, check_request, make_plan
+from distdiag.launch.record import Inventory, NodeSlot, NotStarted, RunRecord, SavedRun
 from distdiag.launch.types import Backend, Device, Request
+from distdiag.report import Finding
+from distdiag.runner import Subcommand
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -43,16 +43,16 @@ if TYPE_CHECKING:
     from distdiag.cluster.fleet import Fleet
     from distdiag.cluster.rendezvous_test import RendezvousTest
     from distdiag.cluster.targets import Targets
+    from distdiag.launch.record import Allocation, Asked, Data, Job, Plan
     from distdiag.output import Progress
     from distdiag.report import Report
-    from distdiag.launch.record import Asked, Data, Job, Plan, Share
 
 _LOOPBACK = "127.0.0.1"
 _WAITING_IS_NEWS_S = 5.0
 _LOGS_S = 5.0
 
 
-def carry_out(job: Job[Asked, Data], progress: Progress) -> RunRecord:
+def carry_out(job: Job[Asked, Data], progress: Progress) -> SavedRun:
     """Run the ranks of this node, or of all nodes that are asked for.
 
     Raises:
@@ -75,12 +75,12 @@ def carry_out(job: Job[Asked, Data], progress: Progress) -> RunRecord:
             fleet.gather(lambda now: _tell_reached(now, progress))
             scene = _scene(fleet, targets)
             if not scene.places:
-                return RunRecord.of_none(NotRun(scene=scene))
+                return SavedRun.of_none(NotStarted(scene=scene))
             return run(job, fleet, scene, progress)
         except KeyboardInterrupt:
             if targets.launcher is None:
                 raise
-            return RunRecord.of_none(NotRun(scene=_scene(fleet, targets), interrupted=True))
+            return SavedRun.of_none(NotStarted(scene=_scene(fleet, targets), interrupted=True))
 
 
 def subcommand(
@@ -90,16 +90,16 @@ def subcommand(
     view: Callable[[Asked, Report[Data]], Iterable[RenderableType]],
     recipe: Recipe | None,
     saved_as: str = "",
-) -> Subcommand[Asked, RunRecord, Data]:
+) -> Subcommand[Asked, SavedRun, Data]:
     """Make a command that works on ranks. `recipe`: the launcher for which lines are to be written instead."""
 
-    def collect(asked: Asked, progress: Progress) -> Gathered[RunRecord]:
+    def collect(asked: Asked, progress: Progress) -> Gathered[SavedRun]:
         return Gathered(facts=[carry_out(job_of(asked), progress)])
 
     return Subcommand(
         name=name,
         request=request,
-        facts=RunRecord,
+        facts=SavedRun,
         collect=collect,
         diagnose=lambda asked, gathered: rank_report.report_of(job_of(asked), gathered.facts[0]),
         view=lambda asked, _, report: view(asked, report),
@@ -129,7 +129,9 @@ def explain(job: Job[Any, Any], recipe: Recipe | None) -> list[str]:
     by_torchrun = recipe in (Recipe.TORCHRUN, Recipe.PDSH)
     plain = replace(request, nproc=None, cluster=Cluster(), **({"master_port": 0} if by_torchrun else {}))
     again = plain.again(**({"inject": plain.injected.option} if plain.injected is not None else {}))
-    lines = launch_commands.lines(recipe, hosts, nproc, again, gpus=gpus, port=request.master_port, ifname=request.ifname)
+    lines = launch_commands.lines(
+        recipe, hosts, nproc, again, gpus=gpus, port=request.master_port, ifname=request.ifname
+    )
     if shutil.which("torchrun") is None:
         lines = [
             line.replace("torchrun ", f"{shlex.quote(sys.executable)} -m torch.distributed.run ") for line in lines
@@ -137,29 +139,29 @@ def explain(job: Job[Any, Any], recipe: Recipe | None) -> list[str]:
     return lines
 
 
-def run(job: Job[Asked, Data], fleet: Fleet, scene: Scene, progress: Progress) -> RunRecord:
+def run(job: Job[Asked, Data], fleet: Fleet, scene: Inventory, progress: Progress) -> SavedRun:
     """Plan, try the paths, and run the ranks on nodes that are up."""
     plan = make_plan(job.request, scene.places)
     if isinstance(plan, Finding):
-        return RunRecord.of_none(NotRun(scene=scene, why=(plan,)))
+        return SavedRun.of_none(NotStarted(scene=scene, why=(plan,)))
     if (why := hangs(job.request, scene.places)) is not None:
-        return RunRecord.of_none(NotRun(scene=scene, why=(why,), plan=plan))
+        return SavedRun.of_none(NotStarted(scene=scene, why=(why,), plan=plan))
     try:
         return _run(job, fleet, scene, plan, progress)
     except DistdiagError as error:
         if len(scene.places) == 1 or isinstance(error, UsageError):
             raise
         why = findings.not_started(error, job.request)
-        return RunRecord.of_none(NotRun(scene=_scene_now(scene, fleet), why=(why,), plan=plan))
+        return SavedRun.of_none(NotStarted(scene=_scene_now(scene, fleet), why=(why,), plan=plan))
 
 
-def _run(job: Job[Asked, Data], fleet: Fleet, scene: Scene, plan: Plan, progress: Progress) -> RunRecord:
+def _run(job: Job[Asked, Data], fleet: Fleet, scene: Inventory, plan: Plan, progress: Progress) -> SavedRun:
     request = job.request
     head = fleet.nodes[plan.shares[0].node]
     port, taken = rank_runs.take_port(fleet, head, request.master_port)
     if taken is not None:
         why = findings.port_not_free(head.host, taken, request)
-        return RunRecord.of_none(NotRun(scene=scene, why=(why,), plan=plan))
+        return SavedRun.of_none(NotStarted(scene=scene, why=(why,), plan=plan))
     meeting = None
     doors = list(dict.fromkeys(share.door for share in plan.shares))
     if len(doors) == 1 and not scene.refusals:
@@ -169,15 +171,15 @@ def _run(job: Job[Asked, Data], fleet: Fleet, scene: Scene, plan: Plan, progress
         overrides = RendezvousOverrides(request.master_addr, request.ifname)
         meeting = RendezvousProbe(fleet, doors, port, partial(rendezvous_addresses, overrides=overrides)).run()
         if not meeting.is_open:
-            return RunRecord.of_none(NotRun(scene=_scene_now(scene, fleet), plan=plan, meeting=meeting))
+            return SavedRun.of_none(NotStarted(scene=_scene_now(scene, fleet), plan=plan, meeting=meeting))
     log_dirs = _keep_logs(fleet, plan, request) if request.nccl_debug else {}
     key = handshake.new_key()
     specs = {share.node: _specs(job, plan, share, (port, key), meeting) for share in plan.shares}
     narrator = _Narrator(job, plan, progress)
     ranks = rank_runs.Run(fleet, specs, job.rank, request.stages, narrator.tell)
     outcome = ranks.wait(request.timeout_s)
-    course = Course(outcome, list(ranks.traces.values()), log_dirs, ranks.stalled_s, meeting, ranks.lost)
-    return RunRecord(host=machine.host_name(), scene=scene, plan=plan, course=course)
+    course = RunRecord(outcome, list(ranks.traces.values()), log_dirs, ranks.stalled_s, meeting, ranks.lost)
+    return SavedRun(host=machine.host_name(), scene=scene, plan=plan, course=course)
 
 
 def _refuse_wishes(request: Request) -> None:
@@ -191,9 +193,9 @@ def _refuse_wishes(request: Request) -> None:
         )
 
 
-def _scene(fleet: Fleet, targets: Targets) -> Scene:
+def _scene(fleet: Fleet, targets: Targets) -> Inventory:
     """Put together what is known of the hosts."""
-    places: list[Place] = []
+    places: list[NodeSlot] = []
     twins: list[tuple[str, str]] = []
     machines: dict[str, str] = {}
     slots = {host.name: host.slots for host in targets.hosts}
@@ -202,14 +204,14 @@ def _scene(fleet: Fleet, targets: Targets) -> Scene:
         if same != node.name:
             twins.append((node.name, same))
             continue
-        places.append(Place(node=node.name, host=node.host, slots=slots[node.name], facts=node.told))
+        places.append(NodeSlot(node=node.name, host=node.host, slots=slots[node.name], facts=node.told))
     if targets.launcher is None and fleet.refusals:
         refusal = next(iter(fleet.refusals.values()))
         raise NodeFailed(
             f"distdiag's node side cannot be used on this machine: {refusal.message}",
             hint=hint_here(refusal),
         )
-    return Scene(
+    return Inventory(
         places=tuple(places),
         rows=() if targets.launcher is None else fleet.rows,
         refusals=dict(fleet.refusals),
@@ -218,7 +220,7 @@ def _scene(fleet: Fleet, targets: Targets) -> Scene:
     )
 
 
-def _scene_now(scene: Scene, fleet: Fleet) -> Scene:
+def _scene_now(scene: Inventory, fleet: Fleet) -> Inventory:
     """Bring a row up to date for each host that was given up since; there are none on one node, or under a launcher."""
     return replace(scene, rows=fleet.rows, refusals=dict(fleet.refusals)) if scene.rows else scene
 
@@ -287,7 +289,7 @@ def _keep_logs(fleet: Fleet, plan: Plan, request: Request) -> dict[str, str]:
 
 
 def _specs(
-    job: Job[Asked, Data], plan: Plan, share: Share, door: tuple[int, str], meeting: RendezvousTest | None
+    job: Job[Asked, Data], plan: Plan, share: Allocation, door: tuple[int, str], meeting: RendezvousTest | None
 ) -> list[rank_runs.RankSpec]:
     request = job.request
     port, key = door
@@ -325,7 +327,7 @@ def _fault_before_torch(fault: dict[str, Any] | None) -> bool:
     return fault is not None and (fault.get("kind") == "no-import" or fault.get("stage") == "start")
 
 
-def _interface(request: Request, share: Share, meeting: RendezvousTest | None) -> dict[str, str]:
+def _interface(request: Request, share: Allocation, meeting: RendezvousTest | None) -> dict[str, str]:
     """Tell Gloo and NCCL the interface that was tried, unless the node's own environment names one."""
     if meeting is None:
         return {}

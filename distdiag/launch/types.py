@@ -10,7 +10,7 @@ from distdiag.cluster.targets import Cluster
 from distdiag.report import quoted
 
 if TYPE_CHECKING:
-    from distdiag.cluster.host_results import Row
+    from distdiag.cluster.host_results import HostResult
 
 MOST_RANKS = 4096
 """On one node: beyond this it is a slip of the finger, and each rank takes a hundred megabytes."""
@@ -196,7 +196,7 @@ class RunFacts:
     outcome: str
     log_dirs: dict[str, str]
     """Host -> directory there, with --nccl-debug."""
-    hosts: tuple[Row, ...]
+    hosts: tuple[HostResult, ...]
     rendezvous: Rendezvous | None
     """None on one node: its ranks meet at 127.0.0.1."""
 

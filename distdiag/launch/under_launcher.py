@@ -10,35 +10,35 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
-from distdiag.cluster import links
-from distdiag.cluster.start_fleet import silence_s
-from distdiag.cluster.fleet import Fleet, Limits
-from distdiag.cluster.rank0_discovery import Home, find_home
-from distdiag.cluster.hosts import Host, fold_ranks, name_ranks
-from distdiag.cluster.transports.join import JoinTransport, name_of
-from distdiag.output import say
-from distdiag.errors import DistdiagError, UsageError
 from distdiag.agent import agent as node_agent
 from distdiag.agent import boot, connect_back
-from distdiag.facts import machine
-from distdiag.facts.rank_identity import Identity, contradiction, nested_tasks
 from distdiag.agent.protocol import Leave
 from distdiag.agent.wire import Writer
-from distdiag.report import Finding, Fix, Level, Where, quoted
+from distdiag.cluster import links
+from distdiag.cluster.fleet import Fleet, Limits
+from distdiag.cluster.hosts import Host, fold_ranks, name_ranks
+from distdiag.cluster.rank0_discovery import Home, find_home
+from distdiag.cluster.start_fleet import silence_s
+from distdiag.cluster.transports.join import JoinTransport, name_of
+from distdiag.errors import DistdiagError, UsageError
+from distdiag.facts import machine
+from distdiag.facts.rank_identity import Identity, contradiction, nested_tasks
 from distdiag.launch import rank_report
 from distdiag.launch.collect import master_addr_leads_elsewhere
-from distdiag.launch.record import NotRun, Place, RunRecord, Scene
+from distdiag.launch.record import Inventory, NodeSlot, NotStarted, SavedRun
 from distdiag.launch.types import NodeFacts
+from distdiag.output import say
+from distdiag.report import Finding, Fix, Level, Where, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from distdiag.cluster.start_fleet import Agent
-    from distdiag.cluster.acceptor import Hub
+    from distdiag.cluster.acceptor import Acceptor
     from distdiag.cluster.node import Node
-    from distdiag.output import Progress
+    from distdiag.cluster.start_fleet import Agent
     from distdiag.launch.record import Asked, Data, Job
     from distdiag.launch.types import Request
+    from distdiag.output import Progress
 
 _LEFT_ALONE = 3
 _FORGET = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"
@@ -50,8 +50,8 @@ def carry_out(
     job: Job[Asked, Data],
     me: Identity,
     progress: Progress,
-    run: Callable[[Job[Asked, Data], Fleet, Scene, Progress], RunRecord],
-) -> RunRecord:
+    run: Callable[[Job[Asked, Data], Fleet, Inventory, Progress], SavedRun],
+) -> SavedRun:
     """Be one of the ranks: rank 0 returns the record, every other process ends here with rank 0's exit status.
 
     Raises:
@@ -63,7 +63,7 @@ def carry_out(
     return _carry_out(job, me, progress, run)
 
 
-def _as_other_rank(work: Callable[[], RunRecord]) -> NoReturn:
+def _as_other_rank(work: Callable[[], SavedRun]) -> NoReturn:
     """End as a rank whose report rank 0 gives: a second document on the stdout that all share would be no JSON."""
     status = _INTERRUPTED
     try:
@@ -83,14 +83,14 @@ def _carry_out(
     job: Job[Asked, Data],
     me: Identity,
     progress: Progress,
-    run: Callable[[Job[Asked, Data], Fleet, Scene, Progress], RunRecord],
-) -> RunRecord:
+    run: Callable[[Job[Asked, Data], Fleet, Inventory, Progress], SavedRun],
+) -> SavedRun:
     request = job.request
     _check_options(request, me)
     tasks = nested_tasks(os.environ, machine.ancestors(os.getpid()))
     if tasks:
         _leave_it_to_rank_0(me, 1)
-        return RunRecord.of_none(NotRun(scene=Scene(places=()), why=(_nested(me, tasks, request),)))
+        return SavedRun.of_none(NotStarted(scene=Inventory(places=()), why=(_nested(me, tasks, request),)))
     home, hub = find_home(me, os.environ, timeout_s=request.timeout_s)
     if hub is None:
         sys.exit(_serve(me, home, job.agent, request.timeout_s))
@@ -152,10 +152,10 @@ def _left_alone() -> int:
 def _lead(
     job: Job[Asked, Data],
     me: Identity,
-    hub: Hub,
+    hub: Acceptor,
     progress: Progress,
-    run: Callable[[Job[Asked, Data], Fleet, Scene, Progress], RunRecord],
-) -> RunRecord:
+    run: Callable[[Job[Asked, Data], Fleet, Inventory, Progress], SavedRun],
+) -> SavedRun:
     request = replace(job.request, program=_program(me, job.request.program))
     payload = job.agent.pack(request.cluster, here=False, hosts=me.world_size)
     transport = JoinTransport(hub, payload, patience_s=request.timeout_s)
@@ -195,18 +195,18 @@ def _run(
     transport: JoinTransport,
     fleet: Fleet,
     progress: Progress,
-    run: Callable[[Job[Asked, Data], Fleet, Scene, Progress], RunRecord],
-) -> RunRecord:
+    run: Callable[[Job[Asked, Data], Fleet, Inventory, Progress], SavedRun],
+) -> SavedRun:
     scene = _scene(me, transport, fleet)
     request = job.request
     trouble = (*_missing(me, fleet, request), *_doubles(transport, request))
     if trouble:
-        return RunRecord.of_none(NotRun(scene=scene, why=trouble))
+        return SavedRun.of_none(NotStarted(scene=scene, why=trouble))
     record = run(job, fleet, scene, progress)
     return replace(record, extra=_contradiction(request) or _said_otherwise(request, scene))
 
 
-def _scene(me: Identity, transport: JoinTransport, fleet: Fleet) -> Scene:
+def _scene(me: Identity, transport: JoinTransport, fleet: Fleet) -> Inventory:
     doors: dict[str, str] = {}
     places = []
     for node in fleet.up:
@@ -215,8 +215,8 @@ def _scene(me: Identity, transport: JoinTransport, fleet: Fleet) -> Scene:
             said = {"local_rank": me.local_rank, "local_world_size": me.local_world_size}
         local = (_number(said.get("local_rank"), 0), max(1, _number(said.get("local_world_size"), 1)))
         door = doors.setdefault(node.hello.machine, node.name)
-        places.append(Place(node=node.name, host=node.host, slots=None, facts=node.told, local=local, door=door))
-    return Scene(places=tuple(places))
+        places.append(NodeSlot(node=node.name, host=node.host, slots=None, facts=node.told, local=local, door=door))
+    return Inventory(places=tuple(places))
 
 
 def _number(value: object, otherwise: int) -> int:
@@ -298,9 +298,9 @@ def _contradiction(request: Request) -> Finding | None:
     )
 
 
-def _said_otherwise(request: Request, scene: Scene) -> Finding | None:
+def _said_otherwise(request: Request, scene: Inventory) -> Finding | None:
     """Variables of other ranks that are not what the launcher says: left over from another job, or a login file's."""
-    groups: dict[str, list[Place]] = {}
+    groups: dict[str, list[NodeSlot]] = {}
     for place in scene.places:
         for said in place.facts.said_otherwise:
             groups.setdefault(said, []).append(place)

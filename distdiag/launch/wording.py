@@ -8,11 +8,11 @@ from distdiag.cluster.hosts import fold, name_ranks
 from distdiag.report import Fix, Where
 
 if TYPE_CHECKING:
-    from distdiag.cluster.rank_runs import Trace
+    from distdiag.cluster.rank_runs import RankTimeline
     from distdiag.knowledge import Known
 
 
-def who(traces: list[Trace]) -> str:
+def who(traces: list[RankTimeline]) -> str:
     """Name ranks with host, and pid where it is one."""
     if len(traces) == 1:
         return f"rank {traces[0].rank} ({traces[0].host}, pid {traces[0].pid})"
@@ -20,7 +20,7 @@ def who(traces: list[Trace]) -> str:
     return f"{name_ranks(trace.rank for trace in traces)} ({fold(hosts)})"
 
 
-def where(traces: list[Trace]) -> Where:
+def where(traces: list[RankTimeline]) -> Where:
     """Give the same for programs."""
     return Where(
         hosts=tuple(sorted({trace.host for trace in traces})),
@@ -29,7 +29,7 @@ def where(traces: list[Trace]) -> Where:
     )
 
 
-def place(trace: Trace, *, before_end: bool = False) -> tuple[str, str]:
+def place(trace: RankTimeline, *, before_end: bool = False) -> tuple[str, str]:
     """Give stage and step of the last event, or of the last one before what the rank found wrong."""
     events = [event for event in trace.events if not (before_end and "trouble" in event.payload)]
     return (events[-1].stage, events[-1].note) if events else ("start", "starting Python")

@@ -17,8 +17,8 @@ from typing import Any
 
 def ours(names: list[str], connect_s: float) -> int:
     """By the transport and the links that every command uses."""
+    from distdiag.cluster.host_results import HostError
     from distdiag.cluster.hosts import Host
-    from distdiag.cluster.host_results import Refusal
     from distdiag.cluster.transports import Arrivals
     from distdiag.cluster.transports.ssh import SshTransport
 
@@ -40,7 +40,7 @@ def ours(names: list[str], connect_s: float) -> int:
                     left -= 1
                 continue
             for _, _, what in arrivals.take():
-                if isinstance(what, Refusal):
+                if isinstance(what, HostError):
                     left -= 1
                 elif not isinstance(what, str):
                     (fd,) = what.fds()

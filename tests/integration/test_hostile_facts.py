@@ -18,9 +18,9 @@ from pyspy_facts import REQUEST, job, loads, twice, waits
 from support import distdiag
 
 from distdiag.commands.allreduce_bench import earlier as baselines
-from distdiag.output import emit
 from distdiag.errors import DistdiagError
 from distdiag.gathered import Gathered, save
+from distdiag.output import emit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

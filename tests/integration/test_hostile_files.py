@@ -142,7 +142,9 @@ def test_rings_of_lines_as_the_command_reads_them(ring: Path, tmp_path: Path) ->
         ):
 
             def prepare(data: bytes = data, other: bytes = other, number: int = number) -> None:
-                copy.write_bytes(data[: line_trace_file.PAGE].ljust(line_trace_file.PAGE, b"\0") + original[line_trace_file.PAGE :])
+                copy.write_bytes(
+                    data[: line_trace_file.PAGE].ljust(line_trace_file.PAGE, b"\0") + original[line_trace_file.PAGE :]
+                )
                 copy.with_suffix(line_trace_file.NAMES_SUFFIX).write_bytes(other if number % 2 else names)
 
             yield name, ["trace", "show", str(copy.parent)], prepare

@@ -22,6 +22,7 @@ from fuzz import PER_READER, assert_survived, damaged, misleading, run_calls, ru
 from support import distdiag, need
 
 from distdiag import output
+from distdiag.agent import wire
 from distdiag.cluster import rank_runs, records
 from distdiag.cluster.fleet import Fleet, Limits
 from distdiag.cluster.hosts import Host
@@ -33,7 +34,6 @@ from distdiag.commands.trace.ranks import Wanted
 from distdiag.gathered import Gathered
 from distdiag.jobs.collect import Processes
 from distdiag.jobs.nodes import NodeStacks
-from distdiag.agent import wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -371,10 +371,10 @@ def run_ranks(command: str, streams: dict[str, bytes]) -> None:
     from distdiag.commands.gpu_test.isolate.view import isolate_view
     from distdiag.commands.gpu_test.types import Request as GpuTestRequest
     from distdiag.commands.gpu_test.view import gpu_test_view
-    from distdiag.report import Finding
     from distdiag.launch.plan import make_plan
-    from distdiag.launch.record import Course, Place, Scene
+    from distdiag.launch.record import Inventory, NodeSlot, RunRecord
     from distdiag.launch.types import NodeFacts
+    from distdiag.report import Finding
 
     sizes = (1024, 2048, 4096)
     jobs: dict[str, Callable[[], Any]] = {
@@ -391,7 +391,7 @@ def run_ranks(command: str, streams: dict[str, bytes]) -> None:
         assert GOOD in {node.name for node in up}
         if len(up) < 2:
             raise SystemExit(3)  # what the other node recorded is of a run of both
-        places = tuple(Place(node=node.name, host=node.host, slots=None, facts=node.told) for node in up)
+        places = tuple(NodeSlot(node=node.name, host=node.host, slots=None, facts=node.told) for node in up)
         plan = make_plan(job.request, places)
         if isinstance(plan, Finding):
             raise SystemExit(3)
@@ -399,8 +399,8 @@ def run_ranks(command: str, streams: dict[str, bytes]) -> None:
         run = rank_runs.Run(fleet, specs, "", job.request.stages, lambda now: tell(job, now))
         meeting = meeting_of(fleet)
         outcome = run.wait(0.05)
-        scene = Scene(places=places, rows=fleet.rows, refusals=dict(fleet.refusals))
-        course = Course(outcome, list(run.traces.values()), {}, run.stalled_s, meeting, run.lost)
+        scene = Inventory(places=places, rows=fleet.rows, refusals=dict(fleet.refusals))
+        course = RunRecord(outcome, list(run.traces.values()), {}, run.stalled_s, meeting, run.lost)
         assert all(trace.finished for trace in course.traces if trace.host == GOOD)
         found = job.diagnose(job.request, scene, plan, course)
         show(found, lambda report: view(report, *((job.request.unit,) if command == "allreduce-bench" else ())))
@@ -408,7 +408,8 @@ def run_ranks(command: str, streams: dict[str, bytes]) -> None:
 
 def specs_of(first: int, count: int) -> list[rank_runs.RankSpec]:
     return [
-        rank_runs.RankSpec(rank=first + local, local_rank=local, config={}, env={}, forked=False) for local in range(count)
+        rank_runs.RankSpec(rank=first + local, local_rank=local, config={}, env={}, forked=False)
+        for local in range(count)
     ]
 
 

@@ -14,8 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from distdiag.cluster.start_fleet import Agent, open_fleet
-from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.cluster.targets import Cluster, find_targets
+from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.launch.types import NodeFacts
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from distdiag.cluster.rank_runs import Outcome, Trace
+from distdiag.cluster.rank_runs import Outcome, RankTimeline
 from distdiag.cluster.records import Ending, Event, Payload
 from distdiag.commands.allreduce_bench.command import parse_dtype, parse_fault, parse_ops, parse_params
 from distdiag.commands.allreduce_bench.diagnose import bandwidths, diagnose, times_of
@@ -14,7 +14,7 @@ from distdiag.commands.allreduce_bench.earlier import Baseline, Earlier
 from distdiag.commands.allreduce_bench.formulas import OPS, bus_factor, is_in_place, needed_bytes, shape_of
 from distdiag.commands.allreduce_bench.types import Bench, Request, parse_sizes
 from distdiag.errors import UsageError
-from distdiag.launch.record import Course, Place, Plan, Scene, Share
+from distdiag.launch.record import Allocation, Inventory, NodeSlot, Plan, RunRecord
 from distdiag.launch.types import Backend, Device, Gpus, NodeFacts
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def plan_of(ranks: int, nodes: int = 1, device: Device = Device.CPU) -> Plan:
     each = ranks // nodes
     return Plan(
         shares=tuple(
-            Share(
+            Allocation(
                 node=f"node{node}",
                 host=f"node{node}",
                 first_rank=node * each,
@@ -188,10 +188,10 @@ def told(
             events.append(_event("bench", row=row))
         events.append(_event("done", finished=True))
         ending = Ending(status=0, elapsed_s=2.0, tail="", oom_kills=0)
-        traces.append(Trace(rank=rank, local_rank=rank, host="node0", pid=rank, events=events, ending=ending))
+        traces.append(RankTimeline(rank=rank, local_rank=rank, host="node0", pid=rank, events=events, ending=ending))
     assert len(sizes) >= max(times_s)
-    nodes = [Place(node=share.node, host=share.host, slots=None, facts=HERE) for share in plan.shares]
-    return diagnose(request, Scene(places=tuple(nodes)), plan, Course(Outcome.FINISHED, traces, {}, 0.0))
+    nodes = [NodeSlot(node=share.node, host=share.host, slots=None, facts=HERE) for share in plan.shares]
+    return diagnose(request, Inventory(places=tuple(nodes)), plan, RunRecord(Outcome.FINISHED, traces, {}, 0.0))
 
 
 def _event(stage: str, **payload: Any) -> Event:  # noqa: ANN401 - any JSON

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from distdiag.agent.tcp_probe import ProbeResult
 from distdiag.cluster.drift import differences
-from distdiag.cluster.unreached_hosts import host_findings
+from distdiag.cluster.host_results import HostError, HostResult, HostState
 from distdiag.cluster.rendezvous_test import LookUp, NetworkPath, RendezvousTest
-from distdiag.cluster.host_results import HostState, Refusal, Row
+from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.diagnosis.connectivity import Case, path_findings
-from distdiag.facts.rank_identity import contradiction, nested_tasks
 from distdiag.facts.network import Names, Network
 from distdiag.facts.nics import Nic
-from distdiag.agent.tcp_probe import ProbeResult
+from distdiag.facts.rank_identity import contradiction, nested_tasks
 from distdiag.report import Finding, Level
 
 
@@ -115,11 +115,11 @@ def test_the_minority_is_the_news() -> None:
 
 
 def test_the_same_trouble_of_many_hosts_is_one_finding() -> None:
-    def refusal(host: str) -> Refusal:
-        return Refusal(state=HostState.FILTERED, stage="connect", message=f"no answer from {host} port 22 within 5 s")
+    def refusal(host: str) -> HostError:
+        return HostError(state=HostState.FILTERED, stage="connect", message=f"no answer from {host} port 22 within 5 s")
 
     names = [f"n{i}" for i in range(1, 101)]
-    rows = [Row(host=name, state=HostState.FILTERED, stage="connect", message="", seconds=5.0) for name in names]
+    rows = [HostResult(host=name, state=HostState.FILTERED, stage="connect", message="", seconds=5.0) for name in names]
     (found,) = host_findings({name: refusal(name) for name in names}, rows)
     assert found.id == "hosts.filtered"
     assert found.title.startswith("100 hosts, n[1-100]: each does not answer at all")
@@ -163,6 +163,6 @@ def test_an_mpirun_in_every_task_of_srun(ancestors: list[str], tasks: str, neste
 
 
 def test_this_machine_alone_has_no_row_and_its_failure_is_a_finding_all_the_same() -> None:
-    lost = Refusal(state=HostState.LOST, stage="run", message="distdiag's node side ended with status 1")
+    lost = HostError(state=HostState.LOST, stage="run", message="distdiag's node side ended with status 1")
     (found,) = host_findings({"this node": lost}, ())
     assert (found.id, found.level) == ("hosts.lost", Level.UNKNOWN)

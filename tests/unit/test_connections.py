@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from distdiag import knowledge
-from distdiag.cluster.rank_runs import Outcome, Trace
+from distdiag.agent.tcp_probe import ProbeResult
+from distdiag.cluster.rank_runs import Outcome, RankTimeline
 from distdiag.cluster.records import Ending, Event, Inspection, Payload, StuckSocket
 from distdiag.cluster.rendezvous_test import NetworkPath, RendezvousTest
 from distdiag.commands.gpu_test.diagnose import diagnose
@@ -20,10 +21,9 @@ from distdiag.diagnosis.connectivity import Case, path_findings
 from distdiag.facts import sockets
 from distdiag.facts.network import Names, Network
 from distdiag.facts.nics import Nic
-from distdiag.agent.tcp_probe import ProbeResult
-from distdiag.launch.plan import make_plan
-from distdiag.launch.record import Course, Place, Scene
 from distdiag.launch.environment_checks import networks_that_differ
+from distdiag.launch.plan import make_plan
+from distdiag.launch.record import Inventory, NodeSlot, RunRecord
 from distdiag.launch.types import Device, Gpus, NodeFacts
 
 if TYPE_CHECKING:
@@ -60,7 +60,9 @@ def meeting(*paths: NetworkPath) -> RendezvousTest:
     )
 
 
-def trace(rank: int, *, said: str = "", stuck: Sequence[str] = (), tail: str = "", state: str = "ESTABLISHED") -> Trace:
+def trace(
+    rank: int, *, said: str = "", stuck: Sequence[str] = (), tail: str = "", state: str = "ESTABLISHED"
+) -> RankTimeline:
     waits = Event(stage="reduce", at=3, note="all_reduce of 64 bytes", waiting=True, elapsed_s=1.0)
     gave_up = cast("Payload", {"trouble": {"kind": "exception", "message": said}, "fatal": True})
     events = [
@@ -70,18 +72,18 @@ def trace(rank: int, *, said: str = "", stuck: Sequence[str] = (), tail: str = "
     ill = tuple(StuckSocket(remote=remote, state=state, retransmits=7, unanswered_bytes=96) for remote in stuck)
     look = Inspection(state="S", wait_channel="", frames=(), stack_error="no", tail="", stuck=ill)
     ended = Ending(status=-6, elapsed_s=1.0, tail=tail, oom_kills=0) if tail else None
-    return Trace(
+    return RankTimeline(
         rank=rank, local_rank=0, host=HOSTS[rank], pid=9, events=events, inspection=None if said or tail else look,
         ending=ended,
     )  # fmt: skip
 
 
-def judged(outcome: Outcome, *traces: Trace) -> tuple[Finding, Report[GpuTest]]:
+def judged(outcome: Outcome, *traces: RankTimeline) -> tuple[Finding, Report[GpuTest]]:
     facts = NodeFacts("node", "6.1", "python3", Gpus(False, 0), None, 2**33, 2**33, 2**33)
-    places = [Place(node=host, host=host, slots=1, facts=facts) for host in HOSTS]
+    places = [NodeSlot(node=host, host=host, slots=1, facts=facts) for host in HOSTS]
     plan = make_plan(Request(nproc=1, device=Device.CPU), places)
-    course = Course(outcome, list(traces), {}, 30.0, meeting())
-    report = diagnose(Request(device=Device.CPU), Scene(places=tuple(places)), plan, course)  # type: ignore[arg-type]
+    course = RunRecord(outcome, list(traces), {}, 30.0, meeting())
+    report = diagnose(Request(device=Device.CPU), Inventory(places=tuple(places)), plan, course)  # type: ignore[arg-type]
     (found,) = report.findings
     return found, report
 
@@ -94,7 +96,7 @@ def judged(outcome: Outcome, *traces: Trace) -> tuple[Finding, Report[GpuTest]]:
         (trace(0, said=GLOO.format("10.77.0.3")), trace(1), trace(2, said=GLOO.format("10.77.0.2"))),
     ],
 )
-def test_cut_connections_accuse_the_node_that_all_of_them_lead_to(traces: tuple[Trace, ...]) -> None:
+def test_cut_connections_accuse_the_node_that_all_of_them_lead_to(traces: tuple[RankTimeline, ...]) -> None:
     found, report = judged(Outcome.FAULT, *traces)
     assert (found.id, found.where.hosts) == ("gpu-test.connections-cut", ("node3",))
     assert found.witnesses.hosts == ("node1", "node2")

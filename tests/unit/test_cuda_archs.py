@@ -21,8 +21,8 @@ from distdiag.commands.cuda_env.archs import (
 from distdiag.commands.cuda_env.catalogue import CHECKS, chosen, matches
 from distdiag.commands.cuda_env.prebuild import OPS, read_ops
 from distdiag.errors import UsageError
-from distdiag.knowledge.cuda import compiles, newest_cuda, tables, version
 from distdiag.facts.cuda.literals import Source
+from distdiag.knowledge.cuda import compiles, newest_cuda, tables, version
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from distdiag.agent.forkserver import Forkserver
 from distdiag.cluster import bundle
 from distdiag.facts import programs
-from distdiag.agent.forkserver import Forkserver
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,8 +13,8 @@ import typer
 from support import distdiag
 
 from distdiag import cli
-from distdiag.output import Output, deliver
 from distdiag.errors import DistdiagError
+from distdiag.output import Output, deliver
 from distdiag.report import Finding, Fix, Level, Report, Verdict, Where
 
 if TYPE_CHECKING:

@@ -9,19 +9,19 @@ import pytest
 
 from distdiag import knowledge
 from distdiag.cluster.hosts import fold_ranks, name_ranks
-from distdiag.cluster.rank_runs import Outcome, Trace
+from distdiag.cluster.rank_runs import Outcome, RankTimeline
 from distdiag.cluster.records import Ending, Event, Inspection, Payload
 from distdiag.commands.gpu_test.diagnose import diagnose
 from distdiag.commands.gpu_test.types import Request
 from distdiag.errors import UsageError
-from distdiag.options import parse_size
-from distdiag.report import Finding
+from distdiag.launch.environment_checks import hangs, nodes_that_differ
 from distdiag.launch.findings import covers
 from distdiag.launch.plan import make_plan
-from distdiag.launch.record import Course, Place, Plan, Scene
-from distdiag.launch.environment_checks import hangs, nodes_that_differ
+from distdiag.launch.record import Inventory, NodeSlot, Plan, RunRecord
 from distdiag.launch.types import Backend, Device, Gpus, NodeFacts
 from distdiag.launch.wording import amount
+from distdiag.options import parse_size
+from distdiag.report import Finding
 
 
 def node(*, visible: int | None = 0, driver: bool = False, error: str = "", hidden: str | None = None) -> NodeFacts:
@@ -37,8 +37,8 @@ def node(*, visible: int | None = 0, driver: bool = False, error: str = "", hidd
     )
 
 
-def place(facts: NodeFacts, host: str = "node1", slots: int | None = None) -> Place:
-    return Place(node=host, host=host, slots=slots, facts=facts)
+def place(facts: NodeFacts, host: str = "node1", slots: int | None = None) -> NodeSlot:
+    return NodeSlot(node=host, host=host, slots=slots, facts=facts)
 
 
 HERE = place(node())
@@ -52,18 +52,22 @@ def seen(state: str, *frames: str) -> Inspection:
     return Inspection(state=state, wait_channel="", frames=frames, stack_error="" if frames else "no", tail="")
 
 
-def trace(rank: int, *events: Event, ended: int | None = None, tail: str = "", look: Inspection | None = None) -> Trace:
+def trace(
+    rank: int, *events: Event, ended: int | None = None, tail: str = "", look: Inspection | None = None
+) -> RankTimeline:
     ending = None if ended is None else Ending(status=ended, elapsed_s=2.0, tail=tail, oom_kills=0)
-    return Trace(
+    return RankTimeline(
         rank=rank, local_rank=rank, host="node1", pid=100 + rank, events=list(events), ending=ending, inspection=look
     )
 
 
-def judged(outcome: Outcome, *traces: Trace, request: Request | None = None) -> tuple[dict[str, Finding], list[str]]:
+def judged(
+    outcome: Outcome, *traces: RankTimeline, request: Request | None = None
+) -> tuple[dict[str, Finding], list[str]]:
     request = request or Request(device=Device.CPU)
     plan = make_plan(Request(nproc=len(traces), device=Device.CPU), [HERE])
     assert isinstance(plan, Plan)
-    report = diagnose(request, Scene(places=(HERE,)), plan, Course(outcome, list(traces), {}, 30.0))
+    report = diagnose(request, Inventory(places=(HERE,)), plan, RunRecord(outcome, list(traces), {}, 30.0))
     statuses = [rank.status for rank in report.data.ranks]
     return {finding.id.partition(".")[2]: finding for finding in report.findings}, list(statuses)
 
@@ -329,7 +333,7 @@ def test_sizes_are_read_as_people_write_them() -> None:
         parse_size("-1")
 
 
-def with_variables(host: str, **variables: str) -> Place:
+def with_variables(host: str, **variables: str) -> NodeSlot:
     return place(replace(node(), variables=variables), host)
 
 

@@ -17,9 +17,9 @@ from distdiag.commands.trace.sys import logs
 from distdiag.commands.trace.sys.diagnose import diagnose_logs
 from distdiag.commands.trace.sys.types import Request
 from distdiag.errors import DistdiagError
-from distdiag.knowledge.logs import read_log
 from distdiag.facts.strace import lines
 from distdiag.facts.strace.log import read_logs
+from distdiag.knowledge.logs import read_log
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,7 +12,7 @@ import pytest
 from support import wait_until
 
 from distdiag.facts import procs
-from distdiag.facts.resume import let_go
+from distdiag.facts.resume import resume
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,7 +49,7 @@ def held_up(gate: Path) -> Iterator[int]:
 @pytest.mark.parametrize(("may_come", "then"), [(True, "S"), (False, "T")])
 def test_a_stop_that_is_on_its_way_is_taken_back(held_up: int, gate: Path, may_come: bool, then: str) -> None:
     os.kill(held_up, signal.SIGSTOP)
-    assert not let_go(held_up, may_come=may_come)
+    assert not resume(held_up, may_come=may_come)
     with open(gate, "wb"):
         wait_until(lambda: state(held_up) == then, 20, lambda: state(held_up))
 
@@ -59,6 +59,6 @@ def test_one_that_stands_still_runs_again(held_up: int, gate: Path) -> None:
         wait_until(lambda: state(held_up) == "S", 20, lambda: state(held_up))
     os.kill(held_up, signal.SIGSTOP)
     wait_until(lambda: state(held_up) == "T", 20, lambda: state(held_up))
-    assert let_go(held_up, may_come=False)
+    assert resume(held_up, may_come=False)
     wait_until(lambda: state(held_up) == "S", 20, lambda: state(held_up))
-    assert not let_go(2**22, may_come=True)
+    assert not resume(2**22, may_come=True)

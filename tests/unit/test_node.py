@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support import wait_until
 
-from distdiag.cluster import bootstrap, bundle
 from distdiag.agent import boot, rendezvous, wire
+from distdiag.cluster import bootstrap, bundle
 from distdiag.facts import machine, procs, programs, py_spy
 from distdiag.facts.rank_identity import Identity, identify
 

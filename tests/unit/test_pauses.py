@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distdiag.cluster.rank_runs import Trace
+from distdiag.cluster.rank_runs import RankTimeline
 from distdiag.cluster.records import PausedTold
 from distdiag.commands.gpu_test.types import Request
 from distdiag.launch.rank_report import paused
@@ -25,7 +25,7 @@ def told(paused: int, no_core: int = 0, throttled: int = 0) -> PausedTold:
     ],
 )
 def test_a_rank_that_did_not_run_is_named(ranks: list[PausedTold], named: tuple[int], level: str, words: str) -> None:
-    traces = [Trace(rank=rank, local_rank=rank, host="node1", pid=rank) for rank in range(len(ranks))]
+    traces = [RankTimeline(rank=rank, local_rank=rank, host="node1", pid=rank) for rank in range(len(ranks))]
     (found,) = paused(Request(), traces, {rank: [one] for rank, one in enumerate(ranks)})
     assert (found.where.ranks, found.level) == (named, level)
     assert words in found.title
@@ -33,5 +33,5 @@ def test_a_rank_that_did_not_run_is_named(ranks: list[PausedTold], named: tuple[
 
 @pytest.mark.parametrize("ranks", [[told(60, 60), told(40, 40)], [told(60), told(50)], [told(15), told(0)], [told(90)]])
 def test_where_all_were_held_up_or_nobody_was_none_is_named(ranks: list[PausedTold]) -> None:
-    traces = [Trace(rank=rank, local_rank=rank, host="node1", pid=rank) for rank in range(len(ranks))]
+    traces = [RankTimeline(rank=rank, local_rank=rank, host="node1", pid=rank) for rank in range(len(ranks))]
     assert paused(Request(), traces, {rank: [one] for rank, one in enumerate(ranks)}) == []

@@ -15,8 +15,8 @@ from distdiag.cluster.records import read_json
 from distdiag.commands.gpu_test.types import Request
 from distdiag.facts import pcie
 from distdiag.facts.pcie import redirects
-from distdiag.launch.record import Place
 from distdiag.launch.environment_checks import pcie_findings
+from distdiag.launch.record import NodeSlot
 from distdiag.launch.types import Device, Gpus, NodeFacts, Pcie
 
 if TYPE_CHECKING:
@@ -106,9 +106,9 @@ def test_a_device_that_is_asleep_cut_off_or_leads_in_circles_tells_nothing(confi
     assert not redirects(config)
 
 
-def node(seen: Pcie | None, rdma: int | None = None) -> Place:
+def node(seen: Pcie | None, rdma: int | None = None) -> NodeSlot:
     facts = NodeFacts("n", "6.1", "python3", Gpus(True, 2), None, 2**33, 2**33, 2**33, pcie=seen, rdma_bits_per_s=rdma)
-    return Place(node="n", host="n", slots=None, facts=facts)
+    return NodeSlot(node="n", host="n", slots=None, facts=facts)
 
 
 HUNG = Pcie(gpus=("a", "b"), nvswitches=0, virtual=False, redirecting=ABOVE, translated="DMA-FQ")

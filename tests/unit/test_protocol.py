@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, get_args
 
 import pytest
 
-from distdiag.cluster import records
 from distdiag.agent import protocol
 from distdiag.agent.protocol import Message
+from distdiag.cluster import records
 
 if TYPE_CHECKING:
     import msgspec

@@ -9,9 +9,9 @@ import pytest
 from pyspy_facts import SITE, frames, ids, job, judge, loads, look, node, outlier_ranks, process, twice, waits
 
 from distdiag.commands.pyspy_all.command import parse_groups
-from distdiag.jobs.collect import Watched
-from distdiag.facts.stack_types import Frame, Thread
 from distdiag.facts.procs import Standstill
+from distdiag.facts.stack_types import Frame, Thread
+from distdiag.jobs.collect import Watched
 from distdiag.report import Verdict
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import pytest
 from jobs import wait_for_state
 from support import need
 
-from distdiag.facts import stack_types, elf, waiting_stacks
+from distdiag.facts import elf, stack_types, waiting_stacks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -46,7 +46,9 @@ def test_a_ring_that_is_not_full_is_read_from_its_first_block(tmp_path: Path) ->
     path = write(tmp_path, [(1.0, place(1, 10)), (2.0, place(1, 11), place(1, 12))])
     (thread,) = line_trace_file.read(path).threads
     assert (thread.tid, thread.name, thread.ended_s) == (7, "MainThread", None)
-    assert thread.records[0] == line_trace_file.Record(1.0, line_trace_file.Code("/a/train.py", "step", "user"), 10, False)
+    assert thread.records[0] == line_trace_file.Record(
+        1.0, line_trace_file.Code("/a/train.py", "step", "user"), 10, False
+    )
     assert [(record.at_s, record.line) for record in thread.records[1:]] == [(2.0, 11), (2.0, 12)]
 
 

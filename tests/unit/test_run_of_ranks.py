@@ -7,13 +7,13 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from distdiag.cluster.fleet import Fleet, Limits
-from distdiag.cluster.hosts import Host
-from distdiag.cluster.rank_runs import Outcome, RankSpec, Run
-from distdiag.cluster.links import SocketLink
-from distdiag.cluster.transports import Transport
 from distdiag.agent import host_info, protocol
 from distdiag.agent.wire import Writer
+from distdiag.cluster.fleet import Fleet, Limits
+from distdiag.cluster.hosts import Host
+from distdiag.cluster.links import SocketLink
+from distdiag.cluster.rank_runs import Outcome, RankSpec, Run
+from distdiag.cluster.transports import Transport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,8 +6,8 @@ import select
 
 from support import need
 
+from distdiag.cluster.host_results import HostError, HostState
 from distdiag.cluster.hosts import Host
-from distdiag.cluster.host_results import HostState, Refusal
 from distdiag.cluster.transports import Arrivals
 from distdiag.cluster.transports.mpi import MpiTransport
 from distdiag.cluster.transports.step import Payload
@@ -19,10 +19,10 @@ def test_a_step_that_cannot_be_prepared_is_told_at_once() -> None:
     transport, arrivals = MpiTransport(payload, start_s=60), Arrivals()
     try:
         transport.start([Host(name="node1"), Host(name="node2")], arrivals)
-        found: dict[str, Refusal] = {}
+        found: dict[str, HostError] = {}
         while len(found) < 2:
             assert select.select([arrivals.bell], [], [], 10)[0], "nobody was told"
-            found.update((host, what) for _, host, what in arrivals.take() if isinstance(what, Refusal))
+            found.update((host, what) for _, host, what in arrivals.take() if isinstance(what, HostError))
     finally:
         transport.close()
         arrivals.close()

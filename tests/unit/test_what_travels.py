@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from distdiag.cluster import bootstrap, bundle
 from distdiag.agent import boot, connect_back, handshake
+from distdiag.cluster import bootstrap, bundle
 
 ARGUMENT_BYTES = 128 * 1024  # MAX_ARG_STRLEN of Linux
 COMMANDS = {

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from distdiag.cluster.host_results import HostError
     from distdiag.cluster.hosts import Host
     from distdiag.cluster.links import Link
-    from distdiag.cluster.host_results import Refusal
 
 
 class Arrivals:
     """What the transports bring, from whatever thread: a link to a host, or why there is none."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[float, str, Link | Refusal | str]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[float, str, Link | HostError | str]] = queue.SimpleQueue()
         self.bell, self._push = os.pipe()
         os.set_blocking(self.bell, False)
         os.set_blocking(self._push, False)
@@ -30,7 +30,7 @@ class Arrivals:
         """Bring a link."""
         self._put(host, link)
 
-    def refuse(self, host: str, refusal: Refusal) -> None:
+    def refuse(self, host: str, refusal: HostError) -> None:
         """Give a host up."""
         self._put(host, refusal)
 
@@ -38,7 +38,7 @@ class Arrivals:
         """Tell that a host has come to this stage."""
         self._put(host, stage)
 
-    def take(self) -> Iterator[tuple[float, str, Link | Refusal | str]]:
+    def take(self) -> Iterator[tuple[float, str, Link | HostError | str]]:
         """Yield what came since: when, for which host, and what."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.bell, 65536)
@@ -51,7 +51,7 @@ class Arrivals:
         os.close(push)
         os.close(self.bell)
 
-    def _put(self, host: str, what: Link | Refusal | str) -> None:
+    def _put(self, host: str, what: Link | HostError | str) -> None:
         self._queue.put((time.monotonic(), host, what))
         with contextlib.suppress(OSError):  # full: it rings already; closed: nobody listens any more
             os.write(self._push, b".")

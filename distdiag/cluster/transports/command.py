@@ -6,8 +6,8 @@ import re
 import shlex
 from typing import TYPE_CHECKING
 
+from distdiag.cluster.host_results import HostError, HostState
 from distdiag.cluster.links import ProcessLink
-from distdiag.cluster.host_results import HostState, Refusal
 from distdiag.cluster.transports import Arrivals, Transport
 from distdiag.errors import UsageError
 from distdiag.facts import programs
@@ -40,7 +40,7 @@ class CommandTransport(Transport):
         try:
             link = ProcessLink(programs.start(self.argv(host)))
         except programs.CannotRun as error:
-            arrivals.refuse(host.name, Refusal(state=HostState.FAILED, stage="start", message=str(error)))
+            arrivals.refuse(host.name, HostError(state=HostState.FAILED, stage="start", message=str(error)))
             return None
         link.write(self._lines)
         arrivals.link(host.name, link)

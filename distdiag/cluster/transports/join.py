@@ -9,15 +9,15 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from distdiag.cluster.host_results import HostState, Refusal
+from distdiag.cluster.host_results import HostError, HostState
 from distdiag.cluster.transports import Arrivals, Transport
 from distdiag.cluster.transports.local import LocalTransport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from distdiag.cluster.acceptor import Acceptor
     from distdiag.cluster.hosts import Host
-    from distdiag.cluster.acceptor import Hub
     from distdiag.cluster.links import Link
 
 _TICK_S = 0.05
@@ -34,7 +34,7 @@ class JoinTransport(Transport):
     name = "join"
     names_itself = True
 
-    def __init__(self, hub: Hub, payload: bytes, *, patience_s: float) -> None:
+    def __init__(self, hub: Acceptor, payload: bytes, *, patience_s: float) -> None:
         """`hub` is not started yet, `payload` is for our own node side.
 
         `patience_s` is how long nobody may come before the missing are given up.
@@ -89,4 +89,4 @@ class JoinTransport(Transport):
                 self._missing.difference_update(late)
             for name in late:
                 words = f"nobody came any more for {self._patience_s:g} s"
-                arrivals.refuse(name, Refusal(state=HostState.TIMEOUT, stage="join", message=words))
+                arrivals.refuse(name, HostError(state=HostState.TIMEOUT, stage="join", message=words))

@@ -7,8 +7,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.bootstrap import AGENT_START
+from distdiag.cluster.host_results import HostError, HostState
 from distdiag.cluster.links import ProcessLink
-from distdiag.cluster.host_results import HostState, Refusal
 from distdiag.cluster.transports import Arrivals, Transport
 from distdiag.facts import programs
 
@@ -36,7 +36,7 @@ class LocalTransport(Transport):
             try:
                 process = programs.start(self._argv)
             except programs.CannotRun as error:
-                arrivals.refuse(host.name, Refusal(state=HostState.FAILED, stage="start", message=str(error)))
+                arrivals.refuse(host.name, HostError(state=HostState.FAILED, stage="start", message=str(error)))
                 continue
             link = ProcessLink(process)
             link.pid = process.pid

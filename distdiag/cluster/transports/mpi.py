@@ -9,11 +9,11 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.host_results import HostState, Refusal
+from distdiag.agent import connect_back
+from distdiag.cluster.host_results import HostError, HostState
 from distdiag.cluster.transports import ssh_config
 from distdiag.cluster.transports.step import Payload, StepTransport, without
 from distdiag.errors import DistdiagError
-from distdiag.agent import connect_back
 from distdiag.facts import programs
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class MpiTransport(StepTransport):
         named = [host.name for host in hosts if name in (host.name, host.address)]
         return {named[0]: f"mpirun's ssh says: {how.strip()}"} if named else {}
 
-    def unreachable(self, hosts: Sequence[Host]) -> dict[str, Refusal]:
+    def unreachable(self, hosts: Sequence[Host]) -> dict[str, HostError]:
         """mpirun waits for its ssh, whose own timeout is minutes: knock at the ssh ports ourselves."""
         with ThreadPoolExecutor(_KNOCKERS) as pool:
             found = dict(zip([host.name for host in hosts], pool.map(_knock, hosts), strict=True))
@@ -79,7 +79,7 @@ class MpiTransport(StepTransport):
         return super().why_it_ended(said)
 
 
-def _knock(host: Host) -> Refusal | None:
+def _knock(host: Host) -> HostError | None:
     """Try the host's ssh port; only what cannot be reached at all is told."""
     try:
         settings = ssh_config.resolve(host)
@@ -92,13 +92,13 @@ def _knock(host: Host) -> Refusal | None:
         socket.create_connection((settings.hostname, settings.port), timeout=_KNOCK_S).close()
     except socket.gaierror as error:
         words = f"{settings.hostname} has no address: {error.strerror}"
-        return Refusal(state=HostState.UNKNOWN_NAME, stage="resolve", message=words)
+        return HostError(state=HostState.UNKNOWN_NAME, stage="resolve", message=words)
     except TimeoutError:
         words = f"no answer from {where} within {_KNOCK_S:g} s"
-        return Refusal(state=HostState.FILTERED, stage="connect", message=words)
+        return HostError(state=HostState.FILTERED, stage="connect", message=words)
     except ConnectionRefusedError:
-        return Refusal(state=HostState.REFUSED, stage="connect", message=f"nothing listens at {where}")
+        return HostError(state=HostState.REFUSED, stage="connect", message=f"nothing listens at {where}")
     except OSError as error:
         words = f"{where}: {(error.strerror or str(error)).lower()}"
-        return Refusal(state=HostState.NO_ROUTE, stage="connect", message=words)
+        return HostError(state=HostState.NO_ROUTE, stage="connect", message=words)
     return None

@@ -10,7 +10,7 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.host_results import HostState, Refusal
+from distdiag.cluster.host_results import HostError, HostState
 from distdiag.cluster.transports import Transport, known_hosts, ssh_config
 from distdiag.cluster.transports.command import CommandTransport
 from distdiag.cluster.transports.ssh_bastion import Bastion
@@ -125,7 +125,9 @@ class SshTransport(Transport):
             direct: list[Target] = []
             for host, settings in zip(hosts, found, strict=True):
                 if isinstance(settings, DistdiagError):
-                    refusal = Refusal(state=HostState.FAILED, stage="config", message=str(settings), hint=settings.hint)
+                    refusal = HostError(
+                        state=HostState.FAILED, stage="config", message=str(settings), hint=settings.hint
+                    )
                     arrivals.refuse(host.name, refusal)
                     continue
                 target = Target(host, settings)
@@ -138,7 +140,9 @@ class SshTransport(Transport):
             connector = Connector(direct, self.patience, arrivals, self._room, self._login, self._width)
         except Exception as error:  # noqa: BLE001 - in a thread nobody else would hear of it
             for host in hosts:
-                refusal = Refusal(state=HostState.FAILED, stage="config", message=f"ssh cannot be prepared: {error!r}")
+                refusal = HostError(
+                    state=HostState.FAILED, stage="config", message=f"ssh cannot be prepared: {error!r}"
+                )
                 arrivals.refuse(host.name, refusal)
             return
         self._connectors.append(connector)

@@ -10,8 +10,8 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from distdiag.cluster.host_results import HostError, HostState
 from distdiag.cluster.hosts import parse_hosts
-from distdiag.cluster.host_results import HostState, Refusal
 from distdiag.cluster.transports import ssh_config
 from distdiag.cluster.transports.ssh_connect import ATTEMPTS
 from distdiag.cluster.transports.ssh_login import Refused, Retry
@@ -74,7 +74,7 @@ class Bastion:
         except NeedsOpenSsh:
             by_openssh(target, arrivals)
         except Exception as error:  # noqa: BLE001 - in a thread nobody else would hear of it
-            arrivals.refuse(name, Refusal(state=HostState.FAILED, stage="login", message=repr(error)))
+            arrivals.refuse(name, HostError(state=HostState.FAILED, stage="login", message=repr(error)))
 
     def _lead_to(self, settings: SshSettings) -> object:
         """Open a way to the host's ssh port. Raises Refused or NeedsOpenSsh."""
@@ -110,7 +110,7 @@ class Bastion:
                 (host,) = parse_hosts(jump if jump.startswith("ssh://") else f"ssh://{jump}").hosts
                 found.append(ssh_config.resolve(host, config_file=self._config_file))
             except DistdiagError as error:
-                refusal = Refusal(state=HostState.FAILED, stage="config", message=str(error), hint=error.hint)
+                refusal = HostError(state=HostState.FAILED, stage="config", message=str(error), hint=error.hint)
                 raise Refused(refusal) from error
         if found[0].proxy_jump or any(one.needs_openssh or self._login.needs_openssh(one) for one in found):
             raise NeedsOpenSsh
@@ -134,4 +134,4 @@ def _connect(settings: SshSettings, timeout_s: float) -> socket.socket:
     except OSError as error:
         words = f"{name} port {port}: {(error.strerror or str(error)).lower()}"
         state = HostState.REFUSED if error.errno == errno.ECONNREFUSED else HostState.NO_ROUTE
-    raise Refused(Refusal(state=state, stage="connect", message=words))
+    raise Refused(HostError(state=state, stage="connect", message=words))

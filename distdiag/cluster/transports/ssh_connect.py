@@ -22,7 +22,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.host_results import HostState, Refusal
+from distdiag.cluster.host_results import HostError, HostState
 from distdiag.cluster.transports.ssh_login import Refused, Retry
 from distdiag.cluster.transports.threads import Threads
 from distdiag.facts.text import printable
@@ -142,7 +142,7 @@ class Connector:
                 self._give_up_late()
         except Exception as error:  # noqa: BLE001 - in a thread nobody else would hear of it
             for target in list(self._left):
-                self._give_up(target, Refusal(state=HostState.FAILED, stage="connect", message=repr(error)))
+                self._give_up(target, HostError(state=HostState.FAILED, stage="connect", message=repr(error)))
         finally:
             self._end()
 
@@ -200,7 +200,7 @@ class Connector:
             return
         self._unresolved.discard(target)
         if trouble:
-            self._give_up(target, Refusal(state=HostState.UNKNOWN_NAME, stage="resolve", message=trouble))
+            self._give_up(target, HostError(state=HostState.UNKNOWN_NAME, stage="resolve", message=trouble))
             return
         target.addresses = addresses
         self._ready.append(target)
@@ -217,7 +217,7 @@ class Connector:
             )
             hint = "let us open more (ulimit -n 8192), or name fewer hosts at once"
             for target in self._ready:
-                self._give_up(target, Refusal(state=HostState.FAILED, stage="connect", message=words, hint=hint))
+                self._give_up(target, HostError(state=HostState.FAILED, stage="connect", message=words, hint=hint))
             self._ready.clear()
 
     def _is_time_for_more(self) -> bool:
@@ -279,7 +279,7 @@ class Connector:
             self._connect(target)
             return
         evidence = tuple(dict.fromkeys(target.tried))
-        self._give_up(target, Refusal(state=state, stage="connect", message=message, evidence=evidence))
+        self._give_up(target, HostError(state=state, stage="connect", message=message, evidence=evidence))
 
     def _greeted(self, target: Target) -> None:
         """Look at the greeting without taking it: paramiko wants to read it itself."""
@@ -291,7 +291,7 @@ class Connector:
         else:
             words = "it closed the connection without a word"
         if not target.said:
-            self._again(target, Refusal(state=HostState.NOT_SSH, stage="banner", message=words, hint=_DROPPED))
+            self._again(target, HostError(state=HostState.NOT_SSH, stage="banner", message=words, hint=_DROPPED))
         elif _greets_as_ssh(target.said):
             self._selector.unregister(target.socket)
             self._enter(target)
@@ -304,7 +304,7 @@ class Connector:
         assert target.socket is not None
         if target.knocked:  # what we said is no beginning of a login
             late = f"its greeting came only after {self._patience.banner_s - self._knock_s:g} s"
-            self._again(target, Refusal(state=HostState.TIMEOUT, stage="banner", message=late))
+            self._again(target, HostError(state=HostState.TIMEOUT, stage="banner", message=late))
             return
         target.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
         target.socket.setblocking(True)
@@ -324,7 +324,7 @@ class Connector:
         except Refused as error:
             self._tell(self._give_up, target, error.refusal)
         except Exception as error:  # noqa: BLE001 - in a thread nobody else would hear of it
-            refusal = Refusal(state=HostState.FAILED, stage="login", message=repr(error))
+            refusal = HostError(state=HostState.FAILED, stage="login", message=repr(error))
             self._tell(self._give_up, target, refusal)
         else:
             link.when_dropped = self._room.give_back
@@ -336,7 +336,7 @@ class Connector:
         self._let_go(target)
         self._left.discard(target)
 
-    def _again(self, target: Target, refusal: Refusal) -> None:
+    def _again(self, target: Target, refusal: HostError) -> None:
         """Try once more a little later: sshd drops connections when too many come at once."""
         target.attempts += 1
         if target.attempts >= ATTEMPTS:
@@ -361,7 +361,7 @@ class Connector:
         if self._unresolved and now - self._resolved_at > self._patience.resolve_s:
             words = f"the name server did not answer within {self._patience.resolve_s:g} s"
             for target in list(self._unresolved):
-                self._give_up(target, Refusal(state=HostState.UNKNOWN_NAME, stage="resolve", message=words))
+                self._give_up(target, HostError(state=HostState.UNKNOWN_NAME, stage="resolve", message=words))
             self._unresolved.clear()
 
     @property
@@ -381,14 +381,14 @@ class Connector:
             return
         port, patience_s = target.settings.port, self._patience.banner_s
         words = f"port {port} takes the connection and says nothing for {patience_s:g} s"
-        self._give_up(target, Refusal(state=HostState.TIMEOUT, stage="banner", message=words))
+        self._give_up(target, HostError(state=HostState.TIMEOUT, stage="banner", message=words))
 
     def _not_ssh(self, target: Target) -> None:
         line = target.said.split(b"\n")[0][:80].decode("ascii", "replace").strip()
         words = f'port {target.settings.port} answers, and not with ssh: "{printable(line)}"'
-        self._give_up(target, Refusal(state=HostState.NOT_SSH, stage="banner", message=words))
+        self._give_up(target, HostError(state=HostState.NOT_SSH, stage="banner", message=words))
 
-    def _give_up(self, target: Target, refusal: Refusal) -> None:
+    def _give_up(self, target: Target, refusal: HostError) -> None:
         self._let_go(target)
         self._left.discard(target)
         self._arrivals.refuse(target.host.name, refusal)

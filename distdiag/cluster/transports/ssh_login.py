@@ -11,8 +11,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from distdiag.cluster.host_results import HostError, HostState
 from distdiag.cluster.links import UNKNOWN_SIGNAL, Heard, Link
-from distdiag.cluster.host_results import HostState, Refusal
 from distdiag.cluster.transports import known_hosts
 from distdiag.cluster.transports.known_hosts import KeyVerdict, KnownHosts
 from distdiag.cluster.transports.threads import Limits
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Refused(Exception):
     """The host cannot be logged in to; says why."""
 
-    def __init__(self, refusal: Refusal) -> None:
+    def __init__(self, refusal: HostError) -> None:
         super().__init__(refusal.message)
         self.refusal = refusal
 
@@ -82,7 +82,7 @@ class Login:
             why = f"no answer within {self._timeout_s:g} s" if late else _words(error)
             state = HostState.TIMEOUT if late else HostState.FAILED
             words = f"it lets us in and does not run a command: {why}"
-            raise Refused(Refusal(state=state, stage="session", message=words)) from error
+            raise Refused(HostError(state=state, stage="session", message=words)) from error
         link = ChannelLink(transport, channel, keep=through_bastion)
         link.write(self._words)  # it may have ended already: then what it said tells why
         return link
@@ -107,7 +107,7 @@ class Login:
             raise
         except (paramiko.SSHException, EOFError, OSError) as error:
             _drop(transport)
-            raise Refused(Refusal(state=HostState.FAILED, stage="login", message=_words(error))) from error
+            raise Refused(HostError(state=HostState.FAILED, stage="login", message=_words(error))) from error
         return transport
 
     def open_way(self, bastion: Any, host: str, port: int, timeout_s: float) -> object:  # noqa: ANN401 - a transport
@@ -121,13 +121,13 @@ class Login:
         except paramiko.ChannelException as error:  # paramiko keeps its code only, RFC 4254, 5.1
             forbidden = error.code == 1
             words = f"the bastion {'may not lead (AllowTcpForwarding)' if forbidden else 'cannot connect'} to {where}"
-            raise Refused(Refusal(state=HostState.NO_ROUTE, stage="connect", message=words)) from error
+            raise Refused(HostError(state=HostState.NO_ROUTE, stage="connect", message=words)) from error
         except (paramiko.SSHException, EOFError, OSError) as error:
             if time.monotonic() - began > 0.95 * timeout_s:
                 words = f"the bastion gets no answer from {where} within {timeout_s:g} s"
-                raise Refused(Refusal(state=HostState.FILTERED, stage="connect", message=words)) from error
+                raise Refused(HostError(state=HostState.FILTERED, stage="connect", message=words)) from error
             words = f"the bastion opens no way to {where}: {_words(error)}"
-            raise Retry(Refusal(state=HostState.FAILED, stage="connect", message=words)) from error
+            raise Retry(HostError(state=HostState.FAILED, stage="connect", message=words)) from error
 
     def close(self) -> None:
         """Drop the connections that were kept."""
@@ -150,12 +150,12 @@ class Login:
         except (paramiko.SSHException, EOFError, OSError) as error:
             if time.monotonic() - begin > 0.95 * self._timeout_s:
                 words = f"it did not finish ssh's handshake within {self._timeout_s:g} s"
-                raise Refused(Refusal(state=HostState.TIMEOUT, stage="handshake", message=words)) from error
+                raise Refused(HostError(state=HostState.TIMEOUT, stage="handshake", message=words)) from error
             words = f"port {settings.port} broke off ssh's handshake: {_words(error)}"
             state = (
                 HostState.FAILED if isinstance(error, paramiko.ssh_exception.IncompatiblePeer) else HostState.NOT_SSH
             )
-            raise Retry(Refusal(state=state, stage="handshake", message=words)) from error
+            raise Retry(HostError(state=state, stage="handshake", message=words)) from error
 
     def _check_key(self, transport: paramiko.Transport, settings: SshSettings) -> None:
         key = transport.get_remote_server_key()
@@ -287,7 +287,7 @@ def _prove(transport: paramiko.Transport, settings: SshSettings) -> None:
     words = f"it does not take user {settings.user}"
     words += f" with {', '.join(tried)}" if tried else ", and there is no key to try"
     words += f"; it wants {', '.join(accepted)}" if accepted else ""
-    raise Refused(Refusal(state=HostState.AUTH, stage="login", message=words))
+    raise Refused(HostError(state=HostState.AUTH, stage="login", message=words))
 
 
 def _keys(settings: SshSettings, tried: list[str]) -> Iterator[tuple[str, Any]]:
@@ -321,11 +321,11 @@ def _type_inside(algorithm: str) -> str:
     return "ssh-rsa" if algorithm.startswith("rsa-sha2-") else algorithm
 
 
-def _unknown_key(settings: SshSettings, kind: str, blob: bytes) -> Refusal:
+def _unknown_key(settings: SshSettings, kind: str, blob: bytes) -> HostError:
     line = known_hosts.line(*settings.known_as, kind, blob)
     shown = known_hosts.fingerprint(blob)
     file = settings.user_known_hosts[0] if settings.user_known_hosts else known_hosts.own_file()
-    return Refusal(
+    return HostError(
         state=HostState.HOST_KEY_UNKNOWN,
         stage="host key",
         message=f"its {kind} key is in no known_hosts file",
@@ -336,16 +336,16 @@ def _unknown_key(settings: SshSettings, kind: str, blob: bytes) -> Refusal:
     )
 
 
-def _other_key(settings: SshSettings, verdict: Verdict, kind: str, blob: bytes) -> Refusal:
+def _other_key(settings: SshSettings, verdict: Verdict, kind: str, blob: bytes) -> HostError:
     name, port = settings.known_as
     where = f"{verdict.file}, line {verdict.line}"
     evidence = f"it shows the {kind} key {known_hosts.fingerprint(blob)}; see {where}"
     if verdict.key is KeyVerdict.REVOKED:
         words = f"its {kind} key is marked as revoked"
-        return Refusal(state=HostState.HOST_KEY_REVOKED, stage="host key", message=words, evidence=(evidence,))
+        return HostError(state=HostState.HOST_KEY_REVOKED, stage="host key", message=words, evidence=(evidence,))
     known = "another one is" if verdict.key is KeyVerdict.CHANGED else "only keys of other types are"
     entry = name if port == 22 else f"[{name}]:{port}"
-    return Refusal(
+    return HostError(
         state=HostState.HOST_KEY_CHANGED,
         stage="host key",
         message=f"it shows a key of type {kind}, and {known} known for it",

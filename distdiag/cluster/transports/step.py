@@ -16,16 +16,16 @@ from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from distdiag.cluster import bootstrap, bundle
-from distdiag.cluster.hosts import fold_ranks
-from distdiag.cluster.acceptor import Hub
-from distdiag.cluster.links import Heard, Link, ProcessLink
-from distdiag.cluster.host_results import HostState, Refusal
-from distdiag.cluster.transports import Arrivals, Transport
-from distdiag.facts.text import printable
-from distdiag.errors import DistdiagError
 from distdiag.agent import boot, connect_back, handshake, protocol, wire
+from distdiag.cluster import bootstrap, bundle
+from distdiag.cluster.acceptor import Acceptor
+from distdiag.cluster.host_results import HostError, HostState
+from distdiag.cluster.hosts import fold_ranks
+from distdiag.cluster.links import Heard, Link, ProcessLink
+from distdiag.cluster.transports import Arrivals, Transport
+from distdiag.errors import DistdiagError
 from distdiag.facts import programs
+from distdiag.facts.text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,7 +94,7 @@ class StepTransport(Transport):
     def failed_hosts(self, line: str, hosts: Sequence[Host]) -> dict[str, str]:
         """Read one line of complaint: which hosts it says have failed, and how."""
 
-    def unreachable(self, hosts: Sequence[Host]) -> dict[str, Refusal]:
+    def unreachable(self, hosts: Sequence[Host]) -> dict[str, HostError]:
         """Look by other means which hosts cannot be reached at all, where the launcher keeps silent about it."""
         return {}
 
@@ -125,7 +125,7 @@ class StepTransport(Transport):
         try:
             self._start_all(hosts, arrivals)
         except Exception as error:  # noqa: BLE001 - in a thread nobody else would hear of it
-            refusal = Refusal(
+            refusal = HostError(
                 state=HostState.FAILED, stage="start", message=f"{self.name} cannot be started: {error!r}"
             )
             self._refuse_all(hosts, refusal, arrivals)
@@ -139,7 +139,7 @@ class StepTransport(Transport):
             try:
                 this = self._begin(hosts)
             except programs.CannotRun as error:
-                self._refuse_all(hosts, Refusal(state=HostState.FAILED, stage="start", message=str(error)), arrivals)
+                self._refuse_all(hosts, HostError(state=HostState.FAILED, stage="start", message=str(error)), arrivals)
                 return
             failed = self._follow(this)
             if not failed:
@@ -150,7 +150,7 @@ class StepTransport(Transport):
             for name, refusal in failed.items():
                 arrivals.refuse(name, refusal)
             hosts = [host for host in hosts if host.name not in failed]
-        refusal = Refusal(
+        refusal = HostError(
             state=HostState.FAILED, stage="start", message="the step could not be started without it either"
         )
         self._refuse_all(hosts, refusal, arrivals)
@@ -158,12 +158,14 @@ class StepTransport(Transport):
     def _begin(self, hosts: list[Host]) -> _Round:
         environment = {**self.environment(), connect_back.NONCE: self._key}
         with self._lock:
-            self._round = _Round(hosts, ProcessLink(programs.start(self.command(hosts, self._program()), env=environment)))
+            self._round = _Round(
+                hosts, ProcessLink(programs.start(self.command(hosts, self._program()), env=environment))
+            )
         return self._round
 
     def _program(self) -> list[str]:
         payload = self._payload
-        config = {"addresses": Hub.addresses(), "port": self._hub.port, "find_s": _FIND_S}
+        config = {"addresses": Acceptor.addresses(), "port": self._hub.port, "find_s": _FIND_S}
         packed = boot.pack(bundle.sources(bundle.CONNECT_BACK), bundle.CONNECT_BACK, config)
         words = [boot.ARGUMENT_START, base64.b64encode(packed).decode()]
         lines = bootstrap.script(words, python=payload.python, setup=payload.setup, needs_torch=payload.needs_torch)
@@ -191,7 +193,7 @@ class StepTransport(Transport):
         short = [one for one in open_names if one.partition(".")[0] == name.partition(".")[0]]
         return short[0] if len(short) == 1 else None
 
-    def _follow(self, this: _Round) -> dict[str, Refusal]:
+    def _follow(self, this: _Round) -> dict[str, HostError]:
         """Wait until all agents are there; the hosts that failed, if any did."""
         began = time.monotonic()
         said: list[str] = []
@@ -208,7 +210,7 @@ class StepTransport(Transport):
             failed = {name: how for line in said for name, how in self.failed_hosts(line, this.hosts).items()}
             if failed:
                 return {
-                    name: Refusal(state=HostState.FAILED, stage="start", message=how, evidence=tuple(said[-4:]))
+                    name: HostError(state=HostState.FAILED, stage="start", message=how, evidence=tuple(said[-4:]))
                     for name, how in failed.items()
                 }
             now = time.monotonic()
@@ -232,14 +234,14 @@ class StepTransport(Transport):
                     lines.append(printable(line.strip())[:300])
         return lines
 
-    def _ended(self, this: _Round, missing: list[Host], said: list[str]) -> dict[str, Refusal]:
+    def _ended(self, this: _Round, missing: list[Host], said: list[str]) -> dict[str, HostError]:
         _, how = this.process.how_it_ended()
         state, words, hint = self.why_it_ended(said)
         refusals = {}
         for host in missing:
             about = [line for line in said if re.search(rf"\b{re.escape(host.name)}\b", line)] or said
             last = f": {about[-1].replace(host.name, 'it')}" if about else ""
-            refusals[host.name] = Refusal(
+            refusals[host.name] = HostError(
                 state=state,
                 stage="start",
                 message=words or f"{self.name} ended {how}{last}",
@@ -261,9 +263,9 @@ class StepTransport(Transport):
             return HostState.NO_PYTHON, "there is no Python 3.9 or newer", "name one that is there: --python PATH"
         return HostState.FAILED, "", ""
 
-    def _late(self, seconds: float, said: list[str], *, alone: bool) -> Refusal:
+    def _late(self, seconds: float, said: list[str], *, alone: bool) -> HostError:
         hint = "" if alone else f"{self.name} needs the nodes to connect back to this machine; see its firewall"
-        return Refusal(
+        return HostError(
             state=HostState.TIMEOUT,
             stage="start",
             message=f"{self.name} started nothing there within {seconds:.0f} s",
@@ -279,15 +281,15 @@ class StepTransport(Transport):
             link.kill()
         this.process.kill()
 
-    def _refuse_all(self, hosts: list[Host], refusal: Refusal, arrivals: Arrivals) -> None:
+    def _refuse_all(self, hosts: list[Host], refusal: HostError, arrivals: Arrivals) -> None:
         for host in hosts:
             arrivals.refuse(host.name, refusal)
 
 
-def _take_port(key: str, ports: Sequence[int]) -> Hub:
+def _take_port(key: str, ports: Sequence[int]) -> Acceptor:
     for port in ports:
         try:
-            return Hub(key, port=port)
+            return Acceptor(key, port=port)
         except OSError:
             continue
     raise DistdiagError(

@@ -13,26 +13,26 @@ from distdiag.commands.allreduce_bench.findings import row_in_words
 from distdiag.commands.allreduce_bench.formulas import BOTH_WAYS, ONLY_IN_PLACE
 from distdiag.commands.allreduce_bench.types import Bench, FaultKind, Request
 from distdiag.commands.allreduce_bench.view import bench_view
-from distdiag.output import document
 from distdiag.errors import DistdiagError, UsageError
+from distdiag.facts.rank_identity import identify
 from distdiag.files import check_picture
 from distdiag.gathered import Gathered, are_facts, read
-from distdiag.facts.rank_identity import identify
+from distdiag.launch import rank_report, runner
+from distdiag.launch.record import Job, SavedRun
+from distdiag.output import document
 from distdiag.runner import not_saved
-from distdiag.launch import runner, rank_report
-from distdiag.launch.record import Job, RunRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.cluster.rank_runs import Run
     from distdiag.cluster.launch_commands import Recipe
+    from distdiag.cluster.rank_runs import Run
     from distdiag.commands.allreduce_bench.earlier import Baseline
     from distdiag.commands.allreduce_bench.types import Bench, Fault
+    from distdiag.launch.record import Allocation, Plan
     from distdiag.output import Progress
     from distdiag.report import Report
     from distdiag.runner import Subcommand
-    from distdiag.launch.record import Plan, Share
 
 
 def job_of(request: Request) -> Job[Request, Bench]:
@@ -60,7 +60,7 @@ def _check_forms(request: Request) -> None:
         )
 
 
-def _config(request: Request, plan: Plan, share: Share, rank: int) -> dict[str, Any]:
+def _config(request: Request, plan: Plan, share: Allocation, rank: int) -> dict[str, Any]:
     fault = request.fault
     rows = rows_for(request, plan.device)
     if fault is not None and fault.row > len(rows):
@@ -108,7 +108,7 @@ class _Teller:
 _REPEATS = 3
 
 
-def subcommand(recipe: Recipe | None, *, draw: bool) -> Subcommand[Request, RunRecord, Bench]:
+def subcommand(recipe: Recipe | None, *, draw: bool) -> Subcommand[Request, SavedRun, Bench]:
     """Make the command; `recipe`: the launcher for which lines are to be written instead. `draw`: in the terminal."""
     made = runner.subcommand(
         Request.command, Request, job_of, lambda request, report: bench_view(report, request.unit, draw=draw), recipe
@@ -121,7 +121,7 @@ def subcommand(recipe: Recipe | None, *, draw: bool) -> Subcommand[Request, RunR
     )
 
 
-def _collect(request: Request, progress: Progress) -> Gathered[RunRecord]:
+def _collect(request: Request, progress: Progress) -> Gathered[SavedRun]:
     """Measure; and measure rows again that were slower than in the earlier run: only what stays slower counts.
 
     Two runs of the same differ by more than the iterations of each tell: where the ranks' memory and cores lie is
@@ -138,7 +138,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[RunRecord]:
     return Gathered(facts=runs)
 
 
-def _judged(request: Request, runs: Sequence[RunRecord]) -> Report[Bench]:
+def _judged(request: Request, runs: Sequence[SavedRun]) -> Report[Bench]:
     report = rank_report.report_of(job_of(request), runs[0])
     for run in runs[1:]:
         again = _slower(request, report)
@@ -173,7 +173,7 @@ def read_files(compare: str, picture: str) -> Baseline | None:
         return None
     if not are_facts([compare]):
         return earlier.read(compare)
-    request, gathered = read([compare], Request.command, (Request, RunRecord))
+    request, gathered = read([compare], Request.command, (Request, SavedRun))
     assert request is not None
     report = _judged(request, gathered.facts)
     return earlier.read_text_of(json.dumps(document(report)), compare)

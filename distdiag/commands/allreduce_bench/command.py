@@ -11,9 +11,18 @@ from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the
 from distdiag.commands.allreduce_bench.formulas import ITEM_BYTES, OPS
 from distdiag.commands.allreduce_bench.types import Fault, FaultKind, Request, Stat, Unit
 from distdiag.errors import UsageError
-from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, TimeoutOpt, called_as, on_hosts
-from distdiag.launch.options import BackendOpt, DeviceOpt, IfnameOpt, MasterAddrOpt, MasterPortOpt, NcclDebugOpt, NprocOpt, PrintCommandOpt  # noqa: TC001 - on_hosts reads the annotations
+from distdiag.launch.options import (  # noqa: TC001 - on_hosts reads the annotations
+    BackendOpt,
+    DeviceOpt,
+    IfnameOpt,
+    MasterAddrOpt,
+    MasterPortOpt,
+    NcclDebugOpt,
+    NprocOpt,
+    PrintCommandOpt,
+)
 from distdiag.launch.types import Backend, Device
+from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, TimeoutOpt, called_as, on_hosts
 
 COMMAND = "allreduce-bench"
 

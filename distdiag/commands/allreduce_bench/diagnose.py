@@ -12,22 +12,24 @@ from distdiag.commands.allreduce_bench import findings
 from distdiag.commands.allreduce_bench.findings import short, speed
 from distdiag.commands.allreduce_bench.formulas import bus_factor, is_in_place, shape_of
 from distdiag.commands.allreduce_bench.types import STAGES, USUAL, Arrival, Bench, SizeResult, Times, parse_sizes
-from distdiag.report import Finding, Level, Report
 from distdiag.launch import rank_report
 from distdiag.launch.rank_report import paused, without_core
+from distdiag.report import Finding, Level, Report
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.cluster.rank_runs import Trace
+    from distdiag.cluster.rank_runs import RankTimeline
     from distdiag.cluster.records import PausedTold, RowTold
     from distdiag.commands.allreduce_bench.types import Request, Stat
-    from distdiag.launch.record import Course, NotRun, Plan, Scene
+    from distdiag.launch.record import Inventory, NotStarted, Plan, RunRecord
 
 _ENOUGH_FOR_DRIFT = 20
 
 
-def rows_of(request: Request, rows: Sequence[tuple[str, int]], traces: Sequence[Trace]) -> tuple[SizeResult, ...]:
+def rows_of(
+    request: Request, rows: Sequence[tuple[str, int]], traces: Sequence[RankTimeline]
+) -> tuple[SizeResult, ...]:
     """Give a row for each collective and size that rank 0 told the times of, or why there are none."""
     told = [_told(trace) for trace in traces]
     world_size = len(traces)
@@ -40,7 +42,7 @@ def rows_of(request: Request, rows: Sequence[tuple[str, int]], traces: Sequence[
     return tuple(found)
 
 
-def arrivals_of(rows: Sequence[tuple[str, int]], traces: Sequence[Trace]) -> tuple[Arrival, ...]:
+def arrivals_of(rows: Sequence[tuple[str, int]], traces: Sequence[RankTimeline]) -> tuple[Arrival, ...]:
     """Give for each row and rank how it came to the collective."""
     return tuple(
         Arrival(
@@ -82,7 +84,7 @@ def chosen(times: Times, stat: Stat) -> float:
     return float(getattr(times, stat))
 
 
-def _told(trace: Trace) -> dict[int, RowTold]:
+def _told(trace: RankTimeline) -> dict[int, RowTold]:
     return {event.payload["row"]["number"]: event.payload["row"] for event in trace.events if "row" in event.payload}
 
 
@@ -128,7 +130,7 @@ def rows_for(request: Request, device: str) -> list[tuple[str, int]]:
     return [(op, size) for op in request.ops for size in sizes]
 
 
-def diagnose(request: Request, scene: Scene, plan: Plan, course: Course) -> Report[Bench]:
+def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) -> Report[Bench]:
     """Say what the run shows."""
     rows = rows_for(request, plan.device)
     results = rows_of(request, rows, course.traces)
@@ -190,14 +192,14 @@ def repeated(request: Request, report: Report[Bench], again: Bench) -> Report[Be
     return replace(report, data=data, findings=tuple(found), summary=words)
 
 
-def _pauses(course: Course) -> dict[int, list[PausedTold]]:
+def _pauses(course: RunRecord) -> dict[int, list[PausedTold]]:
     return {
         trace.rank: [row["paused"] for row in rank_report.payloads([trace], "row") if "paused" in row]
         for trace in course.traces
     }
 
 
-def no_data(request: Request, why: NotRun, facts: dict[str, Any]) -> Bench:
+def no_data(request: Request, why: NotStarted, facts: dict[str, Any]) -> Bench:
     """Give the facts of a run in which no rank was started."""
     return Bench(
         **facts,
@@ -236,7 +238,7 @@ def _not_measured(request: Request, results: tuple[SizeResult, ...]) -> list[Fin
 
 
 def _summary(
-    request: Request, scene: Scene, data: Bench, found: list[Finding], asked: int, *, interrupted: bool
+    request: Request, scene: Inventory, data: Bench, found: list[Finding], asked: int, *, interrupted: bool
 ) -> str:
     measured = [row for row in data.results if row.time_s is not None]
     so_far = f"{len(measured)} of {asked} rows were measured"

@@ -12,9 +12,9 @@ from typing import Annotated, TypeVar
 
 import msgspec  # noqa: TID253 - this module is only imported when there is a file to read
 
-from distdiag.output import SCHEMA
 from distdiag.errors import UsageError
 from distdiag.files import as_text
+from distdiag.output import SCHEMA
 
 LARGEST = 2**60
 _FASTEST_BYTES_PER_S = 1e18

@@ -11,16 +11,16 @@ from distdiag.commands.allreduce_bench.types import GIGA, Compared, Expectation,
 from distdiag.knowledge.bandwidth import training_lines, zero3_rule
 from distdiag.knowledge.busbw import assess
 from distdiag.knowledge.expectation import Judgement, Setting
-from distdiag.report import Finding, Fix, Level, Where
 from distdiag.launch.types import Device
 from distdiag.launch.wording import amount
+from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.commands.allreduce_bench.earlier import Baseline, Earlier
     from distdiag.commands.allreduce_bench.types import Arrival, Request, SizeResult, Times
-    from distdiag.launch.record import Plan, Scene
+    from distdiag.launch.record import Inventory, Plan
 
 _BITS = 8
 
@@ -250,7 +250,9 @@ _LARGE_BETWEEN_NODES_BYTES = 512 * 2**20
 """Smaller ones say more of latency than of bandwidth; see knowledge.busbw.assess."""
 
 
-def expectation(plan: Plan, scene: Scene, device_name: str | None, results: Sequence[SizeResult]) -> Expectation | None:
+def expectation(
+    plan: Plan, scene: Inventory, device_name: str | None, results: Sequence[SizeResult]
+) -> Expectation | None:
     """Judge the largest all_reduce; None if none was measured."""
     largest = _largest(results)
     if largest is None or largest.busbw_bytes_per_s is None:
@@ -278,7 +280,7 @@ def expectation(plan: Plan, scene: Scene, device_name: str | None, results: Sequ
     )
 
 
-def nic_rate(plan: Plan, scene: Scene) -> float | None:
+def nic_rate(plan: Plan, scene: Inventory) -> float | None:
     """Give the line rate in bytes/s that each GPU has of its node's active RDMA ports, the least of all nodes."""
     rates = []
     for place in scene.places:
@@ -313,7 +315,7 @@ def hardware_findings(request: Request, found: Expectation | None) -> list[Findi
     ]
 
 
-def training(request: Request, plan: Plan, scene: Scene, results: Sequence[SizeResult]) -> tuple[str, ...]:
+def training(request: Request, plan: Plan, scene: Inventory, results: Sequence[SizeResult]) -> tuple[str, ...]:
     """Say what the bandwidth means for a model of --params; empty where that was not asked."""
     largest = _largest(results)
     if request.params is None or largest is None or not largest.algbw_bytes_per_s or plan.nproc < 2:

@@ -8,8 +8,8 @@ from enum import StrEnum
 
 from distdiag.commands.allreduce_bench.earlier import Baseline  # noqa: TC001 - msgspec reads the annotations
 from distdiag.errors import UsageError
-from distdiag.options import parse_size
 from distdiag.launch import types
+from distdiag.options import parse_size
 
 STAGES = ("start", "connect", "init", "agree", "bench", "done")
 GIGA = 1e9

@@ -9,9 +9,9 @@ from rich.text import Text
 
 from distdiag.commands.allreduce_bench import plot
 from distdiag.commands.allreduce_bench.findings import micros, number, short
+from distdiag.launch.view import log_lines, rank_table, run_lines
 from distdiag.output import Whole, Wide, host_table, plain_table
 from distdiag.report import Level
-from distdiag.launch.view import log_lines, rank_table, run_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

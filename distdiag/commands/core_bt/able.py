@@ -7,8 +7,8 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from distdiag.commands.core_bt.model import COMMAND
-from distdiag.knowledge.crashes import core_limit
 from distdiag.facts.core.places import Kind
+from distdiag.knowledge.crashes import core_limit
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from distdiag.runner import Asks, Question, Subcommand
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from distdiag.output import Progress
     from distdiag.gathered import Gathered
+    from distdiag.output import Progress
 
 _SPARE_S = 30.0
 _CORES_AT_LEAST = 4

@@ -7,7 +7,7 @@ import os
 import signal
 from dataclasses import dataclass, replace
 
-from distdiag.facts import rank_identity, machine, procs
+from distdiag.facts import machine, procs, rank_identity
 from distdiag.facts.core import by_gdb, by_pystack, merge, notes, packed, places, setup, variables
 from distdiag.facts.core.image import NotACore, OtherMachine
 from distdiag.facts.core.last_words import read as last_words_of

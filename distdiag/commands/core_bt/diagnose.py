@@ -11,21 +11,21 @@ from distdiag.commands.core_bt import able
 from distdiag.commands.core_bt.model import COMMAND
 from distdiag.commands.core_bt.result import Core, CoreBt, Thread, Unread
 from distdiag.commands.core_bt.words import alike, frame_in_words, guilty, where, who
-from distdiag.knowledge import crashes
 from distdiag.facts.core.merge import is_eval
 from distdiag.facts.machine import redacted
 from distdiag.facts.programs import signal_name
+from distdiag.knowledge import crashes
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.cluster.host_results import Row
+    from distdiag.cluster.host_results import HostResult
     from distdiag.commands.core_bt.collect import CoreFacts, LiveFacts, NodeCores
     from distdiag.commands.core_bt.model import Request
+    from distdiag.facts.core.merge import Merged
     from distdiag.gathered import Gathered
     from distdiag.knowledge.crashes import Crash
-    from distdiag.facts.core.merge import Merged
 
 _SAME_FRAMES = 3
 _SAID_LINES = 6
@@ -290,7 +290,7 @@ def _none(request: Request, data: CoreBt) -> Finding:
 
 
 def _summary(
-    request: Request, data: CoreBt, found: Sequence[Finding], rows: Sequence[Row], more: tuple[int, bool]
+    request: Request, data: CoreBt, found: Sequence[Finding], rows: Sequence[HostResult], more: tuple[int, bool]
 ) -> str:
     left_out, interrupted = more
     if interrupted:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distdiag.commands.core_bt.words import frame_in_words, who
-from distdiag.output import Whole, Wrapped
 from distdiag.facts.machine import redacted
+from distdiag.output import Whole, Wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -11,14 +11,14 @@ from distdiag.commands.cuda_env.collect import Arrived, CudaFacts
 from distdiag.commands.cuda_env.diagnose import diagnose
 from distdiag.commands.cuda_env.types import COMMAND, Request
 from distdiag.commands.cuda_env.view import cuda_env_view
-from distdiag.output import say
 from distdiag.errors import UsageError
+from distdiag.output import say
 from distdiag.runner import Asks, Question, Subcommand
 
 if TYPE_CHECKING:
     from distdiag.commands.cuda_env.types import CudaEnv
-    from distdiag.output import Progress
     from distdiag.gathered import Gathered
+    from distdiag.output import Progress
     from distdiag.report import Report
 
 _SPARE_S = 20.0

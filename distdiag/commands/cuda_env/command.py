@@ -64,8 +64,8 @@ def cuda_env(
     """
     from distdiag import runner
     from distdiag.commands.cuda_env.check import SUBCOMMAND, export_lines
-    from distdiag.output import Output, deliver, deliver_lines, fail
     from distdiag.errors import UsageError
+    from distdiag.output import Output, deliver, deliver_lines, fail
 
     def request() -> Request:
         from distdiag.commands.cuda_env.catalogue import capability, chosen

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from distdiag.cluster.hosts import fold
 from distdiag.cluster.drift import differences
+from distdiag.cluster.hosts import fold
 from distdiag.cluster.unreached_hosts import host_findings, summary_of
 from distdiag.commands.cuda_env import fixes
 from distdiag.commands.cuda_env.about.gpus import torch_archs
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from distdiag.commands.cuda_env.collect import CudaFacts
     from distdiag.commands.cuda_env.types import Problem, Request
-    from distdiag.gathered import Gathered
     from distdiag.facts.cuda.toolkits import Toolkit
+    from distdiag.gathered import Gathered
 
 
 _NOBODY = NodeEnv(

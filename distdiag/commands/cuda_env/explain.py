@@ -18,9 +18,9 @@ from distdiag.commands.cuda_env.diagnose import diagnose
 from distdiag.commands.cuda_env.sections import sections_of
 from distdiag.commands.cuda_env.types import COMMAND, Goal, LogRow, Ready
 from distdiag.errors import UsageError
+from distdiag.facts.strace import lines
 from distdiag.files import as_text
 from distdiag.knowledge.logs import read_log
-from distdiag.facts.strace import lines
 from distdiag.report import Finding, Fix, Level, Report
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from distdiag.commands.cuda_env.archs import as_list
 from distdiag.commands.cuda_env.check import SUBCOMMAND, prepared
 from distdiag.commands.cuda_env.sections import sections_of
 from distdiag.commands.cuda_env.types import Goal
-from distdiag.output import say
 from distdiag.errors import DistdiagError, UsageError
+from distdiag.output import say
 from distdiag.report import Level
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from distdiag.runner import Asks, Question, Subcommand
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.output import Progress
     from distdiag.gathered import Gathered
+    from distdiag.output import Progress
 
 _AGENT = Agent(collect="distdiag.commands.flight_recorder.collect", facts=NodeDumps)
 _SPARE_S = 600.0

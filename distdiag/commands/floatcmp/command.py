@@ -13,9 +13,9 @@ from distdiag.options import JsonOpt, StrictOpt, called_as
 
 if TYPE_CHECKING:
     from distdiag.commands.floatcmp.compare_files import Answer, FloatCmp, Request
-    from distdiag.output import Progress
     from distdiag.errors import DistdiagError
     from distdiag.facts import programs
+    from distdiag.output import Progress
     from distdiag.report import Report
 
 

@@ -13,8 +13,8 @@ from distdiag.launch.record import Job
 
 if TYPE_CHECKING:
     from distdiag.cluster.launch_commands import Recipe
+    from distdiag.launch.record import Allocation, Plan, SavedRun
     from distdiag.runner import Subcommand
-    from distdiag.launch.record import Plan, RunRecord, Share
 
 _MEMORY_ON_CPU_BYTES = 64 * 2**20
 _MEMORY_FRACTION = 0.5
@@ -34,7 +34,7 @@ def job_of(request: Request) -> Job[Request, GpuTest]:
     )
 
 
-def _config(request: Request, plan: Plan, share: Share, rank: int) -> dict[str, Any]:
+def _config(request: Request, plan: Plan, share: Allocation, rank: int) -> dict[str, Any]:
     memory = _MEMORY_ON_CPU_BYTES
     if request.memory_fraction is not None and share.memory_available_bytes is not None:
         memory = int(share.memory_available_bytes * request.memory_fraction / share.local_world_size)
@@ -54,6 +54,6 @@ def _fault_for(request: Request, rank: int) -> dict[str, object] | None:
     return {"kind": fault.kind, "stage": fault.stage, "seconds": 2 * request.timeout_s + 5}
 
 
-def subcommand(recipe: Recipe | None) -> Subcommand[Request, RunRecord, GpuTest]:
+def subcommand(recipe: Recipe | None) -> Subcommand[Request, SavedRun, GpuTest]:
     """Make the command; `recipe`: the launcher for which lines are to be written instead."""
     return runner.subcommand("gpu-test", Request, job_of, lambda _, report: gpu_test_view(report), recipe)

@@ -9,9 +9,18 @@ import typer
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
 from distdiag.commands.gpu_test.types import SIZE_BYTES, STAGES, Fault, FaultKind, Request
 from distdiag.errors import UsageError
-from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, TimeoutOpt, called_as, on_hosts, parse_size
-from distdiag.launch.options import BackendOpt, DeviceOpt, IfnameOpt, MasterAddrOpt, MasterPortOpt, NcclDebugOpt, NprocOpt, PrintCommandOpt  # noqa: TC001 - on_hosts reads the annotations
+from distdiag.launch.options import (  # noqa: TC001 - on_hosts reads the annotations
+    BackendOpt,
+    DeviceOpt,
+    IfnameOpt,
+    MasterAddrOpt,
+    MasterPortOpt,
+    NcclDebugOpt,
+    NprocOpt,
+    PrintCommandOpt,
+)
 from distdiag.launch.types import Backend, Device
+from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, TimeoutOpt, called_as, on_hosts, parse_size
 
 if TYPE_CHECKING:
     from distdiag.commands.gpu_test.isolate import types as isolate_model

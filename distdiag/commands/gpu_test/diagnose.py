@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 from distdiag.cluster.hosts import fold
 from distdiag.cluster.rank_runs import Outcome
 from distdiag.commands.gpu_test.types import STAGES, GpuTest
-from distdiag.report import Level, Report
 from distdiag.launch import rank_report
 from distdiag.launch.types import Device
+from distdiag.report import Level, Report
 
 if TYPE_CHECKING:
     from distdiag.commands.gpu_test.types import Request
+    from distdiag.launch.record import Inventory, NotStarted, Plan, RunRecord
     from distdiag.report import Finding
-    from distdiag.launch.record import Course, NotRun, Plan, Scene
 
 
-def diagnose(request: Request, scene: Scene, plan: Plan, course: Course) -> Report[GpuTest]:
+def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) -> Report[GpuTest]:
     """Say what the run shows."""
     found = rank_report.findings_of(request, scene, plan, course)
     data = GpuTest(
@@ -36,12 +36,12 @@ def diagnose(request: Request, scene: Scene, plan: Plan, course: Course) -> Repo
     )
 
 
-def no_data(request: Request, why: NotRun, facts: dict[str, Any]) -> GpuTest:
+def no_data(request: Request, why: NotStarted, facts: dict[str, Any]) -> GpuTest:
     """Give the facts of a run in which no rank was started."""
     return GpuTest(**facts, size_bytes=request.size_bytes, memory_bytes=None, arch_list=())
 
 
-def _summary(found: list[Finding], scene: Scene, plan: Plan) -> str:
+def _summary(found: list[Finding], scene: Inventory, plan: Plan) -> str:
     if wrong := rank_report.worst_of(found):
         return wrong
     kind = "GPU" if plan.device is Device.CUDA else "CPU"

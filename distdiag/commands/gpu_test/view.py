@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from distdiag.output import host_table
 from distdiag.launch.view import log_lines, rank_table, run_lines
 from distdiag.launch.wording import amount
+from distdiag.output import host_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,9 +18,9 @@ from distdiag import child_job
 from distdiag.commands.overflow.diagnose import diagnose
 from distdiag.commands.overflow.types import COMMAND, Detection, Overflow, WatchedProcess
 from distdiag.commands.overflow.view import overflow_view
-from distdiag.output import Output, deliver, document, emit
-from distdiag.files import make_folder
 from distdiag.facts.rank_identity import identify
+from distdiag.files import make_folder
+from distdiag.output import Output, deliver, document, emit
 from distdiag.training.overflow.session import VARIABLE, Settings
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from distdiag.commands.ports.server import ServerOptions
     from distdiag.commands.ports.types import PortsData, PortsFacts, Request
-    from distdiag.output import Progress
     from distdiag.gathered import Gathered
+    from distdiag.output import Progress
     from distdiag.runner import Subcommand
 
 _MOST_TARGETS = 65536

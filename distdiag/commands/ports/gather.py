@@ -6,25 +6,25 @@ import os
 import random
 from typing import TYPE_CHECKING, Any
 
-from distdiag.cluster.start_fleet import Agent, open_fleet
+from distdiag.agent import protocol
 from distdiag.cluster.records import ReachEnded, ReachListening
 from distdiag.cluster.rendezvous_test import PORT, RANKS, LookUp, NetworkPath, Prober
+from distdiag.cluster.start_fleet import Agent, open_fleet
 from distdiag.cluster.targets import describe, find_targets
 from distdiag.commands.ports.collect import NodePorts, ScanBatch
 from distdiag.commands.ports.types import USUAL_PORT, PortsFacts, address_of
 from distdiag.diagnosis.nic_selection import other_addresses
 from distdiag.errors import UsageError
-from distdiag.agent import protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from distdiag.agent.tcp_probe import ProbeResult
     from distdiag.cluster.fleet import Fleet
     from distdiag.cluster.node import Node
     from distdiag.cluster.targets import Targets
     from distdiag.commands.ports.types import Request
     from distdiag.output import Progress
-    from distdiag.agent.tcp_probe import ProbeResult
 
 AGENT = Agent(collect="distdiag.commands.ports.collect", facts=NodePorts, ask={"listeners": True})
 MOST_NODES = 512

@@ -7,8 +7,8 @@ import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.hosts import fold
 from distdiag.cluster.drift import differences
+from distdiag.cluster.hosts import fold
 from distdiag.cluster.rendezvous_test import RANKS
 from distdiag.commands.ports.port_findings import finding
 from distdiag.commands.ports.types import COMMAND, address_of

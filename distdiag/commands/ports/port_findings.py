@@ -5,16 +5,16 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
+from distdiag.agent import handshake
 from distdiag.cluster.hosts import fold, fold_ranks
 from distdiag.commands.ports.types import COMMAND
 from distdiag.diagnosis.connectivity import EVIDENCE_LINES
-from distdiag.agent import handshake
 from distdiag.facts.network import is_loopback
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
-    from distdiag.commands.ports.types import PortsFacts
     from distdiag.agent.port_scan import PortResult
+    from distdiag.commands.ports.types import PortsFacts
 
 _FEW = 16
 """Ports of a host up to which a closed one is worth a word: more are a search."""

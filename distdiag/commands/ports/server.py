@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec  # noqa: TID253 - this module is only imported for serve and check
 
+from distdiag.agent import handshake, port_scan, rendezvous
+from distdiag.agent.probe_server import MOST_BULK_BYTES, ProbeServer
+from distdiag.agent.tcp_probe import ProbeResult, Target, TcpProbe
 from distdiag.cluster.records import Senseless, read_json
 from distdiag.cluster.rendezvous_test import PORT, RANKS, NetworkPath
 from distdiag.commands.ports import collect
 from distdiag.commands.ports.types import USUAL_PORT, PortsFacts, address_of
 from distdiag.errors import DistdiagError, UsageError
-from distdiag.agent import handshake, port_scan, rendezvous
 from distdiag.facts import machine
-from distdiag.agent.probe_server import MOST_BULK_BYTES, ProbeServer
-from distdiag.agent.tcp_probe import ProbeResult, Target, TcpProbe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 import msgspec  # noqa: TID253 - this module is only imported when the command runs
 
+from distdiag.agent.port_scan import PortResult  # noqa: TC001
+from distdiag.cluster.host_results import HostError, HostResult  # noqa: TC001
+
 # msgspec reads the annotations.
 from distdiag.cluster.rendezvous_test import LookUp, NetworkPath, PathTest
-from distdiag.cluster.host_results import Refusal, Row  # noqa: TC001
 from distdiag.cluster.targets import Cluster  # noqa: TC001
 from distdiag.commands.ports.collect import NodePorts  # noqa: TC001
 from distdiag.diagnosis import nic_selection
@@ -17,7 +19,6 @@ from distdiag.diagnosis.nic_selection import SelectedNic
 from distdiag.errors import UsageError
 from distdiag.facts.listeners import Listener
 from distdiag.facts.nics import IbPort, Nic
-from distdiag.agent.port_scan import PortResult  # noqa: TC001
 
 COMMAND = "ports"
 USUAL_PORT = 29500
@@ -80,8 +81,8 @@ class PortsFacts:
     """Hosts that are machines which another name stands for already."""
     unserved: dict[str, str] = field(default_factory=dict)
     """Servers that could not be checked: stranger (not ours), busy, midway (it went away)."""
-    rows: tuple[Row, ...] = ()
-    refusals: dict[str, Refusal] = field(default_factory=dict)
+    rows: tuple[HostResult, ...] = ()
+    refusals: dict[str, HostError] = field(default_factory=dict)
     local: bool = True
     served: bool = False
     checks: bool = False
@@ -184,7 +185,7 @@ class PortsData(msgspec.Struct, frozen=True):
     `hosts` has a row for each host that was asked for with --hosts.
     """
 
-    hosts: tuple[Row, ...]
+    hosts: tuple[HostResult, ...]
     interfaces: tuple[InterfaceRow, ...]
     ib_ports: tuple[IbPortRow, ...]
     choice: SelectionRow

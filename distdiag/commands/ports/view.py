@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from rich.table import Column
 
 from distdiag.cluster.hosts import fold, fold_ranks
-from distdiag.output import Whole, Wrapped, host_table, plain_table
 from distdiag.diagnosis.nic_selection import export_line
+from distdiag.output import Whole, Wrapped, host_table, plain_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import time
 
-from distdiag.jobs.collect import Watched, facts
-from distdiag.facts import stack_sampler, deadlines, procs
+from distdiag.facts import deadlines, procs, stack_sampler
 from distdiag.facts.stack_sampler import SampleOptions
+from distdiag.jobs.collect import Watched, facts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -29,14 +29,14 @@ from distdiag.report import Finding, Fix, Level, Report, Where
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from distdiag.cluster.host_results import Refusal, Row
+    from distdiag.cluster.host_results import HostError, HostResult
     from distdiag.commands.pyspy_all.types import Request
     from distdiag.diagnosis.outliers import JobVerdict
     from distdiag.diagnosis.stack_classes import RankState, StackClass
+    from distdiag.facts.stack_types import Frame, Sample
     from distdiag.jobs.collect import Process, Watched
     from distdiag.jobs.model import Job, Member
     from distdiag.jobs.nodes import NodeStacks
-    from distdiag.facts.stack_types import Frame, Sample
 
 _WORTH = (
     Outcome.OUTLIERS,
@@ -57,8 +57,8 @@ def diagnose(
     request: Request,
     nodes: Sequence[NodeStacks],
     *,
-    rows: Sequence[Row] = (),
-    refusals: Mapping[str, Refusal] | None = None,
+    rows: Sequence[HostResult] = (),
+    refusals: Mapping[str, HostError] | None = None,
     interrupted: bool = False,
 ) -> Report[PySpyAll]:
     """Find the jobs, judge each, and put it together."""

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from distdiag.cluster.records import Senseless, read_json
+from distdiag.facts.rank_identity import Identity
+from distdiag.facts.stack_types import LOCALS, Frame, Sample, Thread, counters_and_peer, read_threads
+from distdiag.facts.text import printable
 from distdiag.files import as_text
 from distdiag.jobs.collect import Process, Processes, Watched
 from distdiag.jobs.nodes import NodeStacks
 from distdiag.jobs.roles import DUMPED
-from distdiag.facts.stack_types import LOCALS, Frame, Sample, Thread, counters_and_peer, read_threads
-from distdiag.facts.rank_identity import Identity
-from distdiag.facts.text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from distdiag.commands.pyspy_all.types import Request
     from distdiag.diagnosis.outliers import JobVerdict
     from distdiag.diagnosis.stack_classes import RankState
-    from distdiag.jobs.nodes import NodeStacks
     from distdiag.facts.stack_types import Frame
+    from distdiag.jobs.nodes import NodeStacks
 
 _SHOWN = 6
 _PLACES = 3

@@ -11,9 +11,9 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from distdiag.cluster.hosts import fold, fold_ranks
-from distdiag.output import document
 from distdiag.errors import UsageError
 from distdiag.files import write_whole
+from distdiag.output import document
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag import runner
-from distdiag.cluster.start_fleet import Agent
 from distdiag.cluster.ship_pyspy import bring_py_spy
+from distdiag.cluster.start_fleet import Agent
 from distdiag.commands.pyspy_all import dumps
 from distdiag.commands.pyspy_all.diagnose import diagnose
 from distdiag.commands.pyspy_all.types import COMMAND, Request, Threads
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from distdiag.cluster.node import Node
     from distdiag.commands.pyspy_all.types import PySpyAll
-    from distdiag.output import Progress
     from distdiag.gathered import Gathered
     from distdiag.jobs.collect import Process
+    from distdiag.output import Progress
     from distdiag.report import Report
 
 _COLLECT = "distdiag.commands.pyspy_all.collect"

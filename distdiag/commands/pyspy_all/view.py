@@ -11,8 +11,8 @@ from rich.text import Text
 
 from distdiag.cluster.hosts import fold_ranks
 from distdiag.commands.pyspy_all.wording import named, samples_in_words
-from distdiag.output import Whole, plain_table
 from distdiag.knowledge.frames import is_native, library_path
+from distdiag.output import Whole, plain_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distdiag.diagnosis.stack_classes import RankState
-    from distdiag.jobs.model import Helper
-    from distdiag.facts.stack_types import Frame, Thread
     from distdiag.facts.procs import Standstill
+    from distdiag.facts.stack_types import Frame, Thread
+    from distdiag.jobs.model import Helper
 
 _NAMED = 4
 """Processes to name one by one; more are only counted."""

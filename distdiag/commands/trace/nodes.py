@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from distdiag.cluster.host_results import Refusal, Row
+    from distdiag.cluster.host_results import HostError, HostResult
     from distdiag.commands.trace.ranks import Chosen, Wanted
-    from distdiag.output import Progress
     from distdiag.gathered import Gathered
+    from distdiag.output import Progress
     from distdiag.report import Report
 
 Reply = TypeVar("Reply")
@@ -49,8 +49,8 @@ class Answers(Generic[Reply]):
     nodes: list[NodeStacks] = field(default_factory=list)
     told: dict[str, list[Reply]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
-    rows: Sequence[Row] = ()
-    refusals: Mapping[str, Refusal] = field(default_factory=dict)
+    rows: Sequence[HostResult] = ()
+    refusals: Mapping[str, HostError] = field(default_factory=dict)
     interrupted: bool = False
 
 

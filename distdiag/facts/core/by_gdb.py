@@ -10,10 +10,10 @@ import os
 import re
 from dataclasses import replace
 
-from distdiag.facts import machine, procs, ptrace_permission, programs, carried_tools
+from distdiag.facts import carried_tools, machine, procs, programs, ptrace_permission
 from distdiag.facts.core import merge
 from distdiag.facts.core.frames import Frame, Stacks, ThreadStack
-from distdiag.facts.resume import let_go
+from distdiag.facts.resume import resume
 from distdiag.facts.text import printable
 
 TYPE_CHECKING = False
@@ -101,7 +101,7 @@ def left_as_found(pid: int) -> Iterator[Attaching]:
     finally:
         was_stopped = before is None or before.state in machine.STOPPED
         if not attaching.hindrance and not was_stopped:
-            let_go(pid, may_come=not attaching.is_over)
+            resume(pid, may_come=not attaching.is_over)
 
 
 def parse(text: str) -> tuple[ThreadStack, ...]:

@@ -13,7 +13,7 @@ import os
 import sys
 from dataclasses import replace
 
-from distdiag.facts import ptrace_permission, programs
+from distdiag.facts import programs, ptrace_permission
 from distdiag.facts.core import by_gdb, merge, notes
 from distdiag.facts.core.asking_pystack import Asked
 from distdiag.facts.core.callframes import NoRules

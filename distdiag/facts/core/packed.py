@@ -13,7 +13,7 @@ import selectors
 import time
 from dataclasses import dataclass
 
-from distdiag.facts import programs, carried_tools
+from distdiag.facts import carried_tools, programs
 from distdiag.facts.core.image import Bytes, Image
 from distdiag.facts.elf import File, Malformed
 
@@ -221,7 +221,9 @@ def _by_program(argv: Sequence[str], timeout_s: float) -> Iterator[bytes]:
         raise CannotUnpack(f"damaged: {said or f'{argv[0]} ended with status {process.returncode}'}")
 
 
-def _output(process: programs.Process[bytes], complaint: bytearray, deadline: float, timeout_s: float) -> Iterator[bytes]:
+def _output(
+    process: programs.Process[bytes], complaint: bytearray, deadline: float, timeout_s: float
+) -> Iterator[bytes]:
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None

@@ -7,7 +7,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from distdiag.facts import rank_identity, machine, procs
+from distdiag.facts import machine, procs, rank_identity
 from distdiag.facts.core import places
 
 TYPE_CHECKING = False

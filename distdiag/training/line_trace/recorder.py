@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 
-from distdiag.facts import rank_identity, machine, private_files, procs, line_trace_file
+from distdiag.facts import line_trace_file, machine, private_files, procs, rank_identity
 from distdiag.training.line_trace.code_filter import CodeFilter
 
 TYPE_CHECKING = False
@@ -224,7 +224,9 @@ class TraceFile:
         self._lock = threading.Lock()
         self._names_left = _NAMES_BYTES
         self._notes: dict[str, Any] = {}
-        folder = private_files.open_folder(settings.folder, own=os.path.basename(settings.folder) == line_trace_file.folder_name())
+        folder = private_files.open_folder(
+            settings.folder, own=os.path.basename(settings.folder) == line_trace_file.folder_name()
+        )
         try:
             self._make(folder)
         finally:
@@ -290,7 +292,9 @@ class TraceFile:
                 return None
             settings = self._settings
             first = line_trace_file.ring_offset(settings.threads, settings.lines, number)
-            self._map[first : first + settings.lines * line_trace_file.BLOCK_BYTES] = bytes(settings.lines * line_trace_file.BLOCK_BYTES)
+            self._map[first : first + settings.lines * line_trace_file.BLOCK_BYTES] = bytes(
+                settings.lines * line_trace_file.BLOCK_BYTES
+            )
             self._describe_thread(number, line_trace_file.LIVE, time.monotonic(), 0.0)
         blocks = self._doubles[first // 8 : first // 8 + settings.lines * (1 + line_trace_file.PLACES)]
         return lambda: itertools.chain.from_iterable(_turns(blocks)), lambda: self._end_thread(number)
@@ -307,7 +311,9 @@ class TraceFile:
         """Find a part that was never used, else that of the thread which ended first."""
         ended = []
         for number in range(self._settings.threads):
-            _, state, _, end, _ = line_trace_file.THREAD.unpack_from(self._map, line_trace_file.PAGE + number * line_trace_file.THREAD.size)
+            _, state, _, end, _ = line_trace_file.THREAD.unpack_from(
+                self._map, line_trace_file.PAGE + number * line_trace_file.THREAD.size
+            )
             if state == 0:
                 return number
             if state == line_trace_file.ENDED:
@@ -323,7 +329,9 @@ class TraceFile:
         if os.getpid() == self.pid:
             offset = line_trace_file.PAGE + number * line_trace_file.THREAD.size
             tid, _, began, _, name = line_trace_file.THREAD.unpack_from(self._map, offset)
-            line_trace_file.THREAD.pack_into(self._map, offset, tid, line_trace_file.ENDED, began, time.monotonic(), name)
+            line_trace_file.THREAD.pack_into(
+                self._map, offset, tid, line_trace_file.ENDED, began, time.monotonic(), name
+            )
 
 
 def _turns(ring: memoryview[float]) -> Iterator[tuple[memoryview[float], ...]]:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distdiag.facts import private_files
-from distdiag.facts.rank_identity import own_rank
 from distdiag.facts.machine import host_name
+from distdiag.facts.rank_identity import own_rank
 from distdiag.training.overflow import extrema, ranks
 from distdiag.training.overflow.recorder import HEADING, NEAR, Reading, finite_or_text
 from distdiag.training.printflock import printflock

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from distdiag.facts.rank_identity import own_rank
 from distdiag.facts.machine import host_name
+from distdiag.facts.rank_identity import own_rank
 from distdiag.training.overflow import backward, extrema, modules, nested, ranks
 from distdiag.training.overflow.backward import NO_GRADIENTS, GradientReader
 from distdiag.training.overflow.detection import BACKWARD, LOSS, WEIGHTS, OverflowDetected, ReportWriter, When, diverges

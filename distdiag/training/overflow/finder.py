@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import DataParallel
 
 from distdiag.facts import private_files
-from distdiag.facts.rank_identity import own_rank
 from distdiag.facts.machine import host_name
+from distdiag.facts.rank_identity import own_rank
 from distdiag.training.overflow.detector import DebugUnderflowOverflow
 from distdiag.training.overflow.modules import innermost, is_watched, kind_of, within_ddp
 

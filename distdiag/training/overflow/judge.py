@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distdiag.facts.rank_identity import own_rank
 from distdiag.facts.machine import host_name
+from distdiag.facts.rank_identity import own_rank
 from distdiag.training.overflow import extrema, nested, ranks
 from distdiag.training.overflow.detection import BACKWARD, LOSS, UNSEEN, Detection, Place, from_frames, taken_for_mask
 from distdiag.training.overflow.modules import kind_of, named

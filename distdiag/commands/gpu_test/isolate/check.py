@@ -14,8 +14,8 @@ from distdiag.launch.types import Device
 
 if TYPE_CHECKING:
     from distdiag.cluster.launch_commands import Recipe
+    from distdiag.launch.record import Allocation, Plan, SavedRun
     from distdiag.runner import Subcommand
-    from distdiag.launch.record import Plan, RunRecord, Share
 
 _ITERATIONS = 4
 _PAIR_TIMEOUT_S = {Device.CPU: 3.0, Device.CUDA: 15.0}
@@ -42,7 +42,7 @@ def job_of(request: Request) -> Job[Request, Isolated]:
     )
 
 
-def _config(request: Request, plan: Plan, share: Share, rank: int) -> dict[str, Any]:
+def _config(request: Request, plan: Plan, share: Allocation, rank: int) -> dict[str, Any]:
     return {
         "size_bytes": diagnose.size_for(request, plan),
         "nodes": plan.machines,
@@ -70,7 +70,7 @@ def _fault(fault: Fault, nproc: int) -> dict[str, Any]:
     }
 
 
-def subcommand(recipe: Recipe | None) -> Subcommand[Request, RunRecord, Isolated]:
+def subcommand(recipe: Recipe | None) -> Subcommand[Request, SavedRun, Isolated]:
     """Make the command; `recipe`: the launcher for which lines are to be written instead."""
     return runner.subcommand(
         "gpu-test", Request, job_of, lambda _, report: isolate_view(report), recipe, saved_as="gpu-test --isolate"

@@ -10,14 +10,14 @@ from distdiag.cluster.hosts import fold
 from distdiag.cluster.rank_runs import Outcome
 from distdiag.commands.gpu_test.isolate.classify import classify
 from distdiag.commands.gpu_test.isolate.types import STAGES, Classified, Isolated, Kind, Pair, PairResult, PairStatus
-from distdiag.report import Finding, Fix, Level, Report, Where
 from distdiag.launch import rank_report
 from distdiag.launch.rank_report import paused
 from distdiag.launch.types import Device
+from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
     from distdiag.commands.gpu_test.isolate.types import Classification, Request
-    from distdiag.launch.record import Course, NotRun, Plan, Scene
+    from distdiag.launch.record import Inventory, NotStarted, Plan, RunRecord
 
 _SOURCE_LINE = re.compile(r"^\[[^\]]*:\d+\] ")
 """Where in its own source gloo raised an error."""
@@ -29,7 +29,7 @@ def size_for(request: Request, plan: Plan) -> int:
     return request.size_bytes or _SIZE_BYTES[plan.device]
 
 
-def diagnose(request: Request, scene: Scene, plan: Plan, course: Course) -> Report[Isolated]:
+def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) -> Report[Isolated]:
     """Say what the pairs show."""
     told: list[dict[str, Any]] = next(reversed(rank_report.payloads(course.traces[:1], "pairs")), [])
     pairs = [_pair(one) for one in told]
@@ -58,7 +58,9 @@ def diagnose(request: Request, scene: Scene, plan: Plan, course: Course) -> Repo
     found = rank_report.findings_of(request, scene, plan, course)
     if finished and plan.nproc > 1:
         found += _finding(request, classification, data)
-        found += paused(request, course.traces, {one.rank: rank_report.payloads([one], "paused") for one in course.traces})
+        found += paused(
+            request, course.traces, {one.rank: rank_report.payloads([one], "paused") for one in course.traces}
+        )
     interrupted = course.outcome is Outcome.INTERRUPTED
     return Report(
         command=request.command,
@@ -69,12 +71,12 @@ def diagnose(request: Request, scene: Scene, plan: Plan, course: Course) -> Repo
     )
 
 
-def no_data(request: Request, why: NotRun, facts: dict[str, Any]) -> Isolated:
+def no_data(request: Request, why: NotStarted, facts: dict[str, Any]) -> Isolated:
     """Give the facts of a run in which no rank was started."""
     return Isolated(**facts, size_bytes=request.size_bytes or 0, pairs=(), classification=None, measuring_s=None)
 
 
-def _measuring(course: Course) -> float | None:
+def _measuring(course: RunRecord) -> float | None:
     steps = [event.elapsed_s for event in course.traces[0].events if event.stage == "pairs"]
     return round(steps[-1] - steps[0], 3) if steps else None
 
@@ -120,7 +122,9 @@ def _finding(request: Request, found: Classification, data: Isolated) -> list[Fi
     ]
 
 
-def _summary(scene: Scene, data: Isolated, found: Classification, findings: list[Finding], *, interrupted: bool) -> str:
+def _summary(
+    scene: Inventory, data: Isolated, found: Classification, findings: list[Finding], *, interrupted: bool
+) -> str:
     measured = sum(pair.busbw_bytes_per_s is not None or pair.status == "failed" for pair in data.pairs)
     so_far = f"{measured} of {len(data.pairs)} pair(s) measured"
     wrong = [finding.title for finding in findings if finding.level in (Level.FAIL, Level.UNKNOWN)]

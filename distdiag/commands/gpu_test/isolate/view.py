@@ -8,10 +8,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from distdiag.commands.gpu_test.isolate.types import PairStatus
-from distdiag.output import host_table, plain_table
-from distdiag.report import Level
 from distdiag.launch.view import log_lines, rank_table, run_lines
 from distdiag.launch.wording import amount
+from distdiag.output import host_table, plain_table
+from distdiag.report import Level
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

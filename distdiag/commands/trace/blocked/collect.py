@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from distdiag.jobs.collect import facts
 from distdiag.facts import blocked_threads, machine, procs
 from distdiag.facts.blocked_threads import Blocked, Thread
 from distdiag.facts.descriptors import Look
 from distdiag.facts.socket_owners import Network, Person, networks, people
+from distdiag.jobs.collect import facts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.process_index import Key, ProcessIndex
     from distdiag.diagnosis.wait_graph import WaitTree
     from distdiag.diagnosis.wait_reasons import Wait
-    from distdiag.jobs.model import Job
     from distdiag.facts.blocked_threads import Blocked, Thread
+    from distdiag.jobs.model import Job
 
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 

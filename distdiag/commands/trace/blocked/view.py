@@ -8,8 +8,8 @@ from rich.table import Column
 from rich.text import Text
 
 from distdiag.cluster.hosts import fold, fold_ranks
-from distdiag.output import Wrapped, plain_table
 from distdiag.diagnosis.wait_reasons import Kind, lasting
+from distdiag.output import Wrapped, plain_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

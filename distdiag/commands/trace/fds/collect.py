@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from distdiag.jobs.collect import facts
 from distdiag.facts import machine
 from distdiag.facts.descriptors import Descriptor, Look, descriptors
 from distdiag.facts.socket_owners import Network, Person, networks, people
+from distdiag.jobs.collect import facts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

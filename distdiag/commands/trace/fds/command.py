@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from distdiag.commands.trace.nodes import Answers, NodeAnswer
     from distdiag.commands.trace.ranks import Chosen
     from distdiag.diagnosis.process_index import Key, ProcessIndex
-    from distdiag.jobs.nodes import NodeStacks
     from distdiag.facts.descriptors import Descriptor
+    from distdiag.jobs.nodes import NodeStacks
     from distdiag.runner import Subcommand
 
 COMMAND = "trace fds"

@@ -19,8 +19,8 @@ from distdiag.output import emit
 from distdiag.runner import Asks, Question, Subcommand
 
 if TYPE_CHECKING:
-    from distdiag.output import Progress
     from distdiag.gathered import Gathered
+    from distdiag.output import Progress
 
 _AGENT = Agent(collect="distdiag.commands.trace.show.collect", facts=NodeLines)
 _PATIENCE_S = 60.0

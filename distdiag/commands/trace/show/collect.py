@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from functools import cache
 
-from distdiag.facts import machine, procs, line_trace_file
+from distdiag.facts import line_trace_file, machine, procs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

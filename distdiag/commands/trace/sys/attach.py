@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from distdiag import runner
-from distdiag.cluster.start_fleet import open_fleet
+from distdiag.agent.protocol import Collect
 from distdiag.cluster.node import NodeStage
+from distdiag.cluster.start_fleet import open_fleet
 from distdiag.cluster.targets import find_targets
 from distdiag.commands.trace import ranks
 from distdiag.commands.trace.nodes import NodeAnswer, answers_of, finder
@@ -20,7 +21,6 @@ from distdiag.commands.trace.sys.view import trace_sys_view
 from distdiag.commands.trace.sys.wording import PAYLOAD_WARNING, format_duration, log_name
 from distdiag.gathered import Gathered
 from distdiag.jobs.nodes import NodeStacks
-from distdiag.agent.protocol import Collect
 from distdiag.runner import Subcommand
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from distdiag.cluster.targets import Targets
     from distdiag.commands.trace.ranks import Chosen
     from distdiag.commands.trace.sys.types import TraceSys
-    from distdiag.output import Progress
     from distdiag.jobs.collect import Processes
+    from distdiag.output import Progress
     from distdiag.report import Report
 
 _COLLECT = "distdiag.commands.trace.sys.collect"

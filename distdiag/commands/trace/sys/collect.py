@@ -17,13 +17,13 @@ import threading
 import time
 from dataclasses import dataclass, replace
 
-from distdiag.jobs.collect import facts
-from distdiag.facts import blocked_threads, machine, private_files, procs, programs, carried_tools
+from distdiag.facts import blocked_threads, carried_tools, machine, private_files, procs, programs
 from distdiag.facts.blocked_threads import Thread  # noqa: TC001 - decoded by its annotations
 from distdiag.facts.descriptors import Look
 from distdiag.facts.socket_owners import Network, Person, networks, people
 from distdiag.facts.strace.log import read_logs
 from distdiag.facts.strace.types import ThreadLog  # noqa: TC001 - decoded by its annotations
+from distdiag.jobs.collect import facts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -90,8 +90,8 @@ def trace_sys(
     from distdiag.commands.trace.sys.attach import SUBCOMMAND
     from distdiag.commands.trace.sys.types import COMMAND
     from distdiag.commands.trace.sys.view import trace_sys_view
-    from distdiag.output import Output, deliver, fail
     from distdiag.gathered import are_facts
+    from distdiag.output import Output, deliver, fail
 
     typed = Typed(
         command=tuple(command or ()),

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from distdiag.commands.trace.sys.collect import Attached, Traced
     from distdiag.commands.trace.sys.types import Log, Refused, Request, TracedThread
     from distdiag.diagnosis.process_index import Key, ProcessIndex
-    from distdiag.jobs.collect import Processes
     from distdiag.facts.strace.types import CallError, Spin
+    from distdiag.jobs.collect import Processes
 
 _LONG_S = 5.0
 """Who has not moved for so long is taken as stuck; less may be a step of the training."""

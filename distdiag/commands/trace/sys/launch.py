@@ -19,11 +19,11 @@ from distdiag.commands.trace.sys import collect, logs
 from distdiag.commands.trace.sys.diagnose import diagnose_logs
 from distdiag.commands.trace.sys.types import COMMAND, MAX_JOB_LOG_BYTES
 from distdiag.commands.trace.sys.wording import PAYLOAD_WARNING, log_name
-from distdiag.output import Output, deliver, document, say
 from distdiag.errors import DistdiagError, UsageError
-from distdiag.files import write_whole
-from distdiag.facts import machine, programs, carried_tools
+from distdiag.facts import carried_tools, machine, programs
 from distdiag.facts.rank_identity import identify
+from distdiag.files import write_whole
+from distdiag.output import Output, deliver, document, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
