@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from distdiag.errors import DistdiagError
     from distdiag.report import Finding, Fix, Level, Report, Verdict, Where
     from distdiag.training.breakpoint.debugger import breakpoint
+    from distdiag.training.flight_recorder import dump_flight_recorder
     from distdiag.training.floatcmp.compare import floatcmp
     from distdiag.training.line_trace.session import trace_lines
     from distdiag.training.overflow.detect import detect_overflow
@@ -32,6 +33,7 @@ __all__ = [
     "Where",
     "breakpoint",
     "detect_overflow",
+    "dump_flight_recorder",
     "floatcmp",
     "printflock",
     "trace_lines",
@@ -46,6 +48,7 @@ _HOME = {
     "floatcmp": "distdiag.training.floatcmp.compare",
     "printflock": "distdiag.training.printflock",
     "trace_lines": "distdiag.training.line_trace.session",
+    "dump_flight_recorder": "distdiag.training.flight_recorder",
 }
 
 

@@ -66,6 +66,11 @@ _SUBCOMMANDS: tuple[Sub, ...] = (
         "Where does the first nan or inf of a training run come from: which rank, step, module?",
         below=(Sub("show", "overflow.show.command:overflow_show", "Where did the numbers grow, or two runs part?"),),
     ),
+    Sub(
+        "flight-recorder",
+        "flight_recorder.command:flight_recorder",
+        "Which rank did not call, or not finish, what all others wait in? From PyTorch's flight recorder.",
+    ),
     Sub("core-bt", "core_bt.command:core_bt", "What crashed, in which thread, in Python and in C, and why?"),
     Sub("logs", "logs.command:logs", "Which rank failed first, and why? From the output of a whole job."),
     Sub("ports", "ports.command:ports", "Can the nodes reach each other, on which interface, both ways?"),

@@ -280,7 +280,7 @@ _GENERATED: dict[str, tuple[str, str, tuple[int, ...], str]] = {
         "sender unknown",
     ),
     "killed-alone": ("bash: line 1: 4711 Killed  python train.py\n", "shell-killed", (), "sender"),
-    "fine": ("step 1\nstep 2\ndone\n", "ok", (), ""),
+    "fine": ("step 1\nstep 2\ndone\n", "unknown", (), "no line reports a failure"),
     "fingerprint": (
         raised(
             0,

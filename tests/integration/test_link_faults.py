@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SERVE = """
 import signal
-from distdiag.facts import probe_server, rendezvous
+from distdiag.agent import probe_server, rendezvous
 probe_server.ProbeServer([rendezvous.listen(29500)], "key").start()
 signal.pause()
 """

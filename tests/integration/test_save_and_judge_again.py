@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from jobs import Job
-from support import PROGRAM, Result, distdiag, need
+from support import PROGRAM, Result, distdiag, need, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,6 +52,8 @@ def test_of_a_hung_job(name: str, hung: tuple[Job, Path], tmp_path: Path) -> Non
     job, lines = hung
     command, typed = ON_A_JOB[name]
     places = {"JOB": job.name, "LINES": str(lines), "PID": str(job.pid(0))}
+    if name == "show":  # lines have to be some seconds old before a rank counts as stuck
+        wait_until(lambda: distdiag("trace", "show", str(lines)).code == 1, 60, lambda: "trace show finds no stuck rank")
     found = again(tmp_path, command, tuple(places.get(word, word) for word in typed))
     if name in ("pyspy-all", "blocked", "show"):
         assert found.report["verdict"] == "fail"

@@ -39,8 +39,6 @@ def test_case(case: Case, tmp_path: Path) -> None:
     if case.id == "unknown":
         assert report.exit_code() == 3, text
         assert not found.where.ranks
-    elif case.id == "ok":
-        assert report.exit_code() == 0, text
     else:
         assert (found.id, found.where.ranks) == (f"logs.{case.id}", case.ranks), text
     assert case.also in found.title + found.detail

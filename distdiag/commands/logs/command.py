@@ -52,7 +52,8 @@ def logs(
     Reads the prefixes of torchrun, srun, mpirun, mpiexec, pdsh, clush, kubectl and Ray, and .gz, .xz and .zst files.
     With --hosts the paths are read on each host, and only what they report is sent.
 
-    Exit status: 0 no failure, 1 a failure was explained, 2 wrong usage, 3 the logs do not tell, 130 interrupted.
+    Exit status: 0 warnings only, 1 a failure was explained, 2 wrong usage, 3 the logs do not tell (also where no line
+    reports a failure: a hang leaves none), 130 interrupted.
     """
     from distdiag import runner
     from distdiag.commands.logs import separate

@@ -369,9 +369,10 @@ def nothing(any_lines: bool) -> Finding:
         return Finding(id="logs.empty", level=Level.UNKNOWN, title="the logs are empty")
     return Finding(
         id="logs.no-failure",
-        level=Level.INFO,
-        title="no line reports a failure",
+        level=Level.UNKNOWN,
+        title="no line reports a failure: the job ended well, still runs, or hangs",
         detail="A hang leaves no line before its timeout.",
+        fix=Fix(text="while the job runs, see where its ranks are", commands=("distdiag pyspy-all",)),
     )
 
 

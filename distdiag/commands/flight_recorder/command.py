@@ -1,0 +1,86 @@
+"""What you type for flight-recorder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
+from distdiag.commands.flight_recorder.types import COMMAND, Request
+from distdiag.errors import UsageError
+from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
+
+if TYPE_CHECKING:
+    from distdiag.commands.flight_recorder.types import FlightRecorder
+    from distdiag.report import Report
+
+
+@on_hosts
+def flight_recorder(
+    paths: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[DIR|FILES]...", help="Dumps of the ranks, or folders of them.", show_default=False),
+    ] = None,
+    how: Annotated[bool, typer.Option("--how", help="Print what to set so that a job writes dumps, and stop.")] = False,
+    trigger: Annotated[
+        bool, typer.Option("--trigger", help="Ask the ranks of a running job for dumps first, by their pipes.")
+    ] = False,
+    wait: Annotated[
+        float, typer.Option(min=1.0, max=600.0, metavar="SECONDS", help="Longest time for triggered dumps to come.")
+    ] = 20.0,
+    world_size: Annotated[
+        int, typer.Option(min=0, max=2**20, metavar="N", help="Number of ranks. [default: as the dumps tell]")
+    ] = 0,
+    html: Annotated[str, typer.Option(metavar="FILE", help="Write a page to look at in a browser.")] = "",
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every rank.")] = False,
+    save: SaveOpt = "",
+    from_: FromOpt = None,
+    as_json: JsonOpt = False,
+    strict: StrictOpt = False,
+    *,
+    cluster: Cluster,
+) -> None:
+    """Match the dumps of PyTorch's flight recorder of all ranks: who is stuck, in which collective, and why.
+
+    Reads the pickles and JSON of NCCL, XCCL and Gloo, and torchcomms' clog. Nothing in a dump is executed.
+
+    Exit status: 0 every collective has ended, 1 a fault was found, 2 wrong usage, 3 the dumps cannot decide,
+    130 interrupted.
+    """
+    from distdiag import runner
+    from distdiag.commands.flight_recorder.subcommand import SUBCOMMAND
+    from distdiag.output import deliver_lines
+
+    if how:
+        from distdiag.commands.flight_recorder.how import lines
+
+        deliver_lines(COMMAND, lambda: lines(called_as()), as_json=as_json)
+
+    def request() -> Request:
+        if not (paths or trigger or from_):
+            raise UsageError(
+                "no dumps given", hint="name a folder or files; flight-recorder --how tells how to get them"
+            )
+        if html:
+            from distdiag.commands.flight_recorder.html_report import check_place
+
+            check_place(html)
+        return Request(
+            program=called_as(),
+            cluster=cluster,
+            paths=tuple(paths or ()),
+            trigger=trigger,
+            wait_s=wait,
+            world_size=world_size,
+            verbose=verbose,
+        )
+
+    def finish(report: Report[FlightRecorder]) -> Report[FlightRecorder]:
+        if html:
+            from distdiag.commands.flight_recorder.html_report import write_page
+
+            write_page(report, html)
+        return report
+
+    runner.run(SUBCOMMAND, request, runner.Options(as_json, strict, save, from_, cluster.explain), finish)

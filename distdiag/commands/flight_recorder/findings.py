@@ -1,0 +1,315 @@
+"""Causes in words: rank, place, reason, and what to do."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.hosts import fold_ranks, name_ranks
+from distdiag.commands.flight_recorder.causes import Kind
+from distdiag.commands.flight_recorder.read_dump import ENDED, FAILED
+from distdiag.commands.flight_recorder.types import COMMAND
+from distdiag.facts.text import printable
+from distdiag.report import Finding, Fix, Level, Where, Witnesses
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from distdiag.commands.flight_recorder.causes import Cause
+    from distdiag.commands.flight_recorder.collect import NodeDumps
+    from distdiag.commands.flight_recorder.matching import Call, Job
+    from distdiag.commands.flight_recorder.types import Request
+    from distdiag.gathered import Gathered
+
+_SHOWN = 8
+_LEVELS = {Kind.ONLY_SOME_CALLED: Level.UNKNOWN, Kind.IN_FLIGHT: Level.UNKNOWN, Kind.LATE: Level.WARN}
+
+
+def finding_of(cause: Cause, job: Job, request: Request) -> Finding:
+    """Write what a cause is."""
+    title, detail = _TITLES[cause.kind](cause, job)
+    evidence = [_line(call, job) for call in cause.calls[:_SHOWN]]
+    evidence += [_last(job, rank) for rank in cause.ranks[:_SHOWN] if all(call.rank != rank for call in cause.calls)]
+    return Finding(
+        id=f"{COMMAND}.{cause.kind}",
+        level=_LEVELS.get(cause.kind, Level.FAIL),
+        title=title,
+        detail=detail,
+        where=Where(ranks=cause.ranks, hosts=_hosts(job, cause.ranks)),
+        witnesses=Witnesses(ranks=cause.waiting),
+        evidence=tuple(evidence),
+        fix=_fix(cause, request),
+    )
+
+
+def _hosts(job: Job, ranks: Iterable[int]) -> tuple[str, ...]:
+    return tuple(sorted({job.dumps[rank].host for rank in ranks if rank in job.dumps and job.dumps[rank].host}))
+
+
+def call_name(call: Call, job: Job) -> str:
+    """Name a call: "all_reduce #5 of default_pg", "recv from rank 3"."""
+    name = printable(call.operation.name)
+    if call.pair is not None:
+        source, target = call.pair
+        return f"send to rank {target}" if name == "send" else f"recv from rank {source}"
+    return f"{name} #{call.seq} of {printable(job.groups[call.group].label)}"
+
+
+def place(call: Call) -> str:
+    """Name the line of the user's code: "train (job.py:25)"; empty if it was not recorded."""
+    if call.site is None:
+        return ""
+    function, file, line = call.site
+    return f"{printable(function)} ({printable(file)}:{line})"
+
+
+def _at(call: Call) -> str:
+    return f" at {where}" if (where := place(call)) else ""
+
+
+def _line(call: Call, job: Job) -> str:
+    sizes = " ".join(
+        "x".join(map(str, size)) or "scalar" for size in (call.operation.input_sizes or call.operation.output_sizes)[:4]
+    )
+    shape = f", {sizes} {','.join(map(printable, call.operation.dtypes))}" if sizes else ""
+    return f"rank {call.rank}: {call_name(call, job)}{shape}{_at(call)}"
+
+
+def _last(job: Job, rank: int) -> str:
+    dump, last = job.dumps.get(rank), job.last.get(rank)
+    if dump is None:
+        return f"rank {rank}: no dump"
+    if dump.truncated:
+        return f"rank {rank}: the dump is cut short: {printable(dump.path)}"
+    if last is None:
+        return f"rank {rank}: no operation is recorded"
+    state = {FAILED: "failed", ENDED: "ended"}.get(last.state, "not ended")
+    return f"rank {rank}: its last is {call_name(last, job)}, {state}{_at(last)}"
+
+
+def _does(ranks: Sequence[int], one: str, several: str) -> str:
+    return f"{name_ranks(ranks)} {one if len(set(ranks)) == 1 else several}"
+
+
+def _mismatch(cause: Cause, job: Job) -> tuple[str, str]:
+    assert cause.group is not None
+    right, *others = cause.calls
+    what, other = _differs(right, cause.kind), " or ".join(dict.fromkeys(_differs(call, cause.kind) for call in others))
+    group = printable(cause.group.label)
+    number = f"collective #{cause.seq} of {group}"
+    if not cause.ranks:
+        who = f"ranks {fold_ranks(cause.waiting)} do not call the same {number}"
+        detail = "As many ranks are on one side as on the other."
+        return f"{who}: {what} against {other}; it cannot be told who is right", detail
+    wrong, rest = _does(cause.ranks, "calls", "call"), _does(cause.waiting, "calls", "call")
+    if cause.kind is Kind.OP:
+        return f"{wrong} {other} as {number}, {rest} {what}{_at(right)}", _OP_DETAIL
+    name = f"{printable(right.operation.name)} #{cause.seq} of {group}"
+    return f"{wrong} {name} with {other}, {name_ranks(cause.waiting)} with {what}{_at(right)}", _TENSOR_DETAIL
+
+
+_OP_DETAIL = (
+    "From there on the collectives of these ranks do not fit together: a call was left out or added before it, or its "
+    "line depends on the rank."
+)
+_TENSOR_DETAIL = "The tensors of all ranks must have the same number of elements of the same type there."
+
+
+def _differs(call: Call, kind: Kind) -> str:
+    """Name what one side called, as far as the other differs."""
+    if kind is Kind.OP:
+        return printable(call.operation.name)
+    if kind is Kind.DTYPE:
+        return ",".join(map(printable, call.operation.dtypes))
+    return f"{call.operation.elements} elements"
+
+
+def _never_called(cause: Cause, job: Job) -> tuple[str, str]:
+    call = cause.calls[0]
+    waiting = _does(cause.waiting, "waits", "wait")
+    return (
+        f"{_does(cause.ranks, 'has', 'have')} not called {call_name(call, job)}, in which {waiting}{_at(call)}",
+        "It is outside of the collectives: what it does there, its stack shows.",
+    )
+
+
+def _no_counterpart(cause: Cause, job: Job) -> tuple[str, str]:
+    call = cause.calls[0]
+    wanted = "recv" if call.operation.name == "send" else "send"
+    waiting = _does(cause.waiting, "waits", "wait")
+    lacks = f"{_does(cause.ranks, 'has', 'have')} no {wanted}"
+    return f"{lacks} for the {call.operation.name} in which {waiting}{_at(call)}", ""
+
+
+def _no_dump(cause: Cause, job: Job) -> tuple[str, str]:
+    call = cause.calls[0]
+    lacks = "left a dump that is cut short" if any(rank in job.dumps for rank in cause.ranks) else "left no dump"
+    have = _does(cause.waiting, "has failed", "have failed") if call.state == FAILED else ""
+    waits = have or _does(cause.waiting, "waits", "wait")
+    return (
+        f"{name_ranks(cause.ranks)} {lacks}, and {waits} in {call_name(call, job)}{_at(call)}",
+        "All other ranks have called it. A rank that was killed or is stopped writes no dump.",
+    )
+
+
+def _device_stuck(cause: Cause, job: Job) -> tuple[str, str]:
+    call = cause.calls[0]
+    is_one = all((other.group, other.seq) == (call.group, call.seq) for other in cause.calls)
+    name = call_name(call, job) + ("" if is_one else " (each in its group)")
+    others = _does(cause.waiting, "has", "have")
+    return (
+        f"{_does(cause.ranks, 'has', 'have')} not finished {name}, which {others} finished",
+        "All have called it: the device of this rank, or an earlier kernel on its stream, does not come to its end.",
+    )
+
+
+_ORDER_DETAIL = "Each side waits for the other: collectives of two groups need one order on all ranks."
+
+
+def _order(cause: Cause, job: Job) -> tuple[str, str]:
+    first, second = (f"{call_name(call, job)}{_at(call)}" for call in cause.calls[:2])
+    if cause.ranks:
+        wrong, rest = _does(cause.ranks, "calls", "call"), _does(cause.waiting, "calls", "call")
+        return f"{wrong} {second} before {first}; {rest} them the other way round", _ORDER_DETAIL
+    who = f"ranks {fold_ranks(cause.waiting)} call {first} and {second}"
+    return f"{who} in different orders; it cannot be told who is right", _ORDER_DETAIL
+
+
+def _deadlock(cause: Cause, job: Job) -> tuple[str, str]:
+    shown = "; ".join(f"rank {call.rank} in {call_name(call, job)}" for call in cause.calls[:_SHOWN])
+    more = f"; and {len(cause.calls) - _SHOWN} more" if len(cause.calls) > _SHOWN else ""
+    return f"{name_ranks(cause.ranks)} wait for each other: {shown}{more}", ""
+
+
+def _only_some(cause: Cause, job: Job) -> tuple[str, str]:
+    call = cause.calls[0]
+    assert cause.group is not None
+    others = [rank for rank in cause.group.members if rank not in cause.waiting]
+    few = f"only {_does(cause.waiting, 'has', 'have')} called {call_name(call, job)}{_at(call)}"
+    many = f"{_does(others, 'has', 'have')} not, and {'waits' if len(others) == 1 else 'wait'} for nothing"
+    detail = "Either the few have one call more (uneven batches), or the many are held up outside of the collectives."
+    return f"{few}; {many}", detail
+
+
+def _in_flight(cause: Cause, job: Job) -> tuple[str, str]:
+    call = cause.calls[0]
+    unfinished = f"{_does(cause.waiting, 'has', 'have')} not finished it"
+    return (
+        f"all ranks have called {call_name(call, job)}{_at(call)}, and {unfinished}: no rank is to blame by its calls",
+        "The network or a device does not come to its end, or the dumps are of a job that was running.",
+    )
+
+
+def _late_rank(cause: Cause, job: Job) -> tuple[str, str]:
+    assert cause.group is not None
+    who = f"{_does(cause.ranks, 'calls', 'call')} the collectives of {printable(cause.group.label)}"
+    clock = ", unless its clock is ahead by that" if cause.clock else ""
+    late = f"{cause.late_ns / 1e6:.1f} ms after the first, in the median of {cause.seq}"
+    return f"{who} {late}{clock}", "All others wait for it there."
+
+
+_TITLES = {
+    Kind.OP: _mismatch,
+    Kind.SIZE: _mismatch,
+    Kind.DTYPE: _mismatch,
+    Kind.NEVER_CALLED: _never_called,
+    Kind.ONLY_SOME_CALLED: _only_some,
+    Kind.NO_COUNTERPART: _no_counterpart,
+    Kind.NO_DUMP: _no_dump,
+    Kind.DEVICE_STUCK: _device_stuck,
+    Kind.ORDER: _order,
+    Kind.DEADLOCK: _deadlock,
+    Kind.IN_FLIGHT: _in_flight,
+    Kind.LATE: _late_rank,
+}
+
+
+def _fix(cause: Cause, request: Request) -> Fix | None:
+    if cause.kind in (Kind.NEVER_CALLED, Kind.ONLY_SOME_CALLED, Kind.NO_COUNTERPART):
+        return Fix(text="while it runs, see where it is", commands=(f"{request.program} pyspy-all",))
+    if cause.kind is Kind.NO_DUMP:
+        return Fix(text="see whether it lives, and where it is", commands=(f"{request.program} pyspy-all",))
+    if cause.kind is Kind.DEVICE_STUCK:
+        return Fix(
+            text="look for Xid errors on its host, then run with CUDA_LAUNCH_BLOCKING=1",
+            commands=("dmesg | grep -i xid",),
+        )
+    if cause.kind is Kind.IN_FLIGHT:
+        return Fix(text="test the network and the devices with nothing else", commands=(f"{request.program} gpu-test",))
+    return None
+
+
+def notes(
+    job: Job, nodes: Sequence[NodeDumps], gathered: Gathered[NodeDumps], accused: set[int], request: Request
+) -> Iterator[Finding]:
+    """Report what could not be read, and who left no dump."""
+    for node in nodes:
+        yield from _of_files(node)
+    for host, why in gathered.missing.items():
+        title = f"not all of {host} is known: {why}"
+        yield Finding(id=f"{COMMAND}.incomplete", level=Level.UNKNOWN, title=title, where=Where(hosts=(host,)))
+    missing = [rank for rank in range(job.world_size) if rank not in job.dumps and rank not in accused]
+    if missing and job.dumps:
+        yield Finding(
+            id=f"{COMMAND}.missing-dump",
+            level=Level.INFO if accused else Level.UNKNOWN,
+            title=f"{_does(missing, 'has', 'have')} no dump" + ("" if accused else ", and no other rank is to blame"),
+            where=Where(ranks=() if accused else tuple(missing)),
+        )
+    for dump in job.without_rank[:_SHOWN]:
+        title = f"{printable(dump.path)} is left out: neither its content nor its name tells of which rank it is"
+        fix = Fix(text="give it a name that ends in its rank")
+        yield Finding(id=f"{COMMAND}.no-rank", level=Level.WARN, title=title, fix=fix)
+    if job.replaced:
+        title = f"{len(job.replaced)} older dumps of ranks that have a newer one are left out"
+        paths = tuple(printable(dump.path) for dump in job.replaced[:_SHOWN])
+        yield Finding(id=f"{COMMAND}.older", level=Level.INFO, title=title, evidence=paths)
+    if not job.dumps and not any(node.unread for node in nodes) and not gathered.refusals:
+        hint = Fix(text="see how to get dumps", commands=(f"{request.program} flight-recorder --how",))
+        asked = " ".join(shlex.quote(path) for path in request.paths) or "what was asked"
+        yield Finding(id=f"{COMMAND}.nothing", level=Level.UNKNOWN, title=f"no dump was found in {asked}", fix=hint)
+
+
+def _of_files(node: NodeDumps) -> Iterator[Finding]:
+    for unread in node.unread:
+        is_refused = " is refused" if unread.kind == "code" else ""
+        yield Finding(
+            id=f"{COMMAND}.{unread.kind}",
+            level=Level.WARN if unread.kind == "truncated" else Level.UNKNOWN,
+            title=f"{printable(unread.path)}{is_refused}: {printable(unread.why)}",
+            where=Where(hosts=(node.host,)),
+        )
+    for pipe in node.pipes:
+        if pipe.answer != "dumped":
+            why = f"{printable(pipe.path)}: {printable(pipe.answer)}"
+            title = f"rank {pipe.rank} wrote no dump when it was asked by {why}"
+            where = Where(hosts=(node.host,), ranks=(pipe.rank,))
+            yield Finding(id=f"{COMMAND}.no-answer", level=Level.WARN, title=title, where=where)
+
+
+def undecided(ranks: Sequence[int]) -> Finding:
+    """Say that ranks wait, and that the dumps do not tell for whom."""
+    title = f"{_does(ranks, 'waits', 'wait')}, and the dumps do not tell for whom"
+    detail = "Its counterpart is in the ring no more, or in no dump."
+    return Finding(
+        id=f"{COMMAND}.undecided",
+        level=Level.UNKNOWN,
+        title=title,
+        detail=detail,
+        witnesses=Witnesses(ranks=tuple(ranks)),
+    )
+
+
+def healthy(job: Job, request: Request) -> Finding:
+    """Say that all that was called has ended: if the job hangs, it does so elsewhere."""
+    last = max(job.last.values(), key=lambda call: call.created_ns, default=None)
+    end = f"; the last is {call_name(last, job)}{_at(last)}" if last is not None else ""
+    gloo = any("gloo" in dump.backends for dump in job.dumps.values())
+    unseen = " Gloo's recorder does not see send and recv." if gloo else ""
+    return Finding(
+        id=f"{COMMAND}.all-ended",
+        level=Level.INFO,
+        title=f"every collective that was called has ended on all {len(job.dumps)} ranks{end}",
+        detail=f"If the job hangs, it hangs outside of the collectives.{unseen}",
+        fix=Fix(text="if it hangs, see where the ranks are", commands=(f"{request.program} pyspy-all",)),
+    )

@@ -1,0 +1,62 @@
+"""What has to be set so that a job leaves dumps: --how."""
+
+from __future__ import annotations
+
+
+def lines(program: str) -> list[str]:
+    """Write what to set, for this version of torch first."""
+    installed = _torch_version()
+    new = installed is None or installed >= (2, 9)
+    shown = f"torch {installed[0]}.{installed[1]} is installed here" if installed else "torch is not installed here"
+    first, second = (_NEW, _OLD) if new else (_OLD, _NEW)
+    return [
+        f"# {shown}. Set these before the job starts, on all ranks.",
+        "",
+        *first,
+        "",
+        *second,
+        "",
+        "# Every rank writes FOLDER/rank_N when a collective times out; a folder that all nodes share is best.",
+        f"{program} flight-recorder /shared/fr",
+        "# Of local folders, each node reads its own:",
+        f"{program} flight-recorder /tmp/fr --hosts node[1-4]",
+        "# From a job that hangs now, where a pipe was set:",
+        f"{program} flight-recorder --trigger --hosts node[1-4]",
+        "",
+        "# Gloo records too, and writes nothing. In the training script, after init_process_group:",
+        "from distdiag import dump_flight_recorder",
+        'dump_flight_recorder("/shared/fr", when_stuck_s=60)  # and whenever --trigger /shared/fr asks for it',
+        "",
+        "# torchcomms: clog(output=f'/shared/fr/clog_{rank}.log', events=['ALL']), registered with each communicator",
+    ]
+
+
+_COMMON = [
+    "export TORCH_NCCL_DUMP_ON_TIMEOUT=1",
+    "export TORCH_NCCL_DEBUG_INFO_PIPE_FILE=/tmp/fr_rank_  # for --trigger",
+]
+_NEW = [
+    "# torch 2.9 and later",
+    "mkdir -p /shared/fr",
+    "export TORCH_FR_BUFFER_SIZE=2000",
+    "export TORCH_FR_DUMP_TEMP_FILE=/shared/fr/rank_",
+    *_COMMON,
+]
+_OLD = [
+    "# torch 2.5 to 2.8",
+    "mkdir -p /shared/fr",
+    "export TORCH_NCCL_TRACE_BUFFER_SIZE=2000",
+    "export TORCH_NCCL_DEBUG_INFO_TEMP_FILE=/shared/fr/rank_",
+    *_COMMON,
+]
+
+
+def _torch_version() -> tuple[int, int] | None:
+    """Read the version that is installed, without importing it."""
+    from importlib import metadata
+
+    try:
+        major, minor = metadata.version("torch").split(".")[:2]
+        return int(major), int(minor)
+    except (metadata.PackageNotFoundError, ValueError):
+        return None

@@ -1,0 +1,63 @@
+"""flight-recorder from its request to its report: what every node is asked, and how its dumps are judged and shown."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from distdiag import runner
+from distdiag.cluster.start_fleet import Agent
+from distdiag.commands.flight_recorder.collect import NodeDumps
+from distdiag.commands.flight_recorder.diagnose import diagnose
+from distdiag.commands.flight_recorder.types import COMMAND, Request
+from distdiag.commands.flight_recorder.view import flight_recorder_view
+from distdiag.runner import Asks, Question, Subcommand
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from distdiag.gathered import Gathered
+    from distdiag.output import Progress
+
+_AGENT = Agent(collect="distdiag.commands.flight_recorder.collect", facts=NodeDumps)
+_SPARE_S = 600.0
+"""Thousands of large dumps on a slow file system."""
+
+
+def _collect(request: Request, progress: Progress) -> Gathered[NodeDumps]:
+    question = Question[NodeDumps, NodeDumps, NodeDumps](
+        part=NodeDumps,
+        plan=lambda hosts, local: Asks(
+            by_host=dict.fromkeys(hosts, _ask(request, local=local)), timeout_s=_SPARE_S + request.wait_s
+        ),
+        join=lambda host, _, parts, __: _join(host, parts),
+        doing="asking the ranks for their dumps" if request.trigger else "reading the dumps",
+    )
+    return runner.gather(request.cluster, _AGENT, question, progress)
+
+
+def _ask(request: Request, *, local: bool) -> dict[str, Any]:
+    paths = [os.path.abspath(path) if local else path for path in request.paths]
+    return {"paths": paths, "trigger": request.trigger, "wait_s": request.wait_s}
+
+
+def _join(host: str, parts: Sequence[NodeDumps]) -> NodeDumps:
+    return NodeDumps(
+        host=host,
+        dumps=tuple(dump for part in parts for dump in part.dumps),
+        unread=tuple(unread for part in parts for unread in part.unread),
+        pipes=tuple(pipe for part in parts for pipe in part.pipes),
+        others=sum(part.others for part in parts),
+    )
+
+
+SUBCOMMAND = Subcommand(
+    name=COMMAND,
+    request=Request,
+    facts=NodeDumps,
+    collect=_collect,
+    diagnose=diagnose,
+    view=lambda request, _, report: flight_recorder_view(report.data, verbose=request.verbose),
+    explain=lambda request: runner.explain(request.cluster, _AGENT),
+    shown_as_typed=("verbose", "world_size"),
+)

@@ -1,0 +1,316 @@
+"""flight-recorder on dumps of real Gloo ranks that went wrong: exactly the ranks at fault, in any order of files."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from fuzz import assert_survived, damaged, run_each
+from support import distdiag, need
+
+from distdiag.cluster.targets import Cluster
+from distdiag.commands.flight_recorder.collect import NodeDumps, more
+from distdiag.commands.flight_recorder.diagnose import diagnose
+from distdiag.commands.flight_recorder.html_report import make_page
+from distdiag.commands.flight_recorder.types import Request
+from distdiag.gathered import Gathered
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from distdiag.commands.flight_recorder.types import FlightRecorder
+    from distdiag.report import Report
+
+RECORDER = Path(__file__).parent.parent / "programs" / "records_collectives.py"
+REQUEST = Request(program="distdiag", cluster=Cluster())
+
+# By case: the kind of finding, its level, and the ranks at fault.
+TRUTH: dict[str, tuple[str, str, set[int]]] = {
+    "skip_2": ("never-called", "fail", {2}),
+    "skip_0": ("never-called", "fail", {0}),
+    "skip_3": ("never-called", "fail", {3}),
+    "left_out": ("op-mismatch", "fail", {1}),
+    "size": ("size-mismatch", "fail", {2}),
+    "dtype": ("dtype-mismatch", "fail", {1}),
+    "other_op": ("op-mismatch", "fail", {3}),
+    "tie": ("dtype-mismatch", "fail", set()),
+    "order": ("order-inversion", "fail", {2}),
+    "order_tie": ("order-inversion", "fail", set()),
+    "ring_of_groups": ("deadlock", "fail", {0, 1, 2}),
+    "skip_in_group": ("never-called", "fail", {1}),
+    "killed": ("no-dump", "fail", {1}),
+    "stopped": ("no-dump", "fail", {2}),
+    "late": ("late-rank", "warn", {1}),
+    "uneven": ("never-called", "fail", {3}),
+    "one_more": ("only-some-called", "unknown", set()),
+    "all_ended": ("all-ended", "ok", set()),
+    "clog_skip": ("never-called", "fail", {2}),
+    "clog_circle": ("deadlock", "fail", {0, 1, 2, 3}),
+    "clog_no_send": ("no-counterpart", "fail", {1}),
+}
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run all jobs, once."""
+    folder = tmp_path_factory.mktemp("sets")
+    done = subprocess.run(
+        [sys.executable, str(RECORDER), str(folder), "4", *TRUTH], stdout=subprocess.PIPE, timeout=110, check=True
+    )
+    assert done.stdout.decode().split() == list(TRUTH)
+    for name in TRUTH:
+        if name.startswith("clog_"):
+            for file in (folder / name).glob("rank_*"):
+                file.unlink()  # the clog alone is to tell
+    return folder
+
+
+def read(*paths: Path) -> NodeDumps:
+    parts: list[Any] = []
+    more({"paths": list(map(str, paths)), "trigger": False, "wait_s": 0}, parts.append)
+    import msgspec
+
+    dumps = [dump for part in parts if isinstance(part, dict) for dump in part["dumps"]]
+    told = msgspec.convert({"host": "node1", "dumps": dumps}, NodeDumps)
+    return replace(told, unread=parts[-1].unread)
+
+
+def judge(node: NodeDumps) -> Report[FlightRecorder]:
+    return diagnose(REQUEST, Gathered(facts=[node]))
+
+
+def blamed(report: Report[FlightRecorder]) -> tuple[str, str, set[int]]:
+    first = report.findings[0]
+    ranks = {rank for finding in report.findings if finding.level == first.level for rank in finding.where.ranks}
+    return first.id.partition(".")[2], report.verdict.value, ranks
+
+
+def shuffled(node: NodeDumps, dice: random.Random) -> NodeDumps:
+    """The same dumps under names in another order."""
+    names = [f"/x/{number}" for number in dice.sample(range(10_000, 99_999), len(node.dumps))]
+    dumps = [replace(dump, path=name) for dump, name in zip(node.dumps, names, strict=True)]
+    dice.shuffle(dumps)
+    return replace(node, dumps=tuple(dumps))
+
+
+@pytest.mark.parametrize("case", TRUTH)
+def test_exactly_the_ranks_at_fault_are_named_in_any_order_of_files(case: str, sets: Path) -> None:
+    node = read(sets / case)
+    assert blamed(judge(node)) == TRUTH[case]
+    dice = random.Random(case)
+    for _ in range(5):
+        assert blamed(judge(shuffled(node, dice))) == TRUTH[case]
+
+
+def test_the_line_of_the_call_and_what_the_rank_did_last_are_shown(sets: Path) -> None:
+    done = distdiag("flight-recorder", str(sets / "skip_2"))
+    assert done.code == 1
+    words = " ".join(done.out.split())
+    assert "rank 2 has not called all_reduce #7 of default_pg, in which ranks 0-1,3 wait at step (" in words
+    assert "rank 2: its last is broadcast #6 of default_pg, ended at step (" in words
+
+
+def test_a_lost_dump_of_another_rank_changes_nothing(sets: Path) -> None:
+    for lost in (0, 1, 3):
+        files = [sets / "skip_2" / f"rank_{rank}" for rank in range(4) if rank != lost]
+        assert blamed(judge(read(*files))) == ("never-called", "fail", {2})
+
+
+def test_a_lost_dump_of_the_rank_itself_leaves_it_as_the_one_that_all_wait_for(sets: Path) -> None:
+    files = [sets / "skip_2" / f"rank_{rank}" for rank in (0, 1, 3)]
+    assert blamed(judge(read(*files))) == ("no-dump", "fail", {2})
+
+
+@pytest.mark.parametrize("cut", [0, 2])
+def test_a_dump_that_is_cut_short_is_read_as_far_as_it_goes(cut: int, sets: Path, tmp_path: Path) -> None:
+    for rank in range(4):
+        data = (sets / "skip_2" / f"rank_{rank}").read_bytes()
+        (tmp_path / f"rank_{rank}").write_bytes(data[: len(data) * 2 // 3] if rank == cut else data)
+    node = read(tmp_path)
+    assert [dump.truncated for dump in sorted(node.dumps, key=lambda dump: dump.path)] == [
+        rank == cut for rank in range(4)
+    ]
+    kind = "never-called" if cut == 0 else "no-dump"
+    assert blamed(judge(node)) == (kind, "fail", {2})
+
+
+NAMES = ("rank{}", "trace_rank_node07_{}", "gpu{}.node3.pkl", "dump.{}.bak", "job_{}/trace", "nccl_trace_rank_{}.json")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_rank_comes_from_the_name_where_the_content_does_not_tell(name: str, sets: Path, tmp_path: Path) -> None:
+    for rank in range(4):
+        document = pickle.loads((sets / "skip_2" / f"rank_{rank}").read_bytes())
+        as_gloo_writes_it = {key: value for key, value in document.items() if not key.startswith("distdiag_")}
+        as_gloo_writes_it["pg_config"] = {"": {"name": "", "desc": "", "ranks": "[]"}}
+        file = tmp_path / name.format(rank)
+        file.parent.mkdir(exist_ok=True)
+        text = json.dumps(as_gloo_writes_it).encode()
+        file.write_bytes(text if name.endswith("json") else pickle.dumps(as_gloo_writes_it, protocol=2))
+    assert blamed(judge(read(tmp_path))) == ("never-called", "fail", {2})
+
+
+def test_one_of_64_ranks_is_found(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, str(RECORDER), str(tmp_path), "64", "large"], timeout=110, check=True)
+    node = read(tmp_path / "large")
+    for number in range(5):
+        assert blamed(judge(shuffled(node, random.Random(number)))) == ("never-called", "fail", {37})
+
+
+class Evil:
+    def __init__(self, action: Callable[..., object], *arguments: object) -> None:
+        self.action, self.arguments = action, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return self.action, self.arguments
+
+
+def hostile(folder: Path) -> Iterator[tuple[str, bytes, str]]:
+    """Yield (name, bytes, what is said of them)."""
+    touch = Evil(os.system, f"touch {folder}/ran")
+    for protocol in range(5):
+        yield f"code{protocol}_rank_1", pickle.dumps({"entries": [touch]}, protocol), "would run code: posix.system"
+    yield "cut_code_rank_1", pickle.dumps({"entries": [1, 2, 3], "more": touch}, 2)[:-9], "would run code: posix.system"
+    yield "extension_rank_1", b"\x80\x02\x82\x01.", "no pickle that can be read"
+    yield "persistent_rank_1", b"\x80\x02X\x01\x00\x00\x00aQ.", "refers to objects outside"
+    yield "deep_rank_1", b"\x80\x02" + b"]" * 500_000 + b"a" * 499_999 + b".", ""
+    yield "hashed_rank_1", b"\x80\x02}" + b")" + b"\x85" * 3_000_000 + b"Ns.", ""
+    yield "itself_rank_1", b"\x80\x02}q\x00X\x07\x00\x00\x00entriesh\x00s.", "entries are no list"
+    yield "claims_text_rank_1", b"\x80\x04\x8d" + (2**31).to_bytes(8, "little") + b"a.", ""
+    yield "claims_bytes_rank_1", b"\x80\x05\x96" + (2**33).to_bytes(8, "little") + b"a.", ""
+    yield "claims_memo_rank_1", b"\x80\x02]r\xff\xff\xff\xff.", ""
+    yield (
+        "laughs_rank_1",
+        b"\x80\x02]q\x000" + b"".join(b"]q%c(h%ch%ce0" % (n + 1, n, n) for n in range(60)) + b"h\x3c.",
+        "",
+    )
+    yield "json_rank_1", b'{"entries":' + b"[" * 200_000, ""
+
+
+def test_nothing_in_a_dump_is_executed(sets: Path, tmp_path: Path) -> None:
+    for number, (name, data, said) in enumerate(hostile(tmp_path)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / name).write_bytes(data)
+        (folder / "rank_0").write_bytes((sets / "skip_2" / "rank_0").read_bytes())
+        node = read(folder)
+        assert len(node.dumps) == 1, name
+        (unread,) = node.unread
+        assert said in unread.why, (name, unread)
+    assert not (tmp_path / "ran").exists()
+    done = distdiag("flight-recorder", str(tmp_path / "2"))
+    assert "code2_rank_1 is refused: it would run code: posix.system" in " ".join(done.out.split())
+
+
+def test_damaged_dumps_are_survived(sets: Path, tmp_path: Path) -> None:
+    originals = [sets / "order" / "rank_1", sets / "clog_skip" / "clog_1.log"]
+    file = tmp_path / "rank_1"
+    (tmp_path / "rank_0").write_bytes((sets / "order" / "rank_0").read_bytes())
+
+    def cases() -> Iterator[tuple[str, list[str], Callable[[], None]]]:
+        for original in originals:
+            for name, data in damaged(original.read_bytes(), 20):
+                yield name, ["flight-recorder", str(tmp_path), "--json"], lambda data=data: file.write_bytes(data)  # type: ignore[misc]
+
+    assert_survived(run_each(cases()), 40)
+
+
+def test_the_same_report_comes_from_saved_facts(sets: Path, tmp_path: Path) -> None:
+    first = distdiag("flight-recorder", str(sets / "order"), "--save", str(tmp_path), "--json")
+    second = distdiag("flight-recorder", "--from", str(tmp_path), "--json")
+    assert (second.code, second.out) == (first.code, first.out)
+    assert first.report["verdict"] == "fail"
+
+
+def test_how_names_the_variables_of_this_torch_first() -> None:
+    done = distdiag("flight-recorder", "--how")
+    assert done.code == 0
+    assert done.out.index("TORCH_FR_BUFFER_SIZE") < done.out.index("TORCH_NCCL_TRACE_BUFFER_SIZE")
+
+
+def test_no_dumps_is_wrong_usage_or_unknown_and_never_fine(tmp_path: Path) -> None:
+    assert distdiag("flight-recorder").code == 2
+    assert distdiag("flight-recorder", str(tmp_path)).code == 3
+    assert distdiag("flight-recorder", str(tmp_path / "missing")).code == 3
+
+
+def test_a_running_job_is_asked_for_its_dumps_by_pipes(tmp_path: Path) -> None:
+    """The ranks hang, and have written nothing yet; each reads a pipe beside the place of its dump."""
+    program = (
+        "import sys, torch, torch.distributed as dist, distdiag\n"
+        "folder, rank = sys.argv[1], int(sys.argv[2])\n"
+        "store = dist.FileStore(folder + '/.store', 2)\n"
+        "dist.init_process_group('gloo', store=store, rank=rank, world_size=2)\n"
+        "distdiag.dump_flight_recorder(folder, when_stuck_s=3600)\n"
+        "dist.all_reduce(torch.ones(1))\n"
+        "print('ready', flush=True)\n"
+        "dist.barrier() if rank else input()\n"
+    )
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path), str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    try:
+        for job in jobs:
+            assert job.stdout is not None
+            assert job.stdout.readline() == b"ready\n"
+        assert not (tmp_path / "rank_0").exists()
+        done = distdiag("flight-recorder", "--trigger", str(tmp_path), "--json")
+        found = done.report["findings"][0]
+        assert (found["id"], found["where"]["ranks"]) == ("flight-recorder.never-called", [0]), done.out
+    finally:
+        for job in jobs:
+            job.kill()
+            job.communicate()
+    again = distdiag("flight-recorder", "--trigger", str(tmp_path), "--json", "--wait", "1")
+    assert {one["id"] for one in again.report["findings"]} >= {"flight-recorder.no-answer"}
+
+
+def test_the_page_shows_the_stuck_rank_in_a_browser_and_asks_for_nothing(sets: Path, tmp_path: Path) -> None:
+    from selenium import webdriver
+    from selenium.webdriver.common.by import By
+
+    need("chromium", "chromedriver")
+    page = tmp_path / "page.html"
+    assert distdiag("flight-recorder", str(sets / "skip_2"), "--html", str(page)).code == 1
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(shutil.which("chromium"))
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    try:
+        driver.get(page.as_uri())
+        assert driver.find_element(By.TAG_NAME, "h1").text == "distdiag flight-recorder: FAIL"
+        (row,) = driver.find_elements(By.CSS_SELECTOR, "tr.accused")
+        assert row.find_element(By.TAG_NAME, "th").text == "2"
+        assert "idle, STUCK" in row.text
+        waiting = driver.find_elements(By.CSS_SELECTOR, ".open")
+        assert {call.text for call in waiting} == {"default_pg all_reduce #7 (scheduled)"}
+        assert len(waiting) == 3
+        assert waiting[0].value_of_css_property("border-top-style") == "dashed"
+        log = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]  # type: ignore[no-untyped-call]
+        asked = [one["params"]["request"]["url"] for one in log if one["method"] == "Network.requestWillBeSent"]
+        assert asked == [page.as_uri()]
+        assert driver.get_log("browser") == []  # type: ignore[no-untyped-call]
+    finally:
+        driver.quit()
+
+
+def test_what_a_dump_says_is_text_on_the_page(sets: Path) -> None:
+    node = read(sets / "skip_2")
+    evil = [replace(dump, groups=((dump.groups[0][0], "<script>alert(1)</script>", "0-3"),)) for dump in node.dumps]
+    page = make_page(judge(replace(node, dumps=tuple(evil))))
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
