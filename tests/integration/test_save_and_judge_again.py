@@ -53,7 +53,7 @@ def test_of_a_hung_job(name: str, hung: tuple[Job, Path], tmp_path: Path) -> Non
     command, typed = ON_A_JOB[name]
     places = {"JOB": job.name, "LINES": str(lines), "PID": str(job.pid(0))}
     if name == "show":  # lines have to be some seconds old before a rank counts as stuck
-        wait_until(lambda: distdiag("trace", "show", str(lines)).code == 1, 60, lambda: "trace show finds no stuck rank")
+        wait_until(lambda: distdiag("trace", "show", str(lines)).code == 1, 60, lambda: "trace show names nobody")
     found = again(tmp_path, command, tuple(places.get(word, word) for word in typed))
     if name in ("pyspy-all", "blocked", "show"):
         assert found.report["verdict"] == "fail"
