@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 from cores import make_core
 from fuzz import MEMORY_BYTES, PER_READER, SECONDS, assert_survived, damaged, run_each
+from logs_cases import cases
 from support import need
 
 from distdiag.cluster import hostfile, hostlist, hosts
@@ -107,6 +108,12 @@ def test_logs_of_builds(tmp_path: Path) -> None:
     (saved,) = facts.iterdir()
     path = tmp_path / "x.log"
     assert_survived(run_each(commands(originals, path, "cuda-env", "--from", str(saved), "--explain")))
+
+
+def test_logs_of_jobs(tmp_path: Path) -> None:
+    chosen = ("torchrun-raise", "torchrun-restart", "wd-mismatch-size", "wd-wrapped", "ib-12", "srun-oom", "info-gdr")
+    originals = [case.text for case in cases() if case.name in chosen]
+    assert_survived(run_each(commands(originals, tmp_path / "x.log", "logs")))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from distdiag.commands.logs.types import Failure
+from distdiag.commands.logs.types import Failure, number_in
 from distdiag.knowledge.job_logs import known_lines
 from distdiag.knowledge.logs import read_log
 
@@ -100,7 +100,9 @@ def _summary(nodes: Iterable[NodeLogs]) -> dict[tuple[str, int], int]:
         for event in node.events:
             groups = event.groups
             if event.id == "exit" and groups.get("rank") and groups.get("local"):
-                found[groups.get("host", ""), int(groups["local"])] = int(groups["rank"])
+                local, rank = number_in(groups["local"]), number_in(groups["rank"])
+                if local is not None and rank is not None:
+                    found[groups.get("host", ""), local] = rank
     return found
 
 
@@ -161,7 +163,7 @@ def _add(book: Book, node: NodeLogs, event: Event, rank: int | None, pids: dict[
 
 def _by_pid(text: str, pids: dict[int, int]) -> int | None:
     """NCCL's own lines have the pid; which rank that is, its INFO lines tell."""
-    match = re.search(r"[\w.-]+:(\d+):\d+ \[", text)
+    match = re.search(r"[\w.-]+:(\d{1,18}):\d+ \[", text)
     return pids.get(int(match[1])) if match else None
 
 
@@ -180,15 +182,13 @@ def _is_alone(node: NodeLogs) -> bool:
 
 def _exits(event: Event, rank: int | None, generation: int, alone: bool) -> list[Exit]:
     groups = event.groups
-    ranks: list[int] = []
-    if groups.get("rank"):
-        ranks = [int(groups["rank"])]
-    elif groups.get("ranks"):
+    if groups.get("ranks"):
         ranks = _unfold(groups["ranks"])
-    elif groups.get("local") and alone:
-        ranks = [int(groups["local"])]
-    code = int(groups["code"]) if groups.get("code") else None
-    signal = _SIGNALS.get(int(groups["signal"]), groups["signal"]) if groups.get("signal") else ""
+    else:
+        own = number_in(groups.get("rank") or (groups.get("local") if alone else None))
+        ranks = [] if own is None else [own]
+    code = number_in(groups.get("code"))
+    signal = _SIGNALS.get(number_in(groups.get("signal")) or 0, groups.get("signal", ""))
     if groups.get("words"):
         words = groups["words"]
         signal = {"Killed": "SIGKILL", "Terminated": "SIGTERM", "Out Of Memory": "SIGKILL"}.get(words.strip(), "")
@@ -196,7 +196,7 @@ def _exits(event: Event, rank: int | None, generation: int, alone: bool) -> list
     if code is not None and (code < 0 or 128 < code < 160):
         number = -code if code < 0 else code - 128
         signal = _SIGNALS.get(number, f"signal {number}")
-    pid = int(groups["pid"]) if groups.get("pid") else None
+    pid = number_in(groups.get("pid"))
     return [
         Exit(
             rank=number,
@@ -256,8 +256,9 @@ def _unfold(text: str) -> list[int]:
     ranks: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
-        if first.isdigit():
-            ranks += range(int(first), min(int(last) if last.isdigit() else int(first), int(first) + 100_000) + 1)
+        lowest, highest = number_in(first), number_in(last)
+        if lowest is not None and lowest >= 0:
+            ranks += range(lowest, min(lowest if highest is None else highest, lowest + 100_000) + 1)
     return ranks
 
 

@@ -30,8 +30,8 @@ _BINARY_SHARE = 0.1
 _SENT = 500
 _NOT_LOGS = (".py", ".pyc", ".so", ".pt", ".pth", ".bin", ".safetensors", ".npy", ".json", ".yaml", ".pkl", ".md")
 _MAGIC = (b"\x7fELF", b"PK\x03\x04", b"\x89PNG", b"\x93NUMPY")
-_PATH_ATTEMPT = re.compile(r"(?:^|/)attempt_(\d+)/(\d+)/(?:std(?:out|err)\.log|error\.json)$")
-_PATH_RANK = re.compile(r"(?:^|[._-])rank[._-]?(\d+)(?:[._-]|$)|(?:^|/)(\d+)/(?:stdout|stderr)$")
+_PATH_ATTEMPT = re.compile(r"(?:^|/)attempt_(\d{1,6})/(\d{1,6})/(?:std(?:out|err)\.log|error\.json)$")
+_PATH_RANK = re.compile(r"(?:^|[._-])rank[._-]?(\d{1,6})(?:[._-]|$)|(?:^|/)(\d{1,6})/(?:stdout|stderr)$")
 
 
 @dataclass(frozen=True)

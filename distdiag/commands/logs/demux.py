@@ -42,7 +42,7 @@ FORMATS = (
     Format(
         "mpirun",
         re.compile(
-            _STAMP + rb"\[[^\[\]\s,]{1,120},(?P<rank>\d{1,7})\](?:\[(?P<host>[\w.-]{1,100}):(?P<pid>\d+)\])?"
+            _STAMP + rb"\[[^\[\]\s,]{1,120},(?P<rank>\d{1,6})\](?:\[(?P<host>[\w.-]{1,100}):(?P<pid>\d{1,18})\])?"
             rb"<(?P<stream>std\w{3,4})>:"
         ),
         torn=True,
@@ -57,7 +57,7 @@ FORMATS = (
     Format(
         "ray",
         re.compile(
-            rb"(?:\x1b\[\d+m)?\((?P<role>[\w.]{1,80})(?: rank=(?P<rank>\d+))? pid=(?P<pid>\d+)"
+            rb"(?:\x1b\[\d+m)?\((?P<role>[\w.]{1,80})(?: rank=(?P<rank>\d{1,6}))? pid=(?P<pid>\d{1,18})"
             rb"(?:, ip=(?P<host>[\w.:]{1,60}))?\)(?:\x1b\[0m)? "
         ),
     ),

@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from distdiag.commands.logs.types import number_in
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -52,16 +54,16 @@ class Desync:
 def judge(lines: Iterable[tuple[int, Event]], seen: Iterable[int]) -> list[Desync]:
     """Return what each group comes to, the surest first; `seen`: all ranks that left a trace."""
     groups: dict[str, dict[int, RankInGroup]] = {}
-    named: dict[tuple[int, int], str] = {}
+    named: dict[tuple[int, int | None], str] = {}
     for rank, event in lines:
         group = event.groups.get("pg")
         if group is None and event.groups.get("SeqNum"):
             # Before groups were written: the status line of the same rank and number names it.
-            group = named.get((rank, int(event.groups["SeqNum"])), "")
+            group = named.get((rank, number_in(event.groups["SeqNum"])), "")
         member = groups.setdefault(group or "", {}).setdefault(rank, RankInGroup(rank=rank))
         _take(member, event)
         if event.groups.get("failed"):
-            named[rank, int(event.groups["failed"])] = group or ""
+            named[rank, number_in(event.groups["failed"])] = group or ""
     if "" in groups and len(groups) == 2:
         # Lines without a group beside those of the only one.
         (other,) = [name for name in groups if name]
@@ -79,15 +81,15 @@ def _take(member: RankInGroup, event: Event) -> None:
         member.line = event.text
         member.op = groups.get("OpType", "")
         member.sizes = groups.get("NumelIn") or groups.get("TensorShape") or ""
-        member.seq = _number(groups.get("SeqNum"))
+        member.seq = number_in(groups.get("SeqNum"))
     for name in ("enqueued", "started", "completed"):
-        value = _number(groups.get(name))
+        value = number_in(groups.get(name))
         if value is not None:
             setattr(member, name, value)
     if event.id == "status":
         member.line = member.line or event.text
         if member.seq is None:
-            member.seq = _number(groups.get("failed"))
+            member.seq = number_in(groups.get("failed"))
 
 
 def _merge(member: RankInGroup, more: RankInGroup) -> None:
@@ -96,10 +98,6 @@ def _merge(member: RankInGroup, more: RankInGroup) -> None:
             setattr(member, name, getattr(more, name))
     member.op, member.sizes = member.op or more.op, member.sizes or more.sizes
     member.line = more.line or member.line
-
-
-def _number(text: str | None) -> int | None:
-    return int(text) if text and text.lstrip("-").isdigit() and len(text) < 19 else None
 
 
 def _judge(name: str, members: dict[int, RankInGroup], world: list[int]) -> Desync:

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_ranks, name_ranks
-from distdiag.commands.logs.types import Failure
+from distdiag.commands.logs.types import Failure, number_in
 from distdiag.knowledge.job_logs import known_lines
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
@@ -90,7 +90,7 @@ def _oom(exit_: Exit, round_: Round) -> Failure | None:
     for failure in round_.failures:
         if failure.known == "oom-kill":
             pid = failure.groups.get("pid")
-            if (pid and exit_.pid and int(pid) == exit_.pid) or (
+            if (pid and exit_.pid and number_in(pid) == exit_.pid) or (
                 not (pid and exit_.pid) and len({other.rank for other in killed}) == 1
             ):
                 return failure

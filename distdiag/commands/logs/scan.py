@@ -29,17 +29,17 @@ _CACHED = 4096
 _LONG_AGO = 2000
 _LEARN_BLOCKS = 50
 
-RANK = re.compile(rb"\[rank(\d{1,7})\]:[ ]?")
-_LABELLED = re.compile(rb"^[^\n]{1,80}?\[rank(\d{1,7})\]:", re.MULTILINE)
+RANK = re.compile(rb"\[rank(\d{1,6})\]:[ ]?")
+_LABELLED = re.compile(rb"^[^\n]{1,80}?\[rank(\d{1,6})\]:", re.MULTILINE)
 _TIMES = (
     re.compile(rb"\b[EWIF](\d\d)(\d\d) (\d\d):(\d\d):(\d\d(?:\.\d{1,9})?)"),
     re.compile(rb"\b20\d\d[-/](\d\d)[-/](\d\d)[ T_](\d\d):(\d\d):(\d\d(?:[.,]\d{1,9})?)"),
 )
 _LAST = re.compile(r"^([A-Za-z_][\w.]{0,150})(?:: (.*)|:?)$", re.DOTALL)
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:: |:?$)")
-_FRAME = re.compile(r'^\s+File "([^"]{1,400})", line (\d+)(?:, in (.{1,120}))?$')
-_INFO = re.compile(rb"([\w.-]{1,200}):(\d+):(\d+) \[(-?\d+)\] NCCL INFO (.*)")
-_COMM = re.compile(rb"comm 0x\w+ rank (\d+) n[Rr]anks (\d+).*?(?:commId (0x\w+))?\D*- Init (START|COMPLETE)")
+_FRAME = re.compile(r'^\s+File "([^"]{1,400})", line (\d{1,18})(?:, in (.{1,120}))?$')
+_INFO = re.compile(rb"([\w.-]{1,200}):(\d{1,18}):(\d{1,18}) \[(-?\d{1,18})\] NCCL INFO (.*)")
+_COMM = re.compile(rb"comm 0x\w+ rank (\d{1,6}) n[Rr]anks (\d{1,6}).*?(?:commId (0x\w+))?\D*- Init (START|COMPLETE)")
 _OOB = re.compile(rb"Bootstrap ?: Using (\[\d+\])?([^: ]+):([\d.a-f:\[\]]+)<")
 _NET = re.compile(rb"NET/(\w+) ?: Using (.*)")
 _VIA = re.compile(rb" via (P2P|SHM|NET/[\w.-]+)((?:/[\w.-]+)*)")
@@ -527,38 +527,43 @@ def _ascii(text: bytes) -> str:
     return text[:40].decode("ascii", "replace")
 
 
-_WHO = re.compile(r"\b[Rr]ank (\d{1,7})\]")
+_WHO = re.compile(r"\b[Rr]ank (\d{1,6})\]")
 _GROUP = re.compile(
-    r"\[PG (?:ID )?(?P<pg>\d+) (?:PG GUID (?P<guid>\w+)(?:\((?P<name>[^)]{0,80})\))? |\([^)]{0,80}\) )?Rank"
+    r"\[PG (?:ID )?(?P<pg>\d{1,18}) (?:PG GUID (?P<guid>\w+)(?:\((?P<name>[^)]{0,80})\))? |\([^)]{0,80}\) )?Rank"
 )
 _WORK = re.compile(r"WorkNCCL\((.*?)\)(?= ran for|\.|$)")
 _STATUS = {
-    "failed": re.compile(r"(?:at work(?: sequence id)?|at NCCL work): (-?\d+)"),
-    "enqueued": re.compile(r"[Ll]ast enqueued(?: NCCL)? work: (-?\d+)"),
-    "started": re.compile(r"last started(?: NCCL)? work: (-?\d+)"),
-    "completed": re.compile(r"last completed(?: NCCL)? work: (-?\d+)"),
-    "dump_of": re.compile(r"due to a collective timeout from +rank (\d+)"),
+    "failed": re.compile(r"(?:at work(?: sequence id)?|at NCCL work): (-?\d{1,18})"),
+    "enqueued": re.compile(r"[Ll]ast enqueued(?: NCCL)? work: (-?\d{1,18})"),
+    "started": re.compile(r"last started(?: NCCL)? work: (-?\d{1,18})"),
+    "completed": re.compile(r"last completed(?: NCCL)? work: (-?\d{1,18})"),
+    "dump_of": re.compile(r"due to a collective timeout from +rank (\d{1,6})"),
 }
-_AGENT = re.compile(r"^E\d{4} [\d:.]+ (\d+) ")
+_AGENT = re.compile(r"^E\d{4} [\d:.]+ (\d{1,18}) ")
 _EXITS = (
-    (re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)"), "agent"),
     (
         re.compile(
-            r"mpirun noticed that process rank (?P<rank>\d+) with PID (?P<pid>\d+) on node (?P<host>[\w.-]+) exited on "
-            r"signal (?P<signal>\d+)"
+            r"failed \(exitcode: (?P<code>-?\d{1,18})\) local_rank: (?P<local>\d{1,6}) \(pid: (?P<pid>\d{1,18})\)"
+        ),
+        "agent",
+    ),
+    (
+        re.compile(
+            r"mpirun noticed that process rank (?P<rank>\d{1,6}) with PID (?P<pid>\d{1,18}) on node (?P<host>[\w.-]+) "
+            r"exited on signal (?P<signal>\d{1,18})"
         ),
         "mpirun",
     ),
-    (re.compile(r"Process name: \[\[\d+,\d+\],(?P<rank>\d+)\]"), "mpirun"),
+    (re.compile(r"Process name: \[\[\d+,\d+\],(?P<rank>\d{1,6})\]"), "mpirun"),
     (
         re.compile(
             r"srun: error: (?P<host>[\w.-]+): tasks? (?P<ranks>[\d,-]+): "
-            r"(?:Exited with exit code (?P<code>\d+)|(?P<words>Out Of Memory|[A-Z][\w ()]*))"
+            r"(?:Exited with exit code (?P<code>\d{1,18})|(?P<words>Out Of Memory|[A-Z][\w ()]*))"
         ),
         "srun",
     ),
-    (re.compile(r"Process (?P<pid>\d+) exits with return code = (?P<code>-?\d+)"), "deepspeed"),
-    (re.compile(r"^=\s+EXIT CODE: (?P<code>\d+)"), "mpiexec"),
+    (re.compile(r"Process (?P<pid>\d{1,18}) exits with return code = (?P<code>-?\d{1,18})"), "deepspeed"),
+    (re.compile(r"^=\s+EXIT CODE: (?P<code>\d{1,18})"), "mpiexec"),
 )
 _CONTINUES = re.compile(
     r"^(?:nccl\w+:|Last error:|Exception raised from|frame #|CUDA kernel errors|For debugging|Compile with|Device-side|"

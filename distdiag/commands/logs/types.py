@@ -85,3 +85,9 @@ class Logs:
     ranks: tuple[RankEnd, ...]
     failures: tuple[Failure, ...]
     dropped: int
+
+
+def number_in(text: str | None) -> int | None:
+    """Read a number of at most 18 digits; None for what is none: it comes from a log, or from a node."""
+    digits = (text or "").removeprefix("-")
+    return int(text or "") if digits.isascii() and digits.isdigit() and len(digits) < 19 else None
