@@ -45,8 +45,8 @@ def flight_recorder(
 
     Reads the pickles and JSON of NCCL, XCCL and Gloo, and torchcomms' clog. Nothing in a dump is executed.
 
-    Exit status: 0 every collective has ended, 1 a fault was found, 2 wrong usage, 3 the dumps cannot decide,
-    130 interrupted.
+    Exit status: 0 warnings only, 1 a fault was found, 2 wrong usage, 3 the dumps cannot decide (also where every
+    collective has ended: the job may hang elsewhere), 130 interrupted.
     """
     from distdiag import runner
     from distdiag.commands.flight_recorder.subcommand import SUBCOMMAND

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.commands.flight_recorder.causes import Kind, find_causes
-from distdiag.commands.flight_recorder.findings import finding_of, healthy, notes, undecided
+from distdiag.commands.flight_recorder.findings import all_ended, finding_of, notes, undecided
 from distdiag.commands.flight_recorder.matching import Job, match
 from distdiag.commands.flight_recorder.read_dump import ENDED, FAILED, STARTED
 from distdiag.commands.flight_recorder.types import COMMAND, CallRow, FlightRecorder, RankRow
@@ -36,7 +36,7 @@ def diagnose(request: Request, gathered: Gathered[NodeDumps]) -> Report[FlightRe
     rows = tuple(_rows(job, hosts, {rank for cause in causes for rank in cause.ranks if cause.kind is not Kind.LATE}))
     if all(cause.kind is Kind.LATE for cause in causes) and job.dumps:
         still = [row.rank for row in rows if row.waiting is not None]
-        found.append(undecided(still) if still else healthy(job, request))
+        found.append(undecided(still) if still else all_ended(job, request, is_slow=bool(causes)))
     found.sort(key=lambda finding: _ORDER.index(finding.level))
     return Report(
         command=COMMAND,

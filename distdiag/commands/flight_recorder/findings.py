@@ -300,15 +300,15 @@ def undecided(ranks: Sequence[int]) -> Finding:
     )
 
 
-def healthy(job: Job, request: Request) -> Finding:
-    """Say that all that was called has ended: if the job hangs, it does so elsewhere."""
+def all_ended(job: Job, request: Request, *, is_slow: bool) -> Finding:
+    """Say that all that was called has ended: if the job hangs, it does so elsewhere, unless late ranks explain it."""
     last = max(job.last.values(), key=lambda call: call.created_ns, default=None)
     end = f"; the last is {call_name(last, job)}{_at(last)}" if last is not None else ""
     gloo = any("gloo" in dump.backends for dump in job.dumps.values())
     unseen = " Gloo's recorder does not see send and recv." if gloo else ""
     return Finding(
         id=f"{COMMAND}.all-ended",
-        level=Level.INFO,
+        level=Level.INFO if is_slow else Level.UNKNOWN,
         title=f"every collective that was called has ended on all {len(job.dumps)} ranks{end}",
         detail=f"If the job hangs, it hangs outside of the collectives.{unseen}",
         fix=Fix(text="if it hangs, see where the ranks are", commands=(f"{request.program} pyspy-all",)),
