@@ -265,7 +265,7 @@ def never_came(rank: int, waiting: Mapping[int, Failure], round_: Round) -> Find
         where=Where(ranks=(rank,), hosts=tuple(filter(None, (round_.book.hosts.get(rank, ""),)))),
         witnesses=Witnesses(ranks=tuple(sorted(waiting))),
         evidence=_evidence(list(waiting.values())),
-        fix=Fix(text="in the next run, look at it while it hangs", commands=(f"distdiag pyspy-all --rank {rank}",)),
+        fix=Fix(text="in the next run, look at it while it hangs", commands=("distdiag pyspy-all",)),
     )
 
 
