@@ -1,0 +1,157 @@
+"""Check that the texts users read are written in the field's words: `python tests/check_words.py [PATH ...]`.
+
+Read are the string constants of the package (f-strings with `{}` where a value goes), the docstrings that become help or library
+documentation, the strings of knowledge/*.toml, and README.md, CHANGELOG.md and docs/. A pattern that matches is printed as file:line,
+and the exit status is 1. ALLOWED holds what may stay, each with its reason.
+"""
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Each pattern with what to write instead.
+WORDS = {
+    r"\b(?:this|that|such|each|every|which|another|other|own|new|first|last|only|same|wrong|right|any|no|a|the) ones?\b(?!-|\s+of\b)": "name the thing",
+    r"\bones\b|\bone (?:that|who|which|is|was|has|does|cannot|can|may|must)\b": "name the thing",
+    r"\b(?:is|are|was|were|be|been|not|it|nothing) told\b|\btold (?:of|by|apart|anything|nothing|its|it|so)\b|\bto tell\b(?! (?:whether|which))": "reported, known, unknown",
+    r"\btells?\b(?! (?:NCCL|torch|Gloo|the kernel|the compiler))|\btelling\b": "says, shows, reports",
+    r"\bmend(?:s|ed|ing)?\b": "fix",
+    r"\bodd\b": "stuck, different, outlier",
+    r"\blook(?:s|ed|ing)? (?:at each|like that|longer|in vain|apart)\b|\b(?:in|after|between|of) (?:\w+ )?looks\b|\b(?:one|two|second|first|last|{}) looks?\b": "sample",
+    r"\b(?:a|the|no|any|what) ways? (?:to|of|in|out)\b|\bways between\b": "path, option, how to",
+    r"\bsomebody\b|\bsomeone\b|\bnobody\b|\beverybody\b|\bwhom\b": "name who",
+    r"\bby (?:itself|themselves)\b": "on its own, automatically",
+    r"\bstands? (?:in|at|on|still|here|there|for|alone|beside|before|behind|below|above|where)\b|\bstanding\b|\bstood\b": "is, is blocked in",
+    r"\bmakes? (?:a|the|no) faults?\b|\bmade (?:a|the|no) fault\b": "inject, cause",
+    r"\bin vain\b": "without success",
+    r"\bthe other way r?ound\b|\bother way about\b": "the reverse direction",
+    r"\bcome (?:any )?further\b|\bcame (?:any )?(?:further|far)\b|\bcomes? far\b": "got stuck in, got past",
+    r"\bgood for one\b|\bgood for (?:nothing|\{\})\b": "valid for",
+    r"\bis said\b|\bare said\b|\bsaid so\b|\bwas said\b|\bsaid nothing\b|\bsays nothing of\b": "reported",
+    r"\bcannot be had\b|\bto be had\b|\bwas had\b": "not available",
+    r"\bat all times\b|\bas far as can be seen\b|\bso far as\b": "state the limit of the observation",
+    r"\bit is so\b|\bare so\b|\bso it is\b|\bis so\b": "state it",
+    r"\bwent away\b|\bis away\b|\bgone away\b": "lost contact, exited",
+    r"\bwent wrong\b": "failed",
+    r"\bof its own accord\b|\bof theirs?\b|\bof ours?\b|\bnot ours\b": "whose",
+    r"\blet(?:s|ting)? (?:it|them|him) go\b": "resume, release",
+    r"\bgiv(?:e|es) it (?:longer|more time)\b": "increase --timeout",
+    r"\btakes? (?:it )?for\b|\bis taken for\b|\btaken from it\b": "assumed to be",
+    r"\bis (?:a )?nothing\b|\bof nothing\b": "empty, zero",
+    r"\botherwise than\b": "differently from",
+    r"\bthere is no such\b": "does not exist, unknown",
+    r"\bbrought (?:to|up|down|in)\b|\bwas brought\b": "copied, sent",
+    r"\bthe greatest\b|\bgreatest\b": "largest, maximum",
+    r"\bneighbours? in\b": "adjacent",
+    r"\bwhat (?:mends|is wrong with it)\b": "fix",
+    r"\bbelongs to another\b": "another user's",
+    r"\bwant(?:s|ed)\b": "needs, requests, expects",
+    r"\bhear(?:s|d)? (?:of|from|nothing)\b": "received",
+    r"\bspeaks?\b|\bspoke\b|\bspoken\b": "uses, supports, sent",
+    r"\bmay not be\b(?= (?:read|used|opened|traced|seen))": "permission denied",
+    r"\bunasked\b|\bunwished\b|\bwished\b|\bwish(?:es)?\b": "requested",
+    r"\bfor good\b": "permanently",
+    r"\bat an end\b|\bcame to (?:its|an) end\b|\bcomes to (?:its|an) end\b": "ended",
+}
+COMPILED = [(re.compile(pattern, re.IGNORECASE), instead) for pattern, instead in WORDS.items()]
+
+# (part of a path, part of the text): why it may stay.
+ALLOWED: dict[tuple[str, str], str] = {}
+
+
+def visible_strings(source: str, docstrings: bool) -> Iterator[tuple[int, str]]:
+    """List line and text of the strings of a module that a user may read.
+
+    Docstrings count where they are help (functions of command modules) or library documentation (training/), as `docstrings` says.
+    """
+    tree = ast.parse(source)
+    docs = {id(node.body[0].value) for node in ast.walk(tree) if _has_docstring(node)}
+    inside: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            inside.update(id(part) for part in ast.walk(node) if part is not node)
+            yield node.lineno, "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+            if (id(node) not in docs or docstrings) and " " in node.value.strip():
+                yield node.lineno, node.value
+
+
+def _has_docstring(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or not node.body:
+        return False
+    first = node.body[0]
+    return isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+
+
+def toml_strings(text: str) -> Iterator[tuple[int, str]]:
+    """List the strings of a TOML file; the line is that of the first place where the string's first words stand."""
+
+    def walk(value: object) -> Iterator[str]:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            for inner in value.values():
+                yield from walk(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                yield from walk(inner)
+
+    for string in walk(tomllib.loads(text)):
+        at = text.find(string[:20])
+        yield text.count("\n", 0, max(at, 0)) + 1, string
+
+
+def texts_of(path: Path) -> Iterator[tuple[int, str]]:
+    """List line and text of what a user may read of this file."""
+    text = path.read_text(errors="replace")
+    if path.suffix == ".py":
+        yield from visible_strings(
+            text, path.name in ("command.py", "commands.py", "cli.py") or "training" in path.parts
+        )
+    elif path.suffix == ".toml":
+        yield from toml_strings(text)
+    else:
+        yield from enumerate(text.splitlines(), 1)
+
+
+def files_below(paths: list[Path]) -> list[Path]:
+    """List the files to read below these paths, sorted."""
+    found = {path for path in paths if path.is_file()}
+    for path in paths:
+        for suffix in ("*.py", "*.toml", "*.md"):
+            found.update(path.rglob(suffix))
+    return sorted(found)
+
+
+def problems(path: Path) -> Iterator[str]:
+    """List what this file says in words that are not the field's."""
+    name = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+    for line, text in texts_of(path):
+        flat = " ".join(text.split())
+        for pattern, instead in COMPILED:
+            for match in pattern.finditer(flat):
+                around = flat[max(0, match.start() - 40) : match.end() + 40]
+                if not any(part in name and allowed in flat for part, allowed in ALLOWED):
+                    yield f"{name}:{line}: {match[0]!r} ({instead}): …{around}…"
+
+
+def main() -> None:
+    paths = [Path(name).resolve() for name in sys.argv[1:]] or [
+        ROOT / name for name in ("distdiag", "README.md", "CHANGELOG.md", "docs")
+    ]
+    found = [problem for path in files_below(paths) for problem in problems(path)]
+    for problem in found:
+        print(problem)
+    if found:
+        sys.exit(
+            f"{len(found)} phrases to reword (ALLOWED in {Path(__file__).name} holds what may stay, with its reason)"
+        )
+
+
+if __name__ == "__main__":
+    main()
