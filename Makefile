@@ -7,9 +7,9 @@ TORCH := torch==2.13.0
 # What the tests use beside Python: shells to press TAB in, and what real clusters are made of: namespaces, firewalls,
 # sshd, SLURM, MPI; what stands in the way of a look (strace); a browser; compilers.
 TOOLS := bash zsh fish tcsh unshare nsenter mount ip nft ssh sshd ssh-keygen \
-  slurmctld slurmd srun munged mpirun.openmpi mpirun.mpich strace gdb zstd lz4 xz prlimit setpriv chromium chromedriver gcc g++ as readelf nmap
+  slurmctld slurmd srun munged mpirun.openmpi mpirun.mpich strace gdb zstd lz4 xz prlimit setpriv chromium chromedriver gcc g++ as readelf
 PACKAGES := bash zsh fish tcsh util-linux mount iproute2 nftables openssh-client openssh-server \
-  slurmctld slurmd slurm-client munge openmpi-bin mpich strace gdb zstd lz4 xz-utils chromium chromium-driver gcc g++ binutils nmap
+  slurmctld slurmd slurm-client munge openmpi-bin mpich strace gdb zstd lz4 xz-utils chromium chromium-driver gcc g++ binutils
 # A CUDA toolkit as small as can compile, which nothing but the tests sees: 100 MB to fetch.
 TOOLKIT := nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-runtime==13.0.96
 
@@ -53,7 +53,7 @@ COMPLETIONS ?= completions
 completions: $(VENV)/installed ## Generate the completion files of bash, zsh and fish
 	$(BIN)/python tests/make_completions.py $(COMPLETIONS)
 
-bench: $(VENV)/installed-dev $(VENV)/cuda compiled tools ## Measure beside the peers: torchrun, clush, pdsh, asyncssh, py-spy, clubak, collect_env, ds_report, nmap, transformers (30 minutes)
+bench: $(VENV)/installed-dev $(VENV)/cuda compiled tools ## Measure beside the peers: torchrun, clush, pdsh, asyncssh, py-spy, clubak, collect_env, ds_report, transformers (30 minutes)
 	@for peer in pdsh clush; do command -v $$peer >/dev/null || echo "$$peer is not installed: apt-get install pdsh clustershell"; done
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check asyncssh
 	$(BIN)/python tests/benchmarks/gpu_test.py
