@@ -19,7 +19,7 @@ LOW_BELOW = 0.75
 BAD_BELOW = 0.5
 # A ring never had more than 82% of NVLink; 8 x H100, H200, B200 and B300 with NVLS have 93% and more, 6 x B200 86%.
 NVLS_ABOVE = 0.85
-SAYS = {Kind.THRESHOLD: "published alarm threshold", Kind.MEASURED: "measured by others"}
+SAYS = {Kind.THRESHOLD: "published alarm limit", Kind.MEASURED: "measured by others"}
 
 
 class Judgement(StrEnum):

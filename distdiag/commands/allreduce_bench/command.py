@@ -155,7 +155,7 @@ def allreduce_bench(
 
     \b
     Examples:
-      distdiag allreduce-bench                                # all GPUs of this machine
+      distdiag allreduce-bench                # all GPUs of this machine
       distdiag allreduce-bench --hosts node[1-4] --save before
       distdiag allreduce-bench --hosts node[1-4] --compare before
     """

@@ -133,9 +133,9 @@ def gpu_test(
 
     \b
     Examples:
-      distdiag gpu-test                            # all GPUs of this machine
-      distdiag gpu-test --hosts node[1-4]          # all GPUs of four nodes
-      distdiag gpu-test --hosts node[1-4] --isolate   # which rank, node or link is bad?
+      distdiag gpu-test                      # all GPUs of this machine
+      distdiag gpu-test --hosts node[1-4]    # all GPUs of four nodes
+      distdiag gpu-test --isolate --hosts node[1-4]    # name the bad link
     """
     from distdiag import runner
 
