@@ -317,7 +317,7 @@ class _Work:
         if after and due and self.op in _SUMMED:
             due = [torch.zeros(self.period, dtype=self.dtype, device=self.device)]
         wrong, first, got, expected = _compare(self.receive, due, still) if due else (0, 0, 0.0, 0.0)
-        how = "after the timed calls" if after else "values changed" if wrong >= 8 else "a few values changed"
+        how = "after the timed calls" if after else "values changed" if wrong >= 8 else "isolated values changed"
         return {
             "op": self.op,
             "size_bytes": self.shape.size_bytes,

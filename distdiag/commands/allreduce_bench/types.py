@@ -216,7 +216,7 @@ def _range(text: str) -> list[int]:
     # As nccl-tests reads them: 1K is 1024 bytes, while 1KB is 1000.
     ends = [parse_size(re.sub(r"(?i)(?<=\d)([kmgt])$", r"\1i", word.strip())) for word in words]
     if ends[0] < 1:
-        raise UsageError(f"--sizes {text}: size 0", hint="start at 4 bytes or more")
+        raise UsageError(f"--sizes {text}: a size cannot be 0", hint="start at 4 bytes or more")
     if ends[-1] < ends[0]:
         raise UsageError(f"--sizes {text}: the last size is below the first", hint=f"write {words[-1]}:{words[0]}")
     found: list[int] = []

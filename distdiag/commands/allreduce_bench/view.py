@@ -110,5 +110,5 @@ def _how(data: Bench, unit: Unit) -> Iterator[str]:
     if iterations:
         often = f"{iterations[0]}" if len(iterations) == 1 else f"{iterations[0]} to {iterations[-1]}"
         plural = "" if often == "1" else "s"
-        yield f"{often} iteration{plural} per row, each timed on its slowest rank; bandwidth is from {data.stat}"
+        yield f"{often} iteration{plural} per row, each timed on its slowest rank; bandwidth from {data.stat}"
         yield f"algbw and busbw in {'Gb/s' if unit == 'gbps' else 'GB/s (1e9 bytes)'}, as nccl-tests defines them"

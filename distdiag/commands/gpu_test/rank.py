@@ -166,4 +166,4 @@ def explain(result: torch.Tensor, sent: torch.Tensor, wrong: torch.Tensor, world
             return f"the contribution of rank {rank} is missing"
         if torch.equal(error, part):
             return f"the contribution of rank {rank} was counted twice"
-    return "a few values changed" if len(wrong) < 8 else "values changed"
+    return "isolated values changed" if len(wrong) < 8 else "values changed"
