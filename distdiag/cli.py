@@ -36,11 +36,11 @@ class Sub:
 
 
 _SUBCOMMANDS: tuple[Sub, ...] = (
-    Sub("gpu-test", "gpu_test.command:gpu_test", "Can all ranks talk, reduce correctly and use their memory?"),
+    Sub("gpu-test", "gpu_test.command:gpu_test", "Test communication, all_reduce and memory on every rank."),
     Sub(
         "allreduce-bench",
         "allreduce_bench.command:allreduce_bench",
-        "How fast are the collectives, is that good, and which rank is late?",
+        "Measure the bandwidth of collectives and judge it.",
     ),
     Sub(
         "pyspy-all",

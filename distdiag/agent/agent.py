@@ -1,8 +1,8 @@
 """distdiag on one node: reports the facts, runs the ranks it is ordered to run, and leaves nothing behind.
 
-Replies go out and orders come in (distdiag/agent/protocol.py): on stdout and stdin, or both on one socket. When the
-orders end (the parent finished, was killed, or the connection was cut), or nothing at all was heard for a while,
-everything that was started here is killed and the agent ends, with status 0 whatever it found.
+Replies go out and orders come in (distdiag/agent/protocol.py): on stdout and stdin, or both on a socket. When the
+orders end (the parent finished, was killed, or the connection was cut), or nothing was received for a while,
+everything that was started here is killed and the agent exits, with status 0 whatever it found.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(config: dict[str, Any], connection: int | None = None) -> None:
     status = (
         serve(config, 0, Writer.take_stdout()) if connection is None else serve(config, connection, Writer(connection))
     )
-    os._exit(status)  # taking Python apart first would cost each agent a tenth of its time
+    os._exit(status)  # Python's own shutdown would cost each agent a tenth of its time
 
 
 def serve(config: dict[str, Any], orders_fd: int, wire: Writer, lost: Callable[[], int] = lambda: 0) -> int:
@@ -55,7 +55,7 @@ def serve(config: dict[str, Any], orders_fd: int, wire: Writer, lost: Callable[[
     os.environ.update(config["env"])
     inbox = MessageReader(orders_fd, wire, config["silence_s"], lost)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        # A guest is one of the launcher's processes: all got the signal, and the parent will say how we end.
+        # A guest is a process of the launcher: all got the signal, and the parent sends the status to end with.
         signal.signal(number, signal.SIG_IGN if config["guest"] else _leave)
     dispatcher = Dispatcher(wire, config["collect"], guest=config["guest"])
     try:
@@ -70,7 +70,7 @@ def serve(config: dict[str, Any], orders_fd: int, wire: Writer, lost: Callable[[
 
 
 class MessageReader:
-    """Reads orders on a thread of its own, so that the end of them is seen whatever else is being done."""
+    """Reads orders on a thread of its own, so that their end is noticed whatever else is being done."""
 
     def __init__(self, fd: int, wire: Writer, silence_s: float | None, lost: Callable[[], int]) -> None:
         self.orders: deque[Message] = deque()
@@ -82,19 +82,19 @@ class MessageReader:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        heard = time.monotonic()
+        received_at = time.monotonic()
         rest = b""
         while True:
-            # Before the look: what came while we ourselves were held up has been said in time.
-            looked_at = time.monotonic()
+            # Before the select: what came while this process itself was held up came in time.
+            polled_at = time.monotonic()
             ready, _, _ = select.select([self._fd], [], [], None if self._silence_s is None else _ALIVE_S / 2)
             if ready:
-                heard = time.monotonic()
+                received_at = time.monotonic()
                 *lines, rest = (rest + self._read()).split(b"\n")
                 if self._take(lines):
                     return  # the end that comes after it is no loss
             if self._silence_s is not None:
-                if looked_at - heard > self._silence_s:
+                if polled_at - received_at > self._silence_s:
                     self._die()
                 self._report_alive()
 
@@ -107,11 +107,11 @@ class MessageReader:
 
     def _take(self, lines: list[bytes]) -> bool:
         """Keep the orders of these lines; return whether the agent is to leave."""
-        for line in filter(None, lines):  # an empty line only says that the parent is there
+        for line in filter(None, lines):  # an empty line only means that the parent is there
             try:
                 order = protocol.read_order(line)
             except (ValueError, RecursionError):
-                self._die()  # this is not our parent
+                self._die()  # this is not the parent
             if order is not None:  # None: only a newer parent knows it
                 self.orders.append(order)
                 os.write(self._push, b".")
@@ -147,7 +147,7 @@ def _obey(inbox: MessageReader, dispatcher: Dispatcher) -> int:
 
 
 class Dispatcher:
-    """Does what is ordered. What that needs is imported when it is wanted: most agents only report facts."""
+    """Carries out orders. What they need is imported on demand: most agents only report facts."""
 
     def __init__(self, wire: Writer, collect: str, *, guest: bool) -> None:
         self._wire = wire
@@ -190,7 +190,7 @@ class Dispatcher:
             self._ranks.end()
 
     def do(self, order: Message) -> None:
-        """Obey one order."""
+        """Carry out an order."""
         self._handlers[type(order)](order)
 
     def _collect_more(self, order: protocol.Collect) -> None:

@@ -9,7 +9,7 @@ It comes over the connection that the sender keeps, whose end means that the sen
              modules that connect back and prove who they are (distdiag/agent/connect_back.py); these read
              `pack_message(...)` from the socket.
 
-No payload is ever an argument: Linux allows 128 KiB for one.
+No payload is ever an argument: Linux allows 128 KiB per argument.
 Of a large job all nodes do this at once, sometimes many on one machine: what every agent imports at its start does
 without modules of the standard library that take long to import (dataclasses, base64, contextlib, shutil).
 """
@@ -123,13 +123,13 @@ def pack(sources: dict[str, str], entry: str, config: dict[str, Any], folder: st
 
 
 def pack_message(sources: dict[str, str], entry: str, config: dict[str, Any]) -> bytes:
-    """Return the same for an interpreter that runs this module already: a line with the length, and so many bytes."""
+    """Return the same for an interpreter that runs this module already: a line with the length, then the bytes."""
     message = zlib.compress(_order(sources, entry, config, "").encode())
     return b"%d\n%b" % (len(message), message)
 
 
 def begin_message(message: bytes, *arguments: Any) -> None:  # noqa: ANN401 - of the entry module
-    """Go on with what `pack_message` made, without its first line."""
+    """Continue with what `pack_message` returned, without its first line."""
     begin(zlib.decompress(message).decode(), *arguments)
 
 

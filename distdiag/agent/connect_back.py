@@ -1,4 +1,4 @@
-"""A process that was started by srun or mpirun: connects to the parent, and runs the agent that it is sent.
+"""A process that was started by srun or mpirun: connects to the parent, and runs the agent that it receives.
 
 Both sides prove that they know the run's key (agent/handshake.py) before a byte of the payload is read: neither takes
 orders from, nor gives them to, a stranger on the network. The key came in the environment, never on a command line.
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 NONCE = "DISTDIAG_NONCE"
 IN = b"in\n"
-"""What an agent says when it has chosen this connection."""
+"""What an agent sends when it has chosen this connection."""
 _LENGTH_BYTES = 12
-_KNOCK_AGAIN_S = 0.2
+_RETRY_S = 0.2
 _TRY_S = 5.0
 _PAYLOAD_S = 60.0
 """For the whole payload, however slowly it comes: one parent sends it to all nodes."""
@@ -38,7 +38,7 @@ def main(config: dict[str, Any]) -> None:
     """
     nonce = os.environ.pop(NONCE, "")
     if not nonce:
-        sys.stderr.write(f"distdiag: {machine.host_name()}: the launcher did not pass {NONCE} on\n")
+        sys.stderr.write(f"distdiag: {machine.host_name()}: the launcher did not pass on {NONCE}\n")
         return
     places = [(address, config["port"]) for address in config["addresses"]]
     home = find(places, nonce, {"name": _name()}, timeout_s=config["find_s"])
@@ -51,7 +51,7 @@ def main(config: dict[str, Any]) -> None:
     try:
         payload = _receive(home, time.monotonic() + _PAYLOAD_S)
     except (OSError, ValueError) as error:
-        sys.stderr.write(f"distdiag: {machine.host_name()} did not get its program: {error}\n")
+        sys.stderr.write(f"distdiag: {machine.host_name()} did not receive the agent: {error}\n")
         return
     home.settimeout(None)
     boot.begin_message(payload, home.detach())
@@ -66,12 +66,13 @@ def find(
     deadline = time.monotonic() + timeout_s
     words = json.dumps(me).encode()
     for place in places:
-        threading.Thread(target=_knock, args=(place, nonce, words, deadline, (won, claim), found), daemon=True).start()
+        arguments = (place, nonce, words, deadline, (won, claim), found)
+        threading.Thread(target=_try_to_connect, args=arguments, daemon=True).start()
     won.wait(timeout_s)
     return found[0] if found else None
 
 
-def _knock(
+def _try_to_connect(
     place: tuple[str, int],
     nonce: str,
     words: bytes,
@@ -88,7 +89,7 @@ def _knock(
             connection = socket.create_connection(where, timeout=min(left, _TRY_S))  # type: ignore[arg-type]
             handshake.introduce(connection, nonce, words, deadline=min(deadline, time.monotonic() + _TRY_S))
             if claim.acquire(blocking=False):
-                # Only now are we in: of several ways that lead home, one is taken.
+                # Only now is this connection the chosen one of several.
                 connection.sendall(IN)
                 connection.settimeout(None)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -99,7 +100,7 @@ def _knock(
         except (OSError, handshake.Refused):
             if connection is not None:
                 connection.close()
-        time.sleep(_KNOCK_AGAIN_S)
+        time.sleep(_RETRY_S)
 
 
 def _receive(home: socket.socket, deadline: float) -> bytes:
@@ -108,10 +109,10 @@ def _receive(home: socket.socket, deadline: float) -> bytes:
     while not line.endswith(b"\n"):  # byte by byte: what follows the payload is the agent's
         line += _read_some(home, 1, deadline)
         if len(line) > _LENGTH_BYTES:
-            raise ValueError("no length comes first")
+            raise ValueError("the length of the payload is missing")
     length = int(line)
     if not 0 < length <= boot.MAX_PAYLOAD_BYTES:
-        raise ValueError(f"{length} bytes are announced")
+        raise ValueError(f"invalid payload length: {length} bytes")
     payload = bytearray()
     while len(payload) < length:
         payload += _read_some(home, min(65536, length - len(payload)), deadline)
@@ -121,7 +122,7 @@ def _receive(home: socket.socket, deadline: float) -> bytes:
 def _read_some(home: socket.socket, most: int, deadline: float) -> bytes:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise TimeoutError("it came too slowly")
+        raise TimeoutError("it did not arrive in time")
     home.settimeout(left)
     data = home.recv(most)
     if not data:

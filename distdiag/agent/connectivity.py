@@ -1,4 +1,4 @@
-"""Can this node be reached, and whom does it reach? Tried before any rank needs it.
+"""Test whether this node can be reached, and which nodes it reaches, before any rank needs it.
 
 A node listens on the rendezvous port (rank 0's node) and on an ephemeral port, as ranks do among themselves, and
 connects to those of the others.
@@ -31,7 +31,7 @@ class Connectivity:
         self._server: ProbeServer | None = None
 
     def listen(self, order: protocol.ReachListen) -> None:
-        """Take the ports and report them; a certain one that cannot be taken with the reason."""
+        """Listen on the ports and report them; a requested port that is not available with the reason."""
         failed: dict[str, str] = {}
         own = [rendezvous.listen(0) for _ in range(1 + order.more)]
         self._listeners = list(own)
@@ -51,7 +51,7 @@ class Connectivity:
         self._wire.send(protocol.ReachServing())
 
     def probe(self, order: protocol.ReachTry) -> None:
-        """Try all at once; each is reported.
+        """Probe all targets at once and report each.
 
         Does not wait for them: orders are obeyed meanwhile.
         """
@@ -63,7 +63,7 @@ class Connectivity:
             threading.Thread(target=self._look_up, args=(name,), daemon=True).start()
 
     def end(self) -> None:
-        """Stop answering: the rendezvous port belongs to rank 0 from now on."""
+        """Stop answering: rank 0 owns the rendezvous port from now on."""
         if self._server is not None:
             self._server.stop()
         for listener in self._listeners:
@@ -85,8 +85,8 @@ class Connectivity:
 
 
 def _why_not_listening(port: int, error: OSError) -> str:
-    """Return who has a port that we could not take."""
+    """Return which process has a port that is not available."""
     holder = machine.port_holder(port)
     if holder is None or not holder.pid:
         return error.strerror or str(error)
-    return f"pid {holder.pid} ({holder.command}) has it"
+    return f"in use by pid {holder.pid} ({holder.command})"

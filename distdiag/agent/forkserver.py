@@ -1,9 +1,9 @@
-"""One process that imports what all ranks of a node need, then becomes each of them by fork.
+"""A process that imports what all ranks of a node need, then becomes each of them by fork.
 
 Importing torch takes a second or two of a processor, per rank; here it is paid once. Only what has touched neither a
 device nor a thread can be forked safely, so this serves ranks on the CPU, and only if it still has one thread when the
-imports are done. Whatever goes wrong, in any way, the answer is the same: ranks that are not forked yet are started as
-programs of their own, where the same trouble then shows in each of them.
+imports are done. Every failure has the same answer: ranks that are not forked yet are started as processes of their
+own, where the same error then shows in each of them.
 
 A rank is the grandchild of the server and, as its parent leaves at once, a child of the agent that asked for it.
 """
@@ -34,7 +34,7 @@ _MOST_FDS = 4
 
 
 class Forkserver:
-    """The agent's end: started at once, of use when `ready`, gone when `failed`."""
+    """The agent's end: started at once, usable when `ready`, gone when `failed`."""
 
     def __init__(self, sources: dict[str, str], modules: list[str], env: dict[str, str]) -> None:
         programs.adopt_orphans()
@@ -59,7 +59,7 @@ class Forkserver:
         return [] if self.failed else [self._socket.fileno()]
 
     def poll(self) -> None:
-        """See whether the imports are done, or the server is gone."""
+        """Check whether the imports are done, or the server is gone."""
         if self.ready or self.failed:
             return
         self._discard_output()
@@ -70,7 +70,7 @@ class Forkserver:
                 self.end()
 
     def fork(self, order: dict[str, Any], fds: list[int]) -> int | None:
-        """Make one rank of {"env", "entry", "config"} on these descriptors; its process id, None if it failed.
+        """Fork a rank of {"env", "entry", "config"} on these descriptors; return its process id, None if it failed.
 
         `fds`: its stdin, its stdout and stderr, its events, and the listening socket if it has one.
         """
@@ -94,7 +94,7 @@ class Forkserver:
         return dict(json.loads(data)) if data else {}
 
     def _discard_output(self) -> None:
-        # What an import prints would stand in the way of the imports; who starts alone prints it again.
+        # What an import prints would block the imports when the pipe is full; a rank that starts alone prints it again.
         assert self.process.stdout is not None
         with contextlib.suppress(BlockingIOError):
             while os.read(self.process.stdout.fileno(), 65536):
@@ -102,7 +102,7 @@ class Forkserver:
 
 
 def main(config: dict[str, Any]) -> None:
-    """Import, say so, then fork whenever asked."""
+    """Import, report that, then fork on request."""
     programs.die_with_parent()
     programs.name_process("distdiag-ranks")
     agent = socket.socket(fileno=config["fd"])
@@ -115,7 +115,7 @@ def main(config: dict[str, Any]) -> None:
         return
     if len(os.listdir("/proc/self/task")) != 1:
         return
-    gc.freeze()  # what is here by now is never looked at again, and stays shared
+    gc.freeze()  # what is here by now is never scanned again, and stays shared
     agent.send(b'{"ready": true}')
     while True:
         data, fds, flags, _ = socket.recv_fds(agent, _MESSAGE_BYTES, _MOST_FDS)
@@ -138,7 +138,7 @@ def main(config: dict[str, Any]) -> None:
 def _fork_again(order: dict[str, Any], fds: list[int], agent: socket.socket, report: int) -> NoReturn:
     middle = os.getpid()
     pid = os.fork()
-    os.setpgid(pid, pid)  # on both sides, so that it leads its group before anybody knows of it
+    os.setpgid(pid, pid)  # on both sides, so that it leads its group before its pid is known
     if pid:
         os.write(report, str(pid).encode())
         os._exit(0)
@@ -146,7 +146,7 @@ def _fork_again(order: dict[str, Any], fds: list[int], agent: socket.socket, rep
     agent.close()
     while os.getppid() == middle:
         time.sleep(0.0005)
-    # From here on the agent is who run.die_with_parent() means; that it has gone already is seen by the end of stdin.
+    # From here on the agent is the parent that programs.die_with_parent() means; if it is gone already, stdin ends.
     _become(order, fds)
 
 

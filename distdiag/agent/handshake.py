@@ -5,8 +5,8 @@
     server  PROOF
 
 NONCE is 128 fresh random bits of that side; PROOF is the HMAC-SHA-256 (RFC 2104) of the side, both nonces and WORDS
-under the key. The key never travels, and what was recorded on one connection proves nothing on another. WORDS is one
-line in which the client says who it is or what it wants.
+under the key. The key never travels, and what was recorded on one connection proves nothing on another. WORDS is a
+line in which the client names itself or its request.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def given_token(path: str = "") -> str:
 class Refused(Exception):
     """The other end does not know the key.
 
-    `said` is the first line that it said instead, printable; empty if it said nothing. `hung_up`: it closed the
+    `said` is the first line that it sent instead, printable; empty if it sent nothing. `hung_up`: it closed the
     connection before it could have proved anything.
     """
 
@@ -71,14 +71,14 @@ class Handshake:
 
     def __init__(self, key: str, *, is_server: bool = False, words: bytes = b"") -> None:
         if not key:
-            raise ValueError("no key: everybody would know it")
+            raise ValueError("the key is empty")
         self._key, self._is_server, self._words = key.encode(), is_server, words
         self._nonce, self._peer_nonce = os.urandom(16).hex().encode(), b""
         self._first = b""
         self._heard = b""
         self.greeting = PROTOCOL.encode() + b" " + self._nonce + b"\n"
         self.words: bytes | None = None
-        """What the other end said of itself; None until it has proved that it knows the key."""
+        """How the other end named itself; None until it has proved that it knows the key."""
 
     @property
     def said(self) -> str:
@@ -100,7 +100,7 @@ class Handshake:
         """Read on and return what to send.
 
         Raises:
-            Refused: the other end is somebody else.
+            Refused: the other end does not know the key.
         """
         self._heard += data
         to_send = b""
@@ -153,7 +153,7 @@ def introduce(connection: socket.socket, key: str, words: bytes = b"", *, deadli
         OSError: the connection broke.
     """
     exchange = Handshake(key, words=words)
-    # The empty line: a server of something else than ours then answers at once, and can be named.
+    # The empty line: a foreign server then answers at once, and can be named.
     to_send = exchange.greeting + b"\n"
     while exchange.words is None:
         try:
@@ -177,7 +177,7 @@ def _limit(connection: socket.socket, deadline: float | None) -> None:
 
 
 class Peer:
-    """Who has proved to know the key: its connection, not blocking, where from, and what it said.
+    """A client that has proved that it knows the key: its connection, not blocking, its address and its words.
 
     What it sent behind its proof is still to be read from the connection.
     """
@@ -188,7 +188,7 @@ class Peer:
 
     @property
     def number(self) -> int | None:
-        """What it said, if that is a number of a few digits."""
+        """Its words, if they are a number of a few digits."""
         return int(self.words) if self.words.isdigit() and len(self.words) < 12 else None
 
 
@@ -199,7 +199,7 @@ class _Unproven:
 
 
 class Acceptor:
-    """Lets in who knows the key; whoever does not is turned away without anybody waiting for it.
+    """Accepts clients that know the key; all others are turned away, and nothing waits for them.
 
     A connection has `patience_s` in all to prove itself, however slowly it sends. Of more than `most` unproven ones
     the oldest is closed, so that silent connections cannot keep others out.
@@ -218,13 +218,14 @@ class Acceptor:
         self._unproven: dict[socket.socket, _Unproven] = {}
         """The oldest first."""
         self.selector = selectors.DefaultSelector()
-        """Whoever waits for other things at the same time registers them here, with data of their own."""
+        """A caller that also waits for other things registers them here, each with its data."""
         for listener in self._listeners:
             listener.setblocking(False)
             self.selector.register(listener, selectors.EVENT_READ)
 
     def wait(self, timeout_s: float | None = None) -> tuple[list[Peer], list[Any]]:
-        """Wait for something to happen; return who has proved itself, and the data of what else is ready."""
+        """Wait for something to happen; return the clients that have proved themselves, and the data of what else is
+        ready."""
         peers: list[Peer] = []
         others = []
         for key, _ in self.selector.select(self._until_next_expiry(timeout_s)):
@@ -237,7 +238,7 @@ class Acceptor:
             elif key.fileobj in self._listeners:
                 self._accept(key.fileobj)
         now = time.monotonic()
-        for late in [one for one in self._unproven.values() if one.until <= now]:
+        for late in [unproven for unproven in self._unproven.values() if unproven.until <= now]:
             self._drop(late)
         return peers, others
 
@@ -274,7 +275,7 @@ class Acceptor:
 
     def _read(self, unproven: _Unproven) -> Peer | None:
         try:
-            # Line by line: what follows the proof is for whoever takes the connection over.
+            # Line by line: what follows the proof is for the next owner of the connection.
             ahead = unproven.connection.recv(_PIECE_BYTES, socket.MSG_PEEK)
             data = unproven.connection.recv(ahead.find(b"\n") + 1 or len(ahead)) if ahead else b""
             to_send = unproven.exchange.receive(data)

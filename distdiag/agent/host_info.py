@@ -1,4 +1,4 @@
-"""The first thing an agent says: which machine this is."""
+"""The first message of an agent: which machine this is."""
 
 from __future__ import annotations
 

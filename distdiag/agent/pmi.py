@@ -1,4 +1,4 @@
-"""Asks the process manager that started us (MPICH's Hydra, Intel MPI) to pass a few words between its processes.
+"""Asks the process manager that started this process (MPICH's Hydra, Intel MPI) to pass words between its processes.
 
 This is the wire protocol of PMI-1: lines of key=value over the descriptor in PMI_FD. Source: "PMI-1 wire protocol" in
 MPICH's developer documentation. Open MPI and SLURM have other ways, see `distdiag.cluster.rank0_discovery`.
@@ -22,12 +22,12 @@ class PmiFailed(Exception):
 
 
 def share(environ: Mapping[str, str], words: str | None, *, timeout_s: float) -> str:
-    """Give what rank 0 said: it passes `words`, all others None. Waits until every process has come here.
+    """Return the words of rank 0: it passes `words`, all others None. Waits until every process has called this.
 
     The words must have no spaces.
 
     Raises:
-        PmiFailed: there is no such process manager, or it did not answer in time.
+        PmiFailed: there is no PMI process manager, or it did not answer in time.
     """
     try:
         return _Manager(int(environ["PMI_FD"]), time.monotonic() + timeout_s).share(words)
@@ -64,10 +64,10 @@ class _Manager:
         while b"\n" not in self._unread:
             left = self._deadline - time.monotonic()
             if left <= 0 or not select.select([self._fd], [], [], left)[0]:
-                raise PmiFailed("no answer in time")
+                raise PmiFailed("the process manager did not answer in time")
             data = os.read(self._fd, _MAX_LINE)
             if not data or len(self._unread) > _MAX_LINE:
-                raise PmiFailed("it hung up")
+                raise PmiFailed("the process manager closed the connection")
             self._unread += data
         line, _, self._unread = self._unread.partition(b"\n")
         return line.decode("ascii", "replace")

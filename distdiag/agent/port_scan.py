@@ -1,8 +1,8 @@
-"""Tries many ports of many hosts at the same time, and says what each one answered.
+"""Tries many ports of many hosts at the same time, and reports what each of them answered.
 
 One non-blocking connect each, as many at a time as there may be open files. The kernel itself sends a SYN again after
-1 and after 3 seconds, so three are sent before an answer counts as missing. What is open is listened to for a moment,
-then asked one harmless line, to tell who it is.
+1 and after 3 seconds, so three are sent before an answer counts as missing. An open port is given a moment to send its
+banner, then it is sent a harmless line, to identify it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _STATES = {
     errno.EACCES: DENIED,
     errno.EPERM: DENIED,
 }
-"""What connect(2) says -> the state of the port; else it is rejected. ICMP "port unreachable" reads as closed."""
+"""Error of connect(2) -> state of the port; else it is rejected. ICMP "port unreachable" reads as closed."""
 _AT_ONCE = 1024
 _START = 64
 _TICK_S = 0.02
@@ -48,11 +48,11 @@ _RESOLVE_S = 5.0
 
 @dataclass(frozen=True)
 class PortResult:
-    """One port of one host.
+    """A port of a host.
 
-    `state`: open, closed (reachable, nobody listens), filtered (no answer), rejected (somebody on the way, or this
-    machine's kernel, said no), no-route, name (does not resolve), denied (this machine does not let us). `said` is the
-    first line that an open port said; `hung_up`: it closed the connection instead. `seconds` until the state was known.
+    `state`: open, closed (reachable, nothing listens), filtered (no answer), rejected (by a device on the path, or by
+    this machine's kernel), no-route, name (does not resolve), denied (this machine does not allow it). `said` is the
+    first line that an open port sent; `hung_up`: it closed the connection instead. `seconds` until the state was known.
     """
 
     host: str
@@ -69,12 +69,12 @@ class PortResult:
 
     def __post_init__(self) -> None:
         if self.state not in _ALL_STATES:
-            raise ValueError(f"a port that is {self.state[:20]!r}")
+            raise ValueError(f"unknown port state {self.state[:20]!r}")
 
 
 @dataclass(eq=False)
 class _Attempt:
-    """One connection: connecting, then listening for a banner, then waiting for an answer; `until` ends that."""
+    """A connection: connecting, then waiting for a banner, then for an answer; `until` ends each step."""
 
     host: str
     port: int
@@ -85,7 +85,7 @@ class _Attempt:
     asked: bool = False
 
     def result(self, status: int = 0, data: bytes | None = None, local: str = "") -> PortResult:
-        """Return what came of it: the error of connect(2), else what an open port said (None: nothing)."""
+        """Return its result: the error of connect(2), else what an open port sent (None: nothing)."""
         took = time.monotonic() - self.began
         words = "" if not status else "no answer" if status == errno.ETIMEDOUT else os.strerror(status)
         return PortResult(
@@ -103,16 +103,16 @@ class _Attempt:
 
 def scan(targets: Iterable[tuple[str, int]], *, timeout_s: float) -> Iterator[PortResult]:
     """Try all targets, (host, port), and yield each as soon as it is known."""
-    wanted = list(dict.fromkeys(targets))
-    hosts = dict.fromkeys(host for host, _ in wanted)
+    unique = list(dict.fromkeys(targets))
+    hosts = dict.fromkeys(host for host, _ in unique)
     names = [host for host in hosts if not network.is_address(host)]
     resolved, late = deadlines.each(names, network.resolve, patience_s=_RESOLVE_S) if names else ({}, [])
     resolved |= {host: ((host,), "") for host in hosts if network.is_address(host)}
     resolved |= {host: ((), "the resolver does not answer") for host in late}
-    for host, port in wanted:
+    for host, port in unique:
         if not resolved[host][0]:
             yield PortResult(host, port, "", NAME, resolved[host][1])
-    waiting = [(host, port, resolved[host][0][0]) for host, port in wanted if resolved[host][0]]
+    waiting = [(host, port, resolved[host][0][0]) for host, port in unique if resolved[host][0]]
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     at_once = _AT_ONCE if most_files == resource.RLIM_INFINITY else max(16, min(_AT_ONCE, most_files - 64))
     with selectors.DefaultSelector() as selector:
@@ -134,7 +134,7 @@ def _run(
             else:
                 running[connection] = attempt
                 selector.register(connection, selectors.EVENT_WRITE, connection)
-        now = time.monotonic()  # before the look: if we are held up after it, nobody is late for that
+        now = time.monotonic()  # before the select: if this process is held up after it, no port is late for that
         ready: set[socket.socket] = {
             key.data for key, _ in selector.select(0 if waiting and len(running) < at_once else _TICK_S)
         }
@@ -161,7 +161,7 @@ def _connect(address: str, port: int) -> tuple[socket.socket, int]:
 
 
 def _go_on(connection: socket.socket, attempt: _Attempt, selector: selectors.BaseSelector) -> PortResult | None:
-    """Something happened: the connection is there or refused, or the other end says something."""
+    """Handle an event: the connection is there or refused, or the other end sent something."""
     if attempt.rtt_s is not None:
         try:
             data = connection.recv(256)
@@ -178,7 +178,7 @@ def _go_on(connection: socket.socket, attempt: _Attempt, selector: selectors.Bas
 
 
 def _too_late(connection: socket.socket, attempt: _Attempt, selector: selectors.BaseSelector) -> PortResult | None:
-    """Nothing happened in time: no answer, or an open port that says nothing unless it is asked."""
+    """Handle a timeout: no answer, or an open port that sends nothing unless it gets a request."""
     if attempt.rtt_s is None:
         return attempt.result(errno.ETIMEDOUT)
     if attempt.asked:

@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     import socket
 
 BULK_BYTES = 64 * 2**10
-"""What a probe sends unless it is told otherwise."""
+"""What a probe sends by default."""
 MOST_BULK_BYTES = 16 * 2**20
 _PIECE_BYTES = 2**18
 
 
 def returned(size: int) -> int:
-    """Return how much comes back: full packets, to see whether they do; the peer tries the other way itself."""
+    """Return how many bytes to send back: full packets, to see whether they arrive; the peer tests the reverse path."""
     return min(size, BULK_BYTES)
 
 
 class _Client:
-    """A node that knows the key: sends us as much as it said, then gets its answer."""
+    """A node that knows the key: it sends as many bytes as it announced, then gets its answer."""
 
     def __init__(self, peer: handshake.Peer, size: int) -> None:
         self.connection = peer.connection

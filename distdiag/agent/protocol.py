@@ -1,6 +1,6 @@
-"""Every message between the parent and its agents: one line of JSON, {"kind": ..., the fields of its class}.
+"""Every message between the parent and its agents: a line of JSON, {"kind": ..., the fields of its class}.
 
-Orders go to an agent, replies come from it. Neither side takes what the other says for granted: the parent validates
+Orders go to an agent, replies come from it. Neither side trusts the other's messages: the parent validates
 each reply (distdiag/cluster/records.py has the same fields with their limits), and an agent passes over orders of a
 kind that it does not know. Not dataclasses: their import would take each agent a tenth of its start.
 """
@@ -22,7 +22,7 @@ else:
 
 @dataclass_transform(kw_only_default=True)
 class Message:
-    """One message; a field that is left out has its default on the other side too."""
+    """A message; a field that is left out has its default on the other side too."""
 
     kind: ClassVar[str] = ""
 
@@ -33,7 +33,7 @@ class Message:
         vars(self).update(fields)
 
     def to_json(self) -> bytes:
-        """Return it as one line, without the end of the line."""
+        """Return it as a line, without the end of the line."""
         # Names of files and processes may be no UTF-8: what Python has for such a byte is a question mark here.
         return json.dumps({"kind": self.kind, **vars(self)}, ensure_ascii=False).encode("utf-8", "replace")
 
@@ -52,15 +52,15 @@ class KeepLogs(Message, kind="keep-logs"):
 
 
 class Listen(Message, kind="listen"):
-    """Take the rendezvous port for rank 0, 0: any free one."""
+    """Listen on the rendezvous port for rank 0; 0: any free port."""
 
     port: int
 
 
 class StartRank(Message, kind="start"):
-    """Start one rank: `main(config)` of the module `entry`, with these variables.
+    """Start a rank: `main(config)` of the module `entry`, with these variables.
 
-    `forked` is None for a rank that is to be a program of its own, else {"modules", "stage", "note"}: what is imported
+    `forked` is None for a rank that gets a process of its own, else {"modules", "stage", "note"}: what is imported
     once for all of them, and what they report meanwhile.
     """
 
@@ -83,7 +83,7 @@ class Inspect(Message, kind="inspect"):
 
 
 class SendTool(Message, kind="tool"):
-    """Take a piece (base64 of zlib) of a program that the node lacks."""
+    """Keep a piece (base64 of zlib) of a program that the node lacks."""
 
     name: str
     piece: str
@@ -91,20 +91,20 @@ class SendTool(Message, kind="tool"):
 
 
 class ReachListen(Message, kind="reach-listen"):
-    """Listen on an ephemeral port, as ranks do, on so many `more`, and on certain ports; for the other nodes to try."""
+    """Listen on an ephemeral port, as ranks do, on so many `more`, and on these ports; for the other nodes to probe."""
 
     more: int = 0
     ports: Sequence[int] = ()
 
 
 class ReachServe(Message, kind="reach-serve"):
-    """Answer whoever knows the key."""
+    """Answer every client that knows the key."""
 
     key: str
 
 
 class ReachTry(Message, kind="reach-probe"):
-    """Try all targets at once, [key, address, port, bytes]: so much is sent, 64 KiB if left out; look the names up."""
+    """Probe all targets at once, [key, address, port, bytes to send, by default 64 KiB]; resolve the names."""
 
     key: str
     targets: list[list[Any]]
@@ -113,7 +113,7 @@ class ReachTry(Message, kind="reach-probe"):
 
 
 class ReachEnd(Message, kind="reach-end"):
-    """Stop answering: the rendezvous port belongs to rank 0 from now on."""
+    """Stop answering: rank 0 owns the rendezvous port from now on."""
 
 
 class Leave(Message, kind="leave"):
@@ -132,7 +132,7 @@ _ORDERS: dict[str, type[Message]] = {
 
 
 def read_order(line: bytes) -> Message | None:
-    """Return the order of one line; None for a kind that only a newer parent knows. Raises ValueError."""
+    """Parse an order; None for a kind that only a newer parent knows. Raises ValueError."""
     fields = json.loads(line)
     if not isinstance(fields, dict):
         raise ValueError("an order is an object")
@@ -163,7 +163,7 @@ class Hello(Message, kind="hello"):
 
 
 class Facts(Message, kind="facts"):
-    """What the command's collect found at first."""
+    """The first facts of the command's collect module."""
 
     facts: dict[str, Any]
 
@@ -173,7 +173,7 @@ class Alive(Message, kind="alive"):
 
 
 class More(Message, kind="more"):
-    """A piece of what it was asked for."""
+    """A piece of the requested facts."""
 
     facts: dict[str, Any]
 
@@ -190,7 +190,7 @@ class Logs(Message, kind="logs"):
 
 
 class Listening(Message, kind="listening"):
-    """The rendezvous port is taken for rank 0, or who has it: {"error", "listening", "pid", "command", "answer"}."""
+    """It listens on the rendezvous port; or who has it: {"error", "listening", "pid", "command", "answer"}."""
 
     port: int
     taken: dict[str, Any] | None
@@ -216,7 +216,7 @@ class RankEvent(Message, kind="event"):
 
 
 class RankInspected(Message, kind="inspected"):
-    """A silent rank was looked at: its state in proc(5), where its main thread is, and what it did since the mark."""
+    """A silent rank was inspected: its state in proc(5), the stack of its main thread, and its work since the mark."""
 
     rank: int
     state: str
@@ -230,7 +230,7 @@ class RankInspected(Message, kind="inspected"):
 
 
 class InspectionDone(Message, kind="inspection-done"):
-    """All silent ranks were looked at."""
+    """All silent ranks were inspected."""
 
 
 class RankEnded(Message, kind="ended"):
@@ -251,7 +251,7 @@ class ToolTaken(Message, kind="tool"):
 
 
 class ReachListening(Message, kind="reach-listening"):
-    """It listens; `failed`: certain ports that it could not take, and why. With this node's network."""
+    """It listens; `failed`: requested ports that are not available, and why. With this node's network."""
 
     port: int
     samples: list[int]
@@ -264,13 +264,13 @@ class ReachServing(Message, kind="reach-serving"):
 
 
 class ReachProbe(Message, kind="reach-probe"):
-    """One target was tried."""
+    """A target was probed."""
 
     probe: dict[str, Any]
 
 
 class ReachName(Message, kind="reach-name"):
-    """What a name leads to there."""
+    """What a name resolves to there."""
 
     name: str
     addresses: Sequence[str]

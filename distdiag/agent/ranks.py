@@ -34,7 +34,7 @@ _GUEST_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG"),
 )
-"""What a parent that never proved who it is may set: nothing that makes a program load anything."""
+"""What a parent without proof of identity may set: nothing that makes a program load anything."""
 _NEEDED = (
     *(
         f"distdiag.agent.{name}"
@@ -43,7 +43,7 @@ _NEEDED = (
     *(f"distdiag.facts.{name}" for name in ("machine", "programs", "text")),
     "distdiag.agent.wire",
 )
-"""What ranks import of what runs on nodes. All of it would not fit into a pipe, and each start would wait."""
+"""The agent's modules that ranks import. All of them would not fit into a pipe, and each start would wait."""
 _LAUNCHER_VARIABLES = ("TORCHELASTIC_", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "PET_")
 
 
@@ -91,7 +91,7 @@ class Ranks:
             self._wire.send(protocol.Logs(folder=self._log_folder, error=""))
 
     def listen(self, order: protocol.Listen) -> None:
-        """Take the rendezvous port for rank 0 before any rank starts; report the port, or who has it."""
+        """Listen on the rendezvous port for rank 0 before any rank starts; report the port, or which process has it."""
         try:
             self.listener = rendezvous.listen(order.port)
         except OSError as error:
@@ -153,15 +153,15 @@ class Ranks:
         for number in pids.keys() - self.running.keys():
             self._wire.send(protocol.RankStarted(rank=number, pid=pids[number]))
         states = {number: machine.process_state(pid) for number, pid in pids.items()}
-        wanted = sorted(pids, key=lambda number: states[number].letter not in machine.STOPPED)
+        ordered = sorted(pids, key=lambda number: states[number].letter not in machine.STOPPED)
         found = py_spy.main_stacks(
-            [*dict.fromkeys(pids[number] for number in wanted)][:_STACKS], timeout_s=order.timeout_s
+            [*dict.fromkeys(pids[number] for number in ordered)][:_STACKS], timeout_s=order.timeout_s
         )
-        self.poll()  # a step that was taken meanwhile is told before what was seen: it makes that worthless
-        unread = py_spy.Stack((), f"not read: the stacks of {_STACKS} other ranks were")
-        for number in wanted:
+        self.poll()  # a step that was taken meanwhile is reported before the inspection, which it invalidates
+        unread = py_spy.Stack((), f"not read: limited to {_STACKS} ranks per node")
+        for number in ordered:
             state, stack = states[number], found.get(pids[number], unread)
-            if state.letter == "D":  # for a page or a file anybody is there for a moment
+            if state.letter == "D":  # for a page or a file any process is there for a moment
                 state = machine.process_state(pids[number])
             busy, read_bytes = self._work_since_mark(number, pids[number])
             self._wire.send(
@@ -180,7 +180,7 @@ class Ranks:
         self._wire.send(protocol.InspectionDone())
 
     def mark(self) -> None:
-        """Note what the ranks did so far: what they do from now on tells who is at work when they are looked at."""
+        """Note what the ranks did so far: what they do from now on shows which are at work when they are inspected."""
         pids = self._pids([*self.running, *(order.rank for order, _ in self._waiting)])
         self._marks = {number: (pid, time.monotonic(), machine.work_of(pid)) for number, pid in pids.items()}
 
@@ -206,7 +206,7 @@ class Ranks:
             self._forkserver.end()
 
     def _start_alone(self, order: protocol.StartRank, began: float) -> None:
-        """Start one rank as a program of its own."""
+        """Start a rank in a process of its own."""
         read_end, write_end = os.pipe()
         config = {**order.config, "events_fd": write_end, "listener_fd": None}
         keep = [write_end]
@@ -226,7 +226,7 @@ class Ranks:
         self._follow(order.rank, process, read_end, began)
 
     def _fork_waiting(self) -> None:
-        """Make the ranks that wait for the imports, once these are done; as programs of their own if they failed."""
+        """Fork the ranks that wait for the imports, once these are done; start them alone if the imports failed."""
         if not self._waiting:
             return
         assert self._forkserver is not None
@@ -243,8 +243,8 @@ class Ranks:
         stdin, output, events = os.pipe(), os.pipe(), os.pipe()
         theirs = [stdin[0], output[1], events[1]]
         listener = [self.listener.fileno()] if order.rank == 0 and self.listener is not None else []
-        wanted = {"env": self._environment(order), "entry": order.entry, "config": order.config}
-        pid = server.fork(wanted, theirs + listener)
+        request = {"env": self._environment(order), "entry": order.entry, "config": order.config}
+        pid = server.fork(request, theirs + listener)
         for fd in theirs:
             os.close(fd)
         if pid is None:
@@ -258,7 +258,7 @@ class Ranks:
     def _follow(
         self, number: int, process: programs.Process[bytes] | programs.Adopted, events: int, began: float
     ) -> None:
-        """Look after a rank that has just been started."""
+        """Watch a rank that has just been started."""
         assert process.stdout is not None
         os.set_blocking(events, False)
         os.set_blocking(process.stdout.fileno(), False)
@@ -272,11 +272,11 @@ class Ranks:
         """Return this process's environment with the rank's own; what another launcher left would mislead torch."""
         changes = {name: value for name, value in order.env.items() if not self._guest or name in _GUEST_VARIABLES}
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_VARIABLES)}
-        # One thread a rank as torchrun has it: all ranks of a node at full width would only trip over each other.
+        # One thread per rank, as under torchrun: all ranks of a node at full width would only slow each other down.
         return {"OMP_NUM_THREADS": "1", **kept, **changes}
 
     def _pids(self, numbers: list[int]) -> dict[int, int]:
-        """Return the process of each rank that is there; of one that waits for the imports, who imports for it."""
+        """Return the process of each rank; of a rank that waits for the imports, the process that imports for it."""
         pids = {number: self.running[number].process.pid for number in numbers if number in self.running}
         for order, _ in self._waiting:
             if order.rank in numbers and self._forkserver is not None:

@@ -1,8 +1,8 @@
-"""Does the rendezvous address lead to our rank 0? Asked before torch uses it, because torch cannot tell.
+"""Check that the rendezvous address leads to rank 0 of this run, before torch uses it: torch does not check.
 
-Torch's store client waits for ever on a port where another program listens. So rank 0 and the others prove to each
-other that they know the run's key over the very socket that torch will listen on: who answers otherwise is a stranger,
-and is quoted.
+Torch's store client waits forever on a port where another program listens. So rank 0 and the others prove to each
+other that they know the run's key over the very socket that torch will listen on: what answers differently is a
+stranger, and its answer is quoted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GO = b"go\n"
 
 
 class Stranger(Exception):
-    """Something else than our rank 0 answers at the address; `said` is the start of its answer, cleaned."""
+    """Something else than rank 0 of this run answers at the address; `said` is the start of its answer, cleaned."""
 
     def __init__(self, said: str) -> None:
         super().__init__(said)
@@ -50,28 +50,28 @@ def receive(listener: socket.socket, key: str, world_size: int) -> None:
 
     Waits without an end of its own: the deadline is outside. Strangers that connect are dropped.
     """
-    came: dict[int, socket.socket] = {}
-    # One for each rank may still be on its way when the last stranger comes.
+    connected: dict[int, socket.socket] = {}
+    # A connection of each rank may still be on its way when the last stranger comes.
     acceptor = handshake.Acceptor([listener], key, most=max(handshake.MOST_UNPROVEN, 2 * world_size))
     try:
-        while len(came) < world_size - 1:
+        while len(connected) < world_size - 1:
             for peer in acceptor.wait()[0]:
                 if peer.number is not None and peer.number < world_size:
-                    came[peer.number] = peer.connection
+                    connected[peer.number] = peer.connection
     finally:
         acceptor.close()  # the listener is torch's next, which wants it blocking
-    for connection in came.values():
+    for connection in connected.values():
         connection.setblocking(True)
         connection.sendall(_GO)
         connection.close()
 
 
 def greet(address: str, port: int, key: str, rank: int, answered: Callable[[], None] = lambda: None) -> None:
-    """As another rank, find rank 0 behind the address, which is told by `answered`, and wait to be released.
+    """As another rank, find rank 0 at the address, call `answered`, and wait to be released.
 
     Raises:
-        Stranger: what answers there is not our rank 0.
-        OSError: the name does not resolve, or our rank 0 hung up before all ranks had come. A refused
+        Stranger: what answers there is not rank 0 of this run.
+        OSError: the name does not resolve, or rank 0 hung up before all ranks had connected. A refused
             connection is tried again, without an end of its own.
     """
     with _connect(address, port) as connection:
@@ -80,16 +80,16 @@ def greet(address: str, port: int, key: str, rank: int, answered: Callable[[], N
         except handshake.Refused as stranger:
             raise Stranger(stranger.said) from None
         answered()
-        heard = exchange.rest
-        while len(heard) < len(_GO):
-            data = connection.recv(len(_GO) - len(heard))
+        received = exchange.rest
+        while len(received) < len(_GO):
+            data = connection.recv(len(_GO) - len(received))
             if not data:
-                raise ConnectionResetError("rank 0 hung up before all ranks had come")
-            heard += data
+                raise ConnectionResetError("rank 0 hung up before all ranks had connected")
+            received += data
 
 
 def who_answers(address: str, port: int, *, timeout_s: float) -> str | None:
-    """Say hello as a stranger would and quote the answer; None if there is no answer in time."""
+    """Return what a program answers to a foreign greeting; None if there is no answer in time."""
     try:
         with socket.create_connection((address, port), timeout=timeout_s) as connection:
             connection.sendall(b"distdiag hello\r\n\r\n")

@@ -1,6 +1,6 @@
-"""One attempt to reach a listener of another node: small and large data, both ways.
+"""An attempt to reach a listener of another node: small and large data, in both directions.
 
-More than a full packet goes in each direction: a path that swallows large packets passes a simple connection test.
+More than a full packet goes in each direction: a path that drops large packets passes a simple connection test.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from distdiag.agent.probe_server import BULK_BYTES, returned
 from distdiag.facts import network
 
 _CONNECT_AGAIN_S = 0.4
-"""A lost SYN is sent again by the kernel after 1, 3, 7 s: too rarely to tell a lossy path from a closed one."""
+"""A lost SYN is sent again by the kernel after 1, 3, 7 s: too rarely to distinguish a lossy path from a closed path."""
 _MOST_ATTEMPTS = 7
 _FIRST_WORD_S = 0.7
 """Then it is asked over a new connection: after a lost SYN-ACK the kernel may wait 3 s before it sends a word again."""
@@ -28,9 +28,9 @@ _MANY_PACKETS_BYTES = 12000
 _UNANSWERED = 3
 """A link that loses a third of its packets lets 9 through in a row, and then none of 3, once in 1000 times."""
 _TCP_INFO_BYTES = 136
-"""At least; what newer kernels tell besides is used where it is there."""
+"""At least; fields that newer kernels add are used where they are there."""
 _LAST_DATA, _OUT_OF_ORDER = 52, 224
-"""Where the kernel tells how long ago data came, in milliseconds, and how many packets came out of order."""
+"""Offsets of how long ago data came, in milliseconds, and of how many packets came out of order."""
 _SILENT_MS = 1000
 """A sender sends a lost packet again after 0.2, 0.4 and 0.8 s."""
 _VERDICTS = (
@@ -41,13 +41,13 @@ _VERDICTS = (
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """One attempt to reach a listener.
+    """An attempt to reach a listener.
 
-    `verdict`: ok; name (does not resolve), filtered (no answer), refused, rejected (a router or firewall said no),
-    silent (connected, and nobody speaks), stranger, swallowed-up / swallowed-down (large packets towards the
-    listener / from it vanish), lossy (it goes on, too slowly to finish), broken (the connection ended midway),
-    cut-off (it carried some full packets, and then none), no-route (this node's own kernel refused at once, see
-    `route`), no-port (this node has no local port left).
+    `verdict`: ok; name (does not resolve), filtered (no answer), refused, rejected (a router or firewall refused it),
+    silent (connected, then no data), stranger, swallowed-up / swallowed-down (large packets towards the listener /
+    from it vanish), lossy (it goes on, too slowly to finish), broken (the connection ended midway), cut-off (it
+    carried some full packets, and then none), no-route (this node's own kernel refused at once, see `route`), no-port
+    (this node has no local port left).
     """
 
     key: str
@@ -66,21 +66,21 @@ class ProbeResult:
     bulk_s: float | None = None
     """Seconds for so many bytes there, and at most BULK_BYTES back; None if they were not all exchanged."""
     route: str = ""
-    """With no-route: what `ip route get` says of the address there."""
+    """With no-route: the output of `ip route get` for the address there."""
 
     def __post_init__(self) -> None:
         if self.verdict not in _VERDICTS:
-            raise ValueError(f"a path that is {self.verdict[:20]!r}")
+            raise ValueError(f"unknown verdict {self.verdict[:20]!r}")
 
     @property
     def is_open(self) -> bool:
-        """Whether data goes through, if slowly."""
+        """Whether data goes through, even if slowly."""
         return self.verdict in ("ok", "lossy")
 
 
 @dataclass(frozen=True)
 class Target:
-    """Whom to try: a listener's address and port, and how many bytes to send there."""
+    """The target of a probe: a listener's address and port, and how many bytes to send there."""
 
     key: str
     address: str
@@ -89,11 +89,11 @@ class Target:
 
 
 class _RefusedHere(OSError):
-    """This node's own kernel said no before any packet was sent."""
+    """This node's own kernel refused before any packet was sent."""
 
 
 class TcpProbe:
-    """One probe under way."""
+    """A probe under way."""
 
     def __init__(self, target: Target, key: str, deadline: float) -> None:
         self.key, self.address, self.port = target.key, target.address, target.port
@@ -174,9 +174,9 @@ class TcpProbe:
             return self._exchange_bulk(connection)
         except handshake.Refused as stranger:
             self._said = stranger.said
-            return ("stranger", "") if stranger.said else ("broken", "it hung up without a word")
+            return ("stranger", "") if stranger.said else ("broken", "the peer closed the connection without a reply")
         except TimeoutError:
-            return "silent", "connected, and then no answer"
+            return "silent", "connected, then no answer"
         except OSError as error:
             return "broken", error.strerror or str(error)
 
@@ -191,11 +191,11 @@ class TcpProbe:
         if got != b"got\n":
             return "broken", "the connection ended while data was sent"
         try:
-            wanted = returned(self._bulk_bytes)
-            received = len(self._read(connection, wanted))
+            expected = returned(self._bulk_bytes)
+            received = len(self._read(connection, expected))
         except TimeoutError:
             return self._stuck(connection, "swallowed-down")
-        if received < wanted:
+        if received < expected:
             return "broken", "the connection ended while data was received"
         self._bulk_s = time.monotonic() - began
         return "ok", ""
@@ -208,8 +208,8 @@ class TcpProbe:
             verdict = "swallowed-down"  # it has all of ours, and its answer, a full packet, does not come
         moved = acknowledged if verdict == "swallowed-up" else received
         if not self._bulk_bytes or (verdict == "swallowed-up" and not _retransmits(connection)):
-            return "silent", "connected, and then too little in time: is a node very busy?"
-        words = f"{moved} of {self._bulk_bytes} bytes came through in time"
+            return "silent", "connected, then too little data in time: is a node very busy?"
+        words = f"{moved} of {self._bulk_bytes} bytes arrived in time"
         if moved < _PROGRESS_BYTES:
             return verdict, words
         return ("cut-off" if came_to_an_end and moved >= _MANY_PACKETS_BYTES else "lossy"), words

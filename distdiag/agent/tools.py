@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Tools:
-    """Takes tools that the parent sends, in pieces that fit into an order."""
+    """Receives tools that the parent sends, in pieces that fit into an order."""
 
     def __init__(self, wire: Writer) -> None:
         self._wire = wire

@@ -1,6 +1,6 @@
-"""Framed messages from a node to the parent, over pipes that may also carry other people's words.
+"""Framed messages from a node to the parent, over pipes that may also carry other output.
 
-One message (distdiag/agent/protocol.py) is one line: a mark, then its JSON. Everything else (a greeting from a login
+A message (distdiag/agent/protocol.py) is a line: a mark, then its JSON. Everything else (a greeting from a login
 script, a library's warning) is noise: it is kept for the report of a failure and never taken for a record.
 """
 
@@ -40,7 +40,7 @@ class Writer:
             self._write(message)
 
     def send_if_free(self, message: Message) -> None:
-        """Write a message, unless another is just being written: that one tells as much."""
+        """Write a message, unless another message is just being written, which proves as much."""
         if self._lock.acquire(blocking=False):
             try:
                 self._write(message)

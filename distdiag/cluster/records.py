@@ -79,7 +79,7 @@ class TroubleTold(TypedDict, total=False):
     how: str
     own_wrong: int
     own_first_index: int | None
-    asked_bytes: int
+    requested_bytes: int
     got_bytes: int
     chunks: list[int]
     chunk_bytes: int
@@ -99,7 +99,7 @@ class PairTold(TypedDict):
     a: int
     b: int
     level: Literal["node", "net"]
-    looks: list[float]
+    bandwidths: list[float]
     failed: bool
     wrong: int
     error: str

@@ -16,7 +16,7 @@ NORMAL = 0.8
 
 
 class Algorithm(StrEnum):
-    """How a figure came about; AUTO where it is not told."""
+    """How a figure came about; AUTO where it is unknown."""
 
     RING = "ring"
     NVLS = "nvls"
@@ -24,7 +24,7 @@ class Algorithm(StrEnum):
 
 
 class Kind(StrEnum):
-    """What a figure is: somebody's alarm, or a sound machine's result."""
+    """What a figure is: a published alarm threshold, or a healthy machine's result."""
 
     THRESHOLD = "threshold"
     MEASURED = "measured"
@@ -60,19 +60,19 @@ class Gpu:
     source: str
 
     def line_rate(self, ranks: int) -> float:
-        """Give what one GPU's links to so many ranks of its node carry in one direction, in bytes/s."""
+        """Return what a GPU's links to so many ranks of its node carry in one direction, in bytes/s."""
         if self.poorer is not None and self.poorer.always and self.poorer.way is Way.MESH:
             return min(self.link_bytes_per_s, self.poorer.bytes_per_s * (ranks - 1))
         return self.link_bytes_per_s
 
     def normal(self, ranks: int) -> float:
-        """Give the busbw in bytes/s that a ring over so many of a node's GPUs has, wired at its best."""
+        """Return the busbw in bytes/s that a ring over so many of a node's GPUs has, wired at its best."""
         if self.poorer is not None and self.poorer.always:
             return self.poorest(ranks)
         return NORMAL * self.link_bytes_per_s
 
     def poorest(self, ranks: int) -> float:
-        """Give the busbw in bytes/s that a node has which is wired at its worst and yet sound."""
+        """Return the busbw in bytes/s of a node with the poorest wiring that is still healthy."""
         best = NORMAL * self.link_bytes_per_s
         if self.poorer is None:
             return best
@@ -81,14 +81,14 @@ class Gpu:
         return min(best, NORMAL * self.poorer.bytes_per_s * (ranks - 1))
 
     def ceiling(self, ranks: int) -> float:
-        """Give the busbw in bytes/s that nothing can exceed within a node."""
+        """Return the busbw in bytes/s that nothing can exceed within a node."""
         line_rate = max(self.link_bytes_per_s, self.bridge_bytes_per_s or 0)
         return line_rate * max(1.0, busbw_factor(ranks) / wire_factor(ranks)) if self.nvls else line_rate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """One published figure; `nic_bytes_per_s` is the line rate of one rank's share of its node's NICs."""
+    """A published figure; `nic_bytes_per_s` is the line rate of one rank's share of its node's NICs."""
 
     gpu: str
     ranks_per_node: int
@@ -103,7 +103,7 @@ class Expected:
 
 @dataclass(frozen=True, kw_only=True)
 class Tables:
-    """The file, as it stands, in bytes/s; `zero3_steps` are bits/s of a node and what they are for ZeRO-3."""
+    """The content of the file, in bytes/s; `zero3_steps` are bits/s of a node and what they are for ZeRO-3."""
 
     sources: dict[str, str]
     gpus: tuple[Gpu, ...]
@@ -120,14 +120,14 @@ def find_gpu(device_name: str | None) -> Gpu | None:
 @cache
 def tables() -> Tables:
     """Read the file, once."""
-    told = tomllib.loads(resources.files(__package__).joinpath("bandwidth.toml").read_text("utf-8"))
-    sources = told["source"]
+    content = tomllib.loads(resources.files(__package__).joinpath("bandwidth.toml").read_text("utf-8"))
+    sources = content["source"]
     return Tables(
         sources=sources,
-        gpus=tuple(_read_gpu(row, sources) for row in told["gpu"]),
-        expected=tuple(_read_expected(row, sources) for row in told["expected"]),
-        zero3_ranks=told["zero3"]["ranks"],
-        zero3_steps=tuple((step["at_least_bits_per_s"], step["says"]) for step in told["zero3"]["step"]),
+        gpus=tuple(_read_gpu(row, sources) for row in content["gpu"]),
+        expected=tuple(_read_expected(row, sources) for row in content["expected"]),
+        zero3_ranks=content["zero3"]["ranks"],
+        zero3_steps=tuple((step["at_least_bits_per_s"], step["says"]) for step in content["zero3"]["step"]),
     )
 
 
@@ -161,12 +161,12 @@ def _read_expected(row: dict[str, Any], sources: dict[str, str]) -> Expected:
 
 
 def busbw_factor(n: int) -> float:
-    """Give busbw / algbw of an all_reduce over n ranks: 2(n-1)/n, so 0 for one (nccl-tests, doc/PERFORMANCE.md)."""
+    """Return busbw / algbw of an all_reduce over n ranks: 2(n-1)/n, so 0 for 1 (nccl-tests, doc/PERFORMANCE.md)."""
     return 2 * (n - 1) / n
 
 
 def wire_factor(n: int) -> float:
-    """Give what a GPU's links carry under NVLS, over algbw, for n ranks of a node: (n+1)/n, as the switch adds.
+    """Return what a GPU's links carry under NVLS, over algbw, for n ranks of a node: (n+1)/n, as the switch reduces.
 
     Source: NCCL's author in NVIDIA/nccl-tests issue 153. So busbw may be 2(n-1)/(n+1) of the line rate: 14/9 for 8.
     """
@@ -174,7 +174,7 @@ def wire_factor(n: int) -> float:
 
 
 def nic_share(busbw: float, nodes: int, world_size: int) -> float:
-    """Give what each rank's NIC carries at least, in busbw's unit: busbw (k-1)/(n-1) for n ranks on k nodes.
+    """Return what each rank's NIC carries at least, in busbw's unit: busbw (k-1)/(n-1) for n ranks on k nodes.
 
     An all_reduce of S bytes that is summed within the nodes first sends 2(k-1)/k of S/(n/k) by each NIC while busbw
     says 2(n-1)/n of S; the quotient is free of S (ml-engineering, network/README.md, "So what should you expect?",
@@ -185,17 +185,17 @@ def nic_share(busbw: float, nodes: int, world_size: int) -> float:
 
 
 def training_lines(params: float, bytes_per_param: int, algbw_bytes_per_s: float) -> tuple[str, ...]:
-    """Say how many seconds one all_reduce of all gradients of a model takes at an algbw, which must be above 0."""
+    """Return the seconds of an all_reduce of all gradients of a model at an algbw, which must be above 0, in lines."""
     size = params * bytes_per_param
     seconds = size / algbw_bytes_per_s
     return (
         f"{_billions(params)} parameters x {bytes_per_param} bytes = {gb(size)} GB of gradients",
-        f"{gb(size)} GB / algbw {gb(algbw_bytes_per_s)} GB/s = {seconds:.3g} s for each all_reduce of them all",
+        f"{gb(size)} GB / algbw {gb(algbw_bytes_per_s)} GB/s = {seconds:.3g} s per all_reduce of all gradients",
     )
 
 
 def zero3_rule(inter_node_bits_per_s: float | None, world_size: int) -> str:
-    """Hold the network of one node, in bits/s, against the rule of thumb for ZeRO-3 on 64 GPUs and more.
+    """Compare the network of a node, in bits/s, with the rule of thumb for ZeRO-3 on 64 GPUs and more.
 
     Source: ml-engineering, network/benchmarks/README.md, "Network throughput".
     """
@@ -203,12 +203,12 @@ def zero3_rule(inter_node_bits_per_s: float | None, world_size: int) -> str:
     (_, fine, *_, ideal) = (f"{at_least / GB:.0f} Gb/s" for at_least, _ in table.zero3_steps)
     rule = f"the rule of thumb for ZeRO-3 on {table.zero3_ranks} GPUs or more"
     if inter_node_bits_per_s is None:
-        return f"{rule} asks {fine} between nodes, better {ideal}; the rate here is unknown"
+        return f"{rule} is {fine} between nodes, better {ideal}; the rate here is unknown"
     rate = f"{inter_node_bits_per_s / GB:.0f} Gb/s between nodes"
     says = [says for at_least, says in table.zero3_steps if inter_node_bits_per_s >= at_least][-1]
     if world_size < table.zero3_ranks:
-        return f"{rate}: {rule} calls it {says}; {world_size} ask less of it"
-    return f"{rate}: {says}, by {rule} (found with V100; faster GPUs ask more)"
+        return f"{rate}: {says} by {rule}; {world_size} GPUs need less"
+    return f"{rate}: {says} by {rule} (derived on V100; faster GPUs need more)"
 
 
 def _billions(params: float) -> str:
@@ -216,6 +216,6 @@ def _billions(params: float) -> str:
 
 
 def gb(bytes_per_s: float) -> str:
-    """Write bytes, or bytes/s, in GB."""
+    """Format bytes, or bytes/s, in GB."""
     value = bytes_per_s / GB
     return f"{value:.1f}" if value >= 1 else f"{value:.2g}"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from distdiag.knowledge.bandwidth import Gpu
     from distdiag.knowledge.expectation import Bar
 
-# A node that sends no more than one 200 Gb/s card can by TCP may not use its InfiniBand or RoCE.
+# A node that sends no more than a single 200 Gb/s card can by TCP may not use its InfiniBand or RoCE.
 SOCKET_AT_MOST_BYTES_PER_S = 25e9
 
 
@@ -58,7 +58,7 @@ def assess(busbw_bytes_per_s: float, setting: Setting) -> Assessment:
 
 
 def _lines(case: Case, bar: Bar | None, judgement: Judgement) -> Iterator[str]:
-    """Show the arithmetic, what is expected and why, and what to ask; lines of less than 100 characters."""
+    """Yield the arithmetic, what is expected and why, and what to check; lines of less than 100 characters."""
     if case.setting.world_size > 1:
         n = case.setting.world_size
         yield f"busbw {gb(case.busbw)} GB/s = algbw {gb(case.algbw)} GB/s x 2({n}-1)/{n}"
@@ -68,11 +68,11 @@ def _lines(case: Case, bar: Bar | None, judgement: Judgement) -> Iterator[str]:
         yield _why_unknown(case)
     elif judgement is Judgement.UNKNOWN:
         most = gb(case.gpu.ceiling(case.setting.world_size))
-        yield f"more than {most} GB/s, the most that a link can do: did the clock wait for the GPU?"
+        yield f"more than {most} GB/s, the maximum of a link: was the GPU synchronized before the time was read?"
     else:
         yield f"expected: {gb(bar.expected)} GB/s, {bar.why}"
-        bad = f"bad below {gb(bar.bad_below)}" if bar.bad_below else "never bad, as the NICs' rate is unknown"
-        yield f"low is below {gb(LOW_BELOW * bar.expected)} GB/s, {bad}"
+        bad = f"bad: below {gb(bar.bad_below)} GB/s" if bar.bad_below else "bad: no limit, as the NIC rate is unknown"
+        yield f"low: below {gb(LOW_BELOW * bar.expected)} GB/s; {bad}"
         yield from _questions(case, case.gpu, bar, judgement)
 
 
@@ -84,7 +84,7 @@ def _link_lines(case: Case) -> Iterator[str]:
     part = f"{carried / line_rate:.0%} of {line_rate / GB:g} GB/s"
     m = case.setting.ranks_per_node
     if case.nvls_likely:
-        yield f"NVLS: the switch adds, a link carries algbw x ({m}+1)/{m} = {gb(carried)} GB/s, {part}"
+        yield f"NVLS: the switch reduces, a link carries algbw x ({m}+1)/{m} = {gb(carried)} GB/s, {part}"
     elif carried <= line_rate:
         link = "an NVLink bridge" if line_rate > case.gpu.link_bytes_per_s else case.gpu.link
         yield f"that is {part}, the line rate of {link} in one direction"
@@ -98,21 +98,21 @@ def _nic_lines(case: Case) -> Iterator[str]:
     of_nic = f", {case.nic_share / nic:.0%} of its {nic / GB:g} GB/s" if nic else ""
     yield f"busbw {gb(case.busbw)} GB/s x ({k}-1)/({n}-1) = {gb(case.nic_share)} GB/s for each GPU's NIC{of_nic}"
     if nic and case.nic_share > nic:
-        yield "more than the NIC can: NVLink between the nodes, SHARP, or a rate that is not the NIC's?"
+        yield "more than the NIC can carry: NVLink between the nodes, SHARP, or a wrong NIC rate?"
     elif nic and m > 1 and case.busbw <= m * nic:
         ring = case.busbw / m
-        yield f"at least; if it was one ring: {gb(case.busbw)} / {m} = {gb(ring)} GB/s, {ring / nic:.0%}"
+        yield f"that is the minimum; with a single ring: {gb(case.busbw)} / {m} = {gb(ring)} GB/s, {ring / nic:.0%}"
     elif nic and m > 1:
-        yield f"at least; it was no ring, which would need {gb(case.busbw)} / {m} = {gb(case.busbw / m)} GB/s"
+        yield f"that is the minimum; not a ring, which would need {gb(case.busbw)} / {m} = {gb(case.busbw / m)} GB/s"
 
 
 def _why_unknown(case: Case) -> str:
     if case.setting.world_size < 2:
-        return "one rank: busbw is 0 by definition, as 2(1-1)/1 = 0"
+        return "a single rank: busbw is 0 by definition, as 2(1-1)/1 = 0"
     if case.gpu is None:
-        return f"no figure is known for {case.setting.device_name or 'ranks without a GPU'}"
+        return f"no reference figure for {case.setting.device_name or 'ranks without a GPU'}"
     where = f"{case.setting.nodes} x {case.setting.ranks_per_node} {case.gpu.name}"
-    return f"the NICs' rate is unknown, and so is what others have on {where}"
+    return f"the NIC rate is unknown, and there is no published figure for {where}"
 
 
 def _questions(case: Case, gpu: Gpu, bar: Bar, judgement: Judgement) -> Iterator[str]:
@@ -122,21 +122,21 @@ def _questions(case: Case, gpu: Gpu, bar: Bar, judgement: Judgement) -> Iterator
     if judgement is Judgement.GOOD or case.setting.nodes > 1 or gpu.poorer is None or gpu.poorer.always:
         return
     if gpu.poorer.way is Way.HOST:
-        yield "through the host's memory (IOMMU, ACS, two sockets)? see: nvidia-smi topo -p2p r"
+        yield "traffic through host memory (IOMMU, ACS, two sockets)? check: nvidia-smi topo -p2p r"
     elif gpu.poorest(case.setting.ranks_per_node) < gpu.normal(case.setting.ranks_per_node):
-        yield "a board without NVSwitch, where two GPUs share few links? see: nvidia-smi topo -m"
+        yield "a board without NVSwitch, where two GPUs share few links? check: nvidia-smi topo -m"
 
 
 def _between_nodes(case: Case, judgement: Judgement) -> Iterator[str]:
     if judgement is not Judgement.GOOD and case.busbw <= SOCKET_AT_MOST_BYTES_PER_S:
-        yield "as slow as TCP sockets: NCCL does not use InfiniBand/RoCE? NCCL_DEBUG=INFO tells"
+        yield "as slow as TCP sockets: is InfiniBand/RoCE not used? NCCL_DEBUG=INFO shows the transport"
     elif case.setting.nodes == 2:
         # NVIDIA/nccl-tests issues 196 and 290.
-        yield "two nodes: NCCL's trees can hide slow NICs; NCCL_ALGO=Ring shows what they give"
+        yield "two nodes: NCCL's trees can hide slow NICs; NCCL_ALGO=Ring shows their real rate"
 
 
 def _better(case: Case, gpu: Gpu) -> Iterator[str]:
-    """Ask for what makes the same GPUs faster than a ring over their links, where others have it."""
+    """Yield what makes the same GPUs faster than a ring over their links, where others have it."""
     for row in sorted(case.rows(gpu), key=lambda row: row.kind is Kind.MEASURED):
         others = f"{gb(row.busbw_bytes_per_s)} GB/s with it, {SAYS[row.kind]} on {row.ranks_per_node} x {gpu.name}"
         if row.algorithm is Algorithm.NVLS and not case.nvls_likely:

@@ -1,4 +1,4 @@
-"""What busbw is to be expected of a large all_reduce, and what a measured one is worth. Pure."""
+"""The busbw to expect of a large all_reduce, and the judgement of a measured busbw. Pure."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from distdiag.knowledge.bandwidth import GB, NORMAL, Algorithm, Kind, Way, busbw
 if TYPE_CHECKING:
     from distdiag.knowledge.bandwidth import Expected, Gpu
 
-# Low is below this part of what is expected. The table's figures are of 8 GB and more; at 128 MiB a sound 8 x A100 has
-# 75% of its peak and 8 x H200 83%, so a narrower band would call sound nodes low.
+# Low is below this part of what is expected. The table's figures are of 8 GB and more; at 128 MiB a healthy 8 x A100
+# has 75% of its peak and 8 x H200 83%, so a narrower band would call healthy nodes low.
 LOW_BELOW = 0.75
-# Bad is below this part of what the poorest sound wiring gives. Chance does not halve a bandwidth: a link is down, half
-# of the NICs are not used, or the transport is another one.
+# Bad is below this part of what the poorest healthy wiring gives. Chance does not halve a bandwidth: a link is down,
+# half of the NICs are not used, or the transport is a different transport.
 BAD_BELOW = 0.5
 # A ring never had more than 82% of NVLink; 8 x H100, H200, B200 and B300 with NVLS have 93% and more, 6 x B200 86%.
 NVLS_ABOVE = 0.85
-SAYS = {Kind.THRESHOLD: "others' alarm limit", Kind.MEASURED: "as others measured"}
+SAYS = {Kind.THRESHOLD: "published alarm limit", Kind.MEASURED: "measured by others"}
 
 
 class Judgement(StrEnum):
-    """What a bandwidth is worth; UNKNOWN where nothing is known to hold against it."""
+    """The judgement of a bandwidth; UNKNOWN where there is no reference figure."""
 
     GOOD = "good"
     LOW = "low"
@@ -44,7 +44,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """What a busbw is held against, in bytes/s."""
+    """What a busbw is compared with, in bytes/s."""
 
     expected: float
     bad_below: float
@@ -62,7 +62,7 @@ class Case:
 
     @property
     def algbw(self) -> float:
-        """Bytes of the message per second; 0 for one rank, whose busbw says nothing of it."""
+        """Bytes of the message per second; 0 for a single rank, whose busbw does not determine it."""
         factor = busbw_factor(self.setting.world_size)
         return self.busbw / factor if factor else 0.0
 
@@ -79,7 +79,7 @@ class Case:
         return self.busbw > NVLS_ABOVE * self.gpu.link_bytes_per_s
 
     def link_traffic(self) -> tuple[float, float] | None:
-        """Give what one GPU's links carry within the node, and their line rate; None where there is no link known."""
+        """Return what a GPU's links carry within the node, and their line rate; None where no link is known."""
         ranks = self.setting.ranks_per_node
         if self.gpu is None or ranks < 2:
             return None
@@ -91,17 +91,17 @@ class Case:
         return self.busbw, self.gpu.line_rate(ranks)
 
     def percent_of_link(self) -> float | None:
-        """Give what one GPU's links carry of their line rate; None where there is no link known."""
+        """Return what a GPU's links carry of their line rate, in percent; None where no link is known."""
         traffic = self.link_traffic()
         return 100 * traffic[0] / traffic[1] if traffic else None
 
     def percent_of_nic(self) -> float | None:
-        """Give what each rank's NIC carries of its rate at least; None where nothing crosses, or it is unknown."""
+        """Return what each rank's NIC carries of its rate at least, in percent; None where it is unknown or unused."""
         nic = self.setting.nic_bytes_per_s
         return 100 * self.nic_share / nic if nic and self.setting.nodes > 1 else None
 
     def bar(self) -> Bar | None:
-        """Choose what to hold the busbw against; None if nothing is known."""
+        """Return what to compare the busbw with; None if nothing is known."""
         if self.gpu is None or self.setting.world_size < 2:
             return None
         if self.setting.nodes == 1:
@@ -124,11 +124,11 @@ class Case:
         else:
             expected, source = gpu.normal(ranks), gpu.source
             host = gpu.poorer is not None and gpu.poorer.always and gpu.poorer.way is Way.HOST
-            why = "through the host's memory, its only way" if host else _part_of(gpu.line_rate(ranks), gpu.link)
+            why = "through host memory, its only path" if host else _part_of(gpu.line_rate(ranks), gpu.link)
         return Bar(expected=expected, bad_below=BAD_BELOW * min(expected, gpu.poorest(ranks)), why=why, source=source)
 
     def _bar_of_network(self, gpu: Gpu, nic: float) -> Bar:
-        """Expect what one ring over all ranks gets of the slower of the links and a node's NICs."""
+        """Expect what a ring over all ranks gets of the slower of the links and a node's NICs."""
         ranks = self.setting.ranks_per_node
         of_nics = NORMAL * ranks * nic
         normal, poorest = (gpu.normal(ranks), gpu.poorest(ranks)) if ranks > 1 else (of_nics, of_nics)
@@ -137,22 +137,22 @@ class Case:
         return Bar(expected=expected, bad_below=bad_below, why=why, source=tables().sources["nics"])
 
     def _bar_of_others(self, gpu: Gpu) -> Bar | None:
-        """Expect what others had on so many nodes; never bad, as the NICs here may be slower by right."""
+        """Expect what others had on so many nodes; never bad, as the NICs here may be slower by design."""
         rows = self.rows(gpu)
         if not rows:
             return None
         least = min(rows, key=lambda row: row.busbw_bytes_per_s)
-        nics = f", NICs of {least.nic_bytes_per_s / GB:g} a rank" if least.nic_bytes_per_s else ""
+        nics = f", NICs of {least.nic_bytes_per_s / GB:g} GB/s per rank" if least.nic_bytes_per_s else ""
         why = f"{SAYS[least.kind]} on {least.nodes} x {least.ranks_per_node} {gpu.name}{nics}"
         return Bar(expected=least.busbw_bytes_per_s, bad_below=0.0, why=why, source=least.source)
 
     def rows(self, gpu: Gpu) -> list[Expected]:
-        """Find what others published of as many nodes and GPUs."""
+        """List what others published of as many nodes and GPUs."""
         here = (gpu.name, self.setting.ranks_per_node, self.setting.nodes)
         return [row for row in tables().expected if (row.gpu, row.ranks_per_node, row.nodes) == here]
 
     def judge(self, bar: Bar | None) -> Judgement:
-        """Compare; a busbw that no link can carry is measured wrongly, so it is unknown."""
+        """Return the judgement; a busbw that no link can carry is measured wrongly, so it is unknown."""
         if bar is None or self.gpu is None or self._impossible(self.gpu):
             return Judgement.UNKNOWN
         if self.busbw < bar.bad_below:

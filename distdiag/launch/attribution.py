@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from distdiag import knowledge
 from distdiag.cluster.hosts import fold
 from distdiag.cluster.rank_runs import Outcome
+from distdiag.diagnosis.wording import counted
 from distdiag.facts import machine
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
@@ -28,7 +29,7 @@ _READS_BYTES = 64 * 2**10
 
 @dataclass(frozen=True)
 class Trouble:
-    """What a rank reported as wrong: one of rank.py's kinds, with its details."""
+    """What a rank reported as wrong: its kind (see rank.py), with its details."""
 
     rank: int
     kind: str
@@ -38,34 +39,34 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Attribution:
-    """Ranks by their part in it; `troubles` are those that are no consequence of another rank's."""
+    """Ranks by their part in it; `troubles` are those that are not the consequence of another rank's."""
 
     died: tuple[int, ...]
     lost: tuple[int, ...]
-    """Their node went away."""
+    """Contact with their node was lost."""
     missing: tuple[int, ...]
     troubles: tuple[Trouble, ...]
     standstill: bool
-    """Nothing moves, and nobody is to blame."""
+    """No rank makes progress, and none is to blame."""
     only_consequences: bool = False
-    """Who died or found something wrong has only lost somebody else."""
+    """Ranks that died or reported an error only lost their connection to others."""
 
 
 def attribute(outcome: Outcome, traces: list[RankTimeline], stages: Sequence[str]) -> Attribution:
-    """Tell causes from consequences."""
+    """Separate causes from consequences."""
     troubles = [trouble for trace in traces for trouble in _troubles(trace)]
     died = [trace for trace in traces if trace.died]
-    # When all stood still, or were interrupted at it; the positions tell enough where nobody could be looked at.
-    looked_at = outcome is Outcome.STALLED or any(trace.inspection for trace in traces)
+    # When all stalled, or were interrupted while stalled; where no rank could be inspected the positions suffice.
+    inspected = outcome is Outcome.STALLED or any(trace.inspection for trace in traces)
     lost = tuple(trace.rank for trace in traces if trace.lost)
-    missing = _missing(traces, stages) if looked_at and not died and not lost else ()
+    missing = _missing(traces, stages) if inspected and not died and not lost else ()
     roots = [trouble for trouble in troubles if not _sounds_like_consequence(trouble.message)]
     real_deaths = [trace for trace in died if not _sounds_like_consequence(trace.ending.tail if trace.ending else "")]
     only_consequences = not (real_deaths or roots or missing or lost)
     if not only_consequences:
         died, troubles = real_deaths, roots
     if 0 in (*(trace.rank for trace in died), *missing, *lost):
-        # Without rank 0 nobody answers at the address as ours does.
+        # Without rank 0 nothing at the address answers as it does.
         troubles = [trouble for trouble in troubles if trouble.kind != "port-foreign"]
     return Attribution(
         tuple(trace.rank for trace in died),
@@ -78,16 +79,16 @@ def attribute(outcome: Outcome, traces: list[RankTimeline], stages: Sequence[str
 
 
 def is_at_work(trace: RankTimeline) -> bool:
-    """Whether a silent rank computes, waits for a core or reads files: it may be slow, or in a loop that never ends.
+    """Return whether a silent rank computes, waits for a core or reads files: it may be slow, or in an endless loop.
 
     A GPU rank that waits for others may spin, and what a waiting rank reads are messages.
     """
-    seen = trace.inspection
-    if seen is None or seen.state in machine.STOPPED:
+    inspection = trace.inspection
+    if inspection is None or inspection.state in machine.STOPPED:
         return False
     if trace.is_waiting:
-        return _on_cpu(trace) and seen.busy > _BUSY
-    return seen.state == "R" or seen.busy > _BUSY or seen.read_bytes > _READS_BYTES
+        return _on_cpu(trace) and inspection.busy > _BUSY
+    return inspection.state == "R" or inspection.busy > _BUSY or inspection.read_bytes > _READS_BYTES
 
 
 def _on_cpu(trace: RankTimeline) -> bool:
@@ -95,7 +96,7 @@ def _on_cpu(trace: RankTimeline) -> bool:
 
 
 def position(trace: RankTimeline, stages: Sequence[str]) -> tuple[int, int]:
-    """How far a rank came: stage and step; beyond all stages once it finished."""
+    """Return how far a rank got: stage and step; beyond all stages once it finished."""
     if trace.finished:
         return len(stages), 0
     return (stages.index(trace.last.stage), trace.last.at) if trace.last is not None else (-1, 0)
@@ -121,7 +122,7 @@ def _missing(traces: list[RankTimeline], stages: Sequence[str]) -> tuple[int, ..
 
 def _troubles(trace: RankTimeline) -> list[Trouble]:
     found = [event.payload["trouble"] for event in trace.events if "trouble" in event.payload]
-    return [Trouble(trace.rank, str(one["kind"]), str(one.get("message", "")), one) for one in found]
+    return [Trouble(trace.rank, str(details["kind"]), str(details.get("message", "")), details) for details in found]
 
 
 def _sounds_like_consequence(words: str) -> bool:
@@ -146,24 +147,24 @@ class Broken:
 def cut(
     parts: Attribution, traces: Sequence[RankTimeline], request: Request, course: RunRecord
 ) -> tuple[Attribution, list[Finding]]:
-    """Where ranks only complain of others that went away, and all are there: what they name instead of them.
+    """Find cut connections: ranks report only lost peers, but no rank was lost.
 
-    Returns the blame without the ranks that are witnesses, and the finding; the same blame and none otherwise.
+    Returns the attribution without the ranks that are witnesses, and the finding; else the same attribution and none.
     """
     hurt = {*parts.died, *(trouble.rank for trouble in parts.troubles)}
     if course.meeting is None or not hurt or parts.missing or parts.lost or not parts.only_consequences:
         return parts, []
     names = _names(course.meeting)
     host = {trace.rank: trace.host for trace in traces}
-    said = [(trouble.rank, trouble.message) for trouble in parts.troubles]
-    said += [(trace.rank, trace.ending.tail) for trace in traces if trace.rank in parts.died and trace.ending]
+    messages = [(trouble.rank, trouble.message) for trouble in parts.troubles]
+    messages += [(trace.rank, trace.ending.tail) for trace in traces if trace.rank in parts.died and trace.ending]
     broken = [
         Broken(host[rank], target, f"rank {rank} ({host[rank]}): {_line_with(match, words)}")
-        for rank, words in said
+        for rank, words in messages
         for match in _PEER.finditer(words)
         if (target := names.get(match[1] or match[2]))
         and target != host[rank]
-        # Whoever cannot go on leaves, and his peers lose him: that says nothing of him.
+        # A rank that cannot go on exits, and its peers lose it: that is no evidence against it.
         and not _was_over_before(rank, target, traces)
     ]
     if not broken:
@@ -178,7 +179,7 @@ def cut(
 
 
 def _was_over_before(rank: int, host: str, traces: Sequence[RankTimeline]) -> bool:
-    """Whether a rank of this host had given up before this rank did."""
+    """Return whether a rank of this host had given up before this rank did."""
     mine = next((trace.over_at for trace in traces if trace.rank == rank), None)
     theirs = [trace.over_at for trace in traces if trace.host == host and trace.over_at is not None]
     return mine is not None and bool(theirs) and min(theirs) < mine
@@ -191,19 +192,19 @@ def _cut(
     traces: Sequence[RankTimeline],
     request: Request,
 ) -> Finding:
-    others = f" by {fold(witnesses)}" if witnesses else ""
-    which = f"of {fold(accused)} were cut, as seen{others}" if others else f"between {fold(accused)} were cut"
+    seen_by = f" (seen by {fold(witnesses)})" if witnesses else ""
+    which = f"{'of' if witnesses else 'between'} {fold(accused)}"
     return Finding(
         id=f"{request.command}.connections-cut",
         level=Level.FAIL,
-        title=f"connections {which}: the ranks were all there, and had exchanged data before",
-        detail="They were open and were ended in the middle: by a firewall, a proxy or a limit on connections of that "
-        "node or in front of it. It is no closed port and no cable.",
+        title=f"connections {which} were cut after data had been exchanged{seen_by}",
+        detail="No rank was lost. The connections were open and were cut midway: by a firewall, a proxy or a "
+        "connection limit on that node or in front of it. It is not a closed port, and not a cable.",
         where=Where(hosts=tuple(accused)),
         witnesses=_witnesses(witnesses, traces),
-        evidence=tuple(dict.fromkeys(one.evidence for one in broken))[:_LINES],
+        evidence=tuple(dict.fromkeys(connection.evidence for connection in broken))[:_LINES],
         fix=Fix(
-            text=f"on {fold(accused)}, see which rule ends connections, and what the kernel says of the interface",
+            text=f"on {fold(accused)}, find the rule that cuts connections, and check the kernel log for the interface",
             commands=(
                 "nft list ruleset | grep -nE 'reject|drop|quota|ct (bytes|count|state)|limit'",
                 "dmesg -T | grep -iE 'conntrack|link is|reset' | tail",
@@ -213,33 +214,34 @@ def _cut(
 
 
 def stuck(traces: Iterable[RankTimeline], meeting: RendezvousTest | None) -> list[Broken]:
-    """List the connections on which the kernel of a silent rank's node sends again and again, without an answer."""
+    """List the connections on which the kernel of a silent rank's node retransmits without an answer."""
     names = _names(meeting) if meeting is not None else {}
     return [
-        Broken(trace.host, target, f"rank {trace.rank} ({trace.host}): {stuck_words(one)}")
+        Broken(trace.host, target, f"rank {trace.rank} ({trace.host}): {format_stuck(connection)}")
         for trace in traces
         if trace.inspection is not None
-        for one in trace.inspection.stuck
-        if (target := names.get(_address(one))) and target != trace.host
+        for connection in trace.inspection.stuck
+        if (target := names.get(_address(connection))) and target != trace.host
     ]
 
 
-def stuck_words(one: StuckSocket) -> str:
-    """Say how a connection is stuck."""
-    times = f", sent again {one.retransmits} time(s)" if one.retransmits else ""
-    if one.state == "SYN_SENT":
-        return f"connecting to {one.remote}, no answer{times}"
-    return f"connected to {one.remote}, {one.unanswered_bytes} bytes without an answer{times}"
+def format_stuck(connection: StuckSocket) -> str:
+    """Format how a connection is stuck."""
+    times = f", {counted(connection.retransmits, 'retransmit')}" if connection.retransmits else ""
+    if connection.state == "SYN_SENT":
+        return f"connecting to {connection.remote}, no answer{times}"
+    return f"connected to {connection.remote}, {connection.unanswered_bytes} bytes without an answer{times}"
 
 
-def _address(one: StuckSocket) -> str:
-    return one.remote.rpartition(":")[0].strip("[]")
+def _address(connection: StuckSocket) -> str:
+    return connection.remote.rpartition(":")[0].strip("[]")
 
 
 def accuse(broken: Sequence[Broken]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Find the hosts that explain all of them, and who saw it: one that they have in common, else all ends."""
-    hosts = tuple(dict.fromkeys(host for one in broken for host in (one.source, one.target)))
-    common = [host for host in hosts if all(host in (one.source, one.target) for one in broken)]
+    """Return the hosts that explain all of them, and the witnesses: the host that they share, else all ends."""
+    ends = [(connection.source, connection.target) for connection in broken]
+    hosts = tuple(dict.fromkeys(host for both in ends for host in both))
+    common = [host for host in hosts if all(host in both for both in ends)]
     if len(hosts) > 2 and len(common) == 1:
         return (common[0],), tuple(host for host in hosts if host != common[0])
     return hosts, ()
@@ -250,7 +252,7 @@ def _witnesses(hosts: Sequence[str], traces: Iterable[RankTimeline]) -> Witnesse
 
 
 def _names(meeting: RendezvousTest) -> Mapping[str, str]:
-    """Give the host of each address and name."""
+    """Return the host of each address and name."""
     found = {host: host for host in meeting.hosts.values()}
     for node, network in meeting.networks.items():
         for interface in network.interfaces:
@@ -260,6 +262,6 @@ def _names(meeting: RendezvousTest) -> Mapping[str, str]:
 
 
 def _line_with(match: re.Match[str], words: str) -> str:
-    """Give the part of what was said around the address."""
+    """Return the part of a message around the address."""
     start, end = match.span()
     return words[max(0, start - 40) : end + 80].strip()

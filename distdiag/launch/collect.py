@@ -33,7 +33,7 @@ _NO_DRIVER = {"driver_present": False, "visible": 0, "error": ""}
 
 
 def facts(ask: dict[str, Any]) -> dict[str, Any]:
-    """Look at this node: distdiag.launch.types.NodeFacts. {"gpus": False} leaves the driver alone."""
+    """Read this node: distdiag.launch.types.NodeFacts. {"gpus": False} leaves the driver alone."""
     shm = machine.shared_memory_bytes()
     return {
         "host": machine.host_name(),
@@ -49,13 +49,13 @@ def facts(ask: dict[str, Any]) -> dict[str, Any]:
         "pcie": pcie.look(),
         "nvidia_driver": _driver_version(),
         "machine": machine.read_text("/sys/class/dmi/id/product_name").strip(),
-        "variables": {name: value[:200] for name, value in sorted(os.environ.items()) if _is_told(name)},
+        "variables": {name: value[:200] for name, value in sorted(os.environ.items()) if _is_reported(name)},
         "limits": _limits(),
-        "said_otherwise": _said_otherwise(),
+        "stale_variables": _stale_variables(),
     }
 
 
-def _is_told(name: str) -> bool:
+def _is_reported(name: str) -> bool:
     return name == "MASTER_ADDR" or (name.startswith(_PREFIXES) and not any(word in name for word in _SECRETS))
 
 
@@ -67,8 +67,8 @@ def _limits() -> dict[str, str]:
     return found
 
 
-def _said_otherwise() -> list[str]:
-    """Find variables that a script would read and that contradict the launcher: left over from another job."""
+def _stale_variables() -> list[str]:
+    """List variables that a script would read and that contradict the launcher: left over from another job."""
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} & os.environ.keys():
         return []
     from distdiag.facts import rank_identity  # not before: its imports cost every node 10 ms
@@ -77,8 +77,8 @@ def _said_otherwise() -> list[str]:
     if me is None or me.launcher in ("environment", "torchrun"):
         return []
     right = {"RANK": me.rank, "WORLD_SIZE": me.world_size, "LOCAL_RANK": me.local_rank}
-    told = {name: os.environ.get(name) for name in right}
-    found = [f"{name}={told[name]}" for name in right if told[name] is not None and told[name] != str(right[name])]
+    set_to = {name: os.environ[name] for name in right if name in os.environ}
+    found = [f"{name}={value}" for name, value in set_to.items() if value != str(right[name])]
     return [
         *found,
         *([f"MASTER_ADDR={os.environ['MASTER_ADDR']}"] if me.rank == 0 and master_addr_leads_elsewhere() else []),
@@ -86,19 +86,19 @@ def _said_otherwise() -> list[str]:
 
 
 def master_addr_leads_elsewhere() -> bool:
-    """Whether MASTER_ADDR is set, and is or means addresses of which this node, rank 0's, has none."""
+    """Return whether MASTER_ADDR is set, and is or resolves to addresses of which this node, rank 0's, has none."""
     from distdiag.facts import network
 
     name = os.environ.get("MASTER_ADDR", "")
     if name in ("", os.uname().nodename):
         return False
     addresses = (name,) if network.is_address(name) else _resolved_in_time(name)
-    own = {entry.partition("/")[0] for one in network.interfaces() for entry in one.addresses}
-    return addresses is not None and not any(network.is_loopback(one) or one in own for one in addresses)
+    own = {entry.partition("/")[0] for interface in network.interfaces() for entry in interface.addresses}
+    return addresses is not None and not any(network.is_loopback(address) or address in own for address in addresses)
 
 
 def _resolved_in_time(name: str) -> tuple[str, ...] | None:
-    """Ask for a name; empty if it means nothing here, None if nobody answers in a moment."""
+    """Resolve a name; empty if it is unknown here, None if the resolver does not answer in a moment."""
     from distdiag.facts import network
 
     found: list[tuple[str, ...]] = []
@@ -140,15 +140,15 @@ def find_gpus() -> dict[str, Any]:
 
     done = programs.run([sys.executable, "-c", _COUNT_GPUS], timeout_s=_DRIVER_TIMEOUT_S)
     if done.timed_out:
-        return _gpus(None, f"the driver did not answer within {_DRIVER_TIMEOUT_S:g} s")
+        return _gpus(None, f"no answer from the driver within {_DRIVER_TIMEOUT_S:g} s")
     words = done.stdout.split()
     if done.status != 0 or len(words) != 2:
         complaint = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        return _gpus(None, complaint[-1] if complaint else f"the driver's library ended with {done.status}")
+        return _gpus(None, complaint[-1] if complaint else f"the driver check exited with status {done.status}")
     status, count = int(words[0]), int(words[1])
     if status in (0, _NO_DEVICE):
         return _gpus(count)
-    return _gpus(None, f"the driver's cuInit failed with error {status}")
+    return _gpus(None, f"cuInit failed with error {status}")
 
 
 def _gpus(visible: int | None, error: str = "") -> dict[str, Any]:

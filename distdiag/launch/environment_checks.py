@@ -1,4 +1,4 @@
-"""What is worth saying besides the ranks: hosts left out, what was not tested, PCIe paths. Pure."""
+"""Findings besides the ranks: hosts left out, what was not tested, nodes that differ, PCIe paths. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.drift import differences
 from distdiag.cluster.hosts import fold
 from distdiag.cluster.unreached_hosts import host_findings
+from distdiag.diagnosis.wording import counted, format_size
 from distdiag.launch.types import Backend, Device
-from distdiag.launch.wording import amount
 from distdiag.report import Finding, Fix, Level, Where, quoted
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from distdiag.cluster.rank_runs import RankTimeline
     from distdiag.cluster.rendezvous_test import RendezvousTest
     from distdiag.launch.record import Inventory, NodeSlot, Plan
-    from distdiag.launch.types import Request
+    from distdiag.launch.types import NodeFacts, Request
 
 
 _DEBUG = "TORCH_DISTRIBUTED_DEBUG"
@@ -29,11 +29,11 @@ _SHM_FOR_EACH_RANK = 32 * 2**20
 
 
 def about_hosts(scene: Inventory) -> list[Finding]:
-    """Hosts that could not be used, and names that say the same machine twice."""
+    """Return hosts that could not be used, and names of the same machine."""
     found = host_findings(scene.refusals, scene.rows)
     if scene.duplicates:
         names = fold(scene.duplicates)
-        found.append(_info("hosts.duplicate", f"named more than once, used once: {names}", hosts=scene.duplicates))
+        found.append(_info("hosts.duplicate", f"listed more than once, used once: {names}", hosts=scene.duplicates))
     for left_out, kept in scene.twins:
         found.append(
             Finding(
@@ -41,24 +41,26 @@ def about_hosts(scene: Inventory) -> list[Finding]:
                 level=Level.WARN,
                 title=f"{left_out} is the same machine as {kept}: its ranks were started once",
                 where=Where(hosts=(left_out, kept)),
-                fix=Fix(text=f"leave {left_out} out of the list; if it should be another machine, see DNS"),
+                fix=Fix(text=f"leave {left_out} out of the list; if it should be another machine, check DNS"),
             )
         )
     return found
 
 
 def surroundings(request: Request, plan: Plan, places: Sequence[NodeSlot]) -> list[Finding]:
-    """What was not tested, and what will hurt the real job."""
+    """Return what was not tested, and what will hurt the real job."""
     found = []
-    if request.injected is not None:
-        found.append(_info(f"{request.command}.injected", f"the fault {request.injected.words}, as asked"))
+    if (fault := request.injected) is not None:
+        injected = f"injected fault: {fault.words} (--inject {fault.option})"
+        found.append(_info(f"{request.command}.injected", injected))
     if plan.device is Device.CPU and request.device is Device.AUTO and request.backend is Backend.AUTO:
-        hidden = " (CUDA_VISIBLE_DEVICES hides them)" if any(one.facts.gpus.driver_present for one in places) else ""
-        where = fold(one.host for one in places)
-        told = f"no GPU is visible on {where}{hidden}: the CPU was tested with gloo, not GPUs and not NCCL"
-        found.append(_info(f"{request.command}.cpu-only", told))
+        driver = any(place.facts.gpus.driver_present for place in places)
+        hidden = " (CUDA_VISIBLE_DEVICES hides them)" if driver else ""
+        where = fold(place.host for place in places)
+        cpu_only = f"no GPU is visible on {where}{hidden}: tested gloo on the CPU, not GPUs or NCCL"
+        found.append(_info(f"{request.command}.cpu-only", cpu_only))
     if plan.nproc == 1:
-        alone = "one rank alone: nothing was sent, so links between GPUs were not tested"
+        alone = "a single rank: nothing was sent, so links between GPUs were not tested"
         found.append(_info(f"{request.command}.single-rank", alone))
     return [*found, *_small_shm(request, plan, places)]
 
@@ -66,20 +68,20 @@ def surroundings(request: Request, plan: Plan, places: Sequence[NodeSlot]) -> li
 def _small_shm(request: Request, plan: Plan, places: Sequence[NodeSlot]) -> list[Finding]:
     shares = {share.node: share for share in plan.shares}
     small: dict[tuple[int, int], list[str]] = {}
-    for one in places:
-        free, total = one.facts.shm_free_bytes, one.facts.shm_total_bytes
-        if free is not None and total is not None and free <= shares[one.node].nproc * _SHM_FOR_EACH_RANK:
-            small.setdefault((free, total), []).append(one.host)
+    for place in places:
+        free, total = place.facts.shm_free_bytes, place.facts.shm_total_bytes
+        if free is not None and total is not None and free <= shares[place.node].nproc * _SHM_FOR_EACH_RANK:
+            small.setdefault((free, total), []).append(place.host)
     return [
         Finding(
             id=f"{request.command}.shm-small",
             level=Level.WARN,
-            title=f"/dev/shm on {fold(hosts)} has {amount(free)} of {amount(total)} free",
-            detail="NCCL inside a node and DataLoader workers need it; when it is full they die by SIGBUS.",
+            title=f"/dev/shm on {fold(hosts)} has {format_size(free)} of {format_size(total)} free",
+            detail="NCCL inside a node and DataLoader workers need it; when it is full they die with SIGBUS.",
             where=Where(hosts=tuple(hosts)),
             fix=Fix(
-                text="remove stale files there, or make it larger (docker: --shm-size=8g; "
-                "Kubernetes: an emptyDir of medium Memory at /dev/shm)",
+                text="remove stale files there, or enlarge it (docker: --shm-size=8g; Kubernetes: an emptyDir of "
+                "medium Memory at /dev/shm)",
                 commands=("mount -o remount,size=8G /dev/shm",),
             ),
         )
@@ -88,20 +90,8 @@ def _small_shm(request: Request, plan: Plan, places: Sequence[NodeSlot]) -> list
 
 
 def nodes_that_differ(request: Request, places: Sequence[NodeSlot], traces: Sequence[RankTimeline]) -> list[Finding]:
-    """Facts that should be the same on all nodes and are not; what differs is not always wrong, and often is."""
-    facts: dict[str, dict[str, object]] = {
-        one.host: {
-            "visible GPUs": one.facts.gpus.visible,
-            "CUDA_VISIBLE_DEVICES": one.facts.cuda_visible_devices,
-            "kernel": one.facts.kernel,
-            "NVIDIA driver": one.facts.nvidia_driver or None,
-            "machine": one.facts.machine or None,
-            "active RDMA ports": ", ".join(f"{count} x {kind}" for kind, count in one.facts.rdma_ports.items()) or None,
-            "GPUs on the PCI bus": len(one.facts.pcie.gpus) if one.facts.pcie is not None else None,
-            **{f"ulimit {letter}": value for letter, value in one.facts.limits.items()},
-        }
-        for one in places
-    }
+    """Return facts that should be the same on all nodes and are not; a difference is not always a fault."""
+    facts = {place.host: _facts_to_compare(place.facts) for place in places}
     for trace in traces:
         for event in trace.events:
             started = event.payload.get("started")
@@ -122,23 +112,36 @@ def nodes_that_differ(request: Request, places: Sequence[NodeSlot], traces: Sequ
     ]
 
 
+def _facts_to_compare(node: NodeFacts) -> dict[str, object]:
+    return {
+        "visible GPUs": node.gpus.visible,
+        "CUDA_VISIBLE_DEVICES": node.cuda_visible_devices,
+        "kernel": node.kernel,
+        "NVIDIA driver": node.nvidia_driver or None,
+        "machine": node.machine or None,
+        "active RDMA ports": ", ".join(f"{count} x {kind}" for kind, count in node.rdma_ports.items()) or None,
+        "GPUs on the PCI bus": len(node.pcie.gpus) if node.pcie is not None else None,
+        **{f"ulimit {letter}": value for letter, value in node.limits.items()},
+    }
+
+
 def networks_that_differ(request: Request, meeting: RendezvousTest | None) -> list[Finding]:
-    """Say that nodes are in different networks: where they were not provisioned together, fast cards do not meet."""
+    """Return nodes on different networks: RDMA cards of nodes not provisioned together may not reach each other."""
     if meeting is None:
         return []
     networks: dict[str, dict[str, object]] = {}
     for node, name in meeting.interfaces.items():
-        own = next((one for one in meeting.networks[node].interfaces if one.name == name), None)
+        own = next((nic for nic in meeting.networks[node].interfaces if nic.name == name), None)
         if own is not None and own.addresses:
             networks[meeting.hosts[node]] = {"network": str(ipaddress.ip_interface(own.addresses[0]).network)}
     return [
         Finding(
             id=f"{request.command}.networks-differ",
             level=Level.INFO,
-            title=f"the nodes are not in one {difference}",
+            title=f"nodes differ in {difference}",
             detail="They reach each other through a router. InfiniBand, RoCE or EFA cards of nodes that were not "
-            "provisioned together (another rail, fabric, placement group or availability set) often do not: NCCL then "
-            "ends with error 12 at its first message.",
+            "provisioned together (another rail, fabric, placement group or availability set) often cannot: NCCL then "
+            "fails with error 12 on its first message.",
             where=Where(hosts=difference.odd_hosts),
         )
         for difference in differences(networks)
@@ -146,17 +149,17 @@ def networks_that_differ(request: Request, meeting: RendezvousTest | None) -> li
 
 
 def hangs(request: Request, places: Sequence[NodeSlot]) -> Finding | None:
-    """Find the variable that makes torch wait for ever where it is not the same for all ranks."""
+    """Return the variable with which torch hangs where it is not the same for all ranks."""
     detail = [place for place in places if place.facts.variables.get(_DEBUG, "").upper() == "DETAIL"]
     if not detail or len(detail) == len(places):
         return None
-    (difference,) = (one for one in differences(_variables_of(places)) if one.fact == _DEBUG)
+    (difference,) = (found for found in differences(_variables_of(places)) if found.fact == _DEBUG)
     return Finding(
         id=f"{request.command}.debug-differs",
         level=Level.FAIL,
-        title=f"{difference}: torch hangs in that",
-        detail="With DETAIL torch compares each collective of all ranks before it runs it; ranks that have it wait for "
-        "those that do not. No rank was started.",
+        title=f"{difference}: torch hangs when this differs",
+        detail="With DETAIL torch compares each collective across ranks before it runs; ranks that have it set wait "
+        "forever for those that do not. No rank was started.",
         where=_where_of(difference.odd_hosts, places),
         fix=Fix(
             text="set it on all nodes, or on none",
@@ -171,9 +174,9 @@ def _variables_differ(request: Request, places: Sequence[NodeSlot]) -> list[Find
         Finding(
             id=f"{request.command}.nodes-differ",
             level=Level.INFO if any(word in difference.fact for word in _MAY_DIFFER) else Level.WARN,
-            title=f"the environments differ in {difference}",
+            title=f"environments differ in {difference}",
             where=_where_of(difference.odd_hosts, places),
-            fix=Fix(text="set the same for all ranks, in the script that the launcher runs"),
+            fix=Fix(text="set the same value for all ranks, in the script that the launcher runs"),
         )
         for difference in differences(_variables_of(places))
     ]
@@ -184,7 +187,7 @@ def _variables_of(places: Sequence[NodeSlot]) -> dict[str, dict[str, object]]:
 
 
 def _labels(places: Sequence[NodeSlot]) -> list[str]:
-    """Call each process that a launcher started by its local rank too, where its node has several."""
+    """Name each process that a launcher started by its local rank too, where its node has several."""
     hosts = [place.host for place in places]
     return [
         f"{place.host} (local rank {place.local[0]})" if place.local and hosts.count(place.host) > 1 else place.host
@@ -193,21 +196,21 @@ def _labels(places: Sequence[NodeSlot]) -> list[str]:
 
 
 def _where_of(labels: Sequence[str], places: Sequence[NodeSlot]) -> Where:
-    odd = [place.host for label, place in zip(_labels(places), places, strict=True) if label in labels]
-    return Where(hosts=tuple(dict.fromkeys(odd)))
+    named = [place.host for label, place in zip(_labels(places), places, strict=True) if label in labels]
+    return Where(hosts=tuple(dict.fromkeys(named)))
 
 
 def _info(id_: str, title: str, *, hosts: tuple[str, ...] = ()) -> Finding:
     return Finding(id=id_, level=Level.INFO, title=title, where=Where(hosts=hosts))
 
 
-_BEYOND = "Traffic over NVLink does not go this way; that between GPUs and RDMA cards does."
+_BEYOND = "NVLink traffic does not take this path; traffic between GPUs and RDMA cards does."
 
 
 def pcie_findings(request: Request, places: Sequence[NodeSlot]) -> list[Finding]:
-    """Say where bridges redirect what GPUs send each other, or an IOMMU translates it; never of virtual machines.
+    """Return bridges that redirect what GPUs send each other, and IOMMUs that translate it; never of virtual machines.
 
-    Where all GPUs have NVSwitches between them and no RDMA card is there, nothing needs that way: a remark.
+    Where NVSwitches connect all GPUs and there is no RDMA card, nothing needs that path: a remark.
     """
     if request.device is Device.CPU:
         return []
@@ -230,14 +233,14 @@ def _redirected(request: Request, bridges: tuple[str, ...], places: Sequence[Nod
     return Finding(
         id=f"{request.command}.acs",
         level=_level(places),
-        title=f"ACS is on at {len(bridges)} PCIe bridge{'s' * (len(bridges) > 1)} above the GPUs of {_hosts(places)}: "
-        "what GPUs and RDMA cards send each other takes the way through the CPU",
-        detail=f"That is slow, or hangs. {_BEYOND}",
+        title=f"ACS is on at {counted(len(bridges), 'PCIe bridge')} above the GPUs of {_hosts(places)}: "
+        "peer-to-peer traffic goes through the CPU",
+        detail=f"What GPUs and RDMA cards send each other over PCIe takes that path, which is slow or hangs. {_BEYOND}",
         where=Where(hosts=_names(places)),
         evidence=tuple(f"{bridge}: ACSCtl has ReqRedir+" for bridge in bridges),
         fix=Fix(
-            text="turn it off there until the next boot; for good, turn IO virtualization (VT-d, AMD-Vi) or ACS off in "
-            "the BIOS; not on a host that gives its GPUs to virtual machines",
+            text="turn it off until the next boot; permanently, turn IO virtualization (VT-d, AMD-Vi) or ACS off in "
+            "the BIOS; not on a host that passes its GPUs to virtual machines",
             commands=tuple(f"sudo setpci -s {quoted(bridge)} ECAP_ACS+0x6.w=0000" for bridge in bridges),
         ),
     )
@@ -247,13 +250,13 @@ def _translated(request: Request, type_: str, places: Sequence[NodeSlot]) -> Fin
     return Finding(
         id=f"{request.command}.iommu",
         level=_level(places),
-        title=f"the IOMMU of {_hosts(places)} translates the addresses of its GPUs (domain type {type_})",
-        detail="On bare metal CUDA does not support peer-to-peer copies over PCIe in that: they are slow, hang or lose "
+        title=f"the IOMMU of {_hosts(places)} translates GPU addresses (domain type {type_})",
+        detail="On bare metal CUDA does not support PCIe peer-to-peer copies in this mode: they are slow, hang or lose "
         f"data. {_BEYOND}",
         where=Where(hosts=_names(places)),
         fix=Fix(
-            text="boot with iommu=pt, or turn IO virtualization (VT-d, AMD-Vi) off in the BIOS; until then NCCL can "
-            "leave out copies between GPUs over PCIe",
+            text="boot with iommu=pt, or turn IO virtualization (VT-d, AMD-Vi) off in the BIOS; until then make NCCL "
+            "avoid copies between GPUs over PCIe",
             commands=("export NCCL_P2P_LEVEL=NVL",),
         ),
     )

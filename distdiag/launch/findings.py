@@ -1,4 +1,4 @@
-"""How ranks failed and why: what is wrong in words, with evidence and a fix. Pure."""
+"""How ranks failed and why: findings with evidence and a fix. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from distdiag import knowledge
 from distdiag.cluster.hosts import fold, name_ranks
 from distdiag.cluster.rank_runs import Outcome
+from distdiag.diagnosis.wording import counted
 from distdiag.facts import machine
 from distdiag.facts.programs import signal_name
 from distdiag.launch import attribution
@@ -30,7 +31,7 @@ _MISSING_IN_FULL = 4
 
 
 def died(parts: Attribution, traces: list[RankTimeline], request: Request) -> list[Finding]:
-    """Ranks that ended without a word, by the way they ended."""
+    """Return ranks that died without an error report, by how they ended."""
     by_ending: dict[str, list[RankTimeline]] = {}
     for trace in traces:
         if trace.rank in parts.died:
@@ -39,18 +40,18 @@ def died(parts: Attribution, traces: list[RankTimeline], request: Request) -> li
 
 
 def how_it_ended(trace: RankTimeline) -> str:
-    """Say how a rank process ended: by which signal, or with which exit status."""
+    """Return how a rank process ended: by which signal, or with which exit status."""
     if trace.ending is None or trace.ending.status is None:
-        return "not ended even by SIGKILL"
+        return "still alive after SIGKILL"
     status = trace.ending.status
-    return f"killed by {signal_name(-status)}" if status < 0 else f"ended with exit status {status}"
+    return f"killed by {signal_name(-status)}" if status < 0 else f"exited with status {status}"
 
 
 def _died(how: str, group: list[RankTimeline], request: Request) -> Finding:
     first = group[0]
     assert first.ending is not None
     stage, doing = place(first)
-    was = "" if "ended" in how else "was " if len(group) == 1 else "were "
+    was = "" if how.startswith("exited") else "was " if len(group) == 1 else "were "
     known = knowledge.recognise(first.ending.tail)
     return Finding(
         id=f"{request.command}.rank-died",
@@ -70,46 +71,50 @@ def _fix_for_death(trace: RankTimeline, request: Request) -> Fix:
     if name == "SIGKILL":
         oom = trace.ending.oom_kills
         text = (
-            f"the kernel's out-of-memory killer ended {oom} process(es) meanwhile: give the ranks more memory"
+            f"the kernel's OOM killer killed {counted(oom, 'process', 'processes')} meanwhile: give the ranks more "
+            "memory"
             if oom
-            else "somebody sent SIGKILL (an administrator, a scheduler, a container limit); the kernel's out-of-memory "
-            "killer did not act meanwhile"
+            else "SIGKILL was sent from outside (an administrator, a scheduler, a container limit); no kill by the "
+            "kernel's OOM killer was seen meanwhile"
         )
         return Fix(text=text, commands=("dmesg -T | grep -iE 'out of memory|killed process'",))
     if name == "SIGBUS":
         return Fix(text="usually /dev/shm or a file system is full", commands=("df -h /dev/shm /tmp",))
     if name == "SIGILL":
         return Fix(
-            text="this torch uses instructions that the CPU does not have",
+            text="this build of torch uses instructions that the CPU lacks",
             commands=("lscpu | grep -i flags",),
         )
     return Fix(
-        text="see what the rank printed last, above; run again with the ranks' logs kept",
+        text="see the rank's last output above; rerun and keep the ranks' logs",
         commands=(request.again(nccl_debug=""),),
     )
 
 
 def missing(parts: Attribution, traces: list[RankTimeline], request: Request, course: RunRecord) -> list[Finding]:
-    """Ranks that the others waited for in vain."""
+    """Return the ranks that the others were waiting for."""
     late = [trace for trace in traces if trace.rank in parts.missing]
     if not late:
         return []
     stage, doing = place(late[0])
     waiting = [trace.rank for trace in traces if trace.rank not in parts.missing and not trace.finished]
-    others = f"; {name_ranks(waiting)} waited for it" if waiting else ""
+    wait = "was waiting" if len(waiting) == 1 else "were waiting"
+    others = f"; {name_ranks(waiting)} {wait} for {name_ranks(parts.missing)}" if waiting else ""
     stopped = any(trace.inspection and trace.inspection.state in machine.STOPPED for trace in late)
     starved = not stopped and all(trace.last is not None and trace.last.waiting for trace in late)
-    # Data may also stay out because whoever has it got no core yet.
+    # Data may also be late because its sender got no core yet.
     slow = [trace for trace in (traces if starved else late) if is_at_work(trace)]
     if slow and not stopped:
         return [_still_at_work(late, slow, request, course)]
+    # Interrupted before the timeout: it is behind, and might still have gone on.
+    interrupted = course.outcome is Outcome.INTERRUPTED
+    hung = ("was behind" if len(late) == 1 else "were behind") if interrupted else "hung"
     return [
         Finding(
             id=f"{request.command}.rank-missing",
-            # Interrupted before the timeout: it is behind, and might still have come.
-            level=Level.UNKNOWN if course.outcome is Outcome.INTERRUPTED else Level.FAIL,
-            title=f"{who(late)} did not come further than stage {stage} ({doing}): {why_missing(late[0])}",
-            detail=f"No rank took a step for {course.stalled_s:.0f} s{others}.",
+            level=Level.UNKNOWN if interrupted else Level.FAIL,
+            title=f"{who(late)} {hung} in stage {stage} ({doing}): {why_missing(late[0])}",
+            detail=f"No rank made progress for {course.stalled_s:.0f} s{others}.",
             where=where(late),
             evidence=tuple(line for trace in late[:_MISSING_IN_FULL] for line in _seen_from_outside(trace)),
             witnesses=Witnesses(hosts=_seen_by(late, traces), ranks=tuple(waiting)),
@@ -125,56 +130,58 @@ def missing(parts: Attribution, traces: list[RankTimeline], request: Request, co
 
 
 def _still_at_work(late: list[RankTimeline], slow: list[RankTimeline], request: Request, course: RunRecord) -> Finding:
-    """Nobody took a step for the whole timeout, but that is no standstill: it may be a machine with too much to do."""
+    """Return ranks that made no progress for the whole timeout, but were at work: the machine may be overloaded."""
     stage, doing = place(late[0])
+    busy = f"{name_ranks(trace.rank for trace in slow)} {'was' if len(slow) == 1 else 'were'} at work"
     return Finding(
         id=f"{request.command}.rank-missing",
         level=Level.UNKNOWN,
-        title=f"{who(late)} did not come further than stage {stage} ({doing}) in {course.stalled_s:.0f} s: "
-        f"{why_missing(late[0])}, and {name_ranks(trace.rank for trace in slow)} was at work, so it may only be slow",
-        detail="The time tells no more; that other programs need the same cores is enough for it.",
+        title=f"{who(late)} made no progress in stage {stage} ({doing}) for {course.stalled_s:.0f} s: "
+        f"{why_missing(late[0])}; {busy}, so it may only be slow",
+        detail="The timeout does not decide: other programs on the same cores are enough to cause this.",
         where=where(late),
         evidence=tuple(line for trace in late[:_MISSING_IN_FULL] for line in _seen_from_outside(trace)),
-        fix=Fix(text="a longer time decides", commands=(_longer(request),)),
+        fix=Fix(text="increase --timeout to decide", commands=(_longer(request),)),
     )
 
 
 def why_missing(trace: RankTimeline) -> str:
-    """Say in a few words what a silent rank was doing."""
-    seen = trace.inspection
-    if seen is None:
-        return "it could not be looked at"
-    if why := machine.why_it_stands_still(seen.state):
+    """Return in a few words what a silent rank was doing."""
+    inspection = trace.inspection
+    if inspection is None:
+        return "it could not be inspected"
+    if why := machine.why_it_stands_still(inspection.state):
         return f"the process is {why}"
-    if seen.stuck:
-        return f"it is {attribution.stuck_words(seen.stuck[0])}"
-    if seen.frames:
-        return f"it is in {seen.frames[0]}"
-    return f"in the kernel it is in {seen.wait_channel}" if seen.wait_channel else "its stack could not be read"
+    if inspection.stuck:
+        return f"it is {attribution.format_stuck(inspection.stuck[0])}"
+    if inspection.frames:
+        return f"it is in {inspection.frames[0]}"
+    channel = inspection.wait_channel
+    return f"it is in {channel} in the kernel" if channel else "its stack could not be read"
 
 
 def _seen_from_outside(trace: RankTimeline) -> list[str]:
-    seen = trace.inspection
-    if seen is None:
-        return [f"rank {trace.rank}: not looked at"]
-    kernel = f", in the kernel: {seen.wait_channel}" if seen.wait_channel else ""
-    lines = [f"rank {trace.rank} (pid {trace.pid}): process state {seen.state or 'gone'}{kernel}"]
-    frames = [frame for frame in seen.frames if not _is_boot(frame)]
+    inspection = trace.inspection
+    if inspection is None:
+        return [f"rank {trace.rank}: not inspected"]
+    kernel = f", in the kernel: {inspection.wait_channel}" if inspection.wait_channel else ""
+    lines = [f"rank {trace.rank} (pid {trace.pid}): process state {inspection.state or 'exited'}{kernel}"]
+    frames = [frame for frame in inspection.frames if not _is_boot(frame)]
     lines += [f"  {frame}" for frame in frames[:_STACK_LINES]]
     if len(frames) > _STACK_LINES:
-        lines.append(f"  ... {len(frames) - _STACK_LINES} more frames")
-    return lines if seen.frames else [*lines, f"  no stack: {seen.stack_error}"]
+        lines.append(f"  ... {counted(len(frames) - _STACK_LINES, 'more frame')}")
+    return lines if inspection.frames else [*lines, f"  no stack: {inspection.stack_error}"]
 
 
 def _is_boot(frame: str) -> bool:
-    """Tell the frames below a rank's main, which are the same in every rank."""
+    """Return whether a frame is below a rank's main, where all ranks are alike."""
     return "(boot.py:" in frame or "(<string>:" in frame
 
 
 def _fix_for_stopped(late: list[RankTimeline]) -> Fix:
     return Fix(
-        text=f"something on {late[0].host} stops processes (a scheduler that suspends jobs, a debugger, Ctrl-Z, "
-        "a frozen container); list what is stopped there, then run again",
+        text=f"find what stops processes on {late[0].host} (a scheduler that suspends jobs, a debugger, Ctrl-Z, a "
+        "frozen container); list what is stopped there, then rerun",
         commands=("ps -eo pid,stat,user,etime,cmd | awk 'NR==1 || $2 ~ /^[Tt]/'",),
     )
 
@@ -189,8 +196,7 @@ def _fix_for_stuck(late: list[RankTimeline]) -> Fix:
     remote = late[0].inspection.stuck[0].remote
     address, _, port = remote.rpartition(":")
     return Fix(
-        text=f"what {late[0].host} sends to {remote} is not answered: see its way there, and what drops it at either "
-        "end",
+        text=f"{remote} does not answer {late[0].host}: check the route, and what drops packets at either end",
         commands=(
             f"ip route get {address.strip('[]')}",
             f"nft list ruleset | grep -nE 'drop|reject|limit|{port}'",
@@ -200,16 +206,16 @@ def _fix_for_stuck(late: list[RankTimeline]) -> Fix:
 
 def _fix_for_starved(late: list[RankTimeline], request: Request) -> Fix:
     return Fix(
-        text=f"it waits for data that does not come, and other ranks have theirs: see the links of {late[0].host}; "
-        "if they are only slow, give it longer",
+        text=f"it waits for data that other ranks have received: check the links of {late[0].host}; if they are only "
+        "slow, increase --timeout",
         commands=(_longer(request), request.again(**request.less(), nccl_debug=""), request.pairs()),
     )
 
 
 def _fix_for_late(late: list[RankTimeline], request: Request) -> Fix:
-    seen = any(trace.inspection and trace.inspection.frames for trace in late)
-    busy = "the stack above says what it was busy with" if seen else "see why its stack could not be read, above"
-    return Fix(text=f"{busy}; if it was only slow, give it longer", commands=(_longer(request),))
+    has_stack = any(trace.inspection and trace.inspection.frames for trace in late)
+    stack = "the stack above shows what it was doing" if has_stack else "see above why its stack could not be read"
+    return Fix(text=f"{stack}; if it was only slow, increase --timeout", commands=(_longer(request),))
 
 
 def _longer(request: Request) -> str:
@@ -217,7 +223,7 @@ def _longer(request: Request) -> str:
 
 
 def standstill(parts: Attribution, traces: list[RankTimeline], request: Request, course: RunRecord) -> list[Finding]:
-    """Nothing moves and no rank is behind the others: either all wait for data, or all are busy with themselves."""
+    """Return a standstill in which no rank is behind the others: all wait for data, or each is held up on its own."""
     if not parts.standstill:
         return []
     stage, doing = place(traces[0])
@@ -227,20 +233,20 @@ def standstill(parts: Attribution, traces: list[RankTimeline], request: Request,
     busy = any(is_at_work(trace) for trace in traces)
     longer = _longer(request)
     if waiting:
-        title = f"all ranks are in stage {stage} ({doing}) and none came out for {course.stalled_s:.0f} s"
-        detail = "No rank is behind the others: as far as can be seen the data does not get through."
+        title = f"all ranks are waiting in stage {stage} ({doing}): no progress for {course.stalled_s:.0f} s"
+        detail = "No rank is behind the others: the data apparently does not get through."
         fix = Fix(
-            text="if the system is only slow, give it longer or send less; else see the transport that is used",
+            text="if the system is only slow, increase --timeout or send less; otherwise check which transport is used",
             commands=(longer, request.again(**request.less(), nccl_debug=""), request.pairs()),
         )
         if busy:
-            detail = "No rank is behind the others, and some are computing or wait for a core: they may only be slow."
+            detail = "No rank is behind the others, and some compute or wait for a core: they may only be slow."
     else:
-        title = f"all ranks are still in stage {stage} ({doing}) after {course.stalled_s:.0f} s without a step"
-        detail = "They do not wait for each other there; each one is held up by itself."
+        title = f"all ranks are still in stage {stage} ({doing}): no progress for {course.stalled_s:.0f} s"
+        detail = "They do not wait for each other there; each is held up on its own."
         if busy:
-            detail += " Some are computing or reading files, so they may only be slow."
-        fix = Fix(text="the stack says at what; if it is only slow, give it longer", commands=(longer,))
+            detail += " Some compute or read files, so they may only be slow."
+        fix = Fix(text="the stack shows where; if it is only slow, increase --timeout", commands=(longer,))
     return [
         Finding(
             id=f"{request.command}.all-waiting" if waiting else f"{request.command}.all-busy",
@@ -257,22 +263,23 @@ def standstill(parts: Attribution, traces: list[RankTimeline], request: Request,
 def _no_answer(
     broken: Sequence[attribution.Broken], traces: list[RankTimeline], request: Request, course: RunRecord
 ) -> Finding:
-    """Nothing moves, and the kernels know why: what they send again and again is not answered."""
+    """Return a standstill that the kernels explain: what they retransmit is not answered."""
     stage, doing = place(traces[0])
     accused, witnesses = attribution.accuse(broken)
-    which = f"connections of {fold(accused)}, as seen by {fold(witnesses)}," if witnesses else ""
-    which = which or f"connections between {fold(accused)}"
+    which = f"{'of' if witnesses else 'between'} {fold(accused)}"
+    seen_by = f" (seen by {fold(witnesses)})" if witnesses else ""
     return Finding(
         id=f"{request.command}.all-waiting",
         level=Level.FAIL,
-        title=f"{which} get no answer any more: all ranks are in stage {stage} ({doing}) for {course.stalled_s:.0f} s",
-        detail="They were open before. Packets are sent again and again and nobody acknowledges them: a firewall or a "
-        "limit on connections drops them, or the cable is out.",
+        title=f"connections {which} no longer get an answer{seen_by}: all ranks are waiting in stage {stage} "
+        f"({doing}), no progress for {course.stalled_s:.0f} s",
+        detail="They were open before. Packets are retransmitted and never acknowledged: a firewall or a connection "
+        "limit drops them, or a cable is unplugged.",
         where=Where(hosts=accused, ranks=tuple(trace.rank for trace in traces if trace.host in accused)),
         witnesses=Witnesses(hosts=witnesses, ranks=tuple(trace.rank for trace in traces if trace.host in witnesses)),
-        evidence=tuple(dict.fromkeys(one.evidence for one in broken))[:_STACK_LINES],
+        evidence=tuple(dict.fromkeys(connection.evidence for connection in broken))[:_STACK_LINES],
         fix=Fix(
-            text=f"on {fold(accused)}, see what drops them, and the counters of its interface",
+            text=f"on {fold(accused)}, find what drops them, and check the counters of its interface",
             commands=(
                 "nft list ruleset | grep -nE 'drop|reject|quota|ct (bytes|count|state)|limit'",
                 "ip -s link show",
@@ -283,7 +290,7 @@ def _no_answer(
 
 
 def _one_for_each_stack(traces: list[RankTimeline]) -> list[RankTimeline]:
-    """Take one rank for each different stack, the rarest first: the odd one is worth a look."""
+    """List a rank for each different stack, the rarest stack first."""
     groups: dict[tuple[str, ...], list[RankTimeline]] = {}
     for trace in traces:
         groups.setdefault(trace.inspection.frames if trace.inspection else (), []).append(trace)
@@ -291,7 +298,7 @@ def _one_for_each_stack(traces: list[RankTimeline]) -> list[RankTimeline]:
 
 
 def nodes_lost(parts: Attribution, traces: list[RankTimeline], request: Request, course: RunRecord) -> list[Finding]:
-    """Nodes that went away during the run, with their ranks."""
+    """Return nodes with which contact was lost during the run, with their ranks."""
     by_reason: dict[str, list[RankTimeline]] = {}
     for trace in traces:
         if trace.rank in parts.lost:
@@ -300,12 +307,12 @@ def nodes_lost(parts: Attribution, traces: list[RankTimeline], request: Request,
         Finding(
             id=f"{request.command}.node-lost",
             level=Level.FAIL,
-            title=f"{fold(dict.fromkeys(trace.host for trace in group))} went away during the test: {reason}",
+            title=f"lost contact with {fold(dict.fromkeys(trace.host for trace in group))} during the test: {reason}",
             detail=f"Last seen: {_last_seen(group)}.",
             where=where(group),
             evidence=tuple(dict.fromkeys(line for refusal in course.lost.values() for line in refusal.evidence)),
             fix=Fix(
-                text="see whether the node is up, and its network; what ran there has ended itself",
+                text="check whether the node and its network are up; the ranks there end on their own",
                 commands=(f"ping -c 3 {group[0].host}",),
             ),
         )
@@ -321,31 +328,31 @@ def _last_seen(group: list[RankTimeline]) -> str:
 
 
 def port_not_free(host: str, taken: Taken, request: Request) -> Finding:
-    """Name who holds the rendezvous port; a stranger that answers is more than a port that is taken."""
+    """Return which process has the rendezvous port; a foreign program that answers is more than a port in use."""
     port = request.master_port
-    owner = f"{taken.command} (pid {taken.pid})" if taken.pid else "a process that is not ours to see"
+    owner = f"{taken.command} (pid {taken.pid})" if taken.pid else "a process that this user cannot see"
     foreign = taken.answer is not None
-    title = f"rendezvous port {port} on {host} cannot be had: {taken.error.lower()}"
+    title = f"cannot bind rendezvous port {port} on {host}: {taken.error.lower()}"
     if taken.listening is not None:
-        title = f"rendezvous port {port} on {host} is held by {owner}"
+        title = f"rendezvous port {port} on {host} is in use by {owner}"
     if foreign:
         title += f', which answers "{taken.answer}"'
     return Finding(
         id=f"{request.command}.port-foreign" if foreign else f"{request.command}.port-taken",
         level=Level.FAIL,
         title=title,
-        detail="No rank was started: rank 0 could not have listened there.",
+        detail="No rank was started: rank 0 could not listen there.",
         where=Where(hosts=(host,), ranks=(0,), pids=(taken.pid,) if taken.pid else ()),
         evidence=(f"binding port {port}: {taken.error}",),
         fix=Fix(
-            text="end that program if it is a leftover, or let distdiag take a free port",
+            text="end that program if it is a leftover, or let distdiag pick a free port",
             commands=(request.again(master_port="0"),),
         ),
     )
 
 
 def not_started(error: DistdiagError, request: Request) -> Finding:
-    """Name the node that kept the ranks from being started, in a run on several."""
+    """Return why no rank could be started, in a run on several nodes."""
     return Finding(
         id=f"{request.command}.not-started",
         level=Level.UNKNOWN,
@@ -355,7 +362,7 @@ def not_started(error: DistdiagError, request: Request) -> Finding:
 
 
 def unsupported_archs(traces: list[RankTimeline], request: Request) -> list[Finding]:
-    """GPUs that this torch holds no code for."""
+    """Return GPUs that this torch was not built for."""
     groups: dict[tuple[str, str], list[RankTimeline]] = {}
     for trace in traces:
         for event in trace.events:
@@ -367,7 +374,7 @@ def unsupported_archs(traces: list[RankTimeline], request: Request) -> list[Find
         Finding(
             id=f"{request.command}.arch-unsupported",
             level=Level.FAIL,
-            title=f"torch holds no code for the GPU of {who(group)}: {gpu}",
+            title=f"{who(group)}: torch has no code for its GPU, {gpu}",
             where=where(group),
             evidence=(f"torch's arch list: {archs}",),
             fix=Fix(text="install a torch build whose arch list covers this GPU"),
@@ -377,7 +384,7 @@ def unsupported_archs(traces: list[RankTimeline], request: Request) -> list[Find
 
 
 def covers(arch_list: Iterable[str], capability: str) -> bool:
-    """Tell whether code for these archs runs on a GPU of this compute capability, such as "9.0".
+    """Return whether code for these archs runs on a GPU of this compute capability, such as "9.0".
 
     A cubin (sm_80) runs on the same major version from its minor on; PTX (compute_80) on everything from there on. The
     architecture-specific forms run on exactly one capability (sm_90a) or one family (sm_100f). Source: CUDA C++

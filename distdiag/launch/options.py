@@ -11,25 +11,23 @@ from distdiag.launch.types import MOST_RANKS, Backend, Device
 
 NprocOpt = Annotated[
     int | None,
-    typer.Option(
-        min=1, max=MOST_RANKS, metavar="N", help="Ranks on each node. [default: one per GPU; 2 without a GPU]"
-    ),
+    typer.Option(min=1, max=MOST_RANKS, metavar="N", help="Ranks per node. [default: one per GPU; 2 without a GPU]"),
 ]
-BackendOpt = Annotated[Backend, typer.Option(help="auto is nccl on GPUs and gloo on the CPU.")]
-DeviceOpt = Annotated[Device, typer.Option(help="auto is cuda where a GPU is visible.")]
+BackendOpt = Annotated[Backend, typer.Option(help="Backend to test; auto: nccl on GPUs, gloo on the CPU.")]
+DeviceOpt = Annotated[Device, typer.Option(help="Device of the ranks; auto: cuda where a GPU is visible.")]
 MasterPortOpt = Annotated[
-    int, typer.Option(min=0, max=65535, metavar="PORT", help="Rendezvous port; 0 takes a free one.")
+    int, typer.Option(min=0, max=65535, metavar="PORT", help="Rendezvous port; 0 picks a free port.")
 ]
 MasterAddrOpt = Annotated[
-    str, typer.Option(metavar="ADDRESS", help="Rendezvous address on several nodes. [default: chosen and tried]")
+    str, typer.Option(metavar="ADDRESS", help="Rendezvous address on several nodes. [default: chosen and tested]")
 ]
 IfnameOpt = Annotated[
-    str, typer.Option(metavar="NAME", help="Network interface for the ranks. [default: the one that works]")
+    str, typer.Option(metavar="NAME", help="Network interface for the ranks. [default: chosen and tested]")
 ]
 NcclDebugOpt = Annotated[
-    bool, typer.Option("--nccl-debug", help="Set NCCL_DEBUG=INFO and keep what each rank prints in a directory.")
+    bool, typer.Option("--nccl-debug", help="Set NCCL_DEBUG=INFO and keep each rank's output in a directory.")
 ]
 PrintCommandOpt = Annotated[
     Recipe | None,
-    typer.Option(help="Print the lines that start this under a launcher (for slurm a script), and stop."),
+    typer.Option(help="Print launch commands for the given launcher (for slurm a script) and exit."),
 ]

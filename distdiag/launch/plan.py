@@ -1,10 +1,11 @@
-"""From what was typed and what the node has to what will be run; or to the finding that says why not. Pure."""
+"""From what was typed and what the nodes have to what will be run, or to the finding that rules it out. Pure."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold
+from distdiag.diagnosis.wording import counted
 from distdiag.errors import UsageError
 from distdiag.launch.record import Allocation, Plan
 from distdiag.launch.types import MOST_RANKS, Backend, Device
@@ -22,24 +23,24 @@ RANKS_WITHOUT_GPU = 2
 def check_request(request: Request) -> None:
     """Refuse what contradicts itself, whatever the machine. Raises UsageError."""
     if request.backend is Backend.NCCL and request.device is Device.CPU:
-        raise UsageError("nccl moves data between GPUs only", hint="leave out --device cpu, or use --backend gloo")
+        raise UsageError("nccl works between GPUs only", hint="leave out --device cpu, or use --backend gloo")
 
 
 def make_plan(request: Request, places: Sequence[NodeSlot]) -> Plan | Finding:
     """Decide on ranks, backend and device for all nodes."""
-    wants_cuda = request.device is Device.CUDA or request.backend is Backend.NCCL
-    wants_best = request.device is Device.AUTO and request.backend is Backend.AUTO
+    needs_cuda = request.device is Device.CUDA or request.backend is Backend.NCCL
+    is_auto = request.device is Device.AUTO and request.backend is Backend.AUTO
     broken = [place for place in places if place.facts.gpus.visible is None]
-    if broken and (wants_cuda or wants_best):
+    if broken and (needs_cuda or is_auto):
         return _driver_trouble(request, broken)
-    on_cuda = wants_cuda or (wants_best and any(place.facts.gpus.visible for place in places))
+    on_cuda = needs_cuda or (is_auto and any(place.facts.gpus.visible for place in places))
     device = Device.CUDA if on_cuda else Device.CPU
     backend = request.backend
     if backend is Backend.AUTO:
         backend = Backend.NCCL if on_cuda else Backend.GLOO
     shares: list[Allocation] = []
     for place in places:
-        share = _share(request, place, sum(one.nproc for one in shares), on_cuda=on_cuda)
+        share = _share(request, place, sum(planned.nproc for planned in shares), on_cuda=on_cuda)
         gpus = place.facts.gpus.visible or 0
         if on_cuda and (gpus == 0 or (backend is Backend.NCCL and share.nproc > gpus)):
             return _too_few_gpus(request, place, places, max(share.nproc, 1))
@@ -48,8 +49,8 @@ def make_plan(request: Request, places: Sequence[NodeSlot]) -> Plan | Finding:
     highest = request.injected.highest_rank if request.injected is not None else None
     if highest is not None and highest >= plan.nproc:
         raise UsageError(
-            f"--inject names rank {highest}, and there are ranks 0 to {plan.nproc - 1}",
-            hint=f"give a smaller rank, or --nproc {highest + 1}",
+            f"--inject names rank {highest}, but the ranks are 0 to {plan.nproc - 1}",
+            hint=f"use a lower rank, or --nproc {highest + 1}",
         )
     return plan
 
@@ -62,7 +63,7 @@ def _share(request: Request, place: NodeSlot, first_rank: int, *, on_cuda: bool)
         nproc = request.nproc or place.slots or (gpus if on_cuda else RANKS_WITHOUT_GPU)
     if nproc > MOST_RANKS:
         raise UsageError(
-            f"{nproc} ranks on {place.host} are too many", hint=f"up to {MOST_RANKS}: correct its slots, or --nproc N"
+            f"{nproc} ranks on {place.host}: the limit is {MOST_RANKS}", hint="correct its slots, or use --nproc N"
         )
     local_rank, local_world_size = place.local if place.local is not None and nproc == 1 else (0, nproc)
     return Allocation(
@@ -84,11 +85,11 @@ def _driver_trouble(request: Request, broken: Sequence[NodeSlot]) -> Finding:
     return Finding(
         id=f"{request.command}.cuda-unavailable",
         level=Level.FAIL,
-        title=f"{fold(hosts)} has an NVIDIA driver that does not work: {broken[0].facts.gpus.error}",
+        title=f"the NVIDIA driver of {fold(hosts)} does not work: {broken[0].facts.gpus.error}",
         detail="No rank was started: none could use a GPU there.",
         where=Where(hosts=hosts),
         fix=Fix(
-            text="see what the driver itself says; to test the ranks on the CPU meanwhile, use --device cpu",
+            text="check the driver with nvidia-smi; to test the ranks on the CPU meanwhile, use --device cpu",
             commands=("nvidia-smi", request.again(device="cpu", backend="gloo")),
         ),
     )
@@ -101,14 +102,14 @@ def _too_few_gpus(request: Request, place: NodeSlot, places: Sequence[NodeSlot],
     evidence = () if hidden is None else (f"CUDA_VISIBLE_DEVICES={hidden}",)
     if gpus == 0:
         why = "CUDA_VISIBLE_DEVICES hides them" if facts.gpus.driver_present else "there is no NVIDIA driver"
-        title = f"{place.host} shows no GPU: {why}"
-        others = [one.host for one in places if one.facts.gpus.visible]
+        title = f"no GPU is visible on {place.host}: {why}"
+        others = [other.host for other in places if other.facts.gpus.visible]
         if others:
-            title += f" ({fold(others)} shows some)"
+            title += f" ({fold(others)} {'has' if len(others) == 1 else 'have'} GPUs)"
         cpu = request.again(device="cpu", backend="gloo")
-        fix = Fix(text="to test the ranks on the CPU instead", commands=(cpu,))
+        fix = Fix(text="test the ranks on the CPU instead", commands=(cpu,))
     else:
-        title = f"{place.host} shows {gpus} GPU(s), and nccl needs one for each of {nproc} ranks"
+        title = f"{place.host} has {counted(gpus, 'visible GPU')}, but nccl needs one per rank ({nproc} ranks)"
         fix = Fix(text="start one rank per GPU", commands=(request.again(nproc=str(gpus)),))
     return Finding(
         id=f"{request.command}.too-few-gpus",

@@ -1,7 +1,7 @@
 """What every rank runs before its command's own work: the stages start, connect, init, and its end.
 
-Each step is reported before it is made, so that a rank that never comes back has said where it is. A rank reports
-what it sees itself; who is to blame is decided by whoever sees all ranks.
+Each step is reported before it starts, so that the place of a rank that hangs is known. A rank reports only what it
+sees itself; the parent, which sees all ranks, decides which of them is at fault.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _NAP_S, _LATE_S = 0.005, 0.01
 
 
 class Stop(Exception):
-    """This rank cannot go on; what it saw is reported already."""
+    """This rank cannot go on; the reason is reported already."""
 
 
 def run_rank(config: dict[str, Any], kind: type[Rank]) -> None:
-    """Run one rank, then leave: status 0 when it came to the end, 1 when it could not."""
+    """Run one rank, then exit: status 0 when it finished, 1 when it could not."""
     programs.die_with_parent()
     programs.name_process(f"distdiag-rank{config['rank']}")
     programs.allow_tracing_by_anyone()
@@ -58,7 +58,8 @@ class Pauses(threading.Thread):
     """Measures how long this process did not run at all: stopped, throttled, or without a core.
 
     A thread that sleeps for a moment and wakes up late was kept from running, and the whole process with it. How long
-    it waited for a core meanwhile is what the kernel says of this very thread; the rest it was stopped or throttled.
+    it waited for a core meanwhile comes from the kernel's schedstat of this thread; the rest it was stopped or
+    throttled.
     """
 
     def __init__(self) -> None:
@@ -82,13 +83,13 @@ class Pauses(threading.Thread):
         """Count from now on."""
         self._began = (time.monotonic(), self._paused_s, self._no_core_s(), machine.throttled_s())
 
-    def told(self) -> dict[str, int]:
-        """Give what was since the beginning, in nanoseconds: records.PausedTold."""
+    def since_begin(self) -> dict[str, int]:
+        """Return the pauses since `begin`, in nanoseconds: records.PausedTold."""
         time.sleep(2 * _NAP_S)  # a pause that has just ended is noted when the nap is over
         at, paused_s, no_core_s, throttled_s = self._began
         paused_s = self._paused_s - paused_s
         throttled_s = min(paused_s, machine.throttled_s() - throttled_s)
-        # To the kernel, whoever has used up his quota waits for a core.
+        # To the kernel, a process that has used up its quota waits for a core.
         no_core_s = max(0.0, min(paused_s, self._no_core_s() - no_core_s) - throttled_s)
         found = {"paused": paused_s, "no_core": no_core_s, "throttled": throttled_s, "of": time.monotonic() - at}
         return {f"{name}_ns": round(seconds * 1e9) for name, seconds in found.items()}
@@ -113,7 +114,7 @@ class Rank:
         self.in_group = False
 
     def go(self) -> None:
-        """Take the stages in order; an exception of torch's is reported before the group is destroyed."""
+        """Run the stages in order; an exception of torch's is reported before the group is destroyed."""
         try:
             self.start()
             self.connect()
@@ -150,11 +151,11 @@ class Rank:
         self.progress.step(f"found: {kind}", trouble={"kind": kind, **details})
 
     def is_faulty(self, kind: str) -> bool:
-        """Tell whether this fault is to be made in this rank."""
+        """Return whether this fault is to be injected into this rank."""
         return self.config["fault"] is not None and self.config["fault"].get("kind") == kind
 
     def start(self) -> None:
-        """Import torch, choose the device, and tell its facts."""
+        """Import torch, choose the device, and report its facts."""
         self.enter("start", "importing torch")
         if self.is_faulty("no-import"):
             sys.meta_path.insert(0, _Hides("torch"))
@@ -178,7 +179,7 @@ class Rank:
         raise NotImplementedError
 
     def choose_device(self) -> dict[str, object]:
-        """Set `device`, and give its name, capability and memory."""
+        """Set `device`, and return its name, capability and memory."""
         if self.config["device"] == "cpu":
             self.device = torch.device("cpu")
             return {
@@ -205,29 +206,29 @@ class Rank:
         }
 
     def connect(self) -> None:
-        """Make sure that the rendezvous address leads to our rank 0."""
+        """Make sure that the rendezvous address leads to rank 0 of this run."""
         address, port = self.config["address"], self.config["port"]
         self.enter("connect", "preparing to connect")
         if self.rank == 0:
-            self.progress.step("taking the port")
+            self.progress.step("listening on the port")
             self.progress.step(f"waiting for {self.world_size - 1} ranks on port {port}", waiting=True)
             self.listener = socket.socket(fileno=self.config["listener_fd"])
             rendezvous.receive(self.listener, self.config["key"], self.world_size)
         else:
-            self.progress.step(f"asking {address} port {port} for rank 0", waiting=True)
+            self.progress.step(f"looking for rank 0 at {address} port {port}", waiting=True)
             try:
-                rendezvous.greet(address, port, self.config["key"], self.rank, self._tell_that_it_answered)
+                rendezvous.greet(address, port, self.config["key"], self.rank, self._report_answer)
             except rendezvous.Stranger as stranger:
                 self.fail("port-foreign", message=stranger.said, address=address, port=port)
-        self.progress.step("rank 0 answers")
+        self.progress.step("all ranks connected")
 
-    def _tell_that_it_answered(self) -> None:
+    def _report_answer(self) -> None:
         self.progress.step("rank 0 answered; waiting for the others", waiting=True)
 
     def init(self) -> None:
         """Make torch's store and the process group."""
         self.enter("init", "preparing the store")
-        # Torch's own limits stay behind ours: what a rank would say after them is a consequence.
+        # Torch's own limits come after ours: an error that a rank reports after them is a consequence.
         patience = timedelta(seconds=self.config["timeout_s"] * 3 + 60)
         self.progress.step("opening the store", waiting=True)
         self.store = self.make_store(patience)
@@ -257,7 +258,7 @@ class Rank:
                 address, port, self.world_size, True, patience, False, master_listen_fd=self.listener.detach()
             )
         except (TypeError, RuntimeError):
-            # A torch whose store takes no socket: it has to bind the port again, which we give up for it.
+            # A torch whose store accepts no socket: it has to bind the port again, so we close ours.
             socket.close(spare)
             return dist.TCPStore(address, port, self.world_size, True, patience, False)
 
@@ -283,13 +284,13 @@ class Rank:
             self.store.set("agreed", json.dumps(differing))
         else:
             differing = json.loads(self.store.get("agreed"))
-            self.store.set(f"told/{self.rank}", "")
+            self.store.set(f"got/{self.rank}", "")
         if differing:
             if self.rank == 0:
                 self.trouble("mismatch", differing=differing, planned=planned)
                 # With this rank the store goes, and the others would end by that.
-                self.store.wait([f"told/{rank}" for rank in range(1, self.world_size)])
-            self.progress.step("held back: the ranks do not agree", waiting=True, held=True)
+                self.store.wait([f"got/{rank}" for rank in range(1, self.world_size)])
+            self.progress.step("not started: the ranks do not agree", waiting=True, held=True)
             raise Stop
         self.progress.step("all ranks agree")
 
@@ -299,7 +300,7 @@ class Rank:
             torch.cuda.synchronize()
 
     def done(self) -> None:
-        """Meet the others once more."""
+        """Synchronize with the others once more."""
         self.enter("done", "preparing the last barrier")
         self.progress.step("barrier", waiting=True)
         if self.device.type == "cuda" and self.config["backend"] == "nccl":
@@ -309,7 +310,7 @@ class Rank:
         self.progress.step("destroying the process group", waiting=True)
 
     def leave_group(self) -> None:
-        """Destroy the process group: ranks that end without do not always end in peace."""
+        """Destroy the process group: ranks that exit without it may abort."""
         if self.in_group:
             dist.destroy_process_group()
 
@@ -321,7 +322,7 @@ class _Hides:
         self.name = name
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Refuse the one package; leave all others to the next finder."""
+        """Refuse this package; leave all others to the next finder."""
         if name == self.name:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
@@ -371,7 +372,7 @@ def _nccl_version() -> str | None:
 
 
 def _cuda_complaint() -> str:
-    """Torch's own reason why there is no CUDA."""
+    """Return torch's own reason why CUDA is not available."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
@@ -380,13 +381,13 @@ def _cuda_complaint() -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether memory was what this error lacked."""
+    """Return whether this error means that memory ran out."""
     words = str(error).lower()
     return isinstance(error, MemoryError) or "out of memory" in words or "can't allocate memory" in words
 
 
 def first_lines(error: BaseException) -> str:
-    """Give the start of what an error says, in one line."""
+    """Return the start of an error's message, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:3])[:500] or type(error).__name__
 

@@ -1,4 +1,4 @@
-"""What the ranks themselves found wrong, as findings; the same trouble of many ranks is one. Pure."""
+"""What the ranks themselves found wrong, as findings; the same error of many ranks is one finding. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from distdiag import knowledge
 from distdiag.cluster.hosts import name_ranks
-from distdiag.launch.wording import amount, fix_from, place, where, who
+from distdiag.diagnosis.wording import counted, format_size
+from distdiag.launch.wording import fix_from, place, where, who
 from distdiag.report import Finding, Fix, Level
 
 if TYPE_CHECKING:
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def findings_of(parts: Attribution, traces: list[RankTimeline], request: Request) -> list[Finding]:
-    """Make one finding of each trouble, for all ranks that have it."""
+    """Return a finding for each trouble, with all ranks that have it."""
     by_kind: dict[tuple[str, str], list[Trouble]] = {}
     for trouble in parts.troubles:
-        # Out of memory says other numbers on each rank, and is one trouble all the same.
+        # Out of memory has other numbers on each rank, and is the same trouble all the same.
         words = trouble.message if trouble.kind != "out-of-memory" else ""
         by_kind.setdefault((trouble.kind, words), []).append(trouble)
     make = {
@@ -41,24 +42,24 @@ def findings_of(parts: Attribution, traces: list[RankTimeline], request: Request
 
 
 def _ranks_of(kind: str, group: list[Trouble]) -> list[int]:
-    """Rank 0 tells a mismatch, and others are odd; everything else is told by the rank that has it."""
-    return sorted(odd_ranks(group[0])) if kind == "mismatch" else [trouble.rank for trouble in group]
+    """List the ranks at fault: rank 0 reports a mismatch of others; any other trouble is the reporting rank's own."""
+    return sorted(deviating_ranks(group[0])) if kind == "mismatch" else [trouble.rank for trouble in group]
 
 
 def failed_ranks(parts: Attribution) -> set[int]:
-    """Ranks that saw something wrong of their own, or do not agree with what was planned."""
+    """Return ranks that reported an error of their own, or do not match what was planned."""
     failed: set[int] = set()
     sources = _sources(parts.troubles)
     for trouble in parts.troubles:
         if trouble.kind == "mismatch":
-            failed |= odd_ranks(trouble)
+            failed |= deviating_ranks(trouble)
         elif trouble.kind != "wrong-result" or not sources or trouble in sources:
             failed.add(trouble.rank)
     return failed
 
 
 def _sources(troubles: Iterable[Trouble]) -> list[Trouble]:
-    """Wrong results whose rank had sent wrong data itself: the others' are its consequence."""
+    """List wrong results whose rank had sent wrong data itself: those of other ranks are its consequence."""
     return [trouble for trouble in troubles if trouble.details.get("own_wrong")]
 
 
@@ -70,7 +71,7 @@ def _no_torch(group: list[Trouble], traces: list[RankTimeline], request: Request
         id=f"{request.command}.no-torch",
         level=Level.FAIL,
         title=f"{who(traces)} cannot import torch: {first.message}",
-        detail="There is no torch in this Python." if absent else "There is a torch, and it does not load.",
+        detail="torch is not installed in this Python." if absent else "torch is installed, but does not load.",
         where=where(traces),
         evidence=(f"python: {python}",),
         fix=_fix_for_import(first, python, absent=absent),
@@ -84,8 +85,8 @@ def _fix_for_import(trouble: Trouble, python: str, *, absent: bool) -> Fix:
     if absent:
         return Fix(text="install it into that Python", commands=(f"{python} -m pip install torch",))
     return Fix(
-        text="see its whole complaint; then clear what shadows it (PYTHONPATH, LD_LIBRARY_PATH), or install the same "
-        "build again from where it came",
+        text="read the full error; then clear what shadows torch (PYTHONPATH, LD_LIBRARY_PATH), or reinstall the same "
+        "build from the same source",
         commands=(f"{python} -c 'import torch'",),
     )
 
@@ -94,32 +95,33 @@ def _cuda_unavailable(group: list[Trouble], traces: list[RankTimeline], request:
     built_for = group[0].details.get("built_for")
     torch = group[0].details.get("torch")
     known = knowledge.recognise(group[0].message)
-    cpu_only = "this torch was built for the CPU only; install a CUDA build of it"
+    cpu_only = "this torch is a CPU-only build; install a CUDA build"
     return Finding(
         id=f"{request.command}.cuda-unavailable",
         level=Level.FAIL,
         title=f"{who(traces)} cannot use a GPU: {group[0].message}",
         where=where(traces),
         evidence=(f"torch {torch}, built for {'CUDA ' + str(built_for) if built_for else 'the CPU only'}",),
-        fix=fix_from(known, Fix(text="see what the driver says" if built_for else cpu_only, commands=("nvidia-smi",))),
+        fix=fix_from(known, Fix(text="check the driver" if built_for else cpu_only, commands=("nvidia-smi",))),
     )
 
 
 def _port_foreign(group: list[Trouble], traces: list[RankTimeline], request: Request) -> Finding:
     details = group[0].details
-    said = f'it says "{group[0].message}"' if group[0].message else "it hangs up without a word"
+    answer = f'answers "{group[0].message}"' if group[0].message else "closes the connection without a reply"
     return Finding(
         id=f"{request.command}.port-foreign",
         level=Level.FAIL,
-        title=f"{details.get('address')} port {details.get('port')} does not lead {who(traces)} to rank 0: {said}",
+        title=f"{who(traces)} did not find rank 0 at {details.get('address')} port {details.get('port')}: another "
+        f"program {answer}",
         where=where(traces),
         fix=Fix(text="use another rendezvous port", commands=(request.again(master_port="0"),)),
     )
 
 
-def odd_ranks(trouble: Trouble) -> set[int]:
-    """Ranks that differ: from most others; all that are named where no value has a majority."""
-    odd: set[int] = set()
+def deviating_ranks(trouble: Trouble) -> set[int]:
+    """Return ranks that differ from the plan, or from most others; all that are named where no value has a majority."""
+    deviating: set[int] = set()
     planned = _planned(trouble)
     for field, values in _differing(trouble).items():
         groups = {value: set(ranks) for value, ranks in values.items()}
@@ -127,8 +129,8 @@ def odd_ranks(trouble: Trouble) -> set[int]:
         if usual not in groups:
             most = sorted(groups, key=lambda value: len(groups[value]))
             usual = most[-1] if len(groups[most[-1]]) > len(groups[most[-2]]) else None
-        odd |= {rank for value, ranks in groups.items() if value != usual for rank in ranks}
-    return odd
+        deviating |= {rank for value, ranks in groups.items() if value != usual for rank in ranks}
+    return deviating
 
 
 def _mismatch(group: list[Trouble], traces: list[RankTimeline], request: Request) -> Finding:
@@ -146,7 +148,7 @@ def _mismatch(group: list[Trouble], traces: list[RankTimeline], request: Request
     return Finding(
         id=f"{request.command}.mismatch",
         level=Level.FAIL,
-        title=f"{who(traces)} {'does' if len(traces) == 1 else 'do'} not agree with the plan: {'; '.join(words)}",
+        title=f"{who(traces)} {'does' if len(traces) == 1 else 'do'} not match the plan: {'; '.join(words)}",
         detail="The collective was not run: Gloo would return wrong data without an error, NCCL would hang.",
         where=where(traces),
         fix=Fix(text=fix),
@@ -165,22 +167,24 @@ def _differing(trouble: Trouble) -> dict[str, dict[str, list[int]]]:
 
 def _wrong_result(group: list[Trouble], traces: list[RankTimeline], request: Request) -> Finding:
     sources = _sources(group)
-    told: Mapping[str, Any] = (sources or group)[0].details
-    first, total = told["first_index"], told["total"]
-    op = told.get("op", "all_reduce")
-    what = f"a wrong {op} of {amount(told['size_bytes'])}" if "size_bytes" in told else "a wrong sum"
-    values = f"{told['got']} instead of {told['expected']}"
-    seen = f"{told['wrong']} of {total} elements, the first at index {first}: {values}"
+    details: Mapping[str, Any] = (sources or group)[0].details
+    first, total = details["first_index"], details["total"]
+    op = details.get("op", "all_reduce")
+    what = f"a wrong {op} of {format_size(details['size_bytes'])}" if "size_bytes" in details else "a wrong sum"
+    values = f"{details['got']} instead of {details['expected']}"
+    wrong = f"{details['wrong']} of {total} elements, the first at index {first}: {values}"
     if sources:
         guilty = [trace for trace in traces if trace.rank in {trouble.rank for trouble in sources}]
-        where_wrong = f"{told['own_wrong']} wrong element(s), the first at index {told.get('own_first_index')}"
+        where_wrong = (
+            f"{counted(details['own_wrong'], 'wrong element')}, first at index {details.get('own_first_index')}"
+        )
         title = f"{who(guilty)} sent wrong data from its own memory: {where_wrong}"
         fix = Fix(text="the data was wrong before it was sent: suspect that rank's memory (ECC errors) or device")
     else:
         guilty = traces
-        title = f"{who(guilty)} received {what}: {told['how']}"
+        title = f"{who(guilty)} received {what}: {details['how']}"
         fix = Fix(
-            text="every rank's own data is right, so it changed on the way or in the reduction: suspect the link, or "
+            text="every rank sent correct data, so it changed in transit or in the reduction: suspect the link, or "
             "the peer access between the devices; pairs of ranks show which",
             commands=(request.pairs(),),
         )
@@ -188,8 +192,8 @@ def _wrong_result(group: list[Trouble], traces: list[RankTimeline], request: Req
         id=f"{request.command}.wrong-result",
         level=Level.FAIL,
         title=title,
-        detail=f"{name_ranks(one.rank for one in traces).capitalize()} received {what} ({told['how']}): {seen}. "
-        f"{op} returned without an error.",
+        detail=f"{name_ranks(trace.rank for trace in traces).capitalize()} received {what} ({details['how']}): "
+        f"{wrong}. {op} returned without an error.",
         where=where(guilty),
         fix=fix,
     )
@@ -199,8 +203,8 @@ def _out_of_memory(group: list[Trouble], traces: list[RankTimeline], request: Re
     details: Mapping[str, Any] = group[0].details
     stage, doing = place(traces[0], before_end=True)
     got = (
-        f": it got {amount(details['got_bytes'])} of {amount(details['asked_bytes'])}"
-        if "asked_bytes" in details and "got_bytes" in details
+        f": it got {format_size(details['got_bytes'])} of {format_size(details['requested_bytes'])}"
+        if "requested_bytes" in details and "got_bytes" in details
         else ""
     )
     return Finding(
@@ -210,7 +214,7 @@ def _out_of_memory(group: list[Trouble], traces: list[RankTimeline], request: Re
         detail=group[0].message,
         where=where(traces),
         fix=Fix(
-            text="see who else uses that memory, or ask for less",
+            text="check what else uses that memory, or request less",
             commands=("free -h" if _on_cpu(traces) else "nvidia-smi", request.again(**request.less())),
         ),
     )
@@ -225,11 +229,11 @@ def _memory_corrupt(group: list[Trouble], traces: list[RankTimeline], request: R
     return Finding(
         id=f"{request.command}.memory-corrupt",
         level=Level.FAIL,
-        title=f"{who(traces)} did not read back what it wrote in {len(details['chunks'])} chunk(s) of "
-        f"{amount(details['chunk_bytes'])}",
+        title=f"{who(traces)} read back wrong data from its memory, in {counted(len(details['chunks']), 'chunk')} of "
+        f"{format_size(details['chunk_bytes'])}",
         where=where(traces),
         fix=Fix(
-            text="the memory of that device is faulty; see its ECC errors",
+            text="the memory of that device is faulty; check its ECC errors",
             commands=("dmesg -T | grep -iE 'mce|edac'" if _on_cpu(traces) else "nvidia-smi -q -d ECC,PAGE_RETIREMENT",),
         ),
     )
@@ -244,5 +248,5 @@ def _failed(group: list[Trouble], traces: list[RankTimeline], request: Request) 
         title=f"{who(traces)} failed in stage {stage} ({doing}): {known.means if known else group[0].message}",
         detail=group[0].message if known else "",
         where=where(traces),
-        fix=fix_from(known, Fix(text="run again with the ranks' logs kept", commands=(request.again(nccl_debug=""),))),
+        fix=fix_from(known, Fix(text="rerun and keep the ranks' logs", commands=(request.again(nccl_debug=""),))),
     )

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def findings_of(request: Request, scene: Inventory, plan: Plan, course: RunRecord) -> list[Finding]:
-    """Say what went wrong with nodes, paths and ranks, and what was not tested."""
+    """Return what is wrong with nodes, paths and ranks, and what was not tested."""
     parts, cut = _judged(request, course)
     return [
         *_paths(request, course.meeting),
@@ -55,7 +55,7 @@ def findings_of(request: Request, scene: Inventory, plan: Plan, course: RunRecor
 
 
 def facts_of(request: Request, scene: Inventory, plan: Plan, course: RunRecord) -> dict[str, Any]:
-    """Give the fields of RunFacts."""
+    """Return the fields of RunFacts."""
     parts, _ = _judged(request, course)
     return {
         "world_size": plan.nproc,
@@ -72,7 +72,7 @@ def facts_of(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
 
 
 def _judged(request: Request, course: RunRecord) -> tuple[Attribution, list[Finding]]:
-    """Tell who is to blame; where it is a connection, that is a finding of its own."""
+    """Return which ranks are to blame; where it is a connection, that is a finding of its own."""
     return cut(attribute(course.outcome, course.traces, request.stages), course.traces, request, course)
 
 
@@ -91,7 +91,7 @@ def report_of(job: Job[Asked, Data], record: SavedRun) -> Report[Data]:
 
 
 def not_run(job: Job[Asked, Data], why: NotStarted) -> Report[Data]:
-    """Report why no rank was started."""
+    """Return the report of a run in which no rank was started."""
     request = job.request
     found = [*why.why, *_paths(request, why.meeting), *about_hosts(why.scene)]
     facts = {
@@ -108,7 +108,7 @@ def not_run(job: Job[Asked, Data], why: NotStarted) -> Report[Data]:
     }
     summary = worst_of(found) or "no rank was started"
     if why.interrupted:
-        summary = f"interrupted before any rank was started; hosts: {summary_of(why.scene.rows)}"
+        summary = f"interrupted before any rank started; hosts: {summary_of(why.scene.rows)}"
     return Report(
         command=request.command,
         data=job.no_data(request, why, facts),
@@ -119,26 +119,26 @@ def not_run(job: Job[Asked, Data], why: NotStarted) -> Report[Data]:
 
 
 def worst_of(found: Sequence[Finding]) -> str:
-    """Give the first thing that is wrong or unknown, and how many more there are; empty if there is none."""
+    """Return the first failure or unknown, and how many more there are; empty if there is none."""
     wrong = [finding for finding in found if finding.level in (Level.FAIL, Level.UNKNOWN)]
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
     return f"{wrong[0].title}{more}" if wrong else ""
 
 
 def how_far(ranks: Sequence[RankResult], stages: Sequence[str]) -> str:
-    """Say which ranks had reached which stage."""
+    """Format which ranks had reached which stage."""
     reached = [(stage, [rank.rank for rank in ranks if rank.stage == stage]) for stage in stages]
     return ", ".join(f"{name_ranks(group)} had reached {stage}" for stage, group in reached if group)
 
 
 def payloads(traces: Sequence[RankTimeline], key: str) -> list[Any]:
-    """List what the ranks told under this key, in order of rank."""
-    told: list[Mapping[str, Any]] = [event.payload for trace in traces for event in trace.events]
-    return [payload[key] for payload in told if key in payload]
+    """List what the ranks reported under this key, in order of rank."""
+    reported: list[Mapping[str, Any]] = [event.payload for trace in traces for event in trace.events]
+    return [payload[key] for payload in reported if key in payload]
 
 
 def started(traces: Sequence[RankTimeline]) -> dict[str, Any]:
-    """Give what the first rank that came so far told of its torch and device."""
+    """Return what the first rank that got that far reported of its torch and device."""
     return next(iter(payloads(traces, "started")), {})
 
 
@@ -169,7 +169,7 @@ def _rendezvous(meeting: RendezvousTest | None) -> Rendezvous | None:
 
 
 def _rank_result(trace: RankTimeline, parts: Attribution, request: Request) -> RankResult:
-    told = started([trace])
+    facts = started([trace])
     last = trace.last
     status = _status(trace, parts)
     return RankResult(
@@ -177,11 +177,11 @@ def _rank_result(trace: RankTimeline, parts: Attribution, request: Request) -> R
         local_rank=trace.local_rank,
         host=trace.host,
         pid=trace.pid,
-        device=told.get("device"),
-        device_name=told.get("device_name"),
-        capability=told.get("capability"),
-        free_bytes=told.get("free_bytes"),
-        total_bytes=told.get("total_bytes"),
+        device=facts.get("device"),
+        device_name=facts.get("device_name"),
+        capability=facts.get("capability"),
+        free_bytes=facts.get("free_bytes"),
+        total_bytes=facts.get("total_bytes"),
         stage=last.stage if last is not None else request.stages[0],
         doing=last.note if last is not None else "starting Python",
         status=status,
@@ -211,12 +211,12 @@ def _error(trace: RankTimeline, parts: Attribution, status: Status) -> str | Non
         return findings.why_missing(trace)
     if status is Status.FAILED:
         mine = [trouble for trouble in parts.troubles if trouble.rank == trace.rank]
-        return "; ".join(trouble.message or trouble.kind for trouble in mine) or "does not agree with the other ranks"
+        return "; ".join(trouble.message or trouble.kind for trouble in mine) or "does not match the other ranks"
     return None
 
 
-def _versions(told: dict[str, Any]) -> Versions:
-    return Versions(**{name: told.get(name) for name in ("python", "torch", "cuda", "hip", "nccl")})
+def _versions(facts: dict[str, Any]) -> Versions:
+    return Versions(**{name: facts.get(name) for name in ("python", "torch", "cuda", "hip", "nccl")})
 
 
 _MUCH = 0.2
@@ -224,34 +224,36 @@ _OTHERS = 0.5
 """Of such a rank's share: what the others may have at most, or it is the machine that is busy."""
 
 
-def paused(request: Request, traces: Sequence[RankTimeline], told: Mapping[int, Sequence[PausedTold]]) -> list[Finding]:
-    """Name ranks that were stopped, throttled or had no core; `told` is what each of them measured."""
-    shares = {rank: _share(those, "paused_ns") for rank, those in told.items() if those}
-    # That there is no core for anybody is the machine's business; whoever is stopped or throttled is so by himself.
-    stopped = _odd({rank: share - _share(told[rank], "no_core_ns") for rank, share in shares.items()})
-    throttled = [rank for rank in stopped if _share(told[rank], "throttled_ns") > shares[rank] / 3]
-    named = [trace for trace in traces if trace.rank in (stopped or _odd(shares))]
+def paused(
+    request: Request, traces: Sequence[RankTimeline], pauses: Mapping[int, Sequence[PausedTold]]
+) -> list[Finding]:
+    """Return ranks that were stopped, throttled or had no core; `pauses`: what each of them measured."""
+    shares = {rank: _share(own, "paused_ns") for rank, own in pauses.items() if own}
+    # A lack of cores concerns the whole machine; a rank is stopped or throttled alone.
+    stopped = _outliers({rank: share - _share(pauses[rank], "no_core_ns") for rank, share in shares.items()})
+    throttled = [rank for rank in stopped if _share(pauses[rank], "throttled_ns") > shares[rank] / 3]
+    named = [trace for trace in traces if trace.rank in (stopped or _outliers(shares))]
     if not named:
         return []
     share = median(shares[trace.rank] for trace in named)
-    why = "it was stopped" if stopped else "other programs had its cores"
+    why = "it was stopped" if stopped else "other programs used its cores"
     why = "its CPU quota was used up" if throttled and throttled == stopped else why
     return [
         Finding(
             id=f"{request.command}.rank-paused",
-            # A busy machine is no fault of the rank.
+            # A busy machine is not a fault of the rank.
             level=Level.FAIL if stopped else Level.WARN,
             title=f"{who(named)} did not run for {share:.0%} of the time: {why}",
-            detail="Its best moments are as good as anybody's, so medians and best times do not show it; all others "
-            "wait for it.",
+            detail="Between pauses it is as fast as the others, so medians and best times do not show it; all other "
+            "ranks wait for it.",
             where=where(named),
             evidence=tuple(
-                f"rank {rank}: {share:.0%} of the time not running, {_share(told[rank], 'no_core_ns'):.0%} for want of "
-                f"a core, {_share(told[rank], 'throttled_ns'):.0%} by a CPU quota"
+                f"rank {rank}: not running for {share:.0%} of the time: {_share(pauses[rank], 'no_core_ns'):.0%} "
+                f"waiting for a core, {_share(pauses[rank], 'throttled_ns'):.0%} throttled by a CPU quota"
                 for rank, share in sorted(shares.items(), key=lambda entry: -entry[1])[:8]
             ),
             fix=Fix(
-                text="see its container's CPU quota (nr_throttled), what sends it signals, and what else runs there",
+                text="check its container's CPU quota (nr_throttled), what sends it signals, and what else runs there",
                 commands=(
                     "grep -r nr_throttled /sys/fs/cgroup --include=cpu.stat | grep -v ' 0$'",
                     "ps -eo pid,stat,psr,pcpu,cmd --sort=-pcpu | head -20",
@@ -261,17 +263,17 @@ def paused(request: Request, traces: Sequence[RankTimeline], told: Mapping[int, 
     ]
 
 
-def without_core(told: Mapping[int, Sequence[PausedTold]]) -> float:
+def without_core(pauses: Mapping[int, Sequence[PausedTold]]) -> float:
     """Return the part of the time that the median rank waited for a core."""
-    return median([_share(those, "no_core_ns") for those in told.values() if those] or [0.0])
+    return median([_share(own, "no_core_ns") for own in pauses.values() if own] or [0.0])
 
 
-def _odd(shares: Mapping[int, float]) -> list[int]:
-    """List ranks with a large share, if all others have a much smaller one."""
-    odd = sorted(rank for rank, share in shares.items() if share > _MUCH)
-    others = [share for rank, share in shares.items() if rank not in odd]
-    return odd if odd and others and max(others) < _OTHERS * min(shares[rank] for rank in odd) else []
+def _outliers(shares: Mapping[int, float]) -> list[int]:
+    """List ranks with a large share, if all others have a much smaller share."""
+    found = sorted(rank for rank, share in shares.items() if share > _MUCH)
+    others = [share for rank, share in shares.items() if rank not in found]
+    return found if found and others and max(others) < _OTHERS * min(shares[rank] for rank in found) else []
 
 
-def _share(told: Sequence[PausedTold], key: Literal["paused_ns", "no_core_ns", "throttled_ns"]) -> float:
-    return sum(int(one[key]) for one in told) / max(1, sum(one["of_ns"] for one in told))
+def _share(pauses: Sequence[PausedTold], key: Literal["paused_ns", "no_core_ns", "throttled_ns"]) -> float:
+    return sum(int(pause[key]) for pause in pauses) / max(1, sum(pause["of_ns"] for pause in pauses))

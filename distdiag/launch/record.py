@@ -1,4 +1,4 @@
-"""All that is known of one run of ranks: hosts, plan, how it went. What --save keeps of it, and what is judged."""
+"""All that is known of a run of ranks: hosts, plan, how it went. What --save writes of it, and what is judged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class NodeSlot:
     local: tuple[int, int] | None = None
     """Local rank and local world size of a process that a launcher started; None where we start the ranks."""
     door: str = ""
-    """The node of the same machine that tries the paths to other machines, if it is another one."""
+    """The node of the same machine that tests the paths to other machines, if that is another process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Allocation:
     first_rank: int
     nproc: int
     memory_available_bytes: int | None
-    """Of the node, None if it did not tell."""
+    """Of the node, None if it is unknown."""
     cpus: int | None
     """Cores of the node that its programs may use."""
     sharing: int
@@ -54,7 +54,7 @@ class Allocation:
     first_local_rank: int
     local_world_size: int
     door: str
-    """See Place."""
+    """See NodeSlot."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """What is known before ranks start: a row for each host, who cannot be used and why, and the nodes' facts."""
+    """What is known before ranks start: a row for each host, which cannot be used and why, and the nodes' facts."""
 
     places: tuple[NodeSlot, ...]
     rows: tuple[HostResult, ...] = ()
@@ -93,7 +93,7 @@ class Inventory:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """How the run went: its end, every rank's trace in order of rank, and how long nobody took a step at the end."""
+    """How the run went: its end, every rank's trace in order of rank, and how long no rank made progress at the end."""
 
     outcome: Outcome
     traces: list[RankTimeline]
@@ -117,9 +117,9 @@ class NotStarted:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """One run: `scene`, `plan` and `course`; or why there was none: `not_run`. `host`: where it was started from.
+    """A run: `scene`, `plan` and `course`; or why there was none: `not_run`. `host`: where it was started from.
 
-    `program`: how all ranks are started again, if a launcher started them. `extra`: what else was noticed.
+    `program`: how all ranks are started again, if a launcher started them. `extra`: a finding besides.
     """
 
     host: str
@@ -132,7 +132,7 @@ class SavedRun:
 
     @classmethod
     def of_none(cls, why: NotStarted) -> SavedRun:
-        """Say why there was no run."""
+        """Return the record of a run that was not started."""
         return cls(host=machine.host_name(), not_run=why)
 
 
@@ -142,18 +142,18 @@ Data = TypeVar("Data")
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Generic[Asked, Data]):
-    """What one command does with ranks: what they run and are told, and what their run means."""
+    """What a command does with ranks: what they run, their configuration, and the diagnosis of the run."""
 
     request: Asked
     rank: str
     """The module that every rank runs: main(config)."""
     config: Callable[[Asked, Plan, Allocation, int], dict[str, Any]]
-    """What the command itself tells a rank, beside what every rank is told."""
+    """The command's own part of a rank's configuration."""
     diagnose: Callable[[Asked, Inventory, Plan, RunRecord], Report[Data]]
     no_data: Callable[[Asked, NotStarted, dict[str, Any]], Data]
-    """Gives the facts of a run that never began, from the fields of RunFacts."""
-    tell: Callable[[rank_runs.Run, Progress], str] | None = None
-    """Says what is new in a run under way, beside the stages; gives how far it is, for the line that changes."""
+    """Returns the facts of a run that never began, from the fields of RunFacts."""
+    report_progress: Callable[[rank_runs.Run, Progress], str] | None = None
+    """Reports what is new in a run under way, besides the stages; returns how far it is, for the line that changes."""
 
     @property
     def agent(self) -> Agent:

@@ -1,4 +1,4 @@
-"""Every command that works on ranks, from its request to the record of a run; what it means is `judge`'s."""
+"""Every command that works on ranks, from its request to the record of a run, which rank_report.py judges."""
 
 from __future__ import annotations
 
@@ -57,22 +57,22 @@ def carry_out(job: Job[Asked, Data], progress: Progress) -> SavedRun:
 
     Raises:
         UsageError: the request contradicts itself or the machine.
-        DistdiagError: the node side failed, or the logs asked for cannot be kept.
+        DistdiagError: the agent failed, or the requested logs cannot be kept.
     """
     request = job.request
     check_request(request)
-    _look_around()
+    _check_working_directory()
     me = identify(os.environ)
     if me is not None and me.world_size > 1:
         return under_launcher.carry_out(job, me, progress, run)
     targets = find_targets(request.cluster, os.environ)
     if targets.launcher is None:
-        _refuse_wishes(request)
+        _refuse_network_options(request)
     with open_fleet(request.cluster, targets, job.agent) as fleet:
         if targets.launcher is not None:
-            progress.news(f"reaching {describe(targets)}")
+            progress.news(f"connecting to {describe(targets)}")
         try:
-            fleet.gather(lambda now: _tell_reached(now, progress))
+            fleet.gather(lambda now: _report_reached(now, progress))
             scene = _scene(fleet, targets)
             if not scene.places:
                 return SavedRun.of_none(NotStarted(scene=scene))
@@ -91,41 +91,41 @@ def subcommand(
     recipe: Recipe | None,
     saved_as: str = "",
 ) -> Subcommand[Asked, SavedRun, Data]:
-    """Make a command that works on ranks. `recipe`: the launcher for which lines are to be written instead."""
+    """Return a command that works on ranks. `recipe`: the launcher whose launch commands are printed instead."""
 
-    def collect(asked: Asked, progress: Progress) -> Gathered[SavedRun]:
-        return Gathered(facts=[carry_out(job_of(asked), progress)])
+    def collect(request: Asked, progress: Progress) -> Gathered[SavedRun]:
+        return Gathered(facts=[carry_out(job_of(request), progress)])
 
     return Subcommand(
         name=name,
         request=request,
         facts=SavedRun,
         collect=collect,
-        diagnose=lambda asked, gathered: rank_report.report_of(job_of(asked), gathered.facts[0]),
-        view=lambda asked, _, report: view(asked, report),
-        explain=lambda asked: explain(job_of(asked), recipe),
+        diagnose=lambda request, gathered: rank_report.report_of(job_of(request), gathered.facts[0]),
+        view=lambda request, _, report: view(request, report),
+        explain=lambda request: explain(job_of(request), recipe),
         saved_as=saved_as,
         by_every_rank=True,
     )
 
 
 def explain(job: Job[Any, Any], recipe: Recipe | None) -> list[str]:
-    """Write how the hosts would be reached, or the lines that start the same under a launcher."""
+    """Return the commands that reach the hosts, or those that start the same under a launcher."""
     request = job.request
     check_request(request)
     targets = find_targets(request.cluster, os.environ)
     if recipe is None:
         return start_fleet.explain(request.cluster, targets, job.agent)
     hosts = [machine.host_name() if host is THIS_NODE else host.name for host in targets.hosts]
-    wanted = request.device is Device.CUDA or request.backend is Backend.NCCL
+    needs_cuda = request.device is Device.CUDA or request.backend is Backend.NCCL
     here = (find_gpus()["visible"] or 0) if request.device is not Device.CPU else 0
     nproc = request.nproc or targets.hosts[0].slots or here
-    if wanted and not nproc:
+    if needs_cuda and not nproc:
         raise UsageError(
-            "there is no GPU on this machine to tell how many ranks a node has", hint="give their number: --nproc 8"
+            "the number of ranks per node is unknown: there is no GPU on this machine", hint="set it: --nproc 8"
         )
     nproc = nproc or RANKS_WITHOUT_GPU
-    gpus = True if wanted or here else False if request.device is Device.CPU else None
+    gpus = True if needs_cuda or here else False if request.device is Device.CPU else None
     by_torchrun = recipe in (Recipe.TORCHRUN, Recipe.PDSH)
     plain = replace(request, nproc=None, cluster=Cluster(), **({"master_port": 0} if by_torchrun else {}))
     again = plain.again(**({"inject": plain.injected.option} if plain.injected is not None else {}))
@@ -140,7 +140,7 @@ def explain(job: Job[Any, Any], recipe: Recipe | None) -> list[str]:
 
 
 def run(job: Job[Asked, Data], fleet: Fleet, scene: Inventory, progress: Progress) -> SavedRun:
-    """Plan, try the paths, and run the ranks on nodes that are up."""
+    """Plan, test the paths, and run the ranks on nodes that are up."""
     plan = make_plan(job.request, scene.places)
     if isinstance(plan, Finding):
         return SavedRun.of_none(NotStarted(scene=scene, why=(plan,)))
@@ -165,9 +165,9 @@ def _run(job: Job[Asked, Data], fleet: Fleet, scene: Inventory, plan: Plan, prog
     meeting = None
     doors = list(dict.fromkeys(share.door for share in plan.shares))
     if len(doors) == 1 and not scene.refusals:
-        _refuse_wishes(request)
+        _refuse_network_options(request)
     if len(doors) > 1:
-        progress.news("trying the paths between the nodes")
+        progress.news("testing the paths between the nodes")
         overrides = RendezvousOverrides(request.master_addr, request.ifname)
         meeting = RendezvousProbe(fleet, doors, port, partial(rendezvous_addresses, overrides=overrides)).run()
         if not meeting.is_open:
@@ -176,25 +176,25 @@ def _run(job: Job[Asked, Data], fleet: Fleet, scene: Inventory, plan: Plan, prog
     key = handshake.new_key()
     specs = {share.node: _specs(job, plan, share, (port, key), meeting) for share in plan.shares}
     narrator = _Narrator(job, plan, progress)
-    ranks = rank_runs.Run(fleet, specs, job.rank, request.stages, narrator.tell)
+    ranks = rank_runs.Run(fleet, specs, job.rank, request.stages, narrator.report)
     outcome = ranks.wait(request.timeout_s)
     course = RunRecord(outcome, list(ranks.traces.values()), log_dirs, ranks.stalled_s, meeting, ranks.lost)
     return SavedRun(host=machine.host_name(), scene=scene, plan=plan, course=course)
 
 
-def _refuse_wishes(request: Request) -> None:
-    """Refuse what was asked for the way between nodes where there is one node. Raises UsageError."""
+def _refuse_network_options(request: Request) -> None:
+    """Refuse options about the path between nodes where there is only one node. Raises UsageError."""
     options = (("--ifname", request.ifname), ("--master-addr", request.master_addr))
     typed = [name for name, value in options if value]
     if typed:
         raise UsageError(
-            f"{' and '.join(typed)} would have no effect: all ranks are on one machine and meet at {_LOOPBACK}",
-            hint="leave it out; or name several hosts: --hosts node[1-2]",
+            f"{' and '.join(typed)} would have no effect: all ranks are on one machine and use {_LOOPBACK}",
+            hint="leave it out, or name several hosts: --hosts node[1-2]",
         )
 
 
 def _scene(fleet: Fleet, targets: Targets) -> Inventory:
-    """Put together what is known of the hosts."""
+    """Return what is known of the hosts."""
     places: list[NodeSlot] = []
     twins: list[tuple[str, str]] = []
     machines: dict[str, str] = {}
@@ -208,7 +208,7 @@ def _scene(fleet: Fleet, targets: Targets) -> Inventory:
     if targets.launcher is None and fleet.refusals:
         refusal = next(iter(fleet.refusals.values()))
         raise NodeFailed(
-            f"distdiag's node side cannot be used on this machine: {refusal.message}",
+            f"cannot start the distdiag agent on this machine: {refusal.message}",
             hint=hint_here(refusal),
         )
     return Inventory(
@@ -221,53 +221,54 @@ def _scene(fleet: Fleet, targets: Targets) -> Inventory:
 
 
 def _scene_now(scene: Inventory, fleet: Fleet) -> Inventory:
-    """Bring a row up to date for each host that was given up since; there are none on one node, or under a launcher."""
+    """Update the row of each host that failed since; there are none on one node, or under a launcher."""
     return replace(scene, rows=fleet.rows, refusals=dict(fleet.refusals)) if scene.rows else scene
 
 
-def _tell_reached(fleet: Fleet, progress: Progress) -> None:
-    progress.now(f"{len(fleet.up)} of {len(fleet.hosts)} hosts reached, {len(fleet.refusals)} given up")
+def _report_reached(fleet: Fleet, progress: Progress) -> None:
+    progress.now(f"{len(fleet.up)} of {len(fleet.hosts)} hosts reached, {len(fleet.refusals)} failed")
 
 
-def _look_around() -> None:
-    """Refuse to start where the answer would be about something else than the ranks."""
+def _check_working_directory() -> None:
+    """Refuse to start in a directory that is gone: every rank would fail there for that reason alone."""
     try:
         os.getcwd()
     except FileNotFoundError:
         raise DistdiagError(
-            "the working directory does not exist any more; torch cannot load from it", hint="cd ~"
+            "the working directory no longer exists; torch cannot be imported from there", hint="cd ~"
         ) from None
 
 
 class _Narrator:
-    """Says on stderr when all ranks have reached a stage, and who is being waited for."""
+    """Reports on stderr when all ranks have reached a stage, and which ranks the others are waiting for."""
 
     def __init__(self, job: Job[Asked, Data], plan: Plan, progress: Progress) -> None:
         self._stages = job.request.stages
-        self._tell = job.tell
+        self._report_more = job.report_progress
         self._progress = progress
-        self._told = -1
-        self._told_waiting = False
+        self._reported = -1
+        self._reported_waiting = False
         progress.news(f"starting {plan.nproc} ranks on {plan.device}, {plan.backend}")
 
-    def tell(self, run: rank_runs.Run) -> None:
-        """Look at all ranks; tell what is new."""
+    def report(self, run: rank_runs.Run) -> None:
+        """Report what is new of all ranks."""
         at = {trace.rank: position(trace, self._stages) for trace in run.traces.values()}
         lowest = min(at.values())
         stage = min(lowest[0], len(self._stages) - 1)
         if any(trace.pid is None and trace.is_live for trace in run.traces.values()):
             stage = -1  # importing, before they are forked
-        while self._told < stage:
-            self._told += 1
-            self._told_waiting = False
-            pids = ", ".join(f"{trace.rank}={trace.pid}" for trace in run.traces.values()) if self._told == 0 else ""
-            self._progress.news(f"{self._stages[self._told]}: all ranks" + (f" (pids {pids})" if pids else ""))
-        so_far = self._tell(run, self._progress) if self._tell is not None else ""
+        while self._reported < stage:
+            self._reported += 1
+            self._reported_waiting = False
+            pids = ", ".join(f"{trace.rank}={trace.pid}" for trace in run.traces.values())
+            first = f" (pids {pids})" if self._reported == 0 else ""
+            self._progress.news(f"{self._stages[self._reported]}: all ranks{first}")
+        so_far = self._report_more(run, self._progress) if self._report_more is not None else ""
         behind = name_ranks(rank for rank, place in at.items() if place == lowest)
         waiting = f"waiting for {behind} in {self._stages[max(stage, 0)]} ({run.silent_s:.0f} s)"
         self._progress.now(f"{so_far}; {waiting}" if so_far else waiting)
-        if run.silent_s > _WAITING_IS_NEWS_S and not self._told_waiting:
-            self._told_waiting = True
+        if run.silent_s > _WAITING_IS_NEWS_S and not self._reported_waiting:
+            self._reported_waiting = True
             self._progress.news(waiting)
 
 
@@ -281,8 +282,8 @@ def _keep_logs(fleet: Fleet, plan: Plan, request: Request) -> dict[str, str]:
         answer = answers.get(node.name) or Logs(folder=None, error="no answer")
         if answer.folder is None:
             raise DistdiagError(
-                f"no directory for the ranks' logs can be made on {node.host}: {answer.error}",
-                hint=f'name one that can be written: TMPDIR="$HOME" distdiag {request.command} --nccl-debug',
+                f"cannot create a directory for the ranks' logs on {node.host}: {answer.error}",
+                hint=f'use a writable directory: TMPDIR="$HOME" distdiag {request.command} --nccl-debug',
             )
         folders[node.host] = answer.folder
     return folders
@@ -323,12 +324,12 @@ def _specs(
 
 
 def _fault_before_torch(fault: dict[str, Any] | None) -> bool:
-    """Whether a rank is to meet its fault while it starts: it has to be alone then."""
+    """Return whether a rank's fault is injected while it starts: it needs a process of its own then."""
     return fault is not None and (fault.get("kind") == "no-import" or fault.get("stage") == "start")
 
 
 def _interface(request: Request, share: Allocation, meeting: RendezvousTest | None) -> dict[str, str]:
-    """Tell Gloo and NCCL the interface that was tried, unless the node's own environment names one."""
+    """Return the variables that give Gloo and NCCL the tested interface, unless the node's environment names one."""
     if meeting is None:
         return {}
     network = meeting.networks[share.door]

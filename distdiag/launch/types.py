@@ -1,4 +1,4 @@
-"""What a command that works on ranks is asked, what a node reports of itself, and how each rank fared."""
+"""What a command that works on ranks is asked for, what a node reports of itself, and how each rank fared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from distdiag.cluster.host_results import HostResult
 
 MOST_RANKS = 4096
-"""On one node: beyond this it is a slip of the finger, and each rank takes a hundred megabytes."""
+"""On one node: more is a typing error, and each rank takes a hundred megabytes."""
 
 
 class Backend(StrEnum):
@@ -33,7 +33,7 @@ class Device(StrEnum):
 
 
 class Status(StrEnum):
-    """How a rank fared. LOST: its node went away. WAITING: another rank kept it from going on."""
+    """How a rank fared. LOST: contact with its node was lost. WAITING: it was waiting for another rank."""
 
     OK = "ok"
     FAILED = "failed"
@@ -44,7 +44,7 @@ class Status(StrEnum):
 
 
 class Injected(Protocol):
-    """A fault to make for real, as each command has them."""
+    """A real fault to inject, as each command has them."""
 
     @property
     def highest_rank(self) -> int | None:
@@ -56,12 +56,12 @@ class Injected(Protocol):
 
     @property
     def words(self) -> str:
-        """What is done: "kill was made in rank 1"."""
+        """What it does, and where: "kill of rank 1"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFault:
-    """A fault to make in one rank: kill:1. Commands add where in their work it happens."""
+    """A fault to inject into one rank: kill:1. Commands add where in their work it happens."""
 
     kind: str
     rank: int
@@ -83,8 +83,8 @@ class RankFault:
 
     @property
     def words(self) -> str:
-        """What is done."""
-        return f"{self.kind} was made in rank {self.rank}" + (f" in {self.at[1]}" if self.at[1] else "")
+        """What it does, and where."""
+        return f"{self.kind} in rank {self.rank}" + (f", {self.at[1]}" if self.at[1] else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class Request:
     command: ClassVar[str]
     """The subcommand; its findings' ids begin with it."""
     stages: ClassVar[tuple[str, ...]]
-    """What every rank goes through, in order."""
+    """The stages of every rank, in order."""
 
     program: str = "distdiag"
     nproc: int | None = None
@@ -110,11 +110,11 @@ class Request:
 
     @property
     def injected(self) -> Injected | None:
-        """The fault that is to be made, if any."""
+        """The fault to inject, if any."""
         raise NotImplementedError
 
     def own_options(self) -> dict[str, object]:
-        """Options of this command alone, by name, that differ from their defaults; None leaves one out."""
+        """Options of this command alone, by name, that differ from their defaults; None leaves an option out."""
         raise NotImplementedError
 
     def less(self) -> dict[str, str]:
@@ -122,13 +122,13 @@ class Request:
         raise NotImplementedError
 
     def pairs(self) -> str:
-        """Write the command that measures pairs of the same ranks, to find the bad one or the bad link."""
+        """Return the command that tests pairs of the same ranks, to find the bad rank or link."""
         number = ["--nproc", str(self.nproc)] if self.nproc is not None else []
         where = [f"{name} {quoted(value)}" for name, value in self.cluster.typed()]
         return " ".join([self.program, "gpu-test", "--isolate", *where, *number])
 
     def again(self, *, extra: str = "", **changes: str) -> str:
-        """Write the command that repeats this with other options: again(timeout="120")."""
+        """Return the command that repeats this with other options: again(timeout="120")."""
         typed: dict[str, object] = {
             "nproc": self.nproc,
             "backend": self.backend if self.backend is not Backend.AUTO else None,
@@ -154,7 +154,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Versions:
-    """Versions as the ranks report them; None where there is none, or no rank came so far."""
+    """Versions as the ranks report them; None where there is none, or no rank got that far."""
 
     python: str | None = None
     torch: str | None = None
@@ -185,7 +185,7 @@ class RankResult:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """The facts of one run that every command on ranks reports."""
+    """The facts of a run that every command on ranks reports."""
 
     world_size: int
     backend: str
@@ -198,7 +198,7 @@ class RunFacts:
     """Host -> directory there, with --nccl-debug."""
     hosts: tuple[HostResult, ...]
     rendezvous: Rendezvous | None
-    """None on one node: its ranks meet at 127.0.0.1."""
+    """None on one node: its ranks use 127.0.0.1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +215,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Gpus:
-    """NVIDIA GPUs here. `visible` is None if the driver did not tell; `error` says why."""
+    """NVIDIA GPUs here. `visible` is None if the driver did not answer; `error` is the reason."""
 
     driver_present: bool
     visible: int | None
@@ -227,8 +227,8 @@ class Pcie:
     """How the GPUs of a node reach each other and its RDMA cards over PCIe.
 
     `redirecting` are bridges above them with ACS request redirect. `translated`: the type of an IOMMU domain that
-    translates a GPU's addresses, "DMA-FQ"; empty where none does, or it is not to be known. `virtual` is None where
-    nothing tells whether this is a virtual machine.
+    translates a GPU's addresses, "DMA-FQ"; empty where none does, or it is unknown. `virtual` is None where it is
+    unknown whether this is a virtual machine.
     """
 
     gpus: tuple[str, ...]
@@ -240,7 +240,7 @@ class Pcie:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What is to be known of a node before ranks start there."""
+    """The facts of a node before ranks start there."""
 
     host: str
     kernel: str
@@ -260,10 +260,10 @@ class NodeFacts:
     nvidia_driver: str = ""
     """The version of the loaded kernel module; empty if there is none."""
     machine: str = ""
-    """What the maker calls this machine, clouds their kind of instance: "p5.48xlarge"; empty if it is not told."""
+    """The machine's product name, in clouds the instance type: "p5.48xlarge"; empty if it is unknown."""
     variables: dict[str, str] = field(default_factory=dict)
     """What NCCL, Gloo and torch read from the environment."""
     limits: dict[str, str] = field(default_factory=dict)
     """Soft limits by ulimit's letter: {"-n": "1024", "-l": "unlimited"}."""
-    said_otherwise: tuple[str, ...] = ()
-    """Variables of a job that are not what the launcher of this process says: "WORLD_SIZE=7"."""
+    stale_variables: tuple[str, ...] = ()
+    """Variables of a job that contradict the launcher of this process: "WORLD_SIZE=7"."""

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from distdiag.output import Progress
 
 _LEFT_ALONE = 3
-_FORGET = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"
+_UNSET = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"
 _INTERRUPTED = 130
 _GOODBYE_S = 1.0
 
@@ -52,7 +52,7 @@ def carry_out(
     progress: Progress,
     run: Callable[[Job[Asked, Data], Fleet, Inventory, Progress], SavedRun],
 ) -> SavedRun:
-    """Be one of the ranks: rank 0 returns the record, every other process ends here with rank 0's exit status.
+    """Run as a rank: rank 0 returns the record, every other process ends here with rank 0's exit status.
 
     Raises:
         UsageError: options that contradict the launcher.
@@ -64,7 +64,7 @@ def carry_out(
 
 
 def _as_other_rank(work: Callable[[], SavedRun]) -> NoReturn:
-    """End as a rank whose report rank 0 gives: a second document on the stdout that all share would be no JSON."""
+    """End as a rank without a report, which rank 0 prints: two documents on a shared stdout would not be JSON."""
     status = _INTERRUPTED
     try:
         work()
@@ -98,19 +98,19 @@ def _carry_out(
 
 
 def _check_options(request: Request, me: Identity) -> None:
-    """Refuse what would be done once by every process; only rank 0 says so."""
+    """Refuse what every process would do once more; only rank 0 reports it. Raises UsageError."""
     trouble, hint = "", ""
     typed = [name for name, _ in request.cluster.typed() if name not in ("--python", "--env", "--setup")]
     if typed:
         trouble = (
-            f"by {_launcher(me)} this is one of {me.world_size} processes, and {typed[0]} would let each of them start "
-            "its own ranks"
+            f"according to {_launcher(me)} this is one of {me.world_size} processes, and {typed[0]} would make each of "
+            "them start its own ranks"
         )
-        hint = f"leave {typed[0]} out; or start distdiag once, without {me.launcher}"
+        hint = f"leave {typed[0]} out, or start distdiag once, without {me.launcher}"
         if me.launcher == "environment":
-            hint = f"if nobody else was started, forget what the environment says: {_FORGET}"
+            hint = f"if no other process was started, clear these variables: {_UNSET}"
     elif request.nproc is not None and (me.local_world_size or 1) > 1:
-        trouble = f"{me.launcher} started {me.local_world_size} of us on this node, and --nproc would add ranks to each"
+        trouble = f"{me.launcher} started {me.local_world_size} processes on this node; --nproc would add ranks to each"
         hint = "leave --nproc out, or start one process per node"
     if trouble:
         _leave_it_to_rank_0(me, UsageError.exit_code)
@@ -118,9 +118,9 @@ def _check_options(request: Request, me: Identity) -> None:
 
 
 def _leave_it_to_rank_0(me: Identity, status: int) -> None:
-    """End here as any other rank, a little later than rank 0: mpirun ends all of us as soon as one leaves.
+    """End here as any other rank, a little later than rank 0: mpirun kills all processes as soon as one exits.
 
-    Where only variables say that there are others, this may be the one process there is: it speaks for itself.
+    Where only variables claim that there are others, this may be the only process: it reports its own error.
     """
     if me.rank != 0 and me.launcher != "environment":
         time.sleep(_GOODBYE_S)
@@ -128,15 +128,15 @@ def _leave_it_to_rank_0(me: Identity, status: int) -> None:
 
 
 def _serve(me: Identity, home: Home, agent: Agent, timeout_s: float) -> int:
-    """As any other rank, find rank 0 and do what it says; gives the exit status that it tells."""
+    """As any other rank, find rank 0 and follow its orders; return the exit status that it sends."""
     places = [(address, port) for address in home.addresses for port in home.ports]
-    said = {"rank": me.rank, "local_rank": me.local_rank or 0, "local_world_size": me.local_world_size or 1}
-    connection = connect_back.find(places, home.key, said, timeout_s=timeout_s)
+    identity = {"rank": me.rank, "local_rank": me.local_rank or 0, "local_world_size": me.local_world_size or 1}
+    connection = connect_back.find(places, home.key, identity, timeout_s=timeout_s)
     if connection is None:
         raise DistdiagError(
-            f"rank {me.rank} on {machine.host_name()} found no rank 0 at {', '.join(home.addresses)}, ports "
+            f"rank {me.rank} on {machine.host_name()} did not find rank 0 at {', '.join(home.addresses)}, ports "
             f"{fold_ranks(home.ports)}, within {timeout_s:g} s",
-            hint="see whether rank 0 was started, and whether these ports are open there",
+            hint="check that rank 0 was started, and that these ports are open on its node",
         )
     boot.carried.update(agent.sources())
     fd = connection.detach()
@@ -145,7 +145,7 @@ def _serve(me: Identity, home: Home, agent: Agent, timeout_s: float) -> int:
 
 
 def _left_alone() -> int:
-    sys.stderr.write(f"distdiag: rank 0 went away, so {machine.host_name()} ends too\n")
+    sys.stderr.write(f"distdiag: {machine.host_name()} lost contact with rank 0 and exits\n")
     return _LEFT_ALONE
 
 
@@ -163,8 +163,8 @@ def _lead(
     with Fleet(hosts, transport, b"", NodeFacts, Limits(facts_s=60.0)) as fleet:
         status = DistdiagError.exit_code
         try:
-            progress.news(f"rank 0 of {me.world_size} by {_launcher(me)}; waiting for the others")
-            fleet.gather(lambda now: progress.now(f"{len(now.up)} of {me.world_size} ranks are here"))
+            progress.news(f"rank 0 of {me.world_size} ({_launcher(me)}): waiting for the others")
+            fleet.gather(lambda now: progress.now(f"{len(now.up)} of {me.world_size} ranks connected"))
             led = replace(job, request=request)
             record = replace(_run(led, me, transport, fleet, progress, run), program=request.program)
             status = rank_report.report_of(led, record).exit_code(strict=request.strict)
@@ -175,7 +175,7 @@ def _lead(
             status = _INTERRUPTED
             raise
         finally:
-            # Only when our report is out: mpirun and torchrun end all of us as soon as one leaves with a fault.
+            # Only when our report is out: mpirun and torchrun kill all processes as soon as one exits with a fault.
             others = [fleet.nodes.pop(name) for name in list(fleet.nodes) if name != name_of(0)]
             atexit.register(_dismiss, others, status)
         return record
@@ -203,17 +203,17 @@ def _run(
     if trouble:
         return SavedRun.of_none(NotStarted(scene=scene, why=trouble))
     record = run(job, fleet, scene, progress)
-    return replace(record, extra=_contradiction(request) or _said_otherwise(request, scene))
+    return replace(record, extra=_contradiction(request) or _stale_variables(request, scene))
 
 
 def _scene(me: Identity, transport: JoinTransport, fleet: Fleet) -> Inventory:
     doors: dict[str, str] = {}
     places = []
     for node in fleet.up:
-        said = transport.said.get(node.name, {})
+        identity = transport.said.get(node.name, {})
         if node.name == name_of(0):
-            said = {"local_rank": me.local_rank, "local_world_size": me.local_world_size}
-        local = (_number(said.get("local_rank"), 0), max(1, _number(said.get("local_world_size"), 1)))
+            identity = {"local_rank": me.local_rank, "local_world_size": me.local_world_size}
+        local = (_number(identity.get("local_rank"), 0), max(1, _number(identity.get("local_world_size"), 1)))
         door = doors.setdefault(node.hello.machine, node.name)
         places.append(NodeSlot(node=node.name, host=node.host, slots=None, facts=node.told, local=local, door=door))
     return Inventory(places=tuple(places))
@@ -227,7 +227,7 @@ def _missing(me: Identity, fleet: Fleet, request: Request) -> list[Finding]:
     late = [rank for rank in range(me.world_size) if name_of(rank) not in {node.name for node in fleet.up}]
     if not late:
         return []
-    came = [node.host for node in fleet.up]
+    connected = [node.host for node in fleet.up]
     if me.launcher != "MPICH" and master_addr_leads_elsewhere():
         return [_led_elsewhere(me, late, request)]
     reasons = dict.fromkeys(refusal.message for refusal in fleet.refusals.values())
@@ -235,29 +235,29 @@ def _missing(me: Identity, fleet: Fleet, request: Request) -> list[Finding]:
         Finding(
             id=f"{request.command}.rank-missing",
             level=Level.FAIL,
-            title=f"{name_ranks(late)} of {me.world_size} never came: {'; '.join(reasons)}",
-            detail=f"By {_launcher(me)} there are {me.world_size} ranks. {len(came)} came, on "
-            f"{', '.join(dict.fromkeys(came))}; no test was run.",
+            title=f"{name_ranks(late)} of {me.world_size} never connected: {'; '.join(reasons)}",
+            detail=f"According to {_launcher(me)} there are {me.world_size} ranks. {len(connected)} connected, on "
+            f"{', '.join(dict.fromkeys(connected))}; no test was run.",
             where=Where(ranks=tuple(late)),
             fix=Fix(
-                text="start all of them; if you meant this node alone, forget what the environment says"
+                text="start all of them; if you meant this node alone, clear these variables"
                 if me.launcher == "environment"
-                else f"see what {me.launcher} says of them, and whether their node lets them connect to rank 0",
-                commands=(_FORGET,) if me.launcher == "environment" else (),
+                else f"check what {me.launcher} reports of them, and whether they can connect to rank 0's node",
+                commands=(_UNSET,) if me.launcher == "environment" else (),
             ),
         )
     ]
 
 
 def _led_elsewhere(me: Identity, late: list[int], request: Request) -> Finding:
-    """Say that the others look for rank 0 where it is not, through no fault of theirs."""
+    """Return a MASTER_ADDR that sends the other ranks where rank 0 is not."""
     address, here = os.environ["MASTER_ADDR"], machine.host_name()
     return Finding(
         id=f"{request.command}.rank-variables",
         level=Level.FAIL,
-        title=f"MASTER_ADDR={address} does not lead to {here}, where rank 0 runs: "
-        f"{name_ranks(late)} of {me.world_size} never came",
-        detail="It is left over from another job, or means another node here. No test was run.",
+        title=f"MASTER_ADDR={address} is not {here}, where rank 0 runs: "
+        f"{name_ranks(late)} of {me.world_size} never connected",
+        detail="It is left over from another job, or resolves to another node here. No test was run.",
         where=Where(hosts=(here,)),
         fix=Fix(text="set it to the node of rank 0, for all ranks", commands=(f"export MASTER_ADDR={quoted(here)}",)),
     )
@@ -271,10 +271,10 @@ def _doubles(transport: JoinTransport, request: Request) -> list[Finding]:
         Finding(
             id=f"{request.command}.rank-double",
             level=Level.FAIL,
-            title=f"more than one process says that it is {name_ranks(ranks)}",
-            detail="Each would wait for the others for ever, or mix their data.",
+            title=f"more than one process claims to be {name_ranks(ranks)}",
+            detail="They would wait for the other ranks forever, or mix their data.",
             where=Where(ranks=tuple(ranks)),
-            fix=Fix(text="see how RANK is set: it has to be different in every process"),
+            fix=Fix(text="check how RANK is set: it must be different in every process"),
         )
     ]
 
@@ -287,10 +287,10 @@ def _contradiction(request: Request) -> Finding | None:
     return Finding(
         id=f"{request.command}.rank-variables",
         level=Level.WARN,
-        title=f"RANK={plain.rank} WORLD_SIZE={plain.world_size} in the environment, and {launcher.launcher} says rank "
+        title=f"RANK={plain.rank} WORLD_SIZE={plain.world_size} in the environment, but {launcher.launcher} set rank "
         f"{launcher.rank} of {launcher.world_size}",
-        detail="A script that reads RANK and WORLD_SIZE takes itself for another rank than it is; with WORLD_SIZE=1 "
-        "each process trains alone.",
+        detail="A script that reads RANK and WORLD_SIZE runs as the wrong rank; with WORLD_SIZE=1 each process trains "
+        "alone.",
         fix=Fix(
             text="do not export them before the launcher; set them from its variables in each process",
             commands=("unset RANK WORLD_SIZE LOCAL_RANK",),
@@ -298,22 +298,22 @@ def _contradiction(request: Request) -> Finding | None:
     )
 
 
-def _said_otherwise(request: Request, scene: Inventory) -> Finding | None:
-    """Variables of other ranks that are not what the launcher says: left over from another job, or a login file's."""
+def _stale_variables(request: Request, scene: Inventory) -> Finding | None:
+    """Return variables of ranks that contradict the launcher: left over from another job, or from a login file."""
     groups: dict[str, list[NodeSlot]] = {}
     for place in scene.places:
-        for said in place.facts.said_otherwise:
-            groups.setdefault(said, []).append(place)
+        for variable in place.facts.stale_variables:
+            groups.setdefault(variable, []).append(place)
     if not groups:
         return None
-    ranks = {said: [int(place.node.rpartition(" ")[2]) for place in those] for said, those in groups.items()}
-    told = "; ".join(f"{said} in rank{'s' * (len(those) > 1)} {fold_ranks(those)}" for said, those in ranks.items())
+    ranks = {name: [int(place.node.rpartition(" ")[2]) for place in those] for name, those in groups.items()}
+    listed = "; ".join(f"{name} in {name_ranks(those)}" for name, those in ranks.items())
     return Finding(
         id=f"{request.command}.rank-variables",
         level=Level.WARN,
-        title=f"the environment contradicts the launcher: {told}",
-        detail="A script that reads them takes itself for another rank than it is, or waits for a node that is not in "
-        "the job.",
+        title=f"the environment contradicts the launcher: {listed}",
+        detail="A script that reads these variables runs as the wrong rank, or waits for a node that is not in the "
+        "job.",
         where=Where(
             hosts=tuple(dict.fromkeys(place.host for those in groups.values() for place in those)),
             ranks=tuple(sorted({rank for those in ranks.values() for rank in those})),
@@ -326,7 +326,7 @@ def _said_otherwise(request: Request, scene: Inventory) -> Finding | None:
 
 
 def _program(me: Identity, program: str) -> str:
-    """Write how all ranks are started again, for the commands that paste."""
+    """Return how all ranks are started again, for the commands that paste."""
     per_node = me.local_world_size or 1
     nodes = max(1, me.world_size // per_node)
     return {
@@ -346,7 +346,7 @@ def _nested(me: Identity, tasks: int, request: Request) -> Finding:
         id=f"{request.command}.nested-launchers",
         level=Level.FAIL,
         title=f"mpirun runs in each of the {tasks} tasks of an srun step: {tasks} copies of a {me.world_size}-rank job",
-        detail="No test was run: the copies would fight for the same GPUs.",
+        detail="No test was run: the copies would compete for the same GPUs.",
         fix=Fix(
             text="start mpirun once, from the batch script; or let srun alone start the ranks",
             commands=(f"srun -n {me.world_size} distdiag {request.command}",),

@@ -19,7 +19,7 @@ _COLOURS = {"ok": "green", "failed": "red", "died": "red", "missing": "red", "lo
 
 
 def rank_table(data: RunFacts) -> Table:
-    """One row for ranks that fared alike; hosts whose ranks all did fold into one row."""
+    """Return a row for ranks that fared alike; hosts whose ranks all did fold into one row."""
     table = plain_table(
         Column("rank", overflow="fold"),
         Column("host", overflow="fold"),
@@ -32,7 +32,7 @@ def rank_table(data: RunFacts) -> Table:
     groups: dict[tuple[str, ...], list[RankResult]] = {}
     for host, mine in _by_host(data.ranks).items():
         fared = tuple((rank.local_rank, rank.device_name or "-", rank.stage, rank.status) for rank in mine)
-        alike = fared if len({one[1:] for one in fared}) == 1 else (host, *fared)
+        alike = fared if len({cells[1:] for cells in fared}) == 1 else (host, *fared)
         for rank in mine:
             groups.setdefault((str(alike), rank.device_name or "-", rank.stage, rank.status), []).append(rank)
     for (_, device, stage, status), group in groups.items():
@@ -58,22 +58,22 @@ def _by_host(ranks: Iterable[RankResult]) -> dict[str, list[RankResult]]:
 
 
 def run_lines(data: RunFacts) -> Iterator[str]:
-    """Say where the ranks met, and what they ran on."""
+    """Yield lines about the rendezvous and what the ranks ran on."""
     versions = data.versions
     yield f"backend {data.backend} on {data.device}, world size {data.world_size}"
     if data.rendezvous is not None:
-        meet = data.rendezvous
-        through = fold(dict.fromkeys(meet.interfaces.values())) or "unknown"
-        yield f"rendezvous at {meet.address} port {meet.port} ({meet.host}), through {through}"
-        yield f"{meet.paths_open} of {meet.paths_tried} paths between nodes tried are open"
+        rendezvous = data.rendezvous
+        interfaces = fold(dict.fromkeys(rendezvous.interfaces.values())) or "an unknown interface"
+        yield f"rendezvous at {rendezvous.address} port {rendezvous.port} ({rendezvous.host}) over {interfaces}"
+        yield f"{rendezvous.paths_open} of {rendezvous.paths_tried} tested paths between nodes are open"
     if versions.torch is None:
-        yield "versions: no rank came far enough to tell"
+        yield "versions: unknown (no rank got past startup)"
     else:
         platform = f"ROCm {versions.hip}" if versions.hip else f"CUDA {versions.cuda or 'none'}"
         yield f"python {versions.python}, torch {versions.torch}, {platform}, NCCL {versions.nccl or 'none'}"
 
 
 def log_lines(data: RunFacts) -> Iterator[str]:
-    """Say where what the ranks printed is kept."""
+    """Yield where the output of the ranks is kept."""
     for host, folder in data.log_dirs.items():
         yield f"logs of the ranks on {host}: {folder}"

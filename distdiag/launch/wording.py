@@ -1,10 +1,10 @@
-"""Words that several findings share: who, where, how far, how much. Pure."""
+"""Words that several findings share: which ranks, where, and the stage they are in. Pure."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.hosts import fold, name_ranks
+from distdiag.diagnosis.wording import format_ranks
 from distdiag.report import Fix, Where
 
 if TYPE_CHECKING:
@@ -13,15 +13,13 @@ if TYPE_CHECKING:
 
 
 def who(traces: list[RankTimeline]) -> str:
-    """Name ranks with host, and pid where it is one."""
-    if len(traces) == 1:
-        return f"rank {traces[0].rank} ({traces[0].host}, pid {traces[0].pid})"
-    hosts = sorted({trace.host for trace in traces})
-    return f"{name_ranks(trace.rank for trace in traces)} ({fold(hosts)})"
+    """Format ranks with their hosts; a single rank with its pid."""
+    pid = traces[0].pid if len(traces) == 1 else None
+    return format_ranks([trace.rank for trace in traces], sorted({trace.host for trace in traces}), pid)
 
 
 def where(traces: list[RankTimeline]) -> Where:
-    """Give the same for programs."""
+    """Return the same for programs."""
     return Where(
         hosts=tuple(sorted({trace.host for trace in traces})),
         ranks=tuple(trace.rank for trace in traces),
@@ -30,19 +28,11 @@ def where(traces: list[RankTimeline]) -> Where:
 
 
 def place(trace: RankTimeline, *, before_end: bool = False) -> tuple[str, str]:
-    """Give stage and step of the last event, or of the last one before what the rank found wrong."""
+    """Return stage and step of the last event, or of the last before what the rank found wrong."""
     events = [event for event in trace.events if not (before_end and "trouble" in event.payload)]
     return (events[-1].stage, events[-1].note) if events else ("start", "starting Python")
 
 
-def amount(size_bytes: int) -> str:
-    """Write a number of bytes for people: 64 MiB."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size_bytes >= size:
-            return f"{size_bytes / size:.4g} {unit}"
-    return f"{size_bytes} B"
-
-
 def fix_from(known: Known | None, otherwise: Fix) -> Fix:
-    """Give the fix of a known failure, or another one."""
+    """Return the fix of a known failure, or else the other fix."""
     return Fix(text=known.fix, commands=known.commands) if known is not None else otherwise

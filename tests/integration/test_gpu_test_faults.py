@@ -139,7 +139,7 @@ def test_a_rank_that_is_stopped_or_late_where_the_others_wait_is_told_from_them_
     assert result.findings["rank-missing"]["where"]["ranks"] == [rank]
     assert result.statuses[rank] == "missing"
     assert result.statuses[1 - rank] == "waiting"
-    assert f"further than stage {stage} " in result.findings["rank-missing"]["title"]
+    assert f"hung in stage {stage} " in result.findings["rank-missing"]["title"]
     evidence = result.findings["rank-missing"]["evidence"]
     assert any("Rank.enter (distdiag/launch/rank.py" in line for line in evidence), evidence
 
@@ -173,7 +173,7 @@ def test_one_changed_element_is_found_although_gloo_is_content() -> None:
     finding = result.findings["wrong-result"]
     assert finding["where"]["ranks"] == [2]
     middle = 4 * 2**20 // 4 // 2
-    assert f"1 wrong element(s), the first at index {middle}" in finding["title"]
+    assert f"1 wrong element, first at index {middle}" in finding["title"]
     assert f"1 of {2 * middle} elements, the first at index {middle}" in finding["detail"]
     assert result.statuses == ["ok", "ok", "failed"]
 

@@ -164,10 +164,10 @@ def test_several_of_us_under_a_launcher_do_not_multiply() -> None:
     launched = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
     result = gpu_test("--nproc", "2", env=launched)
     assert result.code == 2
-    assert "Open MPI started 4 of us on this node" in result.report["error"]["message"]
+    assert "Open MPI started 4 processes on this node" in result.report["error"]["message"]
     result = gpu_test("--hosts", "elsewhere", env=launched)
     assert result.code == 2
-    assert "--hosts would let each of them start its own ranks" in result.report["error"]["message"]
+    assert "--hosts would make each of them start its own ranks" in result.report["error"]["message"]
 
 
 def test_ctrl_c_reports_what_is_known_and_leaves_nothing() -> None:

@@ -209,7 +209,7 @@ def test_a_node_whose_network_dies_during_the_test_is_named_and_cleans_up_by_its
         assert time.monotonic() - began < 15
         assert result.code == 1
         assert list(result.findings) == ["node-lost"]
-        assert "node2 went away during the test: nothing heard from it" in result.findings["node-lost"]["title"]
+        assert "lost contact with node2 during the test: nothing heard from it" in result.findings["node-lost"]["title"]
         # sshd itself cannot know yet that nobody is there any more.
         left = [command for command in own.nodes[1].processes().values() if not command.startswith("sshd:")]
         assert left == []

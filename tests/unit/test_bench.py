@@ -236,7 +236,7 @@ def test_what_the_times_show_is_named() -> None:
 def test_one_rank_has_no_bandwidth() -> None:
     report = told(THREE, {1: [0.001] * 20}, plan_of(1))
     assert report.data.results[0].busbw_bytes_per_s == 0
-    assert "means nothing" in report.summary
+    assert "it sends nothing" in report.summary
 
 
 @pytest.mark.parametrize(

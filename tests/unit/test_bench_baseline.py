@@ -21,8 +21,8 @@ HEADER = (
     "#       size         count      type   redop    root"
     "     time   algbw   busbw #wrong     time   algbw   busbw #wrong\n"
 )
-MEANS = "its times are means: nccl-tests tells those of single iterations only with -I 1 -J"
-ASSUMED = "the file does not say which collective: all_reduce is assumed"
+MEANS = "its times are means: nccl-tests prints those of single iterations only with -I 1 -J"
+ASSUMED = "the file does not name the collective: all_reduce is assumed"
 
 # file -> rows, made_by, world_size, device, its first and its last row: op, size, dtype, in_place, p50_s, GB/s
 EXPECTED: dict[str, tuple[int, str, int, str, tuple[Any, ...], tuple[Any, ...]]] = {
@@ -135,7 +135,7 @@ def test_every_generation_is_read(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "notes"),
     [
-        ("2020_all_gather_perf.txt", (MEANS, "passed over 2 results: it sent 0 bytes")),
+        ("2020_all_gather_perf.txt", (MEANS, "skipped 2 results: 0 bytes sent")),
         ("2.17.6_all_reduce.txt", (MEANS, "wrong data in 1 result")),
         # The column `error` of old is a difference, no count.
         ("2021_alltoall_perf.txt", (MEANS,)),
@@ -222,7 +222,7 @@ def test_several_collectives_may_stand_in_one_file(tmp_path: Path) -> None:
 
 
 def test_what_reduces_nothing_is_never_taken_for_an_all_reduce(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"such as all_gather_perf\.txt"):
+    with pytest.raises(UsageError, match=r"for example all_gather_perf\.txt"):
         read_text(tmp_path, HEADER + line(redop="none"), "run.log")
 
 
@@ -287,22 +287,22 @@ def test_the_version_is_that_of_the_tests(tmp_path: Path, line: str, made_by: st
     assert read_text(tmp_path, line + HEADER + ROW).made_by == made_by
 
 
-TORN = "passed over {} result{}: its size, time and bandwidth do not agree"
+TORN = "skipped {} result{}: size, time and bandwidth do not match"
 
 
 @pytest.mark.parametrize(
     ("row", "taken", "note"),
     [
-        (ROW, 0, "passed over 2 results: another one before it measured the same"),
+        (ROW, 0, "skipped 2 results: the same was measured before"),
         (line(2**21).replace("100.00", "   nan").replace("125.00", "  -125"), 0, TORN.format(2, "s")),
         (line(2**21).replace("100.00", "     0").replace("125.00", "  1e-9"), 0, TORN.format(2, "s")),
-        (line(2**21).replace("36.70", "  inf"), 1, "passed over 1 result: its numbers make no sense"),
-        (line(2**21).replace("36.70", "   -1"), 1, "passed over 1 result: its numbers make no sense"),
+        (line(2**21).replace("36.70", "  inf"), 1, "skipped 1 result: implausible numbers"),
+        (line(2**21).replace("36.70", "   -1"), 1, "skipped 1 result: implausible numbers"),
         # Another rank spoke in the middle of a line.
         (line(2**21).replace("sum", "[0] NCCL sum"), 0, TORN.format(2, "s")),
         (line(2**21).replace(" -1 ", " -1node0:1:2 [0] NCCL INFO comm 0x55 rank 0\n"), 0, TORN.format(2, "s")),
         (line(2**21)[:78] + "\n", 1, TORN.format(1, "")),
-        (line(2**61, times=(1e9, 1e9)), 0, "passed over 2 results: its numbers make no sense"),
+        (line(2**61, times=(1e9, 1e9)), 0, "skipped 2 results: implausible numbers"),
         (line(10**30).replace("1" + "0" * 30, "9" * 400), 0, ""),
     ],
 )
@@ -320,7 +320,7 @@ def test_a_half_that_was_left_blank_is_the_first(tmp_path: Path) -> None:
 
 
 def test_a_time_of_the_cpu_is_no_time_of_the_collective(tmp_path: Path) -> None:
-    assert "that of the CPU (-C 1)" in refusal(tmp_path, HEADER.replace("   time", "cputime") + ROW)
+    assert "CPU time (-C 1)" in refusal(tmp_path, HEADER.replace("   time", "cputime") + ROW)
 
 
 # ---- JSON
@@ -399,7 +399,7 @@ def test_rows_that_were_not_measured_are_counted(tmp_path: Path) -> None:
     document = ours()
     document["data"]["results"].append(document["data"]["results"][0] | {"size_bytes": 4096, "time_s": None})
     baseline = read_text(tmp_path, json.dumps(document))
-    assert (len(baseline.rows), baseline.notes) == (1, ("passed over 1 result: it was not measured",))
+    assert (len(baseline.rows), baseline.notes) == (1, ("skipped 1 result: not measured",))
 
 
 @pytest.mark.parametrize(
@@ -448,36 +448,36 @@ def test_json_of_nccl_tests_names_its_collective(
     [
         ("", "is empty"),
         (" \n\n", "is empty"),
-        ("hello\n", "of no format"),
-        (ROW, "of no format"),
-        ("\x00" * 100, "of no format"),
+        ("hello\n", "unknown format"),
+        (ROW, "unknown format"),
+        ("\x00" * 100, "unknown format"),
         (HEADER, "its list of results is empty"),
-        (HEADER + ROW.replace("float", "float [0] NCCL"), "do not agree"),
-        ("[1, 2]", "of no format"),
-        ('{"schema": 1}', "of no format"),
-        ('{"a": 1}', "neither distdiag nor nccl-tests"),
-        ('{"schema": "distdiag/1", "command": "ports"}', "of distdiag ports, not of allreduce-bench"),
-        ('{"schema": "distdiag/2", "command": "allreduce-bench"}', "of distdiag/2, not of distdiag/1"),
+        (HEADER + ROW.replace("float", "float [0] NCCL"), "do not match"),
+        ("[1, 2]", "unknown format"),
+        ('{"schema": 1}', "unknown format"),
+        ('{"a": 1}', "neither from distdiag nor from nccl-tests"),
+        ('{"schema": "distdiag/1", "command": "ports"}', "from distdiag ports, not from allreduce-bench"),
+        ('{"schema": "distdiag/2", "command": "allreduce-bench"}', "has schema distdiag/2, expected distdiag/1"),
         ('{"schema": "distdiag/1", "command": "allreduce-bench", "version": "1", "error": {}}', "that run failed"),
         (json.dumps(ours(results=[])), "its list of results is empty"),
-        (json.dumps(ours(time_s=None)), "passed over 1 result: it was not measured"),
-        (json.dumps(ours(time_s={"p50": 0})), "make no sense"),
-        (json.dumps(ours(time_s={"p50": -1.0})), "make no sense"),
-        (json.dumps(ours(time_s={"p50": 1e9})), "make no sense"),
-        (json.dumps(ours(time_s={"p50": float("nan")})), "not one whole JSON document"),
-        (json.dumps(ours(busbw_bytes_per_s=-1)), "make no sense"),
-        (json.dumps(ours(busbw_bytes_per_s=1e300)), "make no sense"),
+        (json.dumps(ours(time_s=None)), "skipped 1 result: not measured"),
+        (json.dumps(ours(time_s={"p50": 0})), "implausible numbers"),
+        (json.dumps(ours(time_s={"p50": -1.0})), "implausible numbers"),
+        (json.dumps(ours(time_s={"p50": 1e9})), "implausible numbers"),
+        (json.dumps(ours(time_s={"p50": float("nan")})), "not a complete JSON document"),
+        (json.dumps(ours(busbw_bytes_per_s=-1)), "implausible numbers"),
+        (json.dumps(ours(busbw_bytes_per_s=1e300)), "implausible numbers"),
         (json.dumps(ours(size_bytes=-4)), "$.data.results[0].size_bytes"),
         (json.dumps(ours(size_bytes="4")), "Expected `int`"),
         (json.dumps(ours(op="x" * 1000)), "length <= 200"),
-        (json.dumps(ours())[:-40], "not one whole JSON document"),
-        (json.dumps(ours()) * 2, "not one whole JSON document"),
-        ('{"a":' + "[" * 100_000, "not one whole JSON document"),
+        (json.dumps(ours())[:-40], "not a complete JSON document"),
+        (json.dumps(ours()) * 2, "not a complete JSON document"),
+        ('{"a":' + "[" * 100_000, "not a complete JSON document"),
         (json.dumps(theirs() | {"results": []}), "its list of results is empty"),
-        (json.dumps(theirs(out_of_place={"cpu_time": 3.0, "bus_bw": 1.0})), "that of the CPU"),
-        (json.dumps(theirs(out_of_place={"time": "nan", "alg_bw": 1.0, "bus_bw": 1.0})), "do not agree"),
-        (json.dumps(theirs(size=0)), "it sent 0 bytes"),
-        (json.dumps(theirs(out_of_place=[1])), "of no format"),
+        (json.dumps(theirs(out_of_place={"cpu_time": 3.0, "bus_bw": 1.0})), "CPU time (-C 1)"),
+        (json.dumps(theirs(out_of_place={"time": "nan", "alg_bw": 1.0, "bus_bw": 1.0})), "do not match"),
+        (json.dumps(theirs(size=0)), "0 bytes sent"),
+        (json.dumps(theirs(out_of_place=[1])), "unknown format"),
     ],
 )
 def test_what_holds_no_results_is_refused(tmp_path: Path, text: str, said: str) -> None:
@@ -487,9 +487,9 @@ def test_what_holds_no_results_is_refused(tmp_path: Path, text: str, said: str) 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("", "no such file"),
-        ("/nowhere/x.json", "no such file"),
-        ("/", "is a folder"),
+        ("", "does not exist"),
+        ("/nowhere/x.json", "does not exist"),
+        ("/", "is a directory"),
         ("/dev/zero", "larger than 64 MiB"),
     ],
 )

@@ -13,13 +13,13 @@ from distdiag.cluster.rank_runs import Outcome, RankTimeline
 from distdiag.cluster.records import Ending, Event, Inspection, Payload
 from distdiag.commands.gpu_test.diagnose import diagnose
 from distdiag.commands.gpu_test.types import Request
+from distdiag.diagnosis.wording import format_size
 from distdiag.errors import UsageError
 from distdiag.launch.environment_checks import hangs, nodes_that_differ
 from distdiag.launch.findings import covers
 from distdiag.launch.plan import make_plan
 from distdiag.launch.record import Inventory, NodeSlot, Plan, RunRecord
 from distdiag.launch.types import Backend, Device, Gpus, NodeFacts
-from distdiag.launch.wording import amount
 from distdiag.options import parse_size
 from distdiag.report import Finding
 
@@ -220,7 +220,7 @@ def test_the_out_of_memory_killer_is_named_when_it_acted() -> None:
     dead.ending = Ending(status=-9, elapsed_s=1, tail="", oom_kills=1)
     found, _ = judged(Outcome.FAULT, trace(0, step("done", 0, waiting=True)), dead)
     assert found["rank-died"].fix is not None
-    assert "out-of-memory killer ended 1" in found["rank-died"].fix.text
+    assert "OOM killer killed 1 process" in found["rank-died"].fix.text
 
 
 def test_a_gpu_that_torch_has_no_code_for_is_named() -> None:
@@ -311,7 +311,12 @@ def test_known_words_are_recognised(words: str, role: str) -> None:
 
 
 def test_amounts_are_read_by_people() -> None:
-    assert [amount(size) for size in (4, 2**20, 1000 * 2**20, 3 * 2**29)] == ["4 B", "1 MiB", "1000 MiB", "1.5 GiB"]
+    assert [format_size(size) for size in (4, 2**20, 1000 * 2**20, 3 * 2**29)] == [
+        "4 B",
+        "1 MiB",
+        "1000 MiB",
+        "1.5 GiB",
+    ]
 
 
 def test_ranks_fold() -> None:

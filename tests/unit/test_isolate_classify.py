@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 INSIDE, BETWEEN = 1.4e9, 0.9e9
 WAYS = ("slow", "failed", "wrong")
-LOOKS = 10  # enough to prove a slow pair beside a single good one
+SAMPLES = 10  # enough to prove a slow pair beside a single good one
 
 
 def machine(sizes: Iterable[int]) -> list[list[int]]:
@@ -63,7 +63,7 @@ class Cluster:
             a=a,
             b=b,
             level="node" if self.is_inside(a, b) else "net",
-            looks=() if fare in ("failed", "skipped") else (speed,) * LOOKS,
+            samples=() if fare in ("failed", "skipped") else (speed,) * SAMPLES,
             failed=fare == "failed",
             wrong=7 if fare == "wrong" else 0,
             error="timed out" if fare == "failed" else "",
@@ -304,7 +304,7 @@ def exact(pairs: dict[Edge, str | float], host_of: dict[int, str], least: float 
             a=a,
             b=b,
             level="node" if host_of[a] == host_of[b] else "net",
-            looks=(fare * 1e9,) * LOOKS if isinstance(fare, float) else (1e9,) * (fare == "wrong"),
+            samples=(fare * 1e9,) * SAMPLES if isinstance(fare, float) else (1e9,) * (fare == "wrong"),
             failed=fare == "failed",
             wrong=3 * (fare == "wrong"),
             error="",
@@ -333,12 +333,12 @@ def among(ranks: Iterable[int], others: Iterable[int], fare: str | float) -> dic
         (
             (4,),
             among([3], range(3), 0.21),
-            "rank 3 (node0) is slow with every other rank: 0.21 GB/s where the others have 1.4 GB/s",
+            "rank 3 (node0) is slow with every other rank: 0.21 GB/s (others 1.4 GB/s)",
         ),
         (
             (1, 1, 1, 1),
             among([3], range(3), 0.11),
-            "node3 (rank 3) is slow with every other node: 0.11 GB/s where the others have 0.9 GB/s",
+            "node3 (rank 3) is slow with every other node: 0.11 GB/s (others 0.9 GB/s)",
         ),
         ((3,), among([1], [0, 2], "wrong"), "rank 1 (node0) gets wrong data with every other rank"),
         (
@@ -349,8 +349,8 @@ def among(ranks: Iterable[int], others: Iterable[int], fare: str | float) -> dic
         (
             (2, 2, 2),
             among([3], [1, 5], 0.1),
-            "rank 3 (node1) is slow with every other node: 0.1 GB/s where the others have 0.9 GB/s; inside its own "
-            "all is well: its NIC or rail",
+            "rank 3 (node1) is slow with every other node: 0.1 GB/s (others 0.9 GB/s); fine inside its own "
+            "node: its NIC or rail",
         ),
         (
             (8,),
@@ -360,42 +360,41 @@ def among(ranks: Iterable[int], others: Iterable[int], fare: str | float) -> dic
         (
             (3, 3, 3),
             {(0, 3): 0.1, (3, 6): 0.1, (1, 4): 0.1, (4, 7): 0.1, (2, 5): 0.1, (5, 8): 0.1},
-            "node1 is slow with every other node: 0.1 GB/s where the others have 0.9 GB/s; inside all is well: its "
+            "node1 is slow with every other node: 0.1 GB/s (others 0.9 GB/s); fine inside: its "
             "network, not one of its ranks",
         ),
         (
             (1, 1, 1, 1, 1),
             {(1, 4): 0.21},
-            "only the link between rank 1 (node1) and rank 4 (node4) is slow: 0.21 GB/s where the others have "
-            "0.9 GB/s; both are fine with all others",
+            "only the link between rank 1 (node1) and rank 4 (node4) is slow: 0.21 GB/s (others "
+            "0.9 GB/s); both are fine with all other ranks",
         ),
         (
             (4, 4, 4),
             {(0, 4): "failed", (1, 5): "failed", (2, 6): "failed", (3, 7): "failed"},
-            "only the links between node0 and node1 (4 pairs) fail; their ends are fine with all others",
+            "only the links between node0 and node1 (4 pairs) fail; their ends are fine with all other ranks",
         ),
         (
             (2, 2, 2),
             {(1, 3): "failed", (1, 5): "failed", (3, 5): "failed"},
-            "node[0-2] (the rail of rank 1) fail with each other; other ranks there do not: what the rail shares, "
-            "such as a switch",
+            "node[0-2] (rail of rank 1) fail with each other; other ranks there do not: something that the "
+            "rail shares, such as a switch",
         ),
         (
             (6,),
             among(range(4), [4, 5], "failed"),
-            "ranks 0-3 and 4-5 work inside their group and not across: a configuration that differs, not a bad rank",
+            "ranks 0-3 and 4-5 work inside each group but not across: a configuration difference, not a bad rank",
         ),
         (
             (1,) * 7,
             among(range(5), [5, 6], "failed"),
-            "node[0-4] and node[5-6] work inside their group and not across: a configuration that differs, "
-            "not a bad node",
+            "node[0-4] and node[5-6] work inside each group but not across: a configuration difference, not a bad node",
         ),
         (
             (5,),
             {**among([1], [0, 2, 3, 4], 0.2), (0, 2): "failed"},
-            "rank 1 (node0) is slow with every other rank: 0.2 GB/s where the others have 1.4 GB/s; and the link "
-            "between rank 0 (node0) and rank 2 (node0) fails; both are fine with all others",
+            "rank 1 (node0) is slow with every other rank: 0.2 GB/s (others 1.4 GB/s); and the link "
+            "between rank 0 (node0) and rank 2 (node0) fails; both are fine with all other ranks",
         ),
         (
             (6,),
@@ -414,7 +413,7 @@ def test_the_sentence_names_the_culprit(sizes: tuple[int, ...], bad: dict[Edge, 
 def test_the_evidence_folds_ranks() -> None:
     found = exact(*complete((8,), among([3], [0, 1, 2, 4, 5, 6, 7], 0.21)))
     assert found.reason == (
-        "inside nodes: 7 of 28 pairs bad; the good ones have 1.4 GB/s",
+        "inside nodes: 7 of 28 pairs bad; good pairs: 1.4 GB/s",
         "rank 3 with ranks 0-2,4-7: slow, 0.21 GB/s",
     )
 
@@ -422,8 +421,8 @@ def test_the_evidence_folds_ranks() -> None:
 def test_pairs_alone_cannot_tell_whether_all_are_slow() -> None:
     pairs, host_of = complete((2, 2), {})
     assert exact(pairs, host_of).sentence == (
-        "no pair stands out: 1.4 GB/s inside nodes and 0.9 GB/s between nodes; whether that is good cannot be known "
-        "from pairs"
+        "no pair stands out: 1.4 GB/s inside nodes and 0.9 GB/s between nodes; pairs alone do not show whether "
+        "that is good"
     )
     assert (
         exact(pairs, host_of, 0.8e9).sentence == "no pair stands out: 1.4 GB/s inside nodes and 0.9 GB/s between nodes"
@@ -434,7 +433,7 @@ def test_what_is_expected_tells_that_all_are_slow() -> None:
     found = exact(*complete((4, 4), {}), 5e9)
     assert verdict(found) == (Kind.UNIFORMLY_SLOW, {})
     assert found.sentence == (
-        "all pairs are alike and slow: 1.4 GB/s inside nodes and 0.9 GB/s between nodes, where 5 GB/s are expected"
+        "all pairs are equally slow: 1.4 GB/s inside nodes and 0.9 GB/s between nodes, expected 5 GB/s"
     )
 
 
@@ -448,7 +447,7 @@ def test_pairs_below_what_is_expected_are_slow() -> None:
 def test_a_level_that_is_below_what_is_expected_is_named_besides_a_bad_rank() -> None:
     found = exact(*complete((4,), among([3], range(3), 0.21)), 5e9)
     assert verdict(found) == (Kind.SEVERAL, {"ranks": (3,)})
-    assert found.sentence.startswith("even the best pairs are slow: 1.4 GB/s, where 5 GB/s are expected; and rank 3")
+    assert found.sentence.startswith("even the best pairs are slow: 1.4 GB/s, expected 5 GB/s; and rank 3")
 
 
 @pytest.mark.parametrize("fare", ["failed", "wrong"])
@@ -462,7 +461,7 @@ def test_a_single_pair_below_what_is_expected_may_be_one_bad_end() -> None:
     pairs: dict[Edge, str | float] = {(0, 1): 0.3}
     found = exact(pairs, {0: "node0", 1: "node1"}, 5e9)
     assert verdict(found) == (Kind.UNDECIDABLE, {"ranks": (0, 1), "hosts": ("node0", "node1"), "links": ((0, 1),)})
-    assert "0.3 GB/s where 5 GB/s are expected" in found.sentence
+    assert "0.3 GB/s (expected 5 GB/s)" in found.sentence
     assert "--hosts" in found.next
 
 
@@ -473,8 +472,8 @@ def test_two_nodes_cannot_tell_whose_network_is_bad(size: int) -> None:
     links = tuple((rank, rank + size) for rank in range(size))
     assert verdict(found) == (Kind.UNDECIDABLE, {"hosts": ("node0", "node1"), "links": links})
     assert found.sentence == (
-        "node0 and node1 fail with each other; inside all is well: the network between, or that of one node, which two "
-        "cannot tell"
+        "node0 and node1 fail with each other; inside each node all pairs are good; the network between them or "
+        "one node's own (two nodes cannot decide)"
     )
     assert "add a third node to --hosts" in found.next
 
@@ -489,7 +488,7 @@ def test_one_of_two_nodes_with_a_bad_rank_and_no_network() -> None:
 def test_one_rail_of_two_nodes_may_be_an_end_or_the_link() -> None:
     found = exact(*complete((4, 4), {(1, 5): 0.1}))
     assert verdict(found) == (Kind.BAD_LINK, {"links": ((1, 5),)})
-    assert found.sentence.endswith("both are fine otherwise: the link, or one end of it")
+    assert found.sentence.endswith("both are fine otherwise: the link or one of its ends")
     assert "a third node" in found.next
 
 
@@ -506,7 +505,7 @@ def test_a_network_that_fails_all_nodes_is_no_bad_node(count: int) -> None:
     found = cluster.make("failed", lambda a, b: not cluster.is_inside(a, b)).classified()
     assert verdict(found) == (Kind.SPLIT, {"groups": tuple(tuple(ranks) for ranks in cluster.nodes)})
     assert found.sentence == (
-        f"no two of node[0-{count - 1}] work with each other, though pairs inside nodes do: the network of all"
+        f"every pair between node[0-{count - 1}] is bad, but pairs inside nodes are good: the shared network"
     )
 
 
@@ -515,11 +514,11 @@ def test_ranks_that_work_only_with_other_nodes_are_not_bad(size: int) -> None:
     cluster = Cluster(*[size] * 3)
     found = cluster.make("failed", cluster.is_inside).classified()
     assert verdict(found) == (Kind.SPLIT, {"groups": tuple(zip(*cluster.nodes, strict=True))})
-    assert found.sentence.startswith("no two ranks of one node work together on node[0-2]")
+    assert found.sentence.startswith("every pair inside a node is bad on node[0-2]")
 
 
 def test_nothing_measured_is_nothing_known() -> None:
-    assert exact({}, {0: "node0"}).sentence == "there is no pair: a single rank has none to meet"
+    assert exact({}, {0: "node0"}).sentence == "no pair to test: there is a single rank"
     found = Cluster(3).make("skipped", lambda a, b: True).classified()
     assert (found.kind, found.sentence) == (Kind.UNDECIDABLE, "no pair was measured")
 
@@ -527,13 +526,13 @@ def test_nothing_measured_is_nothing_known() -> None:
 def test_a_rank_that_met_nobody_is_not_healthy() -> None:
     found = Cluster(4).make("skipped", by_rank(2)).classified()
     assert verdict(found) == (Kind.UNDECIDABLE, {"ranks": (2,)})
-    assert found.sentence.endswith("; nothing is known of rank 2 (node0)")
+    assert found.sentence.endswith("; no result for rank 2 (node0)")
 
 
 def test_skipped_pairs_are_no_evidence() -> None:
     found = Cluster(5).make("failed", by_rank(2)).make("skipped", lambda a, b: (a, b) in {(2, 3), (2, 4)}).classified()
     assert verdict(found) == (Kind.BAD_RANK, {"ranks": (2,)})
-    assert found.sentence == "rank 2 (node0) fails with every other rank tried"
+    assert found.sentence == "rank 2 (node0) fails with every other rank tested"
 
 
 @pytest.mark.parametrize(("alone", "suspects"), [((3,), (3,)), ((2, 3), (2, 3))])
@@ -546,8 +545,8 @@ def test_ranks_that_were_not_tried_with_each_other_may_be_a_group() -> None:
     found = Cluster(6).make("failed", by_rank(1, 4)).make("skipped", lambda a, b: (a, b) == (1, 4)).classified()
     assert verdict(found) == (Kind.UNDECIDABLE, {"ranks": (1, 4)})
     assert found.sentence == (
-        "ranks 1,4 (node0) fail with every other rank tried, but never met each other: bad, or of a group that works "
-        "inside"
+        "ranks 1,4 (node0) fail with every other rank tried, but were not tested with each other: bad, or part of a "
+        "group that works inside"
     )
 
 
@@ -575,20 +574,20 @@ def test_a_rank_that_is_bad_with_half_of_the_others_is_not_blamed_alone() -> Non
 def test_a_rail_of_two_halves() -> None:
     found = Cluster(2, 2, 2, 2).make("failed", lambda a, b: a in (1, 3) and b in (5, 7)).classified()
     assert verdict(found) == (Kind.SPLIT, {"groups": ((1, 3), (5, 7))})
-    assert found.sentence.startswith("node[0-1] and node[2-3] (the rail of rank 1) work inside their group")
+    assert found.sentence.startswith("node[0-1] and node[2-3] (rail of rank 1) work inside each group")
 
 
 def test_sockets_of_several_nodes_are_one_split_and_may_be_the_layout() -> None:
     found = Cluster(4, 4, 4).make("slow", lambda a, b: a // 4 == b // 4 and a // 2 != b // 2).classified()
     assert verdict(found) == (Kind.SPLIT, {"groups": ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11))})
-    assert any("NVLink bridges, two sockets" in line for line in found.reason)
+    assert any("NVLink bridges, two CPU sockets" in line for line in found.reason)
 
 
 def test_a_few_pairs_with_a_bridge_do_not_make_all_others_slow() -> None:
     pairs, host_of = complete((8,), {(0, 1): 9.0, (2, 3): 9.0, (4, 5): 9.0, (6, 7): 9.0})
     found = exact(pairs, host_of)
     assert found.kind is Kind.HEALTHY
-    assert found.sentence.startswith("no pair is slow, but 4 have far more than the others: 1.4 GB/s")
+    assert found.sentence.startswith("no pair is slow, but 4 are much faster than the others: 1.4 GB/s")
 
 
 def test_a_layout_without_a_pattern_blames_nobody() -> None:
@@ -642,25 +641,25 @@ def test_the_chance_that_noise_alone_is_so_slow(own: list[float], good: list[flo
     assert by_chance(own, good) == pytest.approx(chance)
 
 
-def looked_at(looks: dict[Edge, list[float]]) -> tuple[Classification, dict[Edge, PairStatus]]:
-    """Classify looks of GB/s at the pairs of one node."""
+def classify_samples(samples: dict[Edge, list[float]]) -> tuple[Classification, dict[Edge, PairStatus]]:
+    """Classify samples of GB/s at the pairs of one node."""
     pairs = [
-        Pair(a=a, b=b, level="node", looks=tuple(look * 1e9 for look in own), failed=False, wrong=0, error="")
-        for (a, b), own in looks.items()
+        Pair(a=a, b=b, level="node", samples=tuple(sample * 1e9 for sample in own), failed=False, wrong=0, error="")
+        for (a, b), own in samples.items()
     ]
-    return classify(pairs, dict.fromkeys((end for edge in looks for end in edge), "node0"))
+    return classify(pairs, dict.fromkeys((end for edge in samples for end in edge), "node0"))
 
 
 def test_what_was_slow_once_is_not_called_slow() -> None:
-    found, status = looked_at({edge: [1.4] for edge in meetings(machine([4]))} | {(0, 3): [0.2]})
+    found, status = classify_samples({edge: [1.4] for edge in meetings(machine([4]))} | {(0, 3): [0.2]})
     assert verdict(found) == (Kind.UNDECIDABLE, {"links": ((0, 3),)})
     assert status[0, 3] is PairStatus.UNSURE
     assert found.sentence == (
-        "the link between rank 0 (node0) and rank 3 (node0) looks slow: 0.2 GB/s where the others have 1.4 GB/s; "
-        "that may be noise, so nobody is blamed"
+        "the link between rank 0 (node0) and rank 3 (node0) looks slow: 0.2 GB/s (others 1.4 GB/s); "
+        "this may be noise, so no rank or link is blamed"
     )
     assert found.reason[:2] == (
-        "inside nodes: 0 of 5 pairs bad, 1 unsure; the good ones have 1.4 GB/s",
+        "inside nodes: 0 of 5 pairs bad, 1 unsure; good pairs: 1.4 GB/s",
         "rank 0 with rank 3: unsure, 0.2 GB/s",
     )
     assert "nothing else running" in found.next
@@ -671,21 +670,21 @@ def test_what_is_slow_each_time_is_slow_only_where_good_pairs_are_not() -> None:
     calm = {edge: [1.4] * 8 for edge in edges}
     noisy = {edge: [1.4, 0.2, 0.2, 0.2] * 2 for edge in edges}
     slow: dict[Edge, list[float]] = {(0, 3): [0.2] * 8}
-    assert verdict(looked_at(calm | slow)[0]) == (Kind.BAD_LINK, {"links": ((0, 3),)})
-    assert looked_at(noisy | slow)[0].kind is Kind.UNDECIDABLE
+    assert verdict(classify_samples(calm | slow)[0]) == (Kind.BAD_LINK, {"links": ((0, 3),)})
+    assert classify_samples(noisy | slow)[0].kind is Kind.UNDECIDABLE
 
 
 def test_noise_beside_what_is_certain_is_no_trouble_of_its_own() -> None:
     edges = meetings(machine([6]))
-    looks: dict[Edge, list[float]] = {edge: [0.1] * 6 if 2 in edge else [1.4] * 6 for edge in edges}
-    found, status = looked_at(looks | {(0, 1): [0.3]})
+    samples: dict[Edge, list[float]] = {edge: [0.1] * 6 if 2 in edge else [1.4] * 6 for edge in edges}
+    found, status = classify_samples(samples | {(0, 1): [0.3]})
     assert verdict(found) == (Kind.BAD_RANK, {"ranks": (2,)})
     assert status[0, 1] is PairStatus.UNSURE
     assert "1 unsure" in found.reason[0]
 
 
 class Machine(Cluster):
-    """Looked at as ranks do it. `strays`: of the looks at pairs of a node, how many its other programs make slow."""
+    """Measured as ranks do it. `strays`: of the samples at pairs of a node, how many its other programs make slow."""
 
     def measure(self, strays: dict[str, float]) -> tuple[Classification, int]:
         """Give what is found, and how often a pair was looked at in all."""
@@ -693,19 +692,19 @@ class Machine(Cluster):
         done = 0
         for _, pairs in coordinator.plan():
             for edge in pairs:
-                coordinator.note(edge, self.look(edge, strays))
+                coordinator.note(edge, self.sample(edge, strays))
                 done += 1
         found, _ = classify(
             [
-                Pair(a=one["a"], b=one["b"], level=one["level"], looks=tuple(one["looks"]),
+                Pair(a=one["a"], b=one["b"], level=one["level"], samples=tuple(one["bandwidths"]),
                      failed=one["failed"], wrong=one["wrong"], error="")
-                for one in coordinator.told()
+                for one in coordinator.all_results()
             ],
             self.host_of,
         )  # fmt: skip
         return found, done
 
-    def look(self, edge: Edge, strays: dict[str, float]) -> dict[str, Any]:
+    def sample(self, edge: Edge, strays: dict[str, float]) -> dict[str, Any]:
         speed = self.pair(*edge).busbw_bytes_per_s
         noise = max(strays.get(self.host_of[end], 0.0) for end in edge)
         if speed is not None and self.chance.random() < noise:
@@ -716,9 +715,9 @@ class Machine(Cluster):
 @pytest.mark.parametrize(("strays", "most"), [(0.0, 16), (0.1, 40), (0.3, 60), (0.5, 90)])
 def test_noise_is_not_called_a_fault(strays: float, most: int) -> None:
     for seed in range(200):
-        found, looks = Machine(4, seed=seed).measure({"node0": strays})
+        found, samples = Machine(4, seed=seed).measure({"node0": strays})
         assert verdict(found) == (Kind.HEALTHY, {}), seed
-        assert looks <= most
+        assert samples <= most
 
 
 @pytest.mark.parametrize("strays", [0.0, 0.1, 0.3])
@@ -728,9 +727,9 @@ def test_faults_are_found_in_noise(inject: Callable[[Cluster, str], Verdict], si
     for seed in range(40):
         a_machine = Machine(size, seed=seed)
         expected = inject(a_machine, "slow")
-        found, looks = a_machine.measure({"node0": strays})
+        found, samples = a_machine.measure({"node0": strays})
         right += verdict(found) == expected
-        assert looks <= 3 * 24 * size
+        assert samples <= 3 * 24 * size
     assert right >= (40 if not strays else 36)
 
 
@@ -744,9 +743,9 @@ def test_a_node_with_noise_beside_quiet_ones_is_not_called_bad() -> None:
 def test_of_many_slow_pairs_a_dozen_are_looked_at_again(sizes: tuple[int, ...], rank: int) -> None:
     machines = Machine(*sizes)
     machines.make("slow", by_rank(rank))
-    found, looks = machines.measure({})
+    found, samples = machines.measure({})
     assert verdict(found) == (Kind.BAD_RANK, {"ranks": (rank,)})
-    assert looks - len(machines.edges) <= 2 * 12 * 5
+    assert samples - len(machines.edges) <= 2 * 12 * 5
 
 
 def test_what_was_wrong_once_stays_wrong() -> None:
@@ -754,4 +753,4 @@ def test_what_was_wrong_once_stays_wrong() -> None:
     result = {"bytes_per_s": 1e9, "failed": False, "wrong": 7, "error": "", "took_s": 0.01}
     coordinator.note((0, 1), result)
     coordinator.note((0, 1), {**result, "wrong": 0})
-    assert coordinator.told()[0]["wrong"] == 7
+    assert coordinator.all_results()[0]["wrong"] == 7

@@ -19,7 +19,7 @@ def told(paused: int, no_core: int = 0, throttled: int = 0) -> PausedTold:
     [
         ([told(2), told(60), told(1)], (1,), "fail", "60% of the time: it was stopped"),
         ([told(2), told(90, 5, 80)], (1,), "fail", "its CPU quota was used up"),
-        ([told(5, 5), told(60, 60), told(5, 5)], (1,), "warn", "other programs had its cores"),
+        ([told(5, 5), told(60, 60), told(5, 5)], (1,), "warn", "other programs used its cores"),
         # The machine is busy for all; one of them is stopped beside that.
         ([told(50, 50), told(70, 20)], (1,), "fail", "it was stopped"),
     ],

@@ -1,4 +1,4 @@
-"""Run allreduce-bench on ranks; several runs are judged as one, beside an earlier run if one is given."""
+"""Run allreduce-bench on ranks; repeated runs are judged together, compared with an earlier run if given."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from distdiag.commands.allreduce_bench import diagnose, earlier, plot
 from distdiag.commands.allreduce_bench.diagnose import rows_for, rows_of
-from distdiag.commands.allreduce_bench.findings import row_in_words
+from distdiag.commands.allreduce_bench.findings import format_row
 from distdiag.commands.allreduce_bench.formulas import BOTH_WAYS, ONLY_IN_PLACE
 from distdiag.commands.allreduce_bench.types import Bench, FaultKind, Request
 from distdiag.commands.allreduce_bench.view import bench_view
+from distdiag.diagnosis.wording import counted
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.facts.rank_identity import identify
 from distdiag.files import check_picture
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def job_of(request: Request) -> Job[Request, Bench]:
-    """Say what the benchmark runs and means. Raises UsageError where the request contradicts itself."""
+    """Return what the ranks run and how it is diagnosed. Raises UsageError where the request contradicts itself."""
     _check_forms(request)
     return Job(
         request=request,
@@ -44,7 +45,7 @@ def job_of(request: Request) -> Job[Request, Bench]:
         config=_config,
         diagnose=diagnose.diagnose,
         no_data=diagnose.no_data,
-        tell=_Teller(request).tell,
+        report_progress=_RowReporter(request).report,
     )
 
 
@@ -56,7 +57,7 @@ def _check_forms(request: Request) -> None:
         form, other = ("an in-place", "out of place") if request.in_place else ("an out-of-place", "in place")
         raise UsageError(
             f"torch has no {form.partition(' ')[2]} form of {', '.join(bad)}",
-            hint=f"it works {other}: leave the option out, or choose {' or '.join(BOTH_WAYS)}",
+            hint=f"it runs {other}: leave the option out, or choose {' or '.join(BOTH_WAYS)}",
         )
 
 
@@ -64,7 +65,9 @@ def _config(request: Request, plan: Plan, share: Allocation, rank: int) -> dict[
     fault = request.fault
     rows = rows_for(request, plan.device)
     if fault is not None and fault.row > len(rows):
-        raise UsageError(f"--inject names row {fault.row}, and there are {len(rows)}", hint=f"1 to {len(rows)}")
+        raise UsageError(
+            f"--inject names row {fault.row}, but there are {counted(len(rows), 'row')}", hint=f"use 1 to {len(rows)}"
+        )
     mine = fault is not None and fault.rank == rank
     return {
         "rows": [{"op": op, "size_bytes": size} for op, size in rows],
@@ -80,28 +83,28 @@ def _config(request: Request, plan: Plan, share: Allocation, rank: int) -> dict[
     }
 
 
-class _Teller:
-    """Says each row as soon as it is measured."""
+class _RowReporter:
+    """Reports each row as soon as it is measured."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._told = 0
+        self._reported = 0
         self._so_far = ""
 
-    def tell(self, run: Run, progress: Progress) -> str:
-        """Say what is new; gives the last row and how many there are."""
+    def report(self, run: Run, progress: Progress) -> str:
+        """Report new rows; return the last row and how many there are."""
         zero = run.traces[0]
-        if sum("row" in event.payload for event in zero.events) <= self._told:
+        if sum("row" in event.payload for event in zero.events) <= self._reported:
             return self._so_far
         device = str(next(event.payload["started"]["device"] for event in zero.events if "started" in event.payload))
         rows = rows_for(self._request, device.partition(":")[0])
         measured = rows_of(self._request, rows, list(run.traces.values()))
         if not measured:
             return self._so_far
-        for row in measured[self._told :]:
-            progress.news(row_in_words(row, self._request.unit))
-        self._told = len(measured)
-        self._so_far = f"{len(measured)} of {len(rows)} rows, {row_in_words(measured[-1], self._request.unit)}"
+        for row in measured[self._reported :]:
+            progress.news(format_row(row, self._request.unit))
+        self._reported = len(measured)
+        self._so_far = f"{len(measured)} of {len(rows)} rows, {format_row(measured[-1], self._request.unit)}"
         return self._so_far
 
 
@@ -109,7 +112,7 @@ _REPEATS = 3
 
 
 def subcommand(recipe: Recipe | None, *, draw: bool) -> Subcommand[Request, SavedRun, Bench]:
-    """Make the command; `recipe`: the launcher for which lines are to be written instead. `draw`: in the terminal."""
+    """Return the command. `recipe`: the launcher whose launch commands are printed instead. `draw`: in the terminal."""
     made = runner.subcommand(
         Request.command, Request, job_of, lambda request, report: bench_view(report, request.unit, draw=draw), recipe
     )
@@ -124,7 +127,7 @@ def subcommand(recipe: Recipe | None, *, draw: bool) -> Subcommand[Request, Save
 def _collect(request: Request, progress: Progress) -> Gathered[SavedRun]:
     """Measure; and measure rows again that were slower than in the earlier run: only what stays slower counts.
 
-    Two runs of the same differ by more than the iterations of each tell: where the ranks' memory and cores lie is
+    Two runs of the same differ by more than the spread of their iterations: where the ranks' memory and cores are is
     drawn anew each time.
     """
     me = identify(os.environ)
@@ -133,7 +136,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[SavedRun]:
         again = _slower(request, _judged(request, runs))
         if again is None:
             break
-        progress.news(f"measuring {len(again.ops)} operations with slower rows again")
+        progress.news(f"measuring {counted(len(again.ops), 'operation')} with slower rows again")
         runs.append(runner.carry_out(job_of(again), progress))
     return Gathered(facts=runs)
 
@@ -149,7 +152,7 @@ def _judged(request: Request, runs: Sequence[SavedRun]) -> Report[Bench]:
 
 
 def _slower(request: Request, report: Report[Bench]) -> Request | None:
-    """Ask for the rows that were slower than in the earlier run; None if there is none."""
+    """Return a request for the rows that were slower than in the earlier run; None if there is none."""
     slower = [row for row in report.data.compared if row.slower]
     if not slower or report.interrupted:
         return None
@@ -159,14 +162,14 @@ def _slower(request: Request, report: Report[Bench]) -> Request | None:
 
 
 def _fault_again(request: Request) -> Fault | None:
-    """Make an injected fault again where it is one of all rows."""
+    """Return the injected fault where it affects all rows."""
     return request.fault if request.fault is not None and request.fault.kind is FaultKind.SLOW else None
 
 
 def read_files(compare: str, picture: str) -> Baseline | None:
-    """Read the run to compare with, and see whether the picture can be drawn. Raises UsageError, DistdiagError."""
+    """Read the run to compare with, and check that the picture can be drawn. Raises UsageError, DistdiagError."""
     me = identify(os.environ)
-    if me is not None and me.rank != 0:  # the files of the others' nodes are not ours
+    if me is not None and me.rank != 0:  # rank 0 reads the files, on its own node
         return None
     check_picture(picture)
     if not compare:
@@ -180,7 +183,7 @@ def read_files(compare: str, picture: str) -> Baseline | None:
 
 
 def draw(report: Report[Bench], request: Request, picture: str) -> Report[Bench]:
-    """Draw the picture, where it is one in a file."""
+    """Draw the picture, if it goes to a file."""
     if picture not in ("", "-"):
         try:
             plot.save(report.data, request.unit, picture)

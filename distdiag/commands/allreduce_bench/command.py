@@ -28,46 +28,46 @@ COMMAND = "allreduce-bench"
 
 
 def parse_ops(text: str) -> tuple[str, ...]:
-    """Read collectives with commas, or all. Raises UsageError."""
+    """Parse comma-separated collectives, or all. Raises UsageError."""
     words = tuple(dict.fromkeys(word.strip().replace("-", "_") for word in text.split(",")))
     if words == ("all",):
         return OPS
     for word in words:
         if word not in OPS:
-            raise UsageError(f"--op {word!r} is no collective", hint=f"one or several of {', '.join(OPS)}, or all")
+            raise UsageError(f"--op {word!r}: unknown collective", hint=f"choose from {', '.join(OPS)}, or all")
     return words
 
 
 def parse_fault(text: str) -> Fault:
-    """Read FAULT:RANK or FAULT:RANK@ROW. Raises UsageError."""
+    """Parse FAULT:RANK or FAULT:RANK@ROW. Raises UsageError."""
     place, at, row = text.partition("@")
     kind, _, rank = place.partition(":")
     if kind not in list(FaultKind) or not rank.isdecimal() or (at and not row.isdecimal()) or row == "0":
         kinds = ", ".join(FaultKind)
-        raise UsageError(f"--inject {text!r} is not FAULT:RANK[@ROW]", hint=f"faults are {kinds}; such as kill:1@3")
+        raise UsageError(f"--inject {text!r}: expected FAULT:RANK[@ROW]", hint=f"faults: {kinds}; for example kill:1@3")
     if at and kind not in (FaultKind.KILL, FaultKind.STOP):
-        raise UsageError(f"--inject {text!r}: {kind} is made in all rows", hint="only kill and stop take @ROW")
+        raise UsageError(f"--inject {text!r}: {kind} affects all rows", hint="only kill and stop take @ROW")
     return Fault(kind=FaultKind(kind), rank=int(rank), row=int(row or 1))
 
 
 def parse_dtype(text: str) -> str:
-    """Read a dtype by torch's name. Raises UsageError."""
+    """Parse a dtype by torch's name. Raises UsageError."""
     other = {"float": "float32", "half": "float16", "double": "float64", "fp32": "float32", "fp16": "float16"}
     name = {**other, "bf16": "bfloat16", "int": "int32"}.get(text, text.removeprefix("torch."))
     if name not in ITEM_BYTES:
-        raise UsageError(f"--dtype {text!r} is not known", hint=f"one of {', '.join(ITEM_BYTES)}")
+        raise UsageError(f"--dtype {text!r}: unknown type", hint=f"choose from {', '.join(ITEM_BYTES)}")
     return name
 
 
 def parse_params(text: str) -> float:
-    """Read a number of parameters: 7B, 350M, 1.3e9. Raises UsageError."""
+    """Parse a number of parameters: 7B, 350M, 1.3e9. Raises UsageError."""
     unit = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:].lower(), 1.0)
     try:
         value = float(text[:-1] if unit > 1 else text) * unit
     except ValueError:
         value = 0.0
     if not 1 <= value < 1e16:
-        raise UsageError(f"--params {text!r} is no number of parameters", hint="write 7B, 350M or 1.3e9")
+        raise UsageError(f"--params {text!r} is not a number of parameters", hint="write 7B, 350M or 1.3e9")
     return value
 
 
@@ -75,47 +75,56 @@ def parse_params(text: str) -> float:
 def allreduce_bench(
     nproc: NprocOpt = None,
     op: Annotated[
-        str, typer.Option(metavar="NAMES", help=f"Collectives, with commas: {', '.join(OPS)}; or all.")
+        str, typer.Option(metavar="NAMES", help=f"Collectives, comma-separated: {', '.join(OPS)}; or all.")
     ] = "all_reduce",
     sizes: Annotated[
         str,
         typer.Option(
             metavar="RANGE",
-            help="Sizes: 64MiB (or 64M), 1KiB:1GiB (doubling), 1KiB:1GiB:x4, several with commas. "
-            "[default: 1KiB:4GiB:x4; to 64MiB on the CPU]",
+            help="Sizes, comma-separated: 64MiB (or 64M), 1KiB:1GiB (doubling), 1KiB:1GiB:x4. "
+            "[default: 1KiB:4GiB:x4; up to 64MiB on the CPU]",
         ),
     ] = "",
-    dtype: Annotated[str, typer.Option(help="Type of the elements, by torch's name.")] = "float32",
-    warmup: Annotated[int, typer.Option(min=1, metavar="N", help="Calls before the timed ones.")] = 5,
+    dtype: Annotated[str, typer.Option(help="Element type, by torch's name.")] = "float32",
+    warmup: Annotated[int, typer.Option(min=1, metavar="N", help="Warm-up iterations per size.")] = 5,
     iters: Annotated[
         int | None,
-        typer.Option(min=1, max=100000, metavar="N", help="Timed calls a row. [default: 20 to 1000, see --min-time]"),
+        typer.Option(
+            min=1, max=100000, metavar="N", help="Timed iterations per size. [default: 20 to 1000, see --min-time]"
+        ),
     ] = None,
     min_time: Annotated[
-        float, typer.Option(min=0.0, max=3600, metavar="SECONDS", help="Time each row for so long at least.")
+        float, typer.Option(min=0.0, max=3600, metavar="SECONDS", help="Time each size for at least this long.")
     ] = 0.5,
     in_place: Annotated[
         bool | None, typer.Option("--in-place/--out-of-place", help="Form of all_gather and reduce_scatter.")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Look at every element, outside of the timed calls.")
+        bool,
+        typer.Option("--check/--no-check", help="Check every received element, outside the timed iterations."),
     ] = True,
-    stat: Annotated[Stat, typer.Option(help="The time of an iteration that bandwidths are made of.")] = Stat.P50,
-    unit: Annotated[Unit, typer.Option(help="GB/s is 1e9 bytes, gbps is 1e9 bits a second.")] = Unit.GBPS_BYTES,
+    stat: Annotated[Stat, typer.Option(help="Statistic used to compute bandwidth.")] = Stat.P50,
+    unit: Annotated[
+        Unit, typer.Option(help="Unit of bandwidth; GB/s: 1e9 bytes per second, gbps: 1e9 bits per second.")
+    ] = Unit.GBPS_BYTES,
     save: SaveOpt = "",
     from_: FromOpt = None,
     compare: Annotated[
         str,
         typer.Option(
             metavar="PATH",
-            help="Compare with an earlier run: what --save wrote, its --json, or what nccl-tests printed (or its -J).",
+            help="Compare with an earlier run: files of --save, output of --json or of nccl-tests (text or -J).",
         ),
     ] = "",
     plot: Annotated[
-        str, typer.Option(metavar="FILE", help="Draw busbw against size: into FILE.svg or FILE.png; - draws here.")
+        str,
+        typer.Option(metavar="FILE", help="Plot busbw against size, to FILE.svg or FILE.png; - draws in the terminal."),
     ] = "",
     params: Annotated[
-        str, typer.Option(metavar="N", help="Say how long the gradients of a model of N parameters take: 7B.")
+        str,
+        typer.Option(
+            metavar="N", help="Estimate the all_reduce time of the gradients of a model with N parameters: 7B."
+        ),
     ] = "",
     backend: BackendOpt = Backend.AUTO,
     device: DeviceOpt = Device.AUTO,
@@ -128,7 +137,8 @@ def allreduce_bench(
         str | None,
         typer.Option(
             metavar="FAULT:RANK[@ROW]",
-            help="Make a fault for real, to see it found: slow, corrupt, dtype, kill or stop; such as kill:0@3.",
+            help="Inject a real fault, to check that it is detected: slow, corrupt, dtype, kill or stop; for example "
+            "kill:0@3.",
         ),
     ] = None,
     print_command: PrintCommandOpt = None,
@@ -137,11 +147,17 @@ def allreduce_bench(
     *,
     cluster: Cluster,
 ) -> None:
-    """Measure the bandwidth of collectives, with their data checked; say whether it is good, and which rank is late.
+    """Measure the bandwidth of collectives, check their data, judge the result, and name the rank that is late.
 
-    Sizes, algbw and busbw are those of nccl-tests. Each row is reported as soon as it is there.
+    Sizes, algbw and busbw are defined as in nccl-tests. Each row is reported as soon as it is measured.
 
-    Exit status: 0 measured, 1 a fault was found, 2 wrong usage, 3 could not be measured, 130 interrupted.
+    Exit status: 0 measured, 1 failed, 2 wrong usage, 3 could not be measured, 130 interrupted.
+
+    \b
+    Examples:
+      distdiag allreduce-bench                # all GPUs of this machine
+      distdiag allreduce-bench --hosts node[1-4] --save before
+      distdiag allreduce-bench --hosts node[1-4] --compare before
     """
     from distdiag import runner
     from distdiag.commands.allreduce_bench import check as bench
@@ -150,7 +166,7 @@ def allreduce_bench(
     explain = cluster.explain or print_command is not None
 
     @functools.cache  # --compare may be a pipe
-    def asked() -> Request:
+    def request() -> Request:
         return Request(
             program=called_as(),
             nproc=nproc,
@@ -182,7 +198,7 @@ def allreduce_bench(
 
     runner.run(
         bench.subcommand(print_command, draw=plot == "-"),
-        asked,
+        request,
         runner.Options(as_json, strict, save, from_, explain),
-        lambda report: bench.draw(report, asked(), plot),
+        lambda report: bench.draw(report, request(), plot),
     )

@@ -10,8 +10,9 @@ from distdiag.cluster.hosts import fold
 from distdiag.cluster.rank_runs import Outcome
 from distdiag.commands.allreduce_bench import findings
 from distdiag.commands.allreduce_bench.findings import short, speed
-from distdiag.commands.allreduce_bench.formulas import bus_factor, is_in_place, shape_of
+from distdiag.commands.allreduce_bench.formulas import NO_PEER, bus_factor, is_in_place, shape_of
 from distdiag.commands.allreduce_bench.types import STAGES, USUAL, Arrival, Bench, SizeResult, Times, parse_sizes
+from distdiag.diagnosis.wording import counted
 from distdiag.launch import rank_report
 from distdiag.launch.rank_report import paused, without_core
 from distdiag.report import Finding, Level, Report
@@ -30,20 +31,20 @@ _ENOUGH_FOR_DRIFT = 20
 def rows_of(
     request: Request, rows: Sequence[tuple[str, int]], traces: Sequence[RankTimeline]
 ) -> tuple[SizeResult, ...]:
-    """Give a row for each collective and size that rank 0 told the times of, or why there are none."""
-    told = [_told(trace) for trace in traces]
+    """Return a row for each collective and size of which rank 0 reported the times, or why there are none."""
+    reported = [_reported_rows(trace) for trace in traces]
     world_size = len(traces)
     found = []
     for number, (op, size_bytes) in enumerate(rows, 1):
-        mine = [one[number] for one in told if number in one]
-        first = told[0].get(number) if told else None
+        mine = [by_number[number] for by_number in reported if number in by_number]
+        first = reported[0].get(number) if reported else None
         if first is not None:
             found.append(_row(request, op, size_bytes, world_size, (first, mine)))
     return tuple(found)
 
 
 def arrivals_of(rows: Sequence[tuple[str, int]], traces: Sequence[RankTimeline]) -> tuple[Arrival, ...]:
-    """Give for each row and rank how it came to the collective."""
+    """Return for each row and rank how late it entered the collective."""
     return tuple(
         Arrival(
             rank=trace.rank,
@@ -55,12 +56,12 @@ def arrivals_of(rows: Sequence[tuple[str, int]], traces: Sequence[RankTimeline])
         )
         for number, (op, size_bytes) in enumerate(rows, 1)
         for trace in traces
-        if (row := _told(trace).get(number)) is not None and "inside_ns" in row
+        if (row := _reported_rows(trace).get(number)) is not None and "inside_ns" in row
     )
 
 
 def times_of(seconds: Sequence[float]) -> Times:
-    """Give the statistics of at least one time."""
+    """Return the statistics of at least one time."""
     ordered = sorted(seconds)
     n = len(ordered)
     return Times(
@@ -84,7 +85,7 @@ def chosen(times: Times, stat: Stat) -> float:
     return float(getattr(times, stat))
 
 
-def _told(trace: RankTimeline) -> dict[int, RowTold]:
+def _reported_rows(trace: RankTimeline) -> dict[int, RowTold]:
     return {event.payload["row"]["number"]: event.payload["row"] for event in trace.events if "row" in event.payload}
 
 
@@ -176,7 +177,8 @@ def repeated(request: Request, report: Report[Bench], again: Bench) -> Report[Be
     assert request.baseline is not None
     better = {(row.op, row.size_bytes): row for row in again.compared}
     compared = tuple(
-        min(row, better.get((row.op, row.size_bytes), row), key=lambda one: one.ratio) for row in report.data.compared
+        min(row, better.get((row.op, row.size_bytes), row), key=lambda timed: timed.ratio)
+        for row in report.data.compared
     )
     found = [finding for finding in report.findings if finding.id != f"{request.command}.slower"]
     no_core = max(report.data.no_core_share, again.no_core_share)
@@ -200,7 +202,7 @@ def _pauses(course: RunRecord) -> dict[int, list[PausedTold]]:
 
 
 def no_data(request: Request, why: NotStarted, facts: dict[str, Any]) -> Bench:
-    """Give the facts of a run in which no rank was started."""
+    """Return the facts of a run in which no rank was started."""
     return Bench(
         **facts,
         device_name=None,
@@ -216,11 +218,11 @@ def no_data(request: Request, why: NotStarted, facts: dict[str, Any]) -> Bench:
 
 
 def _not_measured(request: Request, results: tuple[SizeResult, ...]) -> list[Finding]:
-    """Rows that were passed over, one finding for each reason."""
+    """Return the rows that were skipped, a finding for each reason."""
     reasons: dict[tuple[str, str], list[SizeResult]] = {}
     for row in results:
         if row.skipped:
-            kind = "too-large" if "bytes" in row.skipped else "alone" if "nobody" in row.skipped else "unsupported"
+            kind = "too-large" if "bytes" in row.skipped else "alone" if row.skipped == NO_PEER else "unsupported"
             reasons.setdefault((kind, row.skipped if kind != "too-large" else ""), []).append(row)
     found = [
         Finding(
@@ -238,18 +240,18 @@ def _not_measured(request: Request, results: tuple[SizeResult, ...]) -> list[Fin
 
 
 def _summary(
-    request: Request, scene: Inventory, data: Bench, found: list[Finding], asked: int, *, interrupted: bool
+    request: Request, scene: Inventory, data: Bench, found: list[Finding], requested: int, *, interrupted: bool
 ) -> str:
     measured = [row for row in data.results if row.time_s is not None]
-    so_far = f"{len(measured)} of {asked} rows were measured"
+    so_far = f"{len(measured)} of {counted(requested, 'row')} measured"
     if interrupted:
         wrong = [finding.title for finding in found if finding.level in (Level.FAIL, Level.UNKNOWN)]
         return f"interrupted; {wrong[0] if wrong else rank_report.how_far(data.ranks, STAGES)}; {so_far}"
     if wrong_words := rank_report.worst_of(found):
-        return wrong_words if len(measured) == asked else f"{wrong_words}; {so_far}"
+        return wrong_words if len(measured) == requested else f"{wrong_words}; {so_far}"
     where = fold(dict.fromkeys(place.host for place in scene.places))
     if data.world_size == 1:
-        return f"one rank on {where} sends nothing: busbw is 0 by definition, and means nothing"
+        return f"a single rank on {where}: it sends nothing, so busbw is 0 by definition"
     best = max(measured, key=lambda row: (row.size_bytes, row.busbw_bytes_per_s or 0.0))
     warnings = "".join(f"; but {finding.title}" for finding in found if finding.level is Level.WARN)
     return (

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from distdiag.commands.allreduce_bench.formulas import ITEM_BYTES
 from distdiag.commands.allreduce_bench.types import GIGA, Compared, Expectation, Unit
+from distdiag.diagnosis.wording import counted, format_size
 from distdiag.knowledge.bandwidth import training_lines, zero3_rule
 from distdiag.knowledge.busbw import assess
 from distdiag.knowledge.expectation import Judgement, Setting
 from distdiag.launch.types import Device
-from distdiag.launch.wording import amount
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
@@ -26,43 +26,43 @@ _BITS = 8
 
 
 def speed(bytes_per_s: float, unit: Unit = Unit.GBPS_BYTES) -> str:
-    """Write a bandwidth with its unit."""
+    """Format a bandwidth with its unit."""
     return f"{number(bytes_per_s, unit)} {'Gb/s' if unit is Unit.GBPS else 'GB/s'}"
 
 
 def number(bytes_per_s: float, unit: Unit) -> str:
-    """Write a bandwidth without its unit."""
+    """Format a bandwidth without its unit."""
     value = bytes_per_s / GIGA * (_BITS if unit is Unit.GBPS else 1)
     return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.1f}"
 
 
 def micros(seconds: float) -> str:
-    """Write microseconds, with a decimal below a thousand."""
+    """Format seconds as microseconds, with a decimal below a thousand."""
     value = seconds * 1e6
     return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 
 def short(size_bytes: int) -> str:
-    """Write a size in one word: 64MiB."""
-    return amount(size_bytes).replace(" ", "")
+    """Format a size in one word: 64MiB."""
+    return format_size(size_bytes).replace(" ", "")
 
 
-def row_in_words(row: SizeResult, unit: Unit) -> str:
-    """Say a row in a line."""
+def format_row(row: SizeResult, unit: Unit) -> str:
+    """Format a row in a line."""
     if row.time_s is None or row.busbw_bytes_per_s is None:
         return f"{row.op} {short(row.size_bytes)}: not measured: {row.skipped}"
     wrong = f", {row.wrong} WRONG elements" if row.wrong else ""
     return (
         f"{row.op} {short(row.size_bytes)}: busbw {speed(row.busbw_bytes_per_s, unit)}, p50 "
-        f"{micros(row.time_s.p50)} us of {row.iterations} iterations{wrong}"
+        f"{micros(row.time_s.p50)} us of {counted(row.iterations, 'iteration')}{wrong}"
     )
 
 
 _ALL_WAIT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-"""Nobody leaves these before everybody came, so who was short inside came late."""
+"""No rank leaves these before every rank has entered, so a rank that was inside for a short time entered late."""
 _LATE_SHARE = 0.3
 _LATE_S = 50e-6
-"""A rank is late where it came later than the first by this part of the row's time, and by so much at least."""
+"""A rank is late where it entered later than the first by this part of the row's time, and by so much at least."""
 _OTHERS_SHARE = 0.5
 """And the next latest by no more than this part of it."""
 _ENOUGH_FOR_LATE = 10
@@ -88,23 +88,23 @@ class Late:
 
 
 def late_rank(results: Sequence[SizeResult], arrivals: Sequence[Arrival]) -> Late | None:
-    """Find the rank that comes late, the same one in most of the rows; None where there is none."""
+    """Return the rank that is late in most of the rows; None where there is none."""
     times = {(row.op, row.size_bytes): row.time_s.p50 for row in results if row.time_s and _counts(row)}
     named: list[tuple[Arrival, float]] = []
     rows = 0
     for (op, size), p50 in times.items():
-        came = sorted((one for one in arrivals if _is_of(one, op, size)), key=lambda one: one.late_s)
-        if len(came) < 2:
+        entered = sorted((arrival for arrival in arrivals if _is_of(arrival, op, size)), key=_lateness)
+        if len(entered) < 2:
             continue
         rows += 1
-        latest, next_latest = came[-1], came[-2]
+        latest, next_latest = entered[-1], entered[-2]
         clear = latest.late_s > max(_LATE_S, _LATE_SHARE * p50)
         if clear and next_latest.late_s < _OTHERS_SHARE * latest.late_s:
             named.append((latest, latest.late_s / p50))
-    for rank in {one.rank for one, _ in named}:
-        mine = [(one, share) for one, share in named if one.rank == rank]
+    for rank in {arrival.rank for arrival, _ in named}:
+        mine = [(arrival, share) for arrival, share in named if arrival.rank == rank]
         if len(mine) > rows / 2:
-            late_s, share = median(one.late_s for one, _ in mine), median(share for _, share in mine)
+            late_s, share = median(arrival.late_s for arrival, _ in mine), median(share for _, share in mine)
             return Late(rank, mine[0][0].host, len(mine), rows, late_s, share)
     return None
 
@@ -113,15 +113,19 @@ def _counts(row: SizeResult) -> bool:
     return row.op in _ALL_WAIT and row.iterations >= _ENOUGH_FOR_LATE
 
 
+def _lateness(arrival: Arrival) -> float:
+    return arrival.late_s
+
+
 def _is_of(arrival: Arrival, op: str, size_bytes: int) -> bool:
-    # A row's real size may be a little less than what was asked for.
+    # A row's real size may be a little less than the requested size.
     return arrival.op == op and arrival.size_bytes == size_bytes
 
 
 def shape_findings(
     request: Request, results: Sequence[SizeResult], arrivals: Sequence[Arrival], *, whole: bool = True
 ) -> list[Finding]:
-    """Name what the rows show; how they vary only if the run is `whole`, and no rank died."""
+    """Return what the rows show; how they vary only if the run is `whole`, and no rank died."""
     late = late_rank(results, arrivals)
     found = [_straggler(request, late)] if late is not None else []
     for op in dict.fromkeys(row.op for row in results):
@@ -134,13 +138,13 @@ def _straggler(request: Request, late: Late) -> Finding:
     return Finding(
         id=f"{request.command}.late-rank",
         level=Level.WARN,
-        title=f"rank {late.rank} ({late.host}) comes late in {late.rows} of {late.of} rows: by "
-        f"{micros(late.late_s)} us, {late.share:.0%} of the time of a row",
-        detail="All others wait inside the collective for it, so their time there is longer and its own is short. That "
-        "is a slow rank (its CPU, its GPU, another program on it), not a slow link: a link makes all ranks slow alike.",
+        title=f"rank {late.rank} ({late.host}) is late in {late.rows} of {late.of} rows: by "
+        f"{micros(late.late_s)} us, {late.share:.0%} of a row's time",
+        detail="All other ranks wait for it inside the collective, so their time there is long and its own is short. "
+        "This is a slow rank (its CPU, its GPU, another program on it), not a slow link: a link slows all ranks alike.",
         where=Where(hosts=(late.host,), ranks=(late.rank,)),
         fix=Fix(
-            text="see what else runs there, clocks and temperature; a slow link would show in pairs of ranks",
+            text="check what else runs there, clocks and temperature; a slow link would show in pairs of ranks",
             commands=(request.pairs(),),
         ),
     )
@@ -151,7 +155,7 @@ def _varies(times: Times) -> bool:
 
 
 def _unsteady(request: Request, results: Sequence[SizeResult]) -> list[Finding]:
-    """Rows whose mean is far from their median: what they carry over time is not what the median says."""
+    """Return rows whose mean is far from their median: over time they carry less than the median suggests."""
     rows = [row for row in results if row.time_s is not None and row.iterations >= _ENOUGH_FOR_LATE]
     bad = [row for row in rows if row.time_s is not None and _varies(row.time_s)]
     if not bad or len(bad) <= len(rows) / 2:
@@ -163,14 +167,13 @@ def _unsteady(request: Request, results: Sequence[SizeResult]) -> list[Finding]:
         Finding(
             id=f"{request.command}.unsteady",
             level=Level.WARN,
-            title=f"the times of {len(bad)} of {len(rows)} rows vary so much that a median says little: {worst.op} of "
-            f"{short(worst.size_bytes)} has a mean of {micros(worst.time_s.mean)} us, a median of "
-            f"{micros(worst.time_s.p50)} us and quartiles {micros(worst.time_s.iqr)} us apart; over time algbw is "
-            f"{speed(over_time, request.unit)}",
-            detail="A job gets the mean. Ranks that are stopped or throttled, other programs on the same cores, or a "
-            "link that comes and goes look so.",
+            title=f"unsteady times in {len(bad)} of {len(rows)} rows: {worst.op} of {short(worst.size_bytes)} has mean "
+            f"{micros(worst.time_s.mean)} us, median {micros(worst.time_s.p50)} us",
+            detail=f"Its quartiles are {micros(worst.time_s.iqr)} us apart, and over time its algbw is "
+            f"{speed(over_time, request.unit)}. A job gets the mean, and the median says little here. Typical causes: "
+            "ranks that are stopped or throttled, other programs on the same cores, or an unstable link.",
             fix=Fix(
-                text="have the bandwidth of the mean shown; see what else runs on these cores",
+                text="show the bandwidth of the mean; check what else runs on these cores",
                 commands=(
                     request.again(stat="mean"),
                     "grep -r nr_throttled /sys/fs/cgroup --include=cpu.stat | grep -v ' 0$'",
@@ -190,14 +193,14 @@ def _fall(request: Request, rows: list[SizeResult]) -> list[Finding]:
     assert last.busbw_bytes_per_s is not None
     if last.busbw_bytes_per_s >= _FALL * best.busbw_bytes_per_s:
         return []
-    on_cpu = " On the CPU that is what caches do." if last.size_bytes <= 2**28 else ""
+    on_cpu = " On the CPU this is the effect of caches." if last.size_bytes <= 2**28 else ""
     return [
         _info(
             request,
             "falls",
-            f"{last.op} gets slower where it should get faster: {speed(last.busbw_bytes_per_s, request.unit)} at "
+            f"{last.op} bandwidth falls at large sizes: {speed(last.busbw_bytes_per_s, request.unit)} at "
             f"{short(last.size_bytes)}, {speed(best.busbw_bytes_per_s, request.unit)} at {short(best.size_bytes)}",
-            "Memory that is paged or far away (NUMA), a link that loses packets, or a switch that is full shows so."
+            "Typical causes: memory that is paged or remote (NUMA), a link that loses packets, or a congested switch."
             + on_cpu,
         )
     ]
@@ -217,16 +220,17 @@ def _outliers(request: Request, rows: list[SizeResult]) -> list[Finding]:
         _info(
             request,
             "outliers",
-            f"{worst.op}: one call in a hundred takes {worst.time_s.p99 / worst.time_s.p50:.0f} times as long as the "
-            f"others ({short(worst.size_bytes)}: p99 {micros(worst.time_s.p99)} us, p50 {micros(worst.time_s.p50)} us)",
-            "Other programs on the same CPUs or link, or retransmissions; a training step waits for the slowest.",
+            f"{worst.op}: p99 is {worst.time_s.p99 / worst.time_s.p50:.0f} times the median at "
+            f"{short(worst.size_bytes)} ({micros(worst.time_s.p99)} us, median {micros(worst.time_s.p50)} us)",
+            "Typical causes: other programs on the same CPUs or link, or retransmissions. A training step waits for "
+            "the slowest call.",
         )
     ]
 
 
 def _drift(request: Request, rows: list[SizeResult]) -> list[Finding]:
     bad = [row for row in rows if row.drift is not None and row.drift > _DRIFT and row.size_bytes >= _LARGE_BYTES]
-    # One row can be chance: somebody else came meanwhile.
+    # A single row can be chance: other traffic came meanwhile.
     if len(bad) < 2:
         return []
     worst = max(bad, key=lambda row: row.drift or 0.0)
@@ -234,9 +238,9 @@ def _drift(request: Request, rows: list[SizeResult]) -> list[Finding]:
         _info(
             request,
             "drift",
-            f"{worst.op} got slower while it was measured, in {len(bad)} rows: by {(worst.drift or 1) - 1:.0%} at "
+            f"{worst.op} got slower during the measurement in {len(bad)} rows: by {(worst.drift or 1) - 1:.0%} at "
             f"{short(worst.size_bytes)}",
-            "Throttling (heat, power) looks so, and so does somebody else who came to the link.",
+            "Typical causes: throttling (heat, power), or other traffic that started on the link.",
         )
     ]
 
@@ -247,7 +251,7 @@ def _info(request: Request, name: str, title: str, detail: str) -> Finding:
 
 _LARGE_IN_A_NODE_BYTES = 128 * 2**20
 _LARGE_BETWEEN_NODES_BYTES = 512 * 2**20
-"""Smaller ones say more of latency than of bandwidth; see knowledge.busbw.assess."""
+"""Smaller sizes measure latency more than bandwidth; see knowledge.busbw.assess."""
 
 
 def expectation(
@@ -268,7 +272,7 @@ def expectation(
     )
     found = assess(largest.busbw_bytes_per_s, setting)
     too_small = largest.size_bytes < least and plan.device is Device.CUDA
-    small = f"the largest all_reduce, {short(largest.size_bytes)}, is too small to judge by: it takes {short(least)}"
+    small = f"the largest all_reduce, {short(largest.size_bytes)}, is too small to judge: use {short(least)} or more"
     return Expectation(
         judgement=Judgement.UNKNOWN if too_small else found.judgement,
         size_bytes=largest.size_bytes,
@@ -281,7 +285,7 @@ def expectation(
 
 
 def nic_rate(plan: Plan, scene: Inventory) -> float | None:
-    """Give the line rate in bytes/s that each GPU has of its node's active RDMA ports, the least of all nodes."""
+    """Return the line rate in bytes/s that each GPU has of its node's active RDMA ports, the least of all nodes."""
     rates = []
     for place in scene.places:
         ranks = sum(share.nproc for share in plan.shares if share.node == place.node)
@@ -292,7 +296,7 @@ def nic_rate(plan: Plan, scene: Inventory) -> float | None:
 
 
 def hardware_findings(request: Request, found: Expectation | None) -> list[Finding]:
-    """Say where the bandwidth is less than it should be."""
+    """Return a bandwidth that is lower than it should be."""
     if found is None or found.judgement not in (Judgement.LOW, Judgement.BAD):
         return []
     bad = found.judgement == Judgement.BAD
@@ -300,12 +304,12 @@ def hardware_findings(request: Request, found: Expectation | None) -> list[Findi
         Finding(
             id=f"{request.command}.{'bandwidth-bad' if bad else 'bandwidth-low'}",
             level=Level.FAIL if bad else Level.WARN,
-            title=f"all_reduce of {short(found.size_bytes)} has far less bandwidth than this hardware gives"
+            title=f"all_reduce of {short(found.size_bytes)} is far slower than this hardware should be"
             if bad
-            else f"all_reduce of {short(found.size_bytes)} has less bandwidth than this hardware usually gives",
+            else f"all_reduce of {short(found.size_bytes)} is slower than usual for this hardware",
             evidence=(*found.lines, f"source: {found.source}"),
             fix=Fix(
-                text="see which transport NCCL takes, then measure pairs of ranks to find the link",
+                text="check which transport NCCL uses, then test pairs of ranks to find the link",
                 commands=(
                     request.again(nccl_debug=""),
                     request.pairs(),
@@ -316,7 +320,7 @@ def hardware_findings(request: Request, found: Expectation | None) -> list[Findi
 
 
 def training(request: Request, plan: Plan, scene: Inventory, results: Sequence[SizeResult]) -> tuple[str, ...]:
-    """Say what the bandwidth means for a model of --params; empty where that was not asked."""
+    """Return what the bandwidth means for a model of --params, in lines; empty without that option."""
     largest = _largest(results)
     if request.params is None or largest is None or not largest.algbw_bytes_per_s or plan.nproc < 2:
         return ()
@@ -335,17 +339,17 @@ def _largest(results: Sequence[SizeResult]) -> SizeResult | None:
 
 _BAND_LEAST, _BAND_MOST = 0.1, 0.5
 _SPREADS = 3.0
-"""A median moves between runs by more than its iterations tell: by so many of their inter-quartile ranges, here and
-there. Not beyond half of the time: what takes twice as long is never noise."""
+"""A median moves between runs by more than the spread of its iterations: by so many inter-quartile ranges of both runs.
+Never by more than half of the time: what takes twice as long is not noise."""
 _BUSY = 0.05
 _NEVER_BUSY = 10
-"""So many times as long is nothing that other programs on the cores do."""
+"""So many times as long is not explained by other programs on the cores."""
 _WORSE_ROWS = 1 / 3
-"""One row beyond its band can be chance; so many of them are not."""
+"""A single row beyond its band can be chance; so many of them are not."""
 
 
 def compare(baseline: Baseline, results: Sequence[SizeResult]) -> tuple[Compared, ...]:
-    """Put each row that both have beside the earlier one; the other form (in place or not) is the next best."""
+    """Compare each row that both runs have; the other form (in place or not) is the next best."""
     earlier = {(row.op, row.size_bytes, row.dtype, row.in_place): row for row in baseline.rows}
     found = []
     for row in results:
@@ -375,34 +379,34 @@ def _compared(row: SizeResult, before: Earlier) -> Compared:
 
 
 def differs(baseline: Baseline, world_size: int, device: str) -> str:
-    """Say why the times of two runs do not compare at all; empty if they do."""
+    """Return why the times of two runs are not comparable; empty if they are."""
     if baseline.world_size is not None and baseline.world_size != world_size:
-        return f"the earlier run had {baseline.world_size} ranks and this one has {world_size}: times do not compare"
+        return f"times are not comparable: {counted(world_size, 'rank')} now, {baseline.world_size} in the earlier run"
     if baseline.device and baseline.device != device:
-        return f"the earlier run was on {baseline.device} and this one is on {device}: times do not compare"
+        return f"times are not comparable: on {device} now, on {baseline.device} in the earlier run"
     return ""
 
 
 def comparison_findings(
     request: Request, baseline: Baseline, why: str, compared: Sequence[Compared], no_core: float = 0.0
 ) -> list[Finding]:
-    """Say whether this run is slower than the earlier one; `why`: they do not compare; `no_core`: see model.Bench."""
+    """Return where this run is slower than the earlier run; `why`: not comparable; `no_core`: see types.Bench."""
     if why or not compared:
-        words = why or "no row of this run is in the earlier one: other sizes, collectives or types"
+        words = why or "no row of this run is in the earlier run: other sizes, collectives or types"
         return [_finding(request, "compare-differs", Level.UNKNOWN, words, baseline)]
     slower = sorted((row for row in compared if row.slower), key=lambda row: -row.ratio)
     if not slower:
         return []
     worst = slower[0]
     words = (
-        f"{len(slower)} of {len(compared)} rows take longer than in the earlier run: {worst.op} of "
-        f"{short(worst.size_bytes)} {worst.ratio:.2f} times as long ({micros(worst.p50_s)} us, before "
+        f"{len(slower)} of {counted(len(compared), 'row')} slower than in the earlier run: {worst.op} of "
+        f"{short(worst.size_bytes)} takes {worst.ratio:.2f} times as long ({micros(worst.p50_s)} us, before "
         f"{micros(worst.earlier_p50_s)} us)"
     )
     level = Level.FAIL if len(slower) >= _WORSE_ROWS * len(compared) else Level.WARN
     if level is Level.FAIL and no_core > _BUSY and worst.ratio < _NEVER_BUSY:
         level = Level.UNKNOWN
-        words += f"; but ranks waited for a core {no_core:.0%} of the time, as other programs have them"
+        words += f"; but ranks waited for a core {no_core:.0%} of the time: other programs use the cores"
     return [_finding(request, "slower", level, words, baseline)]
 
 
@@ -411,19 +415,19 @@ def _finding(request: Request, name: str, level: Level, title: str, baseline: Ba
         id=f"{request.command}.{name}",
         level=level,
         title=title,
-        detail=f"The earlier run was made by {baseline.made_by}"
+        detail=f"The earlier run was measured by {baseline.made_by}"
         + (f" on {baseline.device}" if baseline.device else "")
-        + f". Noise is what each row's own iterations show, {_BAND_LEAST:.0%} at least, {_BAND_MOST:.0%} at most.",
+        + ". A row counts as slower beyond the noise of its own iterations: at least "
+        f"{_BAND_LEAST:.0%}, at most {_BAND_MOST:.0%}.",
         evidence=baseline.notes,
         fix=Fix(
-            text="the rows were measured again and stayed so: see whether a rank is named as late, or measure pairs of "
-            "ranks",
+            text="check whether a rank is reported as late, or test pairs of ranks",
             commands=(request.pairs(),),
         )
         if level in (Level.FAIL, Level.WARN)
         else Fix(text="compare again when these cores are free", commands=(request.again(),))
         if name == "slower"
-        else Fix(text=f"it has {_content(baseline)}"),
+        else Fix(text=f"the earlier run has {_content(baseline)}"),
     )
 
 

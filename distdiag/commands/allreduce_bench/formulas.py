@@ -16,6 +16,8 @@ SPREAD = ("all_gather", "reduce_scatter", "all_to_all")
 ONLY_IN_PLACE = ("all_reduce", "broadcast", "reduce")
 """torch has no other form of them."""
 BOTH_WAYS = ("all_gather", "reduce_scatter")
+NO_PEER = "a single rank has no peer to send to"
+"""Why sendrecv is skipped on a single rank."""
 ITEM_BYTES = {
     "float32": 4,
     "float16": 2,
@@ -41,7 +43,7 @@ class Shape:
 
 
 def shape_of(op: str, size_bytes: int, dtype: str, world_size: int) -> Shape:
-    """Give the counts for an array of about `size_bytes`; at least one element, or one aligned part for each rank."""
+    """Return the counts for an array of about `size_bytes`; at least one element, or one aligned part per rank."""
     item = ITEM_BYTES[dtype]
     count = max(1, size_bytes // item)
     if op not in SPREAD:
@@ -54,20 +56,20 @@ def shape_of(op: str, size_bytes: int, dtype: str, world_size: int) -> Shape:
 
 
 def needed_bytes(op: str, shape: Shape, dtype: str, *, in_place: bool) -> int:
-    """Give the bytes of one rank's buffers."""
+    """Return the bytes of a rank's buffers."""
     elements = max(shape.send, shape.receive) if in_place else shape.send + shape.receive
     return elements * ITEM_BYTES[dtype]
 
 
-def is_in_place(op: str, wanted: bool | None) -> bool:
-    """Tell which form of a collective is measured; None takes torch's usual one."""
+def is_in_place(op: str, requested: bool | None) -> bool:
+    """Return whether a collective is measured in place; None means torch's usual form."""
     if op in ONLY_IN_PLACE:
         return True
-    return op in BOTH_WAYS and bool(wanted)
+    return op in BOTH_WAYS and bool(requested)
 
 
 def bus_factor(op: str, world_size: int) -> float:
-    """Give busbw / algbw. One rank sends nothing: 0."""
+    """Return busbw / algbw. A single rank sends nothing: 0."""
     n = world_size
     if n < 2:
         return 0.0

@@ -1,4 +1,4 @@
-"""busbw against size, one line for each collective: in the terminal, or as a picture in a file."""
+"""busbw against size, a line for each collective: in the terminal, or as a picture in a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _COLUMNS, _LINES = 60, 12
 _COLUMNS_OF_A_DOUBLING = (10, 5, 2.5, 2, 1)
-"""plotille writes a number every ten columns: with these it stands at a size that is a power of two."""
+"""plotille writes a number every ten columns: with these steps each number is a power of two."""
 _MARKS = "oxs+*#@"
 Line = tuple[str, list[int], list[float]]
 
@@ -30,7 +30,7 @@ def drawn(data: Bench, unit: Unit) -> str:
     if not sizes or min(sizes) == max(sizes):
         return ""
     low, high = math.floor(math.log2(min(sizes))), math.ceil(math.log2(max(sizes)))
-    step = next((one for one in _COLUMNS_OF_A_DOUBLING if one * (high - low) <= _COLUMNS), 1)
+    step = next((columns for columns in _COLUMNS_OF_A_DOUBLING if columns * (high - low) <= _COLUMNS), 1)
     figure = plotille.Figure()
     figure.width, figure.height = math.ceil(step * (high - low)), _LINES
     figure.with_colors = False

@@ -1,7 +1,7 @@
 """What every rank of allreduce-bench runs: each collective at each size, checked and timed.
 
-Nothing but the collective is inside the timed region. Its data are zeros where values are summed, so that they stay
-what they are however often they are; a pattern of which every element is known is sent before, untimed.
+Only the collective is inside the timed region. Its data are zeros where values are summed, so that they stay zeros
+however often they are summed; a pattern of which every element is known is sent before, untimed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import signal
 import time
 
-from distdiag.commands.allreduce_bench.formulas import is_in_place, needed_bytes, shape_of
+from distdiag.commands.allreduce_bench.formulas import NO_PEER, is_in_place, needed_bytes, shape_of
 from distdiag.facts import machine
 from distdiag.launch.rank import Pauses, first_lines, is_out_of_memory, run_rank
 from distdiag.launch.rank import Rank as AnyRank
@@ -32,12 +32,12 @@ _RANK_SHIFT, _PEER_SHIFT = 31, 17
 _SUMMED = ("all_reduce", "reduce_scatter", "reduce")
 _MEMORY_SHARE = 0.8
 _BATCH_S = 0.5
-"""A rank says that it lives between batches of iterations that take about as long."""
+"""A rank reports that it is alive between batches of iterations that take about as long."""
 _MAX_ITERATIONS, _FEW, _USUAL, _LONG_S = 1000, 5, 20, 5.0
 
 
 class _Unfit(Exception):
-    """This row cannot be measured here; every rank finds the same."""
+    """This row cannot be measured here; every rank comes to the same result."""
 
 
 class _Unsupported(_Unfit):
@@ -45,7 +45,7 @@ class _Unsupported(_Unfit):
 
 
 def main(config: dict[str, Any]) -> None:
-    """Run the stages of one rank, and leave."""
+    """Run the stages of one rank, then exit."""
     run_rank(config, Rank)
 
 
@@ -53,15 +53,15 @@ class Rank(AnyRank):
     """One rank on its way through the sizes."""
 
     def work(self) -> None:
-        """Take the stages of this command."""
+        """Run the stages of this command."""
         mine = "float64" if self.is_faulty("dtype") else self.config["dtype"]
         if mine == self.config["dtype"] and self.is_faulty("dtype"):
             mine = "float32"
         rows = ", ".join(f"{row['op']} {row['size_bytes']}" for row in self.config["rows"])
         self.agree({"collectives": rows, "dtype": self.config["dtype"]}, {"dtype": mine})
-        self.enter("bench", "asking for free memory")
+        self.enter("bench", "reading the free memory")
         self.free_bytes = self.least_free_bytes()
-        self.progress.step("free memory is known")
+        self.progress.step("free memory known")
         self.pauses = Pauses()
         self.pauses.start()
         unsupported: dict[str, str] = {}
@@ -74,7 +74,7 @@ class Rank(AnyRank):
                 if isinstance(unfit, _Unsupported):
                     unsupported[row["op"]] = str(unfit)
                 measured = {"skipped": str(unfit)}
-            self.progress.step(f"row {number} is measured", row={"number": number, **measured})
+            self.progress.step(f"row {number} measured", row={"number": number, **measured})
 
     def least_free_bytes(self) -> int:
         """Agree on the memory that every rank has for its buffers."""
@@ -82,7 +82,7 @@ class Rank(AnyRank):
             free = torch.cuda.mem_get_info()[0] // self.config["sharing"]
         else:
             free = (machine.available_memory_bytes() or 2**62) // self.config["local_world_size"]
-        self.progress.step("agreeing on it", waiting=True)
+        self.progress.step("gathering the free memory of all ranks", waiting=True)
         least = self.tensor([-int(free * _MEMORY_SHARE)], torch.int64)
         dist.all_reduce(least, op=dist.ReduceOp.MAX)
         return -int(least.item())
@@ -97,12 +97,12 @@ class Rank(AnyRank):
         self.synchronize()
 
     def measure(self, number: int, op: str, size_bytes: int) -> dict[str, Any]:
-        """Check and time one collective at one size; all that the parent wants to know of it."""
+        """Check and time a collective at one size; return what the parent needs."""
         words = f"{op} of {size_bytes} bytes"
         shape = shape_of(op, size_bytes, self.config["dtype"], self.world_size)
         if self.world_size == 1 and op == "sendrecv":
-            raise _Unfit("one rank has nobody to send to")
-        self.progress.step(f"making the buffers for {words}")
+            raise _Unfit(NO_PEER)
+        self.progress.step(f"allocating the buffers for {words}")
         work = self.prepare(op, shape)
         wrong: dict[str, Any] | None = None
         if self.config["check"]:
@@ -111,14 +111,14 @@ class Rank(AnyRank):
         self.progress.step(f"warming up: {words}", waiting=True)
         work.settle()
         iterations, typical_s = self.warm_up(work)
-        self.make_fault(number)
+        self.inject_fault(number)
         self.progress.step(f"timing {iterations} x {words}", waiting=True)
         self.pauses.begin()
         times = self.time(work, iterations, typical_s)
-        paused = self.pauses.told()
+        paused = self.pauses.since_begin()
         if self.config["check"] and not (wrong or {}).get("wrong"):
             self.progress.step(f"checking: {words}")
-            wrong = work.look(self.progress.still, after=True)
+            wrong = work.check(self.progress.still, after=True)
         trouble = {"trouble": {"kind": "wrong-result", **wrong}} if wrong is not None and wrong["wrong"] else {}
         self.progress.step(f"gathering the times of {words}", waiting=True, **trouble)
         return {**self.gather(times), "paused": paused, "wrong": None if wrong is None else wrong["wrong"]}
@@ -129,7 +129,7 @@ class Rank(AnyRank):
         in_place = is_in_place(op, self.config["in_place"])
         needed = needed_bytes(op, shape, dtype, in_place=in_place)
         if needed > self.free_bytes:
-            raise _Unfit(f"needs {needed} bytes on each rank, and {self.free_bytes} are free")
+            raise _Unfit(f"needs {needed} bytes on each rank, but only {self.free_bytes} are free")
         work = None
         failed = self.tensor([0], torch.int32)
         try:
@@ -138,14 +138,14 @@ class Rank(AnyRank):
             if not is_out_of_memory(error):
                 raise
             failed += 1
-        self.progress.step("agreeing that the buffers are there", waiting=True)
+        self.progress.step("checking that all ranks have their buffers", waiting=True)
         dist.all_reduce(failed)
         if work is None or failed.item():
-            raise _Unfit(f"{int(failed.item())} rank(s) had no {needed} bytes for it")
+            raise _Unfit(f"{int(failed.item())} rank(s) could not allocate {needed} bytes")
         return work
 
     def check(self, work: _Work) -> dict[str, Any]:
-        """Run the collective once on a pattern, and look at every element."""
+        """Run the collective once on a pattern, and check every element."""
         work.fill()
         if self.is_faulty("corrupt"):
             work.send[work.send.numel() // 2] += 1  # in this rank's own memory: the collective returns without error
@@ -157,10 +157,10 @@ class Rank(AnyRank):
                 raise
             raise _Unsupported(first_lines(error)) from error
         self.synchronize()
-        return {**work.look(self.progress.still, after=False), **own}
+        return {**work.check(self.progress.still, after=False), **own}
 
     def warm_up(self, work: _Work) -> tuple[int, float]:
-        """Run it untimed; how often it is to be timed, the same on all ranks, and the seconds that it takes."""
+        """Run it untimed; return how often to time it, the same on all ranks, and the seconds that it takes."""
         self.meet()
         taken = []
         for _ in range(max(1, self.config["warmup"])):
@@ -173,11 +173,11 @@ class Rank(AnyRank):
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         typical = max(float(slowest.item()), 1e-6)
         usual = _USUAL if _USUAL * typical <= _LONG_S else max(_FEW, int(_LONG_S / typical))
-        wanted = max(usual, int(self.config["min_time_s"] / typical) + 1)
-        return self.config["iterations"] or min(_MAX_ITERATIONS, wanted), typical
+        needed = max(usual, int(self.config["min_time_s"] / typical) + 1)
+        return self.config["iterations"] or min(_MAX_ITERATIONS, needed), typical
 
-    def make_fault(self, number: int) -> None:
-        """End or stop in the row that was asked for."""
+    def inject_fault(self, number: int) -> None:
+        """Die or stop in the row that --inject names."""
         fault = self.config["fault"]
         if fault is not None and fault["row"] == number and fault["kind"] in ("kill", "stop"):
             os.kill(os.getpid(), signal.SIGKILL if fault["kind"] == "kill" else signal.SIGSTOP)
@@ -222,17 +222,19 @@ class Rank(AnyRank):
         return [round(begin.elapsed_time(end) * 1e6) for begin, end in marks]
 
     def gather(self, times: list[int]) -> dict[str, Any]:
-        """Give the slowest rank's time of each iteration, this rank's median, and how late it came."""
+        """Return the slowest rank's time of each iteration, this rank's median, and how late it entered."""
         own = self.tensor(times, torch.float64)
         slowest = own.clone()
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         late = (slowest - own).median().item()
-        told = {"inside_ns": round(own.median().item()), "late_ns": round(late), "iterations": len(times)}
-        return {**told, "times_ns": [max(1, round(one)) for one in slowest.tolist()]} if self.rank == 0 else told
+        result = {"inside_ns": round(own.median().item()), "late_ns": round(late), "iterations": len(times)}
+        if self.rank != 0:
+            return result
+        return {**result, "times_ns": [max(1, round(time_ns)) for time_ns in slowest.tolist()]}
 
 
 class _Work:
-    """One collective at one size on one rank: its buffers, what they hold and what they must hold after it."""
+    """A collective at one size on one rank: its buffers, what they hold and what they must hold after it."""
 
     def __init__(self, rank: Rank, op: str, shape: Shape, *, in_place: bool) -> None:
         self.op, self.shape, self.in_place = op, shape, in_place
@@ -305,17 +307,17 @@ class _Work:
             self.receive.fill_(0)
 
     def own_wrong(self) -> dict[str, Any]:
-        """Tell whether what is about to be sent is right."""
+        """Return how many elements of what is about to be sent are wrong, and the first of them."""
         wrong, first, _, _ = _compare(self.send, self.sent(), lambda note: None)
         return {"own_wrong": wrong, "own_first_index": first if wrong else None}
 
-    def look(self, still: Callable[[str], None], *, after: bool) -> dict[str, Any]:
-        """Look at every element received; `after` the timed calls, which summed zeros."""
+    def check(self, still: Callable[[str], None], *, after: bool) -> dict[str, Any]:
+        """Check every element received; `after` the timed calls, which summed zeros."""
         due = self.due()
         if after and due and self.op in _SUMMED:
             due = [torch.zeros(self.period, dtype=self.dtype, device=self.device)]
         wrong, first, got, expected = _compare(self.receive, due, still) if due else (0, 0, 0.0, 0.0)
-        how = "after the timed calls" if after else "values changed" if wrong >= 8 else "single values changed"
+        how = "after the timed calls" if after else "values changed" if wrong >= 8 else "isolated values changed"
         return {
             "op": self.op,
             "size_bytes": self.shape.size_bytes,
@@ -347,15 +349,15 @@ def _call(work: _Work) -> Callable[[], None]:
 
 def _send_and_receive(work: _Work) -> None:
     ahead, behind = (work.rank + 1) % work.world_size, (work.rank - 1) % work.world_size
-    ways = [dist.P2POp(dist.isend, work.send, ahead), dist.P2POp(dist.irecv, work.receive, behind)]
-    for one in dist.batch_isend_irecv(ways):
-        one.wait()
+    transfers = [dist.P2POp(dist.isend, work.send, ahead), dist.P2POp(dist.irecv, work.receive, behind)]
+    for pending in dist.batch_isend_irecv(transfers):
+        pending.wait()
 
 
 def _compare(
     buffer: torch.Tensor, tiles: list[torch.Tensor], still: Callable[[str], None]
 ) -> tuple[int, int, float, float]:
-    """Count elements unlike the tiles, each repeated over its part; with the first one's index, value and due value.
+    """Count elements unlike the tiles, each repeated over its part; with index, value and due value of the first.
 
     In blocks: no second large buffer.
     """

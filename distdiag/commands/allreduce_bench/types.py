@@ -1,4 +1,4 @@
-"""What allreduce-bench is asked, sizes as they are typed, and what it measures: seconds, bytes, bytes per second."""
+"""What allreduce-bench is asked for, sizes as they are typed, and what it measures, in seconds and bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GIGA = 1e9
 
 
 class FaultKind(StrEnum):
-    """Faults that `--inject` makes for real."""
+    """Real faults that `--inject` causes."""
 
     SLOW = "slow"
     CORRUPT = "corrupt"
@@ -27,7 +27,7 @@ class FaultKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Fault(types.RankFault):
-    """A fault to make in one rank; kill and stop happen in the row of this number, from 1."""
+    """A fault to inject into one rank; kill and stop happen in the row of this number, from 1."""
 
     row: int = 1
 
@@ -45,7 +45,7 @@ class Unit(StrEnum):
 
 
 class Stat(StrEnum):
-    """Which time of an iteration stands for a size."""
+    """Which time of an iteration represents a size."""
 
     P50 = "p50"
     MEAN = "mean"
@@ -80,7 +80,7 @@ class Request(types.Request):
 
     @property
     def injected(self) -> Fault | None:
-        """The fault that is to be made."""
+        """The fault to inject."""
         return self.fault
 
     def own_options(self) -> dict[str, object]:
@@ -119,7 +119,7 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class SizeResult:
-    """One row. Bandwidths are of the median time (or of --stat). `wrong` None: not checked."""
+    """A row. Bandwidths are of the median time (or of --stat). `wrong` None: not checked."""
 
     op: str
     size_bytes: int
@@ -128,7 +128,7 @@ class SizeResult:
     in_place: bool
     iterations: int
     time_s: Times | None
-    """None: not measured, `skipped` says why."""
+    """None: not measured, `skipped` is the reason."""
     algbw_bytes_per_s: float | None
     busbw_bytes_per_s: float | None
     wrong: int | None
@@ -139,7 +139,7 @@ class SizeResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """How a rank came to the collectives: its median time inside, and how much later than the first it came."""
+    """How a rank entered the collectives: its median time inside, and how much later than the first it entered."""
 
     rank: int
     host: str
@@ -151,7 +151,7 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """What is known of such hardware, and how the largest all_reduce compares; None where nothing is."""
+    """What is known of such hardware, and how the largest all_reduce compares; None where it is unknown."""
 
     judgement: str
     size_bytes: int
@@ -164,7 +164,7 @@ class Expectation:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """One row beside the earlier run's: `ratio` is its time / the earlier time; beyond 1 + `band` it is slower."""
+    """A row and that of the earlier run: `ratio` is its time / the earlier time; beyond 1 + `band` it is slower."""
 
     op: str
     size_bytes: int
@@ -179,7 +179,7 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench(types.RunFacts):
-    """The facts of one run."""
+    """The facts of a run."""
 
     device_name: str | None
     nodes: int
@@ -189,7 +189,7 @@ class Bench(types.RunFacts):
     verdict: Expectation | None
     compared: tuple[Compared, ...]
     no_core_share: float
-    """Part of the time that the median rank waited for a core: other programs have them, and times say little."""
+    """Part of the time that the median rank waited for a core: other programs use them, and times say little."""
     training: tuple[str, ...]
     """What it means for a model of --params, in lines."""
 
@@ -199,12 +199,12 @@ _MOST = 200
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Read sizes in bytes, ascending in each range, each once. Raises UsageError."""
+    """Parse sizes in bytes, ascending in each range, each once. Raises UsageError."""
     found: list[int] = []
     for part in text.split(","):
         found += _range(part.strip())
         if len(found) > _MOST:
-            raise UsageError(f"--sizes {text}: more than {_MOST} sizes", hint="give a larger step: 1KiB:1GiB:x4")
+            raise UsageError(f"--sizes {text}: more than {_MOST} sizes", hint="use a larger step: 1KiB:1GiB:x4")
     return tuple(dict.fromkeys(found))
 
 
@@ -216,9 +216,9 @@ def _range(text: str) -> list[int]:
     # As nccl-tests reads them: 1K is 1024 bytes, while 1KB is 1000.
     ends = [parse_size(re.sub(r"(?i)(?<=\d)([kmgt])$", r"\1i", word.strip())) for word in words]
     if ends[0] < 1:
-        raise UsageError(f"--sizes {text}: a size of nothing", hint="start at 4 bytes or more")
+        raise UsageError(f"--sizes {text}: a size cannot be 0", hint="start at 4 bytes or more")
     if ends[-1] < ends[0]:
-        raise UsageError(f"--sizes {text}: the last is smaller than the first", hint=f"{words[-1]}:{words[0]}")
+        raise UsageError(f"--sizes {text}: the last size is below the first", hint=f"write {words[-1]}:{words[0]}")
     found: list[int] = []
     size = float(ends[0])
     while size <= ends[-1] and len(found) <= _MOST:
@@ -230,5 +230,5 @@ def _range(text: str) -> list[int]:
 def _factor(text: str) -> float:
     match = re.fullmatch(r"[x*]?(\d+(?:\.\d+)?)", text.strip())
     if match is None or float(match[1]) < 1.1:
-        raise UsageError(f"--sizes: {text!r} is no step", hint="write a factor above 1: x2 or x4")
+        raise UsageError(f"--sizes: {text!r} is not a step", hint="write a factor above 1: x2 or x4")
     return float(match[1])

@@ -75,7 +75,7 @@ def _cells(row: SizeResult, unit: Unit) -> list[str | Text]:
     wrong = "N/A" if row.wrong is None else Text(str(row.wrong), style="bold red" if row.wrong else "")
     return [
         *head,
-        *(micros(one) for one in (row.time_s.p50, row.time_s.mean, row.time_s.p99)),
+        *(micros(seconds) for seconds in (row.time_s.p50, row.time_s.mean, row.time_s.p99)),
         number(row.algbw_bytes_per_s, unit),
         number(row.busbw_bytes_per_s, unit),
         wrong,
@@ -89,7 +89,7 @@ def _beside(data: Bench) -> Table:
         Column("before us", justify="right", no_wrap=True),
         Column("now us", justify="right", no_wrap=True),
         Column("ratio", justify="right", no_wrap=True),
-        Column("noise to", justify="right", no_wrap=True),
+        Column("limit", justify="right", no_wrap=True),
         Column("", no_wrap=True),
     )
     for row in data.compared:
@@ -110,5 +110,5 @@ def _how(data: Bench, unit: Unit) -> Iterator[str]:
     if iterations:
         often = f"{iterations[0]}" if len(iterations) == 1 else f"{iterations[0]} to {iterations[-1]}"
         plural = "" if often == "1" else "s"
-        yield f"{often} iteration{plural} a row, each as long as its slowest rank; {data.stat} counts"
+        yield f"{often} iteration{plural} per row, each timed on its slowest rank; bandwidth from {data.stat}"
         yield f"algbw and busbw in {'Gb/s' if unit == 'gbps' else 'GB/s (1e9 bytes)'}, as nccl-tests defines them"

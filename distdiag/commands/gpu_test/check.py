@@ -22,9 +22,9 @@ _FLOAT_BYTES = 4
 
 
 def job_of(request: Request) -> Job[Request, GpuTest]:
-    """Say what the test of all ranks runs and means. Raises UsageError where the request contradicts itself."""
+    """Return what the ranks run and how it is diagnosed. Raises UsageError where the request contradicts itself."""
     if request.size_bytes < _FLOAT_BYTES:
-        raise UsageError("--size is less than one float32 element", hint="give at least 4 bytes")
+        raise UsageError("--size is smaller than one float32 element", hint="use at least 4 bytes")
     return Job(
         request=request,
         rank="distdiag.commands.gpu_test.rank",
@@ -55,5 +55,5 @@ def _fault_for(request: Request, rank: int) -> dict[str, object] | None:
 
 
 def subcommand(recipe: Recipe | None) -> Subcommand[Request, SavedRun, GpuTest]:
-    """Make the command; `recipe`: the launcher for which lines are to be written instead."""
+    """Return the command. `recipe`: the launcher whose launch commands are printed instead of a test."""
     return runner.subcommand("gpu-test", Request, job_of, lambda _, report: gpu_test_view(report), recipe)

@@ -29,24 +29,24 @@ _DEFAULT_STAGE = {FaultKind.CORRUPT: "reduce", FaultKind.DTYPE: "agree", FaultKi
 
 
 def parse_fault(text: str) -> Fault:
-    """Read FAULT:RANK or FAULT:RANK@STAGE. Raises UsageError."""
+    """Parse FAULT:RANK or FAULT:RANK@STAGE. Raises UsageError."""
     place, _, stage = text.partition("@")
     kind, _, rank = place.partition(":")
     kinds = ", ".join(FaultKind)
     if kind not in list(FaultKind) or not rank.isdecimal():
-        raise UsageError(f"--inject {text!r} is not FAULT:RANK", hint=f"faults are {kinds}; such as kill:1")
+        raise UsageError(f"--inject {text!r}: expected FAULT:RANK", hint=f"faults: {kinds}; for example kill:1")
     fault = FaultKind(kind)
     if stage and (fault in _DEFAULT_STAGE or stage not in STAGES):
         raise UsageError(
-            f"--inject {text!r}: {stage!r} is no stage for it",
-            hint=f"kill, stop and late take {', '.join(STAGES)}",
+            f"--inject {text!r}: {kind} cannot be injected in stage {stage!r}",
+            hint=f"kill, stop and late take a stage: {', '.join(STAGES)}",
         )
     return Fault(kind=fault, rank=int(rank), stage=stage or _DEFAULT_STAGE.get(fault, "reduce"))
 
 
 def _test(shared: dict[str, Any], size: str, memory: float | None, expect: float | None, inject: str | None) -> Request:
     if expect is not None:
-        raise UsageError("--expect is about pairs of ranks", hint="add --isolate")
+        raise UsageError("--expect needs --isolate", hint="add --isolate, or leave --expect out")
     return Request(
         **shared,
         size_bytes=parse_size(size) if size else SIZE_BYTES,
@@ -61,7 +61,7 @@ def _pairs(
     from distdiag.commands.gpu_test.isolate.types import Request, parse_fault
 
     if memory is not None:
-        raise UsageError("--memory has no meaning with --isolate", hint="leave one of them out")
+        raise UsageError("--memory cannot be combined with --isolate", hint="leave one of them out")
     return Request(
         **shared,
         size_bytes=parse_size(size) if size else None,
@@ -79,7 +79,8 @@ def gpu_test(
     size: Annotated[
         str,
         typer.Option(
-            metavar="BYTES", help="Size of the large all_reduce: 4096, 1GiB. [default: 64MiB; of pairs 4MiB on the CPU]"
+            metavar="BYTES",
+            help="Size of the large all_reduce: 4096, 1GiB. [default: 64MiB; with --isolate on the CPU 4MiB]",
         ),
     ] = "",
     memory: Annotated[
@@ -88,7 +89,7 @@ def gpu_test(
             min=0.001,
             max=0.98,
             metavar="FRACTION",
-            help="Share of the free memory to write and read back. [default: 0.5 of a GPU's; 64 MiB a rank on the CPU]",
+            help="Fraction of free memory to write and read back. [default: 0.5 on a GPU; 64 MiB per rank on the CPU]",
         ),
     ] = None,
     master_port: MasterPortOpt = 0,
@@ -99,21 +100,21 @@ def gpu_test(
         str | None,
         typer.Option(
             metavar="FAULT:RANK[@STAGE]",
-            help="Make a fault for real, to see it found: kill, stop, late, corrupt, dtype or no-import; "
-            "such as kill:1 or stop:2@memory.",
+            help="Inject a real fault, to check that it is detected: kill, stop, late, corrupt, dtype or no-import; "
+            "for example kill:1 or stop:2@memory.",
         ),
     ] = None,
     isolate: Annotated[
         bool,
         typer.Option(
             "--isolate",
-            help="Measure every pair of ranks instead, and say which rank, node or link is bad. Takes the faults "
-            "slow:1, slow:1-4 (a link), block:1-4, split:0-3.",
+            help="Test every pair of ranks instead and name the bad rank, node or link. --inject then takes slow:1, "
+            "slow:1-4 (a link), block:1-4 or split:0-3.",
         ),
     ] = False,
     expect: Annotated[
         float | None,
-        typer.Option(min=0.0, metavar="GB/S", help="With --isolate: the bandwidth that a pair has at least."),
+        typer.Option(min=0.0, metavar="GB/S", help="With --isolate: minimum bandwidth expected of a pair."),
     ] = None,
     print_command: PrintCommandOpt = None,
     save: SaveOpt = "",
@@ -123,12 +124,18 @@ def gpu_test(
     *,
     cluster: Cluster,
 ) -> None:
-    """Test whether all ranks can talk, reduce correctly and use their memory; name the one that cannot.
+    """Test communication, all_reduce and memory on every rank, and name the rank that fails.
 
-    Every rank goes through the stages start, connect, init, agree, reduce, memory, done; with --isolate, through
+    Every rank goes through the stages start, connect, init, agree, reduce, memory, done; with --isolate through
     start, connect, init, pairs, done.
 
-    Exit status: 0 all is well, 1 a fault was found, 2 wrong usage, 3 could not be tested, 130 interrupted.
+    Exit status: 0 passed, 1 failed, 2 wrong usage, 3 could not be tested, 130 interrupted.
+
+    \b
+    Examples:
+      distdiag gpu-test                      # all GPUs of this machine
+      distdiag gpu-test --hosts node[1-4]    # all GPUs of four nodes
+      distdiag gpu-test --isolate --hosts node[1-4]    # name the bad link
     """
     from distdiag import runner
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) -> Report[GpuTest]:
-    """Say what the run shows."""
+    """Return the report of a run."""
     found = rank_report.findings_of(request, scene, plan, course)
     data = GpuTest(
         **rank_report.facts_of(request, scene, plan, course),
@@ -37,7 +37,7 @@ def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
 
 
 def no_data(request: Request, why: NotStarted, facts: dict[str, Any]) -> GpuTest:
-    """Give the facts of a run in which no rank was started."""
+    """Return the facts of a run in which no rank was started."""
     return GpuTest(**facts, size_bytes=request.size_bytes, memory_bytes=None, arch_list=())
 
 
@@ -45,13 +45,12 @@ def _summary(found: list[Finding], scene: Inventory, plan: Plan) -> str:
     if wrong := rank_report.worst_of(found):
         return wrong
     kind = "GPU" if plan.device is Device.CUDA else "CPU"
-    who = f"{plan.nproc} ranks" if plan.nproc > 1 else "1 rank"
-    done = (
-        "talk to each other, reduce correctly and hold their memory" if plan.nproc > 1 else "works and holds its memory"
-    )
+    who, tested = ("1 rank", "startup, memory")
+    if plan.nproc > 1:
+        who, tested = (f"{plan.nproc} ranks", "communication, all_reduce, memory")
     warnings = "".join(f"; but {finding.title}" for finding in found if finding.level is Level.WARN)
     where = fold(dict.fromkeys(place.host for place in scene.places))
-    return f"{who} on {where} {done} ({plan.backend}, {kind}){warnings}"
+    return f"{who} on {where} passed: {tested} ({plan.backend}, {kind}){warnings}"
 
 
 def _interrupted(data: GpuTest, found: list[Finding]) -> str:

@@ -1,7 +1,7 @@
 """What every rank of gpu-test runs: the stages start, connect, init, agree, reduce, memory, done.
 
-Each step is reported before it is made, so that a rank that never comes back has said where it is. A rank reports
-what it sees itself; who is to blame is decided by whoever sees all ranks.
+Each step is reported before it starts, so that the place of a rank that hangs is known. A rank reports only what it
+sees itself; the parent, which sees all ranks, decides which of them is at fault.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MEMORY_CHUNK_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
 
 
 def main(config: dict[str, Any]) -> None:
-    """Run the stages of one rank, and leave."""
+    """Run the stages of one rank, then exit."""
     run_rank(config, Rank)
 
 
@@ -35,7 +35,7 @@ class Rank(AnyRank):
     dtype: torch.dtype
 
     def work(self) -> None:
-        """Take gpu-test's own stages."""
+        """Run gpu-test's own stages."""
         self.dtype = torch.float64 if self.is_faulty("dtype") else torch.float32
         planned = {"op": "all_reduce", "dtype": "float32", "size_bytes": str(self.config["size_bytes"])}
         self.agree(planned, {"dtype": str(self.dtype).replace("torch.", "")})
@@ -45,12 +45,12 @@ class Rank(AnyRank):
     def reduce(self) -> None:
         """All-reduce one element, then the whole buffer, and check every element of the result."""
         self.enter("reduce", "preparing one element")
-        one = torch.full((1,), self.rank + 1, dtype=self.dtype, device=self.device)
+        element = torch.full((1,), self.rank + 1, dtype=self.dtype, device=self.device)
         self.progress.step("all_reduce of 1 element", waiting=True)
-        self.all_reduce(one)
+        self.all_reduce(element)
         total = self.world_size * (self.world_size + 1) // 2
-        if one.item() != total:
-            self.wrong_result(torch.tensor([0]), one, float(total), "the sum of 1 element", None)
+        if element.item() != total:
+            self.wrong_result(torch.tensor([0]), element, float(total), "the sum of 1 element", None)
         self.progress.step("preparing the buffer")
         count = max(1, self.config["size_bytes"] // self.dtype.itemsize)
         sent = pattern(count, self.rank, self.world_size, self.dtype, self.device)
@@ -96,16 +96,16 @@ class Rank(AnyRank):
         """Allocate in chunks, write a pattern of position and chunk everywhere, then read all of it back."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-            wanted = int(torch.cuda.mem_get_info()[0] * self.config["memory_fraction"] / self.config["sharing"])
+            requested = int(torch.cuda.mem_get_info()[0] * self.config["memory_fraction"] / self.config["sharing"])
         else:
-            wanted = self.config["memory_bytes"]
-        self.enter("memory", f"allocating {wanted} bytes")
-        chunk_bytes = min(MEMORY_CHUNK_BYTES[self.device.type], wanted)
+            requested = self.config["memory_bytes"]
+        self.enter("memory", f"allocating {requested} bytes")
+        chunk_bytes = min(MEMORY_CHUNK_BYTES[self.device.type], requested)
         chunks: list[torch.Tensor] = []
         try:
             # Position within the chunk plus the chunk's number: two chunks on the same memory cannot both be right.
             tile = torch.arange(chunk_bytes // 4, dtype=torch.int32, device=self.device)
-            while (len(chunks) + 2) * chunk_bytes <= wanted:
+            while (len(chunks) + 2) * chunk_bytes <= requested:
                 chunks.append(tile + len(chunks))
                 self.progress.still(f"{len(chunks)} chunks written")
         except (RuntimeError, MemoryError) as error:
@@ -113,8 +113,8 @@ class Rank(AnyRank):
                 raise
             got_bytes = len(chunks) * chunk_bytes
             chunks.clear()
-            self.trouble("out-of-memory", asked_bytes=wanted, got_bytes=got_bytes, message=first_lines(error))
-        self.progress.step("reading it back")
+            self.trouble("out-of-memory", requested_bytes=requested, got_bytes=got_bytes, message=first_lines(error))
+        self.progress.step("reading the memory back")
         bad = []
         for number, chunk in enumerate(chunks):
             if not torch.equal(chunk.sub_(number), tile):
@@ -122,7 +122,7 @@ class Rank(AnyRank):
             self.progress.still(f"{number + 1} chunks read back")
         if bad:
             self.trouble("memory-corrupt", chunks=bad, chunk_bytes=chunk_bytes)
-        self.progress.step("memory holds", memory_bytes=(len(chunks) + 1) * chunk_bytes)
+        self.progress.step("memory verified", memory_bytes=(len(chunks) + 1) * chunk_bytes)
 
 
 def pattern(count: int, rank: int, world_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -153,7 +153,7 @@ def wrong_elements(result: torch.Tensor, tile: torch.Tensor) -> torch.Tensor:
 
 
 def explain(result: torch.Tensor, sent: torch.Tensor, wrong: torch.Tensor, world_size: int) -> str:
-    """Say in words what kind of wrong sum this is, from the first wrong stretch of the buffer."""
+    """Return what kind of wrong sum this is, from the first wrong stretch of the buffer."""
     stretch = wrong[: 8 * world_size].cpu()
     got = result[stretch.to(result.device)].double().cpu()
     right = (stretch % PERIOD).double() * world_size + MARK
@@ -166,4 +166,4 @@ def explain(result: torch.Tensor, sent: torch.Tensor, wrong: torch.Tensor, world
             return f"the contribution of rank {rank} is missing"
         if torch.equal(error, part):
             return f"the contribution of rank {rank} was counted twice"
-    return "single values changed" if len(wrong) < 8 else "values changed"
+    return "isolated values changed" if len(wrong) < 8 else "values changed"

@@ -1,4 +1,4 @@
-"""What gpu-test is asked, and what it finds."""
+"""What gpu-test is asked for, and what it finds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZE_BYTES = 64 * 2**20
 
 
 class FaultKind(StrEnum):
-    """Faults that `--inject` makes for real."""
+    """Real faults that `--inject` causes."""
 
     KILL = "kill"
     STOP = "stop"
@@ -26,7 +26,7 @@ class FaultKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Fault(types.RankFault):
-    """A fault to make in one rank; at `stage` where the kind allows any."""
+    """A fault to inject into one rank; in `stage` where the kind allows any."""
 
     stage: str
 
@@ -48,7 +48,7 @@ class Request(types.Request):
 
     @property
     def injected(self) -> Fault | None:
-        """The fault that is to be made."""
+        """The fault to inject."""
         return self.fault
 
     def own_options(self) -> dict[str, object]:
@@ -66,5 +66,5 @@ class GpuTest(types.RunFacts):
 
     size_bytes: int
     memory_bytes: int | None
-    """Written and read back by each rank, the smallest; None if none came so far."""
+    """Written and read back by each rank, the smallest; None if no rank got that far."""
     arch_list: tuple[str, ...]

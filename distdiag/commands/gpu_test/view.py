@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from distdiag.diagnosis.wording import format_size
 from distdiag.launch.view import log_lines, rank_table, run_lines
-from distdiag.launch.wording import amount
 from distdiag.output import host_table
 
 if TYPE_CHECKING:
@@ -34,5 +34,5 @@ def _facts(data: GpuTest) -> Iterator[str]:
         yield f"compute capability {', '.join(capabilities) or 'unknown'}"
         yield f"torch's arch list: {' '.join(data.arch_list) or 'empty'}"
     if data.memory_bytes is not None:
-        yield f"all_reduce of {amount(data.size_bytes)}, every element checked"
-        yield f"memory of each rank: {amount(data.memory_bytes)} written and read back"
+        yield f"all_reduce of {format_size(data.size_bytes)}, every element checked"
+        yield f"memory: {format_size(data.memory_bytes)} per rank written and read back"

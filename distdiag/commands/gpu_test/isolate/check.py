@@ -23,16 +23,16 @@ _PAIR_TIMEOUT_S = {Device.CPU: 3.0, Device.CUDA: 15.0}
 _LEAST_TIMEOUT_S = {Device.CPU: 1.5, Device.CUDA: 5.0}
 """Once pairs have worked, the others may take five times as long as the slowest of them, and so long at least."""
 _PAUSE_S = 0.25
-"""Before each time that slow pairs are looked at again: other programs make noise in spells, which must not last
-through all looks at a pair. A second or two in all, and only if something is slow."""
+"""Before each time that slow pairs are measured again: other programs make noise in spells, which must not last
+through all samples of a pair. A second or two in all, and only if something is slow."""
 _LAG_S = 0.05
 _LEAST_BYTES = 4096
 
 
 def job_of(request: Request) -> Job[Request, Isolated]:
-    """Say what the pairs of ranks runs and means. Raises UsageError where the request contradicts itself."""
+    """Return what the ranks run and how it is diagnosed. Raises UsageError where the request contradicts itself."""
     if request.size_bytes is not None and request.size_bytes < _LEAST_BYTES:
-        raise UsageError("--size is too small to tell a bandwidth by", hint="leave it out, or give 1MiB or more")
+        raise UsageError("--size is too small to measure bandwidth", hint="leave it out, or use 1MiB or more")
     return Job(
         request=request,
         rank="distdiag.commands.gpu_test.isolate.rank",
@@ -59,7 +59,7 @@ def _fault(fault: Fault, nproc: int) -> dict[str, Any]:
     hit = [[a, b] for a in range(nproc) for b in range(a + 1, nproc) if fault.meets(a, b)]
     if not hit and nproc > 1:
         raise UsageError(
-            f"--inject {fault.option} meets no pair of {nproc} ranks", hint="name some of them, and not all"
+            f"--inject {fault.option} affects no pair of {nproc} ranks", hint="name some of the ranks, not all"
         )
     slow = fault.kind == "slow"
     return {
@@ -71,7 +71,7 @@ def _fault(fault: Fault, nproc: int) -> dict[str, Any]:
 
 
 def subcommand(recipe: Recipe | None) -> Subcommand[Request, SavedRun, Isolated]:
-    """Make the command; `recipe`: the launcher for which lines are to be written instead."""
+    """Return the command. `recipe`: the launcher whose launch commands are printed instead of a test."""
     return runner.subcommand(
         "gpu-test", Request, job_of, lambda _, report: isolate_view(report), recipe, saved_as="gpu-test --isolate"
     )

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import fold
 from distdiag.commands.gpu_test.isolate import findings, pair_graph, wording
 from distdiag.commands.gpu_test.isolate.findings import (
+    add_blamed,
+    add_doubtful,
+    add_links,
+    add_splits,
+    add_unsure,
     healthy,
     nothing_measured,
     nothing_works,
-    say_blamed,
-    say_doubtful,
-    say_links,
-    say_splits,
-    say_unsure,
 )
 from distdiag.commands.gpu_test.isolate.pair_graph import Case
 from distdiag.commands.gpu_test.isolate.types import LEVELS, NET, NODE, Classification, Kind, PairStatus
@@ -36,7 +36,7 @@ _SCATTERED = 1 / 5
 
 
 def below_expectation(case: Case) -> None:
-    """Say of a level that even its good pairs are below what was expected.
+    """Add levels whose good pairs, too, are below the expected bandwidth.
 
     Not of a pair that is the only one: it is a bad pair then, and one of its ranks may be to blame.
     """
@@ -48,16 +48,14 @@ def below_expectation(case: Case) -> None:
         case.good, case.bad = case.good - slow, case.bad | slow
     elif levels:
         alike = (
-            "even the best pairs are"
-            if any(case.at(level, case.bad) for level in levels)
-            else "all pairs are alike and"
+            "even the best pairs are" if any(case.at(level, case.bad) for level in levels) else "all pairs are equally"
         )
         case.troubles.append(
             Classification(
                 kind=Kind.UNIFORMLY_SLOW,
-                sentence=f"{alike} slow: {wording.typical(case, levels)}, where {wording.speed(least)} are expected",
-                reason=("what all have in common is slow: a transport, a setting or a shared path, not one of them",),
-                next="run again with --nccl-debug to see which transport is in use (NET/Socket, or SHM without P2P)",
+                sentence=f"{alike} slow: {wording.typical(case, levels)}, expected {wording.speed(least)}",
+                reason=("the cause is common to all pairs: a transport, a setting or a shared path, not one rank",),
+                next="rerun with --nccl-debug to see which transport is in use (NET/Socket, or SHM without P2P)",
             )
         )
 
@@ -72,7 +70,7 @@ def dead_nodes(case: Case) -> None:
 
 
 def no_network(case: Case) -> None:
-    """Say if no pair between nodes works: then these pairs tell nothing about single nodes and ranks."""
+    """Add the network where no pair between nodes is good: such pairs are no evidence about single nodes and ranks."""
     bad = case.at(NET, case.left)
     hosts = case.hosts({end for edge in bad for end in edge})
     if not bad or case.at(NET, case.good):
@@ -81,14 +79,14 @@ def no_network(case: Case) -> None:
         case.troubles.append(findings.two_nodes(case, hosts, bad))
         case.left -= bad
     elif not any(all(host in case.hosts(edge) for edge in bad) for host in hosts):
-        sentence = f"no two of {fold(hosts)} work with each other, though pairs inside nodes do"
+        sentence = f"every pair between {fold(hosts)} is bad, but pairs inside nodes are good: the shared network"
         sides = [set(case.ranks_of[host]) for host in hosts]
-        case.troubles.append(findings.split(case, f"{sentence}: the network of all", sides, bad, wording.WHY_NETWORK))
+        case.troubles.append(findings.split(case, sentence, sides, bad, wording.WHY_NETWORK))
         case.left -= bad
 
 
 def dead_ranks(case: Case) -> None:
-    """Blame ranks that work with nobody, inside their node or elsewhere; but not those that may be a group apart."""
+    """Blame ranks that work with no other rank of any node; but not those that may be a group apart."""
     dead = pair_graph.culprits(case.good, case.left)
     unmet = _unmet(case, dead)
     if unmet:
@@ -111,7 +109,7 @@ def _unmet(case: Case, dead: Iterable[int]) -> dict[int, set[int]]:
 
 
 def between_nodes(case: Case) -> None:
-    """Look at nodes as a whole: two of them work together if any pair of their ranks does."""
+    """Classify nodes as a whole: two of them work together if any pair of their ranks does."""
     first = {rank: own[0] for own in case.ranks_of.values() for rank in own}
     net = case.at(NET, case.left)
     good, bad = (
@@ -120,7 +118,7 @@ def between_nodes(case: Case) -> None:
     )
     members, groups = pair_graph.shape(good, bad - good)
     for ranks in (case.ranks_of[case.host_of[member]] for member in members):
-        # If only one of several ranks was measured, it may be that one's NIC.
+        # If only one of several ranks was measured, its own NIC may be bad.
         if (
             len(ranks) == 1
             or len({end for edge in pair_graph.touching(ranks, net) for end in edge}.intersection(ranks)) > 1
@@ -137,18 +135,18 @@ def between_nodes(case: Case) -> None:
 
 
 def nothing_inside(case: Case) -> None:
-    """Say if on several nodes no two ranks work together, while ranks of different nodes do."""
+    """Add nodes inside which no two ranks work together, while ranks of different nodes do."""
     bad = case.at(NODE, case.left)
     hosts = case.hosts({end for edge in bad for end in edge})
     if len(hosts) > 1 and not case.at(NODE, case.good):
-        sentence = f"no two ranks of one node work together on {fold(hosts)}, though those of different nodes do"
+        sentence = f"every pair inside a node is bad on {fold(hosts)}, but pairs between nodes are good"
         sides = pair_graph.parts(case.at(NET, case.good))
         case.troubles.append(findings.split(case, sentence, sides, bad, wording.WHY_INSIDE))
         case.left -= bad
 
 
 def cells(case: Case) -> None:
-    """Look at the ranks of each node, and of each rail: those that meet each other between nodes."""
+    """Classify the ranks of each node, and of each rail: those that are paired between nodes."""
     for level in LEVELS:
         for part in pair_graph.parts(case.at(level, case.pairs)):
             bad = {edge for edge in case.at(level, case.left) if edge[0] in part}
@@ -196,27 +194,27 @@ def classify(
     if case.good:
         for step in (dead_nodes, no_network, dead_ranks, between_nodes, nothing_inside, cells):
             step(case)
-        for say in (say_blamed, say_splits, say_doubtful, say_links, say_unsure):
-            say(case)
+        for add in (add_blamed, add_splits, add_doubtful, add_links, add_unsure):
+            add(case)
     else:
         case.troubles.append(nothing_works(case) if case.bad else nothing_measured(case))
     return _sum(case), case.status
 
 
 def _sum(case: Case) -> Classification:
-    """Bring the troubles together, and say what was measured."""
+    """Join the troubles into one classification, led by what was measured."""
     found = case.troubles or [healthy(case)]
     measured = [measured_at(case, level) for level in LEVELS if case.at(level, case.pairs)]
-    reason = (*measured, *(line for one in found for line in one.reason))
+    reason = (*measured, *(line for trouble in found for line in trouble.reason))
     if len(found) == 1:
         return replace(found[0], reason=reason)
     return Classification(
         kind=Kind.SEVERAL,
-        ranks=tuple(sorted({rank for one in found for rank in one.ranks})),
-        hosts=tuple(dict.fromkeys(host for one in found for host in one.hosts)),
-        links=tuple(sorted({link for one in found for link in one.links})),
-        groups=tuple(group for one in found for group in one.groups),
-        sentence="; and ".join(one.sentence for one in found),
+        ranks=tuple(sorted({rank for trouble in found for rank in trouble.ranks})),
+        hosts=tuple(dict.fromkeys(host for trouble in found for host in trouble.hosts)),
+        links=tuple(sorted({link for trouble in found for link in trouble.links})),
+        groups=tuple(group for trouble in found for group in trouble.groups),
+        sentence="; and ".join(trouble.sentence for trouble in found),
         reason=reason,
-        next="; ".join(dict.fromkeys(one.next for one in found)),
+        next="; ".join(dict.fromkeys(trouble.next for trouble in found)),
     )

@@ -10,6 +10,7 @@ from distdiag.cluster.hosts import fold
 from distdiag.cluster.rank_runs import Outcome
 from distdiag.commands.gpu_test.isolate.classify import classify
 from distdiag.commands.gpu_test.isolate.types import STAGES, Classified, Isolated, Kind, Pair, PairResult, PairStatus
+from distdiag.diagnosis.wording import counted
 from distdiag.launch import rank_report
 from distdiag.launch.rank_report import paused
 from distdiag.launch.types import Device
@@ -25,14 +26,14 @@ _SIZE_BYTES = {Device.CPU: 4 * 2**20, Device.CUDA: 64 * 2**20}
 
 
 def size_for(request: Request, plan: Plan) -> int:
-    """Give the bytes that a pair reduces."""
+    """Return the bytes that a pair reduces."""
     return request.size_bytes or _SIZE_BYTES[plan.device]
 
 
 def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) -> Report[Isolated]:
-    """Say what the pairs show."""
-    told: list[dict[str, Any]] = next(reversed(rank_report.payloads(course.traces[:1], "pairs")), [])
-    pairs = [_pair(one) for one in told]
+    """Return the report of a run."""
+    reported: list[dict[str, Any]] = next(reversed(rank_report.payloads(course.traces[:1], "pairs")), [])
+    pairs = [_pair(fields) for fields in reported]
     host_of = {trace.rank: trace.host for trace in course.traces}
     classification, statuses = classify(pairs, host_of, least_bytes_per_s=request.expected_bytes_per_s)
     finished = course.outcome is Outcome.FINISHED
@@ -46,7 +47,7 @@ def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
                 level=pair.level,
                 busbw_bytes_per_s=pair.busbw_bytes_per_s,
                 status=statuses[pair.a, pair.b],
-                looks=len(pair.looks),
+                samples=len(pair.samples),
                 wrong=pair.wrong,
                 error=pair.error,
             )
@@ -59,7 +60,7 @@ def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
     if finished and plan.nproc > 1:
         found += _finding(request, classification, data)
         found += paused(
-            request, course.traces, {one.rank: rank_report.payloads([one], "paused") for one in course.traces}
+            request, course.traces, {trace.rank: rank_report.payloads([trace], "paused") for trace in course.traces}
         )
     interrupted = course.outcome is Outcome.INTERRUPTED
     return Report(
@@ -72,7 +73,7 @@ def diagnose(request: Request, scene: Inventory, plan: Plan, course: RunRecord) 
 
 
 def no_data(request: Request, why: NotStarted, facts: dict[str, Any]) -> Isolated:
-    """Give the facts of a run in which no rank was started."""
+    """Return the facts of a run in which no rank was started."""
     return Isolated(**facts, size_bytes=request.size_bytes or 0, pairs=(), classification=None, measuring_s=None)
 
 
@@ -81,15 +82,15 @@ def _measuring(course: RunRecord) -> float | None:
     return round(steps[-1] - steps[0], 3) if steps else None
 
 
-def _pair(told: dict[str, Any]) -> Pair:
+def _pair(fields: dict[str, Any]) -> Pair:
     return Pair(
-        a=told["a"],
-        b=told["b"],
-        level=told["level"],
-        looks=tuple(told["looks"]),
-        failed=told["failed"],
-        wrong=told["wrong"],
-        error=_SOURCE_LINE.sub("", told["error"]),
+        a=fields["a"],
+        b=fields["b"],
+        level=fields["level"],
+        samples=tuple(fields["bandwidths"]),
+        failed=fields["failed"],
+        wrong=fields["wrong"],
+        error=_SOURCE_LINE.sub("", fields["error"]),
     )
 
 
@@ -102,7 +103,7 @@ def _finding(request: Request, found: Classification, data: Isolated) -> list[Fi
     if found.kind is Kind.HEALTHY:
         return []
     host_of = {rank.rank: rank.host for rank in data.ranks}
-    # Somebody is to blame for what fails, if it cannot be told who; what is slow may be as it should.
+    # A failed pair is a fault, even where the culprit is unknown; a slow pair may be as it should be.
     broken = any(pair.status in (PairStatus.FAILED, PairStatus.WRONG) for pair in data.pairs)
     errors = dict.fromkeys(pair.error for pair in data.pairs if pair.error)
     # Its first line counts pairs that are slow beside others; none is here.
@@ -116,7 +117,7 @@ def _finding(request: Request, found: Classification, data: Isolated) -> list[Fi
             where=Where(
                 hosts=tuple(dict.fromkeys([*found.hosts, *(host_of[rank] for rank in ranks)])), ranks=tuple(ranks)
             ),
-            evidence=(*reason, *(f"torch says: {error}" for error in list(errors)[:2])),
+            evidence=(*reason, *(f"torch: {error}" for error in list(errors)[:2])),
             fix=Fix(text=found.next) if found.next else None,
         )
     ]
@@ -126,7 +127,8 @@ def _summary(
     scene: Inventory, data: Isolated, found: Classification, findings: list[Finding], *, interrupted: bool
 ) -> str:
     measured = sum(pair.busbw_bytes_per_s is not None or pair.status == "failed" for pair in data.pairs)
-    so_far = f"{measured} of {len(data.pairs)} pair(s) measured"
+    pairs = counted(len(data.pairs), "pair")
+    so_far = f"{measured} of {pairs} measured"
     wrong = [finding.title for finding in findings if finding.level in (Level.FAIL, Level.UNKNOWN)]
     if interrupted:
         return f"interrupted; {wrong[0] if wrong else rank_report.how_far(data.ranks, STAGES)}; {so_far}"
@@ -134,5 +136,5 @@ def _summary(
         return words if data.classification is not None else f"{words}; {so_far}"
     where = fold(dict.fromkeys(place.host for place in scene.places))
     if data.world_size == 1:
-        return f"one rank on {where} has no pair"
-    return f"{data.world_size} ranks on {where}, {len(data.pairs)} pair(s): {found.sentence}"
+        return f"a single rank on {where}: no pair to test"
+    return f"{data.world_size} ranks on {where}, {pairs}: {found.sentence}"

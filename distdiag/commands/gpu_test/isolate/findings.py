@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from distdiag.commands.gpu_test.isolate.types import Edge
 
 
-def say_blamed(case: Case) -> None:
-    """Name culprits, those with the same trouble together."""
+def add_blamed(case: Case) -> None:
+    """Add the culprits, those with the same trouble together."""
     alike: dict[tuple[bool, str, str, frozenset[PairStatus]], list[int]] = {}
     for unit in case.blamed:
         states = frozenset(case.status[edge] for edge in pair_graph.touching(unit, case.bad))
-        alike.setdefault((case.is_node(unit), *wording.with_whom(case, unit), states), []).extend(unit)
-    for (is_node, whom, cause, _), ranks in alike.items():
+        alike.setdefault((case.is_node(unit), *wording.partners(case, unit), states), []).extend(unit)
+    for (is_node, partners, cause, _), ranks in alike.items():
         edges, hosts = pair_graph.touching(ranks, case.bad), case.hosts(ranks)
         are_several = len(hosts if is_node else ranks) > 1
         only = f" ({name_ranks(ranks)})" if len(ranks) == 1 else ""
@@ -32,7 +32,7 @@ def say_blamed(case: Case) -> None:
                 kind=Kind.SEVERAL if are_several else Kind.BAD_NODE if is_node else Kind.BAD_RANK,
                 ranks=() if is_node else tuple(sorted(ranks)),
                 hosts=tuple(hosts) if is_node else (),
-                sentence=f"{name} {wording.fare(case, edges, whom, are_several=are_several)}"
+                sentence=f"{name} {wording.fare(case, edges, partners, are_several=are_several)}"
                 + (cause and f"; {cause}"),
                 reason=wording.evidence(case, edges),
                 next=wording.NEXT_NODE if is_node else wording.NEXT_RANK,
@@ -40,8 +40,8 @@ def say_blamed(case: Case) -> None:
         )
 
 
-def say_splits(case: Case) -> None:
-    """Name groups of ranks in nodes or rails; all nodes together, as what splits several of them is one cause."""
+def add_splits(case: Case) -> None:
+    """Add groups of ranks in nodes or rails; all nodes together, as what splits several of them is one cause."""
     for level, cells in case.splits.items():
         across = {edge for cell in cells for edge in pair_graph.across(cell, case.at(level, case.bad))}
         if level == NODE:
@@ -55,8 +55,8 @@ def say_splits(case: Case) -> None:
         case.troubles.append(split(case, sentence, sides, across))
 
 
-def say_doubtful(case: Case) -> None:
-    """Name bad pairs of ranks that have no good pair, nor enough bad ones to tell against them."""
+def add_doubtful(case: Case) -> None:
+    """Add bad pairs of ranks that have no good pair, nor enough bad pairs to be blamed."""
     working = {end for edge in case.good for end in edge}
     edges = {edge for edge in case.left if not working.issuperset(edge)}
     if not edges:
@@ -68,27 +68,27 @@ def say_doubtful(case: Case) -> None:
             kind=Kind.UNDECIDABLE,
             ranks=tuple(ranks),
             links=tuple(sorted(edges)),
-            sentence=f"{wording.links(case, edges)} {fare}, and nothing else is known of {case.who(ranks)}",
+            sentence=f"{wording.links(case, edges)} {fare}; there is no other result for {case.who(ranks)}",
             reason=wording.evidence(case, edges),
-            next=f"run again, so that {name_ranks(ranks)} can meet others as well",
+            next=f"rerun, so that {name_ranks(ranks)} {_is_tested(ranks)} with other ranks as well",
         )
     )
     case.left -= edges
 
 
-def say_links(case: Case) -> None:
-    """Name the bad pairs that nothing else explains, as one trouble: many may share a cause, such as an uplink."""
+def add_links(case: Case) -> None:
+    """Add the bad pairs that nothing else explains, as one trouble: many may share a cause, such as an uplink."""
     if not case.left:
         return
     unsure: set[int] = set()
     for level in LEVELS:
         working = {end for edge in case.at(level, case.good) for end in edge}
         unsure |= {end for edge in case.at(level, case.left) for end in edge} - working
-    doubt = f"{name_ranks(unsure)}: no other pair of that level works, so an end (a NIC) may be bad as well as the link"
+    doubt = f"{name_ranks(unsure)}: no other pair at that level works, so either an end (a NIC) or the link may be bad"
     links = ("" if case.troubles else "only ") + wording.links(case, case.left)
     fare = wording.fare(case, case.left, are_several=len(case.left) > 1)
     ends = "both are" if len(case.left) == 1 else "their ends are"
-    well = "otherwise: the link, or one end of it" if unsure else "with all others"
+    well = "otherwise: the link or one of its ends" if unsure else "with all other ranks"
     case.troubles.append(
         Classification(
             kind=Kind.BAD_LINK,
@@ -100,20 +100,20 @@ def say_links(case: Case) -> None:
     )
 
 
-def say_unsure(case: Case) -> None:
-    """Say of pairs that look slow that it may be noise; beside what is certain, they are in its evidence alone."""
+def add_unsure(case: Case) -> None:
+    """Add pairs that look slow but may be noise; beside what is certain, they are in its evidence alone."""
     if not case.unsure or case.troubles:
         return
-    most = max(len(case.pairs[edge].looks) for edge in case.unsure)
+    most = max(len(case.pairs[edge].samples) for edge in case.unsure)
     fare = wording.fare(case, case.unsure, are_several=len(case.unsure) > 1)
     case.troubles.append(
         Classification(
             kind=Kind.UNDECIDABLE,
             links=tuple(sorted(case.unsure)),
-            sentence=f"{wording.links(case, case.unsure)} {fare}; that may be noise, so nobody is blamed",
+            sentence=f"{wording.links(case, case.unsure)} {fare}; this may be noise, so no rank or link is blamed",
             reason=(
                 *wording.evidence(case, case.unsure),
-                f"looked at up to {most} times: too seldom, given how often good pairs look slow for a while",
+                f"measured up to {most} times: too few, given how often good pairs look slow for a while",
             ),
             next=wording.NEXT_NOISE,
         )
@@ -123,7 +123,7 @@ def say_unsure(case: Case) -> None:
 def split(
     case: Case, sentence: str, sides: Sequence[set[int]], across: Collection[Edge], why: str = wording.WHY_SPLIT
 ) -> Classification:
-    """Say that sides do not work across, and why that may be."""
+    """Return sides that do not work across, with the likely cause."""
     may_be_layout = any(case.status[edge] is PairStatus.SLOW for edge in case.at(NODE, across))
     return Classification(
         kind=Kind.SPLIT,
@@ -135,70 +135,72 @@ def split(
 
 
 def perhaps_a_group(case: Case, ranks: Sequence[int], unmet: set[int]) -> Classification:
-    """Say that ranks are bad, or of a group with those that they did not meet."""
+    """Return ranks that are bad, or form a group with the ranks that they were not tested with."""
     edges = pair_graph.touching(ranks, case.left)
-    them = "each other" if unmet.issubset(ranks) else name_ranks(unmet)
+    others = "each other" if unmet.issubset(ranks) else name_ranks(unmet)
+    tested = "were not tested" if len(ranks) > 1 else "was not tested"
     fare = wording.fare(case, edges, "with every other rank tried", are_several=len(ranks) > 1)
     return Classification(
         kind=Kind.UNDECIDABLE,
         ranks=tuple(ranks),
-        sentence=f"{case.who(ranks)} {fare}, but never met {them}: bad, or of a group that works inside",
+        sentence=f"{case.who(ranks)} {fare}, but {tested} with {others}: bad, or part of a group that works inside",
         reason=(
             *wording.evidence(case, edges),
-            f"a group would be a configuration that differs, {wording.WHY_SPLIT}",
+            f"a group would mean that configurations differ, {wording.WHY_SPLIT}",
         ),
-        next=f"run again with {fold(case.hosts(ranks))} alone: if that works, it is a group",
+        next=f"rerun with {fold(case.hosts(ranks))} alone: if that works, they form a group",
     )
 
 
 def dead_rail(case: Case, bad: set[Edge]) -> Classification:
-    """Say that no pair of a rail works."""
+    """Return a rail of which no pair works."""
     fare = wording.fare(case, bad, "with each other", are_several=True)
     hosts = fold(case.hosts({end for edge in bad for end in edge}))
     return Classification(
         kind=Kind.BAD_LINK,
         links=tuple(sorted(bad)),
         sentence=f"{hosts} {wording.rail(bad)} {fare}; "
-        "other ranks there do not: what the rail shares, such as a switch",
+        "other ranks there do not: something that the rail shares, such as a switch",
         reason=wording.evidence(case, bad),
         next=wording.NEXT_LINK,
     )
 
 
 def scattered(case: Case, slow: set[Edge], measured: int) -> Classification:
-    """Say that many of the `measured` pairs are slow without a pattern."""
+    """Return pairs that are slow without a pattern, many of the `measured` ones."""
     hosts = fold(case.hosts({end for edge in slow for end in edge}))
     fare = wording.fare(case, slow, are_several=True)
     return Classification(
         kind=Kind.UNDECIDABLE,
         sentence=f"{len(slow)} of {measured} pairs of {hosts} {fare}; no rank, group or link explains them",
-        reason=(*wording.evidence(case, slow), "without a pattern, it is noise, or the layout"),
-        next="run again with nothing else running; compare with nvidia-smi topo -m",
+        reason=(*wording.evidence(case, slow), "slow pairs without a pattern are noise or topology"),
+        next="rerun with nothing else running; compare with nvidia-smi topo -m",
     )
 
 
 def two_nodes(case: Case, hosts: Sequence[str], bad: set[Edge]) -> Classification:
-    """Say that no pair between the only two nodes works."""
+    """Return the only two nodes, between which no pair works."""
     is_well = case.at(NODE, case.good) and not case.at(NODE, case.bad)
     return Classification(
         kind=Kind.UNDECIDABLE,
         hosts=tuple(hosts),
         links=tuple(sorted(bad)),
         sentence=f"{' and '.join(hosts)} {wording.fare(case, bad, 'with each other', are_several=True)}; "
-        f"{'inside all is well: ' * bool(is_well)}the network between, or that of one node, which two cannot tell",
+        f"{'inside each node all pairs are good; ' * bool(is_well)}the network between them or one node's own "
+        "(two nodes cannot decide)",
         reason=wording.evidence(case, bad),
         next=f"add a third node to --hosts: {wording.NEXT_THIRD}",
     )
 
 
 def nothing_works(case: Case) -> Classification:
-    """Say that no pair is good, or that the only one is not."""
+    """Return that no pair is good, or that the only pair is bad."""
     if len(case.bad) > 1:
         return Classification(
             kind=Kind.UNDECIDABLE,
-            sentence=f"no pair works: {wording.counts(case, case.bad)}, so nothing tells one rank from another",
+            sentence=f"no pair works ({wording.counts(case, case.bad)}), so no single rank can be blamed",
             reason=wording.evidence(case, case.bad),
-            next="look at what all have in common: driver, interface, firewall (distdiag ports), shared memory",
+            next="check what all ranks have in common: driver, interface, firewall (distdiag ports), shared memory",
         )
     (edge,) = case.bad
     hosts = case.hosts(edge)
@@ -209,33 +211,37 @@ def nothing_works(case: Case) -> Classification:
         hosts=tuple(hosts) if len(hosts) > 1 else (),
         links=(edge,),
         sentence=f"{case.who(edge)} {wording.fare(case, [edge], 'with each other', are_several=True)}; "
-        "one of the two or the link between them, which one pair cannot tell",
+        "one of them or the link between them (a single pair cannot decide)",
         reason=wording.evidence(case, [edge]),
         next=f"add a third {third}: {wording.NEXT_THIRD}",
     )
 
 
 def nothing_measured(case: Case) -> Classification:
-    """Say that there is no evidence at all."""
+    """Return that there is no evidence at all."""
     return Classification(
         kind=Kind.UNDECIDABLE,
-        sentence="no pair was measured" if case.pairs else "there is no pair: a single rank has none to meet",
-        next="run again with a longer --timeout" if case.pairs else "use two ranks at least: --nproc 2, or --hosts",
+        sentence="no pair was measured" if case.pairs else "no pair to test: there is a single rank",
+        next="increase --timeout" if case.pairs else "use at least two ranks: --nproc 2, or --hosts",
     )
 
 
 def healthy(case: Case) -> Classification:
-    """Say that no pair is bad, and of whom nothing is known."""
+    """Return that no pair is bad, and the ranks without a result."""
     fast = {edge for edge in case.good if case.speed(edge) * SLOW > case.typical[case.pairs[edge].level]}
-    alike = f"no pair is slow, but {len(fast)} have far more than the others" if fast else "no pair stands out"
-    doubt = "" if case.least is not None else "; whether that is good cannot be known from pairs"
+    alike = f"no pair is slow, but {len(fast)} are much faster than the others" if fast else "no pair stands out"
+    doubt = "" if case.least is not None else "; pairs alone do not show whether that is good"
     unmet = set(case.host_of).difference(*case.good)
     if unmet:
-        doubt = f"; nothing is known of {case.who(unmet)}"
+        doubt = f"; no result for {case.who(unmet)}"
     return Classification(
         kind=Kind.UNDECIDABLE if unmet else Kind.HEALTHY,
         ranks=tuple(sorted(unmet)),
         sentence=f"{alike}: {wording.typical(case, case.typical)}{doubt}",
         reason=wording.evidence(case, fast),
-        next=f"run again, so that {name_ranks(unmet)} can meet others" if unmet else "",
+        next=f"rerun, so that {name_ranks(unmet)} {_is_tested(unmet)} with other ranks" if unmet else "",
     )
+
+
+def _is_tested(ranks: Collection[int]) -> str:
+    return "are tested" if len(ranks) > 1 else "is tested"

@@ -6,9 +6,9 @@ from collections import Counter
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.hosts import fold, name_ranks
 from distdiag.commands.gpu_test.isolate import slowness
 from distdiag.commands.gpu_test.isolate.types import LEVELS, PairStatus
+from distdiag.diagnosis.wording import format_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from distdiag.commands.gpu_test.isolate.types import Classification, Edge, Pair
 
 _NEARLY = 1 / 3
-"""Good pairs for each bad one that a culprit may have: now and then something broken works once."""
+"""Good pairs that a culprit may have for each bad pair: now and then something broken works once."""
 
 
 def shape(good: set[Edge], bad: set[Edge]) -> tuple[list[int], list[set[int]]]:
-    """Find members that work with nobody, then groups that do not work across, then members that work with few."""
+    """Find members that work with no other, then groups that do not work across, then members that work with few."""
     members = culprits(good, bad)
     left = bad - touching(members, bad)
     groups = _groups(good, left)
@@ -28,7 +28,7 @@ def shape(good: set[Edge], bad: set[Edge]) -> tuple[list[int], list[set[int]]]:
 
 
 def culprits(good: Collection[Edge], bad: Collection[Edge], tolerated: float = 0.0) -> list[int]:
-    """Find the fewest members that explain bad edges, with two at least; `tolerated` good ones for each are allowed.
+    """Find the fewest members that explain bad edges, two at least; `tolerated` good edges for each are allowed.
 
     If none are, then taking the member with most bad edges first is not only quick but right: in its stead, all those
     that work with each other would have to be blamed.
@@ -81,7 +81,7 @@ def touching(ranks: Collection[int], edges: Iterable[Edge]) -> set[Edge]:
 
 
 def stars(edges: Iterable[Edge]) -> Iterator[tuple[int, list[int]]]:
-    """Give ranks with those they share edges with, the rank with most of them first; each edge once."""
+    """Yield ranks with those they share edges with, the rank with most of them first; each edge once."""
     left = set(edges)
     while left:
         degree = Counter(end for edge in left for end in edge)
@@ -122,7 +122,7 @@ class Case:
         return {edge for edge in edges if self.pairs[edge].level == level}
 
     def speed(self, edge: Edge) -> float:
-        """Give the bandwidth of a pair, in bytes/s; 0 if it has none."""
+        """Return the bandwidth of a pair, in bytes/s; 0 if it has none."""
         return self.pairs[edge].busbw_bytes_per_s or 0.0
 
     def hosts(self, ranks: Iterable[int]) -> list[str]:
@@ -130,11 +130,11 @@ class Case:
         return list(dict.fromkeys(self.host_of[rank] for rank in sorted(ranks)))
 
     def who(self, ranks: Collection[int]) -> str:
-        """Name ranks and their nodes: "ranks 0-3 (node0)"."""
-        return f"{name_ranks(ranks)} ({fold(self.hosts(ranks))})"
+        """Format ranks and their nodes: "ranks 0-3 (node0)"."""
+        return format_ranks(ranks, self.hosts(ranks))
 
     def is_node(self, ranks: Collection[int]) -> bool:
-        """Tell whether these are all ranks of whole nodes, of several."""
+        """Return whether these are all ranks of whole nodes, and there are other nodes."""
         return len(self.ranks_of) > 1 and sum(len(self.ranks_of[host]) for host in self.hosts(ranks)) == len(ranks)
 
     def accuse(self, ranks: Collection[int], of: Collection[Edge]) -> None:
@@ -144,14 +144,14 @@ class Case:
 
 
 def _judge(pairs: Mapping[Edge, Pair], host_of: Mapping[int, str]) -> tuple[dict[Edge, PairStatus], dict[str, float]]:
-    """Judge pairs by themselves, then those of a level by each other; give the typical bandwidth of each level too."""
+    """Judge each pair alone, then the pairs of a level by each other; return each level's typical bandwidth too."""
     status, typical = {edge: _status(pair) for edge, pair in pairs.items()}, {}
     for level in LEVELS:
-        looks = {
-            edge: pair.looks for edge, pair in pairs.items() if pair.level == level and status[edge] is PairStatus.OK
+        samples = {
+            edge: pair.samples for edge, pair in pairs.items() if pair.level == level and status[edge] is PairStatus.OK
         }
-        if looks:
-            typical[level], slow, unsure = slowness.judge(looks, host_of)
+        if samples:
+            typical[level], slow, unsure = slowness.judge(samples, host_of)
             status.update(dict.fromkeys(slow, PairStatus.SLOW))
             status.update(dict.fromkeys(unsure, PairStatus.UNSURE))
     return status, typical

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _PERIOD = 2039
-"""As in gpu-test: rank a of a pair sends i mod this, and rank b adds 1: whole numbers, exact in float32."""
+"""As in gpu-test: rank a of a pair sends i mod this, and rank b adds 1: integers, exact in float32."""
 _SO_ATTACH_FILTER = 26  # include/uapi/asm-generic/socket.h
 
 
 def main(config: dict[str, Any]) -> None:
-    """Run the stages of one rank, and leave."""
+    """Run the stages of one rank, then exit."""
     run_rank(config, Rank)
 
 
@@ -45,12 +45,12 @@ class Rank(AnyRank):
         super().import_torch()
 
     def join_group(self, patience: timedelta) -> None:
-        """Make none: each pair makes its own."""
+        """Create none: each pair creates its own."""
         self.progress.step("store ready")
 
     def work(self) -> None:
         """Measure pairs, in the rounds that rank 0 plans."""
-        self.enter("pairs", "making the buffer")
+        self.enter("pairs", "allocating the buffer")
         count = self.config["size_bytes"] // 4
         tile = torch.arange(_PERIOD, dtype=torch.float32, device=self.device)
         self.pattern = tile.repeat(count // _PERIOD + 1)[:count]
@@ -63,10 +63,10 @@ class Rank(AnyRank):
             self.lead()
         else:
             self.follow()
-        self.progress.step("pairs are measured", paused=pauses.told())
+        self.progress.step("pairs measured", paused=pauses.since_begin())
 
     def lead(self) -> None:
-        """As rank 0, plan each round, take part in it, and report what came of it."""
+        """As rank 0, plan each round, take part in it, and report its results."""
         coordinator = Coordinator(
             self.config["nodes"],
             self.config["at_once"],
@@ -82,12 +82,12 @@ class Rank(AnyRank):
             for pair in pairs:  # rank 0 waits for both ends
                 coordinator.note(pair, json.loads(self.store.get(f"result/{number}/{pair[0]}")))
                 self.store.get(f"result/{number}/{pair[1]}")
-            self.progress.step(f"{words} is over", pairs=coordinator.told())
+            self.progress.step(f"{words} done", pairs=coordinator.all_results())
         self.store.set(f"round/{number + 1}", json.dumps(None))
-        self.progress.step("all pairs are measured", pairs=coordinator.told())
+        self.progress.step("all pairs measured", pairs=coordinator.all_results())
 
     def follow(self) -> None:
-        """As any other rank, do what rank 0 says."""
+        """As any other rank, follow the plan of rank 0."""
         number = 0
         while True:
             self.progress.step("waiting for rank 0", waiting=True)
@@ -95,13 +95,13 @@ class Rank(AnyRank):
             if plan is None:
                 return
             self.take_part(number, *plan)
-            self.progress.step(f"{plan[0]} is over")
+            self.progress.step(f"{plan[0]} done")
             number += 1
 
     def take_part(self, number: int, words: str, pairs: Sequence[Sequence[int]], timeout_s: float) -> None:
-        """Measure this rank's pair, if it has one in this round; both tell what they saw."""
+        """Measure this rank's pair, if it has one in this round; both ranks report their result."""
         mine = next((pair for pair in pairs if self.rank in pair), None)
-        self.progress.step(f"{words}: {'a break' if mine is None else f'ranks {mine[0]} and {mine[1]}'}")
+        self.progress.step(f"{words}: {'idle' if mine is None else f'ranks {mine[0]} and {mine[1]}'}")
         if mine is not None:
             result = self.measure_safely(number, (mine[0], mine[1]), timeout_s)
             self.store.set(f"result/{number}/{self.rank}", json.dumps(result))
@@ -110,14 +110,14 @@ class Rank(AnyRank):
                 dist.destroy_process_group()
 
     def measure_safely(self, number: int, pair: tuple[int, int], timeout_s: float) -> dict[str, Any]:
-        """Measure a pair; what does not work is a result, too."""
+        """Measure a pair; an error is a result, too."""
         began = time.monotonic()
-        nothing = {"bytes_per_s": None, "failed": True, "wrong": 0, "iterations": 0}
+        failed = {"bytes_per_s": None, "failed": True, "wrong": 0, "iterations": 0}
         try:
             result = self.measure(number, pair, timeout_s)
             return {**result, "took_s": time.monotonic() - began}
         except (RuntimeError, ValueError, OSError) as error:
-            return {**nothing, "error": first_lines(error)}
+            return {**failed, "error": first_lines(error)}
 
     def measure(self, number: int, pair: tuple[int, int], timeout_s: float) -> dict[str, Any]:
         """All-reduce between two ranks: the bandwidth of a good time of the slower one, and wrong elements."""
@@ -165,10 +165,10 @@ class Rank(AnyRank):
 
     def done(self) -> None:
         """Meet the others once more, in the store: rank 0 serves it and leaves last."""
-        self.enter("done", "leaving")
+        self.enter("done", "finishing")
         self.store.set(f"left/{self.rank}", "")
         if self.rank == 0:
-            self.progress.step("waiting for the others to leave", waiting=True)
+            self.progress.step("waiting for the others to finish", waiting=True)
             self.store.wait([f"left/{rank}" for rank in range(self.world_size)])
 
 
@@ -204,7 +204,7 @@ def _drop_what_comes_in(sockets: Iterable[int], *, spared_port: int) -> None:
             if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             ends = [connection.getsockname()]
-            with contextlib.suppress(OSError):  # one that listens has nobody at the other end
+            with contextlib.suppress(OSError):  # a listening socket has no peer
                 ends.append(connection.getpeername())
             if all(port != spared_port for _, port, *_ in ends):
                 connection.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, bytes(program))

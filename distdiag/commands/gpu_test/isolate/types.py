@@ -1,4 +1,4 @@
-"""What `gpu-test --isolate` is asked, the faults of --inject, how every two ranks fared, and the verdict."""
+"""What `gpu-test --isolate` is asked for, the faults of --inject, the result of each pair, and the verdict."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
+from distdiag.cluster.hosts import name_ranks
 from distdiag.errors import UsageError
 from distdiag.launch import types
 
@@ -15,7 +16,7 @@ LEVELS = {NODE: "inside nodes", NET: "between nodes"}
 
 
 class PairStatus(StrEnum):
-    """How two ranks fared. FAILED: timed out, or raised. WRONG: the data was.
+    """The result of a pair. FAILED: timed out, or raised. WRONG: the data was.
 
     SKIPPED: not measured, so no evidence. UNSURE: it looks slow, but noise explains that as well.
     """
@@ -35,7 +36,7 @@ class Pair:
     a: int
     b: int
     level: str
-    looks: tuple[float, ...]
+    samples: tuple[float, ...]
     """Its bandwidth each time it was measured, in bytes/s; 0 where that failed."""
     failed: bool
     wrong: int
@@ -44,11 +45,11 @@ class Pair:
     @property
     def busbw_bytes_per_s(self) -> float | None:
         """The best that was seen; None if it was not measured, which without `failed` is no evidence."""
-        return max(self.looks, default=0.0) or None
+        return max(self.samples, default=0.0) or None
 
 
 class Kind(StrEnum):
-    """What is at fault. SPLIT: groups that work inside and not across. SEVERAL: independent troubles."""
+    """What is at fault. SPLIT: groups that work inside and not across. SEVERAL: independent faults."""
 
     HEALTHY = "healthy"
     BAD_RANK = "bad-rank"
@@ -64,8 +65,9 @@ class Kind(StrEnum):
 class Classification:
     """What explains all bad pairs.
 
-    `ranks`, `hosts` and `links` are to blame, or may be where it is undecidable: a bad node stands in `hosts` and its
-    ranks not in `ranks`, a bad rank in `ranks` and its node not in `hosts`. `groups` are the ranks of a split.
+    `ranks`, `hosts` and `links` are at fault, or may be where it is undecidable: a bad node is in `hosts` and its
+    ranks are not in `ranks`, a bad rank is in `ranks` and its node is not in `hosts`. `groups` are the ranks of a
+    split.
     """
 
     kind: Kind
@@ -85,7 +87,7 @@ STAGES = ("start", "connect", "init", "pairs", "done")
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault to make for real: packets dropped, or a delay before each call, in the pairs it names."""
+    """A real fault to inject: packets dropped, or a delay before each call, in the pairs it names."""
 
     option: str
     """As it was typed."""
@@ -101,11 +103,16 @@ class Fault:
 
     @property
     def words(self) -> str:
-        """What is done."""
-        return f"{self.option} was made"
+        """What it does, and to which pairs."""
+        effect = "delay" if self.kind == "slow" else "dropped packets"
+        if self.kind == "split":
+            return f"{effect} between {name_ranks(self.first)} and the others"
+        if len(self.first) == 2:
+            return f"{effect} between ranks {self.first[0]} and {self.first[1]}"
+        return f"{effect} in every pair" + (f" of rank {self.first[0]}" if self.first else "")
 
     def meets(self, a: int, b: int) -> bool:
-        """Tell whether this pair is hit."""
+        """Return whether this pair is hit."""
         mine = {a, b} & set(self.first)
         if self.kind == "split":
             return len(mine) == 1
@@ -124,7 +131,7 @@ class Request(types.Request):
 
     @property
     def injected(self) -> Fault | None:
-        """The fault that is to be made."""
+        """The fault to inject."""
         return self.fault
 
     def own_options(self) -> dict[str, object]:
@@ -139,15 +146,15 @@ class Request(types.Request):
 
 @dataclass(frozen=True, kw_only=True)
 class PairResult:
-    """How two ranks fared together: the bandwidth of an all_reduce between them, None if there is none."""
+    """The result of a pair: the bandwidth of an all_reduce between the two ranks, None if there is none."""
 
     a: int
     b: int
     level: str
-    """node: both on one. net: between two nodes."""
+    """node: both on the same node. net: between two nodes."""
     busbw_bytes_per_s: float | None
     status: PairStatus
-    looks: int
+    samples: int
     """How often it was measured."""
     wrong: int
     error: str
@@ -173,26 +180,27 @@ class Isolated(types.RunFacts):
     pairs: tuple[PairResult, ...]
     classification: Classified | None
     measuring_s: float | None
-    """From the first pair to the last; None if it never came to that."""
+    """From the first pair to the last; None if no pair was measured."""
 
 
-_HINT = "slow:RANK, slow:A-B (a link), slow:all, block:RANK, block:A-B, or split:RANKS such as split:0-3"
+_HINT = "use slow:RANK, slow:A-B (a link), slow:all, block:RANK, block:A-B, or split:RANKS, for example split:0-3"
 
 
 def parse_fault(text: str) -> Fault:
-    """Read what is to be made slow, blocked or split. Raises UsageError."""
-    kind, _, whom = text.partition(":")
+    """Parse what to slow down, block or split. Raises UsageError."""
+    kind, _, named = text.partition(":")
     if kind not in ("slow", "block", "split"):
-        raise UsageError(f"--inject {text!r} is no fault for --isolate", hint=_HINT)
-    if whom == "all" and kind == "slow":
+        raise UsageError(f"--inject {text!r}: unknown fault for --isolate", hint=_HINT)
+    if named == "all" and kind == "slow":
         return Fault(option=text, kind=kind, first=())
-    ranks = _ranks(text, whom) if kind == "split" else tuple(int(one) for one in whom.split("-") if one.isdecimal())
+    words = named.split("-")
+    ranks = _ranks(text, named) if kind == "split" else tuple(int(word) for word in words if word.isdecimal())
     if (
         not ranks
         or (kind != "split" and len(set(ranks)) != len(ranks))
-        or (kind != "split" and (len(ranks) > 2 or len(whom.split("-")) != len(ranks)))
+        or (kind != "split" and (len(ranks) > 2 or len(words) != len(ranks)))
     ):
-        raise UsageError(f"--inject {text!r} does not name ranks", hint=_HINT)
+        raise UsageError(f"--inject {text!r}: no valid ranks", hint=_HINT)
     return Fault(option=text, kind=kind, first=tuple(sorted(set(ranks))))
 
 
@@ -201,6 +209,6 @@ def _ranks(text: str, words: str) -> tuple[int, ...]:
     for word in words.split(","):
         match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", word)
         if match is None:
-            raise UsageError(f"--inject {text!r} does not name ranks", hint=_HINT)
+            raise UsageError(f"--inject {text!r}: no valid ranks", hint=_HINT)
         found += range(int(match[1]), int(match[2] or match[1]) + 1)
     return tuple(found)

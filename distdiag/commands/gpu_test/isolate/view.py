@@ -8,8 +8,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from distdiag.commands.gpu_test.isolate.types import PairStatus
+from distdiag.diagnosis.wording import format_size
 from distdiag.launch.view import log_lines, rank_table, run_lines
-from distdiag.launch.wording import amount
 from distdiag.output import host_table, plain_table
 from distdiag.report import Level
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _WIDEST = 10
 _MOST = 16
-_WORDS = {PairStatus.FAILED: "fails", PairStatus.SKIPPED: ".", PairStatus.WRONG: "wrong"}
+_WORDS = {PairStatus.FAILED: "failed", PairStatus.SKIPPED: ".", PairStatus.WRONG: "wrong"}
 _SIGNS = {PairStatus.SLOW: ("!", "bold red"), PairStatus.UNSURE: ("?", "yellow")}
 
 
@@ -74,7 +74,7 @@ def _worst(data: Isolated) -> Table:
     host_of = {rank.rank: rank.host for rank in data.ranks}
     bad = [pair for pair in data.pairs if pair.status not in (PairStatus.OK, PairStatus.SKIPPED)]
     good = sorted(pair.busbw_bytes_per_s or 0 for pair in data.pairs if pair.status is PairStatus.OK)
-    for pair in sorted(bad, key=lambda one: one.busbw_bytes_per_s or 0)[:_MOST]:
+    for pair in sorted(bad, key=lambda result: result.busbw_bytes_per_s or 0)[:_MOST]:
         speed = "-" if pair.busbw_bytes_per_s is None else f"{pair.busbw_bytes_per_s / 1e9:.2f}"
         hosts = " ".join(dict.fromkeys((host_of[pair.a], host_of[pair.b])))
         table.add_row(f"{pair.a}-{pair.b}", hosts, speed, pair.status)
@@ -87,9 +87,9 @@ def _worst(data: Isolated) -> Table:
 
 def _how(data: Isolated) -> Iterator[str]:
     if data.pairs:
-        yield f"all_reduce of {amount(data.size_bytes)} between two ranks at a time, every element checked"
+        yield f"all_reduce of {format_size(data.size_bytes)} between two ranks at a time, every element checked"
     if any(pair.status is PairStatus.SLOW for pair in data.pairs):
         uniform = data.classification is not None and data.classification.kind == "uniformly-slow"
-        yield "! is below --expect" if uniform else "! is slow: looked at again, alone, each time beside a good pair"
+        yield "! below --expect" if uniform else "! slow: measured again alone, each time next to a good pair"
     if any(pair.status is PairStatus.UNSURE for pair in data.pairs):
-        yield "? looks slow, but good pairs did so too often to tell"
+        yield "? looks slow, but so did good pairs: not enough to decide"

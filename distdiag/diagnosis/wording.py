@@ -1,0 +1,42 @@
+"""How findings and tables write ranks with their hosts, counts, sizes and durations: once for all commands. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.hosts import fold, name_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+_SIZES = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+def format_ranks(ranks: Collection[int], hosts: Iterable[str] = (), pid: int | None = None) -> str:
+    """Format ranks and where they run: "rank 2 (node07, pid 4711)", "ranks 0-1,3 (node[07-08])", "rank 2"."""
+    place = [part for part in (fold(hosts), "" if pid is None else f"pid {pid}") if part]
+    return name_ranks(ranks) + (f" ({', '.join(place)})" if place else "")
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Format a number of things: "1 pair", "2 pairs"; `plural` where it is not `noun` and an s."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+def format_size(size_bytes: int) -> str:
+    """Format a number of bytes: "4 B", "64 MiB", "1.5 GiB"."""
+    for unit, size in _SIZES:
+        if size_bytes >= size:
+            return f"{size_bytes / size:.4g} {unit}"
+    return f"{size_bytes} B"
+
+
+def format_duration(seconds: float | None) -> str:
+    """Format a time: "12 us", "0.3 ms", "0.4 s", "214 s", "3.5 h"; "?" where it is unknown."""
+    if seconds is None:
+        return "?"
+    if seconds < 0.1:
+        return "0 s" if seconds < 5e-8 else f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    return f"{seconds:.0f} s" if seconds < 7200 else f"{seconds / 3600:.1f} h"
