@@ -177,7 +177,7 @@ def test_a_dead_slurmd_costs_its_own_node_only() -> None:
     assert hosts_of_ranks(result) == ["mn1", "mn3"]
     (row,) = [row for row in result.report["data"]["hosts"] if row["state"] != "ok"]
     assert (row["host"], row["state"]) == ("mn2", "failed")
-    assert "slurmd there does not answer" in row["message"]
+    assert "slurmd there does not respond" in row["message"]
 
 
 def test_a_frozen_slurmd_costs_its_own_node_only() -> None:
@@ -199,7 +199,7 @@ def test_a_frozen_slurmd_costs_its_own_node_only() -> None:
 def test_a_slurm_job_that_is_not_there(slurm: Slurm) -> None:
     result = beside(slurm, "--slurm-job", "987654")
     assert result.code == 3
-    assert "there is no running SLURM job 987654" in result.report["error"]["message"]
+    assert "no running SLURM job 987654" in result.report["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_two_nodes_without_a_fault_are_fine(network: Network, nodes: list[Node])
         (
             lambda one, two: one.reject(29500, how="admin-prohibited"),
             "port-rejected",
-            "node2 is turned away on the way to node1 (10.77.0.1) at port 29500",
+            "node2 is rejected when connecting to node1 (10.77.0.1) on port 29500",
         ),
         (
             lambda one, two: one.drop_ephemeral(29500),
@@ -118,7 +118,7 @@ def test_only_the_port_is_blamed_when_others_are_open(network: Network, nodes: l
     nodes[0].drop(29500)
     words = "node2 gets no answer from node1 (10.77.0.1) at port 29500"
     found = assert_closed(network, "port-filtered", words)
-    assert "so it is this port" in found["detail"]
+    assert "only this port is blocked" in found["detail"]
     assert found["fix"]["commands"][-1].endswith("--master-port 0")
 
 

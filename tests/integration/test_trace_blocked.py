@@ -232,7 +232,7 @@ def test_rank_0_that_started_the_others_has_not_ended() -> None:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.pid in [one["pid"] for one in blocked.report["data"]["threads"]]
     found = result.findings["exited"]
-    assert (found["level"], "gone, or on other hosts" in found["title"]) == ("unknown", True), result.out
+    assert (found["level"], "exited, or on other hosts" in found["title"]) == ("unknown", True), result.out
 
 
 def test_a_rank_that_goes_on_is_not_blamed() -> None:

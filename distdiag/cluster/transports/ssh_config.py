@@ -67,7 +67,7 @@ def _reasons(said: Said, keys: Sequence[str | None]) -> Iterator[str]:
         yield "PubkeyAuthentication is off"
     control = said.get("controlpath", ["none"])[0]
     if control != "none" and _is_socket(control):
-        yield f"ControlPath {control} leads to a connection that is open already"
+        yield f"ControlPath {control} is the socket of an open connection"
     for path in keys:
         yield from _of_key(path, identities_only=is_on("IdentitiesOnly"))
     # Debian and Red Hat switch it on for everybody; it does something only for those who have a ticket.
@@ -77,7 +77,7 @@ def _reasons(said: Said, keys: Sequence[str | None]) -> Iterator[str]:
 
 def _of_key(path: str | None, *, identities_only: bool) -> Iterator[str]:
     if path is None:
-        yield "IdentityFile has a token that only ssh replaces"
+        yield "IdentityFile has a token that only ssh expands"
         return
     if os.path.exists(f"{path}-cert.pub"):
         yield f"{path}-cert.pub is a certificate"
@@ -86,7 +86,7 @@ def _of_key(path: str | None, *, identities_only: bool) -> Iterator[str]:
     if public.startswith(b"sk-") or key.startswith(b"sk-") or any(type_ in private for type_ in _SECURITY_KEYS):
         yield f"{path} is on a security key"
     elif key.startswith(_PUBLIC_KEY):
-        yield f"{path} is a public key: it says which key of the agent to take"
+        yield f"{path} is a public key: it selects a key of the agent"
     elif identities_only and (_has_passphrase(key, private) or (public and not key)):
         yield f"IdentitiesOnly is on, and only the agent can use {path}"
 
@@ -139,7 +139,7 @@ def _has_ticket(klist: str | None, place: str) -> bool:
 
 
 Said = dict[str, list[str]]
-"""Values by keyword in lower case; a keyword that was said twice has two."""
+"""Values by keyword in lower case; a keyword given twice has two."""
 _SYSTEM_CONFIG = "/etc/ssh/ssh_config"
 _DIRECTIVE = re.compile(r"([A-Za-z0-9]+)(?:[ \t]*=[ \t]*|[ \t]+)(.*)")
 _NAMES_A_HOST = frozenset({"hostname", "proxyjump", "canonicalizehostname"})
@@ -239,14 +239,14 @@ def _ask(config_file: str | None, timeout_s: float, host: Host) -> Said:
     if done.timed_out:
         raise DistdiagError(
             f"ssh did not read its configuration for {host.name} within {timeout_s:g} s",
-            hint=f"a command of Match exec or a name server keeps it waiting; see: ssh -v {shlex.join(argv[1:])}",
+            hint=f"a Match exec command or a name server blocks it; see: ssh -v {shlex.join(argv[1:])}",
         )
     if done.status != 0:
         complaints = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
         complaint = next((line for line in complaints if re.search(r"line \d+: ", line)), "".join(complaints[:1]))
         raise DistdiagError(
             f"ssh will not connect to {host.name}: {complaint.strip() or f'status {done.status}'}",
-            hint="ssh's configuration has to be mended; to see it again: " + shlex.join(argv),
+            hint="fix the ssh configuration; to reproduce: " + shlex.join(argv),
         )
     return _parse(done.stdout.decode("utf-8", "surrogateescape"))
 
@@ -274,8 +274,8 @@ def _load(config_file: str | None) -> SSHConfig:
     wrong = re.search(r"^[ \t]*\"?(Include|Match)\b.*", text, re.IGNORECASE | re.MULTILINE)
     if wrong is not None:
         raise DistdiagError(
-            f"{path} has the line {wrong[0].strip()!r}, which only ssh understands, and there is no ssh here",
-            hint="install OpenSSH's client, or write a file without Include and Match and give that one",
+            f"{path} has the line {wrong[0].strip()!r}, which only ssh understands, and ssh is not installed here",
+            hint="install the OpenSSH client, or use a configuration without Include and Match",
         )
     try:
         return paramiko.SSHConfig.from_text(text)
