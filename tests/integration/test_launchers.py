@@ -81,7 +81,7 @@ def test_slurm_from_outside_with_a_dropped_port(slurm: Slurm, job: int) -> None:
     finally:
         slurm.nodes[0].heal()
     assert result.code == 1
-    assert "mn1 drops what comes in at port 29500" in result.findings["port-filtered"]["title"]
+    assert "mn1 drops inbound packets on port 29500" in result.findings["port-filtered"]["title"]
 
 
 def test_ports_and_cuda_env_among_the_nodes_of_a_slurm_job(slurm: Slurm, job: int) -> None:

@@ -88,7 +88,7 @@ def test_one_node_that_drops_what_comes_in_is_named_with_the_direction(network: 
 def test_one_node_that_drops_what_goes_out(network: Network) -> None:
     network["node2"].at_switch("tcp flags & (syn | ack) == syn drop", "out")
     (finding,) = faults(pairs(network)).values()
-    assert finding["title"].startswith("node2 drops what goes out")
+    assert finding["title"].startswith("node2 drops outbound packets")
 
 
 def test_one_direction_between_two_nodes(network: Network) -> None:
@@ -105,14 +105,14 @@ def test_only_the_rendezvous_port_is_open(network: Network) -> None:
     found = faults(pairs(network))
     assert set(found) == {"rank-ports-filtered"}
     finding = found["rank-ports-filtered"]
-    assert "node2 drops what comes in at ephemeral ports" in finding["title"]
-    assert re.search(r"let TCP 32768-60999 into node2", finding["fix"]["text"])
+    assert "node2 drops inbound packets on ephemeral ports" in finding["title"]
+    assert re.search(r"allow TCP 32768-60999 into node2", finding["fix"]["text"])
 
 
 def test_only_the_rendezvous_port_is_closed(network: Network) -> None:
     network["node2"].drop(29500)
     finding = faults(pairs(network))["port-filtered"]
-    assert finding["title"].startswith("node2 drops what comes in at port 29500")
+    assert finding["title"].startswith("node2 drops inbound packets on port 29500")
     assert "Ephemeral ports are open" in finding["detail"]
 
 
@@ -135,7 +135,7 @@ def test_two_faults_at_once_are_not_mixed_up(network: Network) -> None:
     network["node2"].drop_ephemeral(29500)
     found = faults(pairs(network))
     assert found["path-filtered"]["title"].startswith("node3 drops inbound packets on every tested port")
-    assert found["rank-ports-filtered"]["title"].startswith("node2 drops what comes in at ephemeral ports")
+    assert found["rank-ports-filtered"]["title"].startswith("node2 drops inbound packets on ephemeral ports")
     assert set(found) == {"path-filtered", "rank-ports-filtered"}
 
 
@@ -153,7 +153,7 @@ def test_a_second_interface_that_leads_nowhere(network: Network) -> None:
         for node in network.nodes:
             node.run("ip", "link", "del", "eth1")
     finding = found["nccl-dead-interface"]
-    assert "NCCL would use eth1 on node[1-4] as well" in finding["title"]
+    assert "NCCL would also use eth1 on node[1-4]" in finding["title"]
     assert finding["fix"]["commands"] == ["export NCCL_SOCKET_IFNAME='=eth0'"]
     (all_closed,) = (one for id_, one in wrong.items() if id_.startswith("path-"))
     assert all_closed["title"].startswith("no node reaches another")
@@ -259,7 +259,7 @@ def test_closed_is_not_told_to_open_the_firewall(network: Network) -> None:
     result = ports(network, f"{network['node2'].address}:7777")
     (finding,) = result.report["findings"]
     assert (result.code, finding["level"]) == (1, "fail")
-    assert "nobody listens" in finding["title"]
+    assert "nothing listens" in finding["title"]
     assert "no firewall needs a change" in finding["detail"]
     assert finding["fix"]["commands"] == ["distdiag ports serve --port 7777"]
 
@@ -270,7 +270,7 @@ def test_another_open_port_tells_a_firewall_from_a_dead_host(network: Network) -
     address = network["node1"].address
     result = ports(network, address, "--port", "6000,7000", *SOON)
     assert states(result) == {6000: "open", 7000: "filtered"}
-    assert "the host is up" in faults(result)["port-filtered"]["detail"]
+    assert "it is up" in faults(result)["port-filtered"]["detail"]
 
 
 def test_no_route_no_host_and_no_name(network: Network) -> None:
@@ -413,7 +413,7 @@ def test_the_server_greets_and_tells_a_stranger_nothing_else(network: Network) -
         (("check",), "no HOST given"),
         (("serve", "--hosts", "a,b"), "without ssh"),
         (("--hosts", ""), "no host given"),
-        (("--hosts", "a,b", "--data", "17MiB"), "up to 16MiB"),
+        (("--hosts", "a,b", "--data", "17MiB"), "limit: 16MiB"),
         (("--hosts", "a,b", "--port", "1-5000"), "too many ports to test between nodes"),
         (("check", "node1"), "the token that ports serve printed"),
     ],

@@ -86,11 +86,11 @@ CASES = {
     "prohibited": Case(lambda node: node.reject(22, how="admin-prohibited"), "no-route", "connect", "no route to host"),
     "unplugged": Case(lambda node: node.unplug(), "no-route", "connect", "no route to host", "route"),
     "http": Case(web_server, "not-ssh", "banner", 'port 22 is not ssh, it answers "<!DOCTYPE', "ssh://host:port"),
-    "smtp": Case(lambda node: talker(node, "220 mail\r\n"), "not-ssh", "banner", 'not with ssh: "220 mail"'),
-    "halfline": Case(lambda node: talker(node, "who?"), "not-ssh", "banner", 'not with ssh: "who?"'),
-    "silent": Case(lambda node: talker(node, ""), "timeout", "banner", "says nothing for 4 s", "--host-timeout"),
+    "smtp": Case(lambda node: talker(node, "220 mail\r\n"), "not-ssh", "banner", 'is not ssh, it answers "220 mail"'),
+    "halfline": Case(lambda node: talker(node, "who?"), "not-ssh", "banner", 'is not ssh, it answers "who?"'),
+    "silent": Case(lambda node: talker(node, ""), "timeout", "banner", "sends nothing for 4 s", "--host-timeout"),
     "greets": Case(lambda node: talker(node, "SSH-2.0-x\r\n"), "timeout", "handshake", "within 4 s"),
-    "mute": Case(mute, "timeout", "session", "does not run a command: no answer within 4 s"),
+    "mute": Case(mute, "timeout", "session", "does not run the command: no answer within 4 s"),
     "auth": Case(
         lambda node: Sshd(node, options=["AuthorizedKeysFile none"]), "auth", "login", "user root with /", "by hand"
     ),
@@ -99,9 +99,11 @@ CASES = {
     "bash": Case(with_shell("bash"), "ok", "facts"),
     "garbage": Case(hostile(Hostile.GARBAGE), "protocol-error", "start", "before the handshake"),
     "garbage-first": Case(hostile(Hostile.GARBAGE_FIRST), "ok", "facts"),
-    "no-program": Case(hostile(Hostile.NOT_FOUND), "failed", "start", 'missing there: "python3: command not found"'),
+    "no-program": Case(
+        hostile(Hostile.NOT_FOUND), "failed", "start", 'command not found: "python3: command not found"'
+    ),
     "hanging": Case(hostile(Hostile.HANGING), "timeout", "start", "no Python started within 4 s", "wait"),
-    "killed": Case(hostile(Hostile.KILLED), "killed", "start", "ended by a signal", "what kills processes"),
+    "killed": Case(hostile(Hostile.KILLED), "killed", "start", "killed by a signal", "what kills processes"),
     "nologin": Case(closed_account, "failed", "start", 'status 1 before the handshake: "This account'),
     "forced": Case(
         lambda node: Sshd(node, options=["ForceCommand echo backup only"]),

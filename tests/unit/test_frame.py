@@ -212,5 +212,6 @@ def test_every_subcommand_is_loaded_by_its_name_and_says_json_in_the_same_way(pa
     sub = next(sub for sub in cli._SUBCOMMANDS if sub.name == path[0])
     if len(path) == 2:
         sub = next(below for below in sub.below if below.name == path[1])
-    named = {option: parameter.name for parameter in cli._load(sub, (), cli._Invocation(())).params for option in parameter.opts}
+    parameters = cli._load(sub, (), cli._Invocation(())).params
+    named = {option: parameter.name for parameter in parameters for option in parameter.opts}
     assert named.get("--json", "as_json") == "as_json"
