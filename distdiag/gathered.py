@@ -114,7 +114,7 @@ def _without_values(request: Any) -> Any:  # noqa: ANN401 - each command has a t
 
 
 def are_facts(paths: Sequence[str]) -> bool:
-    """Tell whether one of these files, or of those in these folders, is what --save wrote."""
+    """Return whether one of these files, or of those in these folders, is what --save wrote."""
     there = [path for path in paths if path and (os.path.isdir(path) or os.path.isfile(path))]
     return any(_begins(path).startswith(b'{"schema":"' + _SCHEMA.encode()) for path in named_files(there))
 

@@ -52,7 +52,7 @@ class Link(ABC):
 
     @abstractmethod
     def fds(self) -> tuple[int, ...]:
-        """Give the descriptors that become readable when there is something to hear."""
+        """Return the descriptors that become readable when there is something to read."""
 
     @abstractmethod
     def read(self) -> Heard:
@@ -68,14 +68,14 @@ class Link(ABC):
 
     @abstractmethod
     def has_ended(self) -> bool:
-        """Tell whether the far side is gone."""
+        """Return whether the far side is gone."""
 
     @abstractmethod
     def kill(self) -> None:
         """Drop the connection, and end what on this machine belongs to it."""
 
     def hang_up(self) -> None:  # noqa: B027 - only ssh can
-        """Tell a login that never came to our program to end, as a terminal that closes does."""
+        """Signal a login that never came to our program to end, as a terminal that closes does."""
 
     @abstractmethod
     def _send(self, data: bytes) -> int:

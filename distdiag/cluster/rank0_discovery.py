@@ -154,8 +154,8 @@ def _open_mpi_addresses(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Ask PMIx for rank 0's host; without its library, rank 0 is mostly where mpirun is."""
     import sys
 
-    asked = programs.run([sys.executable, "-c", _ASK_PMIX], timeout_s=_PMIX_S)
-    name = asked.stdout.decode("utf-8", "replace").strip()
+    answer = programs.run([sys.executable, "-c", _ASK_PMIX], timeout_s=_PMIX_S)
+    name = answer.stdout.decode("utf-8", "replace").strip()
     mpirun = re.findall(r"tcp://([\d.,]+):", environ.get("OMPI_MCA_orte_hnp_uri", ""))
     found = [name, *(address for group in mpirun for address in group.split(","))]
     return tuple(dict.fromkeys(address for address in found if address))

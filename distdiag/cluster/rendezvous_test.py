@@ -62,7 +62,7 @@ class LookUp:
 
     @classmethod
     def of(cls, node: str, record: ReachName) -> LookUp:
-        """Make one of what a node reported."""
+        """Return the look-up that a node reported."""
         return cls(node=node, name=record.name, addresses=record.addresses, error=record.error)
 
 

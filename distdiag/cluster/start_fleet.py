@@ -57,11 +57,11 @@ class Agent:
         return bundle.sources(bundle.AGENT, self.collect, *((self.rank, _RANKS) if self.rank else ()), *self.carries)
 
     def config_for_guest(self, *, silence_s: float) -> dict[str, Any]:
-        """Give the orders of an agent whose parent may be a stranger."""
+        """Return the orders of an agent whose parent may be a stranger."""
         return {"collect": self.collect, "ask": self.ask, "env": {}, "silence_s": silence_s, "guest": True}
 
     def config(self, cluster: Cluster, *, silence_s: float | None) -> dict[str, Any]:
-        """Give the agent's orders, see distdiag.agent.agent.serve."""
+        """Return the agent's orders, see distdiag.agent.agent.serve."""
         return {
             "collect": self.collect,
             "ask": self.ask,

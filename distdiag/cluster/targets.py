@@ -50,7 +50,7 @@ class Cluster:
     explain: bool = False
 
     def typed(self) -> list[tuple[str, str]]:
-        """Give the options as they would be typed again: name and value, unquoted."""
+        """Return the options as they would be typed again: name and value, unquoted."""
         named = [
             ("--hosts", self.hosts),
             ("--hostfile", self.hostfile),
@@ -58,7 +58,7 @@ class Cluster:
             ("--via", self.via),
             ("--launcher", "" if self.launcher is Launcher.AUTO else str(self.launcher)),
             ("--python", self.python),
-            *(("--env", one) for one in self.env),
+            *(("--env", variable) for variable in self.env),
             ("--setup", self.setup),
             ("--fanout", str(self.fanout or "")),
             ("--host-timeout", f"{self.host_timeout_s:g}" if self.host_timeout_s else ""),
@@ -136,7 +136,7 @@ def _given(cluster: Cluster, found: HostList, source: str, environ: Mapping[str,
 
 
 def _surrounding(cluster: Cluster, environ: Mapping[str, str]) -> Targets:
-    """Take the allocation that we are in; this machine if there is none."""
+    """Return the allocation that we are in; this machine if there is none."""
     if cluster.via or cluster.launcher is not Launcher.AUTO:
         what = "--via" if cluster.via else f"--launcher {cluster.launcher}"
         if cluster.launcher is not Launcher.SLURM or not environ.get("SLURM_JOB_ID"):
@@ -167,7 +167,7 @@ def _allocated(environ: Mapping[str, str]) -> list[str]:
 
 
 def _with_tasks(names: list[str], environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """Take the ranks per node only where the user asked SLURM for them; without, SLURM counts cores."""
+    """Use the ranks per node only where the user asked SLURM for them; without, SLURM counts cores."""
     if "SLURM_NTASKS_PER_NODE" not in environ and "SLURM_NTASKS" not in environ:
         return tuple(Host(name=name) for name in names)
     tasks = slurm_tasks(environ.get("SLURM_TASKS_PER_NODE", ""))
@@ -204,12 +204,14 @@ def _job(job: str) -> Targets:
     if shutil.which("squeue") is None:
         raise DistdiagError("squeue is not installed here: cannot query SLURM", hint="run it on a login node")
     done = programs.run(["squeue", "-h", "-j", job, "-o", "%T|%N|%u"], timeout_s=_SLURM_TIMEOUT_S)
-    said = done.stderr.decode("utf-8", "replace").strip().splitlines()
+    complaints = done.stderr.decode("utf-8", "replace").strip().splitlines()
     lines = done.stdout.decode("utf-8", "replace").splitlines()
     if done.timed_out:
         raise DistdiagError(f"squeue did not answer within {_SLURM_TIMEOUT_S:g} s", hint="scontrol ping")
     if not lines:
-        raise DistdiagError(f"no running SLURM job {job}" + (f": {said[-1]}" if said else ""), hint="squeue --me")
+        raise DistdiagError(
+            f"no running SLURM job {job}" + (f": {complaints[-1]}" if complaints else ""), hint="squeue --me"
+        )
     state, nodes, user = [*lines[0].split("|"), "", ""][:3]
     if not nodes:
         raise DistdiagError(f"SLURM job {job} has no nodes: it is {state.lower()}", hint=f"squeue -j {job}")

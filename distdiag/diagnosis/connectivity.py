@@ -73,7 +73,7 @@ class Case:
         return (self.again(options),) if self.again is not None else ()
 
     def finding(self, name: str, level: Level, title: str, **rest: object) -> Finding:
-        """Make a finding of this command."""
+        """Return a finding of this command."""
         return Finding(id=f"{self.command}.{name}", level=level, title=title, **rest)  # type: ignore[arg-type]
 
 
@@ -132,7 +132,7 @@ def _verdict(path: NetworkPath) -> str:
 
 
 def _nothing_works(case: Case, everybody: Culprit, paths: Sequence[NetworkPath]) -> Finding:
-    """Say that no path at all is open, whatever the single answers are."""
+    """Report that no path at all is open, whatever the single answers are."""
     verdict = Counter(_verdict(path) for path in paths).most_common(1)[0][0]
     purposes = tuple(purpose for purpose in (PORT, RANKS) if any(path.purpose == purpose for path in paths))
     return _closed_finding(case, verdict, everybody, purposes)

@@ -29,7 +29,7 @@ class CommandTransport(Transport):
         self._lines = shell_lines
 
     def argv(self, host: Host) -> list[str]:
-        """Give the command for one host; it ends with the shell to start there."""
+        """Return the command for one host; it ends with the shell to start there."""
         raise NotImplementedError
 
     def start(self, hosts: Sequence[Host], arrivals: Arrivals) -> None:

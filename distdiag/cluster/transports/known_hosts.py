@@ -64,7 +64,7 @@ class Line:
     blob: bytes
 
     def matches(self, name: bytes) -> bool:
-        """Tell whether it is for this name, given in lower case, as [name]:port if the port is not 22."""
+        """Return whether it is for this name, given in lower case, as [name]:port if the port is not 22."""
         if self.hashed is not None:
             return self.hashed.matches(name)
         matched = False
@@ -200,7 +200,7 @@ class KnownHosts:
             raise ValueError(f"this key is not of the type {key_type}")
         names = _names(name, port)
         for line in self._revoked_by_key.get(key_blob, ()):
-            if any(line.matches(one) for one in names):
+            if any(line.matches(alias) for alias in names):
                 return Verdict(KeyVerdict.REVOKED, line.file, line.number)
         verdict = self._judge(names[0], key_type, key_blob)
         if verdict.key is not KeyVerdict.UNKNOWN or len(names) == 1:
@@ -211,14 +211,14 @@ class KnownHosts:
 
     def known_types(self, name: str, port: int) -> list[str]:
         """List the key types known for this host. Tries every hashed line, where `check` mostly needs one."""
-        for one in _names(name, port):
-            if types := dict.fromkeys(line.key_type for line in self._lines(one)):
+        for alias in _names(name, port):
+            if types := dict.fromkeys(line.key_type for line in self._lines(alias)):
                 return list(types)
         return []
 
     def has_certificate_authority(self, name: str, port: int) -> bool:
-        """Tell whether this host may show a certificate instead of a known key."""
-        return any(line.matches(one) for line in self._authorities for one in _names(name, port))
+        """Return whether this host may show a certificate instead of a known key."""
+        return any(line.matches(alias) for line in self._authorities for alias in _names(name, port))
 
     def _judge(self, name: bytes, key_type: str, blob: bytes) -> Verdict:
         line = next(self._lines_with(name, blob), None)
@@ -267,7 +267,7 @@ class KnownHosts:
 
 
 def fingerprint(blob: bytes) -> str:
-    """Give a key's fingerprint as ssh-keygen -l prints it."""
+    """Return a key's fingerprint as ssh-keygen -l prints it."""
     return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
 
 

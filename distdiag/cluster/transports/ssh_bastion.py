@@ -112,7 +112,9 @@ class Bastion:
             except DistdiagError as error:
                 refusal = HostError(state=HostState.FAILED, stage="config", message=str(error), hint=error.hint)
                 raise Refused(refusal) from error
-        if found[0].proxy_jump or any(one.needs_openssh or self._login.needs_openssh(one) for one in found):
+        if found[0].proxy_jump or any(
+            settings.needs_openssh or self._login.needs_openssh(settings) for settings in found
+        ):
             raise NeedsOpenSsh
         return found
 

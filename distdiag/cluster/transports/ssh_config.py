@@ -44,12 +44,12 @@ _KLIST_S = 2.0
 
 
 def why_openssh(said: Said, keys: Sequence[str | None]) -> str:
-    """Give the first reason, in words, and "" if paramiko will do; None stands for a key file whose name is unclear."""
+    """Return the first reason, in words, and "" if paramiko will do; None: a key file whose name is unclear."""
     return next(_reasons(said, keys), "")
 
 
 def is_private_key(path: str) -> bool:
-    """Tell whether a file can be read and is not the public half of a key."""
+    """Return whether a file can be read and is not the public half of a key."""
     head = _read(path)
     return bool(head) and not head.startswith(_PUBLIC_KEY)
 
@@ -92,7 +92,7 @@ def _of_key(path: str | None, *, identities_only: bool) -> Iterator[str]:
 
 
 def _openssh_format(key: bytes) -> bytes:
-    """Give what is inside a private key in OpenSSH's own format; its public half is there in the clear."""
+    """Return what is inside a private key in OpenSSH's own format; its public half is there in the clear."""
     lines = key.split(b"\n")
     if not lines[0].startswith(b"-----BEGIN OPENSSH PRIVATE KEY-----"):
         return b""
@@ -109,7 +109,7 @@ def _has_passphrase(key: bytes, private: bytes) -> bool:
 
 
 def _read(path: str) -> bytes:
-    """Give what is in a key file; nothing if it cannot be read: ssh then passes it over as well."""
+    """Return what is in a key file; nothing if it cannot be read: ssh then passes it over as well."""
     try:
         if not os.path.isfile(path):
             return b""
@@ -128,7 +128,7 @@ def _is_socket(path: str) -> bool:
 
 @functools.cache
 def _has_ticket(klist: str | None, place: str) -> bool:
-    """Tell whether there is a Kerberos ticket; without klist, only tickets in files can be ruled out."""
+    """Return whether there is a Kerberos ticket; without klist, only tickets in files can be ruled out."""
     if klist is not None:
         try:
             return programs.run([klist, "-s"], timeout_s=_KLIST_S).status == 0
@@ -155,7 +155,7 @@ _DEFAULTS: Said = {
 
 
 def reader(config_file: str | None, timeout_s: float) -> Callable[[Host], Said]:
-    """Give the function that finds out what is set for a host; it raises DistdiagError if ssh would refuse to start.
+    """Return the function that finds out what is set for a host; it raises DistdiagError if ssh would refuse to start.
 
     Raises:
         DistdiagError: there is no ssh, and without it the configuration cannot be understood.
@@ -166,7 +166,7 @@ def reader(config_file: str | None, timeout_s: float) -> Callable[[Host], Said]:
 
 
 def home() -> str:
-    """Give the home folder that ssh takes: the one in the user database, whatever $HOME says."""
+    """Return the home folder that ssh takes: the one in the user database, whatever $HOME says."""
     try:
         return pwd.getpwuid(os.getuid()).pw_dir
     except KeyError:  # a container with a made-up user id
@@ -174,7 +174,7 @@ def home() -> str:
 
 
 def user_name() -> str:
-    """Give the name of the local user, as ssh finds it."""
+    """Return the name of the local user, as ssh finds it."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -182,7 +182,7 @@ def user_name() -> str:
 
 
 def depends_on_host(config_file: str | None) -> bool:
-    """Tell whether ssh's configuration might say different things for different hosts; when in doubt, it does."""
+    """Return whether ssh's configuration might say different things for different hosts; when in doubt, it does."""
     if config_file == "none":
         return False
     if config_file is not None:
@@ -406,7 +406,7 @@ def _settings(host: Host, said: Said) -> SshSettings:
         identity_files=tuple(key for key in keys if key is not None and is_private_key(key)),
         identities_only=value("identitiesonly") in ("yes", "true"),
         identity_agent=_agent(said),
-        proxy_jump=tuple(_jump(one) for one in jump.split(",")) if jump else (),
+        proxy_jump=tuple(_jump(place) for place in jump.split(",")) if jump else (),
         proxy_command=value("proxycommand"),
         host_key_alias=value("hostkeyalias"),
         user_known_hosts=_paths(said.get("userknownhostsfile", [""])[0]),
@@ -420,7 +420,7 @@ def _settings(host: Host, said: Said) -> SshSettings:
 
 
 def _keys(host: Host, said: Said) -> list[str | None]:
-    """Give the key files; `ssh -G` leaves their tokens as they are. None stands for a token only ssh can replace."""
+    """Return the key files; `ssh -G` leaves their tokens as they are. None stands for a token only ssh can replace."""
     name, user = socket.gethostname(), user_name()
     tokens = {
         "%": "%",

@@ -319,7 +319,7 @@ def _load(path: str) -> Any:  # noqa: ANN401 - some kind of paramiko.PKey, or No
 
 
 def _type_inside(algorithm: str) -> str:
-    """Give the type of the keys of an algorithm: RSA keys sign in several ways."""
+    """Return the type of the keys of an algorithm: RSA keys sign in several ways."""
     return "ssh-rsa" if algorithm.startswith("rsa-sha2-") else algorithm
 
 

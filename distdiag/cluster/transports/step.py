@@ -79,16 +79,16 @@ class StepTransport(Transport):
         self._said: list[str] = []
 
     def ports(self) -> Sequence[int]:
-        """Give the ports at which the nodes may connect to us; 0 is any."""
+        """Return the ports at which the nodes may connect to us; 0 is any."""
         return (0,)
 
     @abstractmethod
     def command(self, hosts: Sequence[Host], program: list[str]) -> list[str]:
-        """Give the command that runs a program once on each host."""
+        """Return the command that runs a program once on each host."""
 
     @abstractmethod
     def environment(self) -> dict[str, str]:
-        """Give the environment to run it in."""
+        """Return the environment to run it in."""
 
     @abstractmethod
     def failed_hosts(self, line: str, hosts: Sequence[Host]) -> dict[str, str]:
@@ -188,7 +188,7 @@ class StepTransport(Transport):
         open_names = [host.name for host in this.hosts if host.name not in this.links]
         if name in open_names:
             return name
-        short = [one for one in open_names if one.partition(".")[0] == name.partition(".")[0]]
+        short = [open_name for open_name in open_names if open_name.partition(".")[0] == name.partition(".")[0]]
         return short[0] if len(short) == 1 else None
 
     def _follow(self, this: _Round) -> dict[str, HostError]:

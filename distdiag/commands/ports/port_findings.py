@@ -21,7 +21,7 @@ _FEW = 16
 
 
 def finding(name: str, level: Level, title: str, **rest: object) -> Finding:
-    """Make a finding of this command."""
+    """Return a finding of this command."""
     return Finding(id=f"{COMMAND}.{name}", level=level, title=title, **rest)  # type: ignore[arg-type]
 
 
