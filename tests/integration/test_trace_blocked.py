@@ -273,7 +273,7 @@ def test_processes_of_others_are_told_with_what_gives_the_right() -> None:
     with subprocess.Popen(["setpriv", "--reuid", "65534", "--clear-groups", "sleep", "600"]) as other:
         try:
             wait_until(lambda: main(other.pid)[0] == "clock_nanosleep", 10, lambda: f"{blocked(other.pid)}")
-            for command in (("blocked", "--pid"), ("fds",)):
+            for command in (("blocked", "--pid"), ("fds",), ("fds", "--pid")):
                 arguments = ("trace", *command, str(other.pid), "--json")
                 result = distdiag(*arguments, wrap=("setpriv", "--bounding-set", "-sys_ptrace"))
                 assert (result.code, result.err) == (3, "")
