@@ -284,7 +284,7 @@ def test_a_log_of_which_nothing_is_known(tmp_path: Path) -> None:
 def test_folders_without_facts_and_facts_that_make_no_sense(tmp_path: Path, wrapper: Path) -> None:
     (tmp_path / "empty").mkdir()
     result = cuda_env("--from", str(tmp_path / "empty"))
-    assert (result.code, "no facts of cuda-env in" in result.err) == (2, True)
+    assert (result.code, "no facts from cuda-env in" in result.err) == (2, True)
     cuda_env("--for", "build", "--save", str(tmp_path / "kept"), path=str(wrapper))
     (file,) = (tmp_path / "kept").iterdir()
     saved = json.loads(file.read_text())
@@ -294,4 +294,4 @@ def test_folders_without_facts_and_facts_that_make_no_sense(tmp_path: Path, wrap
     saved["facts"]["uses"] = {}
     file.write_text(json.dumps(saved))
     result = cuda_env("--from", str(file))
-    assert (result.code, "is not what --save wrote" in result.err) == (2, True)
+    assert (result.code, "was not written by --save" in result.err) == (2, True)

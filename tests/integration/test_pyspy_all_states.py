@@ -108,7 +108,7 @@ def test_where_there_is_no_job_it_says_what_was_looked_for() -> None:
     ("arguments", "words"),
     [
         (("--from", "/nowhere"), "there is no such file"),
-        (("--from", "/etc/hostname"), "no facts of pyspy-all in /etc/hostname (hostname holds no dump of py-spy)"),
+        (("--from", "/etc/hostname"), "no facts from pyspy-all in /etc/hostname (hostname holds no dump of py-spy)"),
         (("--from", "/etc/hostname", "--hosts", "a"), "leave out"),
         (("--groups", "tp:0-1"), "is not NAME=RANKS/RANKS"),
         (("--html", "/nowhere/page.html"), "cannot be written"),

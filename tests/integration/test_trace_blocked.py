@@ -232,7 +232,7 @@ def test_rank_0_that_started_the_others_has_not_ended() -> None:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.pid in [one["pid"] for one in blocked.report["data"]["threads"]]
     found = result.findings["exited"]
-    assert (found["level"], "gone, or on other hosts" in found["title"]) == ("unknown", True), result.out
+    assert (found["level"], "exited, or on other hosts" in found["title"]) == ("unknown", True), result.out
 
 
 def test_a_rank_that_goes_on_is_not_blamed() -> None:
@@ -273,7 +273,7 @@ def test_processes_of_others_are_told_with_what_gives_the_right() -> None:
     with subprocess.Popen(["setpriv", "--reuid", "65534", "--clear-groups", "sleep", "600"]) as other:
         try:
             wait_until(lambda: main(other.pid)[0] == "clock_nanosleep", 10, lambda: f"{blocked(other.pid)}")
-            for command in (("blocked", "--pid"), ("fds",)):
+            for command in (("blocked", "--pid"), ("fds",), ("fds", "--pid")):
                 arguments = ("trace", *command, str(other.pid), "--json")
                 result = distdiag(*arguments, wrap=("setpriv", "--bounding-set", "-sys_ptrace"))
                 assert (result.code, result.err) == (3, "")

@@ -143,7 +143,7 @@ def test_threads_of_every_kind_have_rings_of_their_own(tmp_path: Path, python: s
 
 
 def test_a_ring_is_used_again_when_there_are_more_threads_than_room(tmp_path: Path, python: str) -> None:
-    run(tmp_path, python, LINES, "threads", options=("--threads", "2"))
+    run(tmp_path, python, LINES, "threads", options=("--max-threads", "2"))
     (ring,) = kept(tmp_path)
     assert [thread.name for thread in ring.threads] == ["MainThread", "counts 5"]
     assert ring.untold_threads == 0

@@ -398,9 +398,9 @@ os.write(writes, b"{SECRET} " * 20)
         (("--json", "--", "true"), "stdout is the job's own"),
         (("--rank", "1", "--", "true"), "for one that runs"),
         (("--report", "x", "-p", "1"), "--report is for -- COMMAND"),
-        (("--from", "/nonexistent"), "there is no such file"),
+        (("--from", "/nonexistent"), "no such file or folder"),
         (("--from", "/tmp", "-p", "1"), "--from judges logs"),
-        (("--", "no-such-program"), "no script or program 'no-such-program'"),
+        (("--", "no-such-program"), "no such script or program: 'no-such-program'"),
     ],
 )
 def test_wrong_usage_is_told_and_nothing_is_traced(arguments: tuple[str, ...], says: str) -> None:

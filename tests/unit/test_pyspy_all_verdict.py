@@ -222,7 +222,7 @@ def test_ranks_of_other_hosts_are_not_gone_only_not_seen() -> None:
     own = [process(100 + rank, rank, 4, local=False) for rank in (0, 1)]
     report = judge(node(own, {one.pid: twice(waits()) for one in own}))
     assert (outlier_ranks(report), ids(report), report.verdict) == ([], ["exited"], Verdict.UNKNOWN)
-    assert "ranks 2-3 of 4 were not seen on n1: gone, or on other hosts" in report.summary
+    assert "ranks 2-3 of 4 not found on n1: exited, or on other hosts" in report.summary
 
 
 def test_what_the_odd_ones_share_is_said() -> None:

@@ -140,9 +140,7 @@ class SshTransport(Transport):
             connector = Connector(direct, self.patience, arrivals, self._room, self._login, self._width)
         except Exception as error:  # noqa: BLE001 - in a thread nobody else would hear of it
             for host in hosts:
-                refusal = HostError(
-                    state=HostState.FAILED, stage="config", message=f"ssh cannot be prepared: {error!r}"
-                )
+                refusal = HostError(state=HostState.FAILED, stage="config", message=f"cannot set up ssh: {error!r}")
                 arrivals.refuse(host.name, refusal)
             return
         self._connectors.append(connector)

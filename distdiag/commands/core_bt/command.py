@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
-from distdiag.commands.core_bt.types import COMMAND, Request
+from distdiag.commands.core_bt.types import COMMAND, Request, Threads
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
 
@@ -33,15 +33,14 @@ def core_bt(
     exe: Annotated[
         str, typer.Option(metavar="PATH", help="The program that crashed. [default: as the core says]")
     ] = "",
-    all_threads: Annotated[
-        bool, typer.Option("--all-threads", help="Show the stacks of all threads, one for each that differs.")
-    ] = False,
+    threads: Annotated[Threads, typer.Option(help="Which threads to show; equal stacks once.")] = Threads.CRASHED,
     gdb: Annotated[
         bool | None,
         typer.Option("--gdb/--no-gdb", help="Ask gdb, too. [default: where pystack lacks the thread that crashed]"),
     ] = None,
     pid: Annotated[
-        int | None, typer.Option(min=1, metavar="PID", help="Look at a live process instead; it is left running.")
+        int | None,
+        typer.Option("--pid", "-p", min=1, metavar="PID", help="Look at a live process instead; it is left running."),
     ] = None,
     setup: Annotated[
         bool, typer.Option("--setup", help="Say whether this machine, and the ranks on it, can leave a core at all.")
@@ -74,7 +73,7 @@ def core_bt(
             cluster=cluster,
             paths=tuple(cores or ()),
             exe=exe,
-            all_threads=all_threads,
+            all_threads=threads is Threads.ALL,
             gdb=gdb,
             pid=pid,
             setup=setup,

@@ -209,7 +209,7 @@ def _fix(request: Request, core: Core, known: Crash | None) -> Fix:
         return Fix(text="; ".join(core.tools) or "nothing could read its stacks")
     return Fix(
         text="look at the innermost frames; keep this report for an issue, without secrets",
-        commands=(request.again(core.path, "--all-threads", "--text", "report.txt"),),
+        commands=(request.again(core.path, "--threads", "all", "--text", "report.txt"),),
     )
 
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from distdiag.cluster.targets import Cluster
 from distdiag.facts.core.stacks import Frame  # noqa: TC001 - msgspec reads it
 
 COMMAND = "core-bt"
+
+
+class Threads(StrEnum):
+    """What --threads takes."""
+
+    CRASHED = "crashed"
+    ALL = "all"
 
 
 @dataclass(frozen=True, kw_only=True)

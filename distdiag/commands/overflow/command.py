@@ -23,7 +23,10 @@ def overflow(
         typer.Argument(metavar="-- SCRIPT ARGS...", help="A script, -m MODULE, or any program that runs Python below."),
     ],
     trace: Annotated[
-        str, typer.Option(metavar="BATCHES", help="Print all frames of these batches, from 0: 1,3 or 149-150.")
+        str,
+        typer.Option(
+            "--trace-batches", metavar="BATCHES", help="Print all frames of these batches, from 0: 1,3 or 149-150."
+        ),
     ] = "",
     abort_after: Annotated[
         int | None, typer.Option(min=0, metavar="BATCH", help="End the job when this batch is over.")
@@ -57,7 +60,8 @@ def overflow(
     Its models are found when they are called. Works below torchrun, srun and mpirun too: put
     `-m distdiag overflow --` before the script. `distdiag overflow show FILE` reads what --save kept.
 
-    Exit status: 1 something was found, else the script's own; 3 no model was called.
+    Exit status: 1 something was found, else the script's own; 3 no model was called. With --json: that of the verdict;
+    the script's own is data.status.
     """
     from distdiag.commands.overflow import job
     from distdiag.output import fail
@@ -104,7 +108,9 @@ def parse_batches(text: str) -> tuple[int, ...]:
         match = re.fullmatch(r"\s*(\d{1,12})(?:-(\d{1,12}))?\s*", word)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not first <= last < first + _MOST_BATCHES:
-            raise UsageError(f"--trace {text!r}: {word!r} is no number of a batch", hint="write 3, or 0,3, or 149-150")
+            raise UsageError(
+                f"--trace-batches {text!r}: {word!r} is no number of a batch", hint="write 3, or 0,3, or 149-150"
+            )
         found.update(range(first, last + 1))
     return tuple(sorted(found))
 

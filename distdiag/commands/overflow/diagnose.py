@@ -85,7 +85,7 @@ def _findings(outcome: Overflow, program: str) -> Iterator[Finding]:
             if outcome.was_aborted
             else f"the job itself ended with {_how(outcome.status)}"
         )
-        yield Finding(id="overflow.job-ended", level=Level.INFO if outcome.was_aborted else Level.WARN, title=title)
+        yield Finding(id="overflow.job-ended", level=Level.INFO if outcome.was_aborted else Level.UNKNOWN, title=title)
 
 
 def _gave_up(outcome: Overflow) -> Iterator[Finding]:

@@ -24,7 +24,9 @@ _MAX_RANK = 10_000_000
 def pyspy_all(
     pid: Annotated[
         list[int] | None,
-        typer.Option(min=1, metavar="PID", help="Look at this process and its children; can be repeated."),
+        typer.Option(
+            "--pid", "-p", min=1, metavar="PID", help="Look at this process and its children; can be repeated."
+        ),
     ] = None,
     job: Annotated[
         str, typer.Option(metavar="ID", help="Only this job: torchrun's run id, MASTER_ADDR:MASTER_PORT or a SLURM id.")

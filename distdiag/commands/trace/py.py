@@ -32,7 +32,10 @@ def trace_py(
         int, typer.Option(min=2, max=100_000, metavar="N", help="Lines to keep of each thread; 136 bytes of disk each.")
     ] = LINES,
     threads: Annotated[
-        int, typer.Option(min=1, max=4096, metavar="N", help="Threads of a process to keep lines of, at a time.")
+        int,
+        typer.Option(
+            "--max-threads", min=1, max=4096, metavar="N", help="Threads of a process to record at the same time."
+        ),
     ] = THREADS,
     dir_: Annotated[
         str,

@@ -105,6 +105,9 @@ def fds(
     pid: Annotated[
         list[int] | None, typer.Argument(min=1, metavar="PID", help="These processes.", show_default=False)
     ] = None,
+    more_pids: Annotated[
+        list[int] | None, typer.Option("--pid", "-p", min=1, metavar="PID", help="As PID; repeatable.")
+    ] = None,
     rank: Annotated[
         list[str] | None, typer.Option(metavar="RANKS", help="These ranks: 3, or 0-3,7; can be repeated.")
     ] = None,
@@ -132,9 +135,10 @@ def fds(
     from distdiag import runner
 
     def request() -> Request:
-        if not (pid or rank or job or from_):
+        pids = [*(pid or ()), *(more_pids or ())]
+        if not (pids or rank or job or from_):
             raise UsageError("say of which process", hint="distdiag trace fds PID, or --rank 0-3, or --job ID")
-        return Request(program=called_as(), cluster=cluster, wanted=wanted(pid, rank, job, ""))
+        return Request(program=called_as(), cluster=cluster, wanted=wanted(pids, rank, job, ""))
 
     runner.run(subcommand(), request, runner.Options(as_json, strict, save, from_, cluster.explain))
 

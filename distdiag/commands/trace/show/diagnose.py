@@ -234,7 +234,7 @@ def _not_traced(run: Run) -> Iterator[Finding]:
             id="trace.threads-left-out",
             level=Level.INFO,
             title=f"{threads} threads found no room in the files",
-            fix=Fix(text="keep more threads: trace py --threads 256"),
+            fix=Fix(text="keep more threads: trace py --max-threads 256"),
         )
 
 
