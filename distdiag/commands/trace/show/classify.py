@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 COMM = "communication wait"
 FRESH_S = 2.0
-"""A process whose last line is younger goes on."""
+"""A process whose last line is younger makes progress."""
 LONG_S = 10.0
-"""A line that takes longer than this is taken for one that hangs, if the others wait."""
+"""A line that takes longer than this counts as stuck, if the others wait."""
 _MINORITY = 1 / 3
 _JOB_NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "MASTER_ADDR", "MASTER_PORT")
 _STATES = ("running", "ended", "raised", "died")
