@@ -11,14 +11,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from distdiag.diagnosis.stack_classes import BUSY, RankState, StackClass, rank_states
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
     from distdiag.jobs.types import Job
+
+Rank = TypeVar("Rank")
+"""A rank as some evidence shows it: its stacks (RankState), or its last lines (trace show)."""
 
 _MINORITY = 1 / 3
 """Ranks in a different collective are named up to this share of the job; a larger group may be the correct side."""
@@ -128,7 +131,7 @@ def _some_are_outside(
         return Outcome.NOT_HUNG, [], waiting
     # A rank that moves is not the cause while another does not move; nor is a rank that waits for data or polls for
     # something that another rank may have to provide.
-    unmoved = [state for state in outside if not state.thread.moving] or outside
+    unmoved = stuck_of(outside, lambda state: bool(state.thread.moving))
     return Outcome.OUTLIERS, [state for state in unmoved if not _may_wait_for_a_rank(state)] or unmoved, waiting
 
 
@@ -160,6 +163,19 @@ def _all_wait(waiting: list[RankState]) -> tuple[Outcome, list[RankState], list[
     return Outcome.ALL_WAITING, [], waiting
 
 
+def stuck_of(outside: Sequence[Rank], goes_on: Callable[[Rank], bool]) -> list[Rank]:
+    """Return the ranks outside of communication that do not go on, or all of them if all do."""
+    return [rank for rank in outside if not goes_on(rank)] or list(outside)
+
+
+def minority_of(groups: Sequence[Sequence[Rank]]) -> list[Rank]:
+    """Return the smaller of two groups of ranks, if it is small enough to be named; else nothing."""
+    if len(groups) != 2:
+        return []
+    fewer, more = sorted(groups, key=len)
+    return list(fewer) if len(fewer) <= _MINORITY * (len(fewer) + len(more)) else []
+
+
 def place(state: RankState) -> Hashable:
     """Return where a rank is, so that equal places are equal: the operation, and the user's own line."""
     frame = state.thread.location.frame or (state.thread.frames[0] if state.thread.frames else None)
@@ -176,9 +192,7 @@ def _in_another_collective(members: Sequence[RankState]) -> list[RankState]:
     groups: dict[str, list[RankState]] = {}
     for state in members:
         groups.setdefault(state.thread.location.operation, []).append(state)
-    largest = max(groups.values(), key=len)
-    rest = without(members, largest)
-    return rest if len(rest) <= _MINORITY * len(members) and len(groups) == 2 else []
+    return minority_of(list(groups.values()))
 
 
 def _cycle(members: Sequence[RankState]) -> list[RankState]:

@@ -98,25 +98,24 @@ def wait_trees(graph: WaitGraph) -> list[WaitTree]:
     """Find the processes that others wait for, with their waiters; the root with the most waiters first."""
     edges = {edge.waiter: edge for edge in map(graph.edge, graph.by_process) if edge is not None}
     found: dict[Key, list[Edge]] = {}
-    cycles: set[Key] = set()
-    for key in edges:
-        root, is_cycle = _root(key, edges)
+    for key, root in find_roots({key: edge.to for key, edge in edges.items()}).items():
         found.setdefault(root, []).append(edges[key])
-        if is_cycle:
-            cycles.add(root)
     trees = [
-        WaitTree(root, tuple(sorted(own, key=lambda edge: edge.to != root)), root in cycles)
+        WaitTree(root, tuple(sorted(own, key=lambda edge: edge.to != root)), is_cycle=root in edges)
         for root, own in found.items()
     ]
     return sorted(trees, key=lambda tree: -len(tree.edges))
 
 
-def _root(key: Key, edges: Mapping[Key, Edge]) -> tuple[Key, bool]:
-    """Follow the edges to their end; of a circle, the least of its members stands for it."""
-    path = [key]
-    while path[-1] in edges:
-        to = edges[path[-1]].to
-        if to in path:
-            return min(path[path.index(to) :]), True
-        path.append(to)
-    return path[-1], False
+def find_roots(waits_for: Mapping[Key, Key]) -> dict[Key, Key]:
+    """Return for each waiting process the end of its chain of waits; for a cycle, its lowest member."""
+    roots: dict[Key, Key] = {}
+    for key in waits_for:
+        path: dict[Key, int] = {}
+        at = key
+        while at in waits_for and at not in roots and at not in path:
+            path[at] = len(path)
+            at = waits_for[at]
+        root = min(list(path)[path[at] :]) if at in path else roots.get(at, at)
+        roots.update(dict.fromkeys(path, root))
+    return roots

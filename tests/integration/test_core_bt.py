@@ -316,6 +316,6 @@ def test_a_table_for_people(segv: Path) -> None:
     result = distdiag("core-bt", str(segv), env={"NO_COLOR": "1"})
     lines = result.out.splitlines()
     assert lines[0] == "distdiag core-bt: FAIL"
-    assert any(line.startswith("  thread that crashed: ") for line in lines)
+    assert any(line.startswith("  crashed thread: ") for line in lines)
     assert any(line.startswith("    py ") for line in lines)
     assert "\x1b" not in result.out

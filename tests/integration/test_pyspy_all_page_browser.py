@@ -289,7 +289,7 @@ def test_a_script_or_an_image_that_got_into_the_page_would_do_nothing(page: Page
 
 def test_a_report_without_groups_or_processes_says_so(page: Page) -> None:
     page.open(report([]))
-    assert page.text("#tree") == "No stack was read."
+    assert page.text("#tree") == "No stacks were read."
     assert page.text("#shown") == "No processes found."
     assert page.filter("3") == '0 of 0 processes. No rank or host matches "3".'
 

@@ -263,7 +263,7 @@ def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
     assert [why for _, why in read_logs([str(tmp_path / name) for name in names]).errors] == [
         "the file is empty",
         "not a strace log",
-        "not a file",
+        "not a regular file",
         "contains no strace log",
         "No such file or directory",
     ]

@@ -342,7 +342,7 @@ def test_who_is_not_there() -> None:
     nodes = [node([process(100, 0, 2)], {})]
     for wanted, words in (
         (Wanted(ranks=(7,)), ("rank 7 not found on n1", "found: rank 0 of job")),
-        (Wanted(job="nope"), ("no rank of job nope found on n1", "there are 10.0.0.1:29500")),
+        (Wanted(job="nope"), ("no rank of job nope found on n1", "jobs found: 10.0.0.1:29500")),
         (Wanted(pids=(7,)), ("process 7 not found on n1", "--hosts")),
     ):
         there = [replace(one, processes=replace(one.processes, asked_missing=wanted.pids)) for one in nodes]

@@ -29,7 +29,7 @@ def core_bt(
     cores: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[CORE|FOLDER]...",
+            metavar="[CORE|DIR]...",
             help="Core files or directories, also .gz .xz .zst .lz4. [default: the newest core]",
         ),
     ] = None,

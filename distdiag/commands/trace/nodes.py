@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Reply = TypeVar("Reply")
 Data = TypeVar("Data")
 AnyRequest = Any
-"""A request: each command has its own, with `program`, `cluster`, `wanted`."""
+"""A request: each command has its own."""
 
 
 @dataclass(frozen=True, kw_only=True)

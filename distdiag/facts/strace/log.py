@@ -83,7 +83,7 @@ class LogFile:
         self._alive: dict[bytes, None] = {}
         self._started: set[bytes] = set()
         self._main = b""
-        """The thread that began without an id on its lines: the first one that nobody started; empty if unknown."""
+        """The thread whose lines began without an id: the first that no other thread started; empty if unknown."""
         self._clock_s = 0.0
         self._in_summary = False
         self._broken: bytes | None = None

@@ -51,7 +51,7 @@ def trace_show(
     Examples:
       distdiag trace show                            # the newest run on this host
       distdiag trace show --hosts gpu[01-08] --last 20
-      distdiag trace show --count 'all_reduce'       # how often did each rank get there?
+      distdiag trace show --count 'all_reduce'       # calls per rank
     """
     from distdiag import runner
     from distdiag.commands.trace.show.check import SUBCOMMAND

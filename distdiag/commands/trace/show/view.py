@@ -139,8 +139,8 @@ def _gone(request: Request, run: Run) -> Iterator[RenderableType]:
     ]
     if full:
         text = (
-            f"In {len(full)} process{'es' * (len(full) > 1)}, a thread executed more than the last {max(full):,} lines, "
-            f"which were recorded: earlier lines are not counted. To record more: "
+            f"In {len(full)} process{'es' * (len(full) > 1)}, a thread executed more than the last {max(full):,} "
+            "lines, which were recorded: earlier lines are not counted. To record more: "
             f"{request.program} trace py --lines N."
         )
         yield Wrapped(text, margin=0, hang=2)

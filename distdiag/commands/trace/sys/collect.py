@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["facts", "more"]
 
 _DECODED_AND_TIMED = ("-yy", "-ttt", "-T")
-"""What descriptors stand for, when each call began and how long it took."""
+"""What descriptors refer to, when each call began and how long it took."""
 _WHOLE = ("-e", "abbrev=!?poll,?ppoll")
 """-s bounds lists as well as strings, and what a thread polls has to be seen."""
 _ALWAYS = "execve,?execveat,clone,?clone3,fork,vfork"

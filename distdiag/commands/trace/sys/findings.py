@@ -15,6 +15,7 @@ from distdiag.commands.trace.sys.wording import (
     name_thread,
     where_of,
 )
+from distdiag.diagnosis.wait_graph import find_roots
 from distdiag.diagnosis.wait_reasons import Kind
 from distdiag.facts import syscall_names
 from distdiag.facts.machine import STOPPED
@@ -91,9 +92,9 @@ def blocked(request: Request, threads: Sequence[TracedThread]) -> list[Finding]:
     stuck = {thread.key: thread for thread in _stuck(threads)}
     mains = {thread.key: thread for thread in threads if thread.is_main}
     by_root: dict[Key, list[TracedThread]] = {}
-    roots = _roots(stuck)
+    roots = find_roots({key: thread.peers[0] for key, thread in stuck.items() if len(thread.peers) == 1})
     for thread in stuck.values():
-        by_root.setdefault(roots[thread.key], []).append(thread)
+        by_root.setdefault(roots.get(thread.key, thread.key), []).append(thread)
     return [_blocked(request, root, group, mains.get(root)) for root, group in by_root.items()]
 
 
@@ -114,23 +115,6 @@ def _stuck(threads: Sequence[TracedThread]) -> Iterator[TracedThread]:
 
 def _is_long(thread: TracedThread) -> bool:
     return thread.kind is Kind.STOPPED or (thread.blocked_s is not None and thread.blocked_s >= _SHORT_S)
-
-
-def _roots(stuck: dict[Key, TracedThread]) -> dict[Key, Key]:
-    """Follow from each process the chain of waits to its root; the root of a cycle is its lowest member."""
-    roots: dict[Key, Key] = {}
-    for key in stuck:
-        path: dict[Key, int] = {}
-        at = key
-        while at not in roots and at not in path:
-            path[at] = len(path)
-            if at not in stuck or len(stuck[at].peers) != 1:
-                roots[at] = at
-                break
-            at = stuck[at].peers[0]
-        root = roots[at] if at in roots else min(list(path)[path[at] :])
-        roots.update(dict.fromkeys(path, root))
-    return roots
 
 
 def _blocked(request: Request, root: Key, group: list[TracedThread], end: TracedThread | None) -> Finding:
@@ -217,7 +201,11 @@ def _fix_blocked(request: Request, thread: TracedThread, *, is_traced: bool) -> 
 
 
 def all_asleep(request: Request, threads: Sequence[TracedThread]) -> Iterator[Finding]:
-    """Report each job in which no rank is running, where the calls do not show which rank waits for which."""
+    """Report each job in which no rank is running, where the calls do not show which rank waits for which.
+
+    diagnosis/outliers has no say here: it needs to know which ranks are in communication, and a system call alone does
+    not show that.
+    """
     jobs: dict[str, list[TracedThread]] = {}
     for thread in threads:
         if thread.is_main and thread.rank is not None:
