@@ -191,7 +191,7 @@ def test_a_worker_of_a_forkserver_is_its_ranks(tmp_path: Path) -> None:
     assert (worker["count"], worker["full"], worker["thread"]) == (9, False, f"pid {worker['pid']} MainThread")
     assert worker["kept"] >= 17
     text = distdiag("trace", "show", "--count", "total", str(tmp_path)).out
-    assert f"{worker['pid']} (started by it)" in text
+    assert f"{worker['pid']} (its child)" in text
 
 
 def test_a_module_of_the_standard_library_is_included_by_its_name_and_an_unknown_one_told(tmp_path: Path) -> None:
@@ -202,12 +202,12 @@ def test_a_module_of_the_standard_library_is_included_by_its_name_and_an_unknown
     files = {one.code.file for one in ring.threads[0].records if one.code.kind == "stdlib"}
     assert {os.path.basename(os.path.dirname(file)) for file in files} == {"json"}
     assert (done.returncode, done.stderr.count(b"traces nothing")) == (0, 3)
-    assert b"--include jsno traces nothing: there is no package of that name here; did you mean --include json?" in (
+    assert b"--include jsno traces nothing: no package of that name is installed; did you mean --include json?" in (
         done.stderr
     )
     assert b"--include pytest.nothing traces nothing: there is no nothing in pytest" in done.stderr
     text = distdiag("trace", "show", "--count", "dumps", str(tmp_path)).out
-    assert "more than the last 20 lines, which are kept: the others are not counted" in " ".join(text.split())
+    assert "more than the last 20 lines, which were recorded: earlier lines are not counted" in " ".join(text.split())
 
 
 def test_a_program_that_is_started_is_traced_too(tmp_path: Path, python: str) -> None:
@@ -378,7 +378,7 @@ def test_an_exception_that_nobody_caught_is_told_with_its_line(tmp_path: Path) -
     result = show(str(tmp_path))
     assert result.code == 1
     title = result.findings["last-line"]["title"]
-    assert "ended by ValueError: bad batch" in title
+    assert "raised ValueError: bad batch" in title
     assert f"`fails` lines.py:{marked('RAISED')}" in title
 
 
@@ -404,7 +404,7 @@ def test_what_people_read(tmp_path: Path) -> None:
     assert nothing.code == 3
     assert "trace py" in nothing.out
     wrong = distdiag("trace", "show", "--grep", "(", str(tmp_path))
-    assert (wrong.code, "no regular expression" in wrong.err) == (2, True)
+    assert (wrong.code, "not a regular expression" in wrong.err) == (2, True)
     missing = distdiag("trace", "py", "--", "no_such_script.sh")
     assert (missing.code, "no_such_script.sh" in missing.err) == (2, True)
 
