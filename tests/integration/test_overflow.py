@@ -111,7 +111,7 @@ def test_a_job_in_which_all_is_well_keeps_its_output_and_its_status() -> None:
     assert "OK: no nan or inf in 4 forwards of Model" in result.err
     result = distdiag("overflow", "--json", "--", "-c", "import torch; raise SystemExit(7)")
     assert (result.code, result.report["exit_code"], result.report["verdict"]) == (7, 7, "unknown")
-    assert "ended with status 7 before it called one" in result.findings["nothing-watched"]["detail"]
+    assert "ended with status 7 before it called a model" in result.findings["nothing-watched"]["detail"]
     assert distdiag("overflow", "--", "-c", "print('hi')").code == 3
 
 
@@ -149,7 +149,7 @@ def test_a_batch_is_traced_and_the_job_ended_after_it() -> None:
     result = distdiag("overflow", "--trace", "1", "--abort-after", "1", "--", PROGRAM, "none:bare", "never")
     assert result.code == 0
     assert result.out.count("*** Starting batch number=1 ***") == 1
-    assert "it was ended after the batch of --abort-after" in result.err
+    assert "the job was stopped after the batch of --abort-after" in result.err
     assert [line for line in result.out.splitlines() if line.startswith("batch")] == ["batch 0 done"]
 
 
@@ -219,8 +219,8 @@ torch.nn.DataParallel(torch.nn.Linear(1, 1))(torch.ones(1, 1))
 @pytest.mark.parametrize(
     ("script", "name", "said"),
     [
-        (GIVES_UP, "gave-up", "the detector of Model gave up: RuntimeError not now"),
-        (YIELDS, "outputs-unread", "Model gave back nothing that can be read (generator)"),
+        (GIVES_UP, "gave-up", "the detector of Model stopped: RuntimeError not now"),
+        (YIELDS, "outputs-unreadable", "the output of Model cannot be read (generator)"),
         (WRAPPED, "not-watched", "DataParallel: DataParallel copies the model for each device"),
     ],
 )

@@ -350,7 +350,7 @@ def test_a_share_is_never_rounded_to_all_or_none() -> None:
         ({"w": torch.ones(4) * 1.1}, Verdict.FAIL, ["beyond-rounding"]),
         ({"w": torch.tensor([1.0, 1.0, NAN, 1.0])}, Verdict.FAIL, ["one-sided"]),
         ({"w": torch.ones(5)}, Verdict.FAIL, ["shapes"]),
-        ({"v": torch.ones(4)}, Verdict.FAIL, ["keys", "nothing"]),
+        ({"v": torch.ones(4)}, Verdict.FAIL, ["keys", "nothing-compared"]),
     ],
 )
 def test_a_verdict_for_each_kind(b: object, verdict: Verdict, ids: list[str]) -> None:

@@ -377,7 +377,7 @@ def test_headroom_is_told_before_it_is_gone() -> None:
     model = Then(wo=Does(lambda x: x * 6.27), drop=Does(lambda x: x * 1.2))
     told = must_find(model, torch.full((2, 2), 1e4).half())
     assert told.place.module == "drop"
-    assert "6.27e+04 = 96 % of float16's greatest number, `output` of `wo` (Does)" in told.hints[0]
+    assert "6.27e+04 = 96 % of float16 max, `output` of `wo` (Does)" in told.hints[0]
 
 
 @pytest.mark.parametrize("unit", ["forward", "step"])

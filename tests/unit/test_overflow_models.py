@@ -121,7 +121,7 @@ def test_a_block_that_overflows_in_dropout_reads_as_in_the_guide_of_transformers
         model(x)
     told = error.value.detection
     assert (told.place.module, told.place.kind, told.tensor) == ("dropout", "Dropout", "output")
-    assert "% of float16's greatest number, `output` of `DenseReluDense" in told.hints[0]
+    assert "% of float16 max, `output` of `DenseReluDense" in told.hints[0]
     lines = capsys.readouterr().out.splitlines()
     at = lines.index("Detected inf/nan during batch_number=0")
     heads = [line.strip() for line in lines[at:] if line.startswith(" " * 18)]
