@@ -14,7 +14,7 @@ from support import distdiag, wait_until
 
 PROGRAM = str(PROGRAMS / "overflows.py")
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
-HERE = "in `output` of `scale` (Scale). What went in was finite: it was made here."
+HERE = "in `output` of `scale` (Scale). Inputs were finite; this module produced it."
 
 
 CASES = ("ddp:forward", "fsdp-before:forward", "fsdp-after:forward", "ddp-compile:forward", "ddp:backward")
@@ -75,7 +75,7 @@ def test_a_loss_that_is_nan_on_one_rank_is_named_on_both(told: Path) -> None:
     for rank in range(2):
         text = (told / f"ddp:backward.{rank}").read_text()
         assert "rank 0 (" in text
-        assert "batch 2 (step 2): 1 nan in the loss on which backward was called. What modules took and gave" in text
+        assert "batch 2 (step 2): 1 nan in the loss that backward was called on. All module inputs and outputs" in text
 
 
 @pytest.mark.parametrize("case", HEALTHY)

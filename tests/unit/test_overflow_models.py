@@ -81,7 +81,7 @@ def test_the_argument_of_torch_compile_is_compiled_with_its_hooks_and_that_is_sa
         compiled(torch.randn(2, 4)).sum().backward()
         optimizer.step()
         assert detector.counts.forwards == 0
-    assert "watch what torch.compile returned" in capsys.readouterr().err
+    assert "pass the compiled model to the detector" in capsys.readouterr().err
 
 
 class Feeds(nn.Module):

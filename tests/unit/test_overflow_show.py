@@ -359,7 +359,7 @@ def test_what_is_none_of_ours_or_of_a_later_distdiag_is_refused(tmp_path: Path) 
         ({"kind": "head", "schema": "distdiag-frames/2"}, r"newer distdiag \(distdiag-frames/2"),
         ({"kind": "head", "schema": "something"}, "but 'something'"),
         (frame(0, 0), "was the start of the file cut off"),
-        ([1, 2], "no file of frames"),
+        ([1, 2], "not a frame file"),
     ):
         with pytest.raises(NotFrames, match=why):
             read(written(tmp_path, first))
