@@ -85,7 +85,10 @@ def visible_strings(source: str, docstrings: Container[str] | bool) -> Iterator[
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             inside.update(id(part) for part in ast.walk(node) if part is not node)
-            yield node.lineno, "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            yield (
+                node.lineno,
+                "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values),
+            )
         elif isinstance(node, ast.Constant) and id(node) not in inside | docs and " " in str(node.value).strip():
             yield node.lineno, str(node.value)
 

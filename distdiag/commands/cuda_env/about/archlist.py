@@ -51,8 +51,8 @@ def _unset(facts: CudaFacts, gpus: Sequence[Arch], text: str) -> Section:
         kinds = as_list(gpus)
         if len(set(gpus)) > 1 and facts.meant:
             return Section(name="Arch list", line=shown, problems=(_not_asked(shown, kinds),))
-        wanted = [Arch(gpu.major, gpu.minor) for gpu in gpus]
-        if refused := [arch for arch in wanted if _is_compiled(facts, arch.nvcc) is False]:
+        targets = [Arch(gpu.major, gpu.minor) for gpu in gpus]
+        if refused := [arch for arch in targets if _is_compiled(facts, arch.nvcc) is False]:
             what = f"{shown}, so torch targets the architecture of the GPUs"
             return Section(name="Arch list", line=shown, problems=(_refused(facts, refused, [], gpus, what),))
         if len(set(gpus)) > 1:
