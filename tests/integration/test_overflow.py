@@ -14,7 +14,7 @@ from support import distdiag, wait_until
 
 PROGRAM = str(PROGRAMS / "overflows.py")
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
-HERE = "in `output` of `scale` (Scale). What went in was finite: it was made here."
+HERE = "in `output` of `scale` (Scale). Inputs were finite; this module produced it."
 
 
 CASES = ("ddp:forward", "fsdp-before:forward", "fsdp-after:forward", "ddp-compile:forward", "ddp:backward")
@@ -75,7 +75,7 @@ def test_a_loss_that_is_nan_on_one_rank_is_named_on_both(told: Path) -> None:
     for rank in range(2):
         text = (told / f"ddp:backward.{rank}").read_text()
         assert "rank 0 (" in text
-        assert "batch 2 (step 2): 1 nan in the loss on which backward was called. What modules took and gave" in text
+        assert "batch 2 (step 2): 1 nan in the loss that backward was called on. All module inputs and outputs" in text
 
 
 @pytest.mark.parametrize("case", HEALTHY)
@@ -112,7 +112,7 @@ def test_a_job_in_which_all_is_well_keeps_its_output_and_its_status() -> None:
     result = distdiag("overflow", "--json", "--", "-c", "import torch; raise SystemExit(7)")
     assert (result.code, result.report["exit_code"], result.report["verdict"]) == (3, 3, "unknown")
     assert result.report["data"]["status"] == 7
-    assert "ended with status 7 before it called one" in result.findings["nothing-watched"]["detail"]
+    assert "ended with status 7 before it called a model" in result.findings["nothing-watched"]["detail"]
     assert distdiag("overflow", "--", "-c", "import torch; raise SystemExit(7)").code == 7
     assert distdiag("overflow", "--", "-c", "print('hi')").code == 3
 
@@ -161,7 +161,7 @@ def test_a_batch_is_traced_and_the_job_ended_after_it() -> None:
     result = distdiag("overflow", "--trace-batches", "1", "--abort-after", "1", "--", PROGRAM, "none:bare", "never")
     assert result.code == 0
     assert result.out.count("*** Starting batch number=1 ***") == 1
-    assert "it was ended after the batch of --abort-after" in result.err
+    assert "the job was stopped after the batch of --abort-after" in result.err
     assert [line for line in result.out.splitlines() if line.startswith("batch")] == ["batch 0 done"]
 
 
@@ -236,8 +236,8 @@ torch.nn.DataParallel(torch.nn.Linear(1, 1))(torch.ones(1, 1))
 @pytest.mark.parametrize(
     ("script", "name", "said"),
     [
-        (GIVES_UP, "gave-up", "the detector of Model gave up: RuntimeError not now"),
-        (YIELDS, "outputs-unread", "Model gave back nothing that can be read (generator)"),
+        (GIVES_UP, "gave-up", "the detector of Model stopped: RuntimeError not now"),
+        (YIELDS, "outputs-unreadable", "the output of Model cannot be read (generator)"),
         (WRAPPED, "not-watched", "DataParallel: DataParallel copies the model for each device"),
     ],
 )
