@@ -18,16 +18,16 @@ from fuzz import assert_survived, damaged, run_each
 from support import distdiag, need
 
 from distdiag.cluster.targets import Cluster
-from distdiag.commands.flight_recorder.collect import NodeDumps, more
-from distdiag.commands.flight_recorder.diagnose import diagnose
 from distdiag.commands.flight_recorder.html_report import make_page
-from distdiag.commands.flight_recorder.types import Request
+from distdiag.diagnosis.flight_recorder.diagnose import diagnose
+from distdiag.diagnosis.flight_recorder.types import Request
+from distdiag.facts.flight_recorder.collect import NodeDumps, more
 from distdiag.gathered import Gathered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from distdiag.commands.flight_recorder.types import FlightRecorder
+    from distdiag.diagnosis.flight_recorder.types import FlightRecorder
     from distdiag.report import Report
 
 RECORDER = Path(__file__).parent.parent / "programs" / "records_collectives.py"

@@ -29,10 +29,10 @@ COMMANDS = {
     ),
     "ports": ("distdiag.commands.ports.collect",),
     "core-bt": ("distdiag.commands.core_bt.collect",),
-    "logs": ("distdiag.commands.logs.collect",),
-    "pyspy-all": ("distdiag.commands.pyspy_all.collect",),
+    "logs": ("distdiag.facts.job_logs.collect",),
+    "pyspy-all": ("distdiag.jobs.sample_stacks",),
     "trace-sys": ("distdiag.commands.trace.sys.collect",),
-    "trace blocked": ("distdiag.commands.trace.blocked.collect",),
+    "trace blocked": ("distdiag.jobs.sample_waits",),
     "trace fds": ("distdiag.commands.trace.fds.collect",),
     "trace show": ("distdiag.commands.trace.show.collect",),
 }

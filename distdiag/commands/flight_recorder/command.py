@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
-from distdiag.commands.flight_recorder.types import COMMAND, Request
+from distdiag.diagnosis.flight_recorder.types import COMMAND, Request
 from distdiag.errors import UsageError
 from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
 
 if TYPE_CHECKING:
-    from distdiag.commands.flight_recorder.types import FlightRecorder
+    from distdiag.diagnosis.flight_recorder.types import FlightRecorder
     from distdiag.report import Report
 
 

@@ -15,7 +15,7 @@ from distdiag.files import write_whole
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from distdiag.commands.flight_recorder.types import CallRow, FlightRecorder, RankRow
+    from distdiag.diagnosis.flight_recorder.types import CallRow, FlightRecorder, RankRow
     from distdiag.report import Finding, Report
 
 _STYLE = """

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from distdiag.commands.flight_recorder.types import CallRow, FlightRecorder, RankRow
+    from distdiag.diagnosis.flight_recorder.types import CallRow, FlightRecorder, RankRow
 
 
 def flight_recorder_view(data: FlightRecorder, *, verbose: bool) -> Iterator[RenderableType]:

@@ -18,8 +18,8 @@ import struct
 import time
 from dataclasses import dataclass, field
 
-from distdiag.commands.flight_recorder.read_dump import NotADump, Unreadable, read
 from distdiag.facts import machine, programs
+from distdiag.facts.flight_recorder.read_dump import NotADump, Unreadable, read
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

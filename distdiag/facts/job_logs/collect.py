@@ -10,10 +10,10 @@ import sys
 import time
 from dataclasses import dataclass
 
-from distdiag.commands.logs.demux import LONGEST_LINE, Demux
-from distdiag.commands.logs.scan import RANK, Event, NcclRank, Pattern, Scan, Stream
 from distdiag.facts import machine
 from distdiag.facts.core.stored_cores import CannotUnpack, Packing, packing_of, stream
+from distdiag.facts.job_logs.demux import LONGEST_LINE, Demux
+from distdiag.facts.job_logs.scan import RANK, Event, NcclRank, Pattern, Scan, Stream
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.unreached_hosts import host_findings
-from distdiag.commands.flight_recorder.causes import Kind, find_causes
-from distdiag.commands.flight_recorder.findings import all_ended, finding_of, notes, undecided
-from distdiag.commands.flight_recorder.matching import Job, match
-from distdiag.commands.flight_recorder.read_dump import ENDED, FAILED, STARTED
-from distdiag.commands.flight_recorder.types import COMMAND, CallRow, FlightRecorder, RankRow
+from distdiag.diagnosis.flight_recorder.causes import Kind, find_causes
+from distdiag.diagnosis.flight_recorder.findings import all_ended, finding_of, notes, undecided
+from distdiag.diagnosis.flight_recorder.matching import Job, match
+from distdiag.diagnosis.flight_recorder.types import COMMAND, CallRow, FlightRecorder, RankRow
+from distdiag.facts.flight_recorder.read_dump import ENDED, FAILED, STARTED
 from distdiag.report import Level, Report
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from distdiag.commands.flight_recorder.collect import NodeDumps
-    from distdiag.commands.flight_recorder.matching import Call
-    from distdiag.commands.flight_recorder.types import Request
+    from distdiag.diagnosis.flight_recorder.matching import Call
+    from distdiag.diagnosis.flight_recorder.types import Request
+    from distdiag.facts.flight_recorder.collect import NodeDumps
     from distdiag.gathered import Gathered
 
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)

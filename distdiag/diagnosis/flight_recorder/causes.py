@@ -15,13 +15,13 @@ from enum import StrEnum
 from statistics import median
 from typing import TYPE_CHECKING
 
-from distdiag.commands.flight_recorder.matching import find_call, times
-from distdiag.commands.flight_recorder.read_dump import FAILED
+from distdiag.diagnosis.flight_recorder.matching import find_call, times
+from distdiag.facts.flight_recorder.read_dump import FAILED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from distdiag.commands.flight_recorder.matching import Call, Group, GroupKey, Job
+    from distdiag.diagnosis.flight_recorder.matching import Call, Group, GroupKey, Job
 
 _ONE_SIDED = {"broadcast", "reduce", "gather", "gather_single", "scatter", "_broadcast_oop", "_reduce_oop"}
 """Some ranks are done with these before others have called them."""

@@ -6,19 +6,19 @@ import shlex
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_ranks, name_ranks
-from distdiag.commands.flight_recorder.causes import Kind
-from distdiag.commands.flight_recorder.read_dump import ENDED, FAILED
-from distdiag.commands.flight_recorder.types import COMMAND
+from distdiag.diagnosis.flight_recorder.causes import Kind
+from distdiag.diagnosis.flight_recorder.types import COMMAND
+from distdiag.facts.flight_recorder.read_dump import ENDED, FAILED
 from distdiag.facts.text import printable
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from distdiag.commands.flight_recorder.causes import Cause
-    from distdiag.commands.flight_recorder.collect import NodeDumps
-    from distdiag.commands.flight_recorder.matching import Call, Job
-    from distdiag.commands.flight_recorder.types import Request
+    from distdiag.diagnosis.flight_recorder.causes import Cause
+    from distdiag.diagnosis.flight_recorder.matching import Call, Job
+    from distdiag.diagnosis.flight_recorder.types import Request
+    from distdiag.facts.flight_recorder.collect import NodeDumps
     from distdiag.gathered import Gathered
 
 _SHOWN = 8
