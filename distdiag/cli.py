@@ -69,7 +69,7 @@ _SUBCOMMANDS: tuple[Sub, ...] = (
     Sub(
         "flight-recorder",
         "flight_recorder.command:flight_recorder",
-        "Which rank did not call, or not finish, what all others wait in? From PyTorch's flight recorder.",
+        "Show who is stuck in which collective, and why, from PyTorch flight recorder dumps.",
     ),
     Sub("core-bt", "core_bt.command:core_bt", "What crashed, in which thread, in Python and in C, and why?"),
     Sub("logs", "logs.command:logs", "Which rank failed first, and why? From the output of a whole job."),

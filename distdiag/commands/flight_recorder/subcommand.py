@@ -31,7 +31,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodeDumps]:
             by_host=dict.fromkeys(hosts, _ask(request, local=local)), timeout_s=_SPARE_S + request.wait_s
         ),
         join=lambda host, _, parts, __: _join(host, parts),
-        doing="asking the ranks for their dumps" if request.trigger else "reading the dumps",
+        doing="triggering the dumps" if request.trigger else "reading the dumps",
     )
     return runner.gather(request.cluster, _AGENT, question, progress)
 

@@ -220,7 +220,7 @@ class _Search:
                 waited[member].append(call)
         stuck = {rank for cause in self._found for rank in cause.ranks}
         sinks = sorted(rank for rank in waited if not self._edges.get(rank))
-        present = [rank for rank in sinks if rank in self._job.dumps and not self._job.dumps[rank].truncated]
+        present = [rank for rank in sinks if rank in self._job.dumps and not self._job.dumps[rank].is_partial]
         for rank in sinks:
             if rank in stuck or rank in self._explained or self._is_in_flight(rank):
                 continue
@@ -239,7 +239,7 @@ class _Search:
         waiting = tuple(sorted({call.rank for call in same}))
         dump = self._job.dumps.get(rank)
         kind = Kind.NEVER_CALLED if first.pair is None else Kind.NO_COUNTERPART
-        if dump is None or dump.truncated:
+        if dump is None or dump.is_partial:
             kind = Kind.NO_DUMP
         self._add(Cause(kind, (rank,), waiting, self._job.groups[first.group], first.seq, (first,)))
 
