@@ -42,6 +42,7 @@ _SUBCOMMANDS: tuple[Sub, ...] = (
         "allreduce_bench.command:allreduce_bench",
         "How fast are the collectives, is that good, and which rank is late?",
     ),
+    Sub("hang", "hang.command:hang", "Diagnose a stuck job: which rank holds it up, and why, from all evidence."),
     Sub(
         "pyspy-all",
         "pyspy_all.command:pyspy_all",
