@@ -6,7 +6,6 @@ import json
 import re
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,6 +15,8 @@ from jobs import PROGRAMS, Job, states
 from support import distdiag, need, wait_until
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from support import Result
 
 PROGRAM = "hangs_in_every_way"
@@ -84,6 +85,21 @@ def test_a_busy_rank_is_told_from_a_stuck_one_and_its_bar_says_how_long_still(tm
     assert "tokenizes" in first["title"]
     assert re.search(r"tokenize: \d+ of 100000 in .* left at this rate", first["detail"]), first["detail"]
     assert (again.code, again.out) == (result.code, result.out)
+
+
+def test_a_recorder_names_the_rank_where_all_stacks_are_alike(tmp_path: Path) -> None:
+    dumps = tmp_path / "dumps"
+    dumps.mkdir()
+    with hung("two-groups", RECORD=str(dumps), TORCH_FR_BUFFER_SIZE="200") as job:
+        wait_hung(job)
+        wait_until(lambda: len(list(dumps.glob("*[0-9]"))) == 3, 60, lambda: f"dumps: {list(dumps.iterdir())}")
+        blind = ask(job)
+        result = ask(job, "--recorder", str(dumps))
+    assert (verdict(blind), blind.code) == (("unknown", []), 3), blind.out + blind.err
+    assert len(blind.report["data"]["candidates"]) == 2
+    assert blind.report["data"]["next_experiment"].endswith("flight-recorder --how")
+    assert (verdict(result), result.code) == (("deadlock", [2]), 1), result.out + result.err
+    assert stands(result)["recorder"] == "agrees"
 
 
 def test_a_slow_job_is_not_called_hung_and_goes_on() -> None:

@@ -1,6 +1,7 @@
 """A job of Gloo ranks that hangs, or is slow, in the way that HOW names; the rank at fault is BAD (2 by default).
 
-Each rank writes FOLDER/ready-RANK before it goes on, and the rank at fault FOLDER/bad with its pid.
+RECORD=DIR keeps a flight recorder there. Each rank writes FOLDER/ready-RANK before it goes on, and the rank at fault
+FOLDER/bad with its pid.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ RANK, SIZE = rank_of()
 def join() -> None:
     store = dist.FileStore(str(FOLDER / "store"), SIZE)
     dist.init_process_group("gloo", store=store, rank=RANK, world_size=SIZE, timeout=timedelta(seconds=600))
+    if "RECORD" in os.environ:
+        from distdiag import dump_flight_recorder
+
+        dump_flight_recorder(os.environ["RECORD"], when_stuck_s=2.0)
 
 
 def reduce_all(elements: int = 4) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,12 @@ from distdiag.cluster.targets import Cluster
 from distdiag.commands.hang.collect import SourceEnd
 from distdiag.commands.hang.diagnose import diagnose
 from distdiag.commands.hang.html_report import make_page
-from distdiag.commands.hang.types import HangClass, NodeHang, Request
+from distdiag.commands.hang.types import HangClass, NodeHang, Request, Source, Stand
 from distdiag.facts import job_output, kernel_signs
 from distdiag.facts.job_logs.collect import NodeLogs
 from distdiag.facts.job_output import OutputFile
 from distdiag.facts.kernel_signs import KernelLine, KernelSigns, Unacknowledged
+from distdiag.facts.nccl_ras import RasFacts, Reading
 from distdiag.facts.procs import Standstill
 from distdiag.facts.stack_types import Frame
 from distdiag.gathered import Gathered
@@ -45,7 +47,7 @@ def waiting(**more: Any) -> tuple[Sample, ...]:  # noqa: ANN401 - whatever a sam
 
 def node(*stacks: Sequence[Sample], **more: Any) -> NodeHang:  # noqa: ANN401 - the other fields
     found = facts.job(*stacks)
-    ended = tuple(SourceEnd(name, 1.0) for name in ("stacks", "kernel", "log"))
+    ended = tuple(SourceEnd(name, 1.0) for name in ("stacks", "kernel", "ras"))
     return replace(
         NodeHang(host=found.host, processes=found.processes, watched=found.watched, ended=ended),
         **more,
@@ -62,7 +64,7 @@ def test_a_rank_outside_of_the_collective_is_named_with_who_waits_and_since_when
     assert (report.data.class_name, report.data.ranks) == (HangClass.DATA, (2,))
     assert report.findings[0].title.startswith("rank 2 (n1, pid 102) waits for data: `load_batch` train.py:26")
     assert "Ranks 0-1,3 wait for 214 s in `all_reduce`" in report.findings[0].detail
-    assert "not available: waits, ras, recorder, versions" in report.findings[0].detail
+    assert "not available: waits, recorder, log, versions" in report.findings[0].detail
 
 
 def test_ranks_that_all_wait_accuse_nobody_and_the_next_experiment_is_named() -> None:
@@ -106,6 +108,59 @@ def test_no_job_is_unknown_and_says_what_to_give() -> None:
     report = judge(NodeHang(host="n1", processes=facts.node([], {}).processes))
     assert report.verdict is Verdict.UNKNOWN
     assert report.findings[0].id == "hang.no-job"
+
+
+def ras(host: str, *lagging: int) -> RasFacts:
+    """Return two readings of a communicator of 4 ranks, of which some have launched one all_reduce less."""
+    ranks = [
+        {
+            "rank": rank,
+            "host": host,
+            "pid": 100 + rank,
+            "cuda_dev": rank,
+            "nvml_dev": rank,
+            "status": {"init_state": 0, "async_error": 0, "abort_flag": False},
+            "collective_counts": {"AllReduce": 5 if rank in lagging else 6},
+        }
+        for rank in range(4)
+    ]
+    comm = {"hash": "0x1", "secondary_hash": "0x2", "size": 4, "ranks_count": 4, "missing_ranks_count": 0}
+    text = json.dumps({"nccl_version": "2.28.9", "communicators": [{**comm, "ranks": ranks, "missing_ranks": []}]})
+    return RasFacts("localhost:28028", 2, (Reading(text, "json", 0.0), Reading(text, "json", 1.0)))
+
+
+def test_ras_and_stacks_that_accuse_the_same_rank_agree() -> None:
+    report = judge(node(waiting(), waiting(), twice(loads(), still=ASLEEP), waiting(), ras=(ras("n1", 2),)))
+    assert (report.data.class_name, report.data.ranks) == (HangClass.DATA, (2,))
+    assert {row.source: row.stand for row in report.data.sources}[Source.RAS] is Stand.AGREES
+
+
+def test_ras_decides_where_all_stacks_are_alike() -> None:
+    report = judge(node(waiting(), waiting(), waiting(), waiting(), ras=(ras("n1", 3),)))
+    assert (report.data.class_name, report.data.ranks) == (HangClass.NOT_IN_COLLECTIVE, (3,))
+
+
+def test_sure_sources_that_accuse_different_ranks_blame_nobody_and_name_both() -> None:
+    """The rank that sleeps may be late for a collective of another group than the one that RAS speaks of."""
+    report = judge(node(waiting(), waiting(), twice(loads(), still=ASLEEP), waiting(), ras=(ras("n1", 0),)))
+    assert (report.verdict, report.data.ranks) == (Verdict.UNKNOWN, ())
+    assert len(report.data.candidates) == 2
+    assert report.data.candidates[0].startswith("stacks: rank 2")
+    assert report.data.candidates[1].startswith("ras: ")
+    assert report.data.next_experiment == "distdiag hang"
+    assert {row.source: row.stand for row in report.data.sources}[Source.RAS] is Stand.DISAGREES
+
+
+def test_a_single_node_whose_ras_answer_differs_does_not_change_the_verdict() -> None:
+    answers = (ras("n1", 2), ras("n1", 2), ras("n1", 0))
+    report = judge(node(waiting(), waiting(), twice(loads(), still=ASLEEP), waiting(), ras=answers))
+    assert (report.data.class_name, report.data.ranks) == (HangClass.DATA, (2,))
+
+
+def test_a_stopped_rank_is_a_fact_whatever_another_source_says() -> None:
+    held = twice(waits(), status="stopped", state="T", reason="stopped (SIGSTOP)")
+    report = judge(node(waiting(), waiting(), held, waiting(), ras=(ras("n1", 0),)))
+    assert (report.data.class_name, report.data.ranks) == (HangClass.STOPPED, (2,))
 
 
 def test_a_busy_rank_only_warns_and_its_activity_is_named() -> None:
@@ -171,7 +226,7 @@ def job_of(ranks: int, hosts: int, stuck: int) -> list[NodeHang]:
                 host=found.host,
                 processes=found.processes,
                 watched=found.watched,
-                ended=(SourceEnd("stacks", 1.0),),
+                ended=(SourceEnd("stacks", 1.0), SourceEnd("ras", 1.0)),
                 logs=(NodeLogs(found.host),),
             )
         )

@@ -29,6 +29,7 @@ COMMANDS = {
     ),
     "ports": ("distdiag.commands.ports.collect",),
     "core-bt": ("distdiag.commands.core_bt.collect",),
+    "hang": ("distdiag.commands.hang.collect",),
     "logs": ("distdiag.facts.job_logs.collect",),
     "pyspy-all": ("distdiag.jobs.sample_stacks",),
     "trace-sys": ("distdiag.commands.trace.sys.collect",),

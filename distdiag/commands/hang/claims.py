@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from distdiag.commands.hang.types import NodeHang, Request
     from distdiag.diagnosis.flight_recorder.types import FlightRecorder
     from distdiag.diagnosis.process_index import Key
-    from distdiag.diagnosis.ras import RasVerdict
+    from distdiag.diagnosis.ras import Member, RasVerdict
     from distdiag.diagnosis.stack_classes import RankState
     from distdiag.diagnosis.wait_reasons import Wait
     from distdiag.facts.job_output import Bar
@@ -190,7 +190,7 @@ _CLASSES = {
     StackClass.CUDA_SYNC: HangClass.DEVICE,
 }
 _LOCKING = ("flock", "fcntl", "futex")
-"""Python's own locks have no frame: a thread that waits for another one sleeps in a futex."""
+"""Python's own locks have no frame: a thread that waits for a lock or a thread sleeps in a futex."""
 _BY_ACTIVITY = {"compiles": HangClass.COMPILE}
 
 
@@ -396,7 +396,9 @@ def of_log(evidence: Evidence) -> Claim:
             fix=finding.fix,
         )
         if finding.id in _ABOUT_COLLECTIVES:
-            return replace(claim, class_name=_ABOUT_COLLECTIVES[finding.id], is_sure=finding.level is Level.FAIL)
+            # After a restart the lines may be of the attempt before.
+            is_sure = finding.level is Level.FAIL and not evidence.restarts
+            return replace(claim, class_name=_ABOUT_COLLECTIVES[finding.id], is_sure=is_sure)
         if finding.id in _FAILED and claim.ranks & gone:
             return replace(claim, class_name=HangClass.EXITED)
         if finding.level is Level.FAIL:
@@ -422,44 +424,66 @@ def of_ras(evidence: Evidence) -> Claim:
     """Say what NCCL's own RAS comes to."""
     from distdiag.diagnosis.ras import RasState
 
-    for verdict in evidence.ras:
+    verdicts = _most_alike(evidence.ras)
+    if evidence.ras and not verdicts:
+        return Claim(source=Source.RAS, says=f"the {len(evidence.ras)} nodes that answered do not agree")
+    for verdict in verdicts:
         if verdict.state is RasState.LAGGING and verdict.lags:
             lag = verdict.lags[0]
-            ranks = frozenset(member.rank for member in lag.members) or frozenset(lag.lagging)
-            hosts = tuple(dict.fromkeys(member.host for member in lag.members if member.host))
-            pids = tuple(member.pid for member in lag.members if member.pid)
-            return Claim(
-                source=Source.RAS,
-                says=verdict.why,
-                class_name=HangClass.NOT_IN_COLLECTIVE,
-                ranks=_global_ranks(evidence, hosts, pids) or ranks,
-                pids=pids,
-                hosts=hosts,
-            )
+            ranks = _global_ranks(evidence, lag.members, lag.lagging, lag.n_lagging + lag.n_ahead)
+            claim = Claim(source=Source.RAS, says=verdict.why, class_name=HangClass.NOT_IN_COLLECTIVE)
+            return replace(claim, ranks=ranks, hosts=_hosts(evidence, lag.members))
         if verdict.state is RasState.DEAD and verdict.dead:
-            pids = tuple(member.pid for member in verdict.dead if member.pid)
-            hosts = tuple(dict.fromkeys(member.host for member in verdict.dead if member.host))
-            ranks = frozenset(member.rank for member in verdict.dead)
-            return Claim(
-                source=Source.RAS,
-                says=verdict.why,
-                class_name=HangClass.EXITED,
-                ranks=_global_ranks(evidence, hosts, pids) or ranks,
-                pids=pids,
-                hosts=hosts,
-            )
-    moving = next((verdict for verdict in evidence.ras if verdict.state is RasState.MOVING), None)
+            own = tuple(member.rank for member in verdict.dead)
+            ranks = _global_ranks(evidence, verdict.dead, own, verdict.n_ranks)
+            claim = Claim(source=Source.RAS, says=verdict.why, class_name=HangClass.EXITED)
+            return replace(claim, ranks=ranks, hosts=_hosts(evidence, verdict.dead))
+    moving = next((verdict for verdict in verdicts if verdict.state is RasState.MOVING), None)
     if moving is not None:
         return Claim(source=Source.RAS, says=moving.why, class_name=HangClass.NOT_HUNG)
-    first = next(iter(evidence.ras), None)
+    first = next(iter(verdicts), None)
     return Claim(source=Source.RAS, says=first.why if first else "it was not asked")
 
 
-def _global_ranks(evidence: Evidence, hosts: tuple[str, ...], pids: tuple[int, ...]) -> frozenset[int]:
-    """Return the ranks of the job that these processes are: RAS numbers ranks within a communicator."""
-    members = [member for member in evidence.job.members if member.pid in pids and member.rank is not None]
-    same_host = [member for member in members if member.host in hosts]
-    return frozenset(member.rank for member in (same_host or members) if member.rank is not None)
+def _most_alike(verdicts: Sequence[RasVerdict]) -> list[RasVerdict]:
+    """Return the answers of most nodes: every process answers for the whole job, so one that differs is in doubt."""
+
+    def key(verdict: RasVerdict) -> tuple[object, ...]:
+        return verdict.state, tuple(lag.lagging for lag in verdict.lags), tuple(dead.rank for dead in verdict.dead)
+
+    counts = Counter(map(key, verdicts))
+    chosen, count = counts.most_common(1)[0] if counts else (None, 0)
+    return [verdict for verdict in verdicts if key(verdict) == chosen] if 2 * count > len(verdicts) else []
+
+
+def _global_ranks(evidence: Evidence, members: Sequence[Member], listed: Sequence[int], size: int) -> frozenset[int]:
+    """Return the ranks of the job that these are: RAS numbers them within a communicator, and names addresses.
+
+    By host and process; else by number, if the communicator is of all ranks. None where that leaves a doubt.
+    """
+    addresses = _addresses(evidence)
+    by_process: dict[tuple[str, int | None], int | None] = {
+        (member.host, member.pid): member.rank for member in evidence.job.members
+    }
+    found = [by_process.get((addresses.get(each.host, each.host), each.pid)) for each in members]
+    if found and all(rank is not None for rank in found):
+        return frozenset(rank for rank in found if rank is not None)
+    return frozenset(listed) if size == evidence.job.world_size else frozenset()
+
+
+def _addresses(evidence: Evidence) -> dict[str, str]:
+    """Return the hosts by their addresses; an address that several have, such as that of loopback, is nobody's."""
+    found: dict[str, set[str]] = {}
+    for node in evidence.nodes:
+        for network in node.networks:
+            for address in network.addresses:
+                found.setdefault(address, set()).add(node.host)
+    return {address: next(iter(hosts)) for address, hosts in found.items() if len(hosts) == 1}
+
+
+def _hosts(evidence: Evidence, members: Sequence[Member]) -> tuple[str, ...]:
+    addresses = _addresses(evidence)
+    return tuple(dict.fromkeys(addresses.get(member.host, member.host) for member in members if member.host))
 
 
 def of_kernel(evidence: Evidence) -> Claim:

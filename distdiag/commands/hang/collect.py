@@ -98,7 +98,7 @@ class _Run:
         self._ranks: dict[int, int | None] = {int(pid): rank for pid, rank in ask["ranks"]}
 
     def ask_all(self, sources: dict[str, Callable[[], None]]) -> None:
-        """Ask these at the same time. Whoever is late is left behind; what it tells after that goes nowhere."""
+        """Ask these at the same time. A late source is left behind, and what it finds later is dropped."""
         began = time.monotonic()
         threads = [
             threading.Thread(target=self._ask_one, args=(name, source, began), daemon=True)
@@ -109,7 +109,7 @@ class _Run:
         for thread in threads:
             thread.join(max(0.0, self._began + self._ask["timeout_s"] - time.monotonic()))
         for name in sources:
-            self._end(name, began, "it did not answer in time", "give it longer: --timeout 120")
+            self._end(name, began, "it did not answer in time", "increase --timeout, e.g. --timeout 120")
 
     def _ask_one(self, name: str, source: Callable[[], None], began: float) -> None:
         try:
@@ -210,8 +210,8 @@ class _Run:
         if not any(answer.readings for answer in answers):
             why = answers[0].error if answers else "no address"
             raise Unavailable(
-                f"nobody answers at {answers[0].address if answers else '?'}: {why}",
-                "NCCL 2.24 or newer listens there by itself (NCCL_RAS_ENABLE); Gloo and MPI have no such thing",
+                f"no answer at {answers[0].address if answers else '?'}: {why}",
+                "NCCL 2.24 or newer listens there unless NCCL_RAS_ENABLE=0; Gloo and MPI have no RAS",
             )
         self._send("ras", Part(ras=tuple(answer for answer in answers if answer.readings)))
 

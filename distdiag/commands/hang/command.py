@@ -30,7 +30,7 @@ def hang(
     ] = None,
     recorder: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATH", help="Flight recorder dumps on the hosts, or the folder of their pipes."),
+        typer.Option(metavar="PATH", help="Flight recorder dumps on the hosts, or the folder with dumps and pipes."),
     ] = None,
     timeout: Annotated[
         float, typer.Option(min=5.0, max=3600.0, metavar="SECONDS", help="Longest time for the whole diagnosis.")

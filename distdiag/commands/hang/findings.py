@@ -290,7 +290,7 @@ def next_experiment(joined: Joined) -> tuple[str, tuple[str, ...]]:
     if evidence.recorder is not None:
         return "test the GPUs and the network without the job", (again(request, "gpu-test"),)
     return (
-        "start it again with a flight recorder: it tells which rank called what",
+        "restart it with a flight recorder, which records what each rank called",
         (f"{request.program} flight-recorder --how",),
     )
 

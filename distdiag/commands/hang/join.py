@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _STATES = (HangClass.EXITED, HangClass.STOPPED)
 _CALLS = (HangClass.DIFFERENT_COLLECTIVES, HangClass.SIZE_MISMATCH, HangClass.DEADLOCK, HangClass.DEVICE)
 _GOES_ON = (HangClass.SLOW, HangClass.BUSY, HangClass.COMPILE)
-"""What ends by itself, unless the timeout comes first: never called a hang for sure."""
+"""What ends on its own unless the timeout comes first: a warning, never a failure."""
 _ENDED = ("the job has ended", "its launcher is about to start it again")
 _ORDER = (Source.STACKS, Source.RAS, Source.RECORDER, Source.LOG, Source.KERNEL, Source.WAITS)
 
@@ -124,7 +124,8 @@ def _nobody(evidence: Evidence, claims: Mapping[Source, Claim]) -> Joined:
         return _made(evidence, claims, HangClass.RESTART, Level.UNKNOWN, claims.get(Source.LOG))
     if lost:
         return _made(evidence, claims, HangClass.NETWORK, Level.FAIL, kernel)
-    if in_flight and not has_gpu(evidence):
+    # Dumps of a job that runs look the same: that it stands still is for the stacks to say.
+    if in_flight and not has_gpu(evidence) and stacks.outcome in (Outcome.ALL_WAITING, Outcome.LEAST_PROGRESS):
         return _made(evidence, claims, HangClass.NETWORK, Level.FAIL, recorder)
     if device and (in_flight or stacks.outcome is Outcome.ALL_WAITING):
         return _made(evidence, claims, HangClass.DEVICE, Level.FAIL, kernel)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _COLLECT = "distdiag.commands.hang.collect"
 _BRING_TO = 256
-"""Nodes that py-spy is brought to, 3 MB each; on a cluster it mostly lies on a shared file system."""
+"""Nodes that get a copy of py-spy, 3 MB each; on a cluster it mostly lies on a shared file system."""
 _REACH_SHARE = 0.35
 """Of --timeout, for each stage of reaching a host: a dead node costs this much, and the sources have the rest."""
 _SPARE_S = 1.0
