@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from distdiag.commands.logs.collect import NodeLogs
     from distdiag.commands.logs.scan import Event, NcclRank, Stream
 
-_SIGNALS = {1: "SIGHUP", 2: "SIGINT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL"}
-_SIGNALS |= {11: "SIGSEGV", 15: "SIGTERM"}
-ENDED_BY_LAUNCHER = ("SIGTERM", "SIGINT", "SIGHUP")
+SIGNALS = {1: "SIGHUP", 2: "SIGINT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL"}
+SIGNALS |= {11: "SIGSEGV", 15: "SIGTERM"}
+_ENDING = ("SIGTERM", "SIGINT", "SIGHUP")
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
 _COLLECTIVES = frozenset(
     (
@@ -32,7 +32,10 @@ _COLLECTIVES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Exit:
-    """How a launcher reports the end of a rank. `code`: None where only a signal is known; `first`: it saw it first."""
+    """How a launcher reports the end of a rank.
+
+    `code`: None where only a signal is known; `first`: it saw it first; `by_launcher`: it ended the rank itself.
+    """
 
     rank: int
     host: str
@@ -43,6 +46,12 @@ class Exit:
     first: bool
     at: float | None
     pid: int | None
+    by_launcher: bool = False
+
+    @property
+    def is_bad(self) -> bool:
+        """Return whether the rank failed, or was ended."""
+        return bool(self.code or self.signal)
 
 
 @dataclass(kw_only=True)
@@ -58,6 +67,10 @@ class Book:
     hosts: dict[int, str] = field(default_factory=dict)
     nranks: int = 0
     generations: int = 1
+    unnamed_codes: list[str] = field(default_factory=list)
+    """Return codes that a launcher reports without the rank."""
+    aborted: set[int] = field(default_factory=set)
+    """Files in which srun reports that it ends the tasks that are left."""
 
     @property
     def world(self) -> int:
@@ -90,7 +103,24 @@ def make(nodes: Sequence[NodeLogs]) -> Book:
     for rank, _ in book.watchdog:
         book.ranks.setdefault(rank, 0)
     _merge_last(book)
+    _mark_ended(book, nodes)
     return book
+
+
+def _mark_ended(book: Book, nodes: Sequence[NodeLogs]) -> None:
+    """Mark the exits of ranks that the launcher ended: by their signal, or because it says so."""
+    ended = set[int]()
+    for node in nodes:
+        for event in node.events:
+            if event.id == "signalled-by-launcher":
+                pid = number_in(event.groups.get("pid") or event.groups.get("pid2"))
+                ended.update(() if pid is None else (pid,))
+    book.exits = [
+        replace(
+            exit_, by_launcher=exit_.by_launcher or exit_.signal in _ENDING or (exit_.pid in ended and not exit_.first)
+        )
+        for exit_ in book.exits
+    ]
 
 
 def _summary(nodes: Iterable[NodeLogs]) -> dict[tuple[str, int], int]:
@@ -139,7 +169,11 @@ def _rank(
 def _add(book: Book, node: NodeLogs, event: Event, rank: int | None, pids: dict[int, int]) -> None:
     generation = max(event.generation, node.streams[event.stream].generation if node.streams else 0)
     if event.id == "exit":
-        book.exits += _exits(event, rank, generation, _is_alone(node))
+        if event.groups["launcher"] == "deepspeed":
+            book.unnamed_codes.append(event.groups["code"])
+        aborted = node.streams[event.stream].file in book.aborted and event.groups["launcher"] == "srun"
+        exits = _exits(event, rank, generation, _is_alone(node))
+        book.exits += [replace(exit_, by_launcher=aborted and exit_.signal == "SIGKILL") for exit_ in exits]
         book.generations = max(book.generations, generation + 1)
         return
     who = event.rank if event.rank is not None else rank
@@ -152,6 +186,8 @@ def _add(book: Book, node: NodeLogs, event: Event, rank: int | None, pids: dict[
         return
     if who is None and ":" in event.text:
         who = _by_pid(event.text, pids)
+    if event.id == "slurm-cancelled":
+        book.aborted.add(node.streams[event.stream].file)
     failure = _failure(node, event, who, generation)
     if failure is not None:
         book.failures.append(failure)
@@ -188,14 +224,14 @@ def _exits(event: Event, rank: int | None, generation: int, alone: bool) -> list
         own = number_in(groups.get("rank") or (groups.get("local") if alone else None))
         ranks = [] if own is None else [own]
     code = number_in(groups.get("code"))
-    signal = _SIGNALS.get(number_in(groups.get("signal")) or 0, groups.get("signal", ""))
+    signal = SIGNALS.get(number_in(groups.get("signal")) or 0, groups.get("signal", ""))
     if groups.get("words"):
         words = groups["words"]
         signal = {"Killed": "SIGKILL", "Terminated": "SIGTERM", "Out Of Memory": "SIGKILL"}.get(words.strip(), "")
         signal = signal or ("SIGSEGV" if "egmentation" in words else "SIGABRT" if "bort" in words else words.strip())
     if code is not None and (code < 0 or 128 < code < 160):
         number = -code if code < 0 else code - 128
-        signal = _SIGNALS.get(number, f"signal {number}")
+        signal = SIGNALS.get(number, f"signal {number}")
     pid = number_in(groups.get("pid"))
     return [
         Exit(

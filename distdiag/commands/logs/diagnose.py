@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _APART_S = 1.5
 """Times of two ranks that differ by more tell which was first: launchers write whole seconds."""
+_SUDDEN = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
+"""Signals that no exception of Python ends in."""
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 _MOST_RANKS, _MOST_FAILURES = 4096, 5000
 
@@ -49,7 +51,7 @@ def diagnose(request: Request, gathered: Gathered[NodeLogs]) -> Report[Logs]:
     nodes = gathered.facts
     book = books.make(nodes)
     rounds = [_round(book, number) for number in range(book.generations)]
-    failed = next((one for one in rounds if one.failures or any(_is_bad(exit_) for exit_ in one.exits)), None)
+    failed = next((one for one in rounds if one.failures or any(exit_.is_bad for exit_ in one.exits)), None)
     # Lines of a watchdog are of the first round with any.
     found: list[Finding] = []
     if failed is not None or book.watchdog:
@@ -89,10 +91,6 @@ def _round(book: Book, number: int) -> Round:
     return Round(number=number, failures=failures, exits=exits, book=book)
 
 
-def _is_bad(exit_: Exit) -> bool:
-    return bool(exit_.code or exit_.signal)
-
-
 def _first_cause(round_: Round, book: Book) -> list[Finding]:
     """Judge one round: an accusation, then causes, then ends without a word, then who is missing."""
     job = [failure for failure in round_.failures if failure.role == "job"]
@@ -102,10 +100,10 @@ def _first_cause(round_: Round, book: Book) -> list[Finding]:
         ranks = findings.accused(accused[0])
         own = [failure for failure in suspects if failure.rank in ranks and not findings.accused(failure)]
         suspects = own or accused[:1]
+    doubtful = [failure for failure in suspects if _may_be_handled(failure, round_)]
+    suspects = [failure for failure in suspects if failure not in doubtful]
     wordless = _wordless(round_)
-    if not suspects and not job:
-        suspects = wordless
-    elif suspects:
+    if suspects:
         suspects = _assigned(suspects, wordless)
         told = {failure.rank for failure in suspects}
         suspects += [
@@ -113,13 +111,14 @@ def _first_cause(round_: Round, book: Book) -> list[Finding]:
             for failure in wordless
             if failure.known.startswith("exit") and failure.rank not in told and _is_first(round_, failure)
         ]
-        if all(_was_ended(failure, round_) for failure in suspects):
-            # Ranks that the launcher ended were alive: what they report may have been handled.
-            return [findings.several([[failure] for failure in suspects], round_, book)]
+    elif not job:
+        suspects = _with_last_traceback(wordless, doubtful)
+    if not suspects and doubtful:
+        return [_of_doubtful(doubtful, round_, book)]
     if job and not suspects:
         return [findings.ended_from_outside(job[0])]
     if suspects:
-        return _choose(suspects, round_, book)
+        return _choose(suspects, round_, book, doubtful)
     generation = round_.number
     lines = [(rank, event) for rank, event in book.watchdog if event.generation == generation] or book.watchdog
     if lines:
@@ -128,10 +127,46 @@ def _first_cause(round_: Round, book: Book) -> list[Finding]:
     return [_who_is_missing(round_, book)]
 
 
+def _may_be_handled(failure: Failure, round_: Round) -> bool:
+    """Return whether a rank may have caught an exception, logged it and gone on.
+
+    What nothing catches is written by torch's excepthook, with `[rank3]:` before each line. A traceback without it is
+    of before init_process_group, of a thread, of an older torch, or was logged. How the rank ended decides then.
+    """
+    if failure.groups.get("id") != "exception" or failure.groups.get("uncaught") or findings.accused(failure):
+        return False
+    exits = [] if failure.rank is None else [exit_ for exit_ in round_.exits_of(failure.rank) if exit_.is_bad]
+    if exits:
+        return all(exit_.by_launcher or exit_.signal in _SUDDEN for exit_ in exits)
+    return any(other.groups.get("uncaught") for other in round_.failures)
+
+
+def _with_last_traceback(wordless: list[Failure], doubtful: Sequence[Failure]) -> list[Failure]:
+    """Add the only traceback that no rank is named for to the only rank that ended with Python's status of one."""
+    nameless = [failure for failure in doubtful if failure.rank is None]
+    if len(wordless) != 1 or len(nameless) != 1 or wordless[0].what.partition(" without")[0] != "exit status 1":
+        return wordless
+    return [replace(nameless[0], rank=wordless[0].rank, what=f"exit status 1, probably of {nameless[0].what}")]
+
+
+def _of_doubtful(doubtful: list[Failure], round_: Round, book: Book) -> Finding:
+    """Judge a round whose only causes are tracebacks that may have been handled."""
+    alive = [failure for failure in doubtful if _was_ended(failure, round_)]
+    ranks = {failure.rank for failure in doubtful}
+    reported = {failure.rank for failure in round_.failures}
+    others_silent = [rank for rank in range(book.world) if rank not in reported]
+    if not alive and not others_silent and len(ranks) == 1:
+        return findings.first_failure(doubtful, round_, book)
+    missing = _who_is_missing(round_, book)
+    if missing.level is Level.FAIL and not ranks & {*missing.where.ranks} and {*missing.where.ranks} <= {*book.ranks}:
+        return missing
+    return findings.several([[failure] for failure in doubtful], round_, book)
+
+
 def _was_ended(failure: Failure, round_: Round) -> bool:
+    """Return whether the launcher ended the rank, which was alive then."""
     exits = [] if failure.rank is None else round_.exits_of(failure.rank)
-    own = failure.groups.get("id") == "exception" and not findings.accused(failure)
-    return own and bool(exits) and all(exit_.signal in books.ENDED_BY_LAUNCHER for exit_ in exits)
+    return bool(exits) and all(exit_.by_launcher for exit_ in exits)
 
 
 def _assigned(suspects: list[Failure], wordless: list[Failure]) -> list[Failure]:
@@ -169,15 +204,15 @@ def _wordless(round_: Round) -> list[Failure]:
     found = []
     by_rank: dict[int, Exit] = {}
     for exit_ in round_.exits:
-        if _is_bad(exit_) and exit_.signal not in books.ENDED_BY_LAUNCHER:
+        if exit_.is_bad and not exit_.by_launcher:
             old = by_rank.get(exit_.rank)
             if old is None or exit_.first:
                 by_rank[exit_.rank] = exit_
     for rank, exit_ in by_rank.items():
         written = [failure for failure in round_.of(rank) if failure.role in ("cause", "consequence")]
-        if written and exit_.signal not in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"):
+        if written and exit_.signal not in _SUDDEN:
             continue
-        if any(failure.role == "cause" for failure in written):
+        if any(failure.role == "cause" and not _may_be_handled(failure, round_) for failure in written):
             continue
         found.append(findings.wordless(exit_, round_))
     return found
@@ -187,7 +222,7 @@ def _is_first(round_: Round, failure: Failure) -> bool:
     return any(exit_.first for exit_ in round_.exits_of(failure.rank or 0)) if failure.rank is not None else False
 
 
-def _choose(suspects: list[Failure], round_: Round, book: Book) -> list[Finding]:
+def _choose(suspects: list[Failure], round_: Round, book: Book, handled: Sequence[Failure] = ()) -> list[Finding]:
     """Of what may be the cause, take the one that was first; if that is not known, name all."""
     groups: dict[tuple[str, str], list[Failure]] = {}
     for failure in suspects:
@@ -198,10 +233,10 @@ def _choose(suspects: list[Failure], round_: Round, book: Book) -> list[Finding]
         groups = named or groups
     if len(groups) == 1:
         (group,) = groups.values()
-        return [findings.first_failure(group, round_, book)]
+        return [findings.first_failure(group, round_, book, handled=handled)]
     if earliest := _earliest(list(groups.values()), round_):
         later = [failure for group in groups.values() if group is not earliest for failure in group]
-        return [findings.first_failure(earliest, round_, book, later=later)]
+        return [findings.first_failure(earliest, round_, book, later=later, handled=handled)]
     return [findings.several(list(groups.values()), round_, book)]
 
 
@@ -243,9 +278,7 @@ def _who_is_missing(round_: Round, book: Book) -> Finding:
     silent = [rank for rank in range(book.world) if rank not in waiting]
     if at and len(silent) == 1 and _is_certain(silent[0], round_, book):
         return findings.never_came(silent[0], at, round_)
-    gone = [
-        rank for rank in silent if not any(exit_.signal in books.ENDED_BY_LAUNCHER for exit_ in round_.exits_of(rank))
-    ]
+    gone = [rank for rank in silent if not any(exit_.by_launcher for exit_ in round_.exits_of(rank))]
     lost = [failure for failure in waiting.values() if not findings.timed_out(failure)]
     if lost and len(lost) == len(waiting) and len(gone) == 1 and _is_certain(gone[0], round_, book):
         return findings.left_early(gone[0], waiting, round_)
@@ -291,13 +324,13 @@ def _ends(round_: Round) -> list[RankEnd]:
     for rank in sorted(round_.book.ranks):
         own = round_.of(rank)
         told = causes.get(rank) or next((failure for failure in own if failure.role == "consequence"), None)
-        exits = [exit_ for exit_ in round_.exits_of(rank) if _is_bad(exit_)]
+        exits = [exit_ for exit_ in round_.exits_of(rank) if exit_.is_bad]
         exit_ = exits[-1] if exits else None
         watching = [event for who, event in round_.book.watchdog if who == rank]
         what = told.what if told else watching[0].text[:200] if watching else ""
         role = told.role if told else "consequence" if watching else ""
         status = (exit_.signal or f"exit {exit_.code}") if exit_ else ""
-        if not role and status and status not in books.ENDED_BY_LAUNCHER:
+        if not role and status and exit_ and not exit_.by_launcher:
             role = "cause"
         ends.append(
             RankEnd(

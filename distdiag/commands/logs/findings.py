@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_ranks, name_ranks
+from distdiag.commands.logs.book import SIGNALS
 from distdiag.commands.logs.types import Failure, number_in
 from distdiag.knowledge.job_logs import known_lines
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
@@ -97,7 +98,14 @@ def _oom(exit_: Exit, round_: Round) -> Failure | None:
     return None
 
 
-def first_failure(group: Sequence[Failure], round_: Round, book: Book, *, later: Sequence[Failure] = ()) -> Finding:
+def first_failure(
+    group: Sequence[Failure],
+    round_: Round,
+    book: Book,
+    *,
+    later: Sequence[Failure] = (),
+    handled: Sequence[Failure] = (),
+) -> Finding:
     """Name the rank that failed first, or all ranks that failed alike, and why."""
     failure = group[0]
     row = known_lines().get(failure.known)
@@ -125,7 +133,9 @@ def first_failure(group: Sequence[Failure], round_: Round, book: Book, *, later:
             title += f"; {_count(len(followers), 'other rank')} ended because of it"
     hosts = tuple(sorted({book.hosts.get(rank, "") for rank in ranks} - {""}))
     meaning = failure.means if failure.means and blames else ""
-    detail = " ".join(filter(None, [_sentence(meaning), _differences(group), _later(later, book)]))
+    detail = " ".join(
+        filter(None, [_sentence(meaning), _differences(group), _later(later, book), _survived(handled, book)])
+    )
     return Finding(
         id=id_,
         level=Level.FAIL,
@@ -153,6 +163,16 @@ def _differences(group: Sequence[Failure]) -> str:
     parts = [f"{name_ranks(ranks)}: {text}" for text, ranks in list(texts.items())[:_NAMED]]
     more = f"; and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
     return f"They differ: {'; '.join(parts)}{more}."
+
+
+def _survived(handled: Sequence[Failure], book: Book) -> str:
+    if not handled:
+        return ""
+    parts = [
+        f"{_ranks((failure.rank,), book) if failure.rank is not None else 'no rank named'}: {failure.what[:120]}"
+        for failure in handled[:_NAMED]
+    ]
+    return f"Logged, but nothing shows that it ended a rank: {'; '.join(parts)}."
 
 
 def _later(later: Sequence[Failure], book: Book) -> str:
@@ -295,7 +315,7 @@ def cannot_tell(round_: Round, book: Book, silent: Sequence[int]) -> Finding:
         id="logs.cannot-tell",
         level=Level.UNKNOWN,
         title=f"consequences only: {name_ranks(who) if who else 'ranks'} lost a peer or timed out{missing}",
-        detail="What ended the first rank is not in these logs.",
+        detail="What ended the first rank is not in these logs." + _unnamed(book),
         witnesses=Witnesses(ranks=tuple(who)),
         evidence=_evidence(waiting),
         fix=Fix(
@@ -306,6 +326,15 @@ def cannot_tell(round_: Round, book: Book, silent: Sequence[int]) -> Finding:
             ),
         ),
     )
+
+
+def _unnamed(book: Book) -> str:
+    """Format a return code whose rank the launcher does not report."""
+    if not book.unnamed_codes:
+        return ""
+    code = number_in(book.unnamed_codes[0]) or 0
+    signal = f" ({SIGNALS[-code]})" if -code in SIGNALS else ""
+    return f" DeepSpeed's launcher reports return code {code}{signal} of one rank; the --local_rank it prints is wrong."
 
 
 def ended_from_outside(failure: Failure) -> Finding:

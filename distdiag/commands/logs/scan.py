@@ -17,15 +17,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 SIGNS = (
-    b"rror", b"raceback", b"xception", b"illed", b"ignal", b"NCCL", b"atchdog", b"bort", b"ail", b"xit", b"imed out",
-    b"imeout", b"oom", b"Out of memory", b"enqueued", b"Segmentation", b"CANCELLED", b"losed", b"NVRM", b"pid",
-    b"will restart", b"double free", b"No space",
+    b"rror", b"raceback", b"xception", b"illed", b"ignal", b"NCCL WARN", b"atchdog", b"bort", b"ail", b"xit",
+    b"imed out", b"imeout", b"oom", b"ut of memory", b"Out Of Memory", b"enqueued", b"Segmentation", b"CANCELLED", b"losed",
+    b"NVRM", b"pid", b"will restart", b"double free", b"No space", b"NCCL version", b"NCCL INFO Bootstrap", b"- Init ",
+    b"NCCL INFO NET/", b"NCCL INFO Trees", b"NCCL INFO Connected", b"NCCL INFO Using", b"alloc(): ", b"free(): ",
+    b"corrupted size", b"munmap_chunk", b"stack smashing", b"forcing job", b"srun: Terminating", b"KeyboardInterrupt",
+    b"DDP expects", b"fallen off", b"GPU is lost", b"uncorrectable", b"oom_kill",
 )  # fmt: skip
-"""A line without any of these is none that a pattern fits."""
+"""A line without any of these is none that a pattern fits. `Channel ... via` of NCCL's INFO is read by the block."""
 _TEXT, _TAIL, _FRAMES, _CHAIN = 600, 8, 64, 4
 _MOST_EVENTS, _MOST_OF_STREAM, _MOST_OF_KIND = 20_000, 200, 24
 _MOST_STREAMS, _MOST_COMMS = 20_000, 20_000
 _CACHED = 4096
+_MOST_SHAPES, _LONGEST_SHAPE = 20_000, 500
 _LONG_AGO = 2000
 _LEARN_BLOCKS = 50
 
@@ -116,7 +120,11 @@ class Pattern:
 
 @dataclass
 class _Traceback:
-    """A traceback that is being read. `named`: its lines begin with `[rank3]:`; `last`: the exception, and after it."""
+    """A traceback that is being read.
+
+    `named`: its lines begin with `[rank3]:`, as torch's excepthook writes what nothing caught; `last`: the exception,
+    and after it.
+    """
 
     line: int
     generation: int
@@ -125,6 +133,8 @@ class _Traceback:
     frames: list[str] = field(default_factory=list)
     last: list[str] = field(default_factory=list)
     chain: list[str] = field(default_factory=list)
+    chained: bool = False
+    """The next traceback is of an exception that this one led to."""
 
 
 class Scan:
@@ -199,37 +209,63 @@ class FileScan:
         self._root = False
         self._learned = 0
         self._rounds: dict[tuple[int, str], int] = {}
+        self._writers: dict[bytes, NcclRank] = {}
+        self._kinds: dict[bytes, str] = {}
+        self._ordinary = _Ordinary()
 
     def block(self, block: bytes) -> None:
         """Read some whole lines."""
         demux = self._demux
         demux.detect(block)
+        if b" via " in block:
+            self._edges(block)
         for stream in [number for number, open_ in self._tracebacks.items() if open_.line < self.lines - _LONG_AGO]:
             self._end_traceback(stream)
         if demux.forms and self._learned < _LEARN_BLOCKS:
             self._learn(block)
-        hits = _hits(block)
+        hits = [] if self._ordinary.has(block) else _hits(block)
         if not hits and not self._tracebacks and not self._wrapped and self._summary is None and demux.is_whole(block):
             self.lines += block.count(b"\n")
             self._meet(block)
             return
-        sparse = not demux.forms or demux.is_whole(block)
-        hit, at = iter(hits), 0
-        next_hit = next(hit, len(block))
-        for line in block.split(b"\n"):
-            end = at + len(line)
-            if end == len(block) and not line:
-                break
+        if demux.is_whole(block):
+            self._hit_lines(block, hits)
+        else:
+            self._all_lines(block)
+
+    def _hit_lines(self, block: bytes, hits: list[int]) -> None:
+        """Read the lines that have a sign, and those of what they began."""
+        at, number, last = 0, 0, len(hits) - 1
+        while at < len(block):
+            while number <= last and hits[number] < at:
+                number += 1
+            if not (self._tracebacks or self._wrapped or self._summary is not None):
+                if number > last:
+                    self.lines += block.count(b"\n", at)
+                    return
+                start = block.rfind(b"\n", at, hits[number]) + 1 or at
+                self.lines += block.count(b"\n", at, start)
+                at = start
+            end = block.find(b"\n", at)
+            end = len(block) if end < 0 else end
             self.lines += 1
-            is_hit = next_hit < end + 1
-            while next_hit <= end:
-                next_hit = next(hit, len(block) + 1)
-            if is_hit or not sparse or self._tracebacks or self._wrapped or self._summary is not None:
-                for label, text in demux.lines(line, end < len(block)):
-                    if len(text) > LONGEST_LINE:
-                        text = text[:LONGEST_LINE]
-                    self._line(label, text, is_hit or any(sign in text for sign in SIGNS))
+            is_hit = number <= last and hits[number] < end
+            for label, text in self._demux.lines(block[at:end], end < len(block)):
+                self._line(label, text[:LONGEST_LINE], is_hit)
             at = end + 1
+
+    def _all_lines(self, block: bytes) -> None:
+        """Read every line: some are torn."""
+        lines = block.split(b"\n")
+        rest = lines.pop()
+        for line in lines:
+            self.lines += 1
+            for label, text in self._demux.lines(line):
+                self._line(label, text[:LONGEST_LINE], any(sign in text for sign in SIGNS))
+        if rest:
+            self.lines += 1
+            for label, text in self._demux.lines(rest, ended=False):
+                self._line(label, text[:LONGEST_LINE], any(sign in text for sign in SIGNS))
 
     def finish(self) -> None:
         """End the file: what is open is what it is."""
@@ -341,13 +377,19 @@ class FileScan:
             return False
         text = line.decode("utf-8", "replace")
         if text.startswith("Traceback (most recent call last)"):
+            if traceback.last and not traceback.chained:  # another process without a prefix
+                return False
             if traceback.last:
+                traceback.chained = False
                 traceback.chain.append("\n".join(traceback.last)[:_TEXT])
                 traceback.frames, traceback.last = [], []
             return True
         if not traceback.last:
             return self._before_exception(number, traceback, text)
-        if text.startswith(("During handling of the above", "The above exception was the direct")) or not text:
+        if text.startswith(("During handling of the above", "The above exception was the direct")):
+            traceback.chained = True
+            return True
+        if not text:
             return True
         if len(traceback.last) <= _TAIL and (_CONTINUES.match(text) or text[:1].isspace()):
             traceback.last.append(text[:300])
@@ -379,6 +421,8 @@ class FileScan:
             "type": (match[1] if match else text[:80]).rpartition(".")[2],
             "chain": " <- ".join(traceback.chain)[:_TEXT],
         }
+        if traceback.named:
+            groups["uncaught"] = "1"
         # What it was raised from comes first: it is nearer to the cause.
         for part in (*traceback.chain, text):
             found = self._scan.known(part.encode(), part)
@@ -481,19 +525,48 @@ class FileScan:
             return
         self._scan.add(Event("status", number, line, _cut(text), at, self.generation, who, groups))
 
+    def _edges(self, block: bytes) -> None:
+        """Count the transports of `Channel ... via`: a log with NCCL_DEBUG=INFO has more of these than of all else."""
+        head, *parts = block.split(b" NCCL INFO ")
+        for part in parts:
+            if part.startswith((b"Channel ", b"Ring ")):
+                end = part.find(b"\n")
+                at = part.find(b" via ", 0, end) if end >= 0 else part.find(b" via ")
+                if at >= 0:
+                    self._edge(head[head.rfind(b"\n") + 1 :], part[at : end if end >= 0 else len(part)])
+            head = part
+
+    def _edge(self, process: bytes, via: bytes) -> None:
+        comm = self._writers.get(process)
+        if comm is None:
+            info = _INFO.search(process + b" NCCL INFO ")
+            comm = self._comm(info) if info else None
+            if comm is None or len(self._writers) >= _MOST_COMMS:
+                return
+            self._writers[process] = comm
+        kind = self._kinds.get(via)
+        if kind is None:
+            match = _VIA.match(via)
+            kind = match[1].decode("ascii", "replace") + "/GDRDMA" * (b"GDRDMA" in match[2]) if match else ""
+            if len(self._kinds) < _CACHED:
+                self._kinds[via] = kind
+        if kind:
+            comm.edges[kind] = comm.edges.get(kind, 0) + 1
+            if comm.phase < 2:
+                comm.phase = 2
+
+    def _comm(self, match: re.Match[bytes]) -> NcclRank | None:
+        """Return what is known of the process that wrote an INFO line; None where there are too many."""
+        key = (match[1].decode("ascii", "replace"), int(match[2]))
+        comms = self._scan.comms
+        if key not in comms and len(comms) < _MOST_COMMS:
+            comms[key] = NcclRank(*key)
+        return comms.get(key)
+
     def _info(self, match: re.Match[bytes]) -> bool:
         """Read a line of NCCL_DEBUG=INFO; False if it is the trace of an error on its way up."""
-        message, key = match[5], (match[1].decode("ascii", "replace"), int(match[2]))
-        comm = self._scan.comms.get(key)
+        message, comm = match[5], self._comm(match)
         if comm is None:
-            if len(self._scan.comms) >= _MOST_COMMS:
-                return True
-            comm = self._scan.comms[key] = NcclRank(*key)
-        via = _VIA.search(message)
-        if via:
-            kind = via[1].decode("ascii", "replace") + ("/GDRDMA" if b"GDRDMA" in via[2] else "")
-            comm.edges[kind] = comm.edges.get(kind, 0) + 1
-            comm.phase = max(comm.phase, 2)
             return True
         init = _COMM.search(message)
         if init:
@@ -562,7 +635,8 @@ _EXITS = (
         ),
         "srun",
     ),
-    (re.compile(r"Process (?P<pid>\d{1,18}) exits with return code = (?P<code>-?\d{1,18})"), "deepspeed"),
+    # Its --local_rank is of the process that was started last, whichever failed (deepspeed/launcher/launch.py, 0.19).
+    (re.compile(r"exits with return code = (?P<code>-?\d{1,18})"), "deepspeed"),
     (re.compile(r"^=\s+EXIT CODE: (?P<code>\d{1,18})"), "mpiexec"),
 )
 _CONTINUES = re.compile(
@@ -582,6 +656,25 @@ def _hits(block: bytes) -> list[int]:
             at = block.find(sign, at) if at >= 0 else -1
     found.sort()
     return found
+
+
+class _Ordinary:
+    """Which lines have no sign, by what they are without digits: most lines of a log differ in numbers only."""
+
+    def __init__(self) -> None:
+        self._shapes: set[bytes] = set()
+
+    def has(self, block: bytes) -> bool:
+        """Return whether no line of a block has any sign."""
+        shapes = set(block.translate(None, b"0123456789").split(b"\n"))
+        shapes -= self._shapes
+        text = b"\n".join(shapes)
+        if any(sign in text for sign in SIGNS):
+            return False
+        if len(self._shapes) + len(shapes) > _MOST_SHAPES:
+            self._shapes.clear()
+        self._shapes.update(shape for shape in shapes if len(shape) < _LONGEST_SHAPE)
+        return True
 
 
 def _time(line: bytes) -> float | None:
