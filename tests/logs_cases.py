@@ -201,6 +201,30 @@ def info(
     return "".join(f"{line}\n" for line in lines)
 
 
+def edges(host: str, pid: int, *lines: str) -> str:
+    """Write INFO lines of one process."""
+    ended = f"ncclCommInitRank comm 0x1 rank {pid} nranks 999 cudaDev 0 nvmlDev 0 busId 1000 commId 0x7 - Init COMPLETE"
+    ended = "" if any(" - Init " in line or "Bootstrap" in line for line in lines) else ended
+    return "".join(f"{host}:{pid}:{pid + 1} [{pid % 8}] NCCL INFO {line}\n" for line in (*lines, ended) if line)
+
+
+def nodes(count: int, *lines: str, last: tuple[str, ...]) -> str:
+    """Write the INFO lines of one process a node, of the last node others."""
+    return "".join(edges(f"node{node}", 100 + node, *(last if node == count - 1 else lines)) for node in range(count))
+
+
+def started(rank: int, host: str, nranks: int, *, done: bool) -> str:
+    """Write the lines of NCCL 2.14, which has no commId."""
+    comm = f"comm 0x7f21 rank {rank} nranks {nranks} cudaDev {rank % 8} busId 1000 - Init"
+    return edges(host, 500 + rank, "Bootstrap : Using eth0:10.0.0.9<0>", *([f"{comm} COMPLETE"] if done else []))
+
+
+_OLD = "{0}:9:9 [0] transport/net_ib.cc:839 NCCL WARN NET/IB : Got completion with error 12, opcode 1, len 0, vendor err 129\n"
+_PEER = "{0}:9:9 [0] transport/net_ib.cc:1295 NCCL WARN NET/IB : Got completion from peer 10.0.0.{1}<4791> with error {2}, opcode 0, len 0, vendor err {3}\n"
+_HCA = "{0}:9:9 [0] transport/net_ib/p2p.cc:620 NCCL WARN NET/IB: Got completion from peer 10.0.0.{1}<4791> with status={2} opcode=0 len=0 vendor err {3} (Recv) localGid ::ffff:10.0.0.9 remoteGids::ffff:10.0.0.{1} hca mlx5_0\n"
+_NAMED = "[2026-11-23 10:00:00] {0}:9:9 [0] transport/net_ib/p2p.cc:700 (ncclIbTest) NCCL WARN NET/IB: Got completion from peer 10.0.0.{1}<4791> with status={2} opcode=IBV_WC_SEND(0) reqSize=0 vendor_err={3} req_type=Recv hca mlx5_0\n"
+_OOB = "".join(edges(f"node{node}", 9, f"Bootstrap: Using eth0:10.0.0.{node}<0>") for node in range(1, 5))
+
 _LOST = "RuntimeError: NCCL communicator was aborted on rank {0}."
 _TRACE = 'Traceback (most recent call last):\n  File "/app/train.py", line 9, in main\n    step()\n'
 
@@ -375,6 +399,98 @@ _GENERATED: dict[str, tuple[str, str, tuple[int, ...], str]] = {
         "failure",
         (),
         "ValueError: bad",
+    ),
+    "ib-12-old": (_OLD.format("node1"), "ib-retry", (), "error 12"),
+    "ib-12-peer": (_PEER.format("node1", 2, 12, 129), "ib-retry", (), "node1 to 10.0.0.2"),
+    "ib-12-hca": (_OOB + _HCA.format("node1", 2, 12, 129), "ib-retry", (), "node1 to node2 (10.0.0.2)"),
+    "ib-12-named": (
+        _OOB + _NAMED.format("node3", 4, "IBV_WC_RETRY_EXC_ERR(12)", 129),
+        "ib-retry",
+        (),
+        "node3 to node4 (10.0.0.4)",
+    ),
+    "ib-5-then-12": (
+        _HCA.format("node1", 2, 5, 249) + _HCA.format("node2", 1, 12, 129),
+        "ib-retry",
+        (),
+        "node2 to 10.0.0.1",
+    ),
+    "ib-4": (_HCA.format("node1", 2, 4, 81), "ib-protection", (), "local protection"),
+    "ib-4-named": (_NAMED.format("node1", 2, "IBV_WC_LOC_PROT_ERR(4)", 81), "ib-protection", (), "local protection"),
+    "ib-10": (_HCA.format("node1", 2, 10, 136), "ib-remote-access", (), "node1 to 10.0.0.2"),
+    "info-2.14": (
+        "".join(started(rank, f"node{rank // 2}", 4, done=rank != 3) for rank in range(4)),
+        "nccl-init",
+        (),
+        "node1 came to bootstrap only",
+    ),
+    "info-absent": (
+        "".join(info(rank, f"node{rank // 2}", nranks=8, done=False) for rank in range(6)),
+        "nccl-init",
+        (),
+        "ranks 6-7 of 8 wrote no line",
+    ),
+    "info-shm": (
+        nodes(
+            3,
+            "Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read",
+            "Channel 01/0 : 1[1] -> 8[0] [send] via NET/IB/0/GDRDMA",
+            last=(
+                "Channel 00 : 0[1000] -> 1[2000] via SHM/direct/direct",
+                "Channel 01/0 : 1[1] -> 8[0] [send] via NET/IB/0/GDRDMA",
+            ),
+        ),
+        "nccl-local-transport",
+        (),
+        "SHM: node2",
+    ),
+    "info-two-ways-within-a-node": (
+        "".join(
+            edges(f"node{node}", pid, f"Channel 00/0 : 0[0] -> 1[1] via {via}")
+            for node in range(2)
+            for pid, via in ((7, "P2P/IPC"), (8, "SHM/direct/direct"))
+        ),
+        "unknown",
+        (),
+        "no line reports a failure",
+    ),
+    "info-socket": (
+        nodes(
+            3,
+            "NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.0.0.1<0>",
+            "Using network IB",
+            last=("NET/IB : No device found.", "NET/Socket : Using [0]eth0:10.0.0.3<0>", "Using network Socket"),
+        ),
+        "nccl-network",
+        (),
+        "Socket: node2",
+    ),
+    "info-no-hca": (
+        nodes(
+            3,
+            "NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>",
+            last=("NET/IB : Using [RO]; OOB eth0:10.0.0.3<0>", "NET/Socket : Using [0]eth0:10.0.0.3<0>"),
+        ),
+        "nccl-network",
+        (),
+        "Socket: node2",
+    ),
+    "info-plugin": (
+        nodes(
+            3,
+            "NET/Plugin: Loaded net plugin AWS Libfabric (v6)",
+            "Using network AWS Libfabric",
+            last=("NET/Plugin: No plugin found (libnccl-net.so)", "Using network Socket"),
+        ),
+        "nccl-network",
+        (),
+        "AWS Libfabric: node[0-1]; Socket: node2",
+    ),
+    "info-version": (
+        nodes(3, "NCCL version 2.27.3+cuda12.9", last=("NCCL version 2.21.5+cuda12.4",)),
+        "nccl-version",
+        (),
+        "2.21.5+cuda12.4: node2",
     ),
     "info-gdr": (
         "".join(

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 SIGNALS = {1: "SIGHUP", 2: "SIGINT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL"}
 SIGNALS |= {11: "SIGSEGV", 15: "SIGTERM"}
 _ENDING = ("SIGTERM", "SIGINT", "SIGHUP")
+WRITER = re.compile(r"([\w.-]{1,200}):(\d{1,18}):\d{1,18} \[")
+"""How NCCL begins its lines: host, pid."""
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
 _COLLECTIVES = frozenset(
     (
@@ -87,7 +89,9 @@ def make(nodes: Sequence[NodeLogs]) -> Book:
             book.comms.append(comm)
             book.nranks = max(book.nranks, comm.nranks or 0)
     locals_ = _locals(nodes)
-    pids = {(comm.pid): comm.rank for comm in book.comms if comm.rank is not None and comm.nranks == book.nranks}
+    pids = {
+        (comm.host, comm.pid): comm.rank for comm in book.comms if comm.rank is not None and comm.nranks == book.nranks
+    }
     for node in nodes:
         ranks = [_rank(stream, node.host, summary, locals_) for stream in node.streams]
         for stream, rank in zip(node.streams, ranks, strict=True):
@@ -166,7 +170,7 @@ def _rank(
     return None if several or moved or any(rank != local for (_, local), rank in summary.items()) else stream.local
 
 
-def _add(book: Book, node: NodeLogs, event: Event, rank: int | None, pids: dict[int, int]) -> None:
+def _add(book: Book, node: NodeLogs, event: Event, rank: int | None, pids: dict[tuple[str, int], int]) -> None:
     generation = max(event.generation, node.streams[event.stream].generation if node.streams else 0)
     if event.id == "exit":
         if event.groups["launcher"] == "deepspeed":
@@ -197,10 +201,10 @@ def _add(book: Book, node: NodeLogs, event: Event, rank: int | None, pids: dict[
             book.hosts.setdefault(who, failure.host)
 
 
-def _by_pid(text: str, pids: dict[int, int]) -> int | None:
-    """NCCL's own lines have the pid; which rank that is, its INFO lines tell."""
-    match = re.search(r"[\w.-]+:(\d{1,18}):\d+ \[", text)
-    return pids.get(int(match[1])) if match else None
+def _by_pid(text: str, pids: dict[tuple[str, int], int]) -> int | None:
+    """NCCL's own lines have the host and the pid; which rank that is, its INFO lines say."""
+    match = WRITER.search(text)
+    return pids.get((match[1], int(match[2]))) if match else None
 
 
 def _is_alone(node: NodeLogs) -> bool:

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_ranks, name_ranks
-from distdiag.commands.logs.book import SIGNALS
+from distdiag.commands.logs.book import SIGNALS, WRITER
 from distdiag.commands.logs.types import Failure, number_in
 from distdiag.knowledge.job_logs import known_lines
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
@@ -115,8 +115,9 @@ def first_failure(
     others = sorted(set(book.ranks) - set(ranks))
     where_ = f", at {failure.place}" if failure.place else ""
     reason = f"{failure.what}{where_}"
+    paths, hosts_of_paths = _paths(group, book)
     if not blames:
-        title = f"{failure.means}"
+        title = failure.means + paths
         id_ = f"logs.{failure.known}"
     elif named:
         title = f"{_ranks(ranks, book)} did not reach the barrier: {failure.what}"
@@ -141,11 +142,29 @@ def first_failure(
         level=Level.FAIL,
         title=title,
         detail=detail,
-        where=Where(ranks=ranks, hosts=hosts) if blames else Where(),
+        where=Where(ranks=ranks, hosts=hosts) if blames else Where(hosts=hosts_of_paths),
         witnesses=Witnesses(ranks=tuple(others) if blames else tuple(sorted({*ranks, *others}))),
         evidence=_evidence(group),
         fix=_fix(failure, round_),
     )
+
+
+def _paths(group: Sequence[Failure], book: Book) -> tuple[str, tuple[str, ...]]:
+    """Format between which hosts InfiniBand failed; and the host that is an end of each of several paths."""
+    names = {comm.address.partition("<")[0]: comm.host for comm in book.comms if comm.address}
+    paths: dict[tuple[str, str], str] = {}
+    for failure in group:
+        writer, peer = WRITER.search(failure.text), failure.groups.get("peer", "")
+        if writer and peer:
+            end = names.get(peer, peer)
+            paths[writer[1], end] = f"{writer[1]} to {end}" + (f" ({peer})" if end != peer else "")
+    if not paths:
+        return "", ()
+    shown = list(paths.values())
+    more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
+    common = set.intersection(*({*ends} for ends in paths))
+    several = len({frozenset(ends) for ends in paths}) > 1
+    return f"; {', '.join(shown[:3])}{more}", tuple(sorted(common)) if several and len(common) == 1 else ()
 
 
 def _sentence(text: str) -> str:

@@ -9,7 +9,7 @@ from distdiag.commands.logs.scan import PHASES
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from distdiag.commands.logs.scan import NcclRank
 
@@ -17,7 +17,7 @@ _LOCAL_ONLY = ("lo", "docker", "veth", "virbr", "br-")
 
 
 def findings_of(comms: Sequence[NcclRank], *, ended: bool) -> list[Finding]:
-    """Return what the set-up of NCCL has that may be the trouble."""
+    """Return what in the set-up of NCCL stops the job or slows it down."""
     found: list[Finding] = []
     stuck = [comm for comm in comms if comm.started > comm.completed or (comm.phase < 5 and not comm.completed)]
     done = [comm for comm in comms if comm.completed and comm not in stuck]
@@ -58,33 +58,38 @@ def _stuck(stuck: Sequence[NcclRank], done: Sequence[NcclRank]) -> Finding:
 
 
 def _differing(comms: Sequence[NcclRank]) -> list[Finding]:
-    """Name what a few hosts have otherwise than the others."""
-    kinds: tuple[tuple[str, Callable[[NcclRank], str], str], ...] = (
-        ("version", lambda comm: comm.version, "NCCL version"),
-        ("network", lambda comm: comm.network, "network"),
-        ("interface", lambda comm: comm.interface, "bootstrap interface"),
+    """Name what differs between hosts, and the hosts that are few."""
+    kinds: tuple[tuple[str, Callable[[NcclRank], Iterable[str]], str], ...] = (
+        ("version", lambda comm: (comm.version,), "version"),
+        ("network", lambda comm: (comm.network,), "network"),
+        ("interface", lambda comm: (comm.interface,), "bootstrap interface"),
+        ("plugin", lambda comm: (comm.plugin,), "network plugin"),
         ("transport", _remote, "transport between nodes"),
+        ("local-transport", _local, "transport within a node"),
     )
     found = []
     for name, value, words in kinds:
-        by_value: dict[str, set[str]] = {}
+        by_host: dict[str, set[str]] = {}
         for comm in comms:
-            if value(comm):
-                by_value.setdefault(value(comm), set()).add(comm.host)
+            by_host.setdefault(comm.host, set()).update(value(comm))
+        by_value: dict[str, set[str]] = {}
+        for host, values in by_host.items():
+            if values := values - {""}:
+                by_value.setdefault(" + ".join(sorted(values)), set()).add(host)
         if len(by_value) < 2:
             continue
         ordered = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[0]))
         clear = len(ordered[0][1]) > len(ordered[1][1])
         few = sorted({host for _, hosts in ordered[1:] for host in hosts} - ordered[0][1])
-        told = "; ".join(f"{shown}: {fold(sorted(hosts))}" for shown, hosts in ordered[:4])
+        shown = "; ".join(f"{text}: {fold(sorted(hosts))}" for text, hosts in ordered[:4])
         slow = (
-            "; one node without GPUDirect RDMA slows the whole job" if name == "transport" and "GDRDMA" in told else ""
+            "; one node without GPUDirect RDMA slows the whole job" if name == "transport" and "GDRDMA" in shown else ""
         )
         found.append(
             Finding(
                 id=f"logs.nccl-{name}",
                 level=Level.WARN,
-                title=f"the hosts differ in NCCL's {words}: {told}{slow}",
+                title=f"NCCL's {words} differs between hosts: {shown}{slow}",
                 where=Where(hosts=tuple(few) if clear else ()),
                 fix=Fix(
                     text="make the hosts alike: the same image, driver, nvidia_peermem and NCCL_* variables",
@@ -95,8 +100,12 @@ def _differing(comms: Sequence[NcclRank]) -> list[Finding]:
     return found
 
 
-def _remote(comm: NcclRank) -> str:
-    return " + ".join(sorted(kind for kind in comm.edges if kind.startswith("NET")))
+def _remote(comm: NcclRank) -> Iterable[str]:
+    return (kind for kind in comm.edges if kind.startswith("NET"))
+
+
+def _local(comm: NcclRank) -> Iterable[str]:
+    return (kind for kind in comm.edges if not kind.startswith("NET"))
 
 
 def _interface(comms: Sequence[NcclRank]) -> Finding:

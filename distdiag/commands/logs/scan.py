@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 SIGNS = (
     b"rror", b"raceback", b"xception", b"illed", b"ignal", b"NCCL WARN", b"atchdog", b"bort", b"ail", b"xit",
-    b"imed out", b"imeout", b"oom", b"ut of memory", b"Out Of Memory", b"enqueued", b"Segmentation", b"CANCELLED", b"losed",
-    b"NVRM", b"pid", b"will restart", b"double free", b"No space", b"NCCL version", b"NCCL INFO Bootstrap", b"- Init ",
-    b"NCCL INFO NET/", b"NCCL INFO Trees", b"NCCL INFO Connected", b"NCCL INFO Using", b"alloc(): ", b"free(): ",
-    b"corrupted size", b"munmap_chunk", b"stack smashing", b"forcing job", b"srun: Terminating", b"KeyboardInterrupt",
-    b"DDP expects", b"fallen off", b"GPU is lost", b"uncorrectable", b"oom_kill",
+    b"imed out", b"imeout", b"oom", b"ut of memory", b"Out Of Memory", b"enqueued", b"Segmentation", b"CANCELLED",
+    b"losed", b"NVRM", b"pid", b"will restart", b"double free", b"No space", b"NCCL version", b"NCCL INFO Bootstrap",
+    b"- Init ", b"NCCL INFO NET/", b"NCCL INFO Trees", b"NCCL INFO Connected", b"NCCL INFO Using", b"alloc(): ",
+    b"free(): ", b"corrupted size", b"munmap_chunk", b"stack smashing", b"forcing job", b"srun: Terminating",
+    b"KeyboardInterrupt", b"DDP expects", b"fallen off", b"GPU is lost", b"uncorrectable", b"oom_kill",
 )  # fmt: skip
 """A line without any of these is none that a pattern fits. `Channel ... via` of NCCL's INFO is read by the block."""
 _TEXT, _TAIL, _FRAMES, _CHAIN = 600, 8, 64, 4
@@ -45,7 +45,8 @@ _FRAME = re.compile(r'^\s+File "([^"]{1,400})", line (\d{1,18})(?:, in (.{1,120}
 _INFO = re.compile(rb"([\w.-]{1,200}):(\d{1,18}):(\d{1,18}) \[(-?\d{1,18})\] NCCL INFO (.*)")
 _COMM = re.compile(rb"comm 0x\w+ rank (\d{1,6}) n[Rr]anks (\d{1,6}).*?(?:commId (0x\w+))?\D*- Init (START|COMPLETE)")
 _OOB = re.compile(rb"Bootstrap ?: Using (\[\d+\])?([^: ]+):([\d.a-f:\[\]]+)<")
-_NET = re.compile(rb"NET/(\w+) ?: Using (.*)")
+_NET = re.compile(rb"NET/(\w+) ?: Using \[\d")
+_PLUGIN = re.compile(rb"NET/Plugin ?: (?:Loaded net plugin ([^(]{1,60}?) ?(?:\(|$)|No plugin found|Plugin load )")
 _VIA = re.compile(rb" via (P2P|SHM|NET/[\w.-]+)((?:/[\w.-]+)*)")
 _SUMMARY = re.compile(r"^\s+(time|host|rank|exitcode|error_file|traceback)\s*: (.*)$")
 _WATCHDOG = ("Watchdog caught", "ast enqueued")
@@ -147,7 +148,7 @@ class Scan:
         self.comms: dict[tuple[str, int], NcclRank] = {}
         self.dropped = 0
         self.news: Callable[[Event], None] | None = None
-        self._cache: dict[bytes, tuple[Pattern, ...]] = {}
+        self._cache: dict[bytes, Pattern | None] = {}
         self._per_stream: dict[tuple[int, str], int] = {}
         self._seen: dict[tuple[int, int, str, str], int] = {}
 
@@ -157,7 +158,8 @@ class Scan:
 
     def add(self, event: Event) -> None:
         """Keep an event, unless there are very many like it."""
-        same = (event.stream, event.generation, event.id, re.sub(r"\d+|0x\w+", "#", event.text))
+        peer = event.groups.get("peer", "")
+        same = (event.stream, event.generation, event.id, re.sub(r"\d+|0x\w+", "#", event.text) + peer)
         if event.id not in ("watchdog", "status", "exit") and same in self._seen:
             at = self._seen[same]
             old = self.events[at]
@@ -177,20 +179,25 @@ class Scan:
     def known(self, line: bytes, text: str) -> tuple[str, dict[str, str]] | None:
         """Return the first known failure that fits, with its groups."""
         shape = _SHAPE.sub(b"#", line[:400])
-        fitting = self._cache.get(shape)
-        if fitting is None:
-            fitting = tuple(
-                pattern
-                for pattern in self.patterns
-                if any(word in line for word in pattern.words) and pattern.pattern.search(text)
-            )[:1]
+        pattern = self._cache.get(shape)
+        match = pattern.pattern.search(text) if pattern else None
+        if match is None:
+            if shape in self._cache and pattern is None and b"NCCL" not in line:
+                return None
+            pattern, match = self._search(line, text)
             if len(self._cache) < _CACHED:
-                self._cache[shape] = fitting
-        for pattern in fitting:
-            match = pattern.pattern.search(text)
-            if match:
-                return pattern.id, {name: value[:200] for name, value in match.groupdict().items() if value}
-        return None
+                self._cache[shape] = pattern
+        if pattern is None or match is None:
+            return None
+        return pattern.id, {name: value[:200] for name, value in match.groupdict().items() if value}
+
+    def _search(self, line: bytes, text: str) -> tuple[Pattern | None, re.Match[str] | None]:
+        for pattern in self.patterns:
+            if any(word in line for word in pattern.words):
+                match = pattern.pattern.search(text)
+                if match:
+                    return pattern, match
+        return None, None
 
 
 _SHAPE = re.compile(rb"\d+|0x[0-9a-f]+")
@@ -591,7 +598,9 @@ def _set_up(comm: NcclRank, message: bytes) -> None:
     elif net and not comm.network:
         comm.network = _ascii(net[1])
     elif message.startswith(b"Using network "):
-        comm.network = _ascii(message[14:].strip().partition(b" ")[0])
+        comm.network = _ascii(message[14:].strip())
+    elif plugin := _PLUGIN.search(message):
+        comm.plugin = _ascii(plugin[1] or b"") or comm.plugin or "no plugin"
     elif b"NCCL version " in message:
         comm.version = _ascii(message.partition(b"NCCL version ")[2].partition(b" ")[0])
 
