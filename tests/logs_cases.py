@@ -44,7 +44,7 @@ _RECORDED: dict[str, tuple[str, tuple[int, ...], str]] = {
     "torchrun-exit0": ("left-early", (2,), ""),
     "torchrun-hang": ("missing-rank", (2,), ""),
     "torchrun-late": ("missing-rank", (2,), ""),
-    "torchrun-size": ("size-mismatch", (), "2048 bytes came where 1024"),
+    "torchrun-size": ("size-mismatch", (), "received 2048 bytes, expected 1024"),
     "torchrun-op": ("collective-mismatch", (2,), "rank 2 in barrier"),
     "torchrun-order": ("collective-mismatch", (2,), "rank 2 in broadcast"),
     "torchrun-file": (*_FIRST, "FileNotFoundError"),
@@ -377,6 +377,149 @@ _GENERATED: dict[str, tuple[str, str, tuple[int, ...], str]] = {
         "ranks 0 and 1",
     ),
     "handled-then-exit": (_HANDLED + ended_by_torchrun(2, 1, 0, 1), *_FIRST, "exit status 1"),
+    "handled-then-named": (_HANDLED + raised(1, "ValueError: bad"), "first-failure", (1,), "ValueError: bad"),
+    "handled-twice-then-named": (
+        _HANDLED + _HANDLED.replace("default0", "default3") + raised(1, "ValueError: bad"),
+        "first-failure",
+        (1,),
+        "ValueError: bad",
+    ),
+    "handled-then-behind": (
+        _HANDLED.replace("[default0]:", "0: ")
+        + "".join(f"{rank}: {line}\n" for rank in range(3) for line in stuck(range(rank, rank + 1), 808).splitlines())
+        + "".join(f"3: {line}\n" for line in (caught(3, 805, "ALLGATHER") + status(3, 805, 805, 804)).splitlines()),
+        "desync",
+        (3,),
+        "never called collective 808",
+    ),
+    "handled-line-then-killed": (
+        "[default0]:step 1\n[default0]:WARNING skipped a batch: CUDA out of memory. Tried to allocate 2 GiB\n[default2]:step 1\n"
+        + ended_by_torchrun(2, -9, 0, 1),
+        *_FIRST,
+        "SIGKILL, sender unknown",
+    ),
+    "retried-then-other": (
+        "[default1]:OSError: [Errno 98] Address already in use\n[default1]:step 1\n[default3]:step 1\n"
+        + "".join(f"[default3]:{line}\n" for line in raised(3, "ValueError: bad").splitlines())
+        + ended_by_torchrun(3, 1, 1, 2),
+        "first-failure",
+        (3,),
+        "ValueError: bad",
+    ),
+    "old-torch": (
+        "".join(
+            f"{rank}: {line}\n"
+            for rank in range(4)
+            for line in (
+                _TRACE + ("ValueError: bad" if rank == 3 else "RuntimeError: Connection closed by peer [::1]:9")
+            ).splitlines()
+        ),
+        "first-failure",
+        (3,),
+        "ValueError: bad",
+    ),
+    "two-handled-no-exits": (
+        "".join(
+            f"{rank}: {line}\n"
+            for rank in (0, 3)
+            for line in (_TRACE + f"ValueError: bad {'ab'[rank % 2]}").splitlines()
+        )
+        + "".join(f"1: {line}\n" for line in raised(1, "RuntimeError: Connection closed by peer [::1]:9").splitlines()),
+        "unknown",
+        (),
+        "",
+    ),
+    "loader-worker": (
+        raised(
+            2,
+            "ValueError: Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+            '  File "/app/data.py", line 3, in __getitem__\n    x\nValueError: sample 7 is empty\n',
+        ),
+        *_FIRST,
+        "sample 7 is empty, at /app/data.py:3",
+    ),
+    "two-processes-no-prefix": (
+        _TRACE + "ValueError: bad\n" + _TRACE + "RuntimeError: Connection closed by peer [::1]:9\n",
+        "failure",
+        (),
+        "ValueError: bad",
+    ),
+    "step-aborted-by-srun": (
+        "srun: error: n2: task 2: Exited with exit code 9\nsrun: Job step aborted: Waiting up to 32 seconds for job step to "
+        "finish.\nsrun: error: n1: tasks 0-1,3: Killed\n",
+        *_FIRST,
+        "exit status 9",
+    ),
+    "memory-events": (
+        "srun: error: node1: task 2: Killed\nsrun: error: node1: tasks 0-1,3: Terminated\n"
+        "low 0\nhigh 0\nmax 811\noom 1\noom_kill 1\n",
+        *_FIRST,
+        "out of memory",
+    ),
+    "memory-events-none": (
+        "srun: error: node1: task 2: Killed\nlow 0\nhigh 0\nmax 0\noom 0\noom_kill 0\n",
+        *_FIRST,
+        "sender unknown",
+    ),
+    # Lines that users posted, with where.
+    "public-bus-error": (  # pytorch#5040
+        "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).\n"
+        + raised(1, "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Bus error."),
+        "first-failure",
+        (1,),
+        "/dev/shm",
+    ),
+    "public-watchdog-illegal": (  # pytorch#180280
+        "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [PG ID 0 PG GUID 0(default_pg) "
+        "Rank 2] Process group watchdog thread terminated with exception: CUDA error: an illegal memory access was "
+        "encountered\n",
+        *_FIRST,
+        "illegal memory access",
+    ),
+    "public-watchdog-alone": (  # pytorch#118369: the rank that reports waited
+        caught(0, 1580) + status(0, 1580, 1583, 1579),
+        "unknown",
+        (),
+        "",
+    ),
+    "public-dump-signal": (dump(1, 34, 811, 807), "unknown", (), ""),  # vllm#9308
+    "public-shm-segment": (  # nccl#290
+        "node1:7:8 [0] include/shm.h:48 NCCL WARN Error while creating shared memory segment nccl-shm-recv-1 (size 9637888)\n",
+        "failure",
+        (),
+        "/dev/shm",
+    ),
+    "public-duplicate-gpu": (  # pytorch#68666
+        "node1:7:8 [0] init.cc:521 NCCL WARN Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000\n",
+        "failure",
+        (),
+        "Duplicate GPU detected : rank 1 and rank 0",
+    ),
+    "public-no-interface": (  # pytorch#29482
+        "node1:7:8 [0] bootstrap.cc:45 NCCL WARN Bootstrap : no socket interface found\n",
+        "failure",
+        (),
+        "no socket interface found",
+    ),
+    "public-memlock": (  # nccl-tests#206
+        "node1:7:8 [0] misc/ibvwrap.cc:284 NCCL WARN Call to ibv_create_cq failed with error Cannot allocate memory\n",
+        "failure",
+        (),
+        "ibv_create_cq",
+    ),
+    "public-closed-by-peer": (  # nccl#1232
+        "node1:7:8 [0] misc/socket.cc:53 NCCL WARN socketProgress: Connection closed by remote peer node2<4711>\n",
+        "unknown",
+        (),
+        "",
+    ),
+    "public-version-mismatch": (
+        "node1:7:8 [0] init.cc:690 NCCL WARN Mismatched NCCL version detected : rank 1 version 21805 rank 0 version 22005\n",
+        "nccl-version",
+        (),
+        "rank 1: 21805",
+    ),
+    "public-bare-killed": ("Killed\n", "unknown", (), ""),
     "handled-then-lost": (
         _HANDLED
         + "".join(raised(rank, "RuntimeError: Connection closed by peer [::1]:9") for rank in (1, 3))
@@ -422,7 +565,7 @@ _GENERATED: dict[str, tuple[str, str, tuple[int, ...], str]] = {
         "".join(started(rank, f"node{rank // 2}", 4, done=rank != 3) for rank in range(4)),
         "nccl-init",
         (),
-        "node1 came to bootstrap only",
+        "node1 got only to bootstrap",
     ),
     "info-absent": (
         "".join(info(rank, f"node{rank // 2}", nranks=8, done=False) for rank in range(6)),

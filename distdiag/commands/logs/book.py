@@ -69,6 +69,7 @@ class Book:
     hosts: dict[int, str] = field(default_factory=dict)
     nranks: int = 0
     generations: int = 1
+    several_hosts: bool = False
     unnamed_codes: list[str] = field(default_factory=list)
     """Return codes that a launcher reports without the rank."""
     aborted: set[int] = field(default_factory=set)
@@ -79,10 +80,15 @@ class Book:
         """Return how many ranks there are evidently."""
         return max([self.nranks, *(rank + 1 for rank in self.ranks)])
 
+    def note_host(self, rank: int, host: str, node: NodeLogs) -> None:
+        """Note where a rank ran. Where its log lies says so only if each host was asked for its own logs."""
+        if host or self.several_hosts:
+            self.hosts.setdefault(rank, host or node.host)
+
 
 def make(nodes: Sequence[NodeLogs]) -> Book:
     """Read what all nodes sent."""
-    book = Book()
+    book = Book(several_hosts=len(nodes) > 1)
     summary = _summary(nodes)
     for node in nodes:
         for comm in node.comms:
@@ -97,7 +103,7 @@ def make(nodes: Sequence[NodeLogs]) -> Book:
         for stream, rank in zip(node.streams, ranks, strict=True):
             if rank is not None:
                 book.ranks[rank] = book.ranks.get(rank, 0) + stream.lines
-                book.hosts.setdefault(rank, stream.host or node.host)
+                book.note_host(rank, stream.host, node)
         for event in node.events:
             _add(book, node, event, ranks[event.stream] if event.stream < len(ranks) else None, pids)
     for exit_ in book.exits:
@@ -198,7 +204,7 @@ def _add(book: Book, node: NodeLogs, event: Event, rank: int | None, pids: dict[
         book.generations = max(book.generations, generation + 1)
         if who is not None:
             book.ranks.setdefault(who, 0)
-            book.hosts.setdefault(who, failure.host)
+            book.note_host(who, failure.host, node)
 
 
 def _by_pid(text: str, pids: dict[tuple[str, int], int]) -> int | None:
@@ -274,7 +280,7 @@ def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) ->
         role=role,
         known=row.id if row is not None else "exception",
         rank=rank,
-        host=stream.host or node.host,
+        host=stream.host,
         generation=generation,
         what=what,
         means=means,

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from distdiag.report import Finding
 
 _APART_S = 1.5
-"""Times of two ranks that differ by more tell which was first: launchers write whole seconds."""
+"""Times of two ranks that differ by more show which was first: launchers write whole seconds."""
 _SUDDEN = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
 """Signals that no exception of Python ends in."""
+_RETRIED = ("cuda-out-of-memory", "disk-full", "shm-full", "port-in-use", "loader-killed", "loader-exited")
+"""What programs catch, log and try again; other errors of CUDA leave nothing to go on with."""
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 _MOST_RANKS, _MOST_FAILURES = 4096, 5000
 
@@ -113,8 +115,6 @@ def _first_cause(round_: Round, book: Book) -> list[Finding]:
         ]
     elif not job:
         suspects = _with_last_traceback(wordless, doubtful)
-    if not suspects and doubtful:
-        return [_of_doubtful(doubtful, round_, book)]
     if job and not suspects:
         return [findings.ended_from_outside(job[0])]
     if suspects:
@@ -123,7 +123,9 @@ def _first_cause(round_: Round, book: Book) -> list[Finding]:
     lines = [(rank, event) for rank, event in book.watchdog if event.generation == generation] or book.watchdog
     if lines:
         judged = desync.judge(lines, book.ranks)
-        return [findings.of_desync(one, round_, first=number == 0) for number, one in enumerate(judged[:4])]
+        return [findings.of_desync(each, round_, first=number == 0) for number, each in enumerate(judged[:4])]
+    if doubtful:
+        return [_of_doubtful(doubtful, round_, book)]
     return [_who_is_missing(round_, book)]
 
 
@@ -133,11 +135,15 @@ def _may_be_handled(failure: Failure, round_: Round) -> bool:
     What nothing catches is written by torch's excepthook, with `[rank3]:` before each line. A traceback without it is
     of before init_process_group, of a thread, of an older torch, or was logged. How the rank ended decides then.
     """
-    if failure.groups.get("id") != "exception" or failure.groups.get("uncaught") or findings.accused(failure):
+    if failure.groups.get("uncaught") or findings.accused(failure):
         return False
     exits = [] if failure.rank is None else [exit_ for exit_ in round_.exits_of(failure.rank) if exit_.is_bad]
+    if failure.groups.get("id") != "exception":
+        return failure.known in _RETRIED and bool(exits) and all(exit_.by_launcher for exit_ in exits)
     if exits:
         return all(exit_.by_launcher or exit_.signal in _SUDDEN for exit_ in exits)
+    if failure.rank is not None and failure.rank in {rank for rank, _ in round_.book.watchdog}:
+        return True
     return any(other.groups.get("uncaught") for other in round_.failures)
 
 

@@ -47,11 +47,11 @@ def _stuck(stuck: Sequence[NcclRank], done: Sequence[NcclRank]) -> Finding:
     return Finding(
         id="logs.nccl-init",
         level=Level.WARN,
-        title=f"NCCL's init did not complete on {len(stuck)} ranks: {who} came to {PHASES[least]} only{rest}{missing}",
+        title=f"NCCL init did not complete on {len(stuck)} ranks: {who} got only to {PHASES[least]}{rest}{missing}",
         where=Where(hosts=tuple(sorted({comm.host for comm in last}))),
         witnesses=Witnesses(ranks=tuple(sorted(comm.rank for comm in done if comm.rank is not None))),
         fix=Fix(
-            text="test whether these nodes reach each other, on the interface that NCCL uses",
+            text="test whether these nodes reach each other over the interface that NCCL uses",
             commands=("distdiag ports --hosts ...",),
         ),
     )
@@ -92,7 +92,7 @@ def _differing(comms: Sequence[NcclRank]) -> list[Finding]:
                 title=f"NCCL's {words} differs between hosts: {shown}{slow}",
                 where=Where(hosts=tuple(few) if clear else ()),
                 fix=Fix(
-                    text="make the hosts alike: the same image, driver, nvidia_peermem and NCCL_* variables",
+                    text="give all hosts the same image, driver, nvidia_peermem and NCCL_* variables",
                     commands=("distdiag cuda-env --hosts ...", "lsmod | grep -E 'nvidia_peermem|nv_peer_mem'"),
                 ),
             )
@@ -113,9 +113,9 @@ def _interface(comms: Sequence[NcclRank]) -> Finding:
     return Finding(
         id="logs.nccl-local-interface",
         level=Level.WARN,
-        title=f"NCCL bootstraps over {comms[0].interface} on {fold(hosts)}: other nodes do not reach that interface",
+        title=f"NCCL bootstraps over {comms[0].interface} on {fold(hosts)}: other nodes cannot reach that interface",
         where=Where(hosts=tuple(hosts)),
-        fix=Fix(text="name the interface of the cluster's network", commands=("export NCCL_SOCKET_IFNAME=eth0",)),
+        fix=Fix(text="set the interface of the cluster network", commands=("export NCCL_SOCKET_IFNAME=eth0",)),
     )
 
 
@@ -123,6 +123,6 @@ def _sockets(hosts: Sequence[str]) -> Finding:
     return Finding(
         id="logs.nccl-sockets",
         level=Level.INFO,
-        title=f"NCCL uses TCP sockets between all {len(hosts)} hosts: slow, if they have InfiniBand, RoCE or EFA",
-        fix=Fix(text="see whether the RDMA devices are visible in the container", commands=("ibv_devinfo -l",)),
+        title=f"NCCL uses TCP sockets between all {len(hosts)} hosts: slow if they have InfiniBand, RoCE or EFA",
+        fix=Fix(text="check that the container sees the RDMA devices", commands=("ibv_devinfo -l",)),
     )

@@ -135,7 +135,7 @@ class _Traceback:
     last: list[str] = field(default_factory=list)
     chain: list[str] = field(default_factory=list)
     chained: bool = False
-    """The next traceback is of an exception that this one led to."""
+    """The next traceback follows from this exception."""
 
 
 class Scan:
@@ -393,6 +393,10 @@ class FileScan:
             return True
         if not traceback.last:
             return self._before_exception(number, traceback, text)
+        if text.startswith("Original Traceback (most recent call last)"):  # of a DataLoader worker
+            traceback.chain.append("\n".join(traceback.last)[:_TEXT])
+            traceback.frames, traceback.last = [], []
+            return True
         if text.startswith(("During handling of the above", "The above exception was the direct")):
             traceback.chained = True
             return True
