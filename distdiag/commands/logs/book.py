@@ -69,6 +69,8 @@ class Book:
     hosts: dict[int, str] = field(default_factory=dict)
     nranks: int = 0
     generations: int = 1
+    writers: set[int] = field(default_factory=set)
+    """Ranks that wrote lines, beside what launchers report of them."""
     several_hosts: bool = False
     unnamed_codes: list[str] = field(default_factory=list)
     """Return codes that a launcher reports without the rank."""
@@ -103,6 +105,7 @@ def make(nodes: Sequence[NodeLogs]) -> Book:
         for stream, rank in zip(node.streams, ranks, strict=True):
             if rank is not None:
                 book.ranks[rank] = book.ranks.get(rank, 0) + stream.lines
+                book.writers.add(rank)
                 book.note_host(rank, stream.host, node)
         for event in node.events:
             _add(book, node, event, ranks[event.stream] if event.stream < len(ranks) else None, pids)

@@ -12,7 +12,7 @@ from distdiag.commands.logs.types import COMMAND, Failure, Logs, LogSource, Rank
 from distdiag.report import Level, Report
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from distdiag.commands.logs.book import Book, Exit
     from distdiag.commands.logs.collect import NodeLogs
@@ -115,6 +115,8 @@ def _first_cause(round_: Round, book: Book) -> list[Finding]:
         ]
     elif not job:
         suspects = _with_last_traceback(wordless, doubtful)
+        if suspects is wordless:
+            suspects = [failure for failure in wordless if _is_own_end(failure, book)]
     if job and not suspects:
         return [findings.ended_from_outside(job[0])]
     if suspects:
@@ -129,6 +131,14 @@ def _first_cause(round_: Round, book: Book) -> list[Finding]:
     return [_who_is_missing(round_, book)]
 
 
+def _is_own_end(failure: Failure, book: Book) -> bool:
+    """Return whether an end without a word is the rank's own doing.
+
+    Ranks that lost a peer end with status 1 and SIGABRT too: what this rank wrote must be here, to lack an error.
+    """
+    return failure.rank in book.writers or not failure.what.startswith(("exit status 1 ", "SIGABRT"))
+
+
 def _may_be_handled(failure: Failure, round_: Round) -> bool:
     """Return whether a rank may have caught an exception, logged it and gone on.
 
@@ -138,13 +148,23 @@ def _may_be_handled(failure: Failure, round_: Round) -> bool:
     if failure.groups.get("uncaught") or findings.accused(failure):
         return False
     exits = [] if failure.rank is None else [exit_ for exit_ in round_.exits_of(failure.rank) if exit_.is_bad]
-    if failure.groups.get("id") != "exception":
-        return failure.known in _RETRIED and bool(exits) and all(exit_.by_launcher for exit_ in exits)
+    if failure.groups.get("id") != "exception" and failure.known not in _RETRIED:
+        return False
+    if exits and failure.groups.get("id") != "exception":
+        return all(exit_.by_launcher for exit_ in exits)
     if exits:
         return all(exit_.by_launcher or exit_.signal in _SUDDEN for exit_ in exits)
     if failure.rank is not None and failure.rank in {rank for rank, _ in round_.book.watchdog}:
         return True
-    return any(other.groups.get("uncaught") for other in round_.failures)
+    others = [other for other in round_.failures if other.rank not in (failure.rank, None)]
+    if any(other.groups.get("uncaught") for other in round_.failures):
+        return True
+    if failure.rank is None or others:
+        return False
+    if failure.groups.get("id") != "exception":
+        return True
+    # Nothing ended, and others write on: the log may be of a job that runs.
+    return bool(round_.book.writers - {failure.rank}) and not round_.exits
 
 
 def _with_last_traceback(wordless: list[Failure], doubtful: Sequence[Failure]) -> list[Failure]:
@@ -161,7 +181,8 @@ def _of_doubtful(doubtful: list[Failure], round_: Round, book: Book) -> Finding:
     ranks = {failure.rank for failure in doubtful}
     reported = {failure.rank for failure in round_.failures}
     others_silent = [rank for rank in range(book.world) if rank not in reported]
-    if not alive and not others_silent and len(ranks) == 1:
+    raised = all(failure.groups.get("id") == "exception" for failure in doubtful)
+    if raised and not alive and not others_silent and len(ranks) == 1:
         return findings.first_failure(doubtful, round_, book)
     missing = _who_is_missing(round_, book)
     if missing.level is Level.FAIL and not ranks & {*missing.where.ranks} and {*missing.where.ranks} <= {*book.ranks}:
@@ -282,19 +303,31 @@ def _who_is_missing(round_: Round, book: Book) -> Finding:
     if len({name for name, _ in collectives.values()}) > 1:
         return findings.different_collectives(collectives, round_)
     silent = [rank for rank in range(book.world) if rank not in waiting]
-    if at and len(silent) == 1 and _is_certain(silent[0], round_, book):
+    if at and len(silent) == 1 and _is_certain(silent[0], at, round_) and not _has_failed(silent[0], round_):
         return findings.never_came(silent[0], at, round_)
     gone = [rank for rank in silent if not any(exit_.by_launcher for exit_ in round_.exits_of(rank))]
     lost = [failure for failure in waiting.values() if not findings.timed_out(failure)]
-    if lost and len(lost) == len(waiting) and len(gone) == 1 and _is_certain(gone[0], round_, book):
+    if (
+        lost
+        and len(lost) == len(waiting)
+        and len(gone) == 1
+        and _is_certain(gone[0], waiting, round_)
+        and not _has_failed(gone[0], round_)
+    ):
         return findings.left_early(gone[0], waiting, round_)
     return findings.cannot_tell(round_, book, silent)
 
 
-def _is_certain(rank: int, round_: Round, book: Book) -> bool:
-    """Return whether the logs have all ranks: this one left a trace, or its number is between others'."""
-    others = set(book.ranks) - {rank}
-    return rank in book.ranks or (bool(others) and rank < max(others)) or book.nranks > rank
+def _is_certain(rank: int, waiting: Mapping[int, Failure], round_: Round) -> bool:
+    """Return whether the logs have this rank, and the job's end: a log that is still written may lack both."""
+    if len({failure.file for failure in waiting.values()}) == 1 and min(waiting) < rank < max(waiting):
+        return True  # a console of all ranks
+    return rank in round_.book.ranks and (len(waiting) > 1 or bool(round_.exits))
+
+
+def _has_failed(rank: int, round_: Round) -> bool:
+    """Return whether a rank ended by itself, so that it did not hang."""
+    return any(exit_.is_bad and not exit_.by_launcher for exit_ in round_.exits_of(rank))
 
 
 def _unread(nodes: Sequence[NodeLogs], gathered: Gathered[NodeLogs]) -> list[Finding]:

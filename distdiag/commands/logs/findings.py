@@ -252,7 +252,7 @@ def several(groups: Sequence[Sequence[Failure]], round_: Round, book: Book) -> F
         level=Level.UNKNOWN,
         title=f"{len(groups)} different failures, and the log does not show which was first: {'; '.join(parts)}{more}"
         if len(groups) > 1
-        else f"one rank logged a failure, but was alive when the launcher ended it: {parts[0]}",
+        else f"one rank logged a failure, but nothing shows that it ended the rank: {parts[0]}",
         detail="Their lines have no times, or times too close to order." + seen,
         witnesses=Witnesses(
             ranks=tuple(sorted({one.rank for group in groups for one in group if one.rank is not None}))

@@ -31,7 +31,7 @@ _MOST_STREAMS, _MOST_COMMS = 20_000, 20_000
 _CACHED = 4096
 _MOST_SHAPES, _LONGEST_SHAPE = 20_000, 500
 _LONG_AGO = 2000
-_LEARN_BLOCKS = 50
+_LEARN_BLOCKS, _LOOKED_AT = 50, 64
 
 RANK = re.compile(rb"\[rank(\d{1,6})\]:[ ]?")
 _LABELLED = re.compile(rb"^[^\n]{1,80}?\[rank(\d{1,6})\]:", re.MULTILINE)
@@ -228,12 +228,11 @@ class FileScan:
             self._edges(block)
         for stream in [number for number, open_ in self._tracebacks.items() if open_.line < self.lines - _LONG_AGO]:
             self._end_traceback(stream)
-        if demux.forms and self._learned < _LEARN_BLOCKS:
+        if demux.forms:
             self._learn(block)
         hits = [] if self._ordinary.has(block) else _hits(block)
         if not hits and not self._tracebacks and not self._wrapped and self._summary is None and demux.is_whole(block):
             self.lines += block.count(b"\n")
-            self._meet(block)
             return
         if demux.is_whole(block):
             self._hit_lines(block, hits)
@@ -283,18 +282,18 @@ class FileScan:
         self._end_summary()
 
     def _learn(self, block: bytes) -> None:
-        """Note which ranks lines name behind which labels, also lines that are passed over."""
-        if b"[rank" not in block:
-            return
+        """Note whose lines a block has, also those that are passed over; of later blocks by their first lines only."""
         self._learned += 1
-        for match in _LABELLED.finditer(block):
-            self._stream(self._demux.split(match[0])[0], int(match[1]))
-
-    def _meet(self, block: bytes) -> None:
-        """Note whose lines a block has that is passed over; the first of its lines is enough to know of a rank."""
-        if self._demux.forms:
-            for line in block.split(b"\n", 64)[:64]:
-                self._stream(self._demux.split(line)[0], None)
+        if self._learned > _LEARN_BLOCKS:
+            lines = block.split(b"\n", _LOOKED_AT)[:_LOOKED_AT]
+        else:
+            lines = block.split(b"\n")
+            for match in _LABELLED.finditer(block) if b"[rank" in block else ():
+                self._stream(self._demux.split(match[0])[0], int(match[1]))
+        for line in filter(None, lines):
+            label = self._demux.split(line)[0]
+            if label:
+                self._stream(label, None)
 
     def _stream(self, label: bytes, rank: int | None) -> int:
         """Return the number of the stream of a label, and of the rank that the line names: nodes may share labels."""
