@@ -378,6 +378,7 @@ def cuda_env(folder: Path) -> str:
     old = machine.toolkit("11.0")
     machine.compiler("gcc", "15.1.0")
     machine.compiler("gcc-13", "13.3.0")
+    machine.compiler("c++", "13.3.0")
     machine.path = [str(old / "bin")]
     (folder / "kept").mkdir()
     save_facts(machine, folder / "kept")
