@@ -13,11 +13,13 @@ import re
 import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "distdiag"
@@ -40,16 +42,21 @@ def symptoms() -> str:
     parts = [
         REPOSITORY_NOTE,
         "# Symptoms: error lines and what they mean\n",
-        "Search this page for the error line you have. Each entry says what the line means, whether it is the cause or a "
-        "consequence, and the command that goes on from there. `…` is what differs from job to job.\n",
+        "Search this page for the error line you have. Each entry says what the line means, whether it is the cause or "
+        "a consequence, and the command that goes on from there. `…` is what differs from job to job.\n",
         "## Output of a training job\n",
         "Which rank failed first, and why: `distdiag logs job.log`.\n",
     ]
     for row in (*_toml("logs.toml")["line"], *_toml("torch.toml")["failure"]):
         number = "" if "id" in row else " of torch"
         parts.append(_symptom(row, row.get("id", number), "distdiag logs job.log"))
-    parts += ["## Builds, imports and GPU errors\n", "The fix for this machine: `distdiag cuda-env --explain build.log`.\n"]
-    parts += [_symptom(row, row["id"], "distdiag cuda-env --explain build.log") for row in _toml("cuda_logs.toml")["failure"]]
+    parts += [
+        "## Builds, imports and GPU errors\n",
+        "The fix for this machine: `distdiag cuda-env --explain build.log`.\n",
+    ]
+    parts += [
+        _symptom(row, row["id"], "distdiag cuda-env --explain build.log") for row in _toml("cuda_logs.toml")["failure"]
+    ]
     parts += ["## Crashes\n", "The thread, its frames and the reason: `distdiag core-bt CORE`.\n"]
     parts += [_crash(row) for row in _toml("crashes.toml")["crash"]]
     return "\n".join(parts).rstrip() + "\n"
@@ -98,7 +105,7 @@ def _plain(text: str) -> str:
 
 def pasted_lines(pattern: str) -> list[str]:
     """Return the lines that a pattern finds, as text: each alternative at its top, what varies as `…`."""
-    lines = [re.sub(r"(?:…\s*)+", "… ", _literal(part)).strip() for part in _alternatives(pattern)]
+    lines = [re.sub(r"…(?:\s*…)+", "…", _literal(part)).strip() for part in _alternatives(pattern)]
     return [line.replace("`", "'") for line in dict.fromkeys(lines) if len(line.strip("… ")) > 3]
 
 
@@ -128,7 +135,7 @@ def _literal(pattern: str) -> str:
     return "".join(_item(op, value) for op, value in parser.parse(pattern, re.MULTILINE))
 
 
-def _item(op: Any, value: Any) -> str:  # noqa: ANN401, PLR0911 - what Python's own parser gives
+def _item(op: Any, value: Any) -> str:  # noqa: ANN401 - what Python's own parser gives
     name = str(op)
     if name == "LITERAL":
         return chr(value)
@@ -165,7 +172,11 @@ class Code:
 
     def __init__(self, package: Path) -> None:
         self.trees = {path: ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
-        self.texts = {path: path.read_text() for path in self.trees}
+        self.keywords: dict[str, list[tuple[Path, ast.expr, list[ast.FunctionDef]]]] = defaultdict(list)
+        self.homes: dict[str, set[Path]] = defaultdict(set)
+        self.assignments: dict[tuple[int, str], list[ast.expr]] = {}
+        self.walked: dict[int, list[ast.AST]] = {}
+        self.known_fields: dict[tuple[Path, str], set[str]] = {}
         self.calls: dict[str, list[tuple[Path, ast.Call, list[ast.FunctionDef]]]] = defaultdict(list)
         for path, tree in self.trees.items():
             self._walk(path, tree, [])
@@ -173,9 +184,13 @@ class Code:
     def _walk(self, path: Path, node: ast.AST, inside: list[ast.FunctionDef]) -> None:
         if isinstance(node, ast.FunctionDef):
             inside = [*inside, node]
+            self.homes[node.name].add(path)
         if isinstance(node, ast.Call):
             name = getattr(node.func, "id", None) or getattr(node.func, "attr", "")
             self.calls[name].append((path, node, inside))
+            for word in node.keywords:
+                if word.arg and isinstance(word.value, ast.Constant | ast.IfExp | ast.Name):
+                    self.keywords[word.arg].append((path, word.value, inside))
         for child in ast.iter_child_nodes(node):
             self._walk(path, child, inside)
 
@@ -239,26 +254,33 @@ class Code:
         return found or {"…"}
 
     def _may_mean(self, home: Path, name: str, caller: Path) -> bool:
-        """Return whether a call of this name can be of the function in `home`: what commands share is called from anywhere."""
+        """Return whether a call of this name can be of the function in `home`."""
         same = _top(home) == _top(caller)
-        homes = [path for path, tree in self.trees.items() if f"def {name}(" in self.texts[path] and tree]
-        return same or (len(homes) == 1 and "commands" not in home.parts)
+        return same or (len(self.homes[name]) == 1 and "commands" not in home.parts)
 
     def _fields(self, path: Path, attr: str, depth: int) -> set[str]:
         """List what calls in the same folder give to a field of this name."""
+        if (path.parent, attr) in self.known_fields:
+            return self.known_fields[path.parent, attr]
         found: set[str] = set()
-        for calls in self.calls.values():
-            for other, call, inside in calls:
-                if other.parent == path.parent or path.parent in other.parents:
-                    for word in call.keywords:
-                        if word.arg == attr and isinstance(word.value, ast.Constant | ast.IfExp | ast.Name):
-                            found |= self.strings(other, word.value, inside, depth + 3)
-        return {each for each in found if re.fullmatch(r"[a-z][a-z0-9.-]*", each)} or {"…"}
+        self.known_fields[path.parent, attr] = {"…"}  # for what refers to itself
+        for other, value, inside in self.keywords[attr]:
+            if other.parent == path.parent or path.parent in other.parents:
+                found |= self.strings(other, value, inside, depth + 3)
+        self.known_fields[path.parent, attr] = {each for each in found if re.fullmatch(r"[a-z][a-z0-9.-]*", each)} or {
+            "…"
+        }
+        return self.known_fields[path.parent, attr]
 
     def _assigned(self, node: ast.AST, name: str) -> list[ast.expr]:
         """List what is assigned to a name, also as one of several, and by a loop over a literal."""
-        found: list[ast.expr] = []
-        for child in ast.walk(node):
+        found = self.assignments.setdefault((id(node), name), [])
+        if found:
+            return found
+        if id(node) not in self.walked:
+            kinds = (ast.Assign, ast.AnnAssign, ast.For, ast.comprehension, ast.NamedExpr)
+            self.walked[id(node)] = [child for child in ast.walk(node) if isinstance(child, kinds)]
+        for child in self.walked[id(node)]:
             if isinstance(child, ast.Assign):
                 for target in child.targets:
                     found += self._parts(target, child.value, name)
@@ -289,12 +311,45 @@ def _top(path: Path) -> str:
     return "/".join(parts[:2]) if parts[0] == "commands" else parts[0]
 
 
-# Built at run time from the outcome of a connection or of pairs: which of these there are, the tests of the commands show.
+# Built at run time from the outcome of a connection or of pairs; the tests of the commands show which there are.
 _OUTCOMES = ("filtered", "refused", "rejected", "silent", "broken", "cut-off", "no-route", "no-port")
 _BUILT = {
-    **{f"{command}.{what}-{outcome}": "" for command in ("gpu-test", "ports") for what in ("port", "rank-ports", "path") for outcome in _OUTCOMES},
-    **{f"gpu-test.{kind}": "" for kind in ("bad-rank", "bad-node", "bad-link", "split", "uniformly-slow", "undecidable", "several")},
+    **{
+        f"{command}.{what}-{outcome}": ""
+        for command in ("gpu-test", "ports")
+        for what in ("port", "rank-ports", "path")
+        for outcome in _OUTCOMES
+    },
+    **{
+        f"gpu-test.{kind}": ""
+        for kind in ("bad-rank", "bad-node", "bad-link", "split", "uniformly-slow", "undecidable", "several")
+    },
     **{f"ports.{kind}": "" for kind in ("address-unresolved", "denied")},
+    **{
+        f"flight-recorder.{kind}": ""
+        for kind in (
+            *(
+                "never-called",
+                "op-mismatch",
+                "size-mismatch",
+                "dtype-mismatch",
+                "order-inversion",
+                "deadlock",
+                "no-dump",
+                "device-stuck",
+            ),
+            *(
+                "late-rank",
+                "only-some-called",
+                "all-ended",
+                "no-counterpart",
+                "missing",
+                "code",
+                "truncated",
+                "unreadable",
+            ),
+        )
+    },
     **{f"logs.nccl-{kind}": "" for kind in ("network", "interface", "transport")},
 }
 _MAKERS = ("Finding", "Problem")
@@ -334,7 +389,9 @@ def _note(entry: Entry, words: dict[str | None, ast.expr], inside: list[ast.Func
         if len(re.sub(r"[^a-z]", "", text)) > 12:
             entry.sentences.append(text)
     if not entry.sentences and inside:
-        entry.sentences.append((ast.get_docstring(inside[-1]) or "").split("\n")[0].rstrip("."))
+        about = (ast.get_docstring(inside[-1]) or "").split("\n")[0].rstrip(".")
+        if not about.startswith(("Make a", "Return a", "Write what")):
+            entry.sentences.append(about)
 
 
 def _template(node: ast.Constant | ast.JoinedStr) -> str:
@@ -365,8 +422,8 @@ def finding_page() -> str:
     parts = [
         REPOSITORY_NOTE,
         "# Finding ids\n",
-        "Every id that a report can contain, from the code. An id does not change after a release. `…` is filled in at run time; "
-        "a level of `…` depends on what was found. `info` is a remark, `unknown` an exit status of 3.\n",
+        "Every id that a report can contain, from the code. An id does not change after a release. `…` is filled in at run "
+        "time; a level of `…` depends on what was found. `info` is a remark, `unknown` an exit status of 3.\n",
     ]
     for command, entries in by_command.items():
         parts += [f"## {command}\n", "| id | level | what it reports |", "|---|---|---|"]

@@ -3,8 +3,8 @@
     python tests/make_samples.py            all samples
     python tests/make_samples.py NAME ...   these
 
-A sample is a block between `<!-- sample: NAME -->` and `<!-- end of sample -->`. Its first line is the command as a user
-types it; process ids, times and figures are those of the run. A sample whose tool is missing here (namespaces, strace,
+A sample is a block between `<!-- sample: NAME -->` and `<!-- end of sample -->`. Its first line is the command as typed
+by a user; process ids, times and figures are those of the run. A sample whose tool is missing here (namespaces, strace,
 cores) is left as it is and named, and the exit status is 1. The picture of the README comes from the same run as its
 block.
 """
@@ -132,7 +132,7 @@ def between(text: str, first: str, *, lines: int, start: int = 0) -> str:
 def torchrun(folder: Path, script: str, ranks: int, *before: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run a script of tests/samples as train.py under torchrun, until it hangs; ended afterwards, group and all."""
     shutil.copy(SCRIPTS / script, folder / "train.py")
-    # torchrun itself asks its ranks all the time; the folder that wait_still reads is in the environment of the ranks alone.
+    # torchrun polls its ranks all the time; the folder that wait_still reads is in the environment of the ranks alone.
     ranks_only = ["--no-python", "env", f"JOB_FOLDER={folder}", "python", *before, "train.py"]
     command = [str(BIN / "torchrun"), "--nproc-per-node", str(ranks), *ranks_only]
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""A decoder of three blocks in float16; one feed-forward multiplies its activations, as an attention without scaling does.
+"""A decoder of three blocks in float16; one feed-forward multiplies its activations.
 
 `overflows.py SCALE [FRAMES]`: with FRAMES the frames of batches 0 and 2 are kept there.
 """

@@ -15,7 +15,7 @@ def load_batch(step: int) -> torch.Tensor:
         Path(f"ready-{dist.get_rank()}").touch()
         if dist.get_rank() == 2:
             time.sleep(600)
-    return torch.ones(1024)
+    return torch.zeros(1024)
 
 
 def train_step(batch: torch.Tensor) -> None:
