@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -70,18 +71,22 @@ def visible_strings(source: str, docstrings: bool) -> Iterator[tuple[int, str]]:
     Docstrings count where they are help (functions of command modules) or library documentation (training/), as `docstrings` says.
     """
     tree = ast.parse(source)
-    docs = {id(node.body[0].value) for node in ast.walk(tree) if _has_docstring(node)}
+    firsts = [node.body[0] for node in ast.walk(tree) if _has_docstring(node)]
+    docs = {id(first.value) for first in firsts if isinstance(first, ast.Expr)}
     inside: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             inside.update(id(part) for part in ast.walk(node) if part is not node)
-            yield node.lineno, "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            yield (
+                node.lineno,
+                "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values),
+            )
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
             if (id(node) not in docs or docstrings) and " " in node.value.strip():
                 yield node.lineno, node.value
 
 
-def _has_docstring(node: ast.AST) -> bool:
+def _has_docstring(node: ast.AST) -> TypeGuard[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
     if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or not node.body:
         return False
     first = node.body[0]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "distdiag"
@@ -130,7 +130,7 @@ def _alternatives(pattern: str) -> list[str]:
 
 def _literal(pattern: str) -> str:
     """Write a pattern as a line of text; of alternatives inside the first."""
-    import re._parser as parser
+    parser: Any = import_module("re._parser")
 
     return "".join(_item(op, value) for op, value in parser.parse(pattern, re.MULTILINE))
 
@@ -186,7 +186,7 @@ class Code:
             inside = [*inside, node]
             self.homes[node.name].add(path)
         if isinstance(node, ast.Call):
-            name = getattr(node.func, "id", None) or getattr(node.func, "attr", "")
+            name = str(getattr(node.func, "id", None) or getattr(node.func, "attr", ""))
             self.calls[name].append((path, node, inside))
             for word in node.keywords:
                 if word.arg and isinstance(word.value, ast.Constant | ast.IfExp | ast.Name):
@@ -225,8 +225,8 @@ class Code:
 
     def _name(self, path: Path, name: str, inside: list[ast.FunctionDef], depth: int) -> set[str]:
         if name == "COMMAND":
-            values = [value for value in self._assigned(self.trees[path], name) if isinstance(value, ast.Constant)]
-            return {str(value.value) for value in values} or self._commands(path)
+            constants = [each for each in self._assigned(self.trees[path], name) if isinstance(each, ast.Constant)]
+            return {str(each.value) for each in constants} or self._commands(path)
         for function in reversed(inside):
             parameters = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
             names = [parameter.arg for parameter in parameters]
@@ -544,7 +544,7 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-PAGES = {
+PAGES: dict[str, Callable[[], str]] = {
     "symptoms.md": symptoms,
     "reference/finding-ids.md": finding_page,
     "reference/cli.md": cli_page,

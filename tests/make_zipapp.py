@@ -73,9 +73,9 @@ def installed() -> dict[str, tuple[bytes, int]]:
     for package in (*PURE, "msgspec", "py-spy"):
         for path in distribution(package).files or ():
             if path.name == "py-spy":
-                files[f"bin/{os.uname().machine}/py-spy"] = (path.locate().read_bytes(), 0o700)
+                files[f"bin/{os.uname().machine}/py-spy"] = (Path(path.locate()).read_bytes(), 0o700)
             elif "__pycache__" not in path.parts and ".." not in path.parts:
-                files[f"lib/{path}"] = (path.locate().read_bytes(), 0o600)
+                files[f"lib/{path}"] = (Path(path.locate()).read_bytes(), 0o600)
     return files
 
 

@@ -5,6 +5,8 @@ a folder to import from. The folder is the user's own (0700) and named after the
 modules. Where no such folder can be made, a temporary one serves, and is removed at the end.
 """
 
+from __future__ import annotations  # Python 3.7 to 3.10 get as far as the message
+
 import os
 import sys
 
@@ -13,13 +15,13 @@ DIGEST = "@DIGEST@"
 RANKS = ("gpu-test", "allreduce-bench", "overflow", "floatcmp")
 
 
-def cache_folders():
+def cache_folders() -> list[str]:
     """List where the folder may be, the best first."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return [os.path.join(base, "distdiag"), os.path.join("/tmp", "distdiag-pyz-%d" % os.getuid())]
 
 
-def is_own(folder):
+def is_own(folder: str) -> bool:
     """Return whether a folder is this user's, and no other user may write there; a link is not followed."""
     import stat
 
@@ -30,7 +32,7 @@ def is_own(folder):
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
-def unpack(archive, folder):
+def unpack(archive: str, folder: str) -> None:
     """Unpack into a folder, with the modes that the archive has."""
     import zipfile
 
@@ -40,7 +42,7 @@ def unpack(archive, folder):
             os.chmod(path, member.external_attr >> 16 & 0o700 or 0o600)
 
 
-def unpacked(archive):
+def unpacked(archive: str) -> tuple[str, bool]:
     """Return the folder with the content, made if it is not there; and whether it must be removed at the end."""
     import shutil
     import tempfile
@@ -68,7 +70,7 @@ def unpacked(archive):
     return draft, True
 
 
-def switch_to_torch():
+def switch_to_torch() -> None:
     """Start again with a Python that has torch, for commands that need it where this one has none.
 
     That of the active environment (VIRTUAL_ENV, CONDA_PREFIX), or else of PATH; only Python 3.11 or newer.
@@ -94,7 +96,7 @@ def switch_to_torch():
             os.execve(python, [python, archive, *sys.argv[1:]], dict(os.environ, DISTDIAG_PYZ_SWITCHED="1"))
 
 
-def main():
+def main() -> None:
     """Run distdiag."""
     if sys.version_info < (3, 11):
         sys.exit("distdiag needs Python 3.11 or newer; this is %s" % sys.version.split()[0])
