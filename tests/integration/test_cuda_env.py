@@ -197,7 +197,7 @@ def test_the_prebuild_is_for_all_gpus_of_the_nodes(wrapper: Path) -> None:
     [
         (("--only", "nonsense"), "'nonsense' is not a finding id of cuda-env"),
         (("--python", "/nope/python"), "program not found"),
-        (("--from", "/nope"), "there is no such file"),
+        (("--from", "/nope"), "no such file or folder"),
         (("--explain", "/nope.log"), "No such file"),
         (("--prebuild", "--ops", "warp_drive"), "no op 'warp_drive'"),
         (("--for", "fun"), "fun"),

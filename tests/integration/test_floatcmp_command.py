@@ -64,7 +64,7 @@ def test_rounding_is_healthy_and_the_reference_says_who_is_nearer(files: Path) -
     assert out["nearness"]["b"]["max_ulp"] == 0
     (nearer,) = [one for one in report["findings"] if one["id"] == "floatcmp.closer-to-reference"]
     assert nearer["evidence"][0].endswith(
-        "b.pt is correctly rounded in 100 % (worst 0 ulp): " + f"{files}/b.pt is nearer"
+        "b.pt is correctly rounded in 100 % (worst 0 ulp): " + f"{files}/b.pt is closer"
     )
 
 

@@ -107,9 +107,9 @@ def test_where_there_is_no_job_it_says_what_was_looked_for() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--from", "/nowhere"), "there is no such file"),
-        (("--from", "/etc/hostname"), "no facts of pyspy-all in /etc/hostname (hostname contains no py-spy dump)"),
-        (("--from", "/etc/hostname", "--hosts", "a"), "leave out"),
+        (("--from", "/nowhere"), "no such file or folder"),
+        (("--from", "/etc/hostname"), "no facts from pyspy-all in /etc/hostname (hostname contains no py-spy dump)"),
+        (("--from", "/etc/hostname", "--hosts", "a"), "cannot be combined"),
         (("--groups", "tp:0-1"), "is not NAME=RANKS/RANKS"),
         (("--html", "/nowhere/page.html"), "cannot write this file"),
         (("--pid", "0"), "is not in the range x>=1"),

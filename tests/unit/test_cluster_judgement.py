@@ -73,7 +73,7 @@ def test_all_paths_open_is_no_news() -> None:
 
 def test_one_node_that_is_cut_off_is_told_from_a_port_that_is_closed_to_all() -> None:
     (alone,) = judged(meeting(to_head("n2", "filtered"), to_head("n2", "filtered", "ranks"), to_head("n3", "ok")))
-    assert "n3 reaches it" in alone.detail
+    assert "n3 can reach it" in alone.detail
     (closed,) = judged(meeting(to_head("n2", "filtered"), to_head("n2", "ok", "ranks"), to_head("n3", "filtered")))
     assert closed.title.startswith("n1 drops inbound packets on port 29500 (rendezvous)")
     assert "only this port is blocked" in closed.detail

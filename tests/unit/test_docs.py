@@ -37,7 +37,7 @@ def blocks(page: Path, *languages: str) -> Iterator[str]:
 def command_lines() -> Iterator[tuple[str, list[str]]]:
     """List the words after `distdiag` of every command line in the pages that people write, with its page."""
     for page in PAGES:
-        lines = [line for text in blocks(page, "", "text", "sh") for line in text.splitlines()]
+        lines = [line for text in blocks(page, "", "text", "sh") for line in text.splitlines() if "`" not in line]
         lines += [text.partition("\n")[0].removeprefix("$ ") for text in blocks(page, "console")]
         for line in lines:
             if found := _TYPED.match(line):

@@ -65,9 +65,9 @@ def core_bt(
 
     \b
     Examples:
-      distdiag core-bt                               # the newest core on this host
+      distdiag core-bt                             # the newest core on this host
       distdiag core-bt core.4711 --threads all
-      distdiag core-bt --setup --hosts gpu[01-08]    # would a crash leave a core?
+      distdiag core-bt --setup --hosts gpu[01-08]  # would a crash leave a core?
     """
     from distdiag import runner
 

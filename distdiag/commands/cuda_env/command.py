@@ -67,9 +67,9 @@ def cuda_env(
 
     \b
     Examples:
-      distdiag cuda-env --for build            # can CUDA extensions be built here?
-      distdiag cuda-env --hosts gpu[01-08]     # check eight nodes and compare them
-      distdiag cuda-env --explain build.log    # find the cause in a failed build
+      distdiag cuda-env --for build          # can CUDA extensions be built here?
+      distdiag cuda-env --hosts gpu[01-08]   # check eight nodes and compare them
+      distdiag cuda-env --explain build.log  # find the cause in a failed build
     """
     from distdiag import runner
     from distdiag.commands.cuda_env.check import SUBCOMMAND, export_lines

@@ -49,8 +49,8 @@ def overflow_show(
     \b
     Examples:
       distdiag overflow show frames/frames-0.jsonl
-      distdiag overflow show frames-0.jsonl frames-1.jsonl    # compare two ranks
-      distdiag overflow show frames-0.jsonl --batch 0,3       # compare two batches
+      distdiag overflow show frames-0.jsonl frames-1.jsonl  # compare two ranks
+      distdiag overflow show frames-0.jsonl --batch 0,3     # compare two batches
     """
     from distdiag.commands.overflow.show.view import overflow_show_view
     from distdiag.output import Output, Progress, deliver
