@@ -101,6 +101,7 @@ _SUBCOMMANDS: tuple[Sub, ...] = (
         "floatcmp.command:floatcmp",
         "Compare two tensor files up to rounding; show where they first differ.",
     ),
+    Sub("estimate", "estimate.command:estimate", "Estimate TFLOPS of a training run, and the network it needs."),
 )
 
 
@@ -120,6 +121,7 @@ _SYMPTOMS = (
     ("CUDA is not available", "cuda-env"),
     ("NCCL or torchrun won't connect", "ports --hosts LIST"),
     ("is this node OK?", "gpu-test"),
+    ("is this training speed good?", "estimate"),
     ("the logs of many ranks are unreadable", "logs FILE..."),
 )
 """What users see, and the command for it; each line fits 80 columns."""
