@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from distdiag.training.breakpoint.debugger import breakpoint
     from distdiag.training.flight_recorder import dump_flight_recorder
     from distdiag.training.floatcmp.compare import floatcmp
+    from distdiag.training.kill_switch import KillSwitch
     from distdiag.training.line_trace.session import trace_lines
     from distdiag.training.overflow.detect import detect_overflow
     from distdiag.training.overflow.detection import OverflowDetected
@@ -26,6 +27,7 @@ __all__ = [
     "DistdiagError",
     "Finding",
     "Fix",
+    "KillSwitch",
     "Level",
     "OverflowDetected",
     "Report",
@@ -43,6 +45,7 @@ _HOME = {
     "DistdiagError": "distdiag.errors",
     "DebugUnderflowOverflow": "distdiag.training.overflow.detector",
     "OverflowDetected": "distdiag.training.overflow.detection",
+    "KillSwitch": "distdiag.training.kill_switch",
     "breakpoint": "distdiag.training.breakpoint.debugger",
     "detect_overflow": "distdiag.training.overflow.detect",
     "floatcmp": "distdiag.training.floatcmp.compare",

@@ -101,6 +101,17 @@ _SUBCOMMANDS: tuple[Sub, ...] = (
         "floatcmp.command:floatcmp",
         "Compare two tensor files up to rounding; show where they first differ.",
     ),
+    Sub(
+        "kill-switch",
+        "",
+        "End a job cleanly at its next step, on all ranks (on, off, status).",
+        about="End a job that uses `distdiag.KillSwitch` cleanly at its next step, on all ranks.",
+        below=(
+            Sub("on", "kill_switch:on", "Turn it on: the job stops at its next step."),
+            Sub("off", "kill_switch:off", "Turn it off, so that the next job runs."),
+            Sub("status", "kill_switch:status", "Show whether it is on, and why."),
+        ),
+    ),
     Sub("estimate", "estimate.command:estimate", "Estimate TFLOPS of a training run, and the network it needs."),
 )
 
@@ -121,6 +132,7 @@ _SYMPTOMS = (
     ("CUDA is not available", "cuda-env"),
     ("NCCL or torchrun won't connect", "ports --hosts LIST"),
     ("is this node OK?", "gpu-test"),
+    ("I must stop a job that is not mine", "kill-switch on PATH"),
     ("is this training speed good?", "estimate"),
     ("the logs of many ranks are unreadable", "logs FILE..."),
 )
