@@ -47,6 +47,7 @@ _SUBCOMMANDS: tuple[Sub, ...] = (
         "allreduce_bench.command:allreduce_bench",
         "Measure collectives, compare with the expected bandwidth, name late ranks.",
     ),
+    Sub("hang", "hang.command:hang", "Diagnose a stuck job: which rank holds it up, and why, from all evidence."),
     Sub(
         "pyspy-all",
         "pyspy_all.command:pyspy_all",
@@ -117,7 +118,8 @@ _SUBCOMMANDS: tuple[Sub, ...] = (
 
 
 _SYMPTOMS = (
-    ("the job hangs", "pyspy-all"),
+    ("the job hangs", "hang"),
+    ("  and you want every stack", "pyspy-all"),
     ("  in a collective (flight recorder on)", "flight-recorder DUMP..."),
     ("  in a lock, pipe, socket or file system", "trace blocked --job ID"),
     ("  and py-spy cannot attach: rerun it", "trace py -- train.py"),

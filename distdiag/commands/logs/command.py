@@ -15,8 +15,8 @@ from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from distdiag.commands.logs.collect import NodeLogs
-    from distdiag.commands.logs.types import Logs, Request
+    from distdiag.diagnosis.job_logs.types import Logs, Request
+    from distdiag.facts.job_logs.collect import NodeLogs
     from distdiag.gathered import Gathered
     from distdiag.output import Progress
     from distdiag.runner import Asks, Subcommand
@@ -28,15 +28,15 @@ _TIMEOUT_S = 3600.0
 def logs(
     paths: Annotated[
         list[str] | None,
-        typer.Argument(metavar="PATH", help="Log files, folders of them, or - for stdin.", show_default=False),
+        typer.Argument(metavar="PATH", help="Log files, folders of logs, or - for stdin.", show_default=False),
     ] = None,
     rank: Annotated[
-        int | None, typer.Option(min=0, metavar="RANK", help="Print the lines of this rank alone, whole, and stop.")
+        int | None, typer.Option(min=0, metavar="RANK", help="Print only this rank's lines, whole, and exit.")
     ] = None,
     split: Annotated[
-        str, typer.Option(metavar="DIR", help="Write the lines of each rank to a file of its own there, and stop.")
+        str, typer.Option(metavar="DIR", help="Write the lines of each rank to a file in DIR, and exit.")
     ] = "",
-    timeline: Annotated[bool, typer.Option("--timeline", help="Also show every failure found, in order.")] = False,
+    timeline: Annotated[bool, typer.Option("--timeline", help="Also list every failure found, in order.")] = False,
     follow: Annotated[
         bool, typer.Option("--follow", help="Keep reading a growing log; report failures as they come, until Ctrl-C.")
     ] = False,
@@ -47,17 +47,17 @@ def logs(
     *,
     cluster: Cluster,
 ) -> None:
-    """Find the first failure in the logs of a job: its rank, the cause, and what only followed.
+    """Find the first failure in the logs of a job: its rank, its cause, and what only followed from it.
 
     Reads the prefixes of torchrun, srun, mpirun, mpiexec, pdsh, clush, kubectl and Ray, and .gz, .xz and .zst files.
-    With --hosts the paths are read on each host, and only what they report is sent.
+    With --hosts the paths are read on each host, and only what is found is sent.
 
-    Exit status: 0 warnings only, 1 a failure was explained, 2 wrong usage, 3 the logs do not tell (also where no line
-    reports a failure: a hang leaves none), 130 interrupted.
+    Exit status: 0 warnings only, 1 failure explained, 2 wrong usage, 3 the logs do not show the first failure (a hang
+    leaves no line at all), 130 interrupted.
     """
     from distdiag import runner
     from distdiag.commands.logs import separate
-    from distdiag.commands.logs.types import Request
+    from distdiag.diagnosis.job_logs.types import Request
 
     if (rank is not None or split) and not from_:
         separate.deliver_streams(paths or [], rank, split, has_hosts=bool(cluster.typed()), as_json=as_json)
@@ -77,10 +77,10 @@ def logs(
 def subcommand() -> Subcommand[Request, NodeLogs, Logs]:
     """Return what the runner needs to carry it out."""
     from distdiag import runner
-    from distdiag.commands.logs.collect import NodeLogs
-    from distdiag.commands.logs.diagnose import diagnose
-    from distdiag.commands.logs.types import COMMAND, Request
     from distdiag.commands.logs.view import logs_view
+    from distdiag.diagnosis.job_logs.diagnose import diagnose
+    from distdiag.diagnosis.job_logs.types import COMMAND, Request
+    from distdiag.facts.job_logs.collect import NodeLogs
 
     return runner.Subcommand(
         name=COMMAND,
@@ -96,9 +96,9 @@ def subcommand() -> Subcommand[Request, NodeLogs, Logs]:
 
 def _agent() -> Any:  # noqa: ANN401 - imported late
     from distdiag.cluster.start_fleet import Agent
-    from distdiag.commands.logs.collect import NodeLogs
+    from distdiag.facts.job_logs.collect import NodeLogs
 
-    return Agent(collect="distdiag.commands.logs.collect", facts=NodeLogs)
+    return Agent(collect="distdiag.facts.job_logs.collect", facts=NodeLogs)
 
 
 def _ask(request: Request) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _ask(request: Request) -> dict[str, Any]:
 def _collect(request: Request, progress: Progress) -> Gathered[NodeLogs]:
     from distdiag import runner
     from distdiag.cluster.targets import find_targets
-    from distdiag.commands.logs.collect import NodeLogs
+    from distdiag.facts.job_logs.collect import NodeLogs
 
     if find_targets(request.cluster, os.environ).launcher is None or not request.cluster.typed():
         return _here(request, progress)
@@ -124,7 +124,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodeLogs]:
 
 def _here(request: Request, progress: Progress) -> Gathered[NodeLogs]:
     """Read in this process: stdin and pipes are its own."""
-    from distdiag.commands.logs.collect import Reader
+    from distdiag.facts.job_logs.collect import Reader
     from distdiag.gathered import Gathered
 
     reader = Reader(_ask(request))

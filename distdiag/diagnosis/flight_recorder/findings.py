@@ -1,0 +1,353 @@
+"""Causes as findings: rank, place, reason, and the fix."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.hosts import fold_ranks, name_ranks
+from distdiag.diagnosis.flight_recorder.causes import Kind
+from distdiag.diagnosis.flight_recorder.types import COMMAND
+from distdiag.facts.flight_recorder.read_dump import ENDED, FAILED
+from distdiag.facts.text import printable
+from distdiag.report import Finding, Fix, Level, Where, Witnesses
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Sequence
+
+    from distdiag.diagnosis.flight_recorder.causes import Cause
+    from distdiag.diagnosis.flight_recorder.matching import Call, Job
+    from distdiag.diagnosis.flight_recorder.types import Request
+    from distdiag.facts.flight_recorder.collect import NodeDumps
+    from distdiag.gathered import Gathered
+
+_SHOWN = 8
+_HANGS_S = 10.0
+"""A rank that others have waited for in a running job for less may be on its way."""
+_LEVELS = {
+    Kind.ONLY_SOME_CALLED: Level.UNKNOWN,
+    Kind.IN_FLIGHT: Level.UNKNOWN,
+    Kind.NO_DUMP: Level.UNKNOWN,
+    Kind.LATE: Level.WARN,
+}
+_WAITS = (Kind.NEVER_CALLED, Kind.NO_COUNTERPART, Kind.DEVICE_STUCK)
+
+
+def finding_of(cause: Cause, job: Job, request: Request, gone: Collection[int] = ()) -> Finding:
+    """Format a cause. `gone`: ranks whose trigger pipe has no reader, so their process has exited."""
+    title, detail = _TITLES[cause.kind](cause, job)
+    level = _LEVELS.get(cause.kind, Level.FAIL)
+    if cause.kind is Kind.NO_DUMP and set(cause.ranks) <= set(gone):
+        level, detail = Level.FAIL, "Its trigger pipe has no reader: the process has exited."
+    if request.trigger and cause.kind in _WAITS and (waited := _waited_s(cause, job)) < _HANGS_S:
+        level = Level.UNKNOWN
+        detail = f"The others have waited for only {waited:.1f} s: the job may be running. Trigger again to decide."
+    evidence = [_line(call, job) for call in cause.calls[:_SHOWN]]
+    evidence += [_last(job, rank) for rank in cause.ranks[:_SHOWN] if all(call.rank != rank for call in cause.calls)]
+    return Finding(
+        id=f"{COMMAND}.{cause.kind}",
+        level=level,
+        title=title,
+        detail=detail,
+        where=Where(ranks=cause.ranks, hosts=_hosts(job, cause.ranks)),
+        witnesses=Witnesses(ranks=cause.waiting),
+        evidence=tuple(evidence),
+        fix=_fix(cause, request),
+    )
+
+
+def _waited_s(cause: Cause, job: Job) -> float:
+    """Return how many seconds the oldest call of the cause had waited when its rank's dump was written."""
+    return max(
+        (
+            (dump.dumped_s or dump.modified_s) - call.created_ns / 1e9
+            for call in cause.calls
+            if (dump := job.dumps.get(call.rank)) is not None
+        ),
+        default=0.0,
+    )
+
+
+def _hosts(job: Job, ranks: Iterable[int]) -> tuple[str, ...]:
+    return tuple(sorted({job.dumps[rank].host for rank in ranks if rank in job.dumps and job.dumps[rank].host}))
+
+
+def call_name(call: Call, job: Job) -> str:
+    """Name a call: "all_reduce #5 of default_pg", "recv from rank 3"."""
+    name = printable(call.operation.name)
+    if call.pair is not None:
+        source, target = call.pair
+        return f"send to rank {target}" if name == "send" else f"recv from rank {source}"
+    return f"{name} #{call.seq} of {printable(job.groups[call.group].label)}"
+
+
+def place(call: Call) -> str:
+    """Name the line of the user's code: "train (job.py:25)"; empty if it was not recorded."""
+    if call.site is None:
+        return ""
+    function, file, line = call.site
+    return f"{printable(function)} ({printable(file)}:{line})"
+
+
+def _at(call: Call) -> str:
+    return f" at {where}" if (where := place(call)) else ""
+
+
+def _line(call: Call, job: Job) -> str:
+    sizes = " ".join(
+        "x".join(map(str, size)) or "scalar" for size in (call.operation.input_sizes or call.operation.output_sizes)[:4]
+    )
+    shape = f", {sizes} {','.join(map(printable, call.operation.dtypes))}" if sizes else ""
+    return f"rank {call.rank}: {call_name(call, job)}{shape}{_at(call)}"
+
+
+def _last(job: Job, rank: int) -> str:
+    dump, last = job.dumps.get(rank), job.last.get(rank)
+    if dump is None:
+        return f"rank {rank}: no dump"
+    if dump.truncated:
+        return f"rank {rank}: truncated dump {printable(dump.path)}"
+    if dump.unreadable:
+        return f"rank {rank}: {dump.unreadable} unreadable entries in {printable(dump.path)}"
+    if last is None:
+        return f"rank {rank}: no operation recorded"
+    state = {FAILED: "failed", ENDED: "ended"}.get(last.state, "not ended")
+    return f"rank {rank}: last call {call_name(last, job)}, {state}{_at(last)}"
+
+
+def _does(ranks: Sequence[int], one: str, several: str) -> str:
+    return f"{name_ranks(ranks)} {one if len(set(ranks)) == 1 else several}"
+
+
+def _mismatch(cause: Cause, job: Job) -> tuple[str, str]:
+    assert cause.group is not None
+    right, *others = cause.calls
+    what, other = _differs(right, cause.kind), " or ".join(dict.fromkeys(_differs(call, cause.kind) for call in others))
+    group = printable(cause.group.label)
+    number = f"collective #{cause.seq} of {group}"
+    if not cause.ranks:
+        who = f"ranks {fold_ranks(cause.waiting)} disagree on {number}"
+        detail = "Neither side has the majority, so the dumps do not show which side is wrong."
+        return f"{who}: {what} against {other}", detail
+    wrong, rest = _does(cause.ranks, "calls", "call"), _does(cause.waiting, "calls", "call")
+    if cause.kind is Kind.OP:
+        return f"{wrong} {other} as {number}, {rest} {what}{_at(right)}", _OP_DETAIL
+    name = f"{printable(right.operation.name)} #{cause.seq} of {group}"
+    return f"{wrong} {name} with {other}, {name_ranks(cause.waiting)} with {what}{_at(right)}", _TENSOR_DETAIL
+
+
+_OP_DETAIL = (
+    "From this call on the ranks are out of step: an earlier call was skipped or added, or this call depends on the "
+    "rank."
+)
+_TENSOR_DETAIL = "All ranks must pass the same number of elements of the same dtype."
+
+
+def _differs(call: Call, kind: Kind) -> str:
+    """Name what one side called, as far as the other differs."""
+    if kind is Kind.OP:
+        return printable(call.operation.name)
+    if kind is Kind.DTYPE:
+        return ",".join(map(printable, call.operation.dtypes))
+    return f"{call.operation.elements} elements"
+
+
+def _never_called(cause: Cause, job: Job) -> tuple[str, str]:
+    call = cause.calls[0]
+    waiting = _does(cause.waiting, "waits", "wait")
+    return (
+        f"{name_ranks(cause.ranks)} never called {call_name(call, job)}; {waiting} in it{_at(call)}",
+        "It is busy or stuck outside the collectives: its stack shows where.",
+    )
+
+
+def _no_counterpart(cause: Cause, job: Job) -> tuple[str, str]:
+    call = cause.calls[0]
+    wanted = "recv" if call.operation.name == "send" else "send"
+    waiting = _does(cause.waiting, "waits", "wait")
+    lacks = f"{name_ranks(cause.ranks)} called no {wanted} to match the {call.operation.name}"
+    return f"{lacks} in which {waiting}{_at(call)}", ""
+
+
+def _no_dump(cause: Cause, job: Job) -> tuple[str, str]:
+    call = cause.calls[0]
+    partial = any(rank in job.dumps for rank in cause.ranks)
+    lacks = "left an incomplete dump" if partial else "left no dump"
+    have = _does(cause.waiting, "has failed", "have failed") if call.state == FAILED else ""
+    waits = have or _does(cause.waiting, "waits", "wait")
+    return (
+        f"{name_ranks(cause.ranks)} {lacks}; {waits} in {call_name(call, job)}{_at(call)}",
+        "All others called it. A killed or stopped rank writes no dump, but its dump may also be lost.",
+    )
+
+
+def _device_stuck(cause: Cause, job: Job) -> tuple[str, str]:
+    call = cause.calls[0]
+    is_one = all((other.group, other.seq) == (call.group, call.seq) for other in cause.calls)
+    name = call_name(call, job) + ("" if is_one else " (each in its group)")
+    others = _does(cause.waiting, "has", "have")
+    return (
+        f"{_does(cause.ranks, 'has', 'have')} not finished {name}, which {others} finished",
+        "All ranks called it: this rank's GPU is stuck, in the collective or in an earlier kernel on its stream.",
+    )
+
+
+_ORDER_DETAIL = "Each side waits for the other. All ranks must call the collectives of two groups in the same order."
+
+
+def _order(cause: Cause, job: Job) -> tuple[str, str]:
+    first, second = (f"{call_name(call, job)}{_at(call)}" for call in cause.calls[:2])
+    if cause.ranks:
+        wrong, rest = _does(cause.ranks, "calls", "call"), _does(cause.waiting, "calls", "call")
+        return f"{wrong} {second} before {first}; {rest} them in the opposite order", _ORDER_DETAIL
+    who = f"ranks {fold_ranks(cause.waiting)} call {first} and {second}"
+    return f"{who} in opposite orders", _ORDER_DETAIL
+
+
+def _deadlock(cause: Cause, job: Job) -> tuple[str, str]:
+    shown = "; ".join(f"rank {call.rank} in {call_name(call, job)}" for call in cause.calls[:_SHOWN])
+    more = f"; and {len(cause.calls) - _SHOWN} more" if len(cause.calls) > _SHOWN else ""
+    return f"{name_ranks(cause.ranks)} wait for each other: {shown}{more}", ""
+
+
+def _only_some(cause: Cause, job: Job) -> tuple[str, str]:
+    call = cause.calls[0]
+    assert cause.group is not None
+    others = [rank for rank in cause.group.members if rank not in cause.waiting]
+    few = f"only {name_ranks(cause.waiting)} called {call_name(call, job)}{_at(call)}"
+    many = f"{name_ranks(others)} did not, and {'is' if len(others) == 1 else 'are'} not in a collective"
+    detail = "Either the few make one call too many (uneven batches), or the others are stuck outside the collectives."
+    return f"{few}; {many}", detail
+
+
+def _in_flight(cause: Cause, job: Job) -> tuple[str, str]:
+    call = cause.calls[0]
+    unfinished = f"{_does(cause.waiting, 'has', 'have')} not finished it"
+    return (
+        f"all ranks called {call_name(call, job)}{_at(call)}; {unfinished}: no rank is behind",
+        "Either the network or a GPU is stuck, or the job was still running when it wrote the dumps.",
+    )
+
+
+def _late_rank(cause: Cause, job: Job) -> tuple[str, str]:
+    assert cause.group is not None
+    who = f"{_does(cause.ranks, 'calls', 'call')} the collectives of {printable(cause.group.label)}"
+    clock = ", or its clock is ahead" if cause.clock else ""
+    late = f"{cause.late_ns / 1e6:.1f} ms after the first rank (median of {cause.seq})"
+    return f"{who} {late}{clock}", "The others wait for it in every one of these collectives."
+
+
+_TITLES = {
+    Kind.OP: _mismatch,
+    Kind.SIZE: _mismatch,
+    Kind.DTYPE: _mismatch,
+    Kind.NEVER_CALLED: _never_called,
+    Kind.ONLY_SOME_CALLED: _only_some,
+    Kind.NO_COUNTERPART: _no_counterpart,
+    Kind.NO_DUMP: _no_dump,
+    Kind.DEVICE_STUCK: _device_stuck,
+    Kind.ORDER: _order,
+    Kind.DEADLOCK: _deadlock,
+    Kind.IN_FLIGHT: _in_flight,
+    Kind.LATE: _late_rank,
+}
+
+
+def _fix(cause: Cause, request: Request) -> Fix | None:
+    if cause.kind in (Kind.NEVER_CALLED, Kind.ONLY_SOME_CALLED, Kind.NO_COUNTERPART):
+        return Fix(text="while the job hangs, show the stack of the rank", commands=(f"{request.program} pyspy-all",))
+    if cause.kind is Kind.NO_DUMP:
+        return Fix(
+            text="check whether the rank is alive, and show its stack", commands=(f"{request.program} pyspy-all",)
+        )
+    if cause.kind is Kind.DEVICE_STUCK:
+        return Fix(
+            text="look for Xid errors on the host of the rank, then rerun with CUDA_LAUNCH_BLOCKING=1",
+            commands=("dmesg | grep -i xid",),
+        )
+    if cause.kind is Kind.IN_FLIGHT:
+        return Fix(text="test the network and the GPUs without the job", commands=(f"{request.program} gpu-test",))
+    return None
+
+
+def notes(
+    job: Job, nodes: Sequence[NodeDumps], gathered: Gathered[NodeDumps], accused: set[int], request: Request
+) -> Iterator[Finding]:
+    """Report what could not be read, and who left no dump."""
+    for node in nodes:
+        yield from _of_files(node)
+    for rank, dump in sorted(job.dumps.items()):
+        if dump.unreadable:
+            title = f"{dump.unreadable} of {dump.unreadable + dump.count} entries of rank {rank} are unreadable"
+            shown = f"{title} (format {printable(dump.version) or 'unknown'}): {printable(dump.path)}"
+            yield Finding(id=f"{COMMAND}.unreadable", level=Level.WARN, title=shown, where=Where(ranks=(rank,)))
+    for host, why in gathered.missing.items():
+        title = f"{host} answered only in part: {why}"
+        yield Finding(id=f"{COMMAND}.incomplete", level=Level.UNKNOWN, title=title, where=Where(hosts=(host,)))
+    missing = [rank for rank in range(job.world_size) if rank not in job.dumps and rank not in accused]
+    if missing and job.dumps:
+        yield Finding(
+            id=f"{COMMAND}.missing-dump",
+            level=Level.INFO if accused else Level.UNKNOWN,
+            title=f"{name_ranks(missing)} left no dump" + ("" if accused else ", and no other rank is behind"),
+            where=Where(ranks=() if accused else tuple(missing)),
+        )
+    for dump in job.without_rank[:_SHOWN]:
+        title = f"ignored {printable(dump.path)}: neither content nor name shows its rank"
+        fix = Fix(text="end the file name with the rank")
+        yield Finding(id=f"{COMMAND}.no-rank", level=Level.WARN, title=title, fix=fix)
+    if job.replaced:
+        title = f"ignored {len(job.replaced)} older dumps of ranks that also left a newer dump"
+        paths = tuple(printable(dump.path) for dump in job.replaced[:_SHOWN])
+        yield Finding(id=f"{COMMAND}.older", level=Level.INFO, title=title, evidence=paths)
+    if not job.dumps and not any(node.unread for node in nodes) and not gathered.refusals:
+        hint = Fix(text="show how to get dumps", commands=(f"{request.program} flight-recorder --how",))
+        asked = " ".join(shlex.quote(path) for path in request.paths) or "the running jobs"
+        yield Finding(
+            id=f"{COMMAND}.nothing", level=Level.UNKNOWN, title=f"no flight recorder dump found in {asked}", fix=hint
+        )
+
+
+def _of_files(node: NodeDumps) -> Iterator[Finding]:
+    for unread in node.unread:
+        is_refused = " is refused" if unread.kind == "code" else ""
+        yield Finding(
+            id=f"{COMMAND}.{unread.kind}",
+            level=Level.WARN if unread.kind == "truncated" else Level.UNKNOWN,
+            title=f"{printable(unread.path)}{is_refused}: {printable(unread.why)}",
+            where=Where(hosts=(node.host,)),
+        )
+    for pipe in node.pipes:
+        if pipe.answer != "dumped":
+            why = f"{printable(pipe.path)}: {printable(pipe.answer)}"
+            title = f"rank {pipe.rank} wrote no dump when triggered: {why}"
+            where = Where(hosts=(node.host,), ranks=(pipe.rank,))
+            yield Finding(id=f"{COMMAND}.no-answer", level=Level.WARN, title=title, where=where)
+
+
+def undecided(ranks: Sequence[int]) -> Finding:
+    """Report that ranks wait, and that the dumps do not show which rank they wait for."""
+    title = f"{_does(ranks, 'waits', 'wait')}; the dumps do not show for which rank"
+    detail = "The counterpart was overwritten in the ring buffer, or its dump is missing."
+    return Finding(
+        id=f"{COMMAND}.undecided",
+        level=Level.UNKNOWN,
+        title=title,
+        detail=detail,
+        witnesses=Witnesses(ranks=tuple(ranks)),
+    )
+
+
+def all_ended(job: Job, request: Request, *, is_slow: bool) -> Finding:
+    """Report that all recorded calls have ended: a hang is elsewhere, unless late ranks explain it."""
+    last = max(job.last.values(), key=lambda call: call.created_ns, default=None)
+    end = f"; the last is {call_name(last, job)}{_at(last)}" if last is not None else ""
+    gloo = any("gloo" in dump.backends for dump in job.dumps.values())
+    unseen = " Gloo's recorder does not record send and recv." if gloo else ""
+    return Finding(
+        id=f"{COMMAND}.all-ended",
+        level=Level.INFO if is_slow else Level.UNKNOWN,
+        title=f"every recorded collective has ended on all {len(job.dumps)} ranks{end}",
+        detail=f"If the job hangs, it hangs outside the collectives.{unseen}",
+        fix=Fix(text="if the job hangs, show what every rank is doing", commands=(f"{request.program} pyspy-all",)),
+    )

@@ -1,0 +1,476 @@
+"""The dumps of all ranks, matched: by process group and sequence number, and by the pair of a send and a recv.
+
+The order of the files has no meaning. What a dump cannot show (it is truncated, its ring overflowed, its recorder has
+no counters) stays unknown: that nothing was seen is no evidence where nothing could be seen.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from distdiag.facts.flight_recorder.read_dump import ENDED, unpack
+
+if TYPE_CHECKING:
+    import array
+    from collections.abc import Iterable, Sequence
+
+    from distdiag.facts.flight_recorder.collect import Dump
+
+    GroupKey = tuple[str, str]
+
+_MUST_AGREE = {
+    "all_reduce": "in",
+    "allreduce": "in",
+    "allreduce_coalesced": "in",
+    "all_reduce_coalesced": "in",
+    "broadcast": "in",
+    "reduce": "in",
+    "_all_gather_base": "in",
+    "_allgather_base": "in",
+    "all_gather_into_tensor": "in",
+    "all_gather_single": "in",
+    "gather": "in",
+    "gather_single": "in",
+    "_reduce_scatter_base": "out",
+    "reduce_scatter_tensor": "out",
+    "reduce_scatter_single": "out",
+    "scatter": "out",
+}
+"""Which tensors must have the same number of elements on all ranks; of all other operations they may differ."""
+_MUST_AGREE_IN_GLOO = {"all_gather": "in", "reduce_scatter": "out"}
+"""NCCL's take tensors of several sizes."""
+_MOST_RANKS = 2**20
+_RECENT = 24
+"""Calls of a rank that are shown."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What was called; `agrees` is equal on all ranks where the calls fit together."""
+
+    name: str
+    backend: str
+    input_sizes: tuple[tuple[int, ...], ...]
+    output_sizes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    agrees: tuple[object, ...]
+
+    @property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the tensors it works on: what it takes, or of a recv what it gives."""
+        return self.input_sizes if _elements(self.input_sizes) else self.output_sizes
+
+    @property
+    def elements(self) -> int:
+        """How many elements it works on."""
+        return _elements(self.sizes)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation as one rank recorded it. `seq` counts collectives in the group; `record` all that the rank did.
+
+    `pair`: the global ranks (source, target) of a send or recv. `site`: (function, file, line), if it was recorded.
+    """
+
+    rank: int
+    group: GroupKey
+    operation: Operation
+    seq: int
+    record: int
+    state: int
+    created_ns: int
+    completed_ns: int
+    site: tuple[str, str, int] | None
+    pair: tuple[int, int] | None = None
+
+
+@dataclass
+class Group:
+    """A process group. `members` in their order in the group; `certain`: some dump lists them, they are no guess."""
+
+    key: GroupKey
+    description: str = ""
+    members: tuple[int, ...] = ()
+    certain: bool = False
+    has_p2p: bool = False
+    label: str = ""
+
+
+@dataclass
+class Part:
+    """What a rank did in a group. `issued`: the newest collective it called; None if that is not known."""
+
+    issued: int | None = 0
+    ended: int = 0
+    pending: dict[int, Call] = field(default_factory=dict)
+
+
+@dataclass
+class Pair:
+    """Sends from one rank to another in a group, and the recvs there: those not ended, and how many in all."""
+
+    sends: list[Call] = field(default_factory=list)
+    recvs: list[Call] = field(default_factory=list)
+    sent: int = 0
+    received: int = 0
+
+
+@dataclass
+class Job:
+    """All ranks. `parts` by rank and group; `calls`: by group and number, which ranks called what as that collective.
+
+    What was called is a number in `operations`. `overflowed`: ranks whose oldest entries were overwritten.
+    """
+
+    dumps: dict[int, Dump]
+    world_size: int = 0
+    size_is_certain: bool = False
+    groups: dict[GroupKey, Group] = field(default_factory=dict)
+    parts: dict[int, dict[GroupKey, Part]] = field(default_factory=dict)
+    calls: dict[tuple[GroupKey, int], dict[int, list[int]]] = field(default_factory=dict)
+    pairs: dict[tuple[GroupKey, int, int], Pair] = field(default_factory=dict)
+    last: dict[int, Call] = field(default_factory=dict)
+    recent: dict[int, list[Call]] = field(default_factory=dict)
+    overflowed: set[int] = field(default_factory=set)
+    operations: list[Operation] = field(default_factory=list)
+    earliest_ns: dict[tuple[GroupKey, int], int] = field(default_factory=dict)
+    without_rank: list[Dump] = field(default_factory=list)
+    replaced: list[Dump] = field(default_factory=list)
+
+    def part(self, rank: int, group: GroupKey) -> Part:
+        """Return what a rank did in a group, which may be nothing."""
+        return self.parts.get(rank, {}).get(group) or Part()
+
+    def issued(self, rank: int, group: GroupKey) -> int | None:
+        """Return the newest collective that a rank called there; None if its dump cannot tell."""
+        dump = self.dumps.get(rank)
+        if dump is None:
+            return None
+        part = self.parts[rank].get(group)
+        if part is None:
+            return None if dump.is_partial or rank in self.overflowed else 0
+        return part.issued
+
+
+def match(dumps: Iterable[Dump], world_size: int) -> Job:
+    """Match the dumps of all ranks; `world_size`: how many there are, 0 if the dumps are to tell. Raises ValueError."""
+    found, without, replaced = ranks_of(sorted(dumps, key=lambda dump: (dump.path, dump.modified_s)))
+    job = Job(found, without_rank=without, replaced=replaced)
+    tops = {ranks: _top(ranks) for dump in found.values() for _, _, ranks in dump.groups}
+    told = max([world_size, *(dump.world_size for dump in found.values()), *tops.values()]) if found else world_size
+    job.size_is_certain = told > 0
+    job.world_size = min(_MOST_RANKS, max(told, max(found, default=-1) + 1))
+    numbers: dict[Any, int] = {}
+    for rank in sorted(found):
+        _Reader(job, rank, numbers).read()
+    _complete_groups(job)
+    for group in job.groups.values():
+        _use_status(job, group)
+    return job
+
+
+def ranks_of(dumps: Sequence[Dump]) -> tuple[dict[int, Dump], list[Dump], list[Dump]]:
+    """Return the dump of each rank, those without a rank, and older ones of ranks that have a newer.
+
+    The content goes before the name. Of names without "rank" the number counts in which all of them differ.
+    """
+    nameless = [dump for dump in dumps if dump.rank is None]
+    numbers = {id(dump): _numbers(dump.path) for dump in nameless}
+    place = _differing(list(numbers.values()))
+    found: dict[int, Dump] = {}
+    without, replaced = [], []
+    for dump in dumps:
+        rank = dump.rank if dump.rank is not None else _rank_of_name(dump, numbers[id(dump)], place)
+        if rank is None or rank >= _MOST_RANKS:
+            without.append(dump)
+        elif rank in found:
+            older, newer = sorted((found[rank], dump), key=lambda one: (one.dumped_s, one.modified_s, one.count))
+            found[rank] = newer
+            replaced.append(older)
+        else:
+            found[rank] = dump
+    return found, without, replaced
+
+
+def _numbers(path: str) -> list[int]:
+    base = os.path.basename(path)
+    text = base if re.search(r"\d", base) else os.path.basename(os.path.dirname(path))
+    return [int(number) for number in re.findall(r"\d{1,7}", text)]
+
+
+def _differing(names: Sequence[list[int]]) -> int:
+    for place in range(1, 1 + min(map(len, names), default=0)):
+        if len({numbers[-place] for numbers in names}) == len(names):
+            return place
+    return 1
+
+
+def _rank_of_name(dump: Dump, numbers: Sequence[int], place: int) -> int | None:
+    named = re.search(r"rank[_.\- ]?(\d{1,7})(?!\d)", os.path.basename(dump.path), re.IGNORECASE)
+    rank = int(named[1]) if named is not None else numbers[-place] if len(numbers) >= place else None
+    if rank is None or not dump.candidates:
+        return rank
+    possible = unfold(dump.candidates)
+    return rank if rank in possible else next((number for number in reversed(numbers) if number in possible), None)
+
+
+def unfold(text: str) -> tuple[int, ...]:
+    """Unfold "0-3,8,5" in its order. Raises ValueError."""
+    ranks: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        begin, end = int(first), int(last or first)
+        if not 0 <= begin <= end < _MOST_RANKS or len(ranks) > _MOST_RANKS:
+            raise ValueError(f"{part!r} are no ranks")
+        ranks += range(begin, end + 1)
+    return tuple(ranks)
+
+
+def _top(ranks: str) -> int:
+    return max((int(number) + 1 for number in re.findall(r"\d+", ranks)), default=0)
+
+
+def _elements(sizes: Iterable[Sequence[int]]) -> int:
+    return sum(math.prod(size) for size in sizes)
+
+
+def _operation(told: Sequence[Any]) -> Operation:
+    name, backend, inputs, outputs, input_types, output_types = told[:6]
+    side = _MUST_AGREE.get(name) or ("" if backend.startswith("nccl") else _MUST_AGREE_IN_GLOO.get(name, ""))
+    sizes = {"in": inputs, "out": outputs}.get(side)
+    dtypes = output_types if side == "out" else input_types
+    agrees = (name, None if sizes is None else _elements(sizes), dtypes)
+    return Operation(name, backend, inputs, outputs, input_types or output_types, agrees)
+
+
+class _Reader:
+    """Sorts the entries of one rank into the job."""
+
+    def __init__(self, job: Job, rank: int, numbers: dict[Any, int]) -> None:
+        self._job, self._rank, self._dump = job, rank, job.dumps[rank]
+        self._names = [name for name, _, _ in self._dump.groups]
+        self._operations = [self._number(told, numbers) for told in self._dump.operations]
+
+    def _number(self, told: Sequence[Any], numbers: dict[Any, int]) -> int:
+        key = tuple(told[:6])
+        if key not in numbers:
+            numbers[key] = len(self._job.operations)
+            self._job.operations.append(_operation(told))
+        return numbers[key]
+
+    def read(self) -> None:
+        job, rank = self._job, self._rank
+        columns = unpack(self._dump.entries, self._dump.count)
+        self._check(columns)
+        keys = [[(name, job.operations[number].backend) for number in self._operations] for name in self._names]
+        self._declare({keys[group][operation] for group, operation in set(zip(columns[0], columns[1], strict=True))})
+        parts, calls, earliest = job.parts.setdefault(rank, {}), job.calls, job.earliest_ns
+        starts = _starts(columns, keys)
+        columns_read = zip(*columns, strict=True)
+        for number, (group, operation, _, seq, p2p_seq, _, state, created, _) in enumerate(columns_read):
+            key = keys[group][operation]
+            if number < starts.get(key, 0):
+                continue
+            part = parts.get(key) or parts.setdefault(key, Part())
+            if p2p_seq >= 0:
+                self._p2p(self.call(columns, number))
+                continue
+            if seq and seq == part.issued:  # issued together, as one collective
+                if state != ENDED:
+                    part.pending.setdefault(seq, self.call(columns, number))
+                continue
+            part.issued = seq
+            same = calls.setdefault((key, seq), {})
+            same.setdefault(self._operations[operation], []).append(rank)
+            earliest[key, seq] = min(created, earliest.get((key, seq), created))
+            if state != ENDED:
+                part.pending[seq] = self.call(columns, number)
+            else:
+                part.ended = seq
+        self._note_last(columns)
+
+    def _note_last(self, columns: Sequence[array.array[int]]) -> None:
+        job, rank, count = self._job, self._rank, len(columns[0])
+        job.recent[rank] = [self.call(columns, number) for number in range(max(0, count - _RECENT), count)]
+        if count:
+            job.last[rank] = max(job.recent[rank], key=lambda call: call.record)
+            if min(columns[5]) > 0:
+                job.overflowed.add(rank)
+
+    def _check(self, columns: Sequence[array.array[int]]) -> None:
+        limits = (len(self._names), len(self._operations))
+        for column, limit in zip(columns, limits, strict=False):
+            if len(column) and not 0 <= min(column) <= max(column) < limit:
+                raise ValueError("an entry has a group or an operation that is not there")
+
+    def _declare(self, used: set[GroupKey]) -> None:
+        """Note the groups that this dump knows, and their members."""
+        backends = defaultdict(set)
+        for name, backend in used:
+            backends[name].add(backend)
+        for name, description, ranks in self._dump.groups:
+            for backend in backends[name] or {""}:
+                group = self._job.groups.setdefault((name, backend), Group((name, backend)))
+                group.has_p2p |= name in self._dump.p2p_groups
+                if description not in ("", "undefined"):
+                    group.description = description
+                if ranks and not group.certain:
+                    group.members, group.certain = unfold(ranks), True
+
+    def call(self, columns: Sequence[array.array[int]], number: int) -> Call:
+        group, operation, site, seq, p2p_seq, record, state, created, completed = (column[number] for column in columns)
+        described = self._job.operations[self._operations[operation]]
+        sites = self._dump.sites
+        return Call(
+            rank=self._rank,
+            group=(self._names[group], described.backend),
+            operation=described,
+            seq=seq,
+            record=record,
+            state=state,
+            created_ns=created,
+            completed_ns=completed,
+            site=sites[site] if 0 <= site < len(sites) else None,
+            pair=self._pair(self._names[group], described.backend, operation) if p2p_seq >= 0 else None,
+        )
+
+    def _pair(self, name: str, backend: str, operation: int) -> tuple[int, int] | None:
+        """Return the global ranks of a send or recv, whose numbers are those in the group."""
+        source, target = self._dump.operations[operation][6:8]
+        group = self._job.groups[name, backend]
+        members = group.members if group.certain else range(self._job.world_size)
+        inside = 0 <= source < len(members) and 0 <= target < len(members)
+        return (members[source], members[target]) if inside else None
+
+    def _p2p(self, call: Call) -> None:
+        if call.pair is None:
+            return
+        pair = self._job.pairs.setdefault((call.group, *call.pair), Pair())
+        pending = call.state != ENDED
+        if call.operation.name == "send":
+            pair.sent += 1
+            pair.sends += [call] if pending else []
+        else:
+            pair.received += 1
+            pair.recvs += [call] if pending else []
+
+
+def _starts(columns: Sequence[array.array[int]], keys: Sequence[Sequence[GroupKey]]) -> dict[GroupKey, int]:
+    """Return where groups begin that were destroyed and made again under the same name: their count begins anew."""
+    newest: dict[GroupKey, int] = {}
+    starts: dict[GroupKey, int] = {}
+    for number, (group, operation, seq, p2p_seq) in enumerate(zip(*columns[:2], *columns[3:5], strict=True)):
+        if p2p_seq < 0:
+            key = keys[group][operation]
+            if seq < newest.get(key, 0):
+                starts[key] = number
+            newest[key] = seq
+    return starts
+
+
+def _complete_groups(job: Job) -> None:
+    """Give groups the members that no dump lists, and a label; a group without a backend is the one that has it."""
+    used = defaultdict(set)
+    for name, backend in job.groups:
+        if backend:
+            used[name].add(backend)
+    for key in [key for key in job.groups if not key[1] and used[key[0]]]:
+        unused = job.groups.pop(key)
+        for backend in used[key[0]]:
+            group = job.groups[key[0], backend]
+            group.has_p2p |= unused.has_p2p
+            if unused.certain and not group.certain:
+                group.members, group.certain = unused.members, True
+            group.description = group.description or unused.description
+    everyone = tuple(range(job.world_size))
+    for key, group in job.groups.items():
+        if not group.certain:
+            is_all = group.description == "default_pg" or key[0] == "0"
+            known = [rank for rank, parts in job.parts.items() if key in parts]
+            group.members = everyone if is_all else tuple(known)
+            group.certain = is_all and job.size_is_certain
+    _label_groups(job, {name for name, backends in used.items() if len(backends) > 1})
+
+
+def _label_groups(job: Job, in_several: set[str]) -> None:
+    """Call groups by their descriptions, and by more where those are not unique."""
+    descriptions = Counter(group.description for group in job.groups.values())
+    for (name, backend), group in job.groups.items():
+        group.label = group.description or f"group {name}"
+        if descriptions[group.description] > 1 and group.description:
+            group.label += f" {name}"
+        if name in in_several:
+            group.label += f" ({backend})"
+
+
+def _use_status(job: Job, group: Group) -> None:
+    """Take what the recorder counted, where it counted collectives: after a send or recv it is another number.
+
+    Dumps of what is active alone have no entries of what has ended; there the counters are all that is known.
+    """
+    name = group.key[0]
+    told = {
+        rank: (enqueued, ended)
+        for rank, dump in job.dumps.items()
+        for of, enqueued, ended in dump.status
+        if of == name and enqueued >= 0
+    }
+    only = sum(key[0] == name for key in job.groups) == 1
+    for rank, (enqueued, ended) in told.items():
+        seen = job.part(rank, group.key).issued or 0
+        whole = not job.dumps[rank].is_partial
+        if group.has_p2p or not only or seen > enqueued or (whole and enqueued > ended and seen not in (enqueued, 0)):
+            told = {}
+            break
+    for rank in job.dumps:
+        part = job.parts[rank].get(group.key)
+        if rank in told:
+            part = job.parts[rank].setdefault(group.key, Part())
+            part.issued = max(part.issued or 0, told[rank][0])
+            if told[rank][1] > part.ended and not any(seq <= told[rank][1] for seq in part.pending):
+                part.ended = told[rank][1]
+        elif part is not None and job.dumps[rank].is_partial:
+            part.issued = None
+
+
+def find_call(job: Job, rank: int, group: GroupKey, seq: int) -> Call | None:
+    """Read again what a rank called as the n-th collective of a group."""
+    dump = job.dumps.get(rank)
+    if dump is None:
+        return None
+    reader = _Reader(job, rank, {})
+    columns = unpack(dump.entries, dump.count)
+    for number, (found, p2p_seq) in enumerate(zip(columns[3], columns[4], strict=True)):
+        if found == seq and p2p_seq < 0:
+            call = reader.call(columns, number)
+            if call.group == group:
+                return call
+    return None
+
+
+def times(job: Job, rank: int, group: GroupKey) -> dict[int, int]:
+    """Return when a rank called the collectives of a group that have ended, by their number."""
+    dump = job.dumps[rank]
+    columns = unpack(dump.entries, dump.count)
+    mine = {
+        (place, number)
+        for place, (name, _, _) in enumerate(dump.groups)
+        for number, told in enumerate(dump.operations)
+        if (name, told[1]) == group
+    }
+    found: dict[int, int] = {}
+    newest = 0
+    for place, operation, _, seq, p2p_seq, _, state, created, _ in zip(*columns, strict=True):
+        if p2p_seq < 0 and (place, operation) in mine:
+            if seq < newest:
+                found.clear()
+            newest = seq
+            if state == ENDED:
+                found[seq] = created
+    return found

@@ -1,0 +1,337 @@
+"""Events of all nodes as failures of ranks: which stream is which rank, and what each line is worth."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from distdiag.diagnosis.job_logs.types import Failure, number_in
+from distdiag.knowledge.job_logs import known_lines
+from distdiag.knowledge.logs import read_log
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from distdiag.facts.job_logs.collect import NodeLogs
+    from distdiag.facts.job_logs.scan import Event, NcclRank, Stream
+
+SIGNALS = {1: "SIGHUP", 2: "SIGINT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL"}
+SIGNALS |= {11: "SIGSEGV", 15: "SIGTERM"}
+_ENDING = ("SIGTERM", "SIGINT", "SIGHUP")
+WRITER = re.compile(r"([\w.-]{1,200}):(\d{1,18}):\d{1,18} \[")
+"""How NCCL begins its lines: host, pid."""
+_LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
+_COLLECTIVES = frozenset(
+    (
+        *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),
+        *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "recv"),
+        *("reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "irecv", "isend"),
+        *("send", "batch_isend_irecv"),
+    )
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exit:
+    """How a launcher reports the end of a rank.
+
+    `code`: None where only a signal is known; `first`: it saw it first; `by_launcher`: it ended the rank itself.
+    """
+
+    rank: int
+    host: str
+    generation: int
+    code: int | None
+    signal: str
+    launcher: str
+    first: bool
+    at: float | None
+    pid: int | None
+    by_launcher: bool = False
+
+    @property
+    def is_bad(self) -> bool:
+        """Return whether the rank failed, or was ended."""
+        return bool(self.code or self.signal)
+
+
+@dataclass(kw_only=True)
+class Book:
+    """What is known of the job. `watchdog` and `status` lines by rank are left to desync."""
+
+    failures: list[Failure] = field(default_factory=list)
+    exits: list[Exit] = field(default_factory=list)
+    watchdog: list[tuple[int, Event]] = field(default_factory=list)
+    comms: list[NcclRank] = field(default_factory=list)
+    ranks: dict[int, int] = field(default_factory=dict)
+    """Lines of each rank that left any trace."""
+    hosts: dict[int, str] = field(default_factory=dict)
+    nranks: int = 0
+    generations: int = 1
+    writers: set[int] = field(default_factory=set)
+    """Ranks that wrote lines, beside what launchers report of them."""
+    several_hosts: bool = False
+    unnamed_codes: list[str] = field(default_factory=list)
+    """Return codes that a launcher reports without the rank."""
+    aborted: set[int] = field(default_factory=set)
+    """Files in which srun reports that it ends the tasks that are left."""
+
+    @property
+    def world(self) -> int:
+        """Return how many ranks there are evidently."""
+        return max([self.nranks, *(rank + 1 for rank in self.ranks)])
+
+    def note_host(self, rank: int, host: str, node: NodeLogs) -> None:
+        """Note where a rank ran. Where its log lies says so only if each host was asked for its own logs."""
+        if host or self.several_hosts:
+            self.hosts.setdefault(rank, host or node.host)
+
+
+def make(nodes: Sequence[NodeLogs]) -> Book:
+    """Read what all nodes sent."""
+    book = Book(several_hosts=len(nodes) > 1)
+    summary = _summary(nodes)
+    for node in nodes:
+        for comm in node.comms:
+            book.comms.append(comm)
+            book.nranks = max(book.nranks, comm.nranks or 0)
+    locals_ = _locals(nodes)
+    pids = {
+        (comm.host, comm.pid): comm.rank for comm in book.comms if comm.rank is not None and comm.nranks == book.nranks
+    }
+    for node in nodes:
+        ranks = [_rank(stream, node.host, summary, locals_) for stream in node.streams]
+        for stream, rank in zip(node.streams, ranks, strict=True):
+            if rank is not None:
+                book.ranks[rank] = book.ranks.get(rank, 0) + stream.lines
+                book.writers.add(rank)
+                book.note_host(rank, stream.host, node)
+        for event in node.events:
+            _add(book, node, event, ranks[event.stream] if event.stream < len(ranks) else None, pids)
+    for exit_ in book.exits:
+        book.ranks.setdefault(exit_.rank, 0)
+        if exit_.host and exit_.host not in ("localhost",):
+            book.hosts.setdefault(exit_.rank, exit_.host)
+    for rank, _ in book.watchdog:
+        book.ranks.setdefault(rank, 0)
+    _merge_last(book)
+    _mark_ended(book, nodes)
+    return book
+
+
+def _mark_ended(book: Book, nodes: Sequence[NodeLogs]) -> None:
+    """Mark the exits of ranks that the launcher ended: by their signal, or because it says so."""
+    ended = set[int]()
+    for node in nodes:
+        for event in node.events:
+            if event.id == "signalled-by-launcher":
+                pid = number_in(event.groups.get("pid") or event.groups.get("pid2"))
+                ended.update(() if pid is None else (pid,))
+    book.exits = [
+        replace(
+            exit_, by_launcher=exit_.by_launcher or exit_.signal in _ENDING or (exit_.pid in ended and not exit_.first)
+        )
+        for exit_ in book.exits
+    ]
+
+
+def _summary(nodes: Iterable[NodeLogs]) -> dict[tuple[str, int], int]:
+    """Return ranks by host and local rank, as torchrun's summary has them."""
+    found = {}
+    for node in nodes:
+        for event in node.events:
+            groups = event.groups
+            if event.id == "exit" and groups.get("rank") and groups.get("local"):
+                local, rank = number_in(groups["local"]), number_in(groups["rank"])
+                if local is not None and rank is not None:
+                    found[groups.get("host", ""), local] = rank
+    return found
+
+
+def _locals(nodes: Sequence[NodeLogs]) -> dict[tuple[str, str, int], set[int]]:
+    """Return which ranks write under a local rank, by node, host of the prefix and local rank."""
+    found: dict[tuple[str, str, int], set[int]] = {}
+    for node in nodes:
+        for stream in node.streams:
+            if stream.local is not None:
+                ranks = found.setdefault((node.host, stream.host, stream.local), set())
+                ranks.update(() if stream.rank is None else (stream.rank,))
+    return found
+
+
+def _rank(
+    stream: Stream, node: str, summary: dict[tuple[str, int], int], locals_: dict[tuple[str, str, int], set[int]]
+) -> int | None:
+    """Return whose stream it is. A local rank is a rank on one node only, and lines may show that there are more."""
+    if stream.rank is not None or stream.local is None:
+        return stream.rank
+    ranks = locals_[node, stream.host, stream.local]
+    if ranks:
+        return next(iter(ranks)) if len(ranks) == 1 else None
+    several = len({(host, prefix) for host, prefix, _ in locals_}) > 1
+    moved = any(ranks - {local} for (_, _, local), ranks in locals_.items())
+    found = {rank for (host, local), rank in summary.items() if local == stream.local and host == stream.host}
+    if not several:
+        found |= {rank for (_, local), rank in summary.items() if local == stream.local}
+    if found:
+        return found.pop() if len(found) == 1 else None
+    return None if several or moved or any(rank != local for (_, local), rank in summary.items()) else stream.local
+
+
+def _add(book: Book, node: NodeLogs, event: Event, rank: int | None, pids: dict[tuple[str, int], int]) -> None:
+    generation = max(event.generation, node.streams[event.stream].generation if node.streams else 0)
+    if event.id == "exit":
+        if event.groups["launcher"] == "deepspeed":
+            book.unnamed_codes.append(event.groups["code"])
+        aborted = node.streams[event.stream].file in book.aborted and event.groups["launcher"] == "srun"
+        exits = _exits(event, rank, generation, _is_alone(node))
+        book.exits += [replace(exit_, by_launcher=aborted and exit_.signal == "SIGKILL") for exit_ in exits]
+        book.generations = max(book.generations, generation + 1)
+        return
+    who = event.rank if event.rank is not None else rank
+    if event.id in ("watchdog", "status"):
+        if who is not None:
+            book.watchdog.append((who, event))
+            book.ranks.setdefault(who, 0)
+        return
+    if event.id == "restart":
+        return
+    if who is None and ":" in event.text:
+        who = _by_pid(event.text, pids)
+    if event.id == "slurm-cancelled":
+        book.aborted.add(node.streams[event.stream].file)
+    failure = _failure(node, event, who, generation)
+    if failure is not None:
+        book.failures.append(failure)
+        book.generations = max(book.generations, generation + 1)
+        if who is not None:
+            book.ranks.setdefault(who, 0)
+            book.note_host(who, failure.host, node)
+
+
+def _by_pid(text: str, pids: dict[tuple[str, int], int]) -> int | None:
+    """NCCL's own lines have the host and the pid; which rank that is, its INFO lines say."""
+    match = WRITER.search(text)
+    return pids.get((match[1], int(match[2]))) if match else None
+
+
+def _is_alone(node: NodeLogs) -> bool:
+    """Local ranks are ranks where there is one node."""
+    shared = any(
+        stream.rank is not None and stream.local is not None and stream.rank != stream.local for stream in node.streams
+    )
+    moved = any(
+        event.groups["rank"] != event.groups["local"]
+        for event in node.events
+        if event.id == "exit" and event.groups.get("rank") and event.groups.get("local")
+    )
+    return len({stream.host for stream in node.streams}) <= 1 and not shared and not moved
+
+
+def _exits(event: Event, rank: int | None, generation: int, alone: bool) -> list[Exit]:
+    groups = event.groups
+    if groups.get("ranks"):
+        ranks = _unfold(groups["ranks"])
+    else:
+        own = number_in(groups.get("rank") or (groups.get("local") if alone else None))
+        ranks = [] if own is None else [own]
+    code = number_in(groups.get("code"))
+    signal = SIGNALS.get(number_in(groups.get("signal")) or 0, groups.get("signal", ""))
+    if groups.get("words"):
+        words = groups["words"]
+        signal = {"Killed": "SIGKILL", "Terminated": "SIGTERM", "Out Of Memory": "SIGKILL"}.get(words.strip(), "")
+        signal = signal or ("SIGSEGV" if "egmentation" in words else "SIGABRT" if "bort" in words else words.strip())
+    if code is not None and (code < 0 or 128 < code < 160):
+        number = -code if code < 0 else code - 128
+        signal = SIGNALS.get(number, f"signal {number}")
+    pid = number_in(groups.get("pid"))
+    return [
+        Exit(
+            rank=number,
+            host=groups.get("host", ""),
+            generation=generation,
+            code=code,
+            signal=signal,
+            launcher=groups.get("launcher", ""),
+            first=bool(groups.get("first")) or groups.get("launcher") == "mpirun",
+            at=event.at,
+            pid=pid,
+        )
+        for number in ranks
+    ]
+
+
+def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) -> Failure | None:
+    row = known_lines().get(event.groups.get("known", event.id))
+    if row is not None and row.role == "advice":
+        row = None
+        if event.id != "exception":
+            return None
+    stream = node.streams[event.stream]
+    file = node.files[stream.file].path if stream.file < len(node.files) else ""
+    role, means, fix = "cause", "", ""
+    commands: tuple[str, ...] = ()
+    if row is not None:
+        role, means, fix, commands = row.role, row.meaning(event.groups), row.remedy(event.groups), row.commands
+    elif event.id == "exception":
+        match = next((match for match in read_log(event.text) if match.known.role == "cause"), None)
+        if match is not None:
+            means, fix, commands = match.means, match.fix, match.commands
+    what = event.text.partition("\n")[0][:300]
+    return Failure(
+        role=role,
+        known=row.id if row is not None else "exception",
+        rank=rank,
+        host=stream.host,
+        generation=generation,
+        what=what,
+        means=means,
+        fix=fix,
+        commands=tuple(commands),
+        place=_own_place(event.frames),
+        collective=_collective(event.frames),
+        file=file,
+        line=event.line,
+        at=event.at,
+        text=event.text,
+        groups={**event.groups, "id": event.id},
+        count=event.count,
+    )
+
+
+def _unfold(text: str) -> list[int]:
+    """Read ranks as srun writes them: 0-3,7."""
+    ranks: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        lowest, highest = number_in(first), number_in(last)
+        if lowest is not None and lowest >= 0:
+            ranks += range(lowest, min(lowest if highest is None else highest, lowest + 100_000) + 1)
+    return ranks
+
+
+def _own_place(frames: Sequence[str]) -> str:
+    """Return the innermost line that is no library's."""
+    own = [frame for frame in frames if not any(part in frame for part in _LIBRARY)]
+    return own[-1] if own else frames[-1] if frames else ""
+
+
+def _collective(frames: Sequence[str]) -> str:
+    for frame in reversed(frames):
+        name = frame.rpartition(" in ")[2]
+        if name in _COLLECTIVES and "/torch/" in frame:
+            return name
+    return ""
+
+
+def _merge_last(book: Book) -> None:
+    """Lines that came after the last agent gave up are of its last round, not of another."""
+    ended = [exit_.generation for exit_ in book.exits if exit_.launcher in ("agent", "torchrun")]
+    if ended and book.generations > max(ended) + 1:
+        last = max(ended)
+        book.failures = [replace(failure, generation=min(last, failure.generation)) for failure in book.failures]
+        book.watchdog = [
+            (rank, replace(event, generation=min(last, event.generation))) for rank, event in book.watchdog
+        ]
+        book.generations = last + 1

@@ -1,0 +1,384 @@
+"""The first cause of a job's end, from what its logs report: which rank, why, and what only followed. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.unreached_hosts import host_findings
+from distdiag.diagnosis.job_logs import book as books
+from distdiag.diagnosis.job_logs import desync, findings, nccl
+from distdiag.diagnosis.job_logs.types import COMMAND, Failure, Logs, LogSource, RankEnd
+from distdiag.report import Level, Report
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from distdiag.diagnosis.job_logs.book import Book, Exit
+    from distdiag.diagnosis.job_logs.types import Request
+    from distdiag.facts.job_logs.collect import NodeLogs
+    from distdiag.gathered import Gathered
+    from distdiag.report import Finding
+
+_APART_S = 1.5
+"""Times of two ranks that differ by more show which was first: launchers write whole seconds."""
+_SUDDEN = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
+"""Signals that no exception of Python ends in."""
+_RETRIED = ("cuda-out-of-memory", "disk-full", "shm-full", "port-in-use", "loader-killed", "loader-exited")
+"""What programs catch, log and try again; other errors of CUDA leave nothing to go on with."""
+_ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
+_MOST_RANKS, _MOST_FAILURES = 4096, 5000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One generation of the job: what its ranks reported, and how they ended."""
+
+    number: int
+    failures: Sequence[Failure]
+    exits: Sequence[Exit]
+    book: Book
+
+    def of(self, rank: int) -> list[Failure]:
+        """Return what a rank reported, in the order of its log."""
+        return [failure for failure in self.failures if failure.rank == rank]
+
+    def exits_of(self, rank: int) -> list[Exit]:
+        """Return how launchers report its end; the summary goes before the agent's line."""
+        return [exit_ for exit_ in self.exits if exit_.rank == rank]
+
+
+def diagnose(request: Request, gathered: Gathered[NodeLogs]) -> Report[Logs]:
+    """Report which rank failed first and why, as far as the logs tell."""
+    nodes = gathered.facts
+    book = books.make(nodes)
+    rounds = [_round(book, number) for number in range(book.generations)]
+    failed = next((one for one in rounds if one.failures or any(exit_.is_bad for exit_ in one.exits)), None)
+    # Lines of a watchdog are of the first round with any.
+    found: list[Finding] = []
+    if failed is not None or book.watchdog:
+        found += _first_cause(failed or rounds[0], book)
+    elif any(node.files for node in nodes) or any(stream.lines for node in nodes for stream in node.streams):
+        found.append(findings.nothing(any(file.lines for node in nodes for file in node.files)))
+    if book.generations > 1:
+        found.append(findings.restarted(book.generations, failed.number if failed else 0))
+    found += nccl.findings_of(book.comms, ended=bool(failed or book.watchdog))
+    found += _unread(nodes, gathered)
+    found += host_findings(gathered.refusals, gathered.rows)
+    found.sort(key=lambda finding: _ORDER.index(finding.level))
+    if len(found) > 1:
+        found = [finding for finding in found if finding.id not in ("logs.no-failure", "logs.empty")]
+    number = failed.number if failed is not None else 0
+    data = Logs(
+        sources=_sources(nodes),
+        world=book.world,
+        generations=book.generations,
+        generation=number,
+        ranks=tuple(_ends(rounds[number])[:_MOST_RANKS]),
+        failures=tuple(book.failures[:_MOST_FAILURES]),
+        dropped=sum(node.dropped for node in nodes),
+    )
+    return Report(
+        command=COMMAND,
+        data=data,
+        findings=tuple(found),
+        summary=found[0].title if found else "no log was read",
+        interrupted=gathered.interrupted,
+    )
+
+
+def _round(book: Book, number: int) -> Round:
+    failures = [failure for failure in book.failures if failure.generation == number]
+    exits = [exit_ for exit_ in book.exits if exit_.generation == number]
+    return Round(number=number, failures=failures, exits=exits, book=book)
+
+
+def _first_cause(round_: Round, book: Book) -> list[Finding]:
+    """Judge one round: an accusation, then causes, then ends without a word, then who is missing."""
+    job = [failure for failure in round_.failures if failure.role == "job"]
+    suspects = _causes(round_)
+    accused = [failure for failure in suspects if findings.accused(failure)]
+    if accused:
+        ranks = findings.accused(accused[0])
+        own = [failure for failure in suspects if failure.rank in ranks and not findings.accused(failure)]
+        suspects = own or accused[:1]
+    doubtful = [failure for failure in suspects if _may_be_handled(failure, round_)]
+    suspects = [failure for failure in suspects if failure not in doubtful]
+    wordless = _wordless(round_)
+    if suspects:
+        suspects = _assigned(suspects, wordless)
+        told = {failure.rank for failure in suspects}
+        suspects += [
+            failure
+            for failure in wordless
+            if failure.known.startswith("exit") and failure.rank not in told and _is_first(round_, failure)
+        ]
+    elif not job:
+        suspects = _with_last_traceback(wordless, doubtful)
+        if suspects is wordless:
+            suspects = [failure for failure in wordless if _is_own_end(failure, book)]
+    if job and not suspects:
+        return [findings.ended_from_outside(job[0])]
+    if suspects:
+        return _choose(suspects, round_, book, doubtful)
+    generation = round_.number
+    lines = [(rank, event) for rank, event in book.watchdog if event.generation == generation] or book.watchdog
+    if lines:
+        judged = desync.judge(lines, book.ranks)
+        return [findings.of_desync(each, round_, first=number == 0) for number, each in enumerate(judged[:4])]
+    if doubtful:
+        return [_of_doubtful(doubtful, round_, book)]
+    return [_who_is_missing(round_, book)]
+
+
+def _is_own_end(failure: Failure, book: Book) -> bool:
+    """Return whether an end without a word is the rank's own doing.
+
+    Ranks that lost a peer end with status 1 and SIGABRT too: what this rank wrote must be here, to lack an error.
+    """
+    return failure.rank in book.writers or not failure.what.startswith(("exit status 1 ", "SIGABRT"))
+
+
+def _may_be_handled(failure: Failure, round_: Round) -> bool:
+    """Return whether a rank may have caught an exception, logged it and gone on.
+
+    What nothing catches is written by torch's excepthook, with `[rank3]:` before each line. A traceback without it is
+    of before init_process_group, of a thread, of an older torch, or was logged. How the rank ended decides then.
+    """
+    if failure.groups.get("uncaught") or findings.accused(failure):
+        return False
+    exits = [] if failure.rank is None else [exit_ for exit_ in round_.exits_of(failure.rank) if exit_.is_bad]
+    if failure.groups.get("id") != "exception" and failure.known not in _RETRIED:
+        return False
+    if exits and failure.groups.get("id") != "exception":
+        return all(exit_.by_launcher for exit_ in exits)
+    if exits:
+        return all(exit_.by_launcher or exit_.signal in _SUDDEN for exit_ in exits)
+    if failure.rank is not None and failure.rank in {rank for rank, _ in round_.book.watchdog}:
+        return True
+    others = [other for other in round_.failures if other.rank not in (failure.rank, None)]
+    if any(other.groups.get("uncaught") for other in round_.failures):
+        return True
+    if failure.rank is None or others:
+        return False
+    if failure.groups.get("id") != "exception":
+        return True
+    # Nothing ended, and others write on: the log may be of a job that runs.
+    return bool(round_.book.writers - {failure.rank}) and not round_.exits
+
+
+def _with_last_traceback(wordless: list[Failure], doubtful: Sequence[Failure]) -> list[Failure]:
+    """Add the only traceback that no rank is named for to the only rank that ended with Python's status of one."""
+    nameless = [failure for failure in doubtful if failure.rank is None]
+    if len(wordless) != 1 or len(nameless) != 1 or wordless[0].what.partition(" without")[0] != "exit status 1":
+        return wordless
+    return [replace(nameless[0], rank=wordless[0].rank, what=f"exit status 1, probably of {nameless[0].what}")]
+
+
+def _of_doubtful(doubtful: list[Failure], round_: Round, book: Book) -> Finding:
+    """Judge a round whose only causes are tracebacks that may have been handled."""
+    alive = [failure for failure in doubtful if _was_ended(failure, round_)]
+    ranks = {failure.rank for failure in doubtful}
+    reported = {failure.rank for failure in round_.failures}
+    others_silent = [rank for rank in range(book.world) if rank not in reported]
+    raised = all(failure.groups.get("id") == "exception" for failure in doubtful)
+    if raised and not alive and not others_silent and len(ranks) == 1:
+        return findings.first_failure(doubtful, round_, book)
+    missing = _who_is_missing(round_, book)
+    if missing.level is Level.FAIL and not ranks & {*missing.where.ranks} and {*missing.where.ranks} <= {*book.ranks}:
+        return missing
+    return findings.several([[failure] for failure in doubtful], round_, book)
+
+
+def _was_ended(failure: Failure, round_: Round) -> bool:
+    """Return whether the launcher ended the rank, which was alive then."""
+    exits = [] if failure.rank is None else round_.exits_of(failure.rank)
+    return bool(exits) and all(exit_.by_launcher for exit_ in exits)
+
+
+def _assigned(suspects: list[Failure], wordless: list[Failure]) -> list[Failure]:
+    """Give what no prefix names a rank for to the only rank that ended without a word of its own."""
+    if len(wordless) != 1 or any(failure.rank is not None for failure in suspects):
+        return suspects
+    return [replace(failure, rank=wordless[0].rank) for failure in suspects]
+
+
+def _causes(round_: Round) -> list[Failure]:
+    """Return what may have ended ranks: of each rank its last exception, or the first line of a cause."""
+    found: list[Failure] = []
+    ranks = dict.fromkeys(failure.rank for failure in round_.failures)
+    for rank in ranks:
+        own = [failure for failure in round_.failures if failure.rank == rank]
+        exceptions = [failure for failure in own if failure.groups["id"] == "exception"]
+        lines = [failure for failure in own if failure.groups["id"] != "exception" and failure.role == "cause"]
+        last = exceptions[-1] if exceptions and rank is not None else None
+        if rank is None:
+            found += [failure for failure in exceptions if failure.role == "cause"] + lines
+        elif last is not None and last.role == "cause" and not _is_echo(last, lines):
+            found.append(last)
+        elif lines:
+            found.append(lines[0])
+    return found
+
+
+def _is_echo(exception: Failure, lines: Sequence[Failure]) -> bool:
+    """Return whether a line before has said more of the same: NCCL's warning before torch's wrapper."""
+    return bool(lines) and exception.known == "exception" and "NCCL error" in exception.text
+
+
+def _wordless(round_: Round) -> list[Failure]:
+    """Return ranks that ended with a status and wrote nothing of why."""
+    found = []
+    by_rank: dict[int, Exit] = {}
+    for exit_ in round_.exits:
+        if exit_.is_bad and not exit_.by_launcher:
+            old = by_rank.get(exit_.rank)
+            if old is None or exit_.first:
+                by_rank[exit_.rank] = exit_
+    for rank, exit_ in by_rank.items():
+        written = [failure for failure in round_.of(rank) if failure.role in ("cause", "consequence")]
+        if written and exit_.signal not in _SUDDEN:
+            continue
+        if any(failure.role == "cause" and not _may_be_handled(failure, round_) for failure in written):
+            continue
+        found.append(findings.wordless(exit_, round_))
+    return found
+
+
+def _is_first(round_: Round, failure: Failure) -> bool:
+    return any(exit_.first for exit_ in round_.exits_of(failure.rank or 0)) if failure.rank is not None else False
+
+
+def _choose(suspects: list[Failure], round_: Round, book: Book, handled: Sequence[Failure] = ()) -> list[Finding]:
+    """Of what may be the cause, take the one that was first; if that is not known, name all."""
+    groups: dict[tuple[str, str], list[Failure]] = {}
+    for failure in suspects:
+        groups.setdefault(findings.kind_of(failure), []).append(failure)
+    if len(groups) > 1 and None in {failure.rank for failure in suspects}:
+        # What no rank can be named for goes behind what names one, but for what a machine reports.
+        named = {kind: group for kind, group in groups.items() if any(failure.rank is not None for failure in group)}
+        groups = named or groups
+    if len(groups) == 1:
+        (group,) = groups.values()
+        return [findings.first_failure(group, round_, book, handled=handled)]
+    if earliest := _earliest(list(groups.values()), round_):
+        later = [failure for group in groups.values() if group is not earliest for failure in group]
+        return [findings.first_failure(earliest, round_, book, later=later, handled=handled)]
+    return [findings.several(list(groups.values()), round_, book)]
+
+
+def _earliest(groups: list[list[Failure]], round_: Round) -> list[Failure] | None:
+    """Return the group that was certainly before all others, by times of one kind and one clock."""
+    for clock in (_time_of_line, _time_of_exit):
+        times = [[clock(failure, round_) for failure in group] for group in groups]
+        if any(time is None for group in times for time in group):
+            continue
+        hosts = {round_.book.hosts.get(failure.rank or 0, "") for group in groups for failure in group}
+        apart = _APART_S if len(hosts) <= 1 else 4 * _APART_S
+        starts = sorted((min(time for time in group if time is not None), number) for number, group in enumerate(times))
+        if starts[1][0] - starts[0][0] > apart:
+            return groups[starts[0][1]]
+    return None
+
+
+def _time_of_line(failure: Failure, round_: Round) -> float | None:
+    return failure.at
+
+
+def _time_of_exit(failure: Failure, round_: Round) -> float | None:
+    if failure.rank is None:
+        return None
+    return next((exit_.at for exit_ in round_.exits_of(failure.rank) if exit_.at is not None), None)
+
+
+def _who_is_missing(round_: Round, book: Book) -> Finding:
+    """Nobody reports a cause: who reports nothing at all, or waits in another collective, is the one."""
+    waiting = {
+        failure.rank: failure
+        for failure in round_.failures
+        if failure.role == "consequence" and failure.rank is not None
+    }
+    at = {rank: failure for rank, failure in waiting.items() if findings.timed_out(failure)}
+    collectives = {rank: (failure.collective, failure.place) for rank, failure in at.items() if failure.collective}
+    if len({name for name, _ in collectives.values()}) > 1:
+        return findings.different_collectives(collectives, round_)
+    silent = [rank for rank in range(book.world) if rank not in waiting]
+    if at and len(silent) == 1 and _is_certain(silent[0], at, round_) and not _has_failed(silent[0], round_):
+        return findings.never_came(silent[0], at, round_)
+    gone = [rank for rank in silent if not any(exit_.by_launcher for exit_ in round_.exits_of(rank))]
+    lost = [failure for failure in waiting.values() if not findings.timed_out(failure)]
+    if (
+        lost
+        and len(lost) == len(waiting)
+        and len(gone) == 1
+        and _is_certain(gone[0], waiting, round_)
+        and not _has_failed(gone[0], round_)
+    ):
+        return findings.left_early(gone[0], waiting, round_)
+    return findings.cannot_tell(round_, book, silent)
+
+
+def _is_certain(rank: int, waiting: Mapping[int, Failure], round_: Round) -> bool:
+    """Return whether the logs have this rank, and the job's end: a log that is still written may lack both."""
+    if len({failure.file for failure in waiting.values()}) == 1 and min(waiting) < rank < max(waiting):
+        return True  # a console of all ranks
+    return rank in round_.book.ranks and (len(waiting) > 1 or bool(round_.exits))
+
+
+def _has_failed(rank: int, round_: Round) -> bool:
+    """Return whether a rank ended by itself, so that it did not hang."""
+    return any(exit_.is_bad and not exit_.by_launcher for exit_ in round_.exits_of(rank))
+
+
+def _unread(nodes: Sequence[NodeLogs], gathered: Gathered[NodeLogs]) -> list[Finding]:
+    broken = [(node.host, file) for node in nodes for file in node.files if file.error]
+    read = any(file.lines for node in nodes for file in node.files)
+    found = [findings.unreadable(broken, all_=not read)] if broken else []
+    found += [findings.cut(node.host, file) for node in nodes for file in node.files if file.cut]
+    found += [findings.incomplete(host, why) for host, why in gathered.missing.items()]
+    return found
+
+
+def _sources(nodes: Sequence[NodeLogs]) -> tuple[LogSource, ...]:
+    return tuple(
+        LogSource(
+            host=node.host,
+            path=file.path,
+            bytes=file.bytes,
+            lines=file.lines,
+            forms=file.forms,
+            joined=file.joined,
+            cut=file.cut,
+            error=file.error,
+        )
+        for node in nodes
+        for file in node.files
+    )
+
+
+def _ends(round_: Round) -> list[RankEnd]:
+    """Return how each rank ended."""
+    ends = []
+    causes = {failure.rank: failure for failure in _causes(round_)}
+    for rank in sorted(round_.book.ranks):
+        own = round_.of(rank)
+        told = causes.get(rank) or next((failure for failure in own if failure.role == "consequence"), None)
+        exits = [exit_ for exit_ in round_.exits_of(rank) if exit_.is_bad]
+        exit_ = exits[-1] if exits else None
+        watching = [event for who, event in round_.book.watchdog if who == rank]
+        what = told.what if told else watching[0].text[:200] if watching else ""
+        role = told.role if told else "consequence" if watching else ""
+        status = (exit_.signal or f"exit {exit_.code}") if exit_ else ""
+        if not role and status and exit_ and not exit_.by_launcher:
+            role = "cause"
+        ends.append(
+            RankEnd(
+                rank=rank,
+                host=round_.book.hosts.get(rank, ""),
+                role=role,
+                what=what,
+                exit=status,
+                lines=round_.book.ranks[rank],
+            )
+        )
+    return ends

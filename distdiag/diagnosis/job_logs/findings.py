@@ -1,0 +1,485 @@
+"""What the logs come to, in words: each way a job's end is explained is one finding."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.hosts import fold_ranks, name_ranks
+from distdiag.diagnosis.job_logs.book import SIGNALS, WRITER
+from distdiag.diagnosis.job_logs.types import Failure, number_in
+from distdiag.knowledge.job_logs import known_lines
+from distdiag.report import Finding, Fix, Level, Where, Witnesses
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from distdiag.diagnosis.job_logs.book import Book, Exit
+    from distdiag.diagnosis.job_logs.desync import Desync
+    from distdiag.diagnosis.job_logs.diagnose import Round
+    from distdiag.facts.job_logs.collect import LogFile
+
+_NAMED = 6
+_QUOTE = 300
+_SHAPE = re.compile(r"0x[0-9a-f]+|\d+")
+_SIGNAL_MEANS = {
+    "SIGKILL": "SIGKILL, sender unknown",
+    "SIGSEGV": "SIGSEGV: invalid memory access",
+    "SIGBUS": "SIGBUS: access beyond the end of a mapped file, or /dev/shm full",
+    "SIGABRT": "SIGABRT: the process aborted itself",
+    "SIGILL": "SIGILL: an instruction that this CPU does not have",
+    "SIGFPE": "SIGFPE: integer division by zero",
+}
+_FIRST_STEPS = {
+    "ModuleNotFoundError": "install the module in the environment of that node: the ranks do not share one",
+    "ImportError": "compare the environment of that node with the others: distdiag cuda-env --hosts ...",
+    "FileNotFoundError": "check that the path exists on that node, and that its file system is mounted there",
+    "PermissionError": "check the owner and mode of the path on that node",
+}
+
+
+def accused(failure: Failure) -> tuple[int, ...]:
+    """Return the ranks that a line names as those at fault; none where it is about its own rank."""
+    row = known_lines().get(failure.known)
+    if row is None or not row.accuses or row.accuses == "none":
+        return ()
+    return tuple(int(number) for number in re.findall(r"\d{1,7}", failure.groups.get(row.accuses, ""))[:1000])
+
+
+def kind_of(failure: Failure) -> tuple[str, str]:
+    """Return what two ranks have in common that failed in the same way."""
+    if failure.known.startswith("exit"):
+        return failure.known, failure.what.partition(": ")[0]
+    name = failure.groups.get("type", "")
+    shape = name or _SHAPE.sub("#", failure.what)
+    return (failure.known, shape if failure.known == "exception" else "")
+
+
+def timed_out(failure: Failure) -> bool:
+    """Return whether a rank waited in vain, rather than lost a peer."""
+    return bool(re.search(r"[Tt]imed out waiting|wait timeout|caught collective operation timeout", failure.text))
+
+
+def wordless(exit_: Exit, round_: Round) -> Failure:
+    """Make a failure of a rank's exit status."""
+    if exit_.signal:
+        what = _SIGNAL_MEANS.get(exit_.signal, exit_.signal)
+        means, known = "", "exit-signal"
+        proof = _oom(exit_, round_)
+        if exit_.signal == "SIGKILL" and proof is not None:
+            what, means = "killed by the kernel: out of memory", proof.what
+            known = "exit-oom"
+    else:
+        what, known = f"exit status {exit_.code} without a traceback", "exit-status"
+        means = "it called sys.exit or os._exit, or its output is not in these logs"
+    return Failure(
+        role="cause",
+        known=known,
+        rank=exit_.rank,
+        host=exit_.host or round_.book.hosts.get(exit_.rank, ""),
+        generation=exit_.generation,
+        what=what,
+        means=means,
+        at=exit_.at,
+        groups={"id": "exit"},
+    )
+
+
+def _oom(exit_: Exit, round_: Round) -> Failure | None:
+    """Return the line that proves that memory ran out: it names the process, or there is no other that was killed."""
+    killed = [other for other in round_.exits if other.signal == "SIGKILL"]
+    for failure in round_.failures:
+        if failure.known == "oom-kill":
+            pid = failure.groups.get("pid")
+            if (pid and exit_.pid and number_in(pid) == exit_.pid) or (
+                not (pid and exit_.pid) and len({other.rank for other in killed}) == 1
+            ):
+                return failure
+    return None
+
+
+def first_failure(
+    group: Sequence[Failure],
+    round_: Round,
+    book: Book,
+    *,
+    later: Sequence[Failure] = (),
+    handled: Sequence[Failure] = (),
+) -> Finding:
+    """Name the rank that failed first, or all ranks that failed alike, and why."""
+    failure = group[0]
+    row = known_lines().get(failure.known)
+    named = accused(failure)
+    ranks = named or tuple(sorted({one.rank for one in group if one.rank is not None}))
+    blames = row is None or row.accuses != "none"
+    others = sorted(set(book.ranks) - set(ranks))
+    where_ = f", at {failure.place}" if failure.place else ""
+    reason = f"{failure.what}{where_}"
+    paths, hosts_of_paths = _paths(group, book)
+    if not blames:
+        title = failure.means + paths
+        id_ = f"logs.{failure.known}"
+    elif named:
+        title = f"{_ranks(ranks, book)} did not reach the barrier: {failure.what}"
+        id_ = "logs.missing-rank"
+    elif not ranks:
+        title, id_ = f"{reason} (rank unknown)", "logs.failure"
+    elif len(ranks) == 1:
+        title, id_ = f"{_ranks(ranks, book)} failed first: {reason}", "logs.first-failure"
+    else:
+        title, id_ = f"{_ranks(ranks, book)} failed alike: {reason}", "logs.same-failure"
+    if others and blames and ranks:
+        followers = [rank for rank in others if any(one.role == "consequence" for one in round_.of(rank))]
+        if followers:
+            title += f"; {_count(len(followers), 'other rank')} ended because of it"
+    hosts = tuple(sorted({book.hosts.get(rank, "") for rank in ranks} - {""}))
+    meaning = failure.means if failure.means and blames else ""
+    detail = " ".join(
+        filter(None, [_sentence(meaning), _differences(group), _later(later, book), _survived(handled, book)])
+    )
+    return Finding(
+        id=id_,
+        level=Level.FAIL,
+        title=title,
+        detail=detail,
+        where=Where(ranks=ranks, hosts=hosts) if blames else Where(hosts=hosts_of_paths),
+        witnesses=Witnesses(ranks=tuple(others) if blames else tuple(sorted({*ranks, *others}))),
+        evidence=_evidence(group),
+        fix=_fix(failure, round_),
+    )
+
+
+def _paths(group: Sequence[Failure], book: Book) -> tuple[str, tuple[str, ...]]:
+    """Format between which hosts InfiniBand failed; and the host that is an end of each of several paths."""
+    names = {comm.address.partition("<")[0]: comm.host for comm in book.comms if comm.address}
+    paths: dict[tuple[str, str], str] = {}
+    for failure in group:
+        writer, peer = WRITER.search(failure.text), failure.groups.get("peer", "")
+        if writer and peer:
+            end = names.get(peer, peer)
+            paths[writer[1], end] = f"{writer[1]} to {end}" + (f" ({peer})" if end != peer else "")
+    if not paths:
+        return "", ()
+    shown = list(paths.values())
+    more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
+    common = set.intersection(*({*ends} for ends in paths))
+    several = len({frozenset(ends) for ends in paths}) > 1
+    return f"; {', '.join(shown[:3])}{more}", tuple(sorted(common)) if several and len(common) == 1 else ()
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}." if text else ""
+
+
+def _differences(group: Sequence[Failure]) -> str:
+    """Return what ranks that failed alike differ in: messages, then places."""
+    texts: dict[str, list[int]] = {}
+    for failure in group:
+        if failure.rank is not None:
+            texts.setdefault(f"{failure.what[:120]} at {failure.place}", []).append(failure.rank)
+    if len(texts) < 2:
+        return ""
+    parts = [f"{name_ranks(ranks)}: {text}" for text, ranks in list(texts.items())[:_NAMED]]
+    more = f"; and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
+    return f"They differ: {'; '.join(parts)}{more}."
+
+
+def _survived(handled: Sequence[Failure], book: Book) -> str:
+    if not handled:
+        return ""
+    parts = [
+        f"{_ranks((failure.rank,), book) if failure.rank is not None else 'no rank named'}: {failure.what[:120]}"
+        for failure in handled[:_NAMED]
+    ]
+    return f"Logged, but nothing shows that it ended a rank: {'; '.join(parts)}."
+
+
+def _later(later: Sequence[Failure], book: Book) -> str:
+    if not later:
+        return ""
+    parts = [
+        f"{_ranks((one.rank,), book) if one.rank is not None else 'no rank named'}: {one.what[:120]}"
+        for one in later[:_NAMED]
+    ]
+    return f"Later, unrelated: {'; '.join(parts)}."
+
+
+def _fix(failure: Failure, round_: Round) -> Fix | None:
+    kind = failure.groups.get("type", "")
+    if failure.fix:
+        return Fix(text=failure.fix, commands=failure.commands)
+    if failure.known == "exit-signal":
+        if "SIGKILL" in failure.what:
+            return Fix(
+                text="find who sent it: the kernel (out of memory: dmesg, memory.events), a limit, or a person",
+                commands=(
+                    "dmesg -T | grep -i -E 'out of memory|oom-kill'",
+                    "cat /sys/fs/cgroup/memory.events",
+                ),
+            )
+        return Fix(text="see its stack in the core", commands=("distdiag core-bt --setup", "distdiag core-bt"))
+    if failure.known == "exit-oom":
+        row = known_lines()["oom-kill"]
+        return Fix(text=row.fix, commands=row.commands)
+    if failure.known == "exit-status":
+        return Fix(
+            text="keep the output of every rank, and decorate main() with @record: torchrun then reports the exception",
+            commands=("torchrun --log-dir logs --redirects 3 --tee 3 ...",),
+        )
+    if kind in _FIRST_STEPS:
+        return Fix(text=_FIRST_STEPS[kind])
+    if failure.place:
+        return Fix(text=f"see {failure.place.partition(' in ')[0]}")
+    return None
+
+
+def several(groups: Sequence[Sequence[Failure]], round_: Round, book: Book) -> Finding:
+    """Say that ranks failed in different ways, and that their order is not known."""
+    parts = []
+    for group in groups[:_NAMED]:
+        ranks = tuple(sorted({one.rank for one in group if one.rank is not None}))
+        who = _ranks(ranks, book) if ranks else "a line without a rank"
+        parts.append(f"{who}: {group[0].what[:160]}")
+    more = f"; and {len(groups) - _NAMED} more" if len(groups) > _NAMED else ""
+    first = next((exit_ for exit_ in round_.exits if exit_.first), None)
+    seen = (
+        f" {first.launcher} saw rank {first.rank} first, but that is when it polled, not when they failed."
+        if first
+        else ""
+    )
+    return Finding(
+        id="logs.order-unknown",
+        level=Level.UNKNOWN,
+        title=f"{len(groups)} different failures, and the log does not show which was first: {'; '.join(parts)}{more}"
+        if len(groups) > 1
+        else f"one rank logged a failure, but nothing shows that it ended the rank: {parts[0]}",
+        detail="Their lines have no times, or times too close to order." + seen,
+        witnesses=Witnesses(
+            ranks=tuple(sorted({one.rank for group in groups for one in group if one.rank is not None}))
+        ),
+        evidence=tuple(line for group in groups[:_NAMED] for line in _evidence(group)[:1]),
+        fix=Fix(
+            text="in the next run, let each rank record the time of its failure (@record) and write its own file",
+            commands=(
+                "export TORCHELASTIC_ERROR_FILE=/tmp/error.json",
+                "torchrun --log-dir logs --redirects 3 --tee 3 ...",
+            ),
+        ),
+    )
+
+
+def different_collectives(collectives: Mapping[int, tuple[str, str]], round_: Round) -> Finding:
+    """Name who waited in which collective; the few are at fault, if there are few."""
+    by_name: dict[str, list[int]] = {}
+    for rank, (name, _) in collectives.items():
+        by_name.setdefault(name, []).append(rank)
+    ordered = sorted(by_name.items(), key=lambda item: -len(item[1]))
+    few = sorted(rank for _, ranks in ordered[1:] for rank in ranks)
+    clear = len(ordered[0][1]) > len(few)
+    words = "; ".join(f"{name_ranks(ranks)} in {name} ({collectives[ranks[0]][1]})" for name, ranks in ordered[:_NAMED])
+    return Finding(
+        id="logs.collective-mismatch",
+        level=Level.FAIL,
+        title=f"the ranks waited in different collectives: {words}",
+        detail="Their code paths differ, or some ranks are one collective ahead.",
+        where=Where(ranks=tuple(few) if clear else ()),
+        witnesses=Witnesses(ranks=tuple(sorted(set(collectives) - set(few))) if clear else tuple(sorted(collectives))),
+        evidence=_evidence([one for one in round_.failures if one.collective]),
+        fix=Fix(
+            text="find the branch before that line that depends on the rank; in the next run this names both sides:",
+            commands=("export TORCH_DISTRIBUTED_DEBUG=DETAIL",),
+        ),
+    )
+
+
+def never_came(rank: int, waiting: Mapping[int, Failure], round_: Round) -> Finding:
+    """All but one waited in vain."""
+    places = sorted({one.place or one.collective for one in waiting.values()})
+    return Finding(
+        id="logs.missing-rank",
+        level=Level.FAIL,
+        title=f"{_ranks((rank,), round_.book)} never arrived: {name_ranks(waiting)} timed out waiting"
+        f"{f' at {places[0]}' if places and places[0] else ''}, and it logged nothing",
+        detail="It was busy elsewhere, hung, or later than the timeout.",
+        where=Where(ranks=(rank,), hosts=tuple(filter(None, (round_.book.hosts.get(rank, ""),)))),
+        witnesses=Witnesses(ranks=tuple(sorted(waiting))),
+        evidence=_evidence(list(waiting.values())),
+        fix=Fix(text="in the next run, see where it hangs", commands=("distdiag pyspy-all",)),
+    )
+
+
+def left_early(rank: int, waiting: Mapping[int, Failure], round_: Round) -> Finding:
+    """All but one lost a peer."""
+    return Finding(
+        id="logs.left-early",
+        level=Level.FAIL,
+        title=f"{_ranks((rank,), round_.book)} left while the others were still communicating: "
+        f"{name_ranks(waiting)} lost a peer, and it logged no error",
+        detail="It ended with status 0 (fewer batches than the others), or was killed without a trace.",
+        where=Where(ranks=(rank,), hosts=tuple(filter(None, (round_.book.hosts.get(rank, ""),)))),
+        witnesses=Witnesses(ranks=tuple(sorted(waiting))),
+        evidence=_evidence(list(waiting.values())),
+        fix=Fix(
+            text="compare the steps per rank: dataset length, drop_last, early stopping; with DDP use model.join()"
+        ),
+    )
+
+
+def cannot_tell(round_: Round, book: Book, silent: Sequence[int]) -> Finding:
+    """There are only consequences."""
+    waiting = [failure for failure in round_.failures if failure.role == "consequence"]
+    who = sorted({failure.rank for failure in waiting if failure.rank is not None})
+    missing = f"; {name_ranks(silent)} logged nothing" if silent else ""
+    return Finding(
+        id="logs.undecided",
+        level=Level.UNKNOWN,
+        title=f"consequences only: {name_ranks(who) if who else 'ranks'} lost a peer or timed out{missing}",
+        detail="What ended the first rank is not in these logs." + _unnamed(book),
+        witnesses=Witnesses(ranks=tuple(who)),
+        evidence=_evidence(waiting),
+        fix=Fix(
+            text="add the logs of the other ranks and nodes; in the next run keep all output of all ranks",
+            commands=(
+                "torchrun --log-dir logs --redirects 3 --tee 3 ...",
+                "export TORCH_DISTRIBUTED_DEBUG=DETAIL NCCL_DEBUG=INFO TORCH_FR_BUFFER_SIZE=2000",
+            ),
+        ),
+    )
+
+
+def _unnamed(book: Book) -> str:
+    """Format a return code whose rank the launcher does not report."""
+    if not book.unnamed_codes:
+        return ""
+    code = number_in(book.unnamed_codes[0]) or 0
+    signal = f" ({SIGNALS[-code]})" if -code in SIGNALS else ""
+    return f" DeepSpeed's launcher reports return code {code}{signal} of one rank; the --local_rank it prints is wrong."
+
+
+def ended_from_outside(failure: Failure) -> Finding:
+    """The job was ended as a whole."""
+    fix = Fix(text=failure.fix, commands=failure.commands) if failure.fix else None
+    return Finding(
+        id=f"logs.{failure.known}",
+        level=Level.FAIL,
+        title=f"no rank failed: {failure.means}",
+        evidence=_evidence([failure]),
+        fix=fix,
+    )
+
+
+def of_desync(desync: Desync, round_: Round, *, first: bool) -> Finding:
+    """Explain what the watchdogs of one process group come to."""
+    group = f"process group {desync.group}: " if desync.group else ""
+    who = _ranks(desync.ranks, round_.book) if desync.ranks else ""
+    level = Level.FAIL if desync.kind in ("behind", "mismatch", "silent") else Level.UNKNOWN
+    waiting = name_ranks(desync.others)
+    texts = {
+        "behind": f"{who} never called {desync.what}, in which {waiting} timed out",
+        "mismatch": f"the ranks called different collectives: {desync.what}",
+        "silent": f"{who} logged nothing while {waiting} timed out in {desync.what}: dead, or busy outside NCCL",
+        "never": f"the ranks never connected: all timed out in {desync.what}, and completed none before",
+        "same": f"all ranks timed out in {desync.what}: the network, hardware, or a rank whose log is missing",
+        "outside": desync.what,
+        "unclear": desync.what,
+    }
+    fixes = {
+        "behind": Fix(
+            text="see what it does instead", commands=("distdiag pyspy-all", "export TORCH_FR_BUFFER_SIZE=2000")
+        ),
+        "mismatch": Fix(
+            text="find the branch before it that depends on the rank",
+            commands=("export TORCH_DISTRIBUTED_DEBUG=DETAIL",),
+        ),
+        "silent": Fix(
+            text="read the end of its log and of its host's kernel log",
+            commands=("distdiag pyspy-all", "dmesg -T | tail"),
+        ),
+        "outside": Fix(text="see where the ranks wait", commands=("distdiag pyspy-all --native",)),
+    }
+    network = Fix(
+        text="test the network and the GPUs of these nodes; log what NCCL does in the next run",
+        commands=("distdiag gpu-test --isolate", "export NCCL_DEBUG=INFO TORCH_FR_BUFFER_SIZE=2000"),
+    )
+    return Finding(
+        id="logs.desync" if desync.kind in ("behind", "silent") else f"logs.watchdog-{desync.kind}",
+        level=level if first or level is Level.FAIL else Level.INFO,
+        title=group + texts[desync.kind],
+        where=Where(ranks=desync.ranks if level is Level.FAIL else ()),
+        witnesses=Witnesses(ranks=desync.others),
+        evidence=tuple(line[:_QUOTE] for line in desync.evidence),
+        fix=fixes.get(desync.kind, network),
+    )
+
+
+def nothing(any_lines: bool) -> Finding:
+    """No line reports a failure."""
+    if not any_lines:
+        return Finding(id="logs.empty", level=Level.UNKNOWN, title="the logs are empty")
+    return Finding(
+        id="logs.no-failure",
+        level=Level.UNKNOWN,
+        title="no line reports a failure: the job ended well, still runs, or hangs",
+        detail="A hang leaves no line before its timeout.",
+        fix=Fix(text="while the job runs, see where its ranks are", commands=("distdiag pyspy-all",)),
+    )
+
+
+def restarted(generations: int, judged: int) -> Finding:
+    """The job was started again: which start is judged."""
+    return Finding(
+        id="logs.restarted",
+        level=Level.INFO,
+        title=f"the job was started {generations} times; this explains start {judged + 1}, the first that failed",
+    )
+
+
+def unreadable(broken: Sequence[tuple[str, LogFile]], *, all_: bool) -> Finding:
+    """Some files were not read, or not to their end."""
+    (host, file), more = broken[0], len(broken) - 1
+    return Finding(
+        id="logs.unreadable",
+        level=Level.UNKNOWN if all_ else Level.WARN,
+        title=f"{file.path} on {host}: {file.error}" + (f"; and {_count(more, 'more file')}" if more else ""),
+        where=Where(hosts=tuple(dict.fromkeys(host for host, _ in broken))),
+        evidence=tuple(f"{host}: {file.path}: {file.error}" for host, file in broken[:_NAMED]),
+    )
+
+
+def cut(host: str, file: LogFile) -> Finding:
+    """A line was longer than any that a person reads."""
+    return Finding(
+        id="logs.long-lines",
+        level=Level.INFO,
+        title=f"{file.path} on {host}: {_count(file.cut, 'line')} cut at 64 KiB",
+    )
+
+
+def incomplete(host: str, why: str) -> Finding:
+    """A node did not send all."""
+    return Finding(
+        id="logs.incomplete", level=Level.UNKNOWN, title=f"{host}: read only in part: {why}", where=Where(hosts=(host,))
+    )
+
+
+def _evidence(group: Iterable[Failure]) -> tuple[str, ...]:
+    lines: dict[str, list[Failure]] = {}
+    for failure in group:
+        if failure.line:
+            lines.setdefault(_SHAPE.sub("#", failure.what), []).append(failure)
+    shown = []
+    for same in list(lines.values())[:_NAMED]:
+        failure = same[0]
+        ranks = fold_ranks(one.rank for one in same if one.rank is not None)
+        who = f"[ranks {ranks}] " if len(same) > 1 and ranks else ""
+        shown.append(f"{failure.file}:{failure.line}: {who}{failure.what[:_QUOTE]}")
+    return tuple(shown)
+
+
+def _ranks(ranks: Sequence[int], book: Book) -> str:
+    hosts = sorted({book.hosts.get(rank, "") for rank in ranks} - {""})
+    return name_ranks(ranks) + (f" ({hosts[0]})" if len(hosts) == 1 else "")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

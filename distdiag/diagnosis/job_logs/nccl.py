@@ -1,0 +1,128 @@
+"""What NCCL_DEBUG=INFO tells of the set-up: how far each rank came, and what differs between hosts. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.hosts import fold, name_ranks
+from distdiag.facts.job_logs.scan import PHASES
+from distdiag.report import Finding, Fix, Level, Where, Witnesses
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from distdiag.facts.job_logs.scan import NcclRank
+
+_LOCAL_ONLY = ("lo", "docker", "veth", "virbr", "br-")
+
+
+def findings_of(comms: Sequence[NcclRank], *, ended: bool) -> list[Finding]:
+    """Return what in the set-up of NCCL stops the job or slows it down."""
+    found: list[Finding] = []
+    stuck = [comm for comm in comms if comm.started > comm.completed or (comm.phase < 5 and not comm.completed)]
+    done = [comm for comm in comms if comm.completed and comm not in stuck]
+    if stuck and (done or ended or len(comms) > 1):
+        found.append(_stuck(stuck, done))
+    hosts = {comm.host for comm in comms}
+    if len(hosts) > 1:
+        found += _differing(comms)
+        local = [comm for comm in comms if comm.interface.startswith(_LOCAL_ONLY)]
+        if local:
+            found.append(_interface(local))
+        if all(comm.network == "Socket" for comm in comms):
+            found.append(_sockets(sorted(hosts)))
+    return found
+
+
+def _stuck(stuck: Sequence[NcclRank], done: Sequence[NcclRank]) -> Finding:
+    least = min(comm.phase for comm in stuck)
+    last = [comm for comm in stuck if comm.phase == least]
+    ranks = tuple(sorted(comm.rank for comm in last if comm.rank is not None))
+    who = name_ranks(ranks) if ranks else fold(sorted({comm.host for comm in last}))
+    rest = f"; {len(done)} ranks completed it" if done else ""
+    expected = max((comm.nranks or 0 for comm in stuck), default=0)
+    present = {comm.rank for comm in (*stuck, *done) if comm.rank is not None}
+    absent = sorted(set(range(expected)) - present) if expected and len(present) < expected <= 65536 else []
+    missing = f"; {name_ranks(absent)} of {expected} wrote no line" if absent else ""
+    return Finding(
+        id="logs.nccl-init",
+        level=Level.WARN,
+        title=f"NCCL init did not complete on {len(stuck)} ranks: {who} got only to {PHASES[least]}{rest}{missing}",
+        where=Where(hosts=tuple(sorted({comm.host for comm in last}))),
+        witnesses=Witnesses(ranks=tuple(sorted(comm.rank for comm in done if comm.rank is not None))),
+        fix=Fix(
+            text="test whether these nodes reach each other over the interface that NCCL uses",
+            commands=("distdiag ports --hosts ...",),
+        ),
+    )
+
+
+def _differing(comms: Sequence[NcclRank]) -> list[Finding]:
+    """Name what differs between hosts, and the hosts that are few."""
+    kinds: tuple[tuple[str, Callable[[NcclRank], Iterable[str]], str], ...] = (
+        ("version", lambda comm: (comm.version,), "version"),
+        ("network", lambda comm: (comm.network,), "network"),
+        ("interface", lambda comm: (comm.interface,), "bootstrap interface"),
+        ("plugin", lambda comm: (comm.plugin,), "network plugin"),
+        ("transport", _remote, "transport between nodes"),
+        ("local-transport", _local, "transport within a node"),
+    )
+    found = []
+    for name, value, words in kinds:
+        by_host: dict[str, set[str]] = {}
+        for comm in comms:
+            by_host.setdefault(comm.host, set()).update(value(comm))
+        by_value: dict[str, set[str]] = {}
+        for host, values in by_host.items():
+            if values := values - {""}:
+                by_value.setdefault(" + ".join(sorted(values)), set()).add(host)
+        if len(by_value) < 2:
+            continue
+        ordered = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[0]))
+        clear = len(ordered[0][1]) > len(ordered[1][1])
+        few = sorted({host for _, hosts in ordered[1:] for host in hosts} - ordered[0][1])
+        shown = "; ".join(f"{text}: {fold(sorted(hosts))}" for text, hosts in ordered[:4])
+        slow = (
+            "; one node without GPUDirect RDMA slows the whole job" if name == "transport" and "GDRDMA" in shown else ""
+        )
+        found.append(
+            Finding(
+                id=f"logs.nccl-{name}",
+                level=Level.WARN,
+                title=f"NCCL's {words} differs between hosts: {shown}{slow}",
+                where=Where(hosts=tuple(few) if clear else ()),
+                fix=Fix(
+                    text="give all hosts the same image, driver, nvidia_peermem and NCCL_* variables",
+                    commands=("distdiag cuda-env --hosts ...", "lsmod | grep -E 'nvidia_peermem|nv_peer_mem'"),
+                ),
+            )
+        )
+    return found
+
+
+def _remote(comm: NcclRank) -> Iterable[str]:
+    return (kind for kind in comm.edges if kind.startswith("NET"))
+
+
+def _local(comm: NcclRank) -> Iterable[str]:
+    return (kind for kind in comm.edges if not kind.startswith("NET"))
+
+
+def _interface(comms: Sequence[NcclRank]) -> Finding:
+    hosts = sorted({comm.host for comm in comms})
+    return Finding(
+        id="logs.nccl-local-interface",
+        level=Level.WARN,
+        title=f"NCCL bootstraps over {comms[0].interface} on {fold(hosts)}: other nodes cannot reach that interface",
+        where=Where(hosts=tuple(hosts)),
+        fix=Fix(text="set the interface of the cluster network", commands=("export NCCL_SOCKET_IFNAME=eth0",)),
+    )
+
+
+def _sockets(hosts: Sequence[str]) -> Finding:
+    return Finding(
+        id="logs.nccl-sockets",
+        level=Level.INFO,
+        title=f"NCCL uses TCP sockets between all {len(hosts)} hosts: slow if they have InfiniBand, RoCE or EFA",
+        fix=Fix(text="check that the container sees the RDMA devices", commands=("ibv_devinfo -l",)),
+    )

@@ -1,0 +1,388 @@
+"""Facts of one node: what the dumps there say. With a trigger, its ranks are asked to write them first.
+
+Each dump is read by a child with bounded memory and time: whatever is in it, the child alone comes to harm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import stat
+import struct
+import time
+from dataclasses import dataclass, field
+
+from distdiag.facts import machine, programs
+from distdiag.facts.flight_recorder.read_dump import NotADump, Unreadable, read
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from typing import Any
+
+_MOST_FILES = 65_536
+_MOST_BYTES = 2**30
+_MEMORY_BYTES = 3 * 2**30
+_FILE_S = 60.0
+_CHILDREN = 8
+_FILES_A_CHILD = 4
+_HEAD = struct.Struct("<cIQ")
+_PIPE_VARIABLES = ("TORCH_FR_DEBUG_INFO_PIPE_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
+_DUMP_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+NO_READER = "no process reads it"
+_DUMP_DEFAULTS = ("/tmp/nccl_trace_rank_", "~/.cache/torch/comm_lib_trace_rank_")
+
+
+@dataclass(frozen=True)
+class Dump:
+    """What one dump says, see read_dump. `entries` are packed; `groups`: (name, description, ranks folded).
+
+    `rank` is None where the content does not tell; `candidates`: the ranks that it may be of, folded. `operations`:
+    (operation, backend, input sizes, output sizes, input types, output types, source, target), the last two of a
+    send or recv, as numbers in the group. `status`: (group, last enqueued, last completed). `modified_s`: of the file.
+    `unreadable`: how many entries are damaged, or of a form that is not known.
+    """
+
+    path: str
+    modified_s: float
+    form: str
+    backends: tuple[str, ...]
+    version: str
+    rank: int | None
+    candidates: str
+    world_size: int
+    host: str
+    error: str
+    dumped_s: float
+    truncated: bool
+    unreadable: int
+    groups: tuple[tuple[str, str, str], ...]
+    p2p_groups: tuple[str, ...]
+    status: tuple[tuple[str, int, int], ...]
+    operations: tuple[
+        tuple[
+            str,
+            str,
+            tuple[tuple[int, ...], ...],
+            tuple[tuple[int, ...], ...],
+            tuple[str, ...],
+            tuple[str, ...],
+            int,
+            int,
+        ],
+        ...,
+    ]
+    sites: tuple[tuple[str, str, int], ...]
+    count: int
+    entries: str
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether entries are missing: that it does not show a call is no evidence."""
+        return self.truncated or self.unreadable > 0
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A file that holds no dump that can be read. `kind`: "truncated", "code", "damaged", "missing" or "other"."""
+
+    path: str
+    kind: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """A pipe by which a rank was asked for its dump. `answer`: "dumped", NO_READER, "no dump arrived", an error."""
+
+    path: str
+    rank: int
+    answer: str
+
+
+@dataclass(frozen=True)
+class NodeDumps:
+    """All that was found on a node. `others`: files in the folders that are no dumps."""
+
+    host: str
+    dumps: tuple[Dump, ...] = ()
+    unread: tuple[Unread, ...] = ()
+    pipes: tuple[Pipe, ...] = ()
+    others: int = 0
+
+
+def facts(ask: dict[str, Any]) -> NodeDumps:
+    """Report who is here; the rest comes from `more`."""
+    return NodeDumps(machine.host_name())
+
+
+def more(ask: dict[str, Any], tell: Callable[[Any], None]) -> None:
+    """Read the dumps: {"paths": files and folders, "trigger": ask for them first, "wait_s": how long to wait}."""
+    host = machine.host_name()
+    paths, unread = list(ask["paths"]), []
+    pipes: list[Pipe] = []
+    if ask["trigger"]:
+        pipes, written = _trigger(paths, ask["wait_s"])
+        paths = [*(path for path in paths if not os.path.isdir(path)), *written] if written else paths
+    files, missing = _files(paths)
+    unread += [Unread(path, "missing", why) for path, why in missing]
+    others = 0
+    for path, document in _read_all(files):
+        if "form" in document:
+            tell({"host": host, "dumps": [document]})
+        elif document["kind"] == "other" and path not in ask["paths"]:
+            others += 1
+        else:
+            unread.append(Unread(path, document["kind"], document["why"]))
+    tell(NodeDumps(host, unread=tuple(unread), pipes=tuple(pipes), others=others))
+
+
+def _files(paths: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """List the files that are named, and all in the folders."""
+    found: dict[str, None] = {}
+    missing = []
+    for path in paths:
+        try:
+            if os.path.isdir(path):
+                for folder, _, names in os.walk(path):
+                    found.update((os.path.join(folder, name), None) for name in sorted(names) if name[0] != ".")
+            elif stat.S_ISREG(os.stat(path).st_mode):
+                found[path] = None
+            else:
+                missing.append((path, "neither a file nor a directory"))
+        except OSError as error:
+            missing.append((path, error.strerror or str(error)))
+    return list(found)[:_MOST_FILES], missing
+
+
+def _read_all(files: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Read files in children, and yield what each says, or {"kind", "why"}."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    count = max(1, min(processors, _CHILDREN, -(-len(files) // _FILES_A_CHILD)))
+    children = [_Child(files[number::count]) for number in range(count) if files[number::count]]
+    try:
+        while children:
+            ready, _, _ = select.select([child.pipe for child in children], [], [], 1.0)
+            for child in list(children):
+                if child.pipe in ready:
+                    yield from child.hear()
+                elif child.is_late():
+                    child.kill()
+                if child.done:
+                    children.remove(child)
+    finally:
+        for child in children:
+            child.kill()
+            child.reap()
+
+
+class _Child:
+    """Reads some files in a process of its own; where that dies, the file that it was at is at fault."""
+
+    def __init__(self, files: Sequence[str]) -> None:
+        self._files = list(files)
+        self.done = False
+        self._start()
+
+    def _start(self) -> None:
+        self.pipe, theirs = os.pipe()
+        self._data = bytearray()
+        self._at = 0
+        self._since = time.monotonic()
+        self._late = False
+        self._pid = os.fork()
+        if not self._pid:
+            status = 1
+            try:
+                os.close(self.pipe)
+                _work(self._files, theirs)
+                status = 0
+            finally:
+                os._exit(status)
+        os.close(theirs)
+
+    def is_late(self) -> bool:
+        self._late = time.monotonic() - self._since > _FILE_S
+        return self._late
+
+    def kill(self) -> None:
+        with contextlib.suppress(OSError):
+            os.kill(self._pid, signal.SIGKILL)
+
+    def reap(self) -> None:
+        os.close(self.pipe)
+        with contextlib.suppress(OSError):
+            os.waitpid(self._pid, 0)
+
+    def hear(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        data = os.read(self.pipe, 2**20)
+        self._data += data
+        while len(self._data) >= _HEAD.size:
+            kind, number, size = _HEAD.unpack_from(self._data)
+            if len(self._data) < _HEAD.size + size:
+                break
+            text = bytes(self._data[_HEAD.size : _HEAD.size + size])
+            del self._data[: _HEAD.size + size]
+            self._at, self._since = number, time.monotonic()
+            if kind == b"D":
+                self._at = number + 1
+                yield self._files[number], json.loads(text)
+        if not data:
+            yield from self._ended()
+
+    def _ended(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        self.reap()
+        if self._at < len(self._files):
+            why = "reading it timed out" if self._late else "it crashed the reader process"
+            yield self._files[self._at], {"kind": "damaged", "why": why}
+            self._files = self._files[self._at + 1 :]
+            if self._files:
+                self._start()
+                return
+        self.done = True
+
+
+def _work(files: Sequence[str], pipe: int) -> None:
+    faulthandler.disable()  # that this process may die is the reason for it
+    programs.die_with_parent()
+    gc.disable()  # all of a dump stays until it is read: walking it again and again takes ten times as long
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    used = int((machine.read_text("/proc/self/statm").split() or ["0"])[0]) * resource.getpagesize()
+    limit = used + _MEMORY_BYTES
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    for number, path in enumerate(files):
+        _write(pipe, _HEAD.pack(b"B", number, 0))
+        text = json.dumps(_one(path)).encode()
+        _write(pipe, _HEAD.pack(b"D", number, len(text)) + text)
+
+
+def _write(pipe: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(pipe, data) :]
+
+
+def _one(path: str) -> dict[str, Any]:
+    try:
+        # A pipe, which may stand in the place of a file, would keep us waiting for who writes to it.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise NotADump
+            if status.st_size > _MOST_BYTES:
+                return {"kind": "damaged", "why": f"larger than {_MOST_BYTES >> 20} MiB"}
+            data = file.read(status.st_size)
+        return {"path": path, "modified_s": status.st_mtime, **read(data or b"")}
+    except NotADump:
+        return {"kind": "other", "why": "not a flight recorder dump"}
+    except Unreadable as error:
+        kind = "code" if error.is_code else "truncated" if error.truncated else "damaged"
+        return {"kind": kind, "why": str(error)}
+    except OSError as error:
+        return {"kind": "damaged", "why": f"cannot be read: {error.strerror}"}
+    except (MemoryError, RecursionError) as error:
+        return {"kind": "damaged", "why": f"it needs too much memory: {type(error).__name__}"}
+
+
+@dataclass
+class _Asked:
+    """A pipe that was written to, and where the dump should come."""
+
+    path: str
+    rank: int
+    dumps: tuple[str, ...]
+    answer: str = ""
+    came: str = ""
+    before: dict[str, int] = field(default_factory=dict)
+
+
+def _trigger(paths: Sequence[str], wait_s: float) -> tuple[list[Pipe], list[str]]:
+    """Ask all ranks here that read a pipe for their dumps, and wait until they are written."""
+    asked = [*_pipes_of_processes(), *_pipes_in(paths)]
+    for pipe in asked:
+        pipe.before = {path: _written_ns(path) for path in pipe.dumps}
+        pipe.answer = _ring(pipe.path)
+    until = time.monotonic() + wait_s
+    sizes: dict[str, int] = {}
+    while time.monotonic() < until:
+        waiting = [pipe for pipe in asked if not pipe.answer]
+        for pipe in waiting:
+            for path in pipe.dumps:
+                if _written_ns(path) > pipe.before[path]:
+                    size = os.stat(path).st_size
+                    if sizes.get(path) == size > 0:  # it grows no more
+                        pipe.answer, pipe.came = "dumped", path
+                    sizes[path] = size
+        if not waiting:
+            break
+        time.sleep(0.2)
+    found = [Pipe(pipe.path, pipe.rank, pipe.answer or "no dump arrived") for pipe in asked]
+    return found, [pipe.came for pipe in asked if pipe.came]
+
+
+def _ring(path: str) -> str:
+    try:
+        if not stat.S_ISFIFO(os.stat(path).st_mode):
+            return "not a pipe"
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError as error:
+        return NO_READER if error.errno == 6 else error.strerror or "cannot be opened"
+    try:
+        os.write(descriptor, b"1\n")
+    except OSError as error:
+        return error.strerror or "cannot be written"
+    finally:
+        os.close(descriptor)
+    return ""
+
+
+def _pipes_of_processes() -> Iterator[_Asked]:
+    """Find the ranks here whose environment names a pipe; helpers of a rank have the same environment."""
+    seen = set()
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/environ", "rb") as file:
+                pairs = (word.partition(b"=") for word in file.read(2**20).split(b"\0"))
+                variables = {
+                    key.decode(): os.fsdecode(value)
+                    for key, _, value in pairs
+                    if key.startswith((b"TORCH_", b"RANK", b"HOME", b"SLURM_PROCID", b"OMPI_COMM_WORLD_RANK"))
+                }
+        except (OSError, UnicodeDecodeError):
+            continue
+        prefix = next((variables[key] for key in _PIPE_VARIABLES if variables.get(key)), "")
+        rank = next(
+            (variables[key] for key in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK") if key in variables), ""
+        )
+        if not prefix or not rank.isdigit() or (prefix, rank) in seen:
+            continue
+        seen.add((prefix, rank))
+        home = variables.get("HOME", "~")
+        prefixes = [variables[key] for key in _DUMP_VARIABLES if variables.get(key)] or _DUMP_DEFAULTS
+        dumps = tuple(each.replace("~", home, 1) + rank for each in prefixes)
+        yield _Asked(f"{prefix}{rank}.pipe", int(rank), dumps)
+
+
+def _pipes_in(paths: Sequence[str]) -> Iterator[_Asked]:
+    """Find the pipes that distdiag.dump_flight_recorder made; beside each is its dump, of the same name."""
+    for path in paths:
+        for name in sorted(os.listdir(path)) if os.path.isdir(path) else ():
+            stem, _, end = name.rpartition(".")
+            digits = stem[len(stem.rstrip("0123456789")) :]
+            if end == "pipe" and digits:
+                yield _Asked(os.path.join(path, name), int(digits), (os.path.join(path, stem),))
+
+
+def _written_ns(path: str) -> int:
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return 0

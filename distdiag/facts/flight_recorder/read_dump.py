@@ -1,0 +1,579 @@
+"""One dump of a flight recorder -> what it says: PyTorch's pickle (NCCL, XCCL, Gloo) and JSON, torchcomms' clog text.
+
+A dump is untrusted. The unpickler builds containers, text and numbers; whatever would import or call something is
+refused by its name. Entries become columns of numbers: a thousand ranks with thousands of entries are ordinary.
+"""
+
+from __future__ import annotations
+
+import array
+import base64
+import io
+import json
+import pickle
+import re
+import sys
+import zlib
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any, NoReturn
+
+COLUMNS = ("group", "operation", "site", "seq", "p2p_seq", "record", "state", "created_ns", "completed_ns")
+SCHEDULED, STARTED, ENDED, FAILED = 0, 1, 2, 3
+"""`state` of an entry. Gloo marks failed operations like ended operations."""
+MOST_ENTRIES = 1_000_000
+_MOST_SIZES = 4096
+_WATCH_THE_DEVICE = ("nccl", "xccl")
+_STATES = {"scheduled": SCHEDULED, "started": STARTED, "completed": ENDED}
+_P2P = re.compile(r"(send|recv) (\d{1,7}) ?(?:->|<-) ?(\d{1,7})")
+_LIBRARY = re.compile(
+    r"/(?:site|dist)-packages/torch/|/torch/(?:distributed|nn|autograd|utils|_dynamo)/|^<|/contextlib\.py$"
+)
+_MOST_RANKS = 2**20
+_BIG = 2**63
+
+
+class Unreadable(Exception):
+    """This is no dump that can be read. `truncated`: it begins as one; `is_code`: it would run something."""
+
+    def __init__(self, why: str, *, truncated: bool = False, is_code: bool = False) -> None:
+        super().__init__(why)
+        self.truncated, self.is_code = truncated, is_code
+
+
+class NotADump(Exception):
+    """It does not even begin as one."""
+
+
+def read(data: bytes) -> dict[str, Any]:
+    """Return what a dump says, as the fields of collect.Dump. Raises Unreadable, NotADump."""
+    head = data[:64].lstrip()
+    if not data:
+        raise Unreadable("empty file", truncated=True)
+    if data.startswith(b"V|"):
+        return _Clog().read(data)
+    if head.startswith(b"{") and not head.startswith(b"}q"):
+        return _of_document(_json(data), "json", truncated=False)
+    if data[:1] in (b"\x80", b"(", b"c", b"}", b"]"):
+        document, truncated = _unpickle(data)
+        return _of_document(document, "pickle", truncated=truncated)
+    raise NotADump
+
+
+def pack(columns: Sequence[array.array[int]]) -> str:
+    """Pack the columns of entries into text."""
+    for column in columns:
+        if sys.byteorder == "big":
+            column.byteswap()
+    return base64.b64encode(zlib.compress(b"".join(column.tobytes() for column in columns), 1)).decode()
+
+
+def unpack(text: str, count: int) -> list[array.array[int]]:
+    """Unpack what `pack` packed. Raises ValueError."""
+    wanted = count * 8 * len(COLUMNS)
+    if not 0 <= count <= MOST_ENTRIES:
+        raise ValueError(f"{count} entries")
+    try:
+        stream = zlib.decompressobj()
+        raw = stream.decompress(base64.b64decode(text, validate=True), wanted + 1)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    if len(raw) != wanted:
+        raise ValueError("the entries are not as many as they should be")
+    columns = []
+    for start in range(0, wanted, count * 8) if count else [0] * len(COLUMNS):
+        column = array.array("q")
+        column.frombytes(raw[start : start + count * 8])
+        if sys.byteorder == "big":
+            column.byteswap()
+        columns.append(column)
+    return columns
+
+
+def _json(data: bytes) -> Any:  # noqa: ANN401 - any JSON
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise Unreadable("nested too deeply") from None
+    except ValueError as error:
+        raise Unreadable(f"incomplete JSON: {str(error)[:100]}", truncated=True) from None
+
+
+def _refuse(module: str, name: str) -> NoReturn:
+    shown = f"{module}.{name}"[:200]
+    raise Unreadable(f"it would run code: {shown}", is_code=True)
+
+
+class _Plain(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> NoReturn:
+        _refuse(module, name)
+
+    def persistent_load(self, pid: object) -> NoReturn:
+        raise Unreadable("it refers to objects outside the file")
+
+
+class _AsFarAsItGoes(pickle._Unpickler):  # the one written in Python shows its stack
+    def find_class(self, module: str, name: str) -> NoReturn:
+        _refuse(module, name)
+
+    def persistent_load(self, pid: object) -> NoReturn:
+        raise Unreadable("it refers to objects outside the file")
+
+
+def _unpickle(data: bytes) -> tuple[Any, bool]:
+    try:
+        return _Plain(io.BytesIO(data)).load(), False
+    except Unreadable:
+        raise
+    except (EOFError, pickle.UnpicklingError) as error:
+        if isinstance(error, EOFError) or "truncated" in str(error) or "exhausted" in str(error):
+            return _salvaged(data), True
+        raise Unreadable(f"not a readable pickle: {str(error)[:100]}", truncated=data[:1] == b"\x80") from None
+    except Exception as error:  # noqa: BLE001 - bytes that are no pickle raise anything
+        raise Unreadable(f"not a readable pickle: {type(error).__name__}") from None
+
+
+def _salvaged(data: bytes) -> dict[Any, Any]:
+    """Return what a pickle that was cut short had come to: a dictionary up to its last whole entry."""
+    reader = _AsFarAsItGoes(io.BytesIO(data))
+    try:
+        reader.load()
+    except Unreadable:
+        raise
+    except Exception:  # noqa: BLE001 - that it ends in the middle is known
+        pass
+    levels: list[list[Any]] = [*getattr(reader, "metastack", []), getattr(reader, "stack", [])]
+    found = levels[0][0] if levels and levels[0] else None
+    if not isinstance(found, dict):
+        raise Unreadable("truncated before the first entry", truncated=True)
+    for level in levels[1:2]:
+        found.update({key: value for key, value in zip(level[::2], level[1::2]) if isinstance(key, str)})
+    if len(levels) > 2 and isinstance(found.get("entries"), list):
+        found["entries"] = [*found["entries"], *(entry for entry in levels[2] if isinstance(entry, dict) and entry)]
+    if not found:
+        raise Unreadable("truncated before the first entry", truncated=True)
+    return found
+
+
+def _whole(value: object, default: int = -1) -> int:
+    if type(value) is int:
+        return value if -_BIG <= value < _BIG else default
+    if isinstance(value, str) and 0 < len(value) < 19 and value.lstrip("-").isdigit():
+        return int(value)
+    return default
+
+
+def _text(value: object, longest: int = 300) -> str:
+    return value[:longest] if isinstance(value, str) else ""
+
+
+def _numbers(text: object) -> list[int]:
+    """Read ranks: "[0, 1]", or a list."""
+    if isinstance(text, str):
+        return [int(number) for number in re.findall(r"\d{1,7}", text[:2_000_000])]
+    return (
+        [number for number in text if type(number) is int and 0 <= number < _MOST_RANKS]
+        if isinstance(text, list)
+        else []
+    )
+
+
+def fold(ranks: Sequence[int]) -> str:
+    """Fold ranks, in their order, for that is their number in the group: "0-3,8,5"."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+class _Table:
+    """Values by number, each held once."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Any, int] = {}
+
+    def number(self, value: Any) -> int:  # noqa: ANN401 - whatever is hashable
+        return self.numbers.setdefault(value, len(self.numbers))
+
+
+def _sizes(value: object) -> tuple[tuple[int, ...], ...]:
+    """Keep the sizes of tensors. Raises ValueError."""
+    if not isinstance(value, (list, tuple)) or len(value) > _MOST_SIZES:
+        raise ValueError
+    sizes = []
+    for size in value:
+        if not isinstance(size, (list, tuple)) or len(size) > 64:
+            raise ValueError
+        if not all(type(number) is int and -_BIG <= number < _BIG for number in size):
+            raise ValueError
+        sizes.append(tuple(size))
+    return tuple(sizes)
+
+
+def _dtypes(value: object) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)):
+        return ()
+    return tuple(sorted({_text(name, 40) for name in value[:_MOST_SIZES]}))
+
+
+def _append(columns: Sequence[array.array[int]], row: Sequence[int]) -> None:
+    """Append a row to the columns, or raise OverflowError or TypeError and leave them as they are."""
+    for column, value in zip(columns, array.array("q", row)):
+        column.append(value)
+
+
+def _state(entry: dict[str, Any], backend: str) -> int:
+    """Return the state; only NCCL and XCCL watch the device: what they retire before its end timed out or failed.
+
+    Gloo leaves the state at "scheduled" for ever, and retires what has ended.
+    """
+    state = _STATES.get(entry.get("state") or "", SCHEDULED)
+    if entry.get("retired") is True and state != ENDED:
+        return FAILED if backend in _WATCH_THE_DEVICE else ENDED
+    return state
+
+
+def _of_document(document: Any, form: str, *, truncated: bool) -> dict[str, Any]:  # noqa: ANN401 - not known yet
+    entries = document.get("entries") if isinstance(document, dict) else None
+    if not isinstance(document, dict) or not ("entries" in document or "pg_config" in document):
+        raise Unreadable("no flight recorder entries")
+    if entries is not None and not isinstance(entries, list):
+        raise Unreadable("entries is not a list")
+    if len(entries or ()) > MOST_ENTRIES:
+        raise Unreadable(f"more than {MOST_ENTRIES} entries")
+    return _Document(document, form, truncated=truncated).read(entries or [])
+
+
+class _Document:
+    """A pickle or JSON of PyTorch's recorder."""
+
+    def __init__(self, document: dict[str, Any], form: str, *, truncated: bool) -> None:
+        self._document, self._form, self._truncated = document, form, truncated
+        self._groups, self._operations, self._sites = _Table(), _Table(), _Table()
+        self._library: dict[str, bool] = {}
+        self._backends: set[str] = set()
+        self._names: dict[str, str] = {}
+        self._p2p: set[str] = set()
+        self._local: dict[str, int] = {}
+        self._columns = [array.array("q") for _ in COLUMNS]
+        self._unreadable = 0
+
+    def read(self, entries: list[Any]) -> dict[str, Any]:
+        descriptions: dict[str, str] = {}
+        coalesced: dict[tuple[int, int, int], list[int]] = {}
+        for entry in entries:
+            try:
+                self._entry(entry, descriptions, coalesced)
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+                self._unreadable += 1
+        version = _text(self._document.get("version"), 40)
+        if self._unreadable and not len(self._columns[0]):
+            many = f"none of its {self._unreadable} entries can be read"
+            raise Unreadable(f"{many} (format {version or 'unknown'}; torch 2.5 and later write 2.x)")
+        error = _text(self._document.get("distdiag_error"))
+        if error:
+            self._fail_last()
+        configured = self._configured()
+        names = list(self._groups.numbers)
+        groups = [
+            [
+                name,
+                configured.get(name, ("", []))[0] or descriptions.get(name, ""),
+                fold(configured.get(name, ("", []))[1]),
+            ]
+            for name in [*names, *(name for name in configured if name not in self._groups.numbers)]
+        ]
+        rank, candidates = self._rank(configured)
+        return {
+            "form": self._form,
+            "backends": sorted(self._backends)[:8],
+            "version": version,
+            "rank": None if rank < 0 else rank,
+            "candidates": candidates,
+            "world_size": min(_MOST_RANKS, max(0, _whole(self._document.get("distdiag_world_size")))),
+            "host": _text(self._document.get("distdiag_host")),
+            "error": error,
+            "dumped_s": max(0, _whole(self._document.get("distdiag_dumped_ns"), 0)) / 1e9,
+            "truncated": self._truncated,
+            "unreadable": self._unreadable,
+            "groups": groups,
+            "p2p_groups": sorted(self._p2p),
+            "status": self._status(configured),
+            "operations": [list(operation) for operation in self._operations.numbers],
+            "sites": [list(site) for site in self._sites.numbers],
+            "count": len(self._columns[0]),
+            "entries": pack(self._columns),
+        }
+
+    def _entry(
+        self, entry: dict[str, Any], descriptions: dict[str, str], coalesced: dict[tuple[int, int, int], list[int]]
+    ) -> None:
+        named = entry["process_group"]
+        name = named[0]
+        if type(name) is not str:
+            raise ValueError
+        profiling = entry["profiling_name"]
+        backend, _, operation = profiling[:300].partition(":")
+        self._backends.add(backend[:40])
+        if name not in descriptions:
+            descriptions[name] = _text(named[1]) if len(named) > 1 else ""
+        if "pg_id" in entry:
+            self._names.setdefault(str(entry["pg_id"])[:20], name)
+        group = self._groups.number(name[:300])
+        seq, p2p_seq = _whole(entry["collective_seq_id"]), _whole(entry.get("p2p_seq_id"), 0)
+        is_p2p = entry.get("is_p2p") is True
+        state = _state(entry, backend)
+        if is_p2p or (backend == "gloo" and _whole(entry.get("op_id"), seq) != seq):
+            self._p2p.add(name)
+        key = (group, seq, p2p_seq)
+        if operation == "coalesced":  # what was issued together before it has no state of its own
+            for place in coalesced.pop(key, ()) if is_p2p else ():
+                self._columns[6][place] = state
+            if is_p2p:
+                return
+        source, target = -1, -1
+        if is_p2p:
+            operation, source, target = self._pair(name, operation)
+        described = self._operations.number(
+            (
+                operation,
+                backend[:40],
+                _sizes(entry.get("input_sizes") or ()),
+                _sizes(entry.get("output_sizes") or ()),
+                _dtypes(entry.get("input_dtypes")),
+                _dtypes(entry.get("output_dtypes")),
+                source,
+                target,
+            )
+        )
+        row = (
+            group,
+            described,
+            self._site(entry.get("frames")),
+            seq,
+            p2p_seq if is_p2p else -1,
+            _whole(entry.get("record_id")),
+            state,
+            _whole(entry.get("time_created_ns"), 0),
+            _whole(entry.get("time_discovered_completed_ns"), 0),
+        )
+        _append(self._columns, row)
+        if is_p2p:
+            coalesced.setdefault(key, []).append(len(self._columns[0]) - 1)
+
+    def _pair(self, name: str, operation: str) -> tuple[str, int, int]:
+        """Read "send 1->2" or "recv 2<-1": what it is, from whom, to whom, as numbers in the group."""
+        found = _P2P.search(operation)
+        if found is None:
+            return operation, -1, -1
+        here, there = int(found[2]), int(found[3])
+        self._local.setdefault(name, here)
+        return (found[1], here, there) if found[1] == "send" else (found[1], there, here)
+
+    def _site(self, frames: Any) -> int:  # noqa: ANN401 - a list of dictionaries, if it is what it should be
+        if not isinstance(frames, list):
+            return -1
+        for frame in frames:
+            file = frame["filename"]
+            library = self._library.get(file)
+            if library is None:
+                library = self._library[file] = bool(_LIBRARY.search(file))
+            if not library:
+                return self._sites.number(
+                    (_text(frame.get("name")), _text(file, 1000), max(0, _whole(frame.get("line"))))
+                )
+        return -1
+
+    def _fail_last(self) -> None:
+        """Mark the newest operation as failed: the rank itself reported an error when it wrote the dump."""
+        states = self._columns[6]
+        if len(states):
+            newest = max(range(len(states)), key=lambda place: self._columns[5][place])
+            states[newest] = FAILED
+
+    def _configured(self) -> dict[str, tuple[str, list[int]]]:
+        found: dict[str, tuple[str, list[int]]] = {}
+        configuration = self._document.get("pg_config")
+        for key, about in configuration.items() if isinstance(configuration, dict) else ():
+            if isinstance(key, str) and isinstance(about, dict) and (ranks := _numbers(about.get("ranks"))):
+                found[key[:300]] = (_text(about.get("desc")), ranks)
+        return found
+
+    def _rank(self, configured: dict[str, tuple[str, list[int]]]) -> tuple[int, str]:
+        """Return the rank, or -1, and which ranks the groups leave possible: it is in all of its groups."""
+        told = _whole(self._document.get("distdiag_rank", self._document.get("rank")))
+        if 0 <= told < _MOST_RANKS:
+            return told, ""
+        for name, local in self._local.items():
+            ranks = configured.get(name, ("", []))[1]
+            if local < len(ranks):
+                return ranks[local], ""
+        common: set[int] | None = None
+        for _, ranks in configured.values():
+            common = set(ranks) if common is None else common & set(ranks)
+        if common is None:
+            return -1, ""
+        return (next(iter(common)), "") if len(common) == 1 else (-1, fold(sorted(common)))
+
+    def _status(self, configured: dict[str, tuple[str, list[int]]]) -> list[list[Any]]:
+        """List (group, last enqueued, last completed); the status is by pg_id, which only entries translate.
+
+        A rank that has no entries has made its groups in the order of both lists all the same.
+        """
+        status = self._document.get("pg_status")
+        if not isinstance(status, dict):
+            return []
+        names = dict(self._names)
+        ids = sorted((key for key in status if isinstance(key, str) and key.isdigit() and len(key) < 10), key=int)
+        if len(ids) == len(configured) == len(status) and all(name.isdigit() and len(name) < 10 for name in configured):
+            by_order = dict(zip(ids, sorted(configured, key=int)))
+            if all(by_order.get(key) == name for key, name in names.items()):
+                names = by_order
+        found = []
+        for key in ids:
+            about = status[key]
+            if key in names and isinstance(about, dict):
+                enqueued = _whole(about.get("last_enqueued_collective"))
+                found.append([names[key][:300], enqueued, _whole(about.get("last_completed_collective"))])
+        return found
+
+
+class _Clog:
+    """torchcomms' log, one line an event: `sig` describes an operation, Q enqueues it, S and E: it starts, ends."""
+
+    def __init__(self) -> None:
+        self._groups, self._operations = _Table(), _Table()
+        self._members: dict[str, list[int]] = {}
+        self._own: dict[str, tuple[int, int]] = {}
+        self._signatures: dict[str, tuple[str, tuple[Any, ...], bool]] = {}
+        self._open: dict[str, list[int]] = {}
+        self._counts: dict[tuple[str, bool], int] = {}
+        self._columns = [array.array("q") for _ in COLUMNS]
+        self._unreadable = self._ends = 0
+        self._base = 0.0
+
+    def read(self, data: bytes) -> dict[str, Any]:
+        lines = data.decode("utf-8", "replace").split("\n")
+        truncated = bool(lines[-1])  # the last line has no end
+        for line in lines[:-1] if truncated else lines:
+            if line and len(self._columns[0]) < MOST_ENTRIES:
+                try:
+                    self._line(line[:100_000].rstrip("\r").split("|"))
+                except (ValueError, KeyError, IndexError, OverflowError):
+                    self._unreadable += 1
+        if not self._ends:
+            self._guess_ends()
+        world, (rank, size) = max(self._own.items(), key=lambda item: item[1][1], default=("", (-1, -1)))
+        if world and world not in self._members:
+            self._members[world] = list(range(size))
+        groups = [[name, name, fold(self._members.get(name, ()))] for name in self._groups.numbers]
+        return {
+            "form": "clog",
+            "backends": ["torchcomms"],
+            "version": "1",
+            "rank": None if rank < 0 else rank,
+            "candidates": "",
+            "world_size": max(0, size),
+            "host": "",
+            "error": "",
+            "dumped_s": 0.0,
+            "truncated": False,
+            "unreadable": self._unreadable,
+            "groups": groups,
+            "p2p_groups": [],
+            "status": [],
+            "operations": [list(operation) for operation in self._operations.numbers],
+            "sites": [],
+            "count": len(self._columns[0]),
+            "entries": pack(self._columns),
+        }
+
+    def _line(self, fields: list[str]) -> None:
+        if fields[0] == "V":
+            self._base = float(_values(fields[2:])["base_timestamp"])
+        elif fields[0] == "new_comm":
+            values = _values(fields[1:])
+            rank, size = int(values["rank"]), int(values["world_size"])
+            if 0 <= rank < size < _MOST_RANKS:
+                self._own[values["comm"]] = (rank, size)
+        elif fields[0] == "split":
+            values = _values(fields[1:])
+            self._members[values["child"]] = _numbers(values["ranks"])
+        elif fields[0].startswith("G") and not fields[1].startswith("R"):
+            self._line(fields[1:])  # captured into a graph: it ran once; what is replayed has no order
+        elif fields[0].startswith("C") and fields[1] == "sig":
+            self._signature(fields[0], fields[2], _values(fields[3:]))
+        elif fields[0].startswith("C") and fields[1] == "Q":
+            self._enqueue(fields[0], fields[-1])
+        elif fields[0].startswith("C") and fields[1] in ("S", "E"):
+            self._mark(fields[0], fields[1], fields[-1])
+
+    def _signature(self, number: str, operation: str, values: dict[str, str]) -> None:
+        counts = {
+            side: tuple(
+                (int(text),)
+                for text in values.get(f"{side}_count", values.get(f"{side}_counts", "")).split(",")
+                if text
+            )
+            for side in ("in", "out")
+        }
+        comm = values["comm"][:300]
+        local = self._own.get(comm, (-1, 0))[0]
+        peer = int(values["peer"]) if "peer" in values else -1
+        source, target = (local, peer) if operation == "send" else (peer, local) if operation == "recv" else (-1, -1)
+        dtypes = (values.get("dtype", "")[:40],) if "dtype" in values else ()
+        described = (operation[:100], "torchcomms", counts["in"], counts["out"], dtypes, dtypes, source, target)
+        self._signatures[number] = (comm, described, operation in ("send", "recv"))
+
+    def _enqueue(self, number: str, at: str) -> None:
+        comm, described, is_p2p = self._signatures[number]
+        key = (comm, is_p2p)
+        self._counts[key] = self._counts.get(key, 0) + 1
+        place = len(self._columns[0])
+        collective = self._counts.get((comm, False), 0)
+        row = (
+            self._groups.number(comm),
+            self._operations.number(described),
+            -1,
+            collective,
+            self._counts[key] if is_p2p else -1,
+            place,
+            SCHEDULED,
+            self._time(at),
+            0,
+        )
+        _append(self._columns, row)
+        self._open.setdefault(number, []).append(place)
+
+    def _mark(self, number: str, event: str, at: str) -> None:
+        waiting = self._open.get(number, [])
+        if not waiting:
+            return
+        if event == "S":
+            place = next((place for place in waiting if self._columns[6][place] == SCHEDULED), None)
+            if place is not None:
+                self._columns[6][place] = STARTED
+            return
+        self._ends += 1
+        place = waiting.pop(0)
+        self._columns[6][place] = ENDED
+        self._columns[8][place] = self._time(at)
+
+    def _time(self, text: str) -> int:
+        return int((self._base + float(text.lstrip("+"))) * 1e9)
+
+    def _guess_ends(self) -> None:
+        """Without events of the lifecycle only the last operation of each communicator may be unfinished."""
+        last: dict[int, int] = {group: place for place, group in enumerate(self._columns[0])}
+        for place, group in enumerate(self._columns[0]):
+            if last[group] != place:
+                self._columns[6][place] = ENDED
+
+
+def _values(fields: Sequence[str]) -> dict[str, str]:
+    return {name: value for name, equals, value in (field.partition("=") for field in fields) if equals}

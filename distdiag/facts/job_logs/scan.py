@@ -1,0 +1,707 @@
+"""What the lines of a log report: tracebacks, known failures, watchdog and launcher lines, what NCCL sets up.
+
+A log of gigabytes has few lines that say anything: a block of lines without any word of a failure is passed over, and
+of the others only lines with such a word are read closely, or those of a traceback that is being put together.
+"""
+
+from __future__ import annotations
+
+import calendar
+import re
+from dataclasses import dataclass, field, replace
+
+from distdiag.facts.job_logs.demux import LONGEST_LINE, Demux, plain
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+SIGNS = (
+    b"rror", b"raceback", b"xception", b"illed", b"ignal", b"NCCL WARN", b"atchdog", b"bort", b"ail", b"xit",
+    b"imed out", b"imeout", b"oom", b"ut of memory", b"Out Of Memory", b"enqueued", b"Segmentation", b"CANCELLED",
+    b"losed", b"NVRM", b"pid", b"will restart", b"double free", b"No space", b"NCCL version", b"NCCL INFO Bootstrap",
+    b"- Init ", b"NCCL INFO NET/", b"NCCL INFO Trees", b"NCCL INFO Connected", b"NCCL INFO Using", b"alloc(): ",
+    b"free(): ", b"corrupted size", b"munmap_chunk", b"stack smashing", b"forcing job", b"srun: Terminating",
+    b"KeyboardInterrupt", b"DDP expects", b"fallen off", b"GPU is lost", b"uncorrectable", b"oom_kill",
+)  # fmt: skip
+"""A line without any of these is none that a pattern fits. `Channel ... via` of NCCL's INFO is read by the block."""
+_TEXT, _TAIL, _FRAMES, _CHAIN = 600, 8, 64, 4
+_MOST_EVENTS, _MOST_OF_STREAM, _MOST_OF_KIND = 20_000, 200, 24
+_MOST_STREAMS, _MOST_COMMS = 20_000, 20_000
+_CACHED = 4096
+_MOST_SHAPES, _LONGEST_SHAPE = 20_000, 500
+_LONG_AGO = 2000
+_LEARN_BLOCKS, _LOOKED_AT = 50, 64
+
+RANK = re.compile(rb"\[rank(\d{1,6})\]:[ ]?")
+_LABELLED = re.compile(rb"^[^\n]{1,80}?\[rank(\d{1,6})\]:", re.MULTILINE)
+_TIMES = (
+    re.compile(rb"\b[EWIF](\d\d)(\d\d) (\d\d):(\d\d):(\d\d(?:\.\d{1,9})?)"),
+    re.compile(rb"\b20\d\d[-/](\d\d)[-/](\d\d)[ T_](\d\d):(\d\d):(\d\d(?:[.,]\d{1,9})?)"),
+)
+_LAST = re.compile(r"^([A-Za-z_][\w.]{0,150})(?:: (.*)|:?)$", re.DOTALL)
+_EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:: |:?$)")
+_FRAME = re.compile(r'^\s+File "([^"]{1,400})", line (\d{1,18})(?:, in (.{1,120}))?$')
+_INFO = re.compile(rb"([\w.-]{1,200}):(\d{1,18}):(\d{1,18}) \[(-?\d{1,18})\] NCCL INFO (.*)")
+_COMM = re.compile(rb"comm 0x\w+ rank (\d{1,6}) n[Rr]anks (\d{1,6}).*?(?:commId (0x\w+))?\D*- Init (START|COMPLETE)")
+_OOB = re.compile(rb"Bootstrap ?: Using (\[\d+\])?([^: ]+):([\d.a-f:\[\]]+)<")
+_NET = re.compile(rb"NET/(\w+) ?: Using \[\d")
+_PLUGIN = re.compile(rb"NET/Plugin ?: (?:Loaded net plugin ([^(]{1,60}?) ?(?:\(|$)|No plugin found|Plugin load )")
+_VIA = re.compile(rb" via (P2P|SHM|NET/[\w.-]+)((?:/[\w.-]+)*)")
+_SUMMARY = re.compile(r"^\s+(time|host|rank|exitcode|error_file|traceback)\s*: (.*)$")
+_WATCHDOG = ("Watchdog caught", "ast enqueued")
+_PHASES = (b"Bootstrap", b"Init START", b"Trees", b"Connected all rings", b"Connected all trees", b"Init COMPLETE")
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that a line, or a traceback, reports.
+
+    `id`: of the knowledge, "exception", "watchdog", "status", "exit", "restart". `rank`: one that the line names as the
+    reporting one. `line`: in its file, from 1; `at`: seconds since the year began, None without a time. `groups`: what
+    the line says by name. `count`: so often in that stream.
+    """
+
+    id: str
+    stream: int
+    line: int
+    text: str
+    at: float | None = None
+    generation: int = 0
+    rank: int | None = None
+    groups: dict[str, str] = field(default_factory=dict)
+    frames: tuple[str, ...] = ()
+    count: int = 1
+
+
+@dataclass
+class Stream:
+    """What one rank, or a launcher itself, wrote into one file."""
+
+    file: int
+    label: str = ""
+    rank: int | None = None
+    local: int | None = None
+    host: str = ""
+    pid: int | None = None
+    lines: int = 0
+    generation: int = 0
+
+
+@dataclass
+class NcclRank:
+    """What NCCL_DEBUG=INFO of one process says. `phase`: how far the last init came, as an index of PHASES."""
+
+    host: str
+    pid: int
+    rank: int | None = None
+    nranks: int | None = None
+    phase: int = 0
+    completed: int = 0
+    started: int = 0
+    interface: str = ""
+    address: str = ""
+    network: str = ""
+    version: str = ""
+    plugin: str = ""
+    edges: dict[str, int] = field(default_factory=dict)
+
+
+PHASES = ("bootstrap", "init started", "topology and rings", "rings connected", "trees connected", "complete")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A known failure: `words`, one of which is on each line that fits."""
+
+    id: str
+    pattern: re.Pattern[str]
+    words: tuple[bytes, ...]
+
+
+@dataclass
+class _Traceback:
+    """A traceback that is being read.
+
+    `named`: its lines begin with `[rank3]:`, as torch's excepthook writes what nothing caught; `last`: the exception,
+    and after it.
+    """
+
+    line: int
+    generation: int
+    at: float | None
+    named: bool = False
+    frames: list[str] = field(default_factory=list)
+    last: list[str] = field(default_factory=list)
+    chain: list[str] = field(default_factory=list)
+    chained: bool = False
+    """The next traceback follows from this exception."""
+
+
+class Scan:
+    """Reads blocks of whole lines of one file after another; what was found is in its fields."""
+
+    def __init__(self, patterns: Iterable[Pattern]) -> None:
+        self.patterns = tuple(patterns)
+        self.events: list[Event] = []
+        self.streams: list[Stream] = []
+        self.comms: dict[tuple[str, int], NcclRank] = {}
+        self.dropped = 0
+        self.news: Callable[[Event], None] | None = None
+        self._cache: dict[bytes, Pattern | None] = {}
+        self._per_stream: dict[tuple[int, str], int] = {}
+        self._seen: dict[tuple[int, int, str, str], int] = {}
+
+    def file(self, number: int, demux: Demux, own: Stream) -> FileScan:
+        """Begin a file; `own`: what its path says of it."""
+        return FileScan(self, number, demux, own)
+
+    def add(self, event: Event) -> None:
+        """Keep an event, unless there are very many like it."""
+        peer = event.groups.get("peer", "")
+        same = (event.stream, event.generation, event.id, re.sub(r"\d+|0x\w+", "#", event.text) + peer)
+        if event.id not in ("watchdog", "status", "exit") and same in self._seen:
+            at = self._seen[same]
+            old = self.events[at]
+            self.events[at] = replace(old, count=old.count + 1)
+            return
+        kind = (event.stream, event.id)
+        count = self._per_stream[kind] = self._per_stream.get(kind, 0) + 1
+        most = _MOST_OF_STREAM if event.id in ("exit", "watchdog", "status") else _MOST_OF_KIND
+        if count > most or len(self.events) >= _MOST_EVENTS:
+            self.dropped += 1
+        else:
+            self._seen[same] = len(self.events)
+            self.events.append(event)
+            if self.news is not None:
+                self.news(event)
+
+    def known(self, line: bytes, text: str) -> tuple[str, dict[str, str]] | None:
+        """Return the first known failure that fits, with its groups."""
+        shape = _SHAPE.sub(b"#", line[:400])
+        pattern = self._cache.get(shape)
+        match = pattern.pattern.search(text) if pattern else None
+        if match is None:
+            if shape in self._cache and pattern is None and b"NCCL" not in line:
+                return None
+            pattern, match = self._search(line, text)
+            if len(self._cache) < _CACHED:
+                self._cache[shape] = pattern
+        if pattern is None or match is None:
+            return None
+        return pattern.id, {name: value[:200] for name, value in match.groupdict().items() if value}
+
+    def _search(self, line: bytes, text: str) -> tuple[Pattern | None, re.Match[str] | None]:
+        for pattern in self.patterns:
+            if any(word in line for word in pattern.words):
+                match = pattern.pattern.search(text)
+                if match:
+                    return pattern, match
+        return None, None
+
+
+_SHAPE = re.compile(rb"\d+|0x[0-9a-f]+")
+
+
+class FileScan:
+    """Reads one file."""
+
+    def __init__(self, scan: Scan, number: int, demux: Demux, own: Stream) -> None:
+        self._scan, self._demux, self._own = scan, demux, own
+        self.number, self.lines, self.generation = number, 0, own.generation
+        self._streams: dict[tuple[bytes, int | None], int] = {}
+        self._tracebacks: dict[int, _Traceback] = {}
+        self._wrapped: dict[int, tuple[int, str]] = {}
+        self._summary: dict[str, str] | None = None
+        self._root = False
+        self._learned = 0
+        self._rounds: dict[tuple[int, str], int] = {}
+        self._writers: dict[bytes, NcclRank] = {}
+        self._kinds: dict[bytes, str] = {}
+        self._ordinary = _Ordinary()
+
+    def block(self, block: bytes) -> None:
+        """Read some whole lines."""
+        demux = self._demux
+        demux.detect(block)
+        if b" via " in block:
+            self._edges(block)
+        for stream in [number for number, open_ in self._tracebacks.items() if open_.line < self.lines - _LONG_AGO]:
+            self._end_traceback(stream)
+        if demux.forms:
+            self._learn(block)
+        hits = [] if self._ordinary.has(block) else _hits(block)
+        if not hits and not self._tracebacks and not self._wrapped and self._summary is None and demux.is_whole(block):
+            self.lines += block.count(b"\n")
+            return
+        if demux.is_whole(block):
+            self._hit_lines(block, hits)
+        else:
+            self._all_lines(block)
+
+    def _hit_lines(self, block: bytes, hits: list[int]) -> None:
+        """Read the lines that have a sign, and those of what they began."""
+        at, number, last = 0, 0, len(hits) - 1
+        while at < len(block):
+            while number <= last and hits[number] < at:
+                number += 1
+            if not (self._tracebacks or self._wrapped or self._summary is not None):
+                if number > last:
+                    self.lines += block.count(b"\n", at)
+                    return
+                start = block.rfind(b"\n", at, hits[number]) + 1 or at
+                self.lines += block.count(b"\n", at, start)
+                at = start
+            end = block.find(b"\n", at)
+            end = len(block) if end < 0 else end
+            self.lines += 1
+            is_hit = number <= last and hits[number] < end
+            for label, text in self._demux.lines(block[at:end], end < len(block)):
+                self._line(label, text[:LONGEST_LINE], is_hit)
+            at = end + 1
+
+    def _all_lines(self, block: bytes) -> None:
+        """Read every line: some are torn."""
+        lines = block.split(b"\n")
+        rest = lines.pop()
+        for line in lines:
+            self.lines += 1
+            for label, text in self._demux.lines(line):
+                self._line(label, text[:LONGEST_LINE], any(sign in text for sign in SIGNS))
+        if rest:
+            self.lines += 1
+            for label, text in self._demux.lines(rest, ended=False):
+                self._line(label, text[:LONGEST_LINE], any(sign in text for sign in SIGNS))
+
+    def finish(self) -> None:
+        """End the file: what is open is what it is."""
+        for label, text in self._demux.finish():
+            self._line(label, text, True)
+        for stream in list(self._tracebacks):
+            self._end_traceback(stream)
+        self._end_summary()
+
+    def _learn(self, block: bytes) -> None:
+        """Note whose lines a block has, also those that are passed over; of later blocks by their first lines only."""
+        self._learned += 1
+        if self._learned > _LEARN_BLOCKS:
+            lines = block.split(b"\n", _LOOKED_AT)[:_LOOKED_AT]
+        else:
+            lines = block.split(b"\n")
+            for match in _LABELLED.finditer(block) if b"[rank" in block else ():
+                self._stream(self._demux.split(match[0])[0], int(match[1]))
+        for line in filter(None, lines):
+            label = self._demux.split(line)[0]
+            if label:
+                self._stream(label, None)
+
+    def _stream(self, label: bytes, rank: int | None) -> int:
+        """Return the number of the stream of a label, and of the rank that the line names: nodes may share labels."""
+        key = (label, rank)
+        found = self._streams.get(key)
+        if found is None:
+            told = self._demux.labels[label]
+            own = self._own
+            found = len(self._scan.streams)
+            if found >= _MOST_STREAMS:
+                return 0
+            self._streams[key] = found
+            self._scan.streams.append(
+                Stream(
+                    file=self.number,
+                    label=told.text,
+                    rank=rank if rank is not None else told.rank if label else own.rank,
+                    local=told.local if label else own.local,
+                    host=told.host or own.host,
+                    pid=told.pid,
+                    generation=own.generation,
+                )
+            )
+        return found
+
+    def _line(self, label: bytes, line: bytes, hit: bool) -> None:
+        if b"\x1b" in line or b"\r" in line:
+            line = plain(line)
+        inner = RANK.match(line)
+        rank = int(inner[1]) if inner else None
+        number = self._stream(label, rank)
+        self._scan.streams[number].lines += 1
+        if inner:
+            line = line[inner.end() :]
+        if number in self._tracebacks and self._goes_on(number, line, named=inner is not None):
+            return
+        if self._summary is not None and not label:
+            self._in_summary(line.decode("utf-8", "replace"))
+        # What a terminal wrapped goes on without a prefix.
+        wrapped = (
+            number if inner or label else next((n for n, at in self._wrapped.items() if at[0] == self.lines - 1), -1)
+        )
+        if wrapped in self._wrapped:
+            began, text = self._wrapped.pop(wrapped)
+            if inner is None:
+                self._watchdog(wrapped, text + line.decode("utf-8", "replace"), began, last=True)
+                return
+            self._watchdog(wrapped, text, began, last=True)
+        if hit:
+            self._closely(number, line, rank)
+
+    def _closely(self, number: int, line: bytes, rank: int | None) -> None:
+        """Read a line that has a sign of something."""
+        by_torch = rank is not None
+        if b"NCCL INFO" in line:
+            info = _INFO.search(line)
+            if info and self._info(info) and b"rror" not in line and b"atchdog" not in line:
+                return
+        if (
+            line.startswith(b"Traceback (most recent call last)")
+            or b": Traceback (most recent call last)" in line[:120]
+        ):
+            if number in self._tracebacks:
+                self._end_traceback(number)
+            self._tracebacks[number] = _Traceback(self.lines, self.generation, _time(line), by_torch)
+            return
+        text = line.decode("utf-8", "replace")
+        if self._launcher(number, line, text):
+            return
+        if any(words in text for words in _WATCHDOG):
+            self._watchdog(number, text, self.lines)
+            return
+        found = self._scan.known(line, text)
+        if found is not None:
+            id_, groups = found
+            named = _WHO.search(text)
+            at = _time(line)
+            rank = rank if rank is not None else int(named[1]) if named else None
+            self._scan.add(Event(id_, number, self.lines, _cut(text), at, self.generation, rank, groups))
+
+    # --- tracebacks
+
+    def _goes_on(self, number: int, line: bytes, *, named: bool) -> bool:
+        """Add a line to the traceback of its stream; False if it is none of it."""
+        traceback = self._tracebacks[number]
+        if traceback.named and not named and line:  # its stdout, which has the same prefix
+            return False
+        text = line.decode("utf-8", "replace")
+        if text.startswith("Traceback (most recent call last)"):
+            if traceback.last and not traceback.chained:  # another process without a prefix
+                return False
+            if traceback.last:
+                traceback.chained = False
+                traceback.chain.append("\n".join(traceback.last)[:_TEXT])
+                traceback.frames, traceback.last = [], []
+            return True
+        if not traceback.last:
+            return self._before_exception(number, traceback, text)
+        if text.startswith("Original Traceback (most recent call last)"):  # of a DataLoader worker
+            traceback.chain.append("\n".join(traceback.last)[:_TEXT])
+            traceback.frames, traceback.last = [], []
+            return True
+        if text.startswith(("During handling of the above", "The above exception was the direct")):
+            traceback.chained = True
+            return True
+        if not text:
+            return True
+        if len(traceback.last) <= _TAIL and (_CONTINUES.match(text) or text[:1].isspace()):
+            traceback.last.append(text[:300])
+            return True
+        self._end_traceback(number)
+        return False
+
+    def _before_exception(self, number: int, traceback: _Traceback, text: str) -> bool:
+        if text[:1] in (" ", "\t", ""):
+            frame = _FRAME.match(text)
+            if frame and len(traceback.frames) < _FRAMES:
+                traceback.frames.append(f"{frame[1]}:{frame[2]} in {frame[3] or '<module>'}")
+            return True
+        if not _EXCEPTION.match(text):
+            return False
+        traceback.last.append(text)
+        if text.rstrip().endswith("ChildFailedError:"):
+            self._end_traceback(number)
+            self._summary = {}
+        return True
+
+    def _end_traceback(self, number: int) -> None:
+        traceback = self._tracebacks.pop(number)
+        if not traceback.last:
+            return
+        text = "\n".join(traceback.last)
+        match = _LAST.match(text)
+        groups = {
+            "type": (match[1] if match else text[:80]).rpartition(".")[2],
+            "chain": " <- ".join(traceback.chain)[:_TEXT],
+        }
+        if traceback.named:
+            groups["uncaught"] = "1"
+        # What it was raised from comes first: it is nearer to the cause.
+        for part in (*traceback.chain, text):
+            found = self._scan.known(part.encode(), part)
+            if found is not None:
+                groups.update(found[1], known=found[0])
+                break
+        self._scan.add(
+            Event(
+                "exception", number, traceback.line, _cut(text), traceback.at, traceback.generation,
+                self._scan.streams[number].rank, groups, tuple(traceback.frames[-_FRAMES:]),
+            )
+        )  # fmt: skip
+
+    # --- launchers
+
+    def _launcher(self, number: int, line: bytes, text: str) -> bool:
+        """Read what a launcher reports of its ranks: who ended, and how."""
+        if b"will restart worker group" in line:
+            self._scan.add(Event("restart", number, self.lines, _cut(text), _time(line), self.generation))
+            return True
+        for form, launcher in _EXITS:
+            match = form.search(text)
+            if match:
+                groups = {name: value for name, value in match.groupdict().items() if value}
+                event = Event("exit", number, self.lines, _cut(text), _time(line), self.generation, None, groups)
+                event.groups["launcher"] = launcher
+                if launcher == "agent":
+                    event = self._of_agent(event, text)
+                self._scan.add(event)
+                return True
+        return False
+
+    def _of_agent(self, event: Event, text: str) -> Event:
+        """Count the rounds of one agent of torchrun: what follows its report of a failure is the next round."""
+        agent = _AGENT.search(text)
+        key = (event.stream, agent[1] if agent else "")
+        round_ = self._rounds[key] = self._rounds.get(key, self._own.generation - 1) + 1
+        self.generation = max(self.generation, round_ + 1)
+        return replace(event, generation=round_)
+
+    def _in_summary(self, text: str) -> None:
+        """Read torchrun's summary: the failures of its ranks, then the one that it saw first."""
+        assert self._summary is not None
+        if text.startswith("Root Cause"):
+            self._end_summary(more=True)
+            self._root = True
+        field_ = _SUMMARY.match(text)
+        if field_:
+            if field_[1] == "time":
+                self._end_summary(more=True)
+            self._summary[field_[1]] = field_[2].strip()
+        elif text.startswith("====") and self._root:
+            self._end_summary()
+
+    def _end_summary(self, *, more: bool = False) -> None:
+        told, self._summary = self._summary, {} if more else None
+        if not told:
+            return
+        rank = re.match(r"(\d+)(?: \(local_rank: (\d+)\))?", told.get("rank", ""))
+        code = re.match(r"(-?\d+) \(pid: (\d+)\)", told.get("exitcode", ""))
+        if rank is None or code is None:
+            return
+        groups = {"rank": rank[1], "local": rank[2] or "", "code": code[1], "pid": code[2], "launcher": "torchrun"}
+        groups["host"], groups["first"] = told.get("host", ""), "1" if self._root else ""
+        when = _time(told.get("time", "").encode())
+        text = f"rank {rank[1]} exitcode {told['exitcode']}: {told.get('traceback', '')}"
+        number = self._stream(b"", None)
+        round_ = max(self._rounds.values(), default=self.generation)
+        self._scan.add(Event("exit", number, self.lines, _cut(text), when, round_, None, groups))
+
+    # --- NCCL
+
+    def _watchdog(self, number: int, text: str, line: int, *, last: bool = False) -> None:
+        """Read a line of the watchdog, of any release; one that a terminal wrapped is put together."""
+        rank = _WHO.search(text)
+        groups: dict[str, str] = {}
+        group = _GROUP.search(text)
+        if group:
+            groups["pg"] = group["guid"] or group["pg"]
+            groups["name"] = group["name"] or ""
+        at = _time(text.encode())
+        who = int(rank[1]) if rank else None
+        if _WATCHDOG[0] in text:
+            work = _WORK.search(text)
+            if (work is None or "ran for" not in text) and not last:
+                self._wrapped[number] = (line, text)
+                return
+            if work is not None:
+                for part in re.split(r",\s*(?![^\[]*\])", work[1]):
+                    name, _, value = part.partition("=")
+                    groups[name.strip().replace("Timeout(ms)", "timeout_ms")] = value.strip()
+            self._scan.add(Event("watchdog", number, line, _cut(text), at, self.generation, who, groups))
+            return
+        for name, form in _STATUS.items():
+            match = form.search(text)
+            if match:
+                groups[name] = match[1]
+        if "enqueued" in groups and "completed" not in groups and not last:
+            self._wrapped[number] = (line, text)
+            return
+        self._scan.add(Event("status", number, line, _cut(text), at, self.generation, who, groups))
+
+    def _edges(self, block: bytes) -> None:
+        """Count the transports of `Channel ... via`: a log with NCCL_DEBUG=INFO has more of these than of all else."""
+        head, *parts = block.split(b" NCCL INFO ")
+        for part in parts:
+            if part.startswith((b"Channel ", b"Ring ")):
+                end = part.find(b"\n")
+                at = part.find(b" via ", 0, end) if end >= 0 else part.find(b" via ")
+                if at >= 0:
+                    self._edge(head[head.rfind(b"\n") + 1 :], part[at : end if end >= 0 else len(part)])
+            head = part
+
+    def _edge(self, process: bytes, via: bytes) -> None:
+        comm = self._writers.get(process)
+        if comm is None:
+            info = _INFO.search(process + b" NCCL INFO ")
+            comm = self._comm(info) if info else None
+            if comm is None or len(self._writers) >= _MOST_COMMS:
+                return
+            self._writers[process] = comm
+        kind = self._kinds.get(via)
+        if kind is None:
+            match = _VIA.match(via)
+            kind = match[1].decode("ascii", "replace") + "/GDRDMA" * (b"GDRDMA" in match[2]) if match else ""
+            if len(self._kinds) < _CACHED:
+                self._kinds[via] = kind
+        if kind:
+            comm.edges[kind] = comm.edges.get(kind, 0) + 1
+            if comm.phase < 2:
+                comm.phase = 2
+
+    def _comm(self, match: re.Match[bytes]) -> NcclRank | None:
+        """Return what is known of the process that wrote an INFO line; None where there are too many."""
+        key = (match[1].decode("ascii", "replace"), int(match[2]))
+        comms = self._scan.comms
+        if key not in comms and len(comms) < _MOST_COMMS:
+            comms[key] = NcclRank(*key)
+        return comms.get(key)
+
+    def _info(self, match: re.Match[bytes]) -> bool:
+        """Read a line of NCCL_DEBUG=INFO; False if it is the trace of an error on its way up."""
+        message, comm = match[5], self._comm(match)
+        if comm is None:
+            return True
+        init = _COMM.search(message)
+        if init:
+            comm.rank, comm.nranks = int(init[1]), int(init[2])
+            if init[4] == b"START":
+                comm.started, comm.phase = comm.started + 1, 1
+            else:
+                comm.completed, comm.phase = comm.completed + 1, 5
+            return True
+        for phase, words in enumerate(_PHASES):
+            if words in message and phase not in (1, 5):
+                comm.phase = max(comm.phase, phase)
+        _set_up(comm, message)
+        return b" -> " not in message
+
+
+def _set_up(comm: NcclRank, message: bytes) -> None:
+    """Note which interface, network and version a process uses."""
+    oob, net = _OOB.search(message), _NET.search(message)
+    if oob:
+        comm.interface, comm.address = _ascii(oob[2]), _ascii(oob[3])
+    elif net and not comm.network:
+        comm.network = _ascii(net[1])
+    elif message.startswith(b"Using network "):
+        comm.network = _ascii(message[14:].strip())
+    elif plugin := _PLUGIN.search(message):
+        comm.plugin = _ascii(plugin[1] or b"") or comm.plugin or "no plugin"
+    elif b"NCCL version " in message:
+        comm.version = _ascii(message.partition(b"NCCL version ")[2].partition(b" ")[0])
+
+
+def _ascii(text: bytes) -> str:
+    return text[:40].decode("ascii", "replace")
+
+
+_WHO = re.compile(r"\b[Rr]ank (\d{1,6})\]")
+_GROUP = re.compile(
+    r"\[PG (?:ID )?(?P<pg>\d{1,18}) (?:PG GUID (?P<guid>\w+)(?:\((?P<name>[^)]{0,80})\))? |\([^)]{0,80}\) )?Rank"
+)
+_WORK = re.compile(r"WorkNCCL\((.*?)\)(?= ran for|\.|$)")
+_STATUS = {
+    "failed": re.compile(r"(?:at work(?: sequence id)?|at NCCL work): (-?\d{1,18})"),
+    "enqueued": re.compile(r"[Ll]ast enqueued(?: NCCL)? work: (-?\d{1,18})"),
+    "started": re.compile(r"last started(?: NCCL)? work: (-?\d{1,18})"),
+    "completed": re.compile(r"last completed(?: NCCL)? work: (-?\d{1,18})"),
+    "dump_of": re.compile(r"due to a collective timeout from +rank (\d{1,6})"),
+}
+_AGENT = re.compile(r"^E\d{4} [\d:.]+ (\d{1,18}) ")
+_EXITS = (
+    (
+        re.compile(
+            r"failed \(exitcode: (?P<code>-?\d{1,18})\) local_rank: (?P<local>\d{1,6}) \(pid: (?P<pid>\d{1,18})\)"
+        ),
+        "agent",
+    ),
+    (
+        re.compile(
+            r"mpirun noticed that process rank (?P<rank>\d{1,6}) with PID (?P<pid>\d{1,18}) on node (?P<host>[\w.-]+) "
+            r"exited on signal (?P<signal>\d{1,18})"
+        ),
+        "mpirun",
+    ),
+    (re.compile(r"Process name: \[\[\d+,\d+\],(?P<rank>\d{1,6})\]"), "mpirun"),
+    (
+        re.compile(
+            r"srun: error: (?P<host>[\w.-]+): tasks? (?P<ranks>[\d,-]+): "
+            r"(?:Exited with exit code (?P<code>\d{1,18})|(?P<words>Out Of Memory|[A-Z][\w ()]*))"
+        ),
+        "srun",
+    ),
+    # Its --local_rank is of the process that was started last, whichever failed (deepspeed/launcher/launch.py, 0.19).
+    (re.compile(r"exits with return code = (?P<code>-?\d{1,18})"), "deepspeed"),
+    (re.compile(r"^=\s+EXIT CODE: (?P<code>\d{1,18})"), "mpiexec"),
+)
+_CONTINUES = re.compile(
+    r"^(?:nccl\w+:|Last error:|Exception raised from|frame #|CUDA kernel errors|For debugging|Compile with|Device-side|"
+    r"Search for|Parameter|The following|In addition|making sure|to |: )|NCCL WARN"
+)
+
+
+def _hits(block: bytes) -> list[int]:
+    """Return where in a block there is any sign, in order."""
+    found: list[int] = []
+    for sign in SIGNS:
+        at = block.find(sign)
+        while at >= 0:
+            found.append(at)
+            at = block.find(b"\n", at)
+            at = block.find(sign, at) if at >= 0 else -1
+    found.sort()
+    return found
+
+
+class _Ordinary:
+    """Which lines have no sign, by what they are without digits: most lines of a log differ in numbers only."""
+
+    def __init__(self) -> None:
+        self._shapes: set[bytes] = set()
+
+    def has(self, block: bytes) -> bool:
+        """Return whether no line of a block has any sign."""
+        shapes = set(block.translate(None, b"0123456789").split(b"\n"))
+        shapes -= self._shapes
+        text = b"\n".join(shapes)
+        if any(sign in text for sign in SIGNS):
+            return False
+        if len(self._shapes) + len(shapes) > _MOST_SHAPES:
+            self._shapes.clear()
+        self._shapes.update(shape for shape in shapes if len(shape) < _LONGEST_SHAPE)
+        return True
+
+
+def _time(line: bytes) -> float | None:
+    """Return the seconds from the beginning of a (leap) year to the time that a line has; not all times have a year."""
+    if b":" not in line[:300]:
+        return None
+    for form in _TIMES:
+        match = form.search(line, 0, 300)
+        if match:
+            month, day, hour, minute = (int(match[number]) for number in range(1, 5))
+            seconds = float(match[5].replace(b",", b"."))
+            if 1 <= month <= 12 and 1 <= day <= 31:
+                return calendar.timegm((2000, month, day, hour, minute, 0)) - 946684800 + seconds
+    return None
+
+
+def _cut(text: str) -> str:
+    return text.strip()[:_TEXT]
