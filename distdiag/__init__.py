@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from distdiag.training.overflow.detection import OverflowDetected
     from distdiag.training.overflow.detector import DebugUnderflowOverflow
     from distdiag.training.printflock import printflock
+    from distdiag.training.sync_check import sync_check
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ __all__ = [
     "dump_flight_recorder",
     "floatcmp",
     "printflock",
+    "sync_check",
     "trace_lines",
 ]
 
@@ -50,6 +52,7 @@ _HOME = {
     "detect_overflow": "distdiag.training.overflow.detect",
     "floatcmp": "distdiag.training.floatcmp.compare",
     "printflock": "distdiag.training.printflock",
+    "sync_check": "distdiag.training.sync_check",
     "trace_lines": "distdiag.training.line_trace.session",
     "dump_flight_recorder": "distdiag.training.flight_recorder",
 }

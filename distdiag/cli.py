@@ -102,6 +102,7 @@ _SUBCOMMANDS: tuple[Sub, ...] = (
         "floatcmp.command:floatcmp",
         "Compare two tensor files up to rounding; show where they first differ.",
     ),
+    Sub("sync-check", "sync_check:sync_check", "Name the first value that differs over ranks, and the ranks."),
     Sub(
         "kill-switch",
         "",
@@ -130,6 +131,7 @@ _SYMPTOMS = (
     ("  with too many open files", "trace fds PID"),
     ("the loss is NaN or Inf, or overflows", "overflow -- train.py"),
     ("two runs or checkpoints differ", "floatcmp A B"),
+    ("ranks of one job may hold different weights", "sync-check DIR"),
     ("an extension won't build", "cuda-env"),
     ("CUDA is not available", "cuda-env"),
     ("NCCL or torchrun won't connect", "ports --hosts LIST"),

@@ -88,6 +88,7 @@ def _speed(run: Run, peak: Peak | None) -> Speed:
     compute = tflops_by_layers if by_layers else tflops_by_params
     model, hardware = compute(run, recompute=False), compute(run, recompute=run.recompute)
     factor = 8 if run.recompute else 6
+    steps: tuple[str, ...]
     if by_layers:
         factor *= 12
         steps = (
