@@ -21,6 +21,8 @@ rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 class Model(torch.nn.Module):
+    mask: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm = torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64)
@@ -39,7 +41,7 @@ def plant(fault: str, model: Model, optimizer: torch.optim.Optimizer) -> None:
         row = model.last.weight[2].clone()
         model.last.weight[2, 0], model.last.weight[2, 1] = row[1], row[0]
     elif fault == "buffer":
-        model.mask[0] = 0
+        model.mask[0].zero_()
     elif fault == "optimizer":
         optimizer.state[model.first.bias]["exp_avg"][0] += 1
     elif fault == "lr":
