@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from distdiag.training.breakpoint.debugger import breakpoint
     from distdiag.training.flight_recorder import dump_flight_recorder
     from distdiag.training.floatcmp.compare import floatcmp
+    from distdiag.training.kill_switch import KillSwitch
     from distdiag.training.line_trace.session import trace_lines
     from distdiag.training.overflow.detect import detect_overflow
     from distdiag.training.overflow.detection import OverflowDetected
     from distdiag.training.overflow.detector import DebugUnderflowOverflow
     from distdiag.training.printflock import printflock
+    from distdiag.training.sync_check import sync_check
 
 __version__ = "0.1.0"
 
@@ -26,6 +28,7 @@ __all__ = [
     "DistdiagError",
     "Finding",
     "Fix",
+    "KillSwitch",
     "Level",
     "OverflowDetected",
     "Report",
@@ -36,6 +39,7 @@ __all__ = [
     "dump_flight_recorder",
     "floatcmp",
     "printflock",
+    "sync_check",
     "trace_lines",
 ]
 
@@ -43,10 +47,12 @@ _HOME = {
     "DistdiagError": "distdiag.errors",
     "DebugUnderflowOverflow": "distdiag.training.overflow.detector",
     "OverflowDetected": "distdiag.training.overflow.detection",
+    "KillSwitch": "distdiag.training.kill_switch",
     "breakpoint": "distdiag.training.breakpoint.debugger",
     "detect_overflow": "distdiag.training.overflow.detect",
     "floatcmp": "distdiag.training.floatcmp.compare",
     "printflock": "distdiag.training.printflock",
+    "sync_check": "distdiag.training.sync_check",
     "trace_lines": "distdiag.training.line_trace.session",
     "dump_flight_recorder": "distdiag.training.flight_recorder",
 }

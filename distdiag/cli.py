@@ -102,6 +102,19 @@ _SUBCOMMANDS: tuple[Sub, ...] = (
         "floatcmp.command:floatcmp",
         "Compare two tensor files up to rounding; show where they first differ.",
     ),
+    Sub("sync-check", "sync_check:sync_check", "Name the first value that differs over ranks, and the ranks."),
+    Sub(
+        "kill-switch",
+        "",
+        "End a job cleanly at its next step, on all ranks (on, off, status).",
+        about="End a job that uses `distdiag.KillSwitch` cleanly at its next step, on all ranks.",
+        below=(
+            Sub("on", "kill_switch:on", "Turn it on: the job stops at its next step."),
+            Sub("off", "kill_switch:off", "Turn it off, so that the next job runs."),
+            Sub("status", "kill_switch:status", "Show whether it is on, and why."),
+        ),
+    ),
+    Sub("estimate", "estimate.command:estimate", "Estimate TFLOPS of a training run, and the network it needs."),
 )
 
 
@@ -118,10 +131,13 @@ _SYMPTOMS = (
     ("  with too many open files", "trace fds PID"),
     ("the loss is NaN or Inf, or overflows", "overflow -- train.py"),
     ("two runs or checkpoints differ", "floatcmp A B"),
+    ("ranks of one job may hold different weights", "sync-check DIR"),
     ("an extension won't build", "cuda-env"),
     ("CUDA is not available", "cuda-env"),
     ("NCCL or torchrun won't connect", "ports --hosts LIST"),
     ("is this node OK?", "gpu-test"),
+    ("I must stop a job that is not mine", "kill-switch on PATH"),
+    ("is this training speed good?", "estimate"),
     ("the logs of many ranks are unreadable", "logs FILE..."),
 )
 """What users see, and the command for it; each line fits 80 columns."""

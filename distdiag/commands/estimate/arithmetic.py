@@ -1,0 +1,151 @@
+"""The arithmetic of `distdiag estimate`. Pure; each formula names its source.
+
+Units: parameters and tokens are counts, times are seconds, traffic is bytes that each GPU sends in one step (which
+divided by the busbw of nccl-tests is a time), TFLOPS are 1e12 operations a second of one GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+GOOD_SHARE = 0.5
+"""Half of the data sheet's peak is good for a large training run. Source: ml-engineering, "TFLOPs as a metric"."""
+ABOUT = 0.9
+"""What is within a tenth of half counts as half: BLOOM-176B ran at 48% and was called done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A training run. `batch` is global: sequences per step; `micro_batches`: gradient accumulation steps."""
+
+    params: float
+    batch: int
+    seq: int
+    step_s: float
+    gpus: int
+    gpus_per_node: int = 8
+    hidden: int = 0
+    layers: int = 0
+    vocab: int = 0
+    tp: int = 1
+    pp: int = 1
+    zero: int = 0
+    micro_batches: int = 1
+    recompute: bool = False
+    bytes_per_value: int = 2
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.batch * self.seq
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel replicas."""
+        return self.gpus // (self.tp * self.pp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What each GPU sends in one step, and how it was counted."""
+
+    kind: str
+    bytes_per_step: float
+    steps: str
+    source: str
+    in_use: bool
+    """Whether the run as described uses it; the others are alternatives."""
+    within_node: bool = False
+    """It stays on NVLink or PCIe of a node, while the run has several nodes: the network does not carry it."""
+
+
+def tflops_by_params(run: Run, *, recompute: bool) -> float:
+    """Return TFLOPS per GPU: 6 operations for each parameter and token, 8 with recomputation of activations.
+
+    A forward takes 2, a backward 4, and a second forward 2 more. Attention scores and logits are not counted, so the
+    result is a few percent low. Source: arXiv:2001.08361 (section 2.1) and arXiv:2104.04473 (section 5.1, appendix).
+    """
+    return (8 if recompute else 6) * run.params * run.tokens / (run.step_s * run.gpus * 1e12)
+
+
+def tflops_by_layers(run: Run, *, recompute: bool) -> float:
+    """Return TFLOPS per GPU of a GPT-like model from its shape; needs `hidden` and `layers`.
+
+    F = 96 B s l h^2 (1 + s / 6h + V / 16lh) with recomputation. Without it the layers cost three quarters, and the
+    logits, which are never recomputed, stay whole. Source: arXiv:2104.04473, equation 3.
+    """
+    h, s = run.hidden, run.seq
+    layers = (96 if recompute else 72) * run.tokens * run.layers * h**2 * (1 + s / (6 * h))
+    logits = 6 * run.tokens * h * run.vocab
+    return (layers + logits) / (run.step_s * run.gpus * 1e12)
+
+
+def init_std(hidden: int) -> tuple[tuple[str, float, str], ...]:
+    """Return the standard deviations for initial weights of a hidden size: formula, value, source."""
+    return (
+        ("sqrt(1 / (3 hidden))", math.sqrt(1 / (3 * hidden)), "arXiv:2201.11990 (530B), used by BLOOM-176B"),
+        ("sqrt(2 / (5 hidden))", math.sqrt(2 / (5 * hidden)), "arXiv:1910.05895"),
+    )
+
+
+def traffic(run: Run) -> tuple[Traffic, ...]:
+    """List what each way of parallel training sends; TP and PP need `hidden` and `layers`."""
+    return (*_data_parallel(run), *_model_parallel(run))
+
+
+def _data_parallel(run: Run) -> list[Traffic]:
+    """DDP all_reduces the gradients (2 x); ZeRO-1 and 2 reduce_scatter them and all_gather parameters; ZeRO-3 gathers
+    parameters twice. Where gradients are sharded (2), or parameters (3), each micro-batch pays. Source:
+    arXiv:1910.02054, section 7.
+    """
+    share = run.params / (run.tp * run.pp) * run.bytes_per_value
+    ring = (run.dp - 1) / run.dp
+    m = run.micro_batches
+    times = (
+        ("DDP", 2, "2"),
+        ("ZeRO-1", 2, "(1 + 1)"),
+        ("ZeRO-2", m + 1, f"({m} + 1)"),
+        ("ZeRO-3", 3 * m, f"(3 x {m})"),
+    )
+    return [
+        Traffic(
+            kind=kind,
+            bytes_per_step=factor * share * ring,
+            steps=f"{written} x {share / 1e9:.4g} GB x ({run.dp}-1)/{run.dp}",
+            source="arXiv:1910.02054, section 7",
+            in_use=number == run.zero and run.dp > 1,
+        )
+        for number, (kind, factor, written) in enumerate(times)
+    ]
+
+
+def _model_parallel(run: Run) -> list[Traffic]:
+    """TP all_reduces 4 times per layer (6 with recomputation); PP sends activations and their gradients once each."""
+    if not (run.hidden and run.layers):
+        return []
+    activations = run.tokens / run.dp * run.hidden * run.bytes_per_value
+    found = []
+    if run.tp > 1:
+        calls, layers = 6 if run.recompute else 4, run.layers / run.pp
+        found.append(
+            Traffic(
+                kind=f"TP={run.tp}",
+                bytes_per_step=calls * layers * activations * 2 * (run.tp - 1) / run.tp,
+                steps=f"{calls} x {layers:g} layers x {activations / 1e9:.4g} GB x 2({run.tp}-1)/{run.tp}",
+                source="arXiv:2104.04473, section 3.2",
+                in_use=True,
+                within_node=run.tp <= run.gpus_per_node < run.gpus,
+            )
+        )
+    if run.pp > 1:
+        found.append(
+            Traffic(
+                kind=f"PP={run.pp}",
+                bytes_per_step=2 * activations,
+                steps=f"2 x {activations / 1e9:.4g} GB (activations forward, gradients back)",
+                source="arXiv:2104.04473, section 3.2",
+                in_use=True,
+            )
+        )
+    return found

@@ -1,0 +1,176 @@
+"""`distdiag estimate`: from what is typed to the report."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from distdiag.options import JsonOpt, StrictOpt  # noqa: TC001 - Typer reads the annotations
+
+if TYPE_CHECKING:
+    from distdiag.commands.estimate.arithmetic import Run
+    from distdiag.commands.estimate.diagnose import Estimate, Network
+    from distdiag.knowledge.peaks import Peak
+    from distdiag.report import Report
+
+_LONGEST_READ_S = 120.0
+_MOST_BYTES = 64 * 2**20
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+def estimate(
+    params: Annotated[str, typer.Option(metavar="N", help="Parameters of the model: 7B, 350M.")],
+    batch: Annotated[int, typer.Option(min=1, max=10**9, metavar="N", help="Global batch: sequences per step.")],
+    seq: Annotated[int, typer.Option(min=1, max=10**9, metavar="N", help="Tokens per sequence.")],
+    step_time: Annotated[float, typer.Option(min=1e-6, max=1e7, metavar="SECONDS", help="Time of one step.")],
+    gpus: Annotated[int, typer.Option(min=1, max=10**7, metavar="N", help="GPUs on all nodes.")],
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="The card, to compare with its peak: 'A100 SXM'.")] = "",
+    recompute: Annotated[bool, typer.Option("--recompute", help="Activations are recomputed in the backward.")] = False,
+    hidden: Annotated[int, typer.Option(min=0, max=10**7, metavar="N", help="Hidden size.")] = 0,
+    layers: Annotated[int, typer.Option(min=0, max=10**6, metavar="N", help="Transformer layers.")] = 0,
+    vocab: Annotated[int, typer.Option(min=0, max=10**8, metavar="N", help="Vocabulary size.")] = 0,
+    tp: Annotated[int, typer.Option(min=1, max=10**6, metavar="N", help="Tensor-parallel size.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, max=10**6, metavar="N", help="Pipeline-parallel size.")] = 1,
+    zero: Annotated[int, typer.Option(min=0, max=3, metavar="STAGE", help="ZeRO stage (FSDP is 3); 0 is DDP.")] = 0,
+    micro_batches: Annotated[int, typer.Option(min=1, max=10**6, metavar="N", help="Gradient accumulation steps.")] = 1,
+    bytes_per_value: Annotated[
+        int, typer.Option(min=1, max=8, metavar="N", help="Bytes of a value that is sent: 2 for bfloat16.")
+    ] = 2,
+    gpus_per_node: Annotated[int, typer.Option(min=1, max=1024, metavar="N", help="GPUs of one node.")] = 8,
+    bench: Annotated[
+        str, typer.Option(metavar="PATH", help="Measured busbw: folder of allreduce-bench --save, or its --json.")
+    ] = "",
+    busbw: Annotated[float, typer.Option(min=0, max=1e6, metavar="GB/s", help="Busbw, if you know it.")] = 0.0,
+    as_json: JsonOpt = False,
+    strict: StrictOpt = False,
+) -> None:
+    """Estimate the TFLOPS of a training run and the network that it needs.
+
+    With --hidden and --layers it counts operations from the shape of the model, and adds TP and PP traffic and the
+    init std.
+
+    Exit status: 0 computed, 1 the figures cannot be true or the network is too slow, 2 wrong usage, 3 --bench cannot
+    be judged, 130 interrupted.
+
+    Example:
+      distdiag estimate --params 176B --batch 2048 --seq 2048 --step-time 105 --gpus 384 --gpu "A100 SXM" --recompute
+    """
+    from distdiag.commands.estimate.diagnose import COMMAND
+    from distdiag.commands.estimate.view import estimate_view
+    from distdiag.output import Output, deliver
+
+    def run() -> Report[Estimate]:
+        from distdiag.commands.estimate.arithmetic import Run
+        from distdiag.commands.estimate.diagnose import diagnose
+
+        asked = Run(
+            params=_parse_params(params),
+            batch=batch,
+            seq=seq,
+            step_s=step_time,
+            gpus=gpus,
+            gpus_per_node=gpus_per_node,
+            hidden=hidden,
+            layers=layers,
+            vocab=vocab,
+            tp=tp,
+            pp=pp,
+            zero=zero,
+            micro_batches=micro_batches,
+            recompute=recompute,
+            bytes_per_value=bytes_per_value,
+        )
+        _check(asked)
+        return diagnose(asked, _peak(gpu), _network(bench, busbw))
+
+    deliver(COMMAND, run, estimate_view, Output(json=as_json, strict=strict))
+
+
+def _parse_params(text: str) -> float:
+    from distdiag.errors import UsageError
+
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbt]?)\s*", text, re.IGNORECASE)
+    number = float(match[1]) * _UNITS[match[2].lower()] if match else 0.0
+    if not 0 < number < 1e18:
+        raise UsageError(f"--params {text}: not a number of parameters", hint="write 176B, 350M or 1.3e9")
+    return number
+
+
+def _check(run: Run) -> None:
+    from distdiag.errors import UsageError
+
+    if run.gpus % (run.tp * run.pp):
+        raise UsageError(
+            f"--gpus {run.gpus} is not a multiple of --tp {run.tp} x --pp {run.pp}", hint="count the GPUs of all nodes"
+        )
+    if (run.tp > 1 or run.pp > 1) and not (run.hidden and run.layers):
+        raise UsageError("--tp and --pp need the shape of the model", hint="add --hidden and --layers")
+
+
+def _peak(gpu: str) -> Peak | None:
+    from distdiag.errors import UsageError
+    from distdiag.knowledge.peaks import find_peaks, peaks
+
+    if not gpu:
+        return None
+    found = find_peaks(gpu)
+    if len({peak.tflops for peak in found}) == 1:
+        return found[0]
+    names = ", ".join(peak.name for peak in found or peaks())
+    raise UsageError(f"--gpu {gpu}: {'several cards match' if found else 'no such card'}", hint=f"use one of: {names}")
+
+
+def _network(bench: str, busbw: float) -> Network | None:
+    from distdiag.commands.estimate.diagnose import Network
+    from distdiag.errors import UsageError
+
+    if bench and busbw:
+        raise UsageError("--bench and --busbw are mutually exclusive", hint="drop one of them")
+    if bench:
+        return _measured(bench)
+    return Network(busbw_bytes_per_s=busbw * 1e9, origin="from --busbw") if busbw else None
+
+
+def _measured(path: str) -> Network:
+    """Return the busbw of the largest all_reduce of a run of allreduce-bench. Raises UsageError, DistdiagError."""
+    from distdiag.commands.estimate.diagnose import Network
+    from distdiag.diagnosis.wording import counted, format_size
+    from distdiag.errors import UsageError
+
+    document = _document(path)
+    try:
+        rows = [row for row in document["data"]["results"] if row["op"] == "all_reduce" and row["busbw_bytes_per_s"]]
+        largest = max(rows, key=lambda row: row["size_bytes"])
+        rate, size = float(largest["busbw_bytes_per_s"]), int(largest["size_bytes"])
+        ranks, nodes = int(document["data"]["world_size"]), int(document["data"]["nodes"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{path} has no all_reduce of allreduce-bench", hint="distdiag allreduce-bench --save DIR"
+        ) from error
+    origin = f"all_reduce of {format_size(size)}, {ranks} ranks on {counted(nodes, 'node')}"
+    return Network(busbw_bytes_per_s=rate, origin=origin, nodes=nodes)
+
+
+def _document(path: str) -> Any:  # noqa: ANN401 - JSON
+    from distdiag.errors import DistdiagError, UsageError
+    from distdiag.facts import programs
+
+    if not os.path.exists(path):
+        raise UsageError(f"{path} does not exist", hint="distdiag allreduce-bench --save DIR")
+    try:
+        if os.path.isdir(path):  # raw records of a run: allreduce-bench judges them
+            argv = [sys.executable, "-m", "distdiag", "allreduce-bench", "--from", path, "--json"]
+            text = programs.run(argv, timeout_s=_LONGEST_READ_S).stdout.decode("utf-8", "replace")
+        else:
+            with open(path, encoding="utf-8", errors="replace") as file:
+                text = file.read(_MOST_BYTES)
+        return json.loads(text)
+    except (OSError, programs.CannotRun) as error:
+        raise DistdiagError(f"cannot read {path}: {error}", hint="choose a readable file") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not from allreduce-bench", hint="distdiag allreduce-bench --save DIR") from error

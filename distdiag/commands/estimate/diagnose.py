@@ -1,0 +1,196 @@
+"""What the figures of a training run mean. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from distdiag.commands.estimate.arithmetic import (
+    ABOUT,
+    GOOD_SHARE,
+    Run,
+    Traffic,
+    init_std,
+    tflops_by_layers,
+    tflops_by_params,
+    traffic,
+)
+from distdiag.knowledge.bandwidth import GB
+from distdiag.knowledge.peaks import Peak  # noqa: TC001 - msgspec reads the annotations
+from distdiag.report import Finding, Fix, Level, Report
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+COMMAND = "estimate"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """A measured or given busbw between the GPUs, and where it comes from."""
+
+    busbw_bytes_per_s: float
+    origin: str
+    nodes: int = 0
+    """Nodes of the measurement; 0: unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """TFLOPS per GPU: `model` counts no recomputation, `hardware` counts it where the run recomputes."""
+
+    model: float
+    hardware: float
+    percent_of_peak: float | None
+    steps: tuple[str, ...]
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitStd:
+    """A standard deviation for initial weights."""
+
+    formula: str
+    std: float
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """All figures of a run."""
+
+    run: Run
+    speed: Speed
+    peak: Peak | None
+    traffic: tuple[Traffic, ...]
+    network: Network | None
+    init_std: tuple[InitStd, ...]
+
+
+def diagnose(run: Run, peak: Peak | None, network: Network | None) -> Report[Estimate]:
+    """Compute and judge."""
+    estimate = Estimate(
+        run=run,
+        speed=_speed(run, peak),
+        peak=peak,
+        traffic=traffic(run),
+        network=network,
+        init_std=tuple(InitStd(formula=f, std=std, source=source) for f, std, source in init_std(run.hidden))
+        if run.hidden
+        else (),
+    )
+    findings = tuple(_findings(estimate))
+    return Report(command=COMMAND, data=estimate, findings=findings, summary=_summary(estimate))
+
+
+def _speed(run: Run, peak: Peak | None) -> Speed:
+    by_layers = bool(run.hidden and run.layers)
+    compute = tflops_by_layers if by_layers else tflops_by_params
+    model, hardware = compute(run, recompute=False), compute(run, recompute=run.recompute)
+    factor = 8 if run.recompute else 6
+    steps: tuple[str, ...]
+    if by_layers:
+        factor *= 12
+        steps = (
+            f"{factor} x {run.batch} x {run.seq} x {run.layers} layers x {run.hidden}^2 x (1 + {run.seq}/(6 x"
+            f" {run.hidden})) + 6 x {run.batch} x {run.seq} x {run.hidden} x {run.vocab} (logits)",
+            f"divided by {run.step_s:g} s x {run.gpus} GPUs = {hardware:.1f} TFLOPS per GPU",
+        )
+    else:
+        steps = (
+            f"{factor} x {run.params / 1e9:.4g}e9 parameters x {run.batch} x {run.seq} tokens"
+            f" / ({run.step_s:g} s x {run.gpus} GPUs) = {hardware:.1f} TFLOPS per GPU",
+        )
+    return Speed(
+        model=model,
+        hardware=hardware,
+        percent_of_peak=100 * hardware / peak.tflops if peak else None,
+        steps=steps,
+        source="arXiv:2104.04473, equation 3" if by_layers else "6ND, arXiv:2001.08361",
+    )
+
+
+def _summary(estimate: Estimate) -> str:
+    speed, peak = estimate.speed, estimate.peak
+    recompute = " with recomputation" if estimate.run.recompute else ""
+    text = f"{speed.hardware:.1f} TFLOPS per GPU{recompute}"
+    if peak is None or speed.percent_of_peak is None:
+        return f"{text}; name the card with --gpu to compare with its peak"
+    return f"{text}: {speed.percent_of_peak:.0f}% of the peak of {peak.name} ({peak.tflops:g})"
+
+
+def _findings(estimate: Estimate) -> Iterator[Finding]:
+    run, speed, peak = estimate.run, estimate.speed, estimate.peak
+    if peak is not None and speed.hardware > peak.tflops:
+        yield Finding(
+            id="estimate.above-peak",
+            level=Level.FAIL,
+            title=f"{speed.hardware:.0f} TFLOPS exceeds the peak of {peak.name} ({peak.tflops:g}): check the input",
+            evidence=speed.steps,
+            fix=Fix(text="--batch is global (all GPUs), --step-time is one optimizer step, --gpus counts all nodes"),
+        )
+    elif peak is not None and speed.hardware < ABOUT * GOOD_SHARE * peak.tflops:
+        yield Finding(
+            id="estimate.below-half-of-peak",
+            level=Level.INFO,
+            title=f"{speed.hardware / peak.tflops:.0%} of peak: a well-tuned large run reaches about half",
+            evidence=(f"half of {peak.tflops:g} = {GOOD_SHARE * peak.tflops:.0f} TFLOPS ({peak.source})",),
+        )
+    if run.tp > run.gpus_per_node:
+        yield Finding(
+            id="estimate.tp-spans-nodes",
+            level=Level.WARN,
+            title=f"TP={run.tp} spans nodes of {run.gpus_per_node} GPUs: every layer waits for the network",
+            detail="tensor parallelism all_reduces four times per layer, and nothing hides that time",
+            fix=Fix(text=f"use --tp {run.gpus_per_node} or less, and more pipeline or data parallelism"),
+        )
+    yield from _network(estimate)
+
+
+def _on_network(row: Traffic) -> bool:
+    return row.in_use and not row.within_node
+
+
+def seconds_of(estimate: Estimate) -> float | None:
+    """Return the time of all traffic in use on the network that is known."""
+    if estimate.network is None:
+        return None
+    total = sum(row.bytes_per_step for row in estimate.traffic if _on_network(row))
+    return total / estimate.network.busbw_bytes_per_s
+
+
+def _network(estimate: Estimate) -> Iterator[Finding]:
+    network, seconds = estimate.network, seconds_of(estimate)
+    if network is None or seconds is None:
+        return
+    step = estimate.run.step_s
+    if network.nodes == 1 and estimate.run.gpus > estimate.run.gpus_per_node:
+        yield Finding(
+            id="estimate.bench-on-one-node",
+            level=Level.UNKNOWN,
+            title="busbw was measured on one node, but the run spans several: network limit unknown",
+            fix=Fix(text="measure between nodes", commands=("distdiag allreduce-bench --hosts LIST --save DIR",)),
+        )
+        return
+    in_use = [row for row in estimate.traffic if _on_network(row)]
+    rate = f"{network.busbw_bytes_per_s / GB:.3g} GB/s ({network.origin})"
+    evidence = tuple(
+        f"{row.kind}: {row.bytes_per_step / GB:.4g} GB / {rate} = "
+        f"{row.bytes_per_step / network.busbw_bytes_per_s:.3g} s"
+        for row in in_use
+    )
+    if seconds > step:
+        yield Finding(
+            id="estimate.network-too-slow",
+            level=Level.FAIL,
+            title=f"the traffic takes {seconds:.3g} s, more than the step of {step:g} s: check busbw and layout",
+            evidence=evidence,
+        )
+    elif seconds > step / 2:
+        yield Finding(
+            id="estimate.network-bound",
+            level=Level.WARN,
+            title=f"the network is the likely limit: {seconds:.3g} s of traffic in a step of {step:g} s",
+            evidence=evidence,
+            fix=Fix(text="raise the batch per GPU, use a lower ZeRO stage, or measure the overlap with a profiler"),
+        )

@@ -1,0 +1,113 @@
+"""`distdiag kill-switch on|off|status PATH`: write, remove or show the file that a KillSwitch watches."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from distdiag.options import JsonOpt, called_as
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from distdiag.report import Report
+
+_Path = Annotated[str, typer.Argument(metavar="PATH", help="The file that the job watches.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switch:
+    """State of a kill switch; `reason` is the file's first line."""
+
+    path: str
+    on: bool
+    reason: str
+
+
+def on(
+    path: _Path,
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why; the job logs it.")] = "",
+    as_json: JsonOpt = False,
+) -> None:
+    """Turn the kill switch on: the job stops at its next step, on all ranks.
+
+    A job that hangs never looks at it; `distdiag pyspy-all` shows where it hangs.
+
+    Exit status: 0 it is on, 2 wrong usage, 3 the file cannot be written.
+    """
+    _deliver("on", lambda: _turn_on(os.path.abspath(path), reason), as_json=as_json)
+
+
+def off(path: _Path, as_json: JsonOpt = False) -> None:
+    """Turn the kill switch off, so that the next job does not stop at once.
+
+    Exit status: 0 it is off, 2 wrong usage, 3 the file cannot be removed.
+    """
+    _deliver("off", lambda: _turn_off(os.path.abspath(path)), as_json=as_json)
+
+
+def status(path: _Path, as_json: JsonOpt = False) -> None:
+    """Show whether the kill switch is on, and why.
+
+    Exit status: 0 on or off, 2 wrong usage, 3 the file cannot be read.
+    """
+    _deliver("status", lambda: _state(os.path.abspath(path)), as_json=as_json)
+
+
+def _deliver(action: str, act: Callable[[], Switch], *, as_json: bool) -> None:
+    from distdiag.errors import DistdiagError
+    from distdiag.output import Output, deliver
+    from distdiag.report import Report
+
+    name = f"kill-switch {action}"
+
+    def report() -> Report[Switch]:
+        try:
+            switch = act()
+        except OSError as error:
+            raise DistdiagError(f"{error.filename}: {error.strerror}", hint="check the path and its folder") from error
+        because = f": {switch.reason}" if switch.on and switch.reason else ""
+        hint = f"; {called_as()} kill-switch off {switch.path}" if switch.on and action == "status" else ""
+        return Report(command=name, data=switch, findings=(), summary=f"{'on' if switch.on else 'off'}{because}{hint}")
+
+    def view(_: Report[Switch]) -> Iterator[str]:
+        return iter(())
+
+    deliver(name, report, view, Output(json=as_json))
+
+
+def _turn_on(path: str, reason: str) -> Switch:
+    """Write the file whole: a job never reads half a reason. Whoever may enter the folder may read it: no secrets."""
+    line = " ".join(reason.split()) or f"by {getpass.getuser()}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}"
+    unfinished = f"{path}.{os.getpid()}.tmp"
+    file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        with os.fdopen(file, "wb") as stream:
+            stream.write(f"{line}\n".encode())
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(unfinished, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(unfinished)
+        raise
+    return _state(path)
+
+
+def _turn_off(path: str) -> Switch:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    return _state(path)
+
+
+def _state(path: str) -> Switch:
+    from distdiag.training.kill_switch import read_reason
+
+    reason = read_reason(path)
+    return Switch(path=path, on=reason is not None, reason=reason or "")

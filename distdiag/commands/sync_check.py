@@ -1,0 +1,141 @@
+"""`distdiag sync-check FILES`: compare the sums that `distdiag.sync_check(save=...)` wrote on each rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from distdiag.options import JsonOpt, StrictOpt  # noqa: TC001 - Typer reads the annotations
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from distdiag.report import Finding, Report
+    from distdiag.training.sync_check import Difference, Entry
+
+COMMAND = "sync-check"
+_MOST_BYTES = 256 * 2**20
+_SHOWN = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncCheck:
+    """What was compared: values that all ranks hold, and shards."""
+
+    world_size: int
+    ranks: tuple[int, ...]
+    replicated: int
+    sharded: int
+    differing: int
+
+
+def sync_check(
+    files: Annotated[list[str], typer.Argument(metavar="FILES", help="The folder that was saved, or its files.")],
+    as_json: JsonOpt = False,
+    strict: StrictOpt = False,
+) -> None:
+    """Show the first value that differs over ranks, and the ranks that differ.
+
+    In the training script, on every rank: distdiag.sync_check(model, optimizer, step=step, save="DIR").
+
+    Exit status: 0 all ranks hold the same, 1 they differ, 2 wrong usage, 3 files of ranks are missing,
+    130 interrupted.
+    """
+    from distdiag.output import Output, deliver
+
+    def view(report: Report[SyncCheck]) -> Iterator[str]:
+        data = report.data
+        values = f"{data.replicated} replicated values, {data.sharded} sharded"
+        yield f"{len(data.ranks)} of {data.world_size} ranks: {values}"
+
+    deliver(COMMAND, lambda: _check(files), view, Output(json=as_json, strict=strict))
+
+
+def _check(files: Sequence[str]) -> Report[SyncCheck]:
+    from distdiag.errors import UsageError
+    from distdiag.files import named_files
+
+    by_rank: dict[int, Sequence[Entry]] = {}
+    world_size = 0
+    for path in named_files(files):
+        rank, size, entries = _read(path)
+        if rank in by_rank:
+            raise UsageError(f"{path}: rank {rank} is there twice", hint="give the files of one check")
+        by_rank[rank] = entries
+        world_size = max(world_size, size)
+    if not by_rank:
+        raise UsageError("no files of sync_check", hint='distdiag.sync_check(model, save="DIR") writes them')
+    return diagnose(by_rank, world_size)
+
+
+def _read(path: Path) -> tuple[int, int, list[Entry]]:
+    import msgspec
+
+    from distdiag.errors import UsageError
+    from distdiag.training.sync_check import FORMAT, Saved
+
+    try:
+        with path.open("rb") as file:
+            document = msgspec.json.decode(file.read(_MOST_BYTES), type=Saved)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", hint="choose a readable file") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise UsageError(f"{path} is not from sync_check: {error}", hint="give the folder of save=") from error
+    if document.format != FORMAT:
+        raise UsageError(f"{path} has format {document.format[:40]}, expected {FORMAT}", hint="use one version")
+    return document.rank, document.world_size, document.entries
+
+
+def diagnose(by_rank: Mapping[int, Sequence[Entry]], world_size: int) -> Report[SyncCheck]:
+    """Compare and judge; pure."""
+    from distdiag.report import Report
+    from distdiag.training.sync_check import compare
+
+    differences = compare(by_rank)
+    first = by_rank[min(by_rank)]
+    sharded = sum(entry.shard != "" for entry in first)
+    data = SyncCheck(
+        world_size=world_size,
+        ranks=tuple(sorted(by_rank)),
+        replicated=len(first) - sharded,
+        sharded=sharded,
+        differing=len(differences),
+    )
+    findings = tuple(_findings(differences, len(by_rank), world_size))
+    summary = findings[0].title if findings else "all ranks hold the same state"
+    return Report(command=COMMAND, data=data, findings=findings, summary=summary)
+
+
+def _findings(differences: Sequence[Difference], ranks: int, world_size: int) -> Iterator[Finding]:
+    from distdiag.report import Finding, Fix, Level, Where
+
+    faults = [difference for difference in differences if not difference.expected]
+    expected = [difference for difference in differences if difference.expected]
+    if faults:
+        yield Finding(
+            id="sync-check.out-of-sync",
+            level=Level.FAIL,
+            title=str(faults[0]),
+            where=Where(ranks=faults[0].ranks),
+            evidence=tuple(map(str, faults[1:_SHOWN])) + ((f"{len(faults)} values differ",) if faults[1:] else ()),
+            fix=Fix(
+                text="load one checkpoint on all ranks; then call sync_check earlier to find the step that diverges"
+            ),
+        )
+    if ranks < world_size:
+        yield Finding(
+            id="sync-check.ranks-missing",
+            level=Level.UNKNOWN,
+            title=f"files of {world_size - ranks} of {world_size} ranks are missing",
+            fix=Fix(text="give the files of all ranks"),
+        )
+    if expected:
+        yield Finding(
+            id="sync-check.batchnorm-statistics",
+            level=Level.INFO,
+            title=f"{expected[0].name} differs: each rank keeps BatchNorm statistics of its own batches",
+            fix=Fix(text="use torch.nn.SyncBatchNorm if validation on different ranks must agree"),
+        )

@@ -1,0 +1,36 @@
+"""Peak speed of GPUs from their data sheets (peaks.toml). Pure."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """Dense 16-bit matrix products of one GPU, in 1e12 operations a second."""
+
+    name: str
+    tflops: float
+    source: str
+
+
+@cache
+def peaks() -> tuple[Peak, ...]:
+    """Read the file, once."""
+    content = tomllib.loads(resources.files(__package__).joinpath("peaks.toml").read_text("utf-8"))
+    return tuple(Peak(**row) for row in content["gpu"])
+
+
+def find_peaks(name: str) -> tuple[Peak, ...]:
+    """List the GPUs that a name can mean: "A100" is SXM or PCIe; an exact name is that GPU alone."""
+    words = _words(name)
+    exact = tuple(peak for peak in peaks() if _words(peak.name) == words)
+    return exact or tuple(peak for peak in peaks() if words and words <= _words(peak.name))
+
+
+def _words(name: str) -> frozenset[str]:
+    return frozenset(re.findall(r"[a-z0-9]+", name.lower()))

@@ -1,0 +1,333 @@
+"""Whether all ranks of a job hold the same state: parameters, buffers, optimizer state, step, dataloader length, RNG.
+
+Each tensor becomes one 64-bit sum of its bits. Where all ranks agree, one reduction of three numbers is all that is
+sent; else one gather follows. What is sharded (DTensor, FSDP, ZeRO) is only compared between ranks that hold the same
+shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass
+
+from distdiag.facts import private_files
+from distdiag.facts.rank_identity import own_label, own_rank, torch_distributed
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from typing import Any
+
+FORMAT = "distdiag-sync/1"
+MISSING = "missing"
+_COLUMNS = 1024
+_ROW_WEIGHT, _COLUMN_WEIGHT = 0x9E3779B97F4A7C1, 0x2545F4914F6CDD1
+"""Odd, so that a swap of two values in one row or column changes the sum."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One value of a rank. `shard`: which shard of it the rank holds; "" where it is replicated, "-" where unknown."""
+
+    kind: str
+    name: str
+    shape: str
+    sum: int
+    shard: str = ""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether nobody knows which rank holds the same shard."""
+        return self.shard == "-"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What one rank writes; `world_size` is that of the group."""
+
+    format: str
+    rank: int
+    world_size: int
+    entries: list[Entry]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value that is not the same on all ranks that should hold the same. `groups`: ranks that agree, largest first.
+
+    `ranks` differ from a majority; empty where there is none. `expected`: BatchNorm statistics, which each rank of
+    DistributedDataParallel keeps for its own batch.
+    """
+
+    kind: str
+    name: str
+    groups: tuple[tuple[int, ...], ...]
+    ranks: tuple[int, ...]
+    why: str
+    expected: bool = False
+
+    def __str__(self) -> str:
+        """Format it: "parameter fc.weight: rank 2 differs from ranks 0-1,3 (values)"."""
+        others = " and ".join(map(_ranks, self.groups[:1] if self.ranks else self.groups))
+        if not self.ranks:
+            return f"{self.kind} {self.name}: {others} differ ({self.why})"
+        verb = "differs" if len(self.ranks) == 1 else "differ"
+        return f"{self.kind} {self.name}: {_ranks(self.ranks)} {verb} from {others} ({self.why})"
+
+
+@dataclass(frozen=True)
+class SyncResult:
+    """What `sync_check` found: differences in the order of the model, how many values were compared, how many not."""
+
+    differences: tuple[Difference, ...]
+    replicated: int
+    sharded: int
+    world_size: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs but what may."""
+        return all(difference.expected for difference in self.differences)
+
+
+def sync_check(
+    model: Any = None,  # noqa: ANN401 - torch is not ours to import
+    optimizer: Any = None,  # noqa: ANN401
+    *,
+    step: int | None = None,
+    dataloader: Any = None,  # noqa: ANN401
+    rng: bool = False,
+    group: Any = None,  # noqa: ANN401
+    save: str = "",
+) -> SyncResult:
+    """Compare the state of all ranks bit by bit; every rank must call it at the same place.
+
+    Args:
+        model: its parameters and buffers, non-persistent ones too.
+        optimizer: its state and hyperparameters.
+        step: of the training loop.
+        dataloader: its length is compared.
+        rng: compare the states of torch's and Python's generators. Data-parallel ranks often differ on purpose.
+        group: the ranks that should hold the same; None: all. With tensor or pipeline parallelism without DTensor, give
+            the data-parallel group.
+        save: a folder for `distdiag sync-check`: each rank writes its sums to rank_N.json.
+
+    Returns:
+        The differences, the same on all ranks. Rank 0 also writes the first one to stderr.
+
+    Raises:
+        OSError: the folder of `save` cannot be written.
+    """
+    entries = list(_entries(model, optimizer, step, dataloader, rng=rng))
+    dist = torch_distributed()
+    rank, size = (0, 1) if dist is None else (dist.get_rank(), dist.get_world_size(group))
+    if save:
+        os.makedirs(save, exist_ok=True)
+        document = json.dumps(asdict(Saved(FORMAT, rank, size, entries)))
+        private_files.write_whole(os.path.join(save, f"rank_{rank}.json"), document.encode())
+    differences = compare(_gather(entries, dist, group)) if dist is not None and size > 1 else ()
+    sharded = sum(entry.shard != "" for entry in entries)
+    result = SyncResult(differences, len(entries) - sharded, sharded, size)
+    first = next((difference for difference in differences if not difference.expected), None)
+    if first is not None and dist is not None and dist.get_rank(group) == 0:
+        count = len(differences)
+        more = f"; {count - 1} more" if count > 1 else ""
+        sys.stderr.write(f"{own_label() if own_rank() is not None else ''} distdiag: out of sync: {first}{more}\n")
+    return result
+
+
+def compare(by_rank: Mapping[int, Sequence[Entry]]) -> tuple[Difference, ...]:
+    """Return what differs over ranks, in the order of the first rank that has it, what may differ last. Pure."""
+    order: dict[tuple[str, str], None] = {}
+    found: dict[tuple[str, str], dict[int, Entry]] = {}
+    for rank, entries in sorted(by_rank.items()):
+        for entry in entries:
+            key = entry.kind, entry.name
+            order.setdefault(key)
+            found.setdefault(key, {})[rank] = entry
+    ranks = sorted(by_rank)
+    differences = (difference for key in order for difference in _differences(key, found[key], ranks))
+    return tuple(sorted(differences, key=lambda difference: difference.expected))
+
+
+def _differences(key: tuple[str, str], held: Mapping[int, Entry], ranks: Sequence[int]) -> Iterator[Difference]:
+    shards: dict[str, dict[int, str]] = {}
+    if all(entry.shard == "" for entry in held.values()):
+        shards[""] = {rank: MISSING for rank in ranks if rank not in held}
+    for rank, entry in held.items():
+        if not entry.is_own:
+            shards.setdefault(entry.shard, {})[rank] = f"{entry.shape} {entry.sum}"
+    for states in shards.values():
+        if len(set(states.values())) > 1:
+            yield _difference(key, states, held)
+
+
+def _difference(key: tuple[str, str], states: Mapping[int, str], held: Mapping[int, Entry]) -> Difference:
+    counts = Counter(states.values())
+    # Of equally many the lowest rank's first, so that all ranks print the same.
+    ranked = sorted(counts, key=lambda state: (-counts[state], min(r for r in states if states[r] == state)))
+    groups = tuple(tuple(sorted(rank for rank in states if states[rank] == state)) for state in ranked)
+    majority = len(groups[0]) > len(states) / 2
+    shapes = {held[rank].shape for rank in states if rank in held}
+    why = "missing on a rank" if MISSING in counts else "shape or dtype" if len(shapes) > 1 else "values"
+    ranks = tuple(sorted(rank for other in groups[1:] for rank in other)) if majority else ()
+    return Difference(key[0], key[1], groups, ranks, why, expected=key[0] == "BatchNorm statistics" and why == "values")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Format ranks: "rank 2", "ranks 0-1,3"."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def _gather(entries: Sequence[Entry], dist: Any, group: Any) -> dict[int, Sequence[Entry]]:  # noqa: ANN401
+    """Return the entries of every rank, or nothing where one number for each rank says that all agree."""
+    from distdiag.training.overflow.ranks import gather, greatest
+
+    replicated = [entry for entry in entries if entry.shard == ""]
+    digest = hashlib.blake2b(repr(replicated).encode(), digest_size=7).digest()
+    number, shards = int.from_bytes(digest, "little"), int(any(entry.shard not in ("", "-") for entry in entries))
+    # The greatest of x and of -x are the same number where all ranks have the same x.
+    high, low, any_shards = greatest([number, -number, shards], group)
+    if high == -low and not any_shards:
+        return {}
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    return dict(zip(ranks, gather(list(entries), group)))
+
+
+def _entries(
+    model: Any,  # noqa: ANN401
+    optimizer: Any,  # noqa: ANN401
+    step: int | None,
+    dataloader: Any,  # noqa: ANN401
+    *,
+    rng: bool,
+) -> Iterator[Entry]:
+    tensors = [*_of_model(model), *_of_optimizer(model, optimizer)]
+    yield from _summed([row for row in tensors if _is_tensor(row[2])])
+    for kind, name, value, _ in tensors:
+        if not _is_tensor(value):
+            yield _plain(kind, name, value)
+    if step is not None:
+        yield _plain("step", "step", int(step))
+    if dataloader is not None:
+        yield _plain("dataloader", "length", len(dataloader))
+    if rng:
+        yield from _of_generators()
+
+
+def _of_model(model: Any) -> Iterator[tuple[str, str, Any, bool]]:  # noqa: ANN401
+    """Yield kind, name, tensor, and whether it is a shard that no DTensor describes."""
+    if model is None:
+        return
+    flat = any("FullyShardedDataParallel" in kind.__name__ for kind in type(model).__mro__)
+    for name, parameter in model.named_parameters():
+        yield "parameter", name, parameter, flat or _is_shard(parameter)
+    norms = {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules()
+        if any(kind.__name__ == "_BatchNorm" for kind in type(module).__mro__) and "Sync" not in type(module).__name__
+        for name in ("running_mean", "running_var")
+    }
+    for name, buffer in model.named_buffers():
+        yield "BatchNorm statistics" if name in norms else "buffer", name, buffer, _is_shard(buffer)
+
+
+def _is_shard(tensor: Any) -> bool:  # noqa: ANN401
+    """Return whether a framework marks it as a part of something: FSDP, DeepSpeed's ZeRO-3, Megatron's TP."""
+    flat = type(tensor).__name__ == "FlatParameter" or getattr(tensor, "_is_flat_param", False)
+    return bool(flat or hasattr(tensor, "ds_id") or getattr(tensor, "tensor_model_parallel", False))
+
+
+def _of_optimizer(model: Any, optimizer: Any) -> Iterator[tuple[str, str, Any, bool]]:  # noqa: ANN401
+    if optimizer is None:
+        return
+    names = {} if model is None else {parameter: name for name, parameter in model.named_parameters()}
+    kinds = [kind.__name__ for kind in type(optimizer).__mro__]
+    sharded = any("Zero" in kind or kind.startswith("DeepSpeed") for kind in kinds)
+    for at, settings in enumerate(optimizer.param_groups):
+        for key, value in sorted(settings.items()):
+            if key != "params" and isinstance(value, (bool, int, float, str, tuple, type(None))):
+                yield "optimizer", f"param_groups[{at}].{key}", value, False
+        for number, parameter in enumerate(settings["params"]):
+            name = names.get(parameter, f"group {at}, parameter {number}")
+            own = sharded or _is_shard(parameter)
+            for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                if _is_tensor(value) or (isinstance(value, (bool, int, float)) and not own):
+                    yield "optimizer state", f"{name}.{key}", value, own
+
+
+def _of_generators() -> Iterator[Entry]:
+    import random
+
+    torch = sys.modules["torch"]
+    yield _plain("RNG", "python", random.getstate())
+    yield _plain("RNG", "torch", torch.get_rng_state().tolist())
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        yield _plain("RNG", "cuda", torch.cuda.get_rng_state().tolist())
+
+
+def _is_tensor(value: Any) -> bool:  # noqa: ANN401
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _plain(kind: str, name: str, value: object) -> Entry:
+    digest = hashlib.blake2b(repr(value).encode(), digest_size=7).digest()
+    return Entry(kind, name, type(value).__name__, int.from_bytes(digest, "little"))
+
+
+def _summed(rows: Sequence[tuple[str, str, Any, bool]]) -> Iterator[Entry]:
+    """Sum the bits of tensors; each device is waited for once."""
+    torch = sys.modules.get("torch")
+    described, sums = [], []
+    for kind, name, tensor, own in rows:
+        local, shape, shard = _local(tensor)
+        if local.layout != torch.strided or local.device.type == "meta":  # type: ignore[union-attr]
+            continue
+        described.append((kind, name, f"{tuple(shape)} {local.dtype}", "-" if own else shard))
+        sums.append(_sum(local.detach()))
+    numbers: dict[int, int] = {}
+    for device in {total.device for total in sums}:
+        where = [at for at, total in enumerate(sums) if total.device == device]
+        numbers.update(zip(where, torch.stack([sums[at] for at in where]).tolist()))  # type: ignore[union-attr]
+    for at, (kind, name, shape, shard) in enumerate(described):
+        yield Entry(kind, name, shape, numbers[at], shard)
+
+
+def _local(tensor: Any) -> tuple[Any, Any, str]:  # noqa: ANN401
+    """Return what this rank holds, the shape that all should agree on, and which shard it is."""
+    placements = getattr(tensor, "placements", None)
+    mesh = getattr(tensor, "device_mesh", None)
+    if placements is None or mesh is None:
+        return tensor, tensor.shape, ""
+    coordinate = mesh.get_coordinate() or []
+    parts = [f"{dim}:{at}" for dim, (place, at) in enumerate(zip(placements, coordinate)) if not place.is_replicate()]
+    return tensor.to_local(), tensor.shape, " ".join(parts)
+
+
+def _sum(tensor: Any) -> Any:  # noqa: ANN401
+    """Return a 0-d int64 of all bits of a tensor, which also changes where values swap places."""
+    torch = sys.modules["torch"]
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()]
+    bits = plain.contiguous().view(integers).reshape(-1)
+    whole = bits.numel() // _COLUMNS * _COLUMNS
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for block in (bits[:whole].view(-1, _COLUMNS), bits[whole:].view(1, -1)):
+        if block.numel():
+            rows, columns = block.sum(1, dtype=torch.int64), block.sum(0, dtype=torch.int64)
+            weights = torch.arange(1, max(block.shape) + 1, device=bits.device)
+            total = total * 31 + (rows * weights[: len(rows)]).sum() * _ROW_WEIGHT
+            total = total + (columns * weights[: len(columns)]).sum() * _COLUMN_WEIGHT + rows.sum()
+    return total

@@ -1,0 +1,103 @@
+"""sync_check on real Gloo ranks: a planted difference is named with its rank, and equal ranks are silent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from jobs import Job
+from support import distdiag
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run all cases in one job: torch is imported once."""
+    top = tmp_path_factory.mktemp("sync")
+    cases = [*(fault for fault, *_ in PLANTED), "none", "same-rng", "rng", "pair", "batchnorm", "sharded"]
+    job = Job("checks_sync", RANKS)
+    job._argv += [str(top), *cases]
+    with job:
+        codes = [process.wait(200) for process in job.processes]
+        stderr = "".join(path.read_text() for path in sorted(job.folder.glob("stderr-*")))
+    assert codes == [0] * RANKS, stderr
+    (top / "stderr").write_text(stderr)
+    return top
+
+
+def found_by(top: Path, fault: str) -> list[str]:
+    """Return what all ranks found: the same lines on each."""
+    found = [path.read_text() for path in (top / fault).glob("found-*")]
+    assert len(found) == (2 if fault == "pair" else RANKS)
+    assert len(set(found)) == 1
+    return found[0].splitlines()
+
+
+PLANTED = [
+    ("parameter", "parameter module.last.weight", "values"),
+    ("swapped", "parameter module.last.weight", "values"),
+    ("buffer", "buffer module.mask", "values"),
+    ("optimizer", "optimizer state module.first.bias.exp_avg", "values"),
+    ("lr", "optimizer param_groups[0].lr", "values"),
+    ("step", "step step", "values"),
+    ("dataloader", "dataloader length", "values"),
+    ("missing", "optimizer state module.first.bias.exp_avg", "missing on a rank"),
+]
+
+
+@pytest.mark.parametrize(("fault", "name", "why"), PLANTED)
+def test_a_planted_difference_names_value_and_rank(folder: Path, fault: str, name: str, why: str) -> None:
+    head, first, *_ = found_by(folder, fault)
+    assert head == "ok=False sharded=False"
+    assert first == f"{name}: rank 2 differs from ranks 0-1 ({why})"
+    result = distdiag("sync-check", "--json", str(folder / fault / "saved"))
+    assert result.code == 1
+    assert result.report["findings"][0]["where"]["ranks"] == [2]
+    assert name in result.report["findings"][0]["title"]
+
+
+@pytest.mark.parametrize("same", ["none", "same-rng"])
+def test_equal_ranks_are_silent(folder: Path, same: str) -> None:
+    assert found_by(folder, same) == ["ok=True sharded=False"]
+    result = distdiag("sync-check", "--json", str(folder / same / "saved"))
+    assert result.code == 0
+    assert result.report["findings"] == []
+    (folder / same / "saved" / "rank_1.json").unlink()
+    result = distdiag("sync-check", "--json", str(folder / same / "saved"))
+    assert result.code == 3, "the file of a rank is missing"
+
+
+def test_two_ranks_that_differ_accuse_neither(folder: Path) -> None:
+    _, first, *_ = found_by(folder, "pair")
+    assert first == "parameter module.last.weight: rank 0 and rank 1 differ (values)"
+    result = distdiag("sync-check", "--json", str(folder / "pair" / "saved"))
+    assert result.report["findings"][0]["where"]["ranks"] == []
+
+
+def test_generators_that_differ_are_named(folder: Path) -> None:
+    head, first, *_ = found_by(folder, "rng")
+    assert head == "ok=False sharded=False"
+    assert first == "RNG torch: rank 0 and rank 1 and rank 2 differ (values)"
+
+
+def test_batchnorm_statistics_of_each_rank_are_no_fault(folder: Path) -> None:
+    head, *lines = found_by(folder, "batchnorm")
+    assert head == "ok=True sharded=False"
+    assert lines
+    assert all(line.startswith("expected: BatchNorm statistics module.norm.") for line in lines)
+
+
+def test_shards_are_not_taken_for_differences(folder: Path) -> None:
+    head, *lines = found_by(folder, "sharded")
+    assert head == "ok=True sharded=True"
+    assert all(line.startswith("expected: ") for line in lines)
+
+
+def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "rank_0.json").write_text("[]")
+    assert distdiag("sync-check", str(tmp_path)).code == 2
+    assert distdiag("sync-check", str(tmp_path / "nothing")).code == 2

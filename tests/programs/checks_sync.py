@@ -1,0 +1,96 @@
+"""Three ranks that train two steps and then compare their state, once for each fault: FOLDER FAULT...
+
+The fault is planted on the last rank. Each rank writes what it found as lines. "pair": only ranks 0 and 1 compare.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from distdiag import sync_check
+
+top, faults = Path(sys.argv[1]), sys.argv[2:]
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+class Model(torch.nn.Module):
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64)
+        self.last = torch.nn.Linear(64, 8)
+        self.register_buffer("mask", torch.ones(64), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.norm(self.first(x)) * self.mask)
+        return out
+
+
+def plant(fault: str, model: Model, optimizer: torch.optim.Optimizer) -> None:
+    if fault in ("parameter", "pair"):
+        model.last.weight[3, 5] = torch.nextafter(model.last.weight[3, 5], torch.tensor(9.0))
+    elif fault == "swapped":
+        row = model.last.weight[2].clone()
+        model.last.weight[2, 0], model.last.weight[2, 1] = row[1], row[0]
+    elif fault == "buffer":
+        model.mask[0].zero_()
+    elif fault == "optimizer":
+        optimizer.state[model.first.bias]["exp_avg"][0] += 1
+    elif fault == "lr":
+        optimizer.param_groups[0]["lr"] = 0.02
+    elif fault == "missing":
+        del optimizer.state[model.first.bias]
+
+
+def check(fault: str, pair: dist.ProcessGroup | None) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    if fault == "sharded":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+        wrapped: torch.nn.Module = model
+    else:
+        wrapped = DistributedDataParallel(model, broadcast_buffers=False)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
+    random.seed(7)
+    torch.manual_seed(7 if fault != "rng" else rank)
+    batch = torch.randn(16, 64) + (rank if fault in ("batchnorm", "sharded") else 0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        wrapped(batch).sum().backward()
+        optimizer.step()
+    step, data = 2, [0] * 10
+    if rank == (1 if fault == "pair" else size - 1):
+        with torch.no_grad():
+            plant(fault, model, optimizer)
+        step += fault == "step"
+        data = data[: 9 if fault == "dataloader" else 10]
+    rng, folder = fault in ("rng", "same-rng"), top / fault
+    group = pair if fault == "pair" else None
+    if fault == "pair" and rank > 1:
+        return
+    result = sync_check(
+        wrapped, optimizer, step=step, dataloader=data, rng=rng, group=group, save=str(folder / "saved")
+    )
+    lines = [f"{'expected: ' if each.expected else ''}{each}" for each in result.differences]
+    (folder / f"found-{rank}").write_text("\n".join([f"ok={result.ok} sharded={result.sharded > 0}", *lines]))
+
+
+dist.init_process_group("gloo")
+try:
+    of_two = dist.new_group([0, 1])
+    for each in faults:
+        check(each, of_two)
+        print(f"done {each}", file=sys.stderr, flush=True)
+finally:
+    dist.destroy_process_group()

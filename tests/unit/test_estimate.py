@@ -1,0 +1,173 @@
+"""The arithmetic of `distdiag estimate` against figures that others published."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from support import distdiag
+
+from distdiag.commands.estimate.arithmetic import Run, init_std, tflops_by_layers, tflops_by_params, traffic
+from distdiag.commands.estimate.diagnose import Network, diagnose
+from distdiag.knowledge.bandwidth import tables
+from distdiag.knowledge.peaks import find_peaks, peaks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BLOOM = Run(
+    params=176.2e9,
+    batch=2048,
+    seq=2048,
+    step_s=105.22,
+    gpus=384,
+    hidden=14336,
+    layers=70,
+    vocab=250880,
+    tp=4,
+    pp=12,
+    recompute=True,
+)
+TYPED = ("estimate", "--json", "--params", "176.2B", "--batch", "2048", "--seq", "2048", "--step-time", "105.22")
+SHAPE = ("--gpus", "384", "--hidden", "14336", "--layers", "70", "--vocab", "250880", "--recompute")
+
+
+def test_bloom_176b_as_its_log_reports_it() -> None:
+    # bigscience, train/tr11-176B-ml/chronicles.md: iteration 12695 took 105.22 s, "TFLOPs: 149.02"
+    assert tflops_by_layers(BLOOM, recompute=True) == pytest.approx(149.02, rel=0.01)
+
+
+def test_bloom_on_24_nodes_as_its_log_reports_it() -> None:
+    # the same project, 192 GPUs: 221.87 s, "TFLOPs: 141.34"
+    run = replace(BLOOM, step_s=221.87, gpus=192)
+    assert tflops_by_layers(run, recompute=True) == pytest.approx(141.34, rel=0.01)
+
+
+def test_training_times_that_megatron_published() -> None:
+    # arXiv:2104.04473, section 5.1: GPT-3 at 140 TFLOPS on 1024 GPUs takes 34 days for 300e9 tokens, and a model of
+    # 1e12 parameters at 163 TFLOPS on 3072 GPUs takes 84 days for 450e9 tokens
+    for params, tokens, gpus, tflops, days in ((175e9, 300e9, 1024, 140, 34), (1e12, 450e9, 3072, 163, 84)):
+        step_s = 86400.0 * days
+        run = Run(params=params, batch=int(tokens), seq=1, step_s=step_s, gpus=gpus)
+        assert tflops_by_params(run, recompute=True) == pytest.approx(tflops, rel=0.01)
+
+
+def test_recomputation_is_a_third_more() -> None:
+    assert tflops_by_params(BLOOM, recompute=True) / tflops_by_params(BLOOM, recompute=False) == pytest.approx(4 / 3)
+
+
+def test_init_std_of_bloom() -> None:
+    ((_, std, _), (_, wider, _)) = init_std(14336)
+    assert std == pytest.approx(0.00482, rel=0.01)
+    assert wider == pytest.approx((0.4 / 14336) ** 0.5)
+
+
+def test_zero3_sends_one_and_a_half_times_ddp() -> None:
+    sent = {row.kind: row.bytes_per_step for row in traffic(replace(BLOOM, tp=1, pp=1))}
+    assert sent["ZeRO-1"] == sent["ZeRO-2"] == sent["DDP"]
+    assert sent["ZeRO-3"] == pytest.approx(1.5 * sent["DDP"])
+    assert sent["DDP"] == pytest.approx(2 * 2 * 176.2e9 * 383 / 384)
+
+
+def test_zero3_at_400_gbps() -> None:
+    # 3 x 2 bytes x 176.2e9 at 50 GB/s, and the rule that 400 Gb/s is fine and 100 Gb/s is not
+    run = replace(BLOOM, tp=1, pp=1, zero=3)
+    row = next(row for row in traffic(run) if row.in_use)
+    assert row.bytes_per_step / 50e9 == pytest.approx(3 * 2 * 176.2 / 50, rel=0.01)
+    says = [word for at_least, word in tables().zero3_steps if at_least <= 400e9][-1]
+    assert says == "fine"
+    assert not diagnose(run, None, Network(busbw_bytes_per_s=50e9, origin="")).findings
+    slow = diagnose(run, None, Network(busbw_bytes_per_s=12.5e9, origin="")).findings
+    assert [finding.id for finding in slow] == ["estimate.network-bound"]
+
+
+def test_micro_batches_cost_zero3_but_not_ddp() -> None:
+    one, four = (
+        {row.kind: row.bytes_per_step for row in traffic(replace(BLOOM, micro_batches=number))} for number in (1, 4)
+    )
+    assert four["ZeRO-3"] == 4 * one["ZeRO-3"]
+    assert four["DDP"] == one["DDP"]
+
+
+def test_tensor_parallel_traffic_per_layer_and_token() -> None:
+    # arXiv:2104.04473, section 3.2: 8 b s h (t-1)/t values per layer and micro-batch, without recomputation
+    run = replace(BLOOM, tp=8, pp=1, layers=1, gpus=8, recompute=False)
+    row = next(row for row in traffic(run) if row.kind == "TP=8")
+    assert row.bytes_per_step == pytest.approx(8 * run.tokens * 14336 * 7 / 8 * 2)
+
+
+def test_a_tp_group_over_nodes_is_warned_of() -> None:
+    ids = [finding.id for finding in diagnose(replace(BLOOM, tp=16), None, None).findings]
+    assert ids == ["estimate.tp-spans-nodes"]
+    assert not diagnose(replace(BLOOM, tp=8), None, None).findings
+
+
+def test_every_peak_has_a_source_and_its_own_name() -> None:
+    assert len({peak.name for peak in peaks()}) == len(peaks())
+    assert all(peak.source and peak.tflops > 0 for peak in peaks())
+    assert [peak.name for peak in find_peaks("B200")] == ["B200"]
+
+
+def test_the_command_judges_bloom() -> None:
+    result = distdiag(*TYPED, *SHAPE, "--gpu", "A100", "--tp", "4", "--pp", "12")
+    data = result.report["data"]
+    assert result.code == 0
+    assert data["speed"]["hardware"] == pytest.approx(149.02, rel=0.01)
+    assert data["speed"]["percent_of_peak"] == pytest.approx(47.8, rel=0.01)
+    assert result.report["findings"] == []
+
+
+def test_a_slow_run_is_told_that_half_of_the_peak_is_usual() -> None:
+    (peak,) = find_peaks("A100 SXM")
+    findings = diagnose(replace(BLOOM, step_s=200), peak, None).findings
+    assert [finding.id for finding in findings] == ["estimate.below-half-of-peak"]
+
+
+def test_a_bench_of_one_node_says_nothing_about_the_network() -> None:
+    report = diagnose(BLOOM, None, Network(busbw_bytes_per_s=1e8, origin="", nodes=1))
+    assert report.verdict == "unknown"
+    assert [finding.id for finding in report.findings] == ["estimate.bench-on-one-node"]
+
+
+def test_a_tp_group_within_a_node_does_not_load_the_network() -> None:
+    rows = {row.kind: row.within_node for row in traffic(BLOOM)}
+    assert rows["TP=4"]
+    assert not rows["PP=12"]
+    assert not {row.kind: row.within_node for row in traffic(replace(BLOOM, tp=16, pp=1))}["TP=16"]
+
+
+def test_a_step_faster_than_the_card_is_not_believed() -> None:
+    result = distdiag(*TYPED[:-1], "10", *SHAPE, "--gpu", "A100")
+    assert result.code == 1
+    assert [finding["id"] for finding in result.report["findings"]] == ["estimate.above-peak"]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("--gpu", "H100"), "several cards match"),
+        (("--gpu", "Z80"), "no such card"),
+        (("--tp", "5"), "is not a multiple"),
+        (("--bench", "/nonexistent"), "does not exist"),
+    ],
+)
+def test_wrong_usage_names_the_option(more: tuple[str, ...], says: str) -> None:
+    result = distdiag(*TYPED, *SHAPE, *more)
+    assert result.code == 2
+    assert says in result.err
+
+
+def test_busbw_comes_from_what_allreduce_bench_saved(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    bench = distdiag(
+        *("allreduce-bench", "--json", "--nproc", "2", "--device", "cpu", "--sizes", "1MiB"),
+        *("--iters", "5", "--save", str(saved)),
+    )
+    assert bench.code == 0, bench.err
+    measured = bench.report["data"]["results"][0]["busbw_bytes_per_s"]
+    (tmp_path / "bench.json").write_text(json.dumps(bench.report))
+    for path in (saved, tmp_path / "bench.json"):
+        result = distdiag(*TYPED, *SHAPE, "--bench", str(path))
+        assert result.report["data"]["network"]["busbw_bytes_per_s"] == pytest.approx(measured)
