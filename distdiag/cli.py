@@ -42,6 +42,7 @@ _SUBCOMMANDS: tuple[Sub, ...] = (
         "allreduce_bench.command:allreduce_bench",
         "Measure the bandwidth of collectives and judge it.",
     ),
+    Sub("hang", "hang.command:hang", "Diagnose a stuck job: which rank holds it up, and why, from all evidence."),
     Sub(
         "pyspy-all",
         "pyspy_all.command:pyspy_all",
@@ -69,7 +70,7 @@ _SUBCOMMANDS: tuple[Sub, ...] = (
     Sub(
         "flight-recorder",
         "flight_recorder.command:flight_recorder",
-        "Which rank did not call, or not finish, what all others wait in? From PyTorch's flight recorder.",
+        "Show who is stuck in which collective, and why, from PyTorch flight recorder dumps.",
     ),
     Sub("core-bt", "core_bt.command:core_bt", "What crashed, in which thread, in Python and in C, and why?"),
     Sub("logs", "logs.command:logs", "Which rank failed first, and why? From the output of a whole job."),

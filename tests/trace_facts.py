@@ -9,7 +9,6 @@ from pyspy_facts import node, process
 
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.trace import ranks
-from distdiag.commands.trace.blocked.collect import Reply
 from distdiag.commands.trace.blocked.diagnose import diagnose
 from distdiag.commands.trace.blocked.types import Request, Threads
 from distdiag.commands.trace.nodes import Answers
@@ -17,6 +16,7 @@ from distdiag.facts.blocked_threads import Blocked, Futex, Lock, Target, Thread
 from distdiag.facts.descriptors import Descriptor, End
 from distdiag.facts.socket_owners import Network, Owned, Person
 from distdiag.facts.sockets import Socket
+from distdiag.jobs.sample_waits import Reply
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

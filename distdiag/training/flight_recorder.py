@@ -29,15 +29,15 @@ _errors: list[str] = []
 
 
 def dump_flight_recorder(folder: str, *, when_stuck_s: float | None = None) -> str:
-    """Write what the flight recorder of this rank holds into a folder, as `rank_N`, and return the path.
+    """Write this rank's flight recorder entries to `folder/rank_N`, and return the path.
 
     Args:
-        folder: where all ranks write; it is made if it is not there.
-        when_stuck_s: instead of now, write it each time when a collective has not ended for so many seconds, when the
-            script raises, and when `distdiag flight-recorder --trigger FOLDER` asks for it. A thread sees to that,
-            also while the script waits in a collective.
+        folder: directory shared by all ranks; created if it does not exist.
+        when_stuck_s: do not write now, but each time no collective has made progress for this many seconds, when the
+            script raises, and on `distdiag flight-recorder --trigger FOLDER`. A thread does this, even while the
+            script is blocked in a collective.
 
-    Called while an exception is handled, the dump says so: Gloo's recorder marks operations that failed as ended.
+    A dump written while an exception is handled records the exception: Gloo marks failed operations as ended.
 
     Raises:
         RuntimeError: torch.distributed is not initialised, or this build of torch has no flight recorder.

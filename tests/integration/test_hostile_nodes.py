@@ -252,10 +252,10 @@ def readers() -> dict[str, Reader]:
     from distdiag.commands.core_bt.collect import NodeCores
     from distdiag.commands.cuda_env.collect import Arrived, CudaFacts
     from distdiag.commands.ports.collect import NodePorts, ScanBatch
-    from distdiag.commands.trace.blocked import collect as blocked
     from distdiag.commands.trace.fds import collect as fds
     from distdiag.commands.trace.show.collect import NodeLines
     from distdiag.commands.trace.sys import collect as sys_
+    from distdiag.jobs import sample_waits as blocked
     from distdiag.jobs.collect import Watched
 
     def trace(command: str, more: type[Any], modules: tuple[str, str, str], *options: str) -> Reader:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,6 +83,14 @@ def test_of_nodes(tmp_path: Path) -> None:
     again(tmp_path / "cuda-env", ("cuda-env",), ("--for", "build"))
     again(tmp_path / "logs", ("logs",), (str(RECORDED_LOGS / "torchrun-raise.log.gz"),))
     again(tmp_path / "logs", ("logs",), (str(RECORDED_LOGS),))
+
+
+def test_of_dumps(tmp_path: Path) -> None:
+    dumps = tmp_path / "dumps"
+    recorder = Path(__file__).parents[1] / "programs" / "records_collectives.py"
+    subprocess.run([sys.executable, str(recorder), str(dumps), "4", "skip_2"], timeout=110, check=True)
+    found = again(tmp_path / "kept", ("flight-recorder",), (str(dumps / "skip_2"),))
+    assert found.report["verdict"] == "fail"
 
 
 def test_hosts_that_were_not_reached_are_kept(tmp_path: Path) -> None:

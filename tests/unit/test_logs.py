@@ -9,10 +9,10 @@ import pytest
 from logs_cases import RECORDED, Case, cases
 
 from distdiag.cluster.targets import Cluster
-from distdiag.commands.logs.collect import Reader
-from distdiag.commands.logs.demux import Demux
-from distdiag.commands.logs.diagnose import diagnose
-from distdiag.commands.logs.types import Logs, Request
+from distdiag.diagnosis.job_logs.diagnose import diagnose
+from distdiag.diagnosis.job_logs.types import Logs, Request
+from distdiag.facts.job_logs.collect import Reader
+from distdiag.facts.job_logs.demux import Demux
 from distdiag.gathered import Gathered
 from distdiag.knowledge.job_logs import for_nodes, known_lines
 

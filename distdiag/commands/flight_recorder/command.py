@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
-from distdiag.commands.flight_recorder.types import COMMAND, Request
+from distdiag.diagnosis.flight_recorder.types import COMMAND, Request
 from distdiag.errors import UsageError
 from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
 
 if TYPE_CHECKING:
-    from distdiag.commands.flight_recorder.types import FlightRecorder
+    from distdiag.diagnosis.flight_recorder.types import FlightRecorder
     from distdiag.report import Report
 
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 def flight_recorder(
     paths: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[DIR|FILES]...", help="Dumps of the ranks, or folders of them.", show_default=False),
+        typer.Argument(metavar="[DIR|FILES]...", help="Dumps, or directories of dumps.", show_default=False),
     ] = None,
-    how: Annotated[bool, typer.Option("--how", help="Print what to set so that a job writes dumps, and stop.")] = False,
+    how: Annotated[bool, typer.Option("--how", help="Print the settings that make jobs write dumps; exit.")] = False,
     trigger: Annotated[
-        bool, typer.Option("--trigger", help="Ask the ranks of a running job for dumps first, by their pipes.")
+        bool, typer.Option("--trigger", help="Make a running job write its dumps first, through its trigger pipes.")
     ] = False,
     wait: Annotated[
-        float, typer.Option(min=1.0, max=600.0, metavar="SECONDS", help="Longest time for triggered dumps to come.")
+        float, typer.Option(min=1.0, max=600.0, metavar="SECONDS", help="Maximum time to wait for triggered dumps.")
     ] = 20.0,
     world_size: Annotated[
-        int, typer.Option(min=0, max=2**20, metavar="N", help="Number of ranks. [default: as the dumps tell]")
+        int, typer.Option(min=0, max=2**20, metavar="N", help="Number of ranks. [default: from the dumps]")
     ] = 0,
-    html: Annotated[str, typer.Option(metavar="FILE", help="Write a page to look at in a browser.")] = "",
+    html: Annotated[str, typer.Option(metavar="FILE", help="Write an HTML page.")] = "",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every rank.")] = False,
     save: SaveOpt = "",
     from_: FromOpt = None,
@@ -41,12 +41,12 @@ def flight_recorder(
     *,
     cluster: Cluster,
 ) -> None:
-    """Match the dumps of PyTorch's flight recorder of all ranks: who is stuck, in which collective, and why.
+    """Compare the PyTorch flight recorder dumps of all ranks: show who is stuck, in which collective, and why.
 
-    Reads the pickles and JSON of NCCL, XCCL and Gloo, and torchcomms' clog. Nothing in a dump is executed.
+    Reads pickle and JSON dumps of NCCL, XCCL and Gloo, and torchcomms clog files. Never runs code from a dump.
 
-    Exit status: 0 warnings only, 1 a fault was found, 2 wrong usage, 3 the dumps cannot decide (also where every
-    collective has ended: the job may hang elsewhere), 130 interrupted.
+    Exit status: 0 warnings only, 1 a fault was found, 2 wrong usage, 3 the dumps cannot decide (every collective has
+    ended, or the dump that would decide is missing), 130 interrupted.
     """
     from distdiag import runner
     from distdiag.commands.flight_recorder.subcommand import SUBCOMMAND
@@ -60,7 +60,7 @@ def flight_recorder(
     def request() -> Request:
         if not (paths or trigger or from_):
             raise UsageError(
-                "no dumps given", hint="name a folder or files; flight-recorder --how tells how to get them"
+                "no dumps given", hint="give a directory or files; flight-recorder --how shows how to get them"
             )
         if html:
             from distdiag.commands.flight_recorder.html_report import check_place

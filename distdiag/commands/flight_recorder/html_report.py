@@ -15,7 +15,7 @@ from distdiag.files import write_whole
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from distdiag.commands.flight_recorder.types import CallRow, FlightRecorder, RankRow
+    from distdiag.diagnosis.flight_recorder.types import CallRow, FlightRecorder, RankRow
     from distdiag.report import Finding, Report
 
 _STYLE = """
@@ -35,7 +35,7 @@ def check_place(path: str) -> None:
     """Check beforehand that a file can be written. Raises UsageError."""
     folder = os.path.dirname(os.path.realpath(path))
     if not os.path.isdir(folder) or os.path.isdir(path) or not os.access(folder, os.W_OK):
-        raise UsageError(f"--html {path}: this file cannot be written", hint="name a place that can be written")
+        raise UsageError(f"--html {path}: cannot write this file", hint="choose a writable path")
 
 
 def write_page(report: Report[FlightRecorder], path: str) -> None:
@@ -54,7 +54,7 @@ def make_page(report: Report[FlightRecorder]) -> str:
         f"<title>distdiag flight-recorder</title><style>{_STYLE}</style></head><body>"
         f"<h1>distdiag flight-recorder: {report.verdict.upper()}</h1><p>{_text(report.summary)}</p>"
         + "".join(_finding(finding) for finding in report.findings)
-        + '<h2>The last calls of every rank, the newest on the right</h2><div class="wide"><table>'
+        + '<h2>Last calls of each rank, newest on the right</h2><div class="wide"><table>'
         "<thead><tr><th>rank</th><th>host</th><th>state</th><th>calls</th></tr></thead>"
         f"<tbody>{rows}</tbody></table></div></body></html>\n"
     )

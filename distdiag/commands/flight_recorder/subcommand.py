@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from distdiag import runner
 from distdiag.cluster.start_fleet import Agent
-from distdiag.commands.flight_recorder.collect import NodeDumps
-from distdiag.commands.flight_recorder.diagnose import diagnose
-from distdiag.commands.flight_recorder.types import COMMAND, Request
 from distdiag.commands.flight_recorder.view import flight_recorder_view
+from distdiag.diagnosis.flight_recorder.diagnose import diagnose
+from distdiag.diagnosis.flight_recorder.types import COMMAND, Request
+from distdiag.facts.flight_recorder.collect import NodeDumps
 from distdiag.runner import Asks, Question, Subcommand
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from distdiag.gathered import Gathered
     from distdiag.output import Progress
 
-_AGENT = Agent(collect="distdiag.commands.flight_recorder.collect", facts=NodeDumps)
+_AGENT = Agent(collect="distdiag.facts.flight_recorder.collect", facts=NodeDumps)
 _SPARE_S = 600.0
 """Thousands of large dumps on a slow file system."""
 
@@ -31,7 +31,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodeDumps]:
             by_host=dict.fromkeys(hosts, _ask(request, local=local)), timeout_s=_SPARE_S + request.wait_s
         ),
         join=lambda host, _, parts, __: _join(host, parts),
-        doing="asking the ranks for their dumps" if request.trigger else "reading the dumps",
+        doing="triggering the dumps" if request.trigger else "reading the dumps",
     )
     return runner.gather(request.cluster, _AGENT, question, progress)
 

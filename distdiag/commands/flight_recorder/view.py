@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from distdiag.commands.flight_recorder.types import CallRow, FlightRecorder, RankRow
+    from distdiag.diagnosis.flight_recorder.types import CallRow, FlightRecorder, RankRow
 
 
 def flight_recorder_view(data: FlightRecorder, *, verbose: bool) -> Iterator[RenderableType]:
-    """Draw where the ranks are: equal ones fold, the accused are marked."""
+    """Draw where the ranks are: ranks in the same place share a row, stuck ranks are marked."""
     groups: dict[tuple[object, ...], list[RankRow]] = {}
     for row in data.ranks:
         key = (
@@ -34,7 +34,7 @@ def flight_recorder_view(data: FlightRecorder, *, verbose: bool) -> Iterator[Ren
         Column("ranks", overflow="fold"),
         Column("", no_wrap=True),
         Column("state", no_wrap=True),
-        Column("in, or last", overflow="fold"),
+        Column("current or last call", overflow="fold"),
         Column("called at", overflow="fold"),
     )
     for rows in sorted(groups.values(), key=lambda rows: (not rows[0].accused, rows[0].rank)):

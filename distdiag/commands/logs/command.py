@@ -15,8 +15,8 @@ from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from distdiag.commands.logs.collect import NodeLogs
-    from distdiag.commands.logs.types import Logs, Request
+    from distdiag.diagnosis.job_logs.types import Logs, Request
+    from distdiag.facts.job_logs.collect import NodeLogs
     from distdiag.gathered import Gathered
     from distdiag.output import Progress
     from distdiag.runner import Asks, Subcommand
@@ -57,7 +57,7 @@ def logs(
     """
     from distdiag import runner
     from distdiag.commands.logs import separate
-    from distdiag.commands.logs.types import Request
+    from distdiag.diagnosis.job_logs.types import Request
 
     if (rank is not None or split) and not from_:
         separate.deliver_streams(paths or [], rank, split, has_hosts=bool(cluster.typed()), as_json=as_json)
@@ -77,10 +77,10 @@ def logs(
 def subcommand() -> Subcommand[Request, NodeLogs, Logs]:
     """Return what the runner needs to carry it out."""
     from distdiag import runner
-    from distdiag.commands.logs.collect import NodeLogs
-    from distdiag.commands.logs.diagnose import diagnose
-    from distdiag.commands.logs.types import COMMAND, Request
     from distdiag.commands.logs.view import logs_view
+    from distdiag.diagnosis.job_logs.diagnose import diagnose
+    from distdiag.diagnosis.job_logs.types import COMMAND, Request
+    from distdiag.facts.job_logs.collect import NodeLogs
 
     return runner.Subcommand(
         name=COMMAND,
@@ -96,9 +96,9 @@ def subcommand() -> Subcommand[Request, NodeLogs, Logs]:
 
 def _agent() -> Any:  # noqa: ANN401 - imported late
     from distdiag.cluster.start_fleet import Agent
-    from distdiag.commands.logs.collect import NodeLogs
+    from distdiag.facts.job_logs.collect import NodeLogs
 
-    return Agent(collect="distdiag.commands.logs.collect", facts=NodeLogs)
+    return Agent(collect="distdiag.facts.job_logs.collect", facts=NodeLogs)
 
 
 def _ask(request: Request) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _ask(request: Request) -> dict[str, Any]:
 def _collect(request: Request, progress: Progress) -> Gathered[NodeLogs]:
     from distdiag import runner
     from distdiag.cluster.targets import find_targets
-    from distdiag.commands.logs.collect import NodeLogs
+    from distdiag.facts.job_logs.collect import NodeLogs
 
     if find_targets(request.cluster, os.environ).launcher is None or not request.cluster.typed():
         return _here(request, progress)
@@ -124,7 +124,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodeLogs]:
 
 def _here(request: Request, progress: Progress) -> Gathered[NodeLogs]:
     """Read in this process: stdin and pipes are its own."""
-    from distdiag.commands.logs.collect import Reader
+    from distdiag.facts.job_logs.collect import Reader
     from distdiag.gathered import Gathered
 
     reader = Reader(_ask(request))

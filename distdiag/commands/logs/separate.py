@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 import typer
 
-from distdiag.commands.logs import collect
-from distdiag.commands.logs.demux import Demux, harmless
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.facts.core.stored_cores import CannotUnpack
+from distdiag.facts.job_logs import collect
+from distdiag.facts.job_logs.demux import Demux, harmless
 from distdiag.files import make_folder
 from distdiag.output import fail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from distdiag.commands.logs.demux import Label
+    from distdiag.facts.job_logs.demux import Label
 
 _MOST_FILES = 512
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from distdiag.commands.logs.types import Logs
+    from distdiag.diagnosis.job_logs.types import Logs
 
 _FILES, _TIMELINE, _WHAT = 6, 200, 160
 

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_ranks
 from distdiag.commands.pyspy_all.types import COMMAND
-from distdiag.commands.pyspy_all.wording import (
+from distdiag.diagnosis import remedies
+from distdiag.diagnosis.outliers import ALIVE, Outcome, split
+from distdiag.diagnosis.stack_classes import StackClass, helper_frames
+from distdiag.diagnosis.stack_wording import (
     briefly,
     does,
     samples_in_words,
@@ -16,9 +19,6 @@ from distdiag.commands.pyspy_all.wording import (
     who,
     worker_does,
 )
-from distdiag.diagnosis import remedies
-from distdiag.diagnosis.outliers import ALIVE, Outcome, split
-from distdiag.diagnosis.stack_classes import StackClass, helper_frames
 from distdiag.knowledge.frames import library_path
 from distdiag.report import Finding, Fix, Level, Where
 

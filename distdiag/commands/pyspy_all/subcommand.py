@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from distdiag.output import Progress
     from distdiag.report import Report
 
-_COLLECT = "distdiag.commands.pyspy_all.collect"
+_COLLECT = "distdiag.jobs.sample_stacks"
 _BRING_TO = 256
 """Nodes that py-spy is brought to, 3 MB each; on a cluster it mostly lies on a shared file system."""
 _SPARE_S = 20.0

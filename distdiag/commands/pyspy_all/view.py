@@ -10,7 +10,7 @@ from rich.table import Column
 from rich.text import Text
 
 from distdiag.cluster.hosts import fold_ranks
-from distdiag.commands.pyspy_all.wording import named, samples_in_words
+from distdiag.diagnosis.stack_wording import named, samples_in_words
 from distdiag.knowledge.frames import is_native, library_path
 from distdiag.output import Whole, plain_table
 

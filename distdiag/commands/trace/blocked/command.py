@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
-from distdiag.commands.trace.blocked.types import COMMAND, SAMPLED_S, Request, Threads
+from distdiag.commands.trace.blocked.types import COMMAND, Request, Threads
 from distdiag.commands.trace.ranks import choose, wanted
+from distdiag.jobs.sample_waits import SAMPLED_S
 from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.commands.trace.blocked.collect import Reply
     from distdiag.commands.trace.blocked.types import TraceBlocked
     from distdiag.commands.trace.nodes import Answers, NodeAnswer
+    from distdiag.jobs.sample_waits import Reply
     from distdiag.jobs.types import NodeStacks
     from distdiag.report import Report
     from distdiag.runner import Subcommand
@@ -82,10 +83,10 @@ def _plan(nodes: Sequence[NodeStacks], request: Request) -> dict[str, dict[str, 
 
 def subcommand() -> Subcommand[Request, NodeAnswer[Reply], TraceBlocked]:
     """Return what the runner needs to carry it out."""
-    from distdiag.commands.trace.blocked.collect import Reply
     from distdiag.commands.trace.blocked.diagnose import diagnose
     from distdiag.commands.trace.blocked.view import trace_blocked_view
     from distdiag.commands.trace.nodes import about_processes
+    from distdiag.jobs.sample_waits import Reply
 
     def judge(request: Request, answers: Answers[Reply]) -> Report[TraceBlocked]:
         return diagnose(request, answers, choose(answers.nodes, request.wanted))

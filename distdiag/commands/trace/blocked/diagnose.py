@@ -7,11 +7,8 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.commands.trace import ranks
-from distdiag.commands.trace.blocked import findings
-from distdiag.commands.trace.blocked.findings import Case, root_wait
 from distdiag.commands.trace.blocked.types import (
     COMMAND,
-    SAMPLED_S,
     Chain,
     Last,
     Request,
@@ -21,21 +18,24 @@ from distdiag.commands.trace.blocked.types import (
     Waiter,
 )
 from distdiag.commands.trace.nodes import Answers, index_of
+from distdiag.diagnosis import wait_findings as findings
 from distdiag.diagnosis.remedies import unseen_ranks
+from distdiag.diagnosis.wait_findings import Case, root_wait
 from distdiag.diagnosis.wait_graph import WaitGraph, wait_trees
 from distdiag.diagnosis.wait_reasons import Kind, wait_of
+from distdiag.jobs.sample_waits import SAMPLED_S
 from distdiag.jobs.types import summarize
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from distdiag.commands.trace.blocked.collect import Reply
     from distdiag.commands.trace.ranks import Chosen
     from distdiag.diagnosis.process_index import Key, ProcessIndex
     from distdiag.diagnosis.wait_graph import WaitTree
     from distdiag.diagnosis.wait_reasons import Wait
     from distdiag.facts.blocked_threads import Blocked, Thread
+    from distdiag.jobs.sample_waits import Reply
     from distdiag.jobs.types import Job
 
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)

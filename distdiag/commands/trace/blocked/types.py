@@ -11,8 +11,6 @@ from distdiag.commands.trace.ranks import Wanted  # noqa: TC001
 from distdiag.jobs.types import JobSummary  # noqa: TC001
 
 COMMAND = "trace blocked"
-SAMPLED_S = 0.3
-"""Between the two samples of every thread."""
 
 
 class Threads(StrEnum):

@@ -6,17 +6,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.unreached_hosts import host_findings
-from distdiag.commands.logs import book as books
-from distdiag.commands.logs import desync, findings, nccl
-from distdiag.commands.logs.types import COMMAND, Failure, Logs, LogSource, RankEnd
+from distdiag.diagnosis.job_logs import book as books
+from distdiag.diagnosis.job_logs import desync, findings, nccl
+from distdiag.diagnosis.job_logs.types import COMMAND, Failure, Logs, LogSource, RankEnd
 from distdiag.report import Level, Report
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from distdiag.commands.logs.book import Book, Exit
-    from distdiag.commands.logs.collect import NodeLogs
-    from distdiag.commands.logs.types import Request
+    from distdiag.diagnosis.job_logs.book import Book, Exit
+    from distdiag.diagnosis.job_logs.types import Request
+    from distdiag.facts.job_logs.collect import NodeLogs
     from distdiag.gathered import Gathered
     from distdiag.report import Finding
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.unreached_hosts import host_findings
-from distdiag.commands.flight_recorder.causes import Kind, find_causes
-from distdiag.commands.flight_recorder.findings import all_ended, finding_of, notes, undecided
-from distdiag.commands.flight_recorder.matching import Job, match
-from distdiag.commands.flight_recorder.read_dump import ENDED, FAILED, STARTED
-from distdiag.commands.flight_recorder.types import COMMAND, CallRow, FlightRecorder, RankRow
+from distdiag.diagnosis.flight_recorder.causes import Kind, find_causes
+from distdiag.diagnosis.flight_recorder.findings import all_ended, finding_of, notes, undecided
+from distdiag.diagnosis.flight_recorder.matching import Job, match
+from distdiag.diagnosis.flight_recorder.types import COMMAND, CallRow, FlightRecorder, RankRow
+from distdiag.facts.flight_recorder.collect import NO_READER
+from distdiag.facts.flight_recorder.read_dump import ENDED, FAILED, STARTED
 from distdiag.report import Level, Report
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from distdiag.commands.flight_recorder.collect import NodeDumps
-    from distdiag.commands.flight_recorder.matching import Call
-    from distdiag.commands.flight_recorder.types import Request
+    from distdiag.diagnosis.flight_recorder.matching import Call
+    from distdiag.diagnosis.flight_recorder.types import Request
+    from distdiag.facts.flight_recorder.collect import NodeDumps
     from distdiag.gathered import Gathered
 
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
@@ -30,7 +31,8 @@ def diagnose(request: Request, gathered: Gathered[NodeDumps]) -> Report[FlightRe
     job = match((dump for node in nodes for dump in node.dumps), request.world_size)
     hosts = {dump.path: dump.host or node.host for node in nodes for dump in node.dumps}
     causes = find_causes(job)
-    found = [finding_of(cause, job, request) for cause in causes]
+    gone = {pipe.rank for node in nodes for pipe in node.pipes if pipe.answer == NO_READER}
+    found = [finding_of(cause, job, request, gone) for cause in causes]
     found += notes(job, nodes, gathered, {rank for cause in causes for rank in cause.ranks}, request)
     found += host_findings(gathered.refusals, gathered.rows)
     rows = tuple(_rows(job, hosts, {rank for cause in causes for rank in cause.ranks if cause.kind is not Kind.LATE}))
@@ -42,7 +44,7 @@ def diagnose(request: Request, gathered: Gathered[NodeDumps]) -> Report[FlightRe
         command=COMMAND,
         data=FlightRecorder(world_size=job.world_size, ranks=rows),
         findings=tuple(found),
-        summary=found[0].title if found else "no dumps were found",
+        summary=found[0].title if found else "no flight recorder dump found",
         interrupted=gathered.interrupted,
     )
 

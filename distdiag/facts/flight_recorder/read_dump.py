@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 COLUMNS = ("group", "operation", "site", "seq", "p2p_seq", "record", "state", "created_ns", "completed_ns")
 SCHEDULED, STARTED, ENDED, FAILED = 0, 1, 2, 3
-"""`state` of an entry. Gloo's recorder marks an operation that failed as it does one that came to its end."""
+"""`state` of an entry. Gloo marks failed operations like ended operations."""
 MOST_ENTRIES = 1_000_000
 _MOST_SIZES = 4096
+_WATCH_THE_DEVICE = ("nccl", "xccl")
 _STATES = {"scheduled": SCHEDULED, "started": STARTED, "completed": ENDED}
 _P2P = re.compile(r"(send|recv) (\d{1,7}) ?(?:->|<-) ?(\d{1,7})")
 _LIBRARY = re.compile(
@@ -50,7 +51,7 @@ def read(data: bytes) -> dict[str, Any]:
     """Return what a dump says, as the fields of collect.Dump. Raises Unreadable, NotADump."""
     head = data[:64].lstrip()
     if not data:
-        raise Unreadable("it is empty", truncated=True)
+        raise Unreadable("empty file", truncated=True)
     if data.startswith(b"V|"):
         return _Clog().read(data)
     if head.startswith(b"{") and not head.startswith(b"}q"):
@@ -95,9 +96,9 @@ def _json(data: bytes) -> Any:  # noqa: ANN401 - any JSON
     try:
         return json.loads(data)
     except RecursionError:
-        raise Unreadable("it is nested too deep") from None
+        raise Unreadable("nested too deeply") from None
     except ValueError as error:
-        raise Unreadable(f"it is not whole JSON: {str(error)[:100]}", truncated=True) from None
+        raise Unreadable(f"incomplete JSON: {str(error)[:100]}", truncated=True) from None
 
 
 def _refuse(module: str, name: str) -> NoReturn:
@@ -110,7 +111,7 @@ class _Plain(pickle.Unpickler):
         _refuse(module, name)
 
     def persistent_load(self, pid: object) -> NoReturn:
-        raise Unreadable("it refers to objects outside of it")
+        raise Unreadable("it refers to objects outside the file")
 
 
 class _AsFarAsItGoes(pickle._Unpickler):  # the one written in Python shows its stack
@@ -118,7 +119,7 @@ class _AsFarAsItGoes(pickle._Unpickler):  # the one written in Python shows its 
         _refuse(module, name)
 
     def persistent_load(self, pid: object) -> NoReturn:
-        raise Unreadable("it refers to objects outside of it")
+        raise Unreadable("it refers to objects outside the file")
 
 
 def _unpickle(data: bytes) -> tuple[Any, bool]:
@@ -129,11 +130,9 @@ def _unpickle(data: bytes) -> tuple[Any, bool]:
     except (EOFError, pickle.UnpicklingError) as error:
         if isinstance(error, EOFError) or "truncated" in str(error) or "exhausted" in str(error):
             return _salvaged(data), True
-        raise Unreadable(
-            f"it is no pickle that can be read: {str(error)[:100]}", truncated=data[:1] == b"\x80"
-        ) from None
+        raise Unreadable(f"not a readable pickle: {str(error)[:100]}", truncated=data[:1] == b"\x80") from None
     except Exception as error:  # noqa: BLE001 - bytes that are no pickle raise anything
-        raise Unreadable(f"it is no pickle that can be read: {type(error).__name__}") from None
+        raise Unreadable(f"not a readable pickle: {type(error).__name__}") from None
 
 
 def _salvaged(data: bytes) -> dict[Any, Any]:
@@ -148,13 +147,13 @@ def _salvaged(data: bytes) -> dict[Any, Any]:
     levels: list[list[Any]] = [*getattr(reader, "metastack", []), getattr(reader, "stack", [])]
     found = levels[0][0] if levels and levels[0] else None
     if not isinstance(found, dict):
-        raise Unreadable("it is cut short before anything is said", truncated=True)
+        raise Unreadable("truncated before the first entry", truncated=True)
     for level in levels[1:2]:
         found.update({key: value for key, value in zip(level[::2], level[1::2]) if isinstance(key, str)})
     if len(levels) > 2 and isinstance(found.get("entries"), list):
         found["entries"] = [*found["entries"], *(entry for entry in levels[2] if isinstance(entry, dict) and entry)]
     if not found:
-        raise Unreadable("it is cut short before anything is said", truncated=True)
+        raise Unreadable("truncated before the first entry", truncated=True)
     return found
 
 
@@ -203,7 +202,7 @@ class _Table:
 
 
 def _sizes(value: object) -> tuple[tuple[int, ...], ...]:
-    """Keep the sizes of tensors. Raises ValueError where they are none."""
+    """Keep the sizes of tensors. Raises ValueError."""
     if not isinstance(value, (list, tuple)) or len(value) > _MOST_SIZES:
         raise ValueError
     sizes = []
@@ -222,18 +221,31 @@ def _dtypes(value: object) -> tuple[str, ...]:
     return tuple(sorted({_text(name, 40) for name in value[:_MOST_SIZES]}))
 
 
-def _state(entry: dict[str, Any]) -> int:
-    return ENDED if entry.get("retired") is True else _STATES.get(entry.get("state") or "", SCHEDULED)
+def _append(columns: Sequence[array.array[int]], row: Sequence[int]) -> None:
+    """Append a row to the columns, or raise OverflowError or TypeError and leave them as they are."""
+    for column, value in zip(columns, array.array("q", row)):
+        column.append(value)
+
+
+def _state(entry: dict[str, Any], backend: str) -> int:
+    """Return the state; only NCCL and XCCL watch the device: what they retire before its end timed out or failed.
+
+    Gloo leaves the state at "scheduled" for ever, and retires what has ended.
+    """
+    state = _STATES.get(entry.get("state") or "", SCHEDULED)
+    if entry.get("retired") is True and state != ENDED:
+        return FAILED if backend in _WATCH_THE_DEVICE else ENDED
+    return state
 
 
 def _of_document(document: Any, form: str, *, truncated: bool) -> dict[str, Any]:  # noqa: ANN401 - not known yet
     entries = document.get("entries") if isinstance(document, dict) else None
     if not isinstance(document, dict) or not ("entries" in document or "pg_config" in document):
-        raise Unreadable("it holds no entries of a flight recorder")
+        raise Unreadable("no flight recorder entries")
     if entries is not None and not isinstance(entries, list):
-        raise Unreadable("its entries are no list")
+        raise Unreadable("entries is not a list")
     if len(entries or ()) > MOST_ENTRIES:
-        raise Unreadable(f"it holds more than {MOST_ENTRIES} entries")
+        raise Unreadable(f"more than {MOST_ENTRIES} entries")
     return _Document(document, form, truncated=truncated).read(entries or [])
 
 
@@ -248,9 +260,8 @@ class _Document:
         self._names: dict[str, str] = {}
         self._p2p: set[str] = set()
         self._local: dict[str, int] = {}
-        self._last: dict[int, int] = {}
         self._columns = [array.array("q") for _ in COLUMNS]
-        self._odd = 0
+        self._unreadable = 0
 
     def read(self, entries: list[Any]) -> dict[str, Any]:
         descriptions: dict[str, str] = {}
@@ -259,7 +270,11 @@ class _Document:
             try:
                 self._entry(entry, descriptions, coalesced)
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
-                self._odd += 1
+                self._unreadable += 1
+        version = _text(self._document.get("version"), 40)
+        if self._unreadable and not len(self._columns[0]):
+            many = f"none of its {self._unreadable} entries can be read"
+            raise Unreadable(f"{many} (format {version or 'unknown'}; torch 2.5 and later write 2.x)")
         error = _text(self._document.get("distdiag_error"))
         if error:
             self._fail_last()
@@ -277,7 +292,7 @@ class _Document:
         return {
             "form": self._form,
             "backends": sorted(self._backends)[:8],
-            "version": _text(self._document.get("version"), 40),
+            "version": version,
             "rank": None if rank < 0 else rank,
             "candidates": candidates,
             "world_size": min(_MOST_RANKS, max(0, _whole(self._document.get("distdiag_world_size")))),
@@ -285,7 +300,7 @@ class _Document:
             "error": error,
             "dumped_s": max(0, _whole(self._document.get("distdiag_dumped_ns"), 0)) / 1e9,
             "truncated": self._truncated,
-            "odd": self._odd,
+            "unreadable": self._unreadable,
             "groups": groups,
             "p2p_groups": sorted(self._p2p),
             "status": self._status(configured),
@@ -312,7 +327,7 @@ class _Document:
         group = self._groups.number(name[:300])
         seq, p2p_seq = _whole(entry["collective_seq_id"]), _whole(entry.get("p2p_seq_id"), 0)
         is_p2p = entry.get("is_p2p") is True
-        state = _state(entry)
+        state = _state(entry, backend)
         if is_p2p or (backend == "gloo" and _whole(entry.get("op_id"), seq) != seq):
             self._p2p.add(name)
         key = (group, seq, p2p_seq)
@@ -324,7 +339,6 @@ class _Document:
         source, target = -1, -1
         if is_p2p:
             operation, source, target = self._pair(name, operation)
-            coalesced.setdefault(key, []).append(len(self._columns[0]))
         described = self._operations.number(
             (
                 operation,
@@ -348,9 +362,9 @@ class _Document:
             _whole(entry.get("time_created_ns"), 0),
             _whole(entry.get("time_discovered_completed_ns"), 0),
         )
-        self._last[group] = len(self._columns[0])
-        for column, value in zip(self._columns, row):
-            column.append(value)
+        _append(self._columns, row)
+        if is_p2p:
+            coalesced.setdefault(key, []).append(len(self._columns[0]) - 1)
 
     def _pair(self, name: str, operation: str) -> tuple[str, int, int]:
         """Read "send 1->2" or "recv 2<-1": what it is, from whom, to whom, as numbers in the group."""
@@ -440,7 +454,7 @@ class _Clog:
         self._open: dict[str, list[int]] = {}
         self._counts: dict[tuple[str, bool], int] = {}
         self._columns = [array.array("q") for _ in COLUMNS]
-        self._odd = self._ends = 0
+        self._unreadable = self._ends = 0
         self._base = 0.0
 
     def read(self, data: bytes) -> dict[str, Any]:
@@ -451,7 +465,7 @@ class _Clog:
                 try:
                     self._line(line[:100_000].rstrip("\r").split("|"))
                 except (ValueError, KeyError, IndexError, OverflowError):
-                    self._odd += 1
+                    self._unreadable += 1
         if not self._ends:
             self._guess_ends()
         world, (rank, size) = max(self._own.items(), key=lambda item: item[1][1], default=("", (-1, -1)))
@@ -469,7 +483,7 @@ class _Clog:
             "error": "",
             "dumped_s": 0.0,
             "truncated": False,
-            "odd": self._odd,
+            "unreadable": self._unreadable,
             "groups": groups,
             "p2p_groups": [],
             "status": [],
@@ -521,7 +535,6 @@ class _Clog:
         key = (comm, is_p2p)
         self._counts[key] = self._counts.get(key, 0) + 1
         place = len(self._columns[0])
-        self._open.setdefault(number, []).append(place)
         collective = self._counts.get((comm, False), 0)
         row = (
             self._groups.number(comm),
@@ -534,8 +547,8 @@ class _Clog:
             self._time(at),
             0,
         )
-        for column, value in zip(self._columns, row):
-            column.append(value)
+        _append(self._columns, row)
+        self._open.setdefault(number, []).append(place)
 
     def _mark(self, number: str, event: str, at: str) -> None:
         waiting = self._open.get(number, [])

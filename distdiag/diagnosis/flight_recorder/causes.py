@@ -15,13 +15,13 @@ from enum import StrEnum
 from statistics import median
 from typing import TYPE_CHECKING
 
-from distdiag.commands.flight_recorder.matching import find_call, times
-from distdiag.commands.flight_recorder.read_dump import FAILED
+from distdiag.diagnosis.flight_recorder.matching import find_call, times
+from distdiag.facts.flight_recorder.read_dump import FAILED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from distdiag.commands.flight_recorder.matching import Call, Group, GroupKey, Job
+    from distdiag.diagnosis.flight_recorder.matching import Call, Group, GroupKey, Job
 
 _ONE_SIDED = {"broadcast", "reduce", "gather", "gather_single", "scatter", "_broadcast_oop", "_reduce_oop"}
 """Some ranks are done with these before others have called them."""
@@ -220,7 +220,7 @@ class _Search:
                 waited[member].append(call)
         stuck = {rank for cause in self._found for rank in cause.ranks}
         sinks = sorted(rank for rank in waited if not self._edges.get(rank))
-        present = [rank for rank in sinks if rank in self._job.dumps and not self._job.dumps[rank].truncated]
+        present = [rank for rank in sinks if rank in self._job.dumps and not self._job.dumps[rank].is_partial]
         for rank in sinks:
             if rank in stuck or rank in self._explained or self._is_in_flight(rank):
                 continue
@@ -239,7 +239,7 @@ class _Search:
         waiting = tuple(sorted({call.rank for call in same}))
         dump = self._job.dumps.get(rank)
         kind = Kind.NEVER_CALLED if first.pair is None else Kind.NO_COUNTERPART
-        if dump is None or dump.truncated:
+        if dump is None or dump.is_partial:
             kind = Kind.NO_DUMP
         self._add(Cause(kind, (rank,), waiting, self._job.groups[first.group], first.seq, (first,)))
 

@@ -6,15 +6,15 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from distdiag.commands.logs.types import Failure, number_in
+from distdiag.diagnosis.job_logs.types import Failure, number_in
 from distdiag.knowledge.job_logs import known_lines
 from distdiag.knowledge.logs import read_log
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from distdiag.commands.logs.collect import NodeLogs
-    from distdiag.commands.logs.scan import Event, NcclRank, Stream
+    from distdiag.facts.job_logs.collect import NodeLogs
+    from distdiag.facts.job_logs.scan import Event, NcclRank, Stream
 
 _SIGNALS = {1: "SIGHUP", 2: "SIGINT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL"}
 _SIGNALS |= {11: "SIGSEGV", 15: "SIGTERM"}

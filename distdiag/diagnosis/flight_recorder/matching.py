@@ -1,6 +1,6 @@
 """The dumps of all ranks, matched: by process group and sequence number, and by the pair of a send and a recv.
 
-The order of the files has no meaning. What a dump cannot tell (it was cut short, its ring overflowed, its recorder has
+The order of the files has no meaning. What a dump cannot show (it is truncated, its ring overflowed, its recorder has
 no counters) stays unknown: that nothing was seen is no evidence where nothing could be seen.
 """
 
@@ -13,13 +13,13 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from distdiag.commands.flight_recorder.read_dump import ENDED, unpack
+from distdiag.facts.flight_recorder.read_dump import ENDED, unpack
 
 if TYPE_CHECKING:
     import array
     from collections.abc import Iterable, Sequence
 
-    from distdiag.commands.flight_recorder.collect import Dump
+    from distdiag.facts.flight_recorder.collect import Dump
 
     GroupKey = tuple[str, str]
 
@@ -154,7 +154,7 @@ class Job:
             return None
         part = self.parts[rank].get(group)
         if part is None:
-            return None if dump.truncated or rank in self.overflowed else 0
+            return None if dump.is_partial or rank in self.overflowed else 0
         return part.issued
 
 
@@ -424,7 +424,7 @@ def _use_status(job: Job, group: Group) -> None:
     only = sum(key[0] == name for key in job.groups) == 1
     for rank, (enqueued, ended) in told.items():
         seen = job.part(rank, group.key).issued or 0
-        whole = not job.dumps[rank].truncated
+        whole = not job.dumps[rank].is_partial
         if group.has_p2p or not only or seen > enqueued or (whole and enqueued > ended and seen not in (enqueued, 0)):
             told = {}
             break
@@ -435,7 +435,7 @@ def _use_status(job: Job, group: Group) -> None:
             part.issued = max(part.issued or 0, told[rank][0])
             if told[rank][1] > part.ended and not any(seq <= told[rank][1] for seq in part.pending):
                 part.ended = told[rank][1]
-        elif part is not None and job.dumps[rank].truncated:
+        elif part is not None and job.dumps[rank].is_partial:
             part.issued = None
 
 

@@ -6,12 +6,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from distdiag.commands.logs.types import number_in
+from distdiag.diagnosis.job_logs.types import number_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from distdiag.commands.logs.scan import Event
+    from distdiag.facts.job_logs.scan import Event
 
 _EQUAL_SIZES = (
     "ALLREDUCE",

@@ -6,17 +6,17 @@ import re
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_ranks, name_ranks
-from distdiag.commands.logs.types import Failure, number_in
+from distdiag.diagnosis.job_logs.types import Failure, number_in
 from distdiag.knowledge.job_logs import known_lines
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from distdiag.commands.logs.book import Book, Exit
-    from distdiag.commands.logs.collect import LogFile
-    from distdiag.commands.logs.desync import Desync
-    from distdiag.commands.logs.diagnose import Round
+    from distdiag.diagnosis.job_logs.book import Book, Exit
+    from distdiag.diagnosis.job_logs.desync import Desync
+    from distdiag.diagnosis.job_logs.diagnose import Round
+    from distdiag.facts.job_logs.collect import LogFile
 
 _NAMED = 6
 _QUOTE = 300

@@ -10,7 +10,7 @@ import calendar
 import re
 from dataclasses import dataclass, field, replace
 
-from distdiag.commands.logs.demux import LONGEST_LINE, Demux, plain
+from distdiag.facts.job_logs.demux import LONGEST_LINE, Demux, plain
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

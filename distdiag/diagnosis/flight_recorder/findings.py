@@ -1,4 +1,4 @@
-"""Causes in words: rank, place, reason, and what to do."""
+"""Causes as findings: rank, place, reason, and the fix."""
 
 from __future__ import annotations
 
@@ -6,39 +6,65 @@ import shlex
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_ranks, name_ranks
-from distdiag.commands.flight_recorder.causes import Kind
-from distdiag.commands.flight_recorder.read_dump import ENDED, FAILED
-from distdiag.commands.flight_recorder.types import COMMAND
+from distdiag.diagnosis.flight_recorder.causes import Kind
+from distdiag.diagnosis.flight_recorder.types import COMMAND
+from distdiag.facts.flight_recorder.read_dump import ENDED, FAILED
 from distdiag.facts.text import printable
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
-    from distdiag.commands.flight_recorder.causes import Cause
-    from distdiag.commands.flight_recorder.collect import NodeDumps
-    from distdiag.commands.flight_recorder.matching import Call, Job
-    from distdiag.commands.flight_recorder.types import Request
+    from distdiag.diagnosis.flight_recorder.causes import Cause
+    from distdiag.diagnosis.flight_recorder.matching import Call, Job
+    from distdiag.diagnosis.flight_recorder.types import Request
+    from distdiag.facts.flight_recorder.collect import NodeDumps
     from distdiag.gathered import Gathered
 
 _SHOWN = 8
-_LEVELS = {Kind.ONLY_SOME_CALLED: Level.UNKNOWN, Kind.IN_FLIGHT: Level.UNKNOWN, Kind.LATE: Level.WARN}
+_HANGS_S = 10.0
+"""A rank that others have waited for in a running job for less may be on its way."""
+_LEVELS = {
+    Kind.ONLY_SOME_CALLED: Level.UNKNOWN,
+    Kind.IN_FLIGHT: Level.UNKNOWN,
+    Kind.NO_DUMP: Level.UNKNOWN,
+    Kind.LATE: Level.WARN,
+}
+_WAITS = (Kind.NEVER_CALLED, Kind.NO_COUNTERPART, Kind.DEVICE_STUCK)
 
 
-def finding_of(cause: Cause, job: Job, request: Request) -> Finding:
-    """Write what a cause is."""
+def finding_of(cause: Cause, job: Job, request: Request, gone: Collection[int] = ()) -> Finding:
+    """Format a cause. `gone`: ranks whose trigger pipe has no reader, so their process has exited."""
     title, detail = _TITLES[cause.kind](cause, job)
+    level = _LEVELS.get(cause.kind, Level.FAIL)
+    if cause.kind is Kind.NO_DUMP and set(cause.ranks) <= set(gone):
+        level, detail = Level.FAIL, "Its trigger pipe has no reader: the process has exited."
+    if request.trigger and cause.kind in _WAITS and (waited := _waited_s(cause, job)) < _HANGS_S:
+        level = Level.UNKNOWN
+        detail = f"The others have waited for only {waited:.1f} s: the job may be running. Trigger again to decide."
     evidence = [_line(call, job) for call in cause.calls[:_SHOWN]]
     evidence += [_last(job, rank) for rank in cause.ranks[:_SHOWN] if all(call.rank != rank for call in cause.calls)]
     return Finding(
         id=f"{COMMAND}.{cause.kind}",
-        level=_LEVELS.get(cause.kind, Level.FAIL),
+        level=level,
         title=title,
         detail=detail,
         where=Where(ranks=cause.ranks, hosts=_hosts(job, cause.ranks)),
         witnesses=Witnesses(ranks=cause.waiting),
         evidence=tuple(evidence),
         fix=_fix(cause, request),
+    )
+
+
+def _waited_s(cause: Cause, job: Job) -> float:
+    """Return how many seconds the oldest call of the cause had waited when its rank's dump was written."""
+    return max(
+        (
+            (dump.dumped_s or dump.modified_s) - call.created_ns / 1e9
+            for call in cause.calls
+            if (dump := job.dumps.get(call.rank)) is not None
+        ),
+        default=0.0,
     )
 
 
@@ -80,11 +106,13 @@ def _last(job: Job, rank: int) -> str:
     if dump is None:
         return f"rank {rank}: no dump"
     if dump.truncated:
-        return f"rank {rank}: the dump is cut short: {printable(dump.path)}"
+        return f"rank {rank}: truncated dump {printable(dump.path)}"
+    if dump.unreadable:
+        return f"rank {rank}: {dump.unreadable} unreadable entries in {printable(dump.path)}"
     if last is None:
-        return f"rank {rank}: no operation is recorded"
+        return f"rank {rank}: no operation recorded"
     state = {FAILED: "failed", ENDED: "ended"}.get(last.state, "not ended")
-    return f"rank {rank}: its last is {call_name(last, job)}, {state}{_at(last)}"
+    return f"rank {rank}: last call {call_name(last, job)}, {state}{_at(last)}"
 
 
 def _does(ranks: Sequence[int], one: str, several: str) -> str:
@@ -98,9 +126,9 @@ def _mismatch(cause: Cause, job: Job) -> tuple[str, str]:
     group = printable(cause.group.label)
     number = f"collective #{cause.seq} of {group}"
     if not cause.ranks:
-        who = f"ranks {fold_ranks(cause.waiting)} do not call the same {number}"
-        detail = "As many ranks are on one side as on the other."
-        return f"{who}: {what} against {other}; it cannot be told who is right", detail
+        who = f"ranks {fold_ranks(cause.waiting)} disagree on {number}"
+        detail = "Neither side has the majority, so the dumps do not show which side is wrong."
+        return f"{who}: {what} against {other}", detail
     wrong, rest = _does(cause.ranks, "calls", "call"), _does(cause.waiting, "calls", "call")
     if cause.kind is Kind.OP:
         return f"{wrong} {other} as {number}, {rest} {what}{_at(right)}", _OP_DETAIL
@@ -109,10 +137,10 @@ def _mismatch(cause: Cause, job: Job) -> tuple[str, str]:
 
 
 _OP_DETAIL = (
-    "From there on the collectives of these ranks do not fit together: a call was left out or added before it, or its "
-    "line depends on the rank."
+    "From this call on the ranks are out of step: an earlier call was skipped or added, or this call depends on the "
+    "rank."
 )
-_TENSOR_DETAIL = "The tensors of all ranks must have the same number of elements of the same type there."
+_TENSOR_DETAIL = "All ranks must pass the same number of elements of the same dtype."
 
 
 def _differs(call: Call, kind: Kind) -> str:
@@ -128,8 +156,8 @@ def _never_called(cause: Cause, job: Job) -> tuple[str, str]:
     call = cause.calls[0]
     waiting = _does(cause.waiting, "waits", "wait")
     return (
-        f"{_does(cause.ranks, 'has', 'have')} not called {call_name(call, job)}, in which {waiting}{_at(call)}",
-        "It is outside of the collectives: what it does there, its stack shows.",
+        f"{name_ranks(cause.ranks)} never called {call_name(call, job)}; {waiting} in it{_at(call)}",
+        "It is busy or stuck outside the collectives: its stack shows where.",
     )
 
 
@@ -137,18 +165,19 @@ def _no_counterpart(cause: Cause, job: Job) -> tuple[str, str]:
     call = cause.calls[0]
     wanted = "recv" if call.operation.name == "send" else "send"
     waiting = _does(cause.waiting, "waits", "wait")
-    lacks = f"{_does(cause.ranks, 'has', 'have')} no {wanted}"
-    return f"{lacks} for the {call.operation.name} in which {waiting}{_at(call)}", ""
+    lacks = f"{name_ranks(cause.ranks)} called no {wanted} to match the {call.operation.name}"
+    return f"{lacks} in which {waiting}{_at(call)}", ""
 
 
 def _no_dump(cause: Cause, job: Job) -> tuple[str, str]:
     call = cause.calls[0]
-    lacks = "left a dump that is cut short" if any(rank in job.dumps for rank in cause.ranks) else "left no dump"
+    partial = any(rank in job.dumps for rank in cause.ranks)
+    lacks = "left an incomplete dump" if partial else "left no dump"
     have = _does(cause.waiting, "has failed", "have failed") if call.state == FAILED else ""
     waits = have or _does(cause.waiting, "waits", "wait")
     return (
-        f"{name_ranks(cause.ranks)} {lacks}, and {waits} in {call_name(call, job)}{_at(call)}",
-        "All other ranks have called it. A rank that was killed or is stopped writes no dump.",
+        f"{name_ranks(cause.ranks)} {lacks}; {waits} in {call_name(call, job)}{_at(call)}",
+        "All others called it. A killed or stopped rank writes no dump, but its dump may also be lost.",
     )
 
 
@@ -159,20 +188,20 @@ def _device_stuck(cause: Cause, job: Job) -> tuple[str, str]:
     others = _does(cause.waiting, "has", "have")
     return (
         f"{_does(cause.ranks, 'has', 'have')} not finished {name}, which {others} finished",
-        "All have called it: the device of this rank, or an earlier kernel on its stream, does not come to its end.",
+        "All ranks called it: this rank's GPU is stuck, in the collective or in an earlier kernel on its stream.",
     )
 
 
-_ORDER_DETAIL = "Each side waits for the other: collectives of two groups need one order on all ranks."
+_ORDER_DETAIL = "Each side waits for the other. All ranks must call the collectives of two groups in the same order."
 
 
 def _order(cause: Cause, job: Job) -> tuple[str, str]:
     first, second = (f"{call_name(call, job)}{_at(call)}" for call in cause.calls[:2])
     if cause.ranks:
         wrong, rest = _does(cause.ranks, "calls", "call"), _does(cause.waiting, "calls", "call")
-        return f"{wrong} {second} before {first}; {rest} them the other way round", _ORDER_DETAIL
+        return f"{wrong} {second} before {first}; {rest} them in the opposite order", _ORDER_DETAIL
     who = f"ranks {fold_ranks(cause.waiting)} call {first} and {second}"
-    return f"{who} in different orders; it cannot be told who is right", _ORDER_DETAIL
+    return f"{who} in opposite orders", _ORDER_DETAIL
 
 
 def _deadlock(cause: Cause, job: Job) -> tuple[str, str]:
@@ -185,9 +214,9 @@ def _only_some(cause: Cause, job: Job) -> tuple[str, str]:
     call = cause.calls[0]
     assert cause.group is not None
     others = [rank for rank in cause.group.members if rank not in cause.waiting]
-    few = f"only {_does(cause.waiting, 'has', 'have')} called {call_name(call, job)}{_at(call)}"
-    many = f"{_does(others, 'has', 'have')} not, and {'waits' if len(others) == 1 else 'wait'} for nothing"
-    detail = "Either the few have one call more (uneven batches), or the many are held up outside of the collectives."
+    few = f"only {name_ranks(cause.waiting)} called {call_name(call, job)}{_at(call)}"
+    many = f"{name_ranks(others)} did not, and {'is' if len(others) == 1 else 'are'} not in a collective"
+    detail = "Either the few make one call too many (uneven batches), or the others are stuck outside the collectives."
     return f"{few}; {many}", detail
 
 
@@ -195,17 +224,17 @@ def _in_flight(cause: Cause, job: Job) -> tuple[str, str]:
     call = cause.calls[0]
     unfinished = f"{_does(cause.waiting, 'has', 'have')} not finished it"
     return (
-        f"all ranks have called {call_name(call, job)}{_at(call)}, and {unfinished}: no rank is to blame by its calls",
-        "The network or a device does not come to its end, or the dumps are of a job that was running.",
+        f"all ranks called {call_name(call, job)}{_at(call)}; {unfinished}: no rank is behind",
+        "Either the network or a GPU is stuck, or the job was still running when it wrote the dumps.",
     )
 
 
 def _late_rank(cause: Cause, job: Job) -> tuple[str, str]:
     assert cause.group is not None
     who = f"{_does(cause.ranks, 'calls', 'call')} the collectives of {printable(cause.group.label)}"
-    clock = ", unless its clock is ahead by that" if cause.clock else ""
-    late = f"{cause.late_ns / 1e6:.1f} ms after the first, in the median of {cause.seq}"
-    return f"{who} {late}{clock}", "All others wait for it there."
+    clock = ", or its clock is ahead" if cause.clock else ""
+    late = f"{cause.late_ns / 1e6:.1f} ms after the first rank (median of {cause.seq})"
+    return f"{who} {late}{clock}", "The others wait for it in every one of these collectives."
 
 
 _TITLES = {
@@ -226,16 +255,18 @@ _TITLES = {
 
 def _fix(cause: Cause, request: Request) -> Fix | None:
     if cause.kind in (Kind.NEVER_CALLED, Kind.ONLY_SOME_CALLED, Kind.NO_COUNTERPART):
-        return Fix(text="while it runs, see where it is", commands=(f"{request.program} pyspy-all",))
+        return Fix(text="while the job hangs, show the stack of the rank", commands=(f"{request.program} pyspy-all",))
     if cause.kind is Kind.NO_DUMP:
-        return Fix(text="see whether it lives, and where it is", commands=(f"{request.program} pyspy-all",))
+        return Fix(
+            text="check whether the rank is alive, and show its stack", commands=(f"{request.program} pyspy-all",)
+        )
     if cause.kind is Kind.DEVICE_STUCK:
         return Fix(
-            text="look for Xid errors on its host, then run with CUDA_LAUNCH_BLOCKING=1",
+            text="look for Xid errors on the host of the rank, then rerun with CUDA_LAUNCH_BLOCKING=1",
             commands=("dmesg | grep -i xid",),
         )
     if cause.kind is Kind.IN_FLIGHT:
-        return Fix(text="test the network and the devices with nothing else", commands=(f"{request.program} gpu-test",))
+        return Fix(text="test the network and the GPUs without the job", commands=(f"{request.program} gpu-test",))
     return None
 
 
@@ -245,29 +276,36 @@ def notes(
     """Report what could not be read, and who left no dump."""
     for node in nodes:
         yield from _of_files(node)
+    for rank, dump in sorted(job.dumps.items()):
+        if dump.unreadable:
+            title = f"{dump.unreadable} of {dump.unreadable + dump.count} entries of rank {rank} are unreadable"
+            shown = f"{title} (format {printable(dump.version) or 'unknown'}): {printable(dump.path)}"
+            yield Finding(id=f"{COMMAND}.unreadable", level=Level.WARN, title=shown, where=Where(ranks=(rank,)))
     for host, why in gathered.missing.items():
-        title = f"not all of {host} is known: {why}"
+        title = f"{host} answered only in part: {why}"
         yield Finding(id=f"{COMMAND}.incomplete", level=Level.UNKNOWN, title=title, where=Where(hosts=(host,)))
     missing = [rank for rank in range(job.world_size) if rank not in job.dumps and rank not in accused]
     if missing and job.dumps:
         yield Finding(
             id=f"{COMMAND}.missing-dump",
             level=Level.INFO if accused else Level.UNKNOWN,
-            title=f"{_does(missing, 'has', 'have')} no dump" + ("" if accused else ", and no other rank is to blame"),
+            title=f"{name_ranks(missing)} left no dump" + ("" if accused else ", and no other rank is behind"),
             where=Where(ranks=() if accused else tuple(missing)),
         )
     for dump in job.without_rank[:_SHOWN]:
-        title = f"{printable(dump.path)} is left out: neither its content nor its name tells of which rank it is"
-        fix = Fix(text="give it a name that ends in its rank")
+        title = f"ignored {printable(dump.path)}: neither content nor name shows its rank"
+        fix = Fix(text="end the file name with the rank")
         yield Finding(id=f"{COMMAND}.no-rank", level=Level.WARN, title=title, fix=fix)
     if job.replaced:
-        title = f"{len(job.replaced)} older dumps of ranks that have a newer one are left out"
+        title = f"ignored {len(job.replaced)} older dumps of ranks that also left a newer dump"
         paths = tuple(printable(dump.path) for dump in job.replaced[:_SHOWN])
         yield Finding(id=f"{COMMAND}.older", level=Level.INFO, title=title, evidence=paths)
     if not job.dumps and not any(node.unread for node in nodes) and not gathered.refusals:
-        hint = Fix(text="see how to get dumps", commands=(f"{request.program} flight-recorder --how",))
-        asked = " ".join(shlex.quote(path) for path in request.paths) or "what was asked"
-        yield Finding(id=f"{COMMAND}.nothing", level=Level.UNKNOWN, title=f"no dump was found in {asked}", fix=hint)
+        hint = Fix(text="show how to get dumps", commands=(f"{request.program} flight-recorder --how",))
+        asked = " ".join(shlex.quote(path) for path in request.paths) or "the running jobs"
+        yield Finding(
+            id=f"{COMMAND}.nothing", level=Level.UNKNOWN, title=f"no flight recorder dump found in {asked}", fix=hint
+        )
 
 
 def _of_files(node: NodeDumps) -> Iterator[Finding]:
@@ -282,15 +320,15 @@ def _of_files(node: NodeDumps) -> Iterator[Finding]:
     for pipe in node.pipes:
         if pipe.answer != "dumped":
             why = f"{printable(pipe.path)}: {printable(pipe.answer)}"
-            title = f"rank {pipe.rank} wrote no dump when it was asked by {why}"
+            title = f"rank {pipe.rank} wrote no dump when triggered: {why}"
             where = Where(hosts=(node.host,), ranks=(pipe.rank,))
             yield Finding(id=f"{COMMAND}.no-answer", level=Level.WARN, title=title, where=where)
 
 
 def undecided(ranks: Sequence[int]) -> Finding:
-    """Say that ranks wait, and that the dumps do not tell for whom."""
-    title = f"{_does(ranks, 'waits', 'wait')}, and the dumps do not tell for whom"
-    detail = "Its counterpart is in the ring no more, or in no dump."
+    """Report that ranks wait, and that the dumps do not show which rank they wait for."""
+    title = f"{_does(ranks, 'waits', 'wait')}; the dumps do not show for which rank"
+    detail = "The counterpart was overwritten in the ring buffer, or its dump is missing."
     return Finding(
         id=f"{COMMAND}.undecided",
         level=Level.UNKNOWN,
@@ -301,15 +339,15 @@ def undecided(ranks: Sequence[int]) -> Finding:
 
 
 def all_ended(job: Job, request: Request, *, is_slow: bool) -> Finding:
-    """Say that all that was called has ended: if the job hangs, it does so elsewhere, unless late ranks explain it."""
+    """Report that all recorded calls have ended: a hang is elsewhere, unless late ranks explain it."""
     last = max(job.last.values(), key=lambda call: call.created_ns, default=None)
     end = f"; the last is {call_name(last, job)}{_at(last)}" if last is not None else ""
     gloo = any("gloo" in dump.backends for dump in job.dumps.values())
-    unseen = " Gloo's recorder does not see send and recv." if gloo else ""
+    unseen = " Gloo's recorder does not record send and recv." if gloo else ""
     return Finding(
         id=f"{COMMAND}.all-ended",
         level=Level.INFO if is_slow else Level.UNKNOWN,
-        title=f"every collective that was called has ended on all {len(job.dumps)} ranks{end}",
-        detail=f"If the job hangs, it hangs outside of the collectives.{unseen}",
-        fix=Fix(text="if it hangs, see where the ranks are", commands=(f"{request.program} pyspy-all",)),
+        title=f"every recorded collective has ended on all {len(job.dumps)} ranks{end}",
+        detail=f"If the job hangs, it hangs outside the collectives.{unseen}",
+        fix=Fix(text="if the job hangs, show what every rank is doing", commands=(f"{request.program} pyspy-all",)),
     )

@@ -18,8 +18,8 @@ import struct
 import time
 from dataclasses import dataclass, field
 
-from distdiag.commands.flight_recorder.read_dump import NotADump, Unreadable, read
 from distdiag.facts import machine, programs
+from distdiag.facts.flight_recorder.read_dump import NotADump, Unreadable, read
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ _FILES_A_CHILD = 4
 _HEAD = struct.Struct("<cIQ")
 _PIPE_VARIABLES = ("TORCH_FR_DEBUG_INFO_PIPE_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
 _DUMP_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+NO_READER = "no process reads it"
 _DUMP_DEFAULTS = ("/tmp/nccl_trace_rank_", "~/.cache/torch/comm_lib_trace_rank_")
 
 
@@ -45,6 +46,7 @@ class Dump:
     `rank` is None where the content does not tell; `candidates`: the ranks that it may be of, folded. `operations`:
     (operation, backend, input sizes, output sizes, input types, output types, source, target), the last two of a
     send or recv, as numbers in the group. `status`: (group, last enqueued, last completed). `modified_s`: of the file.
+    `unreadable`: how many entries are damaged, or of a form that is not known.
     """
 
     path: str
@@ -59,7 +61,7 @@ class Dump:
     error: str
     dumped_s: float
     truncated: bool
-    odd: int
+    unreadable: int
     groups: tuple[tuple[str, str, str], ...]
     p2p_groups: tuple[str, ...]
     status: tuple[tuple[str, int, int], ...]
@@ -80,6 +82,11 @@ class Dump:
     count: int
     entries: str
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether entries are missing: that it does not show a call is no evidence."""
+        return self.truncated or self.unreadable > 0
+
 
 @dataclass(frozen=True)
 class Unread:
@@ -92,7 +99,7 @@ class Unread:
 
 @dataclass(frozen=True)
 class Pipe:
-    """A pipe by which a rank was asked for its dump. `answer`: "dumped", "nobody reads it", "no dump came"."""
+    """A pipe by which a rank was asked for its dump. `answer`: "dumped", NO_READER, "no dump arrived", an error."""
 
     path: str
     rank: int
@@ -148,7 +155,7 @@ def _files(paths: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
             elif stat.S_ISREG(os.stat(path).st_mode):
                 found[path] = None
             else:
-                missing.append((path, "it is neither a file nor a folder"))
+                missing.append((path, "neither a file nor a directory"))
         except OSError as error:
             missing.append((path, error.strerror or str(error)))
     return list(found)[:_MOST_FILES], missing
@@ -232,7 +239,7 @@ class _Child:
     def _ended(self) -> Iterator[tuple[str, dict[str, Any]]]:
         self.reap()
         if self._at < len(self._files):
-            why = "reading it took too long" if self._late else "the reader died of it"
+            why = "reading it timed out" if self._late else "it crashed the reader process"
             yield self._files[self._at], {"kind": "damaged", "why": why}
             self._files = self._files[self._at + 1 :]
             if self._files:
@@ -269,18 +276,18 @@ def _one(path: str) -> dict[str, Any]:
             if not stat.S_ISREG(status.st_mode):
                 raise NotADump
             if status.st_size > _MOST_BYTES:
-                return {"kind": "damaged", "why": f"it is larger than {_MOST_BYTES >> 20} MiB"}
+                return {"kind": "damaged", "why": f"larger than {_MOST_BYTES >> 20} MiB"}
             data = file.read(status.st_size)
         return {"path": path, "modified_s": status.st_mtime, **read(data or b"")}
     except NotADump:
-        return {"kind": "other", "why": "it is no dump of a flight recorder"}
+        return {"kind": "other", "why": "not a flight recorder dump"}
     except Unreadable as error:
         kind = "code" if error.is_code else "truncated" if error.truncated else "damaged"
         return {"kind": kind, "why": str(error)}
     except OSError as error:
-        return {"kind": "damaged", "why": f"it cannot be read: {error.strerror}"}
+        return {"kind": "damaged", "why": f"cannot be read: {error.strerror}"}
     except (MemoryError, RecursionError) as error:
-        return {"kind": "damaged", "why": f"it would take more than it may: {type(error).__name__}"}
+        return {"kind": "damaged", "why": f"it needs too much memory: {type(error).__name__}"}
 
 
 @dataclass
@@ -315,21 +322,21 @@ def _trigger(paths: Sequence[str], wait_s: float) -> tuple[list[Pipe], list[str]
         if not waiting:
             break
         time.sleep(0.2)
-    found = [Pipe(pipe.path, pipe.rank, pipe.answer or "no dump came") for pipe in asked]
+    found = [Pipe(pipe.path, pipe.rank, pipe.answer or "no dump arrived") for pipe in asked]
     return found, [pipe.came for pipe in asked if pipe.came]
 
 
 def _ring(path: str) -> str:
     try:
         if not stat.S_ISFIFO(os.stat(path).st_mode):
-            return "it is no pipe"
+            return "not a pipe"
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
     except OSError as error:
-        return "nobody reads it" if error.errno == 6 else error.strerror or "it cannot be opened"
+        return NO_READER if error.errno == 6 else error.strerror or "cannot be opened"
     try:
         os.write(descriptor, b"1\n")
     except OSError as error:
-        return error.strerror or "it cannot be written"
+        return error.strerror or "cannot be written"
     finally:
         os.close(descriptor)
     return ""

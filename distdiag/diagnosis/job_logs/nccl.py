@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold, name_ranks
-from distdiag.commands.logs.scan import PHASES
+from distdiag.facts.job_logs.scan import PHASES
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from distdiag.commands.logs.scan import NcclRank
+    from distdiag.facts.job_logs.scan import NcclRank
 
 _LOCAL_ONLY = ("lo", "docker", "veth", "virbr", "br-")
 

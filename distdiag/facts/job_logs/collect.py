@@ -8,12 +8,12 @@ import select
 import stat
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from distdiag.commands.logs.demux import LONGEST_LINE, Demux
-from distdiag.commands.logs.scan import RANK, Event, NcclRank, Pattern, Scan, Stream
 from distdiag.facts import machine
 from distdiag.facts.core.stored_cores import CannotUnpack, Packing, packing_of, stream
+from distdiag.facts.job_logs.demux import LONGEST_LINE, Demux
+from distdiag.facts.job_logs.scan import RANK, Event, NcclRank, Pattern, Scan, Stream
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ class Reader:
         self.scan = Scan(patterns)
         self._files: list[LogFile] = []
         self._follow = bool(ask.get("follow"))
+        self._tail = int(ask.get("tail", 0))
 
     def found(self) -> NodeLogs:
         """Return what was found so far."""
@@ -119,17 +120,24 @@ class Reader:
         for name, error in files_of(path):
             self._files.append(LogFile(name, error=error))
             if not error:
-                self._file(name, len(self._files) - 1)
+                self._file(name, len(self._files) - 1, of_path(name))
 
-    def _file(self, path: str, number: int) -> None:
-        demux = Demux()
+    def read_output(self, path: str, open_as: str, rank: int | None) -> None:
+        """Read a file that is opened under another name than its own, which only `rank` writes to, if one does."""
         own = of_path(path)
+        own.rank = own.rank if rank is None else rank
+        self._files.append(LogFile(path))
+        self._file(open_as, len(self._files) - 1, own)
+        self._files[-1] = replace(self._files[-1], path=path)
+
+    def _file(self, path: str, number: int, own: Stream) -> None:
+        demux = Demux()
         own.file = number
         reading = self.scan.file(number, demux, own)
         size, error = 0, ""
         cuts = [0]
         try:
-            for block in blocks(path, cuts, follow=self._follow):
+            for block in blocks(path, cuts, follow=self._follow, tail=self._tail):
                 if not size and is_binary(block):
                     raise Unreadable("binary, not a log")
                 size += len(block)
@@ -193,14 +201,16 @@ def is_binary(start: bytes) -> bool:
     return start.startswith(_MAGIC) or start.count(b"\0") > _BINARY_SHARE * len(start)
 
 
-def blocks(path: str, cuts: list[int], *, follow: bool = False) -> Iterator[bytes]:
+def blocks(path: str, cuts: list[int], *, follow: bool = False, tail: int = 0) -> Iterator[bytes]:
     """Yield blocks of whole lines; a line that is longer than any is cut, and counted in cuts[0].
+
+    `tail`: read only so many bytes of the end of a file that is not packed; 0 for all of it.
 
     Raises:
         OSError, CannotUnpack, Unreadable, ValueError: it cannot be read, or not to its end.
     """
     rest, skip = b"", False
-    for piece in _bytes(path, follow=follow):
+    for piece in _bytes(path, follow=follow, tail=tail):
         if skip:
             _, newline, piece = piece.partition(b"\n")
             if not newline:
@@ -219,7 +229,7 @@ def blocks(path: str, cuts: list[int], *, follow: bool = False) -> Iterator[byte
         yield rest
 
 
-def _bytes(path: str, *, follow: bool) -> Generator[bytes, None, None]:
+def _bytes(path: str, *, follow: bool, tail: int) -> Generator[bytes, None, None]:
     if path == "-":
         yield from _piped(sys.stdin.fileno())
         return
@@ -246,6 +256,8 @@ def _bytes(path: str, *, follow: bool) -> Generator[bytes, None, None]:
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         read = 0
+        if tail and size > tail:
+            read = file.seek(size - tail)
         while follow or read < size:  # a log that is being written ends where it ended when it was opened
             piece = file.read(_BLOCK)
             if not piece and not follow:

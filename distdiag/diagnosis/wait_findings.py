@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from distdiag.cluster.hosts import fold, fold_ranks, name_ranks
-from distdiag.commands.trace.blocked.types import SAMPLED_S
 from distdiag.diagnosis import remedies
 from distdiag.diagnosis.wait_reasons import ENDED, Kind, Wait, lasting
 from distdiag.facts.machine import STOPPED
+from distdiag.jobs.sample_waits import SAMPLED_S
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from distdiag.commands.trace.blocked.types import Request
+    from distdiag.cluster.targets import Cluster
     from distdiag.diagnosis.process_index import Key, ProcessIndex
     from distdiag.diagnosis.wait_graph import Edge, WaitGraph, WaitTree
     from distdiag.jobs.types import Job
@@ -30,6 +30,34 @@ BLAMED = (Kind.STOPPED, Kind.STORAGE, Kind.KERNEL, Kind.SLEEP, Kind.FILE, Kind.C
 """What holds others up and has nothing to do with them."""
 _ITSELF = {Kind.STOPPED: "stopped", Kind.STORAGE: "storage"}
 """What is a fault even if nobody is known to wait for it."""
+
+
+class Wanted(Protocol):
+    """Which job or processes were asked for; what `commands.trace.ranks` and `hang` have."""
+
+    @property
+    def job(self) -> str:
+        """Name of a job, or empty."""
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes that were named."""
+
+
+class Request(Protocol):
+    """What a command that looks at waits was asked."""
+
+    @property
+    def program(self) -> str:
+        """How distdiag was called."""
+
+    @property
+    def cluster(self) -> Cluster:
+        """Which hosts."""
+
+    @property
+    def wanted(self) -> Wanted:
+        """Which job or processes."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,272 @@
+"""Facts of one node for hang: every source is asked at the same time, each with its own deadline. Nothing is judged."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass
+
+from distdiag.facts import job_output, kernel_signs, mapped_versions, nccl_ras, procs
+from distdiag.facts.blocked_threads import Blocked  # noqa: TC001 - decoded by its annotations
+from distdiag.facts.flight_recorder import collect as recorder
+from distdiag.facts.flight_recorder.collect import NodeDumps  # noqa: TC001
+from distdiag.facts.job_logs.collect import NodeLogs, Reader
+from distdiag.facts.job_output import Bar  # noqa: TC001
+from distdiag.facts.kernel_signs import KernelSigns  # noqa: TC001
+from distdiag.facts.mapped_versions import MappedVersions  # noqa: TC001
+from distdiag.facts.nccl_ras import RasFacts  # noqa: TC001
+from distdiag.facts.socket_owners import Network, Person  # noqa: TC001
+from distdiag.jobs import sample_stacks, sample_waits
+from distdiag.jobs.collect import Watched, facts
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+__all__ = ["facts", "more"]
+
+_LOG_TAIL = 32 * 2**20
+_LOG_BYTES = 512 * 2**20
+_SHIPPED_EVENTS = 2000
+_DUMP_VARIABLES = (
+    b"TORCH_FR_DUMP_TEMP_FILE",
+    b"TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+    b"TORCH_FR_DEBUG_INFO_PIPE_FILE",
+    b"TORCH_NCCL_DEBUG_INFO_PIPE_FILE",
+)
+_PIPES = (b"TORCH_FR_DEBUG_INFO_PIPE_FILE", b"TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
+
+
+@dataclass(frozen=True)
+class SourceEnd:
+    """How asking one source ended here. `why`: why it told nothing, or not all; `hint`: what would change that."""
+
+    source: str
+    seconds: float
+    why: str = ""
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is sent at a time: of one source, all or a part; `ended` says which source is done."""
+
+    watched: tuple[Watched, ...] = ()
+    blocked: tuple[Blocked, ...] = ()
+    networks: tuple[Network, ...] = ()
+    people: tuple[Person, ...] = ()
+    logs: tuple[NodeLogs, ...] = ()
+    bars: tuple[Bar, ...] = ()
+    dumps: tuple[NodeDumps, ...] = ()
+    ras: tuple[RasFacts, ...] = ()
+    kernel: tuple[KernelSigns, ...] = ()
+    versions: tuple[MappedVersions, ...] = ()
+    ended: tuple[SourceEnd, ...] = ()
+
+
+class Unavailable(Exception):
+    """A source has nothing here: why, and what would make it have something."""
+
+    def __init__(self, why: str, hint: str = "") -> None:
+        super().__init__(why)
+        self.hint = hint
+
+
+def more(ask: dict[str, Any], tell: Callable[[Any], None]) -> None:
+    """Ask all sources: {"pids", "once", "ranks": rank by pid, "launchers", "logs", "recorder": paths, "patterns",
+    "interval_s", "timeout_s": for all of it, "light": /proc alone}.
+    """  # fmt: skip
+    run = _Run(ask, tell)
+    if ask["light"]:
+        run.ask_all({"waits": run.waits})
+        return
+    at_once = {"waits": run.waits, "log": run.log, "kernel": run.kernel, "ras": run.ras, "versions": run.versions}
+    run.ask_all({"stacks": run.stacks, **at_once})
+    # Last, and alone: its readers are forked, and a rank that writes its dump moves.
+    run.ask_all({"recorder": run.recorder})
+
+
+class _Run:
+    def __init__(self, ask: dict[str, Any], tell: Callable[[Any], None]) -> None:
+        self._ask, self._tell = ask, tell
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+        self._over: set[str] = set()
+        self._pids: list[int] = list(ask["pids"])
+        self._ranks: dict[int, int | None] = {int(pid): rank for pid, rank in ask["ranks"]}
+
+    def ask_all(self, sources: dict[str, Callable[[], None]]) -> None:
+        """Ask these at the same time. A late source is left behind, and what it finds later is dropped."""
+        began = time.monotonic()
+        threads = [
+            threading.Thread(target=self._ask_one, args=(name, source, began), daemon=True)
+            for name, source in sources.items()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, self._began + self._ask["timeout_s"] - time.monotonic()))
+        for name in sources:
+            self._end(name, began, "it did not answer in time", "increase --timeout, e.g. --timeout 120")
+
+    def _ask_one(self, name: str, source: Callable[[], None], began: float) -> None:
+        try:
+            source()
+        except Unavailable as error:
+            self._end(name, began, str(error), error.hint)
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with one source is no reason to lose the others
+            self._end(name, began, f"{type(error).__name__}: {error}"[:300])
+        else:
+            self._end(name, began)
+
+    def _end(self, name: str, began: float, why: str = "", hint: str = "") -> None:
+        with self._lock:
+            if name in self._over:
+                return
+            self._over.add(name)
+            self._tell(Part(ended=(SourceEnd(name, round(time.monotonic() - began, 3), why, hint),)))
+
+    def _send(self, name: str, part: Any) -> None:  # noqa: ANN401 - a Part, or a dictionary as of one
+        with self._lock:
+            if name not in self._over:
+                self._tell(part)
+
+    def stacks(self) -> None:
+        """Sample the stacks of all ranks and their helpers twice."""
+        if not self._pids:
+            raise Unavailable("no process of a job on this node")
+        ask = {
+            "pids": self._pids,
+            "once": self._ask["once"],
+            "samples": 2,
+            "interval_s": self._ask["interval_s"],
+            "timeout_s": min(5.0, self._ask["timeout_s"] / 3),
+            "native": False,
+            "counters": True,
+            "all_threads": False,
+        }
+        sample_stacks.more(ask, lambda watched: self._send("stacks", Part(watched=(watched,))))
+
+    def waits(self) -> None:
+        """Read from /proc what every thread waits for."""
+        if not self._pids:
+            raise Unavailable("no process of a job on this node")
+        ask = {"pids": self._pids, "interval_s": sample_waits.SAMPLED_S}
+        sample_waits.more(
+            ask,
+            lambda reply: self._send(
+                "waits", Part(blocked=reply.processes, networks=reply.networks, people=reply.people)
+            ),
+        )
+
+    def log(self) -> None:
+        """Read the ends of the files that the job writes to, and those that were named."""
+        files, elsewhere = job_output.find(self._ranks, self._ask["launchers"])
+        if not files and not self._ask["logs"]:
+            to = f"its output goes to {', '.join(elsewhere[:3])}" if elsewhere else "no output file was found"
+            raise Unavailable(to, "keep the output in files: torchrun --log-dir logs --redirects 3 --tee 3; or --logs")
+        bars = [bar for bar in (job_output.last_bar(file, time.time()) for file in files) if bar is not None]
+        self._send("log", Part(bars=tuple(bars)))
+        reader = Reader({"patterns": self._ask["patterns"], "tail": _LOG_TAIL})
+        left = _LOG_BYTES
+        for file in files:
+            if left > 0:
+                reader.read_output(file.path, file.open_as, file.rank)
+                left -= _LOG_TAIL
+        for path in self._ask["logs"]:
+            reader.read(path)
+        found = reader.found()
+        events = found.events
+        for start in range(0, max(len(events), 1), _SHIPPED_EVENTS):
+            first = start == 0
+            part = NodeLogs(
+                found.host,
+                found.files if first else (),
+                found.streams if first else (),
+                events[start : start + _SHIPPED_EVENTS],
+                found.comms if first else (),
+                found.dropped if first else 0,
+            )
+            self._send("log", Part(logs=(part,)))
+
+    def kernel(self) -> None:
+        """Read the kernel's log, OOM counters, unacknowledged data and what the GPUs do."""
+        self._send("kernel", Part(kernel=(kernel_signs.read(self._pids, since_s=self._age_s()),)))
+
+    def _age_s(self) -> float:
+        """Return how long ago the first rank here was started."""
+        ticks = [proc.started for proc in map(procs.read, self._ranks) if proc is not None]
+        up_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+        return up_s - min(ticks) / os.sysconf("SC_CLK_TCK") if ticks else 0.0
+
+    def ras(self) -> None:
+        """Ask NCCL itself, by its RAS port."""
+        environs = [variables for variables in (_environ(pid, (b"NCCL_RAS",)) for pid in self._ranks)]
+        if all(variables.get("NCCL_RAS_ENABLE") == "0" for variables in environs) and environs:
+            raise Unavailable("NCCL_RAS_ENABLE=0 in the ranks' environment", "leave NCCL_RAS_ENABLE unset")
+        answers = [nccl_ras.read(address, timeout_s=self._ask["ras_s"]) for address in nccl_ras.addresses(environs)[:4]]
+        if not any(answer.readings for answer in answers):
+            why = answers[0].error if answers else "no address"
+            raise Unavailable(
+                f"no answer at {answers[0].address if answers else '?'}: {why}",
+                "NCCL 2.24 or newer listens there unless NCCL_RAS_ENABLE=0; Gloo and MPI have no RAS",
+            )
+        self._send("ras", Part(ras=tuple(answer for answer in answers if answer.readings)))
+
+    def versions(self) -> None:
+        """Read the versions of what one rank of each program has mapped."""
+        found = []
+        for pid in list(self._ranks)[:1]:
+            found.append(mapped_versions.read(pid))
+        if not found:
+            raise Unavailable("no rank on this node")
+        self._send("versions", Part(versions=tuple(found)))
+
+    def _is_ours(self, path: str) -> bool:
+        """Return whether a dump was written by this run of the job: an earlier one leaves files of the same names."""
+        return os.path.isfile(path) and _modified_s(path) > time.time() - self._age_s()
+
+    def recorder(self) -> None:
+        """Read the dumps of flight recorders; ranks that have a pipe are asked for theirs first."""
+        paths, has_pipe = list(self._ask["recorder"]), False
+        variables = {pid: _environ(pid, _DUMP_VARIABLES) for pid in self._ranks}
+        for pid, own in variables.items():
+            for name in _DUMP_VARIABLES:
+                value = own.get(name.decode())
+                if value and name in _PIPES:
+                    has_pipe = True
+                elif value:
+                    path = f"{value}{self._ranks[pid]}"
+                    paths += [path] if self._is_ours(path) else []
+        if not paths and not has_pipe:
+            raise Unavailable(
+                "the job was started without a flight recorder, or it has not written a dump",
+                "TORCH_FR_BUFFER_SIZE=2000 and TORCH_FR_DUMP_TEMP_FILE; Gloo: distdiag.dump_flight_recorder(DIR)",
+            )
+        left = self._began + self._ask["timeout_s"] - time.monotonic()
+        ask = {"paths": list(dict.fromkeys(paths)), "trigger": True, "wait_s": max(1.0, min(6.0, left / 2))}
+
+        def tell(answer: Any) -> None:  # noqa: ANN401 - a NodeDumps, or a dictionary as of one
+            self._send("recorder", {"dumps": [answer]} if isinstance(answer, dict) else Part(dumps=(answer,)))
+
+        recorder.more(ask, tell)
+
+
+def _modified_s(path: str) -> float:
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return 0.0
+
+
+def _environ(pid: int, names: tuple[bytes, ...]) -> dict[str, str]:
+    """Read variables of a process whose names begin so; none if they are not ours to read."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            words = file.read(2**20).split(b"\0")
+    except OSError:
+        return {}
+    pairs = (word.partition(b"=") for word in words if word.startswith(names))
+    return {os.fsdecode(name): os.fsdecode(value)[:4096] for name, _, value in pairs}

@@ -1,0 +1,89 @@
+"""What you type for hang."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
+from distdiag.commands.hang.types import Request, Wanted
+from distdiag.errors import UsageError
+from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
+
+if TYPE_CHECKING:
+    from distdiag.commands.hang.types import Hang
+    from distdiag.report import Report
+
+
+@on_hosts
+def hang(
+    job: Annotated[
+        str, typer.Option(metavar="ID", help="Only this job: torchrun's run id, MASTER_ADDR:MASTER_PORT or a SLURM id.")
+    ] = "",
+    user: Annotated[
+        str, typer.Option(metavar="NAME", help="Only this user's processes. [default: all we may see]")
+    ] = "",
+    logs: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATH", help="Log files or folders on the hosts, beside those the ranks write to."),
+    ] = None,
+    recorder: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATH", help="Flight recorder dumps on the hosts, or the folder with dumps and pipes."),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=5.0, max=3600.0, metavar="SECONDS", help="Longest time for the whole diagnosis.")
+    ] = 30.0,
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", help="Read /proc every minute; diagnose once no rank makes progress any more."),
+    ] = False,
+    every: Annotated[
+        float, typer.Option(min=1.0, max=3600.0, metavar="SECONDS", help="Time between the readings of --watch.")
+    ] = 60.0,
+    save: SaveOpt = "",
+    from_: FromOpt = None,
+    html: Annotated[str, typer.Option(metavar="FILE", help="Write an offline page with a square for every rank.")] = "",
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every rank.")] = False,
+    as_json: JsonOpt = False,
+    strict: StrictOpt = False,
+    *,
+    cluster: Cluster,
+) -> None:
+    """Diagnose a stuck job: name the rank that holds it up, from all evidence on all nodes.
+
+    Joins stacks, /proc, NCCL RAS, flight recorder dumps, the job's log, the kernel and known bugs of versions. The job
+    needs no preparation and is not stopped.
+
+    Exit status: 0 not hung or only slow, 1 hung, and why, 2 wrong usage, 3 the evidence cannot decide, 130 interrupted.
+    """
+    from distdiag import runner
+    from distdiag.commands.hang import html_report
+    from distdiag.commands.hang.subcommand import SUBCOMMAND
+
+    def request() -> Request:
+        if html:
+            html_report.check_place(html)
+        if watch and (from_ or save):
+            raise UsageError("--watch looks at a running job", hint="leave out --from and --save")
+        return Request(
+            program=called_as(),
+            cluster=cluster,
+            wanted=Wanted(job=job, user=user),
+            logs=tuple(logs or ()),
+            recorder=tuple(recorder or ()),
+            timeout_s=timeout,
+            verbose=verbose,
+        )
+
+    def finish(report: Report[Hang]) -> Report[Hang]:
+        if html:
+            html_report.write_page(report, html, strict=strict)
+        return report
+
+    if watch and not cluster.explain:
+        from distdiag.commands.hang.watch import wait_until_still
+
+        wait_until_still(request, every, as_json=as_json)
+    runner.run(SUBCOMMAND, request, runner.Options(as_json, strict, save, from_, cluster.explain), finish)

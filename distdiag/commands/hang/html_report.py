@@ -1,0 +1,118 @@
+"""hang as one page for a browser: every rank a square, by host and local rank; equal texts are embedded once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from distdiag import html_page
+from distdiag.cluster.hosts import fold, fold_ranks
+from distdiag.files import write_whole
+from distdiag.output import document
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Mapping
+
+    from distdiag.commands.hang.types import Hang
+    from distdiag.report import Report
+
+check_place = html_page.check_place
+_LETTERS = {
+    "communication wait": "C",
+    "data loading": "D",
+    "storage": "S",
+    "network": "N",
+    "compute": "R",
+    "cuda sync": "G",
+    "compile": "J",
+    "checkpoint": "K",
+    "lock": "L",
+    "gil": "L",
+    "debugger": "B",
+    "teardown": "E",
+    "import": "I",
+    "python": "P",
+    "stopped": "T",
+    "exited": "X",
+    "unreadable": "?",
+}
+"""What a square shows of each class of stacks: not by colour alone."""
+_EDGES = 400
+
+
+def write_page(report: Report[Hang], path: str, *, strict: bool) -> None:
+    """Write the report as one page for a browser. Raises DistdiagError."""
+    write_whole(path, make_page(document(report, strict=strict)).encode())
+
+
+def make_page(content: Mapping[str, Any]) -> str:
+    """Format a report, the same document that --json prints, into one HTML page, in ASCII."""
+    return html_page.fill("distdiag.commands.hang", "html_report.html", _content(content))
+
+
+class _Pool:
+    """Values by number, each held once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+
+    def number(self, value: Hashable) -> int:
+        return self._numbers.setdefault(value, len(self._numbers))
+
+    def values(self) -> list[Hashable]:
+        return list(self._numbers)
+
+
+def _content(document: Mapping[str, Any]) -> dict[str, Any]:
+    data, strings, stacks = document["data"], _Pool(), _Pool()
+    processes = sorted(data["processes"], key=_order)
+    return {
+        **{key: document[key] for key in ("version", "verdict", "summary")},
+        "findings": [{**finding, "where": _where(finding["where"])} for finding in document["findings"]],
+        "class_name": data["class_name"],
+        "next_experiment": data["next_experiment"],
+        "sources": [{**row, "ranks": fold_ranks(row["ranks"])} for row in data["sources"]],
+        "jobs": [{**job, "hosts": fold(job["hosts"])} for job in data["jobs"]],
+        "letters": _LETTERS,
+        "rows": [_row(process, strings, stacks) for process in processes],
+        "edges": list(_edges(processes)),
+        "strings": strings.values(),
+        "stacks": stacks.values(),
+    }
+
+
+def _order(process: Mapping[str, Any]) -> tuple[str, bool, int, str, int]:
+    rank = process["rank"]
+    return process["job"], rank is None, rank or 0, process["host"], process["pid"] or 0
+
+
+def _row(process: Mapping[str, Any], strings: _Pool, stacks: _Pool) -> list[Any]:
+    """Return one rank: texts and stacks by their numbers, in the order that the page's script names."""
+    names = ("host", "job", "doing", "stuck", "waits", "recorder")
+    return [
+        *(strings.number(process[name]) for name in names),
+        *(process[name] for name in ("rank", "local_rank", "pid", "moving", "since_s", "waits_for")),
+        strings.number(", ".join(f"{name} {value}" for name, value in process["counters"].items())),
+        stacks.number(tuple(process["frames"])),
+        stacks.number(tuple(process["recent"])),
+    ]
+
+
+def _edges(processes: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, str]]:
+    """Fold who waits for whom: equal waits for one rank are one edge; who waits in a collective waits for the stuck."""
+    stuck = [p for p in processes if p["stuck"]]
+    groups: dict[tuple[str, str], list[int]] = {}
+    for process in processes:
+        if process["rank"] is None:
+            continue
+        if process["waits_for"] is not None:
+            groups.setdefault((f"rank {process['waits_for']}", process["doing"]), []).append(process["rank"])
+        elif not process["stuck"] and process["doing"] in ("communication wait", "cuda sync") and stuck:
+            held_by = fold_ranks(other["rank"] for other in stuck if other["rank"] is not None)
+            to = f"rank{'s' if len(stuck) > 1 else ''} {held_by}"
+            groups.setdefault((to, process["doing"]), []).append(process["rank"])
+    for (target, doing), ranks in list(groups.items())[:_EDGES]:
+        yield {"from": f"rank{'s' if len(ranks) > 1 else ''} {fold_ranks(ranks)}", "to": target, "doing": doing}
+
+
+def _where(where: Mapping[str, Any]) -> dict[str, str]:
+    return {"hosts": fold(where["hosts"]), "ranks": fold_ranks(where["ranks"]), "pids": fold_ranks(where["pids"])}

@@ -1,0 +1,73 @@
+"""The report of hang as text: the job, what each source says, and the stacks of the ranks that hold it up."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Column
+from rich.text import Text
+
+from distdiag.diagnosis.stack_wording import named
+from distdiag.output import Whole, plain_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from rich.console import RenderableType
+
+    from distdiag.commands.hang.types import Hang, HangRank, Request
+    from distdiag.report import Report
+
+_FRAMES = 6
+_SHOWN = 4
+_LONG = 300
+
+
+def hang_view(report: Report[Hang], request: Request) -> Iterator[RenderableType]:
+    """Draw the job, its ranks folded by what they do, the stuck ones first with their stacks, and the sources."""
+    data = report.data
+    for job in data.jobs:
+        yield Text(job.title(), overflow="fold")
+    yield ""
+    yield from _ranks(data.processes, verbose=request.verbose)
+    if data.sources:
+        yield _sources(data)
+        yield ""
+
+
+def _ranks(rows: Sequence[HangRank], *, verbose: bool) -> Iterator[RenderableType]:
+    groups: dict[tuple[str, str, tuple[str, ...]], list[HangRank]] = {}
+    for row in rows:
+        groups.setdefault((row.stuck, row.doing, row.frames), []).append(row)
+    ordered = sorted(groups.items(), key=lambda item: (not item[0][0], len(item[1])))
+    for (stuck, doing, frames), members in ordered if verbose else ordered[:_SHOWN]:
+        mark = f"  <- {stuck}" if stuck else ""
+        yield Text(f"{_names(members)}: {doing}{_since(members)}{mark}", style="bold" if stuck else "", overflow="fold")
+        yield from (Whole(f"    {frame}") for frame in (frames if verbose else frames[:_FRAMES]))
+        yield ""
+    rest = ordered[_SHOWN:]
+    if rest and not verbose:
+        yield f"... and {sum(len(members) for _, members in rest)} ranks elsewhere (-v shows all)"
+        yield ""
+
+
+def _names(members: Sequence[HangRank]) -> str:
+    ranks = [row.rank for row in members if row.rank is not None]
+    if len(ranks) == len(members):
+        return named(ranks, 110)
+    return "pid " + ", ".join(str(row.pid) for row in members[:8])
+
+
+def _since(members: Iterable[HangRank]) -> str:
+    known = [row.since_s for row in members if row.since_s is not None]
+    return f", {max(known):.0f} s" if known and max(known) >= 1 else ""
+
+
+def _sources(data: Hang) -> RenderableType:
+    table = plain_table(
+        Column("source", no_wrap=True), Column("verdict", no_wrap=True), Column("says", overflow="fold")
+    )
+    for row in data.sources:
+        says = row.says if len(row.says) <= _LONG else row.says[: _LONG - 3] + "..."
+        table.add_row(row.source, row.stand, says + (f" ({row.hint})" if row.hint else ""))
+    return table

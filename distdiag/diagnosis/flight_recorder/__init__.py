@@ -1,0 +1,1 @@
+"""What the dumps of a flight recorder come to."""

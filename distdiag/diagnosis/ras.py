@@ -1,0 +1,523 @@
+"""What two readings of NCCL's RAS service prove: which ranks lag, which are dead or missing. Pure.
+
+RAS lists the members of the smaller group of a mismatch, even where that group is ahead (NVIDIA/nccl issue 1911): the
+counts decide who lags, never who is listed. Counts that rise between the readings are a job that moves, not one that
+hangs. A rank that lags in one communicator because it waits in another one is not to blame.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from distdiag.facts.nccl_ras import RasFacts, Reading
+
+    Process = tuple[str, int, str]
+
+_MOST_RANKS = 2**20
+_IN_PROGRESS = 7  # ncclInProgress
+_ERRORS = ("", "unhandled CUDA error", "system error", "internal error", "invalid argument", "invalid usage")
+_ERRORS_BY_CODE = dict(enumerate((*_ERRORS, "remote process error")))
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank of a communicator, -1 if RAS names its process only; `gpu` as NCCL numbers it."""
+
+    rank: int
+    host: str = ""
+    pid: int = 0
+    gpu: str = ""
+
+    @property
+    def process(self) -> Process:
+        """What it is in every communicator."""
+        return self.host, self.pid, self.gpu
+
+
+class RasState(StrEnum):
+    """What the readings prove. HEALTHY: no rank is behind another; whether the job moves is in `stands_still`."""
+
+    HEALTHY = "healthy"
+    LAGGING = "lagging"
+    DEAD = "dead"
+    MISSING = "missing"
+    MOVING = "moving"
+    ABORTED = "aborted"
+    UNKNOWN = "unknown"
+    NOT_AVAILABLE = "not-available"
+
+
+@dataclass(frozen=True)
+class Lag:
+    """Ranks of a communicator that have launched fewer operations. Ranks are numbers in the communicator.
+
+    `operation`: "AllReduce", or "" where NCCL does not say. `lagging` is empty where RAS does not list them.
+    """
+
+    communicator: str
+    operation: str
+    lagging: tuple[int, ...]
+    n_lagging: int
+    behind: int
+    ahead: int
+    n_ahead: int
+    members: tuple[Member, ...] = ()
+
+
+@dataclass(frozen=True)
+class RasVerdict:
+    """`why`: one sentence. `stands_still`: no count rose between the readings; None if the counts are not known."""
+
+    state: RasState
+    why: str
+    lags: tuple[Lag, ...] = ()
+    dead: tuple[Member, ...] = ()
+    missing: tuple[Member, ...] = ()
+    n_ranks: int = 0
+    n_communicators: int = 0
+    nccl_version: str = ""
+    stands_still: bool | None = None
+
+
+@dataclass
+class Group:
+    """The ranks of a communicator that have launched the same number of an operation; those listed, or all."""
+
+    count: int
+    size: int
+    members: list[Member] = field(default_factory=list)
+
+
+@dataclass
+class Communicator:
+    """One communicator. `groups`: by operation, where ranks differ (text) or always (JSON). `left`: without it now."""
+
+    hash: str
+    size: int = 0
+    groups: dict[str, list[Group]] = field(default_factory=dict)
+    missing: list[Member] = field(default_factory=list)
+    states: dict[str, int] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Snapshot:
+    """One reading, parsed. `counts`: of each process in all of its communicators, where JSON tells them."""
+
+    version: str = ""
+    n_ranks: int = 0
+    n_communicators: int = 0
+    communicators: list[Communicator] = field(default_factory=list)
+    dead: list[Member] = field(default_factory=list)
+    missing: list[Member] = field(default_factory=list)
+    counts: dict[tuple[str, int], tuple[int, ...]] | None = None
+    timeouts: int = 0
+    n_missing: int = 0
+    n_dead: int = 0
+
+
+def parse(reading: Reading) -> Snapshot:
+    """Parse an answer of NCCL 2.24 or later, text or JSON. Raises ValueError."""
+    if reading.error:
+        raise ValueError(reading.error)
+    if reading.text.lstrip().startswith("{"):
+        try:
+            return _parse_json(json.loads(reading.text))
+        except (RecursionError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"unexpected JSON: {type(error).__name__}") from None
+    return _Text().parse(reading.text)
+
+
+def judge(facts: RasFacts) -> RasVerdict:
+    """Judge two readings; a reading that cannot be parsed proves nothing."""
+    if facts.error or not facts.readings:
+        return RasVerdict(RasState.NOT_AVAILABLE, facts.error or "not asked")
+    snapshots, problem = [], ""
+    for reading in facts.readings:
+        try:
+            snapshots.append(parse(reading))
+        except ValueError as error:
+            problem = str(error)
+    if not snapshots:
+        return RasVerdict(RasState.UNKNOWN, f"the RAS answer is unreadable: {problem}")
+    return _Judgement(snapshots[0], snapshots[-1] if len(snapshots) > 1 else None, problem).verdict()
+
+
+class _Judgement:
+    def __init__(self, first: Snapshot, second: Snapshot | None, problem: str) -> None:
+        self._first, self._second, self._last = first, second, second or first
+        self._problem = problem or "not taken"
+
+    def verdict(self) -> RasVerdict:
+        last = self._last
+        if last.dead or last.n_dead:
+            number = max(len(last.dead), last.n_dead)
+            return self._make(RasState.DEAD, f"{_count(number, 'process')} did not answer RAS for 60 s or more")
+        if last.missing or last.n_missing:
+            number = max(len(last.missing), last.n_missing)
+            return self._make(RasState.MISSING, f"{_count(number, 'process')} did not answer RAS in time")
+        for communicator in last.communicators:
+            if communicator.errors:
+                return self._make(RasState.ABORTED, f"communicator {communicator.hash}: {communicator.errors[0]}")
+            if {"ABORT", "NOCOMM", "FINALIZE"} & communicator.states.keys() and len(communicator.states) > 1:
+                shown = ", ".join(f"{number} {state}" for state, number in sorted(communicator.states.items()))
+                return self._make(RasState.ABORTED, f"ranks of communicator {communicator.hash} have left it: {shown}")
+        return self._of_counts()
+
+    def _make(self, state: RasState, why: str, lags: Iterable[Lag] = ()) -> RasVerdict:
+        last = self._last
+        return RasVerdict(
+            state,
+            why,
+            tuple(lags),
+            _unique(last.dead),
+            _unique(last.missing),
+            last.n_ranks,
+            last.n_communicators,
+            last.version,
+            self._stands_still(),
+        )
+
+    def _stands_still(self) -> bool | None:
+        if self._second is None or self._first.counts is None or self._second.counts is None:
+            return None
+        return self._first.counts == self._second.counts
+
+    def _of_counts(self) -> RasVerdict:
+        lags = list(_lags(self._last))
+        initialising = [each for each in self._last.communicators if len(each.states) > 1 and "INIT" in each.states]
+        if not lags and initialising:
+            number = initialising[0].states["INIT"]
+            why = f"{_count(number, 'rank')} of communicator {initialising[0].hash} still initialising"
+            return self._make(RasState.UNKNOWN, why)
+        if not lags:
+            if self._stands_still() is False:
+                return self._make(RasState.MOVING, "the operation counts rise between the two readings")
+            if not self._last.n_communicators:
+                return self._make(RasState.UNKNOWN, "RAS lists no communicator")
+            return self._make(RasState.HEALTHY, "all ranks have launched the same operations")
+        if self._second is None:
+            return self._make(
+                RasState.UNKNOWN, f"{_shown(lags[0])} in the first reading; second reading: {self._problem}"
+            )
+        before = set(_lags(self._first))
+        same = [lag for lag in lags if lag in before and not self._moves(lag)]
+        if not same:
+            return self._make(RasState.MOVING, "ranks differ, and their operation counts rise between the two readings")
+        return self._of_standing(same)
+
+    def _moves(self, lag: Lag) -> bool:
+        """Return whether a lagging rank launched operations in any communicator meanwhile."""
+        first, second = self._first.counts, self._last.counts
+        if first is None or second is None:
+            return False
+        places = {number for number, each in enumerate(self._last.communicators) if each.hash == lag.communicator}
+        hashes = {(each.hash, member.rank): member.process for each, member in _members(self._last)}
+        processes = {
+            hashes.get((self._last.communicators[place].hash, rank)) for place in places for rank in lag.lagging
+        }
+        return any(hashes.get(key) in processes and second[key] != first.get(key, second[key]) for key in second)
+
+    def _of_standing(self, lags: Sequence[Lag]) -> RasVerdict:
+        both = _in_both_directions(lags)
+        if both is not None:
+            why = f"ranks of communicator {both} are behind in one operation and ahead in another: they differ in calls"
+            return self._make(RasState.UNKNOWN, why, lags)
+        waiting = _waiting(self._last, lags)
+        roots = [root for lag in lags if (root := _without(lag, waiting)) is not None]
+        if not roots:
+            return self._make(RasState.UNKNOWN, "the ranks that lag wait in other communicators for each other", lags)
+        few = [lag for lag in roots if lag.n_lagging <= lag.n_ahead]
+        if not few:
+            why = f"{_shown(roots[0])}: the few that are ahead may have made a call too many"
+            return self._make(RasState.UNKNOWN, why, roots)
+        return self._make(RasState.LAGGING, _shown(few[0]), few)
+
+
+def _count(number: int, noun: str) -> str:
+    plural = "es" if noun.endswith("s") else "s"
+    return f"{number} {noun}{'' if number == 1 else plural}"
+
+
+def _shown(lag: Lag) -> str:
+    operation = lag.operation or "operation"
+    return (
+        f"{_count(lag.n_lagging, 'rank')} of communicator {lag.communicator} stopped at {operation} {lag.behind}, "
+        f"{lag.n_ahead} at {lag.ahead}"
+    )
+
+
+def _unique(members: Iterable[Member]) -> tuple[Member, ...]:
+    """Keep each process once, with its rank in the first communicator that lists it."""
+    found: dict[tuple[str, int], list[Member]] = defaultdict(list)
+    for member in members:
+        found[member.host, member.pid].append(member)
+    kept: dict[tuple[str, int, int], Member] = {}
+    for (host, pid), same in found.items():
+        ranked = [member for member in same if member.rank >= 0] or same
+        gpus: dict[str, Member] = {}
+        for member in ranked:
+            gpus.setdefault(member.gpu, member)
+        kept.update({(host, pid, number): member for number, member in enumerate(gpus.values())})
+    return tuple(sorted(kept.values(), key=lambda member: (member.rank, member.host, member.pid, member.gpu)))
+
+
+def _members(snapshot: Snapshot) -> Iterator[tuple[Communicator, Member]]:
+    for communicator in snapshot.communicators:
+        for groups in communicator.groups.values():
+            for group in groups:
+                for member in group.members:
+                    yield communicator, member
+
+
+def _lags(snapshot: Snapshot) -> Iterator[Lag]:
+    """Yield where ranks of a communicator have launched different numbers of an operation."""
+    for communicator in snapshot.communicators:
+        for operation, groups in communicator.groups.items():
+            if len(groups) < 2:
+                continue
+            ordered = sorted(groups, key=lambda group: group.count)
+            top = ordered[-1]
+            behind = ordered[:-1]
+            members = [member for group in behind for member in group.members]
+            n_lagging = sum(group.size for group in behind)
+            ranks = {member.rank for member in members}
+            if len(ranks) < n_lagging:
+                ranks = _complement(communicator, top, n_lagging)
+                members = [member for member in members if member.rank in ranks]
+            yield Lag(
+                communicator.hash,
+                operation,
+                tuple(sorted(ranks)),
+                n_lagging,
+                behind[0].count,
+                top.count,
+                top.size,
+                tuple(sorted(members, key=lambda member: member.rank)),
+            )
+
+
+def _complement(communicator: Communicator, top: Group, n_lagging: int) -> set[int]:
+    """Return the ranks that are not among the listed ones ahead, if that leaves exactly those that lag."""
+    ahead = {member.rank for member in top.members}
+    others = set(range(communicator.size)) - ahead
+    return others if len(ahead) == top.size and len(others) == n_lagging else set()
+
+
+def _in_both_directions(lags: Sequence[Lag]) -> str | None:
+    """Return a communicator in which some rank lags in one operation and is ahead in another."""
+    by_communicator: dict[str, list[Lag]] = defaultdict(list)
+    for lag in lags:
+        by_communicator[lag.communicator].append(lag)
+    for communicator, several in by_communicator.items():
+        lagging = [set(lag.lagging) for lag in several]
+        if len(several) > 1 and (not all(lagging) or any(ranks != lagging[0] for ranks in lagging[1:])):
+            return communicator
+    return None
+
+
+def _waiting(snapshot: Snapshot, lags: Sequence[Lag]) -> set[Process]:
+    """Return the processes that wait: those ahead in a communicator where others lag."""
+    lagging = {(lag.communicator, rank) for lag in lags for rank in lag.lagging}
+    differs = {lag.communicator for lag in lags}
+    return {
+        member.process
+        for communicator, member in _members(snapshot)
+        if communicator.hash in differs and (communicator.hash, member.rank) not in lagging and member.pid > 0
+    }
+
+
+def _without(lag: Lag, waiting: set[Process]) -> Lag | None:
+    """Return the lag without the ranks that wait elsewhere; None if no rank is left."""
+    left = [member for member in lag.members if member.process not in waiting]
+    if len(left) == len(lag.members):
+        return lag
+    if not left:
+        return None
+    ranks = {member.rank for member in lag.members} - {member.rank for member in left}
+    kept = tuple(rank for rank in lag.lagging if rank not in ranks)
+    number = lag.n_lagging - len(ranks)
+    return Lag(lag.communicator, lag.operation, kept, number, lag.behind, lag.ahead, lag.n_ahead, tuple(left))
+
+
+def _number(value: object) -> int:
+    if type(value) is not int or not -1 <= value < 2**63:
+        raise ValueError(f"{str(value)[:40]!r} is not a count")
+    return value
+
+
+def _member(about: dict[str, Any]) -> Member:
+    rank = _number(about["rank"])
+    if not 0 <= rank < _MOST_RANKS:
+        raise ValueError(f"rank {rank}")
+    return Member(
+        rank, str(about.get("host", ""))[:100], _number(about.get("pid", 0)), str(about.get("cuda_dev", ""))[:8]
+    )
+
+
+def _parse_json(document: dict[str, Any]) -> Snapshot:
+    found = Snapshot(version=str(document.get("nccl_version", ""))[:40], counts={})
+    processes = set()
+    for about in document["communicators"]:
+        communicator = Communicator(str(about["hash"])[:40], _number(about["size"]))
+        by_count: dict[str, dict[int, list[Member]]] = defaultdict(lambda: defaultdict(list))
+        for rank in about["ranks"]:
+            member = _member(rank)
+            processes.add(member.process)
+            _add_state(communicator, member, rank["status"])
+            counts = {str(name)[:40]: _number(count) for name, count in rank["collective_counts"].items()}
+            for name, count in counts.items():
+                by_count[name][count].append(member)
+            found.counts[communicator.hash, member.rank] = tuple(counts.values())  # type: ignore[index]
+        for rank in about.get("missing_ranks", ()):
+            _add_missing(found, communicator, _member(rank), rank.get("status", {}))
+        communicator.groups = {
+            name: [Group(count, len(members), members) for count, members in counts.items()]
+            for name, counts in by_count.items()
+        }
+        found.communicators.append(communicator)
+    found.n_communicators = len(found.communicators)
+    found.n_ranks = max((each.size for each in found.communicators), default=0)
+    found.timeouts = _number(document.get("ras", {}).get("timeouts_count", 0))
+    return found
+
+
+def _add_state(communicator: Communicator, member: Member, status: dict[str, Any]) -> None:
+    init, asynchronous = _number(status.get("init_state", 0)), _number(status.get("async_error", 0))
+    state = "RUNNING" if init == 0 else "INIT"
+    if status.get("abort_flag"):
+        state = "ABORT"
+    elif status.get("finalize_called") or status.get("destroy_flag"):
+        state = "FINALIZE"
+    communicator.states[state] = communicator.states.get(state, 0) + 1
+    for code in (init, asynchronous):
+        if code not in (0, _IN_PROGRESS):
+            reason = _ERRORS_BY_CODE.get(code, f"error {code}")
+            communicator.errors.append(f"rank {member.rank} reports {reason}")
+
+
+def _add_missing(found: Snapshot, communicator: Communicator, member: Member, status: dict[str, Any]) -> None:
+    if status.get("considered_dead"):
+        found.dead.append(member)
+    elif status.get("unresponsive"):
+        found.missing.append(member)
+    else:  # its process answered, and is no member any more
+        communicator.states["NOCOMM"] = communicator.states.get("NOCOMM", 0) + 1
+
+
+_VERSION = re.compile(r"NCCL version (\S{1,40})")
+_TABLE = re.compile(
+    r"^\s*(\d{1,9})\s+(\d{1,9})\s+\d+\s+\S+\s+(\d{1,9})\s+(\d{1,9})\s+(?:NOCOMM|INIT|RUNNING|FINALIZE|ABORT)\s+\S+\s*$"
+)
+_COMMUNICATOR = re.compile(r"^#(\d{1,9})-\d{1,9} \(([0-9a-f]{1,40})\) ([A-Z]{1,20})\s*$")
+_DIFFERENT = re.compile(
+    r"^\s*Communicator ranks have different (?:(\w{1,40}) operation counts|collective operation counts|status)"
+)
+_RANKS = re.compile(
+    r"^\s*(\d{1,9}) ranks have (?:launched up to operation (\d{1,19})|not launched any operations|status (\w{1,20}))"
+)
+_RANK = re.compile(
+    r"^\s*Rank (\d{1,7})"
+    r"(?: has (?:launched up to operation (\d{1,19})|(not launched any operations)|status (\w{1,20})))?"
+    r" -- (?:GPU ([^ ]{1,9}(?: \(NVML \d+\))?) managed by process (\d{1,10}) on node (\S{1,100})|\[process information)"
+)
+_PROCESS = re.compile(r"^\s*Process (\d{1,10}) on node (\S{1,100}) managing GPUs? (\S{1,200})")
+_LOST = re.compile(
+    r"^\s*(?:Missing communicator data from (\d{1,9}) job process|(\d{1,9}) job process(?:es are| is) considered dead)"
+)
+_ERROR_LINE = re.compile(r"^\s*(Initialization|Asynchronous) errors? on (\d{1,9}) ranks?")
+
+
+class _Text:
+    """The text of STATUS: a table of communicators, then Errors and Warnings in blocks that a heading begins."""
+
+    def __init__(self) -> None:
+        self._found = Snapshot()
+        self._sizes: dict[str, int] = {}
+        self._communicators: dict[str, Communicator] = {}
+        self._current: Communicator | None = None
+        self._block = ""
+        self._operation: str | None = None
+        self._group: Group | None = None
+
+    def parse(self, text: str) -> Snapshot:
+        version = _VERSION.search(text[:4096])
+        if version is None or "Communicators..." not in text or "\nWarnings\n" not in text or not text.endswith("\n\n"):
+            raise ValueError("the status is not whole" if version is not None else "not a NCCL RAS status")
+        self._found.version = version[1]
+        for line in text.splitlines():
+            self._line(line)
+        self._found.communicators = list(self._communicators.values())
+        return self._found
+
+    def _line(self, line: str) -> None:
+        if (table := _TABLE.match(line)) is not None:
+            self._sizes[table[1]] = int(table[3])
+            self._found.n_communicators += int(table[2])
+            self._found.n_ranks = max(self._found.n_ranks, int(table[3]))
+        elif (heading := _COMMUNICATOR.match(line)) is not None:
+            size = self._sizes.get(heading[1], 0)
+            self._current = self._communicators.setdefault(heading[2], Communicator(heading[2], size))
+            self._block, self._operation, self._group = heading[3], None, None
+        elif line.strip() in ("INCOMPLETE", "DEAD", "TIMEOUT"):
+            self._current, self._block = None, line.strip()
+        elif (different := _DIFFERENT.match(line)) is not None:
+            self._operation = None if "different status" in line else different[1] or ""
+            self._group = None
+        else:
+            self._detail(line)
+
+    def _detail(self, line: str) -> None:
+        if (lost := _LOST.match(line)) is not None and self._current is None:
+            if lost[1]:
+                self._found.n_missing = int(lost[1])
+            else:
+                self._found.n_dead = int(lost[2])
+        elif (process := _PROCESS.match(line)) is not None:
+            self._lost(Member(-1, process[2], int(process[1]), process[3]))
+        elif (error := _ERROR_LINE.match(line)) is not None and self._current is not None:
+            self._current.errors.append(f"{error[1].lower()} error on {_count(int(error[2]), 'rank')}")
+        elif (ranks := _RANKS.match(line)) is not None:
+            self._add_ranks(int(ranks[1]), int(ranks[2] or 0), ranks[3])
+        elif (rank := _RANK.match(line)) is not None:
+            self._add_rank(rank)
+
+    def _lost(self, member: Member) -> None:
+        if self._block == "DEAD":
+            self._found.dead.append(member)
+        elif self._block == "INCOMPLETE":
+            self._found.missing.append(member)
+
+    def _add_ranks(self, number: int, count: int, status: str | None) -> None:
+        if self._current is None:
+            return
+        if status:
+            self._current.states[status] = number
+        elif self._operation is not None:
+            self._group = Group(count, number)
+            self._current.groups.setdefault(self._operation, []).append(self._group)
+
+    def _add_rank(self, match: re.Match[str]) -> None:
+        gpu = (match[5] or "").partition(" ")[0]
+        member = Member(int(match[1]), match[7] or "", int(match[6] or 0), gpu)
+        if self._current is None:
+            return
+        if self._block == "INCOMPLETE":
+            known = {(each.host, each.pid) for each in self._found.dead}
+            (self._found.dead if (member.host, member.pid) in known else self._found.missing).append(member)
+        elif match[4]:
+            self._current.states[match[4]] = 1
+        elif (match[2] or match[3]) and self._operation is not None:
+            group = Group(int(match[2] or 0), 1, [member])
+            self._current.groups.setdefault(self._operation, []).append(group)
+            self._group = None
+        elif self._group is not None:
+            self._group.members.append(member)

@@ -1,0 +1,1 @@
+"""What the logs of a job report, read where they lie."""

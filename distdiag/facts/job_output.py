@@ -1,0 +1,160 @@
+"""Where the output of a job goes: what the descriptors 1 and 2 of its processes point to, through pipes too."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from dataclasses import dataclass
+
+from distdiag.facts.text import printable
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+_MOST_FILES = 256
+_BAR_BYTES = 8192
+_BAR = re.compile(
+    r"(?P<name>[^\r\n|]{0,80}?):?\s*(?P<percent>\d{1,3})%\|[^|]{0,200}\|\s*(?P<done>[\d.]+\w?)/(?P<total>[\d.]+\w?)\s*"
+    r"\[(?P<spent>[\d:]+)<(?P<left>[\d:?]+)"
+)
+"""A progress bar of tqdm, by its default bar_format."""
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """A regular file that processes of a job write to. `rank`: who does, if that is one rank alone."""
+
+    path: str
+    open_as: str
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Bar:
+    """The last progress bar in the output of a rank. `left_s`: how long still at this rate; `age_s`: of the file."""
+
+    rank: int | None
+    path: str
+    name: str
+    percent: int
+    done: str
+    total: str
+    spent_s: float
+    left_s: float | None
+    age_s: float
+
+
+def find(ranks: Mapping[int, int | None], launchers: Iterable[int]) -> tuple[list[OutputFile], list[str]]:
+    """Find the files that ranks (by pid) and launchers write to, and what else their output goes to, in words."""
+    owners: dict[tuple[int, int], list[int]] = {}
+    names: dict[tuple[int, int], tuple[str, str]] = {}
+    elsewhere: dict[str, None] = {}
+    launchers = list(launchers)
+    waiting = [*ranks, *launchers]
+    seen: set[int] = set(waiting)
+    pipes: set[str] = set()
+    while waiting:
+        pid = waiting.pop(0)
+        for fd in (1, 2):
+            link = f"/proc/{pid}/fd/{fd}"
+            try:
+                target, status = os.readlink(link), os.stat(link)
+            except OSError:
+                continue
+            if stat.S_ISREG(status.st_mode):
+                key = status.st_dev, status.st_ino
+                names.setdefault(key, (target, link))
+                owners.setdefault(key, []).append(pid)
+            elif stat.S_ISFIFO(status.st_mode):
+                for reader in _readers(target) if target not in pipes else ():
+                    if reader not in seen:
+                        seen.add(reader)
+                        waiting.append(reader)
+                        _add_files(reader, names, owners)
+                pipes.add(target)
+                elsewhere[f"{target.partition(':')[0]} to another process"] = None
+            else:
+                elsewhere[printable(target)] = None
+    files = [_file(names[key], owners[key], ranks) for key in names]
+    return files[:_MOST_FILES], list(elsewhere)
+
+
+def _file(named: tuple[str, str], pids: list[int], ranks: Mapping[int, int | None]) -> OutputFile:
+    path, link = named
+    own = {ranks.get(pid) for pid in pids}
+    rank = next(iter(own)) if len(own) == 1 else None
+    try:
+        there, here = os.stat(path), os.stat(link)
+        same = (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+    except OSError:
+        same = False  # deleted since, or another file system's: the descriptor still leads to it
+    return OutputFile(path, path if same else link, rank)
+
+
+def _readers(pipe: str) -> Iterator[int]:
+    """Find the processes whose standard input is this pipe: a tee, or a logger."""
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                if os.readlink(f"/proc/{entry}/fd/0") == pipe:
+                    yield int(entry)
+            except OSError:
+                continue
+
+
+def _add_files(
+    pid: int, names: dict[tuple[int, int], tuple[str, str]], owners: dict[tuple[int, int], list[int]]
+) -> None:
+    """Add the files that a reader of a pipe writes to besides its standard streams."""
+    try:
+        entries = os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return
+    for entry in entries:
+        link = f"/proc/{pid}/fd/{entry}"
+        try:
+            status, target = os.stat(link), os.readlink(link)
+            is_written = stat.S_IMODE(os.lstat(link).st_mode) & 0o200
+        except OSError:
+            continue
+        if stat.S_ISREG(status.st_mode) and is_written and entry not in ("0", "1", "2"):
+            key = status.st_dev, status.st_ino
+            names.setdefault(key, (target, link))
+            owners.setdefault(key, []).append(pid)
+
+
+def last_bar(file: OutputFile, now_s: float) -> Bar | None:
+    """Find the last progress bar at the end of a file; None if there is none."""
+    try:
+        with open(os.open(file.open_as, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as data:
+            status = os.fstat(data.fileno())
+            data.seek(max(0, status.st_size - _BAR_BYTES))
+            text = data.read(_BAR_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return None
+    bars = list(_BAR.finditer(text))
+    if not bars:
+        return None
+    last = bars[-1]
+    left = last["left"]
+    return Bar(
+        rank=file.rank,
+        path=printable(file.path),
+        name=printable(last["name"].strip()[-60:]),
+        percent=int(last["percent"]),
+        done=last["done"],
+        total=last["total"],
+        spent_s=_seconds(last["spent"]),
+        left_s=None if "?" in left else _seconds(left),
+        age_s=max(0.0, now_s - status.st_mtime),
+    )
+
+
+def _seconds(text: str) -> float:
+    """Parse "01:30" or "1:02:03"."""
+    total = 0.0
+    for part in text.split(":"):
+        total = total * 60 + (int(part) if part.isdigit() else 0)
+    return total

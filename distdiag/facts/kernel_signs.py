@@ -1,0 +1,236 @@
+"""What the kernel and the GPUs of one node say of a job: OOM kills, Xid, links, D states, data nobody acknowledges."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from dataclasses import dataclass
+
+from distdiag.facts import machine, procs, programs
+from distdiag.facts.text import printable
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+_RECORD = 8192
+"""The largest record of /dev/kmsg, Documentation/ABI/testing/dev-kmsg."""
+_MOST_LINES = 40
+_MOST_RECORDS = 100_000
+_RETRANSMITS = 3
+"""A segment that was sent so often again, each time after twice the pause, has been lost for seconds."""
+_GPU_S = 5.0
+_LINES = (
+    ("oom", re.compile(r"(?:Out of memory|Memory cgroup out of memory).*Killed process (?P<pid>\d+)")),
+    ("xid", re.compile(r"NVRM: Xid \((?P<device>[^)]*)\): (?P<code>\d+)")),
+    ("nvlink", re.compile(r"NVRM: .*(?:NVLink|nvlink).*(?:error|fail|down)|SXid", re.IGNORECASE)),
+    ("link", re.compile(r"(?:mlx[45]_core|bnxt_en|ixgbe|i40e|ice|ena|igb|e1000e).*[Ll]ink (?:is )?(?:[Dd]own|DOWN)")),
+    ("storage", re.compile(r"nfs: server \S+ not responding|ceph: .*(?:hung|timeout)|I/O error, dev|LustreError")),
+    ("hung-task", re.compile(r"task \S+:(?P<pid>\d+) blocked for more than \d+ seconds")),
+    ("hardware", re.compile(r"mce: \[Hardware Error\]|Uncorrected (?:\(Fatal\)|error)|PCIe Bus Error: severity=Unco")),
+    ("segfault", re.compile(r"\S+\[(?P<pid>\d+)\]: segfault at")),
+)
+
+
+@dataclass(frozen=True)
+class KernelLine:
+    """A line of the kernel's log. `kind` of _LINES; `age_s`: how long ago; `pid` where it names a process."""
+
+    kind: str
+    text: str
+    age_s: float
+    pid: int | None = None
+
+
+@dataclass(frozen=True)
+class Unacknowledged:
+    """A TCP connection of a process whose peer does not acknowledge: bytes in flight, and how often sent again."""
+
+    pid: int
+    local: str
+    remote: str
+    queued_bytes: int
+    retransmits: int
+
+
+@dataclass(frozen=True)
+class GpuLoad:
+    """One GPU: share of time it was busy (percent), its power in watts, and the processes on it."""
+
+    index: int
+    busy_percent: int | None
+    power_w: float | None
+    limit_w: float | None
+    pids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class KernelSigns:
+    """What was read. `oom_kills` by cgroup of the job; `log_error`, `gpu_error`: why there is nothing of these."""
+
+    lines: tuple[KernelLine, ...] = ()
+    log_error: str = ""
+    oom_kills: tuple[tuple[str, int], ...] = ()
+    unacknowledged: tuple[Unacknowledged, ...] = ()
+    gpus: tuple[GpuLoad, ...] = ()
+    gpu_error: str = ""
+
+
+def read(pids: Sequence[int], *, since_s: float) -> KernelSigns:
+    """Read all of it for some processes. Kernel lines older than `since_s` seconds are left out. Never raises."""
+    lines, log_error = _kernel_log(since_s)
+    gpus, gpu_error = _gpus()
+    return KernelSigns(
+        lines=lines,
+        log_error=log_error,
+        oom_kills=_oom_kills(pids),
+        unacknowledged=tuple(_unacknowledged(pids)),
+        gpus=gpus,
+        gpu_error=gpu_error,
+    )
+
+
+def _kernel_log(since_s: float) -> tuple[tuple[KernelLine, ...], str]:
+    try:
+        descriptor = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        return (), f"/dev/kmsg: {error.strerror}"
+    try:
+        found = [line for line in map(parse, _records(descriptor)) if line is not None and line.age_s <= since_s]
+    except OSError as error:
+        return (), f"/dev/kmsg: {error.strerror}"
+    finally:
+        os.close(descriptor)
+    return tuple(found[-_MOST_LINES:]), ""
+
+
+def _records(descriptor: int) -> Iterator[str]:
+    for _ in range(_MOST_RECORDS):
+        try:
+            yield os.read(descriptor, _RECORD).decode("utf-8", "replace")
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            continue  # records were overwritten while we read: the next read begins at the oldest left
+
+
+def parse(record: str) -> KernelLine | None:
+    """Parse a record of /dev/kmsg, "6,1234,5678901,-;text"; None for what says nothing of a hang."""
+    head, _, text = record.partition(";")
+    text = text.partition("\n")[0]
+    for kind, pattern in _LINES:
+        match = pattern.search(text)
+        if match is None:
+            continue
+        fields = head.split(",")
+        stamp = int(fields[2]) / 1e6 if len(fields) > 2 and fields[2].isdigit() else 0.0
+        pid = match.groupdict().get("pid")
+        age_s = max(0.0, time.clock_gettime(time.CLOCK_MONOTONIC) - stamp)
+        return KernelLine(kind, printable(text[:300]), age_s, int(pid) if pid else None)
+    return None
+
+
+def _oom_kills(pids: Iterable[int]) -> tuple[tuple[str, int], ...]:
+    """Read how often the kernel killed for lack of memory in the cgroups of processes; those where it never did too."""
+    found: dict[str, int] = {}
+    for pid in pids:
+        for line in machine.read_text(f"/proc/{pid}/cgroup").splitlines():
+            controllers, path = [*line.split(":", 2), "", ""][1:3]
+            if controllers == "":
+                place = f"/sys/fs/cgroup{path}/memory.events"
+            elif controllers == "memory":
+                place = f"/sys/fs/cgroup/memory{path}/memory.oom_control"
+            else:
+                continue
+            match = re.search(r"^oom_kill (\d+)", machine.read_text(place), re.MULTILINE)
+            if match is not None:
+                found[printable(path)] = int(match[1])
+    return tuple(found.items())
+
+
+def _unacknowledged(pids: Iterable[int]) -> Iterator[Unacknowledged]:
+    """Find connections with data in flight that was sent again and again (columns of proc(5), /proc/net/tcp)."""
+    tables: dict[str, dict[str, list[str]]] = {}
+    for pid in pids:
+        namespace = machine.network_namespace(pid)
+        if namespace not in tables:
+            names = ("tcp", "tcp6")
+            rows = [line.split() for n in names for line in machine.read_text(f"/proc/{pid}/net/{n}").splitlines()[1:]]
+            tables[namespace] = {
+                row[9]: row
+                for row in rows
+                if len(row) > 9 and row[3] == "01" and int(row[6], 16) >= _RETRANSMITS and row[4][:8] != "00000000"
+            }
+        table = tables[namespace]
+        if not table:
+            continue
+        for inode in _sockets(pid) & table.keys():
+            row = table[inode]
+            yield Unacknowledged(pid, _address(row[1]), _address(row[2]), int(row[4][:8], 16), int(row[6], 16))
+
+
+def _sockets(pid: int) -> set[str]:
+    found = set()
+    with contextlib.suppress(OSError):
+        for entry in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"/proc/{pid}/fd/{entry}")
+                if target.startswith("socket:["):
+                    found.add(target[8:-1])
+    return found
+
+
+def _address(text: str) -> str:
+    """Format an IPv4 address as the kernel writes it, "0100007F:1F90"; of IPv6 the port alone."""
+    address, _, port = text.partition(":")
+    if len(address) != 8:
+        return f"port {int(port, 16)}"
+    return ".".join(str(byte) for byte in bytes.fromhex(address)[::-1]) + f":{int(port, 16)}"
+
+
+def _gpus() -> tuple[tuple[GpuLoad, ...], str]:
+    """Ask nvidia-smi, whose answer is of fixed columns."""
+    query = "index,uuid,utilization.gpu,power.draw,enforced.power.limit"
+    try:
+        done = programs.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"], timeout_s=_GPU_S)
+    except programs.CannotRun:
+        return (), "nvidia-smi is not on this node's PATH"
+    if done.timed_out:
+        return (), f"nvidia-smi did not answer within {_GPU_S:g} s: the driver may be wedged"
+    if done.status != 0:
+        return (), f"nvidia-smi ended with status {done.status}"
+    rows = [[word.strip() for word in line.split(",")] for line in done.stdout.decode("utf-8", "replace").splitlines()]
+    users = _gpu_users()
+    return tuple(
+        GpuLoad(
+            index=int(row[0]),
+            busy_percent=int(row[2]) if row[2].isdigit() else None,
+            power_w=_number(row[3]),
+            limit_w=_number(row[4]),
+            pids=users.get(row[1], ()),
+        )
+        for row in rows
+        if len(row) == 5 and row[0].isdigit()
+    ), ""
+
+
+def _gpu_users() -> dict[str, tuple[int, ...]]:
+    """List the processes on each GPU, by its UUID, as this process numbers them; none in most containers."""
+    found: dict[str, tuple[int, ...]] = {}
+    with contextlib.suppress(programs.CannotRun):
+        command = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader"]
+        done = programs.run(command, timeout_s=_GPU_S)
+        for line in done.stdout.decode("utf-8", "replace").splitlines():
+            uuid, _, pid = line.partition(",")
+            if pid.strip().isdigit() and procs.read(int(pid)) is not None:
+                found[uuid.strip()] = (*found.get(uuid.strip(), ()), int(pid))
+    return found
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -1,0 +1,83 @@
+"""Facts of one node: what the threads of some processes are blocked on. Nothing is judged here."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from distdiag.facts import blocked_threads, machine, procs
+from distdiag.facts.blocked_threads import Blocked, Thread
+from distdiag.facts.descriptors import Look
+from distdiag.facts.socket_owners import Network, Person, networks, people
+from distdiag.jobs.collect import facts
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
+__all__ = ["facts", "more"]
+
+_SWITCHES = ("voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:")
+_WAITERS = 8
+SAMPLED_S = 0.3
+"""Between the two samples of every thread."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What is sent at a time: processes first, at the end the sockets of all of them, and who else was mentioned."""
+
+    processes: tuple[Blocked, ...] = ()
+    networks: tuple[Network, ...] = ()
+    people: tuple[Person, ...] = ()
+
+
+def more(ask: dict[str, Any], tell: Callable[[Reply], None]) -> None:
+    """Sample every thread of processes twice: {"pids", "interval_s": between the samples}."""
+    pids, reader = list(ask["pids"]), Look()
+    began = time.monotonic()
+    first = {pid: _ran(pid) for pid in pids}
+    time.sleep(max(0.0, began + ask["interval_s"] - time.monotonic()))
+    mentioned: set[int] = set()
+    for pid in pids:
+        process = _process(pid, first[pid], reader)
+        mentioned.update(_mentioned(process))
+        tell(Reply(processes=(process,)))
+    found = networks(pids, reader)
+    mentioned.update(owned.pid for network in found for owned in network.sockets)
+    tell(Reply(networks=found, people=people(mentioned.difference(pids))))
+
+
+def _process(pid: int, first: dict[int, tuple[str, ...]], reader: Look) -> Blocked:
+    threads = tuple(_without_crowd(thread) for thread in blocked_threads.blocked(pid, reader))
+    last = _ran(pid)
+    moved = tuple(thread.tid for thread in threads if first.get(thread.tid) != last.get(thread.tid))
+    return Blocked(pid, machine.process_state(pid).letter, procs.tracer(pid), threads, moved, procs.thaws_by(pid))
+
+
+def _without_crowd(thread: Thread) -> Thread:
+    """Keep a few of the threads that wait at the same address: a pool of hundreds would be told hundreds of times."""
+    if thread.futex is None or len(thread.futex.waiters) <= _WAITERS:
+        return thread
+    return replace(thread, futex=replace(thread.futex, waiters=thread.futex.waiters[:_WAITERS]))
+
+
+def _ran(pid: int) -> dict[int, tuple[str, ...]]:
+    """Count for each thread how often it gave up the processor, or had to; and the time it used."""
+    found = {}
+    for task in procs.tasks(pid):
+        status = machine.read_text(f"/proc/{pid}/task/{task.tid}/status").splitlines()
+        found[task.tid] = (*(line for line in status if line.startswith(_SWITCHES)), f"{task.cpu_s}")
+    return found
+
+
+def _mentioned(process: Blocked) -> Iterator[int]:
+    for thread in process.threads:
+        yield from (child.pid for child in thread.children)
+        yield from (lock.pid for lock in thread.locks if lock.pid)
+        for target in thread.targets:
+            if target.descriptor is not None:
+                yield from (end.pid for end in target.descriptor.ends)
+    if process.tracer:
+        yield process.tracer

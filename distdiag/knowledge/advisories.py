@@ -1,0 +1,133 @@
+"""Versions with a known hang or wrong result, and what fixes them; as data (advisories.toml)."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+KINDS = ("hang", "wrong-result", "crash", "slow")
+NAMES = {
+    "nccl": "NCCL",
+    "rccl": "RCCL",
+    "torch": "torch",
+    "cuda": "CUDA",
+    "hip": "ROCm",
+    "driver": "NVIDIA driver",
+    "kernel": "Linux",
+    "glibc": "glibc",
+    "python": "Python",
+    "ucx": "UCX",
+    "ofed": "OFED",
+    "aws-ofi-nccl": "aws-ofi-nccl",
+    "arch": "",
+    "interconnect": "",
+}
+"""What a predicate may be about, and its name for people. `arch` and `interconnect` are words, all others versions."""
+_WORDS = ("arch", "interconnect")
+_CONDITION = re.compile(r"(<=|>=|==|<|>)(\d+(?:\.\d+)*)")
+_VERSION = re.compile(r"v?(\d{1,9}(?:\.\d{1,9}){0,5})(a|b|rc|\.?dev)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advisory:
+    """One known bug that these versions have. `kind` is one of KINDS; `applies`: the versions that match, in words."""
+
+    id: str
+    kind: str
+    title: str
+    symptom: str
+    fix: str
+    source: str
+    commands: tuple[str, ...] = ()
+    applies: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """An advisory with its predicate. `when`: conditions on versions, all of which must hold, e.g. ">=2.26,<2.26.2".
+
+    `env`: variables that must have this value; `unless`: variables whose value excludes the bug.
+    """
+
+    advisory: Advisory
+    when: dict[str, str]
+    env: dict[str, str]
+    unless: dict[str, str]
+
+
+def matching(versions: Mapping[str, str], environment: Mapping[str, str] | None = None) -> list[Advisory]:
+    """List the advisories that hold for these versions, hangs first.
+
+    Args:
+        versions: by the names of NAMES, e.g. {"nccl": "2.29.2+cuda13.0", "arch": "aarch64"}. What is missing, or is
+            no release (a nightly, a vendor's own build such as "2.7.0a0+nv25.03"), matches nothing.
+        environment: NCCL_*, TORCH_* and CUDA_* variables of the process; None if they are not known, which meets no
+            condition on a variable that must be set.
+    """
+    found = [_of(entry, versions) for entry in entries() if _holds(entry, versions, environment)]
+    return sorted(found, key=lambda advisory: KINDS.index(advisory.kind))
+
+
+def _of(entry: Entry, versions: Mapping[str, str]) -> Advisory:
+    words = [f"{NAMES[name]} {versions[name]}".strip() for name in entry.when if name not in _WORDS]
+    words += [f"on {versions[name]}" for name in entry.when if name in _WORDS]
+    words += [f"with {name}={value}" for name, value in entry.env.items()]
+    values = {**vars(entry.advisory), "applies": " ".join(words)}
+    return Advisory(**values)
+
+
+def _holds(entry: Entry, versions: Mapping[str, str], environment: Mapping[str, str] | None) -> bool:
+    for name, condition in entry.when.items():
+        if name in _WORDS:
+            if versions.get(name) != condition:
+                return False
+        elif not satisfies(versions.get(name, ""), condition):
+            return False
+    known = environment or {}
+    if any(known.get(name) != value for name, value in entry.env.items()):
+        return False
+    return all(known.get(name) != value for name, value in entry.unless.items())
+
+
+def satisfies(version: str, condition: str) -> bool:
+    """Return whether a version is in a range, e.g. ">=2.26,<2.26.2"; what is no release is in none."""
+    numbers = parse(version)
+    return numbers is not None and all(
+        _compare(numbers, operator, tuple(map(int, limit.split("."))))
+        for operator, limit in _CONDITION.findall(condition)
+    )
+
+
+def parse(version: str) -> tuple[int, ...] | None:
+    """Return the numbers of a release: "2.29.3+cuda13.0" is (2, 29, 3); None for a pre-release and for other text."""
+    match = _VERSION.match(version)
+    return None if match is None or match[2] else tuple(map(int, match[1].split(".")))
+
+
+def _compare(numbers: tuple[int, ...], operator: str, limit: tuple[int, ...]) -> bool:
+    length = max(len(numbers), len(limit))
+    left, right = (each + (0,) * (length - len(each)) for each in (numbers, limit))
+    if operator == "==":  # "==2.18.1" holds for 2.18.1.1 too
+        return numbers[: len(limit)] == limit
+    return {"<": left < right, "<=": left <= right, ">": left > right, ">=": left >= right}[operator]
+
+
+@cache
+def entries() -> tuple[Entry, ...]:
+    """Read the table."""
+    text = resources.files("distdiag.knowledge").joinpath("advisories.toml").read_text(encoding="utf-8")
+    return tuple(_entry(each) for each in tomllib.loads(text)["advisory"])
+
+
+def _entry(about: dict[str, Any]) -> Entry:
+    about = dict(about)
+    when, env, unless = about.pop("when"), about.pop("env", {}), about.pop("unless", {})
+    commands = tuple(about.pop("commands", ()))
+    return Entry(advisory=Advisory(commands=commands, **about), when=when, env=env, unless=unless)

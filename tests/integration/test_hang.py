@@ -1,0 +1,158 @@
+"""hang on real Gloo jobs: the class and the rank of each fault; nothing is disturbed; saved facts say the same."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from cluster import Network, need_network
+from cluster_ssh import SSHD, serve_ssh
+from jobs import PROGRAMS, Job, states
+from support import distdiag, need, wait_until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from support import Result
+
+PROGRAM = "hangs_in_every_way"
+
+
+def hung(how: str, *, size: int = 3, forked: bool = True, **env: str) -> Job:
+    return Job(PROGRAM, size, env={"HOW": how, **env}, forked=forked)
+
+
+def wait_hung(job: Job, least_s: float = 6.0) -> None:
+    """Wait until the fault has happened and the others have waited for longer than a step takes."""
+    job.wait_ready()
+    wait_until(lambda: (job.folder / "bad").exists(), 60, lambda: "the fault has not happened")
+    since = time.monotonic()
+    wait_until(lambda: time.monotonic() - since > least_s, 60, lambda: "time stands still")
+
+
+def ask(job: Job, *arguments: str) -> Result:
+    return distdiag("hang", "--json", "--job", job.name, *arguments)
+
+
+def verdict(result: Result) -> tuple[str, list[int]]:
+    data = result.report["data"]
+    return data["class_name"], data["ranks"]
+
+
+def stands(result: Result) -> dict[str, str]:
+    return {row["source"]: row["stand"] for row in result.report["data"]["sources"]}
+
+
+@pytest.mark.parametrize(
+    ("how", "class_name", "ranks", "code"),
+    [
+        ("sleeps", "not-in-collective", [2], 1),
+        ("stopped", "stopped", [2], 1),
+        ("debugger", "debugger", [2], 1),
+        ("own-lock", "lock", [2], 1),
+        ("d-state", "storage", [2], 1),
+        ("recv-cycle", "deadlock", [0, 1], 1),
+    ],
+)
+def test_the_rank_at_fault_and_its_class_are_named(how: str, class_name: str, ranks: list[int], code: int) -> None:
+    with hung(how) as job:
+        wait_hung(job)
+        before = states(job.pid(rank) for rank in range(3))
+        result = ask(job)
+        assert states(job.pid(rank) for rank in range(3)) == before
+    assert (verdict(result), result.code) == ((class_name, ranks), code), result.out + result.err
+    assert stands(result)["stacks"] == "agrees"
+    assert stands(result)["recorder"] == "not available"
+    first = result.report["findings"][0]
+    assert first["where"]["ranks"] == ranks
+    assert first["fix"] is not None
+
+
+def test_a_busy_rank_is_told_from_a_stuck_one_and_its_bar_says_how_long_still(tmp_path: Path) -> None:
+    with hung("tokenizes", forked=False) as job:
+        wait_hung(job)
+        wait_until(lambda: "tokenize:" in (job.folder / "stderr-2").read_text(), 60, lambda: "no bar")
+        result = ask(job, "--save", str(tmp_path / "kept"))
+        again = distdiag("hang", "--json", "--from", str(tmp_path / "kept"))
+    assert verdict(result) == ("busy-rank", [2]), result.out + result.err
+    first = result.report["findings"][0]
+    assert result.report["verdict"] == "warn"
+    assert "rank 2" in first["title"]
+    assert "tokenizes" in first["title"]
+    assert re.search(r"tokenize: \d+ of 100000 in .* left at this rate", first["detail"]), first["detail"]
+    assert (again.code, again.out) == (result.code, result.out)
+
+
+def test_a_recorder_names_the_rank_where_all_stacks_are_alike(tmp_path: Path) -> None:
+    dumps = tmp_path / "dumps"
+    dumps.mkdir()
+    with hung("two-groups", RECORD=str(dumps), TORCH_FR_BUFFER_SIZE="200") as job:
+        wait_hung(job)
+        wait_until(lambda: len(list(dumps.glob("*[0-9]"))) == 3, 60, lambda: f"dumps: {list(dumps.iterdir())}")
+        blind = ask(job)
+        result = ask(job, "--recorder", str(dumps))
+    assert (verdict(blind), blind.code) == (("unknown", []), 3), blind.out + blind.err
+    assert len(blind.report["data"]["candidates"]) == 2
+    assert blind.report["data"]["next_experiment"].endswith("flight-recorder --how")
+    assert (verdict(result), result.code) == (("deadlock", [2]), 1), result.out + result.err
+    assert stands(result)["recorder"] == "agrees"
+
+
+def test_a_slow_job_is_not_called_hung_and_goes_on() -> None:
+    with hung("slow") as job:
+        job.wait_ready()
+        steps = job.folder / "steps"
+        wait_until(steps.exists, 60, lambda: "no step was made")
+        before, made = states(job.pid(rank) for rank in range(3)), int(steps.read_text())
+        result = ask(job)
+        wait_until(lambda: int(steps.read_text() or 0) > made + 1, 30, lambda: "it makes no steps any more")
+        assert states(job.pid(rank) for rank in range(3)) == before
+    assert result.report["verdict"] in ("ok", "warn"), result.out + result.err
+    assert verdict(result)[0] in ("not-hung", "slow", "busy-rank")
+    assert set(verdict(result)[1]) <= {2}
+
+
+def test_a_dead_node_costs_its_own_row_and_no_more_than_the_timeout(tmp_path: Path) -> None:
+    need_network()
+    need("ssh", SSHD)
+    timeout_s = 20.0
+    with Network(4) as network:
+        serve_ssh(network)
+        for rank, node in enumerate(network.nodes[:3]):
+            place = {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            meeting = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
+            env = {**place, **meeting, "JOB_FOLDER": str(tmp_path), "HOW": "sleeps", "OMP_NUM_THREADS": "1"}
+            node.start(sys.executable, str(PROGRAMS / f"{PROGRAM}.py"), env=env)
+        wait_until(lambda: (tmp_path / "bad").exists(), 60, lambda: "the fault has not happened")
+        time.sleep(6)  # the others are to have waited for longer than a step takes
+        network.nodes[3].vanish()
+        wrap, env = tuple(network.client.command()), network.client_env()
+        began = time.monotonic()
+        result = distdiag("hang", "--json", "--hosts", network.hosts, "--timeout", f"{timeout_s:g}", wrap=wrap, env=env)
+        assert time.monotonic() - began < timeout_s + 2
+    assert verdict(result) == ("not-in-collective", [2]), result.out + result.err
+    assert result.code == 1
+    assert any(finding["where"]["hosts"] == ["node4"] for finding in result.report["findings"][1:])
+
+
+def test_watch_leaves_a_job_alone_until_nobody_makes_progress() -> None:
+    with hung("sleeps") as job:
+        wait_hung(job)
+        result = ask(job, "--watch", "--every", "3")
+    assert verdict(result) == ("not-in-collective", [2]), result.out + result.err
+    assert "made no progress" in result.err
+
+
+def test_the_page_holds_the_report(tmp_path: Path) -> None:
+    page = tmp_path / "hang.html"
+    with hung("sleeps") as job:
+        wait_hung(job)
+        ask(job, "--html", str(page))
+    data = json.loads(page.read_text().partition('id="data">')[2].partition("</script>")[0])
+    assert data["class_name"] == "not-in-collective"
+    assert len(data["rows"]) == 3
+    assert data["edges"] == [{"from": "ranks 0-1", "to": "rank 2", "doing": "communication wait"}]

@@ -1,0 +1,247 @@
+"""hang: how the sources are joined, from facts as nodes report them."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pyspy_facts as facts
+import pytest
+from pyspy_facts import loads, process, twice, waits
+
+from distdiag.cluster.targets import Cluster
+from distdiag.commands.hang.collect import SourceEnd
+from distdiag.commands.hang.diagnose import diagnose
+from distdiag.commands.hang.html_report import make_page
+from distdiag.commands.hang.types import HangClass, NodeHang, Request, Source, Stand
+from distdiag.facts import job_output, kernel_signs
+from distdiag.facts.job_logs.collect import NodeLogs
+from distdiag.facts.job_output import OutputFile
+from distdiag.facts.kernel_signs import KernelLine, KernelSigns, Unacknowledged
+from distdiag.facts.nccl_ras import RasFacts, Reading
+from distdiag.facts.procs import Standstill
+from distdiag.facts.stack_types import Frame
+from distdiag.gathered import Gathered
+from distdiag.knowledge.activities import activity_of
+from distdiag.output import document
+from distdiag.report import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from distdiag.commands.hang.types import Hang
+    from distdiag.facts.stack_types import Sample
+    from distdiag.report import Report
+
+REQUEST = Request(program="distdiag", cluster=Cluster())
+LONG = Standstill(1, "S", "futex_wait", "futex", "", 214.0)
+ASLEEP = Standstill(1, "S", "hrtimer_nanosleep", "clock_nanosleep", "", 214.0)
+
+
+def waiting(**more: Any) -> tuple[Sample, ...]:  # noqa: ANN401 - whatever a sample has
+    return twice(waits(), still=LONG, groups=1, **more)
+
+
+def node(*stacks: Sequence[Sample], **more: Any) -> NodeHang:  # noqa: ANN401 - the other fields
+    found = facts.job(*stacks)
+    ended = tuple(SourceEnd(name, 1.0) for name in ("stacks", "kernel", "ras"))
+    return replace(
+        NodeHang(host=found.host, processes=found.processes, watched=found.watched, ended=ended),
+        **more,
+    )
+
+
+def judge(*nodes: NodeHang) -> Report[Hang]:
+    return diagnose(REQUEST, Gathered(facts=list(nodes)))
+
+
+def test_a_rank_outside_of_the_collective_is_named_with_who_waits_and_since_when() -> None:
+    report = judge(node(waiting(), waiting(), twice(loads(), still=ASLEEP), waiting()))
+    assert report.verdict is Verdict.FAIL
+    assert (report.data.class_name, report.data.ranks) == (HangClass.DATA, (2,))
+    assert report.findings[0].title.startswith("rank 2 (n1, pid 102) waits for data: `load_batch` train.py:26")
+    assert "Ranks 0-1,3 wait for 214 s in `all_reduce`" in report.findings[0].detail
+    assert "not available: waits, recorder, log, versions" in report.findings[0].detail
+
+
+def test_ranks_that_all_wait_accuse_nobody_and_the_next_experiment_is_named() -> None:
+    report = judge(node(waiting(), waiting(), waiting()))
+    assert report.verdict is Verdict.UNKNOWN
+    assert report.data.ranks == ()
+    assert len(report.data.candidates) == 2
+    assert report.data.next_experiment == "distdiag flight-recorder --how"
+
+
+def test_data_that_nobody_acknowledges_is_the_network_and_no_rank() -> None:
+    lost = Unacknowledged(101, "10.0.0.1:4000", "10.0.0.2:5000", 65_536, 9)
+    report = judge(node(waiting(), waiting(), waiting(), kernel=(KernelSigns(unacknowledged=(lost,)),)))
+    assert report.data.class_name is HangClass.NETWORK
+    assert report.findings[0].where.ranks == ()
+    assert "10.0.0.2:5000" in report.findings[0].title
+
+
+def test_a_rank_killed_for_lack_of_memory_is_said_to_be() -> None:
+    gone = facts.look((), status="gone", reason="it ended while it was sampled")
+    line = KernelLine("oom", "Out of memory: Killed process 102 (python)", 30.0, 102)
+    report = judge(node(waiting(), waiting(), (gone, gone), kernel=(KernelSigns(lines=(line,)),)))
+    assert (report.data.class_name, report.data.ranks) == (HangClass.EXITED, (2,))
+    assert report.findings[0].title == "rank 2 (n1, pid 102) exited, killed by the kernel: out of memory"
+
+
+def test_a_kernel_line_about_a_process_of_nobody_in_the_job_is_no_evidence() -> None:
+    line = KernelLine("segfault", "python[9]: segfault at 0", 30.0, 9)
+    report = judge(node(waiting(), waiting(), kernel=(KernelSigns(lines=(line,)),)))
+    assert all("segfault" not in row.says for row in report.data.sources)
+
+
+def test_a_job_of_which_all_ranks_have_ended_is_not_called_hung_for_it() -> None:
+    gone = facts.look((), status="gone", reason="it ended while it was sampled")
+    report = judge(node((gone, gone), (gone, gone)))
+    assert report.verdict is Verdict.UNKNOWN
+    assert report.data.ranks == ()
+
+
+def test_no_job_is_unknown_and_says_what_to_give() -> None:
+    report = judge(NodeHang(host="n1", processes=facts.node([], {}).processes))
+    assert report.verdict is Verdict.UNKNOWN
+    assert report.findings[0].id == "hang.no-job"
+
+
+def ras(host: str, *lagging: int) -> RasFacts:
+    """Return two readings of a communicator of 4 ranks, of which some have launched one all_reduce less."""
+    ranks = [
+        {
+            "rank": rank,
+            "host": host,
+            "pid": 100 + rank,
+            "cuda_dev": rank,
+            "nvml_dev": rank,
+            "status": {"init_state": 0, "async_error": 0, "abort_flag": False},
+            "collective_counts": {"AllReduce": 5 if rank in lagging else 6},
+        }
+        for rank in range(4)
+    ]
+    comm = {"hash": "0x1", "secondary_hash": "0x2", "size": 4, "ranks_count": 4, "missing_ranks_count": 0}
+    text = json.dumps({"nccl_version": "2.28.9", "communicators": [{**comm, "ranks": ranks, "missing_ranks": []}]})
+    return RasFacts("localhost:28028", 2, (Reading(text, "json", 0.0), Reading(text, "json", 1.0)))
+
+
+def test_ras_and_stacks_that_accuse_the_same_rank_agree() -> None:
+    report = judge(node(waiting(), waiting(), twice(loads(), still=ASLEEP), waiting(), ras=(ras("n1", 2),)))
+    assert (report.data.class_name, report.data.ranks) == (HangClass.DATA, (2,))
+    assert {row.source: row.stand for row in report.data.sources}[Source.RAS] is Stand.AGREES
+
+
+def test_ras_decides_where_all_stacks_are_alike() -> None:
+    report = judge(node(waiting(), waiting(), waiting(), waiting(), ras=(ras("n1", 3),)))
+    assert (report.data.class_name, report.data.ranks) == (HangClass.NOT_IN_COLLECTIVE, (3,))
+
+
+def test_sure_sources_that_accuse_different_ranks_blame_nobody_and_name_both() -> None:
+    """The rank that sleeps may be late for a collective of another group than the one that RAS speaks of."""
+    report = judge(node(waiting(), waiting(), twice(loads(), still=ASLEEP), waiting(), ras=(ras("n1", 0),)))
+    assert (report.verdict, report.data.ranks) == (Verdict.UNKNOWN, ())
+    assert len(report.data.candidates) == 2
+    assert report.data.candidates[0].startswith("stacks: rank 2")
+    assert report.data.candidates[1].startswith("ras: ")
+    assert report.data.next_experiment == "distdiag hang"
+    assert {row.source: row.stand for row in report.data.sources}[Source.RAS] is Stand.DISAGREES
+
+
+def test_a_single_node_whose_ras_answer_differs_does_not_change_the_verdict() -> None:
+    answers = (ras("n1", 2), ras("n1", 2), ras("n1", 0))
+    report = judge(node(waiting(), waiting(), twice(loads(), still=ASLEEP), waiting(), ras=answers))
+    assert (report.data.class_name, report.data.ranks) == (HangClass.DATA, (2,))
+
+
+def test_a_stopped_rank_is_a_fact_whatever_another_source_says() -> None:
+    held = twice(waits(), status="stopped", state="T", reason="stopped (SIGSTOP)")
+    report = judge(node(waiting(), waiting(), held, waiting(), ras=(ras("n1", 0),)))
+    assert (report.data.class_name, report.data.ranks) == (HangClass.STOPPED, (2,))
+
+
+def test_a_busy_rank_only_warns_and_its_activity_is_named() -> None:
+    tokenizes = facts.frames(("encode_batch", facts.SITE + "tokenizers/implementations/base.py", 9))
+    report = judge(node(waiting(), waiting(), twice(tokenizes, cpu=1.0, state="R")))
+    assert report.verdict is Verdict.WARN
+    assert report.data.class_name is HangClass.BUSY
+    assert "rank 2 (n1, pid 102) tokenizes" in report.findings[0].title
+
+
+@pytest.mark.parametrize(
+    ("frame", "does"),
+    [
+        (("encode", facts.SITE + "tokenizers/base.py", 1), "tokenizes"),
+        (("http_get", facts.SITE + "huggingface_hub/file_download.py", 1), "downloads"),
+        (("_save", facts.SITE + "torch/serialization.py", 1), "saves a checkpoint"),
+        (("_load", facts.SITE + "torch/serialization.py", 1), "loads a checkpoint"),
+        (("validate_epoch", "/home/me/train.py", 1), "evaluates"),
+        (("forward", "/home/me/model.py", 1), ""),
+    ],
+)
+def test_activities(frame: tuple[str, str, int], does: str) -> None:
+    assert activity_of([Frame(*frame)]) == does
+
+
+def test_a_record_of_the_kernel_log_is_parsed() -> None:
+    now_us = int(time.clock_gettime(time.CLOCK_MONOTONIC) * 1e6)
+    line = kernel_signs.parse(
+        f"4,1200,{now_us - 5_000_000},-;NVRM: Xid (PCI:0000:65:00): 79, pid=1, GPU has fallen off"
+    )
+    assert line is not None
+    assert (line.kind, 4.0 < line.age_s < 60.0) == ("xid", True)
+    oom = kernel_signs.parse(
+        f"3,7,{now_us},-;Memory cgroup out of memory: Killed process 4711 (python) total-vm:1kB\n DEVICE=+x"
+    )
+    assert oom is not None
+    assert (oom.kind, oom.pid) == ("oom", 4711)
+    assert kernel_signs.parse(f"6,8,{now_us},-;usb 1-1: new device") is None
+
+
+def test_the_last_progress_bar_of_a_log_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    bars = [f"\rMap:  {n}%|##   | {n}/100 [00:{n:02}<01:{60 - n:02}, 1.0 examples/s]" for n in (10, 45)]
+    path.write_text("loading\n" + "".join(bars))
+    bar = job_output.last_bar(OutputFile(str(path), str(path), 3), time.time())
+    assert bar is not None
+    assert (bar.rank, bar.name, bar.percent, bar.done, bar.total) == (3, "Map", 45, "45", "100")
+    assert (bar.spent_s, bar.left_s) == (45.0, 75.0)
+
+
+def job_of(ranks: int, hosts: int, stuck: int) -> list[NodeHang]:
+    """Make a job of which one rank is stuck."""
+    each = ranks // hosts
+    waits_here, sleeps = waiting(), twice(loads(), still=ASLEEP)
+    nodes = []
+    for host in range(hosts):
+        numbers = range(host * each, (host + 1) * each)
+        processes = [process(100 + rank % each, rank, ranks, local=False) for rank in numbers]
+        samples = {100 + rank % each: sleeps if rank == stuck else waits_here for rank in numbers}
+        found = facts.node(processes, samples, f"n{host:04}")
+        nodes.append(
+            NodeHang(
+                host=found.host,
+                processes=found.processes,
+                watched=found.watched,
+                ended=(SourceEnd("stacks", 1.0), SourceEnd("ras", 1.0)),
+                logs=(NodeLogs(found.host),),
+            )
+        )
+    return nodes
+
+
+def test_one_stuck_rank_of_1024_is_found() -> None:
+    report = judge(*job_of(1024, 128, 777))
+    assert (report.data.class_name, report.data.ranks) == (HangClass.DATA, (777,))
+    page = make_page(document(report, strict=False))
+    assert len(page) < 400_000
+
+
+def test_names_in_the_page_are_text() -> None:
+    hostile = "</script><script>alert(1)</script>"
+    frames = facts.frames((hostile, "/home/me/train.py", 1))
+    report = judge(node(waiting(), waiting(), twice(frames, still=ASLEEP)))
+    assert hostile not in make_page(document(report, strict=False))
