@@ -13,7 +13,7 @@ PACKAGES := bash zsh fish tcsh util-linux mount iproute2 nftables openssh-client
 # A CUDA toolkit as small as can compile, which nothing but the tests sees: 100 MB to fetch.
 TOOLKIT := nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-runtime==13.0.96
 
-.PHONY: help run test check fix completions bench clean
+.PHONY: help run test check fix completions generated samples docs zipapp bench clean
 .DEFAULT_GOAL := help
 
 help: ## Show what there is to make
@@ -44,6 +44,8 @@ check: $(VENV)/installed-dev ## Lint, types, import rules, generated files
 	$(BIN)/mypy
 	$(MAKE) --no-print-directory completions COMPLETIONS=$(VENV)/completions
 	diff -r completions $(VENV)/completions
+	$(BIN)/python tests/make_docs.py --check
+	$(BIN)/python tests/check_words.py README.md docs
 
 fix: $(VENV)/installed-dev ## Format, and mend what can be mended by itself
 	$(BIN)/ruff check --fix .
@@ -52,6 +54,18 @@ fix: $(VENV)/installed-dev ## Format, and mend what can be mended by itself
 COMPLETIONS ?= completions
 completions: $(VENV)/installed ## Generate the completion files of bash, zsh and fish
 	$(BIN)/python tests/make_completions.py $(COMPLETIONS)
+
+generated: $(VENV)/installed ## Generate the pages of docs/ that follow from the code: symptoms, finding ids, options, JSON schema
+	$(BIN)/python tests/make_docs.py
+
+samples: $(VENV)/installed-dev ## Run distdiag on small real faults, and write what it prints into README and docs (as root: all of them)
+	$(BIN)/python tests/make_samples.py $(SAMPLES) >/dev/null
+
+docs: $(VENV)/installed-docs ## Build the documentation's site, in .venv/site
+	$(BIN)/python tests/make_site.py $(VENV)/site
+
+zipapp: $(VENV)/installed ## Build dist/distdiag.pyz: one file that needs Python 3.11 and nothing else
+	$(BIN)/python tests/make_zipapp.py
 
 bench: $(VENV)/installed-dev $(VENV)/cuda compiled tools ## Measure beside the peers: torchrun, clush, pdsh, asyncssh, py-spy, clubak, collect_env, ds_report, transformers (30 minutes)
 	@for peer in pdsh clush; do command -v $$peer >/dev/null || echo "$$peer is not installed: apt-get install pdsh clustershell"; done
@@ -100,6 +114,10 @@ $(VENV)/installed: pyproject.toml | $(BIN)/python
 $(VENV)/cuda: | $(VENV)/installed-dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@.part $(TOOLKIT)
 	mv $@.part $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[docs]'
+	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[dev]'

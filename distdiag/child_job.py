@@ -25,7 +25,7 @@ _TURN_S = 1.0
 
 
 def argv_of(command: Sequence[str], *, example: str) -> list[str]:
-    """Give the command to execute: with this Python before it, if it is a script or an option of Python's.
+    """Return the command to execute: with this Python before it, if it is a script or an option of Python's.
 
     Raises:
         typer.BadParameter: there is no such program; `example` is how it is typed.
@@ -37,12 +37,12 @@ def argv_of(command: Sequence[str], *, example: str) -> list[str]:
     if first.endswith(".py") or (program is None and os.path.isfile(first)):
         return [sys.executable, *command]
     if program is None:
-        raise typer.BadParameter(f"there is no script or program {first!r}", param_hint=example)
+        raise typer.BadParameter(f"no such script or program: {first!r}", param_hint=example)
     return [program, *command[1:]]
 
 
 def watched(variable: str, text: str) -> dict[str, str]:
-    """Give an environment in which each Python of the job begins with `training/site`, and finds `text` there."""
+    """Return an environment in which each Python of the job begins with `training/site`, and finds `text` there."""
     from distdiag.training import site
 
     ours = next(iter(site.__path__))
@@ -118,17 +118,18 @@ def start_recorder(config: Mapping[str, object], keep: Sequence[int]) -> int:
 def wait(child: int, pass_on: Callable[[int, int], None], turn: Callable[[], None] | None = None) -> int:
     """Wait for a child to end: its exit status, negative for a signal.
 
-    `pass_on` is given its pid and each signal that is meant for the job; `turn` is called each second, and when it is stopped.
+    `pass_on` is given its pid and each signal that is meant for the job; `turn` is called each second, and when the job
+    is stopped.
     """
     while True:
-        told = signal.sigtimedwait([*FORWARDED, signal.SIGCHLD], _TURN_S)
-        if told is None:
+        received = signal.sigtimedwait([*FORWARDED, signal.SIGCHLD], _TURN_S)
+        if received is None:
             if turn is not None:
                 turn()
             continue
-        if told.si_signo != signal.SIGCHLD:
-            if told.si_code == _FROM_PROCESS:
-                pass_on(child, told.si_signo)
+        if received.si_signo != signal.SIGCHLD:
+            if received.si_code == _FROM_PROCESS:
+                pass_on(child, received.si_signo)
             continue
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:

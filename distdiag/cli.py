@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import io
 import os
 import sys
@@ -11,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 from typer.main import get_command
 
 from distdiag import __version__, interrupts, limits
@@ -19,70 +20,117 @@ from distdiag.errors import Interrupted
 from distdiag.output import emit, error_document, say
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 @dataclass(frozen=True)
 class Sub:
-    """One subcommand. `home`: its module below distdiag.commands and its function; empty where it only has others."""
+    """One subcommand. `home`: module below distdiag.commands and function; empty where it only has subcommands."""
 
     name: str
     home: str
     help: str
     about: str = ""
-    """What its own page says instead of `help`, where it only has others."""
+    """Shown on its own page instead of `help`, where it only has subcommands."""
     below: tuple[Sub, ...] = ()
     """Subcommands of it: `distdiag overflow -- train.py`, `distdiag overflow show FILE`."""
 
 
 _SUBCOMMANDS: tuple[Sub, ...] = (
-    Sub("gpu-test", "gpu_test.command:gpu_test", "Test communication, all_reduce and memory on every rank."),
+    Sub(
+        "gpu-test",
+        "gpu_test.command:gpu_test",
+        "Test that all ranks communicate, reduce correctly and can use their memory.",
+    ),
     Sub(
         "allreduce-bench",
         "allreduce_bench.command:allreduce_bench",
-        "Measure the bandwidth of collectives and judge it.",
+        "Measure collectives, compare with the expected bandwidth, name late ranks.",
     ),
     Sub("run", "run.command:run", "Start a job; if it fails, report which rank failed first, and why."),
     Sub("hang", "hang.command:hang", "Diagnose a stuck job: which rank holds it up, and why, from all evidence."),
     Sub(
         "pyspy-all",
         "pyspy_all.command:pyspy_all",
-        "Where does every rank of a hung job stand, and which one is not where the others are?",
+        "Show what every rank of a hung job is doing, and name the stuck rank.",
     ),
     Sub(
         "trace",
         "",
-        "What is every rank blocked on, and what did it do last? (blocked, fds, py, show, sys)",
-        about="What did each rank do last: its system calls, its lines of Python; and what is it blocked on?",
+        "Show what ranks are blocked on and did last (blocked, fds, py, show, sys).",
+        about="Show what each rank is blocked on, and what it did last: system calls, lines of Python.",
         below=(
-            Sub("blocked", "trace.blocked.command:blocked", "Who is blocked on what, and whom do all ranks wait for?"),
-            Sub("fds", "trace.fds.command:fds", "What are the descriptors of a process, and who has the other ends?"),
-            Sub("py", "trace.py:trace_py", "Run a job and keep the last lines of Python of every thread."),
-            Sub("show", "trace.show.command:trace_show", "Where was, or is, each rank? The last lines trace py kept."),
-            Sub("sys", "trace.sys.command:trace_sys", "System calls of ranks that run, of a new job, or of logs."),
+            Sub(
+                "blocked",
+                "trace.blocked.command:blocked",
+                "Show what each rank is blocked on, and the rank that all wait for.",
+            ),
+            Sub(
+                "fds", "trace.fds.command:fds", "Show the file descriptors of a process, and who holds the other ends."
+            ),
+            Sub("py", "trace.py:trace_py", "Run a job and record the last Python lines of every thread."),
+            Sub("show", "trace.show.command:trace_show", "Show the last lines of each rank that `trace py` recorded."),
+            Sub(
+                "sys",
+                "trace.sys.command:trace_sys",
+                "Trace system calls of running ranks or a new job, or read strace logs.",
+            ),
         ),
     ),
     Sub(
         "overflow",
         "overflow.command:overflow",
-        "Where does the first nan or inf of a training run come from: which rank, step, module?",
-        below=(Sub("show", "overflow.show.command:overflow_show", "Where did the numbers grow, or two runs part?"),),
+        "Find the rank, step and module that first produce NaN or Inf.",
+        below=(
+            Sub(
+                "show",
+                "overflow.show.command:overflow_show",
+                "Show where numbers grew, or where two runs first differ.",
+            ),
+        ),
     ),
     Sub(
         "flight-recorder",
         "flight_recorder.command:flight_recorder",
-        "Show who is stuck in which collective, and why, from PyTorch flight recorder dumps.",
+        "Name the rank missing from a collective, from flight recorder dumps.",
     ),
-    Sub("core-bt", "core_bt.command:core_bt", "What crashed, in which thread, in Python and in C, and why?"),
-    Sub("logs", "logs.command:logs", "Which rank failed first, and why? From the output of a whole job."),
-    Sub("ports", "ports.command:ports", "Can the nodes reach each other, on which interface, both ways?"),
-    Sub("cuda-env", "cuda_env.command:cuda_env", "Why does CUDA not run or build here, and what mends it?"),
+    Sub("core-bt", "core_bt.command:core_bt", "Show what crashed, in which thread, in Python and C, and why."),
+    Sub("logs", "logs.command:logs", "Name the rank that failed first, and why, from a job's logs."),
+    Sub("ports", "ports.command:ports", "Test the network between nodes, in both directions, and NIC selection."),
+    Sub("cuda-env", "cuda_env.command:cuda_env", "Show why CUDA does not run or build here, and how to fix it."),
     Sub(
         "floatcmp",
         "floatcmp.command:floatcmp",
-        "Are two files of tensors the same but for rounding, and where do they part?",
+        "Compare two tensor files up to rounding; show where they first differ.",
     ),
 )
+
+
+_SYMPTOMS = (
+    ("the job hangs", "pyspy-all"),
+    ("  in a collective (flight recorder on)", "flight-recorder DUMP..."),
+    ("  in a lock, pipe, socket or file system", "trace blocked --job ID"),
+    ("  and py-spy cannot attach: rerun it", "trace py -- train.py"),
+    ("the job is slow", "allreduce-bench"),
+    ("  and a rank is busy in system calls", "trace sys --rank N"),
+    ("the job crashed", "logs FILE..."),
+    ("  and left a core file", "core-bt CORE"),
+    ("  with too many open files", "trace fds PID"),
+    ("the loss is NaN or Inf, or overflows", "overflow -- train.py"),
+    ("two runs or checkpoints differ", "floatcmp A B"),
+    ("an extension won't build", "cuda-env"),
+    ("CUDA is not available", "cuda-env"),
+    ("NCCL or torchrun won't connect", "ports --hosts LIST"),
+    ("is this node OK?", "gpu-test"),
+    ("the logs of many ranks are unreadable", "logs FILE..."),
+)
+"""What users see, and the command for it; each line fits 80 columns."""
+
+
+def _symptom_table() -> str:
+    rows = [f"  {symptom:<42}distdiag {command}" for symptom, command in _SYMPTOMS]
+    end = "All commands: distdiag --help. Options and examples: distdiag COMMAND --help."
+    return "\n".join(["Find the problem of a distributed PyTorch job:", "", *rows, "", end])
 
 
 @dataclass
@@ -106,25 +154,32 @@ class _Invocation:
 
     @property
     def is_for_all(self) -> bool:
-        """Whether this process speaks for all that a launcher started: their stdout is one."""
+        """Whether this process reports for all that a launcher started: they share one stdout."""
         from distdiag.facts.rank_identity import identify
 
         me = identify(os.environ)
         return me is None or me.rank == 0 or me.launcher == "environment"
 
 
-class _Command(TyperCommand):
-    """A subcommand that can be interrupted once it is known which one it is, and whether JSON is wanted."""
+def _interruptible(command: Callable[..., None], typed: _Invocation) -> Callable[..., None]:
+    """Return a command that can be interrupted from the moment on that its --json is known."""
 
-    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - Typer's context is private
-        """Run it."""
-        ctx.obj.parsed_json = bool(ctx.params.get("as_json"))
+    @functools.wraps(command)
+    def run(**options: Any) -> None:  # noqa: ANN401 - what Typer parsed
+        typed.parsed_json = bool(options.get("as_json"))
         interrupts.release()
-        return super().invoke(ctx)
+        command(**options)
+
+    return run
 
 
 def _group(subcommands: Sequence[Sub]) -> type[TyperGroup]:
-    """Return a group that loads the subcommand that is called: of the others the name and a line of help will do."""
+    """Return a group that loads the subcommand that is called: of the others the name and a line of help will do.
+
+    This subclasses a class that Typer does not promise, as there is no public way: Typer offers no lazy command, a
+    class of the package click is none of Typer's, and a command that hands its words on to a second program loses the
+    completion of its options, unless TAB loads every command or guesses the command before it is parsed.
+    """
     by_name = {subcommand.name: subcommand for subcommand in subcommands}
 
     class Group(TyperGroup):
@@ -132,7 +187,7 @@ def _group(subcommands: Sequence[Sub]) -> type[TyperGroup]:
             name, command, rest = super().resolve_command(ctx, args)
             if command is not None:
                 ctx.obj.command = f"{ctx.obj.command} {name}".strip()
-                command = _load(by_name[str(name)], rest)
+                command = _load(by_name[str(name)], rest, ctx.obj)
             return name, command, rest
 
         def invoke(self, ctx: Any) -> Any:  # noqa: ANN401
@@ -144,12 +199,13 @@ def _group(subcommands: Sequence[Sub]) -> type[TyperGroup]:
     return Group
 
 
-def _load(subcommand: Sub, words: Sequence[str]) -> Any:  # noqa: ANN401 - Typer's command is private
+def _load(subcommand: Sub, words: Sequence[str], typed: _Invocation) -> Any:  # noqa: ANN401 - Typer's command is private
     if not subcommand.home or (words and words[0] in [below.name for below in subcommand.below]):
         return get_command(_listing(subcommand.name, subcommand.below, subcommand.about or subcommand.help))
     module, _, function = subcommand.home.partition(":")
     program = typer.Typer(add_completion=False, rich_markup_mode=None)
-    program.command(subcommand.name, cls=_Command)(getattr(import_module(f"distdiag.commands.{module}"), function))
+    command = getattr(import_module(f"distdiag.commands.{module}"), function)
+    program.command(subcommand.name)(_interruptible(command, typed))
     return get_command(program)
 
 
@@ -159,18 +215,19 @@ def _listing(
     about: str,
     settings: dict[str, Any] | None = None,
     *,
-    add_completion: bool = False,
+    is_top: bool = False,
 ) -> typer.Typer:
     listing = typer.Typer(
         name=name,
         cls=_group(subcommands),
         help=about,
-        no_args_is_help=True,
+        no_args_is_help=not is_top,
+        invoke_without_command=is_top,
         # Plain text: it pastes, reads the same in a pipe, and spares every TAB the import of rich.
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings=settings,
-        add_completion=add_completion,
+        add_completion=is_top,
     )
     listing.callback()(lambda: None)
     for subcommand in subcommands:
@@ -179,16 +236,16 @@ def _listing(
 
 
 def _not_loaded() -> None:
-    raise RuntimeError("a subcommand that was not loaded is called")
+    raise RuntimeError("called a subcommand that is not loaded")
 
 
 def _program() -> typer.Typer:
     program = _listing(
         "distdiag",
         _SUBCOMMANDS,
-        "Find which rank, GPU, link or setting makes a distributed PyTorch job slow, hang or fail, and the fix.",
+        "Find the rank, GPU, link or setting that makes a distributed PyTorch job slow, hang or fail, and the fix.",
         {"help_option_names": ["-h", "--help"], "max_content_width": 100},
-        add_completion=True,
+        is_top=True,
     )
     program.callback()(_main)
     return program
@@ -201,12 +258,14 @@ def _print_version(wanted: bool) -> None:
 
 
 def _main(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        typer.echo(_symptom_table())
 
 
 _WrongCommandLine: type[Any] = typer.BadParameter.__mro__[1]
@@ -244,7 +303,7 @@ def _run(typed: _Invocation) -> int:
         import traceback
 
         say(traceback.format_exc().rstrip("\n"))
-        words = f"this is a bug of distdiag: {type(bug).__name__}: {bug}"
+        words = f"bug in distdiag: {type(bug).__name__}: {bug}"
         return _without_report(typed, 3, "distdiag.bug", words)
 
 
@@ -255,12 +314,12 @@ def _without_report(typed: _Invocation, code: int, id_: str, message: str, hint:
 
 
 def _scarce(error: Exception) -> str:
-    """Name what there is no more of for us; empty if that is not what went wrong."""
+    """Return which resource ran out; empty if the error has another cause."""
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.EMFILE, errno.ENFILE):
         return "Too many open files"
     if number == errno.EAGAIN or (isinstance(error, RuntimeError) and "can't start new thread" in str(error)):
-        return "no process or thread can be started: Resource temporarily unavailable"
+        return "cannot start a process or thread: Resource temporarily unavailable"
     if number == errno.ENOMEM or isinstance(error, MemoryError):
-        return "no memory is left for distdiag: Cannot allocate memory"
+        return "distdiag is out of memory: Cannot allocate memory"
     return ""

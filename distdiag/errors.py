@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 class DistdiagError(Exception):
-    """Distdiag could not do its work; `hint` says what to do about it, as a command where there is one."""
+    """An error without a report; `hint` says what to do about it, as a command where there is one."""
 
     id = "distdiag.failed"
     exit_code = 3
@@ -25,7 +25,7 @@ class UsageError(DistdiagError):
 
 
 class NodeFailed(DistdiagError):
-    """The node side of distdiag ended, stayed silent or broke the protocol."""
+    """The agent ended, stayed silent or broke the protocol."""
 
     id = "distdiag.facts-failed"
 
@@ -37,4 +37,4 @@ class Interrupted(DistdiagError):
     exit_code = 130
 
     def __init__(self) -> None:
-        super().__init__("interrupted before there was anything to report")
+        super().__init__("interrupted; nothing to report yet")

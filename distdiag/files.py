@@ -26,16 +26,17 @@ def check_picture(target: str) -> None:
         return
     if os.path.splitext(target)[1].lower() not in _PICTURES:
         raise UsageError(
-            f"--plot {target}: no such kind of picture", hint=f"end it in {', '.join(_PICTURES)}; - draws here"
+            f"--plot {target}: unsupported image format",
+            hint=f"use {', '.join(_PICTURES)}; or - to draw in the terminal",
         )
     folder = os.path.dirname(os.path.abspath(target))
     if not os.path.isdir(folder):
-        raise UsageError(f"--plot {target}: there is no folder {folder}", hint=f"mkdir -p {folder}")
+        raise UsageError(f"--plot {target}: folder {folder} does not exist", hint=f"mkdir -p {folder}")
     try:
         import matplotlib  # noqa: F401 - only whether it is there
     except ImportError as error:
         raise DistdiagError(
-            f"--plot {target}: a picture needs matplotlib, which is not installed ({error})",
+            f"--plot {target}: images need matplotlib, which is not installed ({error})",
             hint='pip install "distdiag[plot]"; or --plot - draws in the terminal',
         ) from error
 
@@ -52,7 +53,7 @@ def make_folder(option: str, folder: str) -> None:
     try:
         private_files.make_folder(folder)
     except OSError as error:
-        raise UsageError(f"{option} {folder}: {error.strerror}", hint="name a folder that can be written") from error
+        raise UsageError(f"{option} {folder}: {error.strerror}", hint="choose a writable folder") from error
 
 
 def write_for_host(folder: str, host: str, data: bytes) -> None:
@@ -69,9 +70,7 @@ def write_whole(path: str, data: bytes) -> None:
     try:
         private_files.write_whole(path, data)
     except OSError as error:
-        raise DistdiagError(
-            f"cannot write {path}: {error.strerror}", hint="name a place that can be written"
-        ) from error
+        raise DistdiagError(f"cannot write {path}: {error.strerror}", hint="choose a writable path") from error
 
 
 def named_files(paths: Sequence[str]) -> Iterator[Path]:
@@ -79,11 +78,11 @@ def named_files(paths: Sequence[str]) -> Iterator[Path]:
     for name in paths:
         path = Path(name)
         if name and path.is_dir():
-            yield from sorted(one for one in path.iterdir() if one.is_file() and not one.name.startswith("."))
+            yield from sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
         elif name and path.is_file():
             yield path
         else:
-            raise UsageError(f"{name}: there is no such file", hint="name files, or a folder of them")
+            raise UsageError(f"{name}: no such file or folder", hint="give files, or a folder of files")
 
 
 def as_text(data: bytes) -> str:

@@ -1,7 +1,7 @@
 """The facts of one run, of all its hosts: what --save DIR writes, a file for each host, and --from judges again.
 
-A file holds the request and what one host told, or why it told nothing. So a folder of them, or files that several
-people sent, are enough for the same report on another machine.
+A file holds the request and what a host reported, or why it reported nothing. So a folder of them, or files that
+several people sent, are enough for the same report on another machine.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ class Foreign(Generic[Facts]):
     parse: Callable[[bytes, Path], list[Any]]
     combine: Callable[[list[Any]], list[Facts]]
     request: Callable[[Any], Any]
-    """What was asked, as far as such files tell: from the request that was typed to judge them."""
+    """What was asked, as far as such files show it: from the request that was typed to judge them."""
 
 
 def save(folder: str, command: str, request: object, gathered: Gathered[Any]) -> None:
     """Write a file for each host. Values of variables (--env NAME=VALUE) are left out. Raises DistdiagError."""
-    facts = {one.host: one for one in gathered.facts}
+    facts = {of_host.host: of_host for of_host in gathered.facts}
     rows = {row.host: row for row in gathered.rows}
     names: set[str] = set()
     at = time.time()
@@ -109,12 +109,12 @@ def save(folder: str, command: str, request: object, gathered: Gathered[Any]) ->
 
 def _without_values(request: Any) -> Any:  # noqa: ANN401 - each command has a type of its own
     """Keep the names of variables that were typed for the hosts: their values may be secrets."""
-    names = tuple(one.partition("=")[0] for one in request.cluster.env)
+    names = tuple(variable.partition("=")[0] for variable in request.cluster.env)
     return replace(request, cluster=replace(request.cluster, env=names))
 
 
 def are_facts(paths: Sequence[str]) -> bool:
-    """Tell whether one of these files, or of those in these folders, is what --save wrote."""
+    """Return whether one of these files, or of those in these folders, is what --save wrote."""
     there = [path for path in paths if path and (os.path.isdir(path) or os.path.isfile(path))]
     return any(_begins(path).startswith(b'{"schema":"' + _SCHEMA.encode()) for path in named_files(there))
 
@@ -194,13 +194,13 @@ class _Reader(Generic[Asked, Facts]):
         gathered = Gathered[Facts]()
         request: Asked | None = None
         for run in self._runs.values():
-            newest = max(one.at for one in run.values())
-            for path, one in sorted(run.items(), key=lambda item: item[1].number):
-                if one.at < newest - _ONE_RUN_S:
-                    gathered.missing[path.name] = f"{path} is left out: it is of an earlier run than others there"
+            newest = max(saved.at for saved in run.values())
+            for path, saved in sorted(run.items(), key=lambda item: item[1].number):
+                if saved.at < newest - _ONE_RUN_S:
+                    gathered.missing[path.name] = f"{path} is left out: it is from an earlier run than the other files"
                     continue
-                request = request or one.request
-                _add(gathered, one)
+                request = request or saved.request
+                _add(gathered, saved)
         if self._foreign is not None and self._foreigners:
             gathered.facts += self._foreign.combine(self._foreigners)
         if not gathered.facts and not gathered.rows and not gathered.refusals:
@@ -215,23 +215,23 @@ class _Reader(Generic[Asked, Facts]):
         reasons = [f"{path.name} {why}" for path, (why, _) in self._unread.items()][:_MOST_REASONS]
         more = f" ({'; '.join(reasons)})" if reasons else ""
         other = next(iter(sorted(self._others)), "")
-        hint = f"they are of another command: distdiag {printable(other[:40])} --from" if other else ""
-        takes = ", or what it reads of other tools" if self._foreign is not None else ""
+        hint = f"they are from another command: distdiag {printable(other[:40])} --from" if other else ""
+        takes = ", or files of other tools that it reads" if self._foreign is not None else ""
         return UsageError(
-            f"no facts of {self._command} in {', '.join(paths)}{more}",
-            hint=hint or f"name what {self._command} --save wrote{takes}",
+            f"no facts from {self._command} in {', '.join(paths)}{more}",
+            hint=hint or f"give what {self._command} --save wrote{takes}",
         )
 
 
-def _add(gathered: Gathered[Facts], one: _Saved[Any, Facts]) -> None:
-    gathered.interrupted |= one.interrupted
-    gathered.rows += (one.row,) if one.row is not None else ()
-    if one.refusal is not None:
-        gathered.refusals[one.host] = one.refusal
-    if one.missing:
-        gathered.missing[one.host] = one.missing
-    if one.facts is not None:
-        gathered.facts.append(one.facts)
+def _add(gathered: Gathered[Facts], saved: _Saved[Any, Facts]) -> None:
+    gathered.interrupted |= saved.interrupted
+    gathered.rows += (saved.row,) if saved.row is not None else ()
+    if saved.refusal is not None:
+        gathered.refusals[saved.host] = saved.refusal
+    if saved.missing:
+        gathered.missing[saved.host] = saved.missing
+    if saved.facts is not None:
+        gathered.facts.append(saved.facts)
 
 
 def _load(path: Path) -> bytes:
@@ -246,7 +246,7 @@ def _load(path: Path) -> bytes:
 def _head(data: bytes) -> _Head:
     head: _Head = _decode(data, _Head)
     if head.schema != _SCHEMA:
-        raise Senseless(f"is of {printable(head.schema[:40])}, not of {_SCHEMA}")
+        raise Senseless(f"is from {printable(head.schema[:40])}, not {_SCHEMA}")
     return head
 
 
@@ -254,4 +254,4 @@ def _decode(data: bytes, type_: type[Any]) -> Any:  # noqa: ANN401 - what was as
     try:
         return read_json(data, type_)
     except Senseless as error:
-        raise Senseless(f"is not what --save wrote: {error}") from error
+        raise Senseless(f"was not written by --save: {error}") from error

@@ -46,7 +46,7 @@ def release() -> None:
 
 
 def settle() -> None:
-    """Ignore them from now on if they were handled: the last word is said."""
+    """Ignore them from now on if they were handled: the report is written."""
     if _handling:
         ignore()
 

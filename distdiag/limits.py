@@ -11,16 +11,16 @@ _SYS_RESOURCE = 24  # CAP_SYS_RESOURCE, linux/capability.h
 
 
 def hint_for(words: str) -> str:
-    """Return what to do about the limit that an error of this machine tells of; empty if it tells of none."""
+    """Return what to do about the limit that an error of this machine names; empty if it names none."""
     if "Too many open files" in words:
         return _raise("n", "nofile", resource.RLIMIT_NOFILE)
     if "Resource temporarily unavailable" in words or "can't start new thread" in words:
         memory = _soft(resource.RLIMIT_AS)
         if memory != resource.RLIM_INFINITY:  # a thread needs a stack
             return f"{_raise('u', 'nproc', resource.RLIMIT_NPROC)}; or more memory: ulimit -v unlimited"
-        return f"{_raise('u', 'nproc', resource.RLIMIT_NPROC)}; in a container see its limit of pids"
+        return f"{_raise('u', 'nproc', resource.RLIMIT_NPROC)}; in a container, check its pids limit"
     if "Cannot allocate memory" in words or "MemoryError" in words:
-        return "ulimit -v unlimited; in a container see its limit of memory"
+        return "ulimit -v unlimited; in a container, check its memory limit"
     return ""
 
 

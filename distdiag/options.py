@@ -22,15 +22,15 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 
 
 def parse_size(text: str) -> int:
-    """Read a number of bytes: 4096, 64MiB, 1.5GiB, 500MB. Raises UsageError."""
+    """Parse a number of bytes: 4096, 64MiB, 1.5GiB, 500MB. Raises UsageError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?\s*", text, re.IGNORECASE)
     if match is None:
-        raise UsageError(f"{text!r} is not a size", hint="write bytes, or a unit: 4096, 64MiB, 1GiB")
+        raise UsageError(f"{text!r} is not a size", hint="give bytes, or use a unit: 4096, 64MiB, 1GiB")
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 def called_as() -> str:
-    """Say how this program was called, so that the commands we print paste: by name, by path, or as a module."""
+    """Return how this program was called, so that printed commands paste: by name, by path, or as a module."""
     import shutil
 
     called = sys.argv[0]
@@ -44,60 +44,58 @@ def called_as() -> str:
     )
 
 
-JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")]
-StrictOpt = Annotated[bool, typer.Option("--strict", help="Let warnings count as faults (exit 1).")]
+JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout, and nothing else there.")]
+StrictOpt = Annotated[bool, typer.Option("--strict", help="Treat warnings as failures (exit 1).")]
 SaveOpt = Annotated[
-    str, typer.Option("--save", metavar="DIR", help="Save the facts of this run there, a file for each host.")
+    str, typer.Option("--save", metavar="DIR", help="Save the facts of this run to DIR, one file per host.")
 ]
 FromOpt = Annotated[
     list[str] | None,
-    typer.Option("--from", metavar="PATH", help="Judge facts that --save wrote: DIR, or its files; can be repeated."),
+    typer.Option("--from", metavar="PATH", help="Analyze facts that --save wrote: DIR or its files; repeatable."),
 ]
 TimeoutOpt = Annotated[
     float,
-    typer.Option(min=1.0, max=86400.0, metavar="SECONDS", help="Longest time without a step of any rank."),
+    typer.Option(min=1.0, max=86400.0, metavar="SECONDS", help="Fail when no rank makes progress for this long."),
 ]
 
 
 def _cluster(  # noqa: PLR0913 - an option is an argument
     hosts: Annotated[
         str | None,
-        typer.Option(metavar="LIST", help="Hosts to work on: node[1-4],gpu7 or user@node1:8 (8 ranks there)."),
+        typer.Option(metavar="LIST", help="Hosts to use: node[1-4],gpu7 or user@node1:8 (8 ranks there)."),
     ] = None,
     hostfile: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="A file of hosts: Open MPI, MPICH, DeepSpeed, PBS or plain lines."),
+        typer.Option(metavar="FILE", help="File of hosts: Open MPI, MPICH, DeepSpeed, PBS or plain lines."),
     ] = None,
-    slurm_job: Annotated[str, typer.Option(metavar="ID", help="The nodes of a running SLURM job.")] = "",
+    slurm_job: Annotated[str, typer.Option(metavar="ID", help="Use the nodes of this running SLURM job.")] = "",
     via: Annotated[
         str,
-        typer.Option(metavar="COMMAND", help='Command that runs a program on {host}: "kubectl exec -i {host} --".'),
+        typer.Option(metavar="COMMAND", help='Command that starts a program on {host}: "kubectl exec -i {host} --".'),
     ] = "",
     launcher: Annotated[
-        Launcher, typer.Option(help="How to get to the hosts; auto: ssh, or srun inside an allocation.")
+        Launcher, typer.Option(help="How to start processes on hosts; auto: ssh, or srun inside an allocation.")
     ] = Launcher.AUTO,
     python: Annotated[
-        str, typer.Option(metavar="PATH", help="Python on the hosts. [default: this one's path there, else python3]")
+        str, typer.Option(metavar="PATH", help="Python on the hosts. [default: same path as here, else python3]")
     ] = "",
     env: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME[=VALUE]", help="Variable to set on the hosts; can be repeated."),
+        typer.Option(metavar="NAME[=VALUE]", help="Variable to set on the hosts; repeatable."),
     ] = None,
     setup: Annotated[
-        str, typer.Option(metavar="COMMANDS", help="Shell commands to run there first: 'source ~/env.sh'.")
+        str, typer.Option(metavar="COMMANDS", help="Shell commands to run first on each host: 'source ~/env.sh'.")
     ] = "",
-    fanout: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Hosts to be logged in to at the same time.")
-    ] = None,
+    fanout: Annotated[int | None, typer.Option(min=1, metavar="N", help="Maximum parallel logins.")] = None,
     host_timeout: Annotated[
         float | None,
-        typer.Option(min=0.1, metavar="SECONDS", help="Longest time for each stage of reaching a host."),
+        typer.Option(min=0.1, metavar="SECONDS", help="Time limit for each stage of connecting to a host."),
     ] = None,
     accept_new: Annotated[
-        bool, typer.Option("--accept-new", help="Accept unknown ssh host keys (never changed ones) and remember them.")
+        bool, typer.Option("--accept-new", help="Accept and store unknown ssh host keys (never changed keys).")
     ] = False,
     explain_transport: Annotated[
-        bool, typer.Option("--explain-transport", help="Print the commands that reach the hosts, and stop.")
+        bool, typer.Option("--explain-transport", help="Print the commands that reach the hosts and exit.")
     ] = False,
 ) -> Cluster:
     return Cluster(
@@ -122,22 +120,27 @@ def _given(text: str | None) -> str:
 
 
 def on_hosts(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options that say on which hosts it works; it gets them all as its argument `cluster`.
+    """Add the options that select hosts to a command; it gets them all as its argument `cluster`.
 
     An option of the command's own goes before a shared one of the same name, which has its default then.
     """
-    own = [one for one in inspect.signature(command, eval_str=True).parameters.values() if one.name != "cluster"]
-    names = {one.name for one in own}
-    shared = [one for one in inspect.signature(_cluster, eval_str=True).parameters.values() if one.name not in names]
+    own = [
+        parameter
+        for parameter in inspect.signature(command, eval_str=True).parameters.values()
+        if parameter.name != "cluster"
+    ]
+    names = {parameter.name for parameter in own}
+    all_shared = inspect.signature(_cluster, eval_str=True).parameters.values()
+    shared = [parameter for parameter in all_shared if parameter.name not in names]
 
     @functools.wraps(command)
     def with_hosts(**given: Any) -> None:  # noqa: ANN401 - what typer parsed
-        chosen = {one.name: given.pop(one.name) for one in shared}
+        chosen = {parameter.name: given.pop(parameter.name) for parameter in shared}
         command(**given, cluster=_cluster(**chosen))
 
     # typer reads both of these.
-    parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*own, *shared)]
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*own, *shared)]
     with_hosts.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    with_hosts.__annotations__ = {one.name: one.annotation for one in parameters}
+    with_hosts.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     del with_hosts.__wrapped__  # it would be asked instead of the signature
     return with_hosts

@@ -36,7 +36,7 @@ _LONGEST = 5000
 _MOVES = re.compile(
     r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]|\x1b(?!\[(?:0|1|(?:1;)?3[0-7])m)"
 )
-"""What moves the cursor, turns text around or worse: names of files, hosts and functions are somebody else's.
+"""What moves the cursor, reverses text or worse: names of files, hosts and functions come from outside.
 
 Our own colours stay.
 """
@@ -44,7 +44,7 @@ Our own colours stay.
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """How the answer is wanted."""
+    """How to print the answer."""
 
     json: bool = False
     strict: bool = False
@@ -105,7 +105,7 @@ def deliver_lines(command: str, write: Callable[[], list[str]], *, as_json: bool
 
 
 def fail(command: str, error: DistdiagError, *, as_json: bool) -> NoReturn:
-    """Say why there is no report: on stderr for people, as JSON on stdout for programs."""
+    """Print why there is no report: on stderr for people, as JSON on stdout for programs."""
     say(f"distdiag {command}: {error}")
     if error.hint:
         say(f"hint: {error.hint}")
@@ -115,7 +115,7 @@ def fail(command: str, error: DistdiagError, *, as_json: bool) -> NoReturn:
 
 
 def _leave_with(text: str, exit_code: int) -> NoReturn:
-    """Write the last word and leave: an interrupt that comes after it changes nothing."""
+    """Write the last output and leave: an interrupt that comes after it changes nothing."""
     try:
         emit(text)
         interrupts.settle()
@@ -176,7 +176,7 @@ def is_done_by_another() -> bool:
     me = identify(os.environ)
     if me is None or me.rank == 0 or me.launcher in ("environment", "torchrun"):
         return False
-    say(f"distdiag: rank {me.rank} of {me.launcher} leaves: rank 0 does the work")
+    say(f"distdiag: rank {me.rank} of {me.launcher} exits: rank 0 does the work")
     return True
 
 
@@ -207,11 +207,11 @@ def plain_table(*columns: Column) -> Table:
 
 def _bounded(text: str) -> str:
     """Cut what no path and no sentence is: wrapping a name of megabytes takes longer than all else."""
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} letters: --json has them)"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters; --json has all)"
 
 
 def host_table(rows: Iterable[HostResult]) -> Iterator[RenderableType]:
-    """Draw one row for each trouble of hosts, none if all hosts could be used; equal ones fold."""
+    """Draw a row for each error of hosts, none if all hosts could be used; equal errors fold."""
     from rich.table import Column
 
     from distdiag.cluster.host_results import HostState
@@ -245,8 +245,8 @@ class Wide:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.measure import Measurement
 
-        wanted = Measurement.get(console, options.update(max_width=1000), self._table).maximum
-        yield from console.render(self._table, options.update(width=max(wanted, options.max_width)))
+        natural = Measurement.get(console, options.update(max_width=1000), self._table).maximum
+        yield from console.render(self._table, options.update(width=max(natural, options.max_width)))
 
 
 class Whole:
@@ -300,7 +300,7 @@ class Progress:
         return self
 
     def news(self, text: str) -> None:
-        """Something was reached; in a pipe it stays as a line of the log."""
+        """Report a step; in a pipe it stays as a line of the log."""
         if self._status is not None:
             self._status.update(harmless(text, None))
         else:

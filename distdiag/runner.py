@@ -4,7 +4,7 @@
 
 A command gives what is its own: what to collect, how to diagnose it, how to show it. What is the same for all stands
 here once: --save and --from, --explain-transport, --json, Ctrl-C with what is known by then, hosts that cannot be used,
-second names of one machine, answers that make no sense.
+second names of one machine, answers that break the protocol.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Subcommand(Generic[Asked, Facts, Data]):
     explain: Callable[[Asked], list[str]]
     """Writes how the hosts would be reached."""
     shown_as_typed: tuple[str, ...] = ()
-    """Fields of the request that say what is shown, and how: with --from those typed now go before the saved ones."""
+    """Fields of the request that say what is shown, and how: with --from, values typed now override saved values."""
     foreign: Foreign[Facts] | None = None
     """Reads files of --from that are another tool's."""
     findings_in_view: bool = False
@@ -84,25 +84,25 @@ class Options:
 
 def run(
     subcommand: Subcommand[Asked, Facts, Data],
-    asked: Callable[[], Asked],
+    make_request: Callable[[], Asked],
     options: Options,
     finish: Callable[[Report[Data]], Report[Data]] = lambda report: report,
 ) -> NoReturn:
-    """Do what was asked for, print its report, and leave with its exit status.
+    """Run the command, print its report, and leave with its exit status.
 
     Args:
         subcommand: what it is.
-        asked: makes the request of what was typed; may raise UsageError.
+        make_request: makes the request of what was typed; may raise UsageError.
         options: what was typed of the options that all commands have.
         finish: what else is done with the report, before it is printed; may raise DistdiagError, or add to it.
     """
     if options.explain:
-        deliver_lines(subcommand.name, lambda: subcommand.explain(asked()), as_json=options.as_json)
+        deliver_lines(subcommand.name, lambda: subcommand.explain(make_request()), as_json=options.as_json)
     judged: list[tuple[Asked, Gathered[Facts]]] = []
 
     def report() -> Report[Data]:
         unsaved: list[DistdiagError] = []
-        request, gathered = facts_of(subcommand, asked(), options, unsaved)
+        request, gathered = facts_of(subcommand, make_request(), options, unsaved)
         judged.append((request, gathered))
         with _of_files(options):
             made = subcommand.diagnose(request, gathered)
@@ -128,8 +128,8 @@ def _of_files(options: Options) -> Iterator[None]:
         if not options.from_:
             raise
         raise DistdiagError(
-            f"the saved facts contradict themselves: {type(error).__name__}: {printable(str(error)[:200])}",
-            hint="save them again; if nobody changed the files, please report it, with them",
+            f"the saved facts are inconsistent: {type(error).__name__}: {printable(str(error)[:200])}",
+            hint="save them again; if the files were not edited, please report this and attach them",
         ) from error
 
 
@@ -179,7 +179,10 @@ def _read(
     options: Options,
 ) -> tuple[Asked, Gathered[Facts]]:
     if options.save or request.cluster.typed():
-        raise UsageError("--from judges saved facts", hint="leave out --save, and what names hosts or a Python")
+        raise UsageError(
+            "--from cannot be combined with --save or options for hosts",
+            hint="--from analyzes saved facts: leave them out",
+        )
     types = (subcommand.request, subcommand.facts)
     saved: Any
     saved, gathered = read(options.from_ or (), subcommand.saved_as or subcommand.name, types, subcommand.foreign)
@@ -204,23 +207,23 @@ class Asks:
 
 @dataclass(frozen=True, kw_only=True)
 class Question(Generic[First, Part, Facts]):
-    """A look at nodes in two steps: every node tells first what is there, then it is asked for more."""
+    """Questions to nodes in two steps: each reports first what is there, then it is asked for more."""
 
     part: type[Part]
-    """What a node tells when it is asked; it may tell several."""
+    """The type of what a node answers; it may send several."""
     plan: Callable[[Mapping[str, First], bool], Asks]
-    """From what all hosts told first, what each is asked: `plan(told, local)`, local if it is this machine alone.
+    """From the first reports, what each host is asked: `plan(reports, local)`, local if it is this machine alone.
 
     A host that is left out is not asked. May raise DistdiagError.
     """
     join: Callable[[str, First, Sequence[Part], str], Facts | None]
-    """From what a host told, and why that may not be all, its facts; None: it has none."""
+    """From the reports of a host, and why they may be incomplete, its facts; None: it has none."""
     doing: str = ""
-    """What is said while they are at it; empty: nothing, for what takes no time."""
+    """The progress line meanwhile; empty: none, for what takes no time."""
     each_name: bool = False
     """Ask a machine under each of its names: behind them may be another environment."""
     before: Callable[[Mapping[str, Node]], None] = lambda _: None
-    """What is done first with the nodes that will be asked."""
+    """Called first, with the nodes that will be asked."""
 
 
 def gather(
@@ -274,10 +277,10 @@ def gather_once(cluster: Cluster, agent: Agent, progress: Progress) -> Gathered[
 
 
 def reach(fleet: Fleet, targets: Targets, progress: Progress) -> None:
-    """Reach the hosts, and say how far that is."""
+    """Connect to the hosts, and show the progress."""
     if targets.launcher is not None:
-        progress.news(f"reaching {describe(targets)}")
-    fleet.gather(lambda now: progress.now(f"{len(now.up)} of {len(now.hosts)} hosts reached"))
+        progress.news(f"connecting to {describe(targets)}")
+    fleet.gather(lambda now: progress.now(f"{len(now.up)} of {len(now.hosts)} hosts connected"))
 
 
 def named(nodes: Iterable[Node], *, local: bool) -> dict[str, Node]:

@@ -1,15 +1,18 @@
 """Check that the texts users read are written in the field's words: `python tests/check_words.py [PATH ...]`.
 
-Read are the string constants of the package (f-strings with `{}` where a value goes), the docstrings that become help or library
-documentation, the strings of knowledge/*.toml, and README.md, CHANGELOG.md and docs/. A pattern that matches is printed as file:line,
-and the exit status is 1. ALLOWED holds what may stay, each with its reason.
+Read are the string constants of the package (f-strings with `{}` where a value goes), the docstrings that become help
+(functions of command modules) or library documentation (what distdiag/__init__.py exports), the strings of
+knowledge/*.toml that are not patterns, and README.md, CHANGELOG.md and docs/. A phrase that matches is printed as
+file:line, and the exit status is 1. ALLOWED holds what may stay, each with its reason.
 """
+
+# ruff: noqa: E501 - a pattern is one line
 
 import ast
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -17,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Each pattern with what to write instead.
 WORDS = {
     r"\b(?:this|that|such|each|every|which|another|other|own|new|first|last|only|same|wrong|right|any|no|a|the) ones?\b(?!-|\s+of\b)": "name the thing",
-    r"\bones\b|\bone (?:that|who|which|is|was|has|does|cannot|can|may|must)\b": "name the thing",
+    r"(?<!torch\.)\bones\b|\bone (?:that|who|which|is|was|has|does|cannot|can|may|must)\b": "name the thing",
     r"\b(?:is|are|was|were|be|been|not|it|nothing) told\b|\btold (?:of|by|apart|anything|nothing|its|it|so)\b|\bto tell\b(?! (?:whether|which))": "reported, known, unknown",
     r"\btells?\b(?! (?:NCCL|torch|Gloo|the kernel|the compiler))|\btelling\b": "says, shows, reports",
     r"\bmend(?:s|ed|ing)?\b": "fix",
@@ -60,27 +63,55 @@ WORDS = {
 }
 COMPILED = [(re.compile(pattern, re.IGNORECASE), instead) for pattern, instead in WORDS.items()]
 
+NOT_TEXTS = {"pattern", "words", "source", "example", "name", "names"}
+"""Keys of TOML whose strings are compared with logs or name a source: others wrote them."""
+
 # (part of a path, part of the text): why it may stay.
 ALLOWED: dict[tuple[str, str], str] = {
     ("commands/hang/types.py", "cannot tell"): "one of the four verdicts of a source",
 }
 
 
-def visible_strings(source: str, docstrings: bool) -> Iterator[tuple[int, str]]:
+def visible_strings(source: str, docstrings: Container[str] | bool) -> Iterator[tuple[int, str]]:
     """List line and text of the strings of a module that a user may read.
 
-    Docstrings count where they are help (functions of command modules) or library documentation (training/), as `docstrings` says.
+    `docstrings`: the functions and classes whose docstrings count; True: all of them. The notes below attributes and
+    the docstring of the module itself are for who reads the code.
     """
     tree = ast.parse(source)
-    docs = {id(node.body[0].value) for node in ast.walk(tree) if _has_docstring(node)}
+    docs = {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    docs -= {id(node.body[0].value) for node in _documented(tree, docstrings) if _has_docstring(node)}  # type: ignore[attr-defined]
     inside: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             inside.update(id(part) for part in ast.walk(node) if part is not node)
-            yield node.lineno, "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
-            if (id(node) not in docs or docstrings) and " " in node.value.strip():
-                yield node.lineno, node.value
+            yield (
+                node.lineno,
+                "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values),
+            )
+        elif isinstance(node, ast.Constant) and id(node) not in inside | docs and " " in str(node.value).strip():
+            yield node.lineno, str(node.value)
+
+
+def _documented(tree: ast.Module, names: Container[str] | bool) -> Iterator[ast.AST]:
+    """List the functions and classes of these names, and the public methods of the classes."""
+    for node in ast.walk(tree) if names is True else tree.body:
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or names is False:
+            continue
+        if names is True or node.name in names:
+            yield node
+            yield from (part for part in node.body if isinstance(part, ast.FunctionDef) and part.name[0] != "_")
+
+
+def exported() -> set[str]:
+    """List what scripts import from distdiag."""
+    tree = ast.parse((ROOT / "distdiag" / "__init__.py").read_text("utf-8"))
+    lists = (
+        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    return {name for names in lists for name in ast.literal_eval(names)}
 
 
 def _has_docstring(node: ast.AST) -> bool:
@@ -95,16 +126,17 @@ def toml_strings(text: str) -> Iterator[tuple[int, str]]:
 
     def walk(value: object) -> Iterator[str]:
         if isinstance(value, str):
-            yield value
+            yield re.sub(r"\{\w+\}", "{}", value)
         elif isinstance(value, dict):
-            for inner in value.values():
-                yield from walk(inner)
+            for key, inner in value.items():
+                if key not in NOT_TEXTS:
+                    yield from walk(inner)
         elif isinstance(value, list):
             for inner in value:
                 yield from walk(inner)
 
     for string in walk(tomllib.loads(text)):
-        at = text.find(string[:20])
+        at = text.find(string.partition("{")[0][:20] or string)
         yield text.count("\n", 0, max(at, 0)) + 1, string
 
 
@@ -112,9 +144,8 @@ def texts_of(path: Path) -> Iterator[tuple[int, str]]:
     """List line and text of what a user may read of this file."""
     text = path.read_text(errors="replace")
     if path.suffix == ".py":
-        yield from visible_strings(
-            text, path.name in ("command.py", "commands.py", "cli.py") or "training" in path.parts
-        )
+        is_command = path.name in ("command.py", "commands.py", "cli.py")
+        yield from visible_strings(text, is_command or (exported() if "training" in path.parts else False))
     elif path.suffix == ".toml":
         yield from toml_strings(text)
     else:
@@ -143,12 +174,13 @@ def problems(path: Path) -> Iterator[str]:
 
 
 def main() -> None:
+    """Print what is found in the paths that are named, or in all."""
     paths = [Path(name).resolve() for name in sys.argv[1:]] or [
         ROOT / name for name in ("distdiag", "README.md", "CHANGELOG.md", "docs")
     ]
     found = [problem for path in files_below(paths) for problem in problems(path)]
     for problem in found:
-        print(problem)
+        sys.stdout.write(f"{problem}\n")
     if found:
         sys.exit(
             f"{len(found)} phrases to reword (ALLOWED in {Path(__file__).name} holds what may stay, with its reason)"

@@ -301,7 +301,7 @@ def _ended(main: Callable[[], None]) -> int:
 def _wrong(out: bytes, err: bytes) -> str:
     """Quote what must not be printed: a traceback, or bytes that command the terminal."""
     both = out + b"\n" + err
-    if b"Traceback (most recent call last)" in both or b"bug of distdiag" in both:
+    if b"Traceback (most recent call last)" in both or b"bug in distdiag" in both:
         return both[-1500:].decode("utf-8", "backslashreplace")
     commands = re.search(rb"[\x00-\x08\x0b-\x1f\x7f]|\xc2[\x80-\x9f]", re.sub(rb"\x1b\[[0-9;]*m", b"", both))
     if commands:

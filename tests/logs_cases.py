@@ -2,8 +2,8 @@
 """Logs with known truth: recordings of jobs that really failed, and texts as NCCL's watchdog and INFO lines are.
 
 A case is (name, text or recording, id of the finding, ranks at fault). `unknown` stands for any verdict that leaves it
-open. The recordings are of tests/programs/fails_in_many_ways.py under torch 2.13 (with --tee 3, plain), Open MPI 4.1 and
-MPICH; rank 2 of 4 is at fault. Their paths were shortened, nothing else.
+open. The recordings are of tests/programs/fails_in_many_ways.py under torch 2.13 (with --tee 3, plain), SLURM 22.05, accelerate
+1.15, DeepSpeed 0.19, Open MPI 4.1 and MPICH 4.0; rank 2 of 4 is at fault. Their paths were shortened, nothing else.
 """
 
 from __future__ import annotations
@@ -17,15 +17,23 @@ RECORDED = Path(__file__).parent / "recorded" / "logs"
 
 @dataclass(frozen=True)
 class Case:
-    """One log. `also`: what else a right answer says."""
+    """One log. `also`: what else a right answer says; `forced`: the log itself is enough to know it."""
 
     name: str
     text: bytes
     id: str
     ranks: tuple[int, ...]
     also: str = ""
+    forced: bool = True
 
 
+_UNFORCED = {
+    "srun-late": "all four ranks report a consequence: the late rank lost the peers that had timed out before",
+    "deepspeed-kill": "DeepSpeed's launcher prints a return code with the --local_rank of the process it started last",
+    "tree-console": "the output of the ranks is elsewhere; a rank that lost a peer may end by SIGABRT too",
+    "deepspeed-exit3": "the return code is not that of --local_rank, as above",
+    "deepspeed-import": "the cause is known, its rank is not, as above",
+}
 _FIRST = ("first-failure", (2,))
 _RECORDED: dict[str, tuple[str, tuple[int, ...], str]] = {
     "torchrun-raise": (*_FIRST, "ValueError: label 1000"),
@@ -37,7 +45,7 @@ _RECORDED: dict[str, tuple[str, tuple[int, ...], str]] = {
     "torchrun-exit0": ("left-early", (2,), ""),
     "torchrun-hang": ("missing-rank", (2,), ""),
     "torchrun-late": ("missing-rank", (2,), ""),
-    "torchrun-size": ("size-mismatch", (), "2048 bytes came where 1024"),
+    "torchrun-size": ("size-mismatch", (), "received 2048 bytes, expected 1024"),
     "torchrun-op": ("collective-mismatch", (2,), "rank 2 in barrier"),
     "torchrun-order": ("collective-mismatch", (2,), "rank 2 in broadcast"),
     "torchrun-file": (*_FIRST, "FileNotFoundError"),
@@ -70,6 +78,61 @@ _RECORDED: dict[str, tuple[str, tuple[int, ...], str]] = {
     "hydra-hang": ("missing-rank", (2,), ""),
     "hydra-size": ("size-mismatch", (), ""),
     "tree-console": (*_FIRST, "SIGABRT"),
+    # Recorded by record_logs.py; what is expected was written before the recordings were read.
+    "torchrun-memory": (*_FIRST, "out of memory"),
+    "torchrun-save": (*_FIRST, ""),
+    "torchrun-handled": (*_FIRST, "ValueError: label 1000"),
+    "torchrun-handled-kill": (*_FIRST, "SIGKILL, sender unknown"),
+    "torchrun-handled-hang": ("missing-rank", (2,), ""),
+    "torchrun-handled-own": (*_FIRST, "ValueError: label 1000"),
+    "torchrun-handled-exit": (*_FIRST, "exit status 1"),
+    "plain-handled": (*_FIRST, "ValueError: label 1000"),
+    "plain-handled-kill": (*_FIRST, "SIGKILL, sender unknown"),
+    "plain-handled-hang": ("missing-rank", (2,), ""),
+    "plain-import": (*_FIRST, "No module named 'flash_attn_that_is_not_here'"),
+    "plain-two": ("unknown", (), "KeyError"),
+    "srun-raise": (*_FIRST, "ValueError: label 1000"),
+    "srun-kill": (*_FIRST, "SIGKILL, sender unknown"),
+    "srun-segv": (*_FIRST, "SIGSEGV"),
+    "srun-abort": (*_FIRST, "SIGABRT"),
+    "srun-exit3": (*_FIRST, "exit status 3"),
+    "srun-exit0": ("left-early", (2,), ""),
+    "srun-hang": ("missing-rank", (2,), ""),
+    "srun-late": ("missing-rank", (2,), ""),
+    "srun-size": ("size-mismatch", (), ""),
+    "srun-op": ("collective-mismatch", (2,), "rank 2 in barrier"),
+    "srun-order": ("collective-mismatch", (2,), "rank 2 in broadcast"),
+    "srun-import": (*_FIRST, "No module named 'flash_attn_that_is_not_here'"),
+    "srun-length": ("left-early", (2,), ""),
+    "srun-save": (*_FIRST, ""),
+    "srun-memory": (*_FIRST, "out of memory"),
+    "srun-handled": (*_FIRST, "ValueError: label 1000"),
+    "srun-handled-kill": (*_FIRST, "SIGKILL, sender unknown"),
+    "srun-two": ("unknown", (), "KeyError"),
+    "accelerate-raise": (*_FIRST, "ValueError: label 1000"),
+    "accelerate-kill": (*_FIRST, "SIGKILL, sender unknown"),
+    "accelerate-exit3": (*_FIRST, "exit status 3"),
+    "accelerate-import": (*_FIRST, "No module named 'flash_attn_that_is_not_here'"),
+    "accelerate-hang": ("missing-rank", (2,), ""),
+    "accelerate-op": ("collective-mismatch", (2,), "rank 2 in barrier"),
+    "accelerate-restart": (*_FIRST, "/ckpt/step2.pt"),
+    "accelerate-handled": (*_FIRST, "ValueError: label 1000"),
+    "accelerate-memory": (*_FIRST, "out of memory"),
+    "deepspeed-raise": (*_FIRST, "ValueError: label 1000"),
+    "deepspeed-kill": (*_FIRST, "SIGKILL, sender unknown"),
+    "deepspeed-exit3": (*_FIRST, "exit status 3"),
+    "deepspeed-import": (*_FIRST, "No module named 'flash_attn_that_is_not_here'"),
+    "deepspeed-hang": ("missing-rank", (2,), ""),
+    "deepspeed-op": ("collective-mismatch", (2,), "rank 2 in barrier"),
+    "deepspeed-exit0": ("left-early", (2,), ""),
+    "deepspeed-size": ("size-mismatch", (), ""),
+    "deepspeed-handled": (*_FIRST, "ValueError: label 1000"),
+    "ompi-import": (*_FIRST, "No module named 'flash_attn_that_is_not_here'"),
+    "ompi-handled": (*_FIRST, "ValueError: label 1000"),
+    "ompi-memory": (*_FIRST, "out of memory"),
+    "ompi-op": ("collective-mismatch", (2,), "rank 2 in barrier"),
+    "hydra-import": (*_FIRST, "No module named 'flash_attn_that_is_not_here'"),
+    "hydra-handled": (*_FIRST, "ValueError: label 1000"),
 }
 
 
@@ -138,6 +201,30 @@ def info(
         ]
     return "".join(f"{line}\n" for line in lines)
 
+
+def edges(host: str, pid: int, *lines: str) -> str:
+    """Write INFO lines of one process."""
+    ended = f"ncclCommInitRank comm 0x1 rank {pid} nranks 999 cudaDev 0 nvmlDev 0 busId 1000 commId 0x7 - Init COMPLETE"
+    ended = "" if any(" - Init " in line or "Bootstrap" in line for line in lines) else ended
+    return "".join(f"{host}:{pid}:{pid + 1} [{pid % 8}] NCCL INFO {line}\n" for line in (*lines, ended) if line)
+
+
+def nodes(count: int, *lines: str, last: tuple[str, ...]) -> str:
+    """Write the INFO lines of one process a node, of the last node others."""
+    return "".join(edges(f"node{node}", 100 + node, *(last if node == count - 1 else lines)) for node in range(count))
+
+
+def started(rank: int, host: str, nranks: int, *, done: bool) -> str:
+    """Write the lines of NCCL 2.14, which has no commId."""
+    comm = f"comm 0x7f21 rank {rank} nranks {nranks} cudaDev {rank % 8} busId 1000 - Init"
+    return edges(host, 500 + rank, "Bootstrap : Using eth0:10.0.0.9<0>", *([f"{comm} COMPLETE"] if done else []))
+
+
+_OLD = "{0}:9:9 [0] transport/net_ib.cc:839 NCCL WARN NET/IB : Got completion with error 12, opcode 1, len 0, vendor err 129\n"
+_PEER = "{0}:9:9 [0] transport/net_ib.cc:1295 NCCL WARN NET/IB : Got completion from peer 10.0.0.{1}<4791> with error {2}, opcode 0, len 0, vendor err {3}\n"
+_HCA = "{0}:9:9 [0] transport/net_ib/p2p.cc:620 NCCL WARN NET/IB: Got completion from peer 10.0.0.{1}<4791> with status={2} opcode=0 len=0 vendor err {3} (Recv) localGid ::ffff:10.0.0.9 remoteGids::ffff:10.0.0.{1} hca mlx5_0\n"
+_NAMED = "[2026-11-23 10:00:00] {0}:9:9 [0] transport/net_ib/p2p.cc:700 (ncclIbTest) NCCL WARN NET/IB: Got completion from peer 10.0.0.{1}<4791> with status={2} opcode=IBV_WC_SEND(0) reqSize=0 vendor_err={3} req_type=Recv hca mlx5_0\n"
+_OOB = "".join(edges(f"node{node}", 9, f"Bootstrap: Using eth0:10.0.0.{node}<0>") for node in range(1, 5))
 
 _LOST = "RuntimeError: NCCL communicator was aborted on rank {0}."
 _TRACE = 'Traceback (most recent call last):\n  File "/app/train.py", line 9, in main\n    step()\n'
@@ -291,6 +378,149 @@ _GENERATED: dict[str, tuple[str, str, tuple[int, ...], str]] = {
         "ranks 0 and 1",
     ),
     "handled-then-exit": (_HANDLED + ended_by_torchrun(2, 1, 0, 1), "unknown", (), "wandb"),
+    "handled-then-named": (_HANDLED + raised(1, "ValueError: bad"), "first-failure", (1,), "ValueError: bad"),
+    "handled-twice-then-named": (
+        _HANDLED + _HANDLED.replace("default0", "default3") + raised(1, "ValueError: bad"),
+        "first-failure",
+        (1,),
+        "ValueError: bad",
+    ),
+    "handled-then-behind": (
+        _HANDLED.replace("[default0]:", "0: ")
+        + "".join(f"{rank}: {line}\n" for rank in range(3) for line in stuck(range(rank, rank + 1), 808).splitlines())
+        + "".join(f"3: {line}\n" for line in (caught(3, 805, "ALLGATHER") + status(3, 805, 805, 804)).splitlines()),
+        "desync",
+        (3,),
+        "never called collective 808",
+    ),
+    "handled-line-then-killed": (
+        "[default0]:step 1\n[default0]:WARNING skipped a batch: CUDA out of memory. Tried to allocate 2 GiB\n[default2]:step 1\n"
+        + ended_by_torchrun(2, -9, 0, 1),
+        *_FIRST,
+        "SIGKILL, sender unknown",
+    ),
+    "retried-then-other": (
+        "[default1]:OSError: [Errno 98] Address already in use\n[default1]:step 1\n[default3]:step 1\n"
+        + "".join(f"[default3]:{line}\n" for line in raised(3, "ValueError: bad").splitlines())
+        + ended_by_torchrun(3, 1, 1, 2),
+        "first-failure",
+        (3,),
+        "ValueError: bad",
+    ),
+    "old-torch": (
+        "".join(
+            f"{rank}: {line}\n"
+            for rank in range(4)
+            for line in (
+                _TRACE + ("ValueError: bad" if rank == 3 else "RuntimeError: Connection closed by peer [::1]:9")
+            ).splitlines()
+        ),
+        "first-failure",
+        (3,),
+        "ValueError: bad",
+    ),
+    "two-handled-no-exits": (
+        "".join(
+            f"{rank}: {line}\n"
+            for rank in (0, 3)
+            for line in (_TRACE + f"ValueError: bad {'ab'[rank % 2]}").splitlines()
+        )
+        + "".join(f"1: {line}\n" for line in raised(1, "RuntimeError: Connection closed by peer [::1]:9").splitlines()),
+        "unknown",
+        (),
+        "",
+    ),
+    "loader-worker": (
+        raised(
+            2,
+            "ValueError: Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+            '  File "/app/data.py", line 3, in __getitem__\n    x\nValueError: sample 7 is empty\n',
+        ),
+        *_FIRST,
+        "sample 7 is empty, at /app/data.py:3",
+    ),
+    "two-processes-no-prefix": (
+        _TRACE + "ValueError: bad\n" + _TRACE + "RuntimeError: Connection closed by peer [::1]:9\n",
+        "failure",
+        (),
+        "ValueError: bad",
+    ),
+    "step-aborted-by-srun": (
+        "srun: error: n2: task 2: Exited with exit code 9\nsrun: Job step aborted: Waiting up to 32 seconds for job step to "
+        "finish.\nsrun: error: n1: tasks 0-1,3: Killed\n",
+        *_FIRST,
+        "exit status 9",
+    ),
+    "memory-events": (
+        "srun: error: node1: task 2: Killed\nsrun: error: node1: tasks 0-1,3: Terminated\n"
+        "low 0\nhigh 0\nmax 811\noom 1\noom_kill 1\n",
+        *_FIRST,
+        "out of memory",
+    ),
+    "memory-events-none": (
+        "srun: error: node1: task 2: Killed\nlow 0\nhigh 0\nmax 0\noom 0\noom_kill 0\n",
+        *_FIRST,
+        "sender unknown",
+    ),
+    # Lines that users posted, with where.
+    "public-bus-error": (  # pytorch#5040
+        "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).\n"
+        + raised(1, "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Bus error."),
+        "first-failure",
+        (1,),
+        "/dev/shm",
+    ),
+    "public-watchdog-illegal": (  # pytorch#180280
+        "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [PG ID 0 PG GUID 0(default_pg) "
+        "Rank 2] Process group watchdog thread terminated with exception: CUDA error: an illegal memory access was "
+        "encountered\n",
+        *_FIRST,
+        "illegal memory access",
+    ),
+    "public-watchdog-alone": (  # pytorch#118369: the rank that reports waited
+        caught(0, 1580) + status(0, 1580, 1583, 1579),
+        "unknown",
+        (),
+        "",
+    ),
+    "public-dump-signal": (dump(1, 34, 811, 807), "unknown", (), ""),  # vllm#9308
+    "public-shm-segment": (  # nccl#290
+        "node1:7:8 [0] include/shm.h:48 NCCL WARN Error while creating shared memory segment nccl-shm-recv-1 (size 9637888)\n",
+        "failure",
+        (),
+        "/dev/shm",
+    ),
+    "public-duplicate-gpu": (  # pytorch#68666
+        "node1:7:8 [0] init.cc:521 NCCL WARN Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000\n",
+        "failure",
+        (),
+        "Duplicate GPU detected : rank 1 and rank 0",
+    ),
+    "public-no-interface": (  # pytorch#29482
+        "node1:7:8 [0] bootstrap.cc:45 NCCL WARN Bootstrap : no socket interface found\n",
+        "failure",
+        (),
+        "no socket interface found",
+    ),
+    "public-memlock": (  # nccl-tests#206
+        "node1:7:8 [0] misc/ibvwrap.cc:284 NCCL WARN Call to ibv_create_cq failed with error Cannot allocate memory\n",
+        "failure",
+        (),
+        "ibv_create_cq",
+    ),
+    "public-closed-by-peer": (  # nccl#1232
+        "node1:7:8 [0] misc/socket.cc:53 NCCL WARN socketProgress: Connection closed by remote peer node2<4711>\n",
+        "unknown",
+        (),
+        "",
+    ),
+    "public-version-mismatch": (
+        "node1:7:8 [0] init.cc:690 NCCL WARN Mismatched NCCL version detected : rank 1 version 21805 rank 0 version 22005\n",
+        "nccl-version",
+        (),
+        "rank 1: 21805",
+    ),
+    "public-bare-killed": ("Killed\n", "unknown", (), ""),
     "handled-then-lost": (
         _HANDLED
         + "".join(raised(rank, "RuntimeError: Connection closed by peer [::1]:9") for rank in (1, 3))
@@ -313,6 +543,98 @@ _GENERATED: dict[str, tuple[str, str, tuple[int, ...], str]] = {
         "failure",
         (),
         "ValueError: bad",
+    ),
+    "ib-12-old": (_OLD.format("node1"), "ib-retry", (), "error 12"),
+    "ib-12-peer": (_PEER.format("node1", 2, 12, 129), "ib-retry", (), "node1 to 10.0.0.2"),
+    "ib-12-hca": (_OOB + _HCA.format("node1", 2, 12, 129), "ib-retry", (), "node1 to node2 (10.0.0.2)"),
+    "ib-12-named": (
+        _OOB + _NAMED.format("node3", 4, "IBV_WC_RETRY_EXC_ERR(12)", 129),
+        "ib-retry",
+        (),
+        "node3 to node4 (10.0.0.4)",
+    ),
+    "ib-5-then-12": (
+        _HCA.format("node1", 2, 5, 249) + _HCA.format("node2", 1, 12, 129),
+        "ib-retry",
+        (),
+        "node2 to 10.0.0.1",
+    ),
+    "ib-4": (_HCA.format("node1", 2, 4, 81), "ib-protection", (), "local protection"),
+    "ib-4-named": (_NAMED.format("node1", 2, "IBV_WC_LOC_PROT_ERR(4)", 81), "ib-protection", (), "local protection"),
+    "ib-10": (_HCA.format("node1", 2, 10, 136), "ib-remote-access", (), "node1 to 10.0.0.2"),
+    "info-2.14": (
+        "".join(started(rank, f"node{rank // 2}", 4, done=rank != 3) for rank in range(4)),
+        "nccl-init",
+        (),
+        "node1 got only to bootstrap",
+    ),
+    "info-absent": (
+        "".join(info(rank, f"node{rank // 2}", nranks=8, done=False) for rank in range(6)),
+        "nccl-init",
+        (),
+        "ranks 6-7 of 8 wrote no line",
+    ),
+    "info-shm": (
+        nodes(
+            3,
+            "Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read",
+            "Channel 01/0 : 1[1] -> 8[0] [send] via NET/IB/0/GDRDMA",
+            last=(
+                "Channel 00 : 0[1000] -> 1[2000] via SHM/direct/direct",
+                "Channel 01/0 : 1[1] -> 8[0] [send] via NET/IB/0/GDRDMA",
+            ),
+        ),
+        "nccl-local-transport",
+        (),
+        "SHM: node2",
+    ),
+    "info-two-ways-within-a-node": (
+        "".join(
+            edges(f"node{node}", pid, f"Channel 00/0 : 0[0] -> 1[1] via {via}")
+            for node in range(2)
+            for pid, via in ((7, "P2P/IPC"), (8, "SHM/direct/direct"))
+        ),
+        "unknown",
+        (),
+        "no line reports a failure",
+    ),
+    "info-socket": (
+        nodes(
+            3,
+            "NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.0.0.1<0>",
+            "Using network IB",
+            last=("NET/IB : No device found.", "NET/Socket : Using [0]eth0:10.0.0.3<0>", "Using network Socket"),
+        ),
+        "nccl-network",
+        (),
+        "Socket: node2",
+    ),
+    "info-no-hca": (
+        nodes(
+            3,
+            "NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>",
+            last=("NET/IB : Using [RO]; OOB eth0:10.0.0.3<0>", "NET/Socket : Using [0]eth0:10.0.0.3<0>"),
+        ),
+        "nccl-network",
+        (),
+        "Socket: node2",
+    ),
+    "info-plugin": (
+        nodes(
+            3,
+            "NET/Plugin: Loaded net plugin AWS Libfabric (v6)",
+            "Using network AWS Libfabric",
+            last=("NET/Plugin: No plugin found (libnccl-net.so)", "Using network Socket"),
+        ),
+        "nccl-network",
+        (),
+        "AWS Libfabric: node[0-1]; Socket: node2",
+    ),
+    "info-version": (
+        nodes(3, "NCCL version 2.27.3+cuda12.9", last=("NCCL version 2.21.5+cuda12.4",)),
+        "nccl-version",
+        (),
+        "2.21.5+cuda12.4: node2",
     ),
     "info-gdr": (
         "".join(
@@ -341,7 +663,14 @@ _GENERATED: dict[str, tuple[str, str, tuple[int, ...], str]] = {
 def cases() -> list[Case]:
     """Return all cases."""
     found = [
-        Case(name, gzip.decompress((RECORDED / f"{name}.log.gz").read_bytes()), f"{id_}", ranks, also)
+        Case(
+            name,
+            gzip.decompress((RECORDED / f"{name}.log.gz").read_bytes()),
+            f"{id_}",
+            ranks,
+            also,
+            name not in _UNFORCED,
+        )
         for name, (id_, ranks, also) in _RECORDED.items()
     ]
     return found + [

@@ -107,7 +107,7 @@ def judge(
 def judge_nodes(
     nodes: list[NodeStacks], told: dict[str, list[Reply]], request: Request = REQUEST
 ) -> Report[TraceBlocked]:
-    answers = Answers[Reply](nodes=nodes, told=told)
+    answers = Answers[Reply](nodes=nodes, replies=told)
     return diagnose(request, answers, ranks.choose(nodes, request.wanted))
 
 

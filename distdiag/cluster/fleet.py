@@ -35,13 +35,13 @@ _TURN_S = 0.1
 _FLUSH_S = 0.02
 _BEAT_S = 0.5
 _SILENT_S = 5.0
-"""A node that said nothing for so long is gone: it says something every second."""
+"""A node silent for so long is lost: it sends something every second."""
 _HOSTS_PER_S = 20
 GOODBYE_S = 2.0
 
 
 def more_for(hosts: int) -> int:
-    """Return by how many seconds this machine may be slower to say or hear a word, for all that it starts at once."""
+    """Return the seconds that this machine may be late by sending or reading, for all that it starts at once."""
     return hosts // _HOSTS_PER_S
 
 
@@ -54,10 +54,10 @@ class Limits:
 
 
 def hint_here(refusal: HostError) -> str:
-    """Return what to do where the node side cannot be used on this machine."""
+    """Return what to do where the agent fails on this machine."""
     words = " ".join((refusal.message, *refusal.evidence))
-    told = refusal.hint or "; ".join(refusal.evidence)
-    return hint_for(words) or told or "run it again; see who ends processes here"
+    known = refusal.hint or "; ".join(refusal.evidence)
+    return hint_for(words) or known or "run it again; check what kills processes here"
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Fleet:
     transport: Transport
     payload: bytes
     facts: type[Any]
-    """What each node tells first."""
+    """The type of what each node reports first."""
     limits: Limits = Limits()
     _rows: dict[str, HostResult] = field(default_factory=dict)
     refusals: dict[str, HostError] = field(default_factory=dict)
@@ -142,7 +142,7 @@ class Fleet:
         if local and self.refusals:
             refusal = next(iter(self.refusals.values()))
             raise NodeFailed(
-                f"distdiag's node side cannot be used on this machine: {refusal.message}",
+                f"the distdiag agent failed on this machine: {refusal.message}",
                 hint=hint_here(refusal),
             )
         found: dict[str, Node] = {}
@@ -185,10 +185,10 @@ class Fleet:
     def more_from(
         self, nodes: Iterable[Node], type_: type[T], timeout_s: float, watch: Callable[[list[str]], None]
     ) -> Iterator[tuple[Node, T | None, str | None]]:
-        """Take what nodes have to tell that were ordered to collect; `watch` gets the names of those still at it.
+        """Yield what nodes send that were ordered to collect; `watch` gets the names of those not done yet.
 
         Yields (node, facts, None) for each piece, then (node, None, "") when a node is done, or (node, None, reason)
-        when it went away, told what makes no sense, or did not answer in time.
+        when it was lost, sent invalid facts, or did not answer in time.
         """
         busy = {node.name: node for node in nodes}
         deadline = time.monotonic() + timeout_s
@@ -200,7 +200,7 @@ class Fleet:
                     try:
                         facts = records.read_json(record.facts, type_)
                     except Senseless as error:
-                        self.distrust(node, f"it sent facts that make no sense: {error}")
+                        self.distrust(node, f"it sent invalid facts: {error}")
                     else:
                         yield node, facts, None
                         continue
@@ -211,20 +211,20 @@ class Fleet:
             watch(list(busy))
         for node in busy.values():
             node.deaf = True
-            yield node, None, "it did not answer in time"
+            yield node, None, "no answer in time"
 
     def distrust(self, node: Node, why: str) -> None:
-        """Give a node up that says what makes no sense: nothing else that it says counts."""
+        """Drop a node that sends invalid messages: nothing else from it counts."""
         if node.stage is not NodeStage.DOWN:
             self._drop(node, node.protocol_error(why))
 
     def no_answer(self, node: Node) -> NodeFailed:
-        """Give the error of a node that is up and does not react; it is killed at once when we close."""
+        """Return the error of a node that is up and does not respond; it is killed at once when we close."""
         node.deaf = True
-        return NodeFailed(node.why_no_answer(), hint=node.last_words() or "something stops processes there")
+        return NodeFailed(node.why_no_answer(), hint=node.last_words() or "check what stops processes there")
 
     def refuse(self, name: str, refusal: HostError, began: float, ended: float | None = None) -> None:
-        """Give a host up and note why."""
+        """Drop a host and record why."""
         seconds = (time.monotonic() if ended is None else ended) - began
         self.refusals[name] = refusal
         self._rows[name] = HostResult(
@@ -379,7 +379,7 @@ class Fleet:
         now = time.monotonic()
         for node in self.up:
             if now - node.heard_at > _SILENT_S + more_for(len(self.hosts)):
-                words = f"nothing heard from it for {now - node.heard_at:.0f} s: it is gone, or the way to it is cut"
+                words = f"no message for {now - node.heard_at:.0f} s: it is down, or the path to it is cut"
                 self._drop(node, HostError(state=HostState.LOST, stage="run", message=words))
                 yield node, Down()
 
@@ -400,4 +400,4 @@ class Fleet:
 
 def _why_down(node: Node) -> str:
     refusal = node.refusal
-    return "; ".join([refusal.message, *refusal.evidence[-2:]]) if refusal is not None else "it went away"
+    return "; ".join([refusal.message, *refusal.evidence[-2:]]) if refusal is not None else "contact lost"

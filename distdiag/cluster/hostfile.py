@@ -57,7 +57,7 @@ def read_hostfile(text: str, name: str) -> HostList:
         excluded |= unwanted
     found = replace(merge(hosts, excluded), duplicates=()) if is_ansible else _count(hosts, excluded)
     if not found.hosts:
-        raise UsageError(f"{name} names no host", hint="write one host on each line, as: node1 slots=8")
+        raise UsageError(f"{name}: no hosts in it", hint="write one host per line: node1 slots=8")
     return found
 
 
@@ -82,7 +82,9 @@ def _read_line(line: Piece, room: int, *, is_ansible: bool) -> tuple[list[Host],
     end = options.start() if options else len(line.text)
     hosts, excluded = read_list(line.cut(0, end), room=room)
     if is_ansible and any(host.slots is not None for host in hosts):
-        raise line.error("a number after ':' is a port for Ansible, and slots for others", hint="write ansible_port=N")
+        raise line.error(
+            "a number after ':' is a port in Ansible files, and slots in others", hint="write ansible_port=N"
+        )
     return _complete(hosts, _read_options(line.cut(end))), excluded
 
 
@@ -146,9 +148,9 @@ def slurm_tasks(text: str) -> list[int]:
     for part in text.split(","):
         match = _SLURM_PART.fullmatch(part)
         if match is None:
-            raise listed.error(f"{quote(part)} is not a number of tasks, as 2 or 2(x3)", at=at)
+            raise listed.error(f"{quote(part)} is not a task count such as 2 or 2(x3)", at=at)
         if int(match[2] or 1) > MAX_NAMES - len(tasks):
-            raise listed.error(f"there are more than {MAX_NAMES:,} nodes", at=at)
+            raise listed.error(f"more than {MAX_NAMES:,} nodes", at=at)
         tasks += [int(match[1])] * int(match[2] or 1)
         at += len(part) + 1
     return tasks
@@ -159,7 +161,7 @@ def lsf_hosts(text: str) -> list[Host]:
     listed = whole(text, "LSB_MCPU_HOSTS")
     words = [listed.cut(*word.span()) for word in re.finditer(r"\S+", text)]
     if not words or len(words) % 2:
-        raise listed.error("a number of slots is missing" if words else "no host is named", at=len(text))
+        raise listed.error("missing number of slots" if words else "no host given", at=len(text))
     pairs = zip(words[::2], words[1::2], strict=True)
     hosts = [Host(name=spell(name, room=1)[0], slots=read_slots(slots)) for name, slots in pairs]
     return list(merge(hosts, set()).hosts)

@@ -23,7 +23,7 @@ MAX_NAMES = 1_000_000
 _SHOWN = 100  # characters of a long text around an error
 _FIELDS = re.compile(r"\[(?P<inside>[^\]]*)\]|[^\[]+|\[")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18})(?:/([0-9]{1,18}))?)?")
-_HINTS = {" ": "separate hosts by commas", ":": "an IPv6 address goes into brackets: [fe80::1]"}
+_HINTS = {" ": "separate hosts with commas", ":": "write an IPv6 address in brackets: [fe80::1]"}
 _ZONE = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -103,7 +103,7 @@ def entries(listed: Piece) -> Iterator[Piece]:
             opened = at
         elif char == "]":
             if opened is None:
-                raise listed.error("']' closes no '['", at=at)
+                raise listed.error("']' without '['", at=at)
             opened = None
         elif opened is None:
             yield _entry(listed.cut(start, at))
@@ -117,7 +117,7 @@ def _entry(piece: Piece) -> Piece:
     entry = piece.strip()
     if entry.text:
         return entry
-    raise piece.error("a host is missing", hint="separate hosts by one comma: a,b")
+    raise piece.error("missing host", hint="separate hosts with one comma: a,b")
 
 
 def spell(entry: Piece, *, room: int = MAX_NAMES) -> list[str]:
@@ -127,14 +127,14 @@ def spell(entry: Piece, *, room: int = MAX_NAMES) -> list[str]:
         UsageError: the entry is malformed, or makes more than `room` names; this is known before any name is made.
     """
     if not entry.text:
-        raise entry.error("a host name is missing")
+        raise entry.error("missing host name")
     if address := _bracketed_address(entry):
         return [address]
     fields = [_field(entry, match) for match in _FIELDS.finditer(entry.text)]
     count = math.prod(sum(len(numbers) for numbers, _ in field) for field in fields if not isinstance(field, str))
     if count > room:
         raise entry.error(
-            f"{quote(entry.text)} makes {count:,} names, and there is room for {max(room, 0):,}",
+            f"{quote(entry.text)} expands to {count:,} names; at most {max(room, 0):,} more are allowed",
             hint="name fewer hosts",
         )
     choices = ([field] if isinstance(field, str) else _digits(field) for field in fields)
@@ -159,9 +159,9 @@ def _ipv6(piece: Piece) -> str:
     try:
         ipaddress.IPv6Address(number)
     except ipaddress.AddressValueError as error:
-        raise piece.error(f"{quote(piece.text)} is not an IPv6 address", hint="ranges are written [1-4]") from error
+        raise piece.error(f"{quote(piece.text)} is not an IPv6 address", hint="write ranges as [1-4]") from error
     if percent and not _ZONE.fullmatch(zone):
-        raise piece.error(f"{quote(zone)} is not the name of an interface", at=len(number) + 1)
+        raise piece.error(f"{quote(zone)} is not an interface name", at=len(number) + 1)
     return piece.text
 
 
@@ -170,22 +170,22 @@ def _field(entry: Piece, match: re.Match[str]) -> str | list[tuple[range, int]]:
         return _ranges(entry.cut(*match.span("inside")))
     text = match[0]
     if bad := re.search(r"[^A-Za-z0-9_.-]", text):
-        problem = f"the host name {quote(entry.text)} has {'white space' if bad[0].isspace() else repr(bad[0])} in it"
+        problem = f"host name {quote(entry.text)} contains {'white space' if bad[0].isspace() else repr(bad[0])}"
         raise entry.error(problem, at=match.start() + bad.start(), hint=_HINTS.get(bad[0], ""))
     # ssh would take -x for an option, and a file named after the host "..." would be no file.
     if match.start() == 0 and text[0] in "-.":
-        raise entry.error(f"the host name {quote(entry.text)} begins with {text[0]!r}")
+        raise entry.error(f"host name {quote(entry.text)} starts with {text[0]!r}")
     return text
 
 
 def _ranges(inside: Piece) -> list[tuple[range, int]]:
     """Read "08-11,20" as numbers, each with the digits that they have at least."""
     if not inside.text:
-        raise inside.error("'[]' has no numbers", at=-1)
+        raise inside.error("'[]' is empty", at=-1)
     found, start = [], 0
     for part in inside.text.split(","):
         if not part:
-            raise inside.error(f"a number is missing in {quote(f'[{inside.text}]')}", at=start)
+            raise inside.error(f"missing number in {quote(f'[{inside.text}]')}", at=start)
         found.append(_range(inside.cut(start, start + len(part))))
         start += len(part) + 1
     return found
@@ -194,15 +194,15 @@ def _ranges(inside: Piece) -> list[tuple[range, int]]:
 def _range(part: Piece) -> tuple[range, int]:
     match = _RANGE.fullmatch(part.text)
     if match is None:
-        hint = "write [1-4,7], [08-11] or [1-9/2]; an IPv6 address has the brackets for itself: [fe80::1]"
-        raise part.error(f"{quote(part.text)} is neither a number nor a range", hint=hint)
+        hint = "write [1-4,7], [08-11] or [1-9/2]; an IPv6 address fills its brackets alone: [fe80::1]"
+        raise part.error(f"{quote(part.text)} is not a number or a range", hint=hint)
     first, last, step = match[1], match[2] or match[1], int(match[3] or 1)
     width = len(first) if first.startswith("0") else 1
     if f"{int(last):0{width}}" != last:
         hint = "give both ends the same number of digits: [08-11], or no zeros at all: [8-11]"
-        raise part.error(f"{quote(part.text)} pads its two ends differently", hint=hint)
+        raise part.error(f"{quote(part.text)} has ends with different padding", hint=hint)
     if int(first) > int(last):
-        raise part.error(f"{quote(part.text)} counts down", hint=f"write {last}-{first}")
+        raise part.error(f"{quote(part.text)} is descending", hint=f"write {last}-{first}")
     if step == 0:
         raise part.error(f"{quote(part.text)} has a step of 0")
     return range(int(first), int(last) + 1, step), width

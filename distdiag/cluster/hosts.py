@@ -121,7 +121,7 @@ def parse_hosts(text: str) -> HostList:
     hosts, excluded = read_list(listed)
     found = merge(hosts, excluded)
     if not found.hosts:
-        raise listed.error("no host is named", hint="name hosts: node[1-4],gpu7")
+        raise listed.error("no host given", hint="give hosts: node[1-4],gpu7")
     return found
 
 
@@ -180,14 +180,14 @@ def _find_colon(place: Piece) -> int | None:
     outside = _BRACKET.sub(lambda bracket: "." * len(bracket[0]), place.text)
     if outside.count(":") > 1:
         hint = "put the address in brackets: [fe80::1] or [fe80::1]:8"
-        raise place.error(f"{quote(place.text)} may end with an address or with a number", hint=hint)
+        raise place.error(f"{quote(place.text)} is ambiguous: an IPv6 address, or an address and a number", hint=hint)
     return outside.find(":") if ":" in outside else None
 
 
 def read_user(piece: Piece) -> str:
     """Read a login name."""
     if not piece.text:
-        raise piece.error("a user is missing before '@'", hint="a file of hosts is given by --hostfile")
+        raise piece.error("missing user before '@'", hint="use --hostfile for a file of hosts")
     if not _USER.fullmatch(piece.text):
         raise piece.error(f"{quote(piece.text)} is not a user name")
     return piece.text

@@ -60,7 +60,7 @@ def _slurm(hosts: Sequence[str], nproc: int, program: str, gpus: bool | None) ->
         *([f"#SBATCH --nodelist={fold(hosts)}"] if len(hosts) > 1 else []),
         f"#SBATCH --ntasks-per-node={nproc}",
         f"#SBATCH --cpus-per-task={cores}",
-        *([per_gpu] if gpus else [f"# For GPUs, which this machine has none of: {per_gpu}"] if gpus is None else []),
+        *([per_gpu] if gpus else [f"# For GPU nodes (this machine has no GPU): {per_gpu}"] if gpus is None else []),
         "#SBATCH --output=distdiag-%j.out",
         f"#SBATCH --time=00:{_MINUTES}:00",
         # srun does not take it from sbatch since SLURM 22.05.
@@ -72,8 +72,10 @@ def _mpi(hosts: Sequence[str], nproc: int, program: str, ifname: str) -> list[st
     total = nproc * len(hosts)
     mca = f"--mca btl_tcp_if_include {ifname or 'eth0'} --mca oob_tcp_if_include {ifname or 'eth0'}"
     ours, theirs = (f" {mca}", f" -iface {ifname}") if ifname else ("", "")
-    # Open MPI takes all interfaces, and hangs in one that leads nowhere.
-    several = [f"# With several networks, name the one that works: {mca}"] if len(hosts) > 1 and not ifname else []
+    # Open MPI uses all interfaces, and hangs on an unreachable one.
+    several = (
+        [f"# With several networks, select the interface that works: {mca}"] if len(hosts) > 1 and not ifname else []
+    )
     return [
         "# Open MPI",
         *several,

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 MAX_UNSENT_BYTES = 64 * 2**20
 UNKNOWN_SIGNAL = -1
-"""Stands for the exit status of a program that a signal ended, where nobody told which."""
+"""Exit status of a program that an unknown signal ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What came since the last look; `ended`: nothing will come any more."""
+    """What came since the last read; `ended`: no more will come."""
 
     out: bytes
     err: bytes
@@ -52,7 +52,7 @@ class Link(ABC):
 
     @abstractmethod
     def fds(self) -> tuple[int, ...]:
-        """Give the descriptors that become readable when there is something to hear."""
+        """Return the descriptors that become readable when there is something to read."""
 
     @abstractmethod
     def read(self) -> Heard:
@@ -68,14 +68,14 @@ class Link(ABC):
 
     @abstractmethod
     def has_ended(self) -> bool:
-        """Tell whether the far side is gone."""
+        """Return whether the far side is gone."""
 
     @abstractmethod
     def kill(self) -> None:
         """Drop the connection, and end what on this machine belongs to it."""
 
     def hang_up(self) -> None:  # noqa: B027 - only ssh can
-        """Tell a login that never came to our program to end, as a terminal that closes does."""
+        """Signal a login that never came to our program to end, as a terminal that closes does."""
 
     @abstractmethod
     def _send(self, data: bytes) -> int:
@@ -132,7 +132,7 @@ class ProcessLink(Link):
         _wait(self.process, 0.5)
         status = programs.end_group(self.process)
         if status is None:
-            return None, "could not be ended"
+            return None, "and cannot be killed"
         if status < 0:
             return status, f"by {programs.signal_name(-status)}"
         return status, f"with status {status}"

@@ -79,23 +79,27 @@ class Node:
         found: list[Said] = []
         try:
             for _ in self._noise.feed(heard.err):
-                pass  # a record on stderr is nothing that we asked for
+                pass  # a record on stderr was not requested
             for frame in self._reader.feed(heard.out):
                 record = records.read_record(frame)
                 if isinstance(record, records.RankEvent) and "pairs" in record.payload:
-                    self._bytes -= len(frame)  # it is told again and again, and only the last one is kept
+                    self._bytes -= len(frame)  # sent again and again, and only the last is kept
                 if not isinstance(record, records.Alive):
                     found.append(record)
         except Senseless as error:
-            return found, heard.ended, self.protocol_error(f"it sent a record that makes no sense: {error}")
+            return found, heard.ended, self.protocol_error(f"it sent an invalid record: {error}")
         except wire.TooLong:
-            return found, heard.ended, self.protocol_error(f"it sent a record of over {wire.MAX_LINE_BYTES >> 20} MiB")
+            return (
+                found,
+                heard.ended,
+                self.protocol_error(f"it sent a record larger than {wire.MAX_LINE_BYTES >> 20} MiB"),
+            )
         is_up = self.stage in (NodeStage.UP, NodeStage.DONE)
         if self._bytes > _MAX_BYTES[is_up]:
             return (
                 found,
                 heard.ended,
-                self.protocol_error(f"it sent {self._bytes >> 20} MiB" + ("" if is_up else " that are no facts")),
+                self.protocol_error(f"it sent {self._bytes >> 20} MiB" + ("" if is_up else " of unparseable output")),
             )
         return found, heard.ended, None
 
@@ -115,7 +119,7 @@ class Node:
             try:
                 self.told = records.read_json(record.facts, self._facts_type)
             except Senseless as error:
-                return self.protocol_error(f"it sent facts that make no sense: {error}")
+                return self.protocol_error(f"it sent invalid facts: {error}")
             self._enter(NodeStage.UP)
         return None
 
@@ -123,50 +127,50 @@ class Node:
         """Return why an agent is gone, from its end and its last words."""
         status, how = self.link.how_it_ended()
         if self.stage is NodeStage.UP:
-            return self._refuse(HostState.LOST, f"distdiag's node side ended {how}", stage="run")
+            return self._refuse(HostState.LOST, f"the agent ended {how}", stage="run")
         words = self.complaint()
         last = f': "{words[-1][:_QUOTED_LETTERS]}"' if words else ""
         known = _known_complaint(" ".join(words))
         if known is not None:
             return self._refuse(known[0], known[1] or words[-1], stage="connect")
         if status is not None and status < 0:
-            return self._refuse(HostState.KILLED, f"what was started there was ended {how}{last}")
+            return self._refuse(HostState.KILLED, f"the agent was killed {how}{last}")
         if status == 127:
-            return self._refuse(HostState.FAILED, f"a program is missing there{last}")
-        # Status 0 and no word of ours: a forced command, a login shell that only greets, an account that is closed.
+            return self._refuse(HostState.FAILED, f"command not found{last}")
+        # Status 0 and no record: a forced command, a login shell that only prints, a closed account.
         state = HostState.PROTOCOL_ERROR if status == 0 else HostState.FAILED
-        return self._refuse(state, f"it ended {how} before the node side said anything{last}")
+        return self._refuse(state, f"the agent ended {how} before the handshake{last}")
 
     def why_late(self, limit_s: float) -> HostError:
-        """Return what did not come in time."""
+        """Return which stage took too long."""
         if self.stage is NodeStage.STARTING:
-            what = f"no Python was started there within {limit_s:g} s"
+            what = f"no Python started within {limit_s:g} s"
             hint = (
-                "its login files (~/.bashrc), --setup, or the command that leads there may wait for something; "
-                "the shell of a login is not distdiag's, and may stay there: end it by hand"
+                "its login files (~/.bashrc), --setup, or the command that reaches it may be waiting; its login shell "
+                "may stay there: end it by hand"
             )
         else:
-            what = f"its facts did not come within {limit_s:g} s"
-            hint = "something on that node does not answer"
+            what = f"no facts within {limit_s:g} s"
+            hint = "something on that node hangs"
         words = self.complaint()
-        last = f'; its last words: "{words[-1][:_QUOTED_LETTERS]}"' if words else ""
+        last = f'; last output: "{words[-1][:_QUOTED_LETTERS]}"' if words else ""
         return self._refuse(HostState.TIMEOUT, what + last, hint=hint)
 
     def why_no_answer(self) -> str:
-        """Return what is known of an agent that is there and does not react."""
+        """Return what is known of an agent that runs and does not respond."""
         if self.link.pid is None:
-            return f"distdiag's node side on {self.host} does not answer"
+            return f"the agent on {self.host} does not respond"
         state = machine.process_state(self.link.pid).letter
         why = machine.why_it_stands_still(state) or f"in state {state or 'gone'}"
-        return f"distdiag's node side on {self.host} (pid {self.link.pid}) does not answer: it is {why}"
+        return f"the agent on {self.host} (pid {self.link.pid}) does not respond: it is {why}"
 
     def last_words(self) -> str:
-        """Return the last line of what it said beside records, as a hint."""
+        """Return the last line of its output that is no record, as a hint."""
         words = self.complaint()
-        return "its last words: " + words[-1] if words else ""
+        return "last output: " + words[-1] if words else ""
 
     def complaint(self) -> list[str]:
-        """Return the last lines of what it said beside records, printable."""
+        """Return the last lines of its output that are no records, printable."""
         text = (self._reader.noise + self._noise.noise).decode("utf-8", "replace")
         lines = [printable(line)[:200].strip() for line in text.splitlines()]
         return [line for line in lines if line][-_COMPLAINT_LINES:]
@@ -178,12 +182,12 @@ class Node:
     def _no_python(self, tried: str) -> HostError:
         return self._refuse(
             HostState.NO_PYTHON,
-            f"there is no {tried}" + ("" if tried.startswith("/") else " of version 3.9 or newer"),
-            hint="name one that is there: --python PATH; or make it known first: --setup 'source ~/env.sh'",
+            f"no {tried}" + ("" if tried.startswith("/") else " of version 3.9 or newer"),
+            hint="give a Python that exists there: --python PATH; or add it to PATH first: --setup 'source ~/env.sh'",
         )
 
     def protocol_error(self, what: str) -> HostError:
-        """Return the refusal of a node that does not say what our node side says."""
+        """Return the refusal of a node that breaks the protocol."""
         return self._refuse(HostState.PROTOCOL_ERROR, what)
 
     def _refuse(self, state: HostState, message: str, *, stage: str = "", hint: str = "") -> HostError:
@@ -192,9 +196,9 @@ class Node:
 
 
 _COMPLAINTS = (
-    ("REMOTE HOST IDENTIFICATION HAS CHANGED", HostState.HOST_KEY_CHANGED, "its host key is not the known one"),
+    ("REMOTE HOST IDENTIFICATION HAS CHANGED", HostState.HOST_KEY_CHANGED, "its host key has changed"),
     ("REVOKED", HostState.HOST_KEY_REVOKED, "its host key is marked as revoked"),
-    ("Host key verification failed", HostState.HOST_KEY_UNKNOWN, "its host key is not known here"),
+    ("Host key verification failed", HostState.HOST_KEY_UNKNOWN, "its host key is unknown here"),
     ("Could not resolve hostname", HostState.UNKNOWN_NAME, ""),
     ("Connection timed out", HostState.FILTERED, ""),
     ("Operation timed out", HostState.FILTERED, ""),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _PORTS = 8
 _FIRST_PORT, _LAST_PORT = 20000, 32000
-"""Below the ephemeral ports of Linux (from 32768), so that nobody has one of ours by chance."""
+"""Below the ephemeral ports of Linux (from 32768), so that no other program gets these ports by chance."""
 _PMIX_S = 5.0
 # Asked in a child: a library that hangs or crashes must not take us along. Struct layouts and keys: pmix_common.h.
 _ASK_PMIX = """
@@ -74,8 +74,8 @@ def _take_port(home: Home) -> Acceptor:
         except OSError:
             continue
     raise DistdiagError(
-        f"none of the ports {', '.join(map(str, home.ports))} is free for the other ranks to find rank 0 at",
-        hint="see who has them: ss -tlnp",
+        f"all ports at which the other ranks look for rank 0 are in use: {', '.join(map(str, home.ports))}",
+        hint="find what holds them: ss -tlnp",
     )
 
 
@@ -90,8 +90,8 @@ def _by_pmi(me: Identity, environ: Mapping[str, str], timeout_s: float) -> tuple
         port, key, addresses = pmi.share(environ, words, timeout_s=timeout_s).split("/")
     except (pmi.PmiFailed, ValueError) as error:
         raise DistdiagError(
-            f"the process manager does not bring the ranks together: {error}",
-            hint="see whether all ranks were started",
+            f"the MPI process manager does not connect the ranks: {error}",
+            hint="check that all ranks were started",
         ) from error
     return Home(addresses=tuple(addresses.split(",")), ports=(int(port),), key=key), hub
 
@@ -129,17 +129,17 @@ def _addresses(me: Identity, environ: Mapping[str, str]) -> tuple[str, ...]:
         return found
     if me.launcher == "Open MPI":
         raise DistdiagError(
-            "mpirun does not say where rank 0 is",
+            "mpirun does not report where rank 0 runs",
             hint='mpirun -x MASTER_ADDR="$(hostname)" ... if the first rank runs here',
         )
     if me.launcher == "environment":
         raise DistdiagError(
-            f"RANK and WORLD_SIZE in the environment say that this is rank {me.rank} of {me.world_size}, and there is "
-            "no MASTER_ADDR to find the others at",
-            hint="set MASTER_ADDR; or forget them: unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE",
+            f"RANK and WORLD_SIZE are set (rank {me.rank} of {me.world_size}), but MASTER_ADDR is not: the other ranks "
+            "cannot be found",
+            hint="set MASTER_ADDR; or run without ranks: unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE",
         )
     raise DistdiagError(
-        f"{me.launcher} started this as rank {me.rank} of {me.world_size}, and does not say where rank 0 is",
+        f"{me.launcher} started this as rank {me.rank} of {me.world_size}, but does not report where rank 0 runs",
         hint="set MASTER_ADDR to the host of rank 0, for all ranks",
     )
 
@@ -154,8 +154,8 @@ def _open_mpi_addresses(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Ask PMIx for rank 0's host; without its library, rank 0 is mostly where mpirun is."""
     import sys
 
-    asked = programs.run([sys.executable, "-c", _ASK_PMIX], timeout_s=_PMIX_S)
-    name = asked.stdout.decode("utf-8", "replace").strip()
+    answer = programs.run([sys.executable, "-c", _ASK_PMIX], timeout_s=_PMIX_S)
+    name = answer.stdout.decode("utf-8", "replace").strip()
     mpirun = re.findall(r"tcp://([\d.,]+):", environ.get("OMPI_MCA_orte_hnp_uri", ""))
     found = [name, *(address for group in mpirun for address in group.split(","))]
     return tuple(dict.fromkeys(address for address in found if address))

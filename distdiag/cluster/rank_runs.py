@@ -41,16 +41,16 @@ _SETTLE_S = 0.5
 """How long the others may go on after a rank died: a death is to be reported within a second."""
 _QUIET_S = 0.2
 _HANG_S = 1.0
-"""An interrupted run that stood still for so long is looked at as one that hangs."""
+"""An interrupted run without progress for so long is inspected like a hang."""
 _INSPECT_S = 0.6
 """For the stacks, which are read side by side: the report is to be there a second after the timeout."""
 _PAUSE_S = 1.0
-"""Between two looks at the nodes there is a tenth of this."""
+"""The nodes are read every tenth of this."""
 _BRING_S = 3.0
-"""For py-spy's few megabytes to get to a node that has none."""
+"""Time to send py-spy, a few megabytes, to a node that has none."""
 _MOST_EVENTS = 100_000
 _INSPECTED_S = 2.5
-"""After this the agent is taken for dead: two rounds of stacks that all run into their limit, and some."""
+"""After this the agent counts as dead: two rounds of stacks that all run into their limit, and some."""
 
 
 IMPORTED_ONCE = {
@@ -84,7 +84,7 @@ class RankTimeline:
     over_at: float | None = None
     """When we heard that it cannot go on, or ended; by our own clock."""
     lost: str = ""
-    """Why nothing is heard of its node any more, if so."""
+    """Why contact with its node was lost, if it was."""
 
     @property
     def last(self) -> Event | None:
@@ -258,7 +258,7 @@ class Run:
             trace.pid = record.pid
         elif isinstance(record, RankEvent):
             if why := self._what_is_wrong(trace, record):
-                self._fleet.distrust(node, f"rank {trace.rank} reported what cannot be: {why}")
+                self._fleet.distrust(node, f"rank {trace.rank} sent an invalid report: {why}")
                 self._lose(node)
                 return
             if "pairs" in record.payload:  # all of them each time: what was said before would only take memory
@@ -278,11 +278,11 @@ class Run:
         self._gave_up = self._gave_up or trace.gave_up
 
     def _what_is_wrong(self, trace: RankTimeline, event: Event) -> str:
-        """Say why a rank cannot have taken this step in this run; empty if it can."""
+        """Return why a rank cannot have taken this step in this run; empty if it can."""
         if event.stage not in self._stages:
-            return f"a stage {event.stage[:30]!r}"
+            return f"unknown stage {event.stage[:30]!r}"
         if len(trace.events) > _MOST_EVENTS:
-            return f"over {_MOST_EVENTS} steps"
+            return f"more than {_MOST_EVENTS} steps"
         if "row" in event.payload and not trace.has("started"):
             return "a measurement before it had a device"
         pairs = event.payload.get("pairs", ())
@@ -290,15 +290,15 @@ class Run:
         named = {pair[end] for pair in pairs for end in ("a", "b")}
         named |= {rank for groups in sides.values() for ranks in groups.values() for rank in ranks}
         strange = named - self.traces.keys()
-        return f"a rank {min(strange)}" if strange else ""
+        return f"unknown rank {min(strange)}" if strange else ""
 
     def _lose(self, node: Node) -> None:
         assert node.refusal is not None
         if len(self._of_node) == 1:
             raise NodeFailed(
-                f"{node.host}: {node.refusal.message}, and the ranks with it",
+                f"{node.host}: {node.refusal.message}; its ranks ended with it",
                 hint="; ".join(filter(None, (node.last_words(), hint_for(node.last_words()))))
-                or "run it again; see who ends processes on this node",
+                or "run it again; check what kills processes on this node",
             )
         self.lost[node.name] = node.refusal
         for rank in self._of_node.get(node.name, ()):

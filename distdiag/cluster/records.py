@@ -90,11 +90,11 @@ _DETAILS = {
     "wrong-result": {"wrong", "total", "first_index", "got", "expected", "how"},
     "memory-corrupt": {"chunks", "chunk_bytes"},
 }
-"""What has to be told with a kind of trouble."""
+"""The fields that each kind of trouble must have."""
 
 
 class PairTold(TypedDict):
-    """What rank 0 tells of two ranks that were measured together."""
+    """What rank 0 reports of two ranks that were measured together."""
 
     a: int
     b: int
@@ -157,7 +157,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"a {trouble['kind']} without {', '.join(sorted(lacking))}")
         row = self.payload.get("row", {})
         if ("inside_ns" in row) != ("late_ns" in row):
-            raise ValueError("a row with half of its times")
+            raise ValueError("a row with only one of inside_ns and late_ns")
         if trouble is not None and any(len(groups) < 2 for groups in trouble.get("differing", {}).values()):
             raise ValueError("a mismatch without two sides")
 
@@ -365,7 +365,7 @@ def check(value: Any, name: str = "") -> None:  # noqa: ANN401 - any facts
     if isinstance(value, (int, float)):
         low, high = _limits(name, value)
         if not low <= value <= high:
-            raise ValueError(f"{name or 'a number'} is {str(value)[:30]}")
+            raise ValueError(f"{name or 'a number'} is out of range: {str(value)[:30]}")
     elif isinstance(value, (tuple, list)):
         for item in value:
             check(item, name)
@@ -395,7 +395,7 @@ def _one_error(data: bytes | msgspec.Raw) -> Iterator[None]:
     try:
         yield
     except RecursionError:
-        reason = "it is nested too deep"
+        reason = "nested too deeply"
     except (msgspec.DecodeError, ValueError) as error:  # UnicodeDecodeError is a ValueError
         reason = printable(str(error)[:_REASON_LETTERS])
     else:

@@ -27,7 +27,7 @@ _FIRST_ROUND_S = 2.4
 _SECOND_ROUND_S = 2.0
 _GRACE_S = 0.3
 _PREFER_S = 0.3
-"""How much longer the best address may take than another one that works."""
+"""How much longer the best address may take than another address that works."""
 _ALL_PAIRS = 16
 """Up to so many nodes each tries each other; beyond, each tries rank 0's node and its neighbour, and back."""
 
@@ -62,7 +62,7 @@ class LookUp:
 
     @classmethod
     def of(cls, node: str, record: ReachName) -> LookUp:
-        """Make one of what a node reported."""
+        """Return the look-up that a node reported."""
         return cls(node=node, name=record.name, addresses=record.addresses, error=record.error)
 
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 _PIECE_BYTES = 2**18
 _AT_MOST = 16
-"""Nodes to bring it to: a few megabytes each, through this one machine."""
+"""Nodes to send it to: a few megabytes each, all through this machine."""
 
 
 def bring_py_spy(nodes: Iterable[Node], *, at_most: int = _AT_MOST) -> bool:
-    """Send py-spy to those of the nodes that have none and are of our kind; tells whether it was sent to any.
+    """Send py-spy to those of the nodes that have none and have our platform; return whether it was sent to any.
 
     Orders are obeyed in order, so whoever is asked for stacks next can use it.
     """

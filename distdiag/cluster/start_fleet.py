@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from distdiag.cluster.transports import Transport
 
 SILENCE_S = 2.5
-"""An agent that hears nothing from us for so long is cut off, and ends with all it started."""
+"""An agent that receives nothing from us for so long is cut off, and ends with all it started."""
 _START_S = 20.0
 
 
@@ -57,11 +57,11 @@ class Agent:
         return bundle.sources(bundle.AGENT, self.collect, *((self.rank, _RANKS) if self.rank else ()), *self.carries)
 
     def config_for_guest(self, *, silence_s: float) -> dict[str, Any]:
-        """Give the orders of an agent whose parent may be a stranger."""
+        """Return the orders of an agent whose parent may be a stranger."""
         return {"collect": self.collect, "ask": self.ask, "env": {}, "silence_s": silence_s, "guest": True}
 
     def config(self, cluster: Cluster, *, silence_s: float | None) -> dict[str, Any]:
-        """Give the agent's orders, see distdiag.agent.agent.serve."""
+        """Return the agent's orders, see distdiag.agent.agent.serve."""
         return {
             "collect": self.collect,
             "ask": self.ask,
@@ -100,8 +100,8 @@ def _refuse_without_effect(cluster: Cluster, agent: Agent) -> None:
     typed = [name for name, value in options.items() if value]
     if typed:
         raise UsageError(
-            f"{' and '.join(typed)} would have no effect: nobody logs in to this machine, and its Python is this one",
-            hint="name the hosts with --hosts (this machine by ssh: --launcher ssh); or start distdiag with the other "
+            f"{' and '.join(typed)} would have no effect: distdiag runs directly on this machine, with its own Python",
+            hint="give hosts with --hosts (this machine over ssh: --launcher ssh); or start distdiag with another "
             "Python: PYTHON -m distdiag",
         )
 
@@ -119,18 +119,18 @@ def explain(cluster: Cluster, targets: Targets, agent: Agent) -> list[str]:
                 f"# {describe(targets)}, all at once; the agents connect back",
                 fleet.transport.explain_all(targets.hosts),
             ]
-        told = [f"# {describe(targets)}"]
+        lines = [f"# {describe(targets)}"]
         if targets.launcher is Launcher.SSH:
-            told[0] += "; done by paramiko in this process, as this would do it by hand:"
-        told += [fleet.transport.explain(host) for host in targets.hosts]
+            lines[0] += "; done by paramiko in this process, equivalent to:"
+        lines += [fleet.transport.explain(host) for host in targets.hosts]
         if targets.launcher is not None:
             shell = _shell_lines(cluster, len(fleet.payload), needs_torch=agent.rank is not None)
-            told += [
+            lines += [
                 "",
-                f"# Each is sent these lines, and then {len(fleet.payload)} bytes of distdiag for the Python found:",
+                f"# Each host gets these lines, then {len(fleet.payload)} bytes of distdiag for the Python found:",
                 *shell.decode().splitlines(),
             ]
-        return told
+        return lines
     finally:
         fleet.close()
 

@@ -50,7 +50,7 @@ class Cluster:
     explain: bool = False
 
     def typed(self) -> list[tuple[str, str]]:
-        """Give the options as they would be typed again: name and value, unquoted."""
+        """Return the options as they would be typed again: name and value, unquoted."""
         named = [
             ("--hosts", self.hosts),
             ("--hostfile", self.hostfile),
@@ -58,7 +58,7 @@ class Cluster:
             ("--via", self.via),
             ("--launcher", "" if self.launcher is Launcher.AUTO else str(self.launcher)),
             ("--python", self.python),
-            *(("--env", one) for one in self.env),
+            *(("--env", variable) for variable in self.env),
             ("--setup", self.setup),
             ("--fanout", str(self.fanout or "")),
             ("--host-timeout", f"{self.host_timeout_s:g}" if self.host_timeout_s else ""),
@@ -105,15 +105,17 @@ def _check(cluster: Cluster) -> None:
         if value
     ]
     if len(sources) > 1:
-        raise UsageError(f"{' and '.join(sources)} both name the hosts", hint="give one of them")
+        raise UsageError(f"{' and '.join(sources)} both select hosts", hint="use only one of them")
     if cluster.via and cluster.launcher not in (Launcher.AUTO, Launcher.VIA):
-        raise UsageError(f"--via and --launcher {cluster.launcher} contradict each other", hint="leave one of them out")
+        raise UsageError(
+            f"--via and --launcher {cluster.launcher} are mutually exclusive", hint="leave one of them out"
+        )
     if cluster.launcher is Launcher.VIA and not cluster.via:
-        raise UsageError("--launcher via needs the command", hint='--via "kubectl exec -i {host} --"')
+        raise UsageError("--launcher via needs --via", hint='--via "kubectl exec -i {host} --"')
     if cluster.slurm_job and (cluster.via or cluster.launcher not in (Launcher.AUTO, Launcher.SLURM)):
-        raise UsageError("--slurm-job goes by srun", hint="leave out --via and --launcher")
+        raise UsageError("--slurm-job always uses srun", hint="leave out --via and --launcher")
     if cluster.slurm_job and not cluster.slurm_job.replace("_", "").replace("+", "").isdigit():
-        raise UsageError(f"--slurm-job {cluster.slurm_job!r} is no job id", hint="list yours: squeue --me")
+        raise UsageError(f"--slurm-job {cluster.slurm_job!r} is not a job id", hint="list yours: squeue --me")
 
 
 def _given(cluster: Cluster, found: HostList, source: str, environ: Mapping[str, str]) -> Targets:
@@ -129,16 +131,16 @@ def _given(cluster: Cluster, found: HostList, source: str, environ: Mapping[str,
     if launcher is Launcher.SLURM:
         job = environ.get("SLURM_JOB_ID", "")
         if not job:
-            raise UsageError("--launcher slurm needs a job to join", hint="give --slurm-job ID instead of the hosts")
+            raise UsageError("--launcher slurm needs a running job", hint="give --slurm-job ID instead of the hosts")
     return Targets(hosts=found.hosts, launcher=launcher, source=source, job=job, duplicates=found.duplicates)
 
 
 def _surrounding(cluster: Cluster, environ: Mapping[str, str]) -> Targets:
-    """Take the allocation that we are in; this machine if there is none."""
+    """Return the allocation that we are in; this machine if there is none."""
     if cluster.via or cluster.launcher is not Launcher.AUTO:
         what = "--via" if cluster.via else f"--launcher {cluster.launcher}"
         if cluster.launcher is not Launcher.SLURM or not environ.get("SLURM_JOB_ID"):
-            raise UsageError(f"{what} needs to know which hosts", hint="add --hosts node[1-4], or --hostfile FILE")
+            raise UsageError(f"{what} needs hosts", hint="add --hosts node[1-4], or --hostfile FILE")
     names = _allocated(environ)
     if names:
         job = environ["SLURM_JOB_ID"]
@@ -158,14 +160,14 @@ def _allocated(environ: Mapping[str, str]) -> list[str]:
     nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
     if not nodes:
         raise DistdiagError(
-            f"SLURM_JOB_ID={environ['SLURM_JOB_ID']} is set and SLURM_JOB_NODELIST is not, so the nodes are not known",
+            f"SLURM_JOB_ID={environ['SLURM_JOB_ID']} is set but SLURM_JOB_NODELIST is not: its nodes are unknown",
             hint="give --slurm-job with that id; for this machine alone: unset SLURM_JOB_ID",
         )
     return expand(nodes)
 
 
 def _with_tasks(names: list[str], environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """Take the ranks per node only where the user asked SLURM for them; without, SLURM counts cores."""
+    """Use the ranks per node only where the user asked SLURM for them; without, SLURM counts cores."""
     if "SLURM_NTASKS_PER_NODE" not in environ and "SLURM_NTASKS" not in environ:
         return tuple(Host(name=name) for name in names)
     tasks = slurm_tasks(environ.get("SLURM_TASKS_PER_NODE", ""))
@@ -187,7 +189,7 @@ def _read_file(path: str) -> HostList:
         with open(path, encoding="utf-8-sig", errors="replace") as file:
             return read_hostfile(file.read(16 * 2**20), path)
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", hint="name a hostfile that is there") from error
+        raise UsageError(f"{path}: {error.strerror}", hint="give a hostfile that exists") from error
 
 
 def _is_here(host: Host) -> bool:
@@ -200,15 +202,15 @@ def _is_here(host: Host) -> bool:
 def _job(job: str) -> Targets:
     """Ask SLURM for the nodes of a running job."""
     if shutil.which("squeue") is None:
-        raise DistdiagError("squeue is not installed here, so SLURM cannot be asked", hint="run it on a login node")
+        raise DistdiagError("squeue is not installed here: cannot query SLURM", hint="run it on a login node")
     done = programs.run(["squeue", "-h", "-j", job, "-o", "%T|%N|%u"], timeout_s=_SLURM_TIMEOUT_S)
-    said = done.stderr.decode("utf-8", "replace").strip().splitlines()
+    complaints = done.stderr.decode("utf-8", "replace").strip().splitlines()
     lines = done.stdout.decode("utf-8", "replace").splitlines()
     if done.timed_out:
         raise DistdiagError(f"squeue did not answer within {_SLURM_TIMEOUT_S:g} s", hint="scontrol ping")
     if not lines:
         raise DistdiagError(
-            f"there is no running SLURM job {job}" + (f": {said[-1]}" if said else ""), hint="squeue --me"
+            f"no running SLURM job {job}" + (f": {complaints[-1]}" if complaints else ""), hint="squeue --me"
         )
     state, nodes, user = [*lines[0].split("|"), "", ""][:3]
     if not nodes:
@@ -223,7 +225,7 @@ def _job(job: str) -> Targets:
 
 
 def describe(targets: Targets) -> str:
-    """Say which hosts, for people: "4 hosts (n[1-4]) by ssh"."""
+    """Describe the hosts for people: "4 hosts (n[1-4]) by ssh"."""
     if targets.launcher is None:
         return "this machine"
     names = fold(host.name for host in targets.hosts)
@@ -234,11 +236,11 @@ def describe(targets: Targets) -> str:
 def chosen_env(cluster: Cluster) -> dict[str, str]:
     """Read --env: NAME=VALUE, or NAME for the value that it has here. Raises UsageError."""
     chosen = {}
-    for one in cluster.env:
-        name, given, value = one.partition("=")
+    for text in cluster.env:
+        name, given, value = text.partition("=")
         if not name or not name.replace("_", "a").isalnum() or name[0].isdigit():
-            raise UsageError(f"--env {one!r} is not NAME or NAME=VALUE")
+            raise UsageError(f"--env {text!r} is not NAME or NAME=VALUE")
         if not given and name not in os.environ:
-            raise UsageError(f"--env {name}: there is no such variable here", hint=f"--env {name}=VALUE")
+            raise UsageError(f"--env {name}: not set in this environment", hint=f"--env {name}=VALUE")
         chosen[name] = value if given else os.environ[name]
     return chosen

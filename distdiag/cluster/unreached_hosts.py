@@ -1,4 +1,4 @@
-"""Hosts that could not be used, as findings: the same trouble of many hosts is one. Pure."""
+"""Hosts that could not be used, as findings: the same error on many hosts is one finding. Pure."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ if TYPE_CHECKING:
 
 _EVIDENCE_LINES = 8
 _WORDS = {
-    HostState.UNKNOWN_NAME: "has no address",
-    HostState.FILTERED: "does not answer at all",
+    HostState.UNKNOWN_NAME: "cannot be resolved",
+    HostState.FILTERED: "does not respond",
     HostState.REFUSED: "refuses the connection",
-    HostState.NO_ROUTE: "cannot be reached",
-    HostState.NOT_SSH: "does not speak ssh",
-    HostState.HOST_KEY_UNKNOWN: "has a host key that is not known here",
-    HostState.HOST_KEY_CHANGED: "has another host key than the known one",
+    HostState.NO_ROUTE: "is unreachable",
+    HostState.NOT_SSH: "failed the ssh handshake",
+    HostState.HOST_KEY_UNKNOWN: "has an unknown host key",
+    HostState.HOST_KEY_CHANGED: "has a changed host key",
     HostState.HOST_KEY_REVOKED: "has a revoked host key",
-    HostState.AUTH: "does not let us in",
+    HostState.AUTH: "denies access",
     HostState.NO_PYTHON: "has no usable Python",
     HostState.TIMEOUT: "did not answer in time",
-    HostState.PROTOCOL_ERROR: "does not run what it is asked to",
+    HostState.PROTOCOL_ERROR: "returned an invalid answer",
     HostState.FAILED: "could not be used",
-    HostState.KILLED: "ended what was started there",
-    HostState.LOST: "went away",
-    HostState.CANCELLED: "was not finished when interrupted",
+    HostState.KILLED: "killed the agent",
+    HostState.LOST: "stopped responding",
+    HostState.CANCELLED: "had not finished when interrupted",
 }
 
 _REMEDIES = {
-    HostState.UNKNOWN_NAME: "check the spelling, and the name server of this machine",
-    HostState.FILTERED: "it is down, or a firewall drops the packets; see whether it is up, or leave it out",
+    HostState.UNKNOWN_NAME: "check the spelling, and this machine's DNS",
+    HostState.FILTERED: "host down, or a firewall drops the packets; check that it is up, or leave it out",
     HostState.REFUSED: "nothing listens there: start sshd, or give its port (ssh://host:port, or ~/.ssh/config)",
-    HostState.NO_ROUTE: "see the route to it, and whether its network is up",
-    HostState.NOT_SSH: "another program listens on that port; give the right one: --hosts ssh://host:port",
-    HostState.HOST_KEY_REVOKED: "somebody marked this key as one not to trust any more: the host needs a new one",
-    HostState.AUTH: "log in by hand once, and see what it wants (key, user, agent)",
-    HostState.TIMEOUT: "see what holds it up there; or give it longer: --host-timeout SECONDS",
-    HostState.FAILED: "run a command there by hand, and see what it says",
-    HostState.KILLED: "see who ends processes there: a limit of memory or time, or a policy for logins",
-    HostState.PROTOCOL_ERROR: "see what a login there prints: a forced command, or login files that wait or talk",
+    HostState.NO_ROUTE: "check the route to it, and whether its network is up",
+    HostState.NOT_SSH: "another program may listen on that port; give ssh's port: --hosts ssh://host:port",
+    HostState.HOST_KEY_REVOKED: "this key is marked as no longer trusted: the host needs a new key",
+    HostState.AUTH: "log in by hand once and check what it requires (key, user, agent)",
+    HostState.TIMEOUT: "check what blocks there, or increase --host-timeout SECONDS",
+    HostState.FAILED: "run a command there by hand and read its output",
+    HostState.KILLED: "check what kills processes there: a memory or time limit, or a login policy",
+    HostState.PROTOCOL_ERROR: "check what a login there prints: a forced command, or login files that wait or print",
 }
 
 
 def host_findings(refusals: Mapping[str, HostError], rows: Iterable[HostResult]) -> list[Finding]:
-    """Make one finding of each trouble, for all hosts that have it.
+    """Return one finding for each kind of error, for all hosts that have it.
 
-    This machine alone has no row, and may go away all the same.
+    This machine alone has no row, and may fail all the same.
     """
     groups: dict[tuple[HostState, str, str], list[str]] = {}
     for host in dict.fromkeys([*(row.host for row in rows), *refusals]):
@@ -77,7 +77,7 @@ def _finding(hosts: list[str], refusals: list[HostError]) -> Finding:
 
 
 def _evidence(hosts: list[str], refusals: list[HostError]) -> tuple[str, ...]:
-    """Return the last line of each host, as far as there is room."""
+    """Return the last line of each host, up to the limit of lines."""
     pairs = zip(hosts, refusals, strict=True)
     lines = [f"{host}: {refusal.evidence[-1]}" for host, refusal in pairs if refusal.evidence]
     more = (f"... and {len(lines) - _EVIDENCE_LINES} more",) if len(lines) > _EVIDENCE_LINES else ()

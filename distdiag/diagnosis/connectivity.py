@@ -1,7 +1,7 @@
 """What the probes between nodes mean: which path is closed, in which direction, whose fault it is, what opens it. Pure.
 
-The same fault has the same finding in every command that tries paths. Torch prints the same words, or none, for most of
-these faults; what it prints is told beside the cause.
+The same fault has the same finding in every command that tries paths. torch prints the same words, or none, for most of
+these faults; the detail of a finding quotes them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 EVIDENCE_LINES = 6
 _FEW_PATHS = 4
-"""Up to so many paths, between two nodes, each is judged by itself where none works."""
+"""Up to so many paths, between two nodes, each is judged separately where none works."""
 _BY_ITS_OWN_KERNEL = ("no-route", "no-port")
 """No packet was sent."""
 _AT_THE_SOURCE = (*_BY_ITS_OWN_KERNEL, "name", "loopback")
-"""The node that asks has to be mended, whoever it asks for."""
+"""The fault is at the node that connects, whatever it connects to."""
 _JUDGED_ELSEWHERE = ("stranger", "swallowed-up", "swallowed-down")
 _PURPOSES = {(PORT,): "port", (RANKS,): "rank-ports", (PORT, RANKS): "path"}
 _IDS = {"name": "address-unresolved", "loopback": "address-loopback"}
@@ -73,12 +73,12 @@ class Case:
         return (self.again(options),) if self.again is not None else ()
 
     def finding(self, name: str, level: Level, title: str, **rest: object) -> Finding:
-        """Make a finding of this command."""
+        """Return a finding of this command."""
         return Finding(id=f"{self.command}.{name}", level=level, title=title, **rest)  # type: ignore[arg-type]
 
 
 def path_findings(case: Case) -> list[Finding]:
-    """Judge all paths that were tried, and the names that torch would hand around."""
+    """Judge all tested paths, and the names that torch would advertise."""
     return [
         *_silent(case),
         *_closed(case),
@@ -132,7 +132,7 @@ def _verdict(path: NetworkPath) -> str:
 
 
 def _nothing_works(case: Case, everybody: Culprit, paths: Sequence[NetworkPath]) -> Finding:
-    """Say that no path at all is open, whatever the single answers are."""
+    """Report that no path at all is open, whatever the single answers are."""
     verdict = Counter(_verdict(path) for path in paths).most_common(1)[0][0]
     purposes = tuple(purpose for purpose in (PORT, RANKS) if any(path.purpose == purpose for path in paths))
     return _closed_finding(case, verdict, everybody, purposes)
@@ -145,7 +145,7 @@ def _is_flaky(case: Case, path: NetworkPath) -> bool:
     )
 
 
-def _is_told_otherwise(case: Case, path: NetworkPath) -> bool:
+def _is_explained_elsewhere(case: Case, path: NetworkPath) -> bool:
     """Return whether another finding explains it: the other end has no route back, or the address is a stranger's."""
     back = _edge(path)[::-1]
     return any(
@@ -163,7 +163,7 @@ def _culprits(case: Case, verdict: str) -> list[tuple[Culprit, tuple[str, ...]]]
         closed = {
             _edge(path)
             for path in paths
-            if _verdict(path) == verdict and not _is_flaky(case, path) and not _is_told_otherwise(case, path)
+            if _verdict(path) == verdict and not _is_flaky(case, path) and not _is_explained_elsewhere(case, path)
         }
         found = pairs(closed) if verdict in _AT_THE_SOURCE else fewest_culprits(map(_edge, paths), closed)
         for culprit in found:
@@ -207,16 +207,16 @@ def _accused(case: Case, culprit: Culprit, verdict: str) -> tuple[str, ...]:
 def _title(case: Case, culprit: Culprit, verdict: str, purposes: tuple[str, ...], paths: Sequence[NetworkPath]) -> str:
     names, ports = fold(case.named(culprit.nodes)), _ports_words(case, purposes, paths)
     if culprit.kind == "all":
-        return f"no node reaches another at {ports}: {_ANSWERS.get(verdict, verdict)}"
+        return f"no node reaches another on {ports}: {_ANSWERS.get(verdict, verdict)}"
     if culprit.kind != "pair":
-        moves = "comes in" if culprit.kind == "in" else "goes out"
-        return f"{names} {_DROPS.get(verdict, verdict + ': {what}').format(what=f'what {moves}')} at {ports}"
+        direction = "inbound" if culprit.kind == "in" else "outbound"
+        return names + _DROPS.get(verdict, ": " + verdict + ", {what} on {ports}").format(what=direction, ports=ports)
     probe = paths[0].probe
     address = (
         f" ({probe.address})" if len(culprit.others) == 1 and probe.address != case.host(culprit.others[0]) else ""
     )
     words = {"error": probe.error.lower(), "name": probe.address, "port": ports}
-    sentence = _PAIRS.get(verdict, "{source} -> {target} at {port}: " + verdict)
+    sentence = _PAIRS.get(verdict, "{source} -> {target} on {port}: " + verdict)
     title = sentence.format(source=names, target=f"{fold(case.named(culprit.others))}{address}", **words)
     return title.removesuffix(": ") + _reverse_words(case, culprit)
 
@@ -224,70 +224,72 @@ def _title(case: Case, culprit: Culprit, verdict: str, purposes: tuple[str, ...]
 _ANSWERS = {
     "filtered": "no answer",
     "refused": "refused by a firewall",
-    "rejected": "turned away",
-    "silent": "connected, then nothing",
+    "rejected": "rejected",
+    "silent": "connected, then no data",
     "broken": "cut",
-    "cut-off": "some data, then nothing",
-    "no-route": "no route, says its own kernel",
-    "no-port": "no local port is left",
+    "cut-off": "some data, then none",
+    "no-route": "no route (from their own kernel)",
+    "no-port": "no free local port",
     "name": "the address does not resolve",
 }
 _DROPS = {
-    "filtered": "drops {what}",
-    "refused": "resets {what}: a firewall, as somebody listens",
-    "rejected": "turns away {what}",
-    "silent": "lets connections in and then nothing more: {what}",
-    "broken": "cuts connections: {what}",
-    "cut-off": "carries some data and then none: {what}",
+    "filtered": " drops {what} packets on {ports}",
+    "refused": " resets {what} connections on {ports}: a firewall, as distdiag listens there",
+    "rejected": " rejects {what} connections on {ports}",
+    "silent": ": {what} connections on {ports} open, then no data comes through",
+    "broken": ": {what} connections on {ports} are cut",
+    "cut-off": ": {what} data on {ports} stops midway",
 }
 _PAIRS = {
-    "filtered": "{source} gets no answer from {target} at {port}: the packets are dropped",
-    "refused": "{source} is refused by {target} at {port}: a firewall answers with a reset",
-    "rejected": "{source} is turned away on the way to {target} at {port}: {error}",
-    "silent": "{source} connects to {target} at {port}, and then nothing more comes through",
-    "broken": "{source} connects to {target} at {port}, and the connection is cut: {error}",
-    "cut-off": "data between {source} and {target} stops midway at {port}: {error}",
-    "no-route": "{source} has no route to {target}: its own kernel says {error}",
-    "no-port": "{source} has no local port left for a connection to {target}: {error}",
+    "filtered": "{source} gets no answer from {target} on {port}: packets dropped",
+    "refused": "{source} is refused by {target} on {port}: a firewall sends a reset",
+    "rejected": "{source} is rejected when connecting to {target} on {port}: {error}",
+    "silent": "{source} connects to {target} on {port}, then no data comes through",
+    "broken": "{source} connects to {target} on {port}, then the connection is cut: {error}",
+    "cut-off": "data between {source} and {target} stops midway on {port}: {error}",
+    "no-route": "{source} has no route to {target}: its own kernel reports {error}",
+    "no-port": "{source} has no free local port to connect to {target}: {error}",
     "name": "{source} cannot resolve {name}, the address of {target}",
-    "loopback": "on {source} the name {name} leads to {source} itself, not to {target}",
+    "loopback": "on {source}, {name} resolves to {source} itself, not to {target}",
 }
 
 
 def _ports_words(case: Case, purposes: tuple[str, ...], paths: Sequence[NetworkPath]) -> str:
-    """Return which ports: a certain one, those of ranks, or all."""
+    """Return which ports: given ports, those of ranks, or all."""
     certain = sorted({path.probe.port for path in paths if path.purpose == PORT})
     if purposes == (RANKS,):
-        return "ephemeral ports, which ranks use among themselves"
+        return "ephemeral ports (used between ranks)"
     if purposes == (PORT,):
-        meets = ", the rendezvous port" if certain == [case.rendezvous_port] else ""
+        meets = " (rendezvous)" if certain == [case.rendezvous_port] else ""
         return f"port {', '.join(map(str, certain))}{meets}"
-    return "every tried port"
+    return "every tested port"
 
 
 def _reverse_words(case: Case, culprit: Culprit) -> str:
     """Return whether the other direction works, if it was tried."""
     back = {(target, source) for source, target in culprit.edges}
     paths = [path for path in case.test.paths if _edge(path) in back]
-    return "; the other way round it works" if paths and all(path.is_open for path in paths) else ""
+    return "; the reverse direction works" if paths and all(path.is_open for path in paths) else ""
 
 
 def _detail(case: Case, culprit: Culprit, verdict: str, purposes: tuple[str, ...], paths: Sequence[NetworkPath]) -> str:
     probe = paths[0].probe
     if verdict == "loopback":
-        return f"It resolves to {', '.join(probe.resolved)} there. Torch says only that the client socket timed out."
+        return (
+            f"It resolves to {', '.join(probe.resolved)} there. torch only prints that the client socket has timed out."
+        )
     if verdict == "name":
-        return f"The resolver there says: {probe.error}."
+        return f"Its resolver reports: {probe.error}."
     if verdict == "no-route":
-        return f"No packet was sent. Its routing table says: {probe.route}." if probe.route else "No packet was sent."
+        return f"No packet was sent. Its routing table has: {probe.route}." if probe.route else "No packet was sent."
     if verdict == "no-port":
         return (
-            "Every connection takes a port of net.ipv4.ip_local_port_range, and all are in use, by this or another "
-            "program of that node."
+            "Every connection takes a port from net.ipv4.ip_local_port_range, and all of them are in use, by this or "
+            "another program on that node."
         )
     parts = [_other_direction(case, culprit), _scope(case, culprit, purposes), _why(verdict, purposes)]
     if culprit.kind == "pair" and len(_accused(case, culprit, verdict)) == 2:
-        parts.append("Which of the two ends it is cannot be seen from here.")
+        parts.append("This test cannot decide which of the two ends is at fault.")
     return " ".join(filter(None, parts))
 
 
@@ -296,36 +298,40 @@ def _other_direction(case: Case, culprit: Culprit) -> str:
         return ""
     end = 0 if culprit.kind == "in" else 1
     other = [path for path in case.test.paths if _edge(path)[end] == culprit.nodes[0]]
-    works = "What goes out of it works." if culprit.kind == "in" else "What comes in at it works."
+    works = "Its outbound connections work." if culprit.kind == "in" else "Its inbound connections work."
     return works if other and all(path.is_open for path in other) else ""
 
 
 def _scope(case: Case, culprit: Culprit, purposes: tuple[str, ...]) -> str:
     """Return what else works between the same hosts: is it the port, or the host?"""
     if purposes == (RANKS,):
-        return "The rendezvous port is open, so torch's store works; then Gloo or NCCL times out, naming nobody."
+        return "The rendezvous port is open, so torch's store works; then Gloo or NCCL times out and names no host."
     ranks = [path for path in case.test.paths if _edge(path) in culprit.edges and path.purpose == RANKS]
     if purposes == (PORT,):
-        return "Ephemeral ports are open, so it is this port." if ranks and all(r.is_open for r in ranks) else ""
+        return "Ephemeral ports are open: only this port is blocked." if ranks and all(r.is_open for r in ranks) else ""
     if culprit.kind != "pair":
         return ""
     well = [path.source for path in case.test.paths if path.is_open and path.target in culprit.others]
     others = case.named(node for node in well if node not in culprit.nodes)
-    return f"No tried port is open from there; {fold(others)} reaches it." if others else "No tried port of it is open."
+    return (
+        f"No tested port is open from there; {fold(others)} can reach it."
+        if others
+        else "No tested port of it is open."
+    )
 
 
 def _why(verdict: str, purposes: tuple[str, ...]) -> str:
     if verdict == "broken":
-        return "It was open, so this is no closed port: whatever stands between ends connections."
+        return "The connection opened, so the port is not closed: something on the path cuts connections."
     if verdict == "cut-off":
-        return "The first packets came through one after the other, and then none: a cable loses some of all."
-    dropped = "A closed port would answer: these packets are dropped." if verdict == "filtered" else ""
+        return "The first packets all came through, then none: a bad cable would lose packets all along."
+    dropped = "A closed port would refuse: these packets are dropped." if verdict == "filtered" else ""
     if PORT not in purposes:
         return dropped
     torch = {
-        "filtered": "Torch says nothing for minutes, then only that the client socket has timed out.",
-        "refused": "Torch's words are the same as for a dropped packet: the client socket has timed out.",
-        "rejected": "Torch prints a wrong address with it.",
+        "filtered": "torch prints nothing for minutes, then only that the client socket has timed out.",
+        "refused": "torch prints the same as for a dropped packet: the client socket has timed out.",
+        "rejected": "torch prints a wrong address with it.",
     }.get(verdict, "")
     return f"{dropped} {torch}".strip()
 
@@ -334,13 +340,13 @@ def _why(verdict: str, purposes: tuple[str, ...]) -> str:
 
 
 def _other_interface(case: Case, culprit: Culprit) -> Fix | None:
-    """Where nothing goes over the chosen interfaces and all over others, those are the fix, and no firewall."""
+    """Return the other interfaces, where no path works over the chosen ones and all paths work over those."""
     spare = [path for path in case.test.paths if path.purpose == "other"]
     if culprit.kind != "all" or not spare or not all(path.is_open for path in spare):
         return None
     names = sorted({path.probe.interface for path in spare} - {""})
     return Fix(
-        text=f"take the interface over which they do reach each other: {', '.join(names)}",
+        text=f"use the interface over which they reach each other: {', '.join(names)}",
         commands=tuple(export_line({"NCCL_SOCKET_IFNAME": f"={name}", "GLOO_SOCKET_IFNAME": name}) for name in names),
     )
 
@@ -352,14 +358,14 @@ def _fix(case: Case, culprit: Culprit, verdict: str, purposes: tuple[str, ...], 
     network = case.test.networks.get(guilty[0])
     ports = _ports_to_open(network, purposes, paths)
     where = f"{'out of' if culprit.kind == 'out' else 'into'} {fold(case.named(guilty))}"
-    text = f"let TCP {', '.join(ports)} {where}; in a cloud, a security group that allows all traffic from itself"
+    text = f"allow TCP {', '.join(ports)} {where}; in a cloud, use a security group that allows traffic within itself"
     commands: tuple[str, ...] = ()
     if network is not None and culprit.kind == "out":
         commands = (f"{_sudo(network)}nft list ruleset | grep -n -A20 'hook output'",)
     elif network is not None:
         commands = opening(network, ports, network_of(case.test))
     if purposes == (PORT,) and case.again is not None:
-        text += "; or try a port that is open"
+        text += "; or use an open port"
         commands += case.retry("--master-port 0")
     return Fix(text=text, commands=commands)
 
@@ -368,27 +374,27 @@ def _fix_without_opening(case: Case, verdict: str, paths: Sequence[NetworkPath])
     """Return the fix where no firewall keeps a port closed."""
     sources, probe = fold(case.named(path.source for path in paths)), paths[0].probe
     if verdict == "name":
-        return Fix(text="name rank 0's node by its address", commands=case.retry("--master-addr ADDRESS"))
+        return Fix(text="use the address of rank 0's node", commands=case.retry("--master-addr ADDRESS"))
     if verdict == "loopback":
         return Fix(
-            text="put the address of that node into /etc/hosts or DNS, or name it by its address",
+            text="put that node's real address into /etc/hosts or DNS, or use the address instead of the name",
             commands=case.retry("--master-addr ADDRESS"),
         )
     if verdict == "no-route":
         return Fix(
-            text=f"on {sources}, correct the route: it is missing, or says blackhole, unreachable or prohibit",
+            text=f"on {sources}, fix the route: it is missing, or it is blackhole, unreachable or prohibit",
             commands=(f"ip route get {_destination(paths[0])}", "ip route show table all | grep -v 'table local'"),
         )
     if verdict == "no-port":
         return Fix(
-            text=f"on {sources}, see who uses the local ports; a larger range helps where they are needed",
+            text=f"on {sources}, find out what uses the local ports; if they are needed, widen the range",
             commands=(
                 "ss -s; cat /proc/sys/net/ipv4/ip_local_port_range",
                 "sudo sysctl -w net.ipv4.ip_local_port_range='1024 65535'",
             ),
         )
     if verdict in ("broken", "cut-off"):
-        text = "the port is open: see which rule, proxy or limit ends connections, at both ends and between them"
+        text = "the port is open: find the rule, proxy or limit that cuts connections, at both ends and between them"
         return Fix(text=text, commands=(f"sudo {_LISTS_RULES}",) if probe.error else ())
     return None
 
@@ -450,7 +456,7 @@ def network_of(test: PathTest) -> str:
 
 
 def _foreign(case: Case) -> list[Finding]:
-    """Name ports at which somebody else answers, though we listen there: a proxy, or another machine."""
+    """Report ports where another program answers though the agent listens: a proxy, or another machine."""
     found: dict[tuple[str, str], list[NetworkPath]] = {}
     for path in case.test.paths:
         if _verdict(path) == "stranger":
@@ -459,15 +465,15 @@ def _foreign(case: Case) -> list[Finding]:
         case.finding(
             "port-foreign",
             Level.FAIL,
-            f"another program than ours answers {fold(case.named(path.source for path in paths))} at "
+            f"another program answers {fold(case.named(path.source for path in paths))} on "
             f"{case.host(target)} ({paths[0].probe.address}) port {paths[0].probe.port}"
-            + (f', it says "{answer}"' if answer else ""),
-            detail="A proxy in between, or another machine with this address: torch would wait there for ever.",
+            + (f': "{answer}"' if answer else ""),
+            detail="A proxy on the path, or another machine with this address: torch would wait there forever.",
             where=Where(hosts=case.named([target, *(path.source for path in paths)])),
             evidence=tuple(evidence_line(case, path) for path in paths[:EVIDENCE_LINES]),
             fix=Fix(
-                text="see who has this address, and which proxy stands between"
-                + ("; or take another port" if case.again else ""),
+                text="find out which machine has this address, and whether a proxy is on the path"
+                + ("; or use another port" if case.again else ""),
                 commands=case.retry("--master-port 0"),
             ),
         )
@@ -476,7 +482,7 @@ def _foreign(case: Case) -> list[Finding]:
 
 
 def _large_packets(case: Case) -> list[Finding]:
-    """Find the paths on which large packets vanish: some link carries less than the interfaces think."""
+    """Report paths that drop large packets: a link on the path has a smaller MTU than the interfaces."""
     bad = [path for path in case.test.paths if _is_swallowed(path)]
     if not bad or _some_comes_through(case):
         return []
@@ -492,17 +498,17 @@ def _large_packets(case: Case) -> list[Finding]:
         case.finding(
             "mtu-black-hole",
             Level.FAIL,
-            f"large packets {_directions(case, tried | directed, directed)} vanish: small ones come through",
-            detail="Torch's init works and the first large collective times out. A link in between carries smaller "
-            "packets than the interfaces send, and nobody tells them.",
+            f"large packets {_directions(case, tried | directed, directed)} are dropped, small packets arrive",
+            detail="torch's init works and the first large collective times out. A link on the path carries smaller "
+            "packets than the interfaces send, and path MTU discovery does not find that out.",
             where=Where(hosts=case.named(ends)),
             evidence=(
                 *(f"MTU {mtu or 'unknown'} on {fold(hosts)}" for mtu, hosts in mtus.items()),
                 *(evidence_line(case, path) for path in bad[:EVIDENCE_LINES]),
             ),
             fix=Fix(
-                text="set the same MTU along the whole path (switch ports, bonds, VLANs, tunnels); to see whether it "
-                "is this, lower it at both ends for a test",
+                text="set the same MTU on the path (switch ports, bonds, VLANs, tunnels); to confirm, lower it at "
+                "both ends for a test",
                 commands=(
                     f"sudo ip link set dev {device} mtu 1280",
                     # The largest packet that this interface may send, less the headers of IP and ICMP.
@@ -562,10 +568,10 @@ def _lossy(case: Case) -> list[Finding]:
     slow = [path for path in hopeless if path.probe.verdict == "lossy" and not path.probe.retransmits]
     lost = [path for path in hopeless if path not in slow]
     lossy = [*lost, *(path for path in paths if path not in hopeless and _loses(case, path))]
-    found = [_bad_link(case, "link-slow", Level.FAIL, "little comes through", slow)] if slow else []
+    found = [_bad_link(case, "link-slow", Level.FAIL, "very low throughput", slow)] if slow else []
     if lost or _is_much(lossy):
         level = Level.FAIL if lost else Level.WARN
-        found.append(_bad_link(case, "link-lossy", level, "packets are lost", lossy))
+        found.append(_bad_link(case, "link-lossy", level, "packet loss", lossy))
     return found
 
 
@@ -598,17 +604,17 @@ def _bad_link(case: Case, name: str, level: Level, what: str, bad: Sequence[Netw
         name,
         level,
         f"{what} {_directions(case, tried, edges)}",
-        detail="Torch works over such a link, many times slower.",
+        detail="torch runs over such a link, but many times slower.",
         where=Where(hosts=case.named(node for path in bad for node in _edge(path))),
         evidence=tuple(evidence_line(case, path) for path in bad[:EVIDENCE_LINES]),
         fix=Fix(
-            text="see the error counters and the speed of the interfaces, cables and switch ports on that path",
+            text="check error counters and speed of the interfaces, cables and switch ports on that path",
             commands=(f"ip -s link show dev {device}", f"cat /sys/class/net/{device}/speed"),
         ),
     )
 
 
-# Names that torchrun trips over, though ranks of ours do not: they are told addresses and interfaces
+# Names that break torchrun but not the ranks that distdiag starts: these get addresses and interfaces
 
 
 def _own_names(case: Case) -> list[Finding]:
@@ -628,20 +634,26 @@ def _own_name(case: Case, leads_to: str, nodes: list[str]) -> Finding:
     head = case.test.addresses.get(case.head, "")
     if case.head in nodes and head:
         commands.append(f"torchrun --rdzv-conf is_host=1 --local-addr={head} ...   # on rank 0's node")
-    spared = "Our ranks were told addresses and are not hit. " if case.rendezvous_port is not None else ""
+    spared = (
+        "The ranks that distdiag starts use addresses and are not affected. "
+        if case.rendezvous_port is not None
+        else ""
+    )
     return case.finding(
         "name-loopback",
         Level.WARN,
-        f"{fold(hosts)} resolves its own name ({network.names.host_name}) to {leads_to}",
-        detail=f"{spared}Torchrun's c10d rendezvous then does not see that it is the host, and Gloo binds to "
-        "loopback: both end in a timeout that looks like a firewall.",
+        f"{fold(hosts)}: own host name ({network.names.host_name}) resolves to {leads_to}",
+        detail=f"{spared}torchrun's c10d rendezvous then fails to recognise this machine as the rendezvous host, and "
+        "Gloo binds to loopback: both end in a timeout that looks like a firewall.",
         where=Where(hosts=hosts),
-        fix=Fix(text="put the real address of each node into its /etc/hosts, or tell torch", commands=tuple(commands)),
+        fix=Fix(
+            text="put the real address of each node into its /etc/hosts, or set it for torch", commands=tuple(commands)
+        ),
     )
 
 
 def unresolved(case: Case) -> Iterator[LookUp]:
-    """List the nodes that cannot resolve the name that rank 0's node has for itself."""
+    """List the nodes that cannot resolve the host name of rank 0's node."""
     head = case.test.networks.get(case.head)
     return (
         lookup
@@ -660,11 +672,11 @@ def _heads_name(case: Case) -> list[Finding]:
         case.finding(
             "name-unresolved",
             Level.WARN,
-            f"{fold(hosts)} cannot resolve {bad[0].name}, the name that {case.host(case.head)} has for itself",
-            detail="Torchrun tells the other nodes this name as MASTER_ADDR, and they time out.",
+            f"{fold(hosts)} cannot resolve {bad[0].name}, the host name of {case.host(case.head)}",
+            detail="torchrun advertises this name to the other nodes as MASTER_ADDR, and they time out.",
             where=Where(hosts=hosts),
             fix=Fix(
-                text="tell torchrun the address instead, on every node its own",
+                text="give torchrun the address instead, on each node its own",
                 commands=(f"torchrun --local-addr={address} ...   # on rank 0's node",),
             ),
         )
@@ -672,12 +684,12 @@ def _heads_name(case: Case) -> list[Finding]:
 
 
 def evidence_line(case: Case, path: NetworkPath) -> str:
-    """Write one path as evidence."""
+    """Format a path as evidence."""
     probe = path.probe
     interface = f" from {probe.interface}" if probe.interface else ""
     how = f": {probe.error}" if probe.error else ""
     how += f" ({probe.route})" if probe.route else ""
     how += f" after {probe.attempts} attempts" if probe.attempts > 1 else ""
-    how += f", {probe.retransmits} packets sent again" if probe.retransmits else ""
+    how += f", {probe.retransmits} retransmits" if probe.retransmits else ""
     target = f"{probe.address} port {probe.port} ({case.host(path.target)})"
     return f"{case.host(path.source)}{interface} -> {target}: {probe.verdict}{how}"

@@ -1,4 +1,4 @@
-"""Which network interface NCCL and Gloo would take on a node, and which one is meant. Pure.
+"""Which network interface NCCL and Gloo would use on a node, and which is meant. Pure.
 
 NCCL: src/misc/socket.cc and src/misc/utils.cc (2.19 to 2.30): ncclFindInterfaces, parseStringList, matchIfList. Gloo:
 torch's ProcessGroupGloo.cpp, createDefaultDevice, and gloo/transport/tcp/device.cc.
@@ -36,7 +36,7 @@ class SelectedNic:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What a library takes: nothing if it would fail. `rule` says by which rule, `error` what it would say."""
+    """What a library uses: nothing if it would fail. `rule`: by which rule; `error`: what it would print."""
 
     nics: tuple[SelectedNic, ...]
     rule: str
@@ -50,7 +50,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class RendezvousOverrides:
-    """What the user wants of the meeting point; empty: chosen."""
+    """What the user sets of the rendezvous; empty: selected automatically."""
 
     address: str = ""
     interface: str = ""
@@ -94,12 +94,12 @@ def nccl_selection(nics: Sequence[Nic], variables: Mapping[str, str]) -> Selecti
         error = "" if taken else f"Bootstrap : no socket interface found (NCCL_SOCKET_IFNAME={wanted})"
         return Selection(nics=taken, rule=f"NCCL_SOCKET_IFNAME={wanted}", error=error)
     rules = {
-        "names that begin with ib": "ib",
+        "names starting with ib": "ib",
         "the subnet of NCCL_COMM_ID": "",
         "all but docker, lo and virbr": "^docker,lo,virbr",
-        "docker, for want of others": "docker",
-        "loopback, for want of others": "lo",
-        "virbr, for want of others": "virbr",
+        "docker, as no other interface is left": "docker",
+        "loopback, as no other interface is left": "lo",
+        "virbr, as no other interface is left": "virbr",
     }
     for rule, value in rules.items():
         taken = _matching(usable, value) if value else _in_subnet(nics, usable, variables.get("NCCL_COMM_ID", ""))
@@ -150,7 +150,7 @@ def gloo_selection(nics: Sequence[Nic], names: Names, variables: Mapping[str, st
         if own is not None:
             return Selection(nics=(own,), rule=f"the host name {names.host_name} resolves to {address}")
     loopback = next((nic for nic in nics if nic.loopback), None)
-    why = f"the host name {names.host_name} does not lead to an address of this machine; loopback stands in"
+    why = f"the host name {names.host_name} does not resolve to an address of this machine: fallback to loopback"
     if loopback is None:
         return Selection(nics=(), rule=why, error="no loopback interface")
     return Selection(nics=(SelectedNic(name=loopback.name, address="127.0.0.1", kind="loopback"),), rule=why)
@@ -181,11 +181,11 @@ def objection(selection: Selection) -> str:
     if selection.error:
         return selection.error
     if {nic.kind for nic in selection.nics} == {"loopback"}:
-        return "only loopback: no other node can be reached"
+        return "only loopback: it reaches no other node"
     internal = [nic for nic in selection.nics if nic.kind in INTERNAL]
     if internal and len(internal) < len(selection.nics):
         names = ", ".join(f"{nic.name} ({nic.kind})" for nic in internal)
-        return f"{names} beside {', '.join(nic.name for nic in selection.nics if nic not in internal)}"
+        return f"{names} as well as {', '.join(nic.name for nic in selection.nics if nic not in internal)}"
     return ""
 
 

@@ -1,44 +1,47 @@
-"""Which ranks of a job stand out, and what cannot be said. Pure.
+"""Which ranks of a job are stuck or slow, and when the stacks cannot decide. Pure.
 
 An outlier is not the rare stack: it is the rank that is not in communication while others are. Pipeline stages wait in
-different functions and are all in communication. Where everybody waits in one place, loop counters may decide; or which
-rank each `send` and `recv` is about. One that is in another collective is named only where there is a single process
-group: with several (tensor beside data parallel) it may wait in one for a rank that went on to another. Else nothing
-is said.
+different functions and are all in communication. Where all ranks wait in one place, loop counters may decide, or the
+peers of their `send` and `recv`. A rank in a different collective is named only if there is a single process group:
+with several (tensor and data parallel) it may wait in one of them for a rank that went on to another. Everything else
+is undecided.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from distdiag.diagnosis.stack_classes import BUSY, RankState, StackClass, rank_states
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
     from distdiag.jobs.types import Job
 
+Rank = TypeVar("Rank")
+"""A rank as some evidence shows it: its stacks (RankState), or its last lines (trace show)."""
+
 _MINORITY = 1 / 3
-"""Up to this share of the ranks, those in another collective are named; more may as well be the right ones."""
+"""Ranks in a different collective are named up to this share of the job; a larger group may be the correct side."""
 
 ALIVE = 0.03
-"""Where nobody waits for anybody, so small a share of a core already shows that something goes on."""
+"""Where no rank waits for another, this small a share of a core already shows activity."""
 _FROM_OTHERS = (
     *("read", "readv", "recvfrom", "recvmsg", "accept", "accept4", "connect", "poll", "ppoll", "write", "writev"),
     *("sendto", "sendmsg", "open", "openat", "flock"),
 )
-"""The calls that, where they sleep and are not stuck in the kernel, wait for another process."""
+"""Calls that wait for another process when they sleep and are not stuck in the kernel."""
 _WOKE = 2
 """A signal may wake a thread once, and it waits on."""
 _LONG_S = 5.0
 _MUCH_LONGER_S = 10.0
-"""Who waits for so long in one collective waits for something that does not come."""
+"""A rank that waits for so long in one collective waits for something that does not come."""
 
 
 class Outcome(StrEnum):
-    """What the stacks of one job come to."""
+    """What the stacks of one job show."""
 
     OUTLIERS = "outliers"
     OTHER_COLLECTIVE = "other-collective"
@@ -54,7 +57,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class JobVerdict:
-    """One job, judged. `outliers` are the ranks to look at, `waiting` those who wait for them.
+    """One job, judged. `outliers` are the stuck or slow ranks, `waiting` those that wait for them.
 
     `only_slow`: the outliers may only be slower than the others, which have not been seen to wait for long.
     """
@@ -91,7 +94,7 @@ def _of(states: Iterable[RankState], *kinds: StackClass) -> list[RankState]:
 def _decide(
     job: Job, known: list[RankState], unreadable: Sequence[RankState]
 ) -> tuple[Outcome, list[RankState], list[RankState]]:
-    """Return what the readable ranks come to, the outliers among them, and who waits."""
+    """Return the outcome of the readable ranks, the outliers among them, and the waiting ranks."""
     still = _of(known, StackClass.EXITED, StackClass.STOPPED)
     live = without(known, still)
     waiting = _of(live, StackClass.COMM) or _of(live, StackClass.CUDA_SYNC)
@@ -114,7 +117,7 @@ def _decide(
 
 
 def _outside(live: Sequence[RankState], waiting: Sequence[RankState]) -> list[RankState]:
-    """List who is not in communication. Some that wait for their GPU may wait for a collective on it: no outliers."""
+    """List the ranks that are not in communication. A rank that waits for its GPU may wait for a collective on it."""
     on_gpu = _of(live, StackClass.CUDA_SYNC)
     outside = without(live, [*_of(live, StackClass.COMM), *on_gpu])
     is_comm = bool(waiting) and waiting[0].thread.kind is StackClass.COMM
@@ -126,19 +129,19 @@ def _some_are_outside(
 ) -> tuple[Outcome, list[RankState], list[RankState]]:
     if len(outside) * 2 >= len(live) and all(map(goes_on, outside)):
         return Outcome.NOT_HUNG, [], waiting
-    # Whoever moves is not what a standstill comes from, as long as somebody else stands; nor who waits for data or asks
-    # for something again and again, which may be another rank's to give.
-    unmoved = [state for state in outside if not state.thread.moving] or outside
+    # A rank that moves is not the cause while another does not move; nor is a rank that waits for data or polls for
+    # something that another rank may have to provide.
+    unmoved = stuck_of(outside, lambda state: bool(state.thread.moving))
     return Outcome.OUTLIERS, [state for state in unmoved if not _may_wait_for_a_rank(state)] or unmoved, waiting
 
 
 def _nobody_waits(job: Job, live: Sequence[RankState]) -> tuple[Outcome, list[RankState], list[RankState]]:
-    """Nobody is in communication: it goes on; or all stand still, each in its own way."""
+    """Judge a job where no rank is in communication: it runs, or every rank is stuck elsewhere."""
     if len(live) == 1 and job.world_size in (None, 1):
         state = live[0]
         return (Outcome.ALONE if not goes_on(state) else Outcome.NOT_HUNG), [], [state]
     asleep = [state for state in live if not (goes_on(state) or _wakes(state) or (state.thread.busy or 0.0) >= ALIVE)]
-    # Frames name no wait for the others, yet who sleeps for long beside one that goes on most likely waits for it.
+    # Frames show no wait for a rank, yet a rank that sleeps for long beside a running rank most likely waits for it.
     if len(asleep) < len(live) and not any(_slept_s(state) > _LONG_S for state in asleep):
         return Outcome.NOT_HUNG, [], list(live)
     return Outcome.STANDSTILL, [], list(live)
@@ -149,7 +152,7 @@ def _all_wait(waiting: list[RankState]) -> tuple[Outcome, list[RankState], list[
         cycle = _cycle(waiting)
         if cycle:
             return Outcome.CYCLE, cycle, without(waiting, cycle)
-        return Outcome.ALL_WAITING, [], waiting  # a pipeline: its stages stand at different places rightly
+        return Outcome.ALL_WAITING, [], waiting  # a pipeline: its stages wait at different places by design
     if len({place(state) for state in waiting}) > 1:
         outliers = _in_another_collective(waiting)
         rest = without(waiting, outliers)
@@ -160,6 +163,19 @@ def _all_wait(waiting: list[RankState]) -> tuple[Outcome, list[RankState], list[
     return Outcome.ALL_WAITING, [], waiting
 
 
+def stuck_of(outside: Sequence[Rank], goes_on: Callable[[Rank], bool]) -> list[Rank]:
+    """Return the ranks outside of communication that do not go on, or all of them if all do."""
+    return [rank for rank in outside if not goes_on(rank)] or list(outside)
+
+
+def minority_of(groups: Sequence[Sequence[Rank]]) -> list[Rank]:
+    """Return the smaller of two groups of ranks, if it is small enough to be named; else nothing."""
+    if len(groups) != 2:
+        return []
+    fewer, more = sorted(groups, key=len)
+    return list(fewer) if len(fewer) <= _MINORITY * (len(fewer) + len(more)) else []
+
+
 def place(state: RankState) -> Hashable:
     """Return where a rank is, so that equal places are equal: the operation, and the user's own line."""
     frame = state.thread.location.frame or (state.thread.frames[0] if state.thread.frames else None)
@@ -167,7 +183,7 @@ def place(state: RankState) -> Hashable:
 
 
 def _in_another_collective(members: Sequence[RankState]) -> list[RankState]:
-    """Find the few that are in another operation than all the others, who are in one; none if there is no majority.
+    """Find the few ranks in a different operation than all the others; none if there is no majority.
 
     The same operation, called from another line, may be the same collective: `broadcast` of the root and of the rest.
     """
@@ -176,15 +192,13 @@ def _in_another_collective(members: Sequence[RankState]) -> list[RankState]:
     groups: dict[str, list[RankState]] = {}
     for state in members:
         groups.setdefault(state.thread.location.operation, []).append(state)
-    largest = max(groups.values(), key=len)
-    rest = without(members, largest)
-    return rest if len(rest) <= _MINORITY * len(members) and len(groups) == 2 else []
+    return minority_of(list(groups.values()))
 
 
 def _cycle(members: Sequence[RankState]) -> list[RankState]:
-    """Find ranks that wait for each other in a circle, each in a `send` or `recv` that names the next; empty if none.
+    """Find a cycle of ranks, each in a `send` or `recv` that names the next; empty if there is none.
 
-    One that sends to a rank that receives from it is no such circle: there a message is on its way, or lost.
+    A rank that sends to a rank that receives from it is no cycle: that message is on its way, or lost.
     """
     ranks = {state.member.rank: state for state in members if state.member.rank is not None}
     done: set[int] = set()
@@ -196,14 +210,14 @@ def _cycle(members: Sequence[RankState]) -> list[RankState]:
             path.append(at)
             at = ranks[at].thread.peer if ranks[at].thread.location.is_p2p else None
         if at in path:
-            circle = [ranks[rank] for rank in path[path.index(at) :]]
-            directions = {"recv" in state.thread.location.operation for state in circle}
-            return [] if len(circle) == 2 and len(directions) == 2 else circle
+            cycle = [ranks[rank] for rank in path[path.index(at) :]]
+            directions = {"recv" in state.thread.location.operation for state in cycle}
+            return [] if len(cycle) == 2 and len(directions) == 2 else cycle
     return []
 
 
 def _least_advanced(members: Sequence[RankState]) -> list[RankState]:
-    """Find those whose loop counters are behind; counters that not all have do not count."""
+    """Find the ranks whose loop counters are behind; only counters that all ranks have are compared."""
     names = set.intersection(*(set(dict(state.thread.counters)) for state in members))
     ordered = [name for name, _ in members[0].thread.counters if name in names]
     progress = {id(state): tuple(dict(state.thread.counters)[name] for name in ordered) for state in members}
@@ -213,17 +227,17 @@ def _least_advanced(members: Sequence[RankState]) -> list[RankState]:
 
 
 def without(members: Iterable[RankState], others: Iterable[RankState]) -> list[RankState]:
-    """Leave some members out; by identity, for comparing tens of thousands with each other takes minutes."""
+    """Return the members without these others; by identity, because comparing tens of thousands takes minutes."""
     left_out = {id(state) for state in others}
     return [state for state in members if id(state) not in left_out]
 
 
 _RUNS = 0.1
-"""Share of a core that somebody has used who computes, though it is also held up."""
+"""Share of a core that a rank uses which computes although it is also blocked at times."""
 
 
 def goes_on(state: RankState) -> bool:
-    """Return whether somebody computes (or would, if it got a processor), or moved between the samples."""
+    """Return whether a rank computes (or is runnable), or moved between the samples."""
     if state.thread.moving or state.thread.runs or (state.thread.busy is not None and state.thread.busy >= BUSY):
         return True
     sample = state.last_sample
@@ -232,9 +246,9 @@ def goes_on(state: RankState) -> bool:
 
 
 def woke_again(state: RankState) -> bool:
-    """Return whether it went to wait several times between the samples: a wait that never ends does not wake up.
+    """Return whether it went to sleep several times between the samples: a wait that never ends does not wake up.
 
-    Who sleeps and asks again and again wakes up as well, for nothing; as do waits for a GPU, and for NCCL's kernels.
+    A rank that polls with sleeps wakes up too, without progress; so do waits for a GPU and for NCCL's kernels.
     """
     still = state.standstill
     process = state.member.process
@@ -243,12 +257,12 @@ def woke_again(state: RankState) -> bool:
 
 
 def _all_go_round(waiting: Sequence[RankState], outside: Sequence[RankState]) -> bool:
-    """Return whether those who wait were let go and came to wait again, and nobody else slept all the while."""
+    """Return whether the waiting ranks were released and waited again, and no other rank slept all the time."""
     return all(map(woke_again, waiting)) and all(goes_on(state) or state.thread.woke >= _WOKE for state in outside)
 
 
 def _wakes(state: RankState) -> bool:
-    """Return whether it wakes up again and again, and not only to see whether another process still has a lock."""
+    """Return whether it keeps waking up, and not only to check whether another process still holds a lock."""
     return state.thread.woke >= _WOKE and state.thread.kind is not StackClass.LOCK
 
 
@@ -275,7 +289,7 @@ def _may_only_be_slow(
     if outcome is Outcome.LEAST_PROGRESS:
         return False
     if outcome is Outcome.OUTLIERS and waiting and all(state.thread.woke for state in waiting):
-        return True  # they went on to wait again
+        return True  # they were released and waited again
     return watched_s < _MUCH_LONGER_S and all(map(_may_compute, outliers))
 
 
@@ -286,7 +300,7 @@ def _may_compute(state: RankState) -> bool:
 
 
 def _has_just_begun(outliers: Sequence[RankState], waiting: Sequence[RankState]) -> bool:
-    """Return whether nobody has waited for longer than a step may take: then who is waited for may only be slower."""
+    """Return whether no rank has waited for longer than a step may take: then the outliers may only be slower."""
     if any(state.thread.kind in (StackClass.STOPPED, StackClass.EXITED) for state in outliers):
         return False
     stills = [state.standstill for state in waiting if state.thread.woke == 0]
@@ -295,7 +309,7 @@ def _has_just_begun(outliers: Sequence[RankState], waiting: Sequence[RankState])
 
 
 def mark(verdict: JobVerdict, outlier: RankState) -> str:
-    """Return what kind of outlier it is: "gone", "straggler" if it may only be slower, else "stuck"."""
+    """Return the kind of an outlier: "gone", "straggler" if it may only be slower, else "stuck"."""
     if outlier.thread.kind is StackClass.EXITED:
         return "gone"
     return "straggler" if verdict.only_slow else "stuck"

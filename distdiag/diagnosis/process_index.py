@@ -1,4 +1,4 @@
-"""Which process is which rank, what it is called, and which processes have the other end of what. Pure."""
+"""Which process is which rank, how to name it, and which processes hold the other end of a descriptor. Pure."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class ProcessIndex:
     def name(self, key: Key, *, seen_from: str = "", whole: bool = False) -> str:
         """Format a process: "rank 1", "DataLoader worker 812 of rank 0", "launcher 700 (torchrun)", "pid 812 (sh)".
 
-        `seen_from`: a host; that of a process elsewhere is said as well. `whole`: "rank 1 (node07, pid 4711)".
+        `seen_from`: a host; a process on another host is named with it. `whole`: "rank 1 (node07, pid 4711)".
         """
         host, pid = key
         place = self.places.get(key)

@@ -1,4 +1,4 @@
-"""What helps against what several commands find: stopped, frozen, dead and unseen ranks, and missing rights. Pure."""
+"""Fixes that several commands share: for stopped, frozen, dead and unseen ranks, and for missing permissions. Pure."""
 
 from __future__ import annotations
 
@@ -17,55 +17,54 @@ _HOSTS = 8
 
 
 def resume(processes: Iterable[tuple[str, int | None]]) -> Fix:
-    """Return how to let stopped processes go on, given by host and pid: a pid means nothing on another host."""
+    """Return the commands that resume stopped processes, given by host and pid, on each host."""
     by_host: dict[str, list[str]] = {}
     for host, pid in processes:
         by_host.setdefault(host, []).append(str(pid))
     commands = {host: " ".join(["kill -CONT", *pids]) for host, pids in by_host.items()}
     if len(commands) > 1:
         lines = tuple(f"{command}  # on {host}" for host, command in commands.items())
-        return Fix(text="let them go on, each on its host, and find who stopped them", commands=lines[:_HOSTS])
-    return Fix(text=f"on {fold(commands)}, let it go on, and find who stopped it", commands=tuple(commands.values()))
+        return Fix(text="resume them, each on its host, and find out what stopped them", commands=lines[:_HOSTS])
+    return Fix(text=f"on {fold(commands)}, resume it and find out what stopped it", commands=tuple(commands.values()))
 
 
 def thaw(hosts: str, command: str) -> Fix:
-    """Return how to let a frozen cgroup go on, by this command."""
+    """Return how to thaw a frozen cgroup, with this command."""
     return Fix(text=f"on {hosts}, thaw its cgroup: docker unpause CONTAINER, or as root", commands=(command,))
 
 
 def find_cause_of_death(hosts: str) -> Fix:
-    """Return where to see why a rank ended."""
+    """Return where to find out why a rank exited."""
     return Fix(
-        text=f"read the end of that rank's log, and whether the kernel ended it on {hosts}",
+        text=f"read the end of that rank's log, and check whether the kernel killed it on {hosts}",
         commands=("dmesg -T | grep -iE 'out of memory|killed process|segfault'",),
     )
 
 
 def as_other_user(command: str) -> Fix:
-    """Return how to get to processes of another user with a command."""
+    """Return how to run a command with access to processes of another user."""
     return Fix(text="run it as that user, or as root", commands=(f'sudo env "PATH=$PATH" {command}',))
 
 
 def ptrace_in_container() -> Fix:
-    """Return how to get the right to read processes where not even root of a container has it."""
+    """Return how to permit reading processes where not even root of a container may."""
     return Fix(
-        text="give the container the right to read its processes: docker run --cap-add SYS_PTRACE; in Kubernetes "
+        text="allow the container to read its processes: docker run --cap-add SYS_PTRACE; in Kubernetes "
         "securityContext.capabilities.add: [SYS_PTRACE]; or run distdiag on the host"
     )
 
 
 def unseen_ranks(job: Job, finding_id: str) -> list[Finding]:
-    """Report the ranks that were on none of the hosts that were asked."""
+    """Report the ranks that were found on none of the hosts."""
     if not job.unseen:
         return []
     hosts = fold(dict.fromkeys(member.host for member in job.members))
-    were = "was" if len(job.unseen) == 1 else "were"
     return [
         Finding(
             id=finding_id,
             level=Level.UNKNOWN,
-            title=f"{name_ranks(job.unseen)} of {job.world_size} {were} not seen on {hosts}: gone, or on other hosts",
+            title=f"{name_ranks(job.unseen)} of {job.world_size} not found on {hosts}: exited, or on other hosts",
             where=Where(ranks=job.unseen),
-            fix=Fix(text="look at all hosts of the job: --hosts LIST, or --slurm-job ID"),
+            fix=Fix(text="include all hosts of the job: --hosts LIST, or --slurm-job ID"),
         )
     ]

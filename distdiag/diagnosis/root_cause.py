@@ -29,7 +29,7 @@ def fewest_culprits(tried: Iterable[Edge], closed: Iterable[Edge]) -> list[Culpr
     """Explain the closed paths among those tried, by as few culprits as can be.
 
     A node is only blamed if none of at least two paths in (or out) works: with one path it may be the other end. Where
-    all paths tried lead to one node, or come from one, it is that node and not everybody.
+    all paths tried lead to one node, or come from one, it is that node and not all of them.
     """
     edges, left = list(dict.fromkeys(tried)), set(closed)
     if left and left == set(edges) and len(left) > 2 and not _has_common_end(left):
@@ -37,7 +37,7 @@ def fewest_culprits(tried: Iterable[Edge], closed: Iterable[Edge]) -> list[Culpr
     found = []
     for kind, sides in (("in", _by_end(edges, 1)), ("out", _by_end(edges, 0))):
         nodes = [node for node, own in sides.items() if len(own) > 1 and own <= left]
-        # A node that is down for everybody is blamed once, not each of its peers as well.
+        # A node that is down for all is blamed once, not each of its peers as well.
         for node in sorted(nodes, key=lambda node: -len(sides[node] & left)):
             if sides[node] & left:
                 found.append(Culprit(kind=kind, nodes=(node,), edges=tuple(sorted(sides[node] & left))))
@@ -58,7 +58,7 @@ def _by_end(edges: Iterable[Edge], end: int) -> Mapping[str, set[Edge]]:
 
 
 def merged(found: Iterable[Culprit]) -> list[Culprit]:
-    """Bring together nodes with the same trouble."""
+    """Merge culprits of the same kind."""
     kinds: dict[tuple[str, tuple[str, ...]], list[Culprit]] = {}
     for culprit in found:
         kinds.setdefault((culprit.kind, culprit.others), []).append(culprit)
@@ -74,7 +74,7 @@ def merged(found: Iterable[Culprit]) -> list[Culprit]:
 
 
 def pairs(closed: Collection[Edge]) -> list[Culprit]:
-    """Bring together sources that fail to reach the same targets."""
+    """Merge sources that fail to reach the same targets."""
     targets: dict[str, set[str]] = defaultdict(set)
     for source, target in closed:
         targets[source].add(target)

@@ -1,4 +1,4 @@
-"""What a thread waits for or does: from its frames, the kernel's word, and what changed between two samples. Pure."""
+"""What a thread waits for or does: from its frames, the kernel's state, and what changed between samples. Pure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _UNREAD = ("denied", "not-python", "failed", "timeout")
 
 
 class StackClass(StrEnum):
-    """What a thread is doing, as far as its frames and the kernel tell."""
+    """What a thread is doing, according to its frames and the kernel."""
 
     COMM = "communication wait"
     DATA = "data loading"
@@ -67,7 +67,7 @@ class ThreadState:
     """What the samples of one process show of the thread that does the job's work.
 
     `moving`: it changed between the samples, None after one; `busy`: the share of a core that it used. `woke`: how
-    often it went to wait between the samples; `runs`: it was on a processor, or wanted one, in all of them. `name`: of
+    often it went to wait between the samples; `runs`: it was running or runnable in all of them. `name`: of
     the thread, empty for the main one. `peer`: the rank that the `send` or `recv` it is in names. `groups`: how many
     process groups it is in, 0 where that is not known. `status`, `reason`: of the last sample, see Sample.
     """
@@ -197,7 +197,7 @@ def thread_state(watched: Watched) -> ThreadState:
     if not frames:
         if last.status in _HELD:
             return _bare(StackClass.STOPPED, last.status, last.reason)
-        reason = last.reason or "py-spy saw no Python frames"
+        reason = last.reason or "py-spy found no Python frames"
         return _bare(StackClass.UNREADABLE, last.status if last.status in _UNREAD else "failed", reason)
     busy = _busy(watched)
     first = watched.samples[0]
@@ -231,15 +231,15 @@ def _same_thread(first: Sample, second: Sample) -> bool:
 
 def _not_sampled(member: Member) -> ThreadState:
     if member.process is not None and member.process.state != "Z":
-        locked = "the kernel holds its memory map locked: a thread of it is stuck there, and `ps` would hang on it too"
-        reason = locked if member.process.kind == "locked" else "it was not looked at"
+        locked = "its memory map is locked by a thread stuck in the kernel; `ps` would hang on it too"
+        reason = locked if member.process.kind == "locked" else "it was not sampled"
         return _bare(StackClass.UNREADABLE, "failed", reason)
-    reason = "there is no process of it: it has ended, or was never started"
+    reason = "no process found: it exited or never started"
     if member.process is not None:
-        reason = "it has ended and is a zombie: its parent has not asked for its status"
+        reason = "it exited and is a zombie, not yet reaped by its parent"
     elif member.helpers:
         left = ", ".join(str(helper.process.pid) for helper in member.helpers[:4])
-        reason = f"it has ended; what it had started lives on (pid {left})"
+        reason = f"it exited, but its children are still running (pid {left})"
     return _bare(StackClass.EXITED, "gone", reason)
 
 
@@ -281,7 +281,7 @@ def classify_stack(frames: Sequence[Frame]) -> tuple[StackClass | None, str]:
 
 
 class _Classified(NamedTuple):
-    """A frame, and what the knowledge of libraries says of it; an empty `kind` if it says nothing."""
+    """A frame and its class in knowledge/frames.toml; `kind` is empty if it has none."""
 
     frame: Frame
     kind: str

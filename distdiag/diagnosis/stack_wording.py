@@ -1,4 +1,4 @@
-"""How a rank and its place are put into words. Pure."""
+"""Format ranks, places in the code and what a rank is doing there. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from distdiag.jobs.types import Helper
 
 _NAMED = 4
-"""Processes to name one by one; more are only counted."""
+"""Processes to list; the rest are only counted."""
 _WORKER_FILE = "torch/utils/data/_utils/worker.py"
 _IDLE_FILES = ("queue.py", "connection.py", "queues.py", "selectors.py", "synchronize.py")
 
@@ -40,8 +40,8 @@ def named(ranks: Sequence[int], room: int = 60) -> str:
 
 
 def samples_in_words(samples: int, interval_s: float) -> str:
-    """Format how often was sampled: "2 samples, 1 s apart"."""
-    return "one sample" if samples == 1 else f"{samples} samples, {interval_s:g} s apart"
+    """Format the number of samples: "2 samples 1 s apart"."""
+    return "1 sample" if samples == 1 else f"{samples} samples {interval_s:g} s apart"
 
 
 def who(members: Sequence[RankState]) -> str:
@@ -67,14 +67,14 @@ def briefly(members: Sequence[RankState]) -> str:
 
 
 def waits(state: RankState, *, alone: bool = False) -> str:
-    """Describe where a waiting member stands: "in `all_reduce` called from `train_step train.py:25`".
+    """Describe where a waiting member is blocked: "in `all_reduce` called from `train_step train.py:25`".
 
-    `alone`: it is not an example of many, so the rank that its `send` or `recv` names is said as well.
+    `alone`: it is not an example of many, so the peer of its `send` or `recv` is named too.
     """
     frame = state.thread.location.frame
     called = f" called from {spot(frame)}" if frame is not None else ""
     if state.thread.location.operation == "backward":
-        return f"inside `backward`{called}, without computing"
+        return f"in `backward`{called}, not computing"
     if state.thread.kind is StackClass.CUDA_SYNC:
         return f"for the GPU, in {spot(frame)}" if frame is not None else "for the GPU"
     peer = (
@@ -115,7 +115,7 @@ def _where(state: RankState) -> str:
     frame = state.thread.location.frame
     thread = f" (thread {state.thread.name})" if state.thread.name else ""
     if frame is None:
-        return (spot(state.thread.frames[0]) if state.thread.frames else "an unknown place") + thread
+        return (spot(state.thread.frames[0]) if state.thread.frames else "an unknown location") + thread
     if state.thread.location.operation and state.thread.kind not in (StackClass.PYTHON, StackClass.DEBUGGER):
         return f"{spot(frame)} (in `{state.thread.location.operation}`){thread}"
     return spot(frame) + thread
@@ -125,37 +125,37 @@ def _doing(state: RankState) -> str:
     if state.thread.kind in (StackClass.STOPPED, StackClass.EXITED):
         return ""
     if state.thread.runs and (state.thread.busy or 0.0) < BUSY and state.thread.kind is not StackClass.COMPILE:
-        share = "" if state.thread.busy is None else f", it gets {state.thread.busy:.0%} of one"
-        return f"waiting for a processor{share}"
+        share = "" if state.thread.busy is None else f", gets {state.thread.busy:.0%} of one"
+        return f"waiting for a CPU core{share}"
     if state.thread.busy is not None and state.thread.busy >= BUSY and state.thread.kind is not StackClass.COMPILE:
-        moves = "and moving between the samples" if state.thread.moving else "at the same line in each sample"
+        moves = "moving between samples" if state.thread.moving else "on the same line in each sample"
         return f"computing ({state.thread.busy:.0%} of a core, {moves})"
     main = state.standstill
     words = in_kernel(main) if main is not None else ""
     kind = {
         StackClass.DATA: "loading data",
-        StackClass.CHECKPOINT: "in a checkpoint",
+        StackClass.CHECKPOINT: "checkpointing",
         StackClass.COMPILE: "compiling",
         StackClass.STORAGE: "",
         StackClass.GIL: f"waiting for the GIL{_holder(state)}",
         StackClass.LOCK: _waits_for(state, main),
         StackClass.DEBUGGER: "in the debugger, waiting for input",
         StackClass.CUDA_SYNC: "waiting for its GPU",
-        StackClass.TEARDOWN: "ending",
+        StackClass.TEARDOWN: "shutting down",
         StackClass.IMPORT: "importing",
     }.get(state.thread.kind, "")
     if state.thread.moving:
-        words = "moving between the samples"
+        words = "moving between samples"
     return ", ".join(part for part in (kind, words) if part)
 
 
 def _waits_for(state: RankState, main: Standstill | None) -> str:
     if main is not None and main.syscall in ("wait4", "waitid"):
-        return "" if main.path else "waiting for a program that it started"
+        return "" if main.path else "waiting for a child process"
     others = _other_threads(state)
     if len(others) == 1:
-        return f"waiting for a lock or its thread {_at(others[0])}"
-    return "waiting for a lock or another thread"
+        return f"waiting for a lock or for its thread {_at(others[0])}"
+    return "waiting for a lock or for another thread"
 
 
 def _holder(state: RankState) -> str:
@@ -166,11 +166,11 @@ def _holder(state: RankState) -> str:
         if sample
         else None
     )
-    return f", which its thread {_at(holder)} holds" if holder is not None else ""
+    return f", held by its thread {_at(holder)}" if holder is not None else ""
 
 
 def _other_threads(state: RankState) -> list[Thread]:
-    """List the threads besides the judged one that run code of the user's."""
+    """List the threads, except the classified one, that run user code."""
     sample = state.last_sample
     return (
         [thread for thread in sample.threads[1:] if user_frame(thread.frames) is not None] if sample is not None else []
@@ -183,7 +183,7 @@ def _at(thread: Thread) -> str:
 
 
 def in_kernel(still: Standstill) -> str:
-    """Describe what a thread waits for in the kernel; empty if that tells nothing."""
+    """Describe what a thread waits for in the kernel; empty if unknown."""
     state = f"D state{_for(still.since_s)}" if still.state == "D" else ""
     if still.path:
         verb = _VERBS.get(still.syscall, f"is in {still.syscall} of")
@@ -201,7 +201,7 @@ _VERBS = {
     **dict.fromkeys(("open", "openat"), "opens"),
     **dict.fromkeys(("recvfrom", "recvmsg"), "receives from"),
     **dict.fromkeys(("sendto", "sendmsg"), "sends to"),
-    **dict.fromkeys(("accept", "accept4"), "waits for a connection at"),
+    **dict.fromkeys(("accept", "accept4"), "waits for a connection on"),
     **dict.fromkeys(("poll", "ppoll"), "waits for data from"),
     **dict.fromkeys(("wait4", "waitid"), "waits for"),
     "connect": "connects to",
@@ -210,7 +210,7 @@ _VERBS = {
 
 
 def worker_in_words(state: RankState) -> str:
-    """Name the DataLoader worker that a rank waits for; empty if it does not wait for one that is busy."""
+    """Name the DataLoader worker that a rank waits for; empty if no worker is busy or stuck."""
     found = stuck_worker(state)
     if found is None:
         return ""
@@ -218,7 +218,7 @@ def worker_in_words(state: RankState) -> str:
 
 
 def stuck_worker(state: RankState) -> Helper | None:
-    """Find the DataLoader worker that has not delivered: the one that does not wait for work."""
+    """Find the DataLoader worker that has not delivered a batch: it does not wait for work."""
     if state.thread.kind is not StackClass.DATA:
         return None
     workers = [helper for helper in state.member.helpers if _is_worker(helper)]
@@ -240,7 +240,7 @@ def worker_does(helper: Helper) -> str:
     own = user_frame(frames) or (frames[0] if frames else None)
     kernel = in_kernel(sample.standstill[0]) if sample is not None and sample.standstill else ""
     place = f"is in {spot(own)}" if own is not None else ""
-    return ", ".join(part for part in (place, kernel) if part) or "does not deliver"
+    return ", ".join(part for part in (place, kernel) if part) or "delivers no batch"
 
 
 def _state(helper: Helper) -> str:

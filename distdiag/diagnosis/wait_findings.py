@@ -1,4 +1,4 @@
-"""The findings of trace blocked, and how those who wait are put into words. Pure."""
+"""The findings of trace blocked, and the wording of waits. Pure."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _NAMED = 8
 _PARTS = 4
 _FOR = {"r": "its data", "w": "it to read"}
 LONG_S = 5.0
-"""Who has stood still for so long is taken as stuck; less may be a step of the training."""
+"""A thread that has not run for so long counts as stuck; less may be a training step."""
 BLAMED = (Kind.STOPPED, Kind.STORAGE, Kind.KERNEL, Kind.SLEEP, Kind.FILE, Kind.CHILD, Kind.ENDED)
-"""What holds others up and has nothing to do with them."""
+"""Waits that block other ranks without depending on them."""
 _ITSELF = {Kind.STOPPED: "stopped", Kind.STORAGE: "storage"}
-"""What is a fault even if nobody is known to wait for it."""
+"""A failure even if no process is known to wait for it."""
 
 
 class Wanted(Protocol):
@@ -62,7 +62,7 @@ class Request(Protocol):
 
 @dataclass(frozen=True)
 class Case:
-    """One job as it stands: its ranks, or the processes that were asked for."""
+    """One job: its ranks, or the selected processes."""
 
     request: Request
     job: Job | None
@@ -76,7 +76,7 @@ class Case:
 
 
 def root_wait(case: Case, key: Key) -> Wait:
-    """Return what the process at the end of a chain does; of one that was not looked at, what its state tells."""
+    """Return what the process at the end of a chain does; its state alone if its threads were not read."""
     wait = case.graph.main(key)
     if wait is not None:
         return wait
@@ -84,19 +84,19 @@ def root_wait(case: Case, key: Key) -> Wait:
     state = person.state if person is not None else process.state if process is not None else ""
     kind = Kind.STOPPED if state in STOPPED else Kind.RUNS if state == "R" else Kind.NETWORK
     kind = Kind.ENDED if state in ENDED else Kind.KERNEL if state == "D" else kind
-    words = {Kind.STOPPED: "is stopped (T)", Kind.RUNS: "runs", Kind.KERNEL: "waits in the kernel (D)"}
-    does = words.get(kind, "has ended" if kind is Kind.ENDED else "was not looked at: it is no rank")
+    words = {Kind.STOPPED: "is stopped (T)", Kind.RUNS: "is running", Kind.KERNEL: "waits in the kernel (D)"}
+    does = words.get(kind, "has exited" if kind is Kind.ENDED else "was not read: it is not a rank")
     return Wait(kind=kind, call="-", on="", does=does, since_s=None)
 
 
 def of_trees(case: Case, trees: Sequence[WaitTree]) -> list[Finding]:
-    """Name the processes that hold others up."""
+    """Report the processes that block others."""
     found = [_of_tree(case, tree) for tree in trees]
     return [finding for finding in found if finding is not None]
 
 
 def of_themselves(case: Case, trees: Sequence[WaitTree]) -> list[Finding]:
-    """Name those that are stopped, or whose file system does not answer, though nobody is known to wait for them."""
+    """Report ranks that are stopped or whose file system hangs, even if no process is known to wait for them."""
     blamed = {tree.root for tree in trees}
     found = []
     for kind, name in _ITSELF.items():
@@ -106,7 +106,7 @@ def of_themselves(case: Case, trees: Sequence[WaitTree]) -> list[Finding]:
         first = root_wait(case, keys[0])
         title = f"{case.index.name(keys[0], whole=True)} {first.does}"
         if len(keys) > 1:
-            title += f"; so {'is' if len(keys) == 2 else 'are'} {several(keys[1:], case.index)}"
+            title += f"; the same for {several(keys[1:], case.index)}"
         others = [key for key in case.keys if key not in keys]
         waits = [root_wait(case, key) for key in others]
         title += f"; {what_they_do(others, waits, case.index)}" if others else ""
@@ -116,7 +116,7 @@ def of_themselves(case: Case, trees: Sequence[WaitTree]) -> list[Finding]:
 
 
 def of_gone(case: Case) -> list[Finding]:
-    """Name the ranks that have ended while others of their job go on; and those that were not seen."""
+    """Report the ranks that have exited while others of their job are still there."""
     if case.job is None:
         return []
     gone = [member for member in case.job.members if member.process is None or member.process.state in ENDED]
@@ -128,13 +128,13 @@ def of_gone(case: Case) -> list[Finding]:
         hosts = fold(dict.fromkeys(member.host for member in gone))
         waits = [root_wait(case, key) for key in others]
         rest = what_they_do(others, waits, case.index)
-        # Where nobody sleeps in what may be a collective, the job may just be at its end.
+        # Where no rank sleeps in what may be a collective, the job may just be ending.
         awaited = any(wait.kind in _INSIDE for wait in waits)
         found.append(
             Finding(
-                id="trace.gone",
+                id="trace.exited",
                 level=Level.FAIL if awaited else Level.UNKNOWN,
-                title=f"{who} ({hosts}) {'has' if len(gone) == 1 else 'have'} ended; {rest}",
+                title=f"{who} ({hosts}) {'has' if len(gone) == 1 else 'have'} exited; {rest}",
                 where=Where(hosts=tuple(dict.fromkeys(member.host for member in gone)), ranks=tuple(ranks)),
                 fix=remedies.find_cause_of_death(hosts),
             )
@@ -143,7 +143,7 @@ def of_gone(case: Case) -> list[Finding]:
 
 
 def unreadable(case: Case, user: int) -> list[Finding]:
-    """Name those that may not be read, and say what gives the right to."""
+    """Report the processes that cannot be read, and how to get permission."""
     keys = [key for key in case.keys if _kind(case, key) is Kind.UNREADABLE]
     if not keys:
         return []
@@ -151,15 +151,24 @@ def unreadable(case: Case, user: int) -> list[Finding]:
     of = f" of user {', '.join(map(str, owners))}" if owners and owners != [user] else ""
     name = several(keys, case.index)
     names = f"{name}{of} on {fold(dict.fromkeys(host for host, _ in keys))}"
-    return [_finding("unreadable", Level.UNKNOWN, f"{names} may not be read", keys, case, fix=_rights(case, user))]
+    return [
+        _finding(
+            "unreadable",
+            Level.UNKNOWN,
+            f"{names} cannot be read: permission denied",
+            keys,
+            case,
+            fix=_rights(case, user),
+        )
+    ]
 
 
 def by_exclusion(case: Case) -> list[Finding]:
-    """Name the few that do something else while all others of the job have been asleep inside of it for long.
+    """Report the few ranks that do something else while all others of the job have slept in it for long.
 
-    Who waits in threads of its own, at the store or for a rank may be in a collective. The few that wait for something
-    outside of the job, or run, are then what the others wait for. That holds only if all ranks were seen: what one of
-    them waits for may else be a rank, on a host that was not looked at.
+    A rank that waits for its own threads, at the store or for a rank may be in a collective. The few that wait for
+    something outside the job, or run, are then what the others wait for. That holds only if all ranks were read:
+    otherwise what one of them waits for may be a rank on a host that was not read.
     """
     keys = [key for key in case.keys if _kind(case, key) is not Kind.ENDED]
     inside = [key for key in keys if _kind(case, key) in _INSIDE]
@@ -177,19 +186,19 @@ def by_exclusion(case: Case) -> list[Finding]:
     others = what_they_do(inside, [root_wait(case, key) for key in inside], case.index)
     found = []
     for members, name, level, doubt in (
-        (running, "straggler", Level.WARN, "It may only be slower than the others: look again in a minute. "),
+        (running, "straggler", Level.WARN, "It may only be slower than the others: run this again in a minute. "),
         (
             waking,
             "straggler",
             Level.UNKNOWN,
-            "It may only be slower, or ask again and again for what another owes it. ",
+            "It may only be slower, or poll for something that another rank has to provide. ",
         ),
         (still, "stuck-rank", Level.FAIL, ""),
     ):
         if members:
             waits = [root_wait(case, key) for key in members]
             title = f"{what_they_do(members, waits, case.index, whole=True)}; {others}"
-            detail = f"{doubt}All others have been asleep inside the job for more than {LONG_S:g} s."
+            detail = f"{doubt}All others have been asleep for more than {LONG_S:g} s, waiting inside the job."
             fix = _stacks_of(case, members)
             found.append(_finding(name, level, title, members, case, detail=detail, fix=fix))
     return found
@@ -200,7 +209,7 @@ _INSIDE = (Kind.OWN_THREADS, Kind.STORE, Kind.PEER)
 
 
 def _is_unclear(wait: Wait) -> bool:
-    """Return whether nothing says what it waits for: it may be the job as well."""
+    """Return whether it is unknown what it waits for: that may be the job too."""
     is_asleep = wait.thread is None or wait.thread.state != "D"
     return wait.kind is Kind.UNREADABLE or (wait.kind is Kind.KERNEL and is_asleep)
 
@@ -210,7 +219,7 @@ def _is_running(wait: Wait) -> bool:
 
 
 def undecided(case: Case) -> list[Finding]:
-    """Report what all of them do where nobody can be blamed: they go on, or /proc cannot tell."""
+    """Report what all ranks do where no rank can be blamed: they run, or /proc cannot decide."""
     keys = [key for key in case.keys if _kind(case, key) not in (Kind.UNREADABLE, Kind.ENDED)]
     waits = [root_wait(case, key) for key in keys]
     if not keys:
@@ -218,27 +227,25 @@ def undecided(case: Case) -> list[Finding]:
     words = what_they_do(keys, waits, case.index)
     asleep = [wait for wait in waits if wait.kind is not Kind.RUNS]
     if any(wait.since_s is not None and wait.since_s > LONG_S for wait in asleep):
-        return [_standing_still(case, keys, waits, words)]
+        return [_asleep(case, keys, waits, words)]
     if why := _may_be_hung(case, keys, waits):
         return [_finding("undecided", Level.UNKNOWN, f"{words}: {why}", keys, case, fix=_stacks_of(case, keys))]
-    return [
-        _finding("not-hung", Level.INFO, f"not hung, as far as can be seen in {SAMPLED_S:g} s: {words}", keys, case)
-    ]
+    return [_finding("not-hung", Level.INFO, f"no hang seen in {SAMPLED_S:g} s: {words}", keys, case)]
 
 
 def _may_be_hung(case: Case, keys: Sequence[Key], waits: Sequence[Wait]) -> str:
-    """Return why ranks of which none has slept for long may be hung all the same; empty if that is not likely."""
+    """Return why ranks may be hung although none has slept for long; empty if that is unlikely."""
     running = [key for key, wait in zip(keys, waits, strict=True) if _is_running(wait)]
     if len(running) == len(keys) and any(_uses_gpu(case, key) for key in running):
-        return "who waits for a GPU runs as well, and /proc does not tell it from work"
+        return "a rank that waits for its GPU is running too, and /proc cannot distinguish that from work"
     if running:
         return ""
     if all(wait.since_s is not None and wait.kind is not Kind.RUNS for wait in waits):
-        return "not for long; look again in a few seconds"
+        return "not for long; run this again in a few seconds"
     woke = [wait for wait in waits if wait.kind is Kind.RUNS and "sleep" not in wait.does]
     if len(keys) > 1 and len(woke) == len(keys):
         return ""
-    return "/proc does not tell a slow step from a loop that only asks again and again"
+    return "/proc cannot distinguish a slow step from a polling loop"
 
 
 def _uses_gpu(case: Case, key: Key) -> bool:
@@ -248,26 +255,26 @@ def _uses_gpu(case: Case, key: Key) -> bool:
 
 def _stacks_of(case: Case, keys: Sequence[Key]) -> Fix:
     return Fix(
-        text="read their stacks" if len(keys) > 1 else "read its stack",
+        text="show their stacks" if len(keys) > 1 else "show its stack",
         commands=(again(case.request, "pyspy-all", *_about(case)),),
     )
 
 
-def _standing_still(case: Case, keys: list[Key], waits: list[Wait], words: str) -> Finding:
+def _asleep(case: Case, keys: list[Key], waits: list[Wait], words: str) -> Finding:
     inside = [key for key, wait in zip(keys, waits, strict=True) if wait.kind in (Kind.OWN_THREADS, Kind.STORE)]
     outside = [(key, wait) for key, wait in zip(keys, waits, strict=True) if key not in inside]
     if inside and outside:
-        # Those that stand elsewhere come first: the others most likely wait for them.
+        # Those that wait elsewhere come first: the others most likely wait for them.
         elsewhere = what_they_do([key for key, _ in outside], [wait for _, wait in outside], case.index, whole=True)
         others = what_they_do(inside, [root_wait(case, key) for key in inside], case.index)
-        title = words = f"{elsewhere}; {others}: /proc cannot tell for whom"
+        title = words = f"{elsewhere}; {others}: /proc does not show for which rank"
     elif inside and len(keys) > 1:
         title = (
-            f"all {len(keys)} wait for other threads of their own, or at the store: in a collective, a lock, an event "
-            "or a join, which /proc does not tell apart"
+            f"all {len(keys)} wait for their own threads or at the store: /proc cannot distinguish a collective, a "
+            "lock, an event and a join"
         )
     elif len(keys) > 1:
-        title = f"nobody runs, and nobody is known to wait for another: {words}"
+        title = f"no rank is running, and none is known to wait for another: {words}"
     else:
         title = words
     detail = "" if words in title else f"{words[:1].upper()}{words[1:]}."
@@ -278,15 +285,15 @@ def _of_tree(case: Case, tree: WaitTree) -> Finding | None:
     wait = root_wait(case, tree.root)
     root = case.index.name(tree.root, whole=True)
     rest = waiting(tree, case.index)
-    # Who only waits for it is no culprit; what is no rank is named with the ranks that wait for it.
+    # A rank that only waits is no culprit; a root that is not a rank is named with the ranks that wait for it.
     is_rank = case.index.rank(tree.root) is not None
     keys = [tree.root, *(edge.waiter for edge in tree.edges if edge.to == tree.root and not is_rank)]
-    long = _stood_s(tree, wait)
+    long = _lasted_s(tree, wait)
     level = Level.FAIL if long is not None and long > LONG_S else Level.WARN
     if tree.is_cycle:
-        circle = [edge.waiter for edge in tree.edges if edge.waiter in {other.to for other in tree.edges}]
-        title = f"{several(sorted(circle), case.index)} wait for each other: {rest}"
-        return _finding("waits-for", level, title, sorted(circle), case, detail=_CYCLE)
+        cycle = [edge.waiter for edge in tree.edges if edge.waiter in {other.to for other in tree.edges}]
+        title = f"{several(sorted(cycle), case.index)} wait for each other: {rest}"
+        return _finding("waits-for", level, title, sorted(cycle), case, detail=_CYCLE)
     locks = [edge for edge in tree.edges if edge.to == tree.root and edge.wait.kind is Kind.LOCK]
     if locks:
         title = f"{root} holds the lock on {locks[0].wait.end}"
@@ -298,11 +305,11 @@ def _of_tree(case: Case, tree: WaitTree) -> Finding | None:
     return _finding("waits-for", level, f"{root} {wait.does}; {rest}", keys, case, fix=fix)
 
 
-_CYCLE = "Each reads what the other is to send first; unless another thread of theirs sends it, this never ends."
+_CYCLE = "Each reads what the other has to send first: a deadlock, unless another thread of these ranks sends it."
 
 
-def _stood_s(tree: WaitTree, wait: Wait) -> float | None:
-    """Return for how long it has been so: as long as the longest waiter has waited, and the root has not run."""
+def _lasted_s(tree: WaitTree, wait: Wait) -> float | None:
+    """Return how long this has lasted: the shorter of the longest wait and the time that the root has not run."""
     if wait.since_s is not None and any(edge.wait.again for edge in tree.edges):
         return wait.since_s
     waited = max((edge.wait.since_s for edge in tree.edges if edge.wait.since_s is not None), default=None)
@@ -317,17 +324,17 @@ def _fix(case: Case, keys: Sequence[Key], wait: Wait, why: str = "") -> Fix | No
     if wait.thaws:
         return remedies.thaw(hosts, wait.thaws)
     if wait.thread is not None and wait.thread.state == "t":
-        return Fix(text=f"{place}, leave the debugger or the tracer: detach, or let it continue; SIGCONT does not help")
+        return Fix(text=f"{place}, detach the debugger or the tracer, or let it continue; SIGCONT does not help")
     if wait.kind is Kind.STOPPED:
         return remedies.resume(keys)
     if why == "lock":
-        return Fix(text=f"{place}, see what it does with the lock", commands=(_stack_of(case, pid),))
+        return Fix(text=f"{place}, find out what it does while it holds the lock", commands=(_stack_of(case, pid),))
     if wait.kind is Kind.STORAGE and wait.on.startswith("/"):
         path = wait.on.removesuffix(" (D)").rpartition("/")[0] or "/"
         commands = (f"timeout 5 stat -f {shlex.quote(path)}", "dmesg -T | tail -n 20")
-        return Fix(text=f"{place}, see whether its file system answers, and what the kernel says", commands=commands)
+        return Fix(text=f"{place}, check whether its file system answers, and the kernel log", commands=commands)
     if wait.kind in (Kind.SLEEP, Kind.FILE, Kind.CHILD) and (host, pid) in case.index.processes:
-        return Fix(text="see where in the program that is", commands=(_stack_of(case, pid),))
+        return Fix(text="show where in the program that is", commands=(_stack_of(case, pid),))
     return None
 
 
@@ -396,7 +403,7 @@ def waiting(tree: WaitTree, index: ProcessIndex) -> str:
         groups.setdefault((edge.to, edge.wait.call, edge.wait.wants), []).append(edge)
     parts = [_group(group, tree, index) for group in list(groups.values())[:_PARTS]]
     rest = sum(len(group) for group in list(groups.values())[_PARTS:])
-    return "; ".join([*parts, *([f"{rest} more wait for these"] if rest else [])])
+    return "; ".join([*parts, *([f"{rest} more wait for them"] if rest else [])])
 
 
 def _group(group: Sequence[Edge], tree: WaitTree, index: ProcessIndex) -> str:
@@ -415,7 +422,7 @@ def _group(group: Sequence[Edge], tree: WaitTree, index: ProcessIndex) -> str:
 
 
 def what_they_do(keys: Sequence[Key], waits: Sequence[Wait], index: ProcessIndex, *, whole: bool = False) -> str:
-    """Format what processes do, folded: "ranks 0-1,3 wait for other threads of their own (futex, 60 s)"."""
+    """Format what processes do, folded: "ranks 0-1,3 wait for their own threads (futex, 60 s)"."""
     groups: dict[tuple[Kind, str], list[tuple[Key, Wait]]] = {}
     for key, wait in zip(keys, waits, strict=True):
         alike = (wait.kind, wait.call) if wait.kind in _ALIKE else (wait.kind, f"{key}")
@@ -433,10 +440,10 @@ def what_they_do(keys: Sequence[Key], waits: Sequence[Wait], index: ProcessIndex
 
 
 _ALIKE = {
-    Kind.OWN_THREADS: "wait for other threads of their own",
+    Kind.OWN_THREADS: "wait for their own threads",
     Kind.STORE: "wait for a key in the job's store",
     Kind.SLEEP: "sleep",
-    Kind.RUNS: "run",
+    Kind.RUNS: "are running",
     Kind.PEER: "wait for others",
 }
 

@@ -1,4 +1,4 @@
-"""Who waits for whom: from the waits of single processes to the ones that all others wait for. Pure."""
+"""Which process waits for which: from the waits of single processes to the root that others wait for. Pure."""
 
 from __future__ import annotations
 
@@ -36,48 +36,48 @@ class WaitTree:
 
 
 class WaitGraph:
-    """What every thread of every process that was looked at waits for; the main thread comes first."""
+    """What every thread of every process that was read waits for; the main thread comes first."""
 
     def __init__(self, by_process: Mapping[Key, Sequence[Wait]], index: ProcessIndex) -> None:
         self.by_process = by_process
         self.index = index
 
     def main(self, key: Key) -> Wait | None:
-        """Return what the main thread of a process waits for; None if it was not looked at, or is gone."""
+        """Return what the main thread of a process waits for; None if it was not read, or has exited."""
         found = self.by_process.get(key)
         return found[0] if found else None
 
     def edge(self, key: Key) -> Edge | None:
-        """Return for which one process this one waits; None where it is not one, or cannot be known."""
+        """Return the single process that this process waits for; None if there are several, or it is unknown."""
         main = self.main(key)
         if main is None:
             return None
         if main.kind in (Kind.PEER, Kind.LOCK):
-            to = self._one_of(key, main.peers)
-            # A worker without work waits for its rank; that holds nobody up.
+            to = self._single_peer(key, main.peers)
+            # A worker without work waits for its rank; that blocks no other process.
             return Edge(key, to, main) if to is not None and not self._are_helpers(to, [key]) else None
         if main.kind is Kind.OWN_THREADS:
             return self._by_other_thread(key)
         return None
 
     def _by_other_thread(self, key: Key) -> Edge | None:
-        """Look at the threads that the main thread may wait for: one that reads from one rank alone tells for whom.
+        """Look at the threads that the main thread may wait for: a thread that reads from a single rank names it.
 
-        What watches many descriptors waits for its next work all the time, and tells nothing; but for one that waits
-        for the workers of this rank, which is how batches come.
+        A thread that watches many descriptors always waits for its next work, which decides nothing; except where it
+        waits for the workers of this rank, through which batches arrive.
         """
         found: dict[Key, Edge] = {}
         for wait in self.by_process[key][1:]:
             is_read = wait.kind is Kind.PEER and "r" in wait.wants
             if not is_read or (wait.call in _ANY_OF and not self._are_helpers(key, wait.peers)):
                 continue
-            to = self._one_of(key, wait.peers)
+            to = self._single_peer(key, wait.peers)
             if to is not None and (self.index.rank(to) is not None or self._are_helpers(key, [to])):
                 found[to] = Edge(key, to, wait)
         return next(iter(found.values())) if len(found) == 1 else None
 
-    def _one_of(self, key: Key, peers: Sequence[Key]) -> Key | None:
-        """Return which of these is waited for: the only one, or the only worker that does not wait for work itself."""
+    def _single_peer(self, key: Key, peers: Sequence[Key]) -> Key | None:
+        """Return the peer that is waited for: the only peer, or the only worker that does not wait for work itself."""
         if self._are_helpers(key, peers):
             peers = [peer for peer in peers if not self._is_idle(peer, key)]
         return peers[0] if len(peers) == 1 else None
@@ -95,28 +95,27 @@ class WaitGraph:
 
 
 def wait_trees(graph: WaitGraph) -> list[WaitTree]:
-    """Find the processes that others wait for, and who these are; the one with the most in front."""
+    """Find the processes that others wait for, with their waiters; the root with the most waiters first."""
     edges = {edge.waiter: edge for edge in map(graph.edge, graph.by_process) if edge is not None}
     found: dict[Key, list[Edge]] = {}
-    cycles: set[Key] = set()
-    for key in edges:
-        root, is_cycle = _root(key, edges)
+    for key, root in find_roots({key: edge.to for key, edge in edges.items()}).items():
         found.setdefault(root, []).append(edges[key])
-        if is_cycle:
-            cycles.add(root)
-    all_of_them = [
-        WaitTree(root, tuple(sorted(own, key=lambda edge: edge.to != root)), root in cycles)
+    trees = [
+        WaitTree(root, tuple(sorted(own, key=lambda edge: edge.to != root)), is_cycle=root in edges)
         for root, own in found.items()
     ]
-    return sorted(all_of_them, key=lambda tree: -len(tree.edges))
+    return sorted(trees, key=lambda tree: -len(tree.edges))
 
 
-def _root(key: Key, edges: Mapping[Key, Edge]) -> tuple[Key, bool]:
-    """Follow the edges to their end; of a circle, the least of its members stands for it."""
-    path = [key]
-    while path[-1] in edges:
-        to = edges[path[-1]].to
-        if to in path:
-            return min(path[path.index(to) :]), True
-        path.append(to)
-    return path[-1], False
+def find_roots(waits_for: Mapping[Key, Key]) -> dict[Key, Key]:
+    """Return for each waiting process the end of its chain of waits; for a cycle, its lowest member."""
+    roots: dict[Key, Key] = {}
+    for key in waits_for:
+        path: dict[Key, int] = {}
+        at = key
+        while at in waits_for and at not in roots and at not in path:
+            path[at] = len(path)
+            at = waits_for[at]
+        root = min(list(path)[path[at] :]) if at in path else roots.get(at, at)
+        roots.update(dict.fromkeys(path, root))
+    return roots

@@ -1,4 +1,4 @@
-"""What a thread waits for, from what the kernel tells of it. Pure."""
+"""What a thread waits for, from what the kernel reports about it. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BY_POINTER = ("ppoll", "select", "pselect6", "epoll_pwait2")
 _SIGNALS = ("pause", "rt_sigsuspend", "rt_sigtimedwait")
 _ANY_OF = (*syscall_names.POLLS, *syscall_names.SELECTS, *syscall_names.EPOLLS)
 _STORAGE = re.compile(r"nfs|rpc_|fuse|request_wait_answer|ceph|ll_|cl_|gpfs|io_schedule|folio_|ext4|xfs|jbd2|btrfs")
-"""Functions of the kernel in which somebody waits for a file system or a disk."""
+"""Kernel functions in which a thread waits for a file system or a disk."""
 _WITH_OTHER_END = ("socket", "pipe", "fifo")
 
 
@@ -54,8 +54,8 @@ class Wait:
     """What one thread waits for. `on`: in words, for a table; `peers`: the processes that it waits for, any of them.
 
     `end`: what it has in common with them: "10.0.0.2:51916", "a pipe", a locked file. `wants`: "r" data, "w" that they
-    read. `does`: what it does, as the end of a sentence: "sleeps (nanosleep, 214 s)". `again`: it looks again from time
-    to time (a poll with a timeout), so that `since_s` is not since when it waits.
+    read. `does`: the end of a sentence about it: "sleeps (nanosleep, 214 s)". `again`: it polls with
+    a timeout, so `since_s` is not how long it has waited.
     """
 
     kind: Kind
@@ -74,29 +74,31 @@ class Wait:
 def wait_of(thread: Thread, process: Blocked, host: str, index: ProcessIndex) -> Wait:
     """Classify what a thread waits for."""
     if process.state in ENDED:
-        return _wait(thread, Kind.ENDED, "ended", "has ended")
+        return _wait(thread, Kind.ENDED, "exited", "has exited")
     if process.thaws:
         found = _wait(thread, Kind.STOPPED, "a frozen cgroup", "is frozen with its cgroup", thread.state)
         return replace(found, thaws=process.thaws)
     if thread.state in STOPPED:
-        by = f" by {index.name((host, process.tracer))}, which traces it" if process.tracer else ""
+        by = f" by its tracer, {index.name((host, process.tracer))}" if process.tracer else ""
         return _wait(thread, Kind.STOPPED, f"stopped{by}", f"is stopped{by}", thread.state)
     if thread.state == "S" and not thread.hidden and _has_timeout(thread):
         found = _asleep(thread, (host, process.pid), index)
         if found.kind is Kind.PEER or thread.tid not in process.moved:
             return replace(found, again=True)
     if thread.state == "R" or thread.tid in process.moved:
-        again = "woke up between the samples" if thread.state != "R" else "on a processor, or wants one"
-        return _wait(thread, Kind.RUNS, again, "runs" if thread.state == "R" else f"wakes up now and then{_of(thread)}")
+        again = "woke up between samples" if thread.state != "R" else "running or runnable"
+        return _wait(
+            thread, Kind.RUNS, again, "runs" if thread.state == "R" else f"wakes up from time to time{_of(thread)}"
+        )
     if thread.hidden:
-        return _wait(thread, Kind.UNREADABLE, "not ours to read", "may not be read", thread.state)
+        return _wait(thread, Kind.UNREADABLE, "permission denied", "cannot be read", thread.state)
     if thread.state == "D":
         return _in_kernel(thread)
     return _asleep(thread, (host, process.pid), index)
 
 
 def _has_timeout(thread: Thread) -> bool:
-    """Return whether it waits in a poll that ends by itself, to see whether all is well and wait again."""
+    """Return whether it waits in a poll with a timeout, after which it may wait again."""
     if thread.syscall not in _TIMEOUTS or len(thread.arguments) < 5:
         return False
     timeout = thread.arguments[_TIMEOUTS[thread.syscall]]
@@ -114,7 +116,7 @@ def lasting(seconds: float | None) -> str:
 
 
 def _asleep(thread: Thread, key: Key, index: ProcessIndex) -> Wait:
-    """Classify what one in state S waits for."""
+    """Classify what a thread in state S waits for."""
     call = thread.syscall
     if call in syscall_names.SLEEPS:
         left = f"a sleep, {lasting(thread.wakes_in_s)} left" if thread.wakes_in_s is not None else "a sleep"
@@ -122,18 +124,20 @@ def _asleep(thread: Thread, key: Key, index: ProcessIndex) -> Wait:
     if call in syscall_names.WAITS:
         return _for_child(thread, key, index)
     if call in syscall_names.FUTEXES:
-        return _wait(thread, Kind.OWN_THREADS, _at_futex(thread), "waits for another thread of its own", call)
+        return _wait(thread, Kind.OWN_THREADS, _at_futex(thread), "waits for another of its threads", call)
     if thread.locks:
         return _for_lock(thread, key, index)
     if thread.path:
         verb = {"open": "opens", "openat": "opens"}.get(call, f"is in {call} of")
-        return _wait(thread, Kind.FILE, thread.path, f"{verb} {thread.path}, and nobody opens the other end", call)
+        return _wait(
+            thread, Kind.FILE, thread.path, f"{verb} {thread.path}, but no process has the other end open", call
+        )
     if thread.targets:
         return _for_targets(thread, key, index)
     if call in _SIGNALS:
         return _wait(thread, Kind.SLEEP, "a signal", "waits for a signal", call)
     if call in _ANY_OF and not thread.unread:
-        return _wait(thread, Kind.SLEEP, "nothing but time", "sleeps", call)
+        return _wait(thread, Kind.SLEEP, "a timeout only", "sleeps", call)
     why = f" ({thread.unread})" if thread.unread else ""
     on = f"unknown{why}" if not thread.wait_channel else f"{thread.wait_channel} in the kernel{why}"
     return _wait(thread, Kind.KERNEL, on, f"waits for {on}", call)
@@ -158,15 +162,15 @@ def _for_targets(thread: Thread, key: Key, index: ProcessIndex) -> Wait:
         return replace(_wait(thread, Kind.PEER, on, does, call), peers=peers, end=end_name, wants=wants)
     remote = [end for end in connected if end.socket is not None and end.socket.remote]
     if remote:
-        on = f"{_ends(remote)}, whose other end was not seen"
+        on = f"{_ends(remote)}, peer not found"
         return _wait(thread, Kind.NETWORK, on, f"waits for {on}", call)
     listeners = [end.socket for end in connected if end.socket is not None and end.socket.state == "LISTEN"]
     if listeners:
         on = f"a connection to {listeners[0].local}"
-        return _wait(thread, Kind.NETWORK, on, f"waits for {on}, and nobody has come", call)
+        return _wait(thread, Kind.NETWORK, on, f"waits for {on}; no client has connected", call)
     files = [target for target in targets if target.descriptor is not None and target.descriptor.kind != "anon"]
     if not files:
-        return _wait(thread, Kind.OWN_THREADS, _plain(targets), "waits for another thread of its own", call)
+        return _wait(thread, Kind.OWN_THREADS, _plain(targets), "waits for another of its threads", call)
     return _on_files(thread, files)
 
 
@@ -174,18 +178,16 @@ def _on_files(thread: Thread, files: Sequence[Target]) -> Wait:
     descriptor = files[0].descriptor
     assert descriptor is not None
     verb = {"r": "reads", "w": "writes"}.get(files[0].wants, "uses")
-    nobody = descriptor.kind in ("pipe", "fifo")
-    if descriptor.kind == "pipe":  # only itself has the other end: how a thread is woken by another one
-        return _wait(
-            thread, Kind.OWN_THREADS, "a pipe of its own", "waits for another thread of its own", thread.syscall
-        )
+    is_pipe = descriptor.kind in ("pipe", "fifo")
+    if descriptor.kind == "pipe":  # only this process has the other end: how a thread wakes another
+        return _wait(thread, Kind.OWN_THREADS, "its own pipe", "waits for another of its threads", thread.syscall)
     if (
         descriptor.kind == "socket" and thread.syscall in _ANY_OF
-    ):  # nobody else has the other end: how an event loop is woken
-        on = "a socket of its own"
-        return _wait(thread, Kind.OWN_THREADS, on, "waits in its event loop for threads of its own", thread.syscall)
-    other = ", which nobody else has open for writing" if nobody and verb == "reads" else ""
-    other = other or (", which nobody else reads" if nobody else "")
+    ):  # no other process has the other end: how an event loop is woken
+        on = "its own socket"
+        return _wait(thread, Kind.OWN_THREADS, on, "waits in its event loop for its own threads", thread.syscall)
+    other = ", which no other process has open for writing" if is_pipe and verb == "reads" else ""
+    other = other or (", which no other process reads" if is_pipe else "")
     what = "its terminal" if descriptor.target.startswith(("/dev/pts/", "/dev/tty")) else descriptor.target
     return _wait(thread, Kind.FILE, what + other, f"{verb} {what}{other}", thread.syscall)
 
@@ -201,7 +203,7 @@ def _at_store(thread: Thread, connection: Descriptor, key: Key, index: ProcessIn
 def _for_lock(thread: Thread, key: Key, index: ProcessIndex) -> Wait:
     holders = tuple((key[0], lock.pid) for lock in thread.locks if lock.pid and lock.pid != key[1])
     file = next((target.descriptor.target for target in thread.targets if target.descriptor is not None), "a file")
-    held = f", held by {index.names(holders)}" if holders else ", held by nobody who can be named"
+    held = f", held by {index.names(holders)}" if holders else ", holder unknown"
     does = f"waits for the lock on {file}"
     return replace(_wait(thread, Kind.LOCK, f"lock on {file}{held}", does, thread.syscall), peers=holders, end=file)
 
@@ -210,7 +212,7 @@ def _for_child(thread: Thread, key: Key, index: ProcessIndex) -> Wait:
     alive = [child for child in thread.children if child.state not in ENDED]
     if len(alive) == 1:
         child = alive[0]
-        state = {"T": ", which is stopped", "D": ", which is in the kernel (D)", "R": ", which runs"}.get(
+        state = {"T": ", which is stopped", "D": ", which is in the kernel (D)", "R": ", which is running"}.get(
             child.state, ""
         )
         on = f"its child {child.pid} ({child.comm}){state}"
@@ -221,14 +223,14 @@ def _for_child(thread: Thread, key: Key, index: ProcessIndex) -> Wait:
 
 
 def _in_kernel(thread: Thread) -> Wait:
-    """Classify what one in state D waits for: nothing wakes it up but what it waits for."""
+    """Classify what a thread in state D waits for: only that wakes it up."""
     descriptors = [target.descriptor for target in thread.targets if target.descriptor is not None]
     path = thread.path or next(
         (descriptor.target for descriptor in descriptors if descriptor.target.startswith("/")), ""
     )
     channel = f"{thread.wait_channel} in the kernel" if thread.wait_channel else "the kernel"
     if thread.syscall in _FORKS:
-        return _wait(thread, Kind.CHILD, "the program that it starts", "waits for the program that it starts", "D")
+        return _wait(thread, Kind.CHILD, "the program it is starting", "waits for the program it is starting", "D")
     if path.startswith("/dev/"):
         return _wait(thread, Kind.KERNEL, f"the driver of {path} (D)", f"waits for the driver of {path}", "D")
     if path:
@@ -240,7 +242,7 @@ def _in_kernel(thread: Thread) -> Wait:
 
 def _at_futex(thread: Thread) -> str:
     owner = thread.futex.owner if thread.futex is not None else None
-    return f"a lock that its thread {owner} holds" if owner else "another thread of its own"
+    return f"a lock held by its thread {owner}" if owner else "another of its threads"
 
 
 def _ends(connected: Sequence[Descriptor]) -> str:
@@ -263,7 +265,7 @@ def _end(descriptor: Descriptor) -> str:
 
 
 def _plain(targets: Iterable[Target]) -> str:
-    """Format what has no other end."""
+    """Format descriptors that have no other end."""
     names = dict.fromkeys(
         target.descriptor.target if target.descriptor else f"descriptor {target.fd}" for target in targets
     )
@@ -276,7 +278,7 @@ def _of(thread: Thread) -> str:
 
 
 def _wait(thread: Thread, kind: Kind, on: str, does: str, how: str = "") -> Wait:
-    """Format a wait; `how` and since when follow what it does, in brackets."""
+    """Format a wait; `how` and the duration follow in brackets."""
     call = thread.syscall or "-"
     facts = [how] if how in ("", call) else [how, *([call] if thread.syscall else [])]
     facts += [lasting(thread.since_s)] if thread.since_s is not None and kind is not Kind.RUNS else []

@@ -24,7 +24,7 @@ _MAX_POLLED, _MAX_SELECTED, _MAX_PATH = 64, 1024, 4096
 _AT_FDCWD = -100
 _FUTEX_WAIT, _FUTEX_COMMAND = 0, 0x7F
 _CONTENDED = 2
-"""A mutex of glibc that somebody waits for (sysdeps/nptl/lowlevellock.h); the word after next is the owner."""
+"""A glibc mutex with waiters (sysdeps/nptl/lowlevellock.h); the word after next is the owner."""
 _P_PID, _P_PIDFD = 1, 3
 _TIMER_ABSTIME = 1
 _CLOCKS = (time.CLOCK_REALTIME, time.CLOCK_MONOTONIC)

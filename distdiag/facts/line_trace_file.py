@@ -142,15 +142,15 @@ def read(path: str, owners: Container[int] | None = None) -> RingFile:
     with open(os.open(path, flags), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise NotARing("it is not a regular file")
+            raise NotARing("not a regular file")
         head = file.read(PAGE)
         about = _about(head)
         if owners is not None and status.st_uid not in owners and not _is_of_its_process(status.st_uid, about):
-            raise NotOurs(f"it belongs to another user (uid {status.st_uid})")
+            raise NotOurs(f"owned by another user (uid {status.st_uid})")
         codes = _codes(f"{path[: -len(SUFFIX)] if path.endswith(SUFFIX) else path}{NAMES_SUFFIX}", status.st_uid)
         threads, lines = about["threads"], about["lines"]
         if status.st_size < size_of(threads, lines):
-            raise NotARing(f"{path} is cut off")
+            raise NotARing(f"{path} is truncated")
         untold, ended = struct.unpack_from("<Qd", head, TAIL)
         table = file.read(threads * THREAD.size)
         used = sum(state in (LIVE, ENDED) for _, state, *_ in THREAD.iter_unpack(table))
@@ -169,7 +169,7 @@ def _is_of_its_process(owner: int, about: dict[str, Any]) -> bool:
 
 def _about(data: bytes) -> dict[str, Any]:
     if len(data) < PAGE or data[:8] != MAGIC:
-        raise NotARing("it does not begin as a ring of lines does")
+        raise NotARing("not a recording of trace py")
     (length,) = struct.unpack_from("<I", data, 8)
     try:
         about = json.loads(data[12 : 12 + min(length, TEXT_BYTES)])
@@ -182,7 +182,7 @@ def _about(data: bytes) -> dict[str, Any]:
         ):
             raise ValueError
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise NotARing("its description cannot be read") from error
+        raise NotARing("its header cannot be read") from error
     return dict(about)
 
 
@@ -243,4 +243,4 @@ def _record(at_s: float, place: float, codes: dict[int, Code]) -> Record:
 
 @lru_cache
 def _unknown(code: int) -> Code:
-    return Code(f"<code {code}, of which no name was kept>", "?", "user")
+    return Code(f"<code {code}, whose name was not recorded>", "?", "user")

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 STOPPED = ("T", "t")
-"""States of a process that does not run until somebody lets it, see proc(5)."""
+"""States of a process that does not run until it is resumed, see proc(5)."""
 _STATES = {
     "T": "stopped (SIGSTOP or a suspended job)",
     "t": "stopped by a tracer",

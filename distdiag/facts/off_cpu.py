@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 PATIENCE_S = 0.2
-"""How long one processor is waited for: one that is busy with a thread of real-time priority lets nobody else run."""
+"""How long to wait for one CPU: a CPU that is busy with a thread of real-time priority lets no other thread run."""
 
 _TRIES, _AT_ONCE_S = 3, 0.01
 

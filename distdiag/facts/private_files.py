@@ -54,7 +54,7 @@ def open_folder(path: str, *, own: bool = False) -> int:
     place = os.path.abspath(path) if own else follow(path)
     _make(place)
     if own and os.path.islink(place):
-        raise OSError(errno.ELOOP, "it is a symbolic link", place)
+        raise OSError(errno.ELOOP, "a symbolic link", place)
     folder = os.open(place, os.O_RDONLY | os.O_DIRECTORY | _HERE)
     try:
         status = os.fstat(folder)
@@ -177,5 +177,5 @@ def _check_owner(path: str, status: os.stat_result) -> None:
 
 
 def _not_ours(path: str, status: os.stat_result) -> OSError:
-    what = f"{path} is a link of" if stat.S_ISLNK(status.st_mode) else "it belongs to"
+    what = f"{path} is a symbolic link owned by" if stat.S_ISLNK(status.st_mode) else "owned by"
     return PermissionError(errno.EPERM, f"{what} another user (uid {status.st_uid})", path)

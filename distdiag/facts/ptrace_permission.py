@@ -16,7 +16,7 @@ def why_unreadable(pid: int, complaint: str) -> tuple[str, str]:
         return "not-python", f"not a Python program: {machine.command_line(pid) or 'unknown'}"
     if denied:
         return "denied", _why_denied(pid)
-    return "failed", f"py-spy: {last[:200]}" if last else "py-spy saw no Python frames"
+    return "failed", f"py-spy: {last[:200]}" if last else "py-spy found no Python frames"
 
 
 def _why_denied(pid: int) -> str:
@@ -29,7 +29,7 @@ def _why_denied(pid: int) -> str:
     if not may_trace():
         whose = f"it runs as uid {theirs}, and " if theirs != mine else ""
         return f"{whose}distdiag lacks CAP_SYS_PTRACE there"
-    return "the kernel does not let us read it (a setuid program, or one that may not be dumped)"
+    return "the kernel does not permit it (a setuid or non-dumpable program)"
 
 
 def ptrace_scope() -> int | None:

@@ -60,7 +60,7 @@ def main_stacks(pids: Sequence[int], *, timeout_s: float) -> dict[int, Stack]:
 
 def _main_stack(found: Dump, timeout_s: float) -> Stack:
     if found.done is None:
-        return Stack((), "py-spy could not be started")
+        return Stack((), "cannot start py-spy")
     if found.done.timed_out:
         return Stack((), f"py-spy did not answer within {timeout_s:g} s")
     main = next((thread for thread in found.threads if _is_main(thread, found.pid)), None)
@@ -70,7 +70,7 @@ def _main_stack(found: Dump, timeout_s: float) -> Stack:
         frames = ()
     if not frames:
         complaint = found.done.stderr.decode("utf-8", "replace").strip().splitlines()
-        return Stack((), complaint[0][:_LONGEST_ERROR] if complaint else "py-spy saw no Python frames")
+        return Stack((), complaint[0][:_LONGEST_ERROR] if complaint else "py-spy found no Python frames")
     return Stack(frames)
 
 

@@ -28,7 +28,7 @@ _TIMERS = ("", "retransmit", "keepalive", "time-wait", "zero-window-probe")
 _UNIX_STATES = ("FREE", "UNCONNECTED", "CONNECTING", "ESTABLISHED", "DISCONNECTING")  # include/uapi/linux/net.h
 _UNIX_LISTENS = 0x10000
 _MAPPED = bytes(10) + b"\xff\xff"
-"""How an IPv6 address begins that stands for an IPv4 address."""
+"""The prefix of an IPv4-mapped IPv6 address."""
 _TABLES = ("tcp", "tcp6", "udp", "udp6")
 # include/uapi/linux/netlink.h, sock_diag.h and unix_diag.h
 _SOCK_DIAG, _BY_FAMILY, _DUMP_REQUEST, _SHOW_PEER, _PEER = 4, 20, 0x301, 0x4, 2

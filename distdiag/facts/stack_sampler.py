@@ -63,7 +63,7 @@ def take_samples(pids: Sequence[int], options: SampleOptions) -> dict[int, Sampl
         whole = _dump(tool, {pid: before[pid] for pid in others}, options, native=False)
         found.update((pid, sample) for pid, sample in whole.items() if sample.threads)
     if tool is None:
-        missing = "py-spy is not there, and could not be brought"
+        missing = "py-spy is not installed there and could not be copied"
         return {**found, **{pid: before[pid].failed("failed", missing) for pid in living}}
     if options.native:
         paused = _dump(tool, {pid: before[pid] for pid in living if before[pid].may_be_paused}, options, native=True)
@@ -125,7 +125,7 @@ class _Before:
 
     def how_it_ended(self) -> str:
         """Return how a process ended that is gone."""
-        return "it has ended" if self.proc is None else "it has ended and is a zombie"
+        return "it has exited" if self.proc is None else "it exited and is a zombie"
 
     def failed(self, status: str, reason: str, *, left_stopped: bool = False) -> Sample:
         """Return a sample without stacks: why there are none, and what the kernel says instead."""
@@ -154,7 +154,7 @@ class _Before:
         done = dump.done
         left_stopped = native and self._let_go(cut_off=done is not None and done.cut_off)
         if done is None:
-            return self.failed("failed", "py-spy could not be started", left_stopped=left_stopped)
+            return self.failed("failed", "cannot start py-spy", left_stopped=left_stopped)
         threads = _threads(dump, {task.tid: task for task in self.tasks})
         if threads:
             status, reason = self._status()
@@ -169,7 +169,7 @@ class _Before:
             )
         now = procs.read(self.pid)
         if now is None or now.state in "ZX":
-            return self.failed("gone", "it ended while it was sampled")
+            return self.failed("gone", "it exited while it was sampled")
         if done.timed_out:
             return self.failed(
                 "timeout", f"py-spy did not answer within {done.elapsed_s:.1f} s", left_stopped=left_stopped

@@ -70,7 +70,7 @@ DESCRIPTORS = {
     **{"sendfile": ((1, "r"), (0, "w")), "tee": ((0, "r"), (1, "w"))},
     **{"splice": ((0, "r"), (2, "w")), "copy_file_range": ((0, "r"), (2, "w"))},
 }
-"""By name: which arguments are file descriptors, and what is wanted of them, "r" or "w"."""
+"""By name: which arguments are file descriptors, and how they are used, "r" or "w"."""
 POLLS = ("poll", "ppoll")
 SELECTS = ("select", "pselect6")
 EPOLLS = ("epoll_wait", "epoll_pwait", "epoll_pwait2")

@@ -30,7 +30,7 @@ _MAPPED = re.compile(r"^([0-9a-f]+)-\S+ \S+ 0+ \S+ \d+ +(/.*)$", re.MULTILINE)
 _MOST_FRAMES, _MOST_THREADS, _MOST_INTERPRETERS = 4096, 10_000, 64
 _LONGEST_TEXT, _LONGEST_TABLE, _MOST_NAMES = 4096, 1 << 20, 4096
 _MOST_TEXT = 2 << 20
-"""Letters of all frames together: what a node tells of a process is one line, which may not be longer than 4 MiB."""
+"""Letters of all frames together: what a node sends about a process is one line, which may not be longer than 4 MiB."""
 _MOST_S = 0.5
 
 
@@ -111,7 +111,7 @@ _TYPE_NAME, _TYPE_FLAGS, _IS_INT = 24, 168, 1 << 24
 _NAMES, _FILE, _QUALIFIED_NAME, _LINES, _CODE_BYTES = 96, 112, 128, 136, 144
 _TYPE, _SIZE, _ITEMS, _BYTES = 8, 16, 24, 32
 _KEYS, _KEYS_BYTES, _OF_NAMES = 32, 32, 1
-"""Of a dictionary: where its table is, how long that one's head is, and its kind where all keys are strings."""
+"""Of a dictionary: where its table is, how long its head is, and its kind where all keys are strings."""
 
 
 def main_thread(pid: int, wanted: re.Pattern[str] | None = None) -> Main:

@@ -22,10 +22,10 @@ _PATIENCE_S = 1.0
 class Process:
     """One process that may belong to a job.
 
-    `place` is what its environment says; None if it says nothing, or (`hidden`) may not be read. `job` are the names
-    by which its launcher tells jobs apart. `above` are its ancestors, the nearest first. `started_s` after boot.
-    `network` names its network namespace; `asked`: its pid was given. `store`: it says no rank, started ranks, and has
-    a connection at their MASTER_PORT. `connections`: of one with torch that says no rank, see procs.connections.
+    `place` is its rank according to its environment; None if there is none, or (`hidden`) it cannot be read. `job` are
+    the variables that distinguish jobs of its launcher. `above`: ancestors, the nearest first. `started_s`: after boot.
+    `network` names its network namespace; `asked`: its pid was requested. `store`: it has no rank, started ranks, and
+    has a connection at their MASTER_PORT. `connections`: of a process with torch and no rank, see procs.connections.
     """
 
     pid: int
@@ -53,8 +53,8 @@ class Process:
 class Processes:
     """The processes of one node.
 
-    `asked_missing` are pids that were asked for and are not there; `asked_unseen` are there, and /proc does not show
-    them to us (it is mounted with hidepid, or is another namespace's).
+    `asked_missing` are requested pids that do not exist; `asked_unseen` exist, but /proc hides them from this user (it
+    is mounted with hidepid, or belongs to another PID namespace).
     """
 
     host: str
@@ -81,40 +81,40 @@ class Watched:
 def facts(ask: dict[str, Any]) -> Processes:
     """Find the processes that may belong to a job.
 
-    {"pids": those that are wanted whatever they are, "user": whose processes alone, "" for everybody's}
+    {"pids": requested in any case, "user": only processes of this user, "" for all users}
     """
-    wanted = set(ask["pids"])
+    requested = set(ask["pids"])
     table = procs.table()
     children = procs.children_of(table.values())
     words, mute = deadlines.each(table, procs.command_words, patience_s=_PATIENCE_S)
     ours = _ourselves(table, children, words)
-    looked, late = deadlines.each(
+    read, late = deadlines.each(
         [pid for pid in words if pid not in ours],
-        lambda pid: _look_at(table[pid], table, words[pid], asked=pid in wanted),
+        lambda pid: _read(table[pid], table, words[pid], asked=pid in requested),
         patience_s=_PATIENCE_S,
     )
-    found = {pid: one for pid, one in looked.items() if one is not None}
+    found = {pid: process for pid, process in read.items() if process is not None}
     locked = [_locked(table[pid], table) for pid in (*mute, *late)]
     _add_neighbours(found, table, children, {*ours, *mute, *late})
-    parents = {one.parent for one in found.values() if one.place is not None}
-    found.update((one.pid, one) for one in locked if one.parent in parents or one.pid in wanted)
-    found.update((one.pid, replace(one, store=True)) for one in _with_store(found))
+    parents = {process.parent for process in found.values() if process.place is not None}
+    found.update((process.pid, process) for process in locked if process.parent in parents or process.pid in requested)
+    found.update((process.pid, replace(process, store=True)) for process in _with_store(found))
     if ask["user"]:
         owner = _user_id(ask["user"])
-        found = {pid: one for pid, one in found.items() if one.user == owner}
+        found = {pid: process for pid, process in found.items() if process.user == owner}
     return Processes(
         host=machine.host_name(),
         user=os.geteuid(),
         ptrace_scope=ptrace_permission.ptrace_scope(),
         may_trace=ptrace_permission.may_trace(),
         processes=tuple(found.values()),
-        asked_missing=tuple(sorted(pid for pid in wanted - table.keys() if not _is_alive(pid))),
-        asked_unseen=tuple(sorted(pid for pid in wanted - table.keys() if _is_alive(pid))),
+        asked_missing=tuple(sorted(pid for pid in requested - table.keys() if not _is_alive(pid))),
+        asked_unseen=tuple(sorted(pid for pid in requested - table.keys() if _is_alive(pid))),
     )
 
 
 def _is_alive(pid: int) -> bool:
-    """Ask the kernel itself whether there is such a process; nothing is sent."""
+    """Ask the kernel itself whether a process exists; no signal is sent."""
     try:
         os.kill(pid, 0)
     except PermissionError:
@@ -125,22 +125,22 @@ def _is_alive(pid: int) -> bool:
 
 
 def _with_store(found: dict[int, Process]) -> list[Process]:
-    """List those with torch and no rank that started ranks, and meet them: such a one may be a rank itself."""
+    """List the processes with torch and no rank that started ranks and connect to them: these may be ranks."""
     ports: dict[int, set[int]] = {}
-    for one in found.values():
-        port = one.job.get("MASTER_PORT", "")
-        if one.place is not None and port.isascii() and port.isdigit():
-            ports.setdefault(one.parent, set()).add(int(port))
+    for process in found.values():
+        port = process.job.get("MASTER_PORT", "")
+        if process.place is not None and port.isascii() and port.isdigit():
+            ports.setdefault(process.parent, set()).add(int(port))
     above = [(found[pid], own) for pid, own in ports.items() if pid in found]
     return [
-        one
-        for one, own in above
-        if one.place is None and one.torch and one.kind == "" and procs.has_connection(one.pid, own)
+        process
+        for process, own in above
+        if process.place is None and process.torch and process.kind == "" and procs.has_connection(process.pid, own)
     ]
 
 
 def _user_id(name: str) -> int:
-    """Give a user's number on this node; -2, which nobody has, if there is no such user."""
+    """Return the uid of a user on this node; -2, which no user has, if the user is unknown."""
     import pwd
 
     if name.isdigit():
@@ -152,7 +152,7 @@ def _user_id(name: str) -> int:
 
 
 def _ourselves(table: dict[int, Proc], children: dict[int, list[int]], words: dict[int, list[str]]) -> set[int]:
-    """List distdiag's own processes: those above this one, all below it, and agents that other distdiags started."""
+    """List distdiag's own processes: the ancestors and children of this process, and agents of other distdiags."""
     found = set(_above(os.getpid(), table))
     todo = [os.getpid(), *(pid for pid in words if _is_distdiag(words[pid]))]
     while todo:
@@ -163,13 +163,13 @@ def _ourselves(table: dict[int, Proc], children: dict[int, list[int]], words: di
 
 
 def _is_distdiag(words: list[str]) -> bool:
-    """Tell whether this is another distdiag at the same work, or its agent; the ranks of a gpu-test are ranks."""
+    """Return whether this is another distdiag at the same work, or its agent; the ranks of a gpu-test are ranks."""
     program = [os.path.basename(word) for word in words[:4]]
     return "distdiag-agent" in words[-3:] or ("distdiag" in program and "pyspy-all" in words[:8])
 
 
 def _locked(proc: Proc, table: dict[int, Proc]) -> Process:
-    """Tell of a process whose memory the kernel does not let anybody look into just now."""
+    """Return the facts of a process whose memory map is locked by the kernel right now."""
     return Process(
         pid=proc.pid,
         parent=proc.parent,
@@ -189,21 +189,21 @@ def _locked(proc: Proc, table: dict[int, Proc]) -> Process:
     )
 
 
-def _look_at(proc: Proc, table: dict[int, Proc], words: list[str], *, asked: bool) -> Process | None:
-    """Read what a process is; None if nothing says that it belongs to a job."""
+def _read(proc: Proc, table: dict[int, Proc], words: list[str], *, asked: bool) -> Process | None:
+    """Read what a process is; None if nothing shows that it belongs to a job."""
     if not words and proc.state != "Z":
         return None  # a kernel thread
     variables = procs.variables(proc.pid)
     place = place_of(variables or {})
     kind = kind_of(words, proc.comm)
     python = proc.state != "Z" and procs.is_python(proc.pid, words)
-    # Which of the processes of a rank is the rank itself is told by the torch that it has loaded.
+    # Of the processes of a rank, the rank itself is the one that has loaded torch.
     torch = python and "libtorch" in (procs.maps(proc.pid) or "")
     if place is None and not asked and not torch and kind != "launcher":
         return None
-    one = _process(proc, table, words, variables, kind=kind, python=python, torch=torch)
+    process = _process(proc, table, words, variables, kind=kind, python=python, torch=torch)
     without_rank = place is None and torch and kind == ""
-    return replace(one, asked=asked, connections=procs.connections(proc.pid) if without_rank else ())
+    return replace(process, asked=asked, connections=procs.connections(proc.pid) if without_rank else ())
 
 
 def _process(
@@ -238,9 +238,9 @@ def _process(
 
 
 def place_of(variables: dict[str, str]) -> Identity | None:
-    """Tell a process's place in its job by its environment; None if that says nothing.
+    """Return a process's rank according to its environment; None if it has none.
 
-    What Lightning's first rank of a node starts is told its local rank alone, which on the first node is its rank too.
+    Lightning's first rank of a node sets only the local rank of its children, which is their rank on the first node.
     """
     found = identify(variables)
     if found is not None or variables.get("NODE_RANK") != "0" or "MASTER_PORT" not in variables:
@@ -258,23 +258,23 @@ _JOB_NAMES = (
 def _add_neighbours(
     found: dict[int, Process], table: dict[int, Proc], children: dict[int, list[int]], ours: set[int]
 ) -> None:
-    """Add what cannot be read, or has ended, beside ranks: the same parent, and a Python by its command line."""
-    for parent in {one.parent for one in found.values() if one.place is not None and one.parent > 1}:
+    """Add siblings of ranks that have exited or cannot be read: the same parent, and a Python by its command line."""
+    for parent in {process.parent for process in found.values() if process.place is not None and process.parent > 1}:
         for pid in children.get(parent, ()):
             if pid in found or pid in ours:
                 continue
             words = procs.command_words(pid)
-            looks_python = bool(words) and os.path.basename(words[0]).startswith("python")
-            if table[pid].state == "Z" or (looks_python and procs.variables(pid) is None):
+            is_python = bool(words) and os.path.basename(words[0]).startswith("python")
+            if table[pid].state == "Z" or (is_python and procs.variables(pid) is None):
                 kind = kind_of(words, table[pid].comm)
-                one = _process(
-                    table[pid], table, words, procs.variables(pid), kind=kind, python=looks_python, torch=False
+                process = _process(
+                    table[pid], table, words, procs.variables(pid), kind=kind, python=is_python, torch=False
                 )
-                found[pid] = one
+                found[pid] = process
 
 
 def kind_of(words: list[str], comm: str) -> str:
-    """Tell by command line and name: launcher, data-worker, compile-worker, tracker, spawned; "" for all else."""
+    """Classify by command line and name: launcher, data-worker, compile-worker, tracker, spawned; "" for all else."""
     line = " ".join(words[:8])
     base = os.path.basename(words[0]) if words else comm
     if comm == "pt_data_worker":

@@ -1,8 +1,8 @@
-"""Who is who: ranks, their helpers, launchers, and which job each belongs to. Pure.
+"""The role of each process: rank, helper or launcher, and of which job. Pure.
 
 DataLoader workers and other children inherit RANK; so of the processes of one rank, the topmost that is a Python with
-torch is the rank, and the others below it are its helpers. What has no rank in its environment gets none here, but
-for one kind of process: what started the other ranks of its host and meets them is the rank that they leave over.
+torch is the rank, and the others below it are its helpers. A process without a rank in its environment gets none here,
+with one exception: the process that started the other ranks of its host and connects to them has the remaining rank.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from distdiag.jobs.types import NodeStacks
 
 _NO_RANK = ("launcher", "tracker", "compile-worker")
-_ONE_LOOK = ("data-worker", "tracker", "compile-worker")
+_SAMPLED_ONCE = ("data-worker", "tracker", "compile-worker")
 _CHILD = ("multiprocessing/process.py", "BaseProcess._bootstrap")
 _SPAWNED_RANK = ("torch/multiprocessing/spawn.py", "_wrap")
 _WORKER = "torch/utils/data/_utils/worker.py"
 DUMPED = -1
-"""The parent of a process that is only known from a dump: all of one file are compared."""
+"""The parent of a process that is only known from a dump: all processes of a file are compared."""
 _OUTERMOST = 8
 _SHELLS = ("sh", "bash", "dash", "zsh", "fish", "ksh", "csh", "tcsh", "tmux", "screen", "sshd")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1", "127.0.1.1")
 _START_S = 5.0
-"""So long may a launcher take from one rank to the next."""
+"""Seconds that a launcher may take from one rank to the next."""
 _TICK_S = 0.02
-"""The kernel tells starts in hundredths of a second."""
+"""The kernel reports start times in hundredths of a second."""
 
 
 @dataclass
 class _Part:
-    """What one host has of a job."""
+    """The part of a job on one host."""
 
     name: str
     launcher: str
@@ -44,56 +44,58 @@ class _Part:
     members: list[Member] = field(default_factory=list)
     zombies: list[Process] = field(default_factory=list)
     without_rank: int = 0
-    """Processes with torch and no rank of their own that started ranks of this part: they may be ranks that are missed,
-    as where rank 0 starts the others."""
+    """Processes with torch and without a rank that started ranks of this part: they may be missing ranks themselves, as
+    where rank 0 starts the others."""
 
 
-def to_look_at(processes: Sequence[Process], *, helpers: bool) -> tuple[list[int], list[int]]:
-    """Choose the processes to look at: (all of them, those of which one look is enough)."""
-    pythons = {_place_of(one) for one in processes if one.python and one.kind not in _NO_RANK}
-    wanted = [one.pid for one in processes if _is_worth_a_look(one, pythons, helpers=helpers)]
-    helping = {one.pid for one in processes if one.kind in _ONE_LOOK}
-    return wanted, [pid for pid in wanted if pid in helping]
+def to_sample(processes: Sequence[Process], *, helpers: bool) -> tuple[list[int], list[int]]:
+    """Choose the processes to sample: (all of them, those of which a single sample is enough)."""
+    pythons = {_place_of(process) for process in processes if process.python and process.kind not in _NO_RANK}
+    sampled = [process.pid for process in processes if _is_worth_sampling(process, pythons, helpers=helpers)]
+    helping = {process.pid for process in processes if process.kind in _SAMPLED_ONCE}
+    return sampled, [pid for pid in sampled if pid in helping]
 
 
-def _is_worth_a_look(one: Process, pythons: set[tuple[str, int] | None], *, helpers: bool) -> bool:
-    if one.kind in ("launcher", "locked"):  # py-spy would wait for a locked memory map as well
+def _is_worth_sampling(process: Process, pythons: set[tuple[str, int] | None], *, helpers: bool) -> bool:
+    if process.kind in ("launcher", "locked"):  # py-spy would wait for a locked memory map as well
         return False
-    if one.kind in ("tracker", "compile-worker"):
+    if process.kind in ("tracker", "compile-worker"):
         return helpers
-    if one.python or one.hidden or one.state == "Z":
+    if process.python or process.hidden or process.state == "Z":
         return True
     # A shell around the rank, or a program it runs, is of interest only where there is no Python.
-    return one.place is not None and _place_of(one) not in pythons
+    return process.place is not None and _place_of(process) not in pythons
 
 
-def _place_of(one: Process) -> tuple[str, int] | None:
-    return (job_name(one.place.launcher, one.job), one.place.rank) if one.place is not None else None
+def _place_of(process: Process) -> tuple[str, int] | None:
+    return (job_name(process.place.launcher, process.job), process.place.rank) if process.place is not None else None
 
 
 def find_jobs(nodes: Iterable[NodeStacks], *, whole: bool = True) -> list[Job]:
-    """Put the processes of all hosts together, by job.
+    """Join the processes of all hosts by job.
 
-    `whole`: all processes of the hosts are there, so that a rank that is not among them is missing.
+    `whole`: all processes of the hosts are known, so a rank that is not among them is missing.
     """
     parts: dict[str, list[_Part]] = {}
     for node in nodes:
-        watched = {one.pid: one for one in node.watched}
+        watched = {samples.pid: samples for samples in node.watched}
         for part in _parts_of(node.host, node.processes.processes, watched):
             parts.setdefault(part.name, []).append(part)
     return [_join(name, own, whole=whole) for name, own in parts.items()]
 
 
 def without_ranks(nodes: Iterable[NodeStacks]) -> list[tuple[str, Process]]:
-    """List the launchers, with their hosts, that have started nothing: they wait for others, or for resources."""
+    """List the launchers, with their hosts, that have not started a process: they wait for nodes or resources."""
     found = []
     for node in nodes:
-        everyone = node.processes.processes
-        busy = {pid for one in everyone if one.kind != "launcher" for pid in one.above}
-        found += [(node.host, one) for one in everyone if one.kind == "launcher" and one.pid not in busy]
-    # Of launchers one below the other the lowest counts.
-    above = {pid for _, one in found for pid in one.above}
-    return [(host, one) for host, one in found if one.pid not in above]
+        processes = node.processes.processes
+        busy = {pid for process in processes if process.kind != "launcher" for pid in process.above}
+        found += [
+            (node.host, process) for process in processes if process.kind == "launcher" and process.pid not in busy
+        ]
+    # Of nested launchers, the innermost counts.
+    above = {pid for _, process in found for pid in process.above}
+    return [(host, process) for host, process in found if process.pid not in above]
 
 
 def launcher_name(launcher: Process) -> str:
@@ -101,9 +103,9 @@ def launcher_name(launcher: Process) -> str:
     return "torchrun" if launcher.comm == "pt_elastic" else launcher.comm
 
 
-def answers_to(job_names: Mapping[str, str], wanted: str) -> bool:
-    """Tell whether --job means the job of these variables: by run id, MASTER_ADDR:MASTER_PORT, SLURM job or step."""
-    return wanted in _aliases(job_names)
+def answers_to(job_names: Mapping[str, str], name: str) -> bool:
+    """Return whether --job names the job of these variables: by run id, MASTER_ADDR:MASTER_PORT, SLURM job or step."""
+    return name in _aliases(job_names)
 
 
 def is_called(job: Job, name: str) -> bool:
@@ -114,7 +116,7 @@ def is_called(job: Job, name: str) -> bool:
 
 
 def of_interest(jobs: list[Job]) -> list[Job]:
-    """Leave out what is hardly meant where nobody named a job, as long as there is something else."""
+    """Drop jobs that are hardly meant when no job was named, as long as others remain."""
     # A lone process with torch, such as a notebook, is of interest where there is nothing else.
     real = [job for job in jobs if len(job.members) > 1 or job.members[0].rank is not None]
     # A program that outlived its job still has the rank in its environment.
@@ -134,27 +136,27 @@ def _aliases(names: Mapping[str, str]) -> set[str]:
 
 
 def job_name(launcher: str, names: Mapping[str, str]) -> str:
-    """Name a job so that it has the same name on all its hosts; empty if nothing tells jobs apart."""
-    meeting = f"{names['MASTER_ADDR']}:{names.get('MASTER_PORT', '')}" if "MASTER_ADDR" in names else ""
+    """Return the name of a job, the same on all its hosts; empty if jobs cannot be distinguished."""
+    rendezvous = f"{names['MASTER_ADDR']}:{names.get('MASTER_PORT', '')}" if "MASTER_ADDR" in names else ""
     if launcher == "torchrun" and (run_id := names.get("TORCHELASTIC_RUN_ID", "none")) not in ("none", ""):
-        return f"{run_id} at {meeting}" if meeting and len(run_id) < 20 else meeting or run_id
+        return f"{run_id} at {rendezvous}" if rendezvous and len(run_id) < 20 else rendezvous or run_id
     if launcher == "srun":
         return f"SLURM {names.get('SLURM_JOB_ID', '')}.{names.get('SLURM_STEP_ID', '')}"
     if launcher == "Open MPI" and (space := names.get("PMIX_NAMESPACE") or names.get("OMPI_MCA_ess_base_jobid")):
         return f"Open MPI {space}"
-    return meeting
+    return rendezvous
 
 
 def _parts_of(host: str, processes: Sequence[Process], watched: Mapping[int, Watched]) -> Iterable[_Part]:
     labelled: dict[tuple[str, int], list[Process]] = {}
-    for one in processes:
-        if one.place is not None and one.kind not in _NO_RANK:
-            key = (job_name(one.place.launcher, one.job), one.place.rank)
-            labelled.setdefault(key, []).append(one)
+    for process in processes:
+        if process.place is not None and process.kind not in _NO_RANK:
+            key = (job_name(process.place.launcher, process.job), process.place.rank)
+            labelled.setdefault(key, []).append(process)
     parts: dict[str, _Part] = {}
     used: set[int] = set()
     heads = {key: _heads(same) for key, same in labelled.items()}
-    # Two processes of one rank, neither below the other: jobs of one name, in containers or from different parents.
+    # Two processes of a rank, neither below the other: jobs of the same name, in containers or from different parents.
     networks: dict[str, set[str]] = {name: set() for (name, _), own in heads.items() if len(own) > 1}
     for (name, _), own in heads.items():
         if name in networks:
@@ -167,65 +169,72 @@ def _parts_of(host: str, processes: Sequence[Process], watched: Mapping[int, Wat
                 mark = f"in {head.network}" if len(networks[name]) > 1 else f"started by pid {parent}"
                 own_name = f"{name} {mark}".strip()
             _add_rank(parts, own_name, host, head, same, watched)
-        used.update(one.pid for one in same)
-    others = [one for one in processes if one.pid not in used]
+        used.update(process.pid for process in same)
+    others = [process for process in processes if process.pid not in used]
     for part in parts.values():
         used.update(_add_starter(part, host, others, watched))
-    others = [one for one in others if one.pid not in used]
+    others = [process for process in others if process.pid not in used]
     for part in parts.values():
-        above = {pid for one in part.members if one.process is not None for pid in one.process.above}
-        part.without_rank = sum(one.torch and one.kind == "" and one.pid in above for one in others)
+        above = {pid for member in part.members if member.process is not None for pid in member.process.above}
+        part.without_rank = sum(process.torch and process.kind == "" and process.pid in above for process in others)
     yield from _with_dead(parts, host, others)
     rest = [
-        one
-        for one in processes
-        if one.pid not in used and (one.torch or one.asked) and one.kind not in ("tracker", "compile-worker")
+        process
+        for process in processes
+        if process.pid not in used
+        and (process.torch or process.asked)
+        and process.kind not in ("tracker", "compile-worker")
     ]
     yield from _unlabelled(host, rest, watched)
 
 
 def _add_starter(part: _Part, host: str, others: Sequence[Process], watched: Mapping[int, Watched]) -> list[int]:
-    """Add the rank that started all others of this host, as Lightning's does, if there is one; gives whom it took."""
-    known = [one.process for one in part.members if one.process is not None and one.process.place is not None]
-    parents = {one.parent for one in known}
-    starter = next((one for one in others if one.store and parents == {one.pid}), None)
-    dead = any(one.state == "Z" and one.parent in parents for one in others)
+    """Add the rank that started all others of this host, as Lightning does, if any; return the pids that it took."""
+    known = [
+        member.process for member in part.members if member.process is not None and member.process.place is not None
+    ]
+    parents = {process.parent for process in known}
+    starter = next((process for process in others if process.store and parents == {process.pid}), None)
+    dead = any(process.state == "Z" and process.parent in parents for process in others)
     if starter is None or dead or part.launcher == "torchrun":
         return []
-    places = [one.place for one in known if one.place is not None]
+    places = [process.place for process in known if process.place is not None]
     firsts = {place.rank - (place.rank if place.local_rank is None else place.local_rank) for place in places}
     if len(firsts) != 1 or (first := firsts.pop()) in {place.rank for place in places}:
         return []
     if part.world_size is not None and first >= part.world_size:
         return []
-    own = [one for one in others if starter.pid in one.above]
+    own = [process for process in others if starter.pid in process.above]
     local_rank = None if places[0].local_rank is None else 0
     member = _member(host, starter, first, local_rank, own, watched)
     part.members.append(replace(member, deduced=True))
-    return [starter.pid, *(one.pid for one in own)]
+    return [starter.pid, *(process.pid for process in own)]
 
 
 def _heads(same: Sequence[Process]) -> list[tuple[Process, int]]:
-    """Of the processes of one rank, find the rank itself and who started it: one for each tree of them."""
-    pids = {one.pid for one in same}
+    """Find, in each process tree of a rank, the rank itself and the pid of its parent."""
+    pids = {process.pid for process in same}
     heads = []
     for root in same:
         if pids.intersection(root.above):
             continue
-        tree = sorted((one for one in same if one is root or root.pid in one.above), key=lambda one: len(one.above))
-        python = [one for one in tree if one.python and one.kind != "data-worker"]
-        with_torch = [one for one in python if one.torch or one.gpu]
-        head = next(iter(with_torch or python or [one for one in tree if not _is_shell(one)]), None)
+        tree = sorted(
+            (process for process in same if process is root or root.pid in process.above),
+            key=lambda process: len(process.above),
+        )
+        python = [process for process in tree if process.python and process.kind != "data-worker"]
+        with_torch = [process for process in python if process.torch or process.gpu]
+        head = next(iter(with_torch or python or [process for process in tree if not _is_shell(process)]), None)
         if head is not None:
             heads.append((head, root.parent))
-    # In a pod whose variables name a rank, everything that is started there by hand has them too.
+    # In a pod whose variables name a rank, processes that are started there by hand have them too.
     of_python = [(head, parent) for head, parent in heads if head.python]
     of_torch = [(head, parent) for head, parent in of_python if head.torch or head.gpu]
     return of_torch or of_python or heads
 
 
-def _is_shell(one: Process) -> bool:
-    return one.comm.lstrip("-") in _SHELLS
+def _is_shell(process: Process) -> bool:
+    return process.comm.lstrip("-") in _SHELLS
 
 
 def _add_rank(
@@ -244,13 +253,13 @@ def _add_rank(
         # A child outlived its rank; it still has the rank's sockets, so the others wait instead of failing.
         part.members.append(_member(host, None, head.place.rank, head.place.local_rank, same, watched))
         return
-    below = [one for one in same if head.pid in one.above]
-    spawned = [one for one in below if _frame_in(watched.get(one.pid), *_SPAWNED_RANK)]
+    below = [process for process in same if head.pid in process.above]
+    spawned = [process for process in below if _frame_in(watched.get(process.pid), *_SPAWNED_RANK)]
     if spawned:
-        # mp.spawn below a task: the environment's rank is the task's, and theirs is known to themselves alone.
-        for one in spawned:
-            own = [other for other in below if one.pid in other.above]
-            part.members.append(_member(host, one, None, None, own, watched))
+        # mp.spawn below a task: the environment's rank is the task's, and only the spawned processes know their own.
+        for process in spawned:
+            own = [other for other in below if process.pid in other.above]
+            part.members.append(_member(host, process, None, None, own, watched))
         part.world_size = None
         return
     part.members.append(_member(host, head, head.place.rank, head.place.local_rank, below, watched))
@@ -270,73 +279,81 @@ def _member(
         local_rank=local_rank,
         process=process,
         watched=watched.get(process.pid) if process is not None else None,
-        helpers=tuple(Helper(process=one, watched=watched.get(one.pid)) for one in helpers),
+        helpers=tuple(Helper(process=helper, watched=watched.get(helper.pid)) for helper in helpers),
     )
 
 
 def _with_dead(parts: dict[str, _Part], host: str, others: Sequence[Process]) -> Iterable[_Part]:
-    """Give each part the zombies and the unreadable siblings of its ranks."""
+    """Add to each part the zombies and the unreadable siblings of its ranks."""
     for part in parts.values():
-        parents = {one.process.parent for one in part.members if one.process is not None}
-        for one in others:
-            if one.parent in parents and one.state == "Z":
-                part.zombies.append(one)
-            elif one.parent in parents and one.hidden and one.kind in ("", "locked"):
-                part.members.append(Member(host=host, rank=None, local_rank=None, process=one, watched=None))
+        parents = {member.process.parent for member in part.members if member.process is not None}
+        for process in others:
+            if process.parent in parents and process.state == "Z":
+                part.zombies.append(process)
+            elif process.parent in parents and process.hidden and process.kind in ("", "locked"):
+                part.members.append(Member(host=host, rank=None, local_rank=None, process=process, watched=None))
         yield part
 
 
 def _unlabelled(host: str, processes: Sequence[Process], watched: Mapping[int, Watched]) -> Iterable[_Part]:
-    """Make jobs of torch processes without a rank.
+    """Group torch processes without a rank into jobs.
 
-    Those that one of them started belong together, as mp.spawn makes them; and those that something else started, as
-    Ray or a script that gives the rank on the command line, if they have connections to each other.
+    Processes that one of them started belong together, as with mp.spawn; so do those that another program started, as
+    Ray or a script that passes the rank on the command line, if they have connections to each other.
     """
-    dumped = [one for one in processes if one.parent == DUMPED]
+    dumped = [process for process in processes if process.parent == DUMPED]
     if dumped:
-        members = [_member(host, one, None, None, (), watched) for one in dumped]
+        members = [_member(host, process, None, None, (), watched) for process in dumped]
         yield _Part("", "saved dumps", None, members)
         return
-    mine = {one.pid: one for one in processes}
-    tops = [one for one in processes if not mine.keys() & set(one.above)]
+    mine = {process.pid: process for process in processes}
+    tops = [process for process in processes if not mine.keys() & set(process.above)]
     alone: list[Process] = []
     for top in tops:
-        below = [one for one in processes if top.pid in one.above]
-        workers = [one for one in below if _is_worker(one, watched)]
-        ranks = [one for one in below if one not in workers and one.parent == top.pid and one.kind != "launcher"]
+        below = [process for process in processes if top.pid in process.above]
+        workers = [process for process in below if _is_worker(process, watched)]
+        ranks = [
+            process
+            for process in below
+            if process not in workers and process.parent == top.pid and process.kind != "launcher"
+        ]
         if top.kind == "launcher" and not ranks:
             continue
         if not ranks:
-            # Below Ray's driver its raylet, which is none of ours, has started the ranks.
-            others = [one for one in below if one not in workers and not mine.keys() & set(one.above) - {top.pid}]
+            # Below Ray's driver, its raylet, which has no torch, has started the ranks.
+            others = [
+                process
+                for process in below
+                if process not in workers and not mine.keys() & set(process.above) - {top.pid}
+            ]
             alone += [top, *others]
             continue
         part = _Part(f"pid {top.pid} {_script(top)}".strip(), "python", None)
-        for one in ranks:
-            own = [other for other in below if one.pid in other.above and other in workers]
-            part.members.append(_member(host, one, None, None, own, watched))
+        for process in ranks:
+            own = [other for other in below if process.pid in other.above and other in workers]
+            part.members.append(_member(host, process, None, None, own, watched))
         yield part
     for group in _connected(alone):
         part = _Part(f"pid {group[0].pid} {_script(group[0])}".strip(), "python", None)
-        for one in group:
-            own = [other for other in processes if one.pid in other.above and _is_worker(other, watched)]
-            part.members.append(_member(host, one, None, None, own, watched))
+        for process in group:
+            own = [other for other in processes if process.pid in other.above and _is_worker(other, watched)]
+            part.members.append(_member(host, process, None, None, own, watched))
         yield part
 
 
 def _connected(processes: Sequence[Process]) -> list[list[Process]]:
-    """Put together the processes of one parent that have connections to each other, directly or through others."""
+    """Group the processes of a parent that have connections to each other, directly or through others."""
     groups: list[tuple[int, set[str], list[Process]]] = []
-    for one in processes:
-        mine, members, rest = set(one.connections), [one], []
+    for process in processes:
+        mine, members, rest = set(process.connections), [process], []
         for parent, known, others in groups:
-            if parent == one.parent and not mine.isdisjoint(known):
+            if parent == process.parent and not mine.isdisjoint(known):
                 mine |= known
                 members = [*others, *members]
             else:
                 rest.append((parent, known, others))
-        groups = [*rest, (one.parent, mine, members)]
-    return [sorted(members, key=lambda one: one.started_s) for _, _, members in groups]
+        groups = [*rest, (process.parent, mine, members)]
+    return [sorted(members, key=lambda process: process.started_s) for _, _, members in groups]
 
 
 def _script(process: Process) -> str:
@@ -346,12 +363,12 @@ def _script(process: Process) -> str:
     return words[0].rpartition("/")[2] if words else ""
 
 
-def _is_worker(one: Process, watched: Mapping[int, Watched]) -> bool:
-    return one.kind == "data-worker" or _frame_in(watched.get(one.pid), _WORKER, "_worker_loop")
+def _is_worker(process: Process, watched: Mapping[int, Watched]) -> bool:
+    return process.kind == "data-worker" or _frame_in(watched.get(process.pid), _WORKER, "_worker_loop")
 
 
 def _frame_in(watched: Watched | None, file: str, function: str) -> bool:
-    """Tell whether a process began in that function: it is one of the outermost frames of its main thread."""
+    """Return whether a process started in that function: it is among the outermost frames of its main thread."""
     if watched is None or not watched.samples or not watched.samples[-1].threads:
         return False
     for frame in watched.samples[-1].threads[0].frames[-_OUTERMOST:]:
@@ -361,10 +378,12 @@ def _frame_in(watched: Watched | None, file: str, function: str) -> bool:
 
 
 def _join(name: str, parts: Sequence[_Part], *, whole: bool) -> Job:
-    """Join the parts of all hosts, and tell which ranks are missing: certainly gone, or not seen on these hosts."""
+    """Join the parts of all hosts, and find the missing ranks: certainly exited, or not found on these hosts."""
     members = [member for part in parts for member in part.members]
-    said = {member.rank for member in members if not member.deduced}
-    members = [replace(one, rank=None) if one.deduced and one.rank in said else one for one in members]
+    certain = {member.rank for member in members if not member.deduced}
+    members = [
+        replace(member, rank=None) if member.deduced and member.rank in certain else member for member in members
+    ]
     world_size = next((part.world_size for part in parts if part.world_size), None)
     missing = set(range(world_size or 0)) - {member.rank for member in members} if whole else set()
     for part in parts:
@@ -372,7 +391,14 @@ def _join(name: str, parts: Sequence[_Part], *, whole: bool) -> Job:
             host = part.members[0].host if part.members else ""
             members.append(Member(host=host, rank=rank, local_rank=local_rank, process=dead, watched=None))
             missing.discard(rank)
-    members.sort(key=lambda one: (one.rank is None, one.rank or 0, one.host, one.process.pid if one.process else 0))
+    members.sort(
+        key=lambda member: (
+            member.rank is None,
+            member.rank or 0,
+            member.host,
+            member.process.pid if member.process else 0,
+        )
+    )
     return Job(
         name=name,
         launcher=parts[0].launcher,
@@ -383,8 +409,12 @@ def _join(name: str, parts: Sequence[_Part], *, whole: bool) -> Job:
 
 
 def _gone(part: _Part, missing: set[int]) -> list[tuple[int, int | None, Process | None]]:
-    """List ranks of this host that are certainly gone: (rank, local rank, their zombie)."""
-    places = [one.process.place for one in part.members if one.process is not None and one.process.place is not None]
+    """List ranks of this host that have certainly exited: (rank, local rank, their zombie)."""
+    places = [
+        member.process.place
+        for member in part.members
+        if member.process is not None and member.process.place is not None
+    ]
     found: list[tuple[int, int | None]] = []
     local_size = next((place.local_world_size for place in places if place.local_world_size), None)
     offsets = {place.rank - place.local_rank for place in places if place.local_rank is not None}
@@ -393,17 +423,17 @@ def _gone(part: _Part, missing: set[int]) -> list[tuple[int, int | None, Process
         found = [(first + local, local) for local in range(local_size) if first + local in missing]
     elif part.world_size is not None and _is_all_here(part):
         found = [(rank, None) for rank in sorted(missing)]
-    started = {one.rank: one.process.started_s for one in part.members if one.process is not None}
-    near = [one for one in part.zombies if any(_fits(one, rank, started) for rank, _ in found)]
-    # As many zombies as there are gaps, or nobody knows whose they are.
+    started = {member.rank: member.process.started_s for member in part.members if member.process is not None}
+    near = [zombie for zombie in part.zombies if any(_fits(zombie, rank, started) for rank, _ in found)]
+    # Zombies are assigned only if there are as many as missing ranks.
     if len(near) != len(found) and len(found) <= part.without_rank:
         return []
-    zombies = sorted(near, key=lambda one: one.started_s) if len(near) == len(found) else [None] * len(found)
+    zombies = sorted(near, key=lambda zombie: zombie.started_s) if len(near) == len(found) else [None] * len(found)
     return [(rank, local, zombie) for (rank, local), zombie in zip(found, zombies, strict=True)]
 
 
 def _fits(zombie: Process, rank: int, started: Mapping[int | None, float]) -> bool:
-    """Tell whether a zombie was started when the rank must have been: launchers start ranks one after the other."""
+    """Return whether a zombie was started when the rank must have been: launchers start ranks in order."""
     known = {number: at for number, at in started.items() if number is not None}
     below = [at for number, at in known.items() if number < rank]
     above = [at for number, at in known.items() if number > rank]
@@ -413,6 +443,6 @@ def _fits(zombie: Process, rank: int, started: Mapping[int | None, float]) -> bo
 
 
 def _is_all_here(part: _Part) -> bool:
-    """Tell whether all ranks of a job without local ranks must be on this host: they meet at its loopback address."""
-    members = [one.process for one in part.members if one.process is not None]
-    return bool(members) and all(one.job.get("MASTER_ADDR") in _LOOPBACK for one in members)
+    """Return whether all ranks of a job without local ranks must be on this host: MASTER_ADDR is a loopback address."""
+    processes = [member.process for member in part.members if member.process is not None]
+    return bool(processes) and all(process.job.get("MASTER_ADDR") in _LOOPBACK for process in processes)

@@ -1,4 +1,4 @@
-"""Who is who in a job, and all that is known of one node. Pure data."""
+"""The ranks of a job, and all facts of one node. Pure data."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Helper:
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One rank of a job. `rank` is None where nothing tells it; `process` is None for one that is gone.
+    """One rank of a job. `rank` is None if unknown; `process` is None for a rank that has exited.
 
-    `deduced`: its rank stands in no environment; it started the others, meets them, and theirs leave it this one.
+    `deduced`: its environment has no rank; it started the others, connects to them, and this rank is unaccounted for.
     """
 
     host: str
@@ -43,7 +43,7 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """All that was found of one job. `unseen`: ranks of it that were on none of the hosts looked at."""
+    """The members of one job. `unseen`: ranks that were found on none of the hosts that were read."""
 
     name: str
     launcher: str
@@ -54,7 +54,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSummary:
-    """One job, as reports show it; `ranks` is the number of those seen."""
+    """One job, as reports show it; `ranks` is how many were found."""
 
     job: str
     launcher: str
@@ -80,7 +80,7 @@ def summarize(job: Job) -> JobSummary:
 
 @dataclass(frozen=True)
 class NodeStacks:
-    """The facts of one node; `missing` says why its stacks did not come, if they did not."""
+    """The facts of one node; `missing`: why its stacks are missing, if they are."""
 
     host: str
     processes: Processes

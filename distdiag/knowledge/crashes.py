@@ -101,7 +101,7 @@ def known_crashes() -> tuple[Crash, ...]:
 
 
 def core_limit(launcher: str) -> CoreLimit:
-    """Tell how to raise the limit on cores: for a launcher as `node.identity` calls it, a container, or "systemd"."""
+    """Return how to raise the core size limit: for a launcher of facts.rank_identity, a container, or "systemd"."""
     names = {"Open MPI": "mpirun", "MPICH": "mpirun", "MVAPICH2": "mpirun"}
     known = _data()["limit"]
     row = known.get(names.get(launcher, launcher), known["shell"])
@@ -109,13 +109,13 @@ def core_limit(launcher: str) -> CoreLimit:
 
 
 def meaning(signal: int, code: int | None, address: int | None, sender_pid: int | None, own_pid: int | None) -> str:
-    """Put into words what a signal says; it stands behind the signal's name and ": ".
+    """Describe what a signal means; the text follows the signal's name and ": ".
 
     Args:
         signal: its number.
         code: si_code of sigaction(2); None if unknown.
         address: si_addr; None if unknown.
-        sender_pid: si_pid, who sent it; None if unknown, or if nobody did.
+        sender_pid: si_pid, the sender; None if unknown, or if no process did.
         own_pid: the process that died; None if unknown.
     """
     name = signal_name(signal)
@@ -127,30 +127,30 @@ def meaning(signal: int, code: int | None, address: int | None, sender_pid: int 
         return "a signal that ends a process" if code is None else f"a signal that ends a process (si_code {code})"
     words = known.code.get(str(code), known.means)
     if name == "SIGSEGV" and code in (1, 2) and address is not None and address < _NEAR_NULL:
-        words += ", a pointer to nothing (NULL)"
-    return words.format(address="an address that is not known" if address is None else f"{address:#x}")
+        words += ", a NULL pointer"
+    return words.format(address="an unknown address" if address is None else f"{address:#x}")
 
 
 def _sent_by_itself(name: str) -> str:
     if name == "SIGABRT":
         return (
-            "the process aborted itself (a C++ exception that nobody caught, a check of the C library's heap, "
-            "a failed assertion, a fatal error of Python)"
+            "the process aborted itself (an uncaught C++ exception, heap corruption found by the C library, "
+            "a failed assertion, a fatal Python error)"
         )
     if name in _FAULTS:
         return (
-            "raised again by a handler of the process itself (Python's faulthandler, or torch's in a DataLoader "
-            "worker): the address is lost, the frames below the handler are those of the fault"
+            "raised again by a signal handler of the process (Python's faulthandler, or torch's in a DataLoader "
+            "worker): the address is lost, the frames below the handler are those of the crash"
         )
     return "sent by the process itself"
 
 
 def _sent_by(sender_pid: int | None) -> str:
     if sender_pid is None:
-        return "sent by another process (which one is not known): its own code made no fault"
+        return "sent by another, unknown process: the process itself did not crash"
     if sender_pid == 0:
-        return "sent from outside of its container (or by the kernel): its own code made no fault"
-    return f"sent by process {sender_pid}: its own code made no fault"
+        return "sent from outside its container (or by the kernel): the process itself did not crash"
+    return f"sent by process {sender_pid}: the process itself did not crash"
 
 
 def _fits(when: _When, name: str, code: int | None, address: int | None) -> bool:
@@ -164,7 +164,7 @@ def _fits(when: _When, name: str, code: int | None, address: int | None) -> bool
 
 
 def _shows(when: _When, functions: Sequence[str], text: str) -> bool:
-    """Look for the evidence: one kind of it is enough, and none is asked for if the row names none."""
+    """Return whether the evidence fits: one kind of it is enough; a row without any always fits."""
     if not (when.frames or when.text or when.repeated):
         return True
     if when.text and text and re.search(when.text, text, re.MULTILINE):
@@ -180,7 +180,7 @@ def _in_order(patterns: Sequence[str], functions: Sequence[str]) -> bool:
 
 
 def load() -> None:
-    """Read the signatures, for a moment in which others are at work."""
+    """Read the signatures in advance, while others are at work."""
     _crashes()
 
 

@@ -29,24 +29,24 @@ class Tables:
 @cache
 def tables() -> Tables:
     """Read the file, once."""
-    told = tomllib.loads(resources.files(__package__).joinpath("cuda.toml").read_text("utf-8"))
+    data = tomllib.loads(resources.files(__package__).joinpath("cuda.toml").read_text("utf-8"))
     return Tables(
-        least_driver=told["least_driver"],
-        branch=told["branch"],
-        builds={torch: tuple(cuda) for torch, cuda in told["builds"].items()},
-        wheels={cpu: {cuda: tuple(archs) for cuda, archs in builds.items()} for cpu, builds in told["wheels"].items()},
-        nvcc={arch: (first, last) for arch, (first, last) in told["nvcc"].items()},
-        known_archs=tuple(told["arch_list"]["known"]),
-        named_archs=told["arch_list"]["named"],
-        forward_compatible=re.compile(told["forward_compatible"]["names"]),
-        status=told["status"],
-        nvml_status=told["nvml_status"],
-        gpus=tuple((row["arch"], re.compile(row["name"], re.IGNORECASE)) for row in told["gpu"]),
+        least_driver=data["least_driver"],
+        branch=data["branch"],
+        builds={torch: tuple(cuda) for torch, cuda in data["builds"].items()},
+        wheels={cpu: {cuda: tuple(archs) for cuda, archs in builds.items()} for cpu, builds in data["wheels"].items()},
+        nvcc={arch: (first, last) for arch, (first, last) in data["nvcc"].items()},
+        known_archs=tuple(data["arch_list"]["known"]),
+        named_archs=data["arch_list"]["named"],
+        forward_compatible=re.compile(data["forward_compatible"]["names"]),
+        status=data["status"],
+        nvml_status=data["nvml_status"],
+        gpus=tuple((row["arch"], re.compile(row["name"], re.IGNORECASE)) for row in data["gpu"]),
     )
 
 
 def arch_of(gpu: str) -> str:
-    """Give the architecture of a GPU by its name, "RTX 3090" -> "8.6"; empty if the name is not known."""
+    """Return the architecture of a GPU by its name, "RTX 3090" -> "8.6"; empty if the name is not known."""
     return next((arch for arch, name in tables().gpus if name.search(gpu)), "")
 
 
@@ -61,12 +61,12 @@ def minor(text: str) -> str:
 
 
 def major(text: str) -> int:
-    """Give the first number of a version; 0 if it has none."""
+    """Return the first number of a version; 0 if it has none."""
     return (version(text) or (0,))[0]
 
 
 def newest_cuda(driver: str) -> str:
-    """Give the newest CUDA that a driver knows, by its branch; empty for one older than our table.
+    """Return the newest CUDA that a driver knows, by its branch; empty for one older than our table.
 
     A branch that is newer than our table counts as the newest in it: "at least".
     """
@@ -75,7 +75,7 @@ def newest_cuda(driver: str) -> str:
 
 
 def compiles(arch: str, toolkit: str) -> bool | None:
-    """Tell whether a toolkit's nvcc compiles for an architecture ("90a"); None if our table does not say.
+    """Return whether a toolkit's nvcc compiles for an architecture ("90a"); None if our table does not say.
 
     The family variants ("100f") came with 12.9.
     """

@@ -1,8 +1,8 @@
-"""print() for many ranks: no rank's line is torn by another's.
+"""print() for many ranks: lines of different ranks never interleave.
 
-The ranks of a job on one host share a lock: flock on a file that is named after the job and stays in a folder of the
-user's own. Waiting inside of flock has no limit, and a rank may be stopped while it has the lock; so a rank tries again
-and again, as long as the holder writes something every few seconds, and after that prints without the lock.
+The ranks of a job on one host share a lock: flock on a file that is named after the job, in a directory of the user.
+flock itself has no timeout, and a rank may be stopped while it holds the lock. So a rank retries for as long as the
+holder writes something every few seconds; after that it prints without the lock.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ def printflock(
     flush: bool = True,
     prefix: bool = True,
 ) -> None:
-    """Print as print() does, with `[host:rank] ` before each line, and never into the line of another rank.
+    """Print as print() does, with `[host:rank] ` before each line; lines of different ranks do not interleave.
 
-    The text is written whole and at once, under a lock of all ranks of the job on this host. If the holder of the lock
-    writes nothing for 5 s (a rank that was stopped), it is said once on stderr and printed without the lock.
+    The text is written in one piece, under a lock of all ranks of the job on this host. If the holder of the lock
+    writes nothing for 5 s (a stopped rank), this rank says so once on stderr and prints without the lock.
 
     Args:
         values: as for print().
         sep: as for print().
         end: as for print().
-        file: text or binary, with a descriptor or without one; default: sys.stdout.
-        flush: for calls that were written for print(); it is flushed always.
-        prefix: False to leave out `[host:rank] `.
+        file: text or binary, with or without a file descriptor. Default: sys.stdout.
+        flush: accepted for compatibility with print(); the output is always flushed.
+        prefix: False to omit `[host:rank] `.
 
     Raises:
-        ValueError: the file is closed, as from print().
-        OSError: it cannot be written to, as from print(); BrokenPipeError if nobody reads it any more.
+        ValueError: the file is closed, as with print().
+        OSError: the file cannot be written, as with print(); BrokenPipeError if the reader has closed the pipe.
     """
     stream = sys.stdout if file is None else file
     if stream is None:  # as under pythonw, or with a closed descriptor 1: print() is silent then
@@ -166,7 +166,7 @@ class _HostLock:
         except OSError as error:  # no folder can be made, or its file system has no locks
             self._is_usable = False
             self._close()
-            self._warn(f"no lock among the processes of this host, {error.filename or 'flock'}: {error.strerror}")
+            self._warn(f"no lock between the processes of this host, {error.filename or 'flock'}: {error.strerror}")
 
     def _wait(self, file: int) -> None:
         now = time.monotonic()
@@ -179,7 +179,7 @@ class _HostLock:
             before, written, now = written, _written(_holder(file)), time.monotonic()
             give_up = give_up if written == before else now + PATIENCE_S
         self._no_wait_until = now + _IMPATIENT_S
-        self._warn(f"waited {PATIENCE_S:g} s for {_describe(_holder(file))}, so lines are printed without it now")
+        self._warn(f"waited {PATIENCE_S:g} s for {_describe(_holder(file))}; printing without the lock now")
 
     def _close(self) -> None:
         if self._file is not None:
@@ -191,7 +191,7 @@ class _HostLock:
             self._has_warned = True
             # Without a stderr the job goes on all the same.
             with contextlib.suppress(OSError, ValueError, AttributeError):
-                sys.stderr.write(f"{own_label()} distdiag printflock: {what}; they may be torn\n")
+                sys.stderr.write(f"{own_label()} distdiag printflock: {what}; lines may be interleaved\n")
                 sys.stderr.flush()
 
 
@@ -239,5 +239,5 @@ def _describe(pid: int | None) -> str:
         return "the lock"
     identity, proc = identify(procs.variables(pid) or {}), procs.read(pid)
     rank = "" if identity is None else f" of rank {identity.rank}"
-    state = " and stands still (stopped)" if proc is not None and proc.state in "tT" else ""
-    return f"process {pid}{rank}, which has the lock{state}"
+    state = " and is stopped" if proc is not None and proc.state in "tT" else ""
+    return f"process {pid}{rank}, which holds the lock{state}"

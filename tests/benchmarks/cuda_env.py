@@ -253,7 +253,7 @@ def _odd_nvccs(bench: Bench) -> list[Setup]:
     return [
         Setup(
             "nvcc on PATH is a symlink to the toolkit's; no CUDA_HOME",
-            r"it is a symlink|nvcc does not compile|nvcc\.profile|cuda_runtime\.h: No such",
+            r"it is a symlink|nvcc cannot compile|nvcc\.profile|cuda_runtime\.h: No such",
             rf"{re.escape(str(link))}|CUDA_HOME='{re.escape(str(link.parents[1]))}'",
             r"export .*CUDA_HOME=",
             path=(str(link.parent),),

@@ -76,7 +76,7 @@ def test_an_abort_in_a_thread_of_cpp_while_python_sleeps(tmp_path: Path) -> None
     assert core["crash_thread"]["tid"] != core["pid"]
     assert any("abort" in frame["function"] for frame in core["crash_thread"]["frames"])
     assert not python_frames(core)
-    assert result.findings["crash"]["title"].partition(" died by ")[2].startswith("SIGABRT in check_batch() ")
+    assert result.findings["crash"]["title"].partition(" died with ")[2].startswith("SIGABRT in check_batch() ")
     main = next(thread for thread in core["threads"] if thread["tid"] == core["pid"])
     assert any(frame["language"] == "python" for frame in main["frames"])
 
@@ -94,8 +94,8 @@ def test_processes_that_aborted_in_different_functions_are_different_crashes(tmp
         make_core("dies_by_abort", tmp_path / folder, function)
     titles = [finding["title"].partition(" pid ")[2] for finding in core_bt(str(tmp_path)).report["findings"]]
     loading, saving = sorted(titles, key=lambda title: "save_weights" in title)
-    assert re.match(r"\d+\) and 1 more died by SIGABRT at load_batch dies_by_abort.py:8, in C: (os_)?abort", loading)
-    assert re.match(r"\d+\) died by SIGABRT at save_weights dies_by_abort.py:12, in C: (os_)?abort", saving)
+    assert re.match(r"\d+\) and 1 more died with SIGABRT at load_batch dies_by_abort.py:8, in C: (os_)?abort", loading)
+    assert re.match(r"\d+\) died with SIGABRT at save_weights dies_by_abort.py:12, in C: (os_)?abort", saving)
 
 
 def test_a_stack_overflow(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_tools_that_are_not_there(segv: Path, tmp_path: Path) -> None:
     assert [frame["language"] for frame in frames] == ["c"] * len(frames)
     assert "PyCFuncPtr_call" in [frame["function"] for frame in frames]
     (said,) = only(without_both)["tools"][2:]
-    assert said.startswith("distdiag: C frames alone")
+    assert said.startswith("distdiag: C frames only")
     (crash,) = (one for one in without_both.report["findings"] if one["id"] == "core-bt.crash")
     assert "its Python frames are missing" in crash["evidence"]
 
@@ -227,7 +227,7 @@ def test_a_large_packed_core_is_whole_and_one_without_its_end_is_not(tmp_path: P
     assert (core["truncated"], core["signal_name"], "truncated" in result.findings) == (True, "SIGSEGV", True)
     unpacked = subprocess.run(["zstd", "-dcq", packed], stdout=subprocess.PIPE, check=False).stdout
     assert core["size_bytes"] == len(unpacked)
-    assert result.findings["crash"]["fix"]["text"] == "stacks: this file is cut off"
+    assert result.findings["crash"]["fix"]["text"] == "stacks: this file is truncated"
 
 
 def test_a_packed_core_of_gcore_which_has_its_notes_at_the_end(tmp_path: Path) -> None:
@@ -316,6 +316,6 @@ def test_a_table_for_people(segv: Path) -> None:
     result = distdiag("core-bt", str(segv), env={"NO_COLOR": "1"})
     lines = result.out.splitlines()
     assert lines[0] == "distdiag core-bt: FAIL"
-    assert any(line.startswith("  thread that crashed: ") for line in lines)
+    assert any(line.startswith("  crashed thread: ") for line in lines)
     assert any(line.startswith("    py ") for line in lines)
     assert "\x1b" not in result.out

@@ -48,11 +48,13 @@ def test_the_reason_is_read_from_the_core_and_the_title_names_who_asked(report: 
     signature, function, said = CRASHES[name]
     (core,) = [one for one in report["data"]["cores"] if f"/{name}/" in one["path"]]
     assert core["signature"] == signature
-    assert said in core["said"]
-    assert bool(core["said"]) == bool(said)
+    assert said in core["message"]
+    assert bool(core["message"]) == bool(said)
     (finding,) = [one for one in report["findings"] if core["path"] in one["evidence"]]
     assert function in finding["title"].partition(", in C: ")[2] or f"in {function}" in finding["title"]
-    assert core["said"].splitlines()[:1] == [one[9:] for one in finding["evidence"] if one.startswith("it said: ")][:1]
+    assert (
+        core["message"].splitlines()[:1] == [one[9:] for one in finding["evidence"] if one.startswith("message: ")][:1]
+    )
 
 
 def test_a_full_file_system_is_no_file_that_was_made_shorter(tmp_path: Path) -> None:
@@ -72,5 +74,5 @@ def test_a_write_inside_a_file_of_a_full_tmpfs_found_no_room(tmp_path: Path) -> 
     script = f'{mounted} && {{ {dies} >ready; exec "$@"; }}'
     found = distdiag("core-bt", "--json", str(tmp_path), wrap=("unshare", "-m", "sh", "-c", script, "sh"))
     assert found.report["data"]["cores"][0]["signature"] == "no-space", found.out
-    assert "no room" in found.findings["crash"]["detail"]
+    assert "no space" in found.findings["crash"]["detail"]
     assert found.findings["crash"]["fix"]["commands"] == [f"df -h {tmp_path}/full/samples.bin"]

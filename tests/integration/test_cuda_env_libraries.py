@@ -92,7 +92,7 @@ def test_an_extension_of_torch_for_another_cuda(node: Machine, monkeypatch: pyte
     node.package("apex", "0.1", ("apex_C.so",))
     finding = found(node.report(monkeypatch, "run"))["libs.ext-soname"]
     assert finding.level is Level.FAIL
-    assert "apex 0.1 was built for another CUDA: it needs libcudart.so.12, torch 2.13.0+cu130 brings" in finding.title
+    assert "apex 0.1 was built for another CUDA: it needs libcudart.so.12, torch 2.13.0+cu130 ships" in finding.title
 
 
 def test_a_file_for_one_kind_of_gpu_is_no_fault_of_its_package(node: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,8 +129,8 @@ def test_a_preloaded_library_is_known_by_its_soname(
     nccl(node, other)
     finding = found(node.report(monkeypatch, "run"))["libs.shadow"]
     assert finding.level is level
-    assert finding.title.startswith("LD_PRELOAD puts libnccl.so.2")
-    assert finding.title.endswith("before torch's own 2.28.3: 2 of libnccl.so.2 are loaded")
+    assert finding.title.startswith("LD_PRELOAD loads libnccl.so.2")
+    assert finding.title.endswith("before torch's own 2.28.3: 2 copies of libnccl.so.2 are loaded")
     assert finding.fix is not None
     node.paste(finding.fix.commands)
     assert node.env["LD_PRELOAD"].split(":") == driver.split()

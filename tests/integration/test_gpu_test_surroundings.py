@@ -218,7 +218,7 @@ def test_an_agent_that_is_stopped_is_not_taken_for_a_fault_of_the_ranks() -> Non
     os.kill(int(agent.partition(":")[0]), signal.SIGSTOP)
     result = run.finish()
     assert result.code == 3
-    assert "does not answer: it is stopped" in result.report["error"]["message"]
+    assert "does not respond: it is stopped" in result.report["error"]["message"]
 
 
 @pytest.mark.parametrize("redirect", ["2>/dev/full", "2>&-", "2> >(head -1 >/dev/null)"])

@@ -126,7 +126,7 @@ def test_a_damaged_file_is_named_with_what_is_wrong(cuda_facts: Path, tmp_path: 
         path.write_bytes(bad)
         found = distdiag("cuda-env", "--json", "--from", str(cuda_facts), "--from", str(path))
         (finding,) = [one for one in found.report["findings"] if path.name in one["title"]]
-        assert (finding["level"], "is not what --save wrote" in finding["title"]) == ("unknown", True)
+        assert (finding["level"], "was not written by --save" in finding["title"]) == ("unknown", True)
         assert found.report["data"]["nodes"] or found.report["data"]["host"], "the good one is judged"
 
 

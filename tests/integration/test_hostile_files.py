@@ -93,7 +93,7 @@ def test_logs_of_strace_that_others_lie_beside(tmp_path: Path) -> None:
     document = json.loads(done.stdout)
     assert {Path(log["path"]).name: log["unread"] for log in document["data"]["logs"]} == {
         "good.log": "",
-        "bad.log": "no log of strace",
+        "bad.log": "not a strace log",
     }
     assert document["data"]["threads"]
 

@@ -235,7 +235,7 @@ def judge_trace(
         from distdiag.commands.trace.nodes import Answers
 
         folder = f"distdiag.commands.trace.{command}"
-        answers = Answers[Any](told=told.more)
+        answers = Answers[Any](replies=told.more)
         answers.rows, answers.refusals, answers.missing = told.reached
         answers.nodes = [NodeStacks(node.host, node.told, ()) for node in told.machines]
         types, diagnose, view = (import_module(f"{folder}.{name}") for name in modules)

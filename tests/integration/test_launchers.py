@@ -81,7 +81,7 @@ def test_slurm_from_outside_with_a_dropped_port(slurm: Slurm, job: int) -> None:
     finally:
         slurm.nodes[0].heal()
     assert result.code == 1
-    assert "mn1 drops what comes in at port 29500" in result.findings["port-filtered"]["title"]
+    assert "mn1 drops inbound packets on port 29500" in result.findings["port-filtered"]["title"]
 
 
 def test_ports_and_cuda_env_among_the_nodes_of_a_slurm_job(slurm: Slurm, job: int) -> None:
@@ -177,7 +177,7 @@ def test_a_dead_slurmd_costs_its_own_node_only() -> None:
     assert hosts_of_ranks(result) == ["mn1", "mn3"]
     (row,) = [row for row in result.report["data"]["hosts"] if row["state"] != "ok"]
     assert (row["host"], row["state"]) == ("mn2", "failed")
-    assert "slurmd there does not answer" in row["message"]
+    assert "slurmd there does not respond" in row["message"]
 
 
 def test_a_frozen_slurmd_costs_its_own_node_only() -> None:
@@ -199,7 +199,7 @@ def test_a_frozen_slurmd_costs_its_own_node_only() -> None:
 def test_a_slurm_job_that_is_not_there(slurm: Slurm) -> None:
     result = beside(slurm, "--slurm-job", "987654")
     assert result.code == 3
-    assert "there is no running SLURM job 987654" in result.report["error"]["message"]
+    assert "no running SLURM job 987654" in result.report["error"]["message"]
 
 
 @pytest.mark.parametrize(

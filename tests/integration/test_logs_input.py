@@ -6,14 +6,11 @@ import gzip
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from logs_cases import RECORDED, raised
 from support import PROGRAM, distdiag, need
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 RAISE = gzip.decompress((RECORDED / "torchrun-raise.log.gz").read_bytes())
 ANSWER = "rank 2"
@@ -78,6 +75,26 @@ def test_one_rank_alone_and_each_in_a_file(tmp_path: Path) -> None:
     assert done.out == "x\nlast"
     assert distdiag("logs", "--split", str(tmp_path / "out"), str(tmp_path / "a.log")).code == 0
     assert (tmp_path / "out" / "rank0.log").read_bytes() == b"99%\n"
+
+
+TORN = Path(__file__).resolve().parents[1] / "programs" / "writes_torn_lines.py"
+PREFIXERS = {
+    "torchrun": (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=8", "--tee=3"),
+    "mpirun": ("mpirun", "--allow-run-as-root", "--oversubscribe", "--tag-output", "-n", "8", sys.executable),
+}
+
+
+@pytest.mark.parametrize("launcher", PREFIXERS)
+def test_torn_streams_of_eight_ranks_come_back_byte_for_byte(launcher: str, tmp_path: Path) -> None:
+    need(PREFIXERS[launcher][0])
+    with (tmp_path / "job.log").open("wb") as log:
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run([*PREFIXERS[launcher], str(TORN)], stdout=log, env=env, check=True, timeout=120)
+    assert distdiag("logs", "--split", str(tmp_path / "out"), str(tmp_path / "job.log")).code == 0
+    for rank in range(8):
+        env = {**os.environ, "RANK": str(rank), "PAUSE": "0"}
+        written = subprocess.run([sys.executable, str(TORN)], stdout=subprocess.PIPE, env=env, check=True).stdout
+        assert (tmp_path / "out" / f"rank{rank}.log").read_bytes() == written
 
 
 def test_logs_are_read_where_they_lie(tmp_path: Path) -> None:

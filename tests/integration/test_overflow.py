@@ -14,7 +14,7 @@ from support import distdiag, wait_until
 
 PROGRAM = str(PROGRAMS / "overflows.py")
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
-HERE = "in `output` of `scale` (Scale). What went in was finite: it was made here."
+HERE = "in `output` of `scale` (Scale). Inputs were finite; this module produced it."
 
 
 CASES = ("ddp:forward", "fsdp-before:forward", "fsdp-after:forward", "ddp-compile:forward", "ddp:backward")
@@ -75,7 +75,7 @@ def test_a_loss_that_is_nan_on_one_rank_is_named_on_both(told: Path) -> None:
     for rank in range(2):
         text = (told / f"ddp:backward.{rank}").read_text()
         assert "rank 0 (" in text
-        assert "batch 2 (step 2): 1 nan in the loss on which backward was called. What modules took and gave" in text
+        assert "batch 2 (step 2): 1 nan in the loss that backward was called on. All module inputs and outputs" in text
 
 
 @pytest.mark.parametrize("case", HEALTHY)
@@ -110,9 +110,21 @@ def test_a_job_in_which_all_is_well_keeps_its_output_and_its_status() -> None:
     assert (result.code, result.out) == (0, "".join(f"batch {number} done\n" for number in range(4)))
     assert "OK: no nan or inf in 4 forwards of Model" in result.err
     result = distdiag("overflow", "--json", "--", "-c", "import torch; raise SystemExit(7)")
-    assert (result.code, result.report["exit_code"], result.report["verdict"]) == (7, 7, "unknown")
-    assert "ended with status 7 before it called one" in result.findings["nothing-watched"]["detail"]
+    assert (result.code, result.report["exit_code"], result.report["verdict"]) == (3, 3, "unknown")
+    assert result.report["data"]["status"] == 7
+    assert "ended with status 7 before it called a model" in result.findings["nothing-watched"]["detail"]
+    assert distdiag("overflow", "--", "-c", "import torch; raise SystemExit(7)").code == 7
     assert distdiag("overflow", "--", "-c", "print('hi')").code == 3
+
+
+@pytest.mark.parametrize(("end", "verdict", "code", "status"), [("pass", "ok", 0, 0), ("exit(7)", "unknown", 3, 7)])
+def test_the_exit_status_of_a_document_is_that_of_its_verdict_not_of_the_job(
+    end: str, verdict: str, code: int, status: int
+) -> None:
+    script = f"import torch; torch.nn.Linear(1, 1)(torch.ones(1)); {end}"
+    result = distdiag("overflow", "--json", "--", "-c", script)
+    assert (result.report["verdict"], result.report["exit_code"], result.code) == (verdict, code, code)
+    assert result.report["data"]["status"] == status
 
 
 def test_what_a_job_that_was_ended_saw_is_not_known() -> None:
@@ -146,10 +158,10 @@ second(torch.ones(1, 2))
 
 
 def test_a_batch_is_traced_and_the_job_ended_after_it() -> None:
-    result = distdiag("overflow", "--trace", "1", "--abort-after", "1", "--", PROGRAM, "none:bare", "never")
+    result = distdiag("overflow", "--trace-batches", "1", "--abort-after", "1", "--", PROGRAM, "none:bare", "never")
     assert result.code == 0
     assert result.out.count("*** Starting batch number=1 ***") == 1
-    assert "it was ended after the batch of --abort-after" in result.err
+    assert "the job was stopped after the batch of --abort-after" in result.err
     assert [line for line in result.out.splitlines() if line.startswith("batch")] == ["batch 0 done"]
 
 
@@ -178,7 +190,12 @@ def test_under_torchrun(place: str) -> None:
 
 
 def test_wrong_words() -> None:
-    for words in (["--trace", "x"], ["--trace", "3-1"], ["--unit", "epoch"], ["--nproc", "2", "--", "ls"]):
+    for words in (
+        ["--trace-batches", "x"],
+        ["--trace-batches", "3-1"],
+        ["--unit", "epoch"],
+        ["--nproc", "2", "--", "ls"],
+    ):
         typed = words if "--" in words else [*words, "--", PROGRAM]
         result = distdiag("overflow", "--json", *typed)
         assert (result.code, result.report["exit_code"]) == (2, 2), typed
@@ -219,8 +236,8 @@ torch.nn.DataParallel(torch.nn.Linear(1, 1))(torch.ones(1, 1))
 @pytest.mark.parametrize(
     ("script", "name", "said"),
     [
-        (GIVES_UP, "gave-up", "the detector of Model gave up: RuntimeError not now"),
-        (YIELDS, "outputs-unread", "Model gave back nothing that can be read (generator)"),
+        (GIVES_UP, "gave-up", "the detector of Model stopped: RuntimeError not now"),
+        (YIELDS, "outputs-unreadable", "the output of Model cannot be read (generator)"),
         (WRAPPED, "not-watched", "DataParallel: DataParallel copies the model for each device"),
     ],
 )

@@ -129,7 +129,7 @@ def test_growth_near_the_limit_is_found_and_compared_with_the_batch_before(folde
         "overflow.near-limit": "warn",
         "overflow.diverges": "info",
     }
-    assert report["summary"].startswith("the input of `block.3.ff.wo` (Linear) comes to ")
+    assert report["summary"].startswith("the input of `block.3.ff.wo` (Linear) reaches ")
 
 
 def test_people_see_the_answer_first_in_80_columns_without_colour(folder: Path) -> None:
@@ -155,10 +155,10 @@ def test_a_pattern_and_a_batch_choose_what_is_shown(folder: Path) -> None:
     assert len(checked(Request(paths=(near,), everything=True)).data.rows) == 66
     with pytest.raises(UsageError) as refused:
         checked(Request(paths=(near,), batches=(1,)))
-    assert refused.value.hint == "there are: 0, 2"
+    assert refused.value.hint == "available: 0, 2"
     with pytest.raises(UsageError) as refused:
         checked(Request(paths=(near,), module="x"))
-    assert refused.value.hint.startswith("there are: emb, block.0.norm, ")
+    assert refused.value.hint.startswith("available: emb, block.0.norm, ")
 
 
 def test_two_files_and_a_folder_of_them(folder: Path) -> None:
@@ -174,9 +174,9 @@ def test_files_that_are_cut_off_empty_foreign_or_of_a_later_distdiag(folder: Pat
     near = (folder / "near.jsonl").read_text()
     for name, text, code, said in (
         ("cut.jsonl", near[: len(near) // 3], 3, "UNKNOWN  overflow.incomplete"),
-        ("empty.jsonl", "", 3, "UNKNOWN  overflow.nothing"),
-        ("text.txt", "step 1 loss 0.5\n", 3, "this is no file of frames"),
-        ("later.jsonl", near.replace("frames/1", "frames/2", 1), 3, "hint: update distdiag here"),
+        ("empty.jsonl", "", 3, "UNKNOWN  overflow.no-frames"),
+        ("text.txt", "step 1 loss 0.5\n", 3, "not a frame file"),
+        ("later.jsonl", near.replace("frames/1", "frames/2", 1), 3, "hint: upgrade distdiag here"),
     ):
         path = tmp_path / name
         path.write_text(text)
@@ -188,7 +188,7 @@ def test_files_that_are_cut_off_empty_foreign_or_of_a_later_distdiag(folder: Pat
     # What cannot be read does not hide what can, and is not hidden by it.
     both = checked(Request(paths=(str(folder / "near.jsonl"), str(tmp_path / "text.txt"))))
     assert (both.exit_code(), len(both.data.files)) == (3, 1)
-    assert {"overflow.near-limit", "overflow.unread"} <= {one.id for one in both.findings}
+    assert {"overflow.near-limit", "overflow.unreadable"} <= {one.id for one in both.findings}
 
 
 def test_names_cannot_move_the_cursor_nor_be_markup(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_a_stopped_holder_stops_the_others_for_a_moment_only(start: Callable[...
     out, err = start(PRINTS, rank=5).communicate(timeout=20)
     assert re.fullmatch(rb"\[[\w-]+:5\] turn 0\n\[[\w-]+:5\] turn 1\n", out)
     why, first, second = err.decode().splitlines()
-    assert f"waited 2 s for process {holder.pid} of rank 3, which has the lock and stands still (stopped)" in why
+    assert f"waited 2 s for process {holder.pid} of rank 3, which holds the lock and is stopped" in why
     assert 2 < float(first) < 8
     assert float(second) < 1.5, "and then it does not wait for a while"
 

@@ -57,7 +57,7 @@ def test_the_rank_that_is_not_in_the_collective_is_named_with_its_line(tmp_path:
         assert shown[0] == "distdiag pyspy-all: FAIL"
         assert (
             next(line for line in shown if line.startswith("rank"))
-            == "rank 2: data loading, not moving, step 3  <- stuck"
+            == "rank 2: data loading, no progress, step 3  <- stuck"
         )
         native = job.look("--samples", "1", "--native", "--timeout", "60")
         assert outliers(native)[0][0] == [2]
@@ -92,7 +92,7 @@ def test_a_rank_that_left_is_named_though_a_child_of_it_lives_on() -> None:
         result = job.look(*SOON)
         assert result.code == 1
         assert [(one["ranks"], one["class"]) for one in result.report["data"]["outliers"]] == [([1], "exited")]
-        assert "it has ended; what it had started lives on" in result.findings["exited"]["title"]
+        assert "it exited, but its children are still running" in result.findings["exited"]["title"]
         assert "ranks 0,2-3 wait in `all_reduce`" in result.report["summary"]
 
 
@@ -147,4 +147,4 @@ def test_ranks_in_backward_wait_there_for_the_one_that_is_not() -> None:
         job.wait_still()
         result = job.look(*SOON)
         assert (result.code, outliers(result)) == (1, [([1], "validate")])
-        assert "rank 0 waits inside `backward` called from `train`" in result.report["summary"]
+        assert "rank 0 waits in `backward` called from `train`" in result.report["summary"]

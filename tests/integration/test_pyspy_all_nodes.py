@@ -49,7 +49,7 @@ def test_a_job_on_three_nodes_over_ssh(tmp_path: Path) -> None:
         # Without the stuck one's node the ranks that wait are no proof against anybody.
         part = distdiag("pyspy-all", "--json", "--hosts", "node1,node2", *SOON, wrap=wrap, env=env)
         assert (part.code, outliers(part)) == (3, [])
-        assert "rank 2 of 3 was not seen on node[1-2]" in part.findings["exited"]["title"]
+        assert "rank 2 of 3 not found on node[1-2]" in part.findings["exited"]["title"]
 
 
 def test_a_slurm_job_from_outside(tmp_path: Path) -> None:

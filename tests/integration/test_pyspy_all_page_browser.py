@@ -136,8 +136,8 @@ def test_the_tree_parts_where_the_ranks_part_and_says_in_words_who_is_stuck(page
     assert whole.startswith("<module> (/home/me/train.py:30) ranks 0-7 (8)")
     assert whole.endswith("STUCK inside: rank 2")
     assert "__next__" in stuck
-    assert stuck.endswith("rank 2 (1) data loading, not moving STUCK")
-    assert others == "train_step (/home/me/train.py:44) ranks 0-1,3-7 (7) communication wait, not moving"
+    assert stuck.endswith("rank 2 (1) data loading, no progress STUCK")
+    assert others == "train_step (/home/me/train.py:44) ranks 0-1,3-7 (7) communication wait, no progress"
     assert page.texts(".inside > ol")[0].splitlines() == [
         "main (/home/me/train.py:20)",
         "layer_1 (/home/me/train.py:101)",
@@ -208,7 +208,7 @@ def test_the_filter_shows_only_branches_that_match(page: Page) -> None:
 def test_wrong_input_is_said_and_filters_nothing(page: Page) -> None:
     page.open(hung_job())
     for text in ("7-0", "3-", "1--2", "1,,2", "0-1-2", "-"):
-        assert "Write ranks, such as 3 or 0-7,12, or part of a host's name. Nothing is filtered." in page.filter(text)
+        assert "Write ranks, such as 3 or 0-7,12, or part of a host name. No filter is applied." in page.filter(text)
         assert (page.wrong(), len(page.ranks())) == ("true", 10)
     page.click("#clear")
     assert (page.text("#message"), page.wrong()) == ("", "false")
@@ -228,7 +228,7 @@ def test_a_click_on_a_rank_shows_its_stacks_and_another_hides_them(page: Page) -
     page.filter("2")
     page.click("button.rank")
     lines = page.lines(".stacks")
-    assert lines[0] == "job train, local rank 2, not moving, 1.5 s of CPU, step 2, innermost frame first"
+    assert lines[0] == "job train, local rank 2, no progress, 1.5 s of CPU, step 2, innermost frame first"
     assert lines[1:3] == ["thread MainThread, os thread 70002, data loading", "read_batch (/home/me/train.py:12)"]
     assert "thread pin_memory, os thread 90002, data loading" in lines
     assert page.all("button.rank")[0].get_attribute("aria-expanded") == "true"
@@ -289,8 +289,8 @@ def test_a_script_or_an_image_that_got_into_the_page_would_do_nothing(page: Page
 
 def test_a_report_without_groups_or_processes_says_so(page: Page) -> None:
     page.open(report([]))
-    assert page.text("#tree") == "No stack was read."
-    assert page.text("#shown") == "No process was found."
+    assert page.text("#tree") == "No stacks were read."
+    assert page.text("#shown") == "No processes found."
     assert page.filter("3") == '0 of 0 processes. No rank or host matches "3".'
 
 

@@ -96,7 +96,7 @@ def test_pids_that_are_asked_for(tmp_path: object) -> None:
         assert "exited" not in one.findings
     gone = distdiag("pyspy-all", "--json", "--pid", str(job.pid(1)))
     assert gone.code == 1
-    assert gone.findings["exited"]["title"].startswith(f"there is no process {job.pid(1)} on ")
+    assert gone.findings["exited"]["title"].startswith(f"process {job.pid(1)} not found on ")
 
 
 def test_where_there_is_no_job_it_says_what_was_looked_for() -> None:
@@ -108,10 +108,10 @@ def test_where_there_is_no_job_it_says_what_was_looked_for() -> None:
     ("arguments", "words"),
     [
         (("--from", "/nowhere"), "there is no such file"),
-        (("--from", "/etc/hostname"), "no facts of pyspy-all in /etc/hostname (hostname holds no dump of py-spy)"),
+        (("--from", "/etc/hostname"), "no facts of pyspy-all in /etc/hostname (hostname contains no py-spy dump)"),
         (("--from", "/etc/hostname", "--hosts", "a"), "leave out"),
         (("--groups", "tp:0-1"), "is not NAME=RANKS/RANKS"),
-        (("--html", "/nowhere/page.html"), "cannot be written"),
+        (("--html", "/nowhere/page.html"), "cannot write this file"),
         (("--pid", "0"), "is not in the range x>=1"),
         (("--samples", "0"), "is not in the range 1<=x<=100"),
     ],
@@ -184,7 +184,7 @@ def test_a_rank_that_a_debugger_holds_is_not_sent_a_signal() -> None:
                 gdb.kill()
     found = blocked.findings["stopped"]
     assert (blocked.code, found["where"]["ranks"], found["fix"]["commands"]) == (1, [2], [])
-    assert f"is stopped by pid {gdb.pid} (gdb), which traces it" in found["title"]
+    assert f"is stopped by its tracer, pid {gdb.pid} (gdb)" in found["title"]
 
 
 def test_a_process_that_proc_does_not_show_is_alive_and_not_gone() -> None:
@@ -221,4 +221,4 @@ def test_a_launcher_that_waits_for_another_node_has_started_no_rank() -> None:
         assert (result.code, result.report["verdict"]) == (3, "unknown"), result.out + result.err
         title = result.findings["no-job"]["title"]
         assert title.startswith("torchrun (pid "), title
-        assert "has started no rank" in title
+        assert "has not started any rank" in title

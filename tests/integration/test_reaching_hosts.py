@@ -85,24 +85,26 @@ CASES = {
     "closed": Case(lambda node: None, "refused", "connect", "nothing listens on port 22", "start sshd"),
     "prohibited": Case(lambda node: node.reject(22, how="admin-prohibited"), "no-route", "connect", "no route to host"),
     "unplugged": Case(lambda node: node.unplug(), "no-route", "connect", "no route to host", "route"),
-    "http": Case(web_server, "not-ssh", "banner", 'port 22 answers, and not with ssh: "<!DOCTYPE', "ssh://host:port"),
-    "smtp": Case(lambda node: talker(node, "220 mail\r\n"), "not-ssh", "banner", 'not with ssh: "220 mail"'),
-    "halfline": Case(lambda node: talker(node, "who?"), "not-ssh", "banner", 'not with ssh: "who?"'),
-    "silent": Case(lambda node: talker(node, ""), "timeout", "banner", "says nothing for 4 s", "--host-timeout"),
+    "http": Case(web_server, "not-ssh", "banner", 'port 22 is not ssh, it answers "<!DOCTYPE', "ssh://host:port"),
+    "smtp": Case(lambda node: talker(node, "220 mail\r\n"), "not-ssh", "banner", 'is not ssh, it answers "220 mail"'),
+    "halfline": Case(lambda node: talker(node, "who?"), "not-ssh", "banner", 'is not ssh, it answers "who?"'),
+    "silent": Case(lambda node: talker(node, ""), "timeout", "banner", "sends nothing for 4 s", "--host-timeout"),
     "greets": Case(lambda node: talker(node, "SSH-2.0-x\r\n"), "timeout", "handshake", "within 4 s"),
-    "mute": Case(mute, "timeout", "session", "does not run a command: no answer within 4 s"),
+    "mute": Case(mute, "timeout", "session", "does not run the command: no answer within 4 s"),
     "auth": Case(
         lambda node: Sshd(node, options=["AuthorizedKeysFile none"]), "auth", "login", "user root with /", "by hand"
     ),
     "csh": Case(with_shell("tcsh"), "ok", "facts"),
     "fish": Case(with_shell("fish"), "ok", "facts"),
     "bash": Case(with_shell("bash"), "ok", "facts"),
-    "garbage": Case(hostile(Hostile.GARBAGE), "protocol-error", "start", "before the node side said anything"),
+    "garbage": Case(hostile(Hostile.GARBAGE), "protocol-error", "start", "before the handshake"),
     "garbage-first": Case(hostile(Hostile.GARBAGE_FIRST), "ok", "facts"),
-    "no-program": Case(hostile(Hostile.NOT_FOUND), "failed", "start", 'missing there: "python3: command not found"'),
-    "hanging": Case(hostile(Hostile.HANGING), "timeout", "start", "no Python was started there within 4 s", "wait"),
-    "killed": Case(hostile(Hostile.KILLED), "killed", "start", "ended by a signal", "who ends processes"),
-    "nologin": Case(closed_account, "failed", "start", 'status 1 before the node side said anything: "This account'),
+    "no-program": Case(
+        hostile(Hostile.NOT_FOUND), "failed", "start", 'command not found: "python3: command not found"'
+    ),
+    "hanging": Case(hostile(Hostile.HANGING), "timeout", "start", "no Python started within 4 s", "wait"),
+    "killed": Case(hostile(Hostile.KILLED), "killed", "start", "killed by a signal", "what kills processes"),
+    "nologin": Case(closed_account, "failed", "start", 'status 1 before the handshake: "This account'),
     "forced": Case(
         lambda node: Sshd(node, options=["ForceCommand echo backup only"]),
         "protocol-error",
@@ -168,7 +170,7 @@ def test_no_host_costs_more_than_its_own_stages(troubled: tuple[Reached, float])
 def test_the_same_trouble_of_several_hosts_is_one_finding(troubled: tuple[Reached, float]) -> None:
     finding = troubled[0].finding("unplugged")
     assert finding["where"]["hosts"] == ["prohibited", "unplugged"]
-    assert finding["title"] == "2 hosts, prohibited,unplugged: each cannot be reached: no route to host"
+    assert finding["title"] == "2 hosts, prohibited,unplugged: each is unreachable: no route to host"
     assert finding["evidence"] == [
         "prohibited: 10.77.0.4 port 22: no route to host",
         "unplugged: 10.77.0.5 port 22: no route to host",
@@ -210,7 +212,7 @@ def test_a_python_that_is_not_there_is_one_finding_for_all(pair: Network) -> Non
     reached = reach(pair.client, "node[1-2]", python="/nowhere/python")
     assert reached.count() == {"no-python": 2}
     finding = reached.finding("node1")
-    assert finding["title"] == "2 hosts, node[1-2]: each has no usable Python: there is no /nowhere/python"
+    assert finding["title"] == "2 hosts, node[1-2]: each has no usable Python: no /nowhere/python"
     assert "--python" in finding["fix"]["text"]
 
 

@@ -64,26 +64,26 @@ def test_two_nodes_without_a_fault_are_fine(network: Network, nodes: list[Node])
 @pytest.mark.parametrize(
     ("breaks", "id_", "words"),
     [
-        (lambda one, two: one.reject(29500), "port-refused", "node2 is refused by node1 (10.77.0.1) at port 29500"),
+        (lambda one, two: one.reject(29500), "port-refused", "node2 is refused by node1 (10.77.0.1) on port 29500"),
         (
             lambda one, two: one.reject(29500, how="admin-prohibited"),
             "port-rejected",
-            "node2 is turned away on the way to node1 (10.77.0.1) at port 29500",
+            "node2 is rejected when connecting to node1 (10.77.0.1) on port 29500",
         ),
         (
             lambda one, two: one.drop_ephemeral(29500),
             "rank-ports-filtered",
-            "node2 gets no answer from node1 (10.77.0.1) at ephemeral ports, which ranks use",
+            "node2 gets no answer from node1 (10.77.0.1) on ephemeral ports (used between ranks)",
         ),
         (
             lambda one, two: two.drop_ephemeral(29500),
             "rank-ports-filtered",
-            "node1 gets no answer from node2 (10.77.0.2) at ephemeral ports, which ranks use",
+            "node1 gets no answer from node2 (10.77.0.2) on ephemeral ports (used between ranks)",
         ),
         (
             lambda one, two: one.mtu_black_hole(1000, direction="in"),
             "mtu-black-hole",
-            "large packets from node2 to node1 vanish",
+            "large packets from node2 to node1 are dropped",
         ),
         (
             lambda one, two: one.mtu_black_hole(1000, direction="out"),
@@ -116,9 +116,9 @@ def assert_closed(network: Network, id_: str, words: str) -> dict[str, Any]:
 
 def test_only_the_port_is_blamed_when_others_are_open(network: Network, nodes: list[Node]) -> None:
     nodes[0].drop(29500)
-    words = "node2 gets no answer from node1 (10.77.0.1) at port 29500"
+    words = "node2 gets no answer from node1 (10.77.0.1) on port 29500"
     found = assert_closed(network, "port-filtered", words)
-    assert "so it is this port" in found["detail"]
+    assert "only this port is blocked" in found["detail"]
     assert found["fix"]["commands"][-1].endswith("--master-port 0")
 
 
@@ -139,7 +139,7 @@ def test_a_stranger_on_the_given_address_is_quoted(network: Network, nodes: list
 @pytest.mark.parametrize(
     ("names", "address", "id_", "words"),
     [
-        ({"node2": "127.0.0.1 head\n"}, "head", "address-loopback", "on node2 the name head leads to node2 itself"),
+        ({"node2": "127.0.0.1 head\n"}, "head", "address-loopback", "on node2, head resolves to node2 itself"),
         ({"node2": "127.0.0.1 localhost\n"}, "head", "address-unresolved", "node2 cannot resolve head"),
     ],
 )
@@ -209,7 +209,7 @@ def test_a_node_whose_network_dies_during_the_test_is_named_and_cleans_up_by_its
         assert time.monotonic() - began < 15
         assert result.code == 1
         assert list(result.findings) == ["node-lost"]
-        assert "lost contact with node2 during the test: nothing heard from it" in result.findings["node-lost"]["title"]
+        assert "lost contact with node2 during the test: no message for" in result.findings["node-lost"]["title"]
         # sshd itself cannot know yet that nobody is there any more.
         left = [command for command in own.nodes[1].processes().values() if not command.startswith("sshd:")]
         assert left == []

@@ -106,7 +106,7 @@ def test_facts_of_another_command_are_named(tmp_path: Path) -> None:
     distdiag("core-bt", "--setup", "--save", str(tmp_path))
     done = distdiag("cuda-env", "--from", str(tmp_path))
     assert done.code == 2
-    assert "hint: they are of another command: distdiag core-bt --from" in done.err
+    assert "hint: they are from another command: distdiag core-bt --from" in done.err
 
 
 def test_of_two_folders_the_hosts_are_put_together(tmp_path: Path) -> None:
@@ -130,11 +130,11 @@ def test_a_host_of_an_earlier_run_in_the_same_folder_is_left_out(tmp_path: Path)
     done = distdiag("core-bt", "--from", str(tmp_path), "--json")
     old = [one for one in done.report["findings"] if "gone" in json.dumps(one)]
     assert [one["level"] for one in old] == ["unknown"]
-    assert "is of an earlier run" in old[0]["title"]
+    assert "is from an earlier run" in old[0]["title"]
 
 
 @pytest.mark.parametrize("command", [("pyspy-all",), ("trace", "fds"), ("gpu-test",)])
 def test_what_contradicts_saved_facts_is_refused(command: tuple[str, ...], tmp_path: Path) -> None:
     for more in (("--save", "x"), ("--hosts", "a")):
         done = distdiag(*command, "--from", str(tmp_path), *more)
-        assert (done.code, "--from judges saved facts" in done.err) == (2, True)
+        assert (done.code, "--from cannot be combined with --save" in done.err) == (2, True)

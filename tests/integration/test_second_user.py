@@ -88,8 +88,8 @@ def forged(folder: Path, made_in: Path, rank: int) -> str:
 @pytest.mark.parametrize(
     ("script", "says"),
     [
-        ('mkdir -m 777 "$1"', "it belongs to another user (uid 65534)"),
-        ('mkdir -m 777 "$1-his" && ln -s "$1-his" "$1"', "it is a symbolic link"),
+        ('mkdir -m 777 "$1"', "owned by another user (uid 65534)"),
+        ('mkdir -m 777 "$1-his" && ln -s "$1-his" "$1"', "a symbolic link"),
     ],
 )
 def test_lines_of_a_job_do_not_go_into_a_folder_of_another_user(shared: Path, script: str, says: str) -> None:
@@ -117,8 +117,8 @@ def test_a_folder_of_another_user_is_not_taken_for_the_job(shared: Path, tmp_pat
     result = distdiag("trace", "show", "--json", env={"TMPDIR": str(shared)})
     assert result.report["data"]["rings"] == []
     assert result.code == 3
-    assert result.findings["nothing-kept"]["title"].endswith(f"in {shared}/distdiag-lines-0")
-    assert result.findings["not-yours"]["title"].endswith("not read: it belongs to another user (uid 65534)")
+    assert result.findings["no-recording"]["title"].endswith(f"in {shared}/distdiag-lines-0")
+    assert result.findings["other-user"]["title"].endswith("not read: owned by another user (uid 65534)")
 
 
 def test_a_file_of_another_user_among_the_job_s_own_is_named_and_not_read(shared: Path, tmp_path: Path) -> None:
@@ -127,8 +127,8 @@ def test_a_file_of_another_user_among_the_job_s_own_is_named_and_not_read(shared
     other('ln -s "$1" "$2"; mkfifo "$3"', path, shared / "linked.lines", shared / "pipe.lines")
     result = distdiag("trace", "show", "--json", str(shared))
     assert {ring["rank"] for ring in result.report["data"]["rings"]} == {0}
-    finding = result.findings["not-yours"]
-    assert finding["title"] == f"{path} not read: it belongs to another user (uid 65534)"
+    finding = result.findings["other-user"]
+    assert finding["title"] == f"{path} not read: owned by another user (uid 65534)"
     assert finding["level"] == "warn"
     unread = {os.path.basename(name): why for _, name, why in result.report["data"]["unread"]}
     assert set(unread) == {"forged.lines", "linked.lines", "pipe.lines"}
@@ -223,9 +223,9 @@ def test_a_link_under_the_name_of_a_draft_is_not_followed(shared: Path, tmp_path
 @pytest.mark.parametrize(
     ("script", "says"),
     [
-        ('ln -s "$1" "$2"', "DIR/report is a link of another user (uid 65534)"),
-        ('ln -s "$1.d" "$2"', "DIR/report is a link of another user (uid 65534)"),
-        ('mkfifo "$2"', "it belongs to another user (uid 65534)"),
+        ('ln -s "$1" "$2"', "DIR/report is a symbolic link owned by another user (uid 65534)"),
+        ('ln -s "$1.d" "$2"', "DIR/report is a symbolic link owned by another user (uid 65534)"),
+        ('mkfifo "$2"', "owned by another user (uid 65534)"),
     ],
     ids=["link to a file", "link to nothing", "pipe"],
 )

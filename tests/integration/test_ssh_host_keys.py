@@ -148,6 +148,6 @@ def test_the_key_of_a_bastion_is_checked_too_and_its_line_is_shown(net: Network)
     give_user_keys(net.client, {"node2": "node2"}, config=config)
     finding = reach(net.client, "node2").finding("node2")
     assert finding["id"] == "hosts.host-key-unknown"
-    assert "its way leads through node1" in finding["title"]
+    assert "bastion node1" in finding["title"]
     net.client.run("sh", "-c", *finding["fix"]["commands"])
     assert reach(net.client, "node2").states == {"node2": "ok"}

@@ -47,7 +47,7 @@ def test_a_bastion_in_trouble_is_one_finding_for_all_behind_it(net: Network) -> 
     finding = reach(net.client, "node[2-3]").finding("node3")
     assert finding["id"] == "hosts.refused"
     assert finding["where"]["hosts"] == ["node2", "node3"]
-    assert "its way leads through node1:2222, where node1 port 2222: connection refused" in finding["title"]
+    assert "bastion node1:2222: node1 port 2222: connection refused" in finding["title"]
 
 
 @pytest.mark.alone

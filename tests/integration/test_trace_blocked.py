@@ -138,7 +138,7 @@ def test_a_stopped_rank_is_told_with_the_command_that_lets_it_go_on(
 
 
 def test_a_fifo_that_nobody_writes(jobs: dict[str, Job], seen: dict[str, Seen]) -> None:
-    assert f"reads {jobs['fifo'].folder}/fifo, which nobody else has open for writing" in seen["fifo"].title
+    assert f"reads {jobs['fifo'].folder}/fifo, which no other process has open for writing" in seen["fifo"].title
 
 
 def test_the_holder_of_a_lock(jobs: dict[str, Job], seen: dict[str, Seen]) -> None:
@@ -158,7 +158,7 @@ def test_the_only_rank_that_is_not_inside_gloo_is_stuck(jobs: dict[str, Job], se
     job, one = jobs["gloo"], seen["gloo"]
     assert [(found["id"], found["level"]) for found in one.findings] == [("trace.stuck-rank", "fail")]
     assert one.title.startswith(f"rank 2 ({HOST}, pid {job.pid(2)}) sleeps (clock_nanosleep, ")
-    assert "; ranks 0-1 wait for other threads of their own (futex, " in one.title
+    assert "; ranks 0-1 wait for their own threads (futex, " in one.title
     os.kill(job.pid(1), signal.SIGSTOP)
     wait_for_state(job.pid(1), "T")
     result = look(job)
@@ -232,7 +232,7 @@ def test_rank_0_that_started_the_others_has_not_ended() -> None:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.pid in [one["pid"] for one in blocked.report["data"]["threads"]]
     found = result.findings["exited"]
-    assert (found["level"], "gone, or on other hosts" in found["title"]) == ("unknown", True), result.out
+    assert (found["level"], "exited, or on other hosts" in found["title"]) == ("unknown", True), result.out
 
 
 def test_a_rank_that_goes_on_is_not_blamed() -> None:
@@ -264,7 +264,7 @@ def test_the_other_end_is_on_another_node(tmp_path: Path) -> None:
         # Of one node alone it is not known who has the other end, nor whether that rank lives.
         part = distdiag("trace", "blocked", "--json", "--hosts", "node1", wrap=wrap, env=env)
         assert "waits-for" not in part.findings
-        assert "whose other end was not seen" in part.report["data"]["threads"][0]["on"]
+        assert "peer not found" in part.report["data"]["threads"][0]["on"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can drop a right that others lack from the start")
@@ -273,11 +273,11 @@ def test_processes_of_others_are_told_with_what_gives_the_right() -> None:
     with subprocess.Popen(["setpriv", "--reuid", "65534", "--clear-groups", "sleep", "600"]) as other:
         try:
             wait_until(lambda: main(other.pid)[0] == "clock_nanosleep", 10, lambda: f"{blocked(other.pid)}")
-            for command in (("blocked", "--pid"), ("fds",)):
+            for command in (("blocked", "--pid"), ("fds",), ("fds", "--pid")):
                 arguments = ("trace", *command, str(other.pid), "--json")
                 result = distdiag(*arguments, wrap=("setpriv", "--bounding-set", "-sys_ptrace"))
                 assert (result.code, result.err) == (3, "")
-                assert "may not be read" in result.findings["unreadable"]["title"]
+                assert "cannot be read: permission denied" in result.findings["unreadable"]["title"]
                 assert "SYS_PTRACE" in result.findings["unreadable"]["fix"]["text"]
         finally:
             other.kill()
@@ -287,11 +287,11 @@ def test_a_process_that_is_not_there() -> None:
     gone = str(2**22 - 1)
     blocked = distdiag("trace", "blocked", "--pid", gone, "--json")
     assert (blocked.code, blocked.report["command"], blocked.report["verdict"]) == (3, "trace blocked", "unknown")
-    assert blocked.findings["no-job"]["title"].startswith(f"there is no process {gone} on ")
+    assert blocked.findings["no-job"]["title"].startswith(f"process {gone} not found on ")
     assert "--hosts" in blocked.findings["no-job"]["fix"]["text"]
     fds = distdiag("trace", "fds", gone, "--json")
     assert (fds.code, fds.report["command"]) == (3, "trace fds")
-    assert fds.report["error"]["message"].startswith(f"there is no process {gone} on ")
+    assert fds.report["error"]["message"].startswith(f"process {gone} not found on ")
     assert "--hosts" in fds.report["error"]["hint"]
 
 
@@ -299,7 +299,7 @@ def test_a_job_that_is_not_there_has_a_report_as_pyspy_all_gives_it() -> None:
     for command in (("trace", "blocked"), ("pyspy-all",)):
         result = distdiag(*command, "--job", "10.9.8.7:1", "--json")
         assert (result.code, result.report["verdict"]) == (3, "unknown")
-        assert "no rank of job 10.9.8.7:1 was found" in result.findings["no-job"]["title"]
+        assert "no rank of job 10.9.8.7:1 found" in result.findings["no-job"]["title"]
 
 
 @pytest.mark.parametrize(
@@ -307,8 +307,8 @@ def test_a_job_that_is_not_there_has_a_report_as_pyspy_all_gives_it() -> None:
     [
         (("blocked", "--rank", "x"), "is not a rank"),
         (("blocked", "--pid", "0"), "is not in the range x>=1"),
-        (("blocked", "--pid", "1", "--rank", "0"), "give one of them"),
-        (("fds",), "say of which process"),
+        (("blocked", "--pid", "1", "--rank", "0"), "pass one of them"),
+        (("fds",), "no process selected"),
         (("bogus",), "bogus"),
     ],
 )

@@ -136,14 +136,14 @@ def test_threads_of_every_kind_have_rings_of_their_own(tmp_path: Path, python: s
     (ring,) = kept(tmp_path)
     names = [thread.name for thread in ring.threads]
     assert names[0] == "MainThread"
-    assert set(names[1:]) == {"a thread that threading did not start", *(f"counts {number}" for number in range(6))}
+    assert set(names[1:]) == {"a thread not started by threading", *(f"counts {number}" for number in range(6))}
     for thread in ring.threads[1:]:
         assert thread.ended_s is not None
         assert {record.code.function for record in thread.records} <= {"count", "threads.<locals>.raw", "raw"}
 
 
 def test_a_ring_is_used_again_when_there_are_more_threads_than_room(tmp_path: Path, python: str) -> None:
-    run(tmp_path, python, LINES, "threads", options=("--threads", "2"))
+    run(tmp_path, python, LINES, "threads", options=("--max-threads", "2"))
     (ring,) = kept(tmp_path)
     assert [thread.name for thread in ring.threads] == ["MainThread", "counts 5"]
     assert ring.untold_threads == 0
@@ -155,7 +155,7 @@ def test_an_alarm_ends_what_it_is_to_end(tmp_path: Path, python: str) -> None:
         pytest.skip("3.13.0 itself lets a signal handler's exception out of a `try` around a loop, traced or not")
     done = run(tmp_path, python, LINES, "is_alarmed")
     missed = int(done.stdout.split()[-1])
-    assert b"no more lines" not in done.stderr
+    assert b"recording of process" not in done.stderr
     assert b"Exception ignored" not in done.stderr
     assert missed == 0
 
@@ -191,7 +191,7 @@ def test_a_worker_of_a_forkserver_is_its_ranks(tmp_path: Path) -> None:
     assert (worker["count"], worker["full"], worker["thread"]) == (9, False, f"pid {worker['pid']} MainThread")
     assert worker["kept"] >= 17
     text = distdiag("trace", "show", "--count", "total", str(tmp_path)).out
-    assert f"{worker['pid']} (started by it)" in text
+    assert f"{worker['pid']} (its child)" in text
 
 
 def test_a_module_of_the_standard_library_is_included_by_its_name_and_an_unknown_one_told(tmp_path: Path) -> None:
@@ -202,12 +202,12 @@ def test_a_module_of_the_standard_library_is_included_by_its_name_and_an_unknown
     files = {one.code.file for one in ring.threads[0].records if one.code.kind == "stdlib"}
     assert {os.path.basename(os.path.dirname(file)) for file in files} == {"json"}
     assert (done.returncode, done.stderr.count(b"traces nothing")) == (0, 3)
-    assert b"--include jsno traces nothing: there is no package of that name here; did you mean --include json?" in (
+    assert b"--include jsno traces nothing: no package of that name is installed; did you mean --include json?" in (
         done.stderr
     )
     assert b"--include pytest.nothing traces nothing: there is no nothing in pytest" in done.stderr
     text = distdiag("trace", "show", "--count", "dumps", str(tmp_path)).out
-    assert "more than the last 20 lines, which are kept: the others are not counted" in " ".join(text.split())
+    assert "more than the last 20 lines, which were recorded: earlier lines are not counted" in " ".join(text.split())
 
 
 def test_a_program_that_is_started_is_traced_too(tmp_path: Path, python: str) -> None:
@@ -276,7 +276,7 @@ def test_a_full_disk_is_told_and_the_job_runs(tmp_path: Path) -> None:
         f"echo status $?; ls {tmp_path}/x | wc -l"
     )
     done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True, check=False, timeout=60)
-    assert b"lines are not kept in" in done.stderr
+    assert b"cannot record lines in" in done.stderr
     assert b"No space left on device" in done.stderr
     assert b"argv []" in done.stdout.replace(b"['prints']", b"[]")
     assert done.stdout.endswith(b"status 3\n0\n")
@@ -286,7 +286,7 @@ def test_a_folder_that_cannot_be_made_is_told_and_the_job_runs(tmp_path: Path) -
     (tmp_path / "file").touch()
     done = run(tmp_path / "file" / "below", LINES, "prints")
     assert done.returncode == 3
-    assert b"lines are not kept" in done.stderr
+    assert b"cannot record lines" in done.stderr
 
 
 def test_a_debugger_or_coverage_goes_first(tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_a_debugger_or_coverage_goes_first(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     if sys.version_info < (3, 12):
         assert done.stdout == "None\n"
-        assert "another tracer is at work" in done.stderr
+        assert "another tracer is active" in done.stderr
 
 
 def test_the_context_manager_sees_the_function_it_stands_in(tmp_path: Path, python: str) -> None:
@@ -378,7 +378,7 @@ def test_an_exception_that_nobody_caught_is_told_with_its_line(tmp_path: Path) -
     result = show(str(tmp_path))
     assert result.code == 1
     title = result.findings["last-line"]["title"]
-    assert "ended by ValueError: bad batch" in title
+    assert "raised ValueError: bad batch" in title
     assert f"`fails` lines.py:{marked('RAISED')}" in title
 
 
@@ -404,7 +404,7 @@ def test_what_people_read(tmp_path: Path) -> None:
     assert nothing.code == 3
     assert "trace py" in nothing.out
     wrong = distdiag("trace", "show", "--grep", "(", str(tmp_path))
-    assert (wrong.code, "no regular expression" in wrong.err) == (2, True)
+    assert (wrong.code, "not a regular expression" in wrong.err) == (2, True)
     missing = distdiag("trace", "py", "--", "no_such_script.sh")
     assert (missing.code, "no_such_script.sh" in missing.err) == (2, True)
 

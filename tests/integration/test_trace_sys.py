@@ -162,7 +162,7 @@ def test_who_is_traced_already_is_left_alone(counting: Job, tmp_path: Path) -> N
         result = trace(counting, "--for", "1s")
         assert result.code == 3
         finding = result.findings["not-attached"]
-        assert f"another program traces it already: pid {other.pid} (strace" in finding["title"]
+        assert f"another program is already tracing it: pid {other.pid} (strace" in finding["title"]
         assert finding["fix"]["commands"][-1].endswith(f"trace blocked --pid {counting.pid(0)}")
         assert procs.tracer(counting.pid(0)) == other.pid
     finally:
@@ -181,7 +181,7 @@ def test_a_missing_strace_is_said_with_what_works_without(counting: Job, tmp_pat
     # AND a job is not started without being traced.
     done = distdiag("trace", "sys", "--", sys.executable, "-c", "print('ran')", env=path)
     assert (done.code, done.out) == (3, "")
-    assert "strace is not installed, and the job was not started" in done.err
+    assert "strace is not installed; the job was not started" in done.err
     assert "trace blocked" in done.err
 
 
@@ -201,7 +201,7 @@ def test_without_the_right_to_trace_it_is_said_what_gives_it() -> None:
         theirs.wait(10)
     assert result.code == 3, result.err
     finding = result.findings["not-attached"]
-    assert "it may not be traced (" in finding["title"]
+    assert "permission denied (" in finding["title"]
     assert "Operation not permitted" in finding["title"]
     assert "--cap-add SYS_PTRACE" in finding["fix"]["text"]
     assert finding["fix"]["commands"][-1].endswith(f"trace blocked --pid {theirs.pid}")
@@ -388,18 +388,18 @@ os.write(writes, b"{SECRET} " * 20)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--payload", "9", "-p", "1"), "--payload is for the logs of --logs"),
-        (("--payload", "9", "--", "true"), "--payload is for the logs of --logs"),
-        ((), "say what to trace"),
+        (("--payload", "9", "-p", "1"), "--payload requires --logs"),
+        (("--payload", "9", "--", "true"), "--payload requires --logs"),
+        ((), "no process selected"),
         (("--for", "5x", "-p", "1"), "'5x' is not a time"),
         (("--for", "2h", "-p", "1"), "'2h' is not a time"),
         (("--for", "20m", "-p", "1"), "at most 10m"),
-        (("--only", "net", "-p", "1"), "'net' is no kind of system call"),
-        (("--json", "--", "true"), "stdout is the job's own"),
-        (("--rank", "1", "--", "true"), "for one that runs"),
-        (("--report", "x", "-p", "1"), "--report is for -- COMMAND"),
-        (("--from", "/nonexistent"), "there is no such file"),
-        (("--from", "/tmp", "-p", "1"), "--from judges logs"),
+        (("--only", "net", "-p", "1"), "'net' is not a class of system calls"),
+        (("--json", "--", "true"), "stdout belongs to the job"),
+        (("--rank", "1", "--", "true"), "select running processes"),
+        (("--report", "x", "-p", "1"), "--report requires -- COMMAND"),
+        (("--from", "/nonexistent"), "no such file"),
+        (("--from", "/tmp", "-p", "1"), "--from analyzes existing logs"),
         (("--", "no-such-program"), "no script or program 'no-such-program'"),
     ],
 )

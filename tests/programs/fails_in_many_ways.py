@@ -1,5 +1,6 @@
 """Trains for six steps and fails in one way: fails_in_many_ways.py KIND; tests/recorded/logs is what came of it."""
 
+import logging
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ def _variable(*names: str) -> int:
 rank = _variable("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 world = _variable("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
-kind, guilty = sys.argv[1], int(os.environ.get("GUILTY", "2"))
+kind, guilty = sys.argv[-1], int(os.environ.get("GUILTY", "2"))
 me = rank == guilty
 if kind == "import" and me:
     import flash_attn_that_is_not_here  # type: ignore[import-not-found]  # noqa: F401
@@ -36,6 +37,11 @@ class Killed(torch.utils.data.Dataset[int]):
 
 def train_step(step: int) -> None:
     x = torch.ones(4096)
+    if step == 1 and kind.startswith("handled") and rank == (guilty if kind == "handled-own" else 0):
+        try:
+            open("/data/cache/tokens.bin").close()
+        except OSError:
+            logging.exception("no cache, reading the source")
     if step == 3:
         fault(x)
     dist.all_reduce(x)
@@ -51,21 +57,21 @@ def fault(x: torch.Tensor) -> None:  # noqa: C901
         raise {True: KeyError, False: IndexError}[me](f"sample {rank}")
     if not me:
         return
-    if kind == "raise":
+    if kind in ("raise", "handled", "handled-own"):
         raise ValueError("label 1000 is out of range for 1000 classes")
-    if kind == "kill":
+    if kind in ("kill", "handled-kill"):
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "segv":
         os.kill(os.getpid(), signal.SIGSEGV)
     if kind == "abort":
         os.abort()
-    if kind == "exit1":
+    if kind in ("exit1", "handled-exit"):
         sys.exit(1)
     if kind == "exit3":
         os._exit(3)
     if kind == "exit0":
         os._exit(0)
-    if kind == "hang":
+    if kind in ("hang", "handled-hang"):
         time.sleep(3600)
     if kind == "late":
         time.sleep(6)
@@ -79,9 +85,13 @@ def fault(x: torch.Tensor) -> None:  # noqa: C901
         open("/data/imagenet/train.idx").close()
     if kind == "full":
         os.write(os.open("/dev/full", os.O_WRONLY), b"x" * 4096)
+    if kind == "save":
+        torch.save({"model": torch.ones(1 << 20)}, os.environ["FULL_DISK"] + "/step3.pt")
     if kind == "oom":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 2 has 1.10 GiB free.")
     if kind == "memory":
+        with open(os.environ["MEMORY_CGROUP"] + "/cgroup.procs", "w") as group:
+            group.write(str(os.getpid()))
         keep = []
         while True:
             keep.append(bytearray(64 << 20))

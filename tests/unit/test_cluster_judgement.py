@@ -75,8 +75,8 @@ def test_one_node_that_is_cut_off_is_told_from_a_port_that_is_closed_to_all() ->
     (alone,) = judged(meeting(to_head("n2", "filtered"), to_head("n2", "filtered", "ranks"), to_head("n3", "ok")))
     assert "n3 reaches it" in alone.detail
     (closed,) = judged(meeting(to_head("n2", "filtered"), to_head("n2", "ok", "ranks"), to_head("n3", "filtered")))
-    assert closed.title.startswith("n1 drops what comes in at port 29500, the rendezvous port")
-    assert "so it is this port" in closed.detail
+    assert closed.title.startswith("n1 drops inbound packets on port 29500 (rendezvous)")
+    assert "only this port is blocked" in closed.detail
     assert closed.fix is not None
     assert closed.fix.commands[0] == "sudo ufw allow proto tcp from 10.0.0.0/24 to any port 29500"
 
@@ -98,7 +98,7 @@ def test_a_name_that_leads_home_is_not_called_a_refusal() -> None:
 def test_names_that_torchrun_trips_over_are_warnings() -> None:
     (own,) = judged(meeting(to_head("n2", "ok"), own="127.0.1.1"))
     assert (own.id, own.level) == ("gpu-test.name-loopback", Level.WARN)
-    assert own.title.startswith("n[1-3] resolves its own name")
+    assert own.title.startswith("n[1-3]: own host name")
     unknown = meeting(to_head("n2", "ok"))
     unknown.lookups = [LookUp(node="n2", name="n1", addresses=(), error="no")]
     (elsewhere,) = judged(unknown)
@@ -122,7 +122,7 @@ def test_the_same_trouble_of_many_hosts_is_one_finding() -> None:
     rows = [HostResult(host=name, state=HostState.FILTERED, stage="connect", message="", seconds=5.0) for name in names]
     (found,) = host_findings({name: refusal(name) for name in names}, rows)
     assert found.id == "hosts.filtered"
-    assert found.title.startswith("100 hosts, n[1-100]: each does not answer at all")
+    assert found.title.startswith("100 hosts, n[1-100]: each does not respond")
     assert (found.level, len(found.where.hosts)) == (Level.UNKNOWN, 100)
 
 
@@ -163,6 +163,6 @@ def test_an_mpirun_in_every_task_of_srun(ancestors: list[str], tasks: str, neste
 
 
 def test_this_machine_alone_has_no_row_and_its_failure_is_a_finding_all_the_same() -> None:
-    lost = HostError(state=HostState.LOST, stage="run", message="distdiag's node side ended with status 1")
+    lost = HostError(state=HostState.LOST, stage="run", message="the agent ended with status 1")
     (found,) = host_findings({"this node": lost}, ())
     assert (found.id, found.level) == ("hosts.lost", Level.UNKNOWN)

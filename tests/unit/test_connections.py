@@ -148,7 +148,7 @@ def test_what_a_nodes_own_kernel_refuses_is_its_own_and_no_firewall(verdict: str
     assert (found.id, found.where.hosts) == (f"gpu-test.port-{verdict}", ("node3",))
     assert found.witnesses.hosts == ("node1",)
     assert found.fix is not None
-    assert not any("nft" in command or "let TCP" in found.fix.text for command in found.fix.commands)
+    assert not any("nft" in command or "allow TCP" in found.fix.text for command in found.fix.commands)
 
 
 def test_a_real_connection_that_nobody_answers_is_found() -> None:

@@ -127,7 +127,7 @@ def test_a_folder_without_end_is_not_searched_to_its_end(tmp_path: Path) -> None
     began = time.monotonic()
     found = stored_cores.find(str(tmp_path))
     assert [Path(core.path).name for core in found.cores] == ["aaa"]
-    assert "not searched to its end: looked at 20000 files" in found.skipped[0].why
+    assert "not searched completely: 20000 files read" in found.skipped[0].why
     assert time.monotonic() - began < 12
 
 
@@ -348,9 +348,9 @@ def test_the_same_on_many_nodes_is_said_once_and_commands_fit_who_may() -> None:
     limit, overwrites = found["core-bt.setup-limit"], found["core-bt.setup-overwrites"]
     assert (limit.where.hosts, limit.where.ranks, limit.where.pids) == (("n1", "n2"), (0, 1, 2, 3), ())
     assert "srun --propagate=CORE python train.py" in _commands(limit)
-    assert "only root may raise it" in (limit.fix.text if limit.fix else "")
+    assert "only root can raise it" in (limit.fix.text if limit.fix else "")
     assert overwrites.where.hosts == ("n1", "n2")
-    assert "share a folder" in overwrites.detail
+    assert "share a directory" in overwrites.detail
     assert _commands(overwrites) == ("echo 1 | sudo tee /proc/sys/kernel/core_uses_pid",)
     assert found["core-bt.setup-space"].level is Level.WARN
     assert not any("prlimit --pid 7" in command for command in _commands(limit))

@@ -275,11 +275,11 @@ def test_c_code_with_debug_information_has_its_lines_and_inlined_calls(core_of: 
     result = distdiag("core-bt", "--json", "--no-gdb", str(core))
     (found,) = result.report["data"]["cores"]
     assert lines_in_library(found) == expected
-    # The C frames alone have them as well.
+    # The C frames only have them as well.
     result = distdiag("core-bt", "--json", "--no-gdb", "--exe", "/nowhere/python", str(core))
     (found,) = result.report["data"]["cores"]
     assert lines_in_library(found) == expected
-    assert found["tools"][-1].startswith("distdiag: C frames alone")
+    assert found["tools"][-1].startswith("distdiag: C frames only")
     assert "without source lines" not in found["tools"][-1]
 
 
@@ -338,7 +338,7 @@ def test_a_program_that_dies_after_python_has_gone_has_c_frames(core_of: Callabl
     found = by_pystack(str(core_of("dies_at_its_end")))
     (thread,) = found.threads
     assert thread.frames[[one.function for one in thread.frames].index(ABORT) + 1].module.endswith("libcheck.so")
-    assert "no Python frames were found" in found.error
+    assert "no Python frames found" in found.error
     assert stacks.reaches_start(thread.frames)
 
 
@@ -525,7 +525,7 @@ def test_a_core_that_was_cut_off_names_the_thread_that_crashed_and_where(core_of
     first, *_ = read_core(cut)
     assert (first.crashed, first.tools) == (True, ("pystack", "gdb"))
     assert (first.thread.frames[0].function, Path(first.thread.frames[0].module).name[:4]) == ("??", "libc")
-    assert by_pystack(str(cut)).error == "no Python frames were found"
+    assert by_pystack(str(cut)).error == "no Python frames found"
     assert "past end of file" in gdb.of_core(str(cut), PROGRAM, timeout_s=30).error
 
 
@@ -559,7 +559,7 @@ def test_without_gdb_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 @pytest.mark.parametrize(
     ("core", "executable", "by_us", "by_gdb"),
     [
-        ("/etc/passwd", PROGRAM, "not a core: it does not begin as an ELF file does", "is not a core dump"),
+        ("/etc/passwd", PROGRAM, "not a core: no ELF header", "is not a core dump"),
         ("/nonexistent", PROGRAM, "No such file or directory", "No such file or directory"),
         ("", "/bin/sh", "Unable to find maps for the executable", "may not match specified executable"),
     ],
@@ -646,8 +646,8 @@ def test_nobody_attaches_to_a_process_that_would_not_bear_it(
     in_the_kernel, traced = start(IN_THE_KERNEL), start(WAITS)
     # It says that it is ready before it forks.
     wait_until(lambda: states(in_the_kernel)[0] == ["D"], 5, lambda: str(states(in_the_kernel)))
-    assert "they wait in the kernel (D)" in read(in_the_kernel, timeout_s=5).error
+    assert "stuck in the kernel (D)" in read(in_the_kernel, timeout_s=5).error
     assert states(in_the_kernel) == (["D"], None)
     assert ctypes.CDLL(None).ptrace(0x4206, traced, 0, 0) == 0  # PTRACE_SEIZE
     assert f"(pid {os.getpid()})" in read(traced, timeout_s=5).error
-    assert read(2**22, timeout_s=5).error == "it has ended"
+    assert read(2**22, timeout_s=5).error == "it has exited"

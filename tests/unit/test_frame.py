@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -144,12 +145,40 @@ def test_the_library_surface_is_lazy_and_complete() -> None:
     assert done.stdout.strip() == "module 'distdiag' has no attribute 'nothing'"
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("gpu-test", "--help"), ("-h",), ()])
+@pytest.mark.parametrize("arguments", [("--help",), ("gpu-test", "--help"), ("-h",), ("trace",)])
 def test_every_help_fits_80_columns(arguments: tuple[str, ...]) -> None:
     result = distdiag(*arguments)
     text = result.out + result.err
     assert "Usage: distdiag" in text
     assert max(len(line) for line in text.splitlines()) <= 80
+
+
+def test_distdiag_alone_shows_a_command_for_each_symptom() -> None:
+    result = distdiag()
+    rows = [line.partition("distdiag ")[2].split() for line in result.out.splitlines() if line.startswith("  ")]
+    known = set(leaves(cli._SUBCOMMANDS))
+    assert result.code == 0
+    assert max(len(line) for line in result.out.splitlines()) <= 80
+    assert rows
+    assert all((*words,)[:1] in known or (*words,)[:2] in known for words in rows)
+    assert {words[0] for words in rows} == {sub.name for sub in cli._SUBCOMMANDS}
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (("pyspy_all",), "pyspy-all"),
+        (("core_bt", "core"), "core-bt"),
+        (("trace", "block"), "blocked"),
+        (("ports", "--host", "gpu01"), "--hosts"),
+        (("trace", "blocked", "--ranks", "1"), "--rank"),
+        (("overflow", "show", "--jsn"), "--json"),
+    ],
+)
+def test_a_mistyped_command_or_option_suggests_the_nearest(typed: tuple[str, ...], meant: str) -> None:
+    result = distdiag(*typed)
+    assert result.code == 2
+    assert re.search(rf"(Did you mean|Possible options:?|Possible).*{meant}\b", result.err)
 
 
 def test_python_dash_m_is_the_same_program() -> None:
@@ -179,8 +208,10 @@ def test_every_subcommand_is_loaded_by_its_name_and_says_json_in_the_same_way(pa
     result = distdiag(*path, "--help")
     assert result.code == 0
     assert result.out.startswith(f"Usage: distdiag {' '.join(path)} ")
+    assert max(map(len, result.out.splitlines())) <= 80
     sub = next(sub for sub in cli._SUBCOMMANDS if sub.name == path[0])
     if len(path) == 2:
         sub = next(below for below in sub.below if below.name == path[1])
-    named = {option: parameter.name for parameter in cli._load(sub, ()).params for option in parameter.opts}
+    parameters = cli._load(sub, (), cli._Invocation(())).params
+    named = {option: parameter.name for parameter in parameters for option in parameter.opts}
     assert named.get("--json", "as_json") == "as_json"

@@ -103,17 +103,17 @@ def test_a_host_that_is_bare_once_and_sized_once_has_one_slot_more() -> None:
         ("h1 slots", 1, 3, "white space"),
         ("h1 slots=2 4", 1, 12, "'4' is not key=value"),
         ("slots=2", 1, 6, "'='"),
-        ("n[3-1] slots=2", 1, 3, "'3-1' counts down"),
-        ("h1,,h2", 1, 4, "a host is missing"),
+        ("n[3-1] slots=2", 1, 3, "'3-1' is descending"),
+        ("h1,,h2", 1, 4, "missing host"),
         ("h1#note", 1, 3, "'#'"),
-        ("fe80::1:8", 1, 1, "may end with an address or with a number"),
+        ("fe80::1:8", 1, 1, "is ambiguous"),
         ("h1 port=0", 1, 9, "'0' is not a port"),
         ("h1 ansible_user=-l", 1, 17, "'-l' is not a user name"),
-        ("h1 ansible_host=-oX", 1, 17, "begins with '-'"),
+        ("h1 ansible_host=-oX", 1, 17, "starts with '-'"),
         ("h1 ansible_host=[::1", 1, 17, "'['"),
         ("h1 ansible_host='{{ ip }}'", 1, 18, "'{'"),
         ("h[1-2] ansible_host=a", 1, 21, "one address for 2 hosts"),
-        ("[gpu]\nh1:2222", 2, 1, "a port for Ansible"),
+        ("[gpu]\nh1:2222", 2, 1, "a port in Ansible files"),
     ],
 )
 def test_an_error_names_the_file_the_line_and_the_column(text: str, line: int, column: int, words: str) -> None:
@@ -127,12 +127,12 @@ def test_an_error_names_the_file_the_line_and_the_column(text: str, line: int, c
 
 @pytest.mark.parametrize("text", ["", "\n \r\n", "# h1\n", "h1 slots=0", "h1\n!h1", "[gpu]\n[all:vars]\nh1=2"])
 def test_a_file_without_hosts_is_an_error(text: str) -> None:
-    with pytest.raises(UsageError, match="hosts names no host"):
+    with pytest.raises(UsageError, match="hosts: no hosts in it"):
         read_hostfile(text, "hosts")
 
 
 def test_a_million_hosts_is_the_limit_of_all_lines_together() -> None:
-    with pytest.raises(UsageError, match=r"line 2, column 1: .* makes 1,000,000 names, and there is room for 999,999"):
+    with pytest.raises(UsageError, match=r"line 2, column 1: .* expands to 1,000,000 names; at most 999,999 more"):
         read_hostfile("h\nn[1-1000000]", "hosts")
 
 

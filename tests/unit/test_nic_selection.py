@@ -148,7 +148,7 @@ def test_gloos_choice_by_host_name(addresses: tuple[str, ...], taken: str) -> No
 
 @pytest.mark.parametrize(
     ("here", "words"),
-    [("eth0", ""), ("eth0 tailscale0", "tailscale0 (tunnel) beside eth0"), ("", "only loopback"), ("veth1", "")],
+    [("eth0", ""), ("eth0 tailscale0", "tailscale0 (tunnel) as well as eth0"), ("", "only loopback"), ("veth1", "")],
 )
 def test_a_choice_that_is_hardly_meant(here: str, words: str) -> None:
     doubt = objection(nccl_selection(nics(here), {}))

@@ -280,10 +280,10 @@ def test_what_goes_on_after_a_hit_is_bit_identical(case: str, mode: Any) -> None
 
 def test_what_cannot_be_run_again_is_said() -> None:
     refused = {
-        "a buffer above 1 MB": "it changed a buffer of which there is no copy",
-        "weights by .data": "it changes a tensor that lives on after it",
-        "a cache that grows": "it may have changed the Cache that it was given",
-        "hooks of the script": "a hook of the script's own would be called twice, on `0`",
+        "a buffer above 1 MB": "it changed a buffer that was not copied",
+        "weights by .data": "it changes a tensor that outlives it",
+        "a cache that grows": "it may have changed its Cache input",
+        "hooks of the script": "a hook of the script would run twice, on `0`",
     }
     for case, why in refused.items():
         seen: list[Detection] = []

@@ -95,14 +95,14 @@ def mean_square(out: torch.Tensor) -> torch.Tensor:
 
 def test_gradients_that_are_all_lost_under_autocast_are_told_with_the_place_and_the_scaler() -> None:
     (said,) = warnings(mlp(), tiny, autocast=HALF)
-    assert said.startswith("step 1: all 4 gradients are exactly 0, as they were in step 0: they underflow in float16. ")
-    assert "7.8e-12 at most goes into the backward of ToCopy, before it comes to the model, and 0 comes out" in said
+    assert said.startswith("step 1: all 4 gradients are exactly 0, as in step 0: they underflow in float16. ")
+    assert "The backward of ToCopy, before it reaches the model, gets at most 7.8e-12 and returns 0" in said
     assert "scaler = torch.amp.GradScaler('cpu'); scaler.scale(loss).backward()" in said
 
 
 def test_with_weights_in_float16_which_no_scaler_takes_another_mend_is_told() -> None:
     (said,) = warnings(mlp().half(), tiny)
-    assert "weights in float32 mend that, or bfloat16: model.to(torch.bfloat16)" in said
+    assert "GradScaler with float32 weights, or bfloat16: model.to(torch.bfloat16)" in said
 
 
 def test_a_gradient_that_is_lost_in_a_module_names_it() -> None:
@@ -112,7 +112,7 @@ def test_a_gradient_that_is_lost_in_a_module_names_it() -> None:
     model.last.requires_grad_(requires_grad=False)
     (said,) = warnings(model, lambda out: (out.float() * 1e-5).mean(), autocast=HALF)
     assert "all 2 gradients are exactly 0" in said
-    assert "behind the output of `last` (Linear), and 0 comes out" in said
+    assert "after the output of `last` (Linear), gets at most" in said
 
 
 HEALTHY: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
@@ -163,7 +163,7 @@ def test_healthy_jobs_are_not_warned_of(case: str) -> None:
 def test_what_grows_towards_the_greatest_number_of_float16_is_told_with_its_module() -> None:
     model = _growing(Scaled(), 2.8)
     (said,) = warnings(model, lambda out: out.float().mean(), autocast=HALF)
-    assert said.startswith("step 8: what `by` (Identity) gives back in float16 grows, and that of 2 modules after it: ")
+    assert said.startswith("step 8: the float16 output of `by` (Identity) grows, as in 2 modules after it: ")
     assert "1e4 x 1e4 overflows. In float32, without autocast: m = model.get_submodule('by')" in said
     advice = said.partition("without autocast: ")[2]
     exec(advice, {"model": model, "torch": torch})

@@ -81,7 +81,7 @@ def test_the_argument_of_torch_compile_is_compiled_with_its_hooks_and_that_is_sa
         compiled(torch.randn(2, 4)).sum().backward()
         optimizer.step()
         assert detector.counts.forwards == 0
-    assert "watch what torch.compile returned" in capsys.readouterr().err
+    assert "pass the compiled model to the detector" in capsys.readouterr().err
 
 
 class Feeds(nn.Module):
@@ -121,7 +121,7 @@ def test_a_block_that_overflows_in_dropout_reads_as_in_the_guide_of_transformers
         model(x)
     told = error.value.detection
     assert (told.place.module, told.place.kind, told.tensor) == ("dropout", "Dropout", "output")
-    assert "% of float16's greatest number, `output` of `DenseReluDense" in told.hints[0]
+    assert "% of float16 max, `output` of `DenseReluDense" in told.hints[0]
     lines = capsys.readouterr().out.splitlines()
     at = lines.index("Detected inf/nan during batch_number=0")
     heads = [line.strip() for line in lines[at:] if line.startswith(" " * 18)]

@@ -174,8 +174,8 @@ def test_two_ranks_part_at_the_first_module_whose_numbers_do() -> None:
     (found,) = [one for one in report.findings if one.id == "overflow.diverges"]
     assert found.level == Level.INFO
     assert found.title == (
-        "rank 0 and rank 1 diverge in batch 0 from `block.1.wo` (Wo), `output` on: abs max 2.00e+00 and 6.27e+04; "
-        "what went in was alike (1.20e+01 and 1.20e+01)"
+        "rank 0 and rank 1 diverge in batch 0 starting at `block.1.wo` (Wo), `output`: abs max 2.00e+00 vs "
+        "6.27e+04; their inputs were similar (1.20e+01 vs 1.20e+01)"
     )
 
 
@@ -249,9 +249,7 @@ def test_two_files_are_compared_in_the_first_batch_where_they_part() -> None:
     report = judged(recording(*same), recording(*(forward(*model(), batch=batch) for batch in (7, 8)), rank=1))
     assert [one.id for one in report.findings if one.level == Level.UNKNOWN] == ["overflow.not-compared"]
     report = judged(recording(*same), recording(rank=1, detections=(Detection("batch 0: 1 nan", 0, rank=1),)))
-    assert "rank 0 and rank 1 cannot be compared: there are no frames of rank 1" in [
-        one.title for one in report.findings
-    ]
+    assert "rank 0 and rank 1 cannot be compared: no frames of rank 1" in [one.title for one in report.findings]
 
 
 # The verdict
@@ -270,10 +268,10 @@ def test_a_detection_is_a_fault_and_the_growth_before_it_is_told() -> None:
 def test_near_the_limit_is_a_warning_and_far_from_it_is_fine() -> None:
     report = judged(recording(forward(*model())))
     assert [(one.id, one.level) for one in report.findings] == [("overflow.near-limit", Level.WARN)]
-    assert report.summary.startswith("`output` of `block.1` (1) comes to 6.27e+04 = 96 % of float16's greatest number")
+    assert report.summary.startswith("`output` of `block.1` (1) reaches 6.27e+04 = 96% of float16 max")
     report = judged(recording(forward(*model(2.0))))
     assert (report.findings, report.exit_code()) == ((), 0)
-    assert report.summary.startswith("nothing was detected; the numbers do not grow: 1.20e+01 is the greatest")
+    assert report.summary.startswith("nothing detected; values do not grow: the largest finite value is 1.20e+01")
 
 
 def test_what_may_lack_the_detection_is_unknown_and_never_fine() -> None:
@@ -353,15 +351,15 @@ def test_lines_that_ranks_have_torn_are_counted_and_those_of_a_later_kind_are_no
     assert (one.torn, one.first_torn, one.frames) == (5, 3, 2)
     report = judged(one)
     assert report.exit_code() == 3
-    assert 'save="frames-{rank}.jsonl" gives each its own' in report.findings[0].title
+    assert 'give each its own: save="frames-{rank}.jsonl"' in report.findings[0].title
 
 
 def test_what_is_none_of_ours_or_of_a_later_distdiag_is_refused(tmp_path: Path) -> None:
     for first, why in (
-        ({"kind": "head", "schema": "distdiag-frames/2"}, "later distdiag: distdiag-frames/2"),
+        ({"kind": "head", "schema": "distdiag-frames/2"}, r"newer distdiag \(distdiag-frames/2"),
         ({"kind": "head", "schema": "something"}, "but 'something'"),
-        (frame(0, 0), "was its beginning cut off"),
-        ([1, 2], "no file of frames"),
+        (frame(0, 0), "was the start of the file cut off"),
+        ([1, 2], "not a frame file"),
     ):
         with pytest.raises(NotFrames, match=why):
             read(written(tmp_path, first))
@@ -376,7 +374,7 @@ def test_no_more_is_kept_than_there_is_room_for(tmp_path: Path) -> None:
     found = {"kind": "detection", "sentence": "batch 9: 1 inf", "batch": 9}
     (one,) = read(written(tmp_path, HEAD, *frames, found), most_rows=7)
     assert (one.frames, one.left_out, len(one.detections)) == (3, 7, 1)
-    assert any("its last 7 frames are left out" in each.title for each in judged(one).findings)
+    assert any("its last 7 frames were skipped" in each.title for each in judged(one).findings)
     (one,) = read(str(tmp_path / "frames.jsonl"), most_rows=7, batches=(8,))
     assert (one.frames, one.left_out, one.batches) == (1, 0, tuple(range(10)))
 

@@ -46,7 +46,7 @@ def test_a_truncated_file_costs_its_own_host_alone(tmp_path: Path) -> None:
     report = distdiag("pyspy-all", "--json", "--from", str(tmp_path)).report
     assert [one["ranks"] for one in report["data"]["outliers"]] == [[1]]
     assert [one["id"] for one in report["findings"]] == ["pyspy-all.stuck-rank", "pyspy-all.unreadable"]
-    assert "n2.json is not what --save wrote" in report["findings"][1]["title"]
+    assert "n2.json was not written by --save" in report["findings"][1]["title"]
 
 
 def test_no_name_moves_the_cursor_of_whoever_reads_the_report(tmp_path: Path) -> None:

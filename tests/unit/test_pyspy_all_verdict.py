@@ -29,7 +29,7 @@ def test_whoever_is_not_in_communication_stands_out_though_it_computes() -> None
         ["straggler", ""],
         "straggler",
     )
-    assert "computing (90% of a core, at the same line in each sample)" in report.summary
+    assert "computing (90% of a core, on the same line in each sample)" in report.summary
     assert "may only be slower" in report.findings[0].detail
     long = judge(facts, interval_s=30.0)
     assert (ids(long), long.data.outliers[0].kind, long.verdict) == (["stuck-rank"], "stuck", Verdict.FAIL)
@@ -103,7 +103,7 @@ def test_most_ranks_compute_and_one_is_early() -> None:
     computing = twice(frames(("forward", "/home/me/model.py", 5)), cpu=1.0)
     report = judge(job(computing, computing, computing, twice(waits())))
     assert (outlier_ranks(report), report.verdict) == ([], Verdict.OK)
-    assert "ranks 0-2 compute, rank 3 waits for them" in report.summary
+    assert "ranks 0-2 are computing, rank 3 waits for them" in report.summary
 
 
 def test_ranks_that_are_all_still_importing_are_not_hung_and_nobody_stands_out() -> None:
@@ -222,7 +222,7 @@ def test_ranks_of_other_hosts_are_not_gone_only_not_seen() -> None:
     own = [process(100 + rank, rank, 4, local=False) for rank in (0, 1)]
     report = judge(node(own, {one.pid: twice(waits()) for one in own}))
     assert (outlier_ranks(report), ids(report), report.verdict) == ([], ["exited"], Verdict.UNKNOWN)
-    assert "ranks 2-3 of 4 were not seen on n1: gone, or on other hosts" in report.summary
+    assert "ranks 2-3 of 4 not found on n1: exited, or on other hosts" in report.summary
 
 
 def test_what_the_odd_ones_share_is_said() -> None:
@@ -235,7 +235,9 @@ def test_what_the_odd_ones_share_is_said() -> None:
 
     report = judge(host("n1", 0, 2), host("n2", 4, 2), groups=parse_groups("tp=0-3/4-7;pp=2,6"))  # type: ignore[arg-type]
     assert outlier_ranks(report) == [[2, 6]]
-    assert report.findings[0].detail == "The stuck ranks have in common: all have local rank 2; all in pp group 2,6."
+    assert (
+        report.findings[0].detail == "What the stuck ranks have in common: all have local rank 2; all in pp group 2,6."
+    )
 
 
 def test_a_worker_in_the_kernel_is_named_with_its_file_and_for_how_long() -> None:
@@ -388,7 +390,7 @@ def test_a_loop_at_the_same_lines_in_which_all_wake_up_again_and_again_is_not_hu
     report = judge(job(woken(twice(waits())), woken(pauses), woken(twice(waits()))))
     assert (report.verdict, ids(report)) == (Verdict.OK, ["not-hung"])
     report = judge(job(woken(pauses), woken(pauses)))
-    assert (report.verdict, "wake up again and again" in report.summary) == (Verdict.OK, True)
+    assert (report.verdict, "keep waking up" in report.summary) == (Verdict.OK, True)
 
 
 def test_being_paused_is_no_progress() -> None:
@@ -424,7 +426,7 @@ def test_a_rank_that_gets_no_processor_may_only_be_slow() -> None:
     starved = twice(frames(("forward", "/home/me/train.py", 5)), cpu=0.3, state="R")
     report = judge(job(twice(waits()), starved, twice(waits())))
     assert (report.verdict, outlier_ranks(report)) == (Verdict.WARN, [[1]])
-    assert "waiting for a processor, it gets 30% of one" in report.summary
+    assert "waiting for a CPU core, gets 30% of one" in report.summary
 
 
 JOINS = frames(

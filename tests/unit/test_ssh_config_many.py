@@ -155,7 +155,7 @@ def test_without_ssh_what_paramiko_gets_wrong_is_refused(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(DistdiagError, match="only ssh understands") as caught:
         resolve(Host(name="n1"), config_file=path)
-    assert "install OpenSSH" in caught.value.hint
+    assert "install the OpenSSH" in caught.value.hint
     (answer,) = resolve_all([Host(name="n1")], config_file=path)
     assert "only ssh understands" in str(answer)
 

@@ -161,10 +161,10 @@ def test_the_shape_of_a_log_is_found(version: str, name: str, expected: Shape) -
 @pytest.mark.parametrize(
     ("head", "why"),
     [
-        (b"", "it is empty"),
-        (b"Epoch 1\nEpoch 2\n", "no log of strace"),
-        (bytes(range(256)) * 100, "no log of strace"),
-        (b"def f(x):\n    y = f(x)\nprint(f(1)) == 3\n" * 30, "no log of strace"),
+        (b"", "the file is empty"),
+        (b"Epoch 1\nEpoch 2\n", "not a strace log"),
+        (bytes(range(256)) * 100, "not a strace log"),
+        (b"def f(x):\n    y = f(x)\nprint(f(1)) == 3\n" * 30, "not a strace log"),
     ],
 )
 def test_what_is_no_log_is_told(head: bytes, why: str) -> None:
@@ -173,7 +173,7 @@ def test_what_is_no_log_is_told(head: bytes, why: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_summary_is_no_log(version: str) -> None:
-    assert lines.sniff((RECORDED / f"{version}_summary.txt").read_bytes()) == "only a summary (-c), no log"
+    assert lines.sniff((RECORDED / f"{version}_summary.txt").read_bytes()) == "only a summary (-c), not a log"
 
 
 @pytest.mark.parametrize(

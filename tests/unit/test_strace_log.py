@@ -131,7 +131,7 @@ def test_how_it_ended_and_what_was_refused(version: str) -> None:
     assert (error.name, error.error, error.target) == ("connect", "ECONNREFUSED", "127.0.0.1:9")
     assert recorded(version, "stacks")[0].errors[0].target == "127.0.0.1:9"
     only_summary = RECORDED / f"{version}_summary.txt"
-    assert read_logs([str(only_summary)]).errors == ((str(only_summary), "only a summary (-c), no log"),)
+    assert read_logs([str(only_summary)]).errors == ((str(only_summary), "only a summary (-c), not a log"),)
 
 
 def test_how_long_a_thread_is_blocked_is_told_by_the_newest_time_of_all_logs(tmp_path: Path) -> None:
@@ -261,10 +261,10 @@ def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     names = ["empty", "text", "pipe", "folder", "missing"]
     assert [why for _, why in read_logs([str(tmp_path / name) for name in names]).errors] == [
-        "it is empty",
-        "no log of strace",
-        "not a file",
-        "no log of strace in it",
+        "the file is empty",
+        "not a strace log",
+        "not a regular file",
+        "contains no strace log",
         "No such file or directory",
     ]
 

@@ -22,7 +22,7 @@ from trace_facts import (
     thread,
 )
 
-from distdiag.commands.trace.ranks import Wanted, choose, nobody, parse_ranks
+from distdiag.commands.trace.ranks import Wanted, choose, none_found, parse_ranks
 from distdiag.errors import UsageError
 from distdiag.facts.blocked_threads import Blocked, Target, Thread
 from distdiag.facts.descriptors import Descriptor
@@ -48,7 +48,7 @@ FIFO = Target(5, "r", Descriptor(5, "fifo", "/data/fifo", "r", 0))
             "waits for a file system, in folio_wait_bit",
         ),
         (thread(101, "ioctl", state="D", path="/dev/nvidia0"), "kernel", "waits for the driver of /dev/nvidia0"),
-        (thread(101, "read", targets=(FIFO,)), "file", "reads /data/fifo, which nobody else has open for writing"),
+        (thread(101, "read", targets=(FIFO,)), "file", "reads /data/fifo, which no other process has open for writing"),
         (thread(101, "wait4"), "child", "waits for a child"),
     ],
 )
@@ -125,9 +125,7 @@ def test_who_computes_while_all_others_sleep_for_long_is_named_and_never_ok() ->
     report = judge({100: at_futex(100), 101: thread(101, state="R"), 102: at_futex(102)})
     (found,) = report.findings
     assert (found.id, found.level, found.where.ranks) == ("trace.straggler", "warn", (1,))
-    assert found.title.startswith(
-        "rank 1 (n1, pid 101) runs; ranks 0,2 wait for other threads of their own (futex, 60 s)"
-    )
+    assert found.title.startswith("rank 1 (n1, pid 101) runs; ranks 0,2 wait for their own threads (futex, 60 s)")
 
 
 def test_who_asks_again_and_again_while_all_others_sleep_for_long_is_named_and_not_accused() -> None:
@@ -180,7 +178,7 @@ def test_where_all_wait_in_threads_of_their_own_it_cannot_tell() -> None:
     report = judge({100 + rank: at_futex(100 + rank) for rank in range(4)})
     (found,) = report.findings
     assert (found.id, report.verdict, report.exit_code()) == ("trace.undecided", "unknown", 3)
-    assert found.title.startswith("all 4 wait for other threads of their own")
+    assert found.title.startswith("all 4 wait for their own threads")
     assert found.fix is not None
     assert found.fix.commands == ("distdiag pyspy-all",)
 
@@ -192,7 +190,7 @@ def test_the_only_one_that_waits_outside_of_the_job_is_stuck_if_the_others_have_
     (found,) = report.findings
     assert (found.id, found.level, found.where.ranks) == ("trace.stuck-rank", "fail", (2,))
     assert found.title.startswith(
-        "rank 2 (n1, pid 102) sleeps (clock_nanosleep, 60 s); ranks 0-1 wait for other threads"
+        "rank 2 (n1, pid 102) sleeps (clock_nanosleep, 60 s); ranks 0-1 wait for their own threads"
     )
 
 
@@ -204,7 +202,7 @@ def test_the_thread_that_receives_tells_for_whom_the_main_thread_waits() -> None
     # One that watches connections does so all the time.
     rank_0 = (at_futex(100), receives(100, 101, tid=7, call="epoll_wait"))
     (found,) = judge({100: rank_0, 101: sleeps(101)}, sockets=owned((100, 101))).findings
-    assert (found.id, found.title.endswith("rank 0 waits for another thread of its own (futex, 60 s)")) == (
+    assert (found.id, found.title.endswith("rank 0 waits for another of its threads (futex, 60 s)")) == (
         *("trace.stuck-rank", True),
     )
 
@@ -272,7 +270,7 @@ def test_stopped_and_stuck_ranks_are_faults_though_nobody_is_seen_to_wait() -> N
     report = judge({100: at_futex(100), 101: sleeps(101, 1.0, state="T")})
     (found,) = report.findings
     assert (found.id, found.level) == ("trace.stopped", "fail")
-    assert found.title.endswith("; rank 0 waits for another thread of its own (futex, 60 s)")
+    assert found.title.endswith("; rank 0 waits for another of its threads (futex, 60 s)")
     report = judge({100: at_futex(100), 101: thread(101, "read", state="D", path="/nfs/a b/x")})
     (found,) = report.findings
     assert found.id == "trace.storage"
@@ -283,13 +281,13 @@ def test_stopped_and_stuck_ranks_are_faults_though_nobody_is_seen_to_wait() -> N
 def test_a_rank_that_has_ended() -> None:
     dead = replace(process(101, 1, 2), state="Z", python=False, torch=False, place=None, comm="python")
     report = judge({100: at_futex(100)}, size=2, others=[dead])
-    assert [one.id for one in report.findings] == ["trace.gone"]
-    assert report.findings[0].title.startswith("rank 1 (n1) has ended; rank 0 waits for")
+    assert [one.id for one in report.findings] == ["trace.exited"]
+    assert report.findings[0].title.startswith("rank 1 (n1) has exited; rank 0 waits for")
 
 
 def test_the_other_end_was_not_seen() -> None:
     report = judge({100: receives(100, 999), 101: sleeps(101)})
-    assert report.data.threads[0].on == "10.0.0.1:999, whose other end was not seen"
+    assert report.data.threads[0].on == "10.0.0.1:999, peer not found"
     assert report.exit_code() == 3
 
 
@@ -321,7 +319,7 @@ def test_the_others_of_the_job_count_though_only_one_rank_was_asked_for() -> Non
 def test_what_may_not_be_read_is_told_with_the_fix() -> None:
     report = judge({100: thread(100, hidden=True), 101: at_futex(101)})
     found = {one.id: one for one in report.findings}
-    assert found["trace.unreadable"].title == "rank 0 on n1 may not be read"
+    assert found["trace.unreadable"].title == "rank 0 on n1 cannot be read: permission denied"
     assert found["trace.unreadable"].fix is not None
     assert found["trace.unreadable"].fix.commands == ('sudo env "PATH=$PATH" distdiag trace blocked',)
     assert report.exit_code() == 3
@@ -343,12 +341,12 @@ def test_ranks_as_they_are_written() -> None:
 def test_who_is_not_there() -> None:
     nodes = [node([process(100, 0, 2)], {})]
     for wanted, words in (
-        (Wanted(ranks=(7,)), ("rank 7 was not found on n1", "found: rank 0 of job")),
-        (Wanted(job="nope"), ("no rank of job nope was found on n1", "there are 10.0.0.1:29500")),
-        (Wanted(pids=(7,)), ("there is no process 7 on n1", "--hosts")),
+        (Wanted(ranks=(7,)), ("rank 7 not found on n1", "found: rank 0 of job")),
+        (Wanted(job="nope"), ("no rank of job nope found on n1", "jobs found: 10.0.0.1:29500")),
+        (Wanted(pids=(7,)), ("process 7 not found on n1", "--hosts")),
     ):
         there = [replace(one, processes=replace(one.processes, asked_missing=wanted.pids)) for one in nodes]
         assert choose(there, wanted) == []
-        error = nobody(there, wanted, "distdiag trace blocked")
+        error = none_found(there, wanted, "distdiag trace blocked")
         assert words[0] in str(error)
         assert words[1] in error.hint

@@ -34,7 +34,7 @@ def judge(*descriptors: Descriptor, limit: int | None = 1024, unread: str = "", 
     processes = [replace(process(100 + rank, rank, 2), network=NET) for rank in range(2)]
     sockets = Network(NET, ("10.0.0.1",), owned((100, 101)))
     told = Reply((Opened(100, limit, descriptors, unread),), (sockets,), (Person(900, "sh", "sh -c x", "S"),))
-    answers = Answers[Reply](nodes=[node(processes, {}, user=user)], told={"n1": [told]})
+    answers = Answers[Reply](nodes=[node(processes, {}, user=user)], replies={"n1": [told]})
     return diagnose(REQUEST, answers, ranks.choose(answers.nodes, REQUEST.wanted))
 
 
@@ -72,7 +72,7 @@ def test_the_other_ends_are_named() -> None:
     assert (row.descriptors[0].peer_rank, row.descriptors[3].gpu) == (1, 3)
     assert row.descriptors[0].target == "tcp 10.0.0.1:100 -> 10.0.0.1:101"
     assert (report.findings, report.exit_code()) == ((), 0)
-    assert report.summary == "pid 100 has 4 descriptors open; none of them stands out"
+    assert report.summary == "pid 100 has 4 descriptors open; no problem found in them"
 
 
 def test_equal_ones_fold_and_are_counted_first() -> None:

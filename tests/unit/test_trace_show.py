@@ -116,14 +116,14 @@ def test_of_those_that_ended_the_first_is_named_and_an_error_in_a_collective_is_
         process(2, REDUCE),
     )
     assert raised.data.outliers == (1,)
-    assert "ended first, by ValueError: no" in raised.summary
+    assert "was the first to exit: it raised ValueError: no" in raised.summary
     left = judged(
         process(0, REDUCE, state="raised", error="RuntimeError: closed", ended_s=80.0),
         process(1, COMPUTE, state="ended", ended_s=70.0),
     )
     assert left.data.outliers == (1,)
     alone = judged(process(0, COMPUTE, state="raised", error="ValueError: no", ended_s=1.0, world_size=1))
-    assert (alone.exit_code(), "ended by ValueError: no" in alone.summary) == (1, True)
+    assert (alone.exit_code(), "raised ValueError: no" in alone.summary) == (1, True)
 
 
 def test_an_older_run_that_still_runs_is_shown_beside_the_newest() -> None:

@@ -31,11 +31,11 @@ class Arrivals:
         self._put(host, link)
 
     def refuse(self, host: str, refusal: HostError) -> None:
-        """Give a host up."""
+        """Drop a host."""
         self._put(host, refusal)
 
     def stage(self, host: str, stage: str) -> None:
-        """Tell that a host has come to this stage."""
+        """Report that a host has come to this stage."""
         self._put(host, stage)
 
     def take(self) -> Iterator[tuple[float, str, Link | HostError | str]]:
@@ -81,7 +81,7 @@ class Transport(ABC):
         return "\n".join(self.explain(host) for host in hosts)
 
     def last_words(self) -> tuple[str, ...]:
-        """Give what the launcher itself said lately, where one launcher leads to all hosts."""
+        """Return what the launcher itself said lately, where one launcher leads to all hosts."""
         return ()
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do

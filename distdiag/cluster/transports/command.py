@@ -29,7 +29,7 @@ class CommandTransport(Transport):
         self._lines = shell_lines
 
     def argv(self, host: Host) -> list[str]:
-        """Give the command for one host; it ends with the shell to start there."""
+        """Return the command for one host; it ends with the shell to start there."""
         raise NotImplementedError
 
     def start(self, hosts: Sequence[Host], arrivals: Arrivals) -> None:
@@ -56,16 +56,16 @@ class ViaTransport(CommandTransport):
     name = "via"
 
     def __init__(self, template: str, shell: str, shell_lines: bytes, *, width: int | None = None) -> None:
-        """Raises UsageError for a template that is no command, or does not say where the host goes."""
+        """Raises UsageError for a template that is no command, or has no {host}."""
         super().__init__(shell, shell_lines, width=width)
         try:
             self._words = shlex.split(template)
         except ValueError as error:
-            raise UsageError(f"--via {template!r} cannot be read: {error}", hint="close the quotes") from error
+            raise UsageError(f"cannot parse --via {template!r}: {error}", hint="close the quotes") from error
         if not any("{host}" in word for word in self._words):
             raise UsageError(
-                f"--via {template!r} does not say where the host's name goes",
-                hint='write {host} there: --via "kubectl exec -i {host} --"',
+                f"--via {template!r} has no {{host}} in it",
+                hint='write {host} where the host name goes: --via "kubectl exec -i {host} --"',
             )
 
     def argv(self, host: Host) -> list[str]:

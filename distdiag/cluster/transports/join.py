@@ -37,7 +37,7 @@ class JoinTransport(Transport):
     def __init__(self, hub: Acceptor, payload: bytes, *, patience_s: float) -> None:
         """`hub` is not started yet, `payload` is for our own node side.
 
-        `patience_s` is how long nobody may come before the missing are given up.
+        `patience_s`: after so long without a new process, the missing are given up.
         """
         self.said: dict[str, dict[str, Any]] = {}
         self.doubles: list[int] = []
@@ -88,5 +88,5 @@ class JoinTransport(Transport):
                 late = sorted(self._missing) if time.monotonic() - self._came_at > self._patience_s else []
                 self._missing.difference_update(late)
             for name in late:
-                words = f"nobody came any more for {self._patience_s:g} s"
+                words = f"no further process connected for {self._patience_s:g} s"
                 arrivals.refuse(name, HostError(state=HostState.TIMEOUT, stage="join", message=words))

@@ -64,7 +64,7 @@ class Line:
     blob: bytes
 
     def matches(self, name: bytes) -> bool:
-        """Tell whether it is for this name, given in lower case, as [name]:port if the port is not 22."""
+        """Return whether it is for this name, given in lower case, as [name]:port if the port is not 22."""
         if self.hashed is not None:
             return self.hashed.matches(name)
         matched = False
@@ -92,13 +92,13 @@ def parse(file: str, number: int, text: bytes) -> Line | None:
     if marker is None:
         raise ValueError("the marker is neither @revoked nor @cert-authority")
     if len(fields) < 3:
-        raise ValueError("a name, a key type and a key are not all there")
+        raise ValueError("the name, the key type or the key is missing")
     names, key_type, key = fields[:3]
     if key_type.isdigit():
         raise ValueError("the key is of the SSH 1 protocol, which is no longer used")
     blob = _decode(key, "the key")
     if type_in(blob) != key_type:
-        raise ValueError("the key is not of the type that the line gives")
+        raise ValueError("the key is not of the type in the line")
     is_hashed = names.startswith(b"|")
     return Line(
         file=file,
@@ -200,7 +200,7 @@ class KnownHosts:
             raise ValueError(f"this key is not of the type {key_type}")
         names = _names(name, port)
         for line in self._revoked_by_key.get(key_blob, ()):
-            if any(line.matches(one) for one in names):
+            if any(line.matches(alias) for alias in names):
                 return Verdict(KeyVerdict.REVOKED, line.file, line.number)
         verdict = self._judge(names[0], key_type, key_blob)
         if verdict.key is not KeyVerdict.UNKNOWN or len(names) == 1:
@@ -211,14 +211,14 @@ class KnownHosts:
 
     def known_types(self, name: str, port: int) -> list[str]:
         """List the key types known for this host. Tries every hashed line, where `check` mostly needs one."""
-        for one in _names(name, port):
-            if types := dict.fromkeys(line.key_type for line in self._lines(one)):
+        for alias in _names(name, port):
+            if types := dict.fromkeys(line.key_type for line in self._lines(alias)):
                 return list(types)
         return []
 
     def has_certificate_authority(self, name: str, port: int) -> bool:
-        """Tell whether this host may show a certificate instead of a known key."""
-        return any(line.matches(one) for line in self._authorities for one in _names(name, port))
+        """Return whether this host may show a certificate instead of a known key."""
+        return any(line.matches(alias) for line in self._authorities for alias in _names(name, port))
 
     def _judge(self, name: bytes, key_type: str, blob: bytes) -> Verdict:
         line = next(self._lines_with(name, blob), None)
@@ -267,23 +267,23 @@ class KnownHosts:
 
 
 def fingerprint(blob: bytes) -> str:
-    """Give a key's fingerprint as ssh-keygen -l prints it."""
+    """Return a key's fingerprint as ssh-keygen -l prints it."""
     return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
 
 
 def line(name: str, port: int, key_type: str, blob: bytes) -> str:
-    """Give the known_hosts line that makes this key known for this host.
+    """Return the known_hosts line that makes this key known for this host.
 
     Raises:
         DistdiagError: in a known_hosts file the name would mean something else.
     """
     if not _PLAIN_NAME.fullmatch(name):
-        raise DistdiagError(f"the key of {name!r} cannot be kept: in known_hosts such a name means something else")
+        raise DistdiagError(f"cannot store the key of {name!r}: the name has a special meaning in known_hosts")
     return f"{_names(name, port)[0].decode()} {key_type} {base64.b64encode(blob).decode()}"
 
 
 def own_file() -> str:
-    """Give the file of the keys that distdiag was told to accept; ssh's own files are never written."""
+    """Return the file of keys accepted with --accept-new; ssh's own files are never written."""
     base = os.environ.get("XDG_CONFIG_HOME", "")
     if not os.path.isabs(base):  # the specification has relative ones ignored
         base = os.path.expanduser("~/.config")
@@ -309,18 +309,18 @@ def append(path: str, line: str) -> None:
     except OSError as error:
         raise DistdiagError(
             f"cannot write {path}: {error.strerror}",
-            hint="set XDG_CONFIG_HOME to a folder that you may write, or add the key to ~/.ssh/known_hosts",
+            hint="set XDG_CONFIG_HOME to a writable folder, or add the key to ~/.ssh/known_hosts",
         ) from error
 
 
 def _names(name: str, port: int) -> tuple[bytes, ...]:
-    """Give what to look up, most important first."""
+    """Return the names to look up, most important first."""
     plain = name.encode("utf-8", "surrogateescape").lower()
     return (plain,) if port == 22 else (b"[%s]:%d" % (plain, port), plain)
 
 
 def _contents(path: str) -> tuple[bytes, str]:
-    """Read a file, and say what was wrong with it."""
+    """Read a file; return its contents and why they are incomplete."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not hold us up
         try:

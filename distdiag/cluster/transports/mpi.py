@@ -58,7 +58,7 @@ class MpiTransport(StepTransport):
             return {}
         name, how = (found[1], found[2]) if found[1] else (found[3], found[4])
         named = [host.name for host in hosts if name in (host.name, host.address)]
-        return {named[0]: f"mpirun's ssh says: {how.strip()}"} if named else {}
+        return {named[0]: f"mpirun's ssh: {how.strip()}"} if named else {}
 
     def unreachable(self, hosts: Sequence[Host]) -> dict[str, HostError]:
         """mpirun waits for its ssh, whose own timeout is minutes: knock at the ssh ports ourselves."""
@@ -75,12 +75,12 @@ class MpiTransport(StepTransport):
                 "log in to each host once by hand",
             )
         if "Permission denied" in words:
-            return HostState.AUTH, "mpirun's ssh is not let in", "see whether ssh logs in without a password"
+            return HostState.AUTH, "mpirun's ssh is denied the login", "check that ssh logs in without a password"
         return super().why_it_ended(said)
 
 
 def _knock(host: Host) -> HostError | None:
-    """Try the host's ssh port; only what cannot be reached at all is told."""
+    """Try the host's ssh port; report only what is unreachable."""
     try:
         settings = ssh_config.resolve(host)
     except DistdiagError:
@@ -91,13 +91,13 @@ def _knock(host: Host) -> HostError | None:
     try:
         socket.create_connection((settings.hostname, settings.port), timeout=_KNOCK_S).close()
     except socket.gaierror as error:
-        words = f"{settings.hostname} has no address: {error.strerror}"
+        words = f"cannot resolve {settings.hostname}: {error.strerror}"
         return HostError(state=HostState.UNKNOWN_NAME, stage="resolve", message=words)
     except TimeoutError:
         words = f"no answer from {where} within {_KNOCK_S:g} s"
         return HostError(state=HostState.FILTERED, stage="connect", message=words)
     except ConnectionRefusedError:
-        return HostError(state=HostState.REFUSED, stage="connect", message=f"nothing listens at {where}")
+        return HostError(state=HostState.REFUSED, stage="connect", message=f"nothing listens on {where}")
     except OSError as error:
         words = f"{where}: {(error.strerror or str(error)).lower()}"
         return HostError(state=HostState.NO_ROUTE, stage="connect", message=words)

@@ -73,17 +73,17 @@ class SlurmTransport(StepTransport):
         found = _FAILED.search(line)
         if found is None or found[1] not in {host.name for host in hosts}:
             return {}
-        return {found[1]: f"slurmd there does not answer: {found[2]}"}
+        return {found[1]: f"slurmd there does not respond: {found[2]}"}
 
     def why_it_ended(self, said: list[str]) -> tuple[HostState, str, str]:
         words = " ".join(said)
         if "Invalid job id" in words:
-            return HostState.FAILED, f"there is no running SLURM job {self._job}", "list yours: squeue --me"
+            return HostState.FAILED, f"no running SLURM job {self._job}", "list yours: squeue --me"
         if "ccess/permission denied" in words:
-            hint = f"it is another user's; see whose: squeue -j {self._job}"
-            return HostState.AUTH, f"SLURM does not let us into job {self._job}", hint
+            hint = f"it is another user's job; see whose: squeue -j {self._job}"
+            return HostState.AUTH, f"SLURM denies access to job {self._job}", hint
         if "Requested node configuration is not available" in words:
-            return HostState.FAILED, f"it is no node of job {self._job}", f"squeue -j {self._job} -o %N"
+            return HostState.FAILED, f"it is not a node of job {self._job}", f"squeue -j {self._job} -o %N"
         if "Job/step already completing or completed" in words or "has expired" in words:
             return HostState.FAILED, f"job {self._job} has ended", "list yours: squeue --me"
         return super().why_it_ended(said)

@@ -5,6 +5,7 @@ Each stage (resolve, connect, banner, login, start) has a deadline of its own th
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import threading
@@ -131,7 +132,7 @@ class SshTransport(Transport):
                     arrivals.refuse(host.name, refusal)
                     continue
                 target = Target(host, settings)
-                if settings.needs_openssh or self._login.needs_openssh(settings):
+                if not _has_paramiko() or settings.needs_openssh or self._login.needs_openssh(settings):
                     self._by_openssh(target, arrivals)
                 elif settings.proxy_jump:
                     self._bastion(settings.proxy_jump).reach(target, arrivals, self._by_openssh)
@@ -140,9 +141,7 @@ class SshTransport(Transport):
             connector = Connector(direct, self.patience, arrivals, self._room, self._login, self._width)
         except Exception as error:  # noqa: BLE001 - in a thread nobody else would hear of it
             for host in hosts:
-                refusal = HostError(
-                    state=HostState.FAILED, stage="config", message=f"ssh cannot be prepared: {error!r}"
-                )
+                refusal = HostError(state=HostState.FAILED, stage="config", message=f"cannot set up ssh: {error!r}")
                 arrivals.refuse(host.name, refusal)
             return
         self._connectors.append(connector)
@@ -156,3 +155,8 @@ class SshTransport(Transport):
         if jumps not in self._bastions:
             self._bastions[jumps] = Bastion(jumps, self._login, self.patience, self._config_file)
         return self._bastions[jumps]
+
+
+def _has_paramiko() -> bool:
+    """Return whether paramiko is installed: distdiag.pyz comes without it, and OpenSSH's client does its work."""
+    return importlib.util.find_spec("paramiko") is not None

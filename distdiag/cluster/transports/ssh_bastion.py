@@ -85,7 +85,7 @@ class Bastion:
                 except NeedsOpenSsh as trouble:
                     self._trouble = trouble
                 except Refused as error:
-                    words = f"its way leads through {' and '.join(self._jumps)}, where {error.refusal.message}"
+                    words = f"bastion {' and '.join(self._jumps)}: {error.refusal.message}"
                     self._trouble = Refused(replace(error.refusal, stage="bastion", message=words))
         if self._trouble is not None:
             raise self._trouble
@@ -112,7 +112,9 @@ class Bastion:
             except DistdiagError as error:
                 refusal = HostError(state=HostState.FAILED, stage="config", message=str(error), hint=error.hint)
                 raise Refused(refusal) from error
-        if found[0].proxy_jump or any(one.needs_openssh or self._login.needs_openssh(one) for one in found):
+        if found[0].proxy_jump or any(
+            settings.needs_openssh or self._login.needs_openssh(settings) for settings in found
+        ):
             raise NeedsOpenSsh
         return found
 
@@ -128,9 +130,9 @@ def _connect(settings: SshSettings, timeout_s: float) -> socket.socket:
     try:
         return socket.create_connection((name, port), timeout=timeout_s)
     except socket.gaierror as error:
-        state, words = HostState.UNKNOWN_NAME, f"{name} has no address: {(error.strerror or str(error)).lower()}"
+        state, words = HostState.UNKNOWN_NAME, f"cannot resolve {name}: {(error.strerror or str(error)).lower()}"
     except TimeoutError:
-        state, words = HostState.FILTERED, f"there is no answer from {name} port {port} within {timeout_s:g} s"
+        state, words = HostState.FILTERED, f"no answer from {name} port {port} within {timeout_s:g} s"
     except OSError as error:
         words = f"{name} port {port}: {(error.strerror or str(error)).lower()}"
         state = HostState.REFUSED if error.errno == errno.ECONNREFUSED else HostState.NO_ROUTE

@@ -44,12 +44,12 @@ _KLIST_S = 2.0
 
 
 def why_openssh(said: Said, keys: Sequence[str | None]) -> str:
-    """Give the first reason, in words, and "" if paramiko will do; None stands for a key file whose name is unclear."""
+    """Return the first reason, in words, and "" if paramiko will do; None: a key file whose name is unclear."""
     return next(_reasons(said, keys), "")
 
 
 def is_private_key(path: str) -> bool:
-    """Tell whether a file can be read and is not the public half of a key."""
+    """Return whether a file can be read and is not the public half of a key."""
     head = _read(path)
     return bool(head) and not head.startswith(_PUBLIC_KEY)
 
@@ -67,7 +67,7 @@ def _reasons(said: Said, keys: Sequence[str | None]) -> Iterator[str]:
         yield "PubkeyAuthentication is off"
     control = said.get("controlpath", ["none"])[0]
     if control != "none" and _is_socket(control):
-        yield f"ControlPath {control} leads to a connection that is open already"
+        yield f"ControlPath {control} is the socket of an open connection"
     for path in keys:
         yield from _of_key(path, identities_only=is_on("IdentitiesOnly"))
     # Debian and Red Hat switch it on for everybody; it does something only for those who have a ticket.
@@ -77,7 +77,7 @@ def _reasons(said: Said, keys: Sequence[str | None]) -> Iterator[str]:
 
 def _of_key(path: str | None, *, identities_only: bool) -> Iterator[str]:
     if path is None:
-        yield "IdentityFile has a token that only ssh replaces"
+        yield "IdentityFile has a token that only ssh expands"
         return
     if os.path.exists(f"{path}-cert.pub"):
         yield f"{path}-cert.pub is a certificate"
@@ -86,13 +86,13 @@ def _of_key(path: str | None, *, identities_only: bool) -> Iterator[str]:
     if public.startswith(b"sk-") or key.startswith(b"sk-") or any(type_ in private for type_ in _SECURITY_KEYS):
         yield f"{path} is on a security key"
     elif key.startswith(_PUBLIC_KEY):
-        yield f"{path} is a public key: it says which key of the agent to take"
+        yield f"{path} is a public key: it selects a key of the agent"
     elif identities_only and (_has_passphrase(key, private) or (public and not key)):
         yield f"IdentitiesOnly is on, and only the agent can use {path}"
 
 
 def _openssh_format(key: bytes) -> bytes:
-    """Give what is inside a private key in OpenSSH's own format; its public half is there in the clear."""
+    """Return what is inside a private key in OpenSSH's own format; its public half is there in the clear."""
     lines = key.split(b"\n")
     if not lines[0].startswith(b"-----BEGIN OPENSSH PRIVATE KEY-----"):
         return b""
@@ -109,7 +109,7 @@ def _has_passphrase(key: bytes, private: bytes) -> bool:
 
 
 def _read(path: str) -> bytes:
-    """Give what is in a key file; nothing if it cannot be read: ssh then passes it over as well."""
+    """Return what is in a key file; nothing if it cannot be read: ssh then passes it over as well."""
     try:
         if not os.path.isfile(path):
             return b""
@@ -128,7 +128,7 @@ def _is_socket(path: str) -> bool:
 
 @functools.cache
 def _has_ticket(klist: str | None, place: str) -> bool:
-    """Tell whether there is a Kerberos ticket; without klist, only tickets in files can be ruled out."""
+    """Return whether there is a Kerberos ticket; without klist, only tickets in files can be ruled out."""
     if klist is not None:
         try:
             return programs.run([klist, "-s"], timeout_s=_KLIST_S).status == 0
@@ -139,7 +139,7 @@ def _has_ticket(klist: str | None, place: str) -> bool:
 
 
 Said = dict[str, list[str]]
-"""Values by keyword in lower case; a keyword that was said twice has two."""
+"""Values by keyword in lower case; a keyword given twice has two."""
 _SYSTEM_CONFIG = "/etc/ssh/ssh_config"
 _DIRECTIVE = re.compile(r"([A-Za-z0-9]+)(?:[ \t]*=[ \t]*|[ \t]+)(.*)")
 _NAMES_A_HOST = frozenset({"hostname", "proxyjump", "canonicalizehostname"})
@@ -155,7 +155,7 @@ _DEFAULTS: Said = {
 
 
 def reader(config_file: str | None, timeout_s: float) -> Callable[[Host], Said]:
-    """Give the function that finds out what is set for a host; it raises DistdiagError if ssh would refuse to start.
+    """Return the function that finds out what is set for a host; it raises DistdiagError if ssh would refuse to start.
 
     Raises:
         DistdiagError: there is no ssh, and without it the configuration cannot be understood.
@@ -166,7 +166,7 @@ def reader(config_file: str | None, timeout_s: float) -> Callable[[Host], Said]:
 
 
 def home() -> str:
-    """Give the home folder that ssh takes: the one in the user database, whatever $HOME says."""
+    """Return the home folder that ssh takes: the one in the user database, whatever $HOME says."""
     try:
         return pwd.getpwuid(os.getuid()).pw_dir
     except KeyError:  # a container with a made-up user id
@@ -174,7 +174,7 @@ def home() -> str:
 
 
 def user_name() -> str:
-    """Give the name of the local user, as ssh finds it."""
+    """Return the name of the local user, as ssh finds it."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -182,7 +182,7 @@ def user_name() -> str:
 
 
 def depends_on_host(config_file: str | None) -> bool:
-    """Tell whether ssh's configuration might say different things for different hosts; when in doubt, it does."""
+    """Return whether ssh's configuration might say different things for different hosts; when in doubt, it does."""
     if config_file == "none":
         return False
     if config_file is not None:
@@ -239,14 +239,14 @@ def _ask(config_file: str | None, timeout_s: float, host: Host) -> Said:
     if done.timed_out:
         raise DistdiagError(
             f"ssh did not read its configuration for {host.name} within {timeout_s:g} s",
-            hint=f"a command of Match exec or a name server keeps it waiting; see: ssh -v {shlex.join(argv[1:])}",
+            hint=f"a Match exec command or a name server blocks it; see: ssh -v {shlex.join(argv[1:])}",
         )
     if done.status != 0:
         complaints = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
         complaint = next((line for line in complaints if re.search(r"line \d+: ", line)), "".join(complaints[:1]))
         raise DistdiagError(
             f"ssh will not connect to {host.name}: {complaint.strip() or f'status {done.status}'}",
-            hint="ssh's configuration has to be mended; to see it again: " + shlex.join(argv),
+            hint="fix the ssh configuration; to reproduce: " + shlex.join(argv),
         )
     return _parse(done.stdout.decode("utf-8", "surrogateescape"))
 
@@ -274,8 +274,8 @@ def _load(config_file: str | None) -> SSHConfig:
     wrong = re.search(r"^[ \t]*\"?(Include|Match)\b.*", text, re.IGNORECASE | re.MULTILINE)
     if wrong is not None:
         raise DistdiagError(
-            f"{path} has the line {wrong[0].strip()!r}, which only ssh understands, and there is no ssh here",
-            hint="install OpenSSH's client, or write a file without Include and Match and give that one",
+            f"{path} has the line {wrong[0].strip()!r}, which only ssh understands, and ssh is not installed here",
+            hint="install the OpenSSH client, or use a configuration without Include and Match",
         )
     try:
         return paramiko.SSHConfig.from_text(text)
@@ -406,7 +406,7 @@ def _settings(host: Host, said: Said) -> SshSettings:
         identity_files=tuple(key for key in keys if key is not None and is_private_key(key)),
         identities_only=value("identitiesonly") in ("yes", "true"),
         identity_agent=_agent(said),
-        proxy_jump=tuple(_jump(one) for one in jump.split(",")) if jump else (),
+        proxy_jump=tuple(_jump(place) for place in jump.split(",")) if jump else (),
         proxy_command=value("proxycommand"),
         host_key_alias=value("hostkeyalias"),
         user_known_hosts=_paths(said.get("userknownhostsfile", [""])[0]),
@@ -420,7 +420,7 @@ def _settings(host: Host, said: Said) -> SshSettings:
 
 
 def _keys(host: Host, said: Said) -> list[str | None]:
-    """Give the key files; `ssh -G` leaves their tokens as they are. None stands for a token only ssh can replace."""
+    """Return the key files; `ssh -G` leaves their tokens as they are. None stands for a token only ssh can replace."""
     name, user = socket.gethostname(), user_name()
     tokens = {
         "%": "%",

@@ -62,13 +62,13 @@ _AHEAD = 16
 """For each of those threads so many hosts that have greeted us wait for their login, or are in it."""
 _RESOLVERS = 16
 _ANSWERS_SOON_S = 0.3
-"""Who has not answered by then holds up nobody any more."""
+"""A host that has not answered by then no longer holds up others."""
 _GREETING_BYTES = 4096
 _KNOCK = b"SSH-2.0-distdiag\r\n\r\n"
 _KNOCK_S = 1.0
 _DROPPED = (
-    "another program may listen there; or sshd drops connections because there are too many at once, or because it "
-    "does not want us (MaxStartups, PerSourcePenalties, hosts.deny): see its log"
+    "another program may listen there; or sshd drops connections: too many at once, or not allowed (MaxStartups, "
+    "PerSourcePenalties, hosts.deny): check its log"
 )
 
 
@@ -212,10 +212,8 @@ class Connector:
             self._connect(target)
         on_the_way = len(self._selector.get_map()) - 1 + self._counted.total()
         if self._ready and not on_the_way and time.monotonic() - self._room.changed > self._patience.connect_s:
-            words = (
-                f"there is no room for it: we may open {self._room.limit} files, enough for {self._room.hosts} hosts"
-            )
-            hint = "let us open more (ulimit -n 8192), or name fewer hosts at once"
+            words = f"no file descriptor left: the limit of {self._room.limit} is enough for {self._room.hosts} hosts"
+            hint = "raise the limit (ulimit -n 8192), or use fewer hosts at once"
             for target in self._ready:
                 self._give_up(target, HostError(state=HostState.FAILED, stage="connect", message=words, hint=hint))
             self._ready.clear()
@@ -289,7 +287,7 @@ class Connector:
         except OSError as error:
             words = (error.strerror or str(error)).lower()
         else:
-            words = "it closed the connection without a word"
+            words = "it closed the connection without an ssh banner"
         if not target.said:
             self._again(target, HostError(state=HostState.NOT_SSH, stage="banner", message=words, hint=_DROPPED))
         elif _greets_as_ssh(target.said):
@@ -303,7 +301,7 @@ class Connector:
     def _enter(self, target: Target) -> None:
         assert target.socket is not None
         if target.knocked:  # what we said is no beginning of a login
-            late = f"its greeting came only after {self._patience.banner_s - self._knock_s:g} s"
+            late = f"its ssh banner came only after {self._patience.banner_s - self._knock_s:g} s"
             self._again(target, HostError(state=HostState.TIMEOUT, stage="banner", message=late))
             return
         target.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
@@ -369,7 +367,7 @@ class Connector:
         return min(_KNOCK_S, self._patience.banner_s / 2)
 
     def _knock(self, target: Target) -> None:
-        """Speak first: servers of other kinds wait for that, and their answer tells what they are."""
+        """Send first: servers of other kinds wait for that, and their answer shows what they are."""
         assert target.socket is not None
         target.knocked = True
         with contextlib.suppress(OSError):
@@ -380,12 +378,12 @@ class Connector:
             self._not_ssh(target)
             return
         port, patience_s = target.settings.port, self._patience.banner_s
-        words = f"port {port} takes the connection and says nothing for {patience_s:g} s"
+        words = f"port {port} accepts the connection but sends nothing for {patience_s:g} s"
         self._give_up(target, HostError(state=HostState.TIMEOUT, stage="banner", message=words))
 
     def _not_ssh(self, target: Target) -> None:
         line = target.said.split(b"\n")[0][:80].decode("ascii", "replace").strip()
-        words = f'port {target.settings.port} answers, and not with ssh: "{printable(line)}"'
+        words = f'port {target.settings.port} is not ssh, it answers "{printable(line)}"'
         self._give_up(target, HostError(state=HostState.NOT_SSH, stage="banner", message=words))
 
     def _give_up(self, target: Target, refusal: HostError) -> None:
@@ -417,12 +415,12 @@ class Connector:
 
 
 def _greets_as_ssh(said: bytes) -> bool:
-    """Tell whether a line begins with the greeting; others may come before it (RFC 4253, 4.2)."""
+    """Return whether a line begins with the greeting; others may come before it (RFC 4253, 4.2)."""
     return said.startswith(b"SSH-") or b"\nSSH-" in said
 
 
 _FDS_PER_HOST = 3
-"""The connection, and the pipe by which paramiko tells that there is something to read."""
+"""The connection, and the pipe by which paramiko signals that there is something to read."""
 _SPARE_FDS = 64
 
 

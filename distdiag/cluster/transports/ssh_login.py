@@ -51,10 +51,10 @@ class Login:
         self._limits = Limits()
         self._kept: list[paramiko.Transport] = []
         self._wanted_types: dict[tuple[str, int], list[str]] = {}
-        """Types of host keys to ask for, where a host showed another one than those that are known."""
+        """Types of host keys to ask for, where a host presented a type that is not known for it."""
 
     def needs_openssh(self, settings: SshSettings) -> bool:
-        """Tell whether the host may show a certificate instead of a known key, which paramiko cannot check."""
+        """Return whether the host may show a certificate instead of a known key, which paramiko cannot check."""
         return self._known_hosts(settings).has_certificate_authority(*settings.known_as)
 
     def enter(self, connection: object, settings: SshSettings, *, through_bastion: bool = False) -> ChannelLink:
@@ -81,10 +81,10 @@ class Login:
             late = time.monotonic() - began > 0.95 * self._timeout_s
             why = f"no answer within {self._timeout_s:g} s" if late else _words(error)
             state = HostState.TIMEOUT if late else HostState.FAILED
-            words = f"it lets us in and does not run a command: {why}"
+            words = f"login works, but it does not run the command: {why}"
             raise Refused(HostError(state=state, stage="session", message=words)) from error
         link = ChannelLink(transport, channel, keep=through_bastion)
-        link.write(self._words)  # it may have ended already: then what it said tells why
+        link.write(self._words)  # it may have ended already: then its output shows why
         return link
 
     def authenticate(self, connection: Any, settings: SshSettings) -> paramiko.Transport:  # noqa: ANN401 - a socket or channel
@@ -120,13 +120,15 @@ class Login:
             return bastion.open_channel("direct-tcpip", (host, port), ("127.0.0.1", 0), timeout=timeout_s)
         except paramiko.ChannelException as error:  # paramiko keeps its code only, RFC 4254, 5.1
             forbidden = error.code == 1
-            words = f"the bastion {'may not lead (AllowTcpForwarding)' if forbidden else 'cannot connect'} to {where}"
+            words = (
+                f"the bastion {'forbids forwarding (AllowTcpForwarding)' if forbidden else 'cannot connect'} to {where}"
+            )
             raise Refused(HostError(state=HostState.NO_ROUTE, stage="connect", message=words)) from error
         except (paramiko.SSHException, EOFError, OSError) as error:
             if time.monotonic() - began > 0.95 * timeout_s:
                 words = f"the bastion gets no answer from {where} within {timeout_s:g} s"
                 raise Refused(HostError(state=HostState.FILTERED, stage="connect", message=words)) from error
-            words = f"the bastion opens no way to {where}: {_words(error)}"
+            words = f"the bastion opens no connection to {where}: {_words(error)}"
             raise Retry(HostError(state=HostState.FAILED, stage="connect", message=words)) from error
 
     def close(self) -> None:
@@ -138,7 +140,7 @@ class Login:
         wanted = self._wanted_types.get(settings.known_as)
         if wanted:
             options = transport.get_security_options()
-            options.key_types = sorted(options.key_types, key=lambda one: _type_inside(one) not in wanted)
+            options.key_types = sorted(options.key_types, key=lambda type_: _type_inside(type_) not in wanted)
 
     def _handshake(self, transport: paramiko.Transport, settings: SshSettings) -> None:
         import paramiko
@@ -149,9 +151,9 @@ class Login:
             transport.get_remote_server_key()  # fails if start_client returned because its time was over
         except (paramiko.SSHException, EOFError, OSError) as error:
             if time.monotonic() - begin > 0.95 * self._timeout_s:
-                words = f"it did not finish ssh's handshake within {self._timeout_s:g} s"
+                words = f"no complete ssh handshake within {self._timeout_s:g} s"
                 raise Refused(HostError(state=HostState.TIMEOUT, stage="handshake", message=words)) from error
-            words = f"port {settings.port} broke off ssh's handshake: {_words(error)}"
+            words = f"port {settings.port} aborted the ssh handshake: {_words(error)}"
             state = (
                 HostState.FAILED if isinstance(error, paramiko.ssh_exception.IncompatiblePeer) else HostState.NOT_SSH
             )
@@ -276,7 +278,7 @@ def _prove(transport: paramiko.Transport, settings: SshSettings) -> None:
             # An empty list: logged in. Else it wants something more.
             if not transport.auth_publickey(settings.user, key):
                 return
-            tried.append(f"{name} (not enough alone)")
+            tried.append(f"{name} (not sufficient alone)")
         except paramiko.BadAuthenticationType as error:
             accepted = list(error.allowed_types)
             break
@@ -284,9 +286,9 @@ def _prove(transport: paramiko.Transport, settings: SshSettings) -> None:
             tried.append(name)
         if not transport.is_active():
             break
-    words = f"it does not take user {settings.user}"
+    words = f"it rejects user {settings.user}"
     words += f" with {', '.join(tried)}" if tried else ", and there is no key to try"
-    words += f"; it wants {', '.join(accepted)}" if accepted else ""
+    words += f"; it accepts {', '.join(accepted)}" if accepted else ""
     raise Refused(HostError(state=HostState.AUTH, stage="login", message=words))
 
 
@@ -301,7 +303,7 @@ def _keys(settings: SshSettings, tried: list[str]) -> Iterator[tuple[str, Any]]:
     for path in settings.identity_files:
         key = _load(path)
         if key is None:
-            tried.append(f"{path} (it has a passphrase: put it into ssh-agent)")
+            tried.append(f"{path} (has a passphrase: add it to ssh-agent)")
         else:
             yield path, key
 
@@ -317,7 +319,7 @@ def _load(path: str) -> Any:  # noqa: ANN401 - some kind of paramiko.PKey, or No
 
 
 def _type_inside(algorithm: str) -> str:
-    """Give the type of the keys of an algorithm: RSA keys sign in several ways."""
+    """Return the type of the keys of an algorithm: RSA keys sign in several ways."""
     return "ssh-rsa" if algorithm.startswith("rsa-sha2-") else algorithm
 
 
@@ -329,27 +331,28 @@ def _unknown_key(settings: SshSettings, kind: str, blob: bytes) -> HostError:
         state=HostState.HOST_KEY_UNKNOWN,
         stage="host key",
         message=f"its {kind} key is in no known_hosts file",
-        hint="compare the fingerprint with the host's own, then add the line; or accept all unknown keys, "
-        "never changed ones, with --accept-new",
+        hint="compare the fingerprint with the host's own, then add the line; or accept all unknown keys "
+        "(never changed keys) with --accept-new",
         commands=(f"echo '{line}' >> {shlex.quote(file)}  # {shown}",),
-        evidence=(f"{line.split(' ')[0]} shows {shown}",),
+        evidence=(f"{line.split(' ')[0]} presents {shown}",),
     )
 
 
 def _other_key(settings: SshSettings, verdict: Verdict, kind: str, blob: bytes) -> HostError:
     name, port = settings.known_as
     where = f"{verdict.file}, line {verdict.line}"
-    evidence = f"it shows the {kind} key {known_hosts.fingerprint(blob)}; see {where}"
+    evidence = f"it presents the {kind} key {known_hosts.fingerprint(blob)}; see {where}"
     if verdict.key is KeyVerdict.REVOKED:
         words = f"its {kind} key is marked as revoked"
         return HostError(state=HostState.HOST_KEY_REVOKED, stage="host key", message=words, evidence=(evidence,))
-    known = "another one is" if verdict.key is KeyVerdict.CHANGED else "only keys of other types are"
+    changed = f"its {kind} key is not the known key"
+    other_type = f"it presents a key of type {kind}, but only keys of other types are known for it"
     entry = name if port == 22 else f"[{name}]:{port}"
     return HostError(
         state=HostState.HOST_KEY_CHANGED,
         stage="host key",
-        message=f"it shows a key of type {kind}, and {known} known for it",
-        hint="if the host was installed anew, forget the old key; if not, somebody may be in between",
+        message=changed if verdict.key is KeyVerdict.CHANGED else other_type,
+        hint="if the host was reinstalled, remove the old key; if not, this may be a man-in-the-middle attack",
         commands=(f"ssh-keygen -R {shlex.quote(entry)} -f {shlex.quote(verdict.file)}",),
         evidence=(evidence,),
     )

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from distdiag.cluster.hosts import Host
 
 _DOUBT_S = 5.0
-"""When nobody came so far, it is time to ask which of the hosts holds up the others."""
+"""When no agent connected by then, find out which host holds up the others."""
 _STAGGER_S = 8.0
 """How much later than the first the last agent may come: a node that does not start one in this time is stuck."""
 _FIND_S = 6.0
@@ -79,16 +79,16 @@ class StepTransport(Transport):
         self._said: list[str] = []
 
     def ports(self) -> Sequence[int]:
-        """Give the ports at which the nodes may connect to us; 0 is any."""
+        """Return the ports at which the nodes may connect to us; 0 is any."""
         return (0,)
 
     @abstractmethod
     def command(self, hosts: Sequence[Host], program: list[str]) -> list[str]:
-        """Give the command that runs a program once on each host."""
+        """Return the command that runs a program once on each host."""
 
     @abstractmethod
     def environment(self) -> dict[str, str]:
-        """Give the environment to run it in."""
+        """Return the environment to run it in."""
 
     @abstractmethod
     def failed_hosts(self, line: str, hosts: Sequence[Host]) -> dict[str, str]:
@@ -125,9 +125,7 @@ class StepTransport(Transport):
         try:
             self._start_all(hosts, arrivals)
         except Exception as error:  # noqa: BLE001 - in a thread nobody else would hear of it
-            refusal = HostError(
-                state=HostState.FAILED, stage="start", message=f"{self.name} cannot be started: {error!r}"
-            )
+            refusal = HostError(state=HostState.FAILED, stage="start", message=f"cannot start {self.name}: {error!r}")
             self._refuse_all(hosts, refusal, arrivals)
 
     def _start_all(self, hosts: list[Host], arrivals: Arrivals) -> None:
@@ -151,7 +149,7 @@ class StepTransport(Transport):
                 arrivals.refuse(name, refusal)
             hosts = [host for host in hosts if host.name not in failed]
         refusal = HostError(
-            state=HostState.FAILED, stage="start", message="the step could not be started without it either"
+            state=HostState.FAILED, stage="start", message="the step still failed after the failed hosts were left out"
         )
         self._refuse_all(hosts, refusal, arrivals)
 
@@ -190,7 +188,7 @@ class StepTransport(Transport):
         open_names = [host.name for host in this.hosts if host.name not in this.links]
         if name in open_names:
             return name
-        short = [one for one in open_names if one.partition(".")[0] == name.partition(".")[0]]
+        short = [open_name for open_name in open_names if open_name.partition(".")[0] == name.partition(".")[0]]
         return short[0] if len(short) == 1 else None
 
     def _follow(self, this: _Round) -> dict[str, HostError]:
@@ -257,18 +255,18 @@ class StepTransport(Transport):
             return (
                 HostState.FILTERED,
                 words.partition("distdiag: ")[2] or words,
-                "the nodes must be able to connect to this machine, as they must for srun itself; see its firewall",
+                "the nodes must be able to connect to this machine, as for srun itself; check its firewall",
             )
         if any(f'"{protocol.NoPython.kind}"' in line for line in said):
-            return HostState.NO_PYTHON, "there is no Python 3.9 or newer", "name one that is there: --python PATH"
+            return HostState.NO_PYTHON, "no Python 3.9 or newer", "give a Python that exists there: --python PATH"
         return HostState.FAILED, "", ""
 
     def _late(self, seconds: float, said: list[str], *, alone: bool) -> HostError:
-        hint = "" if alone else f"{self.name} needs the nodes to connect back to this machine; see its firewall"
+        hint = "" if alone else f"{self.name} needs the nodes to connect back to this machine; check its firewall"
         return HostError(
             state=HostState.TIMEOUT,
             stage="start",
-            message=f"{self.name} started nothing there within {seconds:.0f} s",
+            message=f"{self.name} started no agent within {seconds:.0f} s",
             hint=hint,
             evidence=tuple(said[-4:]),
         )
@@ -293,8 +291,8 @@ def _take_port(key: str, ports: Sequence[int]) -> Acceptor:
         except OSError:
             continue
     raise DistdiagError(
-        f"none of the ports {fold_ranks(ports)}, at which the nodes may connect to this machine, is free",
-        hint="see who has them: ss -tlnp",
+        f"all ports at which the nodes may connect to this machine are in use: {fold_ranks(ports)}",
+        hint="find what holds them: ss -tlnp",
     )
 
 

@@ -248,14 +248,14 @@ def _why_no_program(path: str) -> str:
     try:
         os.stat(path)
     except PermissionError:
-        return "may not be read by this user"
+        return "cannot be read by this user (permission denied)"
     except (OSError, ValueError):
         return "is not on this machine"
     return ""
 
 
 def _with_own(facts: CoreFacts, own: unwinder.CFrames | None, timeout_s: float) -> CoreFacts:
-    """Replace the threads that our unwinder can follow further in C than pystack and gdb did."""
+    """Replace the threads whose C stack the own unwinder follows further than pystack and gdb."""
     assert facts.notes is not None
     if own is None:
         return facts
@@ -268,11 +268,11 @@ def _with_own(facts: CoreFacts, own: unwinder.CFrames | None, timeout_s: float) 
 def _live(ask: dict[str, Any]) -> LiveFacts:
     pid = ask["pid"]
     if procs.read(pid) is None:
-        return LiveFacts(pid, "there is no such process", "", "", None, "", "", (), ())
+        return LiveFacts(pid, "process not found", "", "", None, "", "", (), ())
     before = machine.process_state(pid).letter
     by_pystack = pystack.of_process(pid, timeout_s=ask["timeout_s"])
-    wanted = ask["gdb"] or (ask["gdb"] is None and not by_pystack.threads)
-    by_gdb = gdb.of_process(pid, timeout_s=ask["timeout_s"]) if wanted else None
+    use_gdb = ask["gdb"] or (ask["gdb"] is None and not by_pystack.threads)
+    by_gdb = gdb.of_process(pid, timeout_s=ask["timeout_s"]) if use_gdb else None
     threads, tools = _short(stacks.merge(by_pystack, by_gdb, pid)), _tools(by_pystack, by_gdb)
     error = "" if any(merged.thread.frames for merged in threads) else "; ".join(tools)
     words, rank = " ".join(procs.command_words(pid)), _rank(procs.variables(pid) or {})
@@ -281,7 +281,7 @@ def _live(ask: dict[str, Any]) -> LiveFacts:
 
 
 def _tools(*answers: Stacks | None) -> tuple[str, ...]:
-    """Format which tools read the stacks, and what they complained of."""
+    """Format which tools read the stacks, and their errors."""
     return tuple(
         f"{answer.tool}: {answer.error or f'{len(answer.threads)} threads'}"
         + (f" ({answer.seconds:.1f} s)" if answer.seconds >= 0.05 else "")

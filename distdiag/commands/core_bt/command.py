@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
-from distdiag.commands.core_bt.types import COMMAND, Request
+from distdiag.commands.core_bt.types import COMMAND, Request, Threads
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
 
@@ -28,53 +28,58 @@ _CORES_AT_LEAST = 4
 def core_bt(
     cores: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[CORE|FOLDER]...", help="Cores, also .gz .xz .zst .lz4. [default: the newest]"),
+        typer.Argument(
+            metavar="[CORE|DIR]...",
+            help="Core files or directories, also .gz .xz .zst .lz4. [default: the newest core]",
+        ),
     ] = None,
-    exe: Annotated[
-        str, typer.Option(metavar="PATH", help="The program that crashed. [default: as the core says]")
-    ] = "",
-    all_threads: Annotated[
-        bool, typer.Option("--all-threads", help="Show the stacks of all threads, one for each that differs.")
-    ] = False,
+    exe: Annotated[str, typer.Option(metavar="PATH", help="The program that crashed. [default: from the core]")] = "",
+    threads: Annotated[Threads, typer.Option(help="Which threads to show; equal stacks once.")] = Threads.CRASHED,
     gdb: Annotated[
         bool | None,
-        typer.Option("--gdb/--no-gdb", help="Ask gdb, too. [default: where pystack lacks the thread that crashed]"),
+        typer.Option("--gdb/--no-gdb", help="Also use gdb. [default: if pystack does not find the crashed thread]"),
     ] = None,
     pid: Annotated[
-        int | None, typer.Option(min=1, metavar="PID", help="Look at a live process instead; it is left running.")
+        int | None,
+        typer.Option("--pid", "-p", min=1, metavar="PID", help="Read a live process instead; it keeps running."),
     ] = None,
     setup: Annotated[
-        bool, typer.Option("--setup", help="Say whether this machine, and the ranks on it, can leave a core at all.")
+        bool, typer.Option("--setup", help="Check whether a crash of the ranks on this machine would leave a core.")
     ] = False,
     text: Annotated[
-        str, typer.Option(metavar="FILE", help="Write a short text for an issue, without what looks like a secret.")
+        str, typer.Option(metavar="FILE", help="Write a short text for a bug report, with secrets redacted.")
     ] = "",
     save: SaveOpt = "",
     from_: FromOpt = None,
     timeout: Annotated[
-        float, typer.Option(min=1.0, max=3600.0, metavar="SECONDS", help="Longest time for each tool and core.")
+        float, typer.Option(min=1.0, max=3600.0, metavar="SECONDS", help="Time limit for each tool and core.")
     ] = 60.0,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
     *,
     cluster: Cluster,
 ) -> None:
-    """Tell what crashed: the signal and what it means, the thread, its Python and C frames in one stack, and why.
+    """Show what crashed and why: the signal and its meaning, the thread, its Python and C frames in one stack.
 
-    Exit status: 0 nothing crashed, 1 a crash was found, 2 wrong usage, 3 no core, or none that can be read,
-    130 interrupted.
+    Exit status: 0 no crash, 1 crash found, 2 usage error, 3 no readable core, 130 interrupted.
+
+    \b
+    Examples:
+      distdiag core-bt                               # the newest core on this host
+      distdiag core-bt core.4711 --threads all
+      distdiag core-bt --setup --hosts gpu[01-08]    # would a crash leave a core?
     """
     from distdiag import runner
 
     def request() -> Request:
         if sum((bool(cores), pid is not None, setup)) > 1:
-            raise UsageError("cores, --pid and --setup are three questions", hint="ask one of them")
+            raise UsageError("CORE, --pid and --setup are mutually exclusive", hint="pass one of them")
         return Request(
             program=called_as(),
             cluster=cluster,
             paths=tuple(cores or ()),
             exe=exe,
-            all_threads=all_threads,
+            all_threads=threads is Threads.ALL,
             gdb=gdb,
             pid=pid,
             setup=setup,
@@ -125,7 +130,7 @@ def _check_working_directory() -> None:
     try:
         os.getcwd()
     except OSError as error:
-        raise DistdiagError(f"the working directory: {error.strerror}", hint="cd to one that is there") from error
+        raise DistdiagError(f"the working directory: {error.strerror}", hint="cd to an existing directory") from error
 
 
 def _plan(request: Request, hosts: Mapping[str, NodeCores], *, local: bool) -> Asks:

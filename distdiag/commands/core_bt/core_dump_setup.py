@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _MAX_EVIDENCE = 6
 _A_CORE_BYTES = 1 << 30
-"""Room for a core of a process that is not known."""
+"""Space for a core of an unknown process."""
 _LEAST_BYTES = 4096
 """A smaller core does not even have its notes; systemd-coredump keeps none then."""
 _STACKS_AND_HEAP = 1
@@ -38,13 +38,13 @@ class _Node:
 
     @property
     def sudo(self) -> str:
-        """How commands for the administrator begin."""
+        """The prefix of commands for the administrator."""
         return "" if self.facts.is_root else "sudo "
 
     def subject(self, some: Sequence[ProcessSetup]) -> str:
         """Format processes for a sentence, without numbers, so that it is the same for several nodes."""
         if not self.facts.ranks:
-            return "what is started here"
+            return "processes started here"
         return "ranks" if len(some) == len(self.processes) else "some ranks"
 
     def name(self, process: ProcessSetup) -> str:
@@ -85,7 +85,7 @@ def _joined(same: Sequence[tuple[str, Finding]]) -> Finding:
 def _of_node(facts: SetupFacts, *, alone: bool) -> Iterator[Finding]:
     processes = facts.ranks or (facts.own,)
     if facts.pattern is None:
-        title = "whether the kernel makes cores is not known: /proc/sys/kernel/core_pattern cannot be read"
+        title = "unknown whether the kernel writes cores: /proc/sys/kernel/core_pattern is unreadable"
         yield Finding(id=f"{COMMAND}.setup-pattern", level=Level.UNKNOWN, title=title)
         return
     node = _Node(facts, facts.pattern, processes, alone)
@@ -104,18 +104,18 @@ def _goes_to(node: _Node) -> str:
     if pattern.kind is PatternKind.RELATIVE:
         return f"as {pattern.text}{'.PID' if pattern.uses_pid else ''} in the working directory of the process"
     if facts.container:
-        return f"{pattern.handler or pattern.program} takes it, on the host of this container"
+        return f"{pattern.handler or pattern.program} receives it, on the host of this container"
     if pattern.handler == "systemd-coredump":
-        return "systemd-coredump keeps it for some days (coredumpctl list)"
-    return f"{pattern.handler or pattern.program} takes it" + (f" ({pattern.folders[0]})" if pattern.folders else "")
+        return "systemd-coredump keeps it for a few days (coredumpctl list)"
+    return f"{pattern.handler or pattern.program} receives it" + (f" ({pattern.folders[0]})" if pattern.folders else "")
 
 
 def _set_pattern(node: _Node) -> Fix:
-    note = "this changes the whole machine, with its containers, until its next boot"
+    note = "this changes the whole machine, with its containers, until the next reboot"
     if node.facts.container and not node.facts.may_set:
-        return Fix(text=f"core_pattern is the host's, and can only be changed there ({note})")
+        return Fix(text=f"core_pattern can only be changed on the host ({note})")
     return Fix(
-        text=f"write cores to a folder, each with a name of its own; {note}",
+        text=f"write cores to a directory, each under a unique name; {note}",
         commands=(
             f"{node.sudo}mkdir -p -m 1777 {_ALL_CORES.rpartition('/')[0]}",
             f"echo '{_ALL_CORES}' | {node.sudo}tee /proc/sys/kernel/core_pattern",
@@ -125,7 +125,7 @@ def _set_pattern(node: _Node) -> Fix:
 
 def _nowhere(node: _Node) -> Iterator[Finding]:
     if node.pattern.kind is PatternKind.NOWHERE:
-        title = f"every core is thrown away: core_pattern is {node.pattern.text or 'empty'}"
+        title = f"core dumps are discarded: core_pattern is {node.pattern.text or 'empty'}"
         yield node.finding("pattern", Level.FAIL, title, fix=_set_pattern(node))
 
 
@@ -133,16 +133,16 @@ def _handler(node: _Node) -> Iterator[Finding]:
     facts, pattern = node.facts, node.pattern
     largest = max((process.memory_bytes or 0 for process in node.processes), default=0)
     if pattern.kind is PatternKind.PROGRAM and facts.handler_there is False:
-        title = f"every core is lost: core_pattern gives it to {pattern.program}, and there is no such program"
+        title = f"core dumps are lost: core_pattern pipes to {pattern.program}, which does not exist"
         yield node.finding("handler", Level.FAIL, title, fix=_set_pattern(node))
     elif pattern.kind in (PatternKind.PROGRAM, PatternKind.SOCKET) and facts.container:
-        title = f"cores do not stay in this container ({facts.container}): {_goes_to(node)}"
+        title = f"cores leave this container ({facts.container}): {_goes_to(node)}"
         yield node.finding("handler", Level.INFO, title, detail=_on_the_host(pattern))
     elif facts.systemd is not None and not facts.systemd.keeps:
         conf = Fix(text="set Storage=external in /etc/systemd/coredump.conf", commands=("coredumpctl list",))
-        yield node.finding("handler", Level.FAIL, "systemd-coredump is told to keep no core (Storage=none)", fix=conf)
+        yield node.finding("handler", Level.FAIL, "systemd-coredump keeps no core (Storage=none)", fix=conf)
     elif facts.systemd is not None and facts.systemd.most_bytes is not None and facts.systemd.most_bytes < largest:
-        title = "systemd-coredump cuts or drops cores of this size (ExternalSizeMax)"
+        title = "systemd-coredump truncates or drops cores of this size (ExternalSizeMax)"
         conf = Fix(text="set ExternalSizeMax=infinity and ProcessSizeMax=infinity in /etc/systemd/coredump.conf")
         lines = (f"ExternalSizeMax is {_size(facts.systemd.most_bytes)}, the largest rank has {_size(largest)}",)
         yield node.finding("handler", Level.WARN, title, fix=conf, evidence=lines)
@@ -150,8 +150,8 @@ def _handler(node: _Node) -> Iterator[Finding]:
 
 def _on_the_host(pattern: CorePattern) -> str:
     if pattern.handler == "WSL":
-        return "look in %LOCALAPPDATA%\\Temp\\wsl-crashes of Windows (here below /mnt/c/Users)"
-    return f"look on the host in {' and '.join(pattern.folders)}" if pattern.folders else ""
+        return "they are in %LOCALAPPDATA%\\Temp\\wsl-crashes of Windows (here below /mnt/c/Users)"
+    return f"on the host, they are in {' and '.join(pattern.folders)}" if pattern.folders else ""
 
 
 def _limit(node: _Node) -> Iterator[Finding]:
@@ -166,14 +166,16 @@ def _limit(node: _Node) -> Iterator[Finding]:
         process for process in node.processes if process not in none and _limited(process, process.memory_bytes or 0)
     ]
     if none:
-        title = f"a crash of {node.subject(none)} leaves no core: its size is limited to nothing"
+        title = f"a crash of {node.subject(none)} leaves no core: the core size limit is 0 (ulimit -c)"
         if not obeyed:
-            title = f"a crash of {node.subject(none)} may leave no core: {pattern.handler} is told that none is wanted"
+            title = (
+                f"a crash of {node.subject(none)} may leave no core: {pattern.handler} is passed a core size limit of 0"
+            )
         level = Level.FAIL if obeyed else Level.WARN
         yield node.finding("limit", level, title, none, evidence=_limits(node, none), fix=_raise(node, none))
     if cut:
-        less = "the limit on its size is less than the memory in use"
-        title = f"the core of {node.subject(cut)} would be cut off: {less}"
+        less = "the core size limit is below the memory in use"
+        title = f"the core of {node.subject(cut)} would be truncated: {less}"
         yield node.finding("limit", Level.WARN, title, cut, evidence=_limits(node, cut), fix=_raise(node, cut))
 
 
@@ -204,14 +206,14 @@ def _raise(node: _Node, some: Sequence[ProcessSetup]) -> Fix:
     commands = [command for limit in known for command in limit.commands]
     limits = [(process.limits, process.memory_bytes or _LEAST_BYTES) for process in some]
     if any(limit is not None and limit.core_hard is not None for limit, _ in limits):
-        words.append("the hard limit stands in the way: only root may raise it (/etc/security/limits.conf for logins)")
+        words.append("the hard limit is too low: only root can raise it (/etc/security/limits.conf for logins)")
     if any(limit is not None and _below(limit.file, needed) for limit, needed in limits):
-        words.append("the limit on the size of files has to be raised too")
+        words.append("raise the file size limit too")
         commands.insert(0, "ulimit -f unlimited")
     if node.facts.slurm_propagates is False and "srun" in launchers:
-        words.append("slurm.conf here does not pass it on unless it is asked to")
+        words.append("slurm.conf here does not propagate it by default")
     if node.facts.ranks:
-        words[0] = f"ranks that run now get it from prlimit (as their user); for the next start: {words[0]}"
+        words[0] = f"for running ranks, use prlimit (as their user); for the next start: {words[0]}"
         pids = " ".join(str(process.pid) for process in some)
         now = [f"for pid in {pids}; do prlimit --pid $pid --core=unlimited:; done"] if node.alone else []
         commands = [*now, *commands]
@@ -231,31 +233,31 @@ def _folder(node: _Node) -> Iterator[Finding]:
 
 def _problem(folder: CoreFolder, name: str) -> str:
     if not folder.exists:
-        return f"there is no folder {folder.path}"
+        return f"{folder.path} does not exist"
     if not folder.writable:
-        return f"its user may not write to {folder.path}"
+        return f"its user cannot write to {folder.path}"
     file = f"{folder.path.rstrip('/')}/{name.rpartition('/')[2]}"
-    return f"{folder.blocked_by} is in its place, and stays: {file}" if folder.blocked_by else ""
+    return f"{folder.blocked_by} of that name is not replaced: {file}" if folder.blocked_by else ""
 
 
 def _other_folder(node: _Node) -> Fix:
     if node.pattern.kind is PatternKind.ABSOLUTE:
         path = quote(node.pattern.folder)
         contained = any(process.contained for process in node.processes)
-        inside = " (inside of the container, if it runs in one)" if contained else ""
+        inside = " (inside the container, if it runs in a container)" if contained else ""
         commands = (f"{node.sudo}mkdir -p {path}", f"{node.sudo}chmod 1777 {path}")
-        return Fix(text=f"make the folder, and let every user write to it{inside}", commands=commands)
+        return Fix(text=f"create the directory, writable by every user{inside}", commands=commands)
     other = _set_pattern(node)
-    return Fix(text=f"start the job in another folder; or {other.text}", commands=other.commands)
+    return Fix(text=f"start the job in another directory; or {other.text}", commands=other.commands)
 
 
 def _kept(node: _Node) -> Iterator[Finding]:
     """Judge what the kernel keeps from a core for safety, and what it leaves out of one."""
     secret = [process for process in node.processes if process.dumpable is False]
     if secret and node.facts.suid_dumpable != 1:
-        title = f"the kernel makes no core of {node.subject(secret)}"
-        detail = "because the process changed its user after its start, or may not read its own program"
-        fix = Fix(text="start it as that user from the beginning (runuser, setpriv), not as root that changes later")
+        title = f"the kernel writes no core of {node.subject(secret)}: not dumpable"
+        detail = "The process changed its user after its start, or cannot read its own program."
+        fix = Fix(text="start it as that user from the beginning (runuser, setpriv), not as root that switches later")
         yield node.finding("dumpable", Level.FAIL, title, secret, detail=detail, fix=fix)
     bare = [
         process for process in node.processes if process.filter is not None and not process.filter & _STACKS_AND_HEAP
@@ -269,19 +271,19 @@ def _kept(node: _Node) -> Iterator[Finding]:
 def _overwrites(node: _Node) -> Iterator[Finding]:
     if node.pattern.kind not in _FILES or node.pattern.unique:
         return
-    title = f"each core replaces the one before: all processes of a folder write the same file ({node.pattern.text})"
+    title = f"each core overwrites the previous core: all processes in a directory write {node.pattern.text}"
     if node.pattern.kind is PatternKind.ABSOLUTE:
-        title = f"each core replaces the one before: all processes write {node.pattern.text}"
+        title = f"each core overwrites the previous core: all processes write {node.pattern.text}"
     fix = Fix(
-        text="start each rank in a folder of its own; or add the process's id to the name, on the whole machine until "
-        "its next boot",
+        text="start each rank in its own directory; or add the pid to the name, on the whole machine until "
+        "the next reboot",
         commands=(f"echo 1 | {node.sudo}tee /proc/sys/kernel/core_uses_pid",),
     )
     if node.facts.container and not node.facts.may_set:
-        fix = Fix(text="start each rank in a folder of its own; the names can only be changed on the host")
+        fix = Fix(text="start each rank in its own directory; the names can only be changed on the host")
     folders = [process.folder for process in node.facts.ranks if process.folder is not None]
     same = {(folder.path, folder.filesystem) for folder in folders}
-    detail = "the ranks here share a folder" if len(same) < len(node.facts.ranks) else ""
+    detail = "Ranks here share a directory." if len(same) < len(node.facts.ranks) else ""
     yield node.finding("overwrites", Level.WARN, title, detail=detail, fix=fix)
 
 
@@ -297,9 +299,9 @@ def _space(node: _Node) -> Iterator[Finding]:
         folder, total = folders[0][0], sum(needed for _, needed in folders)
         if (folder.free_bytes or 0) < total:
             rows = (f"{folder.path}: {_size(folder.free_bytes)} free, at least {_size(total)} needed",)
-            every = " of every rank: the last ones would be cut off" if len(folders) > 1 else ""
-            title = f"there is no room for a core{every}"
-            text = "free some, or let core_pattern point to a larger disk"
+            title = "not enough disk space for a core"
+            title += " of every rank: the last would be truncated" if len(folders) > 1 else ""
+            text = "free some space, or point core_pattern to a larger disk"
             fix = Fix(text=text, commands=(f"df -h {quote(folder.path)}",))
             yield node.finding("space", Level.WARN, title, evidence=rows, fix=fix)
 
@@ -311,12 +313,10 @@ def _unread(node: _Node) -> Iterator[Finding]:
         if process.limits is None or (node.pattern.kind in _FILES and process.folder is None)
     ]
     if unread:
-        title = (
-            f"limits or working directory of {node.subject(unread)} cannot be read: run it as their user, or as root"
-        )
+        title = f"limits or working directory of {node.subject(unread)} cannot be read: run as their user or root"
         yield node.finding("unread", Level.UNKNOWN, title, unread)
     if node.facts.gone:
-        title = "processes that were asked for are gone"
+        title = "requested processes not found"
         lines = tuple(f"no process {pid}" for pid in node.facts.gone)
         yield node.finding("gone", Level.UNKNOWN, title, evidence=lines)
 

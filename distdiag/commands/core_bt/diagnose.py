@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from distdiag.knowledge.crashes import Crash
 
 _SAME_FRAMES = 3
-_MAX_LINES_SAID = 6
+_MAX_MESSAGE_LINES = 6
 _STOPPED = ("T", "t")
 _ENDS_BY_EXCEPTION = re.compile(r"terminate|__cxa_|_Unwind_|__gxx_|rethrow_exception")
 
 
 def diagnose(request: Request, gathered: Gathered[NodeCores]) -> Report[CoreBt]:
-    """Report what crashed, where, and why; or what keeps a machine from leaving a core."""
+    """Report what crashed, where, and why; or what prevents a core on a machine."""
     nodes, rows = gathered.facts, gathered.rows
     cores: list[tuple[Core, Crash | None]] = []
     unread: list[Unread] = []
@@ -54,7 +54,7 @@ def diagnose(request: Request, gathered: Gathered[NodeCores]) -> Report[CoreBt]:
     data = CoreBt(
         cores=tuple(core for core, _ in cores),
         unread=tuple(unread),
-        looked_in=tuple(dict.fromkeys(place for node in nodes for place in node.searched)),
+        searched=tuple(dict.fromkeys(place for node in nodes for place in node.searched)),
     )
     if not (cores or unread or request.setup or request.pid is not None) and nodes:
         found.append(_none(request, data))
@@ -90,7 +90,7 @@ def _core(facts: CoreFacts, host: str) -> tuple[Core, Crash | None]:
         signal_name=signal_name(notes.signal),
         signal_code=notes.code,
         address=notes.address,
-        said=redacted(words),
+        message=redacted(words),
         mapped=mapped,
         meaning=crashes.meaning(notes.signal, notes.code, notes.address, notes.sender_pid, notes.pid),
         signature=known.id if known is not None else None,
@@ -107,7 +107,7 @@ def _core(facts: CoreFacts, host: str) -> tuple[Core, Crash | None]:
 
 
 def _last_words(facts: CoreFacts, functions: Sequence[str]) -> str:
-    """Return the last words of the process, without an exception that was thrown earlier, and caught."""
+    """Return the last message of the process, without an exception that was thrown and caught earlier."""
     ended = not functions or any(_ENDS_BY_EXCEPTION.search(function) for function in functions)
     return facts.message or (facts.exception if ended else "")
 
@@ -127,10 +127,10 @@ def _live(facts: LiveFacts, host: str) -> Core:
         signal_name="",
         signal_code=None,
         address=None,
-        said="",
+        message="",
         mapped="",
-        meaning=f"a live process, in state {facts.state_before or '?'} before the look and {facts.state_after or '?'} "
-        "after it",
+        meaning=f"a live process, in state {facts.state_before or '?'} before it was read, "
+        f"{facts.state_after or '?'} afterwards",
         signature=None,
         role=None,
         crash_thread=main,
@@ -149,12 +149,12 @@ def _thread(merged: Merged) -> Thread:
 
 
 def _crashes(request: Request, cores: Sequence[tuple[Core, Crash | None]]) -> list[Finding]:
-    """Return one finding for each crash, the same in several processes being one; consequences come last."""
+    """Return a finding for each distinct crash, however many processes had it; consequences come last."""
     groups: dict[tuple[object, ...], list[tuple[Core, Crash | None]]] = {}
     for core, known in cores:
         if core.signal:
             frames = tuple(format_frame(frame) for frame in faulting_frames(core)[:_SAME_FRAMES])
-            same = (core.signal, core.signature, where(core), frames, without_numbers(core.said))
+            same = (core.signal, core.signature, where(core), frames, without_numbers(core.message))
             groups.setdefault(same, []).append((core, known))
     ordered = sorted(groups.values(), key=lambda group: group[0][0].role == "consequence")
     return [_crash(request, group) for group in ordered]
@@ -168,7 +168,7 @@ def _crash(request: Request, group: Sequence[tuple[Core, Crash | None]]) -> Find
     return Finding(
         id=f"{COMMAND}.{'consequence' if consequence else 'crash'}",
         level=Level.FAIL,
-        title=f"{who(first)}{others} died by {first.signal_name}{' ' + place if place else ''}",
+        title=f"{who(first)}{others} died with {first.signal_name}{' ' + place if place else ''}",
         detail=_sentence(known.says if known is not None else first.meaning)
         + ("" if first.crash_thread is not None else " Its stack could not be read."),
         where=Where(
@@ -177,13 +177,13 @@ def _crash(request: Request, group: Sequence[tuple[Core, Crash | None]]) -> Find
             pids=tuple(core.pid for core, _ in group),
         ),
         evidence=(
-            *(f"it said: {line.strip()}" for line in first.said.splitlines()[:_MAX_LINES_SAID]),
+            *(f"message: {line.strip()}" for line in first.message.splitlines()[:_MAX_MESSAGE_LINES]),
             *([f"{first.signal_name}: {first.meaning}"] if known is not None else []),
             *(core.path for core, _ in group[:8]),
             # In an unknown crash the fix has them.
             *(first.tools if first.crash_thread is None and known is not None else ()),
             *(("its Python frames are missing", *first.tools) if _lacks_python(first) else ()),
-            *([f"known from {known.source}"] if known is not None and known.source else []),
+            *([f"source: {known.source}"] if known is not None and known.source else []),
         ),
         fix=_fix(request, first, known),
     )
@@ -209,7 +209,7 @@ def _fix(request: Request, core: Core, known: Crash | None) -> Fix:
         return Fix(text="; ".join(core.tools) or "nothing could read its stacks")
     return Fix(
         text="look at the innermost frames; keep this report for an issue, without secrets",
-        commands=(request.again(core.path, "--all-threads", "--text", "report.txt"),),
+        commands=(request.again(core.path, "--threads", "all", "--text", "report.txt"),),
     )
 
 
@@ -222,10 +222,11 @@ def _about_files(request: Request, cores: Sequence[Core], unread: Sequence[Unrea
             Finding(
                 id=f"{COMMAND}.truncated",
                 level=Level.WARN,
-                title=f"{len(cut)} core(s) are cut off, {cut[0].path} has {part:.0%} of its bytes: the signal and the "
-                "thread are right, stacks may be missing",
+                title=f"{len(cut)} core{'s are' if len(cut) > 1 else ' is'} truncated: {cut[0].path} has {part:.0%} "
+                "of its bytes",
+                detail="The signal and the crashed thread are right; stacks may be missing.",
                 fix=Fix(
-                    text="a full disk or a limit cut it; see what this machine allows",
+                    text="a full disk or a size limit truncated it; check the setup of this machine",
                     commands=(request.again("--setup"),),
                 ),
             )
@@ -236,9 +237,10 @@ def _about_files(request: Request, cores: Sequence[Core], unread: Sequence[Unrea
             Finding(
                 id=f"{COMMAND}.binary-changed",
                 level=Level.WARN,
-                title=f"{len(changed)} file(s) were changed since the crash: frames in them may be wrong",
+                title=f"{len(changed)} file{'s have' if len(changed) > 1 else ' has'} changed since the crash: frames "
+                f"in {'them' if len(changed) > 1 else 'it'} may be wrong",
                 evidence=tuple(changed[:8]),
-                fix=Fix(text="name the program as it was then, if there is a copy: --exe PATH"),
+                fix=Fix(text="pass the program as it was at the crash, if there is a copy: --exe PATH"),
             )
         )
     for why in dict.fromkeys(row.why for row in unread):
@@ -264,8 +266,8 @@ def _of_live(request: Request, live: LiveFacts, host: str) -> list[Finding]:
             Finding(
                 id=f"{COMMAND}.left-stopped",
                 level=Level.FAIL,
-                title=f"process {live.pid} on {host} is stopped now, and was not before",
-                fix=Fix(text="let it go on", commands=(f"kill -CONT {live.pid}",)),
+                title=f"process {live.pid} on {host} was left stopped after it was read",
+                fix=Fix(text="resume it", commands=(f"kill -CONT {live.pid}",)),
             )
         )
     return found
@@ -279,10 +281,10 @@ def _none(request: Request, data: CoreBt) -> Finding:
     return Finding(
         id=f"{COMMAND}.none",
         level=Level.UNKNOWN,
-        title="no core was found",
-        detail=f"Looked in {', '.join(data.looked_in) or 'nothing'}.",
+        title="no core found",
+        detail=f"Searched: {', '.join(data.searched) or 'nothing'}.",
         fix=Fix(
-            text="name the file or its folder; or see whether this machine leaves cores at all",
+            text="pass the core file or its directory; or check whether this machine writes cores",
             commands=(request.again("--setup"),),
         ),
     )
@@ -293,15 +295,17 @@ def _summary(
 ) -> str:
     left_out, interrupted = more
     if interrupted:
-        return f"interrupted; {len(data.cores)} cores were read" + (f"; hosts: {summary_of(rows)}" if rows else "")
+        return f"interrupted; {len(data.cores)} core{'' if len(data.cores) == 1 else 's'} read" + (
+            f"; hosts: {summary_of(rows)}" if rows else ""
+        )
     wrong = [finding.title for finding in found if finding.level in (Level.FAIL, Level.UNKNOWN)]
     rest = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-    older = f"; {left_out} older core(s) were not looked at" if left_out else ""
+    older = f"; {left_out} older core{'s' if left_out > 1 else ''} not read" if left_out else ""
     if wrong:
         return redacted(wrong[0]) + rest + older
     if request.setup:
         warned = [finding.title for finding in found if finding.level is Level.WARN]
-        return "; ".join(warned) or "a process that crashes here leaves a core"
+        return "; ".join(warned) or "a crash here leaves a core"
     if request.pid is not None:
-        return f"process {request.pid} is alive, and was left as it was found"
-    return f"no core that can be read{older}"
+        return f"process {request.pid} is alive; its state is unchanged"
+    return f"no readable core{older}"

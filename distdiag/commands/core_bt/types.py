@@ -1,8 +1,9 @@
-"""What core-bt is asked, and what it finds."""
+"""The request of core-bt, and its result."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from distdiag.cluster.targets import Cluster
 from distdiag.facts.core.stacks import Frame  # noqa: TC001 - msgspec reads it
@@ -10,9 +11,16 @@ from distdiag.facts.core.stacks import Frame  # noqa: TC001 - msgspec reads it
 COMMAND = "core-bt"
 
 
+class Threads(StrEnum):
+    """What --threads takes."""
+
+    CRASHED = "crashed"
+    ALL = "all"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was typed; `gdb` None: where pystack does not have the thread that crashed."""
+    """The options of one run; `gdb` None: only if pystack does not find the crashed thread."""
 
     program: str = "distdiag"
     cluster: Cluster = field(default_factory=Cluster)
@@ -44,10 +52,10 @@ class Thread:
 class Core:
     """One core, or a live process (then `path` is empty). None: not in the core.
 
-    `time`: when it was written, seconds since 1970. `said`: why it aborted, in its own words: the last message of the C
-    library, or the exception that was not caught. `mapped`: the file that was mapped at the address. `role`: cause, or
-    consequence of another process's trouble. `threads`: those that did not crash. `changed`: files that are others now
-    than when it crashed. `tools`: what read the stacks, or why it could not.
+    `time`: when it was written, seconds since 1970. `message`: why it aborted: the last message of the C library,
+    or the uncaught exception. `mapped`: the file that was mapped at the address. `role`: cause, or
+    consequence of a failure elsewhere. `threads`: those that did not crash. `changed`: files that have changed since
+    the crash. `tools`: what read the stacks, or why it could not.
     """
 
     path: str
@@ -61,7 +69,7 @@ class Core:
     signal_name: str
     signal_code: int | None
     address: int | None
-    said: str
+    message: str
     mapped: str
     meaning: str
     signature: str | None
@@ -86,8 +94,8 @@ class Unread:
 
 @dataclass(frozen=True, kw_only=True)
 class CoreBt:
-    """All that was found, the earliest crash first; `looked_in` names the folders, if no core was named."""
+    """All that was found, the earliest crash first; `searched`: the directories, if no core was named."""
 
     cores: tuple[Core, ...]
     unread: tuple[Unread, ...]
-    looked_in: tuple[str, ...]
+    searched: tuple[str, ...]

@@ -16,16 +16,18 @@ if TYPE_CHECKING:
     from distdiag.commands.core_bt.types import Core, CoreBt, Thread
     from distdiag.report import Report
 
-_MAX_FRAMES, _LAST_FRAMES, _MAX_LINES_SAID = 40, 12, 6
+_MAX_FRAMES, _LAST_FRAMES, _MAX_MESSAGE_LINES = 40, 12, 6
 
 
 def core_bt_view(report: Report[CoreBt], *, all_threads: bool) -> Iterator[RenderableType]:
-    """Format every core: the process, the thread that crashed with its stack, the other threads."""
+    """Format every core: the process, the crashed thread with its stack, the other threads."""
     for core in report.data.cores:
         yield ""
         yield Wrapped(who(core), margin=0, hang=2, style="bold")
         yield Wrapped(f"{core.signal_name}: {core.meaning}" if core.signal else core.meaning, margin=2)
-        yield from (Wrapped(f"it said: {line.strip()}", margin=2) for line in core.said.splitlines()[:_MAX_LINES_SAID])
+        yield from (
+            Wrapped(f"message: {line.strip()}", margin=2) for line in core.message.splitlines()[:_MAX_MESSAGE_LINES]
+        )
         if core.path:
             yield Whole(f"  core {core.path}")
         if core.exe:
@@ -34,11 +36,11 @@ def core_bt_view(report: Report[CoreBt], *, all_threads: bool) -> Iterator[Rende
 
 
 def plain_lines(report: Report[CoreBt]) -> Iterator[str]:
-    """Format the same as plain lines, for a report that is attached to an issue; without what looks like a secret."""
+    """Format the same as plain lines, for a report that is attached to an issue; with secrets redacted."""
     for core in report.data.cores:
         yield redacted(who(core))
         yield f"  {core.signal_name}: {core.meaning}"
-        yield from (f"  it said: {line.strip()}" for line in core.said.splitlines()[:_MAX_LINES_SAID])
+        yield from (f"  message: {line.strip()}" for line in core.message.splitlines()[:_MAX_MESSAGE_LINES])
         yield f"  exe {core.exe}"
         yield from (redacted(line) for line in _threads(core, all_threads=False))
         yield ""
@@ -46,11 +48,11 @@ def plain_lines(report: Report[CoreBt]) -> Iterator[str]:
 
 def _threads(core: Core, *, all_threads: bool) -> Iterator[str]:
     if core.crash_thread is not None:
-        mark = "thread that crashed" if core.signal else "main thread"
+        mark = "crashed thread" if core.signal else "main thread"
         yield f"  {mark}: {_named(core.crash_thread)}"
         yield from _stack(core.crash_thread, _MAX_FRAMES)
     elif core.signal:
-        yield "  the stack of the thread that crashed could not be read"
+        yield "  the stack of the crashed thread could not be read"
     groups: dict[tuple[str, ...], list[Thread]] = {}
     for thread in core.threads:
         groups.setdefault(tuple(format_frame(frame) for frame in thread.frames), []).append(thread)
@@ -83,5 +85,5 @@ def _stack(thread: Thread, most: int) -> Iterator[str]:
     shown = frames if len(frames) <= most else (*frames[: most - _LAST_FRAMES], *frames[-_LAST_FRAMES:])
     for number, frame in enumerate(shown):
         if len(frames) > most and number == most - _LAST_FRAMES:
-            yield f"      ... {len(frames) - most} frames more ..."
+            yield f"      ... {len(frames) - most} more frames ..."
         yield f"    {'py' if frame.language == 'python' else 'C '} {format_frame(frame)}"

@@ -24,7 +24,7 @@ _ABORTS = re.compile(
     r"|__assert\w*_fail\w*|__(fortify|stack_chk)_fail\w*|__chk_fail"
     r"|std::terminate\b.*|__gnu_cxx::.*|__cxxabiv1::.*|__cxa_\w+|__gxx_\w+|_Unwind_\w+"
 )
-"""Functions of the C library, C++ and Python between what went wrong and the signal that ends the process."""
+"""Functions of the C library, C++ and Python between the failure and the signal that ends the process."""
 _RUNTIME = re.compile(r"(libc|libstdc\+\+|libgcc_s|libc\+\+(abi)?|libpthread|ld-musl-\w+)[.-]")
 _PYTHON = re.compile(r"(lib)?python\d?(\.\d+)?[a-z]*(\.so[\d.]*)?$")
 _STANDARD = re.compile(r"(void |\w+ )?(std|__gnu_cxx|__cxxabiv1)::|operator (new|delete)\b")
@@ -50,7 +50,7 @@ def format_frame(frame: Frame) -> str:
 
 
 def where(core: Core) -> str:
-    """Format where it crashed: the innermost Python frame outside of libraries, and the C function that went wrong."""
+    """Format where it crashed: the innermost Python frame outside of libraries, and the C function that failed."""
     frames = _named_frames(core)
     mine = [frame for frame in frames if frame.language == "python"]
     python = next((frame for frame in mine if not _LIBRARY.search(frame.file)), mine[0] if mine else None)
@@ -79,12 +79,12 @@ def _is_runtime(frame: Frame) -> bool:
 
 
 def without_numbers(text: str) -> str:
-    """Return last words without what differs between ranks of one crash: numbers, but not the line of an assertion."""
+    """Return the last message without the numbers, which differ between ranks; the line of an assertion stays."""
     return text if "Assertion" in text else re.sub(r"0x[0-9a-f]+|\d+", "#", text)
 
 
 def _named_frames(core: Core) -> tuple[Frame, ...]:
-    """Return the frames from where it went wrong; where that has no name, from what it called."""
+    """Return the frames from the failing function; if it has no name, from the function that it called."""
     frames, found = core.crash_thread.frames if core.crash_thread is not None else (), faulting_frames(core)
     named = not found or found[0].function not in UNKNOWN or len(found) == len(frames)
     return found if named else frames[len(frames) - len(found) - 1 :]

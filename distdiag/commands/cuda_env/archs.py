@@ -44,7 +44,7 @@ def from_nvcc(text: str) -> Arch:
     """Read nvcc's writing: "90a", "120", "75"."""
     found = re.fullmatch(r"(\d+)(\d)([af]?)", text)
     if found is None:
-        raise ValueError(f"{text!r} is no architecture")
+        raise ValueError(f"{text!r} is not an architecture")
     return Arch(int(found[1]), int(found[2]), found[3])
 
 

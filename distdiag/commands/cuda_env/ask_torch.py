@@ -1,6 +1,6 @@
 """A program of its own, `python -c` in the environment that is examined: imports torch and says how that went.
 
-Line by line as JSON, so that what was said before it hangs or dies is known. It makes no context on a GPU.
+Line by line as JSON, so that what it found before it hangs or dies is known. It makes no context on a GPU.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def main() -> None:
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         say(about="devices", available=torch.cuda.is_available(), count=torch.cuda.device_count())
-    said = [str(record.message)[:600] for record in heard if "cuda" in str(record.message).lower()]
-    say(about="end", warnings=said, libraries=libraries())
+    messages = [str(record.message)[:600] for record in heard if "cuda" in str(record.message).lower()]
+    say(about="end", warnings=messages, libraries=libraries())
 
 
 if __name__ == "__main__":

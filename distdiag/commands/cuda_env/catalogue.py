@@ -8,58 +8,58 @@ from distdiag.errors import UsageError
 from distdiag.knowledge.cuda import arch_of
 
 CHECKS = {
-    "python": "the interpreter to examine does not run",
+    "python": "the Python interpreter to check does not run",
     "torch.build": "torch is missing, or built without CUDA",
-    "torch.import": "torch cannot be imported, or does not come back",
-    "driver.present": "no driver, or none that this program or container can reach",
-    "driver.hangs": "the driver does not answer",
-    "driver.unasked": "the driver could not be asked in time",
-    "driver.init": "the driver does not start (cuInit)",
-    "driver.userland-kernel": "the kernel's driver and its libraries are of different versions",
+    "torch.import": "torch cannot be imported, or its import hangs",
+    "driver.present": "no driver, or none that this program or container can use",
+    "driver.hangs": "the driver does not respond",
+    "driver.not-queried": "the driver could not be queried in time",
+    "driver.init": "the driver fails to initialize (cuInit)",
+    "driver.userland-kernel": "the kernel driver and its user-space libraries have different versions",
     "driver.min": "the driver is too old for torch's CUDA",
-    "driver.compat-lib": "a cuda-compat package that does not fit",
-    "driver.stub": "the toolkit's stub is taken for the driver",
+    "driver.compat-lib": "a cuda-compat package that does not fit the driver or the GPU",
+    "driver.stub": "the loader finds the toolkit's stub libcuda instead of the driver's",
     "driver.wsl": "a Linux driver inside WSL",
-    "gpu.visible": "GPUs that cannot be seen",
+    "gpu.visible": "GPUs are not visible",
     "gpu.torch": "torch sees fewer GPUs than the driver",
     "gpu.fabric": "the NVSwitch fabric is not ready",
-    "gpu.mig": "GPUs cut into MIG instances",
+    "gpu.mig": "GPUs are split into MIG instances",
     "arch.torch": "torch has no code for a GPU",
     "arch.ext": "an extension has no code for a GPU",
-    "libs.shadow": "LD_LIBRARY_PATH replaces libraries that torch brings",
-    "libs.versions": "packages that are not of the versions that torch, or what needs torch, asks for",
+    "libs.shadow": "LD_LIBRARY_PATH overrides libraries that torch ships",
+    "libs.versions": "package versions that torch, or a package built on torch, does not accept",
     "libs.duplicate-wheels": "two NVIDIA wheels own the same files",
-    "libs.ext-soname": "an extension was built for another CUDA",
+    "libs.ext-soname": "an extension was built for another CUDA version",
     "libs.path-empty": "an empty element in LD_LIBRARY_PATH",
-    "libs.path-missing": "a directory in LD_LIBRARY_PATH that is not there",
+    "libs.path-missing": "a directory in LD_LIBRARY_PATH does not exist",
     "toolkit.found": "no nvcc",
-    "toolkit.path-missing": "a directory on PATH that is not there",
-    "toolkit.home": "CUDA_HOME, or what torch takes for it, is no toolkit",
+    "toolkit.path-missing": "a directory in PATH does not exist",
+    "toolkit.home": "CUDA_HOME, or what torch uses in its place, is not a CUDA toolkit",
     "toolkit.multiple": "several toolkits",
-    "toolkit.nvcc-broken": "nvcc answers and does not compile",
-    "toolkit.version-sources": "a toolkit of two versions",
-    "toolkit.torch-mismatch": "nvcc and torch are of different CUDA versions",
-    "toolkit.headers": "a toolkit's headers are missing, or where torch does not look",
+    "toolkit.nvcc-broken": "nvcc starts but cannot compile",
+    "toolkit.version-sources": "files of two versions in one toolkit",
+    "toolkit.torch-mismatch": "nvcc and torch have different CUDA versions",
+    "toolkit.headers": "the toolkit's headers are missing, or not where torch looks",
     "toolkit.cudart-devlink": "no libcudart.so to link against",
     "cc.nvcc": "nvcc's host compiler is missing or too new",
     "cc.torch": "torch's C++ compiler is missing, too new or too old",
     "cc.flags": "NVCC_PREPEND_FLAGS or NVCC_APPEND_FLAGS change the compiler",
-    "archlist.syntax": "TORCH_CUDA_ARCH_LIST cannot be read",
-    "archlist.nvcc": "TORCH_CUDA_ARCH_LIST asks for what nvcc does not compile",
-    "archlist.gpus": "TORCH_CUDA_ARCH_LIST leaves a GPU out",
-    "archlist.unset-nogpu": "no TORCH_CUDA_ARCH_LIST and no GPU to take it from",
-    "build.ninja": "no ninja",
-    "build.python-h": "no Python.h",
-    "build.libaio": "no libaio for DeepSpeed's async_io",
-    "build.jobs": "more compilers than memory carries",
-    "build.cache-stale": "extensions that another torch built",
-    "deepspeed.cuda13": "DeepSpeed refuses minor versions of CUDA 13 that torch accepts",
-    "deepspeed.cuda-minor": "DeepSpeed refuses a minor version that torch accepts",
+    "archlist.syntax": "TORCH_CUDA_ARCH_LIST is invalid",
+    "archlist.nvcc": "TORCH_CUDA_ARCH_LIST has architectures that nvcc cannot compile for",
+    "archlist.gpus": "TORCH_CUDA_ARCH_LIST does not cover a GPU",
+    "archlist.unset-nogpu": "TORCH_CUDA_ARCH_LIST is not set, and there is no GPU to detect it from",
+    "build.ninja": "ninja is not installed",
+    "build.python-h": "Python.h is missing",
+    "build.libaio": "libaio, which DeepSpeed's async_io needs, is missing",
+    "build.jobs": "more parallel compile jobs than memory allows",
+    "build.cache-stale": "cached extensions that were built by another torch",
+    "deepspeed.cuda13": "DeepSpeed rejects a CUDA 13 minor version that torch accepts",
+    "deepspeed.cuda-minor": "DeepSpeed rejects a CUDA minor version that torch accepts",
     "deepspeed.wheel": "DeepSpeed's prebuilt ops are for another torch",
-    "sys.shm": "little shared memory",
-    "no-answer": "a host that was reached did not tell its facts",
-    "nodes-differ": "nodes that are not alike",
-    "log": "what a log says (--explain)",
+    "sys.shm": "/dev/shm is small",
+    "no-answer": "a host was reached, but returned no facts",
+    "nodes-differ": "nodes that differ from each other",
+    "log": "errors explained from a log (--explain)",
 }
 
 
@@ -73,8 +73,8 @@ def capability(gpu: str) -> str:
     found = f"{plain[1]}.{plain[2]}" if plain else arch_of(gpu)
     if not found:
         raise UsageError(
-            f"--gpu {gpu!r}: this name is not known",
-            hint="name its capability, as nvidia-smi --query-gpu=compute_cap --format=csv says it there: --gpu 8.6",
+            f"--gpu {gpu!r}: unknown GPU",
+            hint="give its compute capability, as nvidia-smi --query-gpu=compute_cap --format=csv prints it: --gpu 8.6",
         )
     return found
 
@@ -87,7 +87,7 @@ def chosen(given: str) -> str:
     """
     plain = given.strip().removeprefix("cuda-env.").rstrip(".*")
     if not any(matches(id_, plain) for id_ in CHECKS):
-        raise UsageError(f"{given!r} is no id of cuda-env", hint="one of: " + ", ".join(CHECKS))
+        raise UsageError(f"{given!r} is not a finding id of cuda-env", hint="one of: " + ", ".join(CHECKS))
     return plain
 
 

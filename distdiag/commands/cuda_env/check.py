@@ -53,7 +53,9 @@ def _ask(request: Request, *, local: bool) -> dict[str, object]:
 
         python = shutil.which(request.python) or ""
         if not python:
-            raise UsageError(f"--python {request.python}: there is no such program", hint="name a Python interpreter")
+            raise UsageError(
+                f"--python {request.python}: program not found", hint="give the path of a Python interpreter"
+            )
         python = os.path.abspath(python)
     return {"goal": str(request.goal), "python": python, "timeout_s": request.timeout_s, "root": ""}
 
@@ -95,9 +97,9 @@ def exports(report: Report[CudaEnv]) -> list[str]:
     """Format the lines for eval; what they do not mend is said on stderr, with its commands."""
     lines = [f"export {name}={value}" if value else f"unset {name}" for name, value in report.data.exports.items()]
     for step in report.data.steps:
-        say(f"distdiag: not mended by variables: {step.id}: {step.title}")
+        say(f"distdiag: not fixed by variables: {step.id}: {step.title}")
         for command in step.commands:
             say(f"    {command}")
     if not lines:
-        say("distdiag: no variable needs another value")
+        say("distdiag: no variable needs to change")
     return lines

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _QUICK_S = 10.0
-"""For programs that answer in milliseconds: compilers, nvcc, a Python that only tells its paths."""
+"""For programs that answer in milliseconds: compilers, nvcc, a Python that only prints its paths."""
 _VARIABLES = (
     *("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", "CUDAToolkit_ROOT", "CUDACXX"),
     *("CC", "CXX", "NVCC_CCBIN", "CUDAHOSTCXX", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "TORCH_CUDA_ARCH_LIST"),
@@ -47,7 +47,7 @@ _VARIABLES = (
 class Imported:
     """How importing torch went. `error` is empty if it went well; `stage` is what did not come back, empty if all did.
 
-    `count` is None where it was not told; `libraries` are the files of CUDA libraries that were really loaded, `loaded`
+    `count` is None where it is not known; `libraries` are the files of CUDA libraries that were really loaded, `loaded`
     the same with their sonames. `mended_without` names a variable without which the import works; empty: none.
     """
 
@@ -97,7 +97,7 @@ class CudaFacts:
 
     def __post_init__(self) -> None:
         if lacking := {"torch", "cmake", "nvcc"} - self.uses.keys():
-            raise ValueError(f"nothing is told of what {min(lacking)} uses")
+            raise ValueError(f"no record of the toolkit that {min(lacking)} uses")
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Arrived:
 
 
 def facts(ask: dict[str, Any]) -> Arrived:
-    """Tell only that we are here: looking takes as long as torch takes to import, and has deadlines of its own."""
+    """Return the host name at once: examining the node takes as long as importing torch, and has its own deadlines."""
     return Arrived(machine.host_name())
 
 
@@ -273,17 +273,17 @@ def _try_to_import(executable: str, timeout_s: float, env: dict[str, str]) -> Im
         done = programs.run([executable, "-B", "-c", source], timeout_s=timeout_s, env=env)
     except programs.CannotRun:
         return None
-    told = {record["about"]: record for record in driver.told_in(done.stdout)}
-    failed, torch, devices, end = (told.get(name, {}) for name in ("failed", "torch", "devices", "end"))
+    records = {record["about"]: record for record in driver.told_in(done.stdout)}
+    failed, torch, devices, end = (records.get(name, {}) for name in ("failed", "torch", "devices", "end"))
     if "No module named 'torch'" in failed.get("error", ""):
         return None
-    ended = "failed" in told or "end" in told
-    stage = "" if ended else "torch.cuda.is_available()" if "torch" in told else "import torch"
+    ended = "failed" in records or "end" in records
+    stage = "" if ended else "torch.cuda.is_available()" if "torch" in records else "import torch"
     found = libraries.loaded(end.get("libraries") or torch.get("libraries") or failed.get("libraries") or ())
     return Imported(
         version=torch.get("version", ""),
         error=failed.get("error", "") or ("" if ended or done.timed_out else driver.how_it_died(done)),
-        came_in="torch" in told,
+        came_in="torch" in records,
         stage=stage if done.timed_out else "",
         available=devices.get("available"),
         count=devices.get("count"),

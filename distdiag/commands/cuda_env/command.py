@@ -14,53 +14,62 @@ from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on
 @on_hosts
 def cuda_env(
     for_: Annotated[
-        Goal, typer.Option("--for", help="What must work: running CUDA programs, building extensions, or both.")
+        Goal, typer.Option("--for", help="What to check: running CUDA programs, building extensions, or both.")
     ] = Goal.ALL,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="ID", help="Only these findings: an id or its beginning; can be repeated."),
+        typer.Option(metavar="ID", help="Show only these findings: an id or its prefix. Repeatable."),
     ] = None,
     ignore: Annotated[
-        list[str] | None, typer.Option(metavar="ID[=REASON]", help="Leave a finding out, and say why; can be repeated.")
+        list[str] | None,
+        typer.Option(metavar="ID[=REASON]", help="Ignore a finding, with an optional reason. Repeatable."),
     ] = None,
     explain: Annotated[
-        str, typer.Option(metavar="LOGFILE", help="Say what went wrong in the log of a build or a run; - is stdin.")
+        str, typer.Option(metavar="LOGFILE", help="Explain the errors in the log of a build or a run; - reads stdin.")
     ] = "",
     export: Annotated[
         bool, typer.Option("--export", help='Print only the variables to set: eval "$(distdiag cuda-env --export)".')
     ] = False,
     prebuild: Annotated[
-        bool, typer.Option("--prebuild", help="Print the commands that build DeepSpeed for these nodes.")
+        bool, typer.Option("--prebuild", help="Print the commands to build DeepSpeed for these nodes.")
     ] = False,
     gpu: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help='Build for this GPU, not for those here: "RTX 3090", H100 or 8.6; can be repeated.'
+            metavar="NAME", help='Build for this GPU instead of the local GPUs: "RTX 3090", H100 or 8.6. Repeatable.'
         ),
     ] = None,
-    ops: Annotated[str, typer.Option(metavar="LIST", help="DeepSpeed's ops for --prebuild: cpu_adam,aio or all.")] = "",
+    ops: Annotated[
+        str, typer.Option(metavar="LIST", help="DeepSpeed ops to build with --prebuild: cpu_adam,aio or all.")
+    ] = "",
     timeout: Annotated[
         float,
         typer.Option(
-            min=1.0, max=3600.0, metavar="SECONDS", help="Longest time for the driver, and for importing torch."
+            min=1.0, max=3600.0, metavar="SECONDS", help="Timeout for querying the driver, and for importing torch."
         ),
     ] = 20.0,
     save: SaveOpt = "",
     from_: FromOpt = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show all evidence, and what was found elsewhere.")
+        bool, typer.Option("--verbose", "-v", help="Show all evidence, details and informational findings.")
     ] = False,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
     *,
     cluster: Cluster,
 ) -> None:
-    """Say why CUDA does not run or build here, and the line that mends it on this machine.
+    """Show why CUDA does not run or build here, and how to fix it on this machine.
 
-    It examines the environment of --python, or of the Python that distdiag runs in. Nothing is changed.
+    The environment is that of --python, or of the Python that runs distdiag. Nothing is changed.
 
-    Exit status: 0 all is well (warnings too), 1 something will break, 2 wrong usage, 3 it cannot be known,
+    Exit status: 0 OK (perhaps with warnings), 1 something will break, 2 wrong usage, 3 unknown,
     130 interrupted.
+
+    \b
+    Examples:
+      distdiag cuda-env --for build            # can CUDA extensions be built here?
+      distdiag cuda-env --hosts gpu[01-08]     # check eight nodes and compare them
+      distdiag cuda-env --explain build.log    # find the cause in a failed build
     """
     from distdiag import runner
     from distdiag.commands.cuda_env.check import SUBCOMMAND, export_lines
@@ -87,7 +96,9 @@ def cuda_env(
     if explain and (prebuild or export or only):
         fail(
             COMMAND,
-            UsageError("--explain tells what a log says", hint="leave out --prebuild, --export and --only"),
+            UsageError(
+                "--explain cannot be combined with --prebuild, --export or --only", hint="run them one after the other"
+            ),
             as_json=as_json,
         )
     if prebuild:

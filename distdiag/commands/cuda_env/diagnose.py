@@ -184,7 +184,7 @@ def _row(group: _Group, findings: list[Finding], *, several: bool) -> SectionRow
 
 
 def _finding(problem: Problem, hosts: tuple[str, ...]) -> Finding:
-    breaks = f"breaks: {problem.breaks}" if problem.breaks else ""
+    breaks = f"affects: {problem.breaks}" if problem.breaks else ""
     return Finding(
         id=f"{COMMAND}.{problem.id}",
         level=problem.level,
@@ -202,10 +202,10 @@ def _differ(lines: Sequence[str], odd: Sequence[str]) -> Finding:
         id=f"{COMMAND}.nodes-differ",
         level=Level.WARN,
         title=f"{fold(hosts)} differ{'s' if len(hosts) == 1 else ''} from the other nodes",
-        detail="breaks: what is built on one node and used on another; collectives between different NCCLs",
+        detail="affects: builds of one node that run on another; collectives between different NCCL versions",
         where=Where(hosts=hosts),
         evidence=tuple(lines),
-        fix=Fix(text="make them alike, or build for each kind"),
+        fix=Fix(text="make the nodes identical, or build once for each kind of node"),
     )
 
 
@@ -213,9 +213,9 @@ def _missing(host: str, why: str) -> Finding:
     return Finding(
         id=f"{COMMAND}.no-answer",
         level=Level.UNKNOWN,
-        title=f"{host} did not tell its facts: {why}",
+        title=f"no facts from {host}: {why}",
         where=Where(hosts=(host,)),
-        fix=Fix(text="give it longer: --timeout SECONDS"),
+        fix=Fix(text="increase --timeout"),
     )
 
 
@@ -263,7 +263,7 @@ def _ready(request: Request, judged: Mapping[str, Sequence[Section]], *, incompl
 def _summary(findings: Sequence[Finding], ready: Ready, request: Request, gathered: Gathered[CudaFacts]) -> str:
     order = [Level.FAIL, Level.UNKNOWN, Level.WARN]
     worst = min(findings, key=lambda finding: order.index(finding.level) if finding.level in order else 9, default=None)
-    head = worst.title if worst is not None and worst.level is not Level.INFO else "nothing is wrong here"
+    head = worst.title if worst is not None and worst.level is not Level.INFO else "no problems found"
     more = f" ({summary_of(gathered.rows)})" if gathered.refusals else ""
     return f"{head}{more}. {readiness(ready, request)}" if not request.only else head + more
 

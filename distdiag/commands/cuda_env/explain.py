@@ -77,7 +77,9 @@ def read(name: str) -> tuple[str, str]:
             regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
             return _read(file, os.fstat(file.fileno()).st_size if regular else None)
     except OSError as error:
-        raise UsageError(f"--explain {name}: {error.strerror}", hint="name the log of a build; - is stdin") from error
+        raise UsageError(
+            f"--explain {name}: {error.strerror}", hint="give the log file of a build, or - for stdin"
+        ) from error
 
 
 def _read(file: BinaryIO, size: int | None) -> tuple[str, str]:
@@ -88,26 +90,28 @@ def _read(file: BinaryIO, size: int | None) -> tuple[str, str]:
         file.seek(size - (_MOST_BYTES - _HEAD_BYTES))
         data = head + b"\n" + file.read(_MOST_BYTES - _HEAD_BYTES)
         unread = (
-            f"the log has {size >> 20} MiB; its first {_HEAD_BYTES >> 20} and last "
-            f"{_MOST_BYTES - _HEAD_BYTES >> 20} MiB were read (line numbers of the last part are too low)"
+            f"the log is {size >> 20} MiB; only its first {_HEAD_BYTES >> 20} and last "
+            f"{_MOST_BYTES - _HEAD_BYTES >> 20} MiB were read (line numbers in the last part are too low)"
         )
     else:
         data = file.read(_MOST_BYTES)
         if file.read(1):
-            unread = f"the log has more than {_MOST_BYTES >> 20} MiB; the rest was not read"
+            unread = f"the log is larger than {_MOST_BYTES >> 20} MiB; the rest was not read"
     whole = as_text(data).encode()
     cut = lines.shorten(whole)
     if not unread and len(cut) < len(whole):
-        unread = f"lines longer than {lines.LINE_BYTES >> 10} KiB were read without their middle"
+        unread = f"the middle of lines longer than {lines.LINE_BYTES >> 10} KiB was not read"
     return cut.decode("utf-8", "replace"), unread
 
 
 def judge(request: Request, log: tuple[str, str], gathered: Gathered[CudaFacts]) -> Report[CudaEnv]:
-    """Say what the log means. Of this machine only what mends it is said; -v adds the whole report."""
+    """Explain the log. Of this machine only its fixes are used; -v adds the whole report."""
     text, unread = log
     nodes = gathered.facts
     if not text.strip():
-        raise UsageError("--explain: the log is empty", hint="keep it: pip install -v ... 2>&1 | tee build.log")
+        raise UsageError(
+            "--explain: the log is empty", hint="save the output of the build: pip install -v ... 2>&1 | tee build.log"
+        )
     found = read_log(text)
     succeeded = _success(text, found)
     elsewhere = _elsewhere(text, nodes)
@@ -146,7 +150,7 @@ def _success(text: str, found: Sequence[Match]) -> Finding | None:
     return Finding(
         id=f"{COMMAND}.log.success",
         level=Level.INFO,
-        title="what this log is of succeeded; errors in it were got over",
+        title="the build or install in this log succeeded despite the errors in it",
         evidence=(f"line {line}: {text[at : end if end >= 0 else None].strip()[:200]}",),
     )
 
@@ -155,30 +159,30 @@ def _elsewhere(text: str, nodes: Sequence[CudaFacts]) -> tuple[str, ...]:
     """List the signs that a log is of another machine or environment than those examined; empty if it may be of one."""
     if not nodes:
         return ()
-    told = []
+    signs = []
     text = text[:_SIGNS_WITHIN]
     if (rocm := _ROCM.search(text)) and not any(facts.torch is not None and facts.torch.hip for facts in nodes):
-        told.append(f"ROCm ({rocm[0]})")
+        signs.append(f"ROCm ({rocm[0]})")
     homes = dict.fromkeys(match[1] for match in _SITE.finditer(text) if not _PASSING.search(match[1]))
     if any(os.path.isdir(home) for home in homes):
-        return tuple(told)
+        return tuple(signs)
     own = {facts.torch.version for facts in nodes if facts.torch is not None}
     versions = dict.fromkeys(match[1] for match in _TORCH.finditer(text))
-    told += [
+    signs += [
         f"torch {number}" for number in versions if own and number not in own and number.partition("+")[0] not in own
     ][:2]
-    told += list(homes)[:1]
+    signs += list(homes)[:1]
     if windows := _WINDOWS.search(text):
-        told.append(windows[0])
-    return tuple(told)
+        signs.append(windows[0])
+    return tuple(signs)
 
 
 def _of_another_machine(signs: Sequence[str]) -> Finding:
     return Finding(
         id=f"{COMMAND}.log.elsewhere",
         level=Level.INFO,
-        title=f"this log is of another machine or environment than the one examined here: {', '.join(signs)}",
-        detail="What is said of it, and its fixes, hold there; nothing of this machine was used.",
+        title=f"this log is from another machine or environment, not from what was checked here: {', '.join(signs)}",
+        detail="The causes and fixes below apply there; nothing from this machine was used.",
     )
 
 
@@ -192,7 +196,7 @@ def _finding(match: Match, here: Sequence[Problem], nodes: Sequence[CudaFacts], 
         own = None
     level = {"cause": Level.FAIL, "consequence": Level.INFO}.get(known.role, Level.INFO)
     often = f" ({match.count} times)" if match.count > 1 else ""
-    breaks, here_too = f"breaks: {match.breaks}", f"on this machine: {own.title}" if own else ""
+    breaks, here_too = f"affects: {match.breaks}", f"on this machine: {own.title}" if own else ""
     detail = "\n".join(filter(None, (breaks if match.breaks else "", here_too)))
     fix = (
         Fix(text=own.fix, commands=own.to_paste)
@@ -201,7 +205,7 @@ def _finding(match: Match, here: Sequence[Problem], nodes: Sequence[CudaFacts], 
     )
     if is_rocm and any("CUDA_HOME" in words for words in (match.fix, *fix.commands)):
         fix = Fix(
-            text="a build for ROCm needs no CUDA toolkit: it looks for one because its torch is no build for ROCm",
+            text="a ROCm build needs no CUDA toolkit: this build looks for one because its torch is not a ROCm build",
             commands=("python -c 'import torch; print(torch.__version__, torch.version.hip)'",),
         )
     return Finding(
@@ -236,7 +240,7 @@ def _nothing(text: str, found: Sequence[Match]) -> Finding:
         return Finding(
             id=f"{COMMAND}.log.unknown",
             level=Level.UNKNOWN,
-            title=f"the cause is not in this log, or not known: {following.means}",
+            title=f"the cause is not in this log, or is not a known error: {following.means}",
             evidence=(f"line {following.line}: {following.quote}",),
             fix=Fix(text=following.fix, commands=following.commands),
         )
@@ -245,12 +249,12 @@ def _nothing(text: str, found: Sequence[Match]) -> Finding:
         return Finding(
             id=f"{COMMAND}.log.clean",
             level=Level.INFO,
-            title="nothing in this log looks like a failure, nor is known as one",
+            title="no errors found in this log",
         )
     return Finding(
         id=f"{COMMAND}.log.unknown",
         level=Level.UNKNOWN,
-        title="nothing in this log is known; these lines look most like a cause",
+        title="no known error in this log; these lines look most like a cause",
         evidence=tuple(line[:200] for line in errors),
-        fix=Fix(text="look at the first error, not the last: what follows is mostly its consequence"),
+        fix=Fix(text="start at the first error, not the last: later errors are mostly its consequences"),
     )

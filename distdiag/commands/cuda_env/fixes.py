@@ -42,9 +42,9 @@ def driver_version(facts: CudaFacts) -> str:
 
 def driver_cuda(facts: CudaFacts) -> str:
     """Return the newest CUDA that the driver knows, as "12.8"; empty if there is no driver."""
-    told = facts.driver.answer.cuda_version or 0
-    if told:
-        return f"{told // 1000}.{told % 1000 // 10}"
+    cuda_version = facts.driver.answer.cuda_version or 0
+    if cuda_version:
+        return f"{cuda_version // 1000}.{cuda_version % 1000 // 10}"
     return newest_cuda(driver_version(facts)) if driver_version(facts) else ""
 
 
@@ -158,9 +158,9 @@ def _serves(codes: Iterable[int], gpus: Iterable[Arch]) -> bool:
 def driver_carries(facts: CudaFacts, cuda: str) -> bool | None:
     """Return whether the driver is new enough for programs of a CUDA's major version; None if there is no driver."""
     have, least = driver_version(facts), tables().least_driver.get(str(major(cuda)))
-    told = facts.driver.answer.cuda_version
-    if told:
-        return told // 1000 >= major(cuda)
+    cuda_version = facts.driver.answer.cuda_version
+    if cuda_version:
+        return cuda_version // 1000 >= major(cuda)
     if not have or least is None:
         return None
     return version(have) >= version(least)

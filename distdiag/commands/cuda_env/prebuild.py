@@ -38,9 +38,9 @@ def build_commands(request: Request, options: runner.Options, ops: str) -> list[
     wanted = read_ops(ops)
     request, gathered = runner.facts_of(SUBCOMMAND, request, options)
     if not gathered.facts:
-        raise DistdiagError("no node told anything", hint="see why: distdiag cuda-env, with the same hosts")
+        raise DistdiagError("no node returned facts", hint="find out why: run distdiag cuda-env with the same hosts")
     for host, refusal in gathered.refusals.items():
-        say(f"distdiag: {host} was not reached, its GPUs are not in the list: {refusal.message}")
+        say(f"distdiag: {host} was not reached; its GPUs are not in the list: {refusal.message}")
     return commands(prepared(request, gathered).facts, wanted)
 
 
@@ -49,7 +49,7 @@ def read_ops(text: str) -> tuple[str, ...]:
     words = [word.strip().lower().removeprefix("ds_build_") for word in text.split(",") if word.strip()]
     wrong = [word for word in words if word not in OPS and word != "all"]
     if wrong:
-        raise UsageError(f"--ops: DeepSpeed has no op {wrong[0]!r}", hint="all, or some of: " + ", ".join(OPS))
+        raise UsageError(f"--ops: DeepSpeed has no op {wrong[0]!r}", hint="all, or any of: " + ", ".join(OPS))
     return () if words == ["all"] else tuple(words) or USUAL
 
 
@@ -75,18 +75,19 @@ def commands(nodes: Sequence[CudaFacts], ops: Sequence[str]) -> list[str]:
     of = (
         f"all GPUs of {len(nodes)} nodes"
         if len(nodes) > 1 and not here.meant
-        else "the GPUs that were named"
+        else "the GPUs given by --gpu"
         if here.meant
         else "these GPUs"
         if gpus
-        else "all that torch serves: no GPU is here"
+        else "everything torch supports: no GPU found here"
     )
     flags = "--no-build-isolation --no-cache-dir --no-binary deepspeed -v"
     return [
         *lines,
-        f"# into this environment ({of}); what it says is kept in build.log",
+        f"# into this environment ({of}); the output also goes to build.log",
         f"{skip}{start} {pip} {fixes.reinstall(here)} --no-deps {flags} deepspeed{version} 2>&1 | tee build.log",
-        "# or one wheel for all nodes with the same torch, Python and CUDA; install dist/deepspeed-*.whl there",
+        "# or build one wheel for all nodes with the same torch, Python and CUDA, and install "
+        "dist/deepspeed-*.whl there",
         f"{skip}{start} {wheel} {flags} --no-deps -w dist deepspeed{version} 2>&1 | tee build.log",
         "# if it fails: " + "distdiag cuda-env --explain build.log",
     ]

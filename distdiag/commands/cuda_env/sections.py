@@ -1,4 +1,4 @@
-"""Facts of one node -> its sections; a fix is tried on the facts, and not told where all stays as it is. Pure."""
+"""Facts of one node -> its sections; a fix is tried on the facts, and not shown where it changes nothing. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _HOST_COMPILER = {"CC", "NVCC_CCBIN", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS",
 def sections_of(facts: CudaFacts, goal: Goal, everywhere: Sequence[Arch] = ()) -> list[Section]:
     """Judge one node for running, building, or both; `everywhere` are the GPUs of all nodes.
 
-    Each fix that sets variables is tried on the facts: one that mends nothing is not told.
+    Each fix that sets variables is tried on the facts: a fix that changes nothing is not shown.
     """
     found = _judged(facts, goal, everywhere)
     count = _counted(found)
@@ -50,7 +50,7 @@ def sections_of(facts: CudaFacts, goal: Goal, everywhere: Sequence[Arch] = ()) -
         again = _judged(after(facts, problem.exports, problem.unset), goal, everywhere)
         if _counted(again)[problem.id, problem.level] < count[problem.id, problem.level]:
             return problem
-        return replace(problem, fix=f"no variable mends it here; {problem.fix}", exports=(), unset=())
+        return replace(problem, fix=f"no environment variable fixes it here; {problem.fix}", exports=(), unset=())
 
     return [replace(section, problems=tuple(map(tried, section.problems))) for section in found]
 
@@ -105,12 +105,12 @@ def _rocm(facts: CudaFacts) -> Section:
     assert torch is not None
     line = f"{torch.version}, built for ROCm {torch.hip}"
     if not facts.driver.kernel and not facts.driver.answer.cuda_version:
-        return Section(name="PyTorch", line=line, skipped="cuda-env is about CUDA; nothing else was judged")
+        return Section(name="PyTorch", line=line, skipped="cuda-env checks CUDA only; nothing else was checked")
     problem = Problem(
         id="torch.build",
         goals=frozenset({Goal.RUN, Goal.BUILD}),
         level=Level.FAIL,
-        title=f"torch {torch.version} is built for AMD's ROCm, and this machine has an NVIDIA driver",
+        title=f"torch {torch.version} is built for AMD ROCm, but this machine has an NVIDIA driver",
         breaks="running on GPUs; building CUDA extensions",
         evidence=(f"{torch.source}: hip = {torch.hip}",),
         fix="install a CUDA build",
@@ -175,7 +175,7 @@ def _uses(facts: CudaFacts, variables: Mapping[str, str]) -> dict[str, Use]:
     if home:
         torch = Use(variables[home], f"{variables[home].rstrip('/')}/bin/nvcc", home)
     elif nvcc:
-        torch = Use(above, nvcc, f"above {nvcc}, the first nvcc on PATH")
+        torch = Use(above, nvcc, f"the toolkit of {nvcc}, the first nvcc on PATH")
     else:
         torch = facts.uses["torch"]
     given = variables.get("CUDACXX", "")
@@ -190,8 +190,8 @@ def _uses(facts: CudaFacts, variables: Mapping[str, str]) -> dict[str, Use]:
 
 
 def _compilers(facts: CudaFacts, variables: Mapping[str, str]) -> Compilers:
-    asked = variables.get("CXX") or "c++"
-    return replace(facts.compilers, cxx_asked=asked, cxx=fixes.compiler_called(facts, asked))
+    cxx = variables.get("CXX") or "c++"
+    return replace(facts.compilers, cxx_asked=cxx, cxx=fixes.compiler_called(facts, cxx))
 
 
 def _nvcc(nvcc: Nvcc, facts: CudaFacts, variables: Mapping[str, str]) -> Nvcc:

@@ -66,7 +66,7 @@ def _consequences(findings: Sequence[Finding]) -> Iterator[RenderableType]:
     """Quote the lines of a log that only follow from its causes."""
     following = [finding for finding in findings if finding.level is Level.INFO and finding.evidence]
     if following:
-        yield Whole("what follows from something else:")
+        yield Whole("secondary errors (consequences):")
     for finding in reversed(following):
         yield Whole(f"  {finding.evidence[0]}")
 
@@ -125,7 +125,7 @@ def _last(report: Report[CudaEnv], request: Request) -> Iterator[RenderableType]
     problems = counts[Level.FAIL]
     parts = [f"{problems} problem{'' if problems == 1 else 's'} to fix"]
     parts += [f"{counts[Level.WARN]} warning{'' if counts[Level.WARN] == 1 else 's'}"] if counts[Level.WARN] else []
-    parts += [f"{counts[Level.UNKNOWN]} not known"] if counts[Level.UNKNOWN] else []
+    parts += [f"{counts[Level.UNKNOWN]} unknown"] if counts[Level.UNKNOWN] else []
     skipped = sum(row.level == "skipped" for row in report.data.sections)
     parts += [f"{skipped} skipped"] if skipped else []
     parts += [f"{len(report.data.silenced)} ignored"] if report.data.silenced else []
@@ -134,7 +134,7 @@ def _last(report: Report[CudaEnv], request: Request) -> Iterator[RenderableType]
     if report.data.log is not None:
         log = report.data.log
         causes = f"{log.causes} cause{'' if log.causes == 1 else 's'}"
-        yield Whole(f"{report.verdict.upper()}: {causes} known in {log.lines} lines of the log", style=style)
+        yield Whole(f"{report.verdict.upper()}: {causes} identified in {log.lines} lines of the log", style=style)
         return
     yield Whole(f"{report.verdict.upper()}: {', '.join(parts)}", style=style)
     if not request.only:

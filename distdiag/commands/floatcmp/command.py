@@ -1,4 +1,4 @@
-"""What you type for floatcmp; a process with a deadline reads the files with torch, which this one never imports."""
+"""What you type for floatcmp; a process with a deadline reads the files with torch, which the parent never imports."""
 
 from __future__ import annotations
 
@@ -22,27 +22,42 @@ if TYPE_CHECKING:
 def floatcmp(
     a: Annotated[
         str,
-        typer.Argument(metavar="A", help="A file by torch.save, .npy or .safetensors, or the folder of a checkpoint."),
+        typer.Argument(
+            metavar="A", help="A file from torch.save, .npy or .safetensors, or the directory of a checkpoint."
+        ),
     ],
-    b: Annotated[str, typer.Argument(metavar="B", help="What should hold the same numbers.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The file or checkpoint to compare with.")],
     reference: Annotated[
-        str, typer.Option(metavar="FILE", help="The same calculated in float64: who is nearer to it?")
+        str, typer.Option(metavar="FILE", help="The same values computed in float64, to see whether A or B is closer.")
     ] = "",
-    key: Annotated[str, typer.Option(metavar="PATTERN", help="Only tensors of such names: 'layers.*.weight'.")] = "",
-    worst: Annotated[int, typer.Option(min=0, max=1000, metavar="N", help="How many places to show of a tensor.")] = 5,
-    exact: Annotated[bool, typer.Option("--exact", help="Any difference is a fault, rounding and dtypes too.")] = False,
+    key: Annotated[
+        str, typer.Option(metavar="PATTERN", help="Compare only tensors whose names match: 'layers.*.weight'.")
+    ] = "",
+    worst: Annotated[
+        int, typer.Option(min=0, max=1000, metavar="N", help="Number of differing elements to show per tensor.")
+    ] = 5,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Fail on any difference, including rounding and dtype.")
+    ] = False,
     timeout: Annotated[
-        float, typer.Option(min=1.0, max=86400.0, metavar="SECONDS", help="Longest time for all of it.")
+        float, typer.Option(min=1.0, max=86400.0, metavar="SECONDS", help="Give up after this time.")
     ] = 600.0,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
 ) -> None:
-    """Tell whether two files or checkpoints hold the same numbers but for rounding, and where they begin to differ.
+    """Compare two files or checkpoints: are they equal up to rounding, and where do they first differ?
 
-    Nothing in the files is run: they are read with weights_only. Of a sharded checkpoint name the folder, or its index.
+    No code in the files is executed: they are loaded with weights_only. For a sharded checkpoint give its directory
+    or its index.
 
-    Exit status: 0 the same, or within rounding, 1 they differ by more, 2 wrong usage, 3 a file cannot be read,
+    Exit status: 0 equal up to rounding, 1 different, 2 wrong usage, 3 unknown: a file cannot be read,
     130 interrupted.
+
+    \b
+    Examples:
+      distdiag floatcmp before.pt after.pt
+      distdiag floatcmp cpu.safetensors gpu.safetensors --reference float64.pt
+      distdiag floatcmp step100/ step100-resumed/ --key 'layers.0.*' --exact
     """
     from distdiag.commands.floatcmp.compare_files import COMMAND, Request
     from distdiag.commands.floatcmp.diagnose import floatcmp_view
@@ -78,17 +93,17 @@ def _check(request: Request, progress: Progress) -> Report[FloatCmp]:
 
     for path in (request.a, request.b, request.reference):
         if path and not os.path.isfile(path) and not os.path.isdir(path):
-            kind = "is no file and no folder but a device" if os.path.exists(path) else "there is no such file"
-            raise UsageError(f"{path}: {kind}", hint="name files by torch.save, .npy or .safetensors, or checkpoints")
+            kind = "not a file or directory" if os.path.exists(path) else "no such file"
+            raise UsageError(f"{path}: {kind}", hint="give files from torch.save, .npy or .safetensors, or checkpoints")
         if not path.isascii() and path.encode("utf-8", "replace") != os.fsencode(path):
-            raise UsageError(f"{path}: its name is not UTF-8", hint="compare a link to it that has another name")
+            raise UsageError(f"{path}: its name is not UTF-8", hint="compare a symlink to it with another name")
     progress.news(f"comparing {request.a} with {request.b}")
     answer = _ask(request)
     if answer.unreadable:
         raise DistdiagError(answer.unreadable, hint=answer.hint)
     if answer.found is None:
-        names = ", ".join(name or "(one tensor without a name)" for name in answer.no_match)
-        raise UsageError(f"--key {request.key}: no name is like that", hint=f"there are: {names or 'none'}")
+        names = ", ".join(name or "(one unnamed tensor)" for name in answer.no_match)
+        raise UsageError(f"no tensor matches --key {request.key}", hint=f"available: {names or 'none'}")
     return diagnose(request, answer.found)
 
 
@@ -106,7 +121,7 @@ def _ask(request: Request) -> Answer:
         try:
             done = programs.run(argv, timeout_s=request.timeout_s)
         except programs.CannotRun as error:
-            raise DistdiagError(str(error), hint="see whether this Python is still there") from error
+            raise DistdiagError(str(error), hint="check that this Python still exists") from error
         except KeyboardInterrupt:
             programs.kill_all()
             raise
@@ -128,10 +143,10 @@ def _no_answer(request: Request, done: programs.Done, stage_file: str) -> Distdi
         stage = "starting Python"
     if done.timed_out:
         return DistdiagError(
-            f"no answer in {request.timeout_s:g} s; it was {stage}",
-            hint="give it more time: " + request.again("--timeout", f"{4 * request.timeout_s:g}"),
+            f"no result within {request.timeout_s:g} s; it was still {stage}",
+            hint="increase --timeout: " + request.again("--timeout", f"{4 * request.timeout_s:g}"),
         )
     return DistdiagError(
-        f"the process that compares ended while {stage}: {how_it_died(done)}",
-        hint="if it was killed, memory may have run out: compare fewer tensors with --key",
+        f"the comparison process died while {stage}: {how_it_died(done)}",
+        hint="if it was killed, it may have run out of memory: compare fewer tensors with --key",
     )

@@ -103,7 +103,7 @@ def _answer(request: Request, folder: str) -> Answer:
     except Exception as error:  # noqa: BLE001 - whatever it raises
         return Answer(
             unreadable=f"torch cannot be imported: {type(error).__name__}: {error}"[:400],
-            hint=f"see what is wrong with it: {request.program} cuda-env",
+            hint=f"find out why: {request.program} cuda-env",
         )
     from distdiag.commands.floatcmp.tensor_files import Unreadable
 
@@ -112,7 +112,7 @@ def _answer(request: Request, folder: str) -> Answer:
     except Unreadable as why:
         return Answer(unreadable=str(why), hint=why.hint)
     except ValueError as error:  # of leaves
-        return Answer(unreadable=str(error), hint="name a file of tensors")
+        return Answer(unreadable=str(error), hint="give a file of tensors")
 
 
 def _compare(request: Request, folder: str) -> Answer:

@@ -60,9 +60,9 @@ def _faults(request: Request, found: FloatCmp) -> Iterator[Finding]:
         yield Finding(
             id=f"{COMMAND}.one-sided",
             level=Level.FAIL,
-            title=f"nan or inf stands on one side only, in {_some(one_sided)}",
+            title=f"NaN or Inf in one file only: {_some(one_sided)}",
             evidence=(*_list(one_sided), *(line.strip() for line in places)),
-            fix=Fix(text="find the module where it is born, on that side; numbers alone do not tell"),
+            fix=Fix(text="find the module that first produces it, in that run: distdiag overflow -- SCRIPT"),
         )
     if far:
         yield _far(request, far)
@@ -70,13 +70,13 @@ def _faults(request: Request, found: FloatCmp) -> Iterator[Finding]:
         yield Finding(
             id=f"{COMMAND}.integers",
             level=Level.FAIL,
-            title=f"whole numbers or booleans, which are exact, are not equal in {_some(integers)}",
+            title=f"integers or booleans differ, which rounding cannot explain: {_some(integers)}",
             evidence=_list(integers),
-            fix=Fix(text="look for other input, another seed or another step, before looking at rounding"),
+            fix=Fix(text="check for different inputs, seeds or steps before suspecting rounding"),
         )
     if shapes:
         yield Finding(
-            id=f"{COMMAND}.shapes", level=Level.FAIL, title=f"other shapes in {_some(shapes)}", evidence=_list(shapes)
+            id=f"{COMMAND}.shapes", level=Level.FAIL, title=f"shapes differ: {_some(shapes)}", evidence=_list(shapes)
         )
     yield from _names(request, found)
     if request.exact:
@@ -91,11 +91,11 @@ def _inexact(found: FloatCmp) -> Iterator[Finding]:
         yield Finding(
             id=f"{COMMAND}.not-exact",
             level=Level.FAIL,
-            title=f"not the same to the last bit: {_some([*near, *signs])}",
+            title=f"not bit-identical: {_some([*near, *signs])}",
             evidence=(*_list(near), *(f"{pair.key}: zeros of opposite signs" for pair in signs[:_SHOWN])),
         )
     if found.values_differ:
-        yield Finding(id=f"{COMMAND}.values", level=Level.FAIL, title=f"other values: {shorten(found.values_differ)}")
+        yield Finding(id=f"{COMMAND}.values", level=Level.FAIL, title=f"values differ: {shorten(found.values_differ)}")
 
 
 def _far(request: Request, far: Sequence[Pair]) -> Finding:
@@ -104,12 +104,12 @@ def _far(request: Request, far: Sequence[Pair]) -> Finding:
     return Finding(
         id=f"{COMMAND}.beyond-rounding",
         level=Level.FAIL,
-        title=f"{_some(far)} differ{'s' if len(far) == 1 else ''} by more than rounding explains",
-        detail=f"One function may differ by {function} ulp of {far[0].unit}, a long sum by {sum_}. Layers after "
-        "each other add up: rounding in the first ones can come to this in the last.",
+        title=f"{_some(far)} differ{'s' if len(far) == 1 else ''} by more than rounding can explain",
+        detail=f"A single function may differ by {function} ulp of {far[0].unit}, a long sum by {sum_}. Rounding "
+        "accumulates over layers: a difference this large in the last layer can start as rounding in the first.",
         evidence=_list(far),
         fix=Fix(
-            text="compare what goes in, then layer by layer from the first: the earliest that differs is the one",
+            text="compare the inputs, then layer by layer from the first: the earliest difference is the cause",
             commands=(request.again(*only, "--worst", "20"),) if request.worst < 20 else (),
         ),
     )
@@ -122,19 +122,19 @@ def _names(request: Request, found: FloatCmp) -> Iterator[Finding]:
         yield Finding(
             id=f"{COMMAND}.keys",
             level=Level.FAIL,
-            title=f"{count} names are in one file only" if count > 1 else "a name is in one file only",
+            title=f"{count} names are in one file only" if count > 1 else "one name is in one file only",
             evidence=tuple(f"only in {path}: {shorten(names)}" for path, names in missing if names),
         )
     if found.not_compared:
         yield Finding(
             id=f"{COMMAND}.not-compared",
             level=Level.UNKNOWN,
-            title=f"{len(found.not_compared)} values are in both files and could not be compared",
+            title=f"{len(found.not_compared)} values are in both files but could not be compared",
             evidence=found.not_compared[:_SHOWN],
         )
     if not found.tensors and not found.not_compared:
         yield Finding(
-            id=f"{COMMAND}.nothing", level=Level.UNKNOWN, title="the files have no tensor of the same name in common"
+            id=f"{COMMAND}.nothing-compared", level=Level.UNKNOWN, title="the files have no tensor names in common"
         )
 
 
@@ -145,22 +145,22 @@ def _warnings(request: Request, found: FloatCmp) -> Iterator[Finding]:
         yield Finding(
             id=f"{COMMAND}.long-sum",
             level=Level.WARN,
-            title=f"{_some(sums)}: rounding only if sums of some {length} numbers lie behind",
-            detail="Sums of n numbers in another order differ by about sqrt(n) ulp. That is a hint: what was "
-            "calculated is not known here.",
+            title=f"{_some(sums)}: rounding, provided they are sums of about {length} numbers",
+            detail="Sums of n numbers in another order differ by about sqrt(n) ulp. This is a hint: the files do "
+            "not say how the values were computed.",
             evidence=_list(sums),
         )
     if found.both_nan:
         yield Finding(
             id=f"{COMMAND}.both-nan",
             level=Level.WARN,
-            title=f"nan at the same places in both files: {shorten(found.both_nan)}",
+            title=f"NaN at the same positions in both files: {shorten(found.both_nan)}",
         )
     if found.values_differ and not request.exact:
         yield Finding(
             id=f"{COMMAND}.values",
             level=Level.WARN,
-            title=f"text or other values, no tensors, are not the same: {shorten(found.values_differ)}",
+            title=f"non-tensor values (text and others) differ: {shorten(found.values_differ)}",
         )
 
 
@@ -172,17 +172,17 @@ def _about_reference(request: Request, found: FloatCmp) -> Iterator[Finding]:
         yield Finding(
             id=f"{COMMAND}.reference",
             level=Level.WARN,
-            title=f"the reference cannot judge {_some(lacking)}",
+            title=f"the reference cannot be used for {_some(lacking)}",
             evidence=(why,),
-            fix=Fix(text="calculate the same in float64, and save it under the same names"),
+            fix=Fix(text="compute the same values in float64 and save them under the same names"),
         )
     names = (request.a, request.b)
     near = [(pair.key, pair.nearness) for pair in found.pairs if pair.nearness is not None]
     if near:
         yield Finding(
-            id=f"{COMMAND}.nearer",
+            id=f"{COMMAND}.closer-to-reference",
             level=Level.INFO,
-            title="who is nearer to the reference",
+            title="distance of both files from the reference",
             evidence=tuple(
                 f"{key}{': ' if key else ''}{format_nearness(nearness, names)}" for key, nearness in near[:_SHOWN]
             ),
@@ -202,7 +202,7 @@ def _summary(found: FloatCmp, findings: Sequence[Finding]) -> str:
     )
     where = f", most in {worst.key}" if worst.key else ""
     if not worst.max_scaled_ulp:
-        return f"equal once converted to {worst.unit}: {numbers}"
+        return f"equal after conversion to {worst.unit}: {numbers}"
     same = f", {found.identical} of them identical" if found.identical else ""
     return f"equal within {worst.max_scaled_ulp} ulp of {worst.unit}{where} (rounding): {numbers}{same}"
 
@@ -220,11 +220,11 @@ def floatcmp_view(report: Report[FloatCmp]) -> Iterator[RenderableType]:
         yield Whole(f"reference: {found.reference}")
     unlike = [pair for pair in found.pairs if pair.likeness != Likeness.IDENTICAL]
     yield ""
-    yield Wrapped(f"tensors in both: {found.tensors:,}, of them identical: {found.identical:,}", margin=0)
+    yield Wrapped(f"tensors in both: {found.tensors:,}, identical: {found.identical:,}", margin=0)
     for pair in unlike[:_LINES]:
         yield Wrapped(f"{pair.key or '(one tensor)'}: {verdict(pair)}", margin=2, hang=4)
     if len(unlike) > _LINES:
-        yield Whole(f"  ... and {len(unlike) - _LINES} more (--json has them all)")
+        yield Whole(f"  ... and {len(unlike) - _LINES} more (all with --json)")
     if found.pairs:
         yield ""
         yield Wrapped(f"{found.pairs[0].key or 'the tensor'} in full:", margin=0)

@@ -43,8 +43,8 @@ _METADATA_CLASSES = {
     "pathlib": {"Path", "PosixPath", "PurePosixPath"},
 }
 """What the metadata of a checkpoint is made of; all of it only holds values."""
-_SAVE_AGAIN = 'where you trust it, load it and save its tensors alone: torch.save(model.state_dict(), "tensors.pt")'
-_WHOLE = "is it whole? compare its files with the original's"
+_SAVE_AGAIN = 'if you trust the file, load it and save only its tensors: torch.save(model.state_dict(), "tensors.pt")'
+_WHOLE = "is it complete? compare its files with the original's"
 
 
 class Unreadable(Exception):
@@ -67,7 +67,7 @@ def read(path: str) -> object:
         return _read_index(path) if path.endswith(_INDEX) else _read_file(path)
     except (OSError, ValueError) as error:  # a name that cannot be a file's is a ValueError
         why = getattr(error, "strerror", None) or str(error)
-        raise Unreadable(path, why, "name a file or folder that can be read") from error
+        raise Unreadable(path, why, "choose a readable file or directory") from error
 
 
 def _read_file(path: str) -> object:
@@ -80,14 +80,15 @@ def _read_file(path: str) -> object:
             return _read_safetensors(path)
         return _read_torch(path, mapped=start.startswith(b"PK"))
     except OSError as error:
-        raise Unreadable(path, str(error.strerror), "name a file that can be read") from error
+        raise Unreadable(path, str(error.strerror), "choose a readable file") from error
 
 
 def _damaged(path: str, error: Exception) -> Unreadable:
     return Unreadable(
         path,
-        f"no file of tensors, or a damaged one of {os.path.getsize(path):,} bytes ({_one_line(error)})",
-        "files by torch.save, .npy and .safetensors can be read; is it whole? compare its size with the original's",
+        f"not a tensor file, or damaged ({os.path.getsize(path):,} bytes; {_one_line(error)})",
+        "readable are files from torch.save, .npy and .safetensors; is it complete? compare its size "
+        "with the original's",
     )
 
 
@@ -106,7 +107,9 @@ def _read_torch(path: str, *, mapped: bool) -> object:
         wanted = re.search(r"GLOBAL ([\w.]+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
         if wanted is None:
             raise _damaged(path, error) from error
-        why = f"not loaded: it wants more than tensors ({wanted[1]}), which can run code of whoever wrote the file"
+        why = (
+            f"not loaded: it contains more than tensors ({wanted[1]}), and loading that can execute code from the file"
+        )
         raise Unreadable(path, why, _SAVE_AGAIN) from error
 
 
@@ -114,7 +117,7 @@ def _read_npy(path: str) -> torch.Tensor:
     try:
         import numpy
     except ImportError as error:
-        why = f"a .npy file is read with numpy, which cannot be imported: {error}"
+        why = f"reading a .npy file needs numpy, which cannot be imported: {error}"
         raise Unreadable(path, why, "python -m pip install numpy") from error
     try:
         with warnings.catch_warnings():
@@ -126,10 +129,10 @@ def _read_npy(path: str) -> torch.Tensor:
         return torch.from_numpy(numbers.astype(numbers.dtype.newbyteorder("="), copy=False))
     except RuntimeError as error:  # built for another major version of numpy, or without
         why = f"this torch cannot use numpy {numpy.__version__} ({_one_line(error)})"
-        raise Unreadable(path, why, "install a numpy that this torch was built for") from error
+        raise Unreadable(path, why, "install a numpy version that this torch was built for") from error
     except (TypeError, ValueError) as error:
-        why = f"not loaded: its numbers are of the kind {str(numbers.dtype)[:60]}, text or records perhaps"
-        raise Unreadable(path, why, "save numbers alone: numpy.save(file, array.astype(numpy.float64))") from error
+        why = f"not loaded: its values have dtype {str(numbers.dtype)[:60]}, perhaps text or records"
+        raise Unreadable(path, why, "save plain numbers: numpy.save(file, array.astype(numpy.float64))") from error
 
 
 def _read_safetensors(path: str) -> dict[str, torch.Tensor]:
@@ -152,9 +155,9 @@ def _view(body: torch.Tensor, entry: Mapping[str, Any]) -> torch.Tensor:
     """Return the numbers of one tensor; copied where they do not lie as the processor needs them."""
     (begin, end), shape, dtype = entry["data_offsets"], entry["shape"], getattr(torch, _DTYPES[entry["dtype"]])
     if not 0 <= begin <= end <= body.numel():
-        raise ValueError(f"numbers up to byte {end:,} of {body.numel():,}: cut off")
+        raise ValueError(f"its data ends at byte {end:,}, but only {body.numel():,} bytes are there: truncated")
     if any(length < 0 for length in shape) or math.prod(shape) * dtype.itemsize != end - begin:
-        raise ValueError(f"{end - begin:,} bytes do not make {entry['dtype']} of the shape {tuple(shape)}")
+        raise ValueError(f"{end - begin:,} bytes do not match {entry['dtype']} of shape {tuple(shape)}")
     data = body[begin:end]
     if data.storage_offset() % dtype.itemsize:
         data = data.clone()
@@ -170,8 +173,12 @@ def _read_folder(path: str) -> dict[str, object]:
         return _read_index(os.path.join(path, indices[0]))
     files = [name for name in names if name.endswith(".safetensors")]
     if not files or len(indices) > 1:
-        what = "several indices" if indices else f"no .safetensors and no {_METADATA} of torch.distributed.checkpoint"
-        raise Unreadable(path, f"a folder with {what}", "name the file, or the index, to compare")
+        what = (
+            "several indices"
+            if indices
+            else (f"no .safetensors file and no {_METADATA} of torch.distributed.checkpoint")
+        )
+        raise Unreadable(path, f"a directory with {what}", "give the file or the index to compare")
     return _merge(path, files)
 
 
@@ -183,13 +190,13 @@ def _read_index(path: str) -> dict[str, object]:
         files_by_name = json.loads(text)["weight_map"]
         files = sorted(set(files_by_name.values()))
         if any(os.path.basename(file) != file for file in files):
-            raise ValueError("it names files that are not beside it")
+            raise ValueError("it lists files that are not in its directory")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise Unreadable(path, f"no index of files of tensors ({error})", _WHOLE) from error
+        raise Unreadable(path, f"not an index of tensor files ({error})", _WHOLE) from error
     found = _merge(os.path.dirname(path), files)
     missing = [name for name in files_by_name if name not in found]
     if missing:
-        raise Unreadable(path, f"{missing[0]} is not in {files_by_name[missing[0]]}, where it should be", _WHOLE)
+        raise Unreadable(path, f"{missing[0]} is missing from {files_by_name[missing[0]]}", _WHOLE)
     return {name: found[name] for name in files_by_name}
 
 
@@ -198,10 +205,10 @@ def _merge(folder: str, files: list[str]) -> dict[str, object]:
     for name in files:
         part = _read_file(os.path.join(folder, name))
         if not isinstance(part, dict):
-            raise Unreadable(os.path.join(folder, name), "its tensors have no names", _WHOLE)
+            raise Unreadable(os.path.join(folder, name), "its tensors are unnamed", _WHOLE)
         for key in part:
             if key in found:
-                raise Unreadable(folder, f"{key} is in two of its files, one of them {name}", "name one file")
+                raise Unreadable(folder, f"{key} is in two of its files, including {name}", "give one file")
         found.update(part)
     return found
 
@@ -226,7 +233,7 @@ def _read_distributed(path: str) -> dict[str, object]:
     except OSError:
         raise
     except Exception as error:  # damage may make torch.load raise anything at all
-        why = f"a checkpoint that is damaged, or of another torch ({_one_line(error)})"
+        why = f"the checkpoint is damaged or from another torch version ({_one_line(error)})"
         raise Unreadable(path, why, _WHOLE) from error
     return _nest(found, getattr(metadata, "planner_data", None) or {})
 
@@ -241,7 +248,7 @@ def _allocate(path: str, metadata: Any) -> dict[str, torch.Tensor]:  # noqa: ANN
     needed = sum(math.prod(entry.size) * entry.properties.dtype.itemsize for entry in stored.values())
     present = sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file())
     if needed > present:
-        raise ValueError(f"its tensors are of {needed} bytes, its files of {present}")
+        raise ValueError(f"its tensors need {needed} bytes, its files have {present}")
     found = {}
     for name, entry in stored.items():
         room = torch.empty(tuple(entry.size), dtype=entry.properties.dtype)
@@ -251,10 +258,10 @@ def _allocate(path: str, metadata: Any) -> dict[str, torch.Tensor]:  # noqa: ANN
 
 def _read_part(folder: str, info: Any) -> Any:  # noqa: ANN401 - a _StorageInfo; what torch.save wrote
     if getattr(info, "transform_descriptors", None):
-        raise ValueError("its parts are compressed")
+        raise ValueError("its files are compressed")
     name = str(info.relative_path)
     if os.path.basename(name) != name:
-        raise ValueError("it names files that are not beside it")
+        raise ValueError("it lists files that are not in its directory")
     with open(os.path.join(folder, name), "rb") as file:
         file.seek(info.offset)
         data = file.read(info.length)
@@ -276,7 +283,7 @@ def _nest(found: dict[str, object], paths: Mapping[str, tuple[object, ...]]) -> 
 class _MetadataUnpickler(pickle._Unpickler):
     """Makes what metadata is made of, and nothing else: a pickle can run whatever it names.
 
-    The one of Python in Python: a few bytes make the one in C reserve gigabytes, for numbers of things that never come.
+    Python's unpickler in Python: a few bytes make that in C reserve gigabytes, for numbers of things that never come.
     """
 
     dispatch: ClassVar[dict[int, Any]] = {
@@ -288,10 +295,12 @@ class _MetadataUnpickler(pickle._Unpickler):
             return getattr(torch, name)
         allowed = _METADATA_CLASSES.get(module, set())
         if "." in name or (allowed is not None and name not in allowed):
-            raise pickle.UnpicklingError(f"it wants {module}.{name}, which can run code of whoever wrote the file")
+            raise pickle.UnpicklingError(
+                f"it contains {module}.{name}, and loading that can execute code from the file"
+            )
         found = super().find_class(module, name)
         if not isinstance(found, type) and module.startswith("torch.distributed"):
-            raise pickle.UnpicklingError(f"it wants {module}.{name}, which is no class")
+            raise pickle.UnpicklingError(f"it contains {module}.{name}, which is not a class")
         return found
 
 
@@ -302,5 +311,7 @@ def _read_metadata(path: str) -> Any:  # noqa: ANN401 - torch's Metadata
         try:
             return _MetadataUnpickler(file).load()
         except Exception as error:  # damage may raise anything at all
-            hint = "where you trust it: python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR tensors.pt"
+            hint = (
+                "if you trust the file: python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR tensors.pt"
+            )
             raise Unreadable(path, f"not loaded: {error}", hint) from error

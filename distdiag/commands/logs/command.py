@@ -28,15 +28,15 @@ _TIMEOUT_S = 3600.0
 def logs(
     paths: Annotated[
         list[str] | None,
-        typer.Argument(metavar="PATH", help="Log files, folders of them, or - for stdin.", show_default=False),
+        typer.Argument(metavar="PATH", help="Log files, folders of logs, or - for stdin.", show_default=False),
     ] = None,
     rank: Annotated[
-        int | None, typer.Option(min=0, metavar="RANK", help="Print the lines of this rank alone, whole, and stop.")
+        int | None, typer.Option(min=0, metavar="RANK", help="Print only this rank's lines, whole, and exit.")
     ] = None,
     split: Annotated[
-        str, typer.Option(metavar="DIR", help="Write the lines of each rank to a file of its own there, and stop.")
+        str, typer.Option(metavar="DIR", help="Write the lines of each rank to a file in DIR, and exit.")
     ] = "",
-    timeline: Annotated[bool, typer.Option("--timeline", help="Also show every failure found, in order.")] = False,
+    timeline: Annotated[bool, typer.Option("--timeline", help="Also list every failure found, in order.")] = False,
     follow: Annotated[
         bool, typer.Option("--follow", help="Keep reading a growing log; report failures as they come, until Ctrl-C.")
     ] = False,
@@ -47,13 +47,13 @@ def logs(
     *,
     cluster: Cluster,
 ) -> None:
-    """Find the first failure in the logs of a job: its rank, the cause, and what only followed.
+    """Find the first failure in the logs of a job: its rank, its cause, and what only followed from it.
 
     Reads the prefixes of torchrun, srun, mpirun, mpiexec, pdsh, clush, kubectl and Ray, and .gz, .xz and .zst files.
-    With --hosts the paths are read on each host, and only what they report is sent.
+    With --hosts the paths are read on each host, and only what is found is sent.
 
-    Exit status: 0 warnings only, 1 a failure was explained, 2 wrong usage, 3 the logs do not tell (also where no line
-    reports a failure: a hang leaves none), 130 interrupted.
+    Exit status: 0 warnings only, 1 failure explained, 2 wrong usage, 3 the logs do not show the first failure (a hang
+    leaves no line at all), 130 interrupted.
     """
     from distdiag import runner
     from distdiag.commands.logs import separate

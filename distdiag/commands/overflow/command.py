@@ -1,4 +1,4 @@
-"""What you type for overflow. The job's output is its own; what was found stands on stderr after it."""
+"""What you type for overflow. The job's output is its own; what was found follows on stderr."""
 
 from __future__ import annotations
 
@@ -20,44 +20,59 @@ _MOST_BATCHES = 100_000
 def overflow(
     command: Annotated[
         list[str],
-        typer.Argument(metavar="-- SCRIPT ARGS...", help="A script, -m MODULE, or any program that runs Python below."),
+        typer.Argument(metavar="-- SCRIPT ARGS...", help="A script, -m MODULE, or any program that starts Python."),
     ],
     trace: Annotated[
-        str, typer.Option(metavar="BATCHES", help="Print all frames of these batches, from 0: 1,3 or 149-150.")
+        str,
+        typer.Option(
+            "--trace-batches",
+            metavar="BATCHES",
+            help="Print all frames of these batches, counted from 0: 1,3 or 149-150.",
+        ),
     ] = "",
     abort_after: Annotated[
-        int | None, typer.Option(min=0, metavar="BATCH", help="End the job when this batch is over.")
+        int | None, typer.Option(min=0, metavar="BATCH", help="Stop the job after this batch.")
     ] = None,
-    frames: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="Frames to show at a hit.")] = 21,
+    frames: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="Frames to show at a detection.")] = 21,
     full: Annotated[
-        bool, typer.Option("--full", help="Read every tensor of every module: for what cannot be run a second time.")
+        bool, typer.Option("--full", help="Read every tensor of every module: for forwards that cannot be replayed.")
     ] = False,
     grads: Annotated[
         str,
         typer.Option(
             metavar="each|step|off",
-            help="When to look at gradients: as each is made, which names the first bad one; before a step; never.",
+            help="When to check gradients: each as it is computed (names the first bad gradient), before each "
+            "step, or never.",
         ),
     ] = "each",
-    unit: Annotated[str, typer.Option(metavar="forward|step", help="What a batch is.")] = "forward",
+    unit: Annotated[str, typer.Option(metavar="forward|step", help="What counts as a batch.")] = "forward",
     ignore: Annotated[
-        str, typer.Option(metavar="PATTERNS", help="Modules that may hold nan and inf: 'lm_head,*.mask:output'.")
+        str, typer.Option(metavar="PATTERNS", help="Modules that may contain nan and inf: 'lm_head,*.mask:output'.")
     ] = "",
-    go_on: Annotated[bool, typer.Option("--go-on", help="Report the first hit, and let the job run on.")] = False,
+    go_on: Annotated[
+        bool, typer.Option("--go-on", help="Report the first detection and let the job continue.")
+    ] = False,
     nproc: Annotated[
-        int | None, typer.Option(min=1, max=4096, metavar="N", help="Run the script as N ranks, below torchrun.")
+        int | None, typer.Option(min=1, max=4096, metavar="N", help="Run the script as N ranks, under torchrun.")
     ] = None,
     save: Annotated[
-        str, typer.Option(metavar="DIR", help="Keep the frames there, for `overflow show DIR/frames-*.jsonl`.")
+        str, typer.Option(metavar="DIR", help="Save the frames there, for `overflow show DIR/frames-*.jsonl`.")
     ] = "",
     as_json: JsonOpt = False,
 ) -> None:
-    """Run a script, and name the first nan or inf: its batch, rank, module and tensor. Nothing in it is changed.
+    """Run a script and report where its first nan or inf appears: rank, batch, module and tensor.
 
-    Its models are found when they are called. Works below torchrun, srun and mpirun too: put
-    `-m distdiag overflow --` before the script. `distdiag overflow show FILE` reads what --save kept.
+    Models are found when they are called; nothing they compute changes. Under torchrun, srun or mpirun put
+    `-m distdiag overflow --` before the script. `distdiag overflow show FILE` reads the frames that --save wrote.
 
-    Exit status: 1 something was found, else the script's own; 3 no model was called.
+    Exit status: 1 nan or inf detected, else that of the script; 3 no model was called. With --json, that of the
+    verdict; the script's own is data.status.
+
+    \b
+    Examples:
+      distdiag overflow -- train.py --epochs 1
+      distdiag overflow --nproc 4 --save frames -- train.py
+      torchrun --nproc-per-node 8 -m distdiag overflow -- train.py
     """
     from distdiag.commands.overflow import job
     from distdiag.output import fail
@@ -92,7 +107,7 @@ def parse_command(command: Sequence[str], nproc: int | None, program: str) -> li
     if nproc is None:
         return argv
     if argv[0] != sys.executable:
-        raise UsageError(f"--nproc runs a script or -m MODULE, and {argv[0]} is neither", hint="leave --nproc out")
+        raise UsageError(f"--nproc needs a script or -m MODULE; {argv[0]} is neither", hint="remove --nproc")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc))
     return [sys.executable, *torchrun, *argv[1:]]
 
@@ -104,13 +119,15 @@ def parse_batches(text: str) -> tuple[int, ...]:
         match = re.fullmatch(r"\s*(\d{1,12})(?:-(\d{1,12}))?\s*", word)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not first <= last < first + _MOST_BATCHES:
-            raise UsageError(f"--trace {text!r}: {word!r} is no number of a batch", hint="write 3, or 0,3, or 149-150")
+            raise UsageError(
+                f"--trace-batches {text!r}: {word!r} is not a batch number", hint="use 3, or 0,3, or 149-150"
+            )
         found.update(range(first, last + 1))
     return tuple(sorted(found))
 
 
 def _check(unit: str, grads: str) -> None:
     if unit not in ("forward", "step"):
-        raise UsageError(f"--unit {unit!r}: a batch is a forward or a step", hint="write --unit forward or step")
+        raise UsageError(f"--unit {unit!r}: unknown unit", hint="use --unit forward or --unit step")
     if grads not in ("each", "step", "off"):
-        raise UsageError(f"--grads {grads!r} is not known", hint="write --grads each, step or off")
+        raise UsageError(f"--grads {grads!r}: unknown value", hint="use each, step or off")

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 _MOST_FILES = 4
 _HOW_FOUND = (
-    "A model is found when it is called, in a Python that reads PYTHONPATH (not python -S, -I or -E), "
-    "below the command that was typed."
+    "distdiag finds a model when it is called, in a Python process that the command started and that reads "
+    "PYTHONPATH (not python -S, -I or -E)."
 )
-_NOTHING = "nothing was watched: no forward of a torch model was seen"
+_NOTHING = "no forward of a torch model seen: nothing was checked"
 
 
 def diagnose(outcome: Overflow, program: str) -> Report[Overflow]:
@@ -35,17 +35,17 @@ def _summary(outcome: Overflow) -> str:
         return _NOTHING
     found = sum(model.found for model in outcome.models)
     if found:
-        return f"something was found {found:,} times, and what it was could not be kept"
+        return f"{found:,} detections, but their details could not be saved"
     blind = [finding for finding in (*_gave_up(outcome), *_unread(outcome)) if finding.level is Level.UNKNOWN]
     if blind:
         return blind[0].title
     if not all(process.ended for process in outcome.processes):
-        return "nothing was found, as far as is known: the job was ended before it could tell what it saw"
+        return "unknown: the job ended before it reported its results"
     batches = sum(model.batches for model in outcome.models)
     models = sorted({model.model for model in outcome.models})
     ranks = len(outcome.processes)
     where = f" on {ranks} ranks" if ranks > 1 else ""
-    until = f", until the job ended with {_how(outcome.status)}" if outcome.status else ""
+    until = f" before the job ended with {_how(outcome.status)}" if outcome.status else ""
     return f"no nan or inf in {batches:,} forward{'s' * (batches != 1)} of {', '.join(models)}{where}{until}"
 
 
@@ -64,8 +64,12 @@ def _findings(outcome: Overflow, program: str) -> Iterator[Finding]:
             id="overflow.nothing-watched",
             level=Level.UNKNOWN,
             title=_NOTHING,
-            detail=f"The job ended with {_how(outcome.status)} before it called one." if outcome.status else _HOW_FOUND,
-            fix=None if outcome.status else Fix(text="Or watch it from the script: DebugUnderflowOverflow(model)."),
+            detail=f"The job ended with {_how(outcome.status)} before it called a model."
+            if outcome.status
+            else _HOW_FOUND,
+            fix=None
+            if outcome.status
+            else Fix(text="attach the detector in the script: DebugUnderflowOverflow(model)"),
         )
     yield from _gave_up(outcome)
     yield from _unread(outcome)
@@ -75,27 +79,27 @@ def _findings(outcome: Overflow, program: str) -> Iterator[Finding]:
         yield Finding(
             id="overflow.ended-early",
             level=Level.UNKNOWN,
-            title=f"{len(lost)} of {len(outcome.processes)} processes ended before they could tell what they saw",
-            detail="They were killed, crashed, or left by os._exit().",
+            title=f"{len(lost)} of {len(outcome.processes)} processes ended before they reported their results",
+            detail="They were killed, crashed, or exited by os._exit().",
             where=Where(hosts=tuple({process.host for process in lost}), pids=tuple(process.pid for process in lost)),
         )
     if outcome.status and not outcome.detections:
         title = (
-            "it was ended after the batch of --abort-after"
+            "the job was stopped after the batch of --abort-after"
             if outcome.was_aborted
             else f"the job itself ended with {_how(outcome.status)}"
         )
-        yield Finding(id="overflow.job-ended", level=Level.INFO if outcome.was_aborted else Level.WARN, title=title)
+        yield Finding(id="overflow.job-ended", level=Level.INFO if outcome.was_aborted else Level.UNKNOWN, title=title)
 
 
 def _gave_up(outcome: Overflow) -> Iterator[Finding]:
     """Report where nobody looked, or not to the end: what was not found there says nothing."""
     for process in outcome.processes:
         for why in process.left_out:
-            yield _blind("not-watched", f"what was not watched is not known: {why}", process)
+            yield _blind("not-watched", f"part of the job was not checked: {why}", process)
         for model in process.models:
             if model.off:
-                yield _blind("gave-up", f"the detector of {model.model} gave up: {model.off}", process)
+                yield _blind("gave-up", f"the detector of {model.model} stopped: {model.off}", process)
 
 
 def _unread(outcome: Overflow) -> Iterator[Finding]:
@@ -103,12 +107,12 @@ def _unread(outcome: Overflow) -> Iterator[Finding]:
         for model in process.models:
             if model.unread:
                 all_ = "" if model.unread == model.batches else f"{model.unread:,} of {model.batches:,} times "
-                title = f"{model.model} {all_}gave back nothing that can be read ({model.kind})"
+                title = f"the output of {model.model} {all_}cannot be read ({model.kind})"
                 yield replace(
-                    _blind("outputs-unread", title, process),
+                    _blind("outputs-unreadable", title, process),
                     # Of what a forward makes in training the gradients tell, too.
                     level=Level.WARN if model.steps else Level.UNKNOWN,
-                    fix=Fix(text="read what its modules give each other: add --full before the --"),
+                    fix=Fix(text="check the tensors of all modules: add --full before the --"),
                 )
 
 
@@ -149,4 +153,4 @@ def _fix(outcome: Overflow, program: str) -> Fix | None:
     if not outcome.frames:
         return None
     shown = shlex.join(outcome.frames[:_MOST_FILES])
-    return Fix(text="The frames that lead there:", commands=(f"{program} overflow show {shown}",))
+    return Fix(text="show the frames before the detection", commands=(f"{program} overflow show {shown}",))

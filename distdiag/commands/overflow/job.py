@@ -59,7 +59,7 @@ def run(argv: Sequence[str], settings: Settings, keep: str, *, quiet: bool) -> O
 
 
 def report_and_leave(outcome: Overflow, program: str, *, as_json: bool) -> NoReturn:
-    """Report what was found, and end as the job did, or with 1."""
+    """Report what was found, and end as the job did, or with 1; with --json, as the verdict says."""
     # torchrun ends the other ranks as soon as one has ended: what is left here is to say what was found.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -68,9 +68,9 @@ def report_and_leave(outcome: Overflow, program: str, *, as_json: bool) -> NoRet
     is_first = identity is None or identity.rank == 0
     status = _status(report, outcome)
     if as_json and is_first:
-        code = status if status >= 0 else 128 - status  # as a shell tells of a signal
+        status = report.exit_code()  # the document and the process agree; data.status is the job's own
         with contextlib.suppress(typer.Exit):
-            emit(json.dumps({**document(report), "exit_code": code}, indent=2) + "\n")
+            emit(json.dumps(document(report), indent=2) + "\n")
     elif not as_json and (is_first or outcome.detections):
         # stdout is the job's.
         with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(typer.Exit):

@@ -30,23 +30,27 @@ def ports(
     what: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[HOST[:PORT]]... | serve | check HOST...", help="Hosts to try; none: look at this node."
+            metavar="[HOST[:PORT]]... | serve | check HOST...", help="Hosts to test from here; none: check this node."
         ),
     ] = None,
     port: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Ports to try, or to serve: 6000,29500-29510. [default: 29500]")
+        str | None, typer.Option(metavar="LIST", help="Ports to test or serve: 6000,29500-29510. [default: 29500]")
     ] = None,
-    sample: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Ephemeral ports to try between nodes.")] = 2,
+    sample: Annotated[
+        int, typer.Option(min=1, max=64, metavar="N", help="Ephemeral ports to test on each path between nodes.")
+    ] = 2,
     data: Annotated[str, typer.Option(metavar="SIZE", help="Data to send over each path between nodes.")] = "1MiB",
     token_file: Annotated[
         str,
-        typer.Option(metavar="FILE", help="Token shared by serve and check; - reads stdin. [default: $DISTDIAG_TOKEN]"),
+        typer.Option(
+            metavar="FILE", help="File with the token of serve and check; - reads stdin. [default: $DISTDIAG_TOKEN]"
+        ),
     ] = "",
     for_s: Annotated[
-        float, typer.Option("--for", min=1.0, max=86400.0, metavar="SECONDS", help="How long `serve` listens.")
+        float, typer.Option("--for", min=1.0, max=86400.0, metavar="SECONDS", help="Stop `serve` after this long.")
     ] = 600.0,
     timeout: Annotated[
-        float, typer.Option(min=0.1, max=120.0, metavar="SECONDS", help="Longest time for an answer of one port.")
+        float, typer.Option(min=0.1, max=120.0, metavar="SECONDS", help="Give up on a port after this long.")
     ] = 3.2,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every path, listener and interface.")] = False,
     save: SaveOpt = "",
@@ -56,12 +60,18 @@ def ports(
     *,
     cluster: Cluster,
 ) -> None:
-    """Say whether nodes can reach each other, both ways, on which interface, and what NCCL and Gloo would choose.
+    """Test whether nodes reach each other in both directions, and show which interface NCCL and Gloo use.
 
-    Without hosts: this node. With hosts as arguments: their ports, from here. With --hosts: all of those among each
-    other. Without ssh: `ports serve` on one node, `ports check THAT_NODE` on the other.
+    Without HOST: check this node. With HOST: test its ports from here. With --hosts: test the paths between those
+    nodes. Without ssh: run `ports serve` on one node and `ports check THAT_NODE` on the other.
 
-    Exit status: 0 all paths are open, 1 one is closed, 2 wrong usage, 3 it cannot be known, 130 interrupted.
+    Exit status: 0 all paths are open, 1 a path is closed, 2 wrong usage, 3 unknown, 130 interrupted.
+
+    \b
+    Examples:
+      distdiag ports                       # interfaces, listeners of this node
+      distdiag ports gpu07 gpu08:6000      # test ports of hosts from here
+      distdiag ports --hosts 'gpu[01-08]'  # test the paths between these nodes
     """
     from distdiag import runner
     from distdiag.commands.ports.server import ServerOptions
@@ -93,25 +103,27 @@ def _targets(words: Sequence[str], ports: tuple[int, ...]) -> tuple[tuple[str, i
 
     if words and words[0] == "serve":
         if len(words) > 1:
-            raise UsageError("serve takes no hosts", hint="distdiag ports serve --port 6000")
+            raise UsageError("ports serve takes no HOST", hint="distdiag ports serve --port 6000")
         return ()
     hosts = words[1:] if words and words[0] == "check" else words
     if words and not hosts:
-        raise UsageError("check whom?", hint="distdiag ports check node1 (on which `distdiag ports serve` runs)")
+        raise UsageError(
+            "ports check: no HOST given", hint="distdiag ports check NODE, where `distdiag ports serve` runs"
+        )
     if len(set(hosts)) > _MOST_HOSTS:
         raise UsageError(
-            f"{len(set(hosts))} hosts are too many to try from one node", hint=f"up to {_MOST_HOSTS} at a time"
+            f"too many hosts to test from one node: {len(set(hosts))}", hint=f"limit: {_MOST_HOSTS} at a time"
         )
     found = [target for word in hosts for target in read_target(word, ports)]
     if len(found) > _MOST_TARGETS:
         raise UsageError(
-            f"{len(found)} ports are too many", hint=f"up to {_MOST_TARGETS} at a time, of all hosts together"
+            f"too many ports to test: {len(found)}", hint=f"limit: {_MOST_TARGETS} at a time, all hosts together"
         )
     return tuple(dict.fromkeys(found))
 
 
 def _names_ports(words: Sequence[str]) -> bool:
-    """Whether a port was typed with one of the hosts: whoever names a port means that somebody listens there."""
+    """Return whether a host was typed with a port: then a listener is expected there."""
     from distdiag.commands.ports.types import read_target
 
     hosts = [word for word in words if word not in _WORDS]
@@ -125,12 +137,12 @@ def _bulk_bytes(text: str) -> int:
 
     size = parse_size(text)
     if not 0 < size <= MOST_BULK_BYTES:
-        raise UsageError(f"--data {text} is out of bounds", hint=f"up to {MOST_BULK_BYTES >> 20}MiB over each path")
+        raise UsageError(f"--data {text}: out of range", hint=f"limit: {MOST_BULK_BYTES >> 20}MiB on each path")
     return size
 
 
 def _subcommand(words: Sequence[str], options: ServerOptions) -> Subcommand[Request, PortsFacts, PortsData]:
-    """Make the command of what was typed: look around, try hosts, serve, check a server, try all pairs."""
+    """Return the command that was typed: this node, hosts from here, serve, check a server, or all pairs."""
     from distdiag import runner
     from distdiag.commands.ports import gather, types
     from distdiag.commands.ports.diagnose import diagnose
@@ -162,6 +174,7 @@ def _collect(request: Request, words: Sequence[str], options: ServerOptions, pro
         return gather.gather(request, progress)
     if request.cluster.typed():
         raise UsageError(
-            f"{words[0]} works between two nodes without ssh", hint="leave out --hosts, or leave out the word"
+            f"ports {words[0]} cannot be combined with --hosts and the like",
+            hint=f"ports {words[0]} is for two nodes without ssh: leave out --hosts, or leave out {words[0]}",
         )
     return (server.serve if words[0] == "serve" else server.check)(request, options, progress)

@@ -38,7 +38,7 @@ def diagnose(request: Request, facts: PortsFacts) -> Report[PortsData]:
             Finding(
                 id="hosts.same-machine",
                 level=Level.WARN,
-                title=f"{fold(facts.doubles)}: a machine that another of the hosts is already; it was tried once",
+                title=f"{fold(facts.doubles)}: same machine as another host of the list; tested once",
                 where=Where(hosts=facts.doubles),
             )
         )
@@ -135,10 +135,10 @@ def _summary(facts: PortsFacts, findings: list[Finding]) -> str:
                 return finding.title
     if facts.paths:
         hosts = dict.fromkeys(facts.hosts[node] for path in facts.paths for node in (path.source, path.target))
-        return f"all {len(hosts)} nodes ({fold(hosts)}) reach each other at all tried ports"
+        return f"all {len(hosts)} nodes ({fold(hosts)}) reach each other on every tested port"
     if facts.served:
-        return "nobody came"
+        return "no client connected"
     if facts.scanned:
         count = sum(map(len, facts.scanned.values()))
-        return f"{count} port{'' if count == 1 else 's'} tried, nothing stands in the way"
-    return "nothing is wrong with this node's network"
+        return f"{count} port{'' if count == 1 else 's'} tested, none blocked"
+    return "no network problems found on this node (local checks only)"

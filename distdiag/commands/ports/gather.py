@@ -1,4 +1,4 @@
-"""The facts of all nodes: one node looks around, tries hosts, or all nodes try each other."""
+"""The facts of all nodes: of one node, of ports tested from it, or of the paths between all nodes."""
 
 from __future__ import annotations
 
@@ -52,19 +52,20 @@ def gather(request: Request, progress: Progress) -> PortsFacts:
     targets = find_targets(request.cluster, os.environ)
     if len(targets.hosts) > MOST_NODES:
         raise UsageError(
-            f"{len(targets.hosts)} hosts are too many to try among each other",
-            hint=f"up to {MOST_NODES} at a time: those of one rack, then one of each rack",
+            f"too many hosts to test against each other: {len(targets.hosts)}",
+            hint=f"limit: {MOST_NODES} at a time: test the hosts of one rack, then one host of each rack",
         )
     if not request.targets and len(targets.hosts) > 1 and len(request.ports) > MOST_PORTS:
         raise UsageError(
-            f"{len(request.ports)} ports are too many between nodes", hint=f"up to {MOST_PORTS}: --port 29500,6000-6010"
+            f"too many ports to test between nodes: {len(request.ports)}",
+            hint=f"limit: {MOST_PORTS}, as --port 29500,6000-6010",
         )
     facts = PortsFacts(local=targets.launcher is None, named=request.named)
     with open_fleet(request.cluster, targets, AGENT) as fleet:
         if not facts.local:
-            progress.news(f"reaching {describe(targets)}")
+            progress.news(f"connecting to {describe(targets)}")
         try:
-            fleet.gather(lambda now: progress.now(f"{len(now.up)} of {len(now.hosts)} hosts reached"))
+            fleet.gather(lambda now: progress.now(f"{len(now.up)} of {len(now.hosts)} hosts connected"))
             nodes = fleet.machines(local=facts.local)
             _take_facts(nodes, targets, facts)
             facts.doubles = tuple(node.host for node in fleet.up if node not in nodes)
@@ -92,17 +93,17 @@ def _take_facts(nodes: Sequence[Node], targets: Targets, facts: PortsFacts) -> N
 
 
 def _scan(fleet: Fleet, nodes: Sequence[Node], request: Request, progress: Progress, facts: PortsFacts) -> None:
-    """Let each node try the targets."""
+    """Test the targets from each node."""
     ask = {"targets": [list(target) for target in request.targets], "timeout_s": request.timeout_s}
     for node in nodes:
         node.order(protocol.Collect(ask=ask))
     hosts = len({host for host, _ in request.targets})
     if hosts > 1 or not facts.local:
-        progress.news(f"trying {len(request.targets)} ports of {hosts} host{'' if hosts == 1 else 's'}")
+        progress.news(f"testing {len(request.targets)} ports on {hosts} host{'' if hosts == 1 else 's'}")
     rounds = 1 + len(request.targets) // 256
 
     def show(names: list[str]) -> None:
-        progress.now(f"{sum(map(len, facts.scanned.values()))} of {len(nodes) * len(request.targets)} tried")
+        progress.now(f"{sum(map(len, facts.scanned.values()))} of {len(nodes) * len(request.targets)} tested")
 
     for node, batch, why in fleet.more_from(nodes, ScanBatch, 10 + rounds * (request.timeout_s + 1), show):
         if batch is not None:
@@ -112,7 +113,7 @@ def _scan(fleet: Fleet, nodes: Sequence[Node], request: Request, progress: Progr
 
 
 class _Pairs(Prober):
-    """All nodes try each other, at the same time."""
+    """All nodes test each other, at the same time."""
 
     def __init__(self, fleet: Fleet, nodes: Sequence[Node], request: Request, facts: PortsFacts) -> None:
         super().__init__(fleet, nodes)
@@ -120,7 +121,7 @@ class _Pairs(Prober):
         self._samples: dict[str, list[int]] = {}
 
     def run(self, progress: Progress) -> None:
-        """Listen everywhere, try everything, end."""
+        """Listen everywhere, test every path, end."""
         ports = list(self._request.ports or (USUAL_PORT,))
         answers = self.ask_all(protocol.ReachListen(ports=ports, more=self._request.sample - 1), ReachListening)
         for name, answer in answers.items():
@@ -129,20 +130,20 @@ class _Pairs(Prober):
         served = self.serve()
         self._facts.silent += [node.name for node in self._nodes if node.name not in served]
         names = [node.name for node in self._nodes if node.name in served & answers.keys() and self._address(node.name)]
-        wanted = self._wanted(names, ports)
-        progress.news(f"trying {sum(map(len, wanted.values()))} paths between {len(names)} nodes")
-        self._probe(wanted, progress)
+        planned = self._planned(names, ports)
+        progress.news(f"testing {sum(map(len, planned.values()))} paths between {len(names)} nodes")
+        self._probe(planned, progress)
         self.ask_all(protocol.ReachEnd(), ReachEnded)
 
     def _address(self, name: str) -> str:
         return address_of(self._facts.nodes[name])
 
-    def _wanted(self, names: list[str], ports: list[int]) -> dict[str, list[list[Any]]]:
-        """List for each node whom to try: the certain ports with little, the first ephemeral one with much data."""
+    def _planned(self, names: list[str], ports: list[int]) -> dict[str, list[list[Any]]]:
+        """List what each node tests: the given ports with little data, the first ephemeral port with much."""
         peers = {name: _peers(name, names) for name in names}
         much = self._request.bulk_bytes
         bulk = much if sum(map(len, peers.values())) <= _MUCH else min(much, 2**18)
-        wanted: dict[str, list[list[Any]]] = {}
+        planned: dict[str, list[list[Any]]] = {}
         for source in names:
             targets: list[list[Any]] = []
             for target in peers[source]:
@@ -154,20 +155,20 @@ class _Pairs(Prober):
                 targets.append([f"{RANKS} {target}", address, samples[0], bulk])
                 others = other_addresses(node.network.interfaces, node.variables)
                 targets += [[f"{purpose} {target}", other, samples[0], 0] for purpose, other in others]
-            wanted[source] = targets
-        return wanted
+            planned[source] = targets
+        return planned
 
-    def _probe(self, wanted: dict[str, list[list[Any]]], progress: Progress) -> None:
+    def _probe(self, planned: dict[str, list[list[Any]]], progress: Progress) -> None:
         first = self._facts.nodes[self._nodes[0].name].network.names.fqdn
         masters = {node.variables.get("MASTER_ADDR", "") for node in self._facts.nodes.values()}
         names = sorted({first, *masters} - {""})
-        limit_s = min(_LONGEST_S, _PROBE_S + max(map(len, wanted.values()), default=0) / _PATHS_PER_S)
+        limit_s = min(_LONGEST_S, _PROBE_S + max(map(len, planned.values()), default=0) / _PATHS_PER_S)
 
         def show(left: int) -> bool:
-            progress.now(f"{left} paths are not answered yet")
+            progress.now(f"waiting for {left} paths")
             return False
 
-        self.probe(wanted, names, (limit_s, _GRACE_S), self._take, show)
+        self.probe(planned, names, (limit_s, _GRACE_S), self._take, show)
 
     def _take(self, node: Node, result: ProbeResult | LookUp) -> None:
         if isinstance(result, LookUp):
@@ -180,7 +181,7 @@ class _Pairs(Prober):
 
 
 def _peers(source: str, names: list[str]) -> list[str]:
-    """Choose whom a node tries: all others, or of very many its neighbours and some at random, and they it."""
+    """Return the peers a node tests: all others; beyond _ALL_PAIRS its neighbours and some at random, mutually."""
     if len(names) <= _ALL_PAIRS:
         return [name for name in names if name != source]
     at = names.index(source)

@@ -1,4 +1,4 @@
-"""What is wrong with nodes: what NCCL and Gloo take there, names, MASTER_ADDR, RDMA ports, firewall. Pure."""
+"""What is wrong with nodes: the interfaces NCCL and Gloo use, names, MASTER_ADDR, RDMA ports, firewall. Pure."""
 
 from __future__ import annotations
 
@@ -66,37 +66,39 @@ def _nccl(node: NodePorts, several: bool) -> Finding | None:
     chosen = nccl_selection(node.network.interfaces, node.variables)
     doubt = objection(chosen)
     if not doubt or (
-        not several and not chosen.error and "NCCL_SOCKET_IFNAME" not in node.variables and "beside" not in doubt
+        not several and not chosen.error and "NCCL_SOCKET_IFNAME" not in node.variables and " as well as " not in doubt
     ):
         return None
-    wanted = node.variables.get("NCCL_SOCKET_IFNAME", "")
-    hint = _misread(wanted)
+    hint = _misread(node.variables.get("NCCL_SOCKET_IFNAME", ""))
     return finding(
         "nccl-ifname",
         Level.FAIL if chosen.error or (several and "loopback" in doubt) else Level.WARN,
-        f"NCCL would take {chosen.names or 'no interface'}: {doubt}",
-        detail=" ".join(filter(None, (f"Its rule: {chosen.rule}." if chosen.rule else "", hint))),
+        f"NCCL would use {chosen.names or 'no interface'}: {doubt}",
+        detail=" ".join(filter(None, (f"Selected by: {chosen.rule}." if chosen.rule else "", hint))),
         evidence=tuple(f"{nic.name} {nic.address} ({nic.kind})" for nic in chosen.nics),
         fix=_name_it(node) if "NCCL_SOCKET_FAMILY" not in node.variables else _forget_family(),
     )
 
 
 def _forget_family() -> Fix:
-    return Fix(text="no interface has an address of that family", commands=("unset NCCL_SOCKET_FAMILY",))
+    return Fix(
+        text="unset the address family, or set the family that the interfaces have",
+        commands=("unset NCCL_SOCKET_FAMILY",),
+    )
 
 
-def _misread(wanted: str) -> str:
-    """Say how NCCL reads what was probably meant otherwise."""
-    if '"' in wanted or "'" in wanted:
-        return "The quotes belong to the name."
-    if " " in wanted:
-        return "Blanks are not trimmed: they belong to the name."
+def _misread(value: str) -> str:
+    """Return how NCCL reads a value that probably means something else; empty if nothing is known."""
+    if '"' in value or "'" in value:
+        return "NCCL reads the quotes as part of the name."
+    if " " in value:
+        return "NCCL does not trim spaces: they are part of the name."
     return ""
 
 
 def _name_it(node: NodePorts) -> Fix | None:
     variables = exports(suggested(node.network.interfaces))
-    return Fix(text="name the interface", commands=(export_line(variables),)) if variables else None
+    return Fix(text="set the interface explicitly", commands=(export_line(variables),)) if variables else None
 
 
 def _gloo(node: NodePorts, several: bool) -> Finding | None:
@@ -104,13 +106,13 @@ def _gloo(node: NodePorts, several: bool) -> Finding | None:
     doubt = objection(chosen)
     if not doubt or (not several and not chosen.error):
         return None
-    wanted = node.variables.get("GLOO_SOCKET_IFNAME", "")
-    hint = "It takes exact names, with commas and nothing else." if wanted and chosen.error else ""
+    is_named = bool(node.variables.get("GLOO_SOCKET_IFNAME"))
+    hint = "Gloo takes exact interface names, separated by commas only." if is_named and chosen.error else ""
     return finding(
         "gloo-ifname",
         Level.FAIL if chosen.error or several else Level.WARN,
-        f"Gloo would take {chosen.names or 'no interface'}: {doubt}",
-        detail=" ".join(filter(None, (f"Its rule: {chosen.rule}." if chosen.rule else "", hint))),
+        f"Gloo would use {chosen.names or 'no interface'}: {doubt}",
+        detail=" ".join(filter(None, (f"Selected by: {chosen.rule}." if chosen.rule else "", hint))),
         fix=_name_it(node),
     )
 
@@ -122,7 +124,7 @@ def _own_name(node: NodePorts, several: bool) -> Finding | None:
     return finding(
         "name-unresolved",
         Level.WARN,
-        f"its own name, {names.host_name}, does not resolve: {names.host_error}",
+        f"own host name {names.host_name} does not resolve: {names.host_error}",
         fix=Fix(
             text="add it to /etc/hosts",
             commands=(f"echo '{address_of(node) or '10.0.0.1'} {names.host_name}' | sudo tee -a /etc/hosts",),
@@ -138,9 +140,11 @@ def _master_addr(node: NodePorts, several: bool) -> Finding | None:
     return finding(
         "master-addr",
         Level.FAIL,
-        f"MASTER_ADDR={name!r} cannot be resolved here",
-        detail="It is a name or an address, without a port." if ":" in name or name != name.strip() else "",
-        fix=Fix(text="name the address of rank 0's node", commands=(f"getent hosts {shlex.quote(name)}",)),
+        f"cannot resolve MASTER_ADDR={name!r}",
+        detail="MASTER_ADDR takes a name or an address only: no port, no spaces."
+        if ":" in name or name != name.strip()
+        else "",
+        fix=Fix(text="set it to the address of rank 0's node", commands=(f"getent hosts {shlex.quote(name)}",)),
     )
 
 
@@ -152,8 +156,8 @@ def _master_port(node: NodePorts, several: bool) -> Finding | None:
         return finding(
             "master-port",
             Level.FAIL,
-            f"MASTER_PORT={text!r} is no port",
-            fix=Fix(text="take a number, 1 to 65535", commands=(f"export MASTER_PORT={node.lowest_free or 29500}",)),
+            f"MASTER_PORT={text!r} is not a valid port",
+            fix=Fix(text="use a number from 1 to 65535", commands=(f"export MASTER_PORT={node.lowest_free or 29500}",)),
         )
     if node.network.ephemeral_ports is None:
         return None
@@ -163,9 +167,9 @@ def _master_port(node: NodePorts, several: bool) -> Finding | None:
     return finding(
         "port-range",
         Level.WARN,
-        f"MASTER_PORT={text} lies among the ephemeral ports ({low}-{high})",
-        detail="Any outgoing connection may have it when rank 0 wants to listen.",
-        fix=Fix(text="take one below", commands=(f"export MASTER_PORT={node.lowest_free or 29500}",)),
+        f"MASTER_PORT={text} is in the ephemeral port range ({low}-{high})",
+        detail="Any outgoing connection may hold it when rank 0 starts to listen.",
+        fix=Fix(text="use a port below that range", commands=(f"export MASTER_PORT={node.lowest_free or 29500}",)),
     )
 
 
@@ -179,11 +183,11 @@ def _rdma(node: NodePorts, several: bool) -> Finding | None:
     return finding(
         "rdma-down",
         Level.WARN,
-        f"{len(down)} of {len(ports)} RDMA ports are not active: {names}",
-        detail="A cable that is up and not active waits for its subnet manager." if waits else "",
+        f"{len(down)} of {len(ports)} RDMA ports not active: {names}",
+        detail="A port whose link is up but not active is waiting for the subnet manager." if waits else "",
         evidence=tuple(f"{port.device}:{port.port} {port.state}, {port.physical}, {port.link}" for port in down),
         fix=Fix(
-            text="see cable, switch port and subnet manager; or leave them out",
+            text="check the cable, switch port and subnet manager; or exclude these ports",
             commands=("ibstat", f"export NCCL_IB_HCA={quoted('^' + ','.join(port.device for port in down))}"),
         ),
     )
@@ -196,8 +200,11 @@ def _firewall(node: NodePorts, several: bool) -> Finding | None:
     return finding(
         "firewall",
         Level.INFO,
-        f"a firewall is active: {', '.join(node.firewalls)}; ranks need the rendezvous port and {low}-{high}",
-        fix=Fix(text="if they are closed", commands=opening(node.network, ["29500", f"{low}-{high}"], _network(node))),
+        f"firewall active ({', '.join(node.firewalls)}): ranks need the rendezvous port and {low}-{high}",
+        fix=Fix(
+            text="if these ports are closed, open them",
+            commands=opening(node.network, ["29500", f"{low}-{high}"], _network(node)),
+        ),
     )
 
 
@@ -207,21 +214,21 @@ def _network(node: NodePorts) -> str:
 
 
 def _container(node: NodePorts, several: bool) -> Finding | None:
-    """Point at a container with a network of its own: nobody outside reaches its ephemeral ports."""
+    """Report a container behind a bridge: other machines cannot reach its ephemeral ports."""
     nic = suggested(node.network.interfaces)
     if not several or not node.container or nic is None or not nic.addresses[0].startswith("172.17."):
         return None
     return finding(
         "container-network",
         Level.WARN,
-        f"this container is behind a bridge ({nic.addresses[0]})",
-        detail="Other machines do not reach its ephemeral ports.",
-        fix=Fix(text="start it in the network of its host: docker run --network host"),
+        f"this container is behind a Docker bridge ({nic.addresses[0]})",
+        detail="Other machines cannot reach its ephemeral ports.",
+        fix=Fix(text="start it on the host's network: docker run --network host"),
     )
 
 
 def _dead_interfaces(facts: PortsFacts) -> list[Finding]:
-    """Find interfaces that NCCL would use as well and that lead nowhere: it takes all of them, and hangs."""
+    """Find interfaces that NCCL would use as well and that no node reaches: it uses all of them, and hangs."""
     bad = [path for path in facts.paths if path.purpose == "also" and not path.is_open]
     if not bad:
         return []
@@ -233,12 +240,12 @@ def _dead_interfaces(facts: PortsFacts) -> list[Finding]:
         finding(
             "nccl-dead-interface",
             Level.FAIL,
-            f"NCCL would use {', '.join(names)} on {fold(hosts)} as well, and nobody is reached over it",
-            detail="It spreads its connections over all that it takes, and hangs in those that lead nowhere.",
+            f"NCCL would also use {', '.join(names)} on {fold(hosts)}, and paths to it are closed",
+            detail="NCCL stripes connections across every selected interface and hangs on an unreachable interface.",
             where=Where(hosts=hosts),
             evidence=tuple(evidence_line(case, path) for path in bad[:EVIDENCE_LINES]),
             fix=Fix(
-                text=f"let it take {good[0]} only" if good else "name the interface that works",
+                text=f"restrict NCCL to {good[0]}" if good else "set the interface that works",
                 commands=tuple(export_line({"NCCL_SOCKET_IFNAME": f"={name}"}) for name in good[:1]),
             ),
         )
@@ -266,7 +273,7 @@ def _names(facts: PortsFacts) -> list[Finding]:
         elif all(is_loopback(address) for address in lookup.addresses):
             leads_to = ", ".join(lookup.addresses)
         elif not own & set(lookup.addresses):
-            leads_to = f"{', '.join(lookup.addresses)}, which is none of these nodes,"
+            leads_to = f"{', '.join(lookup.addresses)} (none of these nodes)"
         else:
             continue
         wrong.setdefault((lookup.name, leads_to), []).append(facts.hosts[lookup.node])
@@ -281,26 +288,29 @@ def _name(facts: PortsFacts, name: str, leads_to: str, hosts: list[str]) -> Find
     first = next(iter(facts.nodes))
     master = any(_value_of_master_addr(facts, node) == name for node in facts.nodes)
     what = "MASTER_ADDR" if master else f"the name of {facts.hosts[first]}"
-    why = "Torchrun hands this name around, and the others time out."
+    why = "torchrun advertises this name to the other nodes, which then time out."
     if leads_to:
-        why = "Each node must be led to the node of rank 0; loopback leads to itself. Torchrun hands this name around."
+        why = (
+            "This name must resolve to rank 0's node everywhere; a loopback address is the local node. torchrun "
+            "advertises it to the other nodes."
+        )
     return finding(
         "master-addr",
         Level.FAIL if master else Level.WARN,
-        f"{what}, {name!r}, resolves to {leads_to} on {fold(hosts)}"
+        f"{what} ({name!r}) resolves to {leads_to} on {fold(hosts)}"
         if leads_to
-        else f"{fold(hosts)} cannot resolve {name!r}, {what}",
+        else f"{fold(hosts)} cannot resolve {name!r} ({what})",
         detail=why,
         where=Where(hosts=tuple(hosts)),
         fix=Fix(
-            text="name the address instead, on all nodes",
+            text="use the address instead of the name, on all nodes",
             commands=(f"export MASTER_ADDR={address_of(facts.nodes[first])}",),
         ),
     )
 
 
 def _masters_differ(facts: PortsFacts) -> list[Finding]:
-    """Say where MASTER_ADDR is set to something else than elsewhere, or set on some nodes only."""
+    """Report a MASTER_ADDR that differs between nodes, or is set on some nodes only."""
     values: dict[str, list[str]] = {}
     for node in facts.nodes:
         values.setdefault(_value_of_master_addr(facts, node), []).append(facts.hosts[node])
@@ -313,10 +323,10 @@ def _masters_differ(facts: PortsFacts) -> list[Finding]:
             "master-addr-differs",
             Level.WARN,
             f"MASTER_ADDR differs: {each}",
-            detail="Ranks that are led to different places wait for each other for ever. A launcher may set it anew.",
+            detail="Ranks that connect to different addresses wait for each other forever. A launcher may override it.",
             where=Where(hosts=tuple(fewest)),
             fix=Fix(
-                text="set the same on all nodes, or on none and let the launcher do it",
+                text="set the same value on all nodes; or unset it everywhere and let the launcher set it",
                 commands=(f"export MASTER_ADDR={address_of(next(iter(facts.nodes.values())))}", "unset MASTER_ADDR"),
             ),
         )
@@ -324,20 +334,20 @@ def _masters_differ(facts: PortsFacts) -> list[Finding]:
 
 
 def _differences(facts: PortsFacts) -> list[Finding]:
-    """Name what must be alike and is not: the MTU, and the interface that is taken."""
+    """Report what must be the same and differs: the MTU, and the interface to use."""
     found = differences({facts.hosts[name]: _compared(node) for name, node in facts.nodes.items()})
     if not found:
         return []
-    odd = tuple(dict.fromkeys(host for difference in found for host in difference.odd_hosts))
+    hosts = tuple(dict.fromkeys(host for difference in found for host in difference.odd_hosts))
     return [
         finding(
             "nodes-differ",
             Level.WARN,
-            f"{fold(odd)} {'is' if len(odd) == 1 else 'are'} set up otherwise than the rest",
-            detail="One value of NCCL_SOCKET_IFNAME does not fit all then, or large packets get lost.",
-            where=Where(hosts=odd),
+            f"{fold(hosts)} {'is' if len(hosts) == 1 else 'are'} configured differently from the other nodes",
+            detail="One NCCL_SOCKET_IFNAME value does not work on all nodes then, or large packets are lost.",
+            where=Where(hosts=hosts),
             evidence=tuple(map(str, found)),
-            fix=Fix(text="make them alike, or set the variables on each node; NCCL_SOCKET_IFNAME takes several names"),
+            fix=Fix(text="configure them alike, or set the variables per node; NCCL_SOCKET_IFNAME takes a list"),
         )
     ]
 

@@ -1,4 +1,4 @@
-"""What single ports say: of hosts, open and by whom, closed, filtered; of nodes, taken; of servers, not ours. Pure."""
+"""Findings about single ports: open and what answers, closed, filtered, in use, not `ports serve`. Pure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from distdiag.commands.ports.types import PortsFacts
 
 _FEW = 16
-"""Ports of a host up to which a closed one is worth a word: more are a search."""
+"""Up to so many ports of a host, a closed port is a finding: more are a search."""
 
 
 def finding(name: str, level: Level, title: str, **rest: object) -> Finding:
-    """Make a finding of this command."""
+    """Return a finding of this command."""
     return Finding(id=f"{COMMAND}.{name}", level=level, title=title, **rest)  # type: ignore[arg-type]
 
 
@@ -44,7 +44,7 @@ def port_findings(facts: PortsFacts) -> list[Finding]:
 
 
 def _taken(facts: PortsFacts) -> list[Finding]:
-    """Say at which nodes a port was somebody else's, so that it could not be tried."""
+    """Report ports that another program holds, so that they could not be tested."""
     groups: dict[str, list[tuple[str, str]]] = {}
     for node, ports in facts.taken.items():
         for port, who in ports.items():
@@ -53,21 +53,21 @@ def _taken(facts: PortsFacts) -> list[Finding]:
         finding(
             "port-taken",
             Level.WARN,
-            f"port {port} on {fold(host for host, _ in owners)} is taken, so it was not tried there",
+            f"port {port} is in use on {fold(host for host, _ in owners)}, so it was not tested there",
             where=Where(hosts=tuple(host for host, _ in owners)),
             evidence=tuple(f"{host}: {who}" for host, who in owners[:EVIDENCE_LINES]),
-            fix=Fix(text="a running job has it, or one that was left over: end it, or take another port (--port)"),
+            fix=Fix(text="a running job or a leftover process holds it: end it, or test another port (--port)"),
         )
         for port, owners in groups.items()
     ]
 
 
 def _unserved(facts: PortsFacts) -> list[Finding]:
-    """Say which servers could not be checked: that is no proof of anything."""
+    """Report servers that could not be checked: that proves nothing about the path."""
     words = {
-        "stranger": "something answers at {name}, and it is no `distdiag ports serve`",
-        "busy": "what answers at {name} hung up at once: a `serve` that has too many guests does so",
-        "midway": "the `distdiag ports serve` at {name} went away midway",
+        "stranger": "{name} is open, but what answers is not `distdiag ports serve`",
+        "busy": "{name} hung up at once, as `distdiag ports serve` does with too many clients",
+        "midway": "lost contact with `distdiag ports serve` at {name}",
     }
     return [
         finding(
@@ -75,7 +75,7 @@ def _unserved(facts: PortsFacts) -> list[Finding]:
             Level.UNKNOWN,
             words[why].format(name=name),
             fix=Fix(
-                text="start it there, and check again",
+                text="start it there and check again",
                 commands=(f"distdiag ports serve --port {name.rpartition(':')[2]}",),
             ),
         )
@@ -111,26 +111,26 @@ def _judged(facts: PortsFacts, source: str, host: str, state: str, tried: list[P
         return finding(
             "closed",
             Level.FAIL if facts.checks or facts.named else Level.WARN,
-            f"{where} is reached, and nobody listens at {plural} {ports}",
-            detail="It answered with a refusal: the path is free, no firewall needs opening. (A firewall that rejects "
-            'with "port unreachable" looks the same.)',
+            f"{where} is reachable, but nothing listens on {plural} {ports}",
+            detail="It refused the connection: the path is open and no firewall needs a change. (A firewall that "
+            'rejects with "port unreachable" looks the same.)',
             where=at,
             evidence=evidence,
             fix=Fix(
-                text="start what should listen there; or let distdiag listen for a test, on that host",
+                text="start the program that should listen there; or listen with distdiag on that host, for a test",
                 commands=(f"distdiag ports serve --port {first.port}",),
             ),
         )
     titles = {
         "filtered": (
-            f"no answer from {where} at {plural} {ports}: dropped on the way, or the host is down",
+            f"no answer from {where} on {plural} {ports}: packets dropped, or host down",
             "port-filtered",
         ),
-        "rejected": (f"{where} at {plural} {ports} is turned away: {first.error.lower()}", "port-rejected"),
-        "no-route": (f"there is no route to {where}: {first.error.lower()}", "port-no-route"),
-        "name": (f"{host} cannot be resolved: {first.error}", "address-unresolved"),
+        "rejected": (f"connection to {where} {plural} {ports} rejected: {first.error.lower()}", "port-rejected"),
+        "no-route": (f"no route to {where}: {first.error.lower()}", "port-no-route"),
+        "name": (f"cannot resolve {host}: {first.error}", "address-unresolved"),
         "denied": (
-            f"this machine does not let us connect to {where} {plural} {ports}: {first.error.lower()}",
+            f"this machine blocks connections to {where} {plural} {ports}: {first.error.lower()}",
             "denied",
         ),
     }
@@ -158,40 +158,41 @@ def _advice(state: str, first: PortResult, facts: PortsFacts, source: str, ports
         if others:
             known = ", ".join(str(other.port) for other in others[:4])
             return (
-                f"Other ports of it answer ({known}): the host is up, and a firewall drops these.",
-                Fix(text=f"let TCP {ports} in on that host, or in its security group"),
+                f"Other ports of the host answer ({known}): it is up, and a firewall drops these packets.",
+                Fix(text=f"allow inbound TCP {ports} on that host, or in its security group"),
             )
         return (
-            "No tried port of it answers; a closed one would. A firewall drops everything, or nobody has this address.",
+            "No tested port answers, and a closed port would. A firewall drops everything, or no running host has "
+            "this address.",
             Fix(
-                text="see whether the host is up, and who filters",
+                text="check whether the host is up and what filters the packets",
                 commands=(f"ping -c 3 -W 1 {first.address}", f"ip neigh show {first.address}"),
             ),
         )
     if state == "rejected":
         if others or first.seconds < 1.0:
             return (
-                "The refusal came at once: a firewall rejects with a message (firewalld does so).",
-                Fix(text=f"let TCP {ports} in on that host"),
+                "The rejection came at once: a firewall rejects packets instead of dropping them (firewalld does).",
+                Fix(text=f"allow inbound TCP {ports} on that host"),
             )
         return (
-            "Nobody in this network answers for that address: the host is down, or the address is wrong.",
-            Fix(text="see whether it is up", commands=(f"ip neigh show {first.address}",)),
+            "No machine on this network answers for that address: the host is down, or the address is wrong.",
+            Fix(text="check whether it is up", commands=(f"ip neigh show {first.address}",)),
         )
     if state == "no-route":
-        return "", Fix(text="see the routes", commands=(f"ip route get {first.address}",))
+        return "", Fix(text="check the routes", commands=(f"ip route get {first.address}",))
     if state == "name":
         return "", Fix(
             text="check the spelling, or add it to DNS or /etc/hosts",
             commands=(f"getent hosts {shlex.quote(first.host)}",),
         )
     return "", Fix(
-        text="see the rules for outgoing packets of this machine", commands=("sudo nft list ruleset | grep -n output",)
+        text="check this machine's rules for outgoing packets", commands=("sudo nft list ruleset | grep -n output",)
     )
 
 
 def _open(where: str, tried: list[PortResult], at: Where) -> Finding | None:
-    """Say who answers, if it is worth a word; loopback is never the other host."""
+    """Report an open port that is not the host meant: loopback, or a web server or proxy."""
     home = [
         result
         for result in tried
@@ -201,10 +202,10 @@ def _open(where: str, tried: list[PortResult], at: Where) -> Finding | None:
         return finding(
             "address-loopback",
             Level.WARN,
-            f"{home[0].host} resolves to {home[0].address} here: this machine answered itself",
+            f"{home[0].host} resolves to {home[0].address} here, so this machine tested itself",
             where=at,
             fix=Fix(
-                text="give it its real address in /etc/hosts or DNS",
+                text="set its real address in /etc/hosts or DNS",
                 commands=(f"getent hosts {shlex.quote(home[0].host)}",),
             ),
         )
@@ -213,11 +214,11 @@ def _open(where: str, tried: list[PortResult], at: Where) -> Finding | None:
         return finding(
             "http",
             Level.WARN,
-            f"at {where} port {fold_ranks(result.port for result in strangers)} a web server or proxy answers",
-            detail="A proxy in between answers for any address: an open port proves nothing then. Torch says here: "
+            f"a web server or proxy answers on {where} port {fold_ranks(result.port for result in strangers)}",
+            detail="A proxy on the path answers for any address, so an open port proves nothing. torch prints here: "
             "Ping failed, invalid value.",
             where=at,
-            evidence=tuple(f"port {result.port} says {result.said!r}" for result in strangers[:3]),
-            fix=Fix(text="see whether it is the one that you mean"),
+            evidence=tuple(f"port {result.port} sent {result.said!r}" for result in strangers[:3]),
+            fix=Fix(text="check whether that is the server you mean"),
         )
     return None

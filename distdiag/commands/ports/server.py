@@ -1,7 +1,7 @@
-"""Two nodes without ssh between them: one serves, the other checks, and the server tries the way back.
+"""Two nodes without ssh between them: one serves, the other checks, and the server tests the path back.
 
-A server only speaks to those who prove that they know its token (agent/handshake.py). It never connects to anybody but
-the address that a proven client came from, takes no name or address from it, and ends on its own.
+A server only serves clients that prove that they know its token (agent/handshake.py). It only ever connects to the
+address that a proven client came from, accepts no name or address from it, and ends on its own.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _HERE = "here"
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """How two nodes find each other that have no ssh between them: a token that both know, and for how long."""
+    """How two nodes without ssh find each other: a token that both know, and for how long."""
 
     token_file: str = ""
     for_s: float = 600.0
@@ -58,7 +58,7 @@ class ServerOptions:
         except OSError as error:
             raise UsageError(
                 f"--token-file {self.token_file}: {error.strerror}",
-                hint="name a file that holds the token, or - for stdin",
+                hint="give a file with the token, or - for stdin",
             ) from error
 
 
@@ -66,7 +66,7 @@ def serve(request: Request, options: ServerOptions, progress: Progress) -> Ports
     """Listen until the time is over, or Ctrl-C.
 
     Raises:
-        DistdiagError: the port cannot be listened at.
+        DistdiagError: cannot listen on the port.
     """
     port = request.ports[0] if request.ports else USUAL_PORT
     token = _usable(options.token()) or handshake.new_key()
@@ -74,7 +74,7 @@ def serve(request: Request, options: ServerOptions, progress: Progress) -> Ports
     here = collect.facts({"listeners": False})
     facts = PortsFacts(nodes={_HERE: here}, hosts={_HERE: here.host}, served=True)
     at = f"{address_of(here) or here.host}:{port}"
-    progress.news(f"listening at port {port} for {options.for_s:g} s; on the other node:")
+    progress.news(f"listening on port {port} for {options.for_s:g} s; run on the other node:")
     progress.news(f"    {handshake.TOKEN}={token} {request.program} ports check {at}")
     server = _Server(listener, token, progress, facts)
     try:
@@ -91,17 +91,17 @@ def _listen(port: int) -> socket.socket:
         return rendezvous.listen(port)
     except OSError as error:
         holder = machine.port_holder(port)
-        who = f": pid {holder.pid} ({holder.command}) has it" if holder and holder.pid else ""
+        who = f": held by pid {holder.pid} ({holder.command})" if holder and holder.pid else ""
         raise DistdiagError(
-            f"cannot listen at port {port}: {error.strerror}{who}", hint="take another one: --port PORT"
+            f"cannot listen on port {port}: {error.strerror}{who}", hint="use another port: --port PORT"
         ) from error
 
 
 def _usable(token: str) -> str:
     if token and len(token) < _SHORTEST_TOKEN:
         raise UsageError(
-            f"{handshake.TOKEN} has {len(token)} characters: too few, it could be guessed",
-            hint="leave it unset: ports serve makes one",
+            f"{handshake.TOKEN} is too short ({len(token)} characters): it could be guessed",
+            hint="leave it unset: ports serve generates a token",
         )
     return token
 
@@ -115,7 +115,7 @@ class _Server:
         self._sessions = threading.Semaphore(_MOST_SESSIONS)
 
     def run_for(self, seconds: float) -> None:
-        """Answer whoever comes in so many seconds and knows the token."""
+        """Serve clients that know the token, for so many seconds."""
         until = time.monotonic() + seconds
         try:
             while (left := until - time.monotonic()) > 0:
@@ -135,33 +135,33 @@ class _Server:
             self._sessions.release()
 
     def _keep(self, peer: str, probes: list[ProbeResult]) -> None:
-        """Keep what was found on the way back."""
+        """Keep the results of the path back."""
         name = f"client {peer}"
         self._facts.hosts.setdefault(name, peer)
-        # The last visit counts: what was closed may have been opened meanwhile.
+        # The last check counts: what was closed may have been opened meanwhile.
         self._facts.paths = [path for path in self._facts.paths if path.target != name]
         self._facts.paths += _paths(_HERE, name, probes)
         good = sum(probe.is_open for probe in probes)
-        self._progress.news(f"{peer} was here; {good} of {len(probes)} paths back to it are open")
+        self._progress.news(f"client {peer}: {good} of {len(probes)} paths back to it are open")
 
 
 @dataclass(frozen=True)
 class _Sample:
-    """How many of our ports a client wants to try."""
+    """How many of our ports a client asks to test."""
 
     sample: int
 
 
 @dataclass(frozen=True)
 class _Ports:
-    """Ports to try, and how many bytes to send."""
+    """Ports to test, and how many bytes to send."""
 
     ports: Annotated[list[Annotated[int, msgspec.Meta(ge=1, le=65535)]], msgspec.Meta(min_length=1)]
     bytes: int = 0
 
 
 class _Session:
-    """One proven client: opens a sample of ephemeral ports for it, and tries its ports."""
+    """One proven client: opens a sample of ephemeral ports for it, and tests its ports."""
 
     def __init__(self, peer: handshake.Peer, keep: Callable[[str, list[ProbeResult]], None]) -> None:
         self._lines = _Lines(peer.connection, time.monotonic() + _SESSION_S)
@@ -171,8 +171,8 @@ class _Session:
         secret = self._secret
         with _listening(read_json(self._lines.read(), _Sample).sample, secret) as ports:
             self._lines.send(json.dumps({"ports": ports}).encode())
-            wanted = read_json(self._lines.read(), _Ports)
-            probes = _try(self._peer, wanted.ports, secret, min(wanted.bytes, MOST_BULK_BYTES))
+            request = read_json(self._lines.read(), _Ports)
+            probes = _try(self._peer, request.ports, secret, min(request.bytes, MOST_BULK_BYTES))
             self._lines.send(json.dumps([dataclasses.asdict(probe) for probe in probes]).encode())
             self._keep(self._peer, probes)
             self._lines.read()  # the client is done with our ports when it hangs up
@@ -193,7 +193,7 @@ def _listening(count: int, secret: str) -> Iterator[list[int]]:
 
 
 def _try(address: str, ports: list[int], secret: str, size: int) -> list[ProbeResult]:
-    """Try all ports at the same time; the first gets the data."""
+    """Test all ports at the same time; the first gets the data."""
     deadline = time.monotonic() + _PROBE_S
     targets = [
         Target(f"ranks {port}", address, port, 0 if number else size) for number, port in enumerate(ports[:_MOST_PORTS])
@@ -247,7 +247,7 @@ def check(request: Request, options: ServerOptions, progress: Progress) -> Ports
 
     Raises:
         UsageError: no token was given.
-        DistdiagError: what answers does not know the token.
+        DistdiagError: the server does not accept the token.
     """
     token = options.token()
     if not token:
@@ -258,7 +258,7 @@ def check(request: Request, options: ServerOptions, progress: Progress) -> Ports
     here = collect.facts({"listeners": False})
     facts = PortsFacts(nodes={_HERE: here}, hosts={_HERE: here.host}, checks=True)
     for host, port in request.targets:
-        progress.news(f"checking {host} port {port}, both ways")
+        progress.news(f"checking {host} port {port} in both directions")
         _check_server(host, port, request, token, facts)
     return facts
 
@@ -283,8 +283,8 @@ def _talk(name: str, server: port_scan.PortResult, request: Request, token: str)
     """Hold one session with a server: its ports from here, ours from there.
 
     Raises:
-        DistdiagError: it does not know the token.
-        OSError, ValueError, Senseless: it went away, or says what makes no sense.
+        DistdiagError: it does not accept the token.
+        OSError, ValueError, Senseless: contact was lost, or a reply is invalid.
     """
     with socket.create_connection((server.address, server.port), timeout=request.timeout_s) as connection:
         began = time.monotonic()
@@ -292,7 +292,7 @@ def _talk(name: str, server: port_scan.PortResult, request: Request, token: str)
             exchange = handshake.introduce(connection, token, deadline=began + _PROOF_S)
         except handshake.Refused:
             raise DistdiagError(
-                f"the distdiag that serves at {name} does not know this token", hint="take the one that it printed"
+                f"wrong token for `distdiag ports serve` at {name}", hint="use the token printed by `ports serve`"
             ) from None
         took, secret = time.monotonic() - began, exchange.session_key
         lines = _Lines(connection, time.monotonic() + _SESSION_S, exchange.rest)
@@ -303,7 +303,7 @@ def _talk(name: str, server: port_scan.PortResult, request: Request, token: str)
             lines.send(json.dumps({"ports": own, "bytes": request.bulk_bytes}).encode())
             back = read_json(lines.read(), list[ProbeResult])
     if not back:
-        raise ValueError("nothing was tried on the way back")
+        raise ValueError("no path back was tested")
     return [_control(name, server, took), *_paths(_HERE, name, forth), *_paths(name, _HERE, back)]
 
 

@@ -22,7 +22,7 @@ from distdiag.facts.nics import IbPort, Nic
 
 COMMAND = "ports"
 USUAL_PORT = 29500
-"""torch's MASTER_PORT where nobody says otherwise."""
+"""torch's default MASTER_PORT."""
 _RENAMED = {"from_": "from"}
 
 
@@ -49,7 +49,7 @@ def read_ports(text: str) -> tuple[int, ...]:
         match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", word)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= first <= last <= 65535:
-            raise UsageError(f"{word!r} is no port", hint="ports are 1 to 65535: --port 6000,29500-29510")
+            raise UsageError(f"invalid port {word!r}", hint="ports are 1 to 65535: --port 6000,29500-29510")
         found.update(dict.fromkeys(range(first, last + 1)))
     return tuple(found)
 
@@ -58,7 +58,7 @@ def read_target(text: str, ports: tuple[int, ...]) -> list[tuple[str, int]]:
     """Parse HOST, HOST:PORT, [IPv6]:PORT, or an IPv6 address alone. Raises UsageError."""
     match = re.fullmatch(r"\[([^\]]+)\](?::(\S+))?|([^:\s\[]+)(?::([^:\s]+))?|([0-9a-fA-F:.]+(?:%\w+)?)", text)
     if match is None or not text:
-        raise UsageError(f"{text!r} is no host", hint="write node1, node1:29500, 10.0.0.1 or [fd00::1]:29500")
+        raise UsageError(f"invalid host {text!r}", hint="write node1, node1:29500, 10.0.0.1 or [fd00::1]:29500")
     host = match[1] or match[3] or match[5]
     own = match[2] or match[4]
     return [(host, port) for port in (read_ports(own) if own else ports or (USUAL_PORT,))]
@@ -66,7 +66,7 @@ def read_target(text: str, ports: tuple[int, ...]) -> list[tuple[str, int]]:
 
 @dataclass(kw_only=True)
 class PortsFacts:
-    """What came from the nodes; they go by the names of the fleet, `hosts` says how to call them."""
+    """What the nodes reported, by the fleet's names; `hosts` maps these to the names shown."""
 
     nodes: dict[str, NodePorts] = field(default_factory=dict)
     hosts: dict[str, str] = field(default_factory=dict)
@@ -78,17 +78,17 @@ class PortsFacts:
     """node -> port -> who has it, where we could not listen."""
     silent: list[str] = field(default_factory=list)
     doubles: tuple[str, ...] = ()
-    """Hosts that are machines which another name stands for already."""
+    """Hosts that are the same machine as another host of the list."""
     unserved: dict[str, str] = field(default_factory=dict)
-    """Servers that could not be checked: stranger (not ours), busy, midway (it went away)."""
+    """Servers that could not be checked: stranger (another program), busy, midway (contact lost)."""
     rows: tuple[HostResult, ...] = ()
     refusals: dict[str, HostError] = field(default_factory=dict)
     local: bool = True
     served: bool = False
     checks: bool = False
-    """Somebody of ours should have answered: a closed port is a fault then."""
+    """A `ports serve` should have answered: a closed port is a fault then."""
     named: bool = False
-    """The ports were typed; at the usual one nobody listens before there is a job."""
+    """The ports were typed; on the default port nothing listens before a job runs."""
     interrupted: bool = False
 
     @property

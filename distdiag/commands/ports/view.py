@@ -26,7 +26,7 @@ _MARKS = {"ok": ".", "lossy": "~"}
 
 
 def ports_view(report: Report[PortsData], request: Request) -> Iterator[RenderableType]:
-    """Give what was tried; else this node's interfaces, what would be chosen of them, and who listens."""
+    """Draw what was tested; else this node's interfaces, which NCCL and Gloo would use, and the listeners."""
     data = report.data
     yield from host_table(data.hosts)
     if data.pairs:
@@ -51,14 +51,14 @@ def _node(data: PortsData, *, verbose: bool) -> Iterator[RenderableType]:
         yield table
     yield Whole("")
     for name, taken in (("NCCL", data.choice.nccl), ("Gloo", data.choice.gloo)):
-        what = ", ".join(f"{nic.name} ({nic.address})" for nic in taken) or "nothing: it would fail"
-        yield Wrapped(f"{name} would take {what}", margin=0, hang=2)
+        nics = ", ".join(f"{nic.name} ({nic.address})" for nic in taken)
+        yield Wrapped(f"{name} would use {nics}" if nics else f"{name} would fail: no interface", margin=0, hang=2)
     yield Whole("")
     yield from _listeners(data, verbose=verbose)
     if data.ephemeral_ports:
         yield Whole(f"ephemeral ports: {data.ephemeral_ports[0]}-{data.ephemeral_ports[1]}")
     if data.free_port:
-        yield Whole(f"free for a rendezvous: {data.free_port}")
+        yield Whole(f"free rendezvous port: {data.free_port}")
 
 
 def _interfaces(data: PortsData, *, verbose: bool) -> Table:
@@ -89,17 +89,17 @@ def _listeners(data: PortsData, *, verbose: bool) -> Iterator[RenderableType]:
     ]
     if not shown:
         usual = ", ".join(map(str, _USUAL[:3]))
-        yield Wrapped(f"nobody listens at the usual ports ({usual}); {len(data.listeners)} elsewhere (-v)", margin=0)
+        yield Wrapped(f"no listener on the usual ports ({usual}); {len(data.listeners)} on other ports (-v)", margin=0)
         return
     table = plain_table(Column("listening"), Column("pid", justify="right"), Column("command", overflow="fold"))
     for listener in shown if verbose else shown[:_LISTENERS]:
         address = f"[{listener.address}]" if ":" in listener.address else listener.address
-        table.add_row(f"{address}:{listener.port}", str(listener.pid or "?"), listener.command or "not ours to see")
+        table.add_row(f"{address}:{listener.port}", str(listener.pid or "?"), listener.command or "permission denied")
     yield table
 
 
 def _probes(probes: Sequence[ProbeRow], *, verbose: bool) -> Iterator[RenderableType]:
-    """Draw one row for the ports of a host that said the same."""
+    """Draw one row for the ports of a host with the same answer."""
     groups: dict[tuple[str, ...], list[ProbeRow]] = {}
     for probe in probes:
         quote = f" {probe.said!r}" if probe.said and probe.by != "distdiag" else ""
@@ -113,8 +113,8 @@ def _probes(probes: Sequence[ProbeRow], *, verbose: bool) -> Iterator[Renderable
         Column("port", overflow="fold"),
         Column("state", no_wrap=True),
         Column("ms", justify="right", no_wrap=True),
-        Column("by", no_wrap=True),
-        Column("what it said", overflow="fold"),
+        Column("interface", no_wrap=True),
+        Column("answer", overflow="fold"),
     )
     for (source, host, address, state, by, interface), rows in groups.items():
         times = sorted(probe.rtt_s for probe in rows if probe.rtt_s is not None)
@@ -159,12 +159,12 @@ def _matrix(hosts: list[str], states: dict[tuple[str, str], list[PairRow]]) -> I
         yield Whole(f"{source:<{width}}  {' '.join(cells)}")
     meanings = {
         ".": ". open",
-        "p": "p the port only is closed",
-        "e": "e ephemeral ports only are closed",
+        "p": "p only the port is closed",
+        "e": "e only ephemeral ports are closed",
         "X": "X closed",
-        "m": "m large packets vanish",
-        "~": "~ packets are lost",
-        "?": "? not tried",
+        "m": "m large packets are dropped",
+        "~": "~ packet loss",
+        "?": "? not tested",
     }
     yield Whole("  ".join(text for letter, text in meanings.items() if letter in letters))
 
@@ -188,12 +188,12 @@ def _figures(data: PortsData) -> str:
     times = sorted(pair.rtt_s for pair in data.pairs if pair.rtt_s is not None)
     rates = sorted(pair.throughput_bytes_per_s for pair in data.pairs if pair.throughput_bytes_per_s is not None)
     took = (
-        f"answers in {times[len(times) // 2] * 1e3:.1f} ms (median), {times[-1] * 1e3:.1f} ms at most"
-        if times
-        else "no answers"
+        f"latency {times[len(times) // 2] * 1e3:.1f} ms median, {times[-1] * 1e3:.1f} ms max" if times else "no answers"
     )
     speed = (
-        f"; roughly {_rate(rates[len(rates) // 2])} a path while all send, {_rate(rates[0])} at least" if rates else ""
+        f"; throughput with all sending: about {_rate(rates[len(rates) // 2])} per path, min {_rate(rates[0])}"
+        if rates
+        else ""
     )
     return took + speed
 
@@ -203,11 +203,11 @@ def _rate(bytes_per_s: float) -> str:
 
 
 def _exports(data: PortsData) -> Iterator[RenderableType]:
-    """Give the lines to paste where several nodes were looked at."""
+    """List the lines to paste, where several nodes were tested."""
     if not data.pairs or not data.exports:
         return
     yield Whole("")
-    yield Whole("to set on every node:" if "" in data.exports else "to set, on each node its own:")
+    yield Whole("set on every node:" if "" in data.exports else "set on each node:")
     for host, variables in data.exports.items():
         if variables:
             yield Whole(f"  {host + ': ' if host else ''}{export_line(variables)}")

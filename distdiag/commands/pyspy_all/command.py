@@ -24,28 +24,34 @@ _MAX_RANK = 10_000_000
 def pyspy_all(
     pid: Annotated[
         list[int] | None,
-        typer.Option(min=1, metavar="PID", help="Look at this process and its children; can be repeated."),
+        typer.Option(
+            "--pid", "-p", min=1, metavar="PID", help="Sample this process and its children; can be repeated."
+        ),
     ] = None,
     job: Annotated[
         str, typer.Option(metavar="ID", help="Only this job: torchrun's run id, MASTER_ADDR:MASTER_PORT or a SLURM id.")
     ] = "",
     user: Annotated[
-        str, typer.Option(metavar="NAME", help="Only this user's processes. [default: all we may see]")
+        str, typer.Option(metavar="NAME", help="Only processes of this user. [default: all that are visible]")
     ] = "",
-    native: Annotated[bool, typer.Option("--native", help="C frames too: pauses each process for a second.")] = False,
+    native: Annotated[
+        bool, typer.Option("--native", help="Include C frames; pauses each process for about a second.")
+    ] = False,
     samples: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="Samples per process.")] = 2,
     interval: Annotated[
         float, typer.Option(min=0.0, max=3600.0, metavar="SECONDS", help="Time between samples.")
     ] = 1.0,
     threads: Annotated[Threads, typer.Option(help="Which threads to show.")] = Threads.MAIN,
-    helpers: Annotated[bool, typer.Option("--helpers", help="Show DataLoader workers and other helpers too.")] = False,
-    tree: Annotated[bool, typer.Option("--tree", help="One call tree of all ranks instead of the groups.")] = False,
+    helpers: Annotated[bool, typer.Option("--helpers", help="Also show DataLoader workers and other helpers.")] = False,
+    tree: Annotated[bool, typer.Option("--tree", help="Show one call tree of all ranks instead of groups.")] = False,
     groups: Annotated[
         str,
-        typer.Option(metavar="GROUPS", help="Parallel groups, to say what stuck ranks share: tp=0-1/2-3;pp=0,2/1,3."),
+        typer.Option(
+            metavar="GROUPS", help="Parallel groups, to report which of them stuck ranks share: tp=0-1/2-3;pp=0,2/1,3."
+        ),
     ] = "",
     timeout: Annotated[
-        float, typer.Option(min=0.1, max=3600.0, metavar="SECONDS", help="Longest time for one sample of one process.")
+        float, typer.Option(min=0.1, max=3600.0, metavar="SECONDS", help="Time limit for one sample of one process.")
     ] = 5.0,
     save: SaveOpt = "",
     from_: Annotated[
@@ -53,22 +59,28 @@ def pyspy_all(
         typer.Option(
             "--from",
             metavar="PATH",
-            help="Judge facts that --save wrote, or the text or JSON of py-spy dump; can be repeated.",
+            help="Analyze facts that --save wrote, or text or JSON of py-spy dump; can be repeated.",
         ),
     ] = None,
-    html: Annotated[str, typer.Option(metavar="FILE", help="Write a page to look at in a browser.")] = "",
+    html: Annotated[str, typer.Option(metavar="FILE", help="Write the report as an HTML page.")] = "",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show library frames and every process.")] = False,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
     *,
     cluster: Cluster,
 ) -> None:
-    """Show where every rank of a running job stands, folded, and name the rank that is not where the others are.
+    """Show what every rank of a running job is doing, grouped by stack, and name the stuck ranks.
 
-    It finds the ranks by itself, here or on all hosts, and looks at each without stopping it.
+    Ranks are found automatically, on this host or on all --hosts. Sampling does not pause them, except with --native.
 
-    Exit status: 0 not hung, 1 a stuck rank was found, 2 wrong usage, 3 stacks cannot decide or were not read,
+    Exit status: 0 no hang seen, 1 stuck rank found, 2 usage error, 3 stacks cannot decide or are unreadable,
     130 interrupted.
+
+    \b
+    Examples:
+      distdiag pyspy-all                             # every rank on this host
+      distdiag pyspy-all --hosts gpu[01-64] --save run1
+      distdiag pyspy-all --from run1 --tree          # analyze the saved stacks
     """
     from distdiag import runner
     from distdiag.commands.pyspy_all import html_report
@@ -121,6 +133,6 @@ def _parse_ranks(text: str) -> tuple[int, ...]:
     for part in text.replace(" ", "").split(","):
         match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part)
         if match is None or int(match[2] or match[1]) > _MAX_RANK or int(match[2] or match[1]) < int(match[1]):
-            raise UsageError(f"{text!r} are not ranks", hint="write them as 0-3,8")
+            raise UsageError(f"--groups: {text!r} is not a list of ranks", hint="write ranks as 0-3,8")
         ranks += range(int(match[1]), int(match[2] or match[1]) + 1)
     return tuple(ranks)

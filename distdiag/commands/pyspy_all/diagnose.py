@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from distdiag.jobs.collect import Process, Watched
     from distdiag.jobs.types import Job, Member, NodeStacks
 
-_WORTH = (
+_ORDER = (
     Outcome.OUTLIERS,
     Outcome.OTHER_COLLECTIVE,
     Outcome.LEAST_PROGRESS,
@@ -49,7 +49,7 @@ _WORTH = (
     Outcome.ALONE,
     Outcome.NOT_HUNG,
 )
-"""The outcomes, the one to be told first in front."""
+"""The outcomes, in the order in which jobs are reported."""
 
 
 def diagnose(
@@ -60,10 +60,10 @@ def diagnose(
     refusals: Mapping[str, HostError] | None = None,
     interrupted: bool = False,
 ) -> Report[PySpyAll]:
-    """Find the jobs, judge each, and put it together."""
+    """Find the jobs, judge each, and build the report."""
     jobs = _wanted(request, find_jobs(nodes, whole=not (request.pids or request.user)))
     watched_s = (request.samples - 1) * request.interval_s
-    verdicts = sorted((judge_job(job, watched_s) for job in jobs), key=lambda verdict: _WORTH.index(verdict.outcome))
+    verdicts = sorted((judge_job(job, watched_s) for job in jobs), key=lambda verdict: _ORDER.index(verdict.outcome))
     found = [finding for verdict in verdicts for finding in _of_job(verdict, request, nodes, several=len(jobs) > 1)]
     found += [*_asked_for(nodes), *_unseen(nodes)]
     found += _not_looked(nodes)
@@ -96,33 +96,33 @@ def _of_job(verdict: JobVerdict, request: Request, nodes: Sequence[NodeStacks], 
 def _summary(found: Sequence[Finding]) -> str:
     order = [Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO]
     worst = min(found, key=lambda finding: order.index(finding.level), default=None)
-    return worst.title if worst is not None else "no process of a job was found"
+    return worst.title if worst is not None else "no rank process found"
 
 
 def _no_job(request: Request, nodes: Sequence[NodeStacks]) -> Finding:
     hosts = fold(node.host for node in nodes)
-    asked = f" of job {request.job}" if request.job else f" of user {request.user}" if request.user else ""
-    if not asked and (launchers := without_ranks(nodes)):
+    filtered = f" of job {request.job}" if request.job else f" of user {request.user}" if request.user else ""
+    if not filtered and (launchers := without_ranks(nodes)):
         host, launcher = launchers[0]
         more = f", and {len(launchers) - 1} more" if len(launchers) > 1 else ""
         return Finding(
             id=f"{COMMAND}.no-job",
             level=Level.UNKNOWN,
-            title=f"{launcher_name(launcher)} (pid {launcher.pid} on {host}){more} has started no rank",
-            detail="torchrun waits so in its rendezvous until all nodes have come; srun and mpirun for resources.",
+            title=f"{launcher_name(launcher)} (pid {launcher.pid} on {host}){more} has not started any rank",
+            detail="torchrun waits in its rendezvous until all nodes have joined; srun and mpirun wait for resources.",
             where=Where(hosts=tuple(dict.fromkeys(host for host, _ in launchers)), pids=(launcher.pid,)),
             fix=Fix(
-                text="see whether it runs on all nodes, and whether they reach its endpoint",
+                text="check that it runs on all nodes and that they can reach the rendezvous endpoint",
                 commands=(f"{request.program} ports --hosts NODES",),
             ),
         )
     return Finding(
         id=f"{COMMAND}.no-job",
         level=Level.UNKNOWN,
-        title=f"no rank{asked} was found" + (f" on {hosts}" if hosts else ""),
-        detail="Looked for processes with RANK, SLURM_PROCID, OMPI_COMM_WORLD_RANK, PMI_RANK or the like in their "
-        "environment, and for Python processes that have loaded torch. Those of other users can only be seen as root.",
-        fix=Fix(text="name the processes", commands=(f"{request.program} pyspy-all --pid PID",)),
+        title=f"no rank{filtered} found" + (f" on {hosts}" if hosts else ""),
+        detail="A rank is a process with RANK, SLURM_PROCID, OMPI_COMM_WORLD_RANK, PMI_RANK or similar in its "
+        "environment, or a Python process that has loaded torch. Only root can see those of other users.",
+        fix=Fix(text="name the process", commands=(f"{request.program} pyspy-all --pid PID",)),
     )
 
 
@@ -136,7 +136,7 @@ def _asked_for(nodes: Sequence[NodeStacks]) -> list[Finding]:
         Finding(
             id=f"{COMMAND}.exited",
             level=Level.FAIL,
-            title=f"there is no process {pid} on {fold(node.host for node in nodes)}",
+            title=f"process {pid} not found on {fold(node.host for node in nodes)}: it exited or never started",
             where=Where(pids=(pid,)),
         )
         for pid in everywhere
@@ -148,10 +148,10 @@ def _unseen(nodes: Sequence[NodeStacks]) -> list[Finding]:
         Finding(
             id=f"{COMMAND}.unreadable",
             level=Level.UNKNOWN,
-            title=f"process {pid} on {node.host} is alive, and /proc does not show it to this user",
+            title=f"process {pid} on {node.host} is alive, but /proc hides it from this user",
             where=Where(hosts=(node.host,), pids=(pid,)),
             fix=Fix(
-                text="run it as root, or as that user; /proc may be mounted with hidepid, or be another namespace's"
+                text="run as root or as that user; /proc may be mounted with hidepid or be of another PID namespace"
             ),
         )
         for node in nodes
@@ -164,7 +164,7 @@ def _not_looked(nodes: Sequence[NodeStacks]) -> list[Finding]:
         Finding(
             id=f"{COMMAND}.unreadable",
             level=Level.UNKNOWN,
-            title=f"the stacks of {node.host} are not complete: {node.missing}",
+            title=f"incomplete stacks from {node.host}: {node.missing}",
             where=Where(hosts=(node.host,)),
         )
         for node in nodes
@@ -182,9 +182,9 @@ def _left_stopped(nodes: Sequence[NodeStacks]) -> list[Finding]:
     ]
     return [
         Finding(
-            id=f"{COMMAND}.let-go",
+            id=f"{COMMAND}.left-stopped",
             level=Level.WARN,
-            title=f"pid {pid} on {host} was found stopped after it was sampled, and was sent SIGCONT",
+            title=f"pid {pid} on {host} was stopped after sampling; distdiag resumed it with SIGCONT",
             where=Where(hosts=(host,), pids=(pid,)),
         )
         for host, pid in hit
@@ -192,7 +192,7 @@ def _left_stopped(nodes: Sequence[NodeStacks]) -> list[Finding]:
 
 
 def _groups(verdict: JobVerdict) -> Iterator[Group]:
-    """Fold who has the same stack, the smallest group first; the outliers in front of all."""
+    """Group the ranks with the same stack: outliers first, then the smallest group first."""
     outliers = {id(state) for state in verdict.outliers}
     by_thread: dict[tuple[bool, int], list[RankState]] = {}
     for state in verdict.states:
@@ -279,7 +279,7 @@ def _helper_row(member: Member, process: Process, watched: Watched | None, job: 
         role="helper",
         state=samples[-1].state if samples else process.state,
         status=samples[-1].status if samples else "",
-        reason=samples[-1].reason if samples else process.kind or "not looked at",
+        reason=samples[-1].reason if samples else process.kind or "not sampled",
         class_=str(kind or ""),
         moving=None,
         cpu_s=_used(samples),

@@ -1,6 +1,6 @@
-"""Reads what people have in tickets: the text or JSON of `py-spy dump`, of one process or many, labelled or not.
+"""Read what people paste into tickets: the text or JSON of `py-spy dump`, of one process or many, labelled or not.
 
-Labels are what `srun -l`, pdsh and clush write before each line ("rank3: ", "17: ", "node07: "). A rank is only taken
+Labels are what `srun -l`, pdsh and clush write before each line ("rank3: ", "17: ", "node07: "). A rank is only read
 from a label or a file name that says so; the number of `srun -l` is a task: it counts where each shows one process.
 """
 
@@ -32,23 +32,23 @@ _LOCAL = re.compile(r"^\s{8,}(\w+): (-?\d{1,12})$")
 _WHERE = re.compile(r"^(.*):(\d{1,9})$")
 
 
-class _LocalTold(TypedDict):
+class _DumpedLocal(TypedDict):
     name: str
     repr: str | None
 
 
-class _FrameTold(TypedDict):
+class _DumpedFrame(TypedDict):
     name: str
     filename: str
     line: int
-    locals: NotRequired[list[_LocalTold] | None]
+    locals: NotRequired[list[_DumpedLocal] | None]
 
 
-class _ThreadTold(TypedDict):
+class _DumpedThread(TypedDict):
     """One thread of `py-spy dump --json`."""
 
     pid: int
-    frames: list[_FrameTold]
+    frames: list[_DumpedFrame]
     thread_name: NotRequired[str | None]
     os_thread_id: NotRequired[int | None]
     active: NotRequired[bool]
@@ -57,7 +57,7 @@ class _ThreadTold(TypedDict):
 
 @dataclass(frozen=True)
 class Dump:
-    """One process of a dump; `label` is what stood before its lines, or the file's name."""
+    """One process of a dump; `label` is the prefix of its lines, or the file's name."""
 
     label: str
     labelled: bool
@@ -71,12 +71,12 @@ def of_file(data: bytes, path: Path) -> list[Dump]:
     """Read one file. Raises Senseless."""
     found = parse(as_text(data), path.name)
     if not found:
-        raise Senseless("holds no dump of py-spy")
+        raise Senseless("contains no py-spy dump")
     return found
 
 
 def parse(text: str, name: str) -> list[Dump]:
-    """Read one file; empty if it holds no dump."""
+    """Parse one file; empty if it contains no dump."""
     text = text.lstrip("\ufeff").replace("\r\n", "\n")
     if text.lstrip().startswith("["):
         return _json(text, name)
@@ -110,7 +110,7 @@ def _by_label(text: str) -> dict[str, list[str]]:
 
 
 def as_nodes(dumps: Sequence[Dump]) -> list[NodeStacks]:
-    """Make nodes of dumps: with ranks where labels tell them; labels that do not are taken as host names."""
+    """Return dumps as nodes: with ranks where labels name them; other labels are assumed to be host names."""
     ranks = _ranks(dumps)
     size = max((rank for rank in ranks if rank is not None), default=-1) + 1
     by_host: dict[str, list[tuple[Dump, int | None]]] = {}
@@ -160,7 +160,7 @@ def _blocks(text: str, label: str, *, labelled: bool, known: dict[str, tuple[tup
 
 
 def _threads(block: str) -> tuple[tuple[Thread, ...], str]:
-    """Read the threads of one process, the main one first; and what py-spy complained of."""
+    """Read the threads of one process, the main one first; and the error that py-spy reported."""
     found: list[Thread] = []
     complaint = ""
     head: re.Match[str] | None = None
@@ -212,10 +212,10 @@ def _frame(line: str) -> Frame:
 
 def _json(text: str, name: str) -> list[Dump]:
     try:
-        answer = read_json(text.encode("utf-8", "replace"), list[_ThreadTold])
+        answer = read_json(text.encode("utf-8", "replace"), list[_DumpedThread])
     except Senseless:
         return []
-    by_pid: dict[int, list[_ThreadTold]] = {}
+    by_pid: dict[int, list[_DumpedThread]] = {}
     for thread in answer:
         by_pid.setdefault(thread["pid"], []).append(thread)
     return [Dump(name, False, pid, "", read_threads(own, {}), "") for pid, own in by_pid.items()]
@@ -258,7 +258,7 @@ def _process(pid: int, command: str, place: Identity | None) -> Process:
 def _sample(dump: Dump) -> Sample:
     return Sample(
         status="ok" if dump.threads else "failed",
-        reason="" if dump.threads else dump.complaint or "the dump holds no stack",
+        reason="" if dump.threads else dump.complaint or "the dump contains no stack",
         state="",
         tracer=None,
         cpu_s=0.0,

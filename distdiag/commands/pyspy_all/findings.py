@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 _SHOWN = 6
 _PLACES = 3
 _WHAT_DECIDES = (
-    "what would: a second sample later (--interval 30: does anything move?), the flight recorder (start the job with "
-    "TORCH_FR_BUFFER_SIZE=2000, for NCCL also TORCH_NCCL_DUMP_ON_TIMEOUT=1), --native for what a rank does in C"
+    "To decide: sample again later (--interval 30: does anything move?), use the flight recorder (start the job with "
+    "TORCH_FR_BUFFER_SIZE=2000, for NCCL also TORCH_NCCL_DUMP_ON_TIMEOUT=1), or add --native to see the C frames."
 )
 _REMEDIES = {
-    "not-python": "give the pid of the Python below it: --pid",
-    "timeout": "look at it by hand, or give it longer: --timeout 30",
-    "failed": "try again; a process that is just starting or ending cannot be read",
+    "not-python": "pass the pid of its Python child: --pid",
+    "timeout": "increase the limit: --timeout 30; or run py-spy dump --nonblocking on it",
+    "failed": "try again: a process that is starting or exiting cannot be read",
 }
 
 
@@ -68,7 +68,7 @@ def waiting_in_words(members: Sequence[RankState]) -> str:
     groups = split(members)[::-1]
     parts = _each_waits(groups[:2])
     rest = sum(len(group) for group in groups[2:])
-    return "; ".join(parts) + (f"; {rest} more elsewhere" if rest else "")
+    return "; ".join(parts) + (f"; {rest} more are elsewhere" if rest else "")
 
 
 def _each_waits(groups: Sequence[Sequence[RankState]]) -> list[str]:
@@ -83,11 +83,11 @@ def reason_of(verdict: JobVerdict, group: Sequence[RankState]) -> str:
     """Describe why a group of outliers stands out."""
     first = group[0]
     if verdict.outcome is Outcome.LEAST_PROGRESS:
-        return f"the least advanced: {_counters(first)}, others {_counters(verdict.waiting[0])}"
+        return f"behind: {_counters(first)}, others {_counters(verdict.waiting[0])}"
     if verdict.outcome is Outcome.OTHER_COLLECTIVE:
-        return f"in another collective than the others: {waits(first)}"
+        return f"in a different collective: {waits(first)}"
     if verdict.outcome is Outcome.CYCLE:
-        return f"in a circle of ranks that wait for each other: {_waits(group)}"
+        return f"in a cycle of ranks that wait for each other: {_waits(group)}"
     if first.thread.kind is StackClass.EXITED:
         return f"gone: {does(first)}" if len(group) == 1 else "gone"
     if first.thread.kind is StackClass.STOPPED:
@@ -104,7 +104,7 @@ def _outliers(verdict: JobVerdict, request: Request) -> list[Finding]:
     title = "; ".join([*parts, rest] if rest else parts)
     gone = [state for state in verdict.outliers if state.thread.kind is StackClass.EXITED]
     kind = "exited" if len(gone) == len(verdict.outliers) else "straggler" if verdict.only_slow else "stuck-rank"
-    slow = "It may only be slower than the others: look longer (--interval 30). " if verdict.only_slow else ""
+    slow = "It may only be slower than the others: sample for longer (--interval 30). " if verdict.only_slow else ""
     return [
         Finding(
             id=f"{COMMAND}.{kind}",
@@ -127,8 +127,9 @@ def _least_progress(verdict: JobVerdict, request: Request) -> list[Finding]:
             level=Level.WARN if verdict.only_slow else Level.FAIL,
             title=f"{who(verdict.outliers)} {'is' if len(verdict.outliers) == 1 else 'are'} behind: "
             f"{_counters(behind)}, {briefly(others)} {_counters(others[0])}; all wait {waits(behind)}",
-            detail=f"All ranks stand at the same line; their loop counters ({names}) tell them apart. "
-            "Whoever is behind did one collective more, or the others one less. " + _shared(verdict, request),
+            detail=f"All ranks are on the same line; only their loop counters ({names}) differ. "
+            "Either the ranks behind issued an extra collective, or the others skipped one. "
+            + _shared(verdict, request),
             where=where(verdict.outliers),
             evidence=_at_counters(_by_counters([*verdict.outliers, *verdict.waiting])),
         )
@@ -138,16 +139,16 @@ def _least_progress(verdict: JobVerdict, request: Request) -> list[Finding]:
 def _cycle(verdict: JobVerdict, request: Request) -> list[Finding]:
     shown = verdict.outliers[:_SHOWN]
     parts = [f"{briefly([state])} {waits(state, alone=True)}" for state in shown]
-    more = f"; {len(verdict.outliers) - _SHOWN} more in the circle" if len(verdict.outliers) > _SHOWN else ""
+    more = f"; {len(verdict.outliers) - _SHOWN} more in the cycle" if len(verdict.outliers) > _SHOWN else ""
     rest = f"; {waiting_in_words(verdict.waiting)}" if verdict.waiting else ""
     return [
         Finding(
             id=f"{COMMAND}.p2p-cycle",
             level=Level.FAIL,
             title=f"{briefly(verdict.outliers)} wait for each other: {'; '.join(parts)}{more}{rest}",
-            detail="Each waits for the next one before it does what that one waits for.",
+            detail="Each rank blocks on the next before it reaches the call that the next needs.",
             where=where(verdict.outliers),
-            fix=Fix(text="let one of each pair send while the other receives, or use dist.batch_isend_irecv for both"),
+            fix=Fix(text="have one rank of each pair send while the other receives, or use dist.batch_isend_irecv"),
         )
     ]
 
@@ -160,12 +161,12 @@ def _all_waiting(verdict: JobVerdict, request: Request) -> list[Finding]:
         Finding(
             id=f"{COMMAND}.all-waiting",
             level=Level.UNKNOWN,
-            title=f"stacks cannot decide: all ranks are in communication: {waiting_in_words(verdict.waiting)}"
+            title=f"stacks cannot decide: all ranks wait in communication: {waiting_in_words(verdict.waiting)}"
             + (f", all at {counters}" if counters else ""),
             detail=_several_groups(verdict)
-            + ("Nobody is missing: a" if verdict.job.world_size else "If these are all the ranks, a")
+            + ("No rank is missing: a" if verdict.job.world_size else "If these are all the ranks, a")
             + " message was lost, an earlier collective differs, or a link or a GPU is stuck. "
-            f"Stacks do not tell which; {_WHAT_DECIDES}.",
+            f"Stacks do not show which. {_WHAT_DECIDES}",
             where=where(verdict.waiting),
             evidence=(
                 *(_each_waits(places[:_SHOWN]) if len(places) > 2 else ()),
@@ -179,7 +180,7 @@ def _several_groups(verdict: JobVerdict) -> str:
     most = max((state.thread.groups for state in verdict.waiting), default=0)
     if most <= 1:
         return ""
-    return f"They are in {most} process groups each, and stacks do not tell which of them a wait is for. "
+    return f"Each is in {most} process groups, and stacks do not show which of them a wait belongs to. "
 
 
 def _left(verdict: JobVerdict, request: Request) -> list[Finding]:
@@ -192,7 +193,7 @@ def _left(verdict: JobVerdict, request: Request) -> list[Finding]:
             level=Level.UNKNOWN,
             title=f"{who(gone)} {'is' if len(gone) == 1 else 'are'} gone, and no rank waits in communication: "
             + "; ".join(parts),
-            detail="A job may end so: rank 0 still writes its last checkpoint.",
+            detail="This can be a normal end of the job: rank 0 may still be writing its last checkpoint.",
             where=where(gone),
             fix=_fix(gone),
         )
@@ -207,11 +208,11 @@ def _standstill(verdict: JobVerdict, request: Request) -> list[Finding]:
         Finding(
             id=f"{COMMAND}.all-waiting",
             level=Level.UNKNOWN,
-            title="nobody is in communication"
-            + ("" if one_sample else " and nobody moved or computed between the samples")
+            title="no rank waits in communication"
+            + ("" if one_sample else ", and none moved or computed between the samples")
             + ": "
             + "; ".join(parts),
-            detail="One sample cannot tell moving from stuck: give --samples 2." if one_sample else "",
+            detail="One sample cannot distinguish moving from stuck: use --samples 2." if one_sample else "",
             where=where(verdict.waiting),
         )
     ]
@@ -224,14 +225,14 @@ def _not_hung(verdict: JobVerdict, request: Request) -> list[Finding]:
     if moving:
         parts.append(f"{briefly(moving)} moved between the samples")
     if busy:
-        parts.append(f"{briefly(busy)} compute{'s' if len(busy) == 1 else ''}")
+        parts.append(f"{briefly(busy)} {'is' if len(busy) == 1 else 'are'} computing")
     wakes = [
         state
         for state in verdict.states
         if not state.thread.moving and (state.thread.busy or 0.0) < ALIVE and state.thread.woke
     ]
     if wakes and not moving:
-        parts.append(f"{briefly(wakes)} wake{'s' if len(wakes) == 1 else ''} up again and again")
+        parts.append(f"{briefly(wakes)} keep{'s' if len(wakes) == 1 else ''} waking up")
     if (
         not wakes
         and verdict.waiting
@@ -243,9 +244,8 @@ def _not_hung(verdict: JobVerdict, request: Request) -> list[Finding]:
         Finding(
             id=f"{COMMAND}.not-hung",
             level=Level.INFO,
-            title=f"not hung, as far as can be seen in {samples_in_words(request.samples, request.interval_s)}: "
-            + ", ".join(parts),
-            detail="Should it be slow or move in a circle, look longer: --interval 30.",
+            title=f"no hang seen in {samples_in_words(request.samples, request.interval_s)}: " + ", ".join(parts),
+            detail="If the job may be slow or looping, sample for longer: --interval 30.",
             where=where(verdict.states),
         )
     ]
@@ -259,10 +259,10 @@ def _alone(verdict: JobVerdict, request: Request) -> list[Finding]:
         Finding(
             id=f"{COMMAND}.all-waiting",
             level=Level.UNKNOWN,
-            title=f"{who([state])} stands still: {does(state)}"
+            title=f"{who([state])} makes no progress: {does(state)}"
             if state.thread.moving is not None
             else f"{who([state])}: {does(state)}",
-            detail="There is no other rank to compare it with.",
+            detail="It is the only rank: no other to compare it with.",
             where=where([state]),
         )
     ]
@@ -310,7 +310,7 @@ def _shared(verdict: JobVerdict, request: Request) -> str:
         if len(ranks) == count and ranks <= set(group):
             parts.append(f"{'all ' if count > 1 else ''}in {name} group {fold_ranks(group)}")
     kind = "stragglers" if verdict.only_slow else "stuck ranks"
-    return f"The {kind} have in common: {'; '.join(parts)}." if parts else ""
+    return f"What the {kind} have in common: {'; '.join(parts)}." if parts else ""
 
 
 def _worker_stack(frames: Sequence[Frame]) -> tuple[str, ...]:
@@ -383,23 +383,25 @@ def _rights(state: RankState, request: Request, node: NodeStacks | None) -> Fix:
     if node is not None and not as_root and theirs != node.processes.user:
         return as_other_user
     if scope in (1, 2) and not as_root:
-        text = "run it as root; or let users read their own processes until the next boot"
+        text = "run it as root, or allow users to read their own processes until the next reboot"
         commands = (*as_other_user.commands, "echo 0 | sudo tee /proc/sys/kernel/yama/ptrace_scope")
         return Fix(text=text, commands=commands)
     if scope == 3:
-        return Fix(text="this kernel lets nobody read another process until it is booted again (ptrace_scope 3)")
+        return Fix(
+            text="kernel.yama.ptrace_scope is 3: no process can be read until this host is rebooted with a lower value"
+        )
     return remedies.ptrace_in_container()
 
 
 def _deduced(verdict: JobVerdict) -> list[Finding]:
-    """List of whom only the other ranks tell which rank it is."""
+    """List the processes whose rank only follows from the other ranks."""
     return [
         Finding(
             id=f"{COMMAND}.rank-deduced",
             level=Level.INFO,
-            title=f"pid {member.process.pid} on {member.host} is taken for rank {member.rank}",
-            detail="Its environment names no rank. It started the other ranks of its host, has a connection at their "
-            "MASTER_PORT, and they leave this rank over: so does Lightning's first rank of a node.",
+            title=f"pid {member.process.pid} on {member.host} is assumed to be rank {member.rank}",
+            detail="Its environment does not set a rank. It started the other ranks of its host, has a connection on "
+            "their MASTER_PORT, and this is the only rank unaccounted for. Lightning starts ranks this way.",
             where=Where(hosts=(member.host,), ranks=(member.rank,), pids=(member.process.pid,)),
         )
         for member in verdict.job.members
@@ -408,7 +410,7 @@ def _deduced(verdict: JobVerdict) -> list[Finding]:
 
 
 def where(members: Iterable[RankState]) -> Where:
-    """Return whom a finding is about."""
+    """Return the hosts, ranks and pids that a finding is about."""
     members = list(members)
     return Where(
         hosts=tuple(dict.fromkeys(state.member.host for state in members if state.member.host)),
@@ -418,7 +420,7 @@ def where(members: Iterable[RankState]) -> Where:
 
 
 def kernel_words(members: Sequence[RankState]) -> tuple[str, ...]:
-    """Return what the kernel says of the first of each place; their stacks are in the groups."""
+    """Format what the kernel reports of the first rank of each place; their stacks are in the groups."""
     lines = []
     for group in split(members)[:_PLACES]:
         still = group[0].standstill

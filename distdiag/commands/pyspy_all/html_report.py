@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 _FIELDS = ("host", "job", "role", "state", "class", "status", "reason")
 _AS_IS = ("pid", "rank", "local_rank", "moving", "cpu_s", "helpers")
-# The JSON stands in a script element: these characters could end it, or start a comment that swallows the page.
+# The JSON is inside a script element: these characters could end it, or start a comment that swallows the page.
 _ESCAPES = str.maketrans({character: f"\\u{ord(character):04x}" for character in "<>&"})
 
 
 def check_place(path: str) -> None:
-    """Check beforehand that a file can be written, so that no samples are lost for that. Raises UsageError."""
+    """Check that a file can be written before any sample is taken. Raises UsageError."""
     folder = os.path.dirname(os.path.realpath(path))
     if not os.path.isdir(folder) or os.path.isdir(path) or not os.access(folder, os.W_OK):
-        raise UsageError(f"--html {path}: this file cannot be written", hint="name a place that can be written")
+        raise UsageError(f"--html {path}: cannot write this file", hint="choose a writable path")
 
 
 def write_page(report: Report[PySpyAll], path: str, *, strict: bool) -> None:
@@ -72,7 +72,7 @@ class _Pool:
 
 
 class _Shared:
-    """What processes have in common; the page looks it up by number."""
+    """Values that processes share; the page looks them up by number."""
 
     def __init__(self) -> None:
         self.strings, self.frames, self.stacks, self.threads, self.counters = (_Pool() for _ in range(5))
@@ -107,7 +107,7 @@ class _Shared:
 
 
 def _content(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Shorten the report to what the page shows; a process is named by its place in `rows`."""
+    """Reduce the report to what the page shows; a process is named by its index in `rows`."""
     data, shared = document["data"], _Shared()
     processes = sorted(data["processes"], key=_order)
     members = _Members(processes)
@@ -132,7 +132,7 @@ def _order(process: Mapping[str, Any]) -> tuple[str, bool, int, bool, str, int]:
 
 
 class _Members:
-    """Finds the processes that a group or an outlier speaks of; its hosts and pids are sets, not pairs."""
+    """Finds the processes of a group or an outlier; its hosts and pids are sets, not pairs."""
 
     def __init__(self, processes: Iterable[Mapping[str, Any]]) -> None:
         self._by_rank: dict[int | None, list[tuple[int, Mapping[str, Any]]]] = {}

@@ -14,7 +14,7 @@ from distdiag.commands.pyspy_all.types import COMMAND, Request, Threads
 from distdiag.commands.pyspy_all.view import pyspy_all_view
 from distdiag.gathered import Foreign
 from distdiag.jobs.collect import Processes, Watched
-from distdiag.jobs.roles import answers_to, to_look_at
+from distdiag.jobs.roles import answers_to, to_sample
 from distdiag.jobs.types import NodeStacks
 from distdiag.runner import Asks, Question, Subcommand
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _COLLECT = "distdiag.jobs.sample_stacks"
 _BRING_TO = 256
-"""Nodes that py-spy is brought to, 3 MB each; on a cluster it mostly lies on a shared file system."""
+"""Nodes that py-spy is copied to, 3 MB each; on a cluster it is mostly on a shared file system."""
 _SPARE_S = 20.0
 
 
@@ -55,7 +55,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodeStacks]:
 def _plan(request: Request, hosts: Mapping[str, Processes]) -> Asks:
     asks = {}
     for host, processes in hosts.items():
-        pids, once = to_look_at(_only_wanted(processes, request).processes, helpers=request.helpers)
+        pids, once = to_sample(_only_wanted(processes, request).processes, helpers=request.helpers)
         if pids:
             asks[host] = _ask(request, pids, once)
     timeout_s = _SPARE_S + (request.samples + 1) * (2 * request.timeout_s + request.interval_s)
@@ -76,7 +76,7 @@ def _ask(request: Request, pids: list[int], once: list[int]) -> dict[str, object
 
 
 def _only_wanted(facts: Processes, request: Request) -> Processes:
-    """Keep the processes of the job or the pids that were asked for, with all that belongs to them."""
+    """Keep the processes of the requested job or pids, with their children, launchers and stores."""
     kept = list(facts.processes)
     if request.job:
         named = {process.pid for process in kept if answers_to(process.job, request.job)}
@@ -120,7 +120,7 @@ def _diagnose(request: Request, gathered: Gathered[NodeStacks]) -> Report[PySpyA
 
 
 def _unread(host: str, why: str) -> NodeStacks:
-    """Stand in for a file that could not be read."""
+    """Return a node without facts for a file that could not be read."""
     nothing = Processes(host, -1, None, may_trace=False, processes=(), asked_missing=())
     return NodeStacks(host, nothing, (), why)
 

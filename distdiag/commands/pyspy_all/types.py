@@ -1,6 +1,6 @@
-"""What is asked of pyspy-all, and its answer as --json prints it. Pure data. Frames are innermost first.
+"""The request of pyspy-all, and its result as --json prints it. Pure data. Frames are innermost first.
 
-The answer is of structs and not dataclasses: a key is called "class", and there may be tens of thousands of rows.
+The result is made of structs and not dataclasses: a key is called "class", and there may be tens of thousands of rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Threads(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked for."""
+    """The options of one run."""
 
     program: str
     cluster: Cluster
@@ -86,7 +86,7 @@ class ProcessRow(msgspec.Struct, frozen=True, rename=_RENAMED):
 class Group(msgspec.Struct, frozen=True, rename=_RENAMED):
     """Ranks that are at the same place; `counters` are the loop counters that are the same for all of them.
 
-    `outlier`: "stuck", "straggler" or "gone" if they are not where the others are, else empty.
+    `outlier`: "stuck", "straggler" or "gone" if they are outliers, else empty.
     """
 
     job: str
@@ -102,7 +102,7 @@ class Group(msgspec.Struct, frozen=True, rename=_RENAMED):
 
 
 class OutlierFrame(msgspec.Struct, frozen=True):
-    """The frame that tells where a rank is."""
+    """The frame that a rank is in."""
 
     function: str
     file: str
@@ -110,7 +110,7 @@ class OutlierFrame(msgspec.Struct, frozen=True):
 
 
 class Outlier(msgspec.Struct, frozen=True, rename=_RENAMED):
-    """Ranks that are not where the others are, and why. `kind`: "stuck", "straggler" or "gone"."""
+    """Ranks that are not where the others are, and the reason. `kind`: "stuck", "straggler" or "gone"."""
 
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
@@ -122,7 +122,7 @@ class Outlier(msgspec.Struct, frozen=True, rename=_RENAMED):
 
 
 class PySpyAll(msgspec.Struct, frozen=True):
-    """The facts of the answer."""
+    """The result."""
 
     samples: int
     interval_s: float

@@ -1,4 +1,4 @@
-"""The report of pyspy-all as text: who stands where, outliers and the few first, library frames folded."""
+"""The report of pyspy-all as text: ranks by stack, outliers and small groups first, library frames folded."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _GROUPS = 12
 _PIDS = 8
 _MUCH = 110
 _LONG = 80
-"""Letters of a function's name: C++ templates go on for a page."""
+"""Characters of a function's name: C++ templates fill a page."""
 _NATIVE = 6
 """Innermost C frames to show."""
 _LINES = 10
 """Frames of a stack to show."""
 _ROOM = 80
-"""Letters of a set of ranks in the call tree."""
+"""Characters of a set of ranks in the call tree."""
 
 
 def pyspy_all_view(report: Report[PySpyAll], request: Request) -> Iterator[RenderableType]:
-    """Draw the jobs, then for each its groups or its call tree, then the processes that are special."""
+    """Render each job with its groups or call tree, then the processes that need a note."""
     data = report.data
     for job in data.jobs:
         yield _line(f"{job.title()}; {samples_in_words(data.samples, data.interval_s)}")
@@ -46,7 +46,7 @@ def pyspy_all_view(report: Report[PySpyAll], request: Request) -> Iterator[Rende
         else:
             yield from _groups(groups, verbose=request.verbose)
         yield ""
-    yield from _special(data.processes, everybody=request.verbose, helpers=request.helpers)
+    yield from _special(data.processes, all_ranks=request.verbose, helpers=request.helpers)
     if request.threads == "all":
         yield from _all_threads(data.processes, verbose=request.verbose)
 
@@ -59,17 +59,24 @@ def _groups(groups: Sequence[Group], *, verbose: bool) -> Iterator[RenderableTyp
     if len(groups) > _GROUPS and not verbose:
         rest = groups[_GROUPS:]
         yield ""
-        yield _line(f"... and {len(rest)} groups more, {sum(group.count for group in rest)} ranks (-v shows all)")
+        yield _line(f"... and {len(rest)} more groups, {sum(group.count for group in rest)} ranks (-v shows all)")
 
 
 def head(group: Group, *, verbose: bool = False) -> str:
     """Title a group: its ranks, how many, what they do, and whether they are outliers."""
-    moving = {True: ", moving", False: ", not moving", None: ""}[group.moving]
-    if group.class_ in ("exited", "stopped", "unreadable"):
-        moving = ""
+    moving = movement(group.class_, group.moving)
     counters = "".join(f", {name} {value}" for name, value in group.counters.items())
     mark = f"  <- {group.outlier}" if group.outlier else ""
     return f"{members(group, verbose=verbose)}: {group.class_}{moving}{counters}{mark}"
+
+
+def movement(class_: str, moving: bool | None) -> str:
+    """Format whether a group moved between the samples; a rank may compute on one line for long."""
+    if class_ in ("exited", "stopped", "unreadable") or moving is None:
+        return ""
+    if moving:
+        return ", moving"
+    return ", same line in each sample" if class_ in ("compute", "compile") else ", no progress"
 
 
 def members(group: Group, *, verbose: bool = False) -> str:
@@ -87,7 +94,7 @@ def stack_lines(frames: Sequence[FrameRow], *, verbose: bool) -> Iterator[str]:
     skipped = shown = 0
     for number, frame in enumerate(frames):
         if shown == _LINES and not verbose and len(frames) - number > 1:
-            yield f"... and {len(frames) - number} frames more (-v shows all)"
+            yield f"... and {len(frames) - number} more frames (-v shows all)"
             return
         if verbose or frame.user or number == 0 or (is_native(frame.file) and number < _NATIVE):
             if skipped:
@@ -124,7 +131,7 @@ class _Branch:
 
 
 def call_tree(groups: Iterable[Group], *, verbose: bool = False) -> Iterator[str]:
-    """Format one call tree of all ranks, outermost frames first, a line a frame; a rank set stands where it changes.
+    """Format one call tree of all ranks, outermost frames first, one frame a line, with the ranks of each branch.
 
     The smallest branch comes first. The idea of STAT and padb: prefix trees whose edges carry rank sets.
     """
@@ -149,7 +156,7 @@ def _tree_lines(branch: _Branch, margin: str, *, verbose: bool) -> Iterator[str]
         if forks:
             yield f"{margin}[{_ranks_of(below.groups)}]"
         inner = margin + "  " if forks else margin
-        # A library frame with one way on tells nothing; it is folded away, and the fork after it is not.
+        # A library frame with a single child says nothing; it is folded, and the fork after it is not.
         if verbose or below.frame.user or len(below.below) != 1 or below.ends:
             yield f"{inner}{frame_line(below.frame, verbose=verbose)}"
         yield from _tree_lines(below, inner, verbose=verbose)
@@ -168,11 +175,11 @@ def _ranks_of(groups: Iterable[Group]) -> str:
     return f"pids {fold_ranks(pid for group in groups for pid in group.pids)} ({count})"
 
 
-def _special(processes: Sequence[ProcessRow], *, everybody: bool, helpers: bool) -> Iterator[RenderableType]:
+def _special(processes: Sequence[ProcessRow], *, all_ranks: bool, helpers: bool) -> Iterator[RenderableType]:
     rows = [
         process
         for process in processes
-        if (process.role == "helper" and helpers) or (process.role == "rank" and (everybody or process.status != "ok"))
+        if (process.role == "helper" and helpers) or (process.role == "rank" and (all_ranks or process.status != "ok"))
     ]
     if not rows:
         return
@@ -181,8 +188,8 @@ def _special(processes: Sequence[ProcessRow], *, everybody: bool, helpers: bool)
         Column("host", overflow="fold"),
         Column("pid", justify="right", no_wrap=True),
         Column("state", no_wrap=True),
-        Column("doing", overflow="fold"),
-        Column("remark", overflow="fold"),
+        Column("class", overflow="fold"),
+        Column("note", overflow="fold"),
     )
     for process in rows:
         rank = "-" if process.rank is None else str(process.rank)
@@ -200,7 +207,7 @@ def _special(processes: Sequence[ProcessRow], *, everybody: bool, helpers: bool)
 
 
 def _all_threads(processes: Sequence[ProcessRow], *, verbose: bool) -> Iterator[RenderableType]:
-    """Show the threads beside the main ones; equal ones fold."""
+    """Show the threads other than the main threads; equal stacks fold."""
     folded: dict[tuple[str, str, tuple[FrameRow, ...]], list[str]] = {}
     for process in processes:
         for thread in process.threads[1:]:
@@ -218,5 +225,5 @@ def _line(text: str, style: str = "") -> Text:
 
 
 def _frame(text: str) -> Whole:
-    """Format a frame on one line, however long: broken ones neither paste nor grep."""
+    """Format a frame on one line, however long: a wrapped frame neither pastes nor greps."""
     return Whole(text)

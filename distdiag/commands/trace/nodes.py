@@ -1,4 +1,4 @@
-"""What the commands of `trace` do on all nodes: find the processes that may belong to jobs, then ask about some."""
+"""How the commands of `trace` collect: find the processes that may belong to jobs, then ask nodes about some."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ if TYPE_CHECKING:
 
 Reply = TypeVar("Reply")
 Data = TypeVar("Data")
-Asked = Any
-"""A request: each command has its own, with `program`, `cluster` and `wanted`."""
+AnyRequest = Any
+"""A request: each command has its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeAnswer(Generic[Reply]):
-    """What one node sent: the processes there, and, when it was asked about some, its replies about those."""
+    """What one node sent: its processes, and its replies about the selected ones."""
 
     host: str
     processes: Processes
-    told: tuple[Reply, ...] = ()
+    replies: tuple[Reply, ...] = ()
 
 
 @dataclass(kw_only=True)
 class Answers(Generic[Reply]):
-    """What came: the processes of every node, and by host the replies about some of them.
+    """What all nodes sent: their processes, and by host the replies about the selected ones.
 
-    `missing`: by host, why not all came. `rows` and `refusals`: of the hosts that could not be used.
+    `missing`: by host, why replies are incomplete. `rows` and `refusals`: of the hosts that could not be used.
     """
 
     nodes: list[NodeStacks] = field(default_factory=list)
-    told: dict[str, list[Reply]] = field(default_factory=dict)
+    replies: dict[str, list[Reply]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     rows: Sequence[HostResult] = ()
     refusals: Mapping[str, HostError] = field(default_factory=dict)
@@ -55,10 +55,10 @@ class Answers(Generic[Reply]):
 
 
 def answers_of(gathered: Gathered[NodeAnswer[Reply]]) -> Answers[Reply]:
-    """Join what came of all nodes."""
+    """Join the answers of all nodes."""
     return Answers(
         nodes=[NodeStacks(answer.host, answer.processes, ()) for answer in gathered.facts],
-        told={answer.host: list(answer.told) for answer in gathered.facts if answer.told},
+        replies={answer.host: list(answer.replies) for answer in gathered.facts if answer.replies},
         missing=gathered.missing,
         rows=gathered.rows,
         refusals=gathered.refusals,
@@ -70,32 +70,32 @@ def about_processes(
     name: str,
     request: type[Any],
     reply: type[Reply],
-    plan: Callable[[Sequence[NodeStacks], Asked], Mapping[str, dict[str, Any]]],
-    diagnose: Callable[[Asked, Answers[Reply]], Report[Data]],
+    plan: Callable[[Sequence[NodeStacks], AnyRequest], Mapping[str, dict[str, Any]]],
+    diagnose: Callable[[AnyRequest, Answers[Reply]], Report[Data]],
     view: Callable[[Data], Iterable[RenderableType]],
 ) -> Subcommand[Any, NodeAnswer[Reply], Data]:
-    """Make a command that asks nodes about some of their processes.
+    """Return a subcommand that asks nodes about some of their processes.
 
     Args:
         name: of the command; what runs on the nodes is the collect of its folder: jobs.collect.facts, and a more().
         request: the type of its request.
         reply: the type of what more() sends.
-        plan: from the processes of all nodes, by host what more() is to be asked; "timeout_s" of it is how long it may
-            take. A host that is left out is not asked.
-        diagnose: judges; pure. May raise DistdiagError where nobody is there of those that were meant.
-        view: draws the report's data.
+        plan: from the processes of all nodes, by host the argument of more(), with its time limit as "timeout_s".
+            Hosts that are left out are not asked.
+        diagnose: judges; pure. May raise DistdiagError if no selected process exists.
+        view: renders the report's data.
     """
     module = f"distdiag.commands.{name.replace(' ', '.')}.collect"
 
-    def asks(request: Asked, hosts: Mapping[str, Processes]) -> Asks:
+    def asks(request: AnyRequest, hosts: Mapping[str, Processes]) -> Asks:
         found = plan([NodeStacks(host, processes, ()) for host, processes in hosts.items()], request)
         return Asks(by_host=found, timeout_s=max((ask["timeout_s"] for ask in found.values()), default=0.0))
 
-    def collect(request: Asked, progress: Progress) -> Gathered[NodeAnswer[Reply]]:
+    def collect(request: AnyRequest, progress: Progress) -> Gathered[NodeAnswer[Reply]]:
         question = Question[Processes, Reply, NodeAnswer[Reply]](
             part=reply,
             plan=lambda hosts, _: asks(request, hosts),
-            join=lambda host, first, parts, _: NodeAnswer(host=host, processes=first, told=tuple(parts)),
+            join=lambda host, first, parts, _: NodeAnswer(host=host, processes=first, replies=tuple(parts)),
         )
         return runner.gather(request.cluster, finder(module, request.wanted), question, progress)
 
@@ -112,25 +112,25 @@ def about_processes(
 
 
 def index_of(answers: Answers[Any]) -> ProcessIndex:
-    """Return who is who and who has the other end of what; replies have the `networks` and `people` of their host."""
+    """Index all processes and the ends of their descriptors; replies have the `networks` and `people` of their host."""
     ends = {
         host: (
             [network for reply in replies for network in reply.networks],
             [person for reply in replies for person in reply.people],
         )
-        for host, replies in answers.told.items()
+        for host, replies in answers.replies.items()
     }
     return ProcessIndex(answers.nodes, ends)
 
 
 def finder(collect: str, wanted: Wanted) -> Agent:
-    """Return what runs on the nodes: a collect that begins with the processes there."""
+    """Return the agent that runs on the nodes: a collect that begins with the processes there."""
     return Agent(collect=collect, facts=Processes, ask={"pids": list(wanted.pids), "user": wanted.user})
 
 
 def chosen_of(answers: Answers[Reply], wanted: Wanted, command: str) -> list[Chosen]:
-    """Return the processes that were meant. Raises DistdiagError if there is none, and no other reason for that."""
+    """Return the selected processes. Raises DistdiagError if there are none and every host was read."""
     chosen = ranks.choose(answers.nodes, wanted)
     if not chosen and not answers.refusals and not answers.interrupted:
-        raise ranks.nobody(answers.nodes, wanted, command)
+        raise ranks.none_found(answers.nodes, wanted, command)
     return list(chosen)

@@ -16,33 +16,43 @@ from distdiag.training.line_trace.session import LINES, THREADS, VARIABLE, Setti
 def trace_py(
     command: Annotated[
         list[str],
-        typer.Argument(metavar="-- SCRIPT ARGS...", help="A script, -m MODULE, or any program that runs Python below."),
+        typer.Argument(metavar="-- SCRIPT ARGS...", help="A script, -m MODULE, or any program that starts Python."),
     ],
     include: Annotated[
         str,
         typer.Option(
             metavar="PACKAGES",
-            help="Trace these too: torch,mypkg.sub,json; all: all packages; stdlib: all of the standard library.",
+            help="Also trace these packages: torch,mypkg.sub,json; all: all packages; stdlib: the standard library.",
         ),
     ] = "",
     exclude: Annotated[
-        str, typer.Option(metavar="NAMES", help="Leave these out: packages, or files and directories of your own.")
+        str, typer.Option(metavar="NAMES", help="Do not trace these: packages, or your own files and directories.")
     ] = "",
     lines: Annotated[
-        int, typer.Option(min=2, max=100_000, metavar="N", help="Lines to keep of each thread; 136 bytes of disk each.")
+        int,
+        typer.Option(min=2, max=100_000, metavar="N", help="Lines to keep per thread; each takes 136 bytes of disk."),
     ] = LINES,
     threads: Annotated[
-        int, typer.Option(min=1, max=4096, metavar="N", help="Threads of a process to keep lines of, at a time.")
+        int,
+        typer.Option(
+            "--max-threads", min=1, max=4096, metavar="N", help="Maximum threads recorded at a time, per process."
+        ),
     ] = THREADS,
     dir_: Annotated[
         str,
-        typer.Option("--dir", metavar="DIR", help="Where to keep them: the node's own disk. [default: below /tmp]"),
+        typer.Option("--dir", metavar="DIR", help="Directory for the lines, on a local disk. [default: below /tmp]"),
     ] = "",
 ) -> None:
     """Run a job and keep the last lines of Python that each thread of each process executed.
 
-    They survive kill -9, a crash and the OOM killer; `distdiag trace show` reads them, also while the job runs. Works
-    below torchrun, srun and mpirun: put `-m distdiag trace py --` before the script. Exit status: the job's own.
+    They survive kill -9, a crash and the OOM killer; `distdiag trace show` reads them, also while the job runs. Under
+    torchrun, srun and mpirun, put `-m distdiag trace py --` before the script. Exit status: that of the job.
+
+    \b
+    Examples:
+      distdiag trace py -- train.py --epochs 3
+      torchrun --nproc-per-node 8 -m distdiag trace py -- train.py
+      distdiag trace py --include torch -- train.py  # torch's own lines too
     """
     from distdiag.facts.line_trace_file import default_folder
 
@@ -71,11 +81,11 @@ def _become(argv: list[str], env: dict[str, str]) -> NoReturn:
     try:
         os.execve(argv[0], argv, env)
     except OSError as error:
-        raise typer.BadParameter(f"{argv[0]} cannot be run: {error.strerror}") from error
+        raise typer.BadParameter(f"cannot run {argv[0]}: {error.strerror}") from error
 
 
 def _unknown(name: str, python: str) -> str:
-    """Format that nothing has this name, and what was meant; empty if something has, or another Python runs the job."""
+    """Format the error for an unknown package name, with a suggestion; empty if known or not checkable."""
     from importlib import machinery
 
     top, _, below = name.partition(".")
@@ -84,21 +94,21 @@ def _unknown(name: str, python: str) -> str:
     spec = machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path])
     if spec is None:
         if top in sys.stdlib_module_names:
-            return f"--include {name} traces nothing: it has no lines of Python"
+            return f"--include {name} traces nothing: it contains no Python code"
         close = _close(top)
-        hint = f"; did you mean --include {close}?" if close else "; a package is named as it is imported"
-        return f"--include {name} traces nothing: there is no package of that name here{hint}"
+        hint = f"; did you mean --include {close}?" if close else "; use the name that the package is imported by"
+        return f"--include {name} traces nothing: no package of that name is installed{hint}"
     folders = list(spec.submodule_search_locations or ())
     if not folders and not (spec.origin or "").endswith(".py"):
-        return f"--include {name} traces nothing: it has no lines of Python"
+        return f"--include {name} traces nothing: it contains no Python code"
     paths = [os.path.join(folder, *below.split(".")) for folder in folders] if below else []
     if below and not any(os.path.exists(path) or os.path.exists(f"{path}.py") for path in paths):
-        return f"--include {name} traces nothing: there is no {below} in {top}"
+        return f"--include {name} traces nothing: {top} has no {below}"
     return ""
 
 
 def _close(name: str) -> str:
-    """Name the package that is imported otherwise than it is installed (pillow is PIL), or spelled alike."""
+    """Return the import name of an installed package (pillow is PIL), or the closest spelling."""
     import difflib
     from importlib import metadata
 

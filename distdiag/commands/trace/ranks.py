@@ -40,7 +40,7 @@ _SHOWN = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What was asked for; all jobs if it is nothing."""
+    """The selected processes; all jobs if nothing is set."""
 
     pids: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
@@ -50,9 +50,9 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """A process that was chosen, and which it is. `rank` and `job` are None where nothing tells them.
+    """A selected process, and what it is in its job. `rank` and `job` are None where unknown.
 
-    `process`: None for a rank that is certainly gone. `member`: the rank that it is, or that (`is_helper`) it helps.
+    `process`: None for a rank that has exited. `member`: the rank that it is, or that (`is_helper`) it helps.
     """
 
     host: str
@@ -67,7 +67,7 @@ def wanted(pids: Iterable[int] | None, ranks: Iterable[str] | None, job: str, us
     """Join the options. Raises UsageError."""
     chosen = Wanted(pids=tuple(pids or ()), ranks=parse_ranks(ranks or ()), job=job, user=user)
     if chosen.pids and chosen.ranks:
-        raise UsageError("--pid and --rank both say which processes", hint="give one of them")
+        raise UsageError("--pid and --rank are mutually exclusive", hint="pass one of them")
     return chosen
 
 
@@ -78,13 +78,13 @@ def parse_ranks(texts: Iterable[str]) -> tuple[int, ...]:
         match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if last < first or last > _MAX_RANK:
-            raise UsageError(f"--rank: {part!r} is not a rank, nor a range of them", hint="--rank 0-3,7")
+            raise UsageError(f"--rank: {part!r} is not a rank or a range of ranks", hint="--rank 0-3,7")
         found.update(range(first, last + 1))
     return tuple(sorted(found))
 
 
 def jobs_on(nodes: Sequence[NodeStacks], wanted: Wanted) -> list[Job]:
-    """Find the jobs that are meant: of --job that one, else those that live."""
+    """Find the selected jobs: the job of --job, else all that are running."""
     found = find_jobs(nodes, whole=not wanted.user)
     if wanted.job:
         return [job for job in found if is_called(job, wanted.job)]
@@ -92,9 +92,9 @@ def jobs_on(nodes: Sequence[NodeStacks], wanted: Wanted) -> list[Job]:
 
 
 def choose(nodes: Sequence[NodeStacks], wanted: Wanted) -> list[Chosen]:
-    """Choose processes: those of --pid whatever they are, else the ranks of the jobs that are meant, or of them --rank.
+    """Select processes: those of --pid of any kind, else the ranks of the selected jobs, limited to --rank.
 
-    Nobody is no error here: a host that was not reached may be the reason.
+    An empty selection is no error here: a host that was not reached may be the reason.
     """
     if wanted.pids:
         members = {
@@ -112,8 +112,8 @@ def choose(nodes: Sequence[NodeStacks], wanted: Wanted) -> list[Chosen]:
     ]
 
 
-def nobody(nodes: Sequence[NodeStacks], wanted: Wanted, again: str) -> DistdiagError:
-    """Make the error of a choice that is empty. `again`: the command without options, to be pasted."""
+def none_found(nodes: Sequence[NodeStacks], wanted: Wanted, again: str) -> DistdiagError:
+    """Return the error of an empty selection. `again`: the command without options, to paste."""
     hosts = fold(node.host for node in nodes)
     place = f" on {hosts}" if hosts else ""
     if wanted.pids:
@@ -121,39 +121,40 @@ def nobody(nodes: Sequence[NodeStacks], wanted: Wanted, again: str) -> DistdiagE
         several = len(wanted.pids) > 1
         if any(node.processes.asked_unseen for node in nodes):
             return DistdiagError(
-                f"{'processes' if several else 'process'} {pids}{place}: alive, and /proc does not show "
-                f"{'them' if several else 'it'} to this user",
-                hint="run it as root, or as that user; /proc may be mounted with hidepid, or be another namespace's",
+                f"{'processes' if several else 'process'} {pids}{place}: alive, but /proc hides "
+                f"{'them' if several else 'it'} from this user",
+                hint="run as root or as that user; /proc may be mounted with hidepid or be of another PID namespace",
             )
         return DistdiagError(
-            f"there {'are no processes' if several else 'is no process'} {pids}{place}",
-            hint="it has ended, or it is on another host: --hosts LIST; --rank finds processes by their rank",
+            f"{'processes' if several else 'process'} {pids} not found{place}",
+            hint="exited, or on another host: --hosts LIST; --rank finds processes by their rank",
         )
     jobs = jobs_on(nodes, wanted)
     if wanted.ranks and jobs:
         there = "; ".join(f"{_ranks_of(job)} of job {job.name}" for job in jobs[:_SHOWN])
         return DistdiagError(
-            f"{name_ranks(wanted.ranks)} {'was' if len(wanted.ranks) == 1 else 'were'} not found{place}",
-            hint=f"found: {there}; others may be on other hosts: --hosts LIST, or --slurm-job ID",
+            f"{name_ranks(wanted.ranks)} not found{place}",
+            hint=f"found: {there}; the others may be on other hosts: --hosts LIST, or --slurm-job ID",
         )
     of = f" of job {wanted.job}" if wanted.job else f" of user {wanted.user}" if wanted.user else ""
     if not of and (launchers := without_ranks(nodes)):
         host, launcher = launchers[0]
         return DistdiagError(
-            f"{launcher_name(launcher)} (pid {launcher.pid} on {host}) has started no rank: torchrun waits so in its "
-            "rendezvous until all nodes have come; srun and mpirun for resources",
-            hint="see whether it runs on all nodes, and whether they reach its endpoint: distdiag ports --hosts NODES",
+            f"{launcher_name(launcher)} (pid {launcher.pid} on {host}) has not started any rank: torchrun waits in its "
+            "rendezvous until all nodes have joined; srun and mpirun wait for resources",
+            hint="check that it runs on all nodes and that they can reach the rendezvous endpoint: "
+            "distdiag ports --hosts NODES",
         )
     known = ", ".join(job.name for job in find_jobs(nodes)[:_SHOWN] if job.name) if wanted.job else ""
     return DistdiagError(
-        f"no rank{of} was found{place}: no process has RANK, SLURM_PROCID, OMPI_COMM_WORLD_RANK, PMI_RANK or the like "
-        "in its environment, nor is one a Python that has loaded torch; those of other users are only seen as root",
-        hint=f"there are {known}" if known else f"name the process: {again} --pid PID",
+        f"no rank{of} found{place}: no process has RANK, SLURM_PROCID, OMPI_COMM_WORLD_RANK, PMI_RANK or similar "
+        "in its environment, and no Python process has loaded torch; only root can see those of other users",
+        hint=f"jobs found: {known}" if known else f"name the process: {again} --pid PID",
     )
 
 
 def _asked(node: NodeStacks, pids: Iterable[int]) -> Iterator[Process]:
-    """Find those on a node that were asked for; of those that started this distdiag no more is told than that."""
+    """List the requested processes on a node; of the parents of this distdiag only the pid is known."""
     known = {process.pid: process for process in node.processes.processes}
     for pid in dict.fromkeys(pids):
         if pid in known:

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from distdiag.facts.job_logs.collect import NodeLogs
     from distdiag.facts.job_logs.scan import Event, NcclRank, Stream
 
-_SIGNALS = {1: "SIGHUP", 2: "SIGINT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL"}
-_SIGNALS |= {11: "SIGSEGV", 15: "SIGTERM"}
-ENDED_BY_LAUNCHER = ("SIGTERM", "SIGINT", "SIGHUP")
+SIGNALS = {1: "SIGHUP", 2: "SIGINT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL"}
+SIGNALS |= {11: "SIGSEGV", 15: "SIGTERM"}
+_ENDING = ("SIGTERM", "SIGINT", "SIGHUP")
+WRITER = re.compile(r"([\w.-]{1,200}):(\d{1,18}):\d{1,18} \[")
+"""How NCCL begins its lines: host, pid."""
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
 _COLLECTIVES = frozenset(
     (
@@ -32,7 +34,10 @@ _COLLECTIVES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Exit:
-    """How a launcher reports the end of a rank. `code`: None where only a signal is known; `first`: it saw it first."""
+    """How a launcher reports the end of a rank.
+
+    `code`: None where only a signal is known; `first`: it saw it first; `by_launcher`: it ended the rank itself.
+    """
 
     rank: int
     host: str
@@ -43,6 +48,12 @@ class Exit:
     first: bool
     at: float | None
     pid: int | None
+    by_launcher: bool = False
+
+    @property
+    def is_bad(self) -> bool:
+        """Return whether the rank failed, or was ended."""
+        return bool(self.code or self.signal)
 
 
 @dataclass(kw_only=True)
@@ -58,29 +69,44 @@ class Book:
     hosts: dict[int, str] = field(default_factory=dict)
     nranks: int = 0
     generations: int = 1
+    writers: set[int] = field(default_factory=set)
+    """Ranks that wrote lines, beside what launchers report of them."""
+    several_hosts: bool = False
+    unnamed_codes: list[str] = field(default_factory=list)
+    """Return codes that a launcher reports without the rank."""
+    aborted: set[int] = field(default_factory=set)
+    """Files in which srun reports that it ends the tasks that are left."""
 
     @property
     def world(self) -> int:
         """Return how many ranks there are evidently."""
         return max([self.nranks, *(rank + 1 for rank in self.ranks)])
 
+    def note_host(self, rank: int, host: str, node: NodeLogs) -> None:
+        """Note where a rank ran. Where its log lies says so only if each host was asked for its own logs."""
+        if host or self.several_hosts:
+            self.hosts.setdefault(rank, host or node.host)
+
 
 def make(nodes: Sequence[NodeLogs]) -> Book:
     """Read what all nodes sent."""
-    book = Book()
+    book = Book(several_hosts=len(nodes) > 1)
     summary = _summary(nodes)
     for node in nodes:
         for comm in node.comms:
             book.comms.append(comm)
             book.nranks = max(book.nranks, comm.nranks or 0)
     locals_ = _locals(nodes)
-    pids = {(comm.pid): comm.rank for comm in book.comms if comm.rank is not None and comm.nranks == book.nranks}
+    pids = {
+        (comm.host, comm.pid): comm.rank for comm in book.comms if comm.rank is not None and comm.nranks == book.nranks
+    }
     for node in nodes:
         ranks = [_rank(stream, node.host, summary, locals_) for stream in node.streams]
         for stream, rank in zip(node.streams, ranks, strict=True):
             if rank is not None:
                 book.ranks[rank] = book.ranks.get(rank, 0) + stream.lines
-                book.hosts.setdefault(rank, stream.host or node.host)
+                book.writers.add(rank)
+                book.note_host(rank, stream.host, node)
         for event in node.events:
             _add(book, node, event, ranks[event.stream] if event.stream < len(ranks) else None, pids)
     for exit_ in book.exits:
@@ -90,7 +116,24 @@ def make(nodes: Sequence[NodeLogs]) -> Book:
     for rank, _ in book.watchdog:
         book.ranks.setdefault(rank, 0)
     _merge_last(book)
+    _mark_ended(book, nodes)
     return book
+
+
+def _mark_ended(book: Book, nodes: Sequence[NodeLogs]) -> None:
+    """Mark the exits of ranks that the launcher ended: by their signal, or because it says so."""
+    ended = set[int]()
+    for node in nodes:
+        for event in node.events:
+            if event.id == "signalled-by-launcher":
+                pid = number_in(event.groups.get("pid") or event.groups.get("pid2"))
+                ended.update(() if pid is None else (pid,))
+    book.exits = [
+        replace(
+            exit_, by_launcher=exit_.by_launcher or exit_.signal in _ENDING or (exit_.pid in ended and not exit_.first)
+        )
+        for exit_ in book.exits
+    ]
 
 
 def _summary(nodes: Iterable[NodeLogs]) -> dict[tuple[str, int], int]:
@@ -136,10 +179,14 @@ def _rank(
     return None if several or moved or any(rank != local for (_, local), rank in summary.items()) else stream.local
 
 
-def _add(book: Book, node: NodeLogs, event: Event, rank: int | None, pids: dict[int, int]) -> None:
+def _add(book: Book, node: NodeLogs, event: Event, rank: int | None, pids: dict[tuple[str, int], int]) -> None:
     generation = max(event.generation, node.streams[event.stream].generation if node.streams else 0)
     if event.id == "exit":
-        book.exits += _exits(event, rank, generation, _is_alone(node))
+        if event.groups["launcher"] == "deepspeed":
+            book.unnamed_codes.append(event.groups["code"])
+        aborted = node.streams[event.stream].file in book.aborted and event.groups["launcher"] == "srun"
+        exits = _exits(event, rank, generation, _is_alone(node))
+        book.exits += [replace(exit_, by_launcher=aborted and exit_.signal == "SIGKILL") for exit_ in exits]
         book.generations = max(book.generations, generation + 1)
         return
     who = event.rank if event.rank is not None else rank
@@ -152,19 +199,21 @@ def _add(book: Book, node: NodeLogs, event: Event, rank: int | None, pids: dict[
         return
     if who is None and ":" in event.text:
         who = _by_pid(event.text, pids)
+    if event.id == "slurm-cancelled":
+        book.aborted.add(node.streams[event.stream].file)
     failure = _failure(node, event, who, generation)
     if failure is not None:
         book.failures.append(failure)
         book.generations = max(book.generations, generation + 1)
         if who is not None:
             book.ranks.setdefault(who, 0)
-            book.hosts.setdefault(who, failure.host)
+            book.note_host(who, failure.host, node)
 
 
-def _by_pid(text: str, pids: dict[int, int]) -> int | None:
-    """NCCL's own lines have the pid; which rank that is, its INFO lines tell."""
-    match = re.search(r"[\w.-]+:(\d{1,18}):\d+ \[", text)
-    return pids.get(int(match[1])) if match else None
+def _by_pid(text: str, pids: dict[tuple[str, int], int]) -> int | None:
+    """NCCL's own lines have the host and the pid; which rank that is, its INFO lines say."""
+    match = WRITER.search(text)
+    return pids.get((match[1], int(match[2]))) if match else None
 
 
 def _is_alone(node: NodeLogs) -> bool:
@@ -188,14 +237,14 @@ def _exits(event: Event, rank: int | None, generation: int, alone: bool) -> list
         own = number_in(groups.get("rank") or (groups.get("local") if alone else None))
         ranks = [] if own is None else [own]
     code = number_in(groups.get("code"))
-    signal = _SIGNALS.get(number_in(groups.get("signal")) or 0, groups.get("signal", ""))
+    signal = SIGNALS.get(number_in(groups.get("signal")) or 0, groups.get("signal", ""))
     if groups.get("words"):
         words = groups["words"]
         signal = {"Killed": "SIGKILL", "Terminated": "SIGTERM", "Out Of Memory": "SIGKILL"}.get(words.strip(), "")
         signal = signal or ("SIGSEGV" if "egmentation" in words else "SIGABRT" if "bort" in words else words.strip())
     if code is not None and (code < 0 or 128 < code < 160):
         number = -code if code < 0 else code - 128
-        signal = _SIGNALS.get(number, f"signal {number}")
+        signal = SIGNALS.get(number, f"signal {number}")
     pid = number_in(groups.get("pid"))
     return [
         Exit(
@@ -234,7 +283,7 @@ def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) ->
         role=role,
         known=row.id if row is not None else "exception",
         rank=rank,
-        host=stream.host or node.host,
+        host=stream.host,
         generation=generation,
         what=what,
         means=means,

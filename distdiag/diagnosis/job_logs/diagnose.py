@@ -12,7 +12,7 @@ from distdiag.diagnosis.job_logs.types import COMMAND, Failure, Logs, LogSource,
 from distdiag.report import Level, Report
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from distdiag.diagnosis.job_logs.book import Book, Exit
     from distdiag.diagnosis.job_logs.types import Request
@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from distdiag.report import Finding
 
 _APART_S = 1.5
-"""Times of two ranks that differ by more tell which was first: launchers write whole seconds."""
+"""Times of two ranks that differ by more show which was first: launchers write whole seconds."""
+_SUDDEN = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
+"""Signals that no exception of Python ends in."""
+_RETRIED = ("cuda-out-of-memory", "disk-full", "shm-full", "port-in-use", "loader-killed", "loader-exited")
+"""What programs catch, log and try again; other errors of CUDA leave nothing to go on with."""
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 _MOST_RANKS, _MOST_FAILURES = 4096, 5000
 
@@ -49,7 +53,7 @@ def diagnose(request: Request, gathered: Gathered[NodeLogs]) -> Report[Logs]:
     nodes = gathered.facts
     book = books.make(nodes)
     rounds = [_round(book, number) for number in range(book.generations)]
-    failed = next((one for one in rounds if one.failures or any(_is_bad(exit_) for exit_ in one.exits)), None)
+    failed = next((one for one in rounds if one.failures or any(exit_.is_bad for exit_ in one.exits)), None)
     # Lines of a watchdog are of the first round with any.
     found: list[Finding] = []
     if failed is not None or book.watchdog:
@@ -89,10 +93,6 @@ def _round(book: Book, number: int) -> Round:
     return Round(number=number, failures=failures, exits=exits, book=book)
 
 
-def _is_bad(exit_: Exit) -> bool:
-    return bool(exit_.code or exit_.signal)
-
-
 def _first_cause(round_: Round, book: Book) -> list[Finding]:
     """Judge one round: an accusation, then causes, then ends without a word, then who is missing."""
     job = [failure for failure in round_.failures if failure.role == "job"]
@@ -102,10 +102,10 @@ def _first_cause(round_: Round, book: Book) -> list[Finding]:
         ranks = findings.accused(accused[0])
         own = [failure for failure in suspects if failure.rank in ranks and not findings.accused(failure)]
         suspects = own or accused[:1]
+    doubtful = [failure for failure in suspects if _may_be_handled(failure, round_)]
+    suspects = [failure for failure in suspects if failure not in doubtful]
     wordless = _wordless(round_)
-    if not suspects and not job:
-        suspects = wordless
-    elif suspects:
+    if suspects:
         suspects = _assigned(suspects, wordless)
         told = {failure.rank for failure in suspects}
         suspects += [
@@ -113,25 +113,87 @@ def _first_cause(round_: Round, book: Book) -> list[Finding]:
             for failure in wordless
             if failure.known.startswith("exit") and failure.rank not in told and _is_first(round_, failure)
         ]
-        if all(_was_ended(failure, round_) for failure in suspects):
-            # Ranks that the launcher ended were alive: what they report may have been handled.
-            return [findings.several([[failure] for failure in suspects], round_, book)]
+    elif not job:
+        suspects = _with_last_traceback(wordless, doubtful)
+        if suspects is wordless:
+            suspects = [failure for failure in wordless if _is_own_end(failure, book)]
     if job and not suspects:
         return [findings.ended_from_outside(job[0])]
     if suspects:
-        return _choose(suspects, round_, book)
+        return _choose(suspects, round_, book, doubtful)
     generation = round_.number
     lines = [(rank, event) for rank, event in book.watchdog if event.generation == generation] or book.watchdog
     if lines:
         judged = desync.judge(lines, book.ranks)
-        return [findings.of_desync(one, round_, first=number == 0) for number, one in enumerate(judged[:4])]
+        return [findings.of_desync(each, round_, first=number == 0) for number, each in enumerate(judged[:4])]
+    if doubtful:
+        return [_of_doubtful(doubtful, round_, book)]
     return [_who_is_missing(round_, book)]
 
 
+def _is_own_end(failure: Failure, book: Book) -> bool:
+    """Return whether an end without a word is the rank's own doing.
+
+    Ranks that lost a peer end with status 1 and SIGABRT too: what this rank wrote must be here, to lack an error.
+    """
+    return failure.rank in book.writers or not failure.what.startswith(("exit status 1 ", "SIGABRT"))
+
+
+def _may_be_handled(failure: Failure, round_: Round) -> bool:
+    """Return whether a rank may have caught an exception, logged it and gone on.
+
+    What nothing catches is written by torch's excepthook, with `[rank3]:` before each line. A traceback without it is
+    of before init_process_group, of a thread, of an older torch, or was logged. How the rank ended decides then.
+    """
+    if failure.groups.get("uncaught") or findings.accused(failure):
+        return False
+    exits = [] if failure.rank is None else [exit_ for exit_ in round_.exits_of(failure.rank) if exit_.is_bad]
+    if failure.groups.get("id") != "exception" and failure.known not in _RETRIED:
+        return False
+    if exits and failure.groups.get("id") != "exception":
+        return all(exit_.by_launcher for exit_ in exits)
+    if exits:
+        return all(exit_.by_launcher or exit_.signal in _SUDDEN for exit_ in exits)
+    if failure.rank is not None and failure.rank in {rank for rank, _ in round_.book.watchdog}:
+        return True
+    others = [other for other in round_.failures if other.rank not in (failure.rank, None)]
+    if any(other.groups.get("uncaught") for other in round_.failures):
+        return True
+    if failure.rank is None or others:
+        return False
+    if failure.groups.get("id") != "exception":
+        return True
+    # Nothing ended, and others write on: the log may be of a job that runs.
+    return bool(round_.book.writers - {failure.rank}) and not round_.exits
+
+
+def _with_last_traceback(wordless: list[Failure], doubtful: Sequence[Failure]) -> list[Failure]:
+    """Add the only traceback that no rank is named for to the only rank that ended with Python's status of one."""
+    nameless = [failure for failure in doubtful if failure.rank is None]
+    if len(wordless) != 1 or len(nameless) != 1 or wordless[0].what.partition(" without")[0] != "exit status 1":
+        return wordless
+    return [replace(nameless[0], rank=wordless[0].rank, what=f"exit status 1, probably of {nameless[0].what}")]
+
+
+def _of_doubtful(doubtful: list[Failure], round_: Round, book: Book) -> Finding:
+    """Judge a round whose only causes are tracebacks that may have been handled."""
+    alive = [failure for failure in doubtful if _was_ended(failure, round_)]
+    ranks = {failure.rank for failure in doubtful}
+    reported = {failure.rank for failure in round_.failures}
+    others_silent = [rank for rank in range(book.world) if rank not in reported]
+    raised = all(failure.groups.get("id") == "exception" for failure in doubtful)
+    if raised and not alive and not others_silent and len(ranks) == 1:
+        return findings.first_failure(doubtful, round_, book)
+    missing = _who_is_missing(round_, book)
+    if missing.level is Level.FAIL and not ranks & {*missing.where.ranks} and {*missing.where.ranks} <= {*book.ranks}:
+        return missing
+    return findings.several([[failure] for failure in doubtful], round_, book)
+
+
 def _was_ended(failure: Failure, round_: Round) -> bool:
+    """Return whether the launcher ended the rank, which was alive then."""
     exits = [] if failure.rank is None else round_.exits_of(failure.rank)
-    own = failure.groups.get("id") == "exception" and not findings.accused(failure)
-    return own and bool(exits) and all(exit_.signal in books.ENDED_BY_LAUNCHER for exit_ in exits)
+    return bool(exits) and all(exit_.by_launcher for exit_ in exits)
 
 
 def _assigned(suspects: list[Failure], wordless: list[Failure]) -> list[Failure]:
@@ -169,15 +231,15 @@ def _wordless(round_: Round) -> list[Failure]:
     found = []
     by_rank: dict[int, Exit] = {}
     for exit_ in round_.exits:
-        if _is_bad(exit_) and exit_.signal not in books.ENDED_BY_LAUNCHER:
+        if exit_.is_bad and not exit_.by_launcher:
             old = by_rank.get(exit_.rank)
             if old is None or exit_.first:
                 by_rank[exit_.rank] = exit_
     for rank, exit_ in by_rank.items():
         written = [failure for failure in round_.of(rank) if failure.role in ("cause", "consequence")]
-        if written and exit_.signal not in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"):
+        if written and exit_.signal not in _SUDDEN:
             continue
-        if any(failure.role == "cause" for failure in written):
+        if any(failure.role == "cause" and not _may_be_handled(failure, round_) for failure in written):
             continue
         found.append(findings.wordless(exit_, round_))
     return found
@@ -187,7 +249,7 @@ def _is_first(round_: Round, failure: Failure) -> bool:
     return any(exit_.first for exit_ in round_.exits_of(failure.rank or 0)) if failure.rank is not None else False
 
 
-def _choose(suspects: list[Failure], round_: Round, book: Book) -> list[Finding]:
+def _choose(suspects: list[Failure], round_: Round, book: Book, handled: Sequence[Failure] = ()) -> list[Finding]:
     """Of what may be the cause, take the one that was first; if that is not known, name all."""
     groups: dict[tuple[str, str], list[Failure]] = {}
     for failure in suspects:
@@ -198,10 +260,10 @@ def _choose(suspects: list[Failure], round_: Round, book: Book) -> list[Finding]
         groups = named or groups
     if len(groups) == 1:
         (group,) = groups.values()
-        return [findings.first_failure(group, round_, book)]
+        return [findings.first_failure(group, round_, book, handled=handled)]
     if earliest := _earliest(list(groups.values()), round_):
         later = [failure for group in groups.values() if group is not earliest for failure in group]
-        return [findings.first_failure(earliest, round_, book, later=later)]
+        return [findings.first_failure(earliest, round_, book, later=later, handled=handled)]
     return [findings.several(list(groups.values()), round_, book)]
 
 
@@ -241,21 +303,31 @@ def _who_is_missing(round_: Round, book: Book) -> Finding:
     if len({name for name, _ in collectives.values()}) > 1:
         return findings.different_collectives(collectives, round_)
     silent = [rank for rank in range(book.world) if rank not in waiting]
-    if at and len(silent) == 1 and _is_certain(silent[0], round_, book):
+    if at and len(silent) == 1 and _is_certain(silent[0], at, round_) and not _has_failed(silent[0], round_):
         return findings.never_came(silent[0], at, round_)
-    gone = [
-        rank for rank in silent if not any(exit_.signal in books.ENDED_BY_LAUNCHER for exit_ in round_.exits_of(rank))
-    ]
+    gone = [rank for rank in silent if not any(exit_.by_launcher for exit_ in round_.exits_of(rank))]
     lost = [failure for failure in waiting.values() if not findings.timed_out(failure)]
-    if lost and len(lost) == len(waiting) and len(gone) == 1 and _is_certain(gone[0], round_, book):
+    if (
+        lost
+        and len(lost) == len(waiting)
+        and len(gone) == 1
+        and _is_certain(gone[0], waiting, round_)
+        and not _has_failed(gone[0], round_)
+    ):
         return findings.left_early(gone[0], waiting, round_)
     return findings.cannot_tell(round_, book, silent)
 
 
-def _is_certain(rank: int, round_: Round, book: Book) -> bool:
-    """Return whether the logs have all ranks: this one left a trace, or its number is between others'."""
-    others = set(book.ranks) - {rank}
-    return rank in book.ranks or (bool(others) and rank < max(others)) or book.nranks > rank
+def _is_certain(rank: int, waiting: Mapping[int, Failure], round_: Round) -> bool:
+    """Return whether the logs have this rank, and the job's end: a log that is still written may lack both."""
+    if len({failure.file for failure in waiting.values()}) == 1 and min(waiting) < rank < max(waiting):
+        return True  # a console of all ranks
+    return rank in round_.book.ranks and (len(waiting) > 1 or bool(round_.exits))
+
+
+def _has_failed(rank: int, round_: Round) -> bool:
+    """Return whether a rank ended by itself, so that it did not hang."""
+    return any(exit_.is_bad and not exit_.by_launcher for exit_ in round_.exits_of(rank))
 
 
 def _unread(nodes: Sequence[NodeLogs], gathered: Gathered[NodeLogs]) -> list[Finding]:
@@ -291,13 +363,13 @@ def _ends(round_: Round) -> list[RankEnd]:
     for rank in sorted(round_.book.ranks):
         own = round_.of(rank)
         told = causes.get(rank) or next((failure for failure in own if failure.role == "consequence"), None)
-        exits = [exit_ for exit_ in round_.exits_of(rank) if _is_bad(exit_)]
+        exits = [exit_ for exit_ in round_.exits_of(rank) if exit_.is_bad]
         exit_ = exits[-1] if exits else None
         watching = [event for who, event in round_.book.watchdog if who == rank]
         what = told.what if told else watching[0].text[:200] if watching else ""
         role = told.role if told else "consequence" if watching else ""
         status = (exit_.signal or f"exit {exit_.code}") if exit_ else ""
-        if not role and status and status not in books.ENDED_BY_LAUNCHER:
+        if not role and status and exit_ and not exit_.by_launcher:
             role = "cause"
         ends.append(
             RankEnd(

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_ranks, name_ranks
+from distdiag.diagnosis.job_logs.book import SIGNALS, WRITER
 from distdiag.diagnosis.job_logs.types import Failure, number_in
 from distdiag.knowledge.job_logs import known_lines
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
@@ -70,7 +71,7 @@ def wordless(exit_: Exit, round_: Round) -> Failure:
             known = "exit-oom"
     else:
         what, known = f"exit status {exit_.code} without a traceback", "exit-status"
-        means = "it ended itself (sys.exit, os._exit), or its output is not in these logs"
+        means = "it called sys.exit or os._exit, or its output is not in these logs"
     return Failure(
         role="cause",
         known=known,
@@ -97,7 +98,14 @@ def _oom(exit_: Exit, round_: Round) -> Failure | None:
     return None
 
 
-def first_failure(group: Sequence[Failure], round_: Round, book: Book, *, later: Sequence[Failure] = ()) -> Finding:
+def first_failure(
+    group: Sequence[Failure],
+    round_: Round,
+    book: Book,
+    *,
+    later: Sequence[Failure] = (),
+    handled: Sequence[Failure] = (),
+) -> Finding:
     """Name the rank that failed first, or all ranks that failed alike, and why."""
     failure = group[0]
     row = known_lines().get(failure.known)
@@ -107,14 +115,15 @@ def first_failure(group: Sequence[Failure], round_: Round, book: Book, *, later:
     others = sorted(set(book.ranks) - set(ranks))
     where_ = f", at {failure.place}" if failure.place else ""
     reason = f"{failure.what}{where_}"
+    paths, hosts_of_paths = _paths(group, book)
     if not blames:
-        title = f"{failure.means}"
+        title = failure.means + paths
         id_ = f"logs.{failure.known}"
     elif named:
         title = f"{_ranks(ranks, book)} did not reach the barrier: {failure.what}"
         id_ = "logs.missing-rank"
     elif not ranks:
-        title, id_ = f"{reason} (the line does not tell which rank)", "logs.failure"
+        title, id_ = f"{reason} (rank unknown)", "logs.failure"
     elif len(ranks) == 1:
         title, id_ = f"{_ranks(ranks, book)} failed first: {reason}", "logs.first-failure"
     else:
@@ -125,17 +134,37 @@ def first_failure(group: Sequence[Failure], round_: Round, book: Book, *, later:
             title += f"; {_count(len(followers), 'other rank')} ended because of it"
     hosts = tuple(sorted({book.hosts.get(rank, "") for rank in ranks} - {""}))
     meaning = failure.means if failure.means and blames else ""
-    detail = " ".join(filter(None, [_sentence(meaning), _differences(group), _later(later, book)]))
+    detail = " ".join(
+        filter(None, [_sentence(meaning), _differences(group), _later(later, book), _survived(handled, book)])
+    )
     return Finding(
         id=id_,
         level=Level.FAIL,
         title=title,
         detail=detail,
-        where=Where(ranks=ranks, hosts=hosts) if blames else Where(),
+        where=Where(ranks=ranks, hosts=hosts) if blames else Where(hosts=hosts_of_paths),
         witnesses=Witnesses(ranks=tuple(others) if blames else tuple(sorted({*ranks, *others}))),
         evidence=_evidence(group),
         fix=_fix(failure, round_),
     )
+
+
+def _paths(group: Sequence[Failure], book: Book) -> tuple[str, tuple[str, ...]]:
+    """Format between which hosts InfiniBand failed; and the host that is an end of each of several paths."""
+    names = {comm.address.partition("<")[0]: comm.host for comm in book.comms if comm.address}
+    paths: dict[tuple[str, str], str] = {}
+    for failure in group:
+        writer, peer = WRITER.search(failure.text), failure.groups.get("peer", "")
+        if writer and peer:
+            end = names.get(peer, peer)
+            paths[writer[1], end] = f"{writer[1]} to {end}" + (f" ({peer})" if end != peer else "")
+    if not paths:
+        return "", ()
+    shown = list(paths.values())
+    more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
+    common = set.intersection(*({*ends} for ends in paths))
+    several = len({frozenset(ends) for ends in paths}) > 1
+    return f"; {', '.join(shown[:3])}{more}", tuple(sorted(common)) if several and len(common) == 1 else ()
 
 
 def _sentence(text: str) -> str:
@@ -155,6 +184,16 @@ def _differences(group: Sequence[Failure]) -> str:
     return f"They differ: {'; '.join(parts)}{more}."
 
 
+def _survived(handled: Sequence[Failure], book: Book) -> str:
+    if not handled:
+        return ""
+    parts = [
+        f"{_ranks((failure.rank,), book) if failure.rank is not None else 'no rank named'}: {failure.what[:120]}"
+        for failure in handled[:_NAMED]
+    ]
+    return f"Logged, but nothing shows that it ended a rank: {'; '.join(parts)}."
+
+
 def _later(later: Sequence[Failure], book: Book) -> str:
     if not later:
         return ""
@@ -162,7 +201,7 @@ def _later(later: Sequence[Failure], book: Book) -> str:
         f"{_ranks((one.rank,), book) if one.rank is not None else 'no rank named'}: {one.what[:120]}"
         for one in later[:_NAMED]
     ]
-    return f"Later, on its own: {'; '.join(parts)}."
+    return f"Later, unrelated: {'; '.join(parts)}."
 
 
 def _fix(failure: Failure, round_: Round) -> Fix | None:
@@ -172,7 +211,7 @@ def _fix(failure: Failure, round_: Round) -> Fix | None:
     if failure.known == "exit-signal":
         if "SIGKILL" in failure.what:
             return Fix(
-                text="find who sent it: the kernel out of memory (dmesg, memory.events), a limit, or a person",
+                text="find who sent it: the kernel (out of memory: dmesg, memory.events), a limit, or a person",
                 commands=(
                     "dmesg -T | grep -i -E 'out of memory|oom-kill'",
                     "cat /sys/fs/cgroup/memory.events",
@@ -184,7 +223,7 @@ def _fix(failure: Failure, round_: Round) -> Fix | None:
         return Fix(text=row.fix, commands=row.commands)
     if failure.known == "exit-status":
         return Fix(
-            text="keep the output of every rank, and let torchrun catch its exception: @record",
+            text="keep the output of every rank, and decorate main() with @record: torchrun then reports the exception",
             commands=("torchrun --log-dir logs --redirects 3 --tee 3 ...",),
         )
     if kind in _FIRST_STEPS:
@@ -204,23 +243,23 @@ def several(groups: Sequence[Sequence[Failure]], round_: Round, book: Book) -> F
     more = f"; and {len(groups) - _NAMED} more" if len(groups) > _NAMED else ""
     first = next((exit_ for exit_ in round_.exits if exit_.first), None)
     seen = (
-        f" {first.launcher} saw rank {first.rank} first, which is when it looked, not when they failed."
+        f" {first.launcher} saw rank {first.rank} first, but that is when it polled, not when they failed."
         if first
         else ""
     )
     return Finding(
         id="logs.order-unknown",
         level=Level.UNKNOWN,
-        title=f"{len(groups)} different failures, and the log does not tell which was first: {'; '.join(parts)}{more}"
+        title=f"{len(groups)} different failures, and the log does not show which was first: {'; '.join(parts)}{more}"
         if len(groups) > 1
-        else f"one rank reports a failure, and was alive when the launcher ended it: {parts[0]}",
-        detail="Their lines have no times, or times that are too close." + seen,
+        else f"one rank logged a failure, but nothing shows that it ended the rank: {parts[0]}",
+        detail="Their lines have no times, or times too close to order." + seen,
         witnesses=Witnesses(
             ranks=tuple(sorted({one.rank for group in groups for one in group if one.rank is not None}))
         ),
         evidence=tuple(line for group in groups[:_NAMED] for line in _evidence(group)[:1]),
         fix=Fix(
-            text="for the next run, let each rank write the time of its failure (@record), and its own file",
+            text="in the next run, let each rank record the time of its failure (@record) and write its own file",
             commands=(
                 "export TORCHELASTIC_ERROR_FILE=/tmp/error.json",
                 "torchrun --log-dir logs --redirects 3 --tee 3 ...",
@@ -242,12 +281,12 @@ def different_collectives(collectives: Mapping[int, tuple[str, str]], round_: Ro
         id="logs.collective-mismatch",
         level=Level.FAIL,
         title=f"the ranks waited in different collectives: {words}",
-        detail="Each waits for the others: their code paths differ, or some ranks are a collective ahead.",
+        detail="Their code paths differ, or some ranks are one collective ahead.",
         where=Where(ranks=tuple(few) if clear else ()),
         witnesses=Witnesses(ranks=tuple(sorted(set(collectives) - set(few))) if clear else tuple(sorted(collectives))),
         evidence=_evidence([one for one in round_.failures if one.collective]),
         fix=Fix(
-            text="find the branch that depends on the rank before that line; this names both sides in the next run:",
+            text="find the branch before that line that depends on the rank; in the next run this names both sides:",
             commands=("export TORCH_DISTRIBUTED_DEBUG=DETAIL",),
         ),
     )
@@ -259,13 +298,13 @@ def never_came(rank: int, waiting: Mapping[int, Failure], round_: Round) -> Find
     return Finding(
         id="logs.missing-rank",
         level=Level.FAIL,
-        title=f"{_ranks((rank,), round_.book)} did not come: {name_ranks(waiting)} timed out waiting"
-        f"{f' at {places[0]}' if places and places[0] else ''}, and it reports nothing",
-        detail="It was busy elsewhere, hung, or late by more than the timeout.",
+        title=f"{_ranks((rank,), round_.book)} never arrived: {name_ranks(waiting)} timed out waiting"
+        f"{f' at {places[0]}' if places and places[0] else ''}, and it logged nothing",
+        detail="It was busy elsewhere, hung, or later than the timeout.",
         where=Where(ranks=(rank,), hosts=tuple(filter(None, (round_.book.hosts.get(rank, ""),)))),
         witnesses=Witnesses(ranks=tuple(sorted(waiting))),
         evidence=_evidence(list(waiting.values())),
-        fix=Fix(text="in the next run, look at it while it hangs", commands=("distdiag pyspy-all",)),
+        fix=Fix(text="in the next run, see where it hangs", commands=("distdiag pyspy-all",)),
     )
 
 
@@ -274,14 +313,14 @@ def left_early(rank: int, waiting: Mapping[int, Failure], round_: Round) -> Find
     return Finding(
         id="logs.left-early",
         level=Level.FAIL,
-        title=f"{_ranks((rank,), round_.book)} left while the others still communicated: "
-        f"{name_ranks(waiting)} lost a peer, and it reports no error",
+        title=f"{_ranks((rank,), round_.book)} left while the others were still communicating: "
+        f"{name_ranks(waiting)} lost a peer, and it logged no error",
         detail="It ended with status 0 (fewer batches than the others), or was killed without a trace.",
         where=Where(ranks=(rank,), hosts=tuple(filter(None, (round_.book.hosts.get(rank, ""),)))),
         witnesses=Witnesses(ranks=tuple(sorted(waiting))),
         evidence=_evidence(list(waiting.values())),
         fix=Fix(
-            text="compare how many steps each rank makes: dataset length, drop_last, early stopping; DDP: model.join()"
+            text="compare the steps per rank: dataset length, drop_last, early stopping; with DDP use model.join()"
         ),
     )
 
@@ -290,12 +329,12 @@ def cannot_tell(round_: Round, book: Book, silent: Sequence[int]) -> Finding:
     """There are only consequences."""
     waiting = [failure for failure in round_.failures if failure.role == "consequence"]
     who = sorted({failure.rank for failure in waiting if failure.rank is not None})
-    missing = f"; {name_ranks(silent)} report nothing" if silent else ""
+    missing = f"; {name_ranks(silent)} logged nothing" if silent else ""
     return Finding(
         id="logs.cannot-tell",
         level=Level.UNKNOWN,
         title=f"consequences only: {name_ranks(who) if who else 'ranks'} lost a peer or timed out{missing}",
-        detail="What ended the first rank is not in these logs.",
+        detail="What ended the first rank is not in these logs." + _unnamed(book),
         witnesses=Witnesses(ranks=tuple(who)),
         evidence=_evidence(waiting),
         fix=Fix(
@@ -306,6 +345,15 @@ def cannot_tell(round_: Round, book: Book, silent: Sequence[int]) -> Finding:
             ),
         ),
     )
+
+
+def _unnamed(book: Book) -> str:
+    """Format a return code whose rank the launcher does not report."""
+    if not book.unnamed_codes:
+        return ""
+    code = number_in(book.unnamed_codes[0]) or 0
+    signal = f" ({SIGNALS[-code]})" if -code in SIGNALS else ""
+    return f" DeepSpeed's launcher reports return code {code}{signal} of one rank; the --local_rank it prints is wrong."
 
 
 def ended_from_outside(failure: Failure) -> Finding:
@@ -329,27 +377,28 @@ def of_desync(desync: Desync, round_: Round, *, first: bool) -> Finding:
     texts = {
         "behind": f"{who} never called {desync.what}, in which {waiting} timed out",
         "mismatch": f"the ranks called different collectives: {desync.what}",
-        "silent": f"{who} reports nothing while {waiting} timed out in {desync.what}: dead, or busy outside NCCL",
-        "never": f"the ranks never connected: all timed out in {desync.what}, and none was completed before",
-        "same": f"all ranks timed out in {desync.what}: the network, hardware, or a rank that is not here",
+        "silent": f"{who} logged nothing while {waiting} timed out in {desync.what}: dead, or busy outside NCCL",
+        "never": f"the ranks never connected: all timed out in {desync.what}, and completed none before",
+        "same": f"all ranks timed out in {desync.what}: the network, hardware, or a rank whose log is missing",
         "outside": desync.what,
         "unclear": desync.what,
     }
     fixes = {
         "behind": Fix(
-            text="see what it did instead", commands=("distdiag pyspy-all", "export TORCH_FR_BUFFER_SIZE=2000")
+            text="see what it does instead", commands=("distdiag pyspy-all", "export TORCH_FR_BUFFER_SIZE=2000")
         ),
         "mismatch": Fix(
-            text="find the branch that depends on the rank before it",
+            text="find the branch before it that depends on the rank",
             commands=("export TORCH_DISTRIBUTED_DEBUG=DETAIL",),
         ),
         "silent": Fix(
-            text="see the end of its own log, and its host's", commands=("distdiag pyspy-all", "dmesg -T | tail")
+            text="read the end of its log and of its host's kernel log",
+            commands=("distdiag pyspy-all", "dmesg -T | tail"),
         ),
-        "outside": Fix(text="see where the ranks are", commands=("distdiag pyspy-all --native",)),
+        "outside": Fix(text="see where the ranks wait", commands=("distdiag pyspy-all --native",)),
     }
     network = Fix(
-        text="test the network and the GPUs of these nodes; for the next run, let NCCL tell",
+        text="test the network and the GPUs of these nodes; log what NCCL does in the next run",
         commands=("distdiag gpu-test --isolate", "export NCCL_DEBUG=INFO TORCH_FR_BUFFER_SIZE=2000"),
     )
     return Finding(
@@ -381,7 +430,7 @@ def restarted(generations: int, judged: int) -> Finding:
     return Finding(
         id="logs.restarted",
         level=Level.INFO,
-        title=f"the job was started {generations} times; start {judged + 1} failed first and is the one explained",
+        title=f"the job was started {generations} times; this explains start {judged + 1}, the first that failed",
     )
 
 
@@ -409,7 +458,7 @@ def cut(host: str, file: LogFile) -> Finding:
 def incomplete(host: str, why: str) -> Finding:
     """A node did not send all."""
     return Finding(
-        id="logs.incomplete", level=Level.UNKNOWN, title=f"{host}: not all was read: {why}", where=Where(hosts=(host,))
+        id="logs.incomplete", level=Level.UNKNOWN, title=f"{host}: read only in part: {why}", where=Where(hosts=(host,))
     )
 
 

@@ -9,7 +9,7 @@ from distdiag.facts.job_logs.scan import PHASES
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from distdiag.facts.job_logs.scan import NcclRank
 
@@ -17,7 +17,7 @@ _LOCAL_ONLY = ("lo", "docker", "veth", "virbr", "br-")
 
 
 def findings_of(comms: Sequence[NcclRank], *, ended: bool) -> list[Finding]:
-    """Return what the set-up of NCCL has that may be the trouble."""
+    """Return what in the set-up of NCCL stops the job or slows it down."""
     found: list[Finding] = []
     stuck = [comm for comm in comms if comm.started > comm.completed or (comm.phase < 5 and not comm.completed)]
     done = [comm for comm in comms if comm.completed and comm not in stuck]
@@ -47,47 +47,52 @@ def _stuck(stuck: Sequence[NcclRank], done: Sequence[NcclRank]) -> Finding:
     return Finding(
         id="logs.nccl-init",
         level=Level.WARN,
-        title=f"NCCL's init did not complete on {len(stuck)} ranks: {who} came to {PHASES[least]} only{rest}{missing}",
+        title=f"NCCL init did not complete on {len(stuck)} ranks: {who} got only to {PHASES[least]}{rest}{missing}",
         where=Where(hosts=tuple(sorted({comm.host for comm in last}))),
         witnesses=Witnesses(ranks=tuple(sorted(comm.rank for comm in done if comm.rank is not None))),
         fix=Fix(
-            text="test whether these nodes reach each other, on the interface that NCCL uses",
+            text="test whether these nodes reach each other over the interface that NCCL uses",
             commands=("distdiag ports --hosts ...",),
         ),
     )
 
 
 def _differing(comms: Sequence[NcclRank]) -> list[Finding]:
-    """Name what a few hosts have otherwise than the others."""
-    kinds: tuple[tuple[str, Callable[[NcclRank], str], str], ...] = (
-        ("version", lambda comm: comm.version, "NCCL version"),
-        ("network", lambda comm: comm.network, "network"),
-        ("interface", lambda comm: comm.interface, "bootstrap interface"),
+    """Name what differs between hosts, and the hosts that are few."""
+    kinds: tuple[tuple[str, Callable[[NcclRank], Iterable[str]], str], ...] = (
+        ("version", lambda comm: (comm.version,), "version"),
+        ("network", lambda comm: (comm.network,), "network"),
+        ("interface", lambda comm: (comm.interface,), "bootstrap interface"),
+        ("plugin", lambda comm: (comm.plugin,), "network plugin"),
         ("transport", _remote, "transport between nodes"),
+        ("local-transport", _local, "transport within a node"),
     )
     found = []
     for name, value, words in kinds:
-        by_value: dict[str, set[str]] = {}
+        by_host: dict[str, set[str]] = {}
         for comm in comms:
-            if value(comm):
-                by_value.setdefault(value(comm), set()).add(comm.host)
+            by_host.setdefault(comm.host, set()).update(value(comm))
+        by_value: dict[str, set[str]] = {}
+        for host, values in by_host.items():
+            if values := values - {""}:
+                by_value.setdefault(" + ".join(sorted(values)), set()).add(host)
         if len(by_value) < 2:
             continue
         ordered = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[0]))
         clear = len(ordered[0][1]) > len(ordered[1][1])
         few = sorted({host for _, hosts in ordered[1:] for host in hosts} - ordered[0][1])
-        told = "; ".join(f"{shown}: {fold(sorted(hosts))}" for shown, hosts in ordered[:4])
+        shown = "; ".join(f"{text}: {fold(sorted(hosts))}" for text, hosts in ordered[:4])
         slow = (
-            "; one node without GPUDirect RDMA slows the whole job" if name == "transport" and "GDRDMA" in told else ""
+            "; one node without GPUDirect RDMA slows the whole job" if name == "transport" and "GDRDMA" in shown else ""
         )
         found.append(
             Finding(
                 id=f"logs.nccl-{name}",
                 level=Level.WARN,
-                title=f"the hosts differ in NCCL's {words}: {told}{slow}",
+                title=f"NCCL's {words} differs between hosts: {shown}{slow}",
                 where=Where(hosts=tuple(few) if clear else ()),
                 fix=Fix(
-                    text="make the hosts alike: the same image, driver, nvidia_peermem and NCCL_* variables",
+                    text="give all hosts the same image, driver, nvidia_peermem and NCCL_* variables",
                     commands=("distdiag cuda-env --hosts ...", "lsmod | grep -E 'nvidia_peermem|nv_peer_mem'"),
                 ),
             )
@@ -95,8 +100,12 @@ def _differing(comms: Sequence[NcclRank]) -> list[Finding]:
     return found
 
 
-def _remote(comm: NcclRank) -> str:
-    return " + ".join(sorted(kind for kind in comm.edges if kind.startswith("NET")))
+def _remote(comm: NcclRank) -> Iterable[str]:
+    return (kind for kind in comm.edges if kind.startswith("NET"))
+
+
+def _local(comm: NcclRank) -> Iterable[str]:
+    return (kind for kind in comm.edges if not kind.startswith("NET"))
 
 
 def _interface(comms: Sequence[NcclRank]) -> Finding:
@@ -104,9 +113,9 @@ def _interface(comms: Sequence[NcclRank]) -> Finding:
     return Finding(
         id="logs.nccl-local-interface",
         level=Level.WARN,
-        title=f"NCCL bootstraps over {comms[0].interface} on {fold(hosts)}: other nodes do not reach that interface",
+        title=f"NCCL bootstraps over {comms[0].interface} on {fold(hosts)}: other nodes cannot reach that interface",
         where=Where(hosts=tuple(hosts)),
-        fix=Fix(text="name the interface of the cluster's network", commands=("export NCCL_SOCKET_IFNAME=eth0",)),
+        fix=Fix(text="set the interface of the cluster network", commands=("export NCCL_SOCKET_IFNAME=eth0",)),
     )
 
 
@@ -114,6 +123,6 @@ def _sockets(hosts: Sequence[str]) -> Finding:
     return Finding(
         id="logs.nccl-sockets",
         level=Level.INFO,
-        title=f"NCCL uses TCP sockets between all {len(hosts)} hosts: slow, if they have InfiniBand, RoCE or EFA",
-        fix=Fix(text="see whether the RDMA devices are visible in the container", commands=("ibv_devinfo -l",)),
+        title=f"NCCL uses TCP sockets between all {len(hosts)} hosts: slow if they have InfiniBand, RoCE or EFA",
+        fix=Fix(text="check that the container sees the RDMA devices", commands=("ibv_devinfo -l",)),
     )

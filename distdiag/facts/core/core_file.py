@@ -208,25 +208,25 @@ def opened(core: Core) -> Iterator[Image]:
         try:
             yield Image(file)
         except (Malformed, struct.error) as error:
-            reason = f"damaged, or cut off before the end of its notes: it has {file.size:,} bytes"
+            reason = f"damaged, or truncated before the end of its notes: it has {file.size:,} bytes"
             raise NotACore(reason) from error
 
 
 def _check(head: bytes) -> None:
     """Refuse what is not a core of a supported machine, by the beginning of its header."""
     if not head:
-        raise NotACore("empty, as a full disk leaves it")
+        raise NotACore("empty (was the disk full?)")
     if head[:4] != MAGIC:
-        raise NotACore("not a core: it does not begin as an ELF file does")
+        raise NotACore("not a core: no ELF header")
     if len(head) < _IDENTITY_BYTES or head[4] not in (_BITS_32, _BITS_64) or head[5] not in (_LITTLE, _BIG):
-        raise NotACore("damaged or cut off in its first 20 bytes")
+        raise NotACore("damaged or truncated in its first 20 bytes")
     kind, machine = struct.unpack_from("<HH" if head[5] == _LITTLE else ">HH", head, 16)
     if kind != _ET_CORE:
         raise NotACore(f"not a core, but {_KINDS.get(kind, f'an ELF file of type {kind}')}")
     if machine not in _MACHINES or head[4] != _BITS_64 or head[5] != _LITTLE:
         name = _MACHINES.get(machine) or _OTHER_MACHINES.get(machine, f"machine {machine}")
         bits, order = 32 * head[4], "little" if head[5] == _LITTLE else "big"
-        raise OtherMachine(f"a core of another kind of machine: {name}, {bits} bits, {order} endian")
+        raise OtherMachine(f"a core of an unsupported machine: {name}, {bits} bits, {order} endian")
 
 
 @dataclass(frozen=True)

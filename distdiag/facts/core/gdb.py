@@ -174,8 +174,8 @@ def _frame(match: re.Match[str]) -> Frame:
 def _hindrance(pid: int, proc: procs.Proc | None) -> str:
     tracer = procs.tracer(pid)
     if proc is None or proc.state in "ZX":
-        return "it has ended"
+        return "it has exited"
     if tracer is not None:
         return f"it is traced by {machine.command_line(tracer) or 'a program'} (pid {tracer})"
     blocked = sum(task.state == "D" for task in procs.tasks(pid))
-    return f"{blocked} of its threads cannot be paused: they wait in the kernel (D)" if blocked else ""
+    return f"{blocked} of its threads cannot be paused: stuck in the kernel (D)" if blocked else ""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _WORD, _SYMBOL = struct.Struct("<Q"), struct.Struct("<IBBHQQ")
 _CLASSES = b"\0++CCUNG", b"\1++CCUNG"
-"""_Unwind_Exception.exception_class of an exception, and of one that was thrown again (std::rethrow_exception)."""
+"""_Unwind_Exception.exception_class of an exception, and of a rethrown exception (std::rethrow_exception)."""
 _TYPE_BEFORE, _OBJECT_AFTER = 80, 32
 """From that header: how far before it its type_info (of one thrown again: the object) is, and after it the object."""
 _STACK_BYTES = 64 << 10

@@ -129,9 +129,9 @@ def parse(text: str, functions: Functions, own: CFrames | None = None) -> tuple[
     found = threads.values() if answer["live"] else (replace(thread, name="") for thread in threads.values())
     errors = answer["errors"]
     if own is not None and own.debuggable and not lines:
-        errors.append("no source lines of C code: their debug information could not be read, or not in time")
+        errors.append("no source lines of C code: debug information unreadable, or not read in time")
     if threads and not any(row["python"] for row in answer["threads"]):
-        errors.append("no Python frames were found")
+        errors.append("no Python frames found")
     return tuple(found), printable("; ".join(errors))[:300]
 
 
@@ -158,7 +158,7 @@ def _why(done: programs.Done, timeout_s: float, python: str) -> str:
     if done.status is not None and done.status < 0:
         return f"{_DIED} {programs.signal_name(-done.status)}"
     if len(done.stdout) >= programs.MAX_OUTPUT_BYTES:
-        return "pystack found stacks that are too deep to be handed over"
+        return "pystack found stacks that are too deep to transfer"
     words = (done.stderr.decode("utf-8", "replace").strip().splitlines() or [f"it ended with status {done.status}"])[-1]
     if "No module named 'pystack'" in words:
         return f"pystack is not installed ({python} -m pip install pystack)"

@@ -230,7 +230,7 @@ def _blocked_by(path: str, user: int, folder: os.stat_result) -> str:
     if stat.S_ISDIR(state.st_mode):
         return "a folder"
     sticky = folder.st_mode & stat.S_ISVTX
-    return "a file of another user" if sticky and user not in (0, state.st_uid, folder.st_uid) else ""
+    return "another user's file" if sticky and user not in (0, state.st_uid, folder.st_uid) else ""
 
 
 def coredump_conf(root: str = "") -> CoredumpConf:

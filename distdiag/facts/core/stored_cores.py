@@ -135,7 +135,7 @@ def unpack(path: str, folder: str, *, most_bytes: int, timeout_s: float) -> str:
             error.unpacked_bytes = os.path.getsize(unpacked)
         os.unlink(unpacked)
         if isinstance(error, OSError):
-            raise CannotUnpack(f"cannot be unpacked into {folder}: {error.strerror}") from error
+            raise CannotUnpack(f"cannot unpack into {folder}: {error.strerror}") from error
         raise
     return unpacked
 
@@ -143,7 +143,7 @@ def unpack(path: str, folder: str, *, most_bytes: int, timeout_s: float) -> str:
 def _write(file: BinaryIO, pieces: Iterator[bytes], promised: int) -> None:
     for piece in pieces:
         if file.tell() + len(piece) > promised + _MORE_THAN_PROMISED_BYTES:
-            raise CannotUnpack(f"damaged: there is more in it than the {_mib(promised)} that its headers promise")
+            raise CannotUnpack(f"damaged: it contains more than the {_mib(promised)} of its headers")
         file.write(piece)
 
 
@@ -151,17 +151,17 @@ def _promised_bytes(start: bytes) -> int:
     try:
         return Image(Bytes(start)).whole_bytes
     except Malformed:
-        raise CannotUnpack("what is packed in it is not a core of 64 bits") from None
+        raise CannotUnpack("the packed file is not a 64-bit core") from None
 
 
 def _check_room(promised: int, folder: str, most_bytes: int) -> None:
     disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize - _LEFT_FREE_BYTES
     if promised > most_bytes:
-        raise CannotUnpack(f"unpacked it would have {_mib(promised)}, and {_mib(most_bytes)} are allowed")
+        raise CannotUnpack(f"it unpacks to {_mib(promised)}; the limit is {_mib(most_bytes)}")
     if promised > free:
-        room = f"{folder} has room for {_mib(max(0, free))}; TMPDIR can name another folder"
-        raise CannotUnpack(f"unpacked it would have {_mib(promised)}, and {room}")
+        room = f"{folder} has {_mib(max(0, free))} free; set TMPDIR to another directory"
+        raise CannotUnpack(f"it unpacks to {_mib(promised)}; {room}")
 
 
 def _mib(size: int) -> str:
@@ -184,7 +184,7 @@ def _by_module(path: str, packing: Packing, deadline: float) -> Generator[bytes,
     try:
         module = importlib.import_module(name)
     except ImportError:  # a Python that was built without zlib or liblzma
-        raise CannotUnpack(f"this Python has no {name}, which reads {packing.value}") from None
+        raise CannotUnpack(f"this Python has no {name}, which is needed for {packing.value}") from None
     try:
         with module.open(path) as file:
             while piece := file.read1(_CHUNK_BYTES):
@@ -192,7 +192,7 @@ def _by_module(path: str, packing: Packing, deadline: float) -> Generator[bytes,
                 if time.monotonic() > deadline:
                     return False
     except EOFError as error:
-        raise CutOff("this file is cut off") from error
+        raise CutOff("this file is truncated") from error
     except Exception as error:  # each module has errors of its own
         raise CannotUnpack(f"damaged: {error}") from error
     return True
@@ -218,7 +218,7 @@ def _by_program(path: str, packing: Packing, deadline: float) -> Generator[bytes
     if done.status:
         complaint = done.stderr.decode("utf-8", "replace").strip()[:1000]
         if any(words in complaint.lower() for words in _CUT_OFF):
-            raise CutOff("this file is cut off")
+            raise CutOff("this file is truncated")
         raise CannotUnpack(f"damaged: {complaint or f'{program} ended with status {done.status}'}")
     return True
 
@@ -314,7 +314,7 @@ class _Search:
             self._searched.setdefault(folder)
             for entry in self._entries(folder, given=given):
                 if self._files >= _MAX_FILES or time.monotonic() > self._deadline:
-                    self._skipped[path] = f"not searched to its end: looked at {self._files} files"
+                    self._skipped[path] = f"not searched completely: {self._files} files read"
                     return
                 if not entry.is_dir():
                     self._files += 1
@@ -359,9 +359,9 @@ def _core_in(path: str, *, by_program: bool) -> tuple[Packing | None, str]:
     with File(path) as file:
         size, start = file.size, file.at(0, min(file.size, len(_REPORT)))
     if not size:
-        return None, "empty: the disk was full, or a limit left no room for a core"
+        return None, "empty: the disk was full, or the core size limit is too low"
     if start == _REPORT:
-        return None, "a report of apport: apport-unpack FILE FOLDER puts the core into FOLDER/CoreDump"
+        return None, "an apport report: apport-unpack FILE DIR extracts the core to DIR/CoreDump"
     packing = packing_of(path)
     # A program is started only for a file that is called like a core.
     promising = by_program if packing in _BY_PROGRAM else start.startswith(MAGIC) or packing is not Packing.NONE

@@ -173,10 +173,10 @@ class CFrames:
         }
 
     def stacks(self, lines: LinesByFile) -> Stacks:
-        """Return the C frames alone, as far as they could be followed."""
+        """Return the C frames only, as far as they could be followed."""
         without = ", without source lines" if self.debuggable and not lines else ""
         threads = tuple(stacks.of_c_alone(tid, frames) for tid, frames in self.frames(lines).items())
-        return Stacks("distdiag", threads, f"C frames alone{without}", 0.0)
+        return Stacks("distdiag", threads, f"C frames only{without}", 0.0)
 
     def _read_names(self) -> None:
         begins: dict[str, set[int]] = {}

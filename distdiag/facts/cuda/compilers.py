@@ -47,7 +47,7 @@ class Compilers:
 
     def __post_init__(self) -> None:
         if self.cxx is not None and not self.cxx_asked.strip():
-            raise ValueError("a C++ compiler that nobody asked for")
+            raise ValueError("a C++ compiler that no setting names")
 
 
 def find(places: Places, more: Iterable[str], *, newest_gcc: int, timeout_s: float) -> Compilers:

@@ -60,7 +60,7 @@ class NodeLogs:
 
 
 class Unreadable(Exception):
-    """A file that is none to read: the text says why."""
+    """A file that cannot be read as a log: the text says why."""
 
 
 def facts(ask: dict[str, Any]) -> NodeLogs:
@@ -172,7 +172,7 @@ def files_of(path: str) -> Iterator[tuple[str, str]]:
                 continue
             count += 1
             if count > _MOST_FILES:
-                yield path, f"more than {_MOST_FILES} files: the others were not read"
+                yield path, f"more than {_MOST_FILES} files: the rest was not read"
                 return
             try:
                 mode = os.stat(whole).st_mode
@@ -239,7 +239,7 @@ def _bytes(path: str, *, follow: bool, tail: int) -> Generator[bytes, None, None
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
             if not select.select([fd], [], [], _WAIT_FOR_WRITER_S)[0]:
-                raise Unreadable(f"a pipe that nobody wrote to for {_WAIT_FOR_WRITER_S:g} s")
+                raise Unreadable(f"a pipe without a writer for {_WAIT_FOR_WRITER_S:g} s")
             os.set_blocking(fd, True)
             yield from _piped(fd)
         finally:
@@ -259,7 +259,8 @@ def _bytes(path: str, *, follow: bool, tail: int) -> Generator[bytes, None, None
         read = 0
         if tail and size > tail:
             read = file.seek(size - tail)
-        while follow or read < size:  # a log that is being written ends where it ended when it was opened
+        # A log that is being written ends where it ended when it was opened; files of /proc and /sys have no size.
+        while follow or read < size or not size:
             piece = file.read(_BLOCK)
             if not piece and not follow:
                 return

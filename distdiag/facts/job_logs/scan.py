@@ -17,17 +17,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 SIGNS = (
-    b"rror", b"raceback", b"xception", b"illed", b"ignal", b"NCCL", b"atchdog", b"bort", b"ail", b"xit", b"imed out",
-    b"imeout", b"oom", b"Out of memory", b"enqueued", b"Segmentation", b"CANCELLED", b"losed", b"NVRM", b"pid",
-    b"will restart", b"double free", b"No space",
+    b"rror", b"raceback", b"xception", b"illed", b"ignal", b"NCCL WARN", b"atchdog", b"bort", b"ail", b"xit",
+    b"imed out", b"imeout", b"oom", b"ut of memory", b"Out Of Memory", b"enqueued", b"Segmentation", b"CANCELLED",
+    b"losed", b"NVRM", b"pid", b"will restart", b"double free", b"No space", b"NCCL version", b"NCCL INFO Bootstrap",
+    b"- Init ", b"NCCL INFO NET/", b"NCCL INFO Trees", b"NCCL INFO Connected", b"NCCL INFO Using", b"alloc(): ",
+    b"free(): ", b"corrupted size", b"munmap_chunk", b"stack smashing", b"forcing job", b"srun: Terminating",
+    b"KeyboardInterrupt", b"DDP expects", b"fallen off", b"GPU is lost", b"uncorrectable", b"oom_kill",
 )  # fmt: skip
-"""A line without any of these is none that a pattern fits."""
+"""A line without any of these is none that a pattern fits. `Channel ... via` of NCCL's INFO is read by the block."""
 _TEXT, _TAIL, _FRAMES, _CHAIN = 600, 8, 64, 4
 _MOST_EVENTS, _MOST_OF_STREAM, _MOST_OF_KIND = 20_000, 200, 24
 _MOST_STREAMS, _MOST_COMMS = 20_000, 20_000
 _CACHED = 4096
+_MOST_SHAPES, _LONGEST_SHAPE = 20_000, 500
 _LONG_AGO = 2000
-_LEARN_BLOCKS = 50
+_LEARN_BLOCKS, _LOOKED_AT = 50, 64
 
 RANK = re.compile(rb"\[rank(\d{1,6})\]:[ ]?")
 _LABELLED = re.compile(rb"^[^\n]{1,80}?\[rank(\d{1,6})\]:", re.MULTILINE)
@@ -41,7 +45,8 @@ _FRAME = re.compile(r'^\s+File "([^"]{1,400})", line (\d{1,18})(?:, in (.{1,120}
 _INFO = re.compile(rb"([\w.-]{1,200}):(\d{1,18}):(\d{1,18}) \[(-?\d{1,18})\] NCCL INFO (.*)")
 _COMM = re.compile(rb"comm 0x\w+ rank (\d{1,6}) n[Rr]anks (\d{1,6}).*?(?:commId (0x\w+))?\D*- Init (START|COMPLETE)")
 _OOB = re.compile(rb"Bootstrap ?: Using (\[\d+\])?([^: ]+):([\d.a-f:\[\]]+)<")
-_NET = re.compile(rb"NET/(\w+) ?: Using (.*)")
+_NET = re.compile(rb"NET/(\w+) ?: Using \[\d")
+_PLUGIN = re.compile(rb"NET/Plugin ?: (?:Loaded net plugin ([^(]{1,60}?) ?(?:\(|$)|No plugin found|Plugin load )")
 _VIA = re.compile(rb" via (P2P|SHM|NET/[\w.-]+)((?:/[\w.-]+)*)")
 _SUMMARY = re.compile(r"^\s+(time|host|rank|exitcode|error_file|traceback)\s*: (.*)$")
 _WATCHDOG = ("Watchdog caught", "ast enqueued")
@@ -116,7 +121,11 @@ class Pattern:
 
 @dataclass
 class _Traceback:
-    """A traceback that is being read. `named`: its lines begin with `[rank3]:`; `last`: the exception, and after it."""
+    """A traceback that is being read.
+
+    `named`: its lines begin with `[rank3]:`, as torch's excepthook writes what nothing caught; `last`: the exception,
+    and after it.
+    """
 
     line: int
     generation: int
@@ -125,6 +134,8 @@ class _Traceback:
     frames: list[str] = field(default_factory=list)
     last: list[str] = field(default_factory=list)
     chain: list[str] = field(default_factory=list)
+    chained: bool = False
+    """The next traceback follows from this exception."""
 
 
 class Scan:
@@ -137,7 +148,7 @@ class Scan:
         self.comms: dict[tuple[str, int], NcclRank] = {}
         self.dropped = 0
         self.news: Callable[[Event], None] | None = None
-        self._cache: dict[bytes, tuple[Pattern, ...]] = {}
+        self._cache: dict[bytes, Pattern | None] = {}
         self._per_stream: dict[tuple[int, str], int] = {}
         self._seen: dict[tuple[int, int, str, str], int] = {}
 
@@ -147,7 +158,8 @@ class Scan:
 
     def add(self, event: Event) -> None:
         """Keep an event, unless there are very many like it."""
-        same = (event.stream, event.generation, event.id, re.sub(r"\d+|0x\w+", "#", event.text))
+        peer = event.groups.get("peer", "")
+        same = (event.stream, event.generation, event.id, re.sub(r"\d+|0x\w+", "#", event.text) + peer)
         if event.id not in ("watchdog", "status", "exit") and same in self._seen:
             at = self._seen[same]
             old = self.events[at]
@@ -167,20 +179,25 @@ class Scan:
     def known(self, line: bytes, text: str) -> tuple[str, dict[str, str]] | None:
         """Return the first known failure that fits, with its groups."""
         shape = _SHAPE.sub(b"#", line[:400])
-        fitting = self._cache.get(shape)
-        if fitting is None:
-            fitting = tuple(
-                pattern
-                for pattern in self.patterns
-                if any(word in line for word in pattern.words) and pattern.pattern.search(text)
-            )[:1]
+        pattern = self._cache.get(shape)
+        match = pattern.pattern.search(text) if pattern else None
+        if match is None:
+            if shape in self._cache and pattern is None and b"NCCL" not in line:
+                return None
+            pattern, match = self._search(line, text)
             if len(self._cache) < _CACHED:
-                self._cache[shape] = fitting
-        for pattern in fitting:
-            match = pattern.pattern.search(text)
-            if match:
-                return pattern.id, {name: value[:200] for name, value in match.groupdict().items() if value}
-        return None
+                self._cache[shape] = pattern
+        if pattern is None or match is None:
+            return None
+        return pattern.id, {name: value[:200] for name, value in match.groupdict().items() if value}
+
+    def _search(self, line: bytes, text: str) -> tuple[Pattern | None, re.Match[str] | None]:
+        for pattern in self.patterns:
+            if any(word in line for word in pattern.words):
+                match = pattern.pattern.search(text)
+                if match:
+                    return pattern, match
+        return None, None
 
 
 _SHAPE = re.compile(rb"\d+|0x[0-9a-f]+")
@@ -199,37 +216,62 @@ class FileScan:
         self._root = False
         self._learned = 0
         self._rounds: dict[tuple[int, str], int] = {}
+        self._writers: dict[bytes, NcclRank] = {}
+        self._kinds: dict[bytes, str] = {}
+        self._ordinary = _Ordinary()
 
     def block(self, block: bytes) -> None:
         """Read some whole lines."""
         demux = self._demux
         demux.detect(block)
+        if b" via " in block:
+            self._edges(block)
         for stream in [number for number, open_ in self._tracebacks.items() if open_.line < self.lines - _LONG_AGO]:
             self._end_traceback(stream)
-        if demux.forms and self._learned < _LEARN_BLOCKS:
+        if demux.forms:
             self._learn(block)
-        hits = _hits(block)
+        hits = [] if self._ordinary.has(block) else _hits(block)
         if not hits and not self._tracebacks and not self._wrapped and self._summary is None and demux.is_whole(block):
             self.lines += block.count(b"\n")
-            self._meet(block)
             return
-        sparse = not demux.forms or demux.is_whole(block)
-        hit, at = iter(hits), 0
-        next_hit = next(hit, len(block))
-        for line in block.split(b"\n"):
-            end = at + len(line)
-            if end == len(block) and not line:
-                break
+        if demux.is_whole(block):
+            self._hit_lines(block, hits)
+        else:
+            self._all_lines(block)
+
+    def _hit_lines(self, block: bytes, hits: list[int]) -> None:
+        """Read the lines that have a sign, and those of what they began."""
+        at, number, last = 0, 0, len(hits) - 1
+        while at < len(block):
+            while number <= last and hits[number] < at:
+                number += 1
+            if not (self._tracebacks or self._wrapped or self._summary is not None):
+                if number > last:
+                    self.lines += block.count(b"\n", at)
+                    return
+                start = block.rfind(b"\n", at, hits[number]) + 1 or at
+                self.lines += block.count(b"\n", at, start)
+                at = start
+            end = block.find(b"\n", at)
+            end = len(block) if end < 0 else end
             self.lines += 1
-            is_hit = next_hit < end + 1
-            while next_hit <= end:
-                next_hit = next(hit, len(block) + 1)
-            if is_hit or not sparse or self._tracebacks or self._wrapped or self._summary is not None:
-                for label, text in demux.lines(line, end < len(block)):
-                    if len(text) > LONGEST_LINE:
-                        text = text[:LONGEST_LINE]
-                    self._line(label, text, is_hit or any(sign in text for sign in SIGNS))
+            is_hit = number <= last and hits[number] < end
+            for label, text in self._demux.lines(block[at:end], end < len(block)):
+                self._line(label, text[:LONGEST_LINE], is_hit)
             at = end + 1
+
+    def _all_lines(self, block: bytes) -> None:
+        """Read every line: some are torn."""
+        lines = block.split(b"\n")
+        rest = lines.pop()
+        for line in lines:
+            self.lines += 1
+            for label, text in self._demux.lines(line):
+                self._line(label, text[:LONGEST_LINE], any(sign in text for sign in SIGNS))
+        if rest:
+            self.lines += 1
+            for label, text in self._demux.lines(rest, ended=False):
+                self._line(label, text[:LONGEST_LINE], any(sign in text for sign in SIGNS))
 
     def finish(self) -> None:
         """End the file: what is open is what it is."""
@@ -240,18 +282,18 @@ class FileScan:
         self._end_summary()
 
     def _learn(self, block: bytes) -> None:
-        """Note which ranks lines name behind which labels, also lines that are passed over."""
-        if b"[rank" not in block:
-            return
+        """Note whose lines a block has, also those that are passed over; of later blocks by their first lines only."""
         self._learned += 1
-        for match in _LABELLED.finditer(block):
-            self._stream(self._demux.split(match[0])[0], int(match[1]))
-
-    def _meet(self, block: bytes) -> None:
-        """Note whose lines a block has that is passed over; the first of its lines is enough to know of a rank."""
-        if self._demux.forms:
-            for line in block.split(b"\n", 64)[:64]:
-                self._stream(self._demux.split(line)[0], None)
+        if self._learned > _LEARN_BLOCKS:
+            lines = block.split(b"\n", _LOOKED_AT)[:_LOOKED_AT]
+        else:
+            lines = block.split(b"\n")
+            for match in _LABELLED.finditer(block) if b"[rank" in block else ():
+                self._stream(self._demux.split(match[0])[0], int(match[1]))
+        for line in filter(None, lines):
+            label = self._demux.split(line)[0]
+            if label:
+                self._stream(label, None)
 
     def _stream(self, label: bytes, rank: int | None) -> int:
         """Return the number of the stream of a label, and of the rank that the line names: nodes may share labels."""
@@ -341,13 +383,23 @@ class FileScan:
             return False
         text = line.decode("utf-8", "replace")
         if text.startswith("Traceback (most recent call last)"):
+            if traceback.last and not traceback.chained:  # another process without a prefix
+                return False
             if traceback.last:
+                traceback.chained = False
                 traceback.chain.append("\n".join(traceback.last)[:_TEXT])
                 traceback.frames, traceback.last = [], []
             return True
         if not traceback.last:
             return self._before_exception(number, traceback, text)
-        if text.startswith(("During handling of the above", "The above exception was the direct")) or not text:
+        if text.startswith("Original Traceback (most recent call last)"):  # of a DataLoader worker
+            traceback.chain.append("\n".join(traceback.last)[:_TEXT])
+            traceback.frames, traceback.last = [], []
+            return True
+        if text.startswith(("During handling of the above", "The above exception was the direct")):
+            traceback.chained = True
+            return True
+        if not text:
             return True
         if len(traceback.last) <= _TAIL and (_CONTINUES.match(text) or text[:1].isspace()):
             traceback.last.append(text[:300])
@@ -379,6 +431,8 @@ class FileScan:
             "type": (match[1] if match else text[:80]).rpartition(".")[2],
             "chain": " <- ".join(traceback.chain)[:_TEXT],
         }
+        if traceback.named:
+            groups["uncaught"] = "1"
         # What it was raised from comes first: it is nearer to the cause.
         for part in (*traceback.chain, text):
             found = self._scan.known(part.encode(), part)
@@ -481,19 +535,48 @@ class FileScan:
             return
         self._scan.add(Event("status", number, line, _cut(text), at, self.generation, who, groups))
 
+    def _edges(self, block: bytes) -> None:
+        """Count the transports of `Channel ... via`: a log with NCCL_DEBUG=INFO has more of these than of all else."""
+        head, *parts = block.split(b" NCCL INFO ")
+        for part in parts:
+            if part.startswith((b"Channel ", b"Ring ")):
+                end = part.find(b"\n")
+                at = part.find(b" via ", 0, end) if end >= 0 else part.find(b" via ")
+                if at >= 0:
+                    self._edge(head[head.rfind(b"\n") + 1 :], part[at : end if end >= 0 else len(part)])
+            head = part
+
+    def _edge(self, process: bytes, via: bytes) -> None:
+        comm = self._writers.get(process)
+        if comm is None:
+            info = _INFO.search(process + b" NCCL INFO ")
+            comm = self._comm(info) if info else None
+            if comm is None or len(self._writers) >= _MOST_COMMS:
+                return
+            self._writers[process] = comm
+        kind = self._kinds.get(via)
+        if kind is None:
+            match = _VIA.match(via)
+            kind = match[1].decode("ascii", "replace") + "/GDRDMA" * (b"GDRDMA" in match[2]) if match else ""
+            if len(self._kinds) < _CACHED:
+                self._kinds[via] = kind
+        if kind:
+            comm.edges[kind] = comm.edges.get(kind, 0) + 1
+            if comm.phase < 2:
+                comm.phase = 2
+
+    def _comm(self, match: re.Match[bytes]) -> NcclRank | None:
+        """Return what is known of the process that wrote an INFO line; None where there are too many."""
+        key = (match[1].decode("ascii", "replace"), int(match[2]))
+        comms = self._scan.comms
+        if key not in comms and len(comms) < _MOST_COMMS:
+            comms[key] = NcclRank(*key)
+        return comms.get(key)
+
     def _info(self, match: re.Match[bytes]) -> bool:
         """Read a line of NCCL_DEBUG=INFO; False if it is the trace of an error on its way up."""
-        message, key = match[5], (match[1].decode("ascii", "replace"), int(match[2]))
-        comm = self._scan.comms.get(key)
+        message, comm = match[5], self._comm(match)
         if comm is None:
-            if len(self._scan.comms) >= _MOST_COMMS:
-                return True
-            comm = self._scan.comms[key] = NcclRank(*key)
-        via = _VIA.search(message)
-        if via:
-            kind = via[1].decode("ascii", "replace") + ("/GDRDMA" if b"GDRDMA" in via[2] else "")
-            comm.edges[kind] = comm.edges.get(kind, 0) + 1
-            comm.phase = max(comm.phase, 2)
             return True
         init = _COMM.search(message)
         if init:
@@ -518,7 +601,9 @@ def _set_up(comm: NcclRank, message: bytes) -> None:
     elif net and not comm.network:
         comm.network = _ascii(net[1])
     elif message.startswith(b"Using network "):
-        comm.network = _ascii(message[14:].strip().partition(b" ")[0])
+        comm.network = _ascii(message[14:].strip())
+    elif plugin := _PLUGIN.search(message):
+        comm.plugin = _ascii(plugin[1] or b"") or comm.plugin or "no plugin"
     elif b"NCCL version " in message:
         comm.version = _ascii(message.partition(b"NCCL version ")[2].partition(b" ")[0])
 
@@ -562,7 +647,8 @@ _EXITS = (
         ),
         "srun",
     ),
-    (re.compile(r"Process (?P<pid>\d{1,18}) exits with return code = (?P<code>-?\d{1,18})"), "deepspeed"),
+    # Its --local_rank is of the process that was started last, whichever failed (deepspeed/launcher/launch.py, 0.19).
+    (re.compile(r"exits with return code = (?P<code>-?\d{1,18})"), "deepspeed"),
     (re.compile(r"^=\s+EXIT CODE: (?P<code>\d{1,18})"), "mpiexec"),
 )
 _CONTINUES = re.compile(
@@ -582,6 +668,25 @@ def _hits(block: bytes) -> list[int]:
             at = block.find(sign, at) if at >= 0 else -1
     found.sort()
     return found
+
+
+class _Ordinary:
+    """Which lines have no sign, by what they are without digits: most lines of a log differ in numbers only."""
+
+    def __init__(self) -> None:
+        self._shapes: set[bytes] = set()
+
+    def has(self, block: bytes) -> bool:
+        """Return whether no line of a block has any sign."""
+        shapes = set(block.translate(None, b"0123456789").split(b"\n"))
+        shapes -= self._shapes
+        text = b"\n".join(shapes)
+        if any(sign in text for sign in SIGNS):
+            return False
+        if len(self._shapes) + len(shapes) > _MOST_SHAPES:
+            self._shapes.clear()
+        self._shapes.update(shape for shape in shapes if len(shape) < _LONGEST_SHAPE)
+        return True
 
 
 def _time(line: bytes) -> float | None:

@@ -26,7 +26,7 @@ _NUMBERED = re.compile(
 _OF_PROCESS = re.compile(
     rb"\w*kill|wait\w*|[gs]etp?[gs]id|\w*sched\w*|\w*priority|\w*rlimit\w*|kcmp|process_\w+|move_pages|pidfd_open"
 )
-"""The calls that are about a process, of which strace -Y shows the name as -y does what a descriptor stands for."""
+"""The calls that are about a process, of which strace -Y shows the name, as -y shows the target of a descriptor."""
 _DATA_FIRST = (b"getrandom", b"add_key", b"request_key", b"sethostname", b"setdomainname", b"init_module")
 """The calls whose first string is no path but data."""
 _STRINGS = re.compile(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _REPORTED = 200
 """The gravest of each thread are reported."""
 _MAX_HELD = 4000
-"""More different ones are not kept at a time."""
+"""More different errors are not kept at a time."""
 _MAX_PLACES = 1000
 _NAME_MAX = 255
 """No file can have a longer name."""

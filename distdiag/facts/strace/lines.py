@@ -109,12 +109,12 @@ def sniff(head: bytes) -> Shape | str:
     parsed = [line for text in texts if (line := parse(text)) and line.kind not in (STACK, REMARK)]
     calls = [line for line in parsed if line.kind in (CALL, BEGUN, RESUMED)]
     if not texts:
-        return "it is empty"
+        return "the file is empty"
     has_summary = _SUMMARY.search(head) is not None
     if not any(line.result for line in calls) and not (parsed and len(parsed) == len(texts)):
-        return "only a summary (-c), no log" if has_summary else "no log of strace"
+        return "only a summary (-c), not a log" if has_summary else "not a strace log"
     if len(parsed) < 20 and len(parsed) < 0.2 * len(texts) and not has_summary:
-        return "no log of strace"
+        return "not a strace log"
     return Shape(
         tids=_is_most([line.tid for line in parsed]) or b"[pid " in head,
         timed=_is_most([line.at or line.step for line in parsed]),

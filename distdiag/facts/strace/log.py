@@ -42,7 +42,7 @@ def read_logs(paths: Sequence[str]) -> Logs:
             continue
         inside = {name: found for name in _files_in(path) if isinstance(found := read_file(name), LogFile)}
         files.update(inside)
-        errors += [] if inside else [(path, "no log of strace in it")]
+        errors += [] if inside else [(path, "contains no strace log")]
     return Logs(tuple(threads(list(files.values()))), tuple(errors))
 
 
@@ -52,7 +52,7 @@ def read_file(path: str) -> LogFile | str:
         # A fifo would be waited for, without an end.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                return "not a file"
+                return "not a regular file"
             head = file.read(_BLOCK_BYTES)
             shape = lines.sniff(head)
             if isinstance(shape, str):
@@ -83,7 +83,7 @@ class LogFile:
         self._alive: dict[bytes, None] = {}
         self._started: set[bytes] = set()
         self._main = b""
-        """The thread that began without an id on its lines: the first one that nobody started; empty if unknown."""
+        """The thread whose lines began without an id: the first that no other thread started; empty if unknown."""
         self._clock_s = 0.0
         self._in_summary = False
         self._broken: bytes | None = None

@@ -27,7 +27,7 @@ def main() -> int:
     options = parser.parse_args()
     where = options.where
     if len(where) > 2 or (len(where) == 2 and not where[1].isdigit()):
-        parser.error("give SOCKET, or HOST PORT")
+        parser.error("usage: SOCKET, or HOST PORT")
     try:
         connection, text = (
             _to_socket(where[0]) if len(where) == 1 else _to_port(where[0], int(where[1]), options.token_file)
@@ -40,7 +40,7 @@ def main() -> int:
         sys.stderr.write(f"{' port '.join(where)}: {error.strerror or error}\n")
         return 1
     except handshake.Refused:
-        sys.stderr.write(f"{' port '.join(where)}: wrong token: take the one of the line that the rank printed\n")
+        sys.stderr.write(f"{' port '.join(where)}: wrong token: use the token from the line that the rank printed\n")
         return 1
     return 0
 

@@ -72,13 +72,13 @@ def open_console(place: str, *, listen: bool | None, address: str, timeout_s: fl
             return _terminal()
         except NoTerminal as error:
             if listen is not None:
-                raise NoTerminal(f"{error}; with listen=True one can connect to it") from None
+                raise NoTerminal(f"{error}; listen=True waits for a connection instead") from None
     folder = private_files.temporary_folder("breakpoint", longest=_LONGEST_FOLDER)
     deadline = time.monotonic() + timeout_s
     with _removed_after(os.path.join(folder, f"{os.getpid()}.{'token' if address else 'socket'}")) as path:
         connection = _by_port(address, place, path, deadline) if address else _by_socket(place, path, deadline)
     if connection is None:
-        raise NoTerminal(f"nobody connected within {timeout_s:g} s")
+        raise NoTerminal(f"no client connected within {timeout_s:g} s")
     with connection:  # the streams keep it open
         connection.settimeout(None)
         # A person thinks for long; a connection that is cut in the meantime is noticed all the same.
@@ -93,7 +93,7 @@ def _terminal() -> Console:
     with contextlib.suppress(OSError):
         if os.tcgetpgrp(file) != os.getpgrp():
             os.close(file)
-            raise NoTerminal("it runs in the background of its terminal, where reading would stop it")
+            raise NoTerminal("it runs in the background of its terminal, where reading stdin would stop it")
     writer = os.fdopen(os.dup(file), "w", encoding="utf-8", errors="replace")
     return Console(os.fdopen(file, encoding="utf-8", errors="replace"), writer)
 
@@ -108,8 +108,8 @@ def _open_terminal() -> int:
     if os.isatty(0):  # a terminal that has no name in this container
         return os.dup(0)
     raise NoTerminal(
-        "stdin is no terminal and /dev/tty cannot be opened; srun without --pty and mpirun give their terminal to "
-        "no rank, torchrun to those of its own node"
+        "stdin is not a terminal and /dev/tty cannot be opened; srun without --pty and mpirun give no rank a "
+        "terminal, torchrun only the ranks of its own node"
     )
 
 
@@ -165,6 +165,6 @@ def _by_port(address: str, place: str, path: str, deadline: float) -> socket.soc
 
 def _announce(place: str, *, is_local: bool, command: str) -> None:
     host = machine.host_name()
-    where = f"on {host} (else after: ssh -t {host})" if is_local else "from any node"
+    where = f"on {host} (from another node, first: ssh -t {host})" if is_local else "from any node"
     sys.stderr.write(f"{own_label()} distdiag: stopped at {place}; to debug it, {where}: {command}\n")
     sys.stderr.flush()

@@ -161,24 +161,24 @@ class Waiter:
             if status is not None and status.state in (RELEASED, DONE):
                 return status
             if time.monotonic() > deadline:
-                late = f"rank {self._rank} has not come to its breakpoint"
+                late = f"rank {self._rank} has not reached its breakpoint"
                 if status is not None:
                     late = f"{status} is still in the debugger at {status.place}"
-                raise DebuggerQuit(f"{late} after {timeout_s:g} s, and is not waited for any longer")
+                raise DebuggerQuit(f"{late} after {timeout_s:g} s; this rank stops waiting")
             time.sleep(pause_s)
 
     def read(self) -> Status | None:
         """Read the newest status, None as long as there is none. Raises DebuggerQuit as `wait` does."""
-        waited = f"waited for {self._status or f'rank {self._rank}'} to leave the debugger, and the job's store"
+        waited = f"waiting for {self._status or f'rank {self._rank}'} to leave the debugger: the job's store"
         try:
             status = self._newest()
         except RuntimeError as error:
-            raise DebuggerQuit(f"{waited} is gone, with the rank or the launcher that kept it: {error}") from None
+            raise DebuggerQuit(f"{waited} is gone, and so is the rank or launcher that hosts it: {error}") from None
         except TimeoutError:
             # A holder that is seen may serve the store and be stopped, by the person who debugs it.
             if self._status is None or not _is_seen(self._status):
                 raise DebuggerQuit(
-                    f"{waited} has given no answer for {SILENCE_S:g} s: the rank or the launcher that keeps it, or its "
+                    f"{waited} has not responded for {SILENCE_S:g} s: the rank or launcher that hosts it, or its "
                     "node, is dead or stopped"
                 ) from None
             status = self._status
@@ -188,7 +188,7 @@ class Waiter:
             self._status, self._changed_at = status, time.monotonic()
         if status.state == QUIT:
             why = status.why or "quit the debugger"
-            raise DebuggerQuit(f"{status} {why} at {status.place}, and this rank stops with it")
+            raise DebuggerQuit(f"{status} {why} at {status.place}; this rank stops, too")
         self._check_alive(status)
         return status
 
@@ -252,8 +252,8 @@ class Waiter:
                 raise DebuggerQuit(f"{status} died in the debugger at {status.place}")
         elif time.monotonic() - self._changed_at > SILENCE_S:
             raise DebuggerQuit(
-                f"{status} has given no sign of life for {SILENCE_S:g} s, in the debugger at {status.place}: it, or "
-                "its node, is dead or stopped, or its Python is inside of a call that lets no other thread run"
+                f"no sign of life from {status} for {SILENCE_S:g} s, in the debugger at {status.place}: the "
+                "process or its node is dead or stopped, or its Python is in a call that holds the GIL"
             )
 
 

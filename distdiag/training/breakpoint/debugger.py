@@ -1,4 +1,4 @@
-"""breakpoint() for one rank of many: the others wait for it, nothing times out, no rank waits for one that left."""
+"""breakpoint() for one rank of many: the others wait, nothing times out, and no rank waits for a rank that has left."""
 
 from __future__ import annotations
 
@@ -46,36 +46,37 @@ def breakpoint(
     listen: bool | None = None,
     host: str = "",
 ) -> None:
-    """Stop one rank in pdb, at the line of the caller, while the others wait in their call of this.
+    """Stop one rank in pdb at the caller's line, while the other ranks wait in their call of this function.
 
-    All ranks of the group have to come here. They wait until the debugger is left by `c` (no breakpoints set) or `q`,
-    also while it steps on by `n`; `release` lets them go and keeps the debugger, as a collective that is stepped over
-    needs. The timeouts of all process groups of these ranks are raised meanwhile, and put back. Outside of a process
-    group of several ranks it is pdb at the caller's line.
+    All ranks of the group must call it. They wait until you leave the debugger by `c` (with no breakpoints set) or `q`,
+    also while you step with `n`. `release` lets them continue and keeps the debugger: use it to step over a collective.
+    Meanwhile the timeouts of all process groups of these ranks are raised; they are restored afterwards. Without a
+    process group of several ranks this is pdb at the caller's line.
 
     Args:
         rank: global rank to stop.
-        skip: calls from this very line of the program that do nothing before the first that stops.
-        timeout_s: seconds that the others wait at most, and that a connection is waited for.
-        group: process group whose ranks meet, default: all ranks. Others in it return at once; ranks outside of it do
-            not know, and may time out in a collective with these.
-        on_quit: "stop": with `q` or Ctrl-D all ranks of the group stop with an error; "continue": they all go on.
-        listen: True: wait for a connection instead of using the terminal, and say on stderr what to type; None: where
-            there is no terminal to be used; False: never.
-        host: where to listen. Empty: for this user and root on this node. An address of this node: for whoever has
-            the token, which is in a file that only this user can read; what is typed can be read on the way.
+        skip: number of calls from this line of code that return at once, before the first call that stops.
+        timeout_s: maximum seconds that the other ranks wait, and maximum wait for a connection.
+        group: process group whose ranks meet here. Default: all ranks. Other ranks return at once; they do not know
+            about the stop, and may time out in a collective with these ranks.
+        on_quit: "stop": `q` or Ctrl-D stops all ranks of the group with an error. "continue": all ranks continue.
+        listen: True: wait for a connection instead of using the terminal, and print the command to connect on stderr.
+            None: listen only where no terminal can be used. False: never listen.
+        host: address to listen on. Empty: only this user and root on this node can connect. An address of this node:
+            anyone with the token can connect. The token is in a file that only this user can read. The connection is
+            not encrypted.
 
     Raises:
-        DebuggerQuit: in the ranks that wait: the other one quit, died, or did not leave the debugger in time.
-        NoTerminal: nobody could have typed anything, and why; the ranks that wait are told the same.
-        bdb.BdbQuit: in the rank that was stopped, when its debugger is quit.
-        ValueError: `rank` is not in the group, or `on_quit` is neither word.
+        DebuggerQuit: in the waiting ranks: the stopped rank quit, died, or did not leave the debugger in time.
+        NoTerminal: no terminal to type at; the message says why. The waiting ranks raise it, too.
+        bdb.BdbQuit: in the stopped rank, when you quit its debugger.
+        ValueError: `rank` is not in the group, or `on_quit` is not one of its two values.
         RuntimeError: the process group has no store to meet at (MPI).
     """
     caller = sys._getframe(1)
     line = (caller.f_code.co_filename, caller.f_lineno)
     if on_quit not in ("stop", "continue"):
-        raise ValueError(f"on_quit is 'stop' or 'continue', not {on_quit!r}")
+        raise ValueError(f"on_quit must be 'stop' or 'continue', not {on_quit!r}")
     _calls[line] += 1
     if _calls[line] <= skip or not _takes_part(rank, group):
         return
@@ -125,9 +126,11 @@ def _barrier(rank: int, group: Any) -> _Barrier | None:  # noqa: ANN401 - a Proc
     if len(ranks) == 1:
         return None
     if rank not in ranks:
-        raise ValueError(f"rank {rank} is not one of the {len(ranks)} ranks of this group")
+        raise ValueError(f"rank {rank} is not in this group of {len(ranks)} ranks")
     if dist.get_backend() == "mpi":
-        raise RuntimeError("a process group of the MPI backend has no store, where its ranks could wait for each other")
+        raise RuntimeError(
+            "a process group of the MPI backend has no store, which its ranks need to wait for each other"
+        )
     name = dist.distributed_c10d._get_process_group_name(group)
     _barriers[name] += 1
     store = dist.distributed_c10d._get_default_store()
@@ -159,10 +162,10 @@ def _attach(console: Console, set_state: Callable[..., None], *, quit_stops: boo
 def _greeting(barrier: _Barrier | None, rank: int, place: str, *, quit_stops: bool) -> str:
     if barrier is None:
         return f"stopped at {place}"
-    quitting = "all stop with an error" if quit_stops else "all go on"
+    quitting = "all ranks stop with an error" if quit_stops else "all ranks continue"
     return (
-        f"rank {rank} stopped at {place}; the other {barrier.size - 1} of its group wait there\n"
-        f"c: all go on | q: {quitting} | release: the others go on and you step, as over a collective"
+        f"rank {rank} stopped at {place}; the other {barrier.size - 1} ranks of its group wait there\n"
+        f"c: all continue | q: {quitting} | release: the others continue while you step, as over a collective"
     )
 
 
@@ -225,10 +228,10 @@ class RankPdb(pdb.Pdb):
         Their timeouts stay raised until the debugger is left.
         """
         self._set_state(RELEASED)
-        self.message("the other ranks go on; their timeouts stay raised until you leave with c or q")
+        self.message("the other ranks continue; their timeouts stay raised until you leave with c or q")
 
     def do_run(self, arg: str) -> None:
         """run: is not there, one rank cannot be started again."""
-        self.error(f"one rank cannot be started again{f' with {arg}' if arg else ''}")
+        self.error(f"a single rank cannot be restarted{f' with {arg}' if arg else ''}")
 
     do_restart = do_run

@@ -1,4 +1,4 @@
-"""floatcmp: how far apart are tensors that should hold the same numbers, and which of them is nearer to the truth?"""
+"""floatcmp: compare tensors that should hold the same numbers, and report which is closer to a reference."""
 
 from __future__ import annotations
 
@@ -48,34 +48,37 @@ def floatcmp(
     names: tuple[str, str] = ("a", "b"),
     worst: int = 5,
 ) -> Comparison:
-    """Compare tensors that should be the same: of two devices, two dtypes, two runs.
+    """Compare tensors that should be equal: from two devices, two dtypes or two runs.
 
-    Distances are counted in ulp (units in the last place), number by number: neighbours of a dtype are 1 apart, across
-    zero as well. 0.0 and -0.0 are 0 apart; nan and nan count as equal, and apart; nan or an infinity against something
-    else is counted by itself and never part of a maximum. Integers and booleans are exact. Two dtypes are compared in
-    the coarser one, to which the other side is rounded; that is never called identical.
+    Differences are counted in ulp (units in the last place), element by element: adjacent values of a dtype are 1 ulp
+    apart, also across zero. 0.0 and -0.0 are 0 ulp apart. nan and nan count as equal, and are counted separately; nan
+    or an infinity against anything else is counted separately and is never part of a maximum. Integers and booleans are
+    compared exactly. Tensors of two dtypes are compared in the coarser dtype, to which the other is rounded; they are
+    never reported as identical.
 
-    Where a result is near zero by cancellation, its own ulp says little: a sum of numbers near 1 that comes to 1e-6 is
-    no more exact than 1e-7. So in a tensor that has numbers of both signs, small ones are judged by their own ulp or by
-    that of their usual size (the geometric mean), whichever makes less of the difference (`max_scaled_ulp`); `max_ulp`
-    is always their own. What is of one sign (Adam's squares, probabilities), or 0 on one side alone in many places, is
-    judged by its own. See result.limits for what counts as rounding.
+    Where a result is close to zero by cancellation, its own ulp is misleading: a sum of numbers near 1 that yields 1e-6
+    is accurate to about 1e-7 only. So in a tensor with values of both signs, small values are measured in their own ulp
+    or in the ulp of the tensor's usual size (the geometric mean), whichever makes the difference smaller
+    (`max_scaled_ulp`); `max_ulp` always uses their own. Values of one sign only (Adam's squares, probabilities), and
+    values that are 0 on one side only in many places, always use their own. See result.limits for what counts as
+    rounding.
 
-    It works on the CPU in pieces of 65536 numbers, fetched from other devices one by one, on one thread of torch.
+    The comparison runs on the CPU in chunks of 65536 values, copied from other devices chunk by chunk, on one thread of
+    torch.
 
     Args:
-        a: a tensor of any shape, device and strides, an array, a number, or dicts and lists of them, however nested.
-        b: the same; what one side lacks, and tensors of another shape, are part of the answer.
-        reference: what the right values are, of the same shape and in a finer dtype (float64), or a function that
-            calculates them. They are rounded correctly to the dtype that is compared in.
-        inputs: what a `reference` that is a function is called with: floating point tensors among them as float64 on
-            the CPU, while float64 is torch's default dtype.
-        names: what to call the sides.
-        worst: how many places to keep of each tensor.
+        a: a tensor of any shape, device and strides, an array, a number, or nested dicts and lists of them.
+        b: the same. Names missing on one side, and tensors of different shapes, are part of the result.
+        reference: the correct values, of the same shape and a more precise dtype (float64), or a function that computes
+            them. They are rounded correctly to the dtype of the comparison.
+        inputs: arguments for a `reference` that is a function: floating-point tensors are passed as float64 on the CPU,
+            and float64 is torch's default dtype during the call.
+        names: names of the two sides.
+        worst: number of elements to keep per tensor.
 
     Raises:
-        TypeError: `a` or `b` itself is no tensor, number, array, dict or list.
-        ValueError: they are nested more than 100 levels deep, as what contains itself is.
+        TypeError: `a` or `b` itself is not a tensor, number, array, dict or list.
+        ValueError: they are nested deeper than 100 levels, as a container that contains itself is.
     """
     truth = _calculate(reference, inputs) if callable(reference) else reference
     truths = leaves(truth) if truth is not None else None
@@ -177,7 +180,7 @@ def _compare_tensors(path: Path, given: Sides, truths: Mapping[Path, object] | N
         nearness = _count((a, b), truth, tally, unit)
     if tally.flushed is not None:
         count, side = max(zip(tally.flushed, "ab", strict=True))
-        notes.append(f"{count:,} numbers are 0 in {side} alone: each is judged by its own size")
+        notes.append(f"{count:,} values are 0 in {side} only: each is compared at its own size")
     counts = tally.counts()
     unit_name = dtype_name(unit) if precision(unit) else ""
     result = likeness(counts, unit_name, tally.max_scaled) if same_shape else Likeness.DIFFERS
@@ -214,22 +217,22 @@ def common_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
     if floats or a == b:
         return floats[0] if floats else a
     if "uint64" in (dtype_name(a), dtype_name(b)):
-        raise NotComparable(f"{dtype_name(a)} against {dtype_name(b)}: nothing holds both")
+        raise NotComparable(f"{dtype_name(a)} against {dtype_name(b)}: no dtype holds both")
     return torch.int64
 
 
 def _reference(path: Path, truths: Mapping[Path, object], shape: torch.Size, unit: torch.dtype) -> torch.Tensor:
     """Return the right values for a tensor. Raises NotComparable where there are none."""
     if path not in truths:
-        raise NotComparable("it lacks this name")
+        raise NotComparable("it does not have this name")
     found = as_tensor(truths[path])
     if found is None:
-        raise NotComparable("it has no numbers there")
+        raise NotComparable("it has no tensor there")
     truth, _ = as_strided_reals(found)
     if truth.shape != shape:
         raise NotComparable(f"its shape is {tuple(truth.shape)}")
     if precision(truth.dtype) <= precision(unit):
-        raise NotComparable(f"it is {dtype_name(truth.dtype)}, which is not finer than {dtype_name(unit)}")
+        raise NotComparable(f"it is {dtype_name(truth.dtype)}, which is not more precise than {dtype_name(unit)}")
     return truth
 
 
@@ -329,7 +332,7 @@ def as_tensor(value: object) -> torch.Tensor | None:
                 return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError, BufferError) as error:  # text, dates, objects, float128
         raise NotComparable(f"{type(value).__name__}: {str(error).splitlines()[0][:120]}") from error
-    hint = "; give its state_dict()" if hasattr(value, "state_dict") else ""
+    hint = "; pass its state_dict()" if hasattr(value, "state_dict") else ""
     raise NotComparable(f"{type(value).__name__}{hint}")
 
 
@@ -355,18 +358,18 @@ def as_strided_reals(tensor: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
         tensor = tensor.to_local()
         notes.append("a DTensor: only this rank's part")
     if tensor.is_meta:
-        raise NotComparable("a tensor on the meta device, which holds no values")
+        raise NotComparable("a tensor on the meta device, which has no values")
     if tensor.is_nested:
-        raise NotComparable("a nested tensor; give its components")
+        raise NotComparable("a nested tensor; pass its components")
     if tensor.is_quantized:
         tensor = tensor.dequantize()
-        notes.append("quantized: the values it stands for")
+        notes.append("quantized: the dequantized values")
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
-        notes.append("sparse: all of its values, the zeros too")
+        notes.append("sparse: all values, including zeros")
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-        notes.append("complex: two numbers each; the last index is 0 for the real part, 1 for the imaginary one")
+        notes.append("complex: two numbers each; the last index is 0 for the real part, 1 for the imaginary part")
     tensor = tensor.resolve_neg()
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1 and not precision(tensor.dtype):
         tensor = tensor.view(torch.uint8)

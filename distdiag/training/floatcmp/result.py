@@ -259,12 +259,12 @@ def _overall(found: Comparison) -> str:
         Likeness.IDENTICAL: "are identical",
     }
     counted = [f"{kinds.count(kind)} {text}" for kind, text in words.items() if kind in kinds]
-    return f"of {len(kinds)} tensors, {', '.join(counted)}" if kinds else "there is nothing that both have"
+    return f"of {len(kinds)} tensors, {', '.join(counted)}" if kinds else "no tensors in common"
 
 
 def _unpaired(found: Comparison) -> Iterator[tuple[str, Sequence[str]]]:
     """Yield what could not be compared as tensors: a title, and names."""
-    titles = (f"only in {found.names[0]}", f"only in {found.names[1]}", "other values that differ", "not compared")
+    titles = (f"only in {found.names[0]}", f"only in {found.names[1]}", "non-tensor values that differ", "not compared")
     for title, names in zip(titles, (found.only_a, found.only_b, found.values_differ, found.not_compared), strict=True):
         if names:
             yield title, names
@@ -279,9 +279,9 @@ def shorten(names: Sequence[str]) -> str:
 def verdict(pair: Pair) -> str:
     """Format in a few words what a tensor's comparison comes to."""
     if pair.shape_a != pair.shape_b:
-        return f"other shapes, {_shape(pair.shape_a)} and {_shape(pair.shape_b)}"
+        return f"different shapes, {_shape(pair.shape_a)} and {_shape(pair.shape_b)}"
     if pair.counts.one_sided:
-        return f"differs: nan or inf on one side only, in {_times(pair.counts.one_sided)}"
+        return f"differs: NaN or Inf on one side only, in {_times(pair.counts.one_sided)}"
     if pair.likeness == Likeness.IDENTICAL:
         return "identical"
     if not pair.unit:
@@ -291,19 +291,19 @@ def verdict(pair: Pair) -> str:
         return f"equal once both are {pair.unit}{how}"
     near = f"{_ulp(pair.max_scaled_ulp)} of {pair.unit}"
     if pair.max_scaled_ulp < pair.counts.max_ulp:
-        near += f" at their usual size ({_ulp(pair.counts.max_ulp)} of their own)"
+        near += f" at their usual size ({_ulp(pair.counts.max_ulp)} at their own)"
     if pair.likeness == Likeness.ROUNDING:
         return f"equal within {near} (rounding)"
     if pair.likeness == Likeness.LONG_SUM:
         length = sum_length(pair.max_scaled_ulp)
-        return f"equal within {near}: rounding only if a sum of some {length} numbers lies behind"
+        return f"equal within {near}: rounding, provided it is a sum of about {length} numbers"
     return f"differs beyond rounding: by up to {near}, where {limits(pair.unit)[1]} can be rounding"
 
 
 def details(pair: Pair, names: tuple[str, str]) -> Iterator[str]:
     """Format all that is known of a tensor, as lines with a margin of 2."""
     counts = pair.counts
-    begin = f"; they begin to differ at {_index(pair.first.index)}" if pair.first is not None else ""
+    begin = f"; first difference at {_index(pair.first.index)}" if pair.first is not None else ""
     if counts.size:
         yield f"  {_times(counts.size)}, {share(counts.equal + counts.both_nan, counts.size)} equal{begin}"
     if pair.max_abs:
@@ -313,10 +313,10 @@ def details(pair: Pair, names: tuple[str, str]) -> Iterator[str]:
     if counts.differing - counts.one_sided:
         yield f"  {'ulp' if pair.unit else 'difference'}: {_histogram(counts.histogram)}"
     if pair.one_sided:
-        yield "  nan or inf on one side only, the first:"
+        yield "  first NaN or Inf on one side only:"
         yield from format_mismatches(pair.one_sided, names)
     if pair.worst:
-        yield "  the largest distances:"
+        yield "  largest differences:"
         yield from format_mismatches(pair.worst, names, pair.unit)
     if pair.nearness is not None:
         yield f"  {format_nearness(pair.nearness, names)}"
@@ -374,8 +374,8 @@ def format_nearness(found: Nearness, names: tuple[str, str]) -> str:
         f"{name} is correctly rounded in {part} (worst {_worst(counts)})"
         for name, part, counts in zip(names, right, (found.a, found.b), strict=True)
     )
-    alike = "they are equally near" if found.a == found.b else "neither is nearer in all"
-    nearer = {"a": f"{a} is nearer", "b": f"{b} is nearer", "": alike}[found.nearer]
+    alike = "both are equally close" if found.a == found.b else "neither is closer throughout"
+    nearer = {"a": f"{a} is closer", "b": f"{b} is closer", "": alike}[found.nearer]
     return f"against the reference: {sides}: {nearer}"
 
 

@@ -125,7 +125,7 @@ class Recorder:
 
     def _give_up(self, error: Exception) -> None:
         if not self._broken:
-            complain(f"no more lines are kept of process {os.getpid()}: {type(error).__name__} {error}")
+            complain(f"recording of process {os.getpid()} stopped: {type(error).__name__} {error}")
         self._broken = True
         self._trace_file = None
 
@@ -169,7 +169,8 @@ class Recorder:
                     self._broken = True
                     why = error.strerror or error
                     complain(
-                        f"lines are not kept in {self._settings.folder}: {why}; another folder: trace py --dir DIR"
+                        f"cannot record lines in {self._settings.folder}: {why}; choose another directory: "
+                        "trace py --dir DIR"
                     )
                 finally:
                     self._making = False
@@ -413,4 +414,4 @@ _JOB = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SL
 def _thread_name() -> str:
     # threading.current_thread() would make an entry for a thread that threading does not know.
     known = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
-    return known.name if known is not None else "a thread that threading did not start"
+    return known.name if known is not None else "a thread not started by threading"

@@ -1,4 +1,4 @@
-"""Starts and stops the tracer in this process. Whatever goes wrong here, the job runs."""
+"""Starts and stops the tracer in this process. Whatever fails here, the job runs."""
 
 from __future__ import annotations
 
@@ -104,18 +104,18 @@ def _tracer(recorder: Recorder) -> SettraceTracer | MonitoringTracer:
 def _obstacle() -> str:
     """Return what stands in the way of tracing here; empty if nothing does."""
     if sys.implementation.name != "cpython":
-        return f"{sys.implementation.name} is not supported, CPython is"
+        return f"{sys.implementation.name} is not supported; CPython is"
     if sys.version_info >= (3, 13) and not sys._is_gil_enabled():
         return "a Python without the GIL is not supported"
     if sys.version_info < (3, 12) and sys.gettrace() is not None:
-        return f"another tracer is at work already ({type(sys.gettrace()).__module__}), a debugger or coverage"
+        return f"another tracer is active ({type(sys.gettrace()).__module__}): a debugger or coverage"
     return ""
 
 
 def begin(settings: Settings, frame: FrameType | None) -> Session | None:
     """Start a tracer, or say on stderr why there is none."""
     global _running
-    why = "it is traced already" if _running is not None else _obstacle()
+    why = "already traced" if _running is not None else _obstacle()
     if not why:
         session = Session(settings)
         try:
@@ -142,13 +142,13 @@ def begin_from_environment() -> None:
 
 
 class trace_lines:
-    """Keep the last lines that each thread executes inside of `with trace_lines():`, in a file that outlives a crash.
+    """Record the last lines that each thread executes inside `with trace_lines():`, in a file that survives a crash.
 
-    `folder`: where the file is made (default: a directory of the user's below the temporary one, where
-    `distdiag trace show` looks); `lines` for each of `threads` threads; `include`: packages beside the user's own code,
-    "all" for all of them, "stdlib"; `exclude`: packages, directories or files that are not wanted. Where tracing cannot
-    start, that is said on stderr and the block runs untraced. `path` is the file, None as long as there is none; it
-    takes 136 bytes for each of `lines` lines of `threads` threads.
+    `folder`: directory of the file (default: a directory of the user in the temporary directory, where
+    `distdiag trace show` looks). `lines`: lines to keep for each of `threads` threads. `include`: packages to trace
+    besides the user's own code; "all" for all packages, "stdlib" for the standard library. `exclude`: packages,
+    directories or files to skip. If tracing cannot start, a message on stderr says why and the block runs untraced.
+    `path` is the file, None as long as there is no file; its size is 136 bytes x `lines` x `threads`.
 
     Raises:
         ValueError: fewer than 2 lines, or no thread.
@@ -164,7 +164,7 @@ class trace_lines:
         exclude: Sequence[str] = (),
     ) -> None:
         if lines < 2 or threads < 1:
-            raise ValueError("trace_lines keeps 2 lines at least, of 1 thread at least")
+            raise ValueError("trace_lines needs at least 2 lines and 1 thread")
         self._settings = Settings(
             folder=os.path.abspath(folder or default_folder()),
             lines=lines,

@@ -1,4 +1,4 @@
-"""detect_overflow: one look at one tensor, anywhere in a script."""
+"""detect_overflow: check one tensor, anywhere in a script."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from distdiag.training.printflock import printflock
 
 
 def detect_overflow(var: torch.Tensor, ctx: str) -> bool:
-    """Return whether a tensor holds nan or inf, and print what it is if so: `after layer_norm has infs`.
+    """Return whether a tensor contains nan or inf; if so, print what and where: `after layer_norm has infs`.
 
     Args:
-        var: any tensor: of any shape, dtype and layout; what holds no numbers (meta, empty) is fine.
-        ctx: what to call it.
+        var: a tensor of any shape, dtype and layout; a tensor without values (meta, empty) counts as finite.
+        ctx: name of the tensor in the printed line.
     """
     with torch.no_grad():
         found = extrema.start(var.detach())

@@ -38,7 +38,7 @@ _LOSS_GREW = 2.0
 
 
 class OverflowDetected(ValueError):
-    """nan or inf was found. `detection` says where; with many ranks all of them raise it, for the same tensor."""
+    """nan or inf was detected. `detection` has the details; of several ranks all raise it for the same tensor."""
 
     def __init__(self, detection: Detection) -> None:
         super().__init__(f"DebugUnderflowOverflow: {detection.sentence}")
@@ -99,7 +99,7 @@ class Detection:
         others = ""
         if self.other_ranks:
             others = f" (also on rank{'s' if len(self.other_ranks) > 1 else ''} {_ranks(self.other_ranks)})"
-        where = "the loss on which backward was called" if self.origin == LOSS else f"`{self.tensor}` of {self.place}"
+        where = "the loss that backward was called on" if self.origin == LOSS else f"`{self.tensor}` of {self.place}"
         phase = ", evaluation" if self.when.phase == "evaluation" else ""
         at = f"batch {self.when.batch} (step {self.when.step}{phase})"
         return f"{who}{at}: {self.what} in {where}{others}. {self.why}".rstrip()
@@ -116,11 +116,11 @@ class Detection:
     def why(self) -> str:
         """Describe where it was made."""
         return {
-            HERE: f"{self.seen or 'What went in was finite'}: it was made here.",
-            BETWEEN: f"All outputs before it were finite: the forward of {self.made_by} made it, and passed it on.",
-            GIVEN: "The model was called with it: look at the data, or at what comes before the model.",
-            WEIGHTS: "It was there before the forward: a step of the optimizer made it, or the checkpoint has it.",
-            LOSS: f"{self.seen}: the script made it on the way from there to the loss.",
+            HERE: f"{self.seen or 'Inputs were finite'}; this module produced it.",
+            BETWEEN: f"All outputs before it were finite: the forward of {self.made_by} produced it and passed it on.",
+            GIVEN: "It was in the model's input: check the data, or the code before the model.",
+            WEIGHTS: "It was there before the forward: an optimizer step produced it, or the checkpoint contains it.",
+            LOSS: f"{self.seen}: the script produced it between there and the loss.",
             BACKWARD: self.seen,
             UNSEEN: "",
         }[self.origin]
@@ -154,7 +154,7 @@ class Detection:
 def taken_for_mask(masks: Sequence[Line]) -> str:
     """Name the first output of a module that has -inf, which may be a mask, or log(0); empty if there is none."""
     line = next((mask for mask in masks if mask.phase == "output"), None)
-    return "" if line is None else f"-inf in `{line.label}` of {_place(line)}, as masks have it and log(0)"
+    return "" if line is None else f"-inf in `{line.label}` of {_place(line)}, as in masks or from log(0)"
 
 
 def from_frames(bad: Line, frames: Sequence[Frame], masks: Sequence[Line], when: When) -> Detection:
@@ -184,7 +184,7 @@ def from_frames(bad: Line, frames: Sequence[Frame], masks: Sequence[Line], when:
 def _went_in(bad: Line) -> str:
     """Return a hint where what went in was not all finite, and was taken for a mask."""
     masks = [f"`{line.label}`" for line in bad.frame.lines if line.phase == "input" and _is_bad(line)]
-    return f"What went in was finite but for -inf in {', '.join(masks)}, as masks have it" if masks else ""
+    return f"Inputs were finite except for -inf in {', '.join(masks)}, as in masks" if masks else ""
 
 
 def _is_bad(line: Line) -> bool:
@@ -197,7 +197,7 @@ def diverges(losses: Sequence[float]) -> list[str]:
     if len(finite) < 3 or finite[-1] < _LOSS_GREW * abs(finite[0]):
         return []
     shown = ", ".join(f"{loss:.3g}" for loss in losses)
-    return [f"The loss grew before ({shown}): lower the learning rate, warm it up, or clip the gradients."]
+    return [f"The loss was growing ({shown}): lower the learning rate, use warm-up, or clip the gradients."]
 
 
 def _in_float32(bad: Line) -> list[str]:
@@ -226,7 +226,8 @@ def _hints(bad: Line, frames: Sequence[Frame], masks: Sequence[Line]) -> list[st
     if bad.phase == "output":
         rows = [mask for mask in masks if _has_masked_row(mask.what)]
         hints += [
-            f"A row of the mask `{mask.label}` of {_place(mask)} is -inf: its softmax is nan." for mask in rows[-1:]
+            f"A whole row of the mask `{mask.label}` of {_place(mask)} is -inf: its softmax is nan."
+            for mask in rows[-1:]
         ]
     lines = [line for frame in frames for line in frame.lines if line is not bad and isinstance(line.what, Reading)]
     near = max(lines, key=_share, default=None)
@@ -248,7 +249,7 @@ def _share(line: Line) -> float:
 def _near_limit(what: Reading | str) -> str:
     assert isinstance(what, Reading)
     dtype = str(what.dtype)[len("torch.") :]
-    return f"{what.abs_max:.2e} = {100 * what.share_of_limit:.0f} % of {dtype}'s greatest number"
+    return f"{what.abs_max:.2e} = {100 * what.share_of_limit:.0f}% of {dtype} max"
 
 
 def _of_tally(tally: Tally | None) -> list[str]:
@@ -256,11 +257,11 @@ def _of_tally(tally: Tally | None) -> list[str]:
         return []
     at = "" if tally.first is None else f", first at [{', '.join(map(str, tally.first))}]"
     shape = ", ".join(map(str, tally.shape))
-    most = "" if math.isnan(tally.abs_max) else f"; its finite numbers go up to {tally.abs_max:.2e}"
+    most = "" if math.isnan(tally.abs_max) else f"; largest finite value {tally.abs_max:.2e}"
     lines = [f"{tally.dtype} of shape [{shape}], {tally.of:,} numbers{at}{most}."]
     if tally.zeros + tally.subnormals >= tally.of / 1000 > 0:
         lines.append(
-            f"{100 * tally.zeros / tally.of:.1f} % are zero, {100 * tally.subnormals / tally.of:.1f} % subnormal."
+            f"{100 * tally.zeros / tally.of:.1f}% are zero, {100 * tally.subnormals / tally.of:.1f}% subnormal."
         )
     return lines
 
@@ -315,7 +316,7 @@ class ReportWriter:
                 file.write("".join(json.dumps(record) + "\n" for record in records))
         except OSError as error:  # the job is what matters
             self._path = ""
-            self.note(f"the frames are not kept: {error}")
+            self.note(f"the frames are not saved: {error}")
         self._begun = True
 
 

@@ -1,4 +1,4 @@
-"""DebugUnderflowOverflow: watches a model for nan and inf, at the cost of one look at its outputs for each step."""
+"""DebugUnderflowOverflow: checks a model for nan and inf, at the cost of one check of its outputs per step."""
 
 from __future__ import annotations
 
@@ -72,39 +72,40 @@ class Counts:
 
 
 class DebugUnderflowOverflow:
-    """Find the first nan or inf in a model: which batch, rank, module and tensor, and which module made it.
+    """Find the first nan or inf in a model: which rank, batch, module and tensor, and which module produced it.
 
-    On the way nothing is looked at but the outputs of the model and, before each step of the optimizer, the gradients:
-    one wait for the device. When something is wrong the same forward is run once more, with the same random numbers and
-    buffers, and each tensor of each module is read; the report shows the last of those frames, in the lines of
-    transformers' detector of this name.
+    In normal operation only the outputs of the model are checked and, before each optimizer step, the gradients: one
+    device synchronization. After a detection the same forward is replayed with the same random numbers and buffers, and
+    every tensor of every module is read. The report shows the last of these frames, in the format of the detector of
+    this name in transformers.
 
-    With many ranks they agree, before each step of the optimizer, whether one of them has found something (one
-    reduction of one number): then one report is printed and all raise the same error. Each rank needs its own detector.
+    Several ranks agree before each optimizer step whether any of them has detected something (one reduction of one
+    number); then one report is printed and all ranks raise the same error. Each rank needs its own detector.
 
     Args:
-        model: any module; also in DistributedDataParallel, before or after fully_shard, or what torch.compile returned
-            (and not what it was given).
-        max_frames_to_save: how many frames to show.
-        trace_batch_nums: batches (from 0) of which all frames are printed.
-        abort_after_batch_num: raise ValueError when this batch is over.
-        mode: "step" as above; "full" reads all tensors of all modules in each forward: for what cannot be run again.
-        unit: what a batch is: a "forward" of the model, or a "step" of the optimizer.
-        gradients: "step" looks before the optimizer uses them; "each" while they are made, which names the first bad
-            one, before clipping; "off".
-        ignore: patterns of modules, or module:tensor, that may hold nan and inf: "lm_head", "*.attn:input*".
-        on_detect: "raise" OverflowDetected, a ValueError, though not before the last batch that is to be traced;
-            "report" the first and go on; or call it with the Detection.
-        agree: False: each rank is on its own, and raises alone. Ranks agree in DistributedDataParallel (not in its
-            join()) and where fully_shard shares out the weights; nothing else promises that all take the same steps.
-        save: a file for the frames that are shown and what was found, for `distdiag overflow show`; "{rank}" in it
-            becomes the rank.
+        model: any module; also inside DistributedDataParallel, before or after fully_shard, or the result of
+            torch.compile (not the module passed to it).
+        max_frames_to_save: number of frames to show.
+        trace_batch_nums: batches (counted from 0) whose frames are all printed.
+        abort_after_batch_num: raise ValueError after this batch.
+        mode: "step": as described above. "full": read every tensor of every module in each forward, for forwards that
+            cannot be replayed.
+        unit: what counts as a batch: a "forward" of the model or a "step" of the optimizer.
+        gradients: "step": check them before the optimizer uses them. "each": check each as it is computed, which names
+            the first bad gradient, before clipping. "off": do not check them.
+        ignore: patterns of modules, or module:tensor, that may contain nan and inf: "lm_head", "*.attn:input*".
+        on_detect: "raise": raise OverflowDetected, a ValueError, but not before the last batch to trace. "report":
+            print the first detection and continue. Or a function that is called with the Detection.
+        agree: False: ranks do not communicate; each raises alone. Ranks agree in DistributedDataParallel (except in its
+            join()) and where fully_shard shards the weights; elsewhere equal numbers of steps are not guaranteed.
+        save: file for the frames shown and for the detection, to be read by `distdiag overflow show`; "{rank}" is
+            replaced by the rank.
 
-    An additive mask of 0 and -inf is no fault, nor is -inf that goes into a softmax. What is lost at the other end,
-    underflow, is a warning, and so are outputs in float16 that grow towards its greatest number.
+    An additive mask of 0 and -inf is not reported, nor is -inf that goes into a softmax. Underflow is a warning, and so
+    are float16 outputs that grow towards the maximum of float16.
 
     Raises:
-        ValueError: it is in DataParallel, is watched already, or an argument makes no sense.
+        ValueError: the model is in DataParallel or already has a detector, or an argument is invalid.
     """
 
     def __init__(  # noqa: PLR0913 - the first four are transformers' own, the others go by name
@@ -128,11 +129,11 @@ class DebugUnderflowOverflow:
         if not callable(on_detect):
             _check("on_detect", on_detect, "raise", "report")
         if max_frames_to_save < 1:
-            raise ValueError(f"max_frames_to_save is 1 at least, not {max_frames_to_save}")
+            raise ValueError(f"max_frames_to_save must be at least 1, not {max_frames_to_save}")
         self._root = within_ddp(model)
         modules.displace_watcher(self._root)
         if modules.is_watched(self._root):
-            raise ValueError(f"this {type(self._root).__name__} is watched already; detach() the other detector first")
+            raise ValueError(f"this {type(self._root).__name__} already has a detector; detach() that first")
         self._model, self._ddp = innermost(self._root), ddp_in(self._root)
         self._last = abort_after_batch_num
         self._unit, self._on_detect, self._agree = unit, on_detect, agree
@@ -154,7 +155,7 @@ class DebugUnderflowOverflow:
         self._is_compiled = self._root is not self._model or self._compiled is not None
         if self._full is not None and self._is_compiled:
             self._full = None
-            self._output.note("a compiled model cannot be read frame by frame: mode='step' is used")
+            self._output.note("a compiled model has no frames to read: using mode='step'")
         self._state = State(self._model)
         self._gradients = GradientReader(self._model, each=gradients == "each")
         self._looks_at_gradients = gradients != "off"
@@ -211,7 +212,7 @@ class DebugUnderflowOverflow:
         return self.counts.found
 
     def detach(self) -> None:
-        """Remove all hooks: the model is as it was. May be called again."""
+        """Remove all hooks and restore the model. Safe to call repeatedly."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -232,7 +233,7 @@ class DebugUnderflowOverflow:
             self._full.detach()
 
     def finish(self) -> None:
-        """Judge what still waits for a step that does not come any more; nothing is raised, and nobody is asked."""
+        """Judge what still waits for a step that does not come any more; raise nothing, ask no other rank."""
         if self._is_off or self._is_ours():
             return
         found = None
@@ -341,7 +342,7 @@ class DebugUnderflowOverflow:
         with self._gate:
             living = sys._current_frames()
             others = [thread for thread in self._calls if thread != me and thread in living]
-            why = "another thread is in the model" if others or self._runs_again else ""
+            why = "another thread is running the model" if others or self._runs_again else ""
             if not why:
                 self._runs_again = me
         try:
@@ -366,7 +367,7 @@ class DebugUnderflowOverflow:
             self._stop_looking()
             if ranks.count() == 1 or not self._agree:
                 self.detach()
-            self._output.note(f"the detector is off from now on: {self.counts.off}")
+            self._output.note(f"the detector is off from here on: {self.counts.off}")
 
     def _wait_for_others(self, forward: Forward, group: Any) -> Detection | None:  # noqa: ANN401
         """Keep a forward until the next step of the optimizer, before which all ranks of the group come together.
@@ -423,7 +424,7 @@ class DebugUnderflowOverflow:
             with self._harmless(), torch.no_grad():
                 found = self._judge.alone(self._seen_so_far(self._gradients.now()))
                 if found is not None:
-                    hint = f"The GradScaler has skipped {self._skipped} steps in a row."
+                    hint = f"The GradScaler skipped {self._skipped} steps in a row."
                     found = replace(found, hints=(*found.hints, hint))
         self._settle(found)
 
@@ -488,7 +489,7 @@ class DebugUnderflowOverflow:
                 return
             if self.counts.steps == self.counts.forwards == 0 and not _has_closure(args, kwargs):
                 self._output.note(
-                    "no forward was seen before this step: watch what torch.compile returned, if you use it"
+                    "no forward seen before this step: with torch.compile, pass the compiled model to the detector"
                 )
             made = self._gradients.start(optimizer) if self._looks_at_gradients and not self._is_off else NO_GRADIENTS
             if id(optimizer) in self._asked:  # no forward with others since: this step may be this rank's own

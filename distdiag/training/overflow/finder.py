@@ -69,7 +69,7 @@ class Finder:
         if not isinstance(module, DataParallel) and is_watched(within_ddp(module)):
             return
         if len(self._watched) >= _MOST:
-            self._leave_out(f"there are more than {_MOST} models")
+            self._leave_out(f"more than {_MOST} models")
             return
         settings = self._settings
         number = f"-{len(self._watched)}" if self._watched else ""
@@ -87,7 +87,7 @@ class Finder:
                 save=os.path.join(settings.folder, f"frames-{self._me()}{number}.jsonl"),
             )
         except Exception as why:  # noqa: BLE001 - the job is what matters
-            sys.stderr.write(f"distdiag: {type(module).__name__} is not watched: {why}\n")
+            sys.stderr.write(f"distdiag: {type(module).__name__} is not checked: {why}\n")
             self._leave_out(f"{type(module).__name__}: {why}")
             return
         detector.gives_way = True

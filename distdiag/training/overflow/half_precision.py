@@ -124,11 +124,11 @@ class Growth:
         self._told = most
         place = grown[0]
         share = 100 * glance.sizes[place] / extrema.limit(torch.float16)
-        others = f", and that of {len(grown) - 1} modules after it" if len(grown) > 1 else ""
+        others = f", as in {len(grown) - 1} modules after it" if len(grown) > 1 else ""
         return (
-            f"step {step}: what {place} gives back in float16 grows{others}: {self._seen[place][0]:.1e} in step "
-            f"{self._first_step}, {glance.sizes[place]:.1e} now, {share:.0f} % of float16's greatest number; "
-            f"1e4 x 1e4 overflows. {in_float32(place.module, glance.device) if autocast else _BFLOAT}"
+            f"step {step}: the float16 output of {place} grows{others}: {self._seen[place][0]:.1e} in step "
+            f"{self._first_step}, {glance.sizes[place]:.1e} now, {share:.0f}% of float16 max; 1e4 x 1e4 overflows. "
+            f"{in_float32(place.module, glance.device) if autocast else _BFLOAT}"
         )
 
     def _has_grown(self, place: Place, size: float) -> bool:
@@ -254,7 +254,7 @@ _SHARE = 0.5
 
 Zeros alone mean nothing: rows of an embedding that were not looked up, and all that lies before a layer of zeros.
 """
-_MEND = "Autocast and a GradScaler with weights in float32 mend that, or bfloat16: model.to(torch.bfloat16)"
+_MEND = "Use autocast and a GradScaler with float32 weights, or bfloat16: model.to(torch.bfloat16)"
 _SCALED = (
     "Scale the loss: scaler = torch.amp.GradScaler({device!r}); scaler.scale(loss).backward(); "
     "scaler.step(optimizer); scaler.update()"
@@ -303,12 +303,12 @@ class Underflow:
             return ""
         self._told.add("")
         weight = gradients[0].tensor
-        where = f"behind the output of {lost.behind}" if lost.behind else "before it comes to the model"
+        where = f"after the output of {lost.behind}" if lost.behind else "before it reaches the model"
         mend = _MEND if weight.dtype is torch.float16 else _SCALED.format(device=weight.device.type)
         return (
-            f"step {step}: all {len(gradients)} gradients are exactly 0, as they were in step {before}: they underflow "
-            f"in float16. {lost.size:.1e} at most goes into the backward of {lost.operation}, {where}, and 0 comes "
-            f"out; float16 has no number below 6e-08. {mend}"
+            f"step {step}: all {len(gradients)} gradients are exactly 0, as in step {before}: they underflow in "
+            f"float16. The backward of {lost.operation}, {where}, gets at most {lost.size:.1e} and returns 0; "
+            f"float16 has no number below 6e-08. {mend}"
         )
 
     def _partly_lost(self, gradients: Sequence[Gradient], step: int) -> str:
@@ -319,8 +319,8 @@ class Underflow:
         self._told |= lost.keys()
         name, share = max(lost.items(), key=lambda item: item[1])
         return (
-            f"underflow in step {step}: of {len(shares)} gradients in float16 {len(lost)} "
-            f"are mostly zero or subnormal; `{name}.grad`: {100 * share:.0f} %. {_MEND}"
+            f"underflow in step {step}: {len(lost)} of {len(shares)} float16 gradients are mostly zero or subnormal; "
+            f"`{name}.grad`: {100 * share:.0f}%. {_MEND}"
         )
 
     def _share_of(self, gradient: Gradient) -> float:

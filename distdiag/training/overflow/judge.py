@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _FIRST = 1_000_000
 """What a rank says when the first forward since the last step went wrong; one less for each later one."""
 _IN_LOSS, _IN_GRADIENTS = 2, 1
-_NOT_EACH = "With gradients='each' the first bad one is named, before clipping spreads it."
+_NOT_EACH = "With gradients='each' the first bad gradient is named, before clipping spreads it."
 _OPERATIONS = 8
 _NOT_THE_SCRIPT = (
     os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
@@ -43,7 +43,7 @@ _NOT_THE_SCRIPT = (
 )
 _MASKED = "masked: "
 _INSTEAD = {"log": "Where it is of a softmax: log_softmax."}
-_FINITE = "What modules took and gave in the forward was finite"
+_FINITE = "All module inputs and outputs in the forward were finite"
 
 
 @dataclass(frozen=True)
@@ -161,13 +161,15 @@ class Judge:
             why = crowded or forward.call.again(recorder, self._terms(None), makers)
         if why:
             return (
-                f"{where}: whether it is meant, as in masks, is not known, as the forward cannot be run again ({why})."
+                f"{where}: it is unknown whether it is intended, as in masks: the forward cannot be replayed ({why})."
             )
         for label, tensor in nested.tensors(recorder.output, "output"):
             maker = makers.maker_of(tensor) if label in labels else ""
             if maker:
                 where = where.replace(f"`{labels[0]}`", f"`{label}`")
-                return f"{where} is no mask: {maker} made it of finite numbers. {_INSTEAD.get(maker, '')}".rstrip()
+                return (
+                    f"{where} is not a mask: {maker} produced it from finite values. {_INSTEAD.get(maker, '')}"
+                ).rstrip()
         return ""
 
     def together(self, seen: Seen, group: Any) -> Detection | None:  # noqa: ANN401
@@ -201,10 +203,10 @@ class Judge:
     def _again_together(self, forward: Forward | None, number: int, group: Any) -> tuple[Detection | None, str]:  # noqa: ANN401
         """Run a forward again, if all ranks can: there may be collectives in it."""
         terms = self._terms(group)
-        why = "it is gone" if forward is None or forward.call is None else forward.call.why_not(terms)
+        why = "the model no longer exists" if forward is None or forward.call is None else forward.call.why_not(terms)
         cannot, most, least = ranks.greatest([int(bool(why)), number, -number], group)
         if cannot or most != -least:
-            return None, why or "another rank cannot run its own again"
+            return None, why or "another rank cannot replay its forward"
         return self._again(forward, terms)
 
     def _last_again(self, seen: Seen) -> tuple[Detection | None, str]:
@@ -213,7 +215,7 @@ class Judge:
     def _again(self, forward: Forward | None, terms: Terms) -> tuple[Detection | None, str]:
         """Run a forward again: what went wrong in it, or why that is not known; neither, if all of it is finite."""
         if forward is None or forward.call is None:
-            return None, "it is gone"
+            return None, "the model no longer exists"
         recorder = self.recorder(exact=True)
         with self.alone_in_it() as crowded:
             why = crowded or forward.call.again(recorder, terms)
@@ -229,8 +231,8 @@ class Judge:
             return found
         label = next(output.label for output in forward.outputs if self._is_bad_output(output))
         why = "" if why.startswith(_MASKED) else why
-        hint = f"It could not be run again ({why})" if why else "When it was run again, all of it was finite"
-        return self._bare(forward.when, label, UNSEEN, f"{hint}: mode='full' (--full) names the module.")
+        hint = f"The forward cannot be replayed ({why})" if why else "When replayed, everything was finite"
+        return self._bare(forward.when, label, UNSEEN, f"{hint}: mode='full' (--full) finds the module.")
 
     def _unless_in_forward(
         self, detection: Detection | None, seen: Seen, found: Detection | None, why: str
@@ -238,13 +240,13 @@ class Judge:
         """Describe what is wrong with a loss or with gradients, or where in the forward that began."""
         if found is not None:
             after = "loss" if detection is not None and detection.origin == LOSS else "gradients"
-            hint = f"No output of the model shows it, but the {after} do{'es' * (after == 'loss')}."
+            hint = f"No output of the model contains it, but the {after} do{'es' * (after == 'loss')}."
             return replace(found, hints=(*found.hints, hint))
         assert detection is not None
         masked = why.removeprefix(_MASKED) if why.startswith(_MASKED) else ""
         why = "" if masked else why
         if detection.origin == LOSS:
-            return replace(detection, seen="What the model gave back was finite" if why else _finite(1, masked))
+            return replace(detection, seen="The model's output was finite" if why else _finite(1, masked))
         return replace(
             detection, seen=_of_backward(_finite(seen.since_step, masked), seen.since_step, why, detection.number == 0)
         )
@@ -281,7 +283,7 @@ class Judge:
             return None
         early = _bad_gradients(gradients.early)
         first, count = (early or _bad_gradients(gradients.now))[0], len(_bad_gradients(gradients.now))
-        hint = f"{count} of {len(gradients.now)} gradients are bad."
+        hint = f"{count} of {len(gradients.now)} gradients contain nan or inf."
         module, _, weight = first.name.rpartition(".")
         kind = next((kind_of(submodule) for submodule, name in named(self.model).items() if name == module), "")
         place = Place(module, kind)
@@ -314,19 +316,22 @@ _ORDER = {LOSS: 1, BACKWARD: 2}
 
 def _finite(forwards: int, masked: str) -> str:
     """Describe what is known to be finite: what modules do between is not seen, nor other forwards than the last."""
-    text = _FINITE if forwards < 2 else f"{_FINITE}, in the last of {forwards} since the last step"
-    return f"{text}, but for {masked}" if masked else text
+    text = _FINITE if forwards < 2 else f"{_FINITE}, in the last of {forwards} forwards since the last step"
+    return f"{text}, except for {masked}" if masked else text
 
 
 def _of_backward(finite: str, forwards: int, why: str, is_first: bool) -> str:
     """Describe where a gradient may have been made."""
     if why:
-        return f"It was made in the forward, the loss or the backward: the forward cannot be run again ({why})."
+        return (
+            "It was produced in the forward, the loss or backward; which is unknown, as the forward cannot "
+            f"be replayed ({why})."
+        )
     before = ", in an earlier forward" if forwards > 1 else ""
     if is_first:
-        where = f"in the loss{before}, between the modules or in the backward, here or nearer to the loss"
-        return f"{finite}, and each gradient made before this one: it was made {where}."
-    return f"{finite}: it was made in the loss{before}, between the modules or in the backward."
+        where = f"in the loss{before}, between modules or in backward, at this layer or a later layer"
+        return f"{finite}, and so was each gradient before: it was produced {where}."
+    return f"{finite}: it was produced in the loss{before}, between modules or in backward."
 
 
 def losses_of(tensors: object, when: When) -> list[Loss]:
@@ -357,7 +362,7 @@ def _calculation(tensor: Tensor) -> list[str]:
     while node is not None and len(names) < _OPERATIONS and "AccumulateGrad" not in node.name():
         names.append(node.name().removesuffix("0").removesuffix("Backward"))
         node = next((before for before, _ in node.next_functions if before is not None), None)
-    return [f"It comes out of: {' <- '.join(names)}."] if names else []
+    return [f"It is the output of: {' <- '.join(names)}."] if names else []
 
 
 def outputs_of(value: object) -> tuple[ModelOutput, ...]:

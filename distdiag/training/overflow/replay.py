@@ -174,24 +174,24 @@ class Call:
     def why_not(self, terms: Terms) -> str:
         """Describe why it cannot be made again; empty if it can."""
         if self._forgotten:
-            return "its inputs were too large to be kept"
+            return "its inputs were too large to keep"
         if terms.is_shared and not terms.ranks:
-            return "other ranks have a part of its weights, and do not run it"
+            return "other ranks hold part of its weights and do not replay it"
         if terms.is_shared and terms.goes_on:
-            return "its weights are shared out over the ranks, and the job goes on"
+            return "its weights are sharded over the ranks, and the job continues"
         now = [leaf for _, leaf in nested.leaves((self.args, self.kwargs), "") if isinstance(leaf, torch.Tensor)]
         same = len(now) == len(self._versions) and all(a is b for a, (b, _) in zip(now, self._versions, strict=True))
         if not same or any(version_of(tensor) != version for tensor, version in self._versions):
-            return "its inputs were changed in place since"
+            return "its inputs have been changed in place"
         opaque = nested.opaque((self.args, self.kwargs))
         if opaque:
-            return f"it may have changed the {opaque} that it was given"
+            return f"it may have changed its {opaque} input"
         if any(version_of(buffer) != version for buffer, version in self._watched):
-            return "it changed a buffer of which there is no copy"
+            return "it changed a buffer that was not copied"
         if self._state.steps != self._steps or self._state.model.training != self._training:
-            return "a step of an optimizer has changed the weights since"
+            return "an optimizer step has changed the weights"
         hooked = _hook_of(self._state.model) if terms.goes_on else ""
-        return f"a hook of the script's own would be called twice, on {hooked}" if hooked else ""
+        return f"a hook of the script would run twice, on {hooked}" if hooked else ""
 
     def again(
         self, recorder: Recorder, terms: Terms, also: contextlib.AbstractContextManager[object] = _NOTHING
@@ -224,7 +224,7 @@ class Call:
                 return refused or recorder.failed
             if not why:
                 return ""
-        return f"its forward failed the second time: {why}"
+        return f"its forward failed on replay: {why}"
 
     @contextlib.contextmanager
     def _as_it_was(self, terms: Terms) -> Iterator[tuple[Guard, tuple[object, ...], dict[str, object]]]:
@@ -319,15 +319,15 @@ class Guard(TorchDispatchMode):
 
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ANN401
         if getattr(func, "namespace", "") in _COLLECTIVES and not _ranks_of_collective(args, kwargs) <= self._ranks:
-            self._refuse("it speaks with other ranks, which do not run it again")
+            self._refuse("it communicates with other ranks, which do not replay it")
         if self._writes:
             return
         for value in _written(func, args, kwargs):
             if isinstance(value, Tensor) and _memory_of(value) not in self._made:
-                self._refuse(f"it changes a tensor that lives on after it ({func})")
+                self._refuse(f"it changes a tensor that outlives it ({func})")
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Generator) and id(value) not in self._generators:
-                self._refuse("it draws from a torch.Generator of the script's own")
+                self._refuse("it draws from the script's own torch.Generator")
 
     def _refuse(self, why: str) -> None:
         self.refused = self.refused or why

@@ -108,7 +108,7 @@ class _Loads(Loader):
 
 
 def _complain(why: str) -> None:
-    sys.stderr.write(f"distdiag overflow: this process is not watched: {why}\n")
+    sys.stderr.write(f"distdiag overflow: this process is not checked: {why}\n")
 
 
 def _leave_word(folder: str, why: str) -> None:

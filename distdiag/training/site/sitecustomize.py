@@ -7,7 +7,7 @@ import sys
 
 _ASKED = (
     ("DISTDIAG_LINES", "distdiag.training.line_trace.session", "trace: this process is not traced"),
-    ("DISTDIAG_OVERFLOW", "distdiag.training.overflow.session", "overflow: this process is not watched"),
+    ("DISTDIAG_OVERFLOW", "distdiag.training.overflow.session", "overflow: this process is not checked"),
     ("DISTDIAG_RUN", "distdiag.training.recorded_output", "run: the output of this process is not kept"),
 )
 """The variable that asks for it, the module that does it, and what is to be said if it cannot."""
@@ -53,4 +53,4 @@ def _run_the_next() -> None:
 try:
     _main()
 except Exception as error:  # noqa: BLE001 - the job is what matters
-    sys.stderr.write(f"distdiag: this process is not looked at: {type(error).__name__} {error}\n")
+    sys.stderr.write(f"distdiag: this process is not traced or checked: {type(error).__name__} {error}\n")

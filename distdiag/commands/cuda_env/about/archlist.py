@@ -51,17 +51,17 @@ def _unset(facts: CudaFacts, gpus: Sequence[Arch], text: str) -> Section:
         kinds = as_list(gpus)
         if len(set(gpus)) > 1 and facts.meant:
             return Section(name="Arch list", line=shown, problems=(_not_asked(shown, kinds),))
-        asked = [Arch(gpu.major, gpu.minor) for gpu in gpus]
-        if refused := [arch for arch in asked if _is_compiled(facts, arch.nvcc) is False]:
-            what = f"{shown}, so torch asks for that of the GPUs"
+        targets = [Arch(gpu.major, gpu.minor) for gpu in gpus]
+        if refused := [arch for arch in targets if _is_compiled(facts, arch.nvcc) is False]:
+            what = f"{shown}, so torch targets the architecture of the GPUs"
             return Section(name="Arch list", line=shown, problems=(_refused(facts, refused, [], gpus, what),))
         if len(set(gpus)) > 1:
             return Section(
-                name="Arch list", line=f"{shown}: this node builds for its own GPUs; for all kinds here: {kinds}"
+                name="Arch list", line=f"{shown}: torch builds for the local GPUs; for all GPUs here: {kinds}"
             )
         if facts.meant:
             return Section(name="Arch list", line=shown, problems=(_not_asked(shown, kinds),))
-        return Section(name="Arch list", line=f"{shown}: {kinds} would be built")
+        return Section(name="Arch list", line=f"{shown}: torch would build for {kinds}")
     if not fixes.usable_toolkits(facts):
         return Section(name="Arch list", line=shown, skipped="no toolkit, no GPU")
     wanted = recommended(facts)
@@ -69,10 +69,11 @@ def _unset(facts: CudaFacts, gpus: Sequence[Arch], text: str) -> Section:
         id="archlist.unset-nogpu",
         goals=BUILD,
         level=Level.WARN,
-        title=f"{shown}, and no GPU is here to take it from",
-        cause="torch asks the GPUs for their architecture; without one it fails: IndexError: list index out of range.",
+        title=f"{shown}, and there is no local GPU to detect it from",
+        cause="torch detects the architecture from the local GPUs; without a GPU it fails: IndexError: list "
+        "index out of range.",
         breaks="building CUDA extensions on this machine; running is fine",
-        fix="name the GPUs that it is built for (this is for all that torch itself serves)",
+        fix="set the target architectures (this list covers everything this torch supports)",
         exports=((_NAME, f'"{wanted}"'),) if wanted else (),
     )
     return Section(name="Arch list", line=f"{shown}, no GPU", problems=(problem,))
@@ -84,9 +85,9 @@ def _not_asked(shown: str, kinds: str) -> Problem:
         id="archlist.unset-nogpu",
         goals=BUILD,
         level=Level.WARN,
-        title=f"{shown}: what is built here is not for the GPUs that are meant ({kinds})",
-        breaks="what is built, on those GPUs; running is fine",
-        fix="name them",
+        title=f"{shown}: a build here would not target the requested GPUs ({kinds})",
+        breaks="running this build on those GPUs; running programs here is fine",
+        fix="set them",
         exports=((_NAME, f'"{kinds}"'),),
     )
 
@@ -128,10 +129,10 @@ def _syntax(facts: CudaFacts, text: str, read: ArchList, gpus: Sequence[Arch]) -
         id="archlist.syntax",
         goals=BUILD,
         level=Level.FAIL,
-        title=f"torch does not understand {shown} in {_NAME}={text!r}",
-        cause='It splits at ";" or single spaces, and takes 8.0, 9.0a, 8.6+PTX or a name such as Ampere.',
+        title=f"torch rejects {shown} in {_NAME}={text!r}",
+        cause='Separate entries by ";" or one space; valid entries are 8.0, 9.0a, 8.6+PTX or a name such as Ampere.',
         breaks='building CUDA extensions ("Unknown CUDA arch"); running is fine',
-        fix="write it as torch reads it",
+        fix="use the syntax that torch accepts",
         exports=((_NAME, f'"{better}"'),) if better else (),
     )
 
@@ -141,7 +142,7 @@ def _nvcc(facts: CudaFacts, text: str, read: ArchList, gpus: Sequence[Arch]) -> 
     if not refused:
         return None
     kept = [f"{arch.torch}{'+PTX' if ptx else ''}" for arch, ptx in read.wanted if arch not in refused]
-    return _refused(facts, refused, kept, gpus, f"{_NAME}={text} asks for that")
+    return _refused(facts, refused, kept, gpus, f"{_NAME}={text} requests it")
 
 
 def _refused(facts: CudaFacts, refused: Sequence[Arch], kept: Sequence[str], gpus: Sequence[Arch], why: str) -> Problem:
@@ -151,8 +152,8 @@ def _refused(facts: CudaFacts, refused: Sequence[Arch], kept: Sequence[str], gpu
         id="archlist.nvcc",
         goals=BUILD,
         level=Level.FAIL,
-        title=f"nvcc {toolkit.version if toolkit is not None else '?'} does not compile for {names}; {why}",
-        cause="torch takes the name; nvcc says: Unsupported gpu architecture.",
+        title=f"nvcc {toolkit.version if toolkit is not None else '?'} cannot compile for {names}; {why}",
+        cause="torch accepts the name; nvcc fails: Unsupported gpu architecture.",
         breaks="building CUDA extensions; running is fine",
         evidence=(f"nvcc --list-gpu-arch: {' '.join(archs)}",) if archs else (),
         **_remedy(facts, refused, kept, gpus),  # type: ignore[arg-type]
@@ -164,23 +165,24 @@ def _remedy(facts: CudaFacts, refused: Sequence[Arch], kept: Sequence[str], gpus
     read = read_list(";".join(kept), (), {}) if kept else None
     names = ", ".join(arch.torch for arch in refused)
     if read is not None and all(how_it_runs(read.cubins, read.ptx, gpu) for gpu in gpus):
-        return {"fix": f"leave {names} out", "exports": ((_NAME, f'"{";".join(kept)}"'),)}
+        return {"fix": f"remove {names} from the list", "exports": ((_NAME, f'"{";".join(kept)}"'),)}
     for other in _other_toolkits(facts):
         if all(compiles(arch.nvcc, other.version) for arch in refused):
-            fix = f"use the toolkit in {other.root} ({other.version}), which compiles for it"
+            fix = f"use the toolkit in {other.root} ({other.version}), which supports it"
             return {"fix": fix, "exports": fixes.choose_toolkit(facts, other)}
     older = _older_code(facts, gpus)
     if older:
         wanted = ";".join(dict.fromkeys([*kept, *older]))
-        ptx = ", which the driver compiles at each first start" if any("PTX" in arch for arch in older) else ""
+        ptx = ", which the driver compiles at first use" if any("PTX" in arch for arch in older) else ""
         return {
-            "fix": f"build {' and '.join(older)}, which runs there too{ptx}; or take a toolkit that has {names}",
+            "fix": f"build for {' and '.join(older)}, which runs there too{ptx}; or use a toolkit that "
+            f"supports {names}",
             "exports": ((_NAME, f'"{wanted}"'),),
         }
     first = max((tables().nvcc.get(arch.nvcc, ("", ""))[0] for arch in refused), key=version, default="")
-    newer = f"take a toolkit that compiles for {names}" + (f": {first} is the first" if first else "")
+    newer = f"use a toolkit that supports {names}" + (f": {first} or newer" if first else "")
     if not gpus and (better := recommended(facts)):
-        return {"fix": f"name what it does compile for; or {newer}", "exports": ((_NAME, f'"{better}"'),)}
+        return {"fix": f"list only supported architectures; or {newer}", "exports": ((_NAME, f'"{better}"'),)}
     name = f"cuda-toolkit-{first.replace('.', '-')}" if first else ""
     return {"fix": newer, "commands": fixes.install_system(facts, apt=name, dnf=name, zypper=name) if name else ()}
 
@@ -225,10 +227,10 @@ def _gpus(facts: CudaFacts, text: str, read: ArchList, gpus: Sequence[Arch]) -> 
         id="archlist.gpus",
         goals=BUILD,
         level=Level.FAIL if missing else Level.WARN,
-        title=f"{_NAME}={text} builds nothing that runs on the GPUs of {names}"
+        title=f"{_NAME}={text} builds no code that runs on GPU architecture {names}"
         if missing
-        else f"{_NAME}={text} builds only PTX for the GPUs of {names}: the driver compiles it at each first start",
-        breaks='what is built fails on them: "no kernel image is available"' if missing else "",
+        else f"{_NAME}={text} builds only PTX for GPU architecture {names}: the driver compiles it at first use",
+        breaks='running this build on them ("no kernel image is available")' if missing else "",
         **_remedy(facts, refused, _kept(read), gpus)
         if refused
         else {"fix": "add them", "exports": ((_NAME, f'"{_with(read, more)}"'),)},

@@ -39,7 +39,7 @@ def about_building(facts: CudaFacts) -> Section:
     )
     return Section(
         name="Building",
-        line=f"{ninja}, {header}, {build.processors} processors{room}",
+        line=f"{ninja}, {header}, {build.processors} CPUs{room}",
         problems=tuple(problems),
         details=tuple(filter(None, details)),
     )
@@ -54,7 +54,7 @@ def _ninja(facts: CudaFacts) -> Problem | None:
         return None
     return _warn(
         "build.ninja",
-        "ninja is not here: torch.utils.cpp_extension.load refuses to work, and setup.py builds one file at a time",
+        "ninja is not installed: torch.utils.cpp_extension.load fails, and setup.py builds file by file",
         breaks="extensions built at first use (DeepSpeed's ops)",
         fix="install it into the environment",
         commands=(f"{fixes.pip(facts)} ninja",),
@@ -68,7 +68,7 @@ def _header(facts: CudaFacts) -> Problem | None:
     number = minor(python.version)
     return _warn(
         "build.python-h",
-        f"{python.include}/Python.h is not there: no extension for this Python can be compiled",
+        f"{python.include}/Python.h is missing: extensions for this Python cannot be compiled",
         breaks="building any extension; running is fine",
         fix="install Python's headers",
         commands=fixes.install_system(
@@ -88,9 +88,9 @@ def libaio(facts: CudaFacts) -> Problem | None:
         return None
     return _warn(
         "build.libaio",
-        "libaio is not here to build with: DeepSpeed's async_io (NVMe offload) cannot be built",
-        breaks="DS_BUILD_AIO, ZeRO-Infinity's offload to NVMe",
-        fix="install its headers, if you want that",
+        "libaio development files are missing: DeepSpeed's async_io (NVMe offload) cannot be built",
+        breaks="DS_BUILD_AIO, NVMe offload of ZeRO-Infinity",
+        fix="install its headers, if you need NVMe offload",
         commands=fixes.install_system(
             facts, apt="libaio-dev", dnf="libaio-devel", zypper="libaio-devel", pacman="libaio"
         ),
@@ -114,10 +114,11 @@ def _jobs(facts: CudaFacts) -> Problem | None:
         return None
     return _warn(
         "build.jobs",
-        f"a build would start {started} compilers; {memory / 2**30:.0f} GiB of free memory carry about {jobs(facts)}",
+        f"a build would start {started} compilers; {memory / 2**30:.0f} GiB of free memory suffice for "
+        f"about {jobs(facts)}",
         breaks='large builds (flash-attn): "Killed", or nvcc "died due to signal 9"',
-        evidence=(f"MAX_JOBS={told}" if told else f"MAX_JOBS is not set, {facts.building.processors} processors",),
-        fix="start fewer",
+        evidence=(f"MAX_JOBS={told}" if told else f"MAX_JOBS is not set, {facts.building.processors} CPUs",),
+        fix="limit the parallel jobs",
         exports=(("MAX_JOBS", str(jobs(facts))),),
     )
 
@@ -131,9 +132,9 @@ def _cache(facts: CudaFacts) -> Problem | None:
         return _warn(
             "build.cache-stale",
             f"{first.path} was built before this torch was installed",
-            cause="torch takes what is there, if its sources have not changed.",
-            breaks=f"{', '.join(first.built[:4])}: undefined symbols, or worse",
-            fix="remove it; it is built again at its next use",
+            cause="torch reuses a cached build as long as its sources have not changed.",
+            breaks=f"{', '.join(first.built[:4])}: undefined symbols, wrong results or crashes",
+            fix="remove it; torch rebuilds it at its next use",
             commands=tuple(f"rm -rf {shlex.quote(cache.path)}" for cache in stale),
         )
     if other:
@@ -141,7 +142,8 @@ def _cache(facts: CudaFacts) -> Problem | None:
             id="build.cache-stale",
             goals=BUILD,
             level=Level.INFO,
-            title=f"{', '.join(cache.name for cache in other)}: extensions of another torch or Python, no longer used",
+            title=f"{', '.join(cache.name for cache in other)}: extensions built for another torch or "
+            "Python; unused now",
             evidence=tuple(cache.path for cache in other),
         )
     return None
@@ -170,7 +172,7 @@ def about_deepspeed(facts: CudaFacts) -> Section | None:
     deepspeed, torch = facts.deepspeed, facts.torch
     if deepspeed is None:
         return None
-    ops = f"{len(deepspeed.built_ops)} ops prebuilt" if deepspeed.built_ops else "ops are built at first use"
+    ops = f"{len(deepspeed.built_ops)} ops prebuilt" if deepspeed.built_ops else "no prebuilt ops; built at first use"
     problem = None
     if deepspeed.built_torch and torch is not None:
         differs = minor(deepspeed.built_torch) != minor(torch.version)
@@ -184,7 +186,7 @@ def about_deepspeed(facts: CudaFacts) -> Section | None:
                 f"this is torch {torch.version} with CUDA {torch.cuda or 'none'}",
                 breaks=f"DeepSpeed's prebuilt ops: {', '.join(deepspeed.built_ops[:4])}",
                 evidence=(f"{deepspeed.folder}/git_version_info_installed.py",),
-                fix="build it again for this torch",
+                fix="rebuild it for this torch",
                 commands=(fixes.rebuild(facts, "deepspeed", deepspeed.version),),
             )
     return Section(name="DeepSpeed", line=f"{deepspeed.version}, {ops}", problems=(problem,) if problem else ())
@@ -194,16 +196,16 @@ def about_system(facts: CudaFacts) -> Section:
     """Judge shared memory."""
     total = facts.building.shm_total_bytes
     if total is None:
-        return Section(name="System", line="/dev/shm is not there", skipped="not a Linux with /dev/shm")
+        return Section(name="System", line="no /dev/shm", skipped="this system has no /dev/shm")
     if total >= _SHM_BYTES:
         return Section(name="System", line=f"/dev/shm has {total / 2**30:.1f} GiB")
-    grow = "docker run --shm-size 8g, or --ipc host" if facts.driver.container else "mount it larger"
+    grow = "docker run --shm-size 8g, or --ipc host" if facts.driver.container else "remount it with a larger size"
     problem = Problem(
         id="sys.shm",
         goals=RUN,
         level=Level.WARN,
         title=f"/dev/shm has only {total / 2**20:.0f} MiB",
-        breaks="NCCL's shared memory and data loaders with workers (bus error)",
+        breaks="NCCL shared memory; DataLoader workers (bus error)",
         fix=grow,
         commands=() if facts.driver.container else ("sudo mount -o remount,size=8G /dev/shm",),
     )

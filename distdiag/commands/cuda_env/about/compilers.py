@@ -27,10 +27,10 @@ def about_compilers(facts: CudaFacts) -> Section:
     """Judge both compilers, for the toolkit that will be used when all is mended."""
     own, toolkit = facts.compilers.cxx, fixes.target_toolkit(facts)
     called = _host(facts, _nvcc_of(facts, toolkit))
-    parts = [f"torch calls {_named(own)}" if own else f"torch finds no {facts.compilers.cxx_asked}"]
+    parts = [f"torch calls {_named(own)}" if own else f"torch does not find {facts.compilers.cxx_asked}"]
     parts += [f"nvcc calls {_named(called)}"] if called and (own is None or called.real != own.real) else []
     limit = fixes.newest_host_gcc(facts, toolkit) if toolkit is not None else None
-    parts += [f"gcc <= {limit} is allowed"] if limit else []
+    parts += [f"gcc <= {limit} is supported"] if limit else []
     problems = [
         problem
         for problem in (_nvcc(facts, toolkit), _torch(facts, toolkit), _flags(facts, toolkit), _for_cmake(facts))
@@ -50,8 +50,8 @@ def _named(compiler: Compiler | None) -> str:
 
 def _nvcc_of(facts: CudaFacts, toolkit: Toolkit | None) -> Nvcc | None:
     """Find the nvcc of a toolkit that was asked what it would do; None if none of it was."""
-    asked = [nvcc for nvcc in facts.nvccs if nvcc.top and toolkit is not None and nvcc.top == toolkit.real]
-    return asked[0] if asked else None
+    of_toolkit = [nvcc for nvcc in facts.nvccs if nvcc.top and toolkit is not None and nvcc.top == toolkit.real]
+    return of_toolkit[0] if of_toolkit else None
 
 
 def _host(facts: CudaFacts, nvcc: Nvcc | None) -> Compiler | None:
@@ -86,7 +86,13 @@ def _is_too_new(compiler: Compiler | None, toolkit: Toolkit | None) -> bool:
 def _too_new(facts: CudaFacts, nvcc: Nvcc | None, compiler: Compiler | None, toolkit: Toolkit | None) -> Problem:
     limit = toolkit.limit if toolkit is not None else None
     clang = compiler is not None and compiler.family == "clang"
-    most = f"clang < {limit.clang_below}" if limit and clang else f"gcc <= {limit.gcc_max}" if limit else "an older one"
+    most = (
+        f"clang < {limit.clang_below}"
+        if limit and clang
+        else f"gcc <= {limit.gcc_max}"
+        if limit
+        else "an older version"
+    )
     evidence = [f"called: {compiler.path}"] if compiler else []
     if limit is not None and limit.gcc_max and not clang:
         evidence.append(f"{limit.path}:{limit.gcc_line}: gcc versions later than {limit.gcc_max} are refused")
@@ -98,8 +104,9 @@ def _too_new(facts: CudaFacts, nvcc: Nvcc | None, compiler: Compiler | None, too
         id="cc.nvcc",
         goals=BUILD,
         level=Level.FAIL,
-        title=f"nvcc {toolkit.version if toolkit else ''} would call {_named(compiler)}; it allows {most}",
-        cause=f"torch looks at {_named(own)} and will not warn." if other else "",
+        title=f"nvcc {toolkit.version if toolkit else ''} would use {_named(compiler)} as its host compiler; it "
+        f"supports {most}",
+        cause=f"torch checks {_named(own)} only and will not warn." if other else "",
         breaks=_BREAKS,
         evidence=tuple(evidence),
         **_mend(facts, toolkit),  # type: ignore[arg-type]
@@ -114,12 +121,12 @@ def _message(complaint: str) -> str:
 def _no_host(facts: CudaFacts, nvcc: Nvcc, toolkit: Toolkit | None) -> Problem:
     """Report that the host compiler is not there, and which variable names it."""
     name = next((variable for variable in ("CC", "NVCC_CCBIN") if facts.variables.get(variable)), "")
-    asked = f"{name}={facts.variables[name]}" if name else os.path.basename(nvcc.compiler or "gcc")
+    compiler = f"{name}={facts.variables[name]}" if name else os.path.basename(nvcc.compiler or "gcc")
     return Problem(
         id="cc.nvcc",
         goals=BUILD,
         level=Level.FAIL,
-        title=f"nvcc cannot use its host compiler, {asked}",
+        title=f"nvcc cannot use its host compiler, {compiler}",
         breaks=_BREAKS,
         evidence=(f"{nvcc.path} -x cu -E /dev/null: {nvcc.complaint}",),
         **_mend(facts, toolkit),  # type: ignore[arg-type]
@@ -133,13 +140,13 @@ def _mend(facts: CudaFacts, toolkit: Toolkit | None) -> dict[str, object]:
     if pair is not None:
         gcc, gxx = (shlex.quote(compiler.path) for compiler in pair)
         return {
-            "fix": f"use gcc {pair[0].version}, which is installed",
+            "fix": f"use the installed gcc {pair[0].version}",
             "exports": (("CC", gcc), ("CXX", gxx), ("NVCC_CCBIN", gxx)),
         }
     known = [number for number in facts.compilers.installable if number <= (most or 99)]
     apt = f"gcc-{max(known)} g++-{max(known)}" if known else ""
     return {
-        "fix": f"install a gcc that is allowed{f' ({most} or older)' if most else ''}, with its g++",
+        "fix": f"install a supported gcc{f' ({most} or older)' if most else ''}, with its g++",
         "commands": fixes.install_system(facts, apt=apt, dnf="gcc gcc-c++", zypper="gcc gcc-c++"),
     }
 
@@ -149,11 +156,11 @@ def _torch(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
 
     load() asks for $CXX or c++; setup.py builds for $CXX or what this Python was built with.
     """
-    own, asked = facts.compilers.cxx, facts.compilers.cxx_asked
+    own, cxx = facts.compilers.cxx, facts.compilers.cxx_asked
     if own is None:
         return _no_cxx(facts, toolkit)
-    first = os.path.basename(asked.split()[0])
-    if len(asked.split()) > 1 and not own.family:
+    first = os.path.basename(cxx.split()[0])
+    if len(cxx.split()) > 1 and not own.family:
         return _wrapped_cxx(facts, toolkit, first)
     bounds = _bounds(facts, toolkit, own)
     by_setup = None if "CXX" in facts.variables else fixes.compiler_called(facts, facts.python.cxx)
@@ -182,7 +189,7 @@ def _no_cxx(facts: CudaFacts, toolkit: Toolkit | None) -> Problem:
         id="cc.torch",
         goals=BUILD,
         level=Level.FAIL,
-        title=f"there is no C++ compiler: torch calls {facts.compilers.cxx_asked}",
+        title=f"no C++ compiler: torch calls {facts.compilers.cxx_asked}, which is missing",
         breaks="building any extension; running is fine",
         evidence=(where,),
         **_mend(facts, toolkit),  # type: ignore[arg-type]
@@ -194,8 +201,8 @@ def _wrapped_cxx(facts: CudaFacts, toolkit: Toolkit | None, first: str) -> Probl
         id="cc.torch",
         goals=BUILD,
         level=Level.FAIL,
-        title=f"torch takes the first word of CXX, {first}, for the compiler",
-        cause=f"It asks {first} for its version, and finds it too old.",
+        title=f"torch uses the first word of CXX, {first}, as the compiler",
+        cause=f"It queries the version of {first} and concludes that it is too old.",
         breaks=_BREAKS,
         evidence=(f"CXX={facts.variables.get('CXX', '')}",),
         **_mend(facts, toolkit),  # type: ignore[arg-type]
@@ -215,9 +222,9 @@ def _out_of_bounds(facts: CudaFacts, toolkit: Toolkit | None, wrong: Compiler, *
         id="cc.torch",
         goals=BUILD,
         level=Level.FAIL if everywhere else Level.WARN,
-        title=f"torch refuses {_named(wrong)} with CUDA {minor(toolkit.version)}: it wants a version {allowed}",
+        title=f"torch rejects {_named(wrong)} with CUDA {minor(toolkit.version)}: it requires a version {allowed}",
         breaks=_BREAKS if everywhere else only,
-        evidence=(f"{torch.folder}/utils/cpp_extension.py: its table of compilers", f"called: {wrong.path}"),
+        evidence=(f"{torch.folder}/utils/cpp_extension.py: compiler version table", f"called: {wrong.path}"),
         **_mend(facts, toolkit),  # type: ignore[arg-type]
     )
 
@@ -234,10 +241,10 @@ def _flags(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
                 id="cc.flags",
                 goals=BUILD,
                 level=Level.FAIL,
-                title=f"nvcc does not know an option in {name}",
+                title=f"{name} has an option that nvcc does not support",
                 breaks=_BREAKS,
                 evidence=(f"{name}={value}", refused),
-                fix="take it away",
+                fix="unset it",
                 unset=(name,),
             )
         if "allow-unsupported-compiler" in value:
@@ -247,7 +254,7 @@ def _flags(facts: CudaFacts, toolkit: Toolkit | None) -> Problem | None:
                 id="cc.flags",
                 goals=BUILD,
                 level=Level.INFO,
-                title=f"{name} chooses nvcc's host compiler, whatever CC says",
+                title=f"{name} sets nvcc's host compiler and overrides CC",
                 evidence=(f"{name}={value}",),
             )
     return None
@@ -263,8 +270,8 @@ def _for_cmake(facts: CudaFacts) -> Problem | None:
         id="cc.flags",
         goals=BUILD,
         level=Level.INFO,
-        title=f"CUDAHOSTCXX={value} is for CMake alone: nvcc itself, torch and DeepSpeed do not read it",
-        fix="let nvcc take it, too",
+        title=f"only CMake reads CUDAHOSTCXX={value}; nvcc, torch and DeepSpeed ignore it",
+        fix="set it for nvcc, too",
         commands=(f"export NVCC_CCBIN={shlex.quote(value)}",),
     )
 
@@ -277,11 +284,11 @@ def _unchecked(facts: CudaFacts, toolkit: Toolkit | None, name: str, value: str)
         id="cc.flags",
         goals=BUILD,
         level=Level.FAIL if needed else Level.WARN,
-        title=f"{name} switches nvcc's check of the host compiler off",
-        cause="The check is skipped, and the headers of a compiler that is too new then fail one by one.",
-        breaks=_BREAKS if needed else "building CUDA extensions, perhaps",
+        title=f"{name} disables nvcc's host compiler check",
+        cause="Without the check, a compiler that is too new fails later, in its headers.",
+        breaks=_BREAKS if needed else "possibly building CUDA extensions",
         evidence=(f"{name}={value}",),
-        fix="take it away, and choose a compiler that is allowed",
+        fix="unset it, and use a supported compiler",
         unset=(name,),
         exports=pair.get("exports", ()),  # type: ignore[arg-type]
         commands=pair.get("commands", ()),  # type: ignore[arg-type]

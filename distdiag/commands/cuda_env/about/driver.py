@@ -29,10 +29,10 @@ def about_driver(facts: CudaFacts) -> Section:
     driver, answer = facts.driver, facts.driver.answer
     found = driver_version(facts)
     newest = driver_cuda(facts)
-    line = f"{found or 'libcuda is there'} (CUDA <= {newest})" if newest else "none"
+    line = f"{found or 'unknown version'} (CUDA <= {newest})" if newest else "none"
     details = tuple(filter(None, (driver.kernel_file, driver.library_path, answer.nvml_path)))
     if not newest or answer.cuda_error or answer.stuck or answer.unasked or answer.died:
-        line = line if newest and not answer.cuda_error else "none that can be used" if newest else "none"
+        line = line if newest and not answer.cuda_error else "none usable" if newest else "none"
         problem = _hangs(facts) if answer.stuck or answer.unasked or answer.died else _absent(facts)
         return Section(name="Driver", line=line, problems=(problem,), details=details)
     problems = [
@@ -41,7 +41,7 @@ def about_driver(facts: CudaFacts) -> Section:
         if problem
     ]
     if facts.torch is not None and facts.torch.cuda and not problems:
-        line += f", enough for torch's CUDA {facts.torch.cuda}"
+        line += f", new enough for torch's CUDA {facts.torch.cuda}"
     return Section(name="Driver", line=line, problems=tuple(problems), details=details)
 
 
@@ -53,28 +53,28 @@ def _hangs(facts: CudaFacts) -> Problem:
     answer = facts.driver.answer
     if answer.unasked:
         return Problem(
-            id="driver.unasked",
+            id="driver.not-queried",
             goals=RUN,
             level=Level.UNKNOWN,
-            title="the driver could not be asked: a Python for that did not begin in time",
-            fix="see what keeps this machine busy, or its file system; then ask again, with a longer --timeout",
+            title="the driver could not be queried: the Python process for it did not start in time",
+            fix="find out what keeps this machine or its file system busy; then run again with a longer --timeout",
         )
     if answer.died:
         return _fail(
             "driver.present",
             f"the driver's libraries cannot be used: {answer.died}",
             evidence=_loaded(facts),
-            fix="see what the kernel says, and which libraries these are (LD_PRELOAD, LD_LIBRARY_PATH)",
+            fix="check the kernel log, and which libraries these are (LD_PRELOAD, LD_LIBRARY_PATH)",
             commands=("dmesg | grep -iE 'nvrm|xid|nvidia' | tail -20",),
         )
     return _fail(
         "driver.hangs",
-        f"the driver does not answer: {answer.stuck} did not come back",
-        cause="NCCL and nvidia-smi, which ask NVML, will hang in the same call."
+        f"the driver does not respond: {answer.stuck} did not return",
+        cause="NCCL and nvidia-smi use NVML and will hang in the same call."
         if "nvml" in answer.stuck.lower()
-        else "Every CUDA program that starts now will hang in the same call.",
+        else "Every CUDA program started now will hang in the same call.",
         evidence=_loaded(facts),
-        fix="see what the kernel says; a GPU that fell off the bus or a hung nvidia_uvm needs a reset or a reboot",
+        fix="check the kernel log; a GPU that fell off the bus or a hung nvidia_uvm needs a reset or a reboot",
         commands=("dmesg | grep -iE 'nvrm|xid|nvidia' | tail -20",),
     )
 
@@ -95,7 +95,7 @@ def _absent(facts: CudaFacts) -> Problem:
                 f"{driver.hardware} NVIDIA GPU(s) on the PCI bus"
                 if driver.hardware
                 else "no NVIDIA GPU on the PCI bus",
-                driver.kernel_file or "/proc/driver/nvidia/version is not there",
+                driver.kernel_file or "/proc/driver/nvidia/version does not exist",
                 f"this is a container: {driver.container}" if driver.container else "",
             ),
         )
@@ -109,30 +109,31 @@ def _why_absent(facts: CudaFacts) -> tuple[str, str, tuple[str, ...]]:
     if driver.installed:
         folder = os.path.dirname(driver.installed[-1])
         return (
-            f"libcuda is in {folder}, where the loader does not look",
-            "let it look there",
+            f"libcuda is in {folder}, which the loader does not search",
+            "add it to the search path",
             (f"export LD_LIBRARY_PATH={shlex.quote(folder)}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}",),
         )
     if driver.container and (driver.hardware or driver.kernel):
         kubernetes = "KUBERNETES" in driver.container
         text = (
-            "ask for GPUs in the pod's spec: resources.limits nvidia.com/gpu"
+            "request GPUs in the pod spec: resources.limits nvidia.com/gpu"
             if kubernetes
-            else "start it with GPUs: docker run --gpus all, podman run --device nvidia.com/gpu=all, apptainer --nv"
+            else "start the container with GPUs: docker run --gpus all, podman run --device "
+            "nvidia.com/gpu=all, apptainer --nv"
         )
-        return "this container was given no GPU: the machine has one, and libcuda is not in here", text, ()
+        return "this container has no GPU access: the machine has a GPU, but the container has no libcuda", text, ()
     if driver.wsl:
         return (
             "WSL has no /usr/lib/wsl/lib/libcuda.so.1",
-            "install NVIDIA's driver for Windows, then wsl --shutdown",
+            "install the NVIDIA driver for Windows, then run wsl --shutdown",
             (),
         )
     if driver.kernel:
-        text = "install the libraries that belong to the kernel's driver"
-        return f"the kernel has driver {driver.kernel}, and its libraries (libcuda) are not installed", text, ()
+        text = "install the user-space libraries of the same driver version"
+        return f"the kernel has driver {driver.kernel}, but its user-space libraries (libcuda) are missing", text, ()
     if driver.hardware:
-        return "there is an NVIDIA GPU and no driver for it", "install the driver, then reboot", ()
-    return "there is no NVIDIA GPU here, and no driver", "run it on a machine with a GPU", ()
+        return "an NVIDIA GPU is present, but no driver is loaded", "install the driver, then reboot", ()
+    return "no NVIDIA GPU and no driver found", "run this on a machine with a GPU", ()
 
 
 def _stub(facts: CudaFacts) -> Problem | None:
@@ -142,25 +143,25 @@ def _stub(facts: CudaFacts) -> Problem | None:
     entries = [entry.text for entry in facts.loader_path if entry.stubs]
     return _fail(
         "driver.stub",
-        "the loader takes the toolkit's stub for the driver: every CUDA call gives error 34",
-        cause="Stubs only serve to link against on machines without a driver.",
+        "the loader finds the toolkit's stub libcuda, not the driver's: CUDA calls return error 34",
+        cause="Stubs are only for linking on machines without a driver.",
         evidence=(driver.library_path,),
-        fix="take the stubs out of LD_LIBRARY_PATH",
+        fix="remove the stubs from LD_LIBRARY_PATH",
         exports=(("LD_LIBRARY_PATH", loader_path_without(facts, entries)),) if entries else (),
     )
 
 
 def _parts(facts: CudaFacts) -> Problem | None:
     driver = facts.driver
-    told_by_nvml = driver.answer.nvml_status == 18
+    nvml_mismatch = driver.answer.nvml_status == 18
     differ = bool(driver.kernel and driver.library and driver.kernel != driver.library)
-    if not (differ or told_by_nvml) or _is_compat(facts) or driver.wsl:
+    if not (differ or nvml_mismatch) or _is_compat(facts) or driver.wsl:
         return None
     where, fix, commands = _which_part(facts)
     return _fail(
         "driver.userland-kernel",
-        f"the kernel runs driver {driver.kernel or 'of another version'}, its libraries are {driver.library or 'not'}: "
-        "they must be the same",
+        f"kernel driver {driver.kernel or 'of another version'}, user-space libraries "
+        f"{driver.library or 'of another version'}: the versions must match",
         cause=where,
         evidence=tuple(filter(None, (driver.kernel_file, driver.library_path))),
         fix=fix,
@@ -174,16 +175,22 @@ def _which_part(facts: CudaFacts) -> tuple[str, str, tuple[str, ...]]:
     newer = bool(driver.library and driver.kernel) and version(driver.library) > version(driver.kernel)
     load = ("sudo rmmod nvidia_uvm nvidia_drm nvidia_modeset nvidia && sudo modprobe nvidia_uvm",)
     if not driver.container:
-        where = "The packages were upgraded, and the old module is still loaded."
-        return where, "reboot; or, with no GPU program running, load the new module", load
+        where = "The packages were upgraded, but the old kernel module is still loaded."
+        return where, "reboot; or stop all GPU programs and load the new module", load
     if newer or not driver.library:
         where = (
-            "This is a container, and its libraries come from the host: there the packages were upgraded, and the old "
+            "This container uses the host's libraries. The host's packages were upgraded, but its old kernel module is "
+            "still loaded."
         )
-        fix = "reboot the host, or load its new module there with no GPU program running; a restart of the container "
-        return where + "module is still loaded.", fix + "changes nothing", ()
-    where = "This is a container: the host's driver was upgraded under it, or its image brings libraries of its own."
-    return where, "start the container again; if they differ still, remove libcuda and libnvidia-* from its image", ()
+        fix = (
+            "reboot the host, or stop all GPU programs there and load its new module; restarting the container does "
+            "not help"
+        )
+        return where, fix, ()
+    where = (
+        "In this container either the host's driver was upgraded after the start, or the image ships its own libraries."
+    )
+    return where, "restart the container; if they still differ, remove libcuda and libnvidia-* from its image", ()
 
 
 def _is_compat(facts: CudaFacts) -> bool:
@@ -202,22 +209,24 @@ def _compat(facts: CudaFacts) -> Problem | None:
     entries = [entry.text for entry in facts.loader_path if entry.text.rstrip("/") == folder or "/compat" in entry.text]
     mend = {
         "evidence": tuple(filter(None, (driver.library_path, driver.kernel_file, ", ".join(names)))),
-        "fix": "take it out of LD_LIBRARY_PATH" if entries else f"remove {folder} from the loader's configuration",
+        "fix": "remove it from LD_LIBRARY_PATH" if entries else f"remove {folder} from the loader's configuration",
         "exports": (("LD_LIBRARY_PATH", loader_path_without(facts, entries)),) if entries else (),
     }
     if status == 804 or excluded:
         who = excluded[0] if excluded else "this GPU"
         return _fail(
-            "driver.compat-lib", f"cuda-compat does not work on {who}: error 804; it is for data center GPUs", **mend
+            "driver.compat-lib",
+            f"cuda-compat does not support {who} (error 804): it is for data center GPUs only",
+            **mend,
         )
     if status == 803 or older:
-        title = f"cuda-compat {driver.library} does not fit the kernel's driver {driver.kernel}: error 803"
-        return _fail("driver.compat-lib", title, cause="It must be newer than the driver in the kernel.", **mend)
+        title = f"cuda-compat {driver.library} does not match kernel driver {driver.kernel}: error 803"
+        return _fail("driver.compat-lib", title, cause="It must be newer than the kernel driver.", **mend)
     return Problem(
         id="driver.compat-lib",
         goals=RUN,
         level=Level.INFO,
-        title=f"cuda-compat {driver.library} stands in for the kernel's driver {driver.kernel}, as it is meant to",
+        title=f"cuda-compat {driver.library} replaces the libraries of kernel driver {driver.kernel}, as intended",
         evidence=(driver.library_path,),
     )
 
@@ -234,9 +243,9 @@ def _init_failed(facts: CudaFacts, status: int) -> Problem:
     commands = ("sudo rmmod nvidia_uvm && sudo modprobe nvidia_uvm",) if status in (304, 999) else ()
     return _fail(
         "driver.init",
-        f"the driver does not start: cuInit gives error {status}, {means}",
+        f"the driver fails to initialize: cuInit returns error {status}, {means}",
         evidence=_loaded(facts),
-        fix="load nvidia_uvm again, with no GPU program running" if commands else "see what the kernel says",
+        fix="stop all GPU programs and reload nvidia_uvm" if commands else "check the kernel log",
         commands=commands or ("dmesg | grep -iE 'nvrm|xid|nvidia' | tail -20",),
     )
 
@@ -245,9 +254,9 @@ def _fabric(facts: CudaFacts) -> Problem:
     state = facts.driver.fabric_manager
     return _fail(
         "gpu.fabric",
-        "the NVSwitch fabric is not ready (error 802): the fabric manager does not run, or is of another version",
+        "the NVSwitch fabric is not ready (error 802): fabric manager not running or wrong version",
         evidence=tuple(filter(None, (f"nvidia-fabricmanager: {state}" if state else "", facts.driver.kernel_file))),
-        fix=f"install the fabric manager of version {driver_version(facts)}, and start it",
+        fix=f"install fabric manager {driver_version(facts)} and start it",
         commands=("sudo systemctl start nvidia-fabricmanager", "systemctl status nvidia-fabricmanager --no-pager"),
     )
 
@@ -256,17 +265,17 @@ def _age(facts: CudaFacts) -> Problem | None:
     torch = facts.torch
     if torch is None or not torch.cuda or driver_carries(facts, torch.cuda) is not False or _is_compat(facts):
         return None
-    least = tables().least_driver.get(str(major(torch.cuda)), "a newer one")
+    least = tables().least_driver.get(str(major(torch.cuda)), "a newer version")
     commands = install_torch(facts)
     return Problem(
         id="driver.min",
         goals=RUN,
         level=Level.FAIL,
-        title=f"driver {driver_version(facts)} knows CUDA up to {driver_cuda(facts)}: "
-        f"torch {torch.version} needs driver {least}",
+        title=f"driver {driver_version(facts)} supports CUDA up to {driver_cuda(facts)}: torch {torch.version} "
+        f"needs driver {least}",
         breaks="running on GPUs",
         evidence=tuple(filter(None, (facts.driver.kernel_file, f"{torch.source}: cuda = {torch.cuda}"))),
-        fix="upgrade the driver; or install a torch for this one"
+        fix="upgrade the driver, or install a torch build for this driver"
         if commands
         else f"upgrade the driver to {least} or newer",
         commands=commands,
@@ -283,9 +292,9 @@ def _wsl(facts: CudaFacts) -> Problem | None:
         id="driver.wsl",
         goals=RUN,
         level=Level.FAIL if loaded else Level.WARN,
-        title="a Linux driver is installed inside WSL, where Windows' own one (/usr/lib/wsl/lib) must be used",
+        title="a Linux driver is installed inside WSL, which must use Windows' driver (/usr/lib/wsl/lib)",
         breaks="running on GPUs" if loaded else "",
         evidence=tuple(linux),
-        fix="remove the packages that brought it",
+        fix="remove the packages that installed it",
         commands=(f"dpkg -S {shlex.quote(linux[0])}",) if facts.building.package_tool == "apt-get" else (),
     )

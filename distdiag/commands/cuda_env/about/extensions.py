@@ -25,13 +25,13 @@ _FOR_CUDA = re.compile(r"(_cuda_?|_cu)(\d{3})(?=[^/]*\.so)")
 def about_extensions(facts: CudaFacts) -> Section:
     """Judge what is compiled."""
     found = facts.extensions
-    skipped = "" if facts.extensions_complete else "not all files were looked at in time"
+    skipped = "" if facts.extensions_complete else "not all files were checked in time"
     if not found:
         return Section(name="Extensions", line="none with GPU code", skipped=skipped)
     packages = list(dict.fromkeys(_name(extension) for extension in found))
     more = f" and {len(packages) - 3} more" if len(packages) > 3 else ""
     archs = sorted({arch for extension in found for arch in extension.archs}, key=from_nvcc)
-    code = " ".join(fixes.as_code(arch) for arch in archs) or "no own GPU code"
+    code = " ".join(fixes.as_code(arch) for arch in archs) or "no GPU code of its own"
     return Section(
         name="Extensions",
         line=f"{', '.join(packages[:3])}{more}: {code}",
@@ -49,7 +49,7 @@ def _described(extension: Extension) -> str:
     archs = " ".join(fixes.as_code(arch) for arch in extension.archs) or "none"
     ptx = f", PTX {' '.join(fixes.as_code(arch) for arch in extension.ptx)}" if extension.ptx else ""
     needs = f", needs {' '.join(extension.needs)}" if extension.needs else ""
-    return f"{extension.path}: code for {archs}{ptx}{needs}" + ("" if extension.complete else " (not read to the end)")
+    return f"{extension.path}: code for {archs}{ptx}{needs}" + ("" if extension.complete else " (not fully read)")
 
 
 def loaded(facts: CudaFacts) -> list[Extension]:
@@ -65,9 +65,9 @@ def loaded(facts: CudaFacts) -> list[Extension]:
 
 def _chosen(facts: CudaFacts, family: list[Extension]) -> Extension:
     """Choose as bitsandbytes does: the same version, else of the same major the next older, else the next newer one."""
-    asked = facts.variables.get("BNB_CUDA_VERSION", "")
-    if asked.isdigit() and family[0].package.startswith("bitsandbytes"):
-        return next((extension for extension in family if _code_of(extension) == int(asked)), family[0])
+    chosen_cuda = facts.variables.get("BNB_CUDA_VERSION", "")
+    if chosen_cuda.isdigit() and family[0].package.startswith("bitsandbytes"):
+        return next((extension for extension in family if _code_of(extension) == int(chosen_cuda)), family[0])
     own = version(facts.torch.cuda)[:2] if facts.torch is not None and facts.torch.cuda else ()
     wanted = own[0] * 10 + own[1] if len(own) == 2 else 0
     same = [extension for extension in family if _code_of(extension) // 10 == wanted // 10]
@@ -122,13 +122,9 @@ def _rebuild(facts: CudaFacts, extension: Extension) -> str:
 
 def _how_again(extension: Extension, target: str) -> str:
     if extension.package:
-        return f"build it again for {target}"
+        return f"rebuild it for {target}"
     cached = "torch_extensions" in extension.path
-    return (
-        "remove it: torch builds it again at its next use"
-        if cached
-        else f"build it again for {target}, from its sources"
-    )
+    return "remove it: torch rebuilds it at its next use" if cached else f"rebuild it for {target}, from its sources"
 
 
 def _remove(extension: Extension) -> str:
@@ -167,8 +163,8 @@ def _soname(facts: CudaFacts) -> Problem | None:
         id="libs.ext-soname",
         goals=RUN,
         level=Level.FAIL if first.torch else Level.WARN,
-        title=f"{_name(first)} was built for another CUDA: it needs {need}, torch {torch.version} brings {own}",
-        cause=f"A link from {need} to {own} would load, and crash.",
+        title=f"{_name(first)} was built for another CUDA: it needs {need}, torch {torch.version} ships {own}",
+        cause=f"A symlink from {need} to {own} would load, but crash.",
         breaks=f'{_name(first)}: "{need}: cannot open shared object file"',
         evidence=tuple(_described(extension) for extension, _ in wrong),
         fix=_how_again(first, "this torch"),
@@ -180,19 +176,21 @@ def _no_variant(facts: CudaFacts, first: Extension, need: str) -> Problem:
     """Report that of a package's libraries, one for each CUDA, none is for torch's, or a variable names another one."""
     torch = facts.torch
     assert torch is not None
-    asked = facts.variables.get("BNB_CUDA_VERSION", "")
-    is_asked = bool(asked) and first.package.startswith("bitsandbytes")
+    chosen_cuda = facts.variables.get("BNB_CUDA_VERSION", "")
+    is_chosen = bool(chosen_cuda) and first.package.startswith("bitsandbytes")
     name = first.package.partition(" ")[0]
     return Problem(
         id="libs.ext-soname",
         goals=RUN,
         level=Level.FAIL,
-        title=f"BNB_CUDA_VERSION={asked} makes {_name(first)} load its library for a CUDA that is not torch's"
-        if is_asked
-        else f"{_name(first)} has no library for CUDA {major(torch.cuda)}, which torch {torch.version} is built with",
-        breaks=f'{_name(first)}: "{need}: cannot open shared object file"' if is_asked else _name(first),
+        title=f"BNB_CUDA_VERSION={chosen_cuda} makes {_name(first)} load its library for another CUDA than torch's"
+        if is_chosen
+        else f"{_name(first)} has no library for CUDA {major(torch.cuda)}, which torch {torch.version} was built with",
+        breaks=f'{_name(first)}: "{need}: cannot open shared object file"' if is_chosen else _name(first),
         evidence=(_described(first),),
-        fix="take the variable away: it chooses the right one itself" if is_asked else f"take a newer {name}",
-        unset=("BNB_CUDA_VERSION",) if is_asked else (),
-        commands=(f"{fixes.pip(facts)} --upgrade --no-deps {name}",) if not is_asked and name else (),
+        fix="unset the variable: the package then picks the library for torch's CUDA"
+        if is_chosen
+        else f"upgrade {name}",
+        unset=("BNB_CUDA_VERSION",) if is_chosen else (),
+        commands=(f"{fixes.pip(facts)} --upgrade --no-deps {name}",) if not is_chosen and name else (),
     )

@@ -24,7 +24,7 @@ def about_gpus(facts: CudaFacts) -> Section:
     gpus = answer.visible or answer.present
     if not gpus:
         problem = _blocked(facts) if answer.nvml_status in (15, 17) or answer.cuda_status in (100, 101) else None
-        return Section(name="GPUs", line="none", problems=(problem,) if problem else (), skipped="no GPU was seen")
+        return Section(name="GPUs", line="none", problems=(problem,) if problem else (), skipped="no visible GPU")
     checks = (_lost(facts), _visible(facts), _torch_sees(facts), _torch_code(facts), _mig(answer.present))
     problems = [problem for problem in checks if problem]
     covered = "" if problems or facts.torch is None or not torch_archs(facts) else "; torch has code for them"
@@ -69,11 +69,11 @@ def _visible(facts: CudaFacts) -> Problem | None:
         id="gpu.visible",
         goals=RUN,
         level=Level.WARN,
-        title=f"CUDA_VISIBLE_DEVICES={chosen} names {len(wanted)} GPUs, and CUDA sees {answer.cuda_count}",
-        cause="CUDA stops at the first that is not there; what comes after it is ignored.",
-        breaks="ranks beyond those seen",
-        evidence=(f"{len(answer.present)} GPUs are here: 0-{len(answer.present) - 1}",) if answer.present else (),
-        fix="name GPUs that are here",
+        title=f"CUDA_VISIBLE_DEVICES={chosen} lists {len(wanted)} GPUs, but CUDA sees {answer.cuda_count}",
+        cause="CUDA stops at the first invalid entry and ignores the rest.",
+        breaks="ranks that use the other GPUs",
+        evidence=(f"{len(answer.present)} GPUs present: 0-{len(answer.present) - 1}",) if answer.present else (),
+        fix="list only GPUs that exist",
         commands=("nvidia-smi -L",),
     )
 
@@ -88,11 +88,11 @@ def _fewer(facts: CudaFacts) -> Problem | None:
         id="gpu.visible",
         goals=RUN,
         level=Level.WARN,
-        title=f"CUDA sees {answer.cuda_count} of the {len(answer.present)} GPUs that are here, and nothing hides any",
-        cause="Of GPUs in MIG mode a process sees one instance." if mig else "A cgroup may keep devices away.",
-        breaks="ranks beyond those seen",
+        title=f"CUDA sees {answer.cuda_count} of the {len(answer.present)} GPUs present; no variable hides any",
+        cause="A process sees a single instance of the GPUs in MIG mode." if mig else "A cgroup may block devices.",
+        breaks="ranks that use the other GPUs",
         evidence=(f"NVML: {len(answer.present)}, cuDeviceGetCount: {answer.cuda_count}",),
-        fix="see which are missing, and what the kernel says of them",
+        fix="find the missing GPUs, and check the kernel log",
         commands=("nvidia-smi -L", "dmesg | grep -iE 'nvrm|xid' | tail -20"),
     )
 
@@ -104,10 +104,10 @@ def _misread(facts: CudaFacts, chosen: str) -> Problem:
         id="gpu.visible",
         goals=RUN,
         level=Level.WARN,
-        title=f"CUDA_VISIBLE_DEVICES={chosen!r} is read as {re.findall('[0-9]+', chosen)[0]} alone",
-        cause="It takes numbers or UUIDs with commas between them; at anything else it stops.",
-        breaks="ranks beyond those seen",
-        fix="write it with commas",
+        title=f"CUDA reads CUDA_VISIBLE_DEVICES={chosen!r} as {re.findall('[0-9]+', chosen)[0]} only",
+        cause="CUDA expects numbers or UUIDs separated by commas and stops at anything else.",
+        breaks="ranks that use the other GPUs",
+        fix="separate the numbers by commas",
         exports=(("CUDA_VISIBLE_DEVICES", ",".join(map(str, several))),),
     )
 
@@ -121,9 +121,9 @@ def _lost(facts: CudaFacts) -> Problem | None:
         id="gpu.visible",
         goals=RUN,
         level=Level.FAIL,
-        title=f"GPU {', '.join(map(str, lost))} does not answer: it fell off the bus, or is kept away",
-        breaks="jobs that use it; often all programs that ask for all GPUs",
-        fix="see what the kernel says; a GPU that fell off the bus needs a reset or a reboot of the node",
+        title=f"GPU {', '.join(map(str, lost))} does not respond: it fell off the bus, or access is blocked",
+        breaks="jobs that use it; often every program that queries all GPUs",
+        fix="check the kernel log; a GPU that fell off the bus needs a reset, or the node a reboot",
         commands=("dmesg | grep -iE 'nvrm|xid' | tail -20", "nvidia-smi -L"),
     )
 
@@ -138,11 +138,11 @@ def _torch_sees(facts: CudaFacts) -> Problem | None:
         id="gpu.torch",
         goals=RUN,
         level=Level.FAIL if none else Level.WARN,
-        title=f"torch sees {'no GPU' if none else f'{imported.count} GPUs'}, and the driver {count}",
+        title=f"torch sees {'no GPU' if none else f'{imported.count} GPUs'}, the driver sees {count}",
         cause=" ".join(imported.warnings[:1]),
-        breaks="running on GPUs" if none else "ranks beyond those seen",
+        breaks="running on GPUs" if none else "ranks that use the other GPUs",
         evidence=imported.libraries[:6],
-        fix="see what torch says of it",
+        fix="see torch's own error",
         commands=(f"{shlex.quote(facts.python.executable)} -c 'import torch; torch.cuda.init()'",),
     )
 
@@ -152,20 +152,20 @@ def _blocked(facts: CudaFacts) -> Problem:
     chosen = facts.variables.get("CUDA_VISIBLE_DEVICES")
     mig = any(gpu.mig for gpu in answer.present)
     title, cause = (
-        "the driver is there, and no GPU can be seen",
-        ("A cgroup, a container's device list or a scheduler that gave none keeps them away."),
+        "the driver is installed, but no GPU is visible",
+        ("A cgroup or the container's device list blocks them, or the scheduler assigned none."),
     )
-    fix = "ask the scheduler or the container for GPUs"
+    fix = "request GPUs from the scheduler, or pass them to the container"
     unset: tuple[str, ...] = ()
     commands: tuple[str, ...] = ("nvidia-smi -L",)
     if chosen is not None:
         title, cause = f"CUDA_VISIBLE_DEVICES={chosen!r} hides all GPUs", ""
-        fix, unset = "take the variable away, or name GPUs that are here", ("CUDA_VISIBLE_DEVICES",)
+        fix, unset = "unset the variable, or list only GPUs that exist", ("CUDA_VISIBLE_DEVICES",)
         if re.match("GPU-|MIG-", chosen):
-            fix, unset = "name UUIDs that are here: they change when GPUs are exchanged or instances made anew", ()
+            fix, unset = "list UUIDs that exist: they change when a GPU is replaced or MIG instances are recreated", ()
     elif mig:
-        title, cause = "the GPUs are in MIG mode, and there is no instance to use", ""
-        fix, commands = "make instances, or leave MIG mode", ("sudo nvidia-smi mig -lgip", "nvidia-smi -L")
+        title, cause = "the GPUs are in MIG mode, but no MIG instance exists", ""
+        fix, commands = "create instances, or disable MIG mode", ("sudo nvidia-smi mig -lgip", "nvidia-smi -L")
     return Problem(
         id="gpu.visible",
         goals=RUN,
@@ -173,7 +173,7 @@ def _blocked(facts: CudaFacts) -> Problem:
         title=title,
         cause=cause,
         breaks="running on GPUs",
-        evidence=(f"{len(answer.present)} GPUs are here", f"cuInit: {answer.cuda_status}"),
+        evidence=(f"{len(answer.present)} GPUs present", f"cuInit: {answer.cuda_status}"),
         fix=fix,
         unset=unset,
         commands=commands if answer.present else (),
@@ -198,10 +198,10 @@ def _torch_code(facts: CudaFacts) -> Problem | None:
             title=f"torch {facts.torch.version} has no code for {', '.join(kinds) or 'the GPU'} "
             f"({', '.join(gpu.torch for gpu in without)})",
             breaks='every kernel: "no kernel image is available for execution on the device"',
-            evidence=(f"code in it: {' '.join(as_code(arch) for arch in cubins)}",),
-            fix="install a build that has it"
+            evidence=(f"compiled for: {' '.join(as_code(arch) for arch in cubins)}",),
+            fix="install a build that has code for it"
             if commands
-            else "no build of this torch version has it: take another version",
+            else "no build of this torch version has code for it: install another version",
             commands=commands,
         )
     compiled = [gpu for gpu, way in how.items() if way == "ptx"]
@@ -212,10 +212,10 @@ def _torch_code(facts: CudaFacts) -> Problem | None:
         id="arch.torch",
         goals=RUN,
         level=Level.WARN if enough else Level.FAIL,
-        title=f"torch has no compiled code for {', '.join(gpu.torch for gpu in compiled)}: the driver compiles its PTX",
-        cause="The first start of each kernel is slow; the driver must not be older than the PTX's toolkit.",
-        evidence=(f"PTX in it: {' '.join(as_code(arch) for arch in ptx)}",),
-        fix="a build for these GPUs starts faster",
+        title=f"torch has only PTX for {', '.join(gpu.torch for gpu in compiled)}: the driver compiles it at first use",
+        cause="The first launch of each kernel is slow, and the driver must be at least as new as the PTX's toolkit.",
+        evidence=(f"PTX for: {' '.join(as_code(arch) for arch in ptx)}",),
+        fix="install a build compiled for these GPUs",
         commands=install_torch(facts, archs=gpu_archs(facts)),
     )
 
@@ -228,5 +228,6 @@ def _mig(gpus: Sequence[Gpu]) -> Problem | None:
         id="gpu.mig",
         goals=RUN,
         level=Level.INFO,
-        title=f"GPU {', '.join(map(str, parts))} is cut into MIG instances: a process sees one, NCCL cannot join them",
+        title=f"GPU {', '.join(map(str, parts))} is split into MIG instances: a process sees one, and NCCL "
+        "cannot combine them",
     )

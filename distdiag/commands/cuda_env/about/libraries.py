@@ -65,14 +65,14 @@ def _shadow(facts: CudaFacts) -> Problem | None:
         id="libs.shadow",
         goals=RUN,
         level=Level.FAIL if bad else Level.WARN,
-        title=f"LD_LIBRARY_PATH replaces {len(pairs)} of torch's own libraries: {names}"
+        title=f"LD_LIBRARY_PATH overrides {len(pairs)} of torch's own libraries: {names}"
         + (", ..." if len(shown) > 3 else ""),
-        cause="torch from a wheel brings its own, and needs no LD_LIBRARY_PATH.",
-        breaks='importing torch, or its first use ("undefined symbol", versions of cuDNN)' if bad else "",
+        cause="A torch wheel ships its own CUDA libraries and needs no LD_LIBRARY_PATH.",
+        breaks='importing torch, or its first use ("undefined symbol", cuDNN version mismatch)' if bad else "",
         evidence=tuple(
             f"{stand_in.path} ({stand_in.version or '?'}) before {own.path} ({own.version})" for stand_in, own in shown
         ),
-        fix=f"take {', '.join(folders)} out",
+        fix=f"remove {', '.join(folders)} from LD_LIBRARY_PATH",
         exports=(("LD_LIBRARY_PATH", rest),) if rest != "''" else (),
         unset=("LD_LIBRARY_PATH",) if rest == "''" else (),
     )
@@ -90,7 +90,9 @@ def _replaced(facts: CudaFacts) -> list[tuple[Library, Library]]:
 def _breaks(other: Library, own: Library) -> bool:
     """Return whether a replacement is known to break torch: a delicate library, of an older minor version."""
     delicate = _MUST_FIT.match(own.soname) is not None
-    known = min(len(version(other.version)), len(version(own.version))) >= 2  # a file may tell the major one only
+    known = (
+        min(len(version(other.version)), len(version(own.version))) >= 2
+    )  # a file name may hold the major version only
     return delicate and known and version(other.version)[:2] < version(own.version)[:2]
 
 
@@ -119,10 +121,10 @@ def _elsewhere(facts: CudaFacts) -> Problem | None:
         id="libs.shadow",
         goals=RUN,
         level=Level.WARN,
-        title=f"torch loaded {len(strangers)} CUDA libraries that are not those of its wheels: "
+        title=f"torch loaded {len(strangers)} CUDA libraries from outside its wheels: "
         + ", ".join(stranger.soname for stranger in strangers[:3]),
         evidence=tuple(stranger.path for stranger in strangers[:4]),
-        fix="see what names them: the files below /etc/ld.so.conf.d, or a package that loads its own",
+        fix="find out where they come from: a file in /etc/ld.so.conf.d, or a package that loads its own copy",
         commands=("grep -rn cuda /etc/ld.so.conf /etc/ld.so.conf.d",),
     )
 
@@ -140,15 +142,15 @@ def _preloaded(facts: CudaFacts, guilty: list[Library]) -> Problem:
         id="libs.shadow",
         goals=RUN,
         level=Level.FAIL if any(_breaks(library, own[library.soname]) for library in guilty) else Level.WARN,
-        title=f"LD_PRELOAD puts {', '.join(names)} before torch's own {own[first.soname].version}"
-        + (f": {len(twice)} of {first.soname} are loaded" if len(twice) > 1 else ""),
-        cause="What is preloaded wins over all others, and its functions are called from everywhere.",
-        breaks='torch\'s first use of it ("undefined symbol", wrong results, a crash)',
+        title=f"LD_PRELOAD loads {', '.join(names)} before torch's own {own[first.soname].version}"
+        + (f": {len(twice)} copies of {first.soname} are loaded" if len(twice) > 1 else ""),
+        cause="Symbols of a preloaded library override those of every other library in the process.",
+        breaks='torch\'s first use of it ("undefined symbol", wrong results, crash)',
         evidence=(
             f"LD_PRELOAD={facts.variables.get('LD_PRELOAD', '')}",
             *(f"loaded: {library.path} ({library.version or '?'})" for library in twice),
         ),
-        fix=f"take {', '.join(library.path for library in guilty[:3])} out of LD_PRELOAD",
+        fix=f"remove {', '.join(library.path for library in guilty[:3])} from LD_PRELOAD",
         exports=(("LD_PRELOAD", shlex.quote(":".join(rest))),) if rest else (),
         unset=() if rest else ("LD_PRELOAD",),
     )
@@ -168,11 +170,13 @@ def _versions(facts: CudaFacts) -> Problem | None:
         id="libs.versions",
         goals=RUN,
         level=level,
-        title=f"{first.package} asks for {first.name}{first.wants}, and {first.has} is installed",
-        cause="Newer libraries of the same major version mostly work." if level is Level.INFO else "",
+        title=f"{first.package} requires {first.name}{first.wants}, but {first.has} is installed",
+        cause="A newer library of the same major version usually works." if level is Level.INFO else "",
         breaks="" if level is Level.INFO else _what_breaks(first),
-        evidence=tuple(f"{unmet.package}: {unmet.name}{unmet.wants}, has {unmet.has}" for _, unmet in judged[:6]),
-        fix="" if level is Level.INFO else "install the one that fits",
+        evidence=tuple(
+            f"{unmet.package}: {unmet.name}{unmet.wants}, installed: {unmet.has}" for _, unmet in judged[:6]
+        ),
+        fix="" if level is Level.INFO else "install the matching version",
         commands=() if level is Level.INFO else (_fitting(facts, first),),
     )
 
@@ -194,9 +198,11 @@ def _level_of(facts: CudaFacts, unmet: Unmet) -> Level:
 def _what_breaks(unmet: Unmet) -> str:
     if unmet.name == "torch":
         return (
-            f"{unmet.package.partition(' ')[0]} (its compiled parts belong to another torch)" if unmet.compiled else ""
+            f"{unmet.package.partition(' ')[0]} (its compiled code was built for another torch)"
+            if unmet.compiled
+            else ""
         )
-    return "torch's first use of cuDNN (version incompatibility)" if "cudnn" in unmet.name else "torch, in part"
+    return "torch's first use of cuDNN (version incompatibility)" if "cudnn" in unmet.name else "parts of torch"
 
 
 def _fitting(facts: CudaFacts, unmet: Unmet) -> str:
@@ -230,12 +236,12 @@ def _doubles(facts: CudaFacts) -> Problem | None:
         id="libs.duplicate-wheels",
         goals=RUN,
         level=Level.FAIL,
-        title=f"{' and '.join(first.packages)} both own {first.file}: one has overwritten the other",
+        title=f"{' and '.join(first.packages)} both own {first.file}: the later install overwrote the file",
         breaks='importing torch or its first collective ("undefined symbol")',
         evidence=tuple(f"{conflict.file}: {', '.join(conflict.packages)}" for conflict in facts.conflicts[:4]),
-        fix="remove the wrong one, and install the right one again: removing deletes the shared files"
+        fix="uninstall the wrong package and reinstall the right package, whose shared files the uninstall deletes"
         if commands
-        else "keep the one that your torch asks for",
+        else "keep the package that your torch requires",
         commands=commands,
     )
 
@@ -247,9 +253,9 @@ def _empty(facts: CudaFacts) -> Problem | None:
         id="libs.path-empty",
         goals=RUN,
         level=Level.WARN,
-        title="LD_LIBRARY_PATH has an empty element: libraries are also taken from the working directory",
+        title="LD_LIBRARY_PATH has an empty element: the loader also searches the working directory",
         evidence=(f"LD_LIBRARY_PATH={facts.variables.get('LD_LIBRARY_PATH', '')}",),
-        fix="write it without double, leading or trailing colons",
+        fix="remove double, leading and trailing colons",
         exports=(("LD_LIBRARY_PATH", fixes.loader_path_without(facts, [])),),
     )
 
@@ -266,8 +272,8 @@ def _missing(facts: CudaFacts) -> Problem | None:
         id="libs.path-missing",
         goals=RUN,
         level=Level.INFO,
-        title=f"LD_LIBRARY_PATH names what is not there: {', '.join(gone[:3])}"
-        + (f"; the libraries of that toolkit are in {meant}" if meant else ""),
-        fix="leave them out",
+        title=f"LD_LIBRARY_PATH has directories that do not exist: {', '.join(gone[:3])}"
+        + (f"; that toolkit's libraries are in {meant}" if meant else ""),
+        fix="remove them",
         exports=(("LD_LIBRARY_PATH", fixes.loader_path_without(facts, gone)),),
     )

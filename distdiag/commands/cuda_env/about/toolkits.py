@@ -25,7 +25,7 @@ def about_toolkits(facts: CudaFacts) -> Section:
     used = fixes.used_toolkit(facts)
     whole = fixes.usable_toolkits(facts)
     shown = used if used is not None and used.version and used.headers else fixes.target_toolkit(facts)
-    line = _line(facts, shown) if shown is not None and shown.version else "none that is used" if whole else "none"
+    line = _line(facts, shown) if shown is not None and shown.version else "none in use" if whole else "none"
     problems = [problem for problem in (_variable(facts), _broken(facts)) if problem]
     if not any(problem.level is Level.FAIL for problem in problems):
         problems += [problem for problem in (_found(facts), _home(facts), _headers(facts)) if problem]
@@ -48,9 +48,9 @@ def _line(facts: CudaFacts, used: Toolkit) -> str:
 def _details(facts: CudaFacts) -> list[str]:
     lines = [f"{name} -> {home or 'none'}" for name, home in who_uses(facts).items()]
     for toolkit in facts.toolkits:
-        state = toolkit.version or ("not there" if not toolkit.exists else "no toolkit")
+        state = toolkit.version or ("does not exist" if not toolkit.exists else "not a toolkit")
         lines.append(f"{toolkit.root}: {state} (by {', '.join(toolkit.found_by)})")
-    return [*lines, *(f"on PATH and not there: {folder}" for folder in facts.no_path)]
+    return [*lines, *(f"on PATH but missing: {folder}" for folder in facts.no_path)]
 
 
 def _problem(id_: str, level: Level, title: str, **rest: object) -> Problem:
@@ -61,13 +61,14 @@ def _mend(facts: CudaFacts) -> dict[str, object]:
     """Return the fix that chooses the best toolkit here, or says what to install."""
     best = fixes.best_toolkit(facts)
     if best is not None:
-        return {"fix": f"use the one in {best.root} ({best.version})", "exports": fixes.choose_toolkit(facts, best)}
+        return {"fix": f"use the toolkit in {best.root} ({best.version})", "exports": fixes.choose_toolkit(facts, best)}
     if facts.driver.container and "singularity" not in facts.driver.container:
-        return {"fix": "take the image's -devel variant (nvidia/cuda, pytorch/pytorch): it has nvcc and headers"}
+        return {"fix": "use the -devel variant of the image (nvidia/cuda, pytorch/pytorch): it has nvcc and headers"}
     wanted = fixes.torch_cuda(facts)
     name = f"cuda-toolkit-{wanted.replace('.', '-')}" if wanted else "cuda-toolkit"
     return {
-        "fix": f"install a toolkit of version {wanted or 'that your torch is built for'}{fixes.from_repository(facts)}",
+        "fix": "install a toolkit of version "
+        f"{wanted or 'that your torch was built for'}{fixes.from_repository(facts)}",
         "commands": fixes.install_system(facts, apt=name, dnf=name, zypper=name),
     }
 
@@ -81,13 +82,13 @@ def _variable(facts: CudaFacts) -> Problem | None:
         wrong = _why_wrong(value)
         toolkit = fixes.toolkit_at(facts, value)
         if not wrong and (toolkit is None or not toolkit.exists):
-            wrong = "there is no such directory"
+            wrong = "no such directory"
         if wrong:
             return _problem(
                 "toolkit.home",
                 Level.FAIL,
                 f"{name}={value!r}: {wrong}",
-                cause="torch and DeepSpeed take it as it stands, and fail later.",
+                cause="torch and DeepSpeed use it unchecked, and fail later.",
                 evidence=_set_in(facts, name),
                 **_mend(facts),
             )
@@ -97,12 +98,12 @@ def _variable(facts: CudaFacts) -> Problem | None:
 
 def _why_wrong(value: str) -> str:
     if ":" in value:
-        return "it holds a list; a stray ':' comes from CUDA_HOME=$CUDA_HOME:..."
+        return "it is a list, not a directory; the ':' often comes from CUDA_HOME=$CUDA_HOME:..."
     if value != value.strip():
-        return "white space at its ends belongs to the name"
+        return "the leading or trailing white space is part of the path"
     if value[0] in "\"'" or value[-1] in "\"'":
-        return "the quotes belong to the name"
-    return "nobody expands the ~ here" if value.startswith("~") else ""
+        return "the quotes are part of the path"
+    return "the ~ is not expanded here" if value.startswith("~") else ""
 
 
 def _broken(facts: CudaFacts) -> Problem | None:
@@ -119,20 +120,20 @@ def _broken(facts: CudaFacts) -> Problem | None:
         mend = _mend(facts)
         lost = nvcc.kind == "symlink" and "cuda_runtime.h" in (nvcc.complaint or "")
         real = os.path.dirname(nvcc.real)
-        how = "does not answer" if nvcc.timed_out else "does not compile"
-        said = f"{nvcc.path} -x cu -E /dev/null: {nvcc.complaint}" if nvcc.complaint else f"{nvcc.path} --version"
+        how = "does not respond" if nvcc.timed_out else "cannot compile"
+        evidence = f"{nvcc.path} -x cu -E /dev/null: {nvcc.complaint}" if nvcc.complaint else f"{nvcc.path} --version"
         if lost:
             mend["commands"] = (f"rm {shlex.quote(nvcc.path)}",)
             mend["fix"] = (
-                f"put {real} before it on PATH, and remove the link" if "exports" in mend else "remove the link"
+                f"put {real} before it on PATH, and remove the symlink" if "exports" in mend else "remove the symlink"
             )
         return _problem(
             "toolkit.nvcc-broken",
             Level.FAIL if used else Level.WARN,
             f"{nvcc.path} {how}" + (", although --version works: it is a symlink" if lost else ""),
-            cause="nvcc looks for nvcc.profile beside the link, not beside the file that it leads to." if lost else "",
-            breaks=_BREAKS if used else "what a shell or CMake builds with it; torch uses another",
-            evidence=(said, f"{nvcc.path} -> {nvcc.real}" if lost else ""),
+            cause="nvcc looks for nvcc.profile next to the symlink, not next to its target." if lost else "",
+            breaks=_BREAKS if used else "builds from a shell or with CMake; torch uses another nvcc",
+            evidence=(evidence, f"{nvcc.path} -> {nvcc.real}" if lost else ""),
             **mend,
         )
     return None
@@ -146,7 +147,7 @@ def _no_room(facts: CudaFacts, complaint: str) -> Problem:
         Level.FAIL,
         f"nvcc cannot write its temporary files in {place}",
         evidence=(complaint,),
-        fix="name a directory that is there and has room",
+        fix="use a directory that exists and has free space",
         exports=(("TMPDIR", "/tmp"),) if place != "/tmp" else (),
         commands=(f"df -h {shlex.quote(place)}",) if place == "/tmp" else (),
     )
@@ -161,18 +162,20 @@ def _found(facts: CudaFacts) -> Problem | None:
     home = fixes.toolkit_at(facts, use.home) if use.home else None
     if use.home and home is not None and home.exists and (home.nvcc or fixes.nvcc_at(facts, use.nvcc)):
         return None
-    evidence = [use.rule] if not use.home else [f"torch would take {use.home} ({use.rule}); {use.nvcc} is not there"]
+    evidence = [use.rule] if not use.home else [f"torch would use {use.home} ({use.rule}); {use.nvcc} does not exist"]
     evidence += [f"{dangling.root} -> {dangling.real}"] if dangling else []
     if dangling is not None:
-        title = f"{dangling.root} leads nowhere, and no nvcc is on PATH"
+        title = f"{dangling.root} is a dangling symlink, and no nvcc is on PATH"
     elif use.home and use.rule.startswith("above"):
-        title = f"torch would look for nvcc in {use.home}/bin, because that on PATH lies in no directory called bin"
+        title = f"torch would look for nvcc in {use.home}/bin: the nvcc on PATH is not in a directory called bin"
     elif use.home:
-        title = f"{use.home} has no nvcc: it is there to run programs, not to build them"
+        title = f"{use.home} has no nvcc: it is a runtime-only install"
     else:
         whole = fixes.usable_toolkits(facts)
         title = (
-            f"no nvcc is found, though {whole[0].root} has one" if whole else "there is no CUDA toolkit (no nvcc) here"
+            f"no nvcc on PATH or in CUDA_HOME, but {whole[0].root} has one"
+            if whole
+            else "no CUDA toolkit found (no nvcc)"
         )
     return _problem("toolkit.found", Level.FAIL, title, evidence=tuple(evidence), **_mend(facts))
 
@@ -184,22 +187,25 @@ def _home(facts: CudaFacts) -> Problem | None:
     if home is None or home.headers or nvcc is None or _conda_headers(home):
         return None
     real = fixes.toolkit_at(facts, nvcc.top) if nvcc.top else None
-    kind = {"script": "a script that starts another nvcc", "symlink": "a link"}.get(nvcc.kind, "not in a toolkit")
+    kind = {"script": "a wrapper script", "symlink": "a symlink"}.get(nvcc.kind, "not part of a toolkit")
     chosen = real if real is not None and real.headers else None
     mend = (
-        {"fix": f"name the toolkit itself, {chosen.root}", "exports": (("CUDA_HOME", shlex.quote(chosen.root)),)}
+        {
+            "fix": f"set CUDA_HOME to the toolkit itself, {chosen.root}",
+            "exports": (("CUDA_HOME", shlex.quote(chosen.root)),),
+        }
         if chosen
         else _mend(facts)
     )
     # A torch without CUDA looks at no toolkit: the trap is there, and nobody is in it yet.
     caught = facts.torch is not None and bool(facts.torch.cuda)
-    who = "torch" if caught else "a torch with CUDA"
+    who = "torch" if caught else "a CUDA build of torch"
     return _problem(
         "toolkit.home",
         Level.FAIL if caught else Level.WARN,
-        f"{who} would take {use.home} for the toolkit, because {nvcc.path} is {kind}",
-        cause=f"It takes the directory above the first nvcc on PATH; {use.home} has no include/cuda_runtime_api.h. "
-        "Its version check passes, and C++ files then fail to compile.",
+        f"{who} would use {use.home} as the toolkit, because {nvcc.path} is {kind}",
+        cause=f"torch uses the parent directory of the first nvcc on PATH; {use.home} has no "
+        "include/cuda_runtime_api.h. The version check passes, then C++ files fail to compile.",
         evidence=tuple(
             filter(
                 None, (f"{nvcc.path} uses {nvcc.top}" if nvcc.top else "", f"no {use.home}/include/cuda_runtime_api.h")
@@ -224,10 +230,10 @@ def _headers(facts: CudaFacts) -> Problem | None:
         return _problem(
             "toolkit.headers",
             Level.FAIL,
-            f"the headers of {home.root} lie in {home.headers}, where torch does not look",
-            cause="conda's toolkits from CUDA 12 on are laid out so; torch adds only include/.",
+            f"the headers of {home.root} are in {home.headers}, which torch does not search",
+            cause="conda packages of CUDA 12 and later use this layout; torch adds only include/.",
             evidence=(f"{home.headers}/cuda_runtime_api.h",),
-            fix="show them to the compiler and the linker",
+            fix="add them to the compiler's and the linker's search paths",
             exports=(
                 ("CPATH", f"{shlex.quote(home.headers)}${{CPATH:+:$CPATH}}"),
                 ("LIBRARY_PATH", f"{shlex.quote(libraries)}${{LIBRARY_PATH:+:$LIBRARY_PATH}}"),
@@ -239,7 +245,7 @@ def _headers(facts: CudaFacts) -> Problem | None:
     return _problem(
         "toolkit.headers",
         Level.FAIL,
-        f"{home.root} has nvcc and no headers (cuda_runtime_api.h)",
+        f"{home.root} has nvcc but no headers (cuda_runtime_api.h)",
         evidence=tuple(f"{file}: {value}" for file, value in home.sources[:2]),
         **_mend(facts),
     )
@@ -248,15 +254,15 @@ def _headers(facts: CudaFacts) -> Problem | None:
 def _sources(facts: CudaFacts) -> Problem | None:
     """Find a tree of two versions: its files disagree beyond the patch level."""
     for toolkit in facts.toolkits:
-        told = {minor(value) for _, value in toolkit.sources}
-        if len(told) > 1 and toolkit.exists:
+        versions = {minor(value) for _, value in toolkit.sources}
+        if len(versions) > 1 and toolkit.exists:
             return _problem(
                 "toolkit.version-sources",
                 Level.FAIL if toolkit is fixes.used_toolkit(facts) else Level.WARN,
-                f"{toolkit.root} is of two versions: {' and '.join(sorted(told, key=version))}",
-                cause="One was installed over the other.",
+                f"{toolkit.root} has files of two versions: {' and '.join(sorted(versions, key=version))}",
+                cause="One version was installed over the other.",
                 evidence=tuple(f"{file}: {value}" for file, value in toolkit.sources),
-                fix="install that toolkit again into an empty directory; or use another one",
+                fix="reinstall that toolkit into an empty directory, or use another toolkit",
             )
     return None
 
@@ -270,10 +276,10 @@ def _gone(facts: CudaFacts) -> Problem | None:
     return _problem(
         "toolkit.path-missing",
         Level.WARN if unfound else Level.INFO,
-        f"PATH names what is not there: {', '.join(cuda[:3])}",
+        f"PATH has directories that do not exist: {', '.join(cuda[:3])}",
         breaks="finding nvcc" if unfound else "",
         evidence=_set_in(facts, "PATH"),
-        fix="correct it, or take it out, where PATH is set",
+        fix="correct or remove it where PATH is set",
     )
 
 
@@ -286,9 +292,9 @@ def _dev_link(facts: CudaFacts) -> Problem | None:
         "toolkit.cudart-devlink",
         Level.FAIL,
         f"{used.libraries} has no libcudart.so: linking an extension fails (cannot find -lcudart)",
-        cause="The wheels bring the library for running only.",
+        cause="The pip wheels ship only the runtime library.",
         evidence=(f"{used.libraries}/{used.runtime}",),
-        fix="make the link that a toolkit would have",
+        fix="create the symlink that a full toolkit has",
         commands=(f"ln -s {used.runtime} {shlex.quote(used.libraries)}/libcudart.so",),
     )
 
@@ -319,7 +325,7 @@ def _with_torch(facts: CudaFacts) -> Problem | None:
         id="toolkit.torch-mismatch",
         goals=BUILD,
         level=Level.INFO,
-        title=f"nvcc is {have}, torch was built with {wanted}: the same major version, torch only warns",
+        title=f"nvcc is {have}, torch was built with {wanted}: same major version, torch only warns",
     )
 
 
@@ -334,11 +340,11 @@ def _mismatch(facts: CudaFacts, used: Toolkit, wanted: str) -> Problem:
         id="toolkit.torch-mismatch",
         goals=BUILD,
         level=Level.FAIL,
-        title=f"nvcc is {minor(used.version)}, and torch {torch.version} was built with CUDA {wanted}",
+        title=f"nvcc is {minor(used.version)}, but torch {torch.version} was built with CUDA {wanted}",
         breaks='building CUDA extensions ("detected CUDA version mismatches"); running is fine',
         evidence=(
             f"torch and DeepSpeed -> {use.home} ({use.rule})",
-            f"on disk: {there or 'no other'}",
+            f"installed: {there or 'no other toolkit'}",
             f"{torch.source}: cuda = {torch.cuda}",
             *_set_in(facts, variable),
         ),
@@ -377,10 +383,10 @@ def _for_deepspeed(facts: CudaFacts, have: str, wanted: str) -> Problem | None:
         id="deepspeed.cuda13" if major(have) >= 13 else "deepspeed.cuda-minor",
         goals=BUILD,
         level=Level.WARN,
-        title=f"DeepSpeed {deepspeed.version} refuses nvcc {have} with torch's CUDA {wanted}; torch itself takes it",
-        cause="Its list of minor versions that go together does not have them.",
+        title=f"DeepSpeed {deepspeed.version} rejects nvcc {have} with torch's CUDA {wanted}; torch accepts it",
+        cause="Its list of compatible minor versions does not include this pair.",
         breaks="building DeepSpeed's ops (CUDAMismatchException); running is fine",
-        fix="tell it to go on; code of one major version works together",
+        fix="skip its check; code of the same major version is compatible",
         exports=(("DS_SKIP_CUDA_CHECK", "1"),),
     )
 
@@ -398,9 +404,9 @@ def _with_each_other(facts: CudaFacts) -> Problem | None:
             level=Level.WARN,
             title="builds here use different toolkits: "
             + ", ".join(f"{name} {number}" for name, number in versions.items()),
-            breaks="extensions that are partly built with each",
+            breaks="extensions built partly with one toolkit, partly with another",
             evidence=tuple(f"{name} -> {home}" for name, home in users.items()),
-            fix="let all use the same",
+            fix="use the same toolkit for all",
             exports=fixes.choose_toolkit(facts, best) if best else (),
         )
     whole = fixes.usable_toolkits(facts)
@@ -411,7 +417,7 @@ def _with_each_other(facts: CudaFacts) -> Problem | None:
         id="toolkit.multiple",
         goals=BUILD,
         level=Level.INFO,
-        title=f"{len(whole)} toolkits are installed, and all builds use the same: "
+        title=f"{len(whole)} toolkits are installed; all builds use the same one of them: "
         + ", ".join(toolkit.root for toolkit in whole),
     )
 
@@ -428,7 +434,7 @@ def _variables_differ(facts: CudaFacts) -> Problem | None:
         goals=BUILD,
         level=Level.WARN,
         title=f"CUDA_HOME={home} and CUDA_PATH={path} name different toolkits",
-        cause="torch takes CUDA_HOME; other tools take CUDA_PATH.",
-        fix="let both name the same",
+        cause="torch uses CUDA_HOME; other tools use CUDA_PATH.",
+        fix="set both to the same toolkit",
         exports=(("CUDA_PATH", '"$CUDA_HOME"'),),
     )

@@ -21,10 +21,10 @@ def about_torch(facts: CudaFacts) -> Section:
             id="python",
             goals=BOTH,
             level=Level.UNKNOWN,
-            title=f"{python.executable} does not run, so its environment is not known: {python.error}",
-            fix="name the interpreter of your job: --python PATH",
+            title=f"{python.executable} does not run, so its environment is unknown: {python.error}",
+            fix="give the interpreter of your job: --python PATH",
         )
-        return Section(name="PyTorch", line="not known", problems=(problem,))
+        return Section(name="PyTorch", line="unknown", problems=(problem,))
     torch = facts.torch
     if torch is None:
         return Section(name="PyTorch", line="none", problems=(_missing(facts),))
@@ -33,11 +33,11 @@ def about_torch(facts: CudaFacts) -> Section:
             id="torch.build",
             goals=BOTH,
             level=Level.UNKNOWN,
-            title=f"{torch.source} cannot be read, so it is not known what this torch was built for",
-            fix="install it again",
+            title=f"{torch.source} cannot be read: the CUDA version of this torch is unknown",
+            fix="reinstall torch",
         )
-        return Section(name="PyTorch", line="not known", problems=(problem,))
-    built = f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.hip}" if torch.hip else "the CPU only"
+        return Section(name="PyTorch", line="unknown", problems=(problem,))
+    built = f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.hip}" if torch.hip else "CPU only"
     details = (f"{torch.folder}", f"cubins {' '.join(torch.archs)}" if torch.archs else "")
     wrong = _build(facts) if not torch.cuda and not torch.hip else _import(facts)
     return Section(
@@ -53,10 +53,10 @@ def _missing(facts: CudaFacts) -> Problem:
         id="torch.build",
         goals=BOTH,
         level=Level.FAIL,
-        title=f"there is no torch in the environment of {facts.python.executable}",
-        breaks="everything that imports torch",
+        title=f"torch is not installed in the environment of {facts.python.executable}",
+        breaks="every program that imports torch",
         evidence=(f"searched: {', '.join(facts.python.paths[-4:])}",),
-        fix="install it there, or name the interpreter of your job: --python PATH",
+        fix="install it there, or give the interpreter of your job: --python PATH",
         commands=install_torch(facts),
     )
 
@@ -66,19 +66,19 @@ def _build(facts: CudaFacts) -> Problem:
     torch = facts.torch
     assert torch is not None
     commands = install_torch(facts)
-    text = "no CUDA build of torch serves these GPUs and this driver"
+    text = "no CUDA build of torch supports these GPUs with this driver"
     if commands:
         cuda = commands[0].rpartition("/cu")[2]
         text = f"install the build for CUDA {cuda[:-1]}.{cuda[-1]}"
     home = facts.variables.get("CUDA_HOME")
-    ignored = f" (CUDA_HOME={home} is ignored by it)" if home else ""
+    ignored = f" (here {home})" if home else ""
     return Problem(
         id="torch.build",
         goals=BOTH,
         level=Level.FAIL,
         title=f"torch {torch.version} was built without CUDA: it can neither use a GPU nor build CUDA extensions",
-        cause="Its message for builds, 'CUDA_HOME environment variable is not set', comes whatever CUDA_HOME says"
-        f"{ignored}: this build does not look at it.",
+        cause="When building extensions it reports 'CUDA_HOME environment variable is not set' whatever CUDA_HOME is"
+        f"{ignored}: a build without CUDA ignores the variable.",
         breaks="running on GPUs; building CUDA extensions",
         evidence=(f"{torch.source}: cuda = None",),
         fix=text,
@@ -96,10 +96,10 @@ def _import(facts: CudaFacts) -> Problem | None:
             id="torch.import",
             goals=RUN,
             level=Level.UNKNOWN,
-            title=f"`{imported.stage}` did not come back in time",
-            cause="A driver that hangs and a slow file system look the same from here.",
-            breaks="whether torch works is not known",
-            fix="give it longer (--timeout SECONDS), and see what it waits for",
+            title=f"`{imported.stage}` did not return in time",
+            cause="A hung driver and a slow file system look the same from here.",
+            breaks="whether torch works is unknown",
+            fix="increase --timeout, and find out where the import spends its time",
             commands=(f"{shlex.quote(facts.python.executable)} -X importtime -c 'import torch' 2>&1 | tail -5",),
         )
     if imported.came_in:
@@ -107,10 +107,10 @@ def _import(facts: CudaFacts) -> Problem | None:
             id="torch.import",
             goals=RUN,
             level=Level.FAIL,
-            title=f"torch is imported, and fails when it asks for the GPUs: {imported.error[:200]}",
+            title=f"torch imports, but fails when it queries the GPUs: {imported.error[:200]}",
             breaks="running on GPUs",
             evidence=imported.libraries[:8],
-            fix="see Driver: it is the driver's libraries that are asked then",
+            fix="see Driver: torch calls the driver's libraries at that point",
             commands=(f"{shlex.quote(facts.python.executable)} -X faulthandler -c 'import torch; torch.cuda.init()'",),
         )
     if imported.mended_without:
@@ -120,10 +120,10 @@ def _import(facts: CudaFacts) -> Problem | None:
             goals=BOTH,
             level=Level.FAIL,
             title=f"torch cannot be imported because of {name}: {imported.error[:200]}",
-            cause=f"It was tried without {name}, too: then the import works.",
-            breaks="everything that imports torch",
+            cause=f"Without {name} the import works.",
+            breaks="every program that imports torch",
             evidence=(f"{name}={facts.variables.get(name, '')}",),
-            fix="take it away",
+            fix="unset it",
             unset=(name,),
         )
     return Problem(
@@ -131,9 +131,9 @@ def _import(facts: CudaFacts) -> Problem | None:
         goals=BOTH,
         level=Level.FAIL,
         title="torch cannot be imported: " + imported.error[:200],
-        cause="The libraries that were loaded up to then are listed." if imported.libraries else "",
-        breaks="everything that imports torch",
+        cause="The libraries loaded before the failure are listed below." if imported.libraries else "",
+        breaks="every program that imports torch",
         evidence=imported.libraries[:8],
-        fix="see Libraries below; if nothing is wrong there, install torch again",
+        fix="see Libraries below; if no problem is listed there, reinstall torch",
         commands=install_torch(facts, prefer=facts.torch.cuda if facts.torch else ""),
     )

@@ -18,28 +18,39 @@ def parse_batches(text: str) -> tuple[int, ...]:
     """Parse numbers of batches with commas; none for an empty text. Raises UsageError."""
     words = [word.strip() for word in text.split(",")] if text.strip() else []
     if not all(word.isdecimal() and len(word) < 16 for word in words):
-        raise UsageError(f"--batch {text!r} is no number of a batch", hint="write 3, or 0,3 to compare two")
+        raise UsageError(f"--batch {text!r} is not a batch number", hint="use 3, or 0,3 to compare two batches")
     return tuple(dict.fromkeys(map(int, words)))
 
 
 def overflow_show(
     files: Annotated[
-        list[str], typer.Argument(metavar="FILE...", help='What the detector wrote: save="frames-{rank}.jsonl".')
+        list[str], typer.Argument(metavar="FILE...", help='Frame files of the detector: save="frames-{rank}.jsonl".')
     ],
-    module: Annotated[str, typer.Option(metavar="PATTERN", help="Only modules of such names: '*.wo'.")] = "",
-    batch: Annotated[str, typer.Option(metavar="N[,M]", help="Only these batches; two of a file are compared.")] = "",
+    module: Annotated[str, typer.Option(metavar="PATTERN", help="Show only modules whose names match: '*.wo'.")] = "",
+    batch: Annotated[
+        str, typer.Option(metavar="N[,M]", help="Show only these batches; two batches of one file are compared.")
+    ] = "",
     factor: Annotated[
-        float, typer.Option(min=1.001, max=1e9, metavar="TIMES", help="Numbers diverge that differ by more than this.")
+        float,
+        typer.Option(
+            min=1.001, max=1e9, metavar="TIMES", help="Two values diverge when they differ by more than this factor."
+        ),
     ] = 2.0,
-    all_: Annotated[bool, typer.Option("--all", "--verbose", "-v", help="Every row, of every batch.")] = False,
+    all_: Annotated[bool, typer.Option("--all", "--verbose", "-v", help="Show every row of every batch.")] = False,
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
 ) -> None:
-    """Show where the numbers of a model grew, what was detected, and where two batches or two ranks begin to diverge.
+    """Show what was detected, where a model's values grow, and where two batches or two ranks start to diverge.
 
-    Reads frames that DebugUnderflowOverflow(model, save=...) kept. Nothing in the files is run.
+    Read the frames that DebugUnderflowOverflow(model, save=...) wrote. No code in the files is executed.
 
-    Exit status: 0 nothing was detected, 1 nan or inf was, 2 wrong usage, 3 the files cannot tell, 130 interrupted.
+    Exit status: 0 nothing detected, 1 nan or inf detected, 2 wrong usage, 3 unknown, 130 interrupted.
+
+    \b
+    Examples:
+      distdiag overflow show frames/frames-0.jsonl
+      distdiag overflow show frames-0.jsonl frames-1.jsonl    # compare two ranks
+      distdiag overflow show frames-0.jsonl --batch 0,3       # compare two batches
     """
     from distdiag.commands.overflow.show.view import overflow_show_view
     from distdiag.output import Output, Progress, deliver

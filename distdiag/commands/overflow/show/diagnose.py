@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 _SUFFIX = ".jsonl"
 _SHOWN = 8
 _FIXES = {
-    "here": "see what goes in: near the dtype's limit run this module in bfloat16 or float32; else look at its formula",
-    "between": "look at the forward of {by}, before it calls {module}: a division, log, exp or scale",
-    "given": "look at the batch: the data, or what comes before the model",
-    "weights": "look at the step before: clip gradients, lower the learning rate, skip steps whose gradients are bad",
-    "backward": "look at the loss and its scale; gradients='each' names the first bad gradient",
+    "here": "check its inputs: if they are near the dtype's limit, run this module in bfloat16 or float32; else "
+    "check its formula",
+    "between": "check the forward of {by} before it calls {module}: a division, log, exp or scale",
+    "given": "check the batch: the data, or the code before the model",
+    "weights": "check the previous step: clip gradients, lower the learning rate, skip steps whose gradients are bad",
+    "backward": "check the loss and its scale; gradients='each' names the first bad gradient",
 }
 """By where it was made, in the detector's words."""
 
@@ -79,7 +80,7 @@ def examine(request: Request, news: Callable[[str], None]) -> Report[OverflowSho
             except NotFrames as error:
                 unread[path], hint = str(error), hint or error.hint
             except OSError as error:
-                unread[path], hint = f"{path}: {error.strerror}", hint or "name a file that can be read"
+                unread[path], hint = f"{path}: {error.strerror}", hint or "choose a readable file"
     except KeyboardInterrupt:
         interrupted = True
     if unread and not reader.recordings:
@@ -95,15 +96,16 @@ def _files(paths: Sequence[str]) -> list[str]:
         if os.path.isdir(path):
             inside = sorted(name for name in os.listdir(path) if name.endswith(_SUFFIX))
             if not inside:
-                raise UsageError(f"{path}: there is no file *{_SUFFIX} in this folder", hint="name files of frames")
+                raise UsageError(f"{path}: no *{_SUFFIX} files in this directory", hint="give frame files")
             found += [os.path.join(path, name) for name in inside]
         elif os.path.exists(path):
             found.append(path)
         else:
             raise UsageError(
-                f"{path}: there is no such file",
-                hint='name what DebugUnderflowOverflow(model, save="frames-{rank}.jsonl") wrote; it makes the file '
-                "when there is something to keep",
+                f"{path}: no such file",
+                hint='give the files that DebugUnderflowOverflow(model, save="frames-{rank}.jsonl") wrote; it '
+                "creates a file "
+                "once there is something to save",
             )
     return found
 
@@ -112,11 +114,11 @@ def _check_choice(request: Request, recordings: Sequence[Recording]) -> None:
     batches = dict.fromkeys(str(batch) for recording in recordings for batch in recording.batches)
     for batch in request.batches:
         if str(batch) not in batches:
-            raise UsageError(f"--batch {batch}: there are no frames of it", hint=f"there are: {_some(batches)}")
+            raise UsageError(f"--batch {batch}: no frames of this batch", hint=f"available: {_some(batches)}")
     calls = (call for recording in recordings for forward in recording.forwards for call in forward.calls)
     names = dict.fromkeys(call.module for call in calls) if request.module else {}
     if names and not any(map(matches(request.module), names)):
-        raise UsageError(f"--module {request.module}: no module is called like that", hint=f"there are: {_some(names)}")
+        raise UsageError(f"no module matches --module {request.module}", hint=f"available: {_some(names)}")
 
 
 def _some(names: Iterable[str]) -> str:
@@ -172,7 +174,7 @@ def _summary(selection: Selection, findings: Sequence[Finding]) -> str:
             if finding.level == level:
                 return finding.title
     near = (finding.title for finding in findings if finding.id in ("overflow.not-finite", "overflow.near-limit"))
-    return next(near, f"nothing was detected; {wording.grew(selection)}")
+    return next(near, f"nothing detected; {wording.grew(selection)}")
 
 
 # Findings
@@ -230,8 +232,9 @@ def _not_finite(selection: Selection) -> Iterator[Finding]:
             id="overflow.not-finite",
             level=Level.WARN,
             title=f"{at.abs_max} in `{at.tensor}` of {wording.named(at.module)} ({at.class_}), "
-            f"{selection.names.of(forward)}, and the detector does not call it a fault",
-            detail="A mask of -inf is none, nor is what `ignore` names; or the job was killed before it came to it.",
+            f"{selection.names.of(forward)}, not reported by the detector",
+            detail="Masks of -inf and the modules in `ignore` are not reported; or the job was killed "
+            "before the report.",
             where=_where([recording for _, _, recording in found]),
         )
 
@@ -248,21 +251,21 @@ def _near(request: Request, selection: Selection) -> Iterator[Finding]:
     if not ordered:
         return
     lines = [f"{_of_limit(at)} {selection.names.within(forward)}" for at, forward, _ in ordered[:_SHOWN]]
-    more = f", and {wording.count(len(ordered) - 1, 'other module')} above {wording.percent(NEAR)}"
+    more = f"; {wording.count(len(ordered) - 1, 'other module')} above {wording.percent(NEAR)}"
     yield Finding(
         id="overflow.near-limit",
         level=Level.WARN,
         title=lines[0] + (more if len(ordered) > 1 else ""),
         where=_where([recording for _, _, recording in ordered]),
         evidence=tuple(lines[1:]),
-        fix=Fix(text="run these modules in bfloat16 or float32, or scale down what goes in"),
+        fix=Fix(text="run these modules in bfloat16 or float32, or scale down their inputs"),
     )
 
 
 def _of_limit(at: At) -> str:
     what = "the input of " if at.tensor == INPUT else f"`{at.tensor}` of "
-    share = f"{wording.percent(at.share)} of {at.dtype}'s greatest number"
-    return f"{what}{wording.named(at.module)} ({at.class_}) comes to {wording.magnitude(at.abs_max)} = {share}"
+    share = f"{wording.percent(at.share)} of {at.dtype} max"
+    return f"{what}{wording.named(at.module)} ({at.class_}) reaches {wording.magnitude(at.abs_max)} = {share}"
 
 
 def _diverges(comparison: Comparison | None) -> Iterator[Finding]:
@@ -296,7 +299,7 @@ def _only_in(names: tuple[str, str], found: Divergence) -> Iterator[str]:
 def _incomplete(selection: Selection, unread: Mapping[str, str], *, interrupted: bool) -> Iterator[Finding]:
     if unread:
         yield Finding(
-            id="overflow.unread",
+            id="overflow.unreadable",
             level=Level.UNKNOWN,
             title=f"{wording.count(len(unread), 'file')} could not be read: {next(iter(unread.values()))}",
             evidence=tuple(list(unread.values())[1:_SHOWN]),
@@ -314,10 +317,12 @@ def _incomplete(selection: Selection, unread: Mapping[str, str], *, interrupted:
     empty = [recording for recording in selection.recordings if recording.is_empty]
     if empty and not interrupted:
         yield Finding(
-            id="overflow.nothing",
+            id="overflow.no-frames",
             level=Level.UNKNOWN,
-            title=f"{empty[0].path} has no frames" + (f", nor have {len(empty) - 1} more" if len(empty) > 1 else ""),
-            detail="The detector writes the frames of batches in trace_batch_nums, and those before what it finds.",
+            title=f"{empty[0].path} has no frames"
+            + (f", and neither do {len(empty) - 1} more files" if len(empty) > 1 else ""),
+            detail="The detector saves the frames of batches in trace_batch_nums, and the last frames "
+            "before a detection.",
             where=_where(empty),
         )
 
@@ -325,14 +330,17 @@ def _incomplete(selection: Selection, unread: Mapping[str, str], *, interrupted:
 def _lacks(recording: Recording) -> list[str]:
     why = []
     if recording.truncated:
-        why.append("it ends within a line: the job was killed, or writes still; what is before it was read")
+        why.append("the last line is incomplete: the job was killed or is still writing; the lines before it were read")
     if recording.torn:
         why.append(
-            f"{wording.count(recording.torn, 'line')} cannot be read, the first is line {recording.first_torn}: do "
-            'several ranks write this file? save="frames-{rank}.jsonl" gives each its own'
+            f"{wording.count(recording.torn, 'line')} cannot be read, first line {recording.first_torn}: "
+            "if several ranks "
+            'write to this file, give each its own: save="frames-{rank}.jsonl"'
         )
     if recording.left_out:
-        why.append(f"it is too large: its last {recording.left_out:,} frames are left out; --batch chooses others")
+        why.append(
+            f"the file is too large: its last {recording.left_out:,} frames were skipped; select others by --batch"
+        )
     return why
 
 

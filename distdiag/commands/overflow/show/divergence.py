@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from distdiag.commands.overflow.show.selection import Request, Selection
 
 _BEFORE, _AFTER = 3, 8
-"""So many outputs are shown around the one where two forwards diverge."""
+"""Outputs to show around the place where two forwards diverge."""
 _SAME = 1.001
 """Numbers within this are the same, but for another order of adding up."""
 _Key = TypeVar("_Key")
@@ -106,14 +106,14 @@ def compare(request: Request, selection: Selection) -> Comparison | None:
     a, b = (selection.of(recording) for recording in recordings)
     first, second = (selection.name_of(recording) for recording in recordings)
     if not a or not b:
-        why = f"there are no frames of {second if a else first}" + (" in these batches" if request.batches else "")
+        why = f"no frames of {second if a else first}" + (" in these batches" if request.batches else "")
         return Comparison((first, second), None, why) if a or b else None
     if len(a) == len(b) == 1:
         return _compare(request, *a, *b)
     others = {(forward.id.batch, forward.id.forward): forward for forward in b}
     both = [(each, others[key]) for each in a if (key := (each.id.batch, each.id.forward)) in others]
     if not both:
-        return Comparison((first, second), None, "they have no batch in common")
+        return Comparison((first, second), None, "no batch in common")
     alike: Comparison | None = None
     for pair in both:
         comparison = _compare(request, *pair)
@@ -127,7 +127,7 @@ def _compare(request: Request, a: Forward, b: Forward) -> Comparison:
     labels = Names([a.id, b.id])
     found = compare_forwards(request, a, b)
     if not found.compared:
-        return Comparison((labels.of(a.id), labels.of(b.id)), None, "no call of a module is in both")
+        return Comparison((labels.of(a.id), labels.of(b.id)), None, "no module call in common")
     return Comparison((labels.of(a.id), labels.of(b.id)), found)
 
 

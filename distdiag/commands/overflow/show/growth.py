@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from distdiag.commands.overflow.show.recording import Call, Forward, Row
 
 _REACHED = 0.9
-"""A module that comes so near to the greatest number is where that was reached; later ones hand it on."""
+"""A module that comes this near to the maximum is where that was reached; later modules pass it on."""
 _FELL = 2.0
 """Where numbers were greater by this before, they did not grow from there: something (a norm) had made them small."""
 _LEVEL = 1.25
 """Numbers within this of the smallest are not growing yet."""
 _NEARBY = 8
-"""So many frames away a tensor is taken for the same by its greatest number alone, where the smallest is not known."""
+"""Up to this many frames away two tensors count as the same by their maximum alone, where the minimum is unknown."""
 
 
 class Growth(msgspec.Struct, frozen=True):
@@ -117,7 +117,7 @@ class _Dataflow:
                 return at, call.input(given)
             if top.share_of_limit >= share:
                 return at, call.output(top)
-        raise ValueError("nothing comes to this share")
+        raise ValueError("no value reaches this share of the limit")
 
     def _maker(self, given: Given, before: int) -> tuple[int, Row] | None:
         """Find the last output before a frame that is what was given."""

@@ -29,11 +29,11 @@ LIMITS = {
     "float8_e5m2fnuz": 57344.0,
     "float8_e4m3fnuz": 240.0,
 }
-"""The greatest number of each dtype, as torch.finfo has it; torch is not imported here."""
+"""The largest number of each dtype, as torch.finfo has it; torch is not imported here."""
 NEAR = 0.5
 """From this share of it on a tensor is worth a word, as for the detector: twice more overflows."""
 INPUT = "input"
-"""Names the greatest input of a module, where others go by their labels."""
+"""Names the largest input of a module, where others go by their labels."""
 MOST_ROWS = 1_000_000
 """Outputs that are kept of all files together: some 400 MB."""
 _MOST_NAMES = 200_000
@@ -43,7 +43,7 @@ _MOST_NOT_FINITE = 16
 _NEWS_EVERY_BYTES = 1 << 25
 _KINDS = ("head", "frame", "detection")
 _START = b'{"kind": "head", "schema": "distdiag-frames/'
-_HINT = 'name what DebugUnderflowOverflow(model, save="frames-{rank}.jsonl") wrote'
+_HINT = 'give the files that DebugUnderflowOverflow(model, save="frames-{rank}.jsonl") wrote'
 _RENAMED = {"class_": "class"}
 
 _Name = Annotated[str, msgspec.Meta(max_length=1000)]
@@ -375,7 +375,7 @@ class Reader:
             self.recordings.append(Recording(path=path, model=record.model, rank=record.rank, host=record.host))
             return _Growing(self.recordings[-1])
         if growing is None:
-            raise NotFrames(path, "its first line does not say what it is: was its beginning cut off?")
+            raise NotFrames(path, "its first line is not a header: was the start of the file cut off?")
         if isinstance(record, Detection):
             growing.add_detection(record)
         else:
@@ -489,7 +489,7 @@ def _unreadable(path: str, growing: _Growing | None, line: bytes, number: int) -
     if growing is None:
         if not whole and _START.startswith(line[: len(_START)]):
             return None
-        raise NotFrames(path, "this is no file of frames")
+        raise NotFrames(path, "not a frame file")
     recording = growing.recording
     if not whole:
         recording.truncated = True
@@ -511,9 +511,9 @@ def _check_schema(path: str, schema: str) -> None:
         return
     if schema.startswith(FORMAT):
         raise NotFrames(
-            path, f"it was written by a later distdiag: {schema}, and {SCHEMA} is known here", "update distdiag here"
+            path, f"written by a newer distdiag ({schema}; this version reads {SCHEMA})", "upgrade distdiag here"
         )
-    raise NotFrames(path, f"this is no file of frames, but {schema[:60]!r}")
+    raise NotFrames(path, f"not a frame file, but {schema[:60]!r}")
 
 
 def _greater(given: Given | None, line: Line) -> Given | None:

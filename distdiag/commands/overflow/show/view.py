@@ -63,7 +63,7 @@ def _forwards(growth: Sequence[Growth], names: Names) -> Iterator[RenderableType
     """The greatest number of each forward."""
     labels = [names.of(each.of) for each in growth]
     width = max(len("forward"), *map(len, labels))
-    yield Whole(f"{'forward':<{width}}  {'abs max':>8}  {'limit':>5}  {'grew by':>7}  in", style="bold")
+    yield Whole(f"{'forward':<{width}}  {'abs max':>8}  {'limit':>5}  {'growth':>7}  in", style="bold")
     for each, label in zip(growth, labels, strict=True):
         numbers = f"{magnitude(each.end.abs_max)}  {percent(each.share_of_limit):>5}  {times(each.factor):>7}"
         style = "yellow" if each.share_of_limit >= NEAR else ""
@@ -100,7 +100,7 @@ class _SideBySide:
         names = Names([found.a, found.b])
         a, b = names.of(found.a), names.of(found.b)
         width = max(9, len(a), len(b)) + 1
-        yield Wrapped("abs max beside each other:", margin=0)
+        yield Wrapped("abs max side by side:", margin=0)
         yield Whole(f"{a:>{width}}{b:>{width}}{'times':>8}  module, class, tensor", style="bold")
         before = None
         for row, other in found.around:

@@ -39,8 +39,8 @@ def times(factor: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Format a share of a limit: 96 %, <1 %."""
-    return f"{100 * share:.0f} %" if share >= 0.01 else "<1 %"
+    """Format a share of a limit: 96%, <1%."""
+    return f"{100 * share:.0f}%" if share >= 0.01 else "<1%"
 
 
 def answer(selection: Selection, comparison: Comparison | None) -> Iterator[str]:
@@ -71,15 +71,15 @@ def grew(selection: Selection) -> str:
     """Describe where the numbers grew most: of all forwards that of the answer, else the nearest to a limit."""
     growth = selection.growth_of(selection.main)
     if growth is None or selection.main is None:
-        return "no frame has numbers to look at" if selection.forwards else "no frames were kept"
+        return "the frames have no finite values" if selection.forwards else "no frames were saved"
     where = selection.names.within(selection.main.id)
     start, end = growth.start, growth.end
-    limit = f"{percent(end.share)} of {end.dtype}'s greatest number"
+    limit = f"{percent(end.share)} of {end.dtype} max"
     if growth.factor < _GREW:
-        text = "no growth from module to module leads there" if in_order(selection) else "the numbers do not grow"
-        return f"{text}: {magnitude(end.abs_max)} is the greatest finite one, from {_at(end)} {where} ({limit})"
+        text = "no growth from module to module before it" if in_order(selection) else "values do not grow"
+        return f"{text}: the largest finite value is {magnitude(end.abs_max)}, from {_at(end)} {where} ({limit})"
     return (
-        f"abs max grows {times(growth.factor)} x from {_at(start)} to {_at(end)} "
+        f"abs max grows {times(growth.factor)}x from {_at(start)} to {_at(end)} "
         f"({magnitude(start.abs_max)} -> {magnitude(end.abs_max)}, {limit}) {where}"
     )
 
@@ -97,13 +97,13 @@ def diverged(comparison: Comparison) -> str:
     if first is None:
         batches = f" in {comparison.batches:,} batches" if comparison.batches > 1 else ""
         compared = count(found.compared, "call")
-        return f"{a} and {b} do not diverge{batches}: {compared} compared, numbers within {found.factor:g} x"
+        return f"{a} and {b} do not diverge{batches}: {compared} compared, values within {found.factor:g}x"
     factor = found.factor
-    text = f"{a} and {b} diverge{_in_batch(found)} from {_place(first)} on: {_differ((a, b), factor, first)}"
+    text = f"{a} and {b} diverge{_in_batch(found)} starting at {_place(first)}: {_differ((a, b), factor, first)}"
     if numbers is None:
-        return f"{text}. Their numbers stay within {factor:g} x"
+        return f"{text}. Their values stay within {factor:g}x"
     if numbers is not first:
-        text += f". Their numbers do from {_place(numbers)} on: {_differ((a, b), factor, numbers)}"
+        text += f". Their values diverge starting at {_place(numbers)}: {_differ((a, b), factor, numbers)}"
     return text
 
 
@@ -120,19 +120,19 @@ def _place(difference: Difference) -> str:
 def _differ(names: tuple[str, str], factor: float, found: Difference) -> str:
     a, b = found.a, found.b
     if found.what in (Mismatch.KIND, Mismatch.DTYPE, Mismatch.SHAPE):
-        return f"{_like(a)} and {_like(b)}"
+        return f"{_like(a)} vs {_like(b)}"
     if found.of_least:
-        return f"abs min {magnitude(a.abs_min)} and {magnitude(b.abs_min)}"
-    text = f"abs max {magnitude(a.abs_max)} and {magnitude(b.abs_max)}"
+        return f"abs min {magnitude(a.abs_min)} vs {magnitude(b.abs_min)}"
+    text = f"abs max {magnitude(a.abs_max)} vs {magnitude(b.abs_max)}"
     if found.what == Mismatch.NOT_FINITE:
         text = f"{magnitude(a.abs_max)} in {names[0]}, {magnitude(b.abs_max)} in {names[1]}"
     if found.given_a is None or found.given_b is None:
         return text
-    how = "alike" if ratio(found.given_a, found.given_b) <= factor else "different already"
-    return f"{text}; what went in was {how} ({magnitude(found.given_a)} and {magnitude(found.given_b)})"
+    how = "were similar" if ratio(found.given_a, found.given_b) <= factor else "already differed"
+    return f"{text}; their inputs {how} ({magnitude(found.given_a)} vs {magnitude(found.given_b)})"
 
 
 def _like(row: Row) -> str:
     """Describe what a tensor is like: float16 [2, 8]; or what stands in its place."""
     shape = "" if row.shape is None else f" [{', '.join(map(str, row.shape))}]"
-    return row.text or f"{row.dtype or 'of an unknown dtype'}{shape}"
+    return row.text or f"{row.dtype or 'unknown dtype'}{shape}"

@@ -23,16 +23,14 @@ if TYPE_CHECKING:
     from distdiag.runner import Subcommand
 
 _SPARE_S, _EACH_S = 15.0, 2.0
-"""For a node, and for each process on it: the memory of one, and every file system of it, may have to be given up."""
+"""Seconds for a node, and for each process on it: reading its memory or a file system of it may time out."""
 
 
 @on_hosts
 def blocked(
     pid: Annotated[
         list[int] | None,
-        typer.Option(
-            "--pid", "-p", min=1, metavar="PID", help="This process, and whom it may wait for; can be repeated."
-        ),
+        typer.Option("--pid", "-p", min=1, metavar="PID", help="This process, and what it waits for; can be repeated."),
     ] = None,
     rank: Annotated[
         list[str] | None, typer.Option(metavar="RANKS", help="Only these ranks: 3, or 0-3,7; can be repeated.")
@@ -41,7 +39,7 @@ def blocked(
         str, typer.Option(metavar="ID", help="Only this job: torchrun's run id, MASTER_ADDR:MASTER_PORT or a SLURM id.")
     ] = "",
     user: Annotated[
-        str, typer.Option(metavar="NAME", help="Only this user's processes. [default: all we may see]")
+        str, typer.Option(metavar="NAME", help="Only processes of this user. [default: all that are visible]")
     ] = "",
     threads: Annotated[Threads, typer.Option(help="Which threads to show.")] = Threads.MAIN,
     save: SaveOpt = "",
@@ -51,13 +49,18 @@ def blocked(
     *,
     cluster: Cluster,
 ) -> None:
-    """Tell on what every rank is blocked, and who is at the other end; name the one that all others wait for.
+    """Show what every rank is blocked on and which process has the other end, and name the rank that blocks the others.
 
-    It only reads /proc: nothing is stopped or attached to, and no tool is needed. What stands in Python or in C is
-    told by pyspy-all.
+    It only reads /proc: no process is paused or traced, and no tool is needed. For Python or C stacks, use pyspy-all.
 
-    Exit status: 0 not hung, 1 somebody is waited for in vain, 2 wrong usage, 3 /proc cannot tell, or no process was
+    Exit status: 0 no hang seen, 1 a rank blocks the others, 2 usage error, 3 /proc cannot decide, or no process
     found, 130 interrupted.
+
+    \b
+    Examples:
+      distdiag trace blocked                         # every rank on this host
+      distdiag trace blocked --hosts gpu[01-08]
+      distdiag trace blocked --rank 3 --threads all
     """
     from distdiag import runner
 
@@ -68,7 +71,7 @@ def blocked(
 
 
 def _plan(nodes: Sequence[NodeStacks], request: Request) -> dict[str, dict[str, Any]]:
-    """Ask about all processes of jobs, whoever was chosen: the chosen may wait for any of them."""
+    """Ask about all processes of jobs: the selected processes may wait for any of them."""
     chosen = choose(nodes, request.wanted)
     if not chosen:
         return {}
@@ -82,7 +85,7 @@ def _plan(nodes: Sequence[NodeStacks], request: Request) -> dict[str, dict[str, 
 
 
 def subcommand() -> Subcommand[Request, NodeAnswer[Reply], TraceBlocked]:
-    """Return what the runner needs to carry it out."""
+    """Return the subcommand for the runner."""
     from distdiag.commands.trace.blocked.diagnose import diagnose
     from distdiag.commands.trace.blocked.view import trace_blocked_view
     from distdiag.commands.trace.nodes import about_processes

@@ -42,11 +42,11 @@ _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 
 
 def diagnose(request: Request, answers: Answers[Reply], chosen: Sequence[Chosen]) -> Report[TraceBlocked]:
-    """Judge what every chosen thread waits for, and find the processes that others wait for."""
+    """Judge what every selected thread waits for, and find the processes that others wait for."""
     index = index_of(answers)
     sampled = {
         (host, process.pid): process
-        for host, replies in answers.told.items()
+        for host, replies in answers.replies.items()
         for reply in replies
         for process in reply.processes
     }
@@ -57,14 +57,14 @@ def diagnose(request: Request, answers: Answers[Reply], chosen: Sequence[Chosen]
     user = answers.nodes[0].processes.user if answers.nodes else 0
     found = [finding for case in cases for finding in _of_case(case, found_trees, user, several=len(cases) > 1)]
     if not chosen and not answers.refusals and not answers.interrupted:
-        found.append(_nobody(request, answers))
+        found.append(_no_process(request, answers))
     found += _missing(answers)
     found += host_findings(answers.refusals, answers.rows)
     shown = [*keys, *_awaited_helpers(keys, graph)]
     data = TraceBlocked(
         interval_s=SAMPLED_S,
         jobs=tuple(summarize(job) for job, _ in _cases(chosen) if job is not None),
-        threads=tuple(row for key in shown for row in _rows(key, sampled, graph, all_of_them=_shows_all(request))),
+        threads=tuple(row for key in shown for row in _rows(key, sampled, graph, all_threads=_shows_all(request))),
         chains=tuple(_chain(tree, cases[0], index) for tree in found_trees) if cases else (),
         helpers=sum(
             len(choice.member.helpers) for choice in chosen if choice.member is not None and not choice.is_helper
@@ -76,8 +76,8 @@ def diagnose(request: Request, answers: Answers[Reply], chosen: Sequence[Chosen]
     )
 
 
-def _nobody(request: Request, answers: Answers[Reply]) -> Finding:
-    why = ranks.nobody(answers.nodes, request.wanted, f"{request.program} trace blocked")
+def _no_process(request: Request, answers: Answers[Reply]) -> Finding:
+    why = ranks.none_found(answers.nodes, request.wanted, f"{request.program} trace blocked")
     return Finding(
         id="trace.no-job",
         level=Level.UNKNOWN,
@@ -90,7 +90,7 @@ def _nobody(request: Request, answers: Answers[Reply]) -> Finding:
 def _summary(found: Sequence[Finding]) -> str:
     worst = min(found, key=lambda finding: _ORDER.index(finding.level), default=None)
     if worst is None:
-        return "nobody was looked at"
+        return "no process was read"
     return worst.title.partition(": ")[0] if worst.level is Level.INFO else worst.title
 
 
@@ -101,7 +101,7 @@ def _waits_of(process: Blocked, key: Key, index: ProcessIndex) -> tuple[Wait, ..
 
 
 def _cases(chosen: Sequence[Chosen]) -> Iterator[tuple[Job | None, tuple[Key, ...]]]:
-    """Group the chosen processes by job; of a chosen rank all others count that it may wait for."""
+    """Group the selected processes by job, with all other ranks of the job, which they may wait for."""
     by_job: dict[int, tuple[Job | None, dict[Key, None]]] = {}
     for choice in chosen:
         _, keys = by_job.setdefault(id(choice.job), (choice.job, {}))
@@ -112,7 +112,7 @@ def _cases(chosen: Sequence[Chosen]) -> Iterator[tuple[Job | None, tuple[Key, ..
 
 
 def _is_about(tree: WaitTree, keys: Sequence[Key]) -> bool:
-    """Return whether a chosen one waits in it, or is waited for."""
+    """Return whether a selected process waits in it, or is waited for."""
     return not {tree.root, *(edge.waiter for edge in tree.edges)}.isdisjoint(keys)
 
 
@@ -137,7 +137,7 @@ def _of_case(case: Case, found_trees: Sequence[WaitTree], user: int, *, several:
 
 def _missing(answers: Answers[Reply]) -> Iterator[Finding]:
     for host, why in answers.missing.items():
-        title = f"what {host} told is not complete: {why}"
+        title = f"incomplete facts from {host}: {why}"
         yield Finding(id="trace.incomplete", level=Level.UNKNOWN, title=title, where=Where(hosts=(host,)))
 
 
@@ -146,7 +146,7 @@ def _shows_all(request: Request) -> bool:
 
 
 def _awaited_helpers(keys: Sequence[Key], graph: WaitGraph) -> list[Key]:
-    """List the helpers that a thread of a chosen process waits for."""
+    """List the helpers that a thread of a selected process waits for."""
     found: dict[Key, None] = {}
     for key in keys:
         for wait in graph.by_process.get(key, ()):
@@ -157,12 +157,12 @@ def _awaited_helpers(keys: Sequence[Key], graph: WaitGraph) -> list[Key]:
     return list(found)
 
 
-def _rows(key: Key, sampled: dict[Key, Blocked], graph: WaitGraph, *, all_of_them: bool) -> Iterator[ThreadRow]:
+def _rows(key: Key, sampled: dict[Key, Blocked], graph: WaitGraph, *, all_threads: bool) -> Iterator[ThreadRow]:
     process = sampled.get(key)
     if process is None:
         return
     place = graph.index.places.get(key)
-    for wait in graph.by_process[key][: None if all_of_them else 1]:
+    for wait in graph.by_process[key][: None if all_threads else 1]:
         thread = wait.thread
         assert thread is not None
         yield ThreadRow(

@@ -1,4 +1,4 @@
-"""What is asked of trace blocked, and its answer. Pure data."""
+"""The request of trace blocked, and its result. Pure data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Threads(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked for."""
+    """The options of one run."""
 
     program: str
     cluster: Cluster
@@ -34,7 +34,7 @@ class Request:
 class Last:
     """The system call that a thread is in. `args`: as the kernel has them; `fd_target`: what its descriptor points to.
 
-    `peer_rank`: who has the other end, if that is one rank; `blocked_s`: since when it has not run.
+    `peer_rank`: the rank at the other end, if it is a single rank; `blocked_s`: how long it has not run.
     """
 
     call: str
@@ -67,7 +67,7 @@ class ThreadRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Waiter:
-    """One process that waits, and for which one."""
+    """A process that waits, and the process it waits for."""
 
     host: str
     rank: int | None
@@ -81,9 +81,9 @@ class Waiter:
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """All who wait, directly or not, for one process (of several that wait for each other: for the first of them).
+    """All processes that wait, directly or not, for one root (of a cycle: for its first member).
 
-    `cause`: what that one waits for itself, of Kind; "cycle" if it waits for one of these.
+    `cause`: what the root waits for itself, of Kind; "cycle" if it waits for one of these.
     """
 
     job: str
@@ -98,7 +98,7 @@ class Chain:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceBlocked:
-    """The facts of the answer. `helpers`: how many are not shown, as nobody waits for them."""
+    """The result. `helpers`: how many are not shown because no process waits for them."""
 
     interval_s: float
     jobs: tuple[JobSummary, ...]

@@ -22,7 +22,7 @@ _COMMS = 3
 
 
 def trace_blocked_view(data: TraceBlocked) -> Iterator[RenderableType]:
-    """Draw a table for each job, and one of the processes without a job."""
+    """Render a table for each job, and a table of the processes without a job."""
     for number, job in enumerate(data.jobs):
         if number:
             yield ""
@@ -34,9 +34,9 @@ def trace_blocked_view(data: TraceBlocked) -> Iterator[RenderableType]:
         yield from _table(rest)
     if data.helpers:
         what = (
-            "1 helper that nobody waits for is"
+            "1 helper that no process waits for is"
             if data.helpers == 1
-            else f"{data.helpers} helpers that nobody waits for are"
+            else f"{data.helpers} helpers that no process waits for are"
         )
         yield Text(f"({what} not shown)", overflow="fold")
 
@@ -69,7 +69,7 @@ def _table(rows: Sequence[ThreadRow]) -> Iterator[RenderableType]:
 
 
 def _other_threads(rows: Sequence[ThreadRow]) -> Iterator[RenderableType]:
-    """Draw a line for each thread beside the main ones, below its process: a table would leave no room."""
+    """Render a line for each thread except the main threads, below its process: a table would leave no room."""
     owner = None
     for group in _folded(rows):
         first = group[0]
@@ -89,7 +89,7 @@ def _on(group: Sequence[ThreadRow]) -> str:
 
 
 def _folded(rows: Sequence[ThreadRow]) -> list[list[ThreadRow]]:
-    """Group rows that say the same: main threads of several ranks, or other threads of one process."""
+    """Group equal rows: main threads of several ranks, or other threads of one process."""
     groups: dict[tuple[object, ...], list[ThreadRow]] = {}
     for row in rows:
         is_main = row.tid == row.pid

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 COMMAND = "trace fds"
 _SPARE_S, _EACH_S = 15.0, 2.0
-"""For a node, and for each process on it: every file system of it may have to be given up."""
+"""Seconds for a node, and for each process on it: every file system of it may time out."""
 _FULL = 0.8
 _MUCH_BYTES = 2**30
 _MANY_CLOSED = 10
@@ -42,12 +42,12 @@ _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 _NUMBERED = ("pipe", "socket", "anon")
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _FDS = 24
-"""Letters of a list of numbers."""
+"""Characters of a list of numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked for."""
+    """The options of one run."""
 
     program: str
     cluster: Cluster
@@ -58,7 +58,7 @@ class Request:
 class DescriptorRow:
     """One descriptor. `target`: a path, the two ends of a socket, "pipe:[n]"; `who`: the processes at its other end.
 
-    `state` of a socket; `peer_rank`: who has the other end, if that is one rank; `size_bytes` of a file; `gpu`: the
+    `state` of a socket; `peer_rank`: the rank at the other end, if it is one; `size_bytes` of a file; `gpu`: the
     minor number of an NVIDIA device. `silent`: its file system did not answer.
     """
 
@@ -77,9 +77,9 @@ class DescriptorRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessRow:
-    """One process, and what it has open. `limit`: how many it may have; `counts` by kind, the most in front.
+    """One process, and what it has open. `limit`: RLIMIT_NOFILE; `counts` by kind, the largest first.
 
-    `unread`: why nothing is known of it: "denied", "gone".
+    `unread`: why it could not be read: "denied", "gone".
     """
 
     host: str
@@ -95,7 +95,7 @@ class ProcessRow:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceFds:
-    """The facts of the answer."""
+    """The result."""
 
     processes: tuple[ProcessRow, ...]
 
@@ -103,16 +103,19 @@ class TraceFds:
 @on_hosts
 def fds(
     pid: Annotated[
-        list[int] | None, typer.Argument(min=1, metavar="PID", help="These processes.", show_default=False)
+        list[int] | None, typer.Argument(min=1, metavar="PID", help="Processes to read.", show_default=False)
+    ] = None,
+    more_pids: Annotated[
+        list[int] | None, typer.Option("--pid", "-p", min=1, metavar="PID", help="Same as PID; can be repeated.")
     ] = None,
     rank: Annotated[
-        list[str] | None, typer.Option(metavar="RANKS", help="These ranks: 3, or 0-3,7; can be repeated.")
+        list[str] | None, typer.Option(metavar="RANKS", help="Ranks to read: 3, or 0-3,7; can be repeated.")
     ] = None,
     job: Annotated[
         str,
         typer.Option(
             metavar="ID",
-            help="All of this job, or its --rank: torchrun's run id, MASTER_ADDR:MASTER_PORT or a SLURM id.",
+            help="All ranks of this job, or its --rank: torchrun's run id, MASTER_ADDR:MASTER_PORT or a SLURM id.",
         ),
     ] = "",
     save: SaveOpt = "",
@@ -122,25 +125,30 @@ def fds(
     *,
     cluster: Cluster,
 ) -> None:
-    """Tell what the file descriptors of a process, or of ranks, point to, and who has the other ends.
+    """Show what the file descriptors of processes or ranks point to, and which process has the other end.
 
-    Connections lead to ranks, pipes to processes; deleted files are shown with the disk space that they still take.
+    Connections lead to ranks, pipes to processes; deleted files are shown with the disk space that they still use.
 
-    Exit status: 0 read, also with warnings, 2 wrong usage, 3 not ours to read, or no process was found,
-    130 interrupted.
+    Exit status: 0 read, also with warnings, 2 usage error, 3 permission denied, or no process found, 130 interrupted.
+
+    \b
+    Examples:
+      distdiag trace fds 4711
+      distdiag trace fds --rank 3 --hosts gpu[01-08]
     """
     from distdiag import runner
 
     def request() -> Request:
-        if not (pid or rank or job or from_):
-            raise UsageError("say of which process", hint="distdiag trace fds PID, or --rank 0-3, or --job ID")
-        return Request(program=called_as(), cluster=cluster, wanted=wanted(pid, rank, job, ""))
+        pids = [*(pid or ()), *(more_pids or ())]
+        if not (pids or rank or job or from_):
+            raise UsageError("no process selected", hint="distdiag trace fds PID, or --rank 0-3, or --job ID")
+        return Request(program=called_as(), cluster=cluster, wanted=wanted(pids, rank, job, ""))
 
     runner.run(subcommand(), request, runner.Options(as_json, strict, save, from_, cluster.explain))
 
 
 def _plan(nodes: Sequence[NodeStacks], request: Request) -> dict[str, dict[str, Any]]:
-    """Read the chosen ones; of all others of their jobs only the sockets, which may be the other ends."""
+    """Read the selected processes; of all others in their jobs only the sockets, which may be the other ends."""
     chosen: dict[str, list[int]] = {}
     for choice in choose(nodes, request.wanted):
         if choice.process is not None:
@@ -157,7 +165,7 @@ def _plan(nodes: Sequence[NodeStacks], request: Request) -> dict[str, dict[str, 
 
 
 def subcommand() -> Subcommand[Request, NodeAnswer[Reply], TraceFds]:
-    """Return what the runner needs to carry it out."""
+    """Return the subcommand for the runner."""
     from distdiag.commands.trace.fds.collect import Reply
     from distdiag.commands.trace.nodes import about_processes, chosen_of
 
@@ -168,18 +176,18 @@ def subcommand() -> Subcommand[Request, NodeAnswer[Reply], TraceFds]:
 
 
 def diagnose(request: Request, answers: Answers[Reply], chosen: Sequence[Chosen]) -> Report[TraceFds]:
-    """Report what every chosen process has open, and what of it may become a problem."""
+    """Report what every selected process has open, and which of it may become a problem."""
     from distdiag.cluster.unreached_hosts import host_findings
     from distdiag.commands.trace.nodes import index_of
 
-    replies = [(host, reply) for host, some in answers.told.items() for reply in some]
+    replies = [(host, reply) for host, some in answers.replies.items() for reply in some]
     index = index_of(answers)
     opened = {(host, process.pid): process for host, reply in replies for process in reply.processes}
     keys = [(choice.host, choice.process.pid) for choice in chosen if choice.process is not None]
     rows = [_row(opened[key], key, index) for key in keys if key in opened]
     found = [finding for row in rows for finding in _of_process(row, request, answers, index)]
     for host, why in answers.missing.items():
-        title = f"what {host} told is not complete: {why}"
+        title = f"incomplete facts from {host}: {why}"
         found.append(Finding(id="trace.incomplete", level=Level.UNKNOWN, title=title, where=Where(hosts=(host,))))
     found += host_findings(answers.refusals, answers.rows)
     worst = min(found, key=lambda finding: _ORDER.index(finding.level), default=None)
@@ -194,8 +202,8 @@ def diagnose(request: Request, answers: Answers[Reply], chosen: Sequence[Chosen]
 
 def _summary(rows: Sequence[ProcessRow]) -> str:
     total = sum(len(row.descriptors) for row in rows)
-    whose = f"{len(rows)} processes have" if len(rows) > 1 else f"pid {rows[0].pid} has" if rows else "nobody has"
-    return f"{whose} {total} descriptors open; none of them stands out"
+    whose = f"{len(rows)} processes have" if len(rows) > 1 else f"pid {rows[0].pid} has" if rows else "no process has"
+    return f"{whose} {total} descriptors open; no problem found in them"
 
 
 def _row(opened: Opened, key: Key, index: ProcessIndex) -> ProcessRow:
@@ -265,13 +273,13 @@ def _of_process(row: ProcessRow, request: Request, answers: Answers[Reply], inde
             id="trace.deleted-files",
             level=Level.WARN,
             title=f"{name} holds {held / _GIB:.1f} GiB of disk in {len(gone)} deleted file{'s' * (len(gone) > 1)}: "
-            "`du` does not see it, and it is free only when they are closed",
+            "`du` does not count it, and it is freed only when they are closed",
             where=where,
             evidence=tuple(
                 f"fd {descriptor.fd}: {descriptor.target}, {(descriptor.size_bytes or 0) / _GIB:.1f} GiB"
                 for descriptor in gone[:_NAMED]
             ),
-            fix=Fix(text="end the process; or cut the file short where it is a log", commands=(_cut(row, gone[0]),)),
+            fix=Fix(text="end the process; or, if the file is a log, truncate it", commands=(_cut(row, gone[0]),)),
         )
     yield from _of_sockets(row, name, where)
     silent = [descriptor for descriptor in row.descriptors if descriptor.silent]
@@ -291,8 +299,8 @@ def _of_sockets(row: ProcessRow, name: str, where: Where) -> Iterator[Finding]:
         yield Finding(
             id="trace.close-wait",
             level=Level.WARN,
-            title=f"{name} has {len(closed)} connections that the other side has closed and it has not (CLOSE_WAIT)",
-            detail="It does not notice their end, or forgets to close them; each keeps a descriptor.",
+            title=f"{name} has {len(closed)} connections in CLOSE_WAIT: the peer has closed them, this process has not",
+            detail="The process ignores the end of these connections or never closes them; each uses a descriptor.",
             where=where,
             evidence=tuple(f"fd {descriptor.fd}: {descriptor.target}" for descriptor in closed[:_NAMED]),
         )
@@ -304,12 +312,11 @@ def _near_limit(row: ProcessRow, name: str, where: Where) -> Finding:
     return Finding(
         id="trace.fd-limit",
         level=Level.WARN,
-        title=f"{name} has {len(row.descriptors)} of {row.limit} descriptors that it may have; {count} are of the kind "
-        f"{kind}",
-        detail="At the limit every open and every connection fails: EMFILE, 'Too many open files'.",
+        title=f"{name} uses {len(row.descriptors)} of {row.limit} descriptors (ulimit -n); {count} are of kind {kind}",
+        detail="At the limit, every open and every connect fails: EMFILE, 'Too many open files'.",
         where=where,
         fix=Fix(
-            text=f"on {row.host}, give the running process more; for the next start: ulimit -n {4 * row.limit}",
+            text=f"on {row.host}, raise its limit while it runs; for the next start: ulimit -n {4 * row.limit}",
             commands=(f"prlimit --pid {row.pid} --nofile={4 * row.limit}",),
         ),
     )
@@ -321,16 +328,16 @@ def _cut(row: ProcessRow, file: DescriptorRow) -> str:
 
 def _unreadable(row: ProcessRow, name: str, where: Where, request: Request, answers: Answers[Reply]) -> Finding:
     if row.unread != "denied":
-        return Finding(id="trace.gone", level=Level.UNKNOWN, title=f"{name} has ended", where=where)
+        return Finding(id="trace.exited", level=Level.UNKNOWN, title=f"{name} has exited", where=where)
     user = next((node.processes.user for node in answers.nodes if node.host == row.host), 0)
     command = f"{request.program} trace fds {row.pid}"
     fix = remedies.ptrace_in_container() if user == 0 else remedies.as_other_user(command)
-    title = f"what {name} has open may not be read"
+    title = f"descriptors of {name} cannot be read: permission denied"
     return Finding(id="trace.unreadable", level=Level.UNKNOWN, title=title, where=where, fix=fix)
 
 
 def trace_fds_view(data: TraceFds) -> Iterator[RenderableType]:
-    """Draw a table for each process: how many of each kind first, then each descriptor, equal ones folded."""
+    """Render a table for each process: the number of each kind, then each descriptor, equal rows folded."""
     from distdiag.output import Wrapped
 
     for number, row in enumerate(data.processes):
@@ -346,8 +353,8 @@ def trace_fds_view(data: TraceFds) -> Iterator[RenderableType]:
 def _title(row: ProcessRow) -> str:
     who = f"{'helper of ' if row.role == 'helper' else ''}rank {row.rank}, " if row.rank is not None else ""
     limit = f" of {row.limit}" if row.limit else ""
-    told = f"{len(row.descriptors)}{limit} descriptors" if not row.unread else "not read"
-    return f"{who}pid {row.pid} on {row.host} ({row.command}): {told}"
+    count = f"{len(row.descriptors)}{limit} descriptors" if not row.unread else "not read"
+    return f"{who}pid {row.pid} on {row.host} ({row.command}): {count}"
 
 
 def _table(row: ProcessRow) -> RenderableType:
@@ -370,7 +377,7 @@ def _table(row: ProcessRow) -> RenderableType:
 
 
 def _folded(rows: Sequence[DescriptorRow]) -> list[list[DescriptorRow]]:
-    """Group what says the same: all pipes of its own, all eventfds, all connections to the same process."""
+    """Group equal descriptors: all own pipes, all eventfds, all connections to the same process."""
     groups: dict[tuple[object, ...], list[DescriptorRow]] = {}
     for row in rows:
         # A connection whose other end is known says no more by its addresses.
@@ -390,7 +397,7 @@ def _shown_target(group: Sequence[DescriptorRow]) -> str:
     target = _plain(row) if count > 1 or row.kind == "pipe" else row.target
     facts = [row.state] if row.state else []
     sizes = {descriptor.target: descriptor.size_bytes for descriptor in group if descriptor.size_bytes is not None}
-    facts += [_size(sum(sizes.values())) + (" together" if len(sizes) > 1 else "")] if sizes else []
+    facts += [_size(sum(sizes.values())) + (" in total" if len(sizes) > 1 else "")] if sizes else []
     facts += ["deleted"] if row.deleted else []
     facts += ["its file system does not answer"] if row.silent else []
     more = ", ..." if count > 1 and row.kind == "socket" and row.who else ""

@@ -1,4 +1,4 @@
-"""trace show from its request to its report; with --follow the nodes are asked again and again."""
+"""trace show from its request to its report; with --follow the nodes are polled."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodeLines]:
 
 
 def _follow(gathered: Gathered[NodeLines], shown: dict[tuple[str, int], tuple[object, ...]]) -> bool:
-    """Print each rank's last line if it is another one than was shown before; return whether any of them still runs."""
+    """Print each rank's last line if it changed; return whether any rank is still running."""
     states = []
     for member in (member for run in newest(find_runs(gathered.facts)) for member in run.members):
         position, process = position_of(member), member.process
@@ -63,7 +63,7 @@ def _follow(gathered: Gathered[NodeLines], shown: dict[tuple[str, int], tuple[ob
 
 def _ask(request: Request, *, local: bool) -> dict[str, Any]:
     paths = [os.path.abspath(path) if local else path for path in request.paths]
-    # Who is where is also shown by the library lines behind the last one of the user's, however few are to be shown.
+    # Where a rank is also depends on the library lines after the user's last line, however few are to be shown.
     return {"paths": paths, "last": max(request.last, _LINES_FOR_PLACE), "grep": request.grep, "count": request.count}
 
 

@@ -1,6 +1,8 @@
 """Which processes are one run of a job, where each of its ranks is by its last lines, and which are outliers. Pure.
 
-As with stacks, the outlier is not the rare line: it is the rank that is not in communication while the others are.
+As with stacks, the outlier is not the rare line: it is the rank that is not in communication while the others are; that
+judgement is in diagnosis/outliers. What only recorded lines show stays here: the age of a line in place of two samples,
+and ranks that ended, with their order and their exception.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from distdiag.diagnosis.outliers import minority_of, stuck_of
 from distdiag.knowledge.calls import call_in
 from distdiag.knowledge.frames import kind_of
 
@@ -19,10 +22,9 @@ if TYPE_CHECKING:
 
 COMM = "communication wait"
 FRESH_S = 2.0
-"""A process whose last line is younger goes on."""
+"""A process whose last line is younger makes progress."""
 LONG_S = 10.0
-"""A line that takes longer than this is taken for one that hangs, if the others wait."""
-_MINORITY = 1 / 3
+"""A line that takes longer than this counts as stuck, if the others wait."""
 _JOB_NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "MASTER_ADDR", "MASTER_PORT")
 _STATES = ("running", "ended", "raised", "died")
 
@@ -149,15 +151,16 @@ def _compare(positions: Sequence[Position]) -> tuple[Outcome, Sequence[Position]
     waiting = [position for position in positions if position.kind == COMM]
     others = [position for position in positions if position.kind != COMM]
     if waiting and others:
+        # Stricter than for stacks, where half is enough: these are the lines of one moment, not two samples.
         if len(others) > len(waiting) and all(map(_goes_on, others)):
             return Outcome.GOES_ON, [], positions
-        outliers = [position for position in others if not _goes_on(position)] or others
+        outliers = stuck_of(others, _goes_on)
         return Outcome.STRAGGLER if are_young(outliers) else Outcome.STUCK, outliers, waiting
     groups = by_place(positions)
     if len(groups) == 1:
         return Outcome.SAME, [], positions
-    if len(groups) == 2 and len(groups[0]) <= _MINORITY * len(positions):
-        return Outcome.ELSEWHERE, groups[0], groups[1]
+    if few := minority_of(groups):
+        return Outcome.ELSEWHERE, few, groups[1]
     return Outcome.APART, [], positions
 
 

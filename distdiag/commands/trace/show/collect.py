@@ -163,13 +163,13 @@ class _Search:
             elif os.path.exists(path):
                 found[path] = None
             else:
-                self.unread.append((path, "there is no such file or directory"))
+                self.unread.append((path, "No such file or directory"))
         return sorted(found.items(), key=lambda item: -_modified(item[0]))
 
     def _in_folder(self, path: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         me, owner = os.geteuid(), os.stat(path).st_uid
         if self._by_default and (os.path.islink(path) or owner != me):
-            what = "it is a symbolic link" if os.path.islink(path) else f"it belongs to another user (uid {owner})"
+            what = "a symbolic link" if os.path.islink(path) else f"owned by another user (uid {owner})"
             self.not_ours.append((path, what))
             return
         walk = os.walk(path, onerror=lambda error: self.unread.append((str(error.filename), error.strerror or "")))

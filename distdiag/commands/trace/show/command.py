@@ -16,18 +16,23 @@ from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on
 def trace_show(
     paths: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[DIR|FILES]...", help="Where lines were kept. [default: where trace py keeps them]"),
+        typer.Argument(
+            metavar="[DIR|FILES]...", help="Directories or files that trace py wrote. [default: its default directory]"
+        ),
     ] = None,
-    last: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="Lines to show of a thread.")] = 5,
+    last: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="Lines to show per thread.")] = 5,
     grep: Annotated[
-        str, typer.Option(metavar="PATTERN", help="Show the lines kept that match: file:line function source.")
+        str,
+        typer.Option(
+            metavar="PATTERN", help="Show the recorded lines that match; a line reads 'file:line function source'."
+        ),
     ] = "",
-    count: Annotated[
-        str, typer.Option(metavar="PATTERN", help="Count per rank how often, of the lines kept, such were executed.")
-    ] = "",
-    follow: Annotated[bool, typer.Option("--follow", help="Go on showing new last lines of a job that runs.")] = False,
-    all_: Annotated[bool, typer.Option("--all", help="All runs, not only the newest.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Every rank, every thread.")] = False,
+    count: Annotated[str, typer.Option(metavar="PATTERN", help="Count the recorded lines that match, per rank.")] = "",
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Keep printing the new last lines of a running job.")
+    ] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Show all runs, not only the newest.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every rank and every thread.")] = False,
     save: SaveOpt = "",
     from_: FromOpt = None,
     as_json: JsonOpt = False,
@@ -35,17 +40,23 @@ def trace_show(
     *,
     cluster: Cluster,
 ) -> None:
-    """Show the last lines that each rank executed, by place, and name the rank that is not where the others are.
+    """Show the last lines that each rank executed, grouped by place, and name the stuck ranks.
 
-    Reads what `distdiag trace py` keeps, of a job that runs or of one that was killed.
+    Reads what `distdiag trace py` records, of a running job or of a killed one.
 
-    Exit status: 0 it goes on or came to its end, 1 a stuck rank was found, 2 wrong usage, 3 the lines cannot decide,
-    130 interrupted.
+    Exit status: 0 still running, or finished normally, 1 stuck or crashed rank found, 2 usage error, 3 the lines
+    cannot decide, 130 interrupted.
+
+    \b
+    Examples:
+      distdiag trace show                            # the newest run on this host
+      distdiag trace show --hosts gpu[01-08] --last 20
+      distdiag trace show --count 'all_reduce'       # calls per rank
     """
     from distdiag import runner
     from distdiag.commands.trace.show.check import SUBCOMMAND
 
-    def asked() -> Request:
+    def request() -> Request:
         return Request(
             program=called_as(),
             cluster=cluster,
@@ -59,15 +70,13 @@ def trace_show(
         )
 
     if follow and (as_json or from_):
-        raise typer.BadParameter(
-            "--follow shows lines as they come; it has no --json and no --from", param_hint="--follow"
-        )
-    runner.run(SUBCOMMAND, asked, runner.Options(as_json, strict, save, from_, cluster.explain))
+        raise typer.BadParameter("--follow cannot be combined with --json or --from", param_hint="--follow")
+    runner.run(SUBCOMMAND, request, runner.Options(as_json, strict, save, from_, cluster.explain))
 
 
 def _pattern(option: str, text: str) -> str:
     try:
         re.compile(text)
     except re.error as error:
-        raise typer.BadParameter(f"{text!r} is no regular expression: {error}", param_hint=option) from error
+        raise typer.BadParameter(f"{text!r} is not a regular expression: {error}", param_hint=option) from error
     return text

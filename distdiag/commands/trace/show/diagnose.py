@@ -1,4 +1,4 @@
-"""What the tracer kept on all nodes -> Report. Pure."""
+"""What the tracer recorded on all nodes -> Report. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _PATHS = 6
 _MOST_RANKS = 2**20
-"""A world size beyond this is no number of ranks to be missed."""
+"""Beyond this world size, missing ranks are not listed."""
 
 
 def diagnose(request: Request, gathered: Gathered[NodeLines]) -> Report[TraceShow]:
@@ -33,8 +33,8 @@ def diagnose(request: Request, gathered: Gathered[NodeLines]) -> Report[TraceSho
     verdicts = [classify_run(run) for run in shown]
     findings = [finding for verdict in verdicts for finding in _of_run(request, verdict)]
     if not runs and nodes:
-        findings.append(_nothing_kept(request, nodes))
-    findings += [*_unread(nodes), *_not_ours(request, nodes)]
+        findings.append(_nothing_recorded(request, nodes))
+    findings += [*_unread(nodes), *_of_other_users(request, nodes)]
     findings += host_findings(gathered.refusals, gathered.rows)
     findings += [
         Finding(id="trace.no-answer", level=Level.UNKNOWN, title=f"{host}: {why}", where=Where(hosts=(host,)))
@@ -78,7 +78,7 @@ def _outside(request: Request, verdict: RunVerdict) -> Finding:
         id=f"trace.{verdict.outcome}",
         level=Level.WARN if is_slow else Level.FAIL,
         title="; ".join([*parts, _wait(verdict.others)]),
-        detail="It may only be slower than the others: look again in a while." if is_slow else "",
+        detail="It may only be slower than the others: run this again in a minute." if is_slow else "",
         where=_where(verdict.outliers),
         fix=_stacks(request, verdict),
     )
@@ -86,14 +86,15 @@ def _outside(request: Request, verdict: RunVerdict) -> Finding:
 
 def _gone(request: Request, verdict: RunVerdict) -> Finding:
     first = verdict.outliers[0]
-    what = "have ended" if len(verdict.outliers) > 1 else _ended(first)
+    what = "have exited" if len(verdict.outliers) > 1 else _ended(first)
     return Finding(
         id="trace.exited",
         level=Level.FAIL,
         title=f"{who(verdict.outliers)} {what}, last {does(first)}; {_wait(verdict.others)}",
         where=_where(verdict.outliers),
         fix=Fix(
-            text="see what it printed last; if it left a core, what crashed", commands=(f"{request.program} core-bt",)
+            text="read the end of its log; if it left a core, find out what crashed",
+            commands=(f"{request.program} core-bt",),
         ),
     )
 
@@ -103,10 +104,10 @@ def _left_first(request: Request, verdict: RunVerdict) -> Finding:
         f"{who(group)} {_ended_first(group[0])}, last {does(group[0])}" for group in by_place(verdict.outliers)[:3]
     ]
     largest = by_place(verdict.others)[-1:]
-    parts += [f"after that {who(group)} {_ended(group[0])}" for group in largest]
-    core = Fix(text="if it left a core, what crashed", commands=(f"{request.program} core-bt",))
+    parts += [f"then {who(group)} {_ended(group[0])}" for group in largest]
+    core = Fix(text="if it left a core, find out what crashed", commands=(f"{request.program} core-bt",))
     return Finding(
-        id="trace.left-first",
+        id="trace.exited-first",
         level=Level.FAIL,
         title="; ".join(parts),
         where=_where(verdict.outliers),
@@ -120,14 +121,14 @@ def _ended(position: Position) -> str:
 
 def _ended_first(position: Position) -> str:
     if position.state == "raised":
-        return end_of(position).replace("ended by", "ended first, by", 1)
+        return end_of(position).replace("raised", "was the first to exit: it raised", 1)
     return f"{_ended(position)} first"
 
 
 def _elsewhere(request: Request, verdict: RunVerdict) -> Finding:
     outliers, others = verdict.outliers, verdict.others
     may_be_fine = outliers[0].kind == others[0].kind == "" or are_young(outliers)
-    place = f"{who(outliers)} {_are(outliers)} in another place than the others"
+    place = f"{who(outliers)} {_are(outliers)} at a different line than the others"
     return Finding(
         id="trace.elsewhere",
         level=Level.WARN if may_be_fine else Level.FAIL,
@@ -142,13 +143,13 @@ def _same_place(request: Request, verdict: RunVerdict) -> Finding:
     if first.kind == COMM:
         title = f"the last lines cannot decide: all ranks are {waits(first)}"
         detail = (
-            "Nobody is elsewhere: a message was lost, an earlier collective differs, or a link or a GPU is stuck. What "
-            f"would decide: how often each rank was there ({request.program} trace show --count 'PATTERN'), or the "
-            "lines of torch too (trace py --include torch)."
+            "No rank is elsewhere: a message was lost, an earlier collective differs, or a link or a GPU is stuck. To "
+            f"decide: count how often each rank got there ({request.program} trace show --count 'PATTERN'), or "
+            "record the lines of torch too (trace py --include torch)."
         )
     else:
-        title = f"all ranks are {waits(first)}, which is no collective"
-        detail = "" if first.state == "died" else "It may only take long: look again."
+        title = f"all ranks are {waits(first)}, which is not a collective"
+        detail = "" if first.state == "died" else "It may just be a slow line: run this again in a minute."
     where = _where(verdict.others)
     return Finding(id="trace.same-place", level=Level.UNKNOWN, title=title, detail=detail, where=where)
 
@@ -172,7 +173,7 @@ def _last_line(request: Request, verdict: RunVerdict) -> Finding:
         id="trace.last-line",
         level=Level.FAIL if is_gone else Level.UNKNOWN,
         title=f"{who([position])} {f'{_ended(position)}, last' if is_gone else 'is'} {does(position)}",
-        detail="" if is_gone else "One process alone: nothing to compare it with.",
+        detail="" if is_gone else "It is the only process: no other to compare it with.",
         where=_where([position]),
     )
 
@@ -181,9 +182,9 @@ def _no_lines(request: Request, verdict: RunVerdict) -> Finding:
     return Finding(
         id="trace.no-lines",
         level=Level.UNKNOWN,
-        title=f"no line was kept of {verdict.run.name}: it had not come to code that is traced",
-        detail="By default that is the user's own code, not packages.",
-        fix=Fix(text="trace packages too", commands=(f"{request.program} trace py --include all -- train.py",)),
+        title=f"no line of {verdict.run.name} was recorded: it did not reach traced code",
+        detail="By default, only your own code is traced, not packages.",
+        fix=Fix(text="also trace packages", commands=(f"{request.program} trace py --include all -- train.py",)),
     )
 
 
@@ -214,39 +215,39 @@ def _wait(positions: Sequence[Position]) -> str:
         for group in groups[:2]
     ]
     rest = sum(map(len, groups[2:]))
-    return "; ".join(parts) + (f"; {rest} more elsewhere" if rest else "")
+    return "; ".join(parts) + (f"; {rest} more are elsewhere" if rest else "")
 
 
 def _not_traced(run: Run) -> Iterator[Finding]:
-    """List what the answer may lack: ranks without a file, threads without room."""
+    """List what the result may lack: ranks without a file, threads that were not recorded."""
     ranks = {member.rank for member in run.members}
     absent = sorted(set(range(min(run.world_size or 0, _MOST_RANKS))) - {rank for rank in ranks if rank is not None})
     if absent and None not in ranks:
         yield Finding(
             id="trace.unseen",
             level=Level.WARN,
-            title=f"no lines of {name_ranks(absent)} were found: on other nodes (--hosts), or not traced",
+            title=f"no recorded lines of {name_ranks(absent)}: on other nodes (--hosts), or not traced",
             where=Where(ranks=tuple(absent)),
         )
     threads = sum(member.process.untold for member in run.members)
     if threads:
         yield Finding(
-            id="trace.threads-left-out",
+            id="trace.threads-not-recorded",
             level=Level.INFO,
-            title=f"{threads} threads found no room in the files",
-            fix=Fix(text="keep more threads: trace py --threads 256"),
+            title=f"{threads} thread{'s were' if threads > 1 else ' was'} not recorded (limit: trace py --max-threads)",
+            fix=Fix(text="raise the limit in the next run: trace py --max-threads 256"),
         )
 
 
-def _nothing_kept(request: Request, nodes: Sequence[NodeLines]) -> Finding:
+def _nothing_recorded(request: Request, nodes: Sequence[NodeLines]) -> Finding:
     searched = tuple(dict.fromkeys(path for node in nodes for path in node.searched)) or request.paths
     return Finding(
-        id="trace.nothing-kept",
+        id="trace.no-recording",
         level=Level.UNKNOWN,
-        title=f"there are no traced lines in {', '.join(searched[:_PATHS])}",
+        title=f"no recorded lines in {', '.join(searched[:_PATHS])}",
         where=Where(hosts=tuple(node.host for node in nodes)),
         fix=Fix(
-            text="run the job so that its lines are kept",
+            text="run the job with trace py, which records its lines",
             commands=(
                 f"{request.program} trace py -- train.py",
                 "torchrun --nproc-per-node 8 -m distdiag trace py -- train.py",
@@ -271,21 +272,21 @@ def _unread(nodes: Sequence[NodeLines]) -> Iterator[Finding]:
         yield Finding(id="trace.too-many", level=Level.INFO, title=f"{left_out} older files were not read")
 
 
-def _not_ours(request: Request, nodes: Sequence[NodeLines]) -> Iterator[Finding]:
-    """Name what other users have put there: it may say anything, so it is not taken for the job."""
+def _of_other_users(request: Request, nodes: Sequence[NodeLines]) -> Iterator[Finding]:
+    """Report files that other users put there: they may contain anything, so they are not read."""
     files = [(node.host, path, why) for node in nodes for path, why in node.not_ours]
     if files:
         _, path, why = files[0]
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
         yield Finding(
-            id="trace.not-yours",
+            id="trace.other-user",
             level=Level.WARN,
             title=f"{path}{more} not read: {why}",
-            detail="Only files of the job's own user tell of the job.",
+            detail="Only files of the user who runs the job are read.",
             where=Where(hosts=tuple(dict.fromkeys(host for host, _, _ in files))),
             evidence=tuple(map(": ".join, files[1:_PATHS])),
             fix=Fix(
-                text="if the job is that user's, name the file or folder",
+                text="if that user runs the job, name the file or folder",
                 commands=(f"{request.program} trace show {shlex.quote(path)}",),
             ),
         )
@@ -293,7 +294,7 @@ def _not_ours(request: Request, nodes: Sequence[NodeLines]) -> Iterator[Finding]
 
 def _stacks(request: Request, verdict: RunVerdict) -> Fix | None:
     if all(position.state == "running" for position in verdict.outliers):
-        return Fix(text="the job still runs; see the whole stacks", commands=(f"{request.program} pyspy-all",))
+        return Fix(text="the job is still running: show the whole stacks", commands=(f"{request.program} pyspy-all",))
     return None
 
 
@@ -355,10 +356,10 @@ def _summary(verdicts: Sequence[RunVerdict], findings: Sequence[Finding]) -> str
         if finding.level in (Level.FAIL, Level.UNKNOWN, Level.WARN):
             return finding.title
     if not verdicts:
-        return "nothing was kept"
+        return "no recorded lines"
     newest_run = verdicts[-1]
     if newest_run.outcome is Outcome.GOES_ON:
-        return f"{newest_run.run.name}: all ranks go on"
+        return f"{newest_run.run.name}: all ranks are making progress"
     number = len(newest_run.positions)
-    ended = "it came to its own end" if number == 1 else f"all {number} processes came to their own end"
+    ended = "the process finished" if number == 1 else f"all {number} processes finished"
     return f"{newest_run.run.name}: {ended}"

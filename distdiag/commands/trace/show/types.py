@@ -1,4 +1,4 @@
-"""What is asked of trace show, and its answer as JSON has it. Pure data."""
+"""The request of trace show, and its result as JSON. Pure data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMMAND = "trace show"
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked for. No `paths`: where trace py keeps its files on each node."""
+    """The options of one run. No `paths`: the default directory of trace py on each node."""
 
     program: str
     cluster: Cluster
@@ -30,7 +30,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """One thread's ring. `matches` and `count`, of `kept` lines, as asked for.
+    """One thread's ring. `matches` and `count`: of the `kept` lines, for --grep and --count.
 
     `age_s` since the process's last line. `full`: earlier lines are gone.
     """
@@ -68,7 +68,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceShow:
-    """The answer: `outliers` are ranks, or pids (negative) of processes that have no rank.
+    """The result: `outliers` are ranks, or pids (negative) of processes that have no rank.
 
     `unread`: (host, path, why).
     """

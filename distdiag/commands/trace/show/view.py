@@ -21,16 +21,16 @@ _MARKS = {
     Outcome.STUCK: "stuck",
     Outcome.STRAGGLER: "straggler",
     Outcome.GONE: "exited",
-    Outcome.LEFT_FIRST: "left first",
+    Outcome.LEFT_FIRST: "exited first",
     Outcome.ELSEWHERE: "elsewhere",
 }
 _FEW = 4
 _SOURCE = 30
-"""Of a line's source; with the rest of the row it fits into 80 columns where the place is short."""
+"""Characters of a line's source: the row fits into 80 columns where the place is short."""
 
 
 def trace_show_view(request: Request, nodes: Sequence[NodeLines]) -> Iterator[RenderableType]:
-    """Every run that is shown: its places, the last lines, what matches."""
+    """Render every run that is shown: its places, the last lines, the matches."""
     runs = find_runs(nodes)
     shown = runs if request.all_runs else newest(runs)
     for run in shown:
@@ -38,7 +38,7 @@ def trace_show_view(request: Request, nodes: Sequence[NodeLines]) -> Iterator[Re
     if len(runs) > len(shown):
         yield ""
         older = len(runs) - len(shown)
-        yield f"{older} older run{'s lie' if older > 1 else ' lies'} there too (--all)"
+        yield f"{older} older run{'s' * (older > 1)} not shown (--all)"
 
 
 def _run(request: Request, verdict: RunVerdict) -> Iterator[RenderableType]:
@@ -46,7 +46,7 @@ def _run(request: Request, verdict: RunVerdict) -> Iterator[RenderableType]:
     number = len(run.members)
     size = f"{number} of {run.world_size} ranks" if run.world_size else f"{number} process{'' if number == 1 else 'es'}"
     yield ""
-    yield Wrapped(f"{run.name}: {size}, begun at {clock(run.began_s)}", margin=0, hang=2, style="bold")
+    yield Wrapped(f"{run.name}: {size}, started at {clock(run.began_s)}", margin=0, hang=2, style="bold")
     if request.count:
         yield _counts(run)
         yield from _gone(request, run)
@@ -64,7 +64,7 @@ def _places(request: Request, verdict: RunVerdict) -> Iterator[RenderableType]:
         mark = f"  <- {_MARKS[verdict.outcome]}" if id(first) in outliers else ""
         yield Wrapped(f"{who(group)}: {state_of(first)}{mark}", margin=2, hang=2)
         if first.line is None:
-            yield "    no line of it was kept"
+            yield "    no line recorded"
         if first.user is not None:
             yield Whole(f"    {spot(first.user)}{_notes(first.user)}")
             if first.user.source:
@@ -76,9 +76,9 @@ def _places(request: Request, verdict: RunVerdict) -> Iterator[RenderableType]:
 
 
 def _notes(line: Line) -> str:
-    parts = ["a call from it returned"] if line.returned else []
+    parts = ["a call in it returned"] if line.returned else []
     if line.changed:
-        parts.append("the file was changed since")
+        parts.append("the file has changed since")
     return f" ({'; '.join(parts)})" if parts else ""
 
 
@@ -98,12 +98,12 @@ def _thread(member: Member, process: Process, thread: Thread, last: int) -> Iter
     lines = thread.last[-last:]
     yield f"      the last {len(lines)} line{'' if len(lines) == 1 else 's'}{name}"
     for line in lines:
-        text = "(a call from it returned)" if line.returned else shortened(line.source, _SOURCE)
+        text = "(a call in it returned)" if line.returned else shortened(line.source, _SOURCE)
         yield f"        {clock(line.at_s)}  {spot(line):<26}  {text}".rstrip()
 
 
 def _name(member: Member, process: Process, thread: Thread) -> str:
-    helper = f" of pid {process.pid}, which it started" if process is not member.process else ""
+    helper = f" of its child, pid {process.pid}" if process is not member.process else ""
     return f"in thread {thread.name} ({thread.tid}){helper}"
 
 
@@ -115,13 +115,13 @@ def _counts(run: Run) -> RenderableType:
         Column("pid"),
         Column("host"),
         Column("times", justify="right"),
-        Column("of lines kept", justify="right"),
+        Column("of lines recorded", justify="right"),
     )
     for member in run.members:
         for process in (member.process, *member.helpers):
             table.add_row(
                 "-" if member.rank is None else str(member.rank),
-                f"{process.pid}{'' if process is member.process else ' (started by it)'}",
+                f"{process.pid}{'' if process is member.process else ' (its child)'}",
                 member.host,
                 f"{sum(thread.count for thread in process.threads):,}",
                 f"{sum(thread.kept for thread in process.threads):,}",
@@ -130,7 +130,7 @@ def _counts(run: Run) -> RenderableType:
 
 
 def _gone(request: Request, run: Run) -> Iterator[RenderableType]:
-    """Say where lines that were executed before are not counted any more."""
+    """Report the processes whose earlier lines are gone, and not counted."""
     full = [
         process.lines
         for member in run.members
@@ -139,8 +139,9 @@ def _gone(request: Request, run: Run) -> Iterator[RenderableType]:
     ]
     if full:
         text = (
-            f"In {len(full)} process{'es' * (len(full) > 1)} a thread executed more than the last {max(full):,} lines, "
-            f"which are kept: the others are not counted. More are kept by {request.program} trace py --lines N."
+            f"In {len(full)} process{'es' * (len(full) > 1)}, a thread executed more than the last {max(full):,} "
+            "lines, which were recorded: earlier lines are not counted. To record more: "
+            f"{request.program} trace py --lines N."
         )
         yield Wrapped(text, margin=0, hang=2)
 
@@ -154,7 +155,7 @@ def _matches(run: Run) -> Iterator[str]:
         for line in thread.matches
     ]
     if not found:
-        yield "  no line that is kept matches"
+        yield "  no recorded line matches"
     for _, member, process, line in sorted(found, key=lambda item: item[0]):
         rank = f"rank {member.rank}" if member.rank is not None else f"pid {process.pid}"
         yield f"  {clock(line.at_s)}  {rank:<8}  {spot(line)}  {line.source}".rstrip()

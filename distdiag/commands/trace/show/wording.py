@@ -1,4 +1,4 @@
-"""How a rank and its last line are put into words. Pure."""
+"""Format ranks, their last lines and how they ended. Pure."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def who(positions: Sequence[Position]) -> str:
 
 
 def does(position: Position) -> str:
-    """Format a member's last line: its place, what stands there, and since when; and the worker that it waits for."""
+    """Format a member's last line: its place, its source, how long ago; and the worker that it waits for."""
     line = position.line
     if line is None:
-        return "without a line of its own yet"
+        return "without a recorded line"
     inside = f", inside {spot(position.library)}" if position.library is not None and position.user is not None else ""
     latest = latest_helper(position)
     worker = "" if latest is None else f"; its worker, pid {latest[0].pid}, is at {spot(latest[1])}{_source(latest[1])}"
@@ -49,7 +49,7 @@ def does(position: Position) -> str:
 def waits(position: Position) -> str:
     """Format where a waiting member is: "in `all_reduce` called from `train_step train.py:25`"."""
     if position.line is None:
-        return "at an unknown place"
+        return "at an unknown location"
     name = f"in `{position.operation}` called from " if position.operation and position.kind == COMM else "at "
     return f"{name}{spot(position.line)}{_since(position)}"
 
@@ -64,19 +64,19 @@ def _since(position: Position) -> str:
 
 
 def state_of(position: Position) -> str:
-    """Format how its process fares: "running, last line 35 s ago", "killed or crashed, last line at 14:02:11.300"."""
+    """Format a process's state: "running, last line 35 s ago", "killed or crashed, last line at 14:02:11.300"."""
     process = position.member.process
     if process.state == "running":
         return f"running, last line {seconds(process.age_s)} ago" if process.age_s is not None else "running"
     newest = max((thread.last[-1].at_s for thread in process.threads if thread.last), default=0.0)
-    return f"{end_of(position)}, {f'last line at {clock(newest)}' if newest else 'no line'}"
+    return f"{end_of(position)}, {f'last line at {clock(newest)}' if newest else 'no line recorded'}"
 
 
 def end_of(position: Position) -> str:
-    """Format how its process ended: "came to its end", "ended by ValueError: no", "killed or crashed"."""
+    """Format how its process ended: "finished", "raised ValueError: no", "killed or crashed"."""
     if position.state == "raised":
-        return f"ended by {shortened(position.member.process.error.splitlines()[0], 70)}"
-    return "came to its end" if position.state == "ended" else "killed or crashed"
+        return f"raised {shortened(position.member.process.error.splitlines()[0], 70)}"
+    return "finished" if position.state == "ended" else "killed or crashed"
 
 
 def seconds(value: float) -> str:

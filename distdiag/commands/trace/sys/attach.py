@@ -50,7 +50,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodeAnswer[Reply]
         session.go()
         return Gathered(
             facts=[
-                NodeAnswer(host=host, processes=processes, told=tuple(session.replies.get(host, ())))
+                NodeAnswer(host=host, processes=processes, replies=tuple(session.replies.get(host, ())))
                 for host, processes in session.processes.items()
             ],
             missing=session.missing,
@@ -67,7 +67,7 @@ def _diagnose(request: Request, gathered: Gathered[NodeAnswer[Reply]]) -> Report
 
 @dataclass
 class _Session:
-    """From reaching the nodes to their last reply. Ctrl-C ends the tracing early, and what was seen is judged."""
+    """From reaching the nodes to their last reply. Ctrl-C ends the tracing early; the trace until then is judged."""
 
     request: Request
     fleet: Fleet
@@ -89,7 +89,7 @@ class _Session:
         nodes = [NodeStacks(host, processes, ()) for host, processes in self.processes.items()]
         self.chosen = ranks.choose(nodes, self.request.wanted)
         if not self.chosen and not self.fleet.refusals:
-            raise ranks.nobody(nodes, self.request.wanted, f"{self.request.program} trace sys")
+            raise ranks.none_found(nodes, self.request.wanted, f"{self.request.program} trace sys")
         pids = _pids(self.chosen)
         if not pids:
             return
@@ -103,16 +103,16 @@ class _Session:
                 self._wait(self.request.for_s)
         except KeyboardInterrupt:
             self.interrupted = True
-            # Who was still attaching has to come to the end of that first.
+            # A node that is still attaching has to finish that first.
             self._take([node for node in attaching if node.name in self._busy], timeout_s)
-        self.progress.news("detaching, and reading what was seen")
+        self.progress.news("detaching and reading the traces")
         self._take([self._order(host, {"do": "finish"}) for host in pids if host in self._by_host], _FINISH_S)
 
     def _warn(self, count: int) -> None:
         what = "1 process" if count == 1 else f"{count} processes"
         self.progress.news(
-            f"tracing {what} for {format_duration(self.request.for_s)}: each of their system calls takes 75-190 times "
-            "as long meanwhile"
+            f"tracing {what} for {format_duration(self.request.for_s)}: each system call takes 75-190 times as "
+            "long meanwhile"
         )
         if self.request.payload_bytes:
             self.progress.news(PAYLOAD_WARNING)
@@ -142,7 +142,7 @@ class _Session:
         return node
 
     def _take(self, nodes: Sequence[Node], timeout_s: float) -> None:
-        """Take all replies of nodes."""
+        """Collect all replies of nodes."""
         hosts = {node.name: host for host, node in self._by_host.items()}
         for node, facts, why in self.fleet.more_from(nodes, Reply, timeout_s, lambda names: None):
             host = hosts[node.name]
@@ -155,7 +155,7 @@ class _Session:
                 del self._by_host[host]
 
     def _wait(self, seconds: float) -> None:
-        """Let time pass, and notice who goes away."""
+        """Wait, and record the hosts that are lost meanwhile."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             self.progress.now(f"tracing, {left:.0f} s left")
@@ -163,16 +163,16 @@ class _Session:
                 pass
             gone = [host for host, node in self._by_host.items() if node.stage is not NodeStage.UP]
             for host in gone:
-                self.missing[host] = "it went away while it was traced"
+                self.missing[host] = "lost contact during tracing"
                 del self._by_host[host]
 
 
 def _pids(chosen: Sequence[Chosen]) -> dict[str, list[int]]:
-    """List whom to attach to, by host; not more than a node can bear."""
+    """List the pids to attach to, by host, at most MAX_PROCESSES each."""
     found: dict[str, list[int]] = {}
-    for each in chosen:
-        if each.process is not None and each.process.state not in _DEAD:
-            found.setdefault(each.host, []).append(each.process.pid)
+    for choice in chosen:
+        if choice.process is not None and choice.process.state not in _DEAD:
+            found.setdefault(choice.host, []).append(choice.process.pid)
     return {host: pids[:MAX_PROCESSES] for host, pids in found.items()}
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["facts", "more"]
 
 _DECODED_AND_TIMED = ("-yy", "-ttt", "-T")
-"""What descriptors stand for, when each call began and how long it took."""
+"""What descriptors refer to, when each call began and how long it took."""
 _WHOLE = ("-e", "abbrev=!?poll,?ppoll")
 """-s bounds lists as well as strings, and what a thread polls has to be seen."""
 _ALWAYS = "execve,?execveat,clone,?clone3,fork,vfork"
@@ -249,7 +249,7 @@ class _Tracer:
         while any(strace.process.poll() is None for strace in straces) and time.monotonic() < deadline:
             time.sleep(0.005)
         for strace in straces:
-            if strace.ended_s == strace.began_s:  # it had ended by itself, with the process
+            if strace.ended_s == strace.began_s:  # it had exited with the process
                 strace.ended_s = time.time()
             programs.end_group(strace.process)
         return straces
@@ -284,7 +284,7 @@ _tracer = _Tracer()
 
 def _refusal(words: bytes) -> tuple[str, str]:
     lines = [re.sub(r"^\S*strace: ", "", line) for line in words.decode("utf-8", "replace").splitlines() if line]
-    first = lines[0] if lines else "strace said nothing"
+    first = lines[0] if lines else "strace gave no reason"
     return ("denied" if "Operation not permitted" in first else "failed"), first
 
 

@@ -28,7 +28,7 @@ _LONGEST_S = 600.0
 def trace_sys(
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="-- COMMAND", help="A job to start below strace: a script, -m MODULE, a program."),
+        typer.Argument(metavar="-- COMMAND", help="Start this job under strace: a script, -m MODULE, a program."),
     ] = None,
     pid: Annotated[
         list[int] | None,
@@ -41,13 +41,13 @@ def trace_sys(
         str,
         typer.Option(metavar="ID", help="Attach to this job: torchrun's run id, MASTER_ADDR:MASTER_PORT, a SLURM id."),
     ] = "",
-    for_: Annotated[str, typer.Option("--for", metavar="TIME", help="Stay attached so long: 5s, 500ms, 2m.")] = "5s",
+    for_: Annotated[str, typer.Option("--for", metavar="TIME", help="How long to trace: 5s, 500ms, 2m.")] = "5s",
     only: Annotated[
         list[str] | None,
         typer.Option(metavar="KINDS", help="Only these calls: network,file,process,desc,memory,signal."),
     ] = None,
     logs: Annotated[
-        str, typer.Option(metavar="DIR", help="Write the logs of strace there, on the node; named by rank.")
+        str, typer.Option(metavar="DIR", help="Write strace's logs to this directory on each node, named by rank.")
     ] = "",
     payload: Annotated[
         int,
@@ -55,36 +55,46 @@ def trace_sys(
             min=0,
             max=65536,
             metavar="BYTES",
-            help="With --logs, keep so many bytes of what each call reads, writes or sends: passwords and tokens too.",
+            help="With --logs, keep this many bytes of the data of each call; may contain passwords and tokens.",
         ),
     ] = 0,
     save: SaveOpt = "",
     from_: Annotated[
         list[str] | None,
         typer.Option(
-            "--from", metavar="PATH", help="Judge facts that --save wrote, or logs of strace; can be repeated."
+            "--from", metavar="PATH", help="Analyze facts that --save wrote, or logs of strace; can be repeated."
         ),
     ] = None,
     report: Annotated[
-        str, typer.Option(metavar="FILE", help="With -- COMMAND: write the report there, as JSON, not to stderr.")
+        str,
+        typer.Option(
+            metavar="FILE", help="With -- COMMAND: write the report to this file, as JSON, instead of stderr."
+        ),
     ] = "",
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
     *,
     cluster: Cluster,
 ) -> None:
-    """Tell by strace what ranks do: the call each is blocked in and on which rank, errors, slow disks, loops that ask.
+    """Use strace to show what each rank is doing: blocking calls and their peers, errors, slow storage, busy-waits.
 
-    It attaches to ranks that run, for a short time; or starts a job (-- COMMAND); or reads logs of strace (--from).
+    Attaches to running ranks for a short time, starts a job under strace (-- COMMAND), or reads strace logs (--from).
 
-    While strace is attached each system call takes 75-190 times as long; computing does not. `trace blocked` tells who
-    is blocked on whom without any of that. --only saves nothing of a process that runs; a job started with it is hardly
-    slower.
+    While strace is attached, each system call takes 75-190 times as long; computation is not slowed. `trace blocked`
+    shows which rank blocks which at no such cost. --only does not reduce the cost for a running process; a job started
+    with it is hardly slower.
 
-    Of a job that is started stdout, stderr and exit status are its own; after its end the report goes to stderr. With
-    --logs there is none, but a log for each rank: --from DIR.
+    The stdout, stderr and exit status of a started job pass through unchanged; its report goes to stderr at the end.
+    With --logs there is no report, but a log for each rank, to be read with --from DIR.
 
-    Exit status: 0 nothing wrong, 1 a fault was found, 2 wrong usage, 3 not (all) could be traced, 130 interrupted.
+    Exit status: 0 no problem found, 1 problem found, 2 usage error, 3 some processes could not be traced,
+    130 interrupted.
+
+    \b
+    Examples:
+      distdiag trace sys --rank 0-3 --for 2s
+      distdiag trace sys --only network --logs /tmp/logs -- train.py
+      distdiag trace sys --from /tmp/logs
     """
     from distdiag import runner
     from distdiag.commands.trace.sys.attach import SUBCOMMAND
@@ -140,16 +150,16 @@ class Typed:
 
     @property
     def chooses(self) -> bool:
-        """Whether processes that run were named."""
+        """Whether running processes were selected."""
         return bool(self.pids or self.ranks or self.job)
 
     def request(self, for_s: float = 5.0) -> Request:
-        """Return the request; of processes that run if any were named. Raises UsageError."""
+        """Return the request. Raises UsageError."""
         from distdiag.commands.trace.ranks import wanted
         from distdiag.commands.trace.sys.types import Request
 
         if self.payload_bytes and not self.logs:
-            raise UsageError("--payload is for the logs of --logs: no report quotes it", hint="add --logs DIR")
+            raise UsageError("--payload requires --logs: the report does not quote data", hint="add --logs DIR")
         return Request(
             program=called_as(),
             cluster=self.cluster,
@@ -166,38 +176,43 @@ def _launch(typed: Typed) -> NoReturn:
     from distdiag.commands.trace.sys.launch import launch
 
     if typed.save:
-        raise UsageError("--save is for processes that run", hint="--logs DIR keeps the logs of a job's ranks")
+        raise UsageError(
+            "--save cannot be combined with -- COMMAND", hint="use --logs DIR to keep the logs of the ranks"
+        )
     if typed.chooses or typed.cluster.typed():
         raise UsageError(
-            "-- COMMAND starts a job here; --pid, --rank, --job and hosts are for one that runs",
-            hint="on several hosts, put it before the script in what starts the ranks: torchrun, srun, mpirun",
+            "-- COMMAND starts a job on this host; --pid, --rank, --job and --hosts select running processes",
+            hint="on several hosts, put it between the launcher (torchrun, srun, mpirun) and the script",
         )
     if typed.as_json:
-        raise UsageError("stdout is the job's own", hint="--report FILE writes the report there, as JSON")
+        raise UsageError(
+            "--json cannot be combined with -- COMMAND: stdout belongs to the job",
+            hint="--report FILE writes the report as JSON",
+        )
     launch(typed.command, typed.request(), typed.report)
 
 
 def _judge_logs(typed: Typed) -> Report[TraceSys]:
-    """Judge logs that somebody has. Raises DistdiagError where none of them is a log of strace."""
+    """Analyze existing logs. Raises DistdiagError if none of them is a log of strace."""
     from distdiag.commands.trace.sys import logs
     from distdiag.commands.trace.sys.diagnose import diagnose_logs
 
     if typed.chooses or typed.logs or typed.payload_bytes or typed.report or typed.only or typed.cluster.typed():
         raise UsageError(
-            "--from judges logs that are there",
-            hint="leave out processes, hosts, --only, --logs, --payload and --report",
+            "--from analyzes existing logs",
+            hint="remove --pid, --rank, --job, --hosts, --only, --logs, --payload and --report",
         )
-    threads, found = logs.read([*typed.from_, *typed.command])  # a shell has made several names of --from DIR/*
+    threads, found = logs.read([*typed.from_, *typed.command])  # a shell expands --from DIR/* to several names
     return diagnose_logs(typed.request(), threads, found)
 
 
 def _to_attach(typed: Typed) -> Request:
     """Check the options that attach to processes. Raises UsageError."""
     if typed.report:
-        raise UsageError("--report is for -- COMMAND, whose stdout is the job's own", hint="--json > FILE")
+        raise UsageError("--report requires -- COMMAND", hint="use --json > FILE")
     if not typed.chooses and not typed.from_:
         raise UsageError(
-            "say what to trace: being traced makes a process slow, so nobody is chosen by itself",
+            "no process selected: strace slows processes down, so name the ranks or pids to trace",
             hint=f"{called_as()} trace sys --rank 0   (or --pid PID, --job ID, -- COMMAND, --from LOGS)",
         )
     return typed.request(parse_duration(typed.for_))
@@ -211,8 +226,8 @@ def parse_duration(text: str) -> float:
         raise UsageError(f"--for: {text!r} is not a time", hint="write seconds, or a unit: 5, 5s, 500ms, 2m")
     if not 0.0 < seconds <= _LONGEST_S:
         raise UsageError(
-            f"--for: {text} is {'no time' if not seconds else 'too long'}",
-            hint=f"at most {_LONGEST_S / 60:.0f}m: traced processes are slow",
+            f"--for: {text} is too {'short' if not seconds else 'long'}",
+            hint=f"more than 0, at most {_LONGEST_S / 60:.0f}m: traced processes are slow",
         )
     return seconds
 
@@ -222,5 +237,5 @@ def parse_only(texts: Iterable[str]) -> tuple[str, ...]:
     found = dict.fromkeys(name.strip().lstrip("%") for text in texts for name in text.split(","))
     for name in found:
         if name not in KINDS:
-            raise UsageError(f"--only: {name!r} is no kind of system call", hint=f"one of {', '.join(KINDS)}")
+            raise UsageError(f"--only: {name!r} is not a class of system calls", hint=f"one of {', '.join(KINDS)}")
     return tuple(found)

@@ -1,4 +1,4 @@
-"""What strace saw -> the report of trace sys. Pure."""
+"""What strace recorded -> the report of trace sys. Pure."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
 
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 _HELD_S = 0.1
-"""Who has been in a call for less goes on."""
+"""A thread that has been in a call for less is not blocked."""
 
 
 def diagnose(request: Request, answers: Answers[Reply], chosen: Sequence[Chosen]) -> Report[TraceSys]:
-    """Judge what was seen of processes that run."""
+    """Judge the traces of running processes."""
     live = _Live(answers, chosen)
     threads, logs, refused = list(live.threads()), list(live.logs()), list(live.refused())
     node = answers.nodes[0].processes if answers.nodes else None
     found = [
         *_common(request, threads, logs),
-        *findings.left(live.traced, live.attached, live.people),
+        *findings.left(live.traced, live.attached, live.index),
         *findings.refused(request, refused, node),
         *_missing(answers),
         *host_findings(answers.refusals, answers.rows),
@@ -59,7 +59,7 @@ def diagnose(request: Request, answers: Answers[Reply], chosen: Sequence[Chosen]
 
 
 def diagnose_logs(request: Request, threads: Sequence[TracedThread], logs: Sequence[Log]) -> Report[TraceSys]:
-    """Judge logs that somebody has."""
+    """Judge existing logs."""
     return _report(request, threads, logs, _common(request, threads, logs))
 
 
@@ -77,7 +77,7 @@ def _common(request: Request, threads: Sequence[TracedThread], logs: Sequence[Lo
 
 def _missing(answers: Answers[Reply]) -> Iterator[Finding]:
     for host, why in answers.missing.items():
-        title = f"what {host} told is not complete: {why}"
+        title = f"incomplete facts from {host}: {why}"
         yield Finding(id="trace.incomplete", level=Level.UNKNOWN, title=title, where=Where(hosts=(host,)))
 
 
@@ -92,19 +92,19 @@ def _report(
 
 
 def _summary(threads: Sequence[TracedThread], logs: Sequence[Log]) -> str:
-    """Say what was seen where nothing is wrong."""
+    """Format the summary of a trace without problems."""
     calls = sum(thread.n_calls for thread in threads)
     processes = len({thread.key for thread in threads})
     longest = format_duration(max((log.span_s for log in logs), default=0.0))
     what = f"{processes} process{'' if processes == 1 else 'es'}"
     if not processes:
-        return "nothing was traced"
+        return "no process was traced"
     waiting = any(thread.is_main and thread.call and thread.kind is not Kind.RUNS for thread in threads)
     if not calls:
-        why = "what they wait in stands above" if waiting else "computing needs none"
+        why = "each stayed in the call shown above" if waiting else "computation makes none"
         return f"no system call of {what} returned in {longest}: {why}"
     made = "1 system call" if calls == 1 else f"{calls} system calls"
-    return f"{what} made {made} in {longest}; nothing in them stands out"
+    return f"{what} made {made} in {longest}; no problem found in them"
 
 
 def _row(thread: TracedThread) -> ThreadRow:
@@ -159,15 +159,15 @@ class _Live:
     """What nodes sent of the processes that were chosen."""
 
     def __init__(self, answers: Answers[Reply], chosen: Sequence[Chosen]) -> None:
-        parts = [(host, part) for host, replies in answers.told.items() for part in replies]
-        self.people = ProcessIndex(
+        parts = [(host, part) for host, replies in answers.replies.items() for part in replies]
+        self.index = ProcessIndex(
             answers.nodes,
             {
                 host: (
                     [network for part in replies for network in part.networks],
                     [person for part in replies for person in part.people],
                 )
-                for host, replies in answers.told.items()
+                for host, replies in answers.replies.items()
             },
         )
         self.attached: dict[Key, Attached] = {(host, each.pid): each for host, part in parts for each in part.attached}
@@ -191,7 +191,7 @@ class _Live:
         for key, traced in self.traced.items():
             yield Log(
                 host=key[0],
-                rank=self.people.rank(key),
+                rank=self.index.rank(key),
                 pid=traced.pid,
                 path=traced.kept,
                 size_bytes=traced.log_bytes,
@@ -224,7 +224,7 @@ class _Live:
         waits = wait is not None and wait.kind not in (Kind.RUNS, Kind.ENDED)
         idle = waits and _was_idle(log, before, after)
         peers = wait.peers if wait is not None else ()
-        ranks = {self.people.rank(peer) for peer in peers}
+        ranks = {self.index.rank(peer) for peer in peers}
         return TracedThread(
             host=key[0],
             rank=None if chosen.is_helper else chosen.rank,
@@ -246,15 +246,15 @@ class _Live:
         )
 
     def _wait(self, key: Key, traced: Traced, log: ThreadLog | None, after: Thread | None) -> Wait | None:
-        """Return what a thread waits for; None if it goes on. What it does after strace left is what it did before."""
+        """Return what a thread waits for; None if it is not blocked. Detaching does not change it."""
         if after is None or (log is not None and log.n_calls and not _is_held_up(log, traced.ended_s)):
             return None
         process = Blocked(pid=traced.pid, state=traced.state, tracer=traced.tracer, threads=traced.threads, moved=())
-        return wait_of(after, process, key[0], self.people)
+        return wait_of(after, process, key[0], self.index)
 
 
 def _blocked_s(traced: Traced, log: ThreadLog | None, before: Thread | None) -> float | None:
-    """Return for how long a thread has been in its call. `before`: as it was before strace came, if it was in it."""
+    """Return how long a thread has been in its call. `before`: its state before strace attached, if in this call."""
     if before is not None and before.since_s is not None:
         return before.since_s + max(0.0, traced.ended_s - traced.began_s)
     if log is not None and log.state in WAITING and log.last is not None and log.last.at_s is not None:
@@ -263,12 +263,12 @@ def _blocked_s(traced: Traced, log: ThreadLog | None, before: Thread | None) -> 
 
 
 def _is_held_up(log: ThreadLog, ended_s: float) -> bool:
-    """Return whether a thread that made calls was held up in its last one, and not only seen in it."""
+    """Return whether a thread that made calls is blocked in the last of them, and not just in it by chance."""
     at_s = log.last.at_s if log.last is not None else None
     return log.state in WAITING and (at_s is None or ended_s - at_s >= _HELD_S)
 
 
 def _was_idle(log: ThreadLog | None, before: Thread | None, after: Thread | None) -> bool:
-    """Return whether a thread was in the same call from before strace came until after it left."""
+    """Return whether a thread was in the same call from before strace attached until after it detached."""
     same = before is not None and after is not None and bool(before.syscall) and before.syscall == after.syscall
     return same and (log is None or (log.n_calls == 0 and log.state in WAITING))

@@ -1,4 +1,4 @@
-"""The findings of trace sys: who is blocked on whom, errors, slow places, busy loops, what was not seen. Pure."""
+"""The findings of trace sys: blocked ranks, errors, slow storage, busy-waits, what was not traced. Pure."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from distdiag.commands.trace.sys.wording import (
     name_thread,
     where_of,
 )
+from distdiag.diagnosis.wait_graph import find_roots
 from distdiag.diagnosis.wait_reasons import Kind
 from distdiag.facts import syscall_names
 from distdiag.facts.machine import STOPPED
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
     from distdiag.jobs.collect import Processes
 
 _LONG_S = 5.0
-"""Who has not moved for so long is taken as stuck; less may be a step of the training."""
+"""A thread that has not run for so long counts as stuck; less may be a training step."""
 _SHORT_S = 1.0
-"""Less is not worth a word."""
+"""Shorter waits are not reported."""
 _WAITS = (Kind.PEER, Kind.LOCK, Kind.NETWORK, Kind.FILE, Kind.STORAGE, Kind.STOPPED)
 _ANY_OF = (*syscall_names.POLLS, *syscall_names.SELECTS, *syscall_names.EPOLLS)
 _SENTENCES = 4
@@ -42,56 +43,63 @@ _NO_STORAGE = ("/dev", "/proc", "/sys")
 _SHOWN = 5
 _REFUSALS = {
     "no-strace": "strace is not installed",
-    "traced": "another program traces it already",
-    "kernel": "a thread of it stays in the kernel (D), and strace could not leave it again",
-    "denied": "it may not be traced",
-    "gone": "it has ended",
+    "traced": "another program is already tracing it",
+    "kernel": "one of its threads is stuck in the kernel (D), where strace could not detach",
+    "denied": "permission denied",
+    "gone": "it has exited",
     "failed": "strace failed",
-    "too-many": f"not more than {MAX_PROCESSES} processes of a node are traced at a time",
+    "too-many": f"at most {MAX_PROCESSES} processes per node are traced at a time",
 }
 _REPEATED = 3
-# What an error means, what to do about it, and commands.
+# What an error means, how to fix it, and commands.
 _GRAVE: dict[str, tuple[str, ...]] = {
-    "ENOSPC": ("no space is left", "make room, or write elsewhere", "df -h {folder}", "df -i {folder}"),
-    "EDQUOT": ("a quota is used up", "remove files, or ask for more", "quota -s", "df -h {folder}"),
-    "EIO": ("the disk or file server fails", "see what the kernel says of it", "dmesg -T | tail -n 30"),
-    "ESTALE": ("the file server has forgotten the file", "mount it again, or restart the job", "df {folder}"),
+    "ENOSPC": ("no space left on device", "free some space, or write elsewhere", "df -h {folder}", "df -i {folder}"),
+    "EDQUOT": ("disk quota exceeded", "remove files, or ask for a higher quota", "quota -s", "df -h {folder}"),
+    "EIO": ("I/O error of the disk or file server", "read the kernel log", "dmesg -T | tail -n 30"),
+    "ESTALE": (
+        "stale file handle: the file is gone on the file server",
+        "remount it, or restart the job",
+        "df {folder}",
+    ),
     "EMFILE": (
-        "the process has as many files open as it may",
-        "find what it has open (trace fds); close it, use fewer DataLoader workers, or allow more",
+        "too many open files in the process",
+        "show what it has open (trace fds); close files, use fewer DataLoader workers, or raise the limit",
         "ulimit -n 65536",
     ),
-    "ENFILE": ("the machine has as many files open as it may", "allow more", "sysctl fs.file-max fs.file-nr"),
-    "EUCLEAN": ("the file system is damaged", "see what the kernel says of it", "dmesg -T | tail -n 30"),
+    "ENFILE": ("too many open files on the host", "raise the limit", "sysctl fs.file-max fs.file-nr"),
+    "EUCLEAN": ("the file system is corrupted", "read the kernel log", "dmesg -T | tail -n 30"),
 }
 _WARNED: dict[str, tuple[str, ...]] = {
-    "EROFS": ("the file system may only be read", "write elsewhere"),
-    "ENOMEM": ("the kernel gave no memory", "see `free -m`, limits of the cgroup, and ulimit -v and -l"),
-    "ECONNREFUSED": ("nobody listens there", "see whether that rank or service lives, and its address and port"),
-    "EHOSTUNREACH": ("the host cannot be reached", "see its route, and whether its network is up"),
-    "ENETUNREACH": ("there is no way to that network", "see `ip route`; NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"),
-    "ETIMEDOUT": ("it did not answer", "see whether it lives, and whether a firewall drops the packets"),
-    "ECONNRESET": ("the other end has gone away", "see the log of that rank: it ended or crashed first"),
-    "EPIPE": ("the other end has gone away", "see the log of that rank: it ended or crashed first"),
-    "EADDRINUSE": ("somebody has that address already", "see who: ss -tlnp; or use another port"),
-    "EADDRNOTAVAIL": ("that address is not of this host", "see MASTER_ADDR and the names of hosts"),
-    "EACCES": ("that may not be done", "see the rights of the file and of the folders above it: namei -l PATH"),
+    "EROFS": ("the file system is read-only", "write elsewhere"),
+    "ENOMEM": ("out of memory", "check `free -m`, the limits of the cgroup, and ulimit -v and -l"),
+    "ECONNREFUSED": (
+        "no process listens there",
+        "check that this rank or service is running, and its address and port",
+    ),
+    "EHOSTUNREACH": ("no route to host", "check the route to it, and that its network is up"),
+    "ENETUNREACH": ("network unreachable", "check `ip route`, NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"),
+    "ETIMEDOUT": ("no answer", "check that it is running, and whether a firewall drops the packets"),
+    "ECONNRESET": ("connection reset by the peer", "read the log of that rank: it exited or crashed first"),
+    "EPIPE": ("the peer has closed the connection", "read the log of that rank: it exited or crashed first"),
+    "EADDRINUSE": ("address already in use", "find the process: ss -tlnp; or use another port"),
+    "EADDRNOTAVAIL": ("not an address of this host", "check MASTER_ADDR and the host names"),
+    "EACCES": ("permission denied", "check the permissions of the file and of the directories above it: namei -l PATH"),
 }
 
 
 def blocked(request: Request, threads: Sequence[TracedThread]) -> list[Finding]:
-    """Name the processes that are blocked, those together that wait for the same one in the end."""
+    """Report the blocked processes, those with the same root together."""
     stuck = {thread.key: thread for thread in _stuck(threads)}
     mains = {thread.key: thread for thread in threads if thread.is_main}
     by_root: dict[Key, list[TracedThread]] = {}
-    roots = _roots(stuck)
+    roots = find_roots({key: thread.peers[0] for key, thread in stuck.items() if len(thread.peers) == 1})
     for thread in stuck.values():
-        by_root.setdefault(roots[thread.key], []).append(thread)
+        by_root.setdefault(roots.get(thread.key, thread.key), []).append(thread)
     return [_blocked(request, root, group, mains.get(root)) for root, group in by_root.items()]
 
 
 def _stuck(threads: Sequence[TracedThread]) -> Iterator[TracedThread]:
-    """List for each process the thread that it is blocked in: its main one, or the one that this may wait for."""
+    """List for each process the thread that it is blocked in: its main thread, or the thread that this may wait for."""
     others: dict[Key, list[TracedThread]] = {}
     for thread in threads:
         if not thread.is_main and _is_long(thread) and thread.kind is Kind.PEER and thread.call not in _ANY_OF:
@@ -109,38 +117,23 @@ def _is_long(thread: TracedThread) -> bool:
     return thread.kind is Kind.STOPPED or (thread.blocked_s is not None and thread.blocked_s >= _SHORT_S)
 
 
-def _roots(stuck: dict[Key, TracedThread]) -> dict[Key, Key]:
-    """Follow from each who waits for whom to the end; a circle stands for its least member."""
-    roots: dict[Key, Key] = {}
-    for key in stuck:
-        way: dict[Key, int] = {}
-        at = key
-        while at not in roots and at not in way:
-            way[at] = len(way)
-            if at not in stuck or len(stuck[at].peers) != 1:
-                roots[at] = at
-                break
-            at = stuck[at].peers[0]
-        root = roots[at] if at in roots else min(list(way)[way[at] :])
-        roots.update(dict.fromkeys(way, root))
-    return roots
-
-
 def _blocked(request: Request, root: Key, group: list[TracedThread], end: TracedThread | None) -> Finding:
-    """Make the finding of those that wait for `root` in the end; `end`: its main thread, if it was traced."""
+    """Return the finding on the processes that wait for `root`; `end`: its main thread, if it was traced."""
     waiters = [thread for thread in group if thread.key != root or thread.peers]
-    in_circle = any(thread.key == root and thread.peers for thread in group)
+    in_cycle = any(thread.key == root and thread.peers for thread in group)
     sentences = _sentences(waiters or group)
-    if in_circle:
+    if in_cycle:
         sentences.append("they wait for each other")
     elif end is not None and waiters:
         is_stuck = any(thread.key == root for thread in group)
         name, does = name_process(end), _does(end)
         sentences.append(f"{name} {does}" if is_stuck else f"{name} is not blocked on another rank: it {does}")
     elif waiters and waiters[0].peers:
-        sentences.append("that one was not traced")
+        sentences.append(
+            "its process was not traced" if len(waiters[0].peers) == 1 else "their processes were not traced"
+        )
     members = list({thread.key: thread for thread in [*group, *([end] if end is not None else [])]}.values())
-    goes_on = end is not None and not end.idle and not in_circle and end.kind in (Kind.RUNS, Kind.OWN_THREADS)
+    goes_on = end is not None and not end.idle and not in_cycle and end.kind in (Kind.RUNS, Kind.OWN_THREADS)
     long = any(thread.kind is Kind.STOPPED or (thread.blocked_s or 0.0) > _LONG_S for thread in group)
     return Finding(
         id="trace.blocked",
@@ -172,13 +165,13 @@ def _sentences(waiters: Sequence[TracedThread]) -> list[str]:
 
 
 def _does(thread: TracedThread) -> str:
-    """Return what the one at the end does, as the end of a sentence."""
+    """Return what the root does, as the end of a sentence."""
     if thread.kind is Kind.ENDED:
-        return "has ended"
+        return "has exited"
     if thread.kind is Kind.RUNS and not thread.n_calls:
-        return f"computes, without one system call in {format_duration(thread.span_s)}"
+        return f"computes, with no system call in {format_duration(thread.span_s)}"
     if thread.kind is Kind.RUNS:
-        return f"goes on, with {thread.n_calls} system calls in {format_duration(thread.span_s)}"
+        return f"is running, with {thread.n_calls} system calls in {format_duration(thread.span_s)}"
     does = thread.does.partition(" (")[0]
     blocked_for = format_duration(thread.blocked_s) if thread.blocked_s else ""
     brackets = ", ".join(part for part in (thread.call, blocked_for) if part)
@@ -197,16 +190,22 @@ def _fix_blocked(request: Request, thread: TracedThread, *, is_traced: bool) -> 
     typed = [part for name, value in request.cluster.typed() for part in (name, shlex.quote(value))]
     if is_traced and thread.kind is Kind.STOPPED:
         host = f"on {thread.host}, " if thread.host else ""
-        return Fix(text=f"{host}let it go on, and find who stopped it", commands=(f"kill -CONT {thread.pid}",))
+        return Fix(text=f"{host}resume it and find out what stopped it", commands=(f"kill -CONT {thread.pid}",))
     if is_traced:
         command = " ".join([request.program, "pyspy-all", "--pid", str(thread.pid), *typed])
-        return Fix(text=f"see where in the program {name_process(thread)} is, while it lives", commands=(command,))
+        return Fix(
+            text=f"show where in the program {name_process(thread)} is, while it is running", commands=(command,)
+        )
     command = " ".join([request.program, "trace", "blocked", *typed])
-    return Fix(text="see what all ranks wait for; that needs no strace", commands=(command,))
+    return Fix(text="show what all ranks wait for; this needs no strace", commands=(command,))
 
 
 def all_asleep(request: Request, threads: Sequence[TracedThread]) -> Iterator[Finding]:
-    """Report each job of which no rank goes on, where the calls themselves do not show who waits for whom."""
+    """Report each job in which no rank is running, where the calls do not show which rank waits for which.
+
+    diagnosis/outliers has no say here: it needs to know which ranks are in communication, and a system call alone does
+    not show that.
+    """
     jobs: dict[str, list[TracedThread]] = {}
     for thread in threads:
         if thread.is_main and thread.rank is not None:
@@ -222,24 +221,24 @@ def all_asleep(request: Request, threads: Sequence[TracedThread]) -> Iterator[Fi
             id="trace.all-blocked",
             level=Level.UNKNOWN,
             title=f"job {name}: {title}" if len(jobs) > 1 else title,
-            detail="System calls alone do not tell who waits for whom: in a collective a rank waits for its own "
-            "threads.",
+            detail="System calls alone do not show which rank waits for which: in a collective, a rank waits for its "
+            "own threads.",
             where=where_of(ranks),
-            fix=Fix(text="read their stacks", commands=(command,) if live else ()),
+            fix=Fix(text="show their stacks", commands=(command,) if live else ()),
         )
 
 
 def _rests(thread: TracedThread) -> bool:
-    """Return whether a thread has been blocked for long, or all the while that it was traced.
+    """Return whether a thread has been blocked for long, or all the time that it was traced.
 
-    strace's coming starts some calls again, and the kernel's clock of them with it: who was traced a moment ago has not
-    been blocked for long.
+    Attaching strace restarts some calls, and the kernel's clock of them: a thread that was traced just before does not
+    count as blocked for long.
     """
     return (thread.blocked_s or 0.0) > _LONG_S or (thread.idle and thread.span_s >= _WINDOW_S)
 
 
 def errors(threads: Sequence[TracedThread]) -> Iterator[Finding]:
-    """Name the errors that are worth it, the same one of several threads together."""
+    """Report the errors that matter, the same error of several threads together."""
     groups: dict[tuple[str, Level], list[tuple[TracedThread, CallError]]] = defaultdict(list)
     for thread in threads:
         for error in thread.log.errors if thread.log is not None else ():
@@ -272,8 +271,8 @@ def _error(name: str, level: Level, rows: list[tuple[TracedThread, CallError]]) 
     if name == "ENOENT":
         paths = list(dict.fromkeys(error.target for _, error in rows))
         more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
-        title = f"{processes} looked in vain for {', '.join(paths[:_SHOWN])}{more}"
-        fix = Fix(text="nothing, if the job works without it; else install it, or name its folder in LD_LIBRARY_PATH")
+        title = f"{processes} did not find {', '.join(paths[:_SHOWN])}{more}"
+        fix = Fix(text="nothing, if the job works without it; else install it, or add its directory to LD_LIBRARY_PATH")
     else:
         means, text, *commands = _GRAVE[name] if name in _GRAVE else _WARNED[name]
         on = f" on {first.target}" if first.target else ""
@@ -331,7 +330,7 @@ def _slow_place(folder: str, rows: list[tuple[TracedThread, float, float]]) -> F
         where=where_of(thread for thread, _, _ in rows),
         evidence=evidence,
         fix=Fix(
-            text="see which file system that is and who else uses it; copy the data to a local disk, or read it "
+            text="check which file system this is and what else uses it; copy the data to a local disk, or read it "
             "with more workers",
             commands=(f"df -hT {quoted}", f"timeout 10 ls -f {quoted} | head -n 3"),
         ),
@@ -339,7 +338,7 @@ def _slow_place(folder: str, rows: list[tuple[TracedThread, float, float]]) -> F
 
 
 def spins(request: Request, threads: Sequence[TracedThread]) -> Iterator[Finding]:
-    """Name the threads that ask over and over."""
+    """Report the threads that busy-wait."""
     groups: dict[tuple[str, str], list[tuple[TracedThread, Spin]]] = defaultdict(list)
     for thread in threads:
         for spin in thread.log.spins if thread.log is not None else ():
@@ -347,26 +346,30 @@ def spins(request: Request, threads: Sequence[TracedThread]) -> Iterator[Finding
     for (name, target), rows in groups.items():
         most, spin = max(rows, key=lambda row: row[1].count)
         rate = f", {spin.per_s:.0f} times a second" if spin.per_s else ""
-        others = f", and {len(rows) - 1} threads more" if len(rows) > 1 else ""
+        others = f", and {len(rows) - 1} more threads" if len(rows) > 1 else ""
         on = f" on {target}" if target else ""
         pid = f" --pid {most.pid}" if most.pid is not None else ""
         yield Finding(
-            id="trace.spins",
+            id="trace.busy-wait",
             level=Level.INFO if name == "sched_yield" else Level.WARN,
-            title=f"{name_thread(most)}{others} called {name}{on} {spin.count} times in vain{rate}: a loop that asks "
-            "instead of waiting, and takes a processor",
+            title=f"{name_thread(most)}{others} busy-wait{'' if others else 's'}: {spin.count} calls to {name}{on} "
+            f"without success{rate}",
             where=where_of(thread for thread, _ in rows),
-            fix=Fix(text="see which thread of the program that is", commands=(f"{request.program} pyspy-all{pid}",)),
+            fix=Fix(text="show which thread of the program that is", commands=(f"{request.program} pyspy-all{pid}",)),
         )
 
 
 def cut(logs: Sequence[Log]) -> Iterator[Finding]:
-    """Name the logs that are not complete."""
+    """Report the logs that are incomplete."""
     full = [log for log in logs if log.cut]
     if full:
         names = ", ".join(map(_name_log, full[:_SHOWN])) + (" ..." if len(full) > _SHOWN else "")
         longest = format_duration(max(log.span_s for log in full))
-        why = f"{MAX_LOG_BYTES >> 20} MiB of logs of a node were reached" if not full[0].path else "its end is missing"
+        why = (
+            f"the limit of {MAX_LOG_BYTES >> 20} MiB of logs per node was reached"
+            if not full[0].path
+            else "its end is missing"
+        )
         yield Finding(
             id="trace.log-cut",
             level=Level.WARN,
@@ -378,14 +381,14 @@ def cut(logs: Sequence[Log]) -> Iterator[Finding]:
             yield Finding(
                 id="trace.log-cut",
                 level=Level.WARN,
-                title=f"the log of {_name_log(log)} was longer than {MAX_JOB_LOG_BYTES >> 20} MiB: the counts are "
-                "those of its beginning and its end",
+                title=f"the log of {_name_log(log)} exceeded {MAX_JOB_LOG_BYTES >> 20} MiB: the counts cover "
+                "only its beginning and its end",
                 fix=Fix(text="trace only some calls: --only network"),
             )
         if log.unread:
             yield Finding(
                 id="trace.log-unread",
-                level=Level.INFO if "lines of it" in log.unread else Level.UNKNOWN,
+                level=Level.INFO if "lines are not" in log.unread else Level.UNKNOWN,
                 title=f"{log.path or _name_log(log)}: {log.unread}",
             )
 
@@ -394,28 +397,30 @@ def _name_log(log: Log) -> str:
     return f"rank {log.rank}" if log.rank is not None else log.path or f"pid {log.pid}"
 
 
-def left(traced: Mapping[Key, Traced], attached: Mapping[Key, Attached], people: ProcessIndex) -> Iterator[Finding]:
-    """Name the processes that were not left as they were found; or report that all were."""
+def left(traced: Mapping[Key, Traced], attached: Mapping[Key, Attached], index: ProcessIndex) -> Iterator[Finding]:
+    """Report the processes that strace left stopped or traced; or that there are none."""
     wrong = [key for key, process in traced.items() if process.tracer or _was_stopped(process, attached.get(key))]
     for key in wrong:
-        by = f"traced by {traced[key].tracer}" if traced[key].tracer else "stopped"
+        by = f"traced by pid {traced[key].tracer}" if traced[key].tracer else "stopped"
         yield Finding(
             id="trace.left-stopped",
             level=Level.FAIL,
-            title=f"{people.name(key, whole=True)} was not left as it was found: it is {by}",
+            title=f"{index.name(key, whole=True)} was left {by} after tracing",
             where=Where(hosts=(key[0],), pids=(key[1],)),
-            fix=Fix(text=f"on {key[0]}, let it go on", commands=(f"kill -CONT {key[1]}",)),
+            fix=Fix(text=f"on {key[0]}, resume it", commands=(f"kill -CONT {key[1]}",)),
         )
     there = [key for key, process in traced.items() if process.state and key not in wrong]
     gone = [key for key, process in traced.items() if not process.state]
     if gone:
-        ended = " and ".join(people.name(key, whole=True) for key in gone[:_SHOWN])
-        yield Finding(id="trace.ended", level=Level.INFO, title=f"{ended} ended while strace was attached")
+        exited = " and ".join(index.name(key, whole=True) for key in gone[:_SHOWN])
+        yield Finding(
+            id="trace.exited-while-traced", level=Level.INFO, title=f"{exited} exited while strace was attached"
+        )
     if there:
-        whom = people.name(there[0], whole=True) if len(there) == 1 else f"{len(there)} processes"
-        title = f"{whom} {'was' if len(there) == 1 else 'were'} left as found: not stopped, traced by nobody"
+        name = index.name(there[0], whole=True) if len(there) == 1 else f"{len(there)} processes"
+        title = f"{name} {'is' if len(there) == 1 else 'are'} running as before: not stopped, not traced"
         if all(traced[key].state in STOPPED for key in there):
-            title = f"{whom} left as found: stopped before, and stopped now"
+            title = f"{name} {'is' if len(there) == 1 else 'are'} stopped, as before tracing"
         yield Finding(id="trace.left-as-found", level=Level.INFO, title=title)
 
 
@@ -424,7 +429,7 @@ def _was_stopped(process: Traced, before: Attached | None) -> bool:
 
 
 def refused(request: Request, rows: Sequence[Refused], node: Processes | None) -> Iterator[Finding]:
-    """Name the processes that strace was not attached to, why, and what helps."""
+    """Report the processes that strace could not attach to, why, and how to fix it."""
     groups: dict[tuple[str, str, str], list[Refused]] = defaultdict(list)
     for row in rows:
         groups[row.why, row.words, row.host if row.why in ("no-strace", "failed") else ""].append(row)
@@ -457,29 +462,32 @@ def _fix_refused(request: Request, group: Sequence[Refused], why: str, node: Pro
     if why == "no-strace":
         text, commands = "install it", ("sudo apt-get install strace || sudo dnf install strace",)
     elif why == "traced":
-        text = "let that program leave it (quit the debugger or strace)"
+        text = "detach that program (quit the debugger or strace)"
     elif why == "denied":
         text, commands = _fix_denied(request, group, node)
     elif why == "too-many":
-        text = "trace some ranks only: --rank 0-3"
-    see = f"{text}; or see" if text else "see"
-    return Fix(text=f"{see} without strace what it is blocked on (the last line)", commands=(*commands, instead))
+        text = "trace only some ranks: --rank 0-3"
+    show = f"{text}; or show" if text else "show"
+    return Fix(text=f"{show} what it is blocked on without strace (last command)", commands=(*commands, instead))
 
 
 def _fix_denied(request: Request, group: Sequence[Refused], node: Processes | None) -> tuple[str, tuple[str, ...]]:
     scope = node.ptrace_scope if node is not None else None
     if node is not None and node.user == 0:
         return (
-            "give the container the right: docker run --cap-add SYS_PTRACE; in Kubernetes "
+            "allow it in the container: docker run --cap-add SYS_PTRACE; in Kubernetes "
             "securityContext.capabilities.add: [SYS_PTRACE]",
             (),
         )
     pids = [word for row in group[:_SHOWN] for word in ("-p", str(row.pid))]
     sudo = " ".join(['sudo env "PATH=$PATH"', request.program, "trace", "sys", *pids])
     if scope == 3:
-        return "this kernel lets nobody trace another process until it is booted again (ptrace_scope 3)", ()
+        return (
+            "kernel.yama.ptrace_scope is 3: no process can be traced until this host is rebooted with a lower value",
+            (),
+        )
     if scope in (1, 2):
-        return "run it as root, or allow it until the next boot", (
+        return "run it as root, or allow tracing until the next reboot", (
             sudo,
             "echo 0 | sudo tee /proc/sys/kernel/yama/ptrace_scope",
         )

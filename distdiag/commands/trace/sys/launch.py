@@ -1,4 +1,4 @@
-"""A job below strace, from its start to the report on it: its output, its signals and its exit status are its own."""
+"""A job under strace, from its start to its report: its output, signals and exit status pass through unchanged."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def launch(command: Sequence[str], request: Request, report: str) -> NoReturn:
     argv = child_job.argv_of(command, example=f"{request.program} trace sys -- train.py")
     if report:
         report = os.path.abspath(report)  # the job may leave this folder
-        write_whole(report, b"")  # hours later would be too late to hear that it cannot be
+        write_whole(report, b"")  # fail now, not hours later
     log = _open_log(request.logs)
     if request.payload_bytes:
         say(f"distdiag {COMMAND}: {PAYLOAD_WARNING}")
@@ -84,7 +84,7 @@ def _open_log(folder: str) -> _JobLog:
     try:
         return _JobLog(file=collect.private_file(path), kept=path, rank=rank, host=host)
     except OSError as error:
-        raise UsageError(f"--logs {folder}: {error.strerror}", hint="name a folder that can be written") from error
+        raise UsageError(f"--logs {folder}: {error.strerror}", hint="choose a writable folder") from error
 
 
 def _run(argv: Sequence[str], request: Request, log: _JobLog) -> tuple[int, _JobLog]:
@@ -96,8 +96,8 @@ def _run(argv: Sequence[str], request: Request, log: _JobLog) -> tuple[int, _Job
     tool = carried_tools.find("strace")
     if tool is None:
         raise DistdiagError(
-            "strace is not installed, and the job was not started",
-            hint="sudo apt-get install strace || sudo dnf install strace; of a job that runs, this needs no strace: "
+            "strace is not installed; the job was not started",
+            hint="sudo apt-get install strace || sudo dnf install strace; for a running job, this needs no strace: "
             f"{request.program} trace blocked",
         )
     version = _version(tool)
@@ -143,7 +143,9 @@ def _without_hole(log: _JobLog, bounded: BoundedLog) -> _JobLog:
 def _report(request: Request, log: _JobLog, file: str) -> None:
     if log.kept:
         folder = os.path.dirname(log.kept)
-        say(f"distdiag {COMMAND}: the log is {log.kept}; {request.program} trace sys --from {folder}")
+        say(
+            f"distdiag {COMMAND}: log written to {log.kept}; to analyze it: {request.program} trace sys --from {folder}"
+        )
     if log.kept and not file:
         return
     report = _judge(request, log)

@@ -1,4 +1,4 @@
-"""Logs that somebody has -> the threads in them, and who waits for whom, as far as the logs show both ends."""
+"""Existing logs -> the threads in them, and which waits for which, where the logs show both ends."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def read(paths: Sequence[str], owners: Mapping[str, Owner] | None = None) -> tup
     """
     for path in paths:
         if not os.path.exists(path):
-            raise UsageError(f"--from {path}: there is no such file or folder", hint="name files, or a folder of them")
+            raise UsageError(f"--from {path}: no such file or directory", hint="pass files, or a directory of them")
     found = read_logs(paths)
     if not found.threads:
         why = "; ".join(f"{path}: {words}" for path, words in found.errors[:3])
         raise DistdiagError(
-            f"no log of strace could be read: {why or 'there are no files'}",
-            hint="it takes what strace -o wrote, best with: strace -ff -yy -ttt -T -o FILE",
+            f"no strace log could be read: {why or 'no files'}",
+            hint="--from reads the output of strace -o, best with: strace -ff -yy -ttt -T -o FILE",
         )
     by_path = {
         log.path: (owners or {}).get(log.path) or parse_log_name(os.path.basename(log.path)) or (None, "", None)
@@ -117,11 +117,11 @@ def _waiting(thread: TracedThread, log: ThreadLog) -> TracedThread:
     if call in syscall_names.SLEEPS:
         kind, on = Kind.SLEEP, "a sleep"
     elif call.startswith("futex") or target.startswith("anon_inode:[eventfd"):
-        kind, on = Kind.OWN_THREADS, "another thread of its own"
+        kind, on = Kind.OWN_THREADS, "another of its threads"
     elif call in _WAITS_FOR_CHILD:
         kind, on = Kind.CHILD, "a child"
     elif "[" in target or (target and not target.startswith("/")):
-        kind, on = Kind.NETWORK, f"{_far_end(target)}, whose other end is in no log"
+        kind, on = Kind.NETWORK, f"{_far_end(target)}, peer in no log"
     elif target.startswith("/"):
         kind = Kind.FILE
     does = f"is in {call}" + (f" on {on}" if on != "unknown" else "")
@@ -248,7 +248,7 @@ def _logs(threads: Sequence[ThreadLog], owners: Mapping[str, Owner]) -> Iterator
             size_bytes=_size(path),
             span_s=max(times) - min(times) if times else 0.0,
             cut=any(log.state == "cut" for log in own),
-            unread=f"{n_unread} lines of it are not strace's" if n_unread else "",
+            unread=f"{n_unread} lines are not from strace" if n_unread else "",
         )
 
 

@@ -1,4 +1,4 @@
-"""The types of trace sys: what is asked, what is known of a thread, and the answer. Pure data."""
+"""The types of trace sys: its request, a traced thread, and the result. Pure data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_JOB_LOG_BYTES = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked for. `only`: the kinds of calls; `logs`: the folder for strace's logs, `payload_bytes` in them."""
+    """The options of a run. `only`: classes of calls; `logs`: directory of strace's logs, `payload_bytes` in them."""
 
     program: str
     cluster: Cluster
@@ -38,10 +38,10 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class TracedThread:
-    """One thread as strace saw it for `span_s` seconds; no `log` if it made no call, or none of those traced.
+    """One thread as strace traced it for `span_s` seconds; no `log` if it made no call, or none of those traced.
 
     `kind`, `on`, `does`: what it waits for at the end, as Wait has them; `call`: in which system call, `blocked_s`: how
-    long. `idle`: it did nothing else all the time. `peers`: who has the other end, `ranks`: which of them are ranks.
+    long. `idle`: it did nothing else all the time. `peers`: the processes at the other end, `ranks`: their ranks.
     """
 
     host: str
@@ -75,7 +75,7 @@ class TracedThread:
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """One log. `cut`: strace left early, as it was as long as it may be; `gap`: its middle was not kept, for that
+    """One log. `cut`: strace detached early, at the size limit; `gap`: its middle was not kept, for the same
     reason. `path`: where it is, if it was kept.
     """
 
@@ -92,7 +92,7 @@ class Log:
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """A process that strace was not attached to: why, see collect.Attached; "too-many" is ours."""
+    """A process that strace was not attached to: why, see collect.Attached; "too-many" is decided by the parent."""
 
     host: str
     rank: int | None
@@ -116,7 +116,7 @@ class LastCall:
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorRow:
-    """An error that is worth to be looked at. `places`: so many paths it was looked for at."""
+    """An error worth reporting. `places`: at how many paths the file was looked for."""
 
     call: str
     error: str
@@ -149,7 +149,7 @@ class ThreadRow:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceSys:
-    """The answer."""
+    """The result."""
 
     only: tuple[str, ...]
     threads: tuple[ThreadRow, ...]

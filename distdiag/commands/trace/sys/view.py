@@ -1,4 +1,4 @@
-"""The report of trace sys as text: what each process is in, the calls by time, and the places."""
+"""The report of trace sys as text: the call each process is in, the calls by time, and the places."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _ROWS, _THREADS, _CALLS, _PLACES = 40, 12, 10, 6
 
 
 def trace_sys_view(data: TraceSys) -> Iterator[RenderableType]:
-    """Show the main threads, other threads that are of interest, and the sums."""
+    """Render the main threads, the other busy threads, and the totals."""
     if not data.threads:
         return
     mains = [row for row in data.threads if row.main]
     yield _processes(mains[:_ROWS])
     if len(mains) > _ROWS:
-        yield f"({len(mains) - _ROWS} processes more: --json)"
+        yield f"({len(mains) - _ROWS} more processes: --json)"
     yield from _threads([row for row in data.threads if not row.main])
     yield from _calls(data.threads)
     yield from _places(data.threads)
@@ -79,17 +79,17 @@ def _call(row: ThreadRow) -> str:
 def _doing(row: ThreadRow) -> str:
     if row.state != "runs":
         return row.state
-    return "goes on" if row.n_calls else "computes: no system call"
+    return "running" if row.n_calls else "computing: no system call"
 
 
 def _threads(rows: Sequence[ThreadRow]) -> Iterator[RenderableType]:
-    """Show a line for the other threads that made most calls; those that only wait are counted."""
+    """Render a line for each of the other threads with the most calls; idle threads are only counted."""
     busy = sorted((row for row in rows if row.n_calls), key=lambda row: -row.n_calls)[:_THREADS]
     if not busy:
         return
     yield ""
     idle = len(rows) - len(busy)
-    yield "other threads" + (f" ({idle} more made fewer calls, or none)" if idle else "")
+    yield "other threads" + (f" ({idle} more made fewer calls or none)" if idle else "")
     for row in busy:
         whose = f"rank {row.rank}" if row.rank is not None else f"pid {row.pid}" if row.pid is not None else row.host
         in_ = f"; in {_call(row)}: {row.on}" if row.state == "blocked" and row.on else f"; {_doing(row)}"
@@ -122,10 +122,10 @@ def _calls(rows: Sequence[ThreadRow]) -> Iterator[RenderableType]:
         times = (format_duration(time_s), format_duration(slowest_s)) if timed else ("?", "?")
         table.add_row(name, f"{count:.0f}", f"{errors:.0f}", *times, *([fold_ranks(owners[name])] if ranks else []))
     yield ""
-    yield "calls that returned, of all threads, by their time (waiting is part of it)"
+    yield "calls that returned, of all threads, by time (including waiting)"
     yield table
     if len(ordered) > _CALLS:
-        yield f"({len(ordered) - _CALLS} kinds more: --json)"
+        yield f"({len(ordered) - _CALLS} more calls: --json)"
 
 
 def _places(rows: Sequence[ThreadRow]) -> Iterator[RenderableType]:
@@ -141,11 +141,11 @@ def _places(rows: Sequence[ThreadRow]) -> Iterator[RenderableType]:
     if not sums or not timed:
         return
     table = plain_table(
-        Column("place", overflow="fold"),
-        *(Column(name, justify="right") for name in ("calls", "of 10 ms or more", "time", "slowest")),
+        Column("directory", overflow="fold"),
+        *(Column(name, justify="right") for name in ("calls", "of >= 10 ms", "time", "slowest")),
     )
     for where, (count, slow, time_s, slowest_s) in sorted(sums.items(), key=lambda item: -item[1][2])[:_PLACES]:
         table.add_row(where, f"{count:.0f}", f"{slow:.0f}", format_duration(time_s), format_duration(slowest_s))
     yield ""
-    yield "files, by their place"
+    yield "files, by directory"
     yield table

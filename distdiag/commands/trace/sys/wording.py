@@ -1,4 +1,4 @@
-"""How what strace saw is put into words: times, threads, processes; and the names of logs. Pure."""
+"""Format times, threads and processes of a trace; and the names of logs. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from distdiag.commands.trace.sys.types import TracedThread
 
-PAYLOAD_WARNING = "the logs will hold what is read, written and sent: passwords and tokens, too"
+PAYLOAD_WARNING = "the logs will contain data that is read, written and sent, including passwords and tokens"
 _LOG_NAME = re.compile(r"(?:rank-(\d{1,7})\.)?([\w-]+)\.pid(\d{1,10})\.strace", re.ASCII)
 _NAMED = 4
 
@@ -26,20 +26,20 @@ def log_name(rank: int | None, host: str, pid: int) -> str:
 
 
 def parse_log_name(name: str) -> tuple[int | None, str, int] | None:
-    """Parse the rank, host and process in the name of a log; None if it is not one of ours."""
+    """Parse the rank, host and process in the name of a log; None if distdiag did not name it."""
     match = _LOG_NAME.fullmatch(name)
     return (int(match[1]) if match[1] else None, match[2], int(match[3])) if match else None
 
 
 def format_duration(seconds: float | None) -> str:
-    """Format a time: "0.3 ms", "0.4 s", "214 s", "3.5 h"; "?" where it is not known."""
+    """Format a time: "0.3 ms", "0.4 s", "214 s", "3.5 h"; "?" if unknown."""
     if seconds is not None and seconds < 0.1:
         return "0 s" if seconds < 5e-8 else f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
     return lasting(seconds)
 
 
 def format_range(seconds: Sequence[float | None]) -> str:
-    """Format from when to when: "11 s", "11 to 12 s"."""
+    """Format a range of times: "11 s", "11 to 12 s"."""
     known = [each_s for each_s in seconds if each_s is not None]
     least, most = (format_duration(min(known)), format_duration(max(known))) if known else ("?", "?")
     return least if least == most else f"{least} to {most}"
@@ -76,7 +76,7 @@ def name_processes(threads: Iterable[TracedThread]) -> str:
 
 
 def where_of(threads: Iterable[TracedThread]) -> Where:
-    """Return whom a finding is about."""
+    """Return the hosts, ranks and pids that a finding is about."""
     members = list(threads)
     return Where(
         hosts=tuple(dict.fromkeys(thread.host for thread in members if thread.host)),

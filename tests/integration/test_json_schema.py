@@ -1,0 +1,142 @@
+"""What --json prints, of every command: valid by the published schema, and with ids that the published list has."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import make_docs
+import pytest
+from jobs import Job
+from support import PROGRAM, distdiag
+
+from distdiag.cli import _SUBCOMMANDS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+RECORDED = Path(__file__).parent.parent / "recorded"
+SAMPLES = Path(__file__).parent.parent / "samples"
+SCHEMA = jsonschema.Draft202012Validator(json.loads((DOCS / "reference/distdiag-1.schema.json").read_text()))
+IDS = re.compile(
+    "|".join(
+        re.escape(name).replace("…", "[A-Za-z0-9_.-]+")
+        for name in re.findall(r"^\| `([^`]+)`", (DOCS / "reference/finding-ids.md").read_text(), re.MULTILINE)
+        if not name.partition(".")[2].startswith("…")  # those would accept everything
+    )
+)
+COMMANDS = [
+    name
+    for sub in _SUBCOMMANDS
+    for name in ([sub.name] if sub.home else []) + [f"{sub.name} {below.name}" for below in sub.below]
+]
+
+
+def check(text: str, status: int) -> dict[str, Any]:
+    """Validate a document; returns it."""
+    document = json.loads(text)
+    SCHEMA.validate(document)
+    assert document["exit_code"] == status
+    if "error" not in document:
+        assert [each["id"] for each in document.get("findings", ()) if not IDS.fullmatch(each["id"])] == []
+    return dict(document)
+
+
+@pytest.fixture(scope="module")
+def hung() -> Iterator[Job]:
+    """Run a job that hangs."""
+    with Job("hangs_by_line", 2) as job:
+        job.wait_still()
+        yield job
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "trace py"])
+def test_a_wrong_option_is_an_error_document(command: str) -> None:
+    result = distdiag(*command.split(), "--json", "--no-such-option")
+    assert result.code == 2
+    assert "error" in check(result.out, 2)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["pyspy-all", "trace blocked", "trace fds", "cuda-env", "core-bt", "ports", "gpu-test", "allreduce-bench"],
+)
+def test_saved_facts_that_are_not_there_are_an_error_document(words: str) -> None:
+    result = distdiag(*words.split(), "--json", "--from", "/nonexistent")
+    assert "error" in check(result.out, result.code)
+
+
+@pytest.mark.parametrize("words", ["pyspy-all", "trace blocked", "trace fds --rank 0"])
+def test_reports_on_a_hung_job(hung: Job, words: str) -> None:
+    result = distdiag(*words.split(), "--json", "--job", hung.name)
+    assert check(result.out, result.code)["verdict"] != "warn"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "gpu-test --nproc 2 --timeout 20 --size 1MiB",
+        "gpu-test --nproc 2 --timeout 3 --inject kill:1@reduce --size 1MiB",
+        "gpu-test --isolate --nproc 2 --size 64KiB",
+        "gpu-test --print-command slurm",
+        "allreduce-bench --nproc 2 --sizes 1KiB",
+        "ports",
+        "ports 127.0.0.1:1",
+        "cuda-env --for run",
+        "core-bt --setup",
+        "trace show /nonexistent",
+        f"trace sys --from {RECORDED / 'strace'}",
+        f"logs {RECORDED / 'logs'}",
+        "flight-recorder --how",
+        "flight-recorder /nonexistent",
+        "pyspy-all --hosts nowhere.invalid --host-timeout 5",
+        "pyspy-all --hosts node1 --explain-transport",
+        "pyspy-all --job no-such-job",
+    ],
+)
+def test_reports(words: str) -> None:
+    result = distdiag(*words.split()[:1], *words.split()[1:], "--json")
+    check(result.out, result.code)
+
+
+def test_reports_on_numbers(tmp_path: Path) -> None:
+    frames, log = str(tmp_path / "frames.jsonl"), tmp_path / "build.log"
+    log.write_text("RuntimeError: CUDA out of memory\n/bin/sh: 1: nvcc: not found\n")
+    script = str(SAMPLES / "overflows.py")
+    subprocess.run([sys.executable, script, "30000", frames], check=True, capture_output=True, timeout=60)
+    for words in (
+        ["overflow", "show", "--json", frames],
+        ["overflow", "show", "--json", str(log)],
+        ["cuda-env", "--json", "--explain", str(log)],
+        ["floatcmp", "--json", str(log), frames],
+    ):
+        result = distdiag(*words)
+        check(result.out, result.code)
+    done = subprocess.run(
+        [PROGRAM, "overflow", "--json", "--", script, "1e6"], capture_output=True, text=True, timeout=90, check=False
+    )
+    document = check(done.stdout[done.stdout.index('{\n  "schema"') :], done.returncode)
+    assert document["findings"][0]["id"] == "overflow.detected"
+
+
+def test_the_schema_refuses_what_is_not_a_report() -> None:
+    document = json.loads(distdiag("core-bt", "--setup", "--json").out)
+    for damage in ({"verdict": "maybe"}, {"exit_code": "1"}, {"findings": [{"id": "x"}]}, {"more": 1}):
+        assert not SCHEMA.is_valid({**document, **damage})
+    assert SCHEMA.is_valid(document)
+
+
+def test_the_list_of_ids_is_no_pattern_for_everything() -> None:
+    assert IDS.fullmatch("pyspy-all.stuck-rank")
+    assert not IDS.fullmatch("pyspy-all.never-seen")
+    assert set(make_docs.finding_ids()) >= {
+        "gpu-test.rank-missing",
+        "logs.first-failure",
+        "cuda-env.toolkit.torch-mismatch",
+    }

@@ -1,0 +1,140 @@
+"""README and docs: what can be typed is understood by the program, what is generated is fresh, and no link is dead."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import make_docs
+import make_samples
+import make_site
+import pytest
+
+from distdiag.cli import _SUBCOMMANDS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+HOMES = {sub.name: sub.home for sub in _SUBCOMMANDS} | {
+    f"{sub.name} {below.name}": below.home for sub in _SUBCOMMANDS for below in sub.below
+}
+_TYPED = re.compile(r"(?:(?:srun|mpirun|torchrun|uvx|eval|DISTDIAG_TOKEN=)\S*.*?[ (])?distdiag (?P<words>[a-z-].*)")
+
+
+def blocks(page: Path, *languages: str) -> Iterator[str]:
+    return (text for language, text in BLOCK.findall(page.read_text()) if language in languages)
+
+
+def command_lines() -> Iterator[tuple[str, list[str]]]:
+    """List the words after `distdiag` of every command line in the pages that people write, with its page."""
+    for page in PAGES:
+        lines = [line for text in blocks(page, "", "text", "sh") for line in text.splitlines()]
+        lines += [text.partition("\n")[0].removeprefix("$ ") for text in blocks(page, "console")]
+        for line in lines:
+            if found := _TYPED.match(line):
+                words = found["words"].removesuffix(')"') if line.startswith("eval") else found["words"]
+                yield f"{page.name}: {line}", shlex.split(words.split(')"')[0], comments=True)
+
+
+def parse(words: list[str]) -> None:
+    """Parse a command line as distdiag does. Raises what Typer raises for one that it does not understand."""
+    if words[0].startswith("-"):
+        return
+    name = " ".join(words[:2]) if " ".join(words[:2]) in HOMES else words[0]
+    make_docs.parsed_command(HOMES[name]).make_context(name, words[len(name.split()) :])
+
+
+@pytest.mark.parametrize(("where", "words"), [pytest.param(*each, id=each[0]) for each in command_lines()])
+def test_every_command_line_is_understood(where: str, words: list[str]) -> None:
+    parse(words)
+
+
+def test_a_command_line_with_a_wrong_option_is_not_understood() -> None:
+    with pytest.raises(Exception, match="no-such-option"):
+        parse(["pyspy-all", "--no-such-option"])
+
+
+def test_there_are_command_lines_of_every_command() -> None:
+    typed = {" ".join(words[: len(name.split())]) for _, words in command_lines() for name in HOMES}
+    assert {name for name, home in HOMES.items() if home} <= typed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_blocks_compile(page: Path) -> None:
+    for text in blocks(page, "python"):
+        compile(text, str(page), "exec")
+
+
+def test_names_of_the_python_api_are_there() -> None:
+    import distdiag
+
+    listed = re.findall(r"`(\w+)", (ROOT / "docs/reference/python-api.md").read_text())
+    assert set(distdiag.__all__) <= set(listed)
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+
+
+def test_every_sample_can_be_made_again_and_every_maker_is_used() -> None:
+    marked = {match["name"] for page in PAGES for match in make_samples._BLOCK.finditer(page.read_text())}
+    assert marked == set(make_samples.SAMPLES)
+
+
+def test_generated_pages_are_those_of_the_code() -> None:
+    stale = [name for name, make in make_docs.PAGES.items() if (ROOT / "docs" / name).read_text() != make()]
+    assert not stale, "run `make generated`"
+
+
+def test_a_new_finding_id_makes_the_page_stale(tmp_path: Path) -> None:
+    for name in ("distdiag", "docs"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "tests").mkdir()
+    shutil.copy(ROOT / "tests" / "make_docs.py", tmp_path / "tests")
+
+    def check() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "tests/make_docs.py", "--check"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+
+    assert check().returncode == 0
+    findings = tmp_path / "distdiag/commands/ports/node_findings.py"
+    findings.write_text(
+        findings.read_text() + '\n_NEW = Finding(id=f"{COMMAND}.never-seen", level=Level.FAIL, title="new")\n'
+    )
+    done = check()
+    assert done.returncode == 1
+    assert "docs/reference/finding-ids.md" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("pattern", "lines"),
+    [
+        ("CUDA out of memory", ["CUDA out of memory"]),
+        (r"a (?P<x>\d+) of b|no c", ["a … of b", "no c"]),
+        (r"\[rank(?P<r>\d+)\]: lost", ["[rank…]: lost"]),
+        (r"^(?:error|warn): nvcc(?:\.exe)? failed", ["error: nvcc.exe failed"]),
+    ],
+)
+def test_a_pattern_is_shown_as_the_line_that_people_paste(pattern: str, lines: list[str]) -> None:
+    assert make_docs.pasted_lines(pattern) == lines
+
+
+def test_the_site_is_built_without_a_dead_link(tmp_path: Path) -> None:
+    make_site.build(tmp_path / "site")
+    assert (tmp_path / "site" / "symptoms" / "index.html").is_file()
