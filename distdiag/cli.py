@@ -107,7 +107,8 @@ _SUBCOMMANDS: tuple[Sub, ...] = (
 
 
 _SYMPTOMS = (
-    ("the job hangs", "pyspy-all"),
+    ("the job hangs", "hang"),
+    ("  and you want every stack", "pyspy-all"),
     ("  in a collective (flight recorder on)", "flight-recorder DUMP..."),
     ("  in a lock, pipe, socket or file system", "trace blocked --job ID"),
     ("  and py-spy cannot attach: rerun it", "trace py -- train.py"),

@@ -6,8 +6,6 @@ knowledge/*.toml that are not patterns, and README.md, CHANGELOG.md and docs/. A
 file:line, and the exit status is 1. ALLOWED holds what may stay, each with its reason.
 """
 
-# ruff: noqa: E501 - a pattern is one line
-
 import ast
 import re
 import sys
@@ -69,6 +67,7 @@ NOT_TEXTS = {"pattern", "words", "source", "example", "name", "names"}
 # (part of a path, part of the text): why it may stay.
 ALLOWED: dict[tuple[str, str], str] = {
     ("commands/hang/types.py", "cannot tell"): "one of the four verdicts of a source",
+    ("docs/commands/hang.md", "cannot tell"): "one of the four verdicts of a source",
 }
 
 

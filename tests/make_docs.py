@@ -220,8 +220,8 @@ class Code:
         return {"…"}
 
     def _commands(self, path: Path) -> set[str]:
-        folder = path.relative_to(PACKAGE / "commands").parts[0] if PACKAGE in path.parents else path.stem
-        return {folder.removesuffix(".py").replace("_", "-")}
+        folder = path.relative_to(PACKAGE).parts[1] if PACKAGE in path.parents else path.stem
+        return {folder.removesuffix(".py").removeprefix("job_").replace("_", "-")}
 
     def _name(self, path: Path, name: str, inside: list[ast.FunctionDef], depth: int) -> set[str]:
         if name == "COMMAND":
@@ -308,7 +308,7 @@ class Code:
 def _top(path: Path) -> str:
     """Return the command's folder of a file, or the folder of what commands share."""
     parts = path.relative_to(PACKAGE).parts
-    return "/".join(parts[:2]) if parts[0] == "commands" else parts[0]
+    return "/".join(parts[:2]) if parts[0] == "commands" or len(parts) > 2 else parts[0]
 
 
 # Built at run time from the outcome of a connection or of pairs; the tests of the commands show which there are.

@@ -13,7 +13,7 @@ from distdiag.commands.hang.diagnose import diagnose
 from distdiag.commands.hang.types import COMMAND, NodeHang, Request
 from distdiag.commands.hang.view import hang_view
 from distdiag.jobs.collect import Processes
-from distdiag.jobs.roles import answers_to, to_look_at
+from distdiag.jobs.roles import answers_to, to_sample
 from distdiag.runner import Asks, Question, Subcommand
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _ask(request: Request, processes: Processes, timeout_s: float) -> dict[str, 
     """Return what a node is asked; None for one with nothing of a job, and no files that were named."""
     from distdiag.knowledge.job_logs import for_nodes
 
-    pids, once = to_look_at(processes.processes, helpers=False)
+    pids, once = to_sample(processes.processes, helpers=False)
     if not pids and not request.logs and not request.recorder:
         return None
     ranks = [(p.pid, p.place.rank if p.place else None) for p in processes.processes if p.pid in set(pids) - set(once)]

@@ -331,7 +331,7 @@ def cannot_tell(round_: Round, book: Book, silent: Sequence[int]) -> Finding:
     who = sorted({failure.rank for failure in waiting if failure.rank is not None})
     missing = f"; {name_ranks(silent)} logged nothing" if silent else ""
     return Finding(
-        id="logs.cannot-tell",
+        id="logs.undecided",
         level=Level.UNKNOWN,
         title=f"consequences only: {name_ranks(who) if who else 'ranks'} lost a peer or timed out{missing}",
         detail="What ended the first rank is not in these logs." + _unnamed(book),
