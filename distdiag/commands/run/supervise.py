@@ -173,7 +173,7 @@ class _Job:
         answer: dict[str, Any] = {}
         with contextlib.suppress(ValueError):
             answer = json.loads(done.stdout)
-        where = next((finding["where"]["ranks"] for finding in answer.get("findings", ())), [])
+        where: list[int] = next((finding["where"]["ranks"] for finding in answer.get("findings", ())), [])
         picture = Picture(
             reason=reason,
             at_s=round(began - self.began, 2),

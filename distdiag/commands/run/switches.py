@@ -100,7 +100,7 @@ def environment(
     """Return the variables of the whole job, and what each Python of it is asked: with --ranks those of these ranks."""
     values = {variable.name: variable.value for variable in chosen}
     some = switches.ranks is not None
-    asked = {
+    asked: dict[str, object] = {
         "socket": socket,
         "ranks": list(switches.ranks) if switches.ranks is not None else None,
         "env": values if some else {},
