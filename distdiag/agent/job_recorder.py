@@ -197,7 +197,7 @@ class Recorder:
                 self._thaw()
 
     def _hear(self) -> None:
-        """Read what distdiag says: the launcher's pid, "thaw"; nothing more once it has ended."""
+        """Read what distdiag says: the launcher's pid, "thaw", "ending"; nothing more once it has ended."""
         data = os.read(self._control, 4096)
         if not data:
             self._parent_is_there = False
@@ -206,6 +206,8 @@ class Recorder:
         for line in data.decode("ascii", "replace").split():
             if line == "thaw":
                 self._thaw()
+            elif line == "ending":  # distdiag ends the job itself, and has looked at it before
+                self._did_freeze = True
             elif line.isdigit():
                 self._launcher = int(line)
 

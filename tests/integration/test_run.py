@@ -39,11 +39,11 @@ def _report(folder: Path) -> dict[str, Any]:
 
 
 def _events(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
-    file = folder / "output" / "events.jsonl"
-    for line in file.read_text().splitlines() if file.exists() else ():
-        event = json.loads(line)
-        if event["event"] == kind:
-            yield event
+    for file in folder.glob("output.*/events.jsonl"):
+        for line in file.read_text().splitlines():
+            event = json.loads(line)
+            if event["event"] == kind:
+                yield event
 
 
 def _wait_for(happened: Any) -> None:  # noqa: ANN401 - a callable
@@ -111,8 +111,10 @@ def test_a_stalled_job_is_diagnosed_and_ended(tmp_path: Path) -> None:
     assert report["findings"][0]["id"] == "run.stalled"
     assert report["findings"][0]["where"]["ranks"] == [2]
     assert "--on-stall kill" in report["summary"]
-    (picture,) = report["data"]["pictures"]
+    # While the ranks still import torch, a busy machine may make them silent for so long: that is no hang.
+    *early, picture = report["data"]["pictures"]
     assert (picture["reason"], picture["verdict"]) == ("stall", "fail")
+    assert not [picture for picture in early if picture["verdict"] == "fail"]
 
 
 def test_the_job_and_its_record_outlive_distdiag(tmp_path: Path) -> None:
@@ -122,11 +124,10 @@ def test_the_job_and_its_record_outlive_distdiag(tmp_path: Path) -> None:
     job.wait()
     (tmp_path / "go").touch()
     out, _ = job.communicate(timeout=_LATE_S)
-    assert out.count(b"step") == 6
+    assert out.count(b"\n") == 6
     _wait_for(lambda: len(list(_events(tmp_path, "end"))) == 3)
     assert [event["status"] for event in _events(tmp_path, "end")] == [0, 0, 0]
-    kept = (tmp_path / "output" / "rank0.g0.stdout.log").read_bytes()
-    assert kept.count(b"step") == 5
+    assert _kept(tmp_path, 0) == out
 
 
 def test_sigterm_reaches_the_job_after_the_picture(tmp_path: Path) -> None:
@@ -144,8 +145,7 @@ def test_sigterm_reaches_the_job_after_the_picture(tmp_path: Path) -> None:
 
 
 def _kept(folder: Path, rank: int) -> bytes:
-    file = folder / "output" / f"rank{rank}.g0.stdout.log"
-    return file.read_bytes() if file.exists() else b""
+    return b"".join(file.read_bytes() for file in folder.glob(f"output.*/rank{rank}.g0.stdout.log"))
 
 
 def test_switches_are_printed_and_reach_the_ranks_that_are_named() -> None:

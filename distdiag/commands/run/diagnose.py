@@ -72,7 +72,8 @@ def _judge(request: Request, nodes: Sequence[NodeRun]) -> Iterator[Finding]:
     if not is_bad and not deaths:
         return
     report = logs_diagnose.diagnose(
-        LogsRequest(program=request.program, cluster=request.cluster), Gathered(facts=[_with_exits(n) for n in nodes])
+        LogsRequest(program=request.program, cluster=request.cluster),
+        Gathered(facts=[_with_exits(node, deaths) for node in nodes]),
     )
     first = report.findings[0] if report.findings else None
     if first is not None and first.level is Level.FAIL:
@@ -110,8 +111,12 @@ def _signal_was_first(at_s: float, node: NodeRun, deaths: Sequence[RankRun], nod
     return not deaths or node.began_at + at_s < _unix(deaths[0], nodes)
 
 
-def _with_exits(node: NodeRun) -> NodeLogs:
-    """Add to the logs how ranks ended as the kernel reports it, in place of what launchers write of these ranks."""
+def _with_exits(node: NodeRun, deaths: Sequence[RankRun]) -> NodeLogs:
+    """Add to the logs how ranks ended as the kernel reports it, in place of what launchers write of these ranks.
+
+    `deaths`: of all nodes, in order.
+    """
+    firsts = {rank.generation: rank for rank in reversed(deaths)}
     ended = [rank for rank in node.ranks if rank.ended_s is not None and rank.status is not None]
     known = {rank.rank for rank in ended}
     ended.sort(key=lambda rank: rank.ended_s or 0.0)
@@ -124,10 +129,8 @@ def _with_exits(node: NodeRun) -> NodeLogs:
         if not (event.id == "exit" and (not event.groups.get("rank") or int(event.groups["rank"]) in known))
     ]
     start_of_year = calendar.timegm((time.gmtime(node.began_at).tm_year, 1, 1, 0, 0, 0))
-    firsts: set[int] = set()
     for rank in ended:
-        is_first = rank.status not in (0, -15) and rank.generation not in firsts
-        firsts |= {rank.generation} if is_first else set()
+        is_first = rank is firsts.get(rank.generation)
         groups = {
             "rank": str(rank.rank),
             "code": str(rank.status),
@@ -197,7 +200,7 @@ def _terminated(name: str, at_s: float, nodes: Sequence[NodeRun]) -> Finding:
         id=f"{COMMAND}.terminated",
         level=Level.UNKNOWN,
         title=f"the job was ended from outside: {name} after {format_duration(at_s)}; no rank had failed",
-        detail="A time limit, a preemption, or somebody who ended it.",
+        detail="It was a time limit, a preemption or a user.",
         evidence=tuple(_pictured(nodes)),
         fix=Fix(text="in SLURM, see why", commands=("sacct -j $SLURM_JOB_ID --format=State,Elapsed,Timelimit",)),
     )

@@ -48,7 +48,7 @@ class Plan:
 
 def run(plan: Plan, *, say: Callable[[str], None]) -> NodeRun:
     """Run the job to its end and return what was recorded. `say` writes a line for people while it runs."""
-    output = os.path.join(plan.folder, "output")
+    output = os.path.join(plan.folder, f"output.{machine.host_name()}")  # nodes may share the folder
     private_files.make_folder(output)
     if plan.cores:
         _raise_core_limit()
@@ -130,6 +130,7 @@ class _Job:
         is_first = not any(picture.reason == name for picture in self.pictures)
         if number == signal.SIGTERM and self.plan.pictures and is_first and self._living():
             self._picture(name, _HANG_ON_TERM_S)
+        os.write(self._control, b"ending\n")
         child_job.send(child, number)
 
     def turn(self) -> None:
@@ -156,11 +157,12 @@ class _Job:
         if self.plan.on_stall == "kill" and (picture.verdict == "fail" or self._stall.is_still):
             self.killed = True
             self.say("distdiag run: ending the job (--on-stall kill)")
+            os.write(self._control, b"ending\n")
             child_job.send(self.child, signal.SIGTERM)
 
     def _picture(self, reason: str, limit_s: float) -> Picture:
         began = time.monotonic()
-        folder = os.path.join(self.plan.folder, f"hang-{len(self.pictures)}")
+        folder = os.path.join(self.plan.folder, f"hang-{len(self.pictures)}.{machine.host_name()}")
         masters = {event["master"] for event in self._events if len(event.get("master", "")) > 1}
         words = ["hang", "--json", "--save", folder, "--timeout", f"{limit_s:g}", "--user", str(os.geteuid())]
         words += ["--job", masters.pop()] if len(masters) == 1 else []

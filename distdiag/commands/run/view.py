@@ -43,7 +43,7 @@ def run_view(data: Run) -> Iterator[RenderableType]:
         yield table
     if data.folder:
         yield ""
-        yield Whole(f"output of each rank: {data.folder}/output")
+        yield Whole(f"output of each rank: {data.folder}/output.HOST")
 
 
 def status_text(status: int) -> str:
