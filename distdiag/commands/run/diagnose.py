@@ -208,14 +208,21 @@ def _terminated(name: str, at_s: float, nodes: Sequence[NodeRun]) -> Finding:
 
 def _died_first(deaths: Sequence[RankRun], nodes: Sequence[NodeRun], logs: Finding | None) -> Finding:
     rank = deaths[0]
+    missing = rank.world - len({each.rank for node in nodes for each in node.ranks})
+    if missing > 0:
+        title = f"{format_ranks([rank.rank], [rank.host])} ended first of the ranks recorded here; why is unknown"
+        fix = Fix(text="judge all nodes together, from one folder", commands=("distdiag run --from DIR",))
+    else:
+        title = f"{format_ranks([rank.rank], [rank.host])} ended first, with {_status(rank.status)}; why is unknown"
+        fix = logs.fix if logs is not None else None
     return Finding(
         id=f"{COMMAND}.died-first",
         level=Level.UNKNOWN,
-        title=f"{format_ranks([rank.rank], [rank.host])} ended first, with {_status(rank.status)}; why is unknown",
+        title=title,
         detail=logs.title if logs is not None else "",
         where=Where(ranks=(rank.rank,), hosts=(rank.host,), pids=(rank.pid,)),
         evidence=(*_order(deaths, nodes), *_pictured(nodes)),
-        fix=logs.fix if logs is not None else None,
+        fix=fix,
     )
 
 

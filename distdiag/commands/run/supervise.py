@@ -240,6 +240,7 @@ class _Job:
             generation=start["generation"],
             host=start["host"],
             pid=start["pid"],
+            world=start["world"],
             started_s=round(start["at"] - self.began_at, 3),
             ended_s=None if end is None else round(end["at"] - self.began_at, 3),
             status=None if end is None else end["status"],

@@ -24,7 +24,7 @@ class Request:
 class RankRun:
     """One rank of one generation, times in seconds since the job began.
 
-    `status`: exit status, negative for a signal; None if it is not known. `ended_s`: None if nobody saw it end. `oom`:
+    `world`: as its launcher says. `status`: exit status, negative for a signal; None if it is not known. `ended_s`: None if nobody saw it end. `oom`:
     the kernel counted a kill for lack of memory in its cgroup between its start and its end.
     """
 
@@ -34,6 +34,7 @@ class RankRun:
     host: str
     pid: int
     started_s: float
+    world: int = 0
     ended_s: float | None = None
     status: int | None = None
     oom: bool = False
