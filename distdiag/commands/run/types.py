@@ -24,7 +24,8 @@ class Request:
 class RankRun:
     """One rank of one generation, times in seconds since the job began.
 
-    `world`: as its launcher says. `status`: exit status, negative for a signal; None if it is not known. `ended_s`: None if nobody saw it end. `oom`:
+    `world`: as its launcher says. `status`: exit status, negative for a signal;
+    None if it is not known. `ended_s`: None if nobody saw it end. `oom`:
     the kernel counted a kill for lack of memory in its cgroup between its start and its end.
     """
 
