@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import shutil
@@ -66,9 +67,13 @@ def start(
     *,
     env: Mapping[str, str] | None = None,
     stdout: int | None = None,
+    stderr: int | None = None,
     dies_by: int = signal.SIGKILL,
 ) -> int:
-    """Start a program that dies with us, by `dies_by`; gives its pid. `mask` are the signals that it holds back."""
+    """Start a program that dies with us, by `dies_by` (0: it outlives us); return its pid.
+
+    `mask` are the signals that it holds back.
+    """
     _flush()
     child = os.fork()
     if child:
@@ -80,16 +85,41 @@ def start(
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if stdout is not None:
             os.dup2(stdout, 1)
+        if stderr is not None:
+            os.dup2(stderr, 2)
         os.execve(argv[0], list(argv), dict(os.environ if env is None else env))
     finally:
         # Never back into the program that this is a copy of.
         os._exit(127)
 
 
+def start_recorder(config: Mapping[str, object], keep: Sequence[int]) -> int:
+    """Start the recorder of a job, which outlives us, in a session of its own; return its pid. It inherits `keep`."""
+    _flush()
+    child = os.fork()
+    if child:
+        return child
+    try:
+        os.setsid()
+        os.chdir("/")
+        for number in keep:
+            os.set_inheritable(number, True)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        code = f"import sys; sys.path.insert(0, {root!r}); from distdiag.agent.job_recorder import main; main()"
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number in (0, 1, 2):
+            os.dup2(nothing, number)
+        os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", code, json.dumps(dict(config))])
+    finally:
+        os._exit(127)
+
+
 def wait(child: int, pass_on: Callable[[int, int], None], turn: Callable[[], None] | None = None) -> int:
     """Wait for a child to end: its exit status, negative for a signal.
 
-    `pass_on` is given its pid and each signal that is meant for the job; `turn` is called each second.
+    `pass_on` is given its pid and each signal that is meant for the job; `turn` is called each second, and when the job
+    is stopped.
     """
     while True:
         received = signal.sigtimedwait([*FORWARDED, signal.SIGCHLD], _TURN_S)
@@ -104,6 +134,8 @@ def wait(child: int, pass_on: Callable[[int, int], None], turn: Callable[[], Non
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             return os.waitstatus_to_exitcode(status)
+        if turn is not None:  # it was stopped or goes on, or another child has ended
+            turn()
 
 
 def send(pid: int, number: int) -> None:

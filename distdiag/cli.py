@@ -47,6 +47,7 @@ _SUBCOMMANDS: tuple[Sub, ...] = (
         "allreduce_bench.command:allreduce_bench",
         "Measure collectives, compare with the expected bandwidth, name late ranks.",
     ),
+    Sub("run", "run.command:run", "Start a job; if it fails, report which rank failed first, and why."),
     Sub("hang", "hang.command:hang", "Diagnose a stuck job: which rank holds it up, and why, from all evidence."),
     Sub(
         "pyspy-all",

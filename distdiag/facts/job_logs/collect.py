@@ -122,9 +122,10 @@ class Reader:
             if not error:
                 self._file(name, len(self._files) - 1, of_path(name))
 
-    def read_output(self, path: str, open_as: str, rank: int | None) -> None:
+    def read_output(self, path: str, open_as: str, rank: int | None, generation: int = 0) -> None:
         """Read a file that is opened under another name than its own, which only `rank` writes to, if one does."""
         own = of_path(path)
+        own.generation = own.generation or generation
         own.rank = own.rank if rank is None else rank
         self._files.append(LogFile(path))
         self._file(open_as, len(self._files) - 1, own)

@@ -1,4 +1,4 @@
-"""Python runs this at its start when `distdiag trace py` or `distdiag overflow` has put its directory into PYTHONPATH.
+"""Python runs this at its start when `distdiag run`, `trace py` or `overflow` has put its directory into PYTHONPATH.
 
 It takes itself out of the way, runs the sitecustomize that would have run without it, and starts what was asked for.
 """
@@ -8,6 +8,7 @@ import sys
 _ASKED = (
     ("DISTDIAG_LINES", "distdiag.training.line_trace.session", "trace: this process is not traced"),
     ("DISTDIAG_OVERFLOW", "distdiag.training.overflow.session", "overflow: this process is not checked"),
+    ("DISTDIAG_RUN", "distdiag.training.recorded_output", "run: the output of this process is not kept"),
 )
 """The variable that asks for it, the module that does it, and what is to be said if it cannot."""
 

@@ -1,0 +1,325 @@
+"""Records a job on one node: the output of each rank, and when and how each rank ended. Outlives distdiag itself.
+
+A process of its own in a session of its own, so neither Ctrl-C nor the death of distdiag takes it, and with it the
+job's output, away. It ends when nobody can write to the job's stdout and stderr any more.
+
+In its folder: `events.jsonl` (a line for each start and end of a rank), `jobN.*.log` and `rankR.gG.*.log` (output).
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+
+from distdiag.facts import machine, private_files
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+HEAD_BYTES = 4 * 2**20
+TAIL_BYTES = 8 * 2**20
+_BLOCK = 1 << 20
+_MOST_RANKS = 4096
+_MOST_FDS = 8
+_FROZEN_S = 20.0
+_PIDFD_GET_INFO = 0xC040FF0B
+"""_IOWR(0xFF, 11, struct pidfd_info) with the first, 64-byte form of it: include/uapi/linux/pidfd.h, Linux 6.15."""
+_PIDFD_INFO_EXIT = 1 << 3
+_LOST = b"\n[distdiag run: %d bytes are not kept here]\n"
+
+
+class Kept:
+    """A bounded copy of a stream: its first and last megabytes. What does not fit, or fails, never stops the stream."""
+
+    def __init__(self, path: str, *, head: int = HEAD_BYTES, tail: int = TAIL_BYTES) -> None:
+        self._path, self._head, self._half = path, head, tail // 2
+        self._file = _open(path)
+        self._size = self._lost = 0
+        self._segments: list[str] = []
+        self._number = 0
+
+    def write(self, data: bytes) -> None:
+        """Add to the copy."""
+        try:
+            self._write(data)
+        except OSError:  # full, or gone: what is there stays, and the job goes on
+            self._close()
+
+    def _write(self, data: bytes) -> None:
+        if self._file < 0:
+            return
+        limit = self._head if not self._segments else self._half
+        while self._size + len(data) > limit:
+            room = limit - self._size
+            cut = data.rfind(b"\n", 0, room) + 1 or room
+            _write_all(self._file, data[:cut])
+            data = data[cut:]
+            self._next()
+            limit = self._half
+        _write_all(self._file, data)
+        self._size += len(data)
+
+    def _next(self) -> None:
+        self._close()
+        self._number += 1
+        self._segments.append(f"{self._path}.{self._number}")
+        self._file, self._size = _open(self._segments[-1]), 0
+        if len(self._segments) > 2:
+            oldest = self._segments.pop(0)
+            self._lost += os.stat(oldest).st_size
+            os.unlink(oldest)
+
+    def finish(self) -> None:
+        """Put the last megabytes behind the first ones, in one file."""
+        self._close()
+        with contextlib.suppress(OSError):
+            if self._segments:
+                whole = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+                if self._lost:
+                    _write_all(whole, _LOST % self._lost)
+                for segment in self._segments:
+                    with open(segment, "rb") as file:
+                        while data := file.read(_BLOCK):
+                            _write_all(whole, data)
+                    os.unlink(segment)
+                os.close(whole)
+
+    def _close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+
+def _open(path: str) -> int:
+    with contextlib.suppress(OSError):
+        return private_files.open_file(path, os.O_WRONLY)
+    return -1
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    """Write all of it, also where somebody has made the descriptor non-blocking. Raises OSError."""
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(fd, view) :]
+        except BlockingIOError:
+            select.select([], [fd], [])
+
+
+class Copier(threading.Thread):
+    """Copies one stream to where it would have gone, and into its file."""
+
+    locks: dict[tuple[int, int], threading.Lock] = {}  # noqa: RUF012 - of all streams: lines of ranks are not to be torn
+
+    def __init__(self, read: int, out: int, path: str) -> None:
+        super().__init__(daemon=True)
+        self._read, self._out, self._kept = read, out, Kept(path)
+        status = os.fstat(out)
+        self._lock = self.locks.setdefault((status.st_dev, status.st_ino), threading.Lock())
+
+    def run(self) -> None:
+        """Copy to the end of the stream. Where its reader has gone, so does ours: the job gets its SIGPIPE."""
+        try:
+            while data := _read_some(self._read):
+                self._kept.write(data)
+                with self._lock:
+                    _write_all(self._out, data)
+        except OSError:
+            pass
+        finally:
+            os.close(self._read)
+            os.close(self._out)
+            self._kept.finish()
+
+
+def _read_some(fd: int) -> bytes:
+    """Read what a pipe holds at most, so that a write of a line is never cut in two; empty at the end."""
+    try:
+        return os.read(fd, _BLOCK)
+    except OSError as error:
+        if error.errno == errno.EIO:  # the other end of a pseudo-terminal has been closed
+            return b""
+        raise
+
+
+class Recorder:
+    """Takes ranks, copies their output and watches for their ends."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._folder = config["folder"]
+        self._listener = socket.socket(fileno=config["listener"])
+        self._listener.setblocking(False)
+        self._control = config["control"]
+        self._parent_is_there = True
+        self._launcher = 0
+        self._frozen_until = 0.0
+        self._did_freeze = not config["freeze"]
+        self._events = private_files.open_file(os.path.join(self._folder, "events.jsonl"), os.O_WRONLY | os.O_APPEND)
+        self._ranks: dict[int, dict[str, Any]] = {}
+        self._copiers: list[Copier] = []
+        self._outs: dict[tuple[int, int], int] = {}
+        for name, read, out, device, inode in config["streams"]:
+            self._outs[device, inode] = os.dup(out)
+            self._copy(read, out, f"job.{name}.log")
+
+    def _copy(self, read: int, out: int, name: str) -> None:
+        copier = Copier(read, out, os.path.join(self._folder, name))
+        copier.start()
+        self._copiers.append(copier)
+
+    def run(self) -> None:
+        """Work until nobody is left who writes."""
+        while any(copier.is_alive() for copier in self._copiers) or self._parent_is_there:
+            poll = select.poll()
+            for fd in (self._listener.fileno(), *self._ranks, *([self._control] if self._parent_is_there else [])):
+                poll.register(fd, select.POLLIN)
+            ready = {fd for fd, _ in poll.poll(500)}
+            for fd in ready & self._ranks.keys():
+                self._ended(fd)
+            if self._listener.fileno() in ready:
+                self._accept()
+            if self._control in ready:
+                self._hear()
+            if self._frozen_until and time.monotonic() > self._frozen_until:
+                self._thaw()
+
+    def _hear(self) -> None:
+        """Read what distdiag says: the launcher's pid, "thaw", "ending"; nothing more once it has ended."""
+        data = os.read(self._control, 4096)
+        if not data:
+            self._parent_is_there = False
+            self._did_freeze = True
+            self._thaw()
+        for line in data.decode("ascii", "replace").split():
+            if line == "thaw":
+                self._thaw()
+            elif line == "ending":  # distdiag ends the job itself, and has looked at it before
+                self._did_freeze = True
+            elif line.isdigit():
+                self._launcher = int(line)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            link, _ = self._listener.accept()
+            with link:
+                link.settimeout(1.0)
+                pid, uid, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+                size = array.array("i").itemsize
+                data, rights, _, _ = link.recvmsg(65536, socket.CMSG_SPACE(_MOST_FDS * size))
+                fds = array.array("i")
+                for level, kind, payload in rights:
+                    if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                        fds.frombytes(payload[: len(payload) // size * size])
+                if uid != os.geteuid() or not self._take(pid, json.loads(data), list(fds)):
+                    for fd in fds:
+                        os.close(fd)
+                    return
+                link.send(b"recorded")
+
+    def _take(self, pid: int, about: dict[str, Any], fds: list[int]) -> bool:
+        names = about["streams"]
+        if len(fds) != 2 * len(names) or len(self._ranks) >= _MOST_RANKS:
+            return False
+        for fd in fds:
+            os.set_inheritable(fd, False)
+        rank, generation = int(about["rank"]), int(about["generation"])
+        for number, name in enumerate(names):
+            kind = name if name in ("stdout", "stderr") else "output"
+            self._shorten(fds, 2 * number + 1)
+            self._copy(fds[2 * number], fds[2 * number + 1], f"rank{rank}.g{generation}.{kind}.log")
+        about.update(pid=pid, rank=rank, generation=generation, events_file=_memory_events(pid))
+        about["oom_kills"] = _oom_kills(about["events_file"])
+        self._tell("start", about)
+        with contextlib.suppress(OSError):
+            self._ranks[os.pidfd_open(pid)] = about
+        return True
+
+    def _shorten(self, fds: list[int], number: int) -> None:
+        """Lead what would go through the launcher's stream straight to its end: job.*.log is the launcher's alone."""
+        status = os.fstat(fds[number])
+        out = self._outs.get((status.st_dev, status.st_ino))
+        if out is not None:
+            os.close(fds[number])
+            fds[number] = os.dup(out)
+
+    def _ended(self, fd: int) -> None:
+        about = self._ranks.pop(fd)
+        status = _exit_status(fd, about["pid"])
+        os.close(fd)
+        is_bad = status != 0
+        if is_bad and not self._did_freeze and self._launcher and self._ranks:
+            # Before all else: a launcher looks every tenth of a second, and then kills the others.
+            self._did_freeze = True
+            self._freeze()
+        kills = _oom_kills(about["events_file"])
+        oom = kills is not None and about["oom_kills"] is not None and kills > about["oom_kills"]
+        self._tell("end", {**about, "status": status, "oom": oom, "frozen": bool(self._frozen_until)})
+
+    def _freeze(self) -> None:
+        with contextlib.suppress(OSError):
+            os.kill(self._launcher, signal.SIGSTOP)
+            self._frozen_until = time.monotonic() + _FROZEN_S
+
+    def _thaw(self) -> None:
+        if self._frozen_until:
+            self._frozen_until = 0.0
+            with contextlib.suppress(OSError):
+                os.kill(self._launcher, signal.SIGCONT)
+
+    def _tell(self, event: str, about: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):
+            line = {"event": event, "at": time.time(), **about}
+            _write_all(self._events, json.dumps(line).encode() + b"\n")
+
+
+def _exit_status(pidfd: int, pid: int) -> int | None:
+    """Return the exit status of a process that has just ended, negative for a signal; None if its parent was faster."""
+    raw: int | None = None
+    info = bytearray(struct.pack("Q", _PIDFD_INFO_EXIT) + b"\0" * 56)
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
+        if struct.unpack_from("Q", info)[0] & _PIDFD_INFO_EXIT:
+            raw = struct.unpack_from("i", info, 60)[0]
+    if raw is None:  # an older kernel: a zombie's last field, proc(5)
+        fields = machine.read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+        raw = int(fields[49]) if len(fields) > 49 and fields[0] == "Z" else None
+    return None if raw is None else os.waitstatus_to_exitcode(raw)
+
+
+def _memory_events(pid: int) -> str:
+    """Return the file that counts the kills for lack of memory in a process's cgroup; empty if there is none."""
+    for line in machine.read_text(f"/proc/{pid}/cgroup").splitlines():
+        controllers, path = [*line.split(":", 2), "", ""][1:3]
+        path = path.rstrip("/")
+        candidates = {
+            "": f"/sys/fs/cgroup{path}/memory.events",
+            "memory": f"/sys/fs/cgroup/memory{path}/memory.oom_control",
+        }
+        if controllers in candidates and os.path.exists(candidates[controllers]):
+            return candidates[controllers]
+    return ""
+
+
+def _oom_kills(path: str) -> int | None:
+    match = re.search(r"^oom_kill (\d+)", machine.read_text(path), re.MULTILINE) if path else None
+    return int(match[1]) if match else None
+
+
+def main() -> None:
+    """Record, as the first argument says."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTOU):
+        signal.signal(number, signal.SIG_IGN)
+    Recorder(json.loads(sys.argv[1])).run()

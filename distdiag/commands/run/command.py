@@ -1,0 +1,225 @@
+"""What you type for run."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from distdiag.options import FromOpt, JsonOpt, StrictOpt, called_as
+
+if TYPE_CHECKING:
+    from distdiag.commands.run.switches import Switches
+    from distdiag.commands.run.types import NodeRun, Request, Run
+    from distdiag.runner import Subcommand
+
+
+def run(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- LAUNCHER ARGS...", help="The command that starts the job today."),
+    ] = None,
+    save: Annotated[
+        str, typer.Option("--save", metavar="DIR", help="Keep the output of each rank and all facts there.")
+    ] = "",
+    stall: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="Run hang once no rank has written for so long; 0: never.")
+    ] = 300.0,
+    on_stall: Annotated[str, typer.Option(metavar="report|kill", help="What to do with a job that hangs.")] = "report",
+    pictures: Annotated[
+        bool,
+        typer.Option(help="Run hang before the launcher ends the other ranks, and before SIGTERM is passed on."),
+    ] = True,
+    sync: Annotated[
+        bool, typer.Option("--sync", help="CUDA_LAUNCH_BLOCKING=1: errors at the right line. Slow; hides races.")
+    ] = False,
+    gpus: Annotated[str, typer.Option(metavar="none|0,2", help="GPUs that the ranks see.")] = "",
+    nccl_debug: Annotated[
+        str, typer.Option(metavar="SUBSYS", help="Log NCCL's INIT,NET,COLL... into a file for each process.")
+    ] = "",
+    cores: Annotated[bool, typer.Option("--cores", help="Raise the limit of core dumps to the hard limit.")] = False,
+    recorder: Annotated[
+        bool, typer.Option("--recorder", help="Turn on PyTorch's flight recorder; dump on timeout and on request.")
+    ] = False,
+    check_collectives: Annotated[
+        bool, typer.Option("--check-collectives", help="TORCH_DISTRIBUTED_DEBUG=DETAIL: find mismatches. Slow.")
+    ] = False,
+    ranks: Annotated[
+        str, typer.Option(metavar="LIST", help="Set the switches above for these ranks only: 3, or 0,4-7.")
+    ] = "",
+    print_env: Annotated[
+        bool, typer.Option("--print-env", help="Print the variables that the switches set, and stop.")
+    ] = False,
+    from_: FromOpt = None,
+    as_json: JsonOpt = False,
+    strict: StrictOpt = False,
+) -> None:
+    """Start a job as you do now, and learn which rank failed first, why, and where the others were.
+
+    stdout, stderr, stdin, signals and the exit status are the job's own; the verdict follows on stderr if it fails.
+    Below srun, start it on every node with the same --save DIR; `distdiag run --from DIR` then judges all nodes.
+
+    Exit status: the job's own.
+    """
+    from distdiag.errors import UsageError
+    from distdiag.output import fail
+
+    if from_:
+        _judge_again(from_, as_json=as_json, strict=strict)
+    try:
+        if on_stall not in ("report", "kill"):
+            raise UsageError(f"--on-stall {on_stall!r} is not known", hint="write --on-stall report or kill")
+        if as_json and not print_env:
+            raise UsageError("--json: stdout is the job's", hint="--save DIR writes DIR/report.json")
+        switches = _switches(sync, gpus, nccl_debug, cores, recorder, check_collectives, ranks)
+        if print_env:
+            _print_variables(switches, save, as_json=as_json)
+        if not command:
+            raise UsageError("no job named", hint=f"{called_as()} run -- torchrun --nproc-per-node 8 train.py")
+        _run(command, switches, save, stall_s=stall, on_stall=on_stall, pictures=pictures)
+    except UsageError as error:
+        fail("run", error, as_json=as_json)
+
+
+def _switches(
+    sync: bool, gpus: str, nccl_debug: str, cores: bool, recorder: bool, check_collectives: bool, ranks: str
+) -> Switches:
+    from distdiag.commands.run.switches import Switches, parse, parse_ranks
+
+    return Switches(
+        sync=sync,
+        gpus=parse(gpus, r"none|[\w.,-]+", "--gpus", "write --gpus none, or --gpus 0,2"),
+        nccl_debug=parse(nccl_debug, r"\^?[A-Za-z_]+(,[A-Za-z_]+)*", "--nccl-debug", "write --nccl-debug INIT,NET"),
+        cores=cores,
+        recorder=recorder,
+        check_collectives=check_collectives,
+        ranks=parse_ranks(ranks),
+    )
+
+
+def _print_variables(switches: Switches, save: str, *, as_json: bool) -> NoReturn:
+    import shlex
+
+    from distdiag.commands.run.switches import variables
+    from distdiag.output import deliver_lines
+
+    chosen = variables(switches, os.path.abspath(save) if save else "$DIR", _torch_version())
+    of_ranks = f" (ranks {','.join(map(str, switches.ranks))})" if switches.ranks is not None else ""
+
+    def lines() -> list[str]:
+        return [f"export {each.name}={shlex.quote(each.value)}  # {each.why}{of_ranks}" for each in chosen]
+
+    deliver_lines("run", lines, as_json=as_json)
+
+
+def _torch_version() -> tuple[int, int] | None:
+    """Return the version of the PyTorch beside this Python, without importing it."""
+    import re
+    from importlib import metadata
+
+    try:
+        match = re.match(r"(\d+)\.(\d+)", metadata.version("torch"))
+    except metadata.PackageNotFoundError:
+        return None
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _run(
+    command: list[str], switches: Switches, save: str, *, stall_s: float, on_stall: str, pictures: bool
+) -> NoReturn:
+    from distdiag import child_job
+    from distdiag.commands.run import supervise
+    from distdiag.commands.run.switches import environment, variables
+    from distdiag.facts.private_files import temporary_folder
+    from distdiag.files import make_folder
+    from distdiag.output import say
+    from distdiag.training.recorded_output import VARIABLE
+
+    program = called_as()
+    argv = child_job.argv_of(command, example=f"{program} run -- torchrun train.py")
+    folder = os.path.abspath(save) if save else tempfile.mkdtemp(prefix="", dir=temporary_folder("run"))
+    make_folder("--save", folder)
+    env, asked = environment(
+        variables(switches, folder, _torch_version()), switches, "", child_job.watched(VARIABLE, "")
+    )
+    plan = supervise.Plan(
+        argv=argv,
+        env=env,
+        asked=asked,
+        folder=folder,
+        stall_s=stall_s,
+        on_stall=on_stall,
+        pictures=pictures,
+        cores=switches.cores,
+    )
+    node = supervise.run(plan, say=say)
+    _report(node, program, folder, keep=bool(save))
+    child_job.leave_like(node.status or 0)
+
+
+def _report(node: NodeRun, program: str, folder: str, *, keep: bool) -> None:
+    """Save the facts, and write the verdict to stderr if there is something to say."""
+    import contextlib
+    import json
+    import shutil
+
+    from distdiag.cluster.targets import Cluster
+    from distdiag.commands.run.types import COMMAND, Request
+    from distdiag.commands.run.view import run_view
+    from distdiag.errors import DistdiagError
+    from distdiag.files import write_whole
+    from distdiag.gathered import Gathered, save
+    from distdiag.output import Output, deliver, document, say
+    from distdiag.report import Verdict
+
+    request = Request(program=program, cluster=Cluster(), argv=node.argv, folder=folder)
+    gathered = Gathered(facts=[node])
+    report = subcommand().diagnose(request, gathered)
+    is_fine = report.verdict is Verdict.OK
+    if is_fine and not keep:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    try:
+        save(folder, COMMAND, request, gathered)
+        write_whole(os.path.join(folder, f"report.{node.host}.json"), json.dumps(document(report), indent=2).encode())
+    except DistdiagError as error:
+        say(f"distdiag run: {error}")
+    if not is_fine:
+        with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(typer.Exit):  # stdout is the job's
+            deliver(COMMAND, lambda: report, lambda made: run_view(made.data), Output())
+
+
+def _judge_again(paths: list[str], *, as_json: bool, strict: bool) -> NoReturn:
+    from distdiag import runner
+    from distdiag.cluster.targets import Cluster
+    from distdiag.commands.run.types import Request
+
+    def request() -> Request:
+        return Request(program=called_as(), cluster=Cluster())
+
+    runner.run(subcommand(), request, runner.Options(as_json, strict, "", paths))
+
+
+def subcommand() -> Subcommand[Request, NodeRun, Run]:
+    """Return what judges saved facts."""
+    from distdiag import runner
+    from distdiag.commands.run.diagnose import diagnose
+    from distdiag.commands.run.types import COMMAND, NodeRun, Request
+    from distdiag.commands.run.view import run_view
+    from distdiag.errors import UsageError
+
+    def nothing(*_: object) -> NoReturn:
+        raise UsageError("no job named", hint="distdiag run -- torchrun train.py")
+
+    return runner.Subcommand(
+        name=COMMAND,
+        request=Request,
+        facts=NodeRun,
+        collect=nothing,
+        diagnose=diagnose,
+        view=lambda _, __, report: run_view(report.data),
+        explain=nothing,
+    )

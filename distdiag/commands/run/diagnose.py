@@ -1,0 +1,249 @@
+"""What was recorded -> one verdict: which rank failed first and why, and where the others were. Pure."""
+
+from __future__ import annotations
+
+import calendar
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.unreached_hosts import host_findings
+from distdiag.commands.run.types import COMMAND, NodeRun, Picture, RankRun, Run
+from distdiag.diagnosis.job_logs import diagnose as logs_diagnose
+from distdiag.diagnosis.job_logs.types import Request as LogsRequest
+from distdiag.diagnosis.wording import counted, format_duration, format_ranks
+from distdiag.facts.job_logs.scan import Event, Stream
+from distdiag.facts.programs import signal_name
+from distdiag.gathered import Gathered
+from distdiag.report import Finding, Fix, Level, Report, Where
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from distdiag.commands.run.types import Request
+    from distdiag.facts.job_logs.collect import NodeLogs
+
+_ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
+_SHOWN = 8
+
+
+def diagnose(request: Request, gathered: Gathered[NodeRun]) -> Report[Run]:
+    """Report how the job ended: from deaths, kept output and pictures."""
+    nodes = gathered.facts
+    found = list(_judge(request, nodes))
+    found += host_findings(gathered.refusals, gathered.rows)
+    found.sort(key=lambda finding: _ORDER.index(finding.level))
+    ranks = tuple(rank for node in nodes for rank in node.ranks)
+    statuses = [node.status for node in nodes]
+    status = next((status for status in statuses if status), 0) if statuses else None
+    world = len({rank.rank for rank in ranks})
+    took_s = max((node.took_s for node in nodes), default=0.0)
+    summary = found[0].title if found else f"the job exited with status 0: {counted(world, 'rank')}"
+    return Report(
+        command=COMMAND,
+        data=Run(
+            argv=nodes[0].argv if nodes else (),
+            status=status,
+            took_s=took_s,
+            generations=max((rank.generation + 1 for rank in ranks), default=1),
+            world=world,
+            ranks=ranks,
+            pictures=tuple(picture for node in nodes for picture in node.pictures),
+            launcher_says=next(filter(None, (_launcher_says(node.logs) for node in nodes)), ""),
+            folder=request.folder,
+        ),
+        findings=tuple(found),
+        summary=summary,
+        interrupted=gathered.interrupted,
+    )
+
+
+def _judge(request: Request, nodes: Sequence[NodeRun]) -> Iterator[Finding]:
+    deaths = sorted(_deaths(nodes), key=lambda rank: _unix(rank, nodes))
+    stall = next((p for node in nodes for p in node.pictures if p.reason == "stall" and p.verdict == "fail"), None)
+    is_bad = any(node.status for node in nodes)
+    if stall is not None and (not deaths or _before(stall, deaths[0], nodes)):
+        yield _stalled(stall, killed=any(node.killed for node in nodes))
+        return
+    stopped = next(((name, at, node) for node in nodes for name, at in node.signals), None)
+    if stopped is not None and is_bad and _signal_was_first(stopped[1], stopped[2], deaths, nodes):
+        yield _terminated(stopped[0], stopped[1], nodes)
+        return
+    if not is_bad and not deaths:
+        return
+    report = logs_diagnose.diagnose(
+        LogsRequest(program=request.program, cluster=request.cluster),
+        Gathered(facts=[_with_exits(node, deaths) for node in nodes]),
+    )
+    first = report.findings[0] if report.findings else None
+    if first is not None and first.level is Level.FAIL:
+        yield replace(first, evidence=(*first.evidence, *_order(deaths, nodes), *_pictured(nodes)))
+        yield from report.findings[1:]
+    elif deaths:
+        yield _died_first(deaths, nodes, first)
+    else:
+        yield _unexplained(nodes)
+    if not is_bad:
+        yield _restarted(deaths)
+
+
+def _deaths(nodes: Sequence[NodeRun]) -> list[RankRun]:
+    """Return the ranks that ended badly, but for those that a launcher or a user ended."""
+    return [
+        rank
+        for node in nodes
+        for rank in node.ranks
+        if rank.ended_s is not None and rank.status not in (0, None, -15, -2, -1)
+    ]
+
+
+def _unix(rank: RankRun, nodes: Sequence[NodeRun]) -> float:
+    node = next(node for node in nodes if rank in node.ranks)
+    return node.began_at + (rank.ended_s or 0.0)
+
+
+def _before(picture: Picture, death: RankRun, nodes: Sequence[NodeRun]) -> bool:
+    node = next(node for node in nodes if picture in node.pictures)
+    return node.began_at + picture.at_s < _unix(death, nodes)
+
+
+def _signal_was_first(at_s: float, node: NodeRun, deaths: Sequence[RankRun], nodes: Sequence[NodeRun]) -> bool:
+    return not deaths or node.began_at + at_s < _unix(deaths[0], nodes)
+
+
+def _with_exits(node: NodeRun, deaths: Sequence[RankRun]) -> NodeLogs:
+    """Add to the logs how ranks ended as the kernel reports it, in place of what launchers write of these ranks.
+
+    `deaths`: of all nodes, in order.
+    """
+    firsts = {rank.generation: rank for rank in reversed(deaths)}
+    ended = [rank for rank in node.ranks if rank.ended_s is not None and rank.status is not None]
+    known = {rank.rank for rank in ended}
+    ended.sort(key=lambda rank: rank.ended_s or 0.0)
+    logs = node.logs
+    stream = len(logs.streams)
+    newest = max((rank.generation for rank in node.ranks), default=0)
+    events: list[Event] = [
+        replace(event, generation=min(event.generation, newest))  # a launcher's last lines count one more
+        for event in logs.events
+        if not (event.id == "exit" and (not event.groups.get("rank") or int(event.groups["rank"]) in known))
+    ]
+    start_of_year = calendar.timegm((time.gmtime(node.began_at).tm_year, 1, 1, 0, 0, 0))
+    for rank in ended:
+        is_first = rank is firsts.get(rank.generation)
+        groups = {
+            "rank": str(rank.rank),
+            "code": str(rank.status),
+            "pid": str(rank.pid),
+            "host": rank.host,
+            "launcher": "distdiag run",
+            **({"first": "yes"} if is_first else {}),
+        }
+        at = node.began_at + (rank.ended_s or 0.0) - start_of_year
+        text = f"rank {rank.rank}: {_status(rank.status)}"
+        events.append(Event("exit", stream, 0, text, at, rank.generation, None, groups))
+        if rank.oom:
+            text = "memory.events of its cgroup: oom_kill rose while it ran"
+            events.append(Event("oom-kill", stream, 0, text, at, rank.generation, None, {"pid": str(rank.pid)}))
+    streams = (*logs.streams, Stream(file=len(logs.files), label="distdiag run"))
+    return replace(logs, streams=streams, events=tuple(events))
+
+
+def _status(status: int | None) -> str:
+    if status is None:
+        return "exit status unknown"
+    return signal_name(-status) if status < 0 else f"exit status {status}"
+
+
+def _order(deaths: Sequence[RankRun], nodes: Sequence[NodeRun]) -> Iterator[str]:
+    """Yield in which order ranks ended, and torchrun's own opinion."""
+    if deaths:
+        start = _unix(deaths[0], nodes)
+        shown = [
+            f"rank {rank.rank} {_status(rank.status)}{' (out of memory)' if rank.oom else ''}"
+            + (f" +{_unix(rank, nodes) - start:.3f} s" if number else f" at {rank.ended_s:.2f} s")
+            for number, rank in enumerate(deaths[:_SHOWN])
+        ]
+        yield f"order of deaths: {', '.join(shown)}"
+    for node in nodes:
+        if says := _launcher_says(node.logs):
+            yield f"the launcher says: {says}"
+
+
+def _launcher_says(logs: NodeLogs) -> str:
+    exits = [event for event in logs.events if event.id == "exit"]
+    first = next((event for event in exits if event.groups.get("first")), None)
+    return first.text.partition("\n")[0][:200] if first is not None else ""
+
+
+def _pictured(nodes: Sequence[NodeRun]) -> Iterator[str]:
+    for node in nodes:
+        for picture in node.pictures:
+            if picture.verdict == "fail" or (picture.summary and picture.reason == "SIGTERM"):
+                yield f"hang at {picture.at_s:.1f} s ({picture.reason}): {picture.summary}"
+
+
+def _stalled(picture: Picture, *, killed: bool) -> Finding:
+    title = picture.summary + ("; the job was ended (--on-stall kill)" if killed else "")
+    return Finding(
+        id=f"{COMMAND}.stalled",
+        level=Level.FAIL,
+        title=title,
+        where=Where(ranks=picture.ranks),
+        evidence=(f"hang looked at {format_duration(picture.at_s)}, for {format_duration(picture.took_s)}",),
+        fix=Fix(text="see every rank at that moment", commands=(f"distdiag hang --from {picture.folder}",)),
+    )
+
+
+def _terminated(name: str, at_s: float, nodes: Sequence[NodeRun]) -> Finding:
+    return Finding(
+        id=f"{COMMAND}.terminated",
+        level=Level.UNKNOWN,
+        title=f"the job was ended from outside: {name} after {format_duration(at_s)}; no rank had failed",
+        detail="It was a time limit, a preemption or a user.",
+        evidence=tuple(_pictured(nodes)),
+        fix=Fix(text="in SLURM, see why", commands=("sacct -j $SLURM_JOB_ID --format=State,Elapsed,Timelimit",)),
+    )
+
+
+def _died_first(deaths: Sequence[RankRun], nodes: Sequence[NodeRun], logs: Finding | None) -> Finding:
+    rank = deaths[0]
+    missing = rank.world - len({each.rank for node in nodes for each in node.ranks})
+    if missing > 0:
+        title = f"{format_ranks([rank.rank], [rank.host])} ended first of the ranks recorded here; why is unknown"
+        fix = Fix(text="judge all nodes together, from one folder", commands=("distdiag run --from DIR",))
+    else:
+        title = f"{format_ranks([rank.rank], [rank.host])} ended first, with {_status(rank.status)}; why is unknown"
+        fix = logs.fix if logs is not None else None
+    return Finding(
+        id=f"{COMMAND}.died-first",
+        level=Level.UNKNOWN,
+        title=title,
+        detail=logs.title if logs is not None else "",
+        where=Where(ranks=(rank.rank,), hosts=(rank.host,), pids=(rank.pid,)),
+        evidence=(*_order(deaths, nodes), *_pictured(nodes)),
+        fix=fix,
+    )
+
+
+def _unexplained(nodes: Sequence[NodeRun]) -> Finding:
+    node = next(node for node in nodes if node.status)
+    ranks = [rank for rank in node.ranks]
+    what = f"{counted(len(ranks), 'rank')} started, none failed" if ranks else "no rank started"
+    return Finding(
+        id=f"{COMMAND}.launcher-failed",
+        level=Level.UNKNOWN,
+        title=f"the launcher ended with {_status(node.status)}; {what}",
+        evidence=tuple(_pictured(nodes)),
+        fix=Fix(text="read what the launcher wrote: job.*.log in the folder of --save"),
+    )
+
+
+def _restarted(deaths: Sequence[RankRun]) -> Finding:
+    ranks = sorted({rank.rank for rank in deaths})
+    return Finding(
+        id=f"{COMMAND}.recovered",
+        level=Level.WARN,
+        title=f"the job exited with status 0 after {format_ranks(ranks)} had failed",
+        where=Where(ranks=tuple(ranks)),
+    )

@@ -1,0 +1,310 @@
+"""Runs the job with a recorder beside it, and takes hang's picture when it stalls, a rank dies or SIGTERM comes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from distdiag import child_job
+from distdiag.commands.run.types import NodeRun, Picture, RankRun
+from distdiag.facts import machine, private_files, procs, programs
+from distdiag.facts.job_logs.collect import Reader
+from distdiag.training import recorded_output
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+_HANG_S = 15.0
+"""For hang's whole diagnosis; a death freezes the launcher for at most as long, see agent/job_recorder."""
+_HANG_ON_TERM_S = 8.0
+_DRAIN_S = 5.0
+_STILL = 0.01
+"""A main thread that ran for less than this share of the time makes no progress."""
+_MOST_LOGS = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How to run it. `stall_s`: 0 for never; `on_stall`: report or kill."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    asked: Mapping[str, object]
+    folder: str
+    stall_s: float = 300.0
+    on_stall: str = "report"
+    pictures: bool = True
+    cores: bool = False
+
+
+def run(plan: Plan, *, say: Callable[[str], None]) -> NodeRun:
+    """Run the job to its end and return what was recorded. `say` writes a line for people while it runs."""
+    output = os.path.join(plan.folder, f"output.{machine.host_name()}")  # nodes may share the folder
+    private_files.make_folder(output)
+    if plan.cores:
+        _raise_core_limit()
+    job = _Job(plan, output, say)
+    with child_job.signals_for_the_job() as mask, contextlib.ExitStack() as stack:
+        job.start(mask, stack)
+        status = child_job.wait(job.child, job.pass_on, job.turn)
+        job.took_s = time.monotonic() - job.began
+        job.drain()
+    return job.result(status)
+
+
+def _raise_core_limit() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (most, most))
+
+
+@dataclass
+class _Job:
+    plan: Plan
+    output: str
+    say: Callable[[str], None]
+    child: int = 0
+    recorder: int = 0
+    began: float = 0.0
+    began_at: float = 0.0
+    took_s: float = 0.0
+    killed: bool = False
+    pictures: list[Picture] = field(default_factory=list)
+    signals: list[tuple[str, float]] = field(default_factory=list)
+    _events: list[dict[str, Any]] = field(default_factory=list)
+    _read_to: int = 0
+    _control: int = -1
+    _stall: _Stall | None = None
+    _did_die: bool = False
+
+    def start(self, mask: set[signal.Signals | int], stack: contextlib.ExitStack) -> None:
+        """Start the recorder, then the job, whose output goes through it."""
+        place = private_files.temporary_folder("run", longest=60)
+        path = os.path.join(place, f"{os.getpid()}.{time.time_ns():x}")
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        listener.bind(path)
+        stack.callback(_unlink, path)
+        listener.listen(1024)
+        control, self._control = os.pipe()
+        streams, writes = [], {}
+        keep = [listener.fileno(), control]
+        for name, numbers in recorded_output.streams_of(1, 2):
+            read, write = recorded_output.channel(numbers[0])
+            status = os.fstat(write)
+            out = os.dup(numbers[0])
+            streams.append((name, read, out, status.st_dev, status.st_ino))
+            keep += [read, out]
+            writes.update(dict.fromkeys(numbers, write))
+        config = {
+            "folder": self.output,
+            "listener": listener.fileno(),
+            "control": control,
+            "streams": streams,
+            "freeze": self.plan.pictures,
+        }
+        self.recorder = child_job.start_recorder(config, keep)
+        for fd in keep[1:]:
+            os.close(fd)
+        env = {**self.plan.env, recorded_output.VARIABLE: json.dumps({**self.plan.asked, "socket": path})}
+        self.began, self.began_at = time.monotonic(), time.time()
+        argv = self.plan.argv
+        self.child = child_job.start(argv, mask, env=env, stdout=writes.get(1), stderr=writes.get(2), dies_by=0)
+        for fd in set(writes.values()):
+            os.close(fd)
+        os.write(self._control, f"{self.child}\n".encode())
+        self._stall = _Stall(self.plan.stall_s, self.output)
+
+    def pass_on(self, child: int, number: int) -> None:
+        """Pass a signal on to the job; before the first SIGTERM the picture is taken."""
+        name = programs.signal_name(number)
+        self.signals.append((name, round(time.monotonic() - self.began, 2)))
+        self._read()
+        is_first = not any(picture.reason == name for picture in self.pictures)
+        if number == signal.SIGTERM and self.plan.pictures and is_first and self._living():
+            self._picture(name, _HANG_ON_TERM_S)
+        os.write(self._control, b"ending\n")
+        child_job.send(child, number)
+
+    def turn(self) -> None:
+        """Look, once a second: has a rank died, does the job stall?"""
+        self._read()
+        frozen = next((event for event in self._events if event.get("frozen")), None)
+        if frozen is not None and not self._did_die:
+            self._did_die = True
+            if self._living():
+                self._picture("death", _HANG_S)
+            os.write(self._control, b"thaw\n")
+        living = self._living()
+        if self.plan.stall_s and living and self._stall is not None and self._stall.came(living):
+            self._stalled()
+
+    def _stalled(self) -> None:
+        assert self._stall is not None
+        picture = self._picture("stall", 2 * _HANG_S)
+        if picture.verdict in ("ok", "warn"):
+            self._stall.again()
+            return
+        where = f": {picture.summary}" if picture.summary else ""
+        self.say(f"distdiag run: no rank has made progress for {self.plan.stall_s:g} s{where}")
+        if self.plan.on_stall == "kill" and (picture.verdict == "fail" or self._stall.is_still):
+            self.killed = True
+            self.say("distdiag run: ending the job (--on-stall kill)")
+            os.write(self._control, b"ending\n")
+            child_job.send(self.child, signal.SIGTERM)
+
+    def _picture(self, reason: str, limit_s: float) -> Picture:
+        began = time.monotonic()
+        folder = os.path.join(self.plan.folder, f"hang-{len(self.pictures)}.{machine.host_name()}")
+        masters = {event["master"] for event in self._events if len(event.get("master", "")) > 1}
+        words = ["hang", "--json", "--save", folder, "--timeout", f"{limit_s:g}", "--user", str(os.geteuid())]
+        words += ["--job", masters.pop()] if len(masters) == 1 else []
+        words += ["--logs", self.output]
+        code = (
+            "import signal, sys; signal.pthread_sigmask(signal.SIG_SETMASK, ()); sys.argv[0] = 'distdiag'; "
+            "from distdiag.__main__ import main; main()"
+        )
+        done = programs.run([sys.executable, "-c", code, *words], timeout_s=limit_s + 5, env=_without_rank())
+        answer: dict[str, Any] = {}
+        with contextlib.suppress(ValueError):
+            answer = json.loads(done.stdout)
+        where: list[int] = next((finding["where"]["ranks"] for finding in answer.get("findings", ())), [])
+        picture = Picture(
+            reason=reason,
+            at_s=round(began - self.began, 2),
+            took_s=round(time.monotonic() - began, 2),
+            verdict=answer.get("verdict", ""),
+            summary=answer.get("summary", ""),
+            ranks=tuple(where),
+            class_name=(answer.get("data") or {}).get("class_name", ""),
+            folder=folder,
+            error="" if answer else f"hang did not answer: {done.stderr[-300:].decode('utf-8', 'replace')}",
+        )
+        self.pictures.append(picture)
+        with contextlib.suppress(OSError):
+            private_files.write_whole(os.path.join(folder, "report.json"), done.stdout)
+        return picture
+
+    def _read(self) -> None:
+        """Read what the recorder has written since."""
+        with contextlib.suppress(OSError), open(os.path.join(self.output, "events.jsonl"), "rb") as file:
+            file.seek(self._read_to)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._read_to += len(line)
+                self._events.append(json.loads(line))
+
+    def _living(self) -> list[int]:
+        ended = {event["pid"] for event in self._events if event["event"] == "end"}
+        return [event["pid"] for event in self._events if event["event"] == "start" and event["pid"] not in ended]
+
+    def drain(self) -> None:
+        """Let the recorder write what is left; what still runs of the job keeps it."""
+        os.close(self._control)
+        deadline = time.monotonic() + _DRAIN_S
+        while time.monotonic() < deadline:
+            if os.waitpid(self.recorder, os.WNOHANG)[0]:
+                return
+            time.sleep(0.01)
+
+    def result(self, status: int) -> NodeRun:
+        """Make the facts of what was recorded."""
+        self._read()
+        ends = {event["pid"]: event for event in self._events if event["event"] == "end"}
+        starts = [event for event in self._events if event["event"] == "start"]
+        return NodeRun(
+            host=machine.host_name(),
+            argv=tuple(self.plan.argv),
+            began_at=self.began_at,
+            took_s=round(self.took_s, 2),
+            status=status,
+            ranks=tuple(self._rank(event, ends.get(event["pid"])) for event in starts),
+            logs=_logs(self.output),
+            pictures=tuple(self.pictures),
+            signals=tuple(self.signals),
+            killed=self.killed,
+        )
+
+    def _rank(self, start: dict[str, Any], end: dict[str, Any] | None) -> RankRun:
+        return RankRun(
+            rank=start["rank"],
+            local=start["local"],
+            generation=start["generation"],
+            host=start["host"],
+            pid=start["pid"],
+            world=start["world"],
+            started_s=round(start["at"] - self.began_at, 3),
+            ended_s=None if end is None else round(end["at"] - self.began_at, 3),
+            status=None if end is None else end["status"],
+            oom=bool(end and end["oom"]),
+        )
+
+
+class _Stall:
+    """Notices that no rank has written anything for so long."""
+
+    def __init__(self, limit_s: float, folder: str) -> None:
+        self._limit_s, self._folder = limit_s, folder
+        self._size = -1
+        self._since = time.monotonic()
+        self._cpu_s: dict[int, float] = {}
+        self._is_known = False
+        self.is_still = False
+
+    def came(self, pids: list[int]) -> bool:
+        """Return whether a stall has come that is not known yet; `is_still`: no main thread has run since."""
+        now = time.monotonic()
+        size = sum(entry.stat().st_size for entry in os.scandir(self._folder) if entry.name.endswith(".log"))
+        if size != self._size or not self._cpu_s.keys() >= set(pids):
+            self._size, self._since, self._is_known = size, now, False
+            self._cpu_s = {pid: _main_thread_s(pid) for pid in pids}
+        if self._is_known or now - self._since < self._limit_s:
+            return False
+        self._is_known = True
+        ran_s = max((_main_thread_s(pid) - self._cpu_s[pid] for pid in pids), default=0.0)
+        self.is_still = ran_s < _STILL * (now - self._since)
+        return True
+
+    def again(self) -> None:
+        """Look for a stall anew: this was none, and another may come though nobody writes anything between."""
+        self._size = -1
+
+
+def _main_thread_s(pid: int) -> float:
+    """Return the CPU time of a main thread; 0 if it is gone."""
+    return next((task.cpu_s for task in procs.tasks(pid) if task.tid == pid), 0.0)
+
+
+def _logs(folder: str) -> Any:  # noqa: ANN401 - NodeLogs
+    """Read what was kept, each file as its rank's; the launcher's own lines last."""
+    from distdiag.knowledge.job_logs import for_nodes
+
+    reader = Reader({"patterns": for_nodes()})
+    for name in sorted(os.listdir(folder), key=lambda name: (name.startswith("job."), name))[:_MOST_LOGS]:
+        path = os.path.join(folder, name)
+        match = re.fullmatch(r"rank(\d+)\.g(\d+)\.(?:stdout|stderr|output)\.log(?:\.\d+)?", name)
+        if match:
+            reader.read_output(path, path, int(match[1]), int(match[2]))
+        elif name.startswith("job."):
+            reader.read_output(path, path, None)
+    return reader.found()
+
+
+def _without_rank() -> dict[str, str]:
+    """Return our environment for hang: it is no rank, and looks at this machine alone."""
+    names = ("SLURM_", "OMPI_", "PMI", "PRTE_", "TORCHELASTIC_", "MPI_", "HYDRA_")
+    plain = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return {name: value for name, value in os.environ.items() if not name.startswith(names) and name not in plain}
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)

@@ -1,0 +1,29 @@
+"""Five steps of three ranks: recorded_healthy.py [stall | waits FILE | environment]; tests of distdiag run."""
+
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+what = sys.argv[1] if len(sys.argv) > 1 else ""
+for step in range(5):
+    x = torch.ones(10)
+    dist.all_reduce(x)
+    if rank == 0:
+        print("step", step, x.sum().item(), flush=True)
+if what == "environment":
+    # One write, so that lines of ranks are not torn.
+    os.write(1, f"sync {rank} {os.environ.get('CUDA_LAUNCH_BLOCKING')}\n".encode())
+if what == "waits":
+    while not os.path.exists(sys.argv[2]):
+        time.sleep(0.05)
+if what == "stall" and rank == 2:
+    time.sleep(300)
+dist.barrier()
+if rank == 0:
+    print("all steps done", flush=True)
+dist.destroy_process_group()
