@@ -107,7 +107,7 @@ def sync_check(
     """Compare the state of all ranks bit by bit; every rank must call it at the same place.
 
     Args:
-        model: its parameters and buffers, non-persistent ones too.
+        model: its parameters and buffers, also non-persistent buffers.
         optimizer: its state and hyperparameters.
         step: of the training loop.
         dataloader: its length is compared.
@@ -117,7 +117,7 @@ def sync_check(
         save: a folder for `distdiag sync-check`: each rank writes its sums to rank_N.json.
 
     Returns:
-        The differences, the same on all ranks. Rank 0 also writes the first one to stderr.
+        The differences, the same on all ranks. Rank 0 also writes the first difference to stderr.
 
     Raises:
         OSError: the folder of `save` cannot be written.

@@ -429,9 +429,9 @@ def meeting_of(fleet: Fleet) -> RendezvousTest:
 
 
 def tell(job: Any, run: rank_runs.Run) -> None:  # noqa: ANN401 - of any command
-    if job.tell is not None:
+    if job.report_progress is not None:
         with output.Progress() as progress:
-            job.tell(run, progress)
+            job.report_progress(run, progress)
 
 
 @pytest.mark.parametrize("name", RANKS)

@@ -98,7 +98,7 @@ def test_lines_of_a_job_do_not_go_into_a_folder_of_another_user(shared: Path, sc
     done = trace("--", LINES, "prints", env={"TMPDIR": str(shared)})
     assert done.returncode == 3
     assert "argv ['prints']" in done.stdout
-    assert f"lines are not kept in {shared}/distdiag-lines-0: {says}; another folder: trace py --dir DIR" in done.stderr
+    assert f"cannot record lines in {shared}/distdiag-lines-0: {says}; choose another directory: " in done.stderr
     assert not list(shared.rglob("*.lines"))
 
 

@@ -205,7 +205,7 @@ def test_a_module_of_the_standard_library_is_included_by_its_name_and_an_unknown
     assert b"--include jsno traces nothing: no package of that name is installed; did you mean --include json?" in (
         done.stderr
     )
-    assert b"--include pytest.nothing traces nothing: there is no nothing in pytest" in done.stderr
+    assert b"--include pytest.nothing traces nothing: pytest has no nothing" in done.stderr
     text = distdiag("trace", "show", "--count", "dumps", str(tmp_path)).out
     assert "more than the last 20 lines, which were recorded: earlier lines are not counted" in " ".join(text.split())
 

@@ -250,7 +250,7 @@ class StepTransport(Transport):
 
     def why_it_ended(self, said: list[str]) -> tuple[HostState, str, str]:
         """Read all complaints: state, message ("" if unknown) and what to do."""
-        if any("cannot reach" in line and "where distdiag runs" in line for line in said):
+        if any("cannot reach" in line and "where distdiag" in line for line in said):
             words = next(line for line in said if "cannot reach" in line)
             return (
                 HostState.FILTERED,

@@ -57,8 +57,9 @@ def estimate(
     Exit status: 0 computed, 1 the figures cannot be true or the network is too slow, 2 wrong usage, 3 --bench cannot
     be judged, 130 interrupted.
 
-    Example:
-      distdiag estimate --params 176B --batch 2048 --seq 2048 --step-time 105 --gpus 384 --gpu "A100 SXM" --recompute
+    \b
+    Examples:
+      distdiag estimate --params 7B --batch 256 --seq 4096 --step-time 9 --gpus 8
     """
     from distdiag.commands.estimate.diagnose import COMMAND
     from distdiag.commands.estimate.view import estimate_view

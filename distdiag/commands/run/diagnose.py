@@ -211,7 +211,7 @@ def _died_first(deaths: Sequence[RankRun], nodes: Sequence[NodeRun], logs: Findi
     missing = rank.world - len({each.rank for node in nodes for each in node.ranks})
     if missing > 0:
         title = f"{format_ranks([rank.rank], [rank.host])} ended first of the ranks recorded here; why is unknown"
-        fix = Fix(text="judge all nodes together, from one folder", commands=("distdiag run --from DIR",))
+        fix: Fix | None = Fix(text="judge all nodes together, from one folder", commands=("distdiag run --from DIR",))
     else:
         title = f"{format_ranks([rank.rank], [rank.host])} ended first, with {_status(rank.status)}; why is unknown"
         fix = logs.fix if logs is not None else None
