@@ -45,7 +45,7 @@ check: $(VENV)/installed-dev ## Lint, types, import rules, generated files
 	$(MAKE) --no-print-directory completions COMPLETIONS=$(VENV)/completions
 	diff -r completions $(VENV)/completions
 	$(BIN)/python tests/make_docs.py --check
-	$(BIN)/python tests/check_words.py README.md docs
+	$(BIN)/python tests/check_words.py
 
 fix: $(VENV)/installed-dev ## Format, and mend what can be mended by itself
 	$(BIN)/ruff check --fix .
