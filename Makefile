@@ -23,8 +23,8 @@ run: $(VENV)/installed compiled ## Install distdiag into .venv and test two rank
 	@$(BIN)/distdiag gpu-test --nproc 2
 
 # Test files side by side, in their order: the long ones are in the middle. Then, alone, what measures time.
-# One more than processors, up to 4: much of a test is waiting. Three took 9 minutes on two of them, two took 12.
-WORKERS := $(shell n=$$(nproc); echo $$((n < 3 ? n + 1 : 4)))
+# Two more than processors, up to 4: much of a test is waiting.
+WORKERS := $(shell n=$$(nproc); echo $$((n < 3 ? n + 2 : 4)))
 SIDE_BY_SIDE := --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 # pytest leaves with 5 when it has no test: fine where ARGS choose tests of one kind only. What fails (1) is run once
 # more, with nothing beside it: a busy machine is no fault of the code. pytest names it both times.
