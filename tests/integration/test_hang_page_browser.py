@@ -10,7 +10,7 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from support import need
-from unit.test_hang import job_of, judge
+from unit.test_hang_verdict import job_of, judge
 
 from distdiag.commands.hang.html_report import make_page
 from distdiag.output import document
