@@ -32,7 +32,7 @@ PATIENCE_S = 5.0
 _LONGEST_WAIT_S = 60.0
 """How long to wait for holders that do write."""
 _IMPATIENT_S = 30.0
-"""How long not to wait at all after it was in vain."""
+"""How long not to wait again after a wait timed out."""
 _LOOK_S = 0.25
 """How often to look at what the holder does."""
 _JOB_NAMES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "LSB_JOBID", "PBS_JOBID", "FLUX_JOB_ID")

@@ -581,7 +581,7 @@ def availability(evidence: Evidence) -> Mapping[Source, tuple[str, str]]:
 
 
 _FACTS = {Source.STACKS: "watched", Source.WAITS: "blocked", Source.RECORDER: "dumps", Source.LOG: "logs"}
-"""Where what a source told before its deadline is kept."""
+"""Keep what each source returned before its deadline."""
 
 
 def _has_told(nodes: Sequence[NodeHang], source: Source) -> bool:
