@@ -53,8 +53,11 @@ def _wait_for(happened: Any) -> None:  # noqa: ANN401 - a callable
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(("kind", "status", "words"), [("raise", 1, "ValueError: label 1000"), ("kill", -9, "SIGKILL")])
-def test_the_rank_that_failed_first_is_named(tmp_path: Path, kind: str, status: int, words: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "statuses", "words"),
+    [("raise", {1, -6}, "ValueError: label 1000"), ("kill", {-9}, "SIGKILL")],  # -6: Gloo's threads at the exit, rarely
+)
+def test_the_rank_that_failed_first_is_named(tmp_path: Path, kind: str, statuses: set[int], words: str) -> None:
     job = _launch(["--save", str(tmp_path)], ["fails_in_many_ways.py", kind])
     _, err = job.communicate(timeout=_LATE_S)
     assert job.returncode == 1
@@ -64,7 +67,7 @@ def test_the_rank_that_failed_first_is_named(tmp_path: Path, kind: str, status: 
     assert words in finding["title"]
     assert [line for line in finding["evidence"] if line.startswith("order of deaths: rank 2 ")]
     assert report["data"]["ranks"][0]["pid"]
-    assert {rank["rank"]: rank["status"] for rank in report["data"]["ranks"]}[2] == status
+    assert {rank["rank"]: rank["status"] for rank in report["data"]["ranks"]}[2] in statuses
     assert finding["title"].split(":")[0].encode() in b" ".join(err.split())
     again = subprocess.run([PROGRAM, "run", "--from", tmp_path, "--json"], capture_output=True, check=False)
     assert again.returncode == 1

@@ -172,7 +172,12 @@ def evaluation(model: nn.Module, rank: int) -> None:
 OTHERS = {"join": uneven, "apart": apart, "odd": odd, "evaluation": evaluation}
 
 
-def train(how: str, where: str) -> None:
+def train(how: str, where: str) -> object:
+    """Train, and return what must live until the process ends.
+
+    DDP holds the last reference to Gloo's process group, whose destructor joins a thread with the GIL held; that thread
+    may be waiting for the GIL to free the last all_reduce (torch 2.13).
+    """
     goes_on: Any = "report" if how.startswith("goes-on:") else "raise"
     watch: Callable[[nn.Module], object] = lambda model: DebugUnderflowOverflow(model, on_detect=goes_on)  # noqa: E731
     if how.startswith("none:"):
@@ -187,13 +192,13 @@ def train(how: str, where: str) -> None:
     if how == "pipeline":
         pipeline(where, rank, watch)
         dist.destroy_process_group()
-        return
+        return None
     model = Model()
     outer = wrapped(model, how, watch)
     if where in OTHERS:
         OTHERS[where](outer, rank)
         dist.destroy_process_group()
-        return
+        return outer
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in range(4):
         optimizer.zero_grad()
@@ -210,6 +215,7 @@ def train(how: str, where: str) -> None:
         local = [getattr(one, "_local_tensor", one).double().nan_to_num(7, 8, 9).sum() for one in model.parameters()]
         print(f"weights {torch.stack(local).sum().item()!r}", flush=True)
         dist.destroy_process_group()
+    return outer
 
 
 def pairs(folder: Path, cases: list[str]) -> None:
@@ -238,7 +244,7 @@ def forked(path: Path, rank: int, how: str, where: str) -> int:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     try:
-        train(how, where)
+        _alive = train(how, where)
     except BaseException:  # noqa: BLE001 - as the interpreter itself does
         traceback.print_exc()
         sys.stderr.flush()
