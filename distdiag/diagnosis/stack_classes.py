@@ -143,6 +143,8 @@ def thread_at_work(sample: Sample, entries: Container[object] = ()) -> int | Non
     """
     if len(sample.threads) < 2 or not leaves_work_to_threads(sample.threads[0].frames):
         return None
+    if sample.gil_holder == sample.threads[0].os_thread_id:  # no other thread can run Python meanwhile
+        return None
     own = [thread for thread in sample.threads[1:] if user_frame(thread.frames) is not None]
     for chosen in (
         [thread for thread in own if _communicates(thread)],
@@ -325,7 +327,7 @@ def _locate(
     if kind is None and hint == "gpu":
         kind, operation = StackClass.CUDA_SYNC, "a call that waits for the GPU"
     if kind is None or kind is StackClass.LOCK:
-        kind = _by_name(frames) or _by_kernel(sample, main.syscall if main else "", busy=is_busy) or kind
+        kind = _by_name(frames) or _by_kernel(watched, main.syscall if main else "", busy=is_busy) or kind
     if main is not None and main.state == "D" and kind is not StackClass.COMM:
         kind = StackClass.STORAGE
     is_p2p = kind is StackClass.COMM and bool(_P2P.fullmatch(operation))
@@ -348,15 +350,28 @@ def _by_name(frames: Sequence[Frame]) -> StackClass | None:
     return None
 
 
-def _by_kernel(sample: Sample, syscall: str, *, busy: bool) -> StackClass | None:
+def _by_kernel(watched: Watched, syscall: str, *, busy: bool) -> StackClass | None:
+    sample = watched.samples[-1]
     if busy or (sample.state == "R" and not syscall):
         return StackClass.COMPUTE
-    if sample.gil_holder not in (None, sample.threads[0].os_thread_id) and syscall == "futex":
+    if syscall == "futex" and _is_stuck_on_gil(watched):
         return StackClass.GIL
     main = sample.standstill[0] if sample.standstill else None
     if main is not None and main.path.startswith("/") and not main.path.startswith(("/dev/", "/proc/")):
         return StackClass.STORAGE
     return None
+
+
+def _is_stuck_on_gil(watched: Watched) -> bool:
+    """Return whether another thread has the GIL, or this one waits for a thread and has kept it in all samples.
+
+    The latter is a deadlock when that thread needs the GIL to end, as below `~ProcessGroupGloo`.
+    """
+    samples = watched.samples
+    if samples[-1].gil_holder != samples[-1].threads[0].os_thread_id:
+        return samples[-1].gil_holder is not None
+    kept = all(sample.threads and sample.gil_holder == sample.threads[0].os_thread_id for sample in samples)
+    return kept and _moving(samples) is False
 
 
 def _operation(frames: Sequence[Frame], found: Frame) -> str:

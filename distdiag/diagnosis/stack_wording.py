@@ -137,7 +137,7 @@ def _doing(state: RankState) -> str:
         StackClass.CHECKPOINT: "checkpointing",
         StackClass.COMPILE: "compiling",
         StackClass.STORAGE: "",
-        StackClass.GIL: f"waiting for the GIL{_holder(state)}",
+        StackClass.GIL: _gil_wait(state),
         StackClass.LOCK: _waits_for(state, main),
         StackClass.DEBUGGER: "in the debugger, waiting for input",
         StackClass.CUDA_SYNC: "waiting for its GPU",
@@ -156,6 +156,13 @@ def _waits_for(state: RankState, main: Standstill | None) -> str:
     if len(others) == 1:
         return f"waiting for a lock or for its thread {_at(others[0])}"
     return "waiting for a lock or for another thread"
+
+
+def _gil_wait(state: RankState) -> str:
+    sample = state.last_sample
+    if sample is not None and sample.threads and sample.gil_holder == sample.threads[0].os_thread_id:
+        return "holds the GIL while it waits for another thread"
+    return f"waiting for the GIL{_holder(state)}"
 
 
 def _holder(state: RankState) -> str:

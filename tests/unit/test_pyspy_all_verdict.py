@@ -266,6 +266,16 @@ def test_the_gil_is_held_by_another_thread() -> None:
     assert "waiting for the GIL" in report.summary
 
 
+def test_a_thread_that_waits_and_never_releases_the_gil() -> None:
+    still = Standstill(1, "S", "futex_wait", "futex", "", None)
+    held = twice(frames(("close", "/home/me/train.py", 4)), still=still, gil_holder=1)
+    report = judge(job(twice(waits()), held, twice(waits())))
+    assert report.data.outliers[0].class_ == "gil"
+    assert "holds the GIL while it waits for another thread" in report.summary
+    released = twice(frames(("close", "/home/me/train.py", 4)), still=still)
+    assert judge(job(twice(waits()), released, twice(waits()))).data.outliers[0].class_ == "python"
+
+
 @pytest.mark.parametrize(
     ("inner", "expected"),
     [
