@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import sys
 import time
@@ -95,11 +96,21 @@ def test_a_recorder_names_the_rank_where_all_stacks_are_alike(tmp_path: Path) ->
         wait_until(lambda: len(list(dumps.glob("*[0-9]"))) == 3, 60, lambda: f"dumps: {list(dumps.iterdir())}")
         blind = ask(job)
         result = ask(job, "--recorder", str(dumps))
+        (old := tmp_path / "old").mkdir()
+        for file in dumps.glob(
+            "*[0-9]"
+        ):  # as the job may have left them an hour ago, when it waited for something else
+            content = pickle.loads(file.read_bytes())
+            content["distdiag_dumped_ns"] -= 3600 * 10**9
+            (old / file.name).write_bytes(pickle.dumps(content))
+        stale = ask(job, "--recorder", str(old))
     assert (verdict(blind), blind.code) == (("unknown", []), 3), blind.out + blind.err
     assert len(blind.report["data"]["candidates"]) == 2
     assert blind.report["data"]["next_experiment"].endswith("flight-recorder --how")
     assert (verdict(result), result.code) == (("deadlock", [2]), 1), result.out + result.err
     assert stands(result)["recorder"] == "agrees"
+    assert (verdict(stale), stands(stale)["recorder"]) == (("unknown", []), "cannot tell"), stale.out
+    assert re.search(r"the newest dump is 36\d\d s old, from before the ranks began to wait", stale.out)
 
 
 def test_a_slow_job_is_not_called_hung_and_goes_on() -> None:

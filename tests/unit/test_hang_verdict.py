@@ -145,7 +145,8 @@ def test_sure_sources_that_accuse_different_ranks_blame_nobody_and_name_both() -
     report = judge(node(waiting(), waiting(), twice(loads(), still=ASLEEP), waiting(), ras=(ras("n1", 0),)))
     assert (report.verdict, report.data.ranks) == (Verdict.UNKNOWN, ())
     assert len(report.data.candidates) == 2
-    assert report.data.candidates[0].startswith("stacks: rank 2")
+    assert report.data.candidates[0].startswith("rank 2 (n1, pid 102): ")
+    assert report.data.candidates[0].endswith("(stacks)")
     assert report.data.candidates[1].startswith("ras: ")
     assert report.data.next_experiment == "distdiag hang"
     assert {row.source: row.stand for row in report.data.sources}[Source.RAS] is Stand.DISAGREES

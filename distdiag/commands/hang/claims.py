@@ -63,7 +63,10 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """All that is known of one job, read once."""
+    """All that is known of one job, read once.
+
+    `stale_dumps_s`: the age of the newest dump where all are from before the present wait, and were not judged.
+    """
 
     request: Request
     nodes: Sequence[NodeHang]
@@ -73,6 +76,7 @@ class Evidence:
     case: Case
     recorder: FlightRecorder | None = None
     recorder_findings: tuple[Finding, ...] = ()
+    stale_dumps_s: float = 0.0
     log_findings: tuple[Finding, ...] = ()
     restarts: int = 0
     ras: tuple[RasVerdict, ...] = ()
@@ -121,28 +125,45 @@ def gather_evidence(request: Request, nodes: Sequence[NodeHang], job: Job, *, al
     )
     if not alone:
         return evidence
-    recorder, recorder_findings = _judge_recorder(evidence)
+    recorder, recorder_findings, stale_dumps_s = _judge_recorder(evidence)
     log_findings, restarts = _judge_log(evidence)
     return replace(
         evidence,
         recorder=recorder,
         recorder_findings=recorder_findings,
+        stale_dumps_s=stale_dumps_s,
         log_findings=log_findings,
         restarts=restarts,
     )
 
 
-def _judge_recorder(evidence: Evidence) -> tuple[FlightRecorder | None, tuple[Finding, ...]]:
+_CLOCKS_DIFFER_S = 10.0
+"""By how much the clock of a file server may be ahead of or behind that of a node."""
+
+
+def _judge_recorder(evidence: Evidence) -> tuple[FlightRecorder | None, tuple[Finding, ...], float]:
+    """Judge the dumps of the present wait; in an older one, ranks lack calls that they have made since."""
     from distdiag.diagnosis.flight_recorder.diagnose import diagnose
     from distdiag.diagnosis.flight_recorder.types import Request as Asked
 
-    dumps = [replace(each, host=node.host) for node in evidence.nodes for each in node.dumps]
+    # A rank that waits for its GPU wakes again and again: how long it has waited is not known.
+    waited_s = None if has_gpu(evidence) else evidence.waited_s()
+    ages, dumps = [], []
+    for node in evidence.nodes:
+        at_s = next((end.at_s for end in node.ended if end.source == Source.RECORDER), 0.0)
+        for each in node.dumps:
+            age_s = {dump.path: max(0.0, at_s - (dump.dumped_s or dump.modified_s)) for dump in each.dumps if at_s}
+            old = {path for path, age in age_s.items() if waited_s is not None and age > waited_s + _CLOCKS_DIFFER_S}
+            ages += [age_s[path] for path in old]
+            dumps.append(
+                replace(each, host=node.host, dumps=tuple(dump for dump in each.dumps if dump.path not in old))
+            )
     if not any(each.dumps for each in dumps):
-        return None, ()
+        return None, (), min(ages, default=0.0)
     request = evidence.request
     asked = Asked(program=request.program, cluster=request.cluster, world_size=evidence.job.world_size or 0)
     report = diagnose(asked, Gathered(facts=dumps))
-    return report.data, report.findings
+    return report.data, report.findings, 0.0
 
 
 def _judge_log(evidence: Evidence) -> tuple[tuple[Finding, ...], int]:
@@ -355,6 +376,9 @@ _OF_RECORDER = {
 def of_recorder(evidence: Evidence) -> Claim:
     """Say what the dumps come to."""
     found = [finding for finding in evidence.recorder_findings if finding.id in _OF_RECORDER]
+    if evidence.stale_dumps_s:
+        age = lasting(evidence.stale_dumps_s)
+        return Claim(source=Source.RECORDER, says=f"the newest dump is {age} old, from before the ranks began to wait")
     if not found:
         first = next(iter(evidence.recorder_findings), None)
         return Claim(source=Source.RECORDER, says=first.title if first else "no dump was read")

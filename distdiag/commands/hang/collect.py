@@ -41,12 +41,16 @@ _PIPES = (b"TORCH_FR_DEBUG_INFO_PIPE_FILE", b"TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
 
 @dataclass(frozen=True)
 class SourceEnd:
-    """How asking one source ended here. `why`: why it told nothing, or not all; `hint`: what would change that."""
+    """How asking one source ended here. `why`: why it told nothing, or not all; `hint`: what would change that.
+
+    `at_s`: when, by the node's clock, in seconds since 1970.
+    """
 
     source: str
     seconds: float
     why: str = ""
     hint: str = ""
+    at_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,8 @@ class _Run:
             if name in self._over:
                 return
             self._over.add(name)
-            self._tell(Part(ended=(SourceEnd(name, round(time.monotonic() - began, 3), why, hint),)))
+            end = SourceEnd(name, round(time.monotonic() - began, 3), why, hint, round(time.time(), 3))
+            self._tell(Part(ended=(end,)))
 
     def _send(self, name: str, part: Any) -> None:  # noqa: ANN401 - a Part, or a dictionary as of one
         with self._lock:

@@ -233,7 +233,8 @@ def _unknown(joined: Joined, rows: Sequence[SourceRow]) -> Finding:
     if joined.against:
         title = f"the sources disagree: {'; '.join(joined.candidates)}"
     else:
-        title = f"cannot decide: {_situation(evidence)}; either {' or '.join(joined.candidates)}"
+        one_of = "either " if len(joined.candidates) > 1 else "perhaps "
+        title = f"cannot decide: {_situation(evidence)}; {one_of}{' or '.join(joined.candidates)}"
     known = evidence.advisories
     bug = (
         f"A known bug matches: {known[0].applies}: {known[0].symptom} ({known[0].source}). {known[0].fix}."
@@ -267,10 +268,11 @@ def _situation(evidence: Evidence) -> str:
     all_of_them = (
         f"all {len(stacks.waiting)} ranks" if len(groups) == 1 and len(stacks.waiting) > 1 else briefly(groups[0])
     )
-    place = waits(groups[0][0]) if groups[0][0].thread.kind is StackClass.COMM else does(groups[0][0])
     more = f", {named([s.member.rank or 0 for g in groups[1:] for s in g])} elsewhere" if len(groups) > 1 else ""
     is_one = len(groups[0]) == 1
-    return f"{all_of_them} wait{'s' if is_one else ''} {place}{more}"
+    if groups[0][0].thread.kind is StackClass.COMM:
+        return f"{all_of_them} wait{'s' if is_one else ''} {waits(groups[0][0])}{more}"
+    return f"{all_of_them} {'is' if is_one else 'are'} at {does(groups[0][0])}{more}"
 
 
 def next_experiment(joined: Joined) -> tuple[str, tuple[str, ...]]:
@@ -285,6 +287,11 @@ def next_experiment(joined: Joined) -> tuple[str, tuple[str, ...]]:
         return "find the first failure in its log", (f"{request.program} logs PATH",)
     if joined.against:
         return "take it again a minute later: what moved was not stuck", (again(request, "hang"),)
+    native = [state for state in evidence.stacks.states if state.thread.kind in (StackClass.GIL, StackClass.LOCK)]
+    if native and native[0].member.pid is not None:
+        whom = () if request.cluster.typed() else ("--pid", str(native[0].member.pid))
+        words = ("pyspy-all", "--native", "--threads", "all", *whom)
+        return "see which C++ function waits (this pauses the process for about a second)", (again(request, *words),)
     if evidence.recorder is not None and len({member.host for member in evidence.job.members}) > 1:
         return "test the network without the job", (again(request, "ports"),)
     if evidence.recorder is not None:

@@ -103,7 +103,7 @@ def _accused(evidence: Evidence, claims: Mapping[Source, Claim], accusing: Seque
     is_fact = first.class_name in _STATES
     if (against and not is_fact) or (moves and first.class_name is not HangClass.SLOW):
         others = against or [claims[Source.STACKS]]
-        candidates = tuple(dict.fromkeys(f"{claim.source}: {claim.says}" for claim in [first, *others]))[:2]
+        candidates = tuple(dict.fromkeys(_candidate(claim) for claim in [first, *others]))[:2]
         return _made(
             evidence, claims, HangClass.UNKNOWN, Level.UNKNOWN, None, against=tuple(others), candidates=candidates
         )
@@ -132,9 +132,13 @@ def _nobody(evidence: Evidence, claims: Mapping[Source, Claim]) -> Joined:
     if recorder is not None and recorder.class_name is HangClass.OUTSIDE and stacks.outcome is Outcome.STANDSTILL:
         return _made(evidence, claims, HangClass.OUTSIDE, Level.UNKNOWN, recorder)
     suspects = [claim for claim in claims.values() if claim.accused and claim.class_name is not None]
-    candidates = tuple(f"{claim.source}: {claim.says}" for claim in suspects[:2])
+    candidates = tuple(map(_candidate, suspects[:2]))
     candidates = candidates or _open_candidates(evidence, in_flight=in_flight)
     return _made(evidence, claims, HangClass.UNKNOWN, Level.UNKNOWN, None, candidates=candidates)
+
+
+def _candidate(claim: Claim) -> str:
+    return f"{claim.says} ({claim.source})"
 
 
 def _open_candidates(evidence: Evidence, *, in_flight: bool) -> tuple[str, ...]:
@@ -143,6 +147,8 @@ def _open_candidates(evidence: Evidence, *, in_flight: bool) -> tuple[str, ...]:
     if evidence.stacks.outcome is Outcome.ALL_WAITING:
         between = "the network between the nodes" + (" or a GPU" if has_gpu(evidence) else "")
         return ("calls that do not fit together: another collective, group or size on some ranks", between)
+    if any(state.thread.kind is StackClass.GIL for state in evidence.stacks.states):
+        return ("a deadlock of that thread with one that needs the GIL", "a long call into C++ that keeps the GIL")
     if evidence.stacks.outcome in (Outcome.STANDSTILL, Outcome.ALONE):
         return ("it waits for something outside of the job", "it has not begun, or is at its end")
     return ("a rank that could not be read", "a rank on a host that was not asked")
