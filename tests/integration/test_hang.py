@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 from cluster import Network, need_network
 from cluster_ssh import SSHD, serve_ssh
-from jobs import PROGRAMS, Job, states
+from jobs import PROGRAMS, Job, free_port, states
 from support import distdiag, need, wait_until
+from test_nccl_ras import service as ras_service
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -111,6 +112,25 @@ def test_a_recorder_names_the_rank_where_all_stacks_are_alike(tmp_path: Path) ->
     assert stands(result)["recorder"] == "agrees"
     assert (verdict(stale), stands(stale)["recorder"]) == (("unknown", []), "cannot tell"), stale.out
     assert re.search(r"the newest dump is 36\d\d s old, from before the ranks began to wait", stale.out)
+
+
+def test_nccl_ras_is_asked_and_only_a_rank_behind_the_others_is_blamed(tmp_path: Path) -> None:
+    port = free_port()
+    answers = {}
+    with hung("two-groups", NCCL_RAS_ADDR=f"127.0.0.1:{port}") as job:
+        wait_hung(job)
+        for scenario in ("job_healthy", "job_lagging", "job_ahead", "job_dead"):
+            with ras_service(scenario, tmp_path, port):
+                answers[scenario] = ask(job)
+        answers["none"] = ask(job)
+    found = {scenario: (*verdict(result), stands(result)["ras"]) for scenario, result in answers.items()}
+    assert found == {
+        "job_healthy": ("unknown", [], "cannot tell"),
+        "job_lagging": ("not-in-collective", [2], "agrees"),
+        "job_ahead": ("unknown", [], "cannot tell"),  # the smaller group is ahead: it waits for nobody
+        "job_dead": ("unknown", [], "cannot tell"),  # its process is there: NCCL cannot reach it
+        "none": ("unknown", [], "not available"),
+    }
 
 
 def test_a_slow_job_is_not_called_hung_and_goes_on() -> None:

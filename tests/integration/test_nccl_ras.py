@@ -25,10 +25,10 @@ PROGRAM = Path(__file__).parent.parent / "programs" / "answers_as_nccl_ras.py"
 
 
 @contextmanager
-def service(scenario: str, folder: Path) -> Iterator[str]:
+def service(scenario: str, folder: Path, port: int = 0) -> Iterator[str]:
     place = folder / "port"
     place.unlink(missing_ok=True)
-    process = subprocess.Popen([sys.executable, str(PROGRAM), str(place), scenario])
+    process = subprocess.Popen([sys.executable, str(PROGRAM), str(place), scenario, str(port)])
     try:
         wait_until(lambda: place.exists() and place.read_text().endswith("\n"), 30, lambda: "the service did not start")
         yield f"127.0.0.1:{place.read_text().strip()}"

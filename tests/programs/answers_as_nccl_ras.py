@@ -1,4 +1,4 @@
-"""A stand-in for the RAS service of an NCCL job: PORTFILE SCENARIO, plays it until it is killed.
+"""A stand-in for the RAS service of an NCCL job: PORTFILE SCENARIO [PORT], plays it until it is killed.
 
 Texts have the form that NCCL's user guide shows and its sources print (2.24 to 2.28); JSON that of 2.28.7 and later. Of
 scenarios that move, every status has higher counts than the one before it.
@@ -171,6 +171,10 @@ SCENARIOS: dict[str, tuple[bool, bool, Callable[[int], str]]] = {
     "json_ahead": (True, False, lambda count: document(1024, {rank: 1 for rank in range(1024) if rank != 5}, count)),
     "json_dead": (True, False, lambda count: document(1024, {}, count, dead={5: "x"})),
     "json_silent": (True, False, lambda count: document(1024, {}, count, silent={5: "x", 6: "x"})),
+    "job_healthy": (True, False, lambda count: document(3, {}, count)),
+    "job_lagging": (True, False, lambda count: document(3, {2: 1}, count)),
+    "job_ahead": (True, False, lambda count: document(3, {0: 1, 2: 1}, count)),
+    "job_dead": (True, False, lambda count: document(3, {}, count, dead={2: "x"})),
     "garbage": (True, False, lambda count: "\x00\xff{[not what it was" * 1000),
     "huge": (True, False, lambda count: '{"communicators": [' + "1," * 6_000_000),
     "cut": (False, False, lambda count: lagging(count)[:900]),
@@ -229,7 +233,7 @@ def serve(client: Client, scenario: str, count: int) -> None:
 
 def main() -> None:
     place, scenario = sys.argv[1:3]
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server(("127.0.0.1", int(sys.argv[3]) if len(sys.argv) > 3 else 0))
     Path(place).write_text(f"{listener.getsockname()[1]}\n")
     count = 6649
     while True:

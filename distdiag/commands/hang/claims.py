@@ -444,6 +444,12 @@ def gone_ranks(evidence: Evidence) -> frozenset[int]:
     )
 
 
+def _living_ranks(evidence: Evidence) -> frozenset[int]:
+    """Return the ranks whose process was seen, whatever it does."""
+    members = (state.member for state in evidence.stacks.states if state.thread.kind is not StackClass.EXITED)
+    return frozenset(member.rank for member in members if member.rank is not None and member.process is not None)
+
+
 def of_ras(evidence: Evidence) -> Claim:
     """Say what NCCL's own RAS comes to."""
     from distdiag.diagnosis.ras import RasState
@@ -455,13 +461,20 @@ def of_ras(evidence: Evidence) -> Claim:
         if verdict.state is RasState.LAGGING and verdict.lags:
             lag = verdict.lags[0]
             ranks = _global_ranks(evidence, lag.members, lag.lagging, lag.n_lagging + lag.n_ahead)
-            claim = Claim(source=Source.RAS, says=verdict.why, class_name=HangClass.NOT_IN_COLLECTIVE)
+            says = f"{name_ranks(sorted(ranks))} behind: {verdict.why}" if ranks else verdict.why
+            claim = Claim(source=Source.RAS, says=says, class_name=HangClass.NOT_IN_COLLECTIVE)
             return replace(claim, ranks=ranks, hosts=_hosts(evidence, lag.members))
         if verdict.state is RasState.DEAD and verdict.dead:
             own = tuple(member.rank for member in verdict.dead)
             ranks = _global_ranks(evidence, verdict.dead, own, verdict.n_ranks)
-            claim = Claim(source=Source.RAS, says=verdict.why, class_name=HangClass.EXITED)
-            return replace(claim, ranks=ranks, hosts=_hosts(evidence, verdict.dead))
+            hosts = _hosts(evidence, verdict.dead)
+            if ranks and ranks <= _living_ranks(evidence):
+                # Stopped, or NCCL's threads in it cannot be reached: that it hangs for this reason is not proven.
+                says = f"{verdict.why}, but {name_ranks(sorted(ranks))} still run{'s' if len(ranks) == 1 else ''}"
+                return Claim(
+                    source=Source.RAS, says=says, class_name=HangClass.NETWORK, ranks=ranks, hosts=hosts, is_sure=False
+                )
+            return Claim(source=Source.RAS, says=verdict.why, class_name=HangClass.EXITED, ranks=ranks, hosts=hosts)
     moving = next((verdict for verdict in verdicts if verdict.state is RasState.MOVING), None)
     if moving is not None:
         return Claim(source=Source.RAS, says=moving.why, class_name=HangClass.NOT_HUNG)
