@@ -130,7 +130,7 @@ def test_nccl_ras_is_asked_and_only_a_rank_behind_the_others_is_blamed(tmp_path:
         "job_ahead": ("unknown", [], "cannot tell"),  # the smaller group is ahead: it waits for nobody
         "job_dead": ("unknown", [], "cannot tell"),  # its process is there: NCCL cannot reach it
         "none": ("unknown", [], "not available"),
-    }
+    }, {scenario: result.report["data"]["sources"][2] for scenario, result in answers.items()}
 
 
 def test_a_slow_job_is_not_called_hung_and_goes_on() -> None:
