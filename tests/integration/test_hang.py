@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from cluster import Network, need_network
+from cluster_slurm import Slurm, need_slurm
 from cluster_ssh import SSHD, serve_ssh
 from jobs import PROGRAMS, Job, free_port, states
 from support import distdiag, need, wait_until
@@ -168,6 +169,31 @@ def test_a_dead_node_costs_its_own_row_and_no_more_than_the_timeout(tmp_path: Pa
     assert verdict(result) == ("not-in-collective", [2]), result.out + result.err
     assert result.code == 1
     assert any(finding["where"]["hosts"] == ["node4"] for finding in result.report["findings"][1:])
+
+
+def test_a_slurm_node_that_does_not_answer_costs_its_own_row(tmp_path: Path) -> None:
+    need_slurm()
+    timeout_s = 20.0
+    with Slurm(3) as slurm:
+        job = slurm.allocate(3)
+        env = {"JOB_FOLDER": str(tmp_path), "HOW": "sleeps", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+        words = [f"{name}={value}" for name, value in env.items()]
+        slurm.start_step(job, "env", *words, sys.executable, str(PROGRAMS / f"{PROGRAM}.py"), options=("--ntasks=3",))
+        wait_until(lambda: (tmp_path / "bad").exists(), 60, lambda: "the fault has not happened")
+        time.sleep(6)  # the others are to have waited for longer than a step takes
+        slurm.freeze_slurmd("mn2")
+        wrap, began, kept = tuple(slurm.client.command()), time.monotonic(), ("--save", str(tmp_path / "kept"))
+        where = ("--slurm-job", str(job), "--timeout", f"{timeout_s:g}")
+        result = distdiag("hang", "--json", *where, *kept, wrap=wrap, env=slurm.env())
+        assert time.monotonic() - began < timeout_s + 2
+        slurm.thaw_slurmd("mn2")
+    assert (verdict(result), result.code) == (("not-in-collective", [2]), 1), result.out + result.err
+    assert {finding["id"]: finding["where"]["hosts"] for finding in result.report["findings"][1:]} == {
+        "hosts.timeout": ["mn2"],
+        "hang.unseen": [],
+    }
+    again = distdiag("hang", "--json", "--from", str(tmp_path / "kept"))
+    assert again.report["findings"] == result.report["findings"]
 
 
 def test_watch_leaves_a_job_alone_until_nobody_makes_progress() -> None:
