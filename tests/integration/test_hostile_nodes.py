@@ -207,6 +207,23 @@ def judge_stacks(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[Rend
     return diagnose(request, nodes, rows=rows, refusals=refusals), lambda report: pyspy_all_view(report, request)
 
 
+def judge_hang(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
+    from distdiag.commands.hang.diagnose import diagnose
+    from distdiag.commands.hang.html_report import make_page
+    from distdiag.commands.hang.subcommand import join
+    from distdiag.commands.hang.types import Request
+    from distdiag.commands.hang.view import hang_view
+
+    request = Request(program="distdiag", cluster=CLUSTER, verbose=True)
+    rows, refusals, missing = told.reached
+    nodes = [
+        join(node.host, node.told, told.more.get(node.name, ()), missing.get(node.name, "")) for node in told.machines
+    ]
+    report = diagnose(request, Gathered(facts=nodes, missing=missing, rows=rows, refusals=refusals))
+    assert make_page(output.document(report)).isascii()
+    return report, lambda report: hang_view(report, request)
+
+
 def judge_cores(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
     from distdiag.commands.core_bt.diagnose import diagnose
     from distdiag.commands.core_bt.types import Request
@@ -251,6 +268,7 @@ def readers() -> dict[str, Reader]:
     """List all that is read of nodes without ranks; imported late, as the program itself does."""
     from distdiag.commands.core_bt.collect import NodeCores
     from distdiag.commands.cuda_env.collect import Arrived, CudaFacts
+    from distdiag.commands.hang.collect import Part
     from distdiag.commands.ports.collect import NodePorts, ScanBatch
     from distdiag.commands.trace.fds import collect as fds
     from distdiag.commands.trace.show.collect import NodeLines
@@ -267,6 +285,7 @@ def readers() -> dict[str, Reader]:
         "ports-check": Reader(arguments=("ports", "127.0.0.1:1"), facts=NodePorts, more=ScanBatch, judge=judge_tried),
         "cuda-env": Reader(arguments=("cuda-env",), facts=Arrived, more=CudaFacts, judge=judge_cuda),
         "pyspy-all": Reader(arguments=("pyspy-all",), facts=Processes, more=Watched, judge=judge_stacks),
+        "hang": Reader(arguments=("hang", "--timeout", "10"), facts=Processes, more=Part, judge=judge_hang),
         "core-bt": Reader(arguments=("core-bt", "{core}"), facts=NodeCores, more=NodeCores, judge=judge_cores),
         "show": Reader(arguments=("trace", "show", "{lines}"), facts=NodeLines, more=NodeLines, judge=judge_lines),
         "blocked": trace("blocked", blocked.Reply, ("types", "diagnose", "view")),

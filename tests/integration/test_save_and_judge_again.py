@@ -39,6 +39,7 @@ def again(folder: Path, command: tuple[str, ...], typed: tuple[str, ...], *more:
 
 ON_A_JOB = {
     "pyspy-all": (("pyspy-all",), ("--job", "JOB")),
+    "hang": (("hang",), ("--job", "JOB")),
     "blocked": (("trace", "blocked"), ("--job", "JOB")),
     "fds": (("trace", "fds"), ("--job", "JOB")),
     "sys": (("trace", "sys"), ("--job", "JOB", "--for", "300ms")),
@@ -57,7 +58,7 @@ def test_of_a_hung_job(name: str, hung: tuple[Job, Path], tmp_path: Path) -> Non
     if name == "show":  # lines have to be some seconds old before a rank counts as stuck
         wait_until(lambda: distdiag("trace", "show", str(lines)).code == 1, 60, lambda: "trace show names nobody")
     found = again(tmp_path, command, tuple(places.get(word, word) for word in typed))
-    if name in ("pyspy-all", "blocked", "show"):
+    if name in ("pyspy-all", "hang", "blocked", "show"):
         assert found.report["verdict"] == "fail"
         assert distdiag(*command, "--from", str(tmp_path / "kept")).code == 1  # and for people
 
@@ -95,7 +96,7 @@ def test_of_dumps(tmp_path: Path) -> None:
 
 def test_hosts_that_were_not_reached_are_kept(tmp_path: Path) -> None:
     hosts = ("--hosts", "a,b", "--via", "sh -c 'exit 7' {host}", "--env", "TOKEN=geheim")
-    for command in (("cuda-env",), ("pyspy-all",), ("trace", "blocked"), ("core-bt",)):
+    for command in (("cuda-env",), ("pyspy-all",), ("hang",), ("trace", "blocked"), ("core-bt",)):
         found = again(tmp_path / command[-1], command, hosts)
         assert found.report["verdict"] == "unknown"
         assert {host for one in found.report["findings"] for host in one["where"]["hosts"]} == {"a", "b"}
