@@ -96,7 +96,7 @@ IDEFICS = Run(params=80e9, batch=3584, seq=1024, step_s=49, gpus=512, zero=3, re
 
 @pytest.mark.parametrize(("gb_per_s", "seconds"), [(42.5, 11.3), (8.5, 56.5), (212, 2.26)])
 def test_zero3_traffic_of_idefics_80b_as_published(gb_per_s: float, seconds: float) -> None:
-    # ml-engineering, training/model-parallelism: 3 x 2 x 80 / 42.5 s at 340 Gb/s between nodes, and 5 times less or more
+    # ml-engineering, training/model-parallelism: 3 x 2 x 80 / 42.5 s at 340 Gb/s between nodes, a fifth, and five times
     (row,) = (row for row in traffic(IDEFICS) if row.in_use)
     assert row.node_bytes_per_step / (gb_per_s * 1e9) == pytest.approx(seconds, rel=0.01)
 

@@ -109,8 +109,8 @@ def zero3_break_even_bits_per_s(run: Run, tflops: float) -> float:
     """Return the network of a node, in bits/s, on which ZeRO-3 sends as long as it computes at `tflops` per GPU.
 
     It sends 3 x bytes x N in each micro-batch and computes 6N (8N) operations for each token of a GPU, so the size of
-    the model cancels: rate = 3 x bytes x 8 x TFLOPS / (6 or 8 x tokens of a GPU and micro-batch). This is where the rule
-    "100 Gb/s is not enough, 200-400 is fine" for ZeRO-3 on V100 comes from, and why faster GPUs need more. Source:
+    the model cancels: rate = 3 x bytes x 8 x TFLOPS / (6 or 8 x tokens of a GPU and micro-batch). So come the rule for
+    ZeRO-3 on V100, "100 Gb/s is not enough, 200-400 is fine", and that faster GPUs need more. Source:
     https://github.com/deepspeedai/DeepSpeed/issues/2928 (the rule and its measurements).
     """
     tokens = run.tokens / run.gpus / run.micro_batches

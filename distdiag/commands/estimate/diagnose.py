@@ -11,9 +11,9 @@ from distdiag.commands.estimate.arithmetic import (
     Run,
     Traffic,
     init_std,
+    seconds_at,
     tflops_by_layers,
     tflops_by_params,
-    seconds_at,
     traffic,
     zero3_break_even_bits_per_s,
 )
