@@ -1,4 +1,4 @@
-"""`distdiag floatcmp --op`: from the two sides that were typed to the report. torch runs in a process of its own."""
+"""`distdiag floatcmp --op NAME A B`: from the two sides that were typed to the report. torch has its own process."""
 
 from __future__ import annotations
 
