@@ -67,15 +67,15 @@ def measure(kind: str, d: int, layers: int, rounds: int) -> None:
     def check() -> None:
         assert sync_check(model, optimizer, step=0).ok
 
-    step(), check()
+    step()
+    check()
     steps = statistics.median(timed(step) for _ in range(rounds))
     checks = statistics.median(timed(check) for _ in range(rounds))
     if dist.get_rank() == 0:
         weights = sum(weight.numel() for weight in model.parameters()) / 1e6
         share = 100 * checks / (EVERY * steps)
-        print(
-            f"{kind:<24}{weights:8.1f} M weights  step {1e3 * steps:8.0f} ms  check {1e3 * checks:7.1f} ms  {share:6.3f} %"
-        )
+        times = f"step {1e3 * steps:8.0f} ms  check {1e3 * checks:7.1f} ms"
+        print(f"{kind:<24}{weights:8.1f} M weights  {times}  {share:6.3f} %")
 
 
 def main() -> None:

@@ -93,8 +93,9 @@ def check_shards(case: str, alone: dist.ProcessGroup | None) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
     torch.manual_seed(0)
-    model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
-    whole = model[1] if "whole" in case else None
+    first, last = torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)
+    model: torch.nn.Module = torch.nn.Sequential(first, last)
+    whole = last if "whole" in case else None
     if case.startswith("zero"):
         model = DistributedDataParallel(model)
         group = alone if "replicas" in case else None
@@ -104,17 +105,16 @@ def check_shards(case: str, alone: dist.ProcessGroup | None) -> None:
     else:
         keeps = "orig" in case or "whole" in case
         strategy = ShardingStrategy.NO_SHARD if "none" in case else ShardingStrategy.FULL_SHARD
-        options = {"ignored_modules": [whole]} if whole is not None else {}
         group = alone if "replicas" in case else None
         sharded = FullyShardedDataParallel(
-            model[0] if "inner" in case else model,
+            first if "inner" in case else model,
             process_group=group,
             sharding_strategy=strategy,
             use_orig_params=keeps,
             device_id=torch.device("cpu"),
-            **options,
+            ignored_modules=[whole] if whole is not None else None,
         )
-        model = torch.nn.Sequential(sharded, DistributedDataParallel(model[1])) if "inner" in case else sharded
+        model = torch.nn.Sequential(sharded, DistributedDataParallel(last)) if "inner" in case else sharded
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     torch.manual_seed(7)
     for _ in range(2):

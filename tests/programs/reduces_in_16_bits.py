@@ -26,7 +26,8 @@ def wrapped(case: str) -> nn.Module:
         half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         wide = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         policy = half if case == "shard-bfloat16" else wide
-        return fully_shard(model, mesh=init_device_mesh("cpu", (size,)), mp_policy=policy)
+        fully_shard(model, mesh=init_device_mesh("cpu", (size,)), mp_policy=policy)
+        return model
     ddp = DistributedDataParallel(model.bfloat16() if case == "bfloat16" else model)
     if case == "compressed":
         ddp.register_comm_hook(None, fp16_compress_hook)

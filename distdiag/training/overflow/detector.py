@@ -516,7 +516,8 @@ class DebugUnderflowOverflow:
         return self._underflow.look(made.now, self.counts.steps, scaled=self._was_scaled)
 
     def _look_for_short_sums(self, made: StepGradients) -> list[str]:
-        ddp = self._ddp if self._ddp is not None else self._active_ddp and self._active_ddp()
+        active = self._active_ddp() if self._active_ddp is not None else None
+        ddp = self._ddp if self._ddp is not None else active
         return self._short_sums.step(made.now, ddp, ranks=ranks_of(self._group), scaled=self._was_scaled)
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:

@@ -131,7 +131,7 @@ class _Sums(TorchDispatchMode):
     """Notes a sum over numbers of 16 bits, unless it is kept in another dtype."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: torch.dtype | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
