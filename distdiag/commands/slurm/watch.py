@@ -95,12 +95,12 @@ def watch(
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
 ) -> None:
-    """Check that a job runs or waits in the queue, and that one that waits can start.
+    """Check that each job runs, or waits in the queue and can start.
 
     A job that is in neither state, is held, or waits for what never comes is a failure: run this from
     `distdiag slurm cron` with --sbatch=--mail-type=FAIL, and SLURM writes to you.
 
-    Exit status: 0 every job runs or waits, 1 one does not, 2 wrong usage, 3 SLURM did not answer, 130 interrupted.
+    Exit status: 0 every job runs or waits, 1 a job does not, 2 wrong usage, 3 SLURM did not answer, 130 interrupted.
 
     \b
     Examples:
