@@ -116,6 +116,16 @@ _SUBCOMMANDS: tuple[Sub, ...] = (
         ),
     ),
     Sub("estimate", "estimate.command:estimate", "Estimate TFLOPS of a training run, and the network it needs."),
+    Sub(
+        "slurm",
+        "",
+        "Run a command every few hours under SLURM; check that a job is in the queue (cron, watch).",
+        about="Batch jobs that repeat, and jobs that should be in the queue.",
+        below=(
+            Sub("cron", "slurm.cron:cron", "Run a command every few hours, as a job that submits its next run."),
+            Sub("watch", "slurm.watch:watch", "Check that a job runs or waits, and that it can start."),
+        ),
+    ),
 )
 
 
@@ -141,6 +151,7 @@ _SYMPTOMS = (
     ("I must stop a job that is not mine", "kill-switch on PATH"),
     ("is this training speed good?", "estimate"),
     ("the logs of many ranks are unreadable", "logs FILE..."),
+    ("is my training job still in the queue?", "slurm watch NAME"),
 )
 """What users see, and the command for it; each line fits 80 columns."""
 

@@ -11,11 +11,15 @@ from importlib import resources
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """Dense 16-bit matrix products of one GPU, in 1e12 operations a second."""
+    """Dense 16-bit matrix products of one GPU, in 1e12 operations a second.
+
+    `sparse_tflops`: with 2:4 sparsity, which is what newer data sheets print; 0: the GPU has none.
+    """
 
     name: str
     tflops: float
     source: str
+    sparse_tflops: float = 0
 
 
 @cache

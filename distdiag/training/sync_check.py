@@ -1,8 +1,10 @@
 """Whether all ranks of a job hold the same state: parameters, buffers, optimizer state, step, dataloader length, RNG.
 
 Each tensor becomes one 64-bit sum of its bits. Where all ranks agree, one reduction of three numbers is all that is
-sent; else one gather follows. What is sharded (DTensor, FSDP, ZeRO) is only compared between ranks that hold the same
-shard.
+sent, and with shards a few numbers of each rank; else one gather of all sums follows. What is sharded (DTensor, FSDP 1
+and 2, ZeRO) is only compared between ranks that hold the same shard: replicas of HYBRID_SHARD, or of a ZeRO group that
+is smaller than the job. What these frameworks keep whole on each rank (NO_SHARD, ignored modules, the weights of
+ZeRO-1) is compared as any replica.
 """
 
 from __future__ import annotations
@@ -199,10 +201,25 @@ def _gather(entries: Sequence[Entry], dist: Any, group: Any) -> dict[int, Sequen
     number, shards = int.from_bytes(digest, "little"), int(any(entry.shard not in ("", "-") for entry in entries))
     # The greatest of x and of -x are the same number where all ranks have the same x.
     high, low, any_shards = greatest([number, -number, shards], group)
-    if high == -low and not any_shards:
+    if high == -low and (not any_shards or _shards_agree(gather(_by_shard(entries), group))):
         return {}
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     return dict(zip(ranks, gather(list(entries), group)))
+
+
+def _by_shard(entries: Sequence[Entry]) -> dict[str, bytes]:
+    """Return a digest of what a rank holds of each shard."""
+    held: dict[str, list[Entry]] = {}
+    for entry in entries:
+        if entry.shard not in ("", "-"):
+            held.setdefault(entry.shard, []).append(entry)
+    return {shard: hashlib.blake2b(repr(of_it).encode(), digest_size=8).digest() for shard, of_it in held.items()}
+
+
+def _shards_agree(of_ranks: Sequence[Mapping[str, bytes]]) -> bool:
+    """Return whether all ranks that hold a shard hold the same; False also where they hold it of different weights."""
+    first: dict[str, bytes] = {}
+    return all(first.setdefault(shard, digest) == digest for held in of_ranks for shard, digest in held.items())
 
 
 def _entries(
@@ -226,13 +243,13 @@ def _entries(
         yield from _of_generators()
 
 
-def _of_model(model: Any) -> Iterator[tuple[str, str, Any, bool]]:  # noqa: ANN401
-    """Yield kind, name, tensor, and whether it is a shard that no DTensor describes."""
+def _of_model(model: Any) -> Iterator[tuple[str, str, Any, str]]:  # noqa: ANN401
+    """Yield kind, name, tensor, and which shard it is, where no DTensor describes that; "" for replicas."""
     if model is None:
         return
-    flat = any("FullyShardedDataParallel" in kind.__name__ for kind in type(model).__mro__)
+    of_fsdp = _of_fsdp1(model)
     for name, parameter in model.named_parameters():
-        yield "parameter", name, parameter, flat or _is_shard(parameter)
+        yield "parameter", name, parameter, _shard_of(parameter, of_fsdp)
     norms = {
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()
@@ -240,31 +257,79 @@ def _of_model(model: Any) -> Iterator[tuple[str, str, Any, bool]]:  # noqa: ANN4
         for name in ("running_mean", "running_var")
     }
     for name, buffer in model.named_buffers():
-        yield "BatchNorm statistics" if name in norms else "buffer", name, buffer, _is_shard(buffer)
+        yield "BatchNorm statistics" if name in norms else "buffer", name, buffer, _shard_of(buffer, {})
 
 
-def _is_shard(tensor: Any) -> bool:  # noqa: ANN401
-    """Return whether a framework marks it as a part of something: FSDP, DeepSpeed's ZeRO-3, Megatron's TP."""
-    flat = type(tensor).__name__ == "FlatParameter" or getattr(tensor, "_is_flat_param", False)
-    return bool(flat or hasattr(tensor, "ds_id") or getattr(tensor, "tensor_model_parallel", False))
+def _of_fsdp1(model: Any) -> dict[int, str]:  # noqa: ANN401
+    """Return, by the id of each parameter that FullyShardedDataParallel manages, which shard of it the rank holds.
+
+    It keeps a flat parameter for each wrapped module; with use_orig_params the model has views into its shard instead.
+    The ranks of `process_group` share it out; with HYBRID_SHARD there are several such groups, with equal shards.
+    """
+    found: dict[int, str] = {}
+    for module in model.modules():
+        handle = getattr(module, "_handle", None)
+        flat = getattr(handle, "flat_param", None)
+        if flat is None or not any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
+            continue
+        is_sharded = getattr(handle, "uses_sharded_strategy", True)
+        shard = _place_in(getattr(module, "process_group", None)) if is_sharded else ""
+        found.update((id(parameter), shard) for parameter in (flat, *(getattr(flat, "_params", None) or ())))
+    return found
 
 
-def _of_optimizer(model: Any, optimizer: Any) -> Iterator[tuple[str, str, Any, bool]]:  # noqa: ANN401
+def _place_in(group: Any) -> str:  # noqa: ANN401
+    """Return which of a group's shards this rank holds; "-" where that cannot be known."""
+    dist = torch_distributed()
+    if dist is None or group is None:
+        return "-"
+    try:
+        return f"{dist.get_rank(group)} of {dist.get_world_size(group)}"
+    except (ValueError, RuntimeError, TypeError):
+        return "-"
+
+
+def _shard_of(tensor: Any, of_fsdp: Mapping[int, str]) -> str:  # noqa: ANN401
+    """Return which shard a framework has marked it as: FSDP 1, DeepSpeed's ZeRO-3, Megatron's TP; "" for replicas."""
+    if id(tensor) in of_fsdp:
+        return of_fsdp[id(tensor)]
+    if type(tensor).__name__ == "FlatParameter" or getattr(tensor, "_is_flat_param", False):
+        return "-"
+    if hasattr(tensor, "ds_id"):
+        return _place_in(getattr(tensor, "ds_process_group", None))
+    return "-" if getattr(tensor, "tensor_model_parallel", False) else ""
+
+
+def _of_optimizer(model: Any, optimizer: Any) -> Iterator[tuple[str, str, Any, str]]:  # noqa: ANN401
     if optimizer is None:
         return
     names = {} if model is None else {parameter: name for name, parameter in model.named_parameters()}
-    kinds = [kind.__name__ for kind in type(optimizer).__mro__]
-    sharded = any("Zero" in kind or kind.startswith("DeepSpeed") for kind in kinds)
+    of_fsdp = {} if model is None else _of_fsdp1(model)
+    zero, state = _of_zero(optimizer)
     for at, settings in enumerate(optimizer.param_groups):
         for key, value in sorted(settings.items()):
             if key != "params" and isinstance(value, (bool, int, float, str, tuple, type(None))):
-                yield "optimizer", f"param_groups[{at}].{key}", value, False
+                yield "optimizer", f"param_groups[{at}].{key}", value, ""
         for number, parameter in enumerate(settings["params"]):
             name = names.get(parameter, f"group {at}, parameter {number}")
-            own = sharded or _is_shard(parameter)
-            for key, value in sorted(optimizer.state.get(parameter, {}).items()):
-                if _is_tensor(value) or (isinstance(value, (bool, int, float)) and not own):
-                    yield "optimizer state", f"{name}.{key}", value, own
+            shard = zero or _shard_of(parameter, of_fsdp)
+            for key, value in sorted(state.get(parameter, {}).items()):
+                if _is_tensor(value) or (isinstance(value, (bool, int, float)) and not shard):
+                    yield "optimizer state", f"{name}.{key}", value, shard
+
+
+def _of_zero(optimizer: Any) -> tuple[str, Mapping[Any, Any]]:  # noqa: ANN401
+    """Return which shard of its state an optimizer of ZeRO holds ("" for others), and that state.
+
+    torch's ZeroRedundancyOptimizer keeps whole states of some parameters in an optimizer of its own, DeepSpeed's a flat
+    part of all.
+    """
+    kinds = [kind.__name__ for kind in type(optimizer).__mro__]
+    if "ZeroRedundancyOptimizer" in kinds:
+        return _place_in(getattr(optimizer, "process_group", None)), optimizer.optim.state
+    if any("Zero" in kind or kind.startswith("DeepSpeed") for kind in kinds):
+        return _place_in(getattr(optimizer, "dp_process_group", None)), optimizer.state
+    return "", optimizer.state
 
 
 def _of_generators() -> Iterator[Entry]:
@@ -287,15 +352,15 @@ def _plain(kind: str, name: str, value: object) -> Entry:
     return Entry(kind, name, type(value).__name__, int.from_bytes(digest, "little"))
 
 
-def _summed(rows: Sequence[tuple[str, str, Any, bool]]) -> Iterator[Entry]:
+def _summed(rows: Sequence[tuple[str, str, Any, str]]) -> Iterator[Entry]:
     """Sum the bits of tensors; each device is waited for once."""
     torch = sys.modules.get("torch")
     described, sums = [], []
-    for kind, name, tensor, own in rows:
+    for kind, name, tensor, of_framework in rows:
         local, shape, shard = _local(tensor)
         if local.layout != torch.strided or local.device.type == "meta":  # type: ignore[union-attr]
             continue
-        described.append((kind, name, f"{tuple(shape)} {local.dtype}", "-" if own else shard))
+        described.append((kind, name, f"{tuple(shape)} {local.dtype}", of_framework or shard))
         sums.append(_sum(local.detach()))
     numbers: dict[int, int] = {}
     for device in {total.device for total in sums}:
@@ -307,6 +372,9 @@ def _summed(rows: Sequence[tuple[str, str, Any, bool]]) -> Iterator[Entry]:
 
 def _local(tensor: Any) -> tuple[Any, Any, str]:  # noqa: ANN401
     """Return what this rank holds, the shape that all should agree on, and which shard it is."""
+    part = getattr(tensor, "ds_tensor", None)  # DeepSpeed's ZeRO-3: the parameter itself is empty between forwards
+    if part is not None:
+        return part, getattr(tensor, "ds_shape", part.shape), ""
     placements = getattr(tensor, "placements", None)
     mesh = getattr(tensor, "device_mesh", None)
     if placements is None or mesh is None:

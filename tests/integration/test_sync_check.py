@@ -19,6 +19,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run all cases in one job: torch is imported once."""
     top = tmp_path_factory.mktemp("sync")
     cases = [*(fault for fault, *_ in PLANTED), "none", "same-rng", "rng", "pair", "batchnorm", "sharded"]
+    cases += [*SHARDED_AND_GOOD, *SHARDED_AND_BROKEN]
     job = Job("checks_sync", RANKS)
     job._argv += [str(top), *cases]
     with job:
@@ -47,6 +48,24 @@ PLANTED = [
     ("dataloader", "dataloader length", "values"),
     ("missing", "optimizer state module.first.bias.exp_avg", "missing on a rank"),
 ]
+
+
+SHARDED_AND_GOOD = {
+    "zero": True,
+    "zero-replicas": True,
+    "fsdp": True,
+    "fsdp-orig": True,
+    "fsdp-inner-orig": True,
+    "fsdp-none": False,
+}
+"""FSDP 1 and ZeroRedundancyOptimizer, and whether anything of it is sharded."""
+SHARDED_AND_BROKEN = {
+    "zero-replicas-broken": "optimizer state module.0.weight.exp_avg: rank 2 differs from ranks 0-1 (values)",
+    "fsdp-none-broken": "parameter _fsdp_wrapped_module._flat_param: rank 2 differs from ranks 0-1 (values)",
+    "fsdp-whole-broken": "parameter _fsdp_wrapped_module.1.bias: rank 2 differs from ranks 0-1 (values)",
+    "fsdp-inner-broken": "parameter 1.module.bias: rank 2 differs from ranks 0-1 (values)",
+}
+"""What each rank keeps whole beside shards, or holds the same shard of as others, is compared."""
 
 
 @pytest.mark.parametrize(("fault", "name", "why"), PLANTED)
@@ -95,6 +114,17 @@ def test_shards_are_not_taken_for_differences(folder: Path) -> None:
     head, *lines = found_by(folder, "sharded")
     assert head == "ok=True sharded=True"
     assert all(line.startswith("expected: ") for line in lines)
+
+
+@pytest.mark.parametrize("case", SHARDED_AND_GOOD)
+def test_shards_of_fsdp1_and_zero_are_told_from_replicas(folder: Path, case: str) -> None:
+    assert found_by(folder, case) == [f"ok=True sharded={SHARDED_AND_GOOD[case]}"]
+    assert distdiag("sync-check", str(folder / case / "saved")).code == 0
+
+
+@pytest.mark.parametrize("case", SHARDED_AND_BROKEN)
+def test_what_two_ranks_hold_beside_shards_is_compared(folder: Path, case: str) -> None:
+    assert found_by(folder, case)[1] == SHARDED_AND_BROKEN[case]
 
 
 def test_files_of_something_else_are_refused(tmp_path: Path) -> None:

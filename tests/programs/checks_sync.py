@@ -1,6 +1,7 @@
 """Three ranks that train two steps and then compare their state, once for each fault: FOLDER FAULT...
 
 The fault is planted on the last rank. Each rank writes what it found as lines. "pair": only ranks 0 and 1 compare.
+"zero-...", "fsdp-...": weights or optimizer state are sharded; "...-broken": a value that two ranks hold differs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from distdiag import sync_check
@@ -86,11 +88,63 @@ def check(fault: str, pair: dist.ProcessGroup | None) -> None:
     (folder / f"found-{rank}").write_text("\n".join([f"ok={result.ok} sharded={result.sharded > 0}", *lines]))
 
 
+def check_shards(case: str, alone: dist.ProcessGroup | None) -> None:
+    """Train with FSDP 1 or ZeRO-1, over all ranks or (alone) each rank in a group of its own."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    torch.manual_seed(0)
+    first, last = torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)
+    model: torch.nn.Module = torch.nn.Sequential(first, last)
+    whole = last if "whole" in case else None
+    if case.startswith("zero"):
+        model = DistributedDataParallel(model)
+        group = alone if "replicas" in case else None
+        optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, process_group=group, lr=0.01
+        )
+    else:
+        keeps = "orig" in case or "whole" in case
+        strategy = ShardingStrategy.NO_SHARD if "none" in case else ShardingStrategy.FULL_SHARD
+        group = alone if "replicas" in case else None
+        sharded = FullyShardedDataParallel(
+            first if "inner" in case else model,
+            process_group=group,
+            sharding_strategy=strategy,
+            use_orig_params=keeps,
+            device_id=torch.device("cpu"),
+            ignored_modules=[whole] if whole is not None else None,
+        )
+        model = torch.nn.Sequential(sharded, DistributedDataParallel(last)) if "inner" in case else sharded
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    torch.manual_seed(7)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(16, 64)).sum().backward()
+        if whole is not None:
+            for weight in whole.parameters():
+                dist.all_reduce(weight.grad)
+        optimizer.step()
+    if case.endswith("broken") and rank == size - 1:
+        with torch.no_grad():
+            if case.startswith("zero"):
+                inner = optimizer.optim  # type: ignore[attr-defined]
+                next(iter(inner.state.values()))["exp_avg"][0] += 1
+            else:
+                next(weight for weight in reversed(list(model.parameters())) if weight.numel()).view(-1)[0] += 1
+    result = sync_check(model, optimizer, save=str(top / case / "saved"))
+    lines = [f"{'expected: ' if each.expected else ''}{each}" for each in result.differences]
+    (top / case / f"found-{rank}").write_text("\n".join([f"ok={result.ok} sharded={result.sharded > 0}", *lines]))
+
+
 dist.init_process_group("gloo")
 try:
     of_two = dist.new_group([0, 1])
+    groups = [dist.new_group([each]) for each in range(size)]
     for each in faults:
-        check(each, of_two)
+        if each.startswith(("zero", "fsdp")):
+            check_shards(each, groups[rank])
+        else:
+            check(each, of_two)
         print(f"done {each}", file=sys.stderr, flush=True)
 finally:
     dist.destroy_process_group()

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 import pytest
 from support import distdiag
 
-from distdiag.commands.estimate.arithmetic import Run, init_std, tflops_by_layers, tflops_by_params, traffic
+from distdiag.commands.estimate.arithmetic import (
+    Run,
+    init_std,
+    seconds_at,
+    tflops_by_layers,
+    tflops_by_params,
+    traffic,
+    zero3_break_even_bits_per_s,
+)
 from distdiag.commands.estimate.diagnose import Network, diagnose
 from distdiag.knowledge.bandwidth import tables
 from distdiag.knowledge.peaks import find_peaks, peaks
@@ -83,6 +91,47 @@ def test_zero3_at_400_gbps() -> None:
     assert [finding.id for finding in slow] == ["estimate.network-bound"]
 
 
+IDEFICS = Run(params=80e9, batch=3584, seq=1024, step_s=49, gpus=512, zero=3, recompute=True)
+
+
+@pytest.mark.parametrize(("gb_per_s", "seconds"), [(42.5, 11.3), (8.5, 56.5), (212, 2.26)])
+def test_zero3_traffic_of_idefics_80b_as_published(gb_per_s: float, seconds: float) -> None:
+    # ml-engineering, training/model-parallelism: 3 x 2 x 80 / 42.5 s at 340 Gb/s between nodes, a fifth, and five times
+    (row,) = (row for row in traffic(IDEFICS) if row.in_use)
+    assert row.node_bytes_per_step / (gb_per_s * 1e9) == pytest.approx(seconds, rel=0.01)
+
+
+def test_computation_of_idefics_80b_as_published() -> None:
+    # the same page: 4 x 2 x 80 x 1024 x 3584 / (512 x 1e3 x 250) = 18 s, and 51 s at the 90 TFLOPS of its log
+    assert seconds_at(IDEFICS, 250) == pytest.approx(18.35, rel=0.01)
+    assert seconds_at(IDEFICS, 90) == pytest.approx(51, rel=0.01)
+    assert tflops_by_params(IDEFICS, recompute=True) == pytest.approx(90, rel=0.05)
+
+
+def test_the_400_gbps_rule_follows_from_traffic_and_computation() -> None:
+    # On the break-even network sending takes as long as computing, whatever the size of the model.
+    for params, micro_batches in ((80e9, 1), (8e9, 4)):
+        run = replace(IDEFICS, params=params, micro_batches=micro_batches)
+        (row,) = (row for row in traffic(run) if row.in_use)
+        need = zero3_break_even_bits_per_s(run, 156)
+        assert row.node_bytes_per_step * 8 / need == pytest.approx(seconds_at(run, 156), rel=0.01)
+    # A V100 at 40 TFLOPS with 600 tokens in a micro-batch: 0.75 x 40e12 / 600 bytes/s, the 400 Gb/s of the rule.
+    v100 = Run(params=176e9, batch=384, seq=600, step_s=21, gpus=384, zero=3, recompute=True)
+    assert zero3_break_even_bits_per_s(v100, 40) == pytest.approx(400e9, rel=0.01)
+
+
+def test_data_parallel_groups_of_a_node_share_its_network() -> None:
+    run = replace(BLOOM, tp=8, pp=1, gpus=64, gpus_per_node=8)
+    rows = {row.kind: row for row in traffic(run)}
+    assert rows["DDP"].node_bytes_per_step == 8 * rows["DDP"].bytes_per_step
+    assert rows["TP=8"].within_node
+    alone = {row.kind: row for row in traffic(replace(run, tp=1))}["DDP"]
+    # The same gradients leave each node, up to (dp - 1) / dp.
+    assert rows["DDP"].node_bytes_per_step == pytest.approx(alone.node_bytes_per_step, rel=0.15)
+    on_one_node = {row.kind: row for row in traffic(replace(run, gpus=8))}
+    assert on_one_node["DDP"].sharing == 1
+
+
 def test_micro_batches_cost_zero3_but_not_ddp() -> None:
     one, four = (
         {row.kind: row.bytes_per_step for row in traffic(replace(BLOOM, micro_batches=number))} for number in (1, 4)
@@ -102,12 +151,25 @@ def test_a_tp_group_over_nodes_is_warned_of() -> None:
     ids = [finding.id for finding in diagnose(replace(BLOOM, tp=16), None, None).findings]
     assert ids == ["estimate.tp-spans-nodes"]
     assert not diagnose(replace(BLOOM, tp=8), None, None).findings
+    (finding,) = diagnose(replace(BLOOM, tp=6), None, None).findings
+    assert (finding.id, finding.fix and finding.fix.text[:10]) == ("estimate.tp-spans-nodes", "use --tp 4")
+    assert not diagnose(replace(BLOOM, tp=6, pp=1, gpus=6), None, None).findings
 
 
 def test_every_peak_has_a_source_and_its_own_name() -> None:
     assert len({peak.name for peak in peaks()}) == len(peaks())
     assert all(peak.source and peak.tflops > 0 for peak in peaks())
     assert [peak.name for peak in find_peaks("B200")] == ["B200"]
+    assert all(1.95 < peak.sparse_tflops / peak.tflops < 2.05 for peak in peaks() if peak.sparse_tflops)
+
+
+def test_a_card_with_zero3_shows_the_network_that_half_of_its_peak_needs() -> None:
+    (peak,) = find_peaks("H100 SXM")
+    estimate = diagnose(IDEFICS, peak, None).data
+    assert estimate.zero3 is not None
+    # 7168 tokens of a GPU: 6 bytes x 8 x 494.5e12 / (8 x 7168)
+    assert estimate.zero3.bits_per_s == pytest.approx(413.9e9, rel=0.01)
+    assert diagnose(replace(IDEFICS, zero=1), peak, None).data.zero3 is None
 
 
 def test_the_command_judges_bloom() -> None:

@@ -171,6 +171,64 @@ def test_what_grows_towards_the_greatest_number_of_float16_is_told_with_its_modu
         assert model.by(torch.ones(1, dtype=HALF)).dtype is torch.float32
 
 
+class OwnNorm(nn.Module):
+    """An RMSNorm as people write it, with its mean in the dtype of its input or in float32."""
+
+    def __init__(self, *, wide: bool) -> None:
+        super().__init__()
+        self.weight, self.wide = nn.Parameter(torch.ones(16)), wide
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = x.float() if self.wide else x
+        return self.weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def with_norm(norm: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 16), norm, nn.Linear(16, 16))
+
+
+def test_a_norm_that_adds_up_in_16_bits_is_noted_once() -> None:
+    (said,) = warnings(with_norm(OwnNorm(wide=False)).half(), mean_square)
+    assert said.startswith("step 0: `1` (OwnNorm) computes its mean in float16; x * x is inf above 255. ")
+    assert "Compute it in float32: x.float()" in said
+    (said,) = warnings(with_norm(OwnNorm(wide=False)).bfloat16(), mean_square)
+    assert "computes its mean in bfloat16. Compute" in said
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        with_norm(OwnNorm(wide=True)).bfloat16(),
+        with_norm(OwnNorm(wide=False)),
+        with_norm(nn.LayerNorm(16)).bfloat16(),
+        with_norm(nn.RMSNorm(16)).bfloat16(),
+    ],
+    ids=["own, in float32", "float32 weights", "LayerNorm", "RMSNorm"],
+)
+def test_a_norm_that_adds_up_in_float32_is_not(model: nn.Module) -> None:
+    assert warnings(model, mean_square) == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "backwards", "is_noted"),
+    [(torch.bfloat16, 4, True), (torch.bfloat16, 2, False), (torch.float32, 8, False)],
+)
+def test_gradients_that_add_up_many_backwards_in_16_bits_are_noted_once(
+    dtype: torch.dtype, backwards: int, *, is_noted: bool
+) -> None:
+    model = mlp().to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with DebugUnderflowOverflow(model) as detector:
+        for _ in range(3):
+            for _ in range(backwards):
+                mean_square(model(torch.randn(8, 16, dtype=dtype))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert detector.counts.off == ""
+        noted = [said for said in detector.counts.warnings if "add up 4 backwards in bfloat16" in said]
+        assert (noted, len(noted)) == (detector.counts.warnings, is_noted)
+
+
 def test_a_forward_that_fails_in_a_look_leaves_no_hooks() -> None:
     model = mlp().half()
     with DebugUnderflowOverflow(model):

@@ -1,7 +1,9 @@
 """The arithmetic of `distdiag estimate`. Pure; each formula names its source.
 
-Units: parameters and tokens are counts, times are seconds, traffic is bytes that each GPU sends in one step (which
-divided by the busbw of nccl-tests is a time), TFLOPS are 1e12 operations a second of one GPU.
+Units: parameters and tokens are counts, times are seconds, traffic is bytes that each GPU sends in one step, TFLOPS
+are 1e12 operations a second of one GPU. The busbw of an all_reduce over several nodes is what all NICs of a node carry
+together, as its ring enters and leaves each node once. Where several groups of a node send at the same time (8 data-
+parallel groups with TP=8), each has a part of it: `Traffic.sharing` counts them.
 """
 
 from __future__ import annotations
@@ -45,6 +47,16 @@ class Run:
         """Data-parallel replicas."""
         return self.gpus // (self.tp * self.pp)
 
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether it needs more than one node."""
+        return self.gpus > self.gpus_per_node
+
+    @property
+    def tp_spans_nodes(self) -> bool:
+        """Whether a tensor-parallel group of consecutive ranks lies on two nodes: TP=6 on nodes of 8 does."""
+        return self.spans_nodes and self.tp > 1 and self.gpus_per_node % self.tp != 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
@@ -58,6 +70,13 @@ class Traffic:
     """Whether the run as described uses it; the others are alternatives."""
     within_node: bool = False
     """It stays on NVLink or PCIe of a node, while the run has several nodes: the network does not carry it."""
+    sharing: int = 1
+    """So many of these groups share the network of a node."""
+
+    @property
+    def node_bytes_per_step(self) -> float:
+        """Bytes that leave a node in one step; divided by busbw between nodes, a time."""
+        return self.bytes_per_step * self.sharing
 
 
 def tflops_by_params(run: Run, *, recompute: bool) -> float:
@@ -79,6 +98,23 @@ def tflops_by_layers(run: Run, *, recompute: bool) -> float:
     layers = (96 if recompute else 72) * run.tokens * run.layers * h**2 * (1 + s / (6 * h))
     logits = 6 * run.tokens * h * run.vocab
     return (layers + logits) / (run.step_s * run.gpus * 1e12)
+
+
+def seconds_at(run: Run, tflops: float) -> float:
+    """Return the time of a step's computation at so many TFLOPS per GPU (6ND, with recomputation 8ND)."""
+    return (8 if run.recompute else 6) * run.params * run.tokens / (run.gpus * tflops * 1e12)
+
+
+def zero3_break_even_bits_per_s(run: Run, tflops: float) -> float:
+    """Return the network of a node, in bits/s, on which ZeRO-3 sends as long as it computes at `tflops` per GPU.
+
+    It sends 3 x bytes x N in each micro-batch and computes 6N (8N) operations for each token of a GPU, so the size of
+    the model cancels: rate = 3 x bytes x 8 x TFLOPS / (6 or 8 x tokens of a GPU and micro-batch). So come the rule for
+    ZeRO-3 on V100, "100 Gb/s is not enough, 200-400 is fine", and that faster GPUs need more. Source:
+    https://github.com/deepspeedai/DeepSpeed/issues/2928 (the rule and its measurements).
+    """
+    tokens = run.tokens / run.gpus / run.micro_batches
+    return 3 * run.bytes_per_value * 8 * tflops * 1e12 / ((8 if run.recompute else 6) * tokens)
 
 
 def init_std(hidden: int) -> tuple[tuple[str, float, str], ...]:
@@ -115,6 +151,8 @@ def _data_parallel(run: Run) -> list[Traffic]:
             steps=f"{written} x {share / 1e9:.4g} GB x ({run.dp}-1)/{run.dp}",
             source="arXiv:1910.02054, section 7",
             in_use=number == run.zero and run.dp > 1,
+            within_node=run.spans_nodes and run.tp * run.dp <= run.gpus_per_node,
+            sharing=min(run.tp, run.gpus_per_node) if run.spans_nodes else 1,
         )
         for number, (kind, factor, written) in enumerate(times)
     ]
@@ -135,7 +173,7 @@ def _model_parallel(run: Run) -> list[Traffic]:
                 steps=f"{calls} x {layers:g} layers x {activations / 1e9:.4g} GB x 2({run.tp}-1)/{run.tp}",
                 source="arXiv:2104.04473, section 3.2",
                 in_use=True,
-                within_node=run.tp <= run.gpus_per_node < run.gpus,
+                within_node=run.spans_nodes and not run.tp_spans_nodes,
             )
         )
     if run.pp > 1:
@@ -146,6 +184,8 @@ def _model_parallel(run: Run) -> list[Traffic]:
                 steps=f"2 x {activations / 1e9:.4g} GB (activations forward, gradients back)",
                 source="arXiv:2104.04473, section 3.2",
                 in_use=True,
+                # Ranks of a stage are consecutive: those at its end on a node send to another node.
+                sharing=min(run.gpus_per_node, run.tp * run.dp) if run.spans_nodes else 1,
             )
         )
     return found

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _LONGEST_READ_S = 120.0
 _MOST_BYTES = 64 * 2**20
+_MOST_RATE = 1e18
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -137,27 +138,47 @@ def _network(bench: str, busbw: float) -> Network | None:
     return Network(busbw_bytes_per_s=busbw * 1e9, origin="from --busbw") if busbw else None
 
 
+@dataclass(frozen=True)
+class _Row:
+    """One line of allreduce-bench, as far as it is used here."""
+
+    op: str
+    size_bytes: int
+    busbw_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class _Bench:
+    world_size: int
+    nodes: int
+    results: list[_Row]
+
+
+@dataclass(frozen=True)
+class _Document:
+    data: _Bench
+
+
 def _measured(path: str) -> Network:
     """Return the busbw of the largest all_reduce of a run of allreduce-bench. Raises UsageError, DistdiagError."""
     from distdiag.commands.estimate.diagnose import Network
     from distdiag.diagnosis.wording import counted, format_size
     from distdiag.errors import UsageError
 
-    document = _document(path)
-    try:
-        rows = [row for row in document["data"]["results"] if row["op"] == "all_reduce" and row["busbw_bytes_per_s"]]
-        largest = max(rows, key=lambda row: row["size_bytes"])
-        rate, size = float(largest["busbw_bytes_per_s"]), int(largest["size_bytes"])
-        ranks, nodes = int(document["data"]["world_size"]), int(document["data"]["nodes"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"{path} has no all_reduce of allreduce-bench", hint="distdiag allreduce-bench --save DIR"
-        ) from error
-    origin = f"all_reduce of {format_size(size)}, {ranks} ranks on {counted(nodes, 'node')}"
-    return Network(busbw_bytes_per_s=rate, origin=origin, nodes=nodes)
+    bench = _document(path).data
+    rows = [row for row in bench.results if row.op == "all_reduce" and 0 < (row.busbw_bytes_per_s or 0) < _MOST_RATE]
+    largest = max(rows, key=lambda row: row.size_bytes, default=None)
+    if largest is None or largest.busbw_bytes_per_s is None or not 0 < largest.size_bytes < _MOST_RATE:
+        raise UsageError(f"{path} has no all_reduce of allreduce-bench", hint="distdiag allreduce-bench --save DIR")
+    origin = f"all_reduce of {format_size(largest.size_bytes)}, {bench.world_size} ranks on "
+    return Network(
+        busbw_bytes_per_s=largest.busbw_bytes_per_s, origin=origin + counted(bench.nodes, "node"), nodes=bench.nodes
+    )
 
 
-def _document(path: str) -> Any:  # noqa: ANN401 - JSON
+def _document(path: str) -> _Document:
+    import msgspec
+
     from distdiag.errors import DistdiagError, UsageError
     from distdiag.facts import programs
 
@@ -170,8 +191,8 @@ def _document(path: str) -> Any:  # noqa: ANN401 - JSON
         else:
             with open(path, encoding="utf-8", errors="replace") as file:
                 text = file.read(_MOST_BYTES)
-        return json.loads(text)
+        return msgspec.json.decode(text, type=_Document)
     except (OSError, programs.CannotRun) as error:
         raise DistdiagError(f"cannot read {path}: {error}", hint="choose a readable file") from error
-    except (ValueError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not from allreduce-bench", hint="distdiag allreduce-bench --save DIR") from error

@@ -11,9 +11,11 @@ from distdiag.commands.estimate.arithmetic import (
     Run,
     Traffic,
     init_std,
+    seconds_at,
     tflops_by_layers,
     tflops_by_params,
     traffic,
+    zero3_break_even_bits_per_s,
 )
 from distdiag.knowledge.bandwidth import GB
 from distdiag.knowledge.peaks import Peak  # noqa: TC001 - msgspec reads the annotations
@@ -47,6 +49,15 @@ class Speed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BreakEven:
+    """The network of a node on which ZeRO-3 sends as long as it computes at half of the card's peak."""
+
+    bits_per_s: float
+    steps: str
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class InitStd:
     """A standard deviation for initial weights."""
 
@@ -65,6 +76,9 @@ class Estimate:
     traffic: tuple[Traffic, ...]
     network: Network | None
     init_std: tuple[InitStd, ...]
+    compute_s: float | None
+    """Time of the computation at half of the card's peak; None without a card."""
+    zero3: BreakEven | None
 
 
 def diagnose(run: Run, peak: Peak | None, network: Network | None) -> Report[Estimate]:
@@ -78,6 +92,8 @@ def diagnose(run: Run, peak: Peak | None, network: Network | None) -> Report[Est
         init_std=tuple(InitStd(formula=f, std=std, source=source) for f, std, source in init_std(run.hidden))
         if run.hidden
         else (),
+        compute_s=seconds_at(run, GOOD_SHARE * peak.tflops) if peak else None,
+        zero3=_break_even(run, GOOD_SHARE * peak.tflops) if peak and run.zero == 3 and run.spans_nodes else None,
     )
     findings = tuple(_findings(estimate))
     return Report(command=COMMAND, data=estimate, findings=findings, summary=_summary(estimate))
@@ -110,6 +126,16 @@ def _speed(run: Run, peak: Peak | None) -> Speed:
     )
 
 
+def _break_even(run: Run, tflops: float) -> BreakEven:
+    tokens = run.tokens / run.gpus / run.micro_batches
+    return BreakEven(
+        bits_per_s=zero3_break_even_bits_per_s(run, tflops),
+        steps=f"3 x {run.bytes_per_value} bytes x 8 x {tflops:g} TFLOPS"
+        f" / ({8 if run.recompute else 6} x {tokens:g} tokens of a GPU and micro-batch)",
+        source="https://github.com/deepspeedai/DeepSpeed/issues/2928",
+    )
+
+
 def _summary(estimate: Estimate) -> str:
     speed, peak = estimate.speed, estimate.peak
     recompute = " with recomputation" if estimate.run.recompute else ""
@@ -126,7 +152,12 @@ def _findings(estimate: Estimate) -> Iterator[Finding]:
             id="estimate.above-peak",
             level=Level.FAIL,
             title=f"{speed.hardware:.0f} TFLOPS exceeds the peak of {peak.name} ({peak.tflops:g}): check the input",
-            evidence=speed.steps,
+            evidence=(
+                *speed.steps,
+                f"{peak.tflops:g} is dense; {peak.sparse_tflops:g}, with sparsity, is out of reach of training"
+                if peak.sparse_tflops
+                else f"{peak.tflops:g} is dense",
+            ),
             fix=Fix(text="--batch is global (all GPUs), --step-time is one optimizer step, --gpus counts all nodes"),
         )
     elif peak is not None and speed.hardware < ABOUT * GOOD_SHARE * peak.tflops:
@@ -136,15 +167,20 @@ def _findings(estimate: Estimate) -> Iterator[Finding]:
             title=f"{speed.hardware / peak.tflops:.0%} of peak: a well-tuned large run reaches about half",
             evidence=(f"half of {peak.tflops:g} = {GOOD_SHARE * peak.tflops:.0f} TFLOPS ({peak.source})",),
         )
-    if run.tp > run.gpus_per_node:
+    if run.tp_spans_nodes:
+        fits = max(size for size in range(1, run.tp) if run.gpus_per_node % size == 0)
         yield Finding(
             id="estimate.tp-spans-nodes",
             level=Level.WARN,
             title=f"TP={run.tp} spans nodes of {run.gpus_per_node} GPUs: every layer waits for the network",
             detail="tensor parallelism all_reduces four times per layer, and nothing hides that time",
-            fix=Fix(text=f"use --tp {run.gpus_per_node} or less, and more pipeline or data parallelism"),
+            fix=Fix(text=f"use --tp {fits}, and more pipeline or data parallelism"),
         )
     yield from _network(estimate)
+
+
+def _groups(row: Traffic) -> str:
+    return f"{row.sharing} groups x " if row.sharing > 1 else ""
 
 
 def _on_network(row: Traffic) -> bool:
@@ -155,7 +191,7 @@ def seconds_of(estimate: Estimate) -> float | None:
     """Return the time of all traffic in use on the network that is known."""
     if estimate.network is None:
         return None
-    total = sum(row.bytes_per_step for row in estimate.traffic if _on_network(row))
+    total = sum(row.node_bytes_per_step for row in estimate.traffic if _on_network(row))
     return total / estimate.network.busbw_bytes_per_s
 
 
@@ -175,8 +211,8 @@ def _network(estimate: Estimate) -> Iterator[Finding]:
     in_use = [row for row in estimate.traffic if _on_network(row)]
     rate = f"{network.busbw_bytes_per_s / GB:.3g} GB/s ({network.origin})"
     evidence = tuple(
-        f"{row.kind}: {row.bytes_per_step / GB:.4g} GB / {rate} = "
-        f"{row.bytes_per_step / network.busbw_bytes_per_s:.3g} s"
+        f"{row.kind}: {_groups(row)}{row.bytes_per_step / GB:.4g} GB / {rate} = "
+        f"{row.node_bytes_per_step / network.busbw_bytes_per_s:.3g} s"
         for row in in_use
     )
     if seconds > step:

@@ -28,9 +28,12 @@ def estimate_view(report: Report[Estimate]) -> Iterator[RenderableType]:
         yield Wrapped(f"{estimate.speed.model:.1f} TFLOPS per GPU without the recomputation", margin=2)
     yield Wrapped(f"source: {estimate.speed.source}", margin=2)
     if estimate.peak is not None:
-        half = estimate.peak.tflops / 2
-        peak = f"peak of {estimate.peak.name}: {estimate.peak.tflops:g} TFLOPS, half of it: {half:g}"
-        yield Wrapped(f"{peak} ({estimate.peak.source})", margin=2, hang=4)
+        card = estimate.peak
+        peak = f"peak of {card.name}: {card.tflops:g} TFLOPS dense, half of it: {card.tflops / 2:g}"
+        sparse = f"; the data sheet prints {card.sparse_tflops:g}, with sparsity" if card.sparse_tflops else ""
+        yield Wrapped(f"{peak}{sparse} ({card.source})", margin=2, hang=4)
+    if estimate.compute_s is not None:
+        yield Wrapped(f"at half of the peak this step computes for {estimate.compute_s:.3g} s", margin=2)
     yield ""
     yield from _traffic(estimate)
     if estimate.init_std:
@@ -47,21 +50,32 @@ def _traffic(estimate: Estimate) -> Iterator[RenderableType]:
     table = plain_table(
         Column("layout", no_wrap=True),
         Column("GB", **number),  # type: ignore[arg-type]
-        Column("Gb/s to hide it", **number),  # type: ignore[arg-type]
+        Column("node Gb/s", **number),  # type: ignore[arg-type]
         Column("seconds", **number),  # type: ignore[arg-type]
         Column("arithmetic", overflow="fold"),
     )
     for row in estimate.traffic:
-        rate = row.bytes_per_step * 8 / estimate.run.step_s / GB
-        seconds = f"{row.bytes_per_step / network.busbw_bytes_per_s:.3g}" if network and not row.within_node else "-"
+        rate = "-" if row.within_node else f"{row.node_bytes_per_step * 8 / estimate.run.step_s / GB:.3g}"
+        seconds = (
+            f"{row.node_bytes_per_step / network.busbw_bytes_per_s:.3g}" if network and not row.within_node else "-"
+        )
         mark = "* " if row.in_use else "  "
-        table.add_row(mark + row.kind, f"{row.bytes_per_step / GB:.4g}", f"{rate:.3g}", seconds, row.steps)
+        table.add_row(mark + row.kind, f"{row.bytes_per_step / GB:.4g}", rate, seconds, row.steps)
     yield table
     yield Wrapped(
         "* in this run; sources: " + ", ".join(dict.fromkeys(row.source for row in estimate.traffic)), margin=2
     )
-    if any(row.within_node for row in estimate.traffic):
-        yield Wrapped(f"TP stays within a node of {estimate.run.gpus_per_node} GPUs: not counted as network", margin=2)
+    yield Wrapped("node Gb/s: what a node must send to be done within the step", margin=2)
+    inside = [row.kind for row in estimate.traffic if row.within_node and row.in_use]
+    if inside:
+        stays = f"{', '.join(inside)} stays within a node of {estimate.run.gpus_per_node} GPUs"
+        yield Wrapped(f"{stays}: not counted as network", margin=2)
+    shared = max((row.sharing for row in estimate.traffic if row.in_use), default=1)
+    if shared > 1:
+        yield Wrapped(f"up to {shared} groups share the network of a node: their traffic is added up", margin=2)
+    if estimate.zero3 is not None:
+        need = f"ZeRO-3 at half of the peak needs {estimate.zero3.bits_per_s / GB:.0f} Gb/s between nodes"
+        yield Wrapped(f"{need}: {estimate.zero3.steps} ({estimate.zero3.source})", margin=2, hang=4)
     if network:
         yield Wrapped(f"seconds at {network.busbw_bytes_per_s / GB:.3g} GB/s busbw, {network.origin}", margin=2)
     else:

@@ -17,13 +17,15 @@ if TYPE_CHECKING:
     from distdiag.facts import programs
     from distdiag.output import Progress
     from distdiag.report import Report
+    from distdiag.training.floatcmp.operation_result import OpComparison
 
 
 def floatcmp(
     a: Annotated[
         str,
         typer.Argument(
-            metavar="A", help="A file from torch.save, .npy or .safetensors, or the directory of a checkpoint."
+            metavar="A",
+            help="A file from torch.save, .npy or .safetensors, or the directory of a checkpoint; with --op: settings.",
         ),
     ],
     b: Annotated[str, typer.Argument(metavar="B", help="The file or checkpoint to compare with.")],
@@ -39,6 +41,11 @@ def floatcmp(
     exact: Annotated[
         bool, typer.Option("--exact", help="Fail on any difference, including rounding and dtype.")
     ] = False,
+    op: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Compute this operation with the settings A and B: cpu cuda,tf32."),
+    ] = "",
+    size: Annotated[int, typer.Option(min=1, max=2**20, metavar="N", help="With --op: terms of a sum.")] = 1024,
     timeout: Annotated[
         float, typer.Option(min=1.0, max=86400.0, metavar="SECONDS", help="Give up after this time.")
     ] = 600.0,
@@ -46,6 +53,9 @@ def floatcmp(
     strict: StrictOpt = False,
 ) -> None:
     """Compare two files or checkpoints: are they equal up to rounding, and where do they first differ?
+
+    With --op, compute one operation in two ways instead (device, dtype, threads=N, tf32, precision=medium,
+    deterministic; separated by commas), and compare each result with float64: is its error that of its dtype?
 
     No code in the files is executed: they are loaded with weights_only. For a sharded checkpoint give its directory
     or its index.
@@ -58,7 +68,13 @@ def floatcmp(
       distdiag floatcmp before.pt after.pt
       distdiag floatcmp cpu.safetensors gpu.safetensors --reference float64.pt
       distdiag floatcmp step100/ step100-resumed/ --key 'layers.0.*' --exact
+      distdiag floatcmp --op matmul cpu cuda
+      distdiag floatcmp --op matmul cuda,float32 cuda,float32,tf32
     """
+    if op:
+        files_only = [name for name, given in (("--reference", reference), ("--key", key), ("--exact", exact)) if given]
+        _compare_operation(op, size, (a, b), timeout, files_only, as_json=as_json, strict=strict)
+        return
     from distdiag.commands.floatcmp.compare_files import COMMAND, Request
     from distdiag.commands.floatcmp.diagnose import floatcmp_view
     from distdiag.output import Output, Progress, deliver
@@ -79,6 +95,28 @@ def floatcmp(
             return _check(request, progress)
 
     deliver(COMMAND, run, floatcmp_view, Output(json=as_json, strict=strict))
+
+
+def _compare_operation(
+    operation: str,
+    size: int,
+    sides: tuple[str, str],
+    timeout_s: float,
+    files_only: list[str],
+    *,
+    as_json: bool,
+    strict: bool,
+) -> None:
+    from distdiag.commands.floatcmp.operation import COMMAND, check_operation, operation_view
+    from distdiag.errors import UsageError
+    from distdiag.output import Output, deliver
+
+    def run() -> Report[OpComparison]:
+        if files_only:
+            raise UsageError(f"{files_only[0]} is for files, not for --op", hint=f"leave out {files_only[0]}")
+        return check_operation(operation, size, sides, timeout_s, called_as())
+
+    deliver(COMMAND, run, operation_view, Output(json=as_json, strict=strict))
 
 
 def _check(request: Request, progress: Progress) -> Report[FloatCmp]:

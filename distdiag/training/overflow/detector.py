@@ -14,6 +14,7 @@ from threading import Condition, get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from distdiag.facts.machine import host_name
@@ -26,6 +27,7 @@ from distdiag.training.overflow.judge import Forward, Judge, Loss, Seen, losses_
 from distdiag.training.overflow.modules import Hook, ddp_in, innermost, within_ddp
 from distdiag.training.overflow.recorder import TracedBatches, batch_head
 from distdiag.training.overflow.replay import Call, State, Terms
+from distdiag.training.overflow.short_sums import ShortSums, ranks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -181,6 +183,8 @@ class DebugUnderflowOverflow:
         """The last losses."""
         self._group: Any = None
         """The ranks that this one steps together with, as its last forward with others said; None if there are none."""
+        self._active_ddp: weakref.ref[Module] | None = None
+        """What called the model in its last forward with others."""
         self._asked: set[int] = set()
         """The optimizers that have made a step since."""
         self.counts = Counts()
@@ -188,6 +192,7 @@ class DebugUnderflowOverflow:
         """Whether another detector may take its place: one that the script did not ask for."""
         self._steps_of: dict[int, int] = {}
         self._underflow, self._glance, self._growth = Underflow(), Glance(self._model), Growth()
+        self._short_sums = ShortSums(self._model)
         self._glanced = -1
         """The last step of which one forward was looked at more closely."""
         self._pid = os.getpid()
@@ -308,6 +313,8 @@ class DebugUnderflowOverflow:
             group = ranks.group_of(self._sharing, self._ddp) if trains else None
             self._is_alone = group is None
             self._since_step += grad
+            if grad and not self._is_compiled and (warning := self._short_sums.own_norms()):
+                self._warn(f"step {self.counts.steps}: {warning}")
             if not grad:
                 found, warning = self._judge.inference(forward, self._known_masks)
                 if warning:
@@ -375,6 +382,8 @@ class DebugUnderflowOverflow:
         Of many without a step this rank judges by itself: the others may have made another number of them.
         """
         self._group, self._asked = group, set()
+        active = getattr(DistributedDataParallel, "_active_ddp_module", None)
+        self._active_ddp = weakref.ref(active) if active is not None else None
         self._waiting.append(forward)
         kept = [forward.call for forward in self._waiting if forward.call is not None]
         if kept and sum(call.kept_bytes for call in kept) > _MOST_KEPT_BYTES:
@@ -398,6 +407,7 @@ class DebugUnderflowOverflow:
                 self._underflow.follow(tensors, self._glance.nodes)
         if was_scaled:
             return
+        self._short_sums.count_backward()
         found = None
         with self._harmless(), torch.no_grad():
             losses = losses_of(tensors, self._last_forward.when)
@@ -495,6 +505,8 @@ class DebugUnderflowOverflow:
             if id(optimizer) in self._asked:  # no forward with others since: this step may be this rank's own
                 self._group = None
             self._asked.add(id(optimizer))
+            for warning in self._look_for_short_sums(made):
+                self._warn(f"step {self.counts.steps}: {warning}")
             found = self._judge_step(made)
             if found is None and (warning := self._look_for_underflow(made)):
                 self._warn(warning)
@@ -502,6 +514,11 @@ class DebugUnderflowOverflow:
 
     def _look_for_underflow(self, made: StepGradients) -> str:
         return self._underflow.look(made.now, self.counts.steps, scaled=self._was_scaled)
+
+    def _look_for_short_sums(self, made: StepGradients) -> list[str]:
+        active = self._active_ddp() if self._active_ddp is not None else None
+        ddp = self._ddp if self._ddp is not None else active
+        return self._short_sums.step(made.now, ddp, ranks=ranks_of(self._group), scaled=self._was_scaled)
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if self._is_ours() or not self._gradients.are_stepped_by(optimizer):

@@ -1,0 +1,145 @@
+"""floatcmp --op: the error of an operation is put down to its dtype, or to what makes it coarser."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from support import distdiag
+
+from distdiag.commands.floatcmp.operation import check_operation, diagnose_operation, parse_side
+from distdiag.errors import UsageError
+from distdiag.training.floatcmp import operation_result
+from distdiag.training.floatcmp.operation_result import Kind, Side
+from distdiag.training.floatcmp.operations import OPERATIONS, compare_operation, measure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from distdiag.training.floatcmp.operation_result import Measured
+
+TERMS = 512
+
+
+def tf32(x: torch.Tensor) -> torch.Tensor:
+    """Round float32 to the 11 bits of TF32, as cuBLAS does with inputs."""
+    return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def by_tf32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return tf32(a) @ tf32(b)
+
+
+def by_bfloat16(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a.bfloat16().float() @ b.bfloat16().float()
+
+
+def with_a_wrong_bit(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    out = a @ b
+    out.view(torch.int32)[3, 5] ^= 1 << 18
+    return out
+
+
+def with_a_lost_term(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a[:, 1:] @ b[1:]
+
+
+def in_16_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros(a.shape[0], b.shape[1], dtype=a.dtype)
+    for at in range(a.shape[1]):
+        out += a[:, at : at + 1] * b[at : at + 1]
+    return out
+
+
+def with_nan(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    out = a @ b
+    out[0, 0] = float("nan")
+    return out
+
+
+def measured(run: Callable[..., torch.Tensor], dtype: torch.dtype) -> Measured:
+    operation = OPERATIONS["matmul"]
+    generator = torch.Generator().manual_seed(1)
+    inputs = [value.to(dtype).double() for value in operation.make(generator, TERMS)]
+    result = run(*(value.to(dtype) for value in inputs))
+    return measure(operation, inputs, inputs[0] @ inputs[1], result, reproducible=True, terms=TERMS)
+
+
+@pytest.mark.parametrize(
+    ("run", "dtype", "kind"),
+    [
+        (torch.matmul, torch.float32, Kind.EXPECTED),
+        (torch.matmul, torch.bfloat16, Kind.EXPECTED),
+        (by_tf32, torch.float32, Kind.TF32),
+        (by_bfloat16, torch.float32, Kind.BFLOAT16),
+        (in_16_bits, torch.float32, Kind.EXPECTED),
+        (in_16_bits, torch.bfloat16, Kind.SHORT_SUM),
+        (in_16_bits, torch.float16, Kind.SHORT_SUM),
+        (with_a_lost_term, torch.float32, Kind.BEYOND),
+        (with_nan, torch.float32, Kind.BEYOND),
+    ],
+)
+def test_the_error_is_put_down_to_its_cause(run: Callable[..., torch.Tensor], dtype: torch.dtype, kind: Kind) -> None:
+    assert measured(run, dtype).kind is kind
+
+
+def test_one_wrong_bit_is_found_at_its_place() -> None:
+    found = measured(with_a_wrong_bit, torch.float32)
+    assert found.kind is not Kind.EXPECTED
+    assert found.worst_index == (3, 5)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_what_torch_computes_is_as_good_as_its_dtype(operation: str) -> None:
+    for dtype in ("float32", "bfloat16", "float16"):
+        found = compare_operation(operation, 300, (Side(typed="a", dtype=dtype), Side(typed="b", threads=1)))
+        assert [each.kind for each in found.measured] == [Kind.EXPECTED] * 2, (dtype, found.measured)
+        assert not diagnose_operation(found).findings
+
+
+def test_the_names_are_those_of_the_operations() -> None:
+    assert tuple(OPERATIONS) == operation_result.OPERATIONS
+
+
+def test_what_was_asked_for_is_no_finding_and_the_same_unasked_is() -> None:
+    found = compare_operation("matmul", 64, (Side(typed="cpu"), Side(typed="cpu")))
+    coarse = replace(found.measured[0], kind=Kind.TF32, of_limit=9.0)
+    asked = replace(
+        found, measured=(coarse, found.measured[1]), sides=(Side(typed="cuda,tf32", tf32=True), found.sides[1])
+    )
+    assert not diagnose_operation(asked).findings
+    unasked = diagnose_operation(replace(asked, sides=(Side(typed="cuda"), found.sides[1])))
+    assert [finding.id for finding in unasked.findings] == ["floatcmp.op-coarse"]
+    assert "as coarse as TF32" in unasked.summary
+    wrong = replace(asked, measured=(replace(coarse, kind=Kind.BEYOND), found.measured[1]))
+    assert diagnose_operation(wrong).verdict == "fail"
+    jitter = replace(found, measured=(replace(found.measured[0], reproducible=False), found.measured[1]))
+    assert diagnose_operation(jitter).verdict == "ok"
+    promised = replace(jitter, sides=(Side(typed="cuda,deterministic", deterministic=True), found.sides[1]))
+    assert diagnose_operation(promised).verdict == "fail"
+
+
+def test_sides_are_parsed() -> None:
+    assert parse_side("cuda:1,bfloat16,deterministic", "sum") == Side(
+        typed="cuda:1,bfloat16,deterministic", device="cuda:1", dtype="bfloat16", deterministic=True
+    )
+    assert parse_side("threads=4,precision=medium", "matmul").threads == 4
+
+
+@pytest.mark.parametrize("text", ["", "gpu", "cpu,tf32", "cuda,bfloat16,tf32", "threads=0", "precision=low", "cpu,,"])
+def test_what_is_no_side(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_side(text, "matmul")
+
+
+def test_the_command_compares_two_dtypes_and_says_where_there_is_no_gpu() -> None:
+    done = distdiag("floatcmp", "--json", "--op", "matmul", "cpu,float32", "cpu,bfloat16")
+    assert done.code == 0, done.err
+    assert [each["kind"] for each in done.report["data"]["measured"]] == ["expected", "expected"]
+    with pytest.raises(UsageError, match="no such operation"):
+        check_operation("matmal", 8, ("cpu", "cpu"), 60.0, "distdiag")
+    if not torch.cuda.is_available():
+        none = distdiag("floatcmp", "--op", "matmul", "cpu", "cuda")
+        assert (none.code, "this machine has no GPU that torch can use" in none.err) == (3, True)
