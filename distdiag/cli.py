@@ -18,6 +18,7 @@ from typer.main import get_command
 from distdiag import __version__, interrupts, limits
 from distdiag.errors import Interrupted
 from distdiag.output import emit, error_document, say
+from distdiag.program_name import as_called
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -308,7 +309,7 @@ def _run(typed: _Invocation) -> int:
         shown = io.StringIO()
         wrong.show(file=shown)
         say(shown.getvalue().rstrip("\n"))
-        hint = " ".join(filter(None, ("distdiag", typed.command, "--help")))
+        hint = as_called(" ".join(filter(None, ("distdiag", typed.command, "--help"))))
         return _without_report(typed, 2, "usage", wrong.format_message(), hint)
     except (Interrupted, KeyboardInterrupt):
         say(f"distdiag: {Interrupted()}")

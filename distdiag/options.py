@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import re
-import shlex
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from distdiag.cluster.targets import Cluster, Launcher
 from distdiag.errors import UsageError
+from distdiag.program_name import called_as as called_as  # the commands import it from here
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,21 +25,6 @@ def parse_size(text: str) -> int:
     if match is None:
         raise UsageError(f"{text!r} is not a size", hint="give bytes, or use a unit: 4096, 64MiB, 1GiB")
     return int(float(match[1]) * _UNITS[match[2].lower()])
-
-
-def called_as() -> str:
-    """Return how this program was called, so that printed commands paste: by name, by path, or as a module."""
-    import shutil
-
-    called = sys.argv[0]
-    if called.endswith("__main__.py"):
-        return f"{shlex.quote(sys.executable)} -m distdiag"
-    on_path = shutil.which("distdiag")
-    return (
-        "distdiag"
-        if on_path and os.path.exists(called) and os.path.samefile(on_path, called)
-        else shlex.quote(os.path.abspath(called))
-    )
 
 
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout, and nothing else there.")]

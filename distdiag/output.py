@@ -17,6 +17,7 @@ import typer
 
 from distdiag import __version__, interrupts
 from distdiag.errors import DistdiagError, Interrupted
+from distdiag.program_name import as_called
 from distdiag.report import Level, Verdict
 
 if TYPE_CHECKING:
@@ -108,9 +109,10 @@ def fail(command: str, error: DistdiagError, *, as_json: bool) -> NoReturn:
     """Print why there is no report: on stderr for people, as JSON on stdout for programs."""
     say(f"distdiag {command}: {error}")
     if error.hint:
-        say(f"hint: {error.hint}")
+        say(f"hint: {as_called(error.hint)}")
     if as_json:
-        _leave_with(error_document(command, error.exit_code, error.id, str(error), error.hint), error.exit_code)
+        hint = as_called(error.hint)
+        _leave_with(error_document(command, error.exit_code, error.id, str(error), hint), error.exit_code)
     raise typer.Exit(error.exit_code)
 
 
@@ -345,9 +347,16 @@ def _envelope(report: Report[Data], code: int) -> dict[str, Any]:
         **_head(report.command, code),
         "verdict": report.verdict,
         "summary": report.summary,
-        "findings": msgspec.to_builtins(report.findings),
+        "findings": msgspec.to_builtins([_pasteable(finding) for finding in report.findings]),
         "data": msgspec.to_builtins(report.data),
     }
+
+
+def _pasteable(finding: Finding) -> Finding:
+    """Return a finding with the commands of its fix as they can be typed here."""
+    if finding.fix is None or not finding.fix.commands:
+        return finding
+    return replace(finding, fix=replace(finding.fix, commands=tuple(map(as_called, finding.fix.commands))))
 
 
 def _render(report: Report[Data], view: Callable[[Report[Data]], Iterable[RenderableType]], *, whole: bool) -> str:
@@ -391,7 +400,7 @@ def _print_finding(console: Console, finding: Finding, level: str, title: str) -
     if finding.fix is not None:
         _print_text(console, "fix: " + finding.fix.text)
         for command in finding.fix.commands:
-            console.print("    " + command, soft_wrap=True)
+            console.print("    " + as_called(command), soft_wrap=True)
 
 
 def _print_text(console: Console, text: str, *, indent: int = 2, style: str = "") -> None:
