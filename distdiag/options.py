@@ -14,7 +14,7 @@ from distdiag.errors import UsageError
 from distdiag.program_name import called_as as called_as  # the commands import it from here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30, "t": 10**12, "ti": 2**40}
 
@@ -25,6 +25,21 @@ def parse_size(text: str) -> int:
     if match is None:
         raise UsageError(f"{text!r} is not a size", hint="give bytes, or use a unit: 4096, 64MiB, 1GiB")
     return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+_MAX_RANK = 10_000_000
+
+
+def parse_ranks(texts: Iterable[str]) -> tuple[int, ...]:
+    """Parse what --rank takes: "3", "0-3,7". Raises UsageError."""
+    found: set[int] = set()
+    for part in (part.strip() for text in texts for part in text.split(",")):
+        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if last < first or last > _MAX_RANK:
+            raise UsageError(f"--rank: {part!r} is not a rank or a range of ranks", hint="--rank 0-3,7")
+        found.update(range(first, last + 1))
+    return tuple(sorted(found))
 
 
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout, and nothing else there.")]
