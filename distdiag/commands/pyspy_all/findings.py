@@ -260,7 +260,7 @@ def _not_hung(verdict: JobVerdict, request: Request) -> list[Finding]:
         and not any(state.thread.moving for state in verdict.waiting)
     ):
         parts.append(f"{briefly(verdict.waiting)} wait{'s' if len(verdict.waiting) == 1 else ''} for them")
-    more = "If it is slow, look for the rank that the others wait for: --samples 20 --interval 0.5. "
+    more = "If it is slow, look for the rank that the others wait for: --samples 20. "
     return [
         *([_slow(verdict, request, verdict.slow)] if verdict.slow is not None else []),
         Finding(
