@@ -372,7 +372,7 @@ def _render(report: Report[Data], view: Callable[[Report[Data]], Iterable[Render
     for part in view(report):
         console.print(part, crop=False)
     if whole:
-        return page.getvalue()
+        return _tidy(page.getvalue())
     # The eye is at the end: what matters most stands there, the verdict and its fix last (the sort is stable).
     findings = sorted(reversed(report.findings), key=_least_first)
     worst = findings.pop() if findings and findings[-1].level in (Level.FAIL, Level.UNKNOWN) else None
@@ -383,7 +383,12 @@ def _render(report: Report[Data], view: Callable[[Report[Data]], Iterable[Render
     else:
         console.print()
         _print_text(console, f"{verdict}: {report.summary}", indent=0, style=_style(report.verdict))
-    return page.getvalue()
+    return _tidy(page.getvalue())
+
+
+def _tidy(page: str) -> str:
+    """Return a page without blanks at the ends of lines, which rich pads tables with, and never two empty lines."""
+    return re.sub(r"\n{3,}", "\n\n", re.sub(r" +$", "", page, flags=re.MULTILINE))
 
 
 def _least_first(finding: Finding) -> int:
