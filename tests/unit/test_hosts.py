@@ -261,5 +261,5 @@ def test_a_long_list_is_counted_and_its_first_named() -> None:
     assert fold_within(hosts[:2], 20) == "n[0,2]-x"
     assert fold_within(hosts, 20) == "20 hosts (n0-x,...)"
     assert fold_ranks_within(range(1000), 20) == "0-999"
-    assert fold_ranks_within(range(0, 1000, 3), 30) == "334 ranks (0,3,6,9,12,...)"
+    assert fold_ranks_within(range(0, 1000, 3), 30) == "334 ranks (0,3,6,9,12,15,...)"
     assert fold_ranks_within([10**6, 10**6 + 2], 10) == "2 ranks (1000000,...)"
