@@ -1,7 +1,8 @@
 """Generates the pages of docs/ that follow from the code: `python tests/make_docs.py FOLDER`; `make generated` runs it.
 
 symptoms.md from knowledge/*.toml, reference/finding-ids.md from the calls that make findings, reference/cli.md from the
-options, reference/distdiag-1.schema.json. `make check` compares them with what is there.
+options, reference/json-data.md and reference/distdiag-1.schema.json from the classes of the reports. `make check`
+compares them with what is there.
 """
 
 from __future__ import annotations
@@ -492,6 +493,109 @@ def _cell(row: str) -> str:
 
 # --- schema ---
 
+_DATA = {
+    "allreduce-bench": ("commands.allreduce_bench.types:Bench",),
+    "core-bt": ("commands.core_bt.types:CoreBt",),
+    "cuda-env": ("commands.cuda_env.types:CudaEnv",),
+    "estimate": ("commands.estimate.diagnose:Estimate",),
+    "flight-recorder": ("diagnosis.flight_recorder.types:FlightRecorder",),
+    "floatcmp": ("commands.floatcmp.compare_files:FloatCmp",),
+    "gpu-test": ("commands.gpu_test.types:GpuTest", "commands.gpu_test.isolate.types:Isolated"),
+    "hang": ("commands.hang.types:Hang",),
+    "kill-switch": ("commands.kill_switch:Switch",),
+    "logs": ("diagnosis.job_logs.types:Logs",),
+    "overflow": ("commands.overflow.types:Overflow",),
+    "overflow show": ("commands.overflow.show.diagnose:OverflowShow",),
+    "ports": ("commands.ports.types:PortsData",),
+    "pyspy-all": ("commands.pyspy_all.types:PySpyAll",),
+    "run": ("commands.run.types:Run",),
+    "sync-check": ("commands.sync_check:SyncCheck",),
+    "trace blocked": ("commands.trace.blocked.types:TraceBlocked",),
+    "trace fds": ("commands.trace.fds.command:TraceFds",),
+    "trace show": ("commands.trace.show.types:TraceShow",),
+    "trace sys": ("commands.trace.sys.types:TraceSys",),
+}
+"""The classes of the data of each command's report: module below distdiag, and name."""
+
+
+def data_schemas() -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Return the schema of each command's data, and the definitions that these refer to, from the classes."""
+    import msgspec
+
+    classes = {command: [_class(each) for each in homes] for command, homes in _DATA.items()}
+    _import_annotated()
+    every = [each for several in classes.values() for each in several]
+    references, definitions = msgspec.json.schema_components(every, ref_template="#/$defs/{name}")
+    by_class = dict(zip(every, references, strict=True))
+    alone = {command: [by_class[each] for each in several] for command, several in classes.items()}
+    return {command: each[0] if len(each) == 1 else {"anyOf": each} for command, each in alone.items()}, definitions
+
+
+def data_page() -> str:
+    """Write docs/reference/json-data.md: the first level of each command's data."""
+    by_command, definitions = data_schemas()
+    parts = [
+        REPOSITORY_NOTE,
+        "# `data` of each command\n",
+        "The first level of what `--json` prints as `data`. All levels, with their types: "
+        "[distdiag-1.schema.json](distdiag-1.schema.json). Units are in the names (`_s`, `_bytes`, `_bytes_per_s`); "
+        "frames of a stack are innermost first.\n",
+    ]
+    for command, data in by_command.items():
+        for reference in data.get("anyOf", [data]):
+            found = definitions[reference["$ref"].rpartition("/")[2]]
+            parts.append(f"## {command}{' --isolate' if found['title'] == 'Isolated' else ''}\n")
+            parts += ["| field | type |", "|---|---|"]
+            parts += [f"| `{name}` | {_type(value, definitions)} |" for name, value in found["properties"].items()]
+            parts.append("")
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _type(value: dict[str, Any], definitions: dict[str, Any]) -> str:
+    """Format a type of the schema: `string`, `list of {rank, host}`, `number or null`."""
+    if "$ref" in value:
+        found = definitions[value["$ref"].rpartition("/")[2]]
+        if "enum" in found:
+            return _type(found, definitions)
+        return "{" + ", ".join(f"`{name}`" for name in found["properties"]) + "}"
+    if "anyOf" in value:
+        return " or ".join(_type(each, definitions) for each in value["anyOf"])
+    if "enum" in value:
+        return "one of " + ", ".join(f"`{each}`" for each in value["enum"])
+    kind = value.get("type", "any")
+    if kind == "array":
+        items = value.get("items") or next(iter(value.get("prefixItems", [])), None)
+        return f"list of {_type(items, definitions)}" if items else "list"
+    return str(kind)
+
+
+def _class(home: str) -> type:
+    module, _, name = home.partition(":")
+    found: type = getattr(import_module(f"distdiag.{module}"), name)
+    return found
+
+
+def _import_annotated() -> None:
+    """Import into the loaded modules what they import for type checkers only: annotations are resolved there."""
+    done: set[str] = set()
+    while todo := [name for name in sys.modules if name.startswith("distdiag") and name not in done]:
+        for name in todo:
+            done.add(name)
+            module = sys.modules[name]
+            source = Path(str(getattr(module, "__file__", None) or "/dev/null"))
+            for statement in ast.parse(source.read_text()).body:
+                if isinstance(statement, ast.If) and getattr(statement.test, "id", "") == "TYPE_CHECKING":
+                    _import_into(module, statement.body)
+
+
+def _import_into(module: Any, statements: list[ast.stmt]) -> None:  # noqa: ANN401 - a module
+    for statement in statements:
+        if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith("distdiag."):
+            home = import_module(str(statement.module))
+            for alias in statement.names:
+                if not hasattr(module, alias.name) and hasattr(home, alias.name):
+                    setattr(module, alias.name, getattr(home, alias.name))
+
 
 def schema() -> dict[str, Any]:
     """Return the JSON schema of what --json prints."""
@@ -522,16 +626,27 @@ def schema() -> dict[str, Any]:
         "summary": {"type": "string"},
         "findings": {"type": "array", "items": {"$ref": "#/$defs/finding"}},
     }
+    by_command, definitions = data_schemas()
     error = _object({name: {"type": "string"} for name in ("id", "message", "hint")})
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "distdiag/1: the document that --json prints",
         "oneOf": [
-            {"title": "report", **_object({**judged, "data": {"type": "object"}})},
+            {
+                "title": "report",
+                **_object({**judged, "data": {"type": "object"}}),
+                "allOf": [
+                    {
+                        "if": {"properties": {"command": {"const": command}}},
+                        "then": {"properties": {"data": data}},
+                    }
+                    for command, data in by_command.items()
+                ],
+            },
             {"title": "error", **_object({**judged, "error": error})},
             {"title": "lines to paste", **_object({**head, "data": _object({"lines": strings})})},
         ],
-        "$defs": {"finding": finding},
+        "$defs": {"finding": finding, **definitions},
     }
 
 
@@ -548,6 +663,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "symptoms.md": symptoms,
     "reference/finding-ids.md": finding_page,
     "reference/cli.md": cli_page,
+    "reference/json-data.md": data_page,
     "reference/distdiag-1.schema.json": lambda: json.dumps(schema(), indent=2) + "\n",
 }
 
