@@ -15,6 +15,7 @@ import sys
 import tomllib
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -681,6 +682,7 @@ _DATA = {
 """The classes of the data of each command's report: module below distdiag, and name."""
 
 
+@cache
 def data_schemas() -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """Return the schema of each command's data, and the definitions that these refer to, from the classes."""
     import msgspec

@@ -6,6 +6,7 @@ waits, and the others wait in nearly all samples. One sample shows a moment; a s
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,8 +21,11 @@ if TYPE_CHECKING:
     from distdiag.jobs.collect import Watched
 
 ENOUGH = 15
-"""Samples of a rank. The shares of two equal ranks, which wait half of the time, differ by half once in 300 times."""
-_GAP = 0.5
+"""Samples of each rank that a share rests on."""
+_GAP = 0.3
+"""Share of the samples in which the others must wait more often."""
+_SURE = 3.2
+"""How many standard errors the two shares differ by: equal ranks do so once in 1,400 times."""
 _MINORITY = 1 / 3
 _WAITS = (StackClass.COMM, StackClass.CUDA_SYNC)
 _HINTS = ("comm", "gpu")
@@ -51,9 +55,9 @@ def find_slow(states: Sequence[RankState]) -> SlowRanks | None:
     most = max(1, int(_MINORITY * len(states)))
     gaps = [_share(waits[order[count]]) - _share(waits[order[count - 1]]) for count in range(1, most + 1)]
     count = gaps.index(max(gaps)) + 1
-    if gaps[count - 1] < _GAP:
-        return None
     slow, others = order[:count], order[count:]
+    if not _differ(waits[slow[-1]], waits[others[0]]):
+        return None
     frame, at_frame = _usual_place(states[slow[0]], waits[slow[0]])
     return SlowRanks(
         slow=tuple(states[number] for number in sorted(slow)),
@@ -64,6 +68,14 @@ def find_slow(states: Sequence[RankState]) -> SlowRanks | None:
         frame=frame,
         at_frame=at_frame,
     )
+
+
+def _differ(fewer: Sequence[bool], more: Sequence[bool]) -> bool:
+    """Compare two shares as the two-proportion z-test does."""
+    gap = _share(more) - _share(fewer)
+    pooled = (sum(fewer) + sum(more)) / (len(fewer) + len(more))
+    error = math.sqrt(pooled * (1 - pooled) * (1 / len(fewer) + 1 / len(more)))
+    return gap >= _GAP and gap >= _SURE * error
 
 
 def _share(waits: Sequence[bool]) -> float:

@@ -126,11 +126,22 @@ def sampled(waiting: str) -> tuple[Sample, ...]:
         (["w" * 18 + "cc", "c" * 16 + "wwww", "b" * 15 + "c" * 5, "wb" * 10], [[1]]),
         (["w" * 18 + "cc", "B" * 18 + "bw", "b" * 15 + "c" * 5, "wb" * 10], [[1]]),
         (["wc" * 10, "wc" * 10, "cw" * 10, "w" * 8 + "c" * 12], []),
+        (["w" * 20, "w" * 11 + "c" * 9, "w" * 15 + "b" * 5, "wb" * 10], [[1]]),
+        (["w" * 15 + "c" * 5, "w" * 7 + "c" * 13, "w" * 14 + "c" * 6, "w" * 17 + "c" * 3], []),
         (["w" * 20, "c" * 20, "c" * 20, "w" * 20], []),
         (["w" * 14, "c" * 14, "w" * 14, "w" * 14], []),
         (["c" * 20, "c" * 20, "c" * 20, "c" * 19 + "w"], []),
     ],
-    ids=["one computes", "one computes in backward", "all alike", "half of them", "too few samples", "none waits"],
+    ids=[
+        "one computes",
+        "one computes in backward",
+        "a little slower",
+        "by chance",
+        "all alike",
+        "half of them",
+        "too few samples",
+        "none waits",
+    ],
 )
 def test_the_rank_of_a_running_job_that_hardly_waits_holds_up_the_others(
     samples: list[str], slow: list[list[int]]
@@ -139,7 +150,7 @@ def test_the_rank_of_a_running_job_that_hardly_waits_holds_up_the_others(
     assert (outlier_ranks(report), report.verdict) == (slow, Verdict.WARN if slow else Verdict.OK)
     if slow:
         assert report.summary.startswith("rank 1 (n1, pid 101) is slower than the others, in `")
-        assert "ranks 0,2-3 wait for it in 15 of 20 samples or more; it waits in " in report.findings[0].detail
+        assert "ranks 0,2-3 wait for it in " in report.findings[0].detail
 
 
 def test_ranks_that_are_all_still_importing_are_not_hung_and_nobody_stands_out() -> None:
