@@ -18,6 +18,7 @@ from typer.main import get_command
 from distdiag import __version__, interrupts, limits
 from distdiag.errors import Interrupted
 from distdiag.output import emit, error_document, say
+from distdiag.program_name import as_called
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -135,7 +136,8 @@ _SYMPTOMS = (
     ("  in a collective (flight recorder on)", "flight-recorder DUMP..."),
     ("  in a lock, pipe, socket or file system", "trace blocked --job ID"),
     ("  and py-spy cannot attach: rerun it", "trace py -- train.py"),
-    ("the job is slow", "allreduce-bench"),
+    ("the job is slow: which rank?", "pyspy-all --samples 20"),
+    ("  is it the network?", "allreduce-bench"),
     ("  and a rank is busy in system calls", "trace sys --rank N"),
     ("the job crashed", "logs FILE..."),
     ("  and the first error was lost: rerun it", "run -- torchrun train.py"),
@@ -319,7 +321,7 @@ def _run(typed: _Invocation) -> int:
         shown = io.StringIO()
         wrong.show(file=shown)
         say(shown.getvalue().rstrip("\n"))
-        hint = " ".join(filter(None, ("distdiag", typed.command, "--help")))
+        hint = as_called(" ".join(filter(None, ("distdiag", typed.command, "--help"))))
         return _without_report(typed, 2, "usage", wrong.format_message(), hint)
     except (Interrupted, KeyboardInterrupt):
         say(f"distdiag: {Interrupted()}")

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import re
-import shlex
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from distdiag.cluster.targets import Cluster, Launcher
 from distdiag.errors import UsageError
+from distdiag.program_name import called_as as called_as  # the commands import it from here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30, "t": 10**12, "ti": 2**40}
 
@@ -29,19 +27,19 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
-def called_as() -> str:
-    """Return how this program was called, so that printed commands paste: by name, by path, or as a module."""
-    import shutil
+_MAX_RANK = 10_000_000
 
-    called = sys.argv[0]
-    if called.endswith("__main__.py"):
-        return f"{shlex.quote(sys.executable)} -m distdiag"
-    on_path = shutil.which("distdiag")
-    return (
-        "distdiag"
-        if on_path and os.path.exists(called) and os.path.samefile(on_path, called)
-        else shlex.quote(os.path.abspath(called))
-    )
+
+def parse_ranks(texts: Iterable[str]) -> tuple[int, ...]:
+    """Parse what --rank takes: "3", "0-3,7". Raises UsageError."""
+    found: set[int] = set()
+    for part in (part.strip() for text in texts for part in text.split(",")):
+        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if last < first or last > _MAX_RANK:
+            raise UsageError(f"--rank: {part!r} is not a rank or a range of ranks", hint="--rank 0-3,7")
+        found.update(range(first, last + 1))
+    return tuple(sorted(found))
 
 
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout, and nothing else there.")]

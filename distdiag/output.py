@@ -17,6 +17,7 @@ import typer
 
 from distdiag import __version__, interrupts
 from distdiag.errors import DistdiagError, Interrupted
+from distdiag.program_name import as_called
 from distdiag.report import Level, Verdict
 
 if TYPE_CHECKING:
@@ -108,9 +109,10 @@ def fail(command: str, error: DistdiagError, *, as_json: bool) -> NoReturn:
     """Print why there is no report: on stderr for people, as JSON on stdout for programs."""
     say(f"distdiag {command}: {error}")
     if error.hint:
-        say(f"hint: {error.hint}")
+        say(f"hint: {as_called(error.hint)}")
     if as_json:
-        _leave_with(error_document(command, error.exit_code, error.id, str(error), error.hint), error.exit_code)
+        hint = as_called(error.hint)
+        _leave_with(error_document(command, error.exit_code, error.id, str(error), hint), error.exit_code)
     raise typer.Exit(error.exit_code)
 
 
@@ -345,9 +347,16 @@ def _envelope(report: Report[Data], code: int) -> dict[str, Any]:
         **_head(report.command, code),
         "verdict": report.verdict,
         "summary": report.summary,
-        "findings": msgspec.to_builtins(report.findings),
+        "findings": msgspec.to_builtins([_pasteable(finding) for finding in report.findings]),
         "data": msgspec.to_builtins(report.data),
     }
+
+
+def _pasteable(finding: Finding) -> Finding:
+    """Return a finding with the commands of its fix as they can be typed here."""
+    if finding.fix is None or not finding.fix.commands:
+        return finding
+    return replace(finding, fix=replace(finding.fix, commands=tuple(map(as_called, finding.fix.commands))))
 
 
 def _render(report: Report[Data], view: Callable[[Report[Data]], Iterable[RenderableType]], *, whole: bool) -> str:
@@ -363,7 +372,7 @@ def _render(report: Report[Data], view: Callable[[Report[Data]], Iterable[Render
     for part in view(report):
         console.print(part, crop=False)
     if whole:
-        return page.getvalue()
+        return _tidy(page.getvalue())
     # The eye is at the end: what matters most stands there, the verdict and its fix last (the sort is stable).
     findings = sorted(reversed(report.findings), key=_least_first)
     worst = findings.pop() if findings and findings[-1].level in (Level.FAIL, Level.UNKNOWN) else None
@@ -374,7 +383,12 @@ def _render(report: Report[Data], view: Callable[[Report[Data]], Iterable[Render
     else:
         console.print()
         _print_text(console, f"{verdict}: {report.summary}", indent=0, style=_style(report.verdict))
-    return page.getvalue()
+    return _tidy(page.getvalue())
+
+
+def _tidy(page: str) -> str:
+    """Return a page without blanks at the ends of lines, which rich pads tables with, and never two empty lines."""
+    return re.sub(r"\n{3,}", "\n\n", re.sub(r" +$", "", page, flags=re.MULTILINE))
 
 
 def _least_first(finding: Finding) -> int:
@@ -391,7 +405,7 @@ def _print_finding(console: Console, finding: Finding, level: str, title: str) -
     if finding.fix is not None:
         _print_text(console, "fix: " + finding.fix.text)
         for command in finding.fix.commands:
-            console.print("    " + command, soft_wrap=True)
+            console.print("    " + as_called(command), soft_wrap=True)
 
 
 def _print_text(console: Console, text: str, *, indent: int = 2, style: str = "") -> None:

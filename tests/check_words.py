@@ -148,7 +148,8 @@ def texts_of(path: Path) -> Iterator[tuple[int, str]]:
     elif path.suffix == ".toml":
         yield from toml_strings(text)
     else:
-        yield from enumerate(text.splitlines(), 1)
+        # A name in braces is what a title of a finding fills in.
+        yield from ((number, re.sub(r"\{\w+\}", "{}", line)) for number, line in enumerate(text.splitlines(), 1))
 
 
 def files_below(paths: list[Path]) -> list[Path]:

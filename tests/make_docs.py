@@ -1,7 +1,8 @@
 """Generates the pages of docs/ that follow from the code: `python tests/make_docs.py FOLDER`; `make generated` runs it.
 
 symptoms.md from knowledge/*.toml, reference/finding-ids.md from the calls that make findings, reference/cli.md from the
-options, reference/distdiag-1.schema.json. `make check` compares them with what is there.
+options, reference/json-data.md and reference/distdiag-1.schema.json from the classes of the reports. `make check`
+compares them with what is there.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import sys
 import tomllib
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "distdiag"
@@ -103,6 +105,11 @@ def _plain(text: str) -> str:
     return re.sub(r"\{\w+\}", "…", text).rstrip(".")
 
 
+def _named(text: str) -> str:
+    """Return a meaning with the names of what is filled in from a line."""
+    return re.sub(r"\[([^][]*\{\w+\}[^][]*)\]", r"\1", text).rstrip(".")
+
+
 def pasted_lines(pattern: str) -> list[str]:
     """Return the lines that a pattern finds, as text: each alternative at its top, what varies as `…`."""
     lines = [re.sub(r"…(?:\s*…)+", "…", _literal(part)).strip() for part in _alternatives(pattern)]
@@ -167,6 +174,24 @@ class Entry:
     sentences: list[str] = field(default_factory=list)
 
 
+Bindings = dict[tuple[int, str], tuple[Path, ast.expr, list[ast.FunctionDef]]]
+"""What a call gives to parameters: by the function and the parameter's name."""
+
+
+def _parameters(function: ast.FunctionDef) -> list[str]:
+    return [each.arg for each in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+
+
+def _argument(function: ast.FunctionDef, call: ast.Call, name: str) -> ast.expr | None:
+    """Return what a call gives to a parameter; its default if it gives nothing."""
+    names = _parameters(function)
+    at = names.index(name) - (names[0] in ("self", "cls"))
+    value = next((word.value for word in call.keywords if word.arg == name), None)
+    if value is None and at < len(call.args) and not any(isinstance(each, ast.Starred) for each in call.args):
+        value = call.args[at]
+    return value
+
+
 class Code:
     """The package's syntax trees, and what the calls in them give to parameters."""
 
@@ -178,6 +203,7 @@ class Code:
         self.walked: dict[int, list[ast.AST]] = {}
         self.known_fields: dict[tuple[Path, str], set[str]] = {}
         self.calls: dict[str, list[tuple[Path, ast.Call, list[ast.FunctionDef]]]] = defaultdict(list)
+        self.bindings: Bindings = {}
         for path, tree in self.trees.items():
             self._walk(path, tree, [])
 
@@ -211,13 +237,72 @@ class Code:
                 return found
             case ast.FormattedValue(value=value):
                 return self.strings(path, value, inside, depth)
-            case ast.Attribute(attr="command"):
-                return {"gpu-test", "allreduce-bench"} if "commands" not in path.parts else self._commands(path)
-            case ast.Attribute(attr=attr):
-                return self._fields(path, attr, depth)
+            case ast.Subscript(value=ast.Name(id=name)) if tables := self._tables(path, name):
+                return set().union(*(self.strings(path, value, [], depth + 1) for value in tables))
+            case ast.Attribute():
+                return self._attribute(path, node, depth)
             case ast.Name(id=name):
                 return self._name(path, name, inside, depth)
         return {"…"}
+
+    def _attribute(self, path: Path, node: ast.Attribute, depth: int) -> set[str]:
+        if isinstance(node.value, ast.Name) and node.value.id == "Level":
+            return {node.attr.lower()}
+        if node.attr == "command":
+            return {"gpu-test", "allreduce-bench"} if "commands" not in path.parts else self._commands(path)
+        return self._fields(path, node.attr, depth)
+
+    def _tables(self, path: Path, name: str) -> list[ast.expr]:
+        """List the values of a module's literal dict of this name."""
+        return [
+            value
+            for table in self._assigned(self.trees[path], name)
+            if isinstance(table, ast.Dict)
+            for value in table.values
+        ]
+
+    def callers(
+        self, path: Path, nodes: Sequence[ast.expr], inside: list[ast.FunctionDef], depth: int = 0
+    ) -> Iterator[Bindings]:
+        """Yield, for each call that leads to expressions with parameters, what it gives to these parameters."""
+        function = inside[-1] if inside else None
+        wanted = {each.id for node in nodes for each in ast.walk(node) if isinstance(each, ast.Name)}
+        names = [each for each in _parameters(function) if each in wanted] if function is not None else []
+        if function is None or not names or depth > 2:
+            yield {}
+            return
+        found = False
+        for other, call, around in self.calls[function.name]:
+            if (function.name.startswith("_") and other != path) or not self._may_mean(path, function.name, other):
+                continue
+            given = {name: value for name in names if (value := _argument(function, call, name)) is not None}
+            if given:
+                found = True
+                bound: Bindings = {(id(function), name): (other, value, around) for name, value in given.items()}
+                for outer in self.callers(other, list(given.values()), around, depth + 1):
+                    yield {**outer, **bound}
+        if not found:
+            yield {}
+
+    def texts(self, path: Path, node: ast.expr | None, inside: list[ast.FunctionDef], depth: int = 0) -> Iterator[str]:
+        """Yield what a title may be, with the names of what is filled in: "rank {rank} is late"."""
+        if node is None or depth > 5:
+            return
+        if isinstance(node, ast.Constant | ast.JoinedStr):
+            yield _template(node)
+        elif isinstance(node, ast.IfExp):
+            yield from self.texts(path, node.body, inside, depth + 1)
+            yield from self.texts(path, node.orelse, inside, depth + 1)
+        elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+            for value in self._tables(path, node.value.id):
+                yield from self.texts(path, value, inside, depth + 1)
+        elif isinstance(node, ast.Name):
+            for function in reversed(inside):
+                if (id(function), node.id) in self.bindings:
+                    yield from self.texts(*self.bindings[id(function), node.id], depth + 1)
+                    return
+                for value in self._assigned(function, node.id):
+                    yield from self.texts(path, value, inside, depth + 1)
 
     def _commands(self, path: Path) -> set[str]:
         folder = path.relative_to(PACKAGE).parts[1] if PACKAGE in path.parents else path.stem
@@ -228,8 +313,9 @@ class Code:
             constants = [each for each in self._assigned(self.trees[path], name) if isinstance(each, ast.Constant)]
             return {str(each.value) for each in constants} or self._commands(path)
         for function in reversed(inside):
-            parameters = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-            names = [parameter.arg for parameter in parameters]
+            if (id(function), name) in self.bindings:
+                return self.strings(*self.bindings[id(function), name], depth + 1)
+            names = _parameters(function)
             if name in names:
                 return self._given(path, function, names.index(name), name, depth)
             if values := self._assigned(function, name):
@@ -311,93 +397,172 @@ def _top(path: Path) -> str:
     return "/".join(parts[:2]) if parts[0] == "commands" or len(parts) > 2 else parts[0]
 
 
-# Built at run time from the outcome of a connection or of pairs; the tests of the commands show which there are.
-_OUTCOMES = ("filtered", "refused", "rejected", "silent", "broken", "cut-off", "no-route", "no-port")
+# Made at run time, of parts: what these report is written here, and which ids there are in the tests of the commands.
+_PORTS = {"port": "a port that was named", "rank-ports": "the ephemeral ports that ranks use", "path": "a path"}
+_OUTCOMES = {
+    "filtered": "no answer: packets are dropped",
+    "refused": "a firewall resets connections",
+    "rejected": "connections are rejected",
+    "silent": "connected, then no data comes through",
+    "broken": "connected, then the connection is cut",
+    "cut-off": "data stops midway",
+    "no-route": "the node's own kernel has no route",
+    "no-port": "no free local port",
+}
 _BUILT = {
     **{
-        f"{command}.{what}-{outcome}": ""
+        f"{command}.{what}-{outcome}": f"{where}: {words}"
         for command in ("gpu-test", "ports")
-        for what in ("port", "rank-ports", "path")
-        for outcome in _OUTCOMES
+        for what, where in _PORTS.items()
+        for outcome, words in _OUTCOMES.items()
     },
-    **{
-        f"gpu-test.{kind}": ""
-        for kind in ("bad-rank", "bad-node", "bad-link", "split", "uniformly-slow", "undecidable", "several")
-    },
-    **{f"ports.{kind}": "" for kind in ("address-unresolved", "denied")},
-    **{
-        f"flight-recorder.{kind}": ""
-        for kind in (
-            *(
-                "never-called",
-                "op-mismatch",
-                "size-mismatch",
-                "dtype-mismatch",
-                "order-inversion",
-                "deadlock",
-                "no-dump",
-                "device-stuck",
-            ),
-            *(
-                "late-rank",
-                "only-some-called",
-                "all-ended",
-                "no-counterpart",
-                "missing",
-                "code",
-                "truncated",
-                "unreadable",
-            ),
-        )
-    },
-    **{f"logs.nccl-{kind}": "" for kind in ("network", "interface", "transport")},
+    "allreduce-bench.link-lossy": "a link loses packets",
+    "allreduce-bench.link-slow": "a link is slower than the others",
+    "allreduce-bench.not-saved": "the facts could not be saved",
+    "allreduce-bench.rank-died": "a rank exited or was killed, and in which stage",
+    "core-bt.consequence": "a crash that follows from another rank's failure",
+    "core-bt.crash": "a crash: the signal, the thread, its frames and the reason",
+    "core-bt.no-answer": "a node did not answer in time",
+    "flight-recorder.all-ended": "all recorded collectives have ended",
+    "flight-recorder.code": "a dump contains code and was not read",
+    "flight-recorder.deadlock": "ranks wait for each other, over several groups",
+    "flight-recorder.device-stuck": "a device does not finish what its peers have finished",
+    "flight-recorder.dtype-mismatch": "ranks call a collective with different dtypes",
+    "flight-recorder.late-rank": "ranks arrive late",
+    "flight-recorder.missing": "a dump was not found",
+    "flight-recorder.missing-dump": "dumps of some ranks are missing",
+    "flight-recorder.never-called": "a rank never called the collective in which the others wait",
+    "flight-recorder.no-counterpart": "a send or recv without its counterpart",
+    "flight-recorder.no-dump": "a rank left no dump",
+    "flight-recorder.only-some-called": "only some ranks called a collective",
+    "flight-recorder.op-mismatch": "ranks call different operations",
+    "flight-recorder.order-inversion": "ranks call two groups in a different order",
+    "flight-recorder.size-mismatch": "ranks call a collective with different sizes",
+    "flight-recorder.truncated": "a dump is truncated",
+    "flight-recorder.unreadable": "a dump cannot be read",
+    "gpu-test.bad-link": "--isolate: a link between two ranks or nodes is slow or broken",
+    "gpu-test.bad-node": "--isolate: a node is slow or broken",
+    "gpu-test.bad-rank": "--isolate: a rank, with its GPU, is slow or broken",
+    "gpu-test.link-lossy": "a link loses packets",
+    "gpu-test.link-slow": "a link is slower than the others",
+    "gpu-test.not-saved": "the facts could not be saved",
+    "gpu-test.rank-died": "a rank exited or was killed, and in which stage",
+    "gpu-test.several": "--isolate: several independent faults",
+    "gpu-test.split": "--isolate: groups of ranks that work inside and not across",
+    "gpu-test.undecidable": "--isolate: the pairs do not decide what is at fault",
+    "gpu-test.uniformly-slow": "--isolate: all pairs are slower than this hardware should be",
+    "hang.no-job": "no rank of a job was found",
+    "logs.nccl-interface": "NCCL's network interface differs between hosts",
+    "logs.nccl-network": "NCCL's network differs between hosts",
+    "logs.nccl-transport": "NCCL's transport differs between hosts",
+    "overflow.diverges": "where two runs first differ",
+    "overflow.incomplete": "frames are missing or truncated",
+    "overflow.near-limit": "numbers come close to the maximum of the dtype",
+    "overflow.no-frames": "no frames were found",
+    "overflow.not-compared": "runs that cannot be compared",
+    "overflow.nothing-watched": "no forward of a torch model was seen",
+    "overflow.warning": "a warning of the detector",
+    "ports.address-unresolved": "an address does not resolve",
+    "ports.denied": "this user may not test it",
+    "pyspy-all.not-hung": "ranks moved or computed between the samples",
+    "pyspy-all.stuck-rank": "a rank is not in the collective in which the others wait",
+    "run.stalled": "no rank made progress while the job ran",
+    "sync-check.out-of-sync": "a value differs between ranks, or is missing on a rank",
+    "trace.blocked": "a rank is blocked, and on what",
+    "trace.elsewhere": "a rank waits for something outside of the job",
+    "trace.exited-first": "a rank exited before the others",
+    "trace.last-line": "the last line that a rank executed",
+    "trace.lock-held": "a lock is held by another process or thread",
+    "trace.no-answer": "a node did not answer in time",
+    "trace.no-job": "no rank of a job was found",
+    "trace.other-user": "a process of another user, whose state cannot be read",
+    "trace.straggler": "a rank works while the others wait",
+    "trace.stuck-rank": "a rank is outside of the collectives in which the others wait",
 }
-_MAKERS = ("Finding", "Problem")
+_LEVELS = {"info", "warn", "fail", "unknown"}
+_MAKERS = {"Finding": ("id", "level", "title"), "Problem": ("id", "goals", "level", "title")}
+"""What becomes a finding, with its first fields in their order."""
 _ID = re.compile(r"[a-z][a-z0-9-]*(?:\.[a-zA-Z0-9…-]+)+")
 
 
 def finding_ids(package: Path = PACKAGE) -> dict[str, Entry]:
     """Return every finding id that the code can make: by the calls of Finding, and of what becomes one."""
-    code = Code(package)
-    prefixes = {"hosts", "distdiag", *(_subcommands())}
-    found: dict[str, Entry] = defaultdict(Entry)
-    for maker in _MAKERS:
-        for path, call, inside in code.calls[maker]:
-            words = {word.arg: word.value for word in call.keywords}
-            id_node = words.get("id") or (call.args[0] if call.args else None)
-            for id_ in code.strings(path, id_node, inside):
-                name = id_ if maker == "Finding" else f"cuda-env.{id_}"
-                if _ID.fullmatch(name) and name.partition(".")[0] in prefixes:
-                    _note(found[name], words, inside, call)
+    found = _made_by_calls(Code(package))
     for name, state in _host_states():
         found[f"hosts.{name}"].sentences.append(state)
     for known in _toml("logs.toml")["line"]:
-        found[f"logs.{known['id']}"].sentences.append(_plain(known["means"]))
+        found[f"logs.{known['id']}"].sentences.append(_named(known["means"]))
     for known in _toml("cuda_logs.toml")["failure"]:
-        found[f"cuda-env.log.{known['id']}"].sentences.append(_plain(known["means"]))
-    for name in _BUILT:
-        found[name].levels |= found[name].levels or {"…"}
+        found[f"cuda-env.log.{known['id']}"].sentences.append(_named(known["means"]))
+    for name, words in _BUILT.items():
+        found[name].sentences.append(words)
+    for name in [name for name in found if name.partition(".")[2].startswith("…") or name == "logs.nccl-…"]:
+        del found[name]  # where the parts are not in the call; these ids are in _BUILT
+    for name, entry in found.items():
+        if name.startswith("cuda-env.log.") and not entry.sentences:
+            entry.sentences += found.get(name.replace(".log.", ".", 1), Entry()).sentences
     return dict(sorted(found.items()))
 
 
-def _note(entry: Entry, words: dict[str | None, ast.expr], inside: list[ast.FunctionDef], call: ast.Call) -> None:
-    level = words.get("level") or next((each for each in call.args if isinstance(each, ast.Attribute)), None)
-    entry.levels.add(level.attr.lower() if isinstance(level, ast.Attribute) and level.attr.isupper() else "…")
-    title = words.get("title")
-    if isinstance(title, ast.Constant | ast.JoinedStr):
-        text = _template(title)
-        if len(re.sub(r"[^a-z]", "", text)) > 12:
+def _made_by_calls(code: Code) -> dict[str, Entry]:
+    prefixes = {"hosts", "distdiag", *(_subcommands())}
+    found: dict[str, Entry] = defaultdict(Entry)
+    for maker, fields in _MAKERS.items():
+        for path, call, inside in code.calls[maker]:
+            words = {word.arg: word.value for word in call.keywords}
+            words.update(zip(fields, call.args, strict=False))
+            shown = [each for word in ("id", "level", "title") if (each := words.get(word)) is not None]
+            for bindings in code.callers(path, shown, inside):
+                code.bindings = bindings
+                for id_ in code.strings(path, words.get("id"), inside):
+                    name = id_ if maker == "Finding" else f"cuda-env.{id_}"
+                    if _ID.fullmatch(name) and name.partition(".")[0] in prefixes:
+                        _note(found[name], code, path, words, inside)
+            code.bindings = {}
+    return found
+
+
+def _note(
+    entry: Entry, code: Code, path: Path, words: dict[str | None, ast.expr], inside: list[ast.FunctionDef]
+) -> None:
+    level = words.get("level")
+    if not (isinstance(level, ast.Attribute) and level.attr == "level" and "cuda_env" in path.parts):  # of a Problem
+        entry.levels |= code.strings(path, level, inside) & _LEVELS
+    for text in code.texts(path, words.get("title"), inside):
+        if len(re.sub(r"\{[^}]*\}|[^a-z]", "", text)) > 8 and text not in entry.sentences:
             entry.sentences.append(text)
-    if not entry.sentences and inside:
-        about = (ast.get_docstring(inside[-1]) or "").split("\n")[0].rstrip(".")
-        if not about.startswith(("Make a", "Return a", "Write what")):
-            entry.sentences.append(about)
 
 
 def _template(node: ast.Constant | ast.JoinedStr) -> str:
+    """Format a title: "rank {rank} is late", with the names that the code has for what is filled in."""
     if isinstance(node, ast.Constant):
         return str(node.value)
-    return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+    return "".join(
+        str(part.value) if isinstance(part, ast.Constant) else _filled_in(part.value)
+        for part in node.values
+        if isinstance(part, ast.Constant | ast.FormattedValue)
+    )
+
+
+def _filled_in(node: ast.expr) -> str:
+    """Name what an f-string fills in; of two texts the first, as in "file{'s' if more else ''}"."""
+    match node:
+        case ast.Constant():
+            return str(node.value)
+        case ast.JoinedStr():
+            return _template(node)
+        case ast.IfExp():
+            texts = [each for each in (node.body, node.orelse) if isinstance(each, ast.Constant) and each.value]
+            return str(texts[0].value) if len(texts) == 2 else _filled_in(node.orelse if texts else node.body)
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return "{" + name.strip("_") + "}"
+        case ast.Call(args=[first, *_]):
+            return _filled_in(first)
+        case ast.Call(func=ast.Attribute(value=value)) | ast.Subscript(value=value) | ast.BinOp(left=value):
+            return _filled_in(value)
+        case ast.GeneratorExp(elt=value) | ast.ListComp(elt=value) | ast.Starred(value=value):
+            return _filled_in(value)
+    return "{...}"
 
 
 def _subcommands() -> list[str]:
@@ -422,13 +587,13 @@ def finding_page() -> str:
     parts = [
         REPOSITORY_NOTE,
         "# Finding ids\n",
-        "Every id that a report can contain, from the code. An id does not change after a release. `…` is filled in at run "
-        "time; a level of `…` depends on what was found. `info` is a remark, `unknown` an exit status of 3.\n",
+        "Every id that a report can contain, from the code. An id does not change after a release. `{name}` is filled in "
+        "at run time, `…` in an id is the name of an errno; an empty level depends on what was found. `info` is a remark, `unknown` an exit status of 3.\n",
     ]
     for command, entries in by_command.items():
         parts += [f"## {command}\n", "| id | level | what it reports |", "|---|---|---|"]
         for name, entry in entries:
-            levels = ", ".join(sorted(entry.levels)) or "…"
+            levels = ", ".join(sorted(entry.levels))
             sentence = next((text for text in entry.sentences if text), "").replace("|", "\\|").replace("\n", " ")
             parts.append(f"| `{name}` | {levels} | {sentence} |")
         parts.append("")
@@ -492,6 +657,110 @@ def _cell(row: str) -> str:
 
 # --- schema ---
 
+_DATA = {
+    "allreduce-bench": ("commands.allreduce_bench.types:Bench",),
+    "core-bt": ("commands.core_bt.types:CoreBt",),
+    "cuda-env": ("commands.cuda_env.types:CudaEnv",),
+    "estimate": ("commands.estimate.diagnose:Estimate",),
+    "flight-recorder": ("diagnosis.flight_recorder.types:FlightRecorder",),
+    "floatcmp": ("commands.floatcmp.compare_files:FloatCmp",),
+    "gpu-test": ("commands.gpu_test.types:GpuTest", "commands.gpu_test.isolate.types:Isolated"),
+    "hang": ("commands.hang.types:Hang",),
+    "kill-switch": ("commands.kill_switch:Switch",),
+    "logs": ("diagnosis.job_logs.types:Logs",),
+    "overflow": ("commands.overflow.types:Overflow",),
+    "overflow show": ("commands.overflow.show.diagnose:OverflowShow",),
+    "ports": ("commands.ports.types:PortsData",),
+    "pyspy-all": ("commands.pyspy_all.types:PySpyAll",),
+    "run": ("commands.run.types:Run",),
+    "sync-check": ("commands.sync_check:SyncCheck",),
+    "trace blocked": ("commands.trace.blocked.types:TraceBlocked",),
+    "trace fds": ("commands.trace.fds.command:TraceFds",),
+    "trace show": ("commands.trace.show.types:TraceShow",),
+    "trace sys": ("commands.trace.sys.types:TraceSys",),
+}
+"""The classes of the data of each command's report: module below distdiag, and name."""
+
+
+@cache
+def data_schemas() -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Return the schema of each command's data, and the definitions that these refer to, from the classes."""
+    import msgspec
+
+    classes = {command: [_class(each) for each in homes] for command, homes in _DATA.items()}
+    _import_annotated()
+    every = [each for several in classes.values() for each in several]
+    references, definitions = msgspec.json.schema_components(every, ref_template="#/$defs/{name}")
+    by_class = dict(zip(every, references, strict=True))
+    alone = {command: [by_class[each] for each in several] for command, several in classes.items()}
+    return {command: each[0] if len(each) == 1 else {"anyOf": each} for command, each in alone.items()}, definitions
+
+
+def data_page() -> str:
+    """Write docs/reference/json-data.md: the first level of each command's data."""
+    by_command, definitions = data_schemas()
+    parts = [
+        REPOSITORY_NOTE,
+        "# `data` of each command\n",
+        "The first level of what `--json` prints as `data`. All levels, with their types: "
+        "[distdiag-1.schema.json](distdiag-1.schema.json). Units are in the names (`_s`, `_bytes`, `_bytes_per_s`); "
+        "frames of a stack are innermost first.\n",
+    ]
+    for command, data in by_command.items():
+        for reference in data.get("anyOf", [data]):
+            found = definitions[reference["$ref"].rpartition("/")[2]]
+            parts.append(f"## {command}{' --isolate' if found['title'] == 'Isolated' else ''}\n")
+            parts += ["| field | type |", "|---|---|"]
+            parts += [f"| `{name}` | {_type(value, definitions)} |" for name, value in found["properties"].items()]
+            parts.append("")
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _type(value: dict[str, Any], definitions: dict[str, Any]) -> str:
+    """Format a type of the schema: `string`, `list of {rank, host}`, `number or null`."""
+    if "$ref" in value:
+        found = definitions[value["$ref"].rpartition("/")[2]]
+        if "enum" in found:
+            return _type(found, definitions)
+        return "{" + ", ".join(f"`{name}`" for name in found["properties"]) + "}"
+    if "anyOf" in value:
+        return " or ".join(_type(each, definitions) for each in value["anyOf"])
+    if "enum" in value:
+        return "one of " + ", ".join(f"`{each}`" for each in value["enum"])
+    kind = value.get("type", "any")
+    if kind == "array":
+        items = value.get("items") or next(iter(value.get("prefixItems", [])), None)
+        return f"list of {_type(items, definitions)}" if items else "list"
+    return str(kind)
+
+
+def _class(home: str) -> type:
+    module, _, name = home.partition(":")
+    found: type = getattr(import_module(f"distdiag.{module}"), name)
+    return found
+
+
+def _import_annotated() -> None:
+    """Import into the loaded modules what they import for type checkers only: annotations are resolved there."""
+    done: set[str] = set()
+    while todo := [name for name in sys.modules if name.startswith("distdiag") and name not in done]:
+        for name in todo:
+            done.add(name)
+            module = sys.modules[name]
+            source = Path(str(getattr(module, "__file__", None) or "/dev/null"))
+            for statement in ast.parse(source.read_text()).body:
+                if isinstance(statement, ast.If) and getattr(statement.test, "id", "") == "TYPE_CHECKING":
+                    _import_into(module, statement.body)
+
+
+def _import_into(module: Any, statements: list[ast.stmt]) -> None:  # noqa: ANN401 - a module
+    for statement in statements:
+        if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith("distdiag."):
+            home = import_module(str(statement.module))
+            for alias in statement.names:
+                if not hasattr(module, alias.name) and hasattr(home, alias.name):
+                    setattr(module, alias.name, getattr(home, alias.name))
+
 
 def schema() -> dict[str, Any]:
     """Return the JSON schema of what --json prints."""
@@ -522,16 +791,27 @@ def schema() -> dict[str, Any]:
         "summary": {"type": "string"},
         "findings": {"type": "array", "items": {"$ref": "#/$defs/finding"}},
     }
+    by_command, definitions = data_schemas()
     error = _object({name: {"type": "string"} for name in ("id", "message", "hint")})
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "distdiag/1: the document that --json prints",
         "oneOf": [
-            {"title": "report", **_object({**judged, "data": {"type": "object"}})},
+            {
+                "title": "report",
+                **_object({**judged, "data": {"type": "object"}}),
+                "allOf": [
+                    {
+                        "if": {"properties": {"command": {"const": command}}},
+                        "then": {"properties": {"data": data}},
+                    }
+                    for command, data in by_command.items()
+                ],
+            },
             {"title": "error", **_object({**judged, "error": error})},
             {"title": "lines to paste", **_object({**head, "data": _object({"lines": strings})})},
         ],
-        "$defs": {"finding": finding},
+        "$defs": {"finding": finding, **definitions},
     }
 
 
@@ -548,6 +828,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "symptoms.md": symptoms,
     "reference/finding-ids.md": finding_page,
     "reference/cli.md": cli_page,
+    "reference/json-data.md": data_page,
     "reference/distdiag-1.schema.json": lambda: json.dumps(schema(), indent=2) + "\n",
 }
 

@@ -353,6 +353,24 @@ def floatcmp(folder: Path) -> str:
 
 
 @sample
+def sync_check(folder: Path) -> str:
+    """A weight that differs on rank 2."""
+    script = PROGRAMS / "checks_sync.py"
+    (folder / "parameter").mkdir()
+    run_quietly(folder, f"torchrun --standalone --nproc-per-node 3 {script} {folder} parameter")
+    (folder / "parameter" / "saved").rename(folder / "sync")
+    return run(folder, "distdiag sync-check sync")
+
+
+@sample
+def estimate(folder: Path) -> str:
+    """A step of BLOOM-176B."""
+    shape = "--hidden 14336 --layers 70 --vocab 250880 --tp 4 --pp 12"
+    sizes = "--params 176.2B --batch 2048 --seq 2048 --step-time 105.22 --gpus 384 --gpu A100"
+    return run(folder, f"distdiag estimate {sizes} --recompute {shape} --busbw 50")
+
+
+@sample
 def ports(folder: Path) -> str:
     """Four nodes, of which one lets nothing in."""
     need_network()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.hosts import fold
+from distdiag.cluster.hosts import fold, fold_within
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,7 +28,7 @@ class Difference:
 
     def __str__(self) -> str:
         odd = "; ".join(f"{value} on {fold(hosts)}" for value, hosts in self.others)
-        return f"{self.fact}: {odd}; {self.common} on {fold(self.common_hosts)}"
+        return f"{self.fact}: {odd}; {self.common} on {fold_within(self.common_hosts, 160)}"
 
 
 def differences(facts: Mapping[str, Mapping[str, object]]) -> tuple[Difference, ...]:

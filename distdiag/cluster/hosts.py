@@ -54,6 +54,24 @@ def name_ranks(numbers: Iterable[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {fold_ranks(ranks)}"
 
 
+def fold_ranks_within(numbers: Iterable[int], room: int) -> str:
+    """Fold ranks; where that takes more than `room` characters, how many and the first: "333 ranks (0,6,9,...)"."""
+    ranks = set(numbers)
+    folded = fold_ranks(ranks)
+    if len(folded) <= room:
+        return folded
+    start = f"{len(ranks)} ranks ("
+    cut = folded.rfind(",", 0, max(1, room - len(start) - 5))
+    return f"{start}{folded[:cut] if cut > 0 else folded.partition(',')[0]},...)"
+
+
+def fold_within(names: Iterable[str], room: int) -> str:
+    """Fold names; where that takes more than `room` characters, how many and the first: "125 hosts (node0001,...)"."""
+    hosts = list(dict.fromkeys(names))
+    folded = fold(hosts)
+    return folded if len(folded) <= room else f"{len(hosts)} hosts ({hosts[0]},...)"
+
+
 def fold(names: Iterable[str]) -> str:
     """Fold names for display, so that `expand` gives the same set: n1, n2, n01, n02 are "n[1-2],n[01-02]"."""
     families: dict[tuple[str, ...], list[tuple[str, ...]]] = {}

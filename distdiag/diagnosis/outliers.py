@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
+from distdiag.diagnosis.slow_ranks import find_slow
 from distdiag.diagnosis.stack_classes import BUSY, RankState, StackClass, rank_states
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
 
+    from distdiag.diagnosis.slow_ranks import SlowRanks
     from distdiag.jobs.types import Job
 
 Rank = TypeVar("Rank")
@@ -69,6 +71,8 @@ class JobVerdict:
     waiting: tuple[RankState, ...] = ()
     unreadable: tuple[RankState, ...] = ()
     only_slow: bool = False
+    slow: SlowRanks | None = None
+    """Of a job that is not hung: the ranks that hold up the others, if there are enough samples to see them."""
 
 
 def judge_job(job: Job, watched_s: float) -> JobVerdict:
@@ -76,14 +80,16 @@ def judge_job(job: Job, watched_s: float) -> JobVerdict:
     states = rank_states(job.members)
     unreadable = _of(states, StackClass.UNREADABLE)
     outcome, outliers, waiting = _decide(job, without(states, unreadable), unreadable)
+    slow = find_slow(without(states, unreadable)) if outcome is Outcome.NOT_HUNG else None
     return JobVerdict(
         job=job,
         states=states,
         outcome=outcome,
-        outliers=tuple(outliers),
+        outliers=slow.slow if slow is not None else tuple(outliers),
         waiting=tuple(waiting),
         unreadable=tuple(unreadable),
-        only_slow=_may_only_be_slow(outcome, outliers, waiting, watched_s),
+        only_slow=slow is not None or _may_only_be_slow(outcome, outliers, waiting, watched_s),
+        slow=slow,
     )
 
 

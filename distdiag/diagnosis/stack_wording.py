@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.hosts import fold, fold_ranks, name_ranks
+from distdiag.cluster.hosts import fold_ranks, fold_within, name_ranks
 from distdiag.diagnosis.stack_classes import BUSY, StackClass, helper_frames, user_frame
 from distdiag.knowledge.frames import library_path
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _NAMED = 4
 """Processes to list; the rest are only counted."""
+_ROOM = 160
+"""Characters of a list of hosts in a sentence; the finding's `where` has all of them."""
 _WORKER_FILE = "torch/utils/data/_utils/worker.py"
 _IDLE_FILES = ("queue.py", "connection.py", "queues.py", "selectors.py", "synchronize.py")
 
@@ -48,7 +50,7 @@ def who(members: Sequence[RankState]) -> str:
     """Format members: "rank 2 (node07, pid 4711)", "ranks 0-1,3 (node[07-08])", "pid 812 (node07)"."""
     ranks = [state.member.rank for state in members if state.member.rank is not None]
     pids = [state.member.pid for state in members if state.member.pid is not None]
-    hosts = fold(dict.fromkeys(state.member.host for state in members if state.member.host))
+    hosts = fold_within((state.member.host for state in members if state.member.host), _ROOM)
     if len(ranks) < len(members):
         shown = f"pid{'s' if len(pids) > 1 else ''} {', '.join(map(str, pids[:_NAMED]))}"
         more = f" and {len(pids) - _NAMED} more" if len(pids) > _NAMED else ""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.hosts import fold, name_ranks
+from distdiag.cluster.hosts import fold_within, name_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
+_ROOM = 160
+"""Characters of a list of hosts in a sentence; the finding's `where` has all of them."""
 _SIZES = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def format_ranks(ranks: Collection[int], hosts: Iterable[str] = (), pid: int | None = None) -> str:
     """Format ranks and where they run: "rank 2 (node07, pid 4711)", "ranks 0-1,3 (node[07-08])", "rank 2"."""
-    place = [part for part in (fold(hosts), "" if pid is None else f"pid {pid}") if part]
+    place = [part for part in (fold_within(hosts, _ROOM), "" if pid is None else f"pid {pid}") if part]
     return name_ranks(ranks) + (f" ({', '.join(place)})" if place else "")
 
 

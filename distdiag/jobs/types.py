@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.hosts import fold
+from distdiag.cluster.hosts import fold_within
 from distdiag.jobs.collect import Processes, Watched  # noqa: TC001 - decoded by their annotations
 
 if TYPE_CHECKING:
     from distdiag.jobs.collect import Process, Watched
+
+
+_ROOM = 160
+"""Characters of a list of hosts in a title."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +71,7 @@ class JobSummary:
         of = f" of {self.world_size}" if self.world_size is not None else ""
         what = "rank" if (self.world_size or self.ranks) == 1 else "ranks"
         name = f"job {self.job} ({self.launcher})" if self.job else self.launcher
-        hosts = f" on {fold(self.hosts)}" if any(self.hosts) else ""
+        hosts = f" on {fold_within(self.hosts, _ROOM)}" if any(self.hosts) else ""
         return f"{name}: {self.ranks}{of} {what}{hosts}"
 
 

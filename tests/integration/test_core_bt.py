@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -283,18 +284,23 @@ def test_secrets_among_the_arguments_of_a_process_are_not_shown() -> None:
         process.kill()
 
 
-def test_a_live_process_goes_on() -> None:
+def test_live_processes_go_on() -> None:
     program = "import time\ndef waits_here():\n    time.sleep(60)\nprint('ready', flush=True)\nwaits_here()\n"
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
-        try:
+    with contextlib.ExitStack() as ended:
+        processes = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(2)]
+        for process in processes:
+            ended.enter_context(process)
+            ended.callback(process.kill)
+        for process in processes:
             assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            result = core_bt("--pid", str(process.pid))
+            assert process.stdout.readline() == b"ready\n"
+        result = core_bt(*(word for process in processes for word in ("--pid", str(process.pid))))
+        for process in processes:
             wait_for_state(process.pid, "S")
-        finally:
-            process.kill()
     assert result.code == 0
-    assert "waits_here" in python_frames(only(result))
+    rows = result.report["data"]["cores"]
+    assert sorted(row["pid"] for row in rows) == sorted(process.pid for process in processes)
+    assert all("waits_here" in python_frames(row) for row in rows)
 
 
 @pytest.mark.alone  # it is about the ranks that are here, so those of other tests would count

@@ -121,15 +121,27 @@ def test_reports_on_numbers(tmp_path: Path) -> None:
     done = subprocess.run(
         [PROGRAM, "overflow", "--json", "--", script, "1e6"], capture_output=True, text=True, timeout=90, check=False
     )
-    document = check(done.stdout[done.stdout.index('{\n  "schema"') :], done.returncode)
+    document = check(done.stdout, done.returncode)  # the job's own output is on stderr
     assert document["findings"][0]["id"] == "overflow.detected"
 
 
 def test_the_schema_refuses_what_is_not_a_report() -> None:
     document = json.loads(distdiag("core-bt", "--setup", "--json").out)
-    for damage in ({"verdict": "maybe"}, {"exit_code": "1"}, {"findings": [{"id": "x"}]}, {"more": 1}):
+    damages = (
+        {"verdict": "maybe"},
+        {"exit_code": "1"},
+        {"findings": [{"id": "x"}]},
+        {"more": 1},
+        {"data": {"cores": 1}},
+    )
+    for damage in damages:
         assert not SCHEMA.is_valid({**document, **damage})
     assert SCHEMA.is_valid(document)
+
+
+def test_the_data_of_every_command_is_described() -> None:
+    without_report = {"trace py", "kill-switch on", "kill-switch off", "kill-switch status"}
+    assert set(COMMANDS) - without_report <= set(make_docs._DATA)
 
 
 def test_the_list_of_ids_is_no_pattern_for_everything() -> None:

@@ -73,6 +73,8 @@ def test_one_rank_alone_and_each_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_bytes(b"[default0]:one [default1]:x\n[default0]:\r10%\r99%\n[default1]:last")
     done = distdiag("logs", "--rank", "1", str(tmp_path / "a.log"))
     assert done.out == "x\nlast"
+    done = distdiag("logs", "--rank", "0-1", "--rank", "5", str(tmp_path / "a.log"))
+    assert done.out == "x\n99%\nlast"
     assert distdiag("logs", "--split", str(tmp_path / "out"), str(tmp_path / "a.log")).code == 0
     assert (tmp_path / "out" / "rank0.log").read_bytes() == b"99%\n"
 

@@ -67,6 +67,15 @@ def test_commands_that_need_no_torch_answer(archive: Path, bare: Path, tmp_path:
     assert done.stderr.count("Traceback") == 0
 
 
+def test_a_printed_command_can_be_pasted(archive: Path, bare: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (finding,) = json.loads(run(bare, archive, home, "core-bt", "--json", str(tmp_path)).stdout)["findings"]
+    assert finding["fix"]["commands"] == [f"{bare} {archive} core-bt --setup"]
+    assert run(bare, archive, home, "logs").stderr.endswith(
+        f"hint: {bare} {archive} logs FILE, a folder, or - for stdin\n"
+    )
+
+
 def test_without_torch_a_rank_says_what_is_missing(archive: Path, bare: Path, tmp_path: Path) -> None:
     done = run(bare, archive, tmp_path / "home", "gpu-test", "--json", "--timeout", "10")
     assert [each["id"] for each in json.loads(done.stdout)["findings"] if each["level"] == "fail"] == [

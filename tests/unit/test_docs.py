@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"(?<!\[)`(distdiag\s[^`]+)`(?!\])")
+"""Commands in a sentence; not one that is the name of a link, as where it needs options."""
 HOMES = {sub.name: sub.home for sub in _SUBCOMMANDS} | {
     f"{sub.name} {below.name}": below.home for sub in _SUBCOMMANDS for below in sub.below
 }
@@ -37,7 +39,11 @@ def blocks(page: Path, *languages: str) -> Iterator[str]:
 def command_lines() -> Iterator[tuple[str, list[str]]]:
     """List the words after `distdiag` of every command line in the pages that people write, with its page."""
     for page in PAGES:
-        lines = [line for text in blocks(page, "", "text", "sh") for line in text.splitlines() if "`" not in line]
+        lines = [
+            line.strip() for text in blocks(page, "", "text", "sh") for line in text.splitlines() if "`" not in line
+        ]
+        if page.name != "architecture.md":  # its example of a new command is not there
+            lines += [" ".join(text.split()) for text in INLINE.findall(BLOCK.sub("", page.read_text()))]
         lines += [text.partition("\n")[0].removeprefix("$ ") for text in blocks(page, "console")]
         for line in lines:
             if found := _TYPED.match(line):

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from distdiag.cluster.hostlist import expand, spell_out
-from distdiag.cluster.hosts import Host, fold, parse_hosts
+from distdiag.cluster.hosts import Host, fold, fold_ranks_within, fold_within, parse_hosts
 from distdiag.errors import UsageError
 
 
@@ -254,3 +254,12 @@ def test_a_bare_address_is_told_to_go_into_brackets() -> None:
         parse_hosts("fe80::1:8")
     assert "brackets" in error.value.hint
     assert "[fe80::1]:8" in error.value.hint
+
+
+def test_a_long_list_is_counted_and_its_first_named() -> None:
+    hosts = [f"n{number}-x" for number in range(0, 40, 2)]
+    assert fold_within(hosts[:2], 20) == "n[0,2]-x"
+    assert fold_within(hosts, 20) == "20 hosts (n0-x,...)"
+    assert fold_ranks_within(range(1000), 20) == "0-999"
+    assert fold_ranks_within(range(0, 1000, 3), 30) == "334 ranks (0,3,6,9,12,15,...)"
+    assert fold_ranks_within([10**6, 10**6 + 2], 10) == "2 ranks (1000000,...)"

@@ -106,6 +106,53 @@ def test_most_ranks_compute_and_one_is_early() -> None:
     assert "ranks 0-2 are computing, rank 3 waits for them" in report.summary
 
 
+def sampled(waiting: str) -> tuple[Sample, ...]:
+    """Write the samples of a rank that trains: w waits, c computes, b waits in backward, B computes there."""
+    stacks = {
+        "w": (waits(), "S"),
+        "c": (frames(("augment", "/home/me/data.py", 7)), "R"),
+        "b": (frames(("_engine_run_backward", SITE + "torch/autograd/graph.py", 979)), "S"),
+        "B": (frames(("_engine_run_backward", SITE + "torch/autograd/graph.py", 979)), "R"),
+    }
+    return tuple(
+        look(stacks[letter][0], state=stacks[letter][1], at_s=number / 2, counters={"step": number})
+        for number, letter in enumerate(waiting)
+    )
+
+
+@pytest.mark.parametrize(
+    ("samples", "slow"),
+    [
+        (["w" * 18 + "cc", "c" * 16 + "wwww", "b" * 15 + "c" * 5, "wb" * 10], [[1]]),
+        (["w" * 18 + "cc", "B" * 18 + "bw", "b" * 15 + "c" * 5, "wb" * 10], [[1]]),
+        (["wc" * 10, "wc" * 10, "cw" * 10, "w" * 8 + "c" * 12], []),
+        (["w" * 20, "w" * 11 + "c" * 9, "w" * 15 + "b" * 5, "wb" * 10], [[1]]),
+        (["w" * 15 + "c" * 5, "w" * 7 + "c" * 13, "w" * 14 + "c" * 6, "w" * 17 + "c" * 3], []),
+        (["w" * 20, "c" * 20, "c" * 20, "w" * 20], []),
+        (["w" * 14, "c" * 14, "w" * 14, "w" * 14], []),
+        (["c" * 20, "c" * 20, "c" * 20, "c" * 19 + "w"], []),
+    ],
+    ids=[
+        "one computes",
+        "one computes in backward",
+        "a little slower",
+        "by chance",
+        "all alike",
+        "half of them",
+        "too few samples",
+        "none waits",
+    ],
+)
+def test_the_rank_of_a_running_job_that_hardly_waits_holds_up_the_others(
+    samples: list[str], slow: list[list[int]]
+) -> None:
+    report = judge(job(*map(sampled, samples)), samples=len(samples[0]), interval_s=0.5)
+    assert (outlier_ranks(report), report.verdict) == (slow, Verdict.WARN if slow else Verdict.OK)
+    if slow:
+        assert report.summary.startswith("rank 1 (n1, pid 101) is slower than the others, in `")
+        assert "ranks 0,2-3 wait for it in " in report.findings[0].detail
+
+
 def test_ranks_that_are_all_still_importing_are_not_hung_and_nobody_stands_out() -> None:
     importing = frames(
         ("<module>", SITE + "torch/nn/modules/rnn.py", 3),

@@ -22,12 +22,13 @@ from trace_facts import (
     thread,
 )
 
-from distdiag.commands.trace.ranks import Wanted, choose, none_found, parse_ranks
+from distdiag.commands.trace.ranks import Wanted, choose, none_found
 from distdiag.errors import UsageError
 from distdiag.facts.blocked_threads import Blocked, Target, Thread
 from distdiag.facts.descriptors import Descriptor
 from distdiag.facts.socket_owners import Network, Owned, Person
 from distdiag.jobs.sample_waits import Reply
+from distdiag.options import parse_ranks
 
 FIFO = Target(5, "r", Descriptor(5, "fifo", "/data/fifo", "r", 0))
 

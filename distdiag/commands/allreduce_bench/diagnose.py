@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from distdiag.cluster.hosts import fold
+from distdiag.cluster.hosts import fold_within
 from distdiag.cluster.rank_runs import Outcome
 from distdiag.commands.allreduce_bench import findings
 from distdiag.commands.allreduce_bench.findings import short, speed
@@ -249,7 +249,7 @@ def _summary(
         return f"interrupted; {wrong[0] if wrong else rank_report.how_far(data.ranks, STAGES)}; {so_far}"
     if wrong_words := rank_report.worst_of(found):
         return wrong_words if len(measured) == requested else f"{wrong_words}; {so_far}"
-    where = fold(dict.fromkeys(place.host for place in scene.places))
+    where = fold_within((place.host for place in scene.places), 160)
     if data.world_size == 1:
         return f"a single rank on {where}: it sends nothing, so busbw is 0 by definition"
     best = max(measured, key=lambda row: (row.size_bytes, row.busbw_bytes_per_s or 0.0))

@@ -75,7 +75,7 @@ class NodeCores:
     left_out: int = 0
     searched: tuple[str, ...] = ()
     missed: tuple[tuple[str, str], ...] = ()
-    live: LiveFacts | None = None
+    live: tuple[LiveFacts, ...] = ()
     setup: SetupFacts | None = None
 
 
@@ -88,14 +88,14 @@ def more(ask: dict[str, Any], tell: Callable[[object], None]) -> None:
     """Read cores, or what is asked for instead.
 
     {"paths": files and folders, empty: the newest of where this system puts cores; "exe", "gdb": True, False, None:
-    where it is needed; "all": all threads by gdb, too; "timeout_s"; "pid": a live process; "setup": whether this
+    where it is needed; "all": all threads by gdb, too; "timeout_s"; "pids": live processes; "setup": whether this
     machine and the ranks on it can leave a core}
     """
     host = machine.host_name()
     if ask["setup"]:
         tell(NodeCores(host, setup=setup.read(_rank_pids())))
-    elif ask["pid"] is not None:
-        tell(NodeCores(host, live=_live(ask)))
+    elif ask["pids"]:
+        tell(NodeCores(host, live=tuple(_live(pid, ask) for pid in ask["pids"])))
     else:
         tell(_cores(host, ask))
 
@@ -265,8 +265,7 @@ def _with_own(facts: CoreFacts, own: unwinder.CFrames | None, timeout_s: float) 
     return replace(facts, threads=found, tools=(*facts.tools, *_tools(alone))) if is_more else facts
 
 
-def _live(ask: dict[str, Any]) -> LiveFacts:
-    pid = ask["pid"]
+def _live(pid: int, ask: dict[str, Any]) -> LiveFacts:
     if procs.read(pid) is None:
         return LiveFacts(pid, "process not found", "", "", None, "", "", (), ())
     before = machine.process_state(pid).letter

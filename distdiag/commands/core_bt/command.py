@@ -40,8 +40,10 @@ def core_bt(
         typer.Option("--gdb/--no-gdb", help="Also use gdb. [default: if pystack does not find the crashed thread]"),
     ] = None,
     pid: Annotated[
-        int | None,
-        typer.Option("--pid", "-p", min=1, metavar="PID", help="Read a live process instead; it keeps running."),
+        list[int] | None,
+        typer.Option(
+            "--pid", "-p", min=1, metavar="PID", help="Read this live process instead; it keeps running; repeatable."
+        ),
     ] = None,
     setup: Annotated[
         bool, typer.Option("--setup", help="Check whether a crash of the ranks on this machine would leave a core.")
@@ -72,7 +74,7 @@ def core_bt(
     from distdiag import runner
 
     def request() -> Request:
-        if sum((bool(cores), pid is not None, setup)) > 1:
+        if sum((bool(cores), bool(pid), setup)) > 1:
             raise UsageError("CORE, --pid and --setup are mutually exclusive", hint="pass one of them")
         return Request(
             program=called_as(),
@@ -81,7 +83,7 @@ def core_bt(
             exe=exe,
             all_threads=threads is Threads.ALL,
             gdb=gdb,
-            pid=pid,
+            pids=tuple(pid or ()),
             setup=setup,
             timeout_s=timeout,
         )
@@ -138,7 +140,7 @@ def _plan(request: Request, hosts: Mapping[str, NodeCores], *, local: bool) -> A
 
     if local:
         _check_working_directory()
-    timeout_s = _SPARE_S + 2 * request.timeout_s * max(_CORES_AT_LEAST, len(request.paths))
+    timeout_s = _SPARE_S + 2 * request.timeout_s * max(_CORES_AT_LEAST, len(request.paths), len(request.pids))
     return Asks(by_host=dict.fromkeys(hosts, _ask(request, local=local)), timeout_s=timeout_s)
 
 
@@ -149,7 +151,7 @@ def _ask(request: Request, *, local: bool) -> dict[str, Any]:
         "gdb": request.gdb,
         "all": request.all_threads,
         "timeout_s": request.timeout_s,
-        "pid": request.pid,
+        "pids": list(request.pids),
         "setup": request.setup,
     }
 

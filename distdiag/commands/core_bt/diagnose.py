@@ -42,9 +42,9 @@ def diagnose(request: Request, gathered: Gathered[NodeCores]) -> Report[CoreBt]:
         cores += [_core(facts, node.host) for facts in node.cores if facts.notes is not None]
         unread += [Unread(path=facts.path, host=node.host, why=facts.error) for facts in node.cores if facts.error]
         unread += [Unread(path=path, host=node.host, why=why) for path, why in node.missed]
-        if node.live is not None:
-            cores.append((_live(node.live, node.host), None))
-            found += _of_live(request, node.live, node.host)
+        for live in node.live:
+            cores.append((_live(live, node.host), None))
+            found += _of_live(request, live, node.host)
     found += setup_findings({node.host: node.setup for node in nodes if node.setup is not None})
     cores.sort(key=lambda row: (row[0].time or 0.0, row[0].pid))
     found += _crashes(request, cores)
@@ -56,7 +56,7 @@ def diagnose(request: Request, gathered: Gathered[NodeCores]) -> Report[CoreBt]:
         unread=tuple(unread),
         searched=tuple(dict.fromkeys(place for node in nodes for place in node.searched)),
     )
-    if not (cores or unread or request.setup or request.pid is not None) and nodes:
+    if not (cores or unread or request.setup or request.pids) and nodes:
         found.append(_none(request, data))
     left_out = sum(node.left_out for node in nodes)
     return Report(
@@ -306,6 +306,12 @@ def _summary(
     if request.setup:
         warned = [finding.title for finding in found if finding.level is Level.WARN]
         return "; ".join(warned) or "a crash here leaves a core"
-    if request.pid is not None:
-        return f"process {request.pid} is alive; its state is unchanged"
+    if request.pids:
+        is_alone = len(request.pids) == 1
+        pids = ", ".join(map(str, request.pids))
+        return (
+            f"process {pids} is alive; its state is unchanged"
+            if is_alone
+            else f"processes {pids} are alive; their state is unchanged"
+        )
     return f"no readable core{older}"

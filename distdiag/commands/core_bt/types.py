@@ -28,7 +28,7 @@ class Request:
     exe: str = ""
     all_threads: bool = False
     gdb: bool | None = None
-    pid: int | None = None
+    pids: tuple[int, ...] = ()
     setup: bool = False
     timeout_s: float = 60.0
 

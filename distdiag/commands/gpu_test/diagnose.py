@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from distdiag.cluster.hosts import fold
+from distdiag.cluster.hosts import fold_within
 from distdiag.cluster.rank_runs import Outcome
 from distdiag.commands.gpu_test.types import STAGES, GpuTest
 from distdiag.launch import rank_report
@@ -49,7 +49,7 @@ def _summary(found: list[Finding], scene: Inventory, plan: Plan) -> str:
     if plan.nproc > 1:
         who, tested = (f"{plan.nproc} ranks", "communication, all_reduce, memory")
     warnings = "".join(f"; but {finding.title}" for finding in found if finding.level is Level.WARN)
-    where = fold(dict.fromkeys(place.host for place in scene.places))
+    where = fold_within((place.host for place in scene.places), 160)
     return f"{who} on {where} passed: {tested} ({plan.backend}, {kind}){warnings}"
 
 

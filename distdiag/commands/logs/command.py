@@ -31,7 +31,8 @@ def logs(
         typer.Argument(metavar="PATH", help="Log files, folders of logs, or - for stdin.", show_default=False),
     ] = None,
     rank: Annotated[
-        int | None, typer.Option(min=0, metavar="RANK", help="Print only this rank's lines, whole, and exit.")
+        list[str] | None,
+        typer.Option(metavar="RANKS", help="Print only the lines of these ranks, and exit: 3, or 0-3,7; repeatable."),
     ] = None,
     split: Annotated[
         str, typer.Option(metavar="DIR", help="Write the lines of each rank to a file in DIR, and exit.")
@@ -59,8 +60,8 @@ def logs(
     from distdiag.commands.logs import separate
     from distdiag.diagnosis.job_logs.types import Request
 
-    if (rank is not None or split) and not from_:
-        separate.deliver_streams(paths or [], rank, split, has_hosts=bool(cluster.typed()), as_json=as_json)
+    if (rank or split) and not from_:
+        separate.deliver_streams(paths or [], rank or [], split, has_hosts=bool(cluster.typed()), as_json=as_json)
 
     def request() -> Request:
         if not (paths or from_ or cluster.explain):

@@ -8,34 +8,39 @@ from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 import typer
 
+from distdiag.cluster.hosts import name_ranks
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.facts.core.stored_cores import CannotUnpack
 from distdiag.facts.job_logs import collect
 from distdiag.facts.job_logs.demux import Demux, harmless
 from distdiag.files import make_folder
+from distdiag.options import parse_ranks
 from distdiag.output import fail
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from distdiag.facts.job_logs.demux import Label
 
 _MOST_FILES = 512
 
 
-def deliver_streams(paths: Sequence[str], rank: int | None, split: str, *, has_hosts: bool, as_json: bool) -> NoReturn:
-    """Write a rank's lines to stdout, or each rank's to a file, and leave with the exit status."""
+def deliver_streams(
+    paths: Sequence[str], chosen: Sequence[str], split: str, *, has_hosts: bool, as_json: bool
+) -> NoReturn:
+    """Write the lines of ranks to stdout, or those of each rank to a file, and leave with the exit status."""
     try:
+        ranks = parse_ranks(chosen)
         if has_hosts or as_json or not paths:
             raise UsageError(
                 "--rank and --split take logs of this machine and write text", hint="name files of this machine"
             )
         if split:
             make_folder("--split", split)
-            _split(paths, split, rank)
-        elif not _print(paths, rank or 0):
+            _split(paths, split, ranks)
+        elif not _print(paths, ranks):
             raise DistdiagError(
-                f"no line of rank {rank} in {', '.join(paths)}", hint="distdiag logs PATH lists the ranks"
+                f"no line of {name_ranks(ranks)} in {', '.join(paths)}", hint="distdiag logs PATH lists the ranks"
             )
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -44,21 +49,21 @@ def deliver_streams(paths: Sequence[str], rank: int | None, split: str, *, has_h
     raise typer.Exit(0)
 
 
-def _print(paths: Sequence[str], rank: int) -> bool:
+def _print(paths: Sequence[str], ranks: Collection[int]) -> bool:
     out, found = sys.stdout.buffer, False
     on_terminal = sys.stdout.isatty()
-    for line in (text for number, _, text in _lines(paths) if number == rank):
+    for line in (text for number, _, text in _lines(paths) if number in ranks):
         found = True
         out.write(harmless(line) if on_terminal else line)
     out.flush()
     return found
 
 
-def _split(paths: Sequence[str], folder: str, only: int | None) -> None:
+def _split(paths: Sequence[str], folder: str, only: Collection[int]) -> None:
     files: dict[str, BinaryIO] = {}
     try:
         for rank, label, text in _lines(paths):
-            if only is not None and rank != only:
+            if only and rank not in only:
                 continue
             name = f"rank{rank}.log" if rank is not None else f"{_safe(label)}.log"
             if name not in files:

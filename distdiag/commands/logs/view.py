@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from rich.table import Column
 
-from distdiag.cluster.hosts import fold_ranks
+from distdiag.cluster.hosts import fold_ranks_within
+from distdiag.diagnosis.wording import counted, format_size
 from distdiag.output import Whole, Wrapped, plain_table
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from distdiag.diagnosis.job_logs.types import Logs
 
-_FILES, _TIMELINE, _WHAT = 6, 200, 160
+_RANKS, _TIMELINE, _WHAT = 40, 200, 160
 
 
 def logs_view(data: Logs, *, timeline: bool) -> Iterator[RenderableType]:
@@ -35,12 +36,19 @@ def logs_view(data: Logs, *, timeline: bool) -> Iterator[RenderableType]:
             groups.setdefault((end.role, end.exit, _shape(end.what)), []).append(end.rank)
         what = {_shape(end.what): end.what for end in reversed(data.ranks)}
         for (role, exit_, shape), ranks in groups.items():
-            table.add_row(fold_ranks(ranks), role or "-", exit_ or "-", what[shape][:_WHAT] or "no failure")
+            table.add_row(
+                fold_ranks_within(ranks, _RANKS), role or "-", exit_ or "-", _cut(what[shape]) or "no failure"
+            )
         yield table
     if timeline:
         yield ""
         for line in _timeline(data):
             yield Whole(line)
+
+
+def _cut(text: str) -> str:
+    """Cut a message behind a word."""
+    return text if len(text) <= _WHAT else text[:_WHAT].rpartition(" ")[0] + " ..."
 
 
 def _shape(text: str) -> str:
@@ -55,7 +63,7 @@ def _sources(data: Logs) -> str:
     forms = sorted({form for source in data.sources for form in source.forms})
     joined = sum(source.joined for source in data.sources)
     lines = sum(source.lines for source in data.sources)
-    text = f"{len(read)} of {len(data.sources)} files read, {lines} lines, {size / 1e6:.1f} MB"
+    text = f"{len(read)} of {counted(len(data.sources), 'file')} read, {counted(lines, 'line')}, {format_size(size)}"
     text += f"; prefixes of {', '.join(forms)}" if forms else ""
     text += f"; {joined} torn lines put together" if joined else ""
     return text + (f"; {data.dropped} repeated events left out" if data.dropped else "")
@@ -77,7 +85,7 @@ def _timeline(data: Logs) -> Iterator[str]:
         yield "order: by file and line; not every line has a time, so files are not merged"
     for failure in ordered[:_TIMELINE]:
         who = f"rank {failure.rank}" if failure.rank is not None else "-"
-        yield f"{_clock(failure.at)}  {who:9} {failure.role:12} {failure.file}:{failure.line}  {failure.what[:_WHAT]}"
+        yield f"{_clock(failure.at)}  {who:9} {failure.role:12} {failure.file}:{failure.line}  {_cut(failure.what)}"
 
 
 def _clock(at: float | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.hosts import fold
+from distdiag.cluster.hosts import fold, fold_within
 from distdiag.cluster.unreached_hosts import host_findings
 from distdiag.commands.ports.node_findings import node_findings
 from distdiag.commands.ports.port_findings import known_as, port_findings
@@ -135,7 +135,7 @@ def _summary(facts: PortsFacts, findings: list[Finding]) -> str:
                 return finding.title
     if facts.paths:
         hosts = dict.fromkeys(facts.hosts[node] for path in facts.paths for node in (path.source, path.target))
-        return f"all {len(hosts)} nodes ({fold(hosts)}) reach each other on every tested port"
+        return f"all {len(hosts)} nodes ({fold_within(hosts, 160)}) reach each other on every tested port"
     if facts.served:
         return "no client connected"
     if facts.scanned:

@@ -9,11 +9,13 @@ from distdiag.cluster.hosts import fold_ranks
 from distdiag.commands.pyspy_all.types import COMMAND
 from distdiag.diagnosis import remedies
 from distdiag.diagnosis.outliers import ALIVE, Outcome, split
+from distdiag.diagnosis.slow_ranks import ENOUGH
 from distdiag.diagnosis.stack_classes import StackClass, helper_frames
 from distdiag.diagnosis.stack_wording import (
     briefly,
     does,
     samples_in_words,
+    spot,
     stuck_worker,
     waits,
     who,
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
     from distdiag.commands.pyspy_all.types import Request
     from distdiag.diagnosis.outliers import JobVerdict
+    from distdiag.diagnosis.slow_ranks import SlowRanks
     from distdiag.diagnosis.stack_classes import RankState
     from distdiag.facts.stack_types import Frame
     from distdiag.jobs.types import NodeStacks
@@ -86,6 +89,8 @@ def reason_of(verdict: JobVerdict, group: Sequence[RankState]) -> str:
         return f"behind: {_counters(first)}, others {_counters(verdict.waiting[0])}"
     if verdict.outcome is Outcome.OTHER_COLLECTIVE:
         return f"in a different collective: {waits(first)}"
+    if verdict.slow is not None:
+        return "slower than the others"
     if verdict.outcome is Outcome.CYCLE:
         return f"in a cycle of ranks that wait for each other: {_waits(group)}"
     if first.thread.kind is StackClass.EXITED:
@@ -218,6 +223,21 @@ def _standstill(verdict: JobVerdict, request: Request) -> list[Finding]:
     ]
 
 
+def _slow(verdict: JobVerdict, request: Request, slow: SlowRanks) -> Finding:
+    """Report ranks of a running job for which the others wait in most samples."""
+    is_alone = len(slow.slow) == 1
+    pronoun = "it" if is_alone else "them"
+    place = f", in {spot(slow.frame)} in {slow.at_frame} of {slow.samples} samples" if slow.frame is not None else ""
+    return Finding(
+        id=f"{COMMAND}.straggler",
+        level=Level.WARN,
+        title=f"{who(slow.slow)} {'is' if is_alone else 'are'} slower than the others{place}",
+        detail=f"{briefly(slow.others)} wait for {pronoun} in {slow.others_wait} of {slow.samples} samples or more; "
+        f"{'it waits' if is_alone else 'they wait'} in {slow.slow_wait} at most. " + _shared(verdict, request),
+        where=where(slow.slow),
+    )
+
+
 def _not_hung(verdict: JobVerdict, request: Request) -> list[Finding]:
     moving = [state for state in verdict.states if state.thread.moving]
     busy = [state for state in verdict.states if not state.thread.moving and (state.thread.busy or 0.0) >= ALIVE]
@@ -240,14 +260,17 @@ def _not_hung(verdict: JobVerdict, request: Request) -> list[Finding]:
         and not any(state.thread.moving for state in verdict.waiting)
     ):
         parts.append(f"{briefly(verdict.waiting)} wait{'s' if len(verdict.waiting) == 1 else ''} for them")
+    more = "If it is slow, look for the rank that the others wait for: --samples 20. "
     return [
+        *([_slow(verdict, request, verdict.slow)] if verdict.slow is not None else []),
         Finding(
             id=f"{COMMAND}.not-hung",
             level=Level.INFO,
             title=f"no hang seen in {samples_in_words(request.samples, request.interval_s)}: " + ", ".join(parts),
-            detail="If the job may be slow or looping, sample for longer: --interval 30.",
+            detail=(more if request.samples < ENOUGH else "")
+            + "If it may be in an endless loop, sample for longer: --interval 30.",
             where=where(verdict.states),
-        )
+        ),
     ]
 
 

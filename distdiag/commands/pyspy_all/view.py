@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _GROUPS = 12
 _PIDS = 8
-_MUCH = 110
+_MUCH = 60
 _LONG = 80
 """Characters of a function's name: C++ templates fill a page."""
 _NATIVE = 6

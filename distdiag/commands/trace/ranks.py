@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ from distdiag.cluster.hosts import fold, fold_ranks, name_ranks
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.jobs.collect import Process
 from distdiag.jobs.roles import find_jobs, is_called, launcher_name, of_interest, without_ranks
+from distdiag.options import parse_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +34,6 @@ _BARE = Process(
     started_s=0.0,
     asked=True,
 )
-_MAX_RANK = 10_000_000
 _SHOWN = 4
 
 
@@ -69,18 +68,6 @@ def wanted(pids: Iterable[int] | None, ranks: Iterable[str] | None, job: str, us
     if chosen.pids and chosen.ranks:
         raise UsageError("--pid and --rank are mutually exclusive", hint="pass one of them")
     return chosen
-
-
-def parse_ranks(texts: Iterable[str]) -> tuple[int, ...]:
-    """Parse what --rank takes: "3", "0-3,7". Raises UsageError."""
-    found: set[int] = set()
-    for part in (part.strip() for text in texts for part in text.split(",")):
-        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if last < first or last > _MAX_RANK:
-            raise UsageError(f"--rank: {part!r} is not a rank or a range of ranks", hint="--rank 0-3,7")
-        found.update(range(first, last + 1))
-    return tuple(sorted(found))
 
 
 def jobs_on(nodes: Sequence[NodeStacks], wanted: Wanted) -> list[Job]:

@@ -114,7 +114,7 @@ def first_failure(
     blames = row is None or row.accuses != "none"
     others = sorted(set(book.ranks) - set(ranks))
     where_ = f", at {failure.place}" if failure.place else ""
-    reason = f"{failure.what}{where_}"
+    reason = f"{failure.what.rstrip('.')}{where_}" if where_ else failure.what
     paths, hosts_of_paths = _paths(group, book)
     if not blames:
         title = failure.means + paths

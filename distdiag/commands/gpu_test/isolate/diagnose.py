@@ -6,7 +6,7 @@ import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from distdiag.cluster.hosts import fold
+from distdiag.cluster.hosts import fold_within
 from distdiag.cluster.rank_runs import Outcome
 from distdiag.commands.gpu_test.isolate.classify import classify
 from distdiag.commands.gpu_test.isolate.types import STAGES, Classified, Isolated, Kind, Pair, PairResult, PairStatus
@@ -134,7 +134,7 @@ def _summary(
         return f"interrupted; {wrong[0] if wrong else rank_report.how_far(data.ranks, STAGES)}; {so_far}"
     if words := rank_report.worst_of(findings):
         return words if data.classification is not None else f"{words}; {so_far}"
-    where = fold(dict.fromkeys(place.host for place in scene.places))
+    where = fold_within((place.host for place in scene.places), 160)
     if data.world_size == 1:
         return f"a single rank on {where}: no pair to test"
     return f"{data.world_size} ranks on {where}, {pairs}: {found.sentence}"

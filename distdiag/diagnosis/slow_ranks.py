@@ -1,0 +1,115 @@
+"""Which ranks of a running job hold up the others, from how often each was seen waiting. Pure.
+
+Ranks that share the work wait for each other about equally often. A slow rank comes last to each collective: it hardly
+waits, and the others wait in nearly all samples. One sample shows a moment; a share needs many.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from distdiag.diagnosis.stack_classes import StackClass, classify_stack, user_frame
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from distdiag.diagnosis.stack_classes import RankState
+    from distdiag.facts.stack_types import Frame, Sample
+    from distdiag.jobs.collect import Watched
+
+ENOUGH = 15
+"""Samples of each rank that a share rests on."""
+_GAP = 0.3
+"""Share of the samples in which the others must wait more often."""
+_SURE = 3.2
+"""How many standard errors the two shares differ by: equal ranks do so once in 1,400 times."""
+_MINORITY = 1 / 3
+_WAITS = (StackClass.COMM, StackClass.CUDA_SYNC)
+_HINTS = ("comm", "gpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowRanks:
+    """The ranks that the others wait for: in how many samples these wait (at most), and the others (at least)."""
+
+    slow: tuple[RankState, ...]
+    others: tuple[RankState, ...]
+    samples: int
+    slow_wait: int
+    others_wait: int
+    frame: Frame | None
+    """Where the slow ranks are most often when they do not wait; None if that is no line of the job's own."""
+    at_frame: int
+    """In how many samples the first slow rank is in that function."""
+
+
+def find_slow(states: Sequence[RankState]) -> SlowRanks | None:
+    """Find the few ranks that wait much less than all others; None where the samples do not show any."""
+    waits = [_waits(state.member.watched) for state in states]
+    if len(states) < 2 or any(len(seen) < ENOUGH for seen in waits):
+        return None
+    order = sorted(range(len(states)), key=lambda number: _share(waits[number]))
+    most = max(1, int(_MINORITY * len(states)))
+    gaps = [_share(waits[order[count]]) - _share(waits[order[count - 1]]) for count in range(1, most + 1)]
+    count = gaps.index(max(gaps)) + 1
+    slow, others = order[:count], order[count:]
+    if not _differ(waits[slow[-1]], waits[others[0]]):
+        return None
+    frame, at_frame = _usual_place(states[slow[0]], waits[slow[0]])
+    return SlowRanks(
+        slow=tuple(states[number] for number in sorted(slow)),
+        others=tuple(states[number] for number in sorted(others)),
+        samples=max(map(len, waits)),
+        slow_wait=max(sum(waits[number]) for number in slow),
+        others_wait=min(sum(waits[number]) for number in others),
+        frame=frame,
+        at_frame=at_frame,
+    )
+
+
+def _differ(fewer: Sequence[bool], more: Sequence[bool]) -> bool:
+    """Compare two shares as the two-proportion z-test does."""
+    gap = _share(more) - _share(fewer)
+    pooled = (sum(fewer) + sum(more)) / (len(fewer) + len(more))
+    error = math.sqrt(pooled * (1 - pooled) * (1 / len(fewer) + 1 / len(more)))
+    return gap >= _GAP and gap >= _SURE * error
+
+
+def _share(waits: Sequence[bool]) -> float:
+    return sum(waits) / len(waits)
+
+
+def _waits(watched: Watched | None) -> list[bool]:
+    """List for each sample with frames whether the rank waits for other ranks or for its GPU."""
+    if watched is None or len(watched.samples) < ENOUGH:
+        return []
+    hints = {(file, line): hint for file, line, hint in watched.hints}
+    return [_is_waiting(sample, hints) for sample in watched.samples if _frames(sample)]
+
+
+def _is_waiting(sample: Sample, hints: dict[tuple[str, int], str]) -> bool:
+    frames = _frames(sample)
+    kind, operation = classify_stack(frames)
+    if operation == "backward":  # DDP reduces gradients inside of it, in C++
+        return sample.state != "R"
+    return kind in _WAITS or (kind is None and hints.get((frames[0].file, frames[0].line)) in _HINTS)
+
+
+def _frames(sample: Sample) -> tuple[Frame, ...]:
+    return sample.threads[0].frames if sample.threads else ()
+
+
+def _usual_place(state: RankState, waits: Sequence[bool]) -> tuple[Frame | None, int]:
+    """Find the function of the job's own in which a rank is most often while it does not wait."""
+    assert state.member.watched is not None
+    stacks = [_frames(sample) for sample in state.member.watched.samples if _frames(sample)]
+    busy = [user_frame(frames) for frames, waiting in zip(stacks, waits, strict=True) if not waiting]
+    own = [frame for frame in busy if frame is not None]
+    if not own:
+        return None, 0
+    (function, file), times = Counter((frame.function, frame.file) for frame in own).most_common(1)[0]
+    lines = Counter(frame for frame in own if (frame.function, frame.file) == (function, file))
+    return lines.most_common(1)[0][0], times

@@ -1,0 +1,40 @@
+"""How this program was called, so that the commands that it prints can be pasted."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shlex
+import shutil
+import sys
+
+_OWN_NAME = re.compile(r"(?:^|(?<=: )|(?<=`)|(?<=\$\())distdiag (?=[a-z])")
+
+
+def called_as() -> str:
+    """Return how it was called: by name, by path, as a module, or as the one file of `make zipapp`."""
+    called = sys.argv[0]
+    if called.endswith("__main__.py"):
+        return f"{shlex.quote(sys.executable)} -m distdiag"
+    on_path = shutil.which("distdiag")
+    if on_path and os.path.exists(called) and os.path.samefile(on_path, called):
+        return "distdiag"
+    return _as_one_file() or shlex.quote(os.path.abspath(called))
+
+
+@functools.cache
+def _as_one_file() -> str:
+    """Return `python3 distdiag.pyz` as it was typed; empty if this is not that file."""
+    import zipfile
+
+    called = sys.argv[0]
+    is_one_file = os.path.isfile(called) and zipfile.is_zipfile(called)
+    return shlex.join([sys.orig_argv[0], called]) if is_one_file else ""
+
+
+def as_called(text: str) -> str:
+    """Return a command, or a hint with commands in it, with the file in place of a program that is not installed."""
+    if "distdiag " not in text or not (program := _as_one_file()):
+        return text
+    return _OWN_NAME.sub(lambda _: f"{program} ", text)
