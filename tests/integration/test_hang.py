@@ -13,9 +13,9 @@ import pytest
 from cluster import Network, need_network
 from cluster_slurm import Slurm, need_slurm
 from cluster_ssh import SSHD, serve_ssh
+from integration.test_nccl_ras import service as ras_service
 from jobs import PROGRAMS, Job, free_port, states
 from support import distdiag, need, wait_until
-from test_nccl_ras import service as ras_service
 
 if TYPE_CHECKING:
     from pathlib import Path
