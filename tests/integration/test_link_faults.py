@@ -75,7 +75,8 @@ def test_a_route_that_a_node_itself_refuses_is_its_own(
     finally:
         third.run("ip", "route", "del", route, "10.77.0.1/32")
     assert result.code == 1
-    (found,) = result.findings.values()
+    # On a busy machine some process may answer too late, which accuses nobody.
+    (found,) = [finding for finding in result.findings.values() if finding["level"] != "unknown"]
     assert found["id"].endswith("-no-route")
     assert (found["where"]["hosts"], found["witnesses"]["hosts"]) == (["node3"], ["node1"])
     assert words in " ".join(found["evidence"])
