@@ -65,7 +65,8 @@ class Job:
         self._env = dict(env or {})
         self._rank_env = rank_env or {}
         self._run_id = run_id
-        self.processes: list[subprocess.Popen[bytes] | Launcher] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._launchers: list[Launcher] = []
         self._folder = tempfile.TemporaryDirectory(prefix="distdiag-job-")
         self.folder = Path(self._folder.name)
         self.folder.chmod(0o777)
@@ -73,18 +74,18 @@ class Job:
     def __enter__(self) -> Self:
         self.port = free_port()
         for rank in range(1 if self._forked else self.size):
-            self.processes.append(self._start(rank))
+            self._start(rank)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._end_ranks()
-        for process in self.processes:
+        for process in self._started():
             if self._forked:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(5)  # it leaves when its ranks have
             _end_group(process.pid)
         self._end_ranks()  # again, those who were being made
-        for process in self.processes:
+        for process in self._started():
             process.wait(20)
         self._folder.cleanup()
 
@@ -123,6 +124,9 @@ class Job:
         """Run pyspy-all on this job alone."""
         return distdiag("pyspy-all", "--json", "--job", self.name, *arguments, wrap=wrap, env=dict(env or {}))
 
+    def _started(self) -> list[subprocess.Popen[bytes] | Launcher]:
+        return [*self.processes, *self._launchers]
+
     def _end_ranks(self) -> None:
         for path in self.folder.glob("pid-*"):
             with contextlib.suppress(OSError, ValueError):  # without its number: the others are to end all the same
@@ -135,7 +139,7 @@ class Job:
     def _ready(self) -> set[str]:
         return {path.name.partition("-")[2] for path in self.folder.glob("ready-*")}
 
-    def _start(self, rank: int) -> subprocess.Popen[bytes] | Launcher:
+    def _start(self, rank: int) -> None:
         place = {
             **{"RANK": str(rank), "LOCAL_RANK": str(rank)},
             **{"WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.size)},
@@ -145,11 +149,12 @@ class Job:
             hidden = {name.replace("RANK", "rANK").replace("MASTER", "mASTER"): its for name, its in place.items()}
             place = {"JOB_FORKS": str(self.size), **hidden}
         if self._server is not None:
-            return self._server.launch({**place, "JOB_FOLDER": str(self.folder), **self._env})
+            self._launchers.append(self._server.launch({**place, "JOB_FOLDER": str(self.folder), **self._env}))
+            return
         if self._run_id:
             place["TORCHELASTIC_RUN_ID"] = self._run_id
         with (self.folder / f"stderr-{rank}").open("wb") as log:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 self._argv,
                 env={
                     **os.environ,
@@ -163,6 +168,7 @@ class Job:
                 stderr=log,
                 start_new_session=True,
             )
+        self.processes.append(process)
 
 
 @dataclass(frozen=True)
