@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -40,6 +42,7 @@ class Job:
     """A program of tests/programs as `size` ranks, with the environment that a plain launcher gives them.
 
     `forked`: by one process, which imports torch for all of them; only for programs that import `job` after it.
+    `server`: forks that process, too.
     """
 
     def __init__(
@@ -52,15 +55,18 @@ class Job:
         wrap: Sequence[str] = (),
         run_id: str = "",
         forked: bool = False,
+        server: JobServer | None = None,
     ) -> None:
+        forked = forked or server is not None
         assert not forked or (size < 10 and not rank_env), "only one digit is another in each rank"
         self.size = size
-        self._forked = forked
+        self._forked, self._server = forked, server
         self._argv = [*wrap, sys.executable, str(PROGRAMS / f"{program}.py")]
         self._env = dict(env or {})
         self._rank_env = rank_env or {}
         self._run_id = run_id
         self.processes: list[subprocess.Popen[bytes]] = []
+        self._launchers: list[Launcher] = []
         self._folder = tempfile.TemporaryDirectory(prefix="distdiag-job-")
         self.folder = Path(self._folder.name)
         self.folder.chmod(0o777)
@@ -68,18 +74,18 @@ class Job:
     def __enter__(self) -> Self:
         self.port = free_port()
         for rank in range(1 if self._forked else self.size):
-            self.processes.append(self._start(rank))
+            self._start(rank)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._end_ranks()
-        for process in self.processes:
+        for process in self._started():
             if self._forked:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(5)  # it leaves when its ranks have
             _end_group(process.pid)
         self._end_ranks()  # again, those who were being made
-        for process in self.processes:
+        for process in self._started():
             process.wait(20)
         self._folder.cleanup()
 
@@ -118,6 +124,9 @@ class Job:
         """Run pyspy-all on this job alone."""
         return distdiag("pyspy-all", "--json", "--job", self.name, *arguments, wrap=wrap, env=dict(env or {}))
 
+    def _started(self) -> list[subprocess.Popen[bytes] | Launcher]:
+        return [*self.processes, *self._launchers]
+
     def _end_ranks(self) -> None:
         for path in self.folder.glob("pid-*"):
             with contextlib.suppress(OSError, ValueError):  # without its number: the others are to end all the same
@@ -130,7 +139,7 @@ class Job:
     def _ready(self) -> set[str]:
         return {path.name.partition("-")[2] for path in self.folder.glob("ready-*")}
 
-    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int) -> None:
         place = {
             **{"RANK": str(rank), "LOCAL_RANK": str(rank)},
             **{"WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.size)},
@@ -139,10 +148,13 @@ class Job:
         if self._forked:
             hidden = {name.replace("RANK", "rANK").replace("MASTER", "mASTER"): its for name, its in place.items()}
             place = {"JOB_FORKS": str(self.size), **hidden}
+        if self._server is not None:
+            self._launchers.append(self._server.launch({**place, "JOB_FOLDER": str(self.folder), **self._env}))
+            return
         if self._run_id:
             place["TORCHELASTIC_RUN_ID"] = self._run_id
         with (self.folder / f"stderr-{rank}").open("wb") as log:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 self._argv,
                 env={
                     **os.environ,
@@ -156,6 +168,54 @@ class Job:
                 stderr=log,
                 start_new_session=True,
             )
+        self.processes.append(process)
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The process of a `JobServer` that forks the ranks of one job."""
+
+    pid: int
+
+    def wait(self, timeout: float) -> None:
+        """Wait until it has left."""
+        try:
+            wait_until(lambda: not os.path.exists(f"/proc/{self.pid}"), timeout, lambda: f"{self.pid} lives on")
+        except AssertionError:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout) from None
+
+
+class JobServer:
+    """Starts jobs of one program and one size, one after another, which pay for one import of torch."""
+
+    def __init__(self, program: str, size: int) -> None:
+        place = {
+            **{"JOB_SERVES": "1", "JOB_FORKS": str(size), "rANK": "0", "LOCAL_rANK": "0"},
+            **{"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)},
+            **{"mASTER_ADDR": "127.0.0.1", "mASTER_PORT": "00000", "OMP_NUM_THREADS": "1"},
+            "JOB_FOLDER": "/".join([tempfile.gettempdir(), "distdiag-job-" + "0" * 8]),
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, str(PROGRAMS / f"{program}.py")],
+            env={**os.environ, **place},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate(timeout=20)
+
+    def launch(self, environment: Mapping[str, str]) -> Launcher:
+        """Start one job."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(environment).encode() + b"\n")
+        self._process.stdin.flush()
+        return Launcher(int(self._process.stdout.readline()))
 
 
 def wait_still(folder: Path) -> None:

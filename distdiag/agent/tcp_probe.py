@@ -27,15 +27,18 @@ _PROGRESS_BYTES = 6000
 _MANY_PACKETS_BYTES = 12000
 _UNANSWERED = 3
 """A link that loses a third of its packets lets 9 through in a row, and then none of 3, once in 1000 times."""
+_LEAST_WAIT_S = 0.5
+"""A SYN that is younger says nothing: this process may have had no processor before. Kernels answer without one."""
 _TCP_INFO_BYTES = 136
 """At least; fields that newer kernels add are used where they are there."""
-_LAST_DATA, _OUT_OF_ORDER = 52, 224
-"""Offsets of how long ago data came, in milliseconds, and of how many packets came out of order."""
+_UNACKED, _LAST_DATA, _OUT_OF_ORDER = 24, 52, 224
+"""Offsets of how many packets await an acknowledgement, how long ago data came, in milliseconds, and how many packets
+came out of order."""
 _SILENT_MS = 1000
 """A sender sends a lost packet again after 0.2, 0.4 and 0.8 s."""
 _VERDICTS = (
     *("ok", "lossy", "name", "filtered", "refused", "rejected", "silent", "stranger", "broken"),
-    *("swallowed-up", "swallowed-down", "cut-off", "no-route", "no-port"),
+    *("swallowed-up", "swallowed-down", "cut-off", "no-route", "no-port", "busy"),
 )
 
 
@@ -44,10 +47,10 @@ class ProbeResult:
     """An attempt to reach a listener.
 
     `verdict`: ok; name (does not resolve), filtered (no answer), refused, rejected (a router or firewall refused it),
-    silent (connected, then no data), stranger, swallowed-up / swallowed-down (large packets towards the listener /
-    from it vanish), lossy (it goes on, too slowly to finish), broken (the connection ended midway), cut-off (it
-    carried some full packets, and then none), no-route (this node's own kernel refused at once, see `route`), no-port
-    (this node has no local port left).
+    silent (connected, then no data), busy (no packet was lost, and no process answered in time), stranger,
+    swallowed-up / swallowed-down (large packets towards the listener / from it vanish), lossy (it goes on, too slowly
+    to finish), broken (the connection ended midway), cut-off (it carried some full packets, and then none), no-route
+    (this node's own kernel refused at once, see `route`), no-port (this node has no local port left).
     """
 
     key: str
@@ -88,6 +91,10 @@ class Target:
     bulk_bytes: int = BULK_BYTES
 
 
+class _NoTime(OSError):
+    """The deadline came before the kernels could have answered: this process did not run for so long."""
+
+
 class _RefusedHere(OSError):
     """This node's own kernel refused before any packet was sent."""
 
@@ -119,7 +126,7 @@ class TcpProbe:
         while True:
             with connection:
                 verdict, complaint = self._talk(connection)
-                if verdict != "silent":
+                if verdict not in ("silent", "busy"):
                     return self._result(verdict, complaint, connection)
                 silent = self._result(verdict, complaint, connection)
             try:
@@ -131,11 +138,14 @@ class TcpProbe:
         """Begin again and again until one attempt comes through; raises the last error."""
         waiting: list[socket.socket] = []
         last: OSError = TimeoutError(errno.ETIMEDOUT, "no answer")
+        began, left = time.monotonic(), 1.0
         with selectors.DefaultSelector() as selector:
             try:
-                while (left := self._deadline - time.monotonic()) > 0:
-                    if self._attempts < _MOST_ATTEMPTS:
+                while left > 0:
+                    left = max(0.0, self._deadline - time.monotonic())
+                    if left and self._attempts < _MOST_ATTEMPTS:
                         waiting.append(self._begin(selector))
+                    # Once more after the deadline: what came while this process did not run has come in time.
                     for key, _ in selector.select(min(left, _CONNECT_AGAIN_S)):
                         connection = key.data
                         selector.unregister(connection)
@@ -148,6 +158,8 @@ class TcpProbe:
             finally:
                 for connection in waiting:
                     connection.close()
+        if not waiting or time.monotonic() - began < _LEAST_WAIT_S:
+            raise _NoTime(errno.ETIMEDOUT, "this node was too busy to try in time")
         raise last
 
     def _begin(self, selector: selectors.BaseSelector) -> socket.socket:
@@ -176,6 +188,8 @@ class TcpProbe:
             self._said = stranger.said
             return ("stranger", "") if stranger.said else ("broken", "the peer closed the connection without a reply")
         except TimeoutError:
+            if _all_acknowledged(connection):
+                return "busy", "connected, and its kernel took the data; no process answered in time"
             return "silent", "connected, then no answer"
         except OSError as error:
             return "broken", error.strerror or str(error)
@@ -208,7 +222,8 @@ class TcpProbe:
             verdict = "swallowed-down"  # it has all of ours, and its answer, a full packet, does not come
         moved = acknowledged if verdict == "swallowed-up" else received
         if not self._bulk_bytes or (verdict == "swallowed-up" and not _retransmits(connection)):
-            return "silent", "connected, then too little data in time: is a node very busy?"
+            verdict = "busy" if _all_acknowledged(connection) or self._bulk_bytes else "silent"
+            return verdict, "connected, then too little data in time: is a node very busy?"
         words = f"{moved} of {self._bulk_bytes} bytes arrived in time"
         if moved < _PROGRESS_BYTES:
             return verdict, words
@@ -261,6 +276,8 @@ def _why_not_connected(error: OSError) -> tuple[str, str]:
     words = os.strerror(error.errno) if error.errno else str(error)
     if error.errno == errno.ECONNREFUSED:
         return "refused", words
+    if isinstance(error, _NoTime):
+        return "busy", str(error.strerror)
     if error.errno == errno.ETIMEDOUT:
         return "filtered", "no answer"
     if error.errno == errno.EADDRNOTAVAIL:
@@ -295,6 +312,12 @@ def _nothing_repaired(connection: socket.socket, *, sent: bool) -> bool:
 def _retransmits(connection: socket.socket) -> int:
     info = _tcp_info(connection)
     return int(struct.unpack_from("I", info, 100)[0]) if info else 0  # tcpi_total_retrans
+
+
+def _all_acknowledged(connection: socket.socket) -> bool:
+    """Return whether all that was sent arrived at the first attempt: then the network carries data."""
+    info = _tcp_info(connection)
+    return bool(info) and not struct.unpack_from("I", info, _UNACKED)[0] and not _retransmits(connection)
 
 
 def _tcp_info(connection: socket.socket) -> bytes:

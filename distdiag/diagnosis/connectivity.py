@@ -32,7 +32,7 @@ _BY_ITS_OWN_KERNEL = ("no-route", "no-port")
 """No packet was sent."""
 _AT_THE_SOURCE = (*_BY_ITS_OWN_KERNEL, "name", "loopback")
 """The fault is at the node that connects, whatever it connects to."""
-_JUDGED_ELSEWHERE = ("stranger", "swallowed-up", "swallowed-down")
+_JUDGED_ELSEWHERE = ("stranger", "swallowed-up", "swallowed-down", "busy")
 _PURPOSES = {(PORT,): "port", (RANKS,): "rank-ports", (PORT, RANKS): "path"}
 _IDS = {"name": "address-unresolved", "loopback": "address-loopback"}
 _FEW_RETRANSMITS = 4
@@ -81,6 +81,7 @@ def path_findings(case: Case) -> list[Finding]:
     """Judge all tested paths, and the names that torch would advertise."""
     return [
         *_silent(case),
+        *_busy(case),
         *_closed(case),
         *_foreign(case),
         *_large_packets(case),
@@ -96,6 +97,29 @@ def _silent(case: Case) -> list[Finding]:
     return [case.finding("no-answer", Level.UNKNOWN, title, where=Where(hosts=hosts))] if hosts else []
 
 
+def _busy(case: Case) -> list[Finding]:
+    """Report paths on which no packet was lost and no process answered in time: that accuses no network."""
+    paths = [path for path in _main(case) if _verdict(path) == "busy" and not _is_flaky(case, path)]
+    if not paths:
+        return []
+    hosts, sources = case.named(path.target for path in paths), case.named(path.source for path in paths)
+    return [
+        case.finding(
+            "no-answer",
+            Level.UNKNOWN,
+            f"{fold(sources)} got no answer from {fold(hosts)} in time, but no packet was lost",
+            detail="A firewall would have dropped packets: rather a process at one of the two ends got no CPU time.",
+            where=Where(hosts=hosts),
+            witnesses=Witnesses(hosts=tuple(host for host in sources if host not in hosts)),
+            evidence=tuple(evidence_line(case, path) for path in paths[:EVIDENCE_LINES]),
+            fix=Fix(
+                text=f"see what keeps {fold(dict.fromkeys((*hosts, *sources)))} busy, then repeat the test",
+                commands=("top -b -n 1 | head -20",),
+            ),
+        )
+    ]
+
+
 # Closed paths
 
 
@@ -103,7 +127,7 @@ def _closed(case: Case) -> list[Finding]:
     """Explain closed paths, for each kind of answer; the same culprit for both kinds of port is named once."""
     paths = _main(case)
     edges = {_edge(path) for path in paths}
-    if len(edges) > 2 and len(paths) > _FEW_PATHS and not any(path.is_open for path in paths):
+    if len(edges) > 2 and len(paths) > _FEW_PATHS and not any(p.is_open or _verdict(p) == "busy" for p in paths):
         culprits = fewest_culprits(edges, edges)
         if culprits[0].kind == "all":
             return [_nothing_works(case, culprits[0], paths)]

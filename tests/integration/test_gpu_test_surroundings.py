@@ -174,7 +174,7 @@ def test_ctrl_c_reports_what_is_known_and_leaves_nothing() -> None:
     run = Running("gpu-test", "--nproc", "2", "--json", "--inject", "stop:1@memory")
     run.wait_for("memory: all ranks")
     os.killpg(run.process.pid, signal.SIGINT)
-    result = run.finish(timeout=5)
+    result = run.finish(timeout=20)
     assert result.code == 130
     assert result.report["exit_code"] == 130
     assert result.report["verdict"] == "unknown"
@@ -186,7 +186,7 @@ def test_sigterm_is_ctrl_c_and_a_second_one_loses_nothing() -> None:
     run.wait_for("waiting for rank 1 in memory")
     run.process.send_signal(signal.SIGTERM)
     run.process.send_signal(signal.SIGINT)
-    result = run.finish(timeout=8)
+    result = run.finish(timeout=20)
     assert result.code == 130
     assert result.statuses == ["waiting", "missing"]
     assert "interrupted; rank 1 (" in result.report["summary"]

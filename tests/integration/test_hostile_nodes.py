@@ -12,6 +12,7 @@ import random
 import shlex
 import socket
 import threading
+import zlib
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -61,7 +62,8 @@ _JOB = "import os, sys, time; print(os.getpid(), flush=True); held = open(__file
 class Replay(Transport):
     """Plays streams of agents back, each over a connection of its own.
 
-    The liar hangs up at once where his stream does not come to this `end`; he would only be waited for.
+    The liar hangs up at once where his stream does not come to this `end`; he would only be waited for. Where it does,
+    one of four liars keeps the connection, and costs the deadline if his end is not understood.
     """
 
     remote = False
@@ -84,7 +86,8 @@ class Replay(Transport):
     def _play(self, connection: socket.socket, name: str, sent: int) -> None:
         with connection, contextlib.suppress(OSError):
             connection.sendall(self.streams[name][sent:])
-            if name == LIAR and self.end not in self.streams[name]:
+            stream = self.streams[name]
+            if name == LIAR and (self.end not in stream or zlib.crc32(stream) % 4):
                 return
             while connection.recv(65536):
                 pass

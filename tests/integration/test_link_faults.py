@@ -53,7 +53,6 @@ def test_a_node_that_resets_connections_after_8_mb_is_accused_by_the_two_others(
     third.in_firewall("input", INPUT, "tcp dport != 29500 quota over 8 mbytes reject with tcp reset")
     result = run(network, "gpu-test", "--nproc", "1", "--size", "64MiB", "--timeout", "60", "--master-port", "29500")
     assert result.code == 1
-    assert len(result.findings) == 1, result.findings
     (found,) = result.findings.values()
     assert found["id"] == "gpu-test.connections-cut"
     # Whoever loses node3 first leaves, and the other may then lose him and not node3: both ends of that way are named.
@@ -76,8 +75,8 @@ def test_a_route_that_a_node_itself_refuses_is_its_own(
     finally:
         third.run("ip", "route", "del", route, "10.77.0.1/32")
     assert result.code == 1
-    assert len(result.findings) == 1, result.findings
-    (found,) = result.findings.values()
+    # On a busy machine some process may answer too late, which accuses nobody.
+    (found,) = [finding for finding in result.findings.values() if finding["level"] != "unknown"]
     assert found["id"].endswith("-no-route")
     assert (found["where"]["hosts"], found["witnesses"]["hosts"]) == (["node3"], ["node1"])
     assert words in " ".join(found["evidence"])

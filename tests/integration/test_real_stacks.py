@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
-from jobs import Job
+from jobs import Job, JobServer
 from support import distdiag
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from support import Result
 
 
@@ -37,6 +39,12 @@ HUNG = [
 HEALTHY = ["fsdp2", "tensor-parallel", "asyncio", "mesh", "pairs", "module", "pause"]
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[JobServer]:
+    with JobServer("trains_on_a_stack", 4) as server:
+        yield server
+
+
 def named(result: Result) -> set[int]:
     return {
         rank for one in result.report["findings"] if one["level"] in ("fail", "warn") for rank in one["where"]["ranks"]
@@ -44,8 +52,8 @@ def named(result: Result) -> set[int]:
 
 
 @pytest.mark.parametrize("case", HUNG, ids=lambda case: f"{case.stack}-{case.fault}")
-def test_the_rank_that_holds_the_others_up_is_named_and_no_other(case: Case) -> None:
-    with Job("trains_on_a_stack", 4, env={"STACK": case.stack, "FAULT": case.fault}, forked=True) as job:
+def test_the_rank_that_holds_the_others_up_is_named_and_no_other(case: Case, server: JobServer) -> None:
+    with Job("trains_on_a_stack", 4, env={"STACK": case.stack, "FAULT": case.fault}, server=server) as job:
         job.wait_still()
         result = job.look()
         blocked = distdiag("trace", "blocked", "--json", "--job", job.name)
@@ -56,19 +64,21 @@ def test_the_rank_that_holds_the_others_up_is_named_and_no_other(case: Case) -> 
 
 
 @pytest.mark.parametrize("stack", HEALTHY)
-def test_a_job_that_goes_on_accuses_nobody(stack: str) -> None:
-    with Job("trains_on_a_stack", 4, env={"STACK": stack}, forked=True) as job:
+def test_a_job_that_goes_on_accuses_nobody(stack: str, server: JobServer) -> None:
+    with Job("trains_on_a_stack", 4, env={"STACK": stack}, server=server) as job:
         job.wait_ready()
-        results = [job.look(), job.look()]
+        results = [job.look()]
+        if results[0].report["verdict"] == "unknown":  # it could not read a rank on a busy machine
+            results.append(job.look())
+        verdict = results[-1].report["verdict"]
         results.append(distdiag("trace", "blocked", "--json", "--job", job.name))
     for result in results:
         assert named(result) == set(), result.report["summary"]
-    # A look that could not read a rank on a busy machine is unknown.
-    assert "ok" in [result.report["verdict"] for result in results[:2]], results
+    assert verdict == "ok", results
 
 
-def test_a_rank_that_takes_three_seconds_for_each_step_may_only_be_slow() -> None:
-    with Job("trains_on_a_stack", 4, env={"STACK": "module", "FAULT": "slow"}, forked=True) as job:
+def test_a_rank_that_takes_three_seconds_for_each_step_may_only_be_slow(server: JobServer) -> None:
+    with Job("trains_on_a_stack", 4, env={"STACK": "module", "FAULT": "slow"}, server=server) as job:
         job.wait_ready()
         result = job.look()
         blocked = distdiag("trace", "blocked", "--json", "--job", job.name)

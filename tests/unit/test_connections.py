@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import pytest
 
 from distdiag import knowledge
-from distdiag.agent.tcp_probe import ProbeResult
+from distdiag.agent.tcp_probe import ProbeResult, Target, TcpProbe
 from distdiag.cluster.rank_runs import Outcome, RankTimeline
 from distdiag.cluster.records import Ending, Event, Inspection, Payload, StuckSocket
 from distdiag.cluster.rendezvous_test import NetworkPath, RendezvousTest
@@ -25,6 +26,7 @@ from distdiag.launch.environment_checks import networks_that_differ
 from distdiag.launch.plan import make_plan
 from distdiag.launch.record import Inventory, NodeSlot, RunRecord
 from distdiag.launch.types import Device, Gpus, NodeFacts
+from distdiag.report import Level
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -149,6 +151,20 @@ def test_what_a_nodes_own_kernel_refuses_is_its_own_and_no_firewall(verdict: str
     assert found.witnesses.hosts == ("node1",)
     assert found.fix is not None
     assert not any("nft" in command or "allow TCP" in found.fix.text for command in found.fix.commands)
+
+
+def test_a_node_that_is_too_busy_to_answer_is_no_firewall() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # its kernel accepts, and nobody reads
+        port = listener.getsockname()[1]
+        asked = TcpProbe(Target("port", "127.0.0.1", port), "key", time.monotonic() + 0.2).run()
+        late = TcpProbe(Target("port", "127.0.0.1", port), "key", time.monotonic() - 1).run()
+    assert (asked.verdict, late.verdict) == ("busy", "busy"), "no packet was lost; none was sent"
+    of_node1 = replace(asked, resolved=("10.77.0.1",))
+    sources = ("node2", "node3")
+    paths = [NetworkPath(source=source, target="node1", purpose="port", probe=of_node1) for source in sources]
+    (found,) = path_findings(Case(command="gpu-test", test=meeting(*paths)))
+    assert (found.id, found.level, found.where.hosts) == ("gpu-test.no-answer", Level.UNKNOWN, ("node1",))
+    assert found.witnesses.hosts == ("node2", "node3")
 
 
 def test_a_real_connection_that_nobody_answers_is_found() -> None:

@@ -163,9 +163,9 @@ def test_the_size_of_a_file_costs_nothing(library: Path, tmp_path: Path) -> None
     path = tmp_path / "huge.so"
     path.write_bytes(library.read_bytes())
     os.truncate(path, 1 << 40)
-    began = time.monotonic()
+    began = time.process_time()
     assert read(path) == read(library)
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_no_number_in_a_file_makes_us_fail_or_wait(library: Path, tmp_path: Path
     (headers,) = struct.unpack_from("<Q", data, _SECTIONS_AT)
     path = tmp_path / "hostile.so"
     path.write_bytes(data)
-    began = time.monotonic()
+    began = time.process_time()
     with path.open("r+b", buffering=0) as file:
         for start, end in ((0, 640), (dynamic.offset, dynamic.offset + dynamic.size), (headers, len(data))):
             for at in range(start, end, 8):
@@ -216,7 +216,7 @@ def test_no_number_in_a_file_makes_us_fail_or_wait(library: Path, tmp_path: Path
                     elf.read(str(path))
                 os.pwrite(file.fileno(), data[at : at + 8], at)
     assert elf.read(str(path)) == elf.read(str(library))
-    assert time.monotonic() - began < 20
+    assert time.process_time() - began < 20
 
 
 def test_sections_that_share_one_long_name_do_not_fill_the_memory(tmp_path: Path) -> None:

@@ -40,12 +40,12 @@ def test_hostile_lines_are_complained_about_and_the_rest_is_read(keys: dict[str,
         b"@" * 1000 + b" n1 " + good,
         b"n1 " + good,
     ]
-    began = time.monotonic()
+    began = time.process_time()
     path = str(tmp_path / "known_hosts")
     (tmp_path / "known_hosts").write_bytes(b"\n".join(lines))  # and no newline at the end
     known = KnownHosts.read([path])
     verdict = known.check("n1", 22, "ssh-ed25519", keys["ed25519"].blob)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
     assert verdict == Verdict(KeyVerdict.KNOWN, path, 11)
     assert [complaint.removeprefix(path).split(":")[1] for complaint in known.complaints] == [*"156789", "10"]
     assert known.check("LONG", 22, "ssh-ed25519", keys["ed25519"].blob).key is KeyVerdict.KNOWN

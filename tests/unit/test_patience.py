@@ -22,7 +22,7 @@ def test_what_hangs_is_left_behind_and_the_rest_is_done() -> None:
     results, late = deadlines.each(range(100), work, patience_s=0.2)
     assert late == [3, 7]
     assert results == {key: key * 2 for key in range(100) if key not in (3, 7)}
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15  # of 30
     never.set()
 
 
