@@ -21,7 +21,7 @@ from urllib.parse import quote, quote_plus
 from distdiag.commands.bundle.collect import SECRET_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 # fmt: off
 _COMMON = frozenset((
@@ -49,9 +49,9 @@ _ENTROPY = 3.4
 _LONG_VALUE = 8
 
 _SECRET_WORD = (
-    r"(?<![\w.])-{0,2}(?i:[\w.-]{0,40}?(?:token(?!s|iz)|secret|passw|passphrase|api[-_]?key|access[-_]?key"
+    r"(?<![\w.-])(?i:[\w.-]{0,60}?(?:token(?!s|iz)|secret|passw|passphrase|api[-_]?key|access[-_]?key"
     r"|private[-_]?key|credential|(?<!x)auth(?!or(?!iz))|cookie|webhook|signature)[\w-]{0,40}"
-    r"|(?:[\w.-]{0,40}[-_])?(?:key|pwd|sig|pass|dsn))(?![\w.-])"
+    r"|(?:[\w.-]{0,60}[-_])?(?:key|pwd|sig|pass|dsn))(?![\w.-])"
 )
 _NAMED = (
     rf"(?P<named>(?P<head>[\"']?{_SECRET_WORD}[\"']?\s{{0,3}}(?:=|:(?!:|//))\s{{0,3}})"
@@ -75,7 +75,7 @@ _IP4 = r"(?P<ip4>(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w]|\.\d))"
 _AWS = r"(?P<awshost>\bip-\d{1,3}-\d{1,3}-\d{1,3}-\d{1,3}\b)"
 _MAIL = r"(?P<mail>(?<![\w.+-])[\w.+-]{1,64}@[A-Za-z0-9-]{1,63}(?:\.[A-Za-z0-9-]{1,63})+)"
 _HOMES = r"(?P<homepath>(?<![\w/.])/(?:home|Users|users|u)/(?P<owner>[A-Za-z0-9_][\w.-]{0,63}))"
-_RANDOM = r"(?P<random>(?<![\w/.+-])[A-Za-z0-9_+-]{24,200}(?![\w/.+-]))"
+_RANDOM = re.compile(r"(?<![\w/.+-])[A-Za-z0-9_+-]{24,200}(?![\w/.+-])")
 _LEFT, _RIGHT = r"(?<![A-Za-z0-9])", r"(?![A-Za-z0-9])"
 
 
@@ -113,6 +113,7 @@ class Redactor:
             stand_in = self._secret(secret)
             for form in _forms(secret):
                 self._forms.setdefault(form, stand_in)
+        self._known = re.compile("|".join(sorted(map(re.escape, self._forms), key=len, reverse=True)))
         self._pattern = self._compile()
 
     @property
@@ -149,7 +150,10 @@ class Redactor:
             return whole
         if (cached := self._cache.get((text, versions))) is not None:
             return cached
-        made = self._pattern.sub(lambda match: self._replace(match, versions=versions), text)
+        # One after another: what looks random may have a known secret or a name within.
+        made = self._known.sub(lambda match: self._forms[match[0]], text) if self._forms else text
+        made = self._pattern.sub(lambda match: self._replace(match, versions=versions), made)
+        made = _RANDOM.sub(lambda match: self._secret(match[0]) if _is_random(match[0]) else match[0], made)
         if len(text) <= _CACHED:
             self._cache[text, versions] = made
         return made
@@ -158,8 +162,7 @@ class Redactor:
         words = [name for name in self._hosts if _is_distinct(name)]
         words += [name for name in self._domains if "." in name]
         stems = {match[1] for name in words if (match := re.fullmatch(r"(.*?[a-z][-_]?)0*\d+", name))}
-        parts = [_alternatives("form", self._forms)] if self._forms else []
-        parts += [_PEM, _LOGIN, _BEARER, _KEYS, _UUID]
+        parts = [_PEM, _LOGIN, _BEARER, _KEYS, _UUID]
         if self._homes:
             parts.append(rf"(?P<known>{'|'.join(map(re.escape, self._homes))})(?![\w.-])")
         parts += [_NAMED, _OPTION, _MAC, _IP6, _IP4, _AWS, _MAIL, _HOMES]
@@ -171,12 +174,11 @@ class Redactor:
             parts.append(rf"{_LEFT}(?P<peer>(?i:{listed})\d{{1,6}}){_RIGHT}")
         if users := [user for user in self._users if user not in _COMMON and len(user) > 2]:
             parts.append(f"{_LEFT}{_alternatives('person', users)}{_RIGHT}")
-        return re.compile("|".join([*parts, _RANDOM]))
+        return re.compile("|".join(parts))
 
     def _replace(self, match: re.Match[str], *, versions: bool) -> str:
         found = match[0]
-        made = {
-            "form": lambda: self._forms[found],
+        made: dict[str, Callable[[], str]] = {
             "pem": lambda: self._secret(found),
             "login": lambda: self._secret(found),
             "bearer": lambda: match["scheme"] + self._secret(match["ticket"]),
@@ -195,12 +197,12 @@ class Redactor:
             "peer": lambda: self._host(found),
             "list": lambda: self._listed(found),
             "person": lambda: self._user(found),
-            "random": lambda: self._secret(found) if _is_random(found) else found,
         }
         return made[match.lastgroup or ""]()
 
     def _of_name(self, head: str, value: str) -> str:
         """Replace a value behind a name that says that it is secret; within the name, what is known."""
+        head = self._pattern.sub(lambda match: self._replace(match, versions=False), head)
         bare = value.strip("\"'")
         if _is_harmless(bare) or (re.fullmatch(r"[\d.]{1,5}", bare) and not re.search(r"(?i)pass|secret|pwd", head)):
             return head + value
