@@ -145,7 +145,7 @@ _SYMPTOMS = (
     ("is this node OK?", "gpu-test"),
     ("I must stop a job that is not mine", "kill-switch on PATH"),
     ("is this training speed good?", "estimate"),
-    ("I must file a ticket, or ask somebody", "bundle --job ID"),
+    ("I must file a ticket, or ask a colleague", "bundle --job ID"),
     ("the logs of many ranks are unreadable", "logs FILE..."),
 )
 """What users see, and the command for it; each line fits 80 columns."""

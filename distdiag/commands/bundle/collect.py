@@ -152,7 +152,7 @@ def _process(pid: int, rank: int | None) -> tuple[RankProcess, set[str]]:
         cgroup=_read(f"/proc/{pid}/cgroup")[:_MOST_OF_LIMITS],
         environment={name: shown[name] for name in sorted(shown)},
         other_variables=tuple(sorted(name for name in pairs if name not in shown)),
-        error="" if pairs else "its environment is not ours to read",
+        error="" if pairs else "environment: permission denied",
     )
     return process, {secret for secret in secrets if _is_secret(secret)}
 

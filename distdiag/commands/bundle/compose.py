@@ -174,6 +174,7 @@ def _add_node(composed: Composed, host: str, tree: dict[str, Any], redactor: Red
     """Add what bundle itself read of one node: the logs as files of their own."""
     name = _file_name(redactor.text(host, is_host=True))
     logs = tree.pop("logs")
+    del tree["names"]
     clean = redactor.tree(tree)
     clean["logs"] = []
     for number, log in enumerate(logs):
