@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import hang_matrix
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks import hang_matrix
 
 SECRETS = {
     "HF_TOKEN": "hf_QwErTyUiOpAsDfGhJkLz",
