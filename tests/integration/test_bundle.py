@@ -78,7 +78,7 @@ def test_secrets_and_names_stay_home_and_the_verdict_travels(tmp_path: Path) -> 
         assert not [rank for rank in range(3) if job.processes[rank].poll() is not None]
     assert made.code == 0, made.out + made.err
     here = {row["command"]: row for row in made.report["data"]["verdicts"]}
-    assert here["hang"]["verdict"] == "fail"
+    assert here["hang"]["verdict"] == "fail", made.out
     assert all(row["same"] for row in here.values()), made.out
     (missing,) = [each for each in made.report["findings"] if each["id"] == "bundle.incomplete"]
     assert missing["where"]["hosts"] == ["dead18"]
