@@ -116,6 +116,11 @@ _SUBCOMMANDS: tuple[Sub, ...] = (
             Sub("status", "kill_switch:status", "Show whether it is on, and why."),
         ),
     ),
+    Sub(
+        "bundle",
+        "bundle.command:bundle",
+        "Collect all evidence of a job in one redacted file, for a ticket or a colleague.",
+    ),
     Sub("estimate", "estimate.command:estimate", "Estimate TFLOPS of a training run, and the network it needs."),
     Sub(
         "slurm",
@@ -152,6 +157,7 @@ _SYMPTOMS = (
     ("is this node OK?", "gpu-test"),
     ("I must stop a job that is not mine", "kill-switch on PATH"),
     ("is this training speed good?", "estimate"),
+    ("I must file a ticket, or ask a colleague", "bundle --job ID"),
     ("the logs of many ranks are unreadable", "logs FILE..."),
     ("is my training job still in the queue?", "slurm watch NAME"),
 )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import msgspec  # noqa: TID253 - this module is only imported when there are facts to gather or to read
 
 from distdiag import __version__
+from distdiag.bundle_file import is_bundle, saved_facts
 from distdiag.cluster.host_results import HostError, HostResult  # noqa: TC001 - msgspec reads the annotations
 from distdiag.cluster.records import Senseless, read_json
 from distdiag.errors import UsageError
@@ -23,7 +24,7 @@ from distdiag.facts.text import printable
 from distdiag.files import named_files, write_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
 Asked = TypeVar("Asked")
@@ -84,6 +85,12 @@ class Foreign(Generic[Facts]):
 
 def save(folder: str, command: str, request: object, gathered: Gathered[Any]) -> None:
     """Write a file for each host. Values of variables (--env NAME=VALUE) are left out. Raises DistdiagError."""
+    for name, host_file in documents(command, request, gathered):
+        write_whole(os.path.join(folder, name), host_file)
+
+
+def documents(command: str, request: object, gathered: Gathered[Any]) -> Iterator[tuple[str, bytes]]:
+    """Yield (file name, content) for each host, as --save writes them."""
     facts = {of_host.host: of_host for of_host in gathered.facts}
     rows = {row.host: row for row in gathered.rows}
     names: set[str] = set()
@@ -104,7 +111,7 @@ def save(folder: str, command: str, request: object, gathered: Gathered[Any]) ->
         name = re.sub(r"[^\w.-]", "_", f"{command}.{host}")[:200]
         name = f"{name}.{number}" if name in names else name
         names.add(name)
-        write_whole(os.path.join(folder, f"{name}.json"), msgspec.json.encode(saved))
+        yield f"{name}.json", msgspec.json.encode(saved)
 
 
 def _without_values(request: Any) -> Any:  # noqa: ANN401 - each command has a type of its own
@@ -114,9 +121,10 @@ def _without_values(request: Any) -> Any:  # noqa: ANN401 - each command has a t
 
 
 def are_facts(paths: Sequence[str]) -> bool:
-    """Return whether one of these files, or of those in these folders, is what --save wrote."""
+    """Return whether one of these files, or of those in these folders, is what --save or bundle wrote."""
     there = [path for path in paths if path and (os.path.isdir(path) or os.path.isfile(path))]
-    return any(_begins(path).startswith(b'{"schema":"' + _SCHEMA.encode()) for path in named_files(there))
+    begin = b'{"schema":"' + _SCHEMA.encode()
+    return any(_begins(path).startswith(begin) or is_bundle(path) for path in named_files(there))
 
 
 def _begins(path: Path) -> bytes:
@@ -138,7 +146,7 @@ def read(
     A file that cannot be read is as a host that did not answer, if it was named or is called as those that can be read.
 
     Args:
-        paths: files and folders.
+        paths: files, folders, and files that `distdiag bundle` wrote.
         command: whose facts they are to be; those of others are passed over.
         types: of its request, and of the facts of one host.
         foreign: what reads files that are not ours.
@@ -155,6 +163,16 @@ def read(
     finally:
         gc.enable()
     return reader.result(paths)
+
+
+def decode(
+    files: Iterable[tuple[Path, bytes]], command: str, types: tuple[type[Asked], type[Facts]]
+) -> tuple[Asked | None, Gathered[Facts]]:
+    """Read files of --save that are not on disk: (name, content). Raises UsageError where none can be read."""
+    reader = _Reader(command, types, None)
+    for path, data in files:
+        reader.take_content(path, lambda data=data: data, named=True)  # type: ignore[misc]
+    return reader.result(["these files"])
 
 
 class _Reader(Generic[Asked, Facts]):
@@ -175,8 +193,18 @@ class _Reader(Generic[Asked, Facts]):
         self._others: set[str] = set()
 
     def take(self, path: Path, *, named: bool) -> None:
+        if not is_bundle(path):
+            self.take_content(path, lambda: _load(path), named=named)
+            return
         try:
-            data = _load(path)
+            for name, data in saved_facts(path):
+                self.take_content(path / name, lambda data=data: data, named=named)  # type: ignore[misc]
+        except Senseless as error:
+            self._unread[path] = (str(error), True)
+
+    def take_content(self, path: Path, load: Callable[[], bytes], *, named: bool) -> None:
+        try:
+            data = load()
             if self._foreign is not None and b'"schema":"distdiag-' not in data[:60]:
                 self._foreigners += self._foreign.parse(data, path)
             else:

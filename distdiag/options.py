@@ -49,7 +49,9 @@ SaveOpt = Annotated[
 ]
 FromOpt = Annotated[
     list[str] | None,
-    typer.Option("--from", metavar="PATH", help="Analyze facts that --save wrote: DIR or its files; repeatable."),
+    typer.Option(
+        "--from", metavar="PATH", help="Analyze what --save or bundle wrote: DIR, its files or a bundle; repeatable."
+    ),
 ]
 TimeoutOpt = Annotated[
     float,

@@ -359,14 +359,34 @@ def _pasteable(finding: Finding) -> Finding:
     return replace(finding, fix=replace(finding.fix, commands=tuple(map(as_called, finding.fix.commands))))
 
 
-def _render(report: Report[Data], view: Callable[[Report[Data]], Iterable[RenderableType]], *, whole: bool) -> str:
+def as_page(
+    report: Report[Data], view: Callable[[Report[Data]], Iterable[RenderableType]], *, findings_in_view: bool
+) -> str:
+    """Return a report as people read it, for a file: no colours, 100 columns."""
+    return _render(report, view, whole=findings_in_view, file_width=100)
+
+
+def _render(
+    report: Report[Data],
+    view: Callable[[Report[Data]], Iterable[RenderableType]],
+    *,
+    whole: bool,
+    file_width: int | None = None,
+) -> str:
     from rich.console import Console
 
     # Drawn into text first: what is printed is whole, and `emit` alone deals with a stdout that does not take it.
     page = io.StringIO()
     # Open MPI gives its processes a terminal, whatever its own output goes to.
     on_terminal = sys.stdout is not None and sys.stdout.isatty() and "OMPI_COMM_WORLD_SIZE" not in os.environ
-    console = Console(file=page, force_terminal=on_terminal, markup=False, highlight=False, emoji=False)
+    console = Console(
+        file=page,
+        force_terminal=on_terminal and file_width is None,
+        width=file_width,
+        markup=False,
+        highlight=False,
+        emoji=False,
+    )
     verdict = report.verdict.upper()
     console.print(f"distdiag {report.command}: {verdict}", style=_style(report.verdict))
     for part in view(report):

@@ -148,7 +148,10 @@ def _open_candidates(evidence: Evidence, *, in_flight: bool) -> tuple[str, ...]:
         between = "the network between the nodes" + (" or a GPU" if has_gpu(evidence) else "")
         return ("calls that do not fit together: another collective, group or size on some ranks", between)
     if any(state.thread.kind is StackClass.GIL for state in evidence.stacks.states):
-        return ("a deadlock between that thread and a thread that needs the GIL", "a long call into C++ that keeps the GIL")
+        return (
+            "a deadlock between that thread and a thread that needs the GIL",
+            "a long call into C++ that keeps the GIL",
+        )
     if evidence.stacks.outcome in (Outcome.STANDSTILL, Outcome.ALONE):
         return ("it waits for something outside of the job", "it has not begun, or is at its end")
     return ("a rank that could not be read", "a rank on a host that was not asked")

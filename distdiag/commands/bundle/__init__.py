@@ -1,0 +1,1 @@
+"""Everything about a stuck or broken job in one redacted file, for a ticket."""

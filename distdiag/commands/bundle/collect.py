@@ -1,0 +1,259 @@
+"""Facts of one node for bundle: limits, settings and command lines of the ranks, the node's own, and the logs' ends.
+
+Nothing is judged here, and nothing is redacted: what is secret is listed as such, and the parent takes it out of all
+facts of all nodes before anything is written.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import pwd
+import re
+import socket
+import stat
+import time
+from dataclasses import dataclass, field
+
+from distdiag.facts import deadlines, job_output, machine
+from distdiag.jobs.collect import facts
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+__all__ = ["facts", "more"]
+
+SECRET_NAME = re.compile(
+    r"(?i)(?:token(?!s|iz)|secret|passw|passphrase|api[-_]?key|access[-_]?key|private[-_]?key|credential"
+    r"|(?<!x)auth(?!or(?!iz))|cookie|webhook|signature|dsn$|(?:^|[-_])(?:key|sig|pass)$|_pwd$)"
+)
+"""Names of variables and options whose value is a secret; not TOKENIZERS_PARALLELISM, max_tokens, author."""
+_SHOWN = re.compile(
+    r"NCCL_|RCCL_|GLOO_|TORCH|PYTORCH_|CUDA_|HIP_|ROCR_|NVIDIA_|OMP_|MKL_|KMP_|MASTER_|RANK$|LOCAL_|WORLD_SIZE$|GROUP_"
+    r"|ROLE_|NODE_RANK$|SLURM_|OMPI_|PMI|PMIX_|UCX_|FI_|IBV_|MLX5_|LD_|PYTHON|VIRTUAL_ENV$|CONDA_PREFIX$|PATH$"
+    r"|DEEPSPEED|DS_|ACCELERATE_|HF_HOME$|TRITON_|XLA_|TMPDIR$|MALLOC_|TP_SOCKET_|DISTDIAG_"
+)
+_WORTH_S = 4.0
+_LEAST_SECRET = 6
+_PLAIN = ("false", "true", "none", "default", "disabled", "enabled", "basic", "bearer", "munge", "auth/munge")
+_MOST_VALUE = 4096
+_MOST_ENVIRON = 2**20
+_MOST_OF_LIMITS = 8192
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """One rank or launcher. `environment`: what training depends on; `other_variables`: of the rest, the names."""
+
+    pid: int
+    rank: int | None
+    argv: tuple[str, ...] = ()
+    folder: str = ""
+    limits: str = ""
+    cgroup: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    other_variables: tuple[str, ...] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Space:
+    """A file system: bytes in all and free for users, and inodes. `error`: why it could not be read."""
+
+    path: str
+    total_bytes: int = 0
+    free_bytes: int = 0
+    inodes: int = 0
+    free_inodes: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class LogTail:
+    """The end of a file that ranks write to. `size_bytes`: of the whole file; `rank`: who writes it, if one does."""
+
+    path: str
+    rank: int | None
+    size_bytes: int
+    text: str
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the node is. `time_s`: its clock, in seconds since 1970; `memory`: lines of /proc/meminfo."""
+
+    kernel: str
+    system: str
+    python: str
+    up_s: float
+    time_s: float
+    memory: tuple[str, ...] = ()
+    pressure: dict[str, str] = field(default_factory=dict)
+    spaces: tuple[Space, ...] = ()
+
+
+@dataclass(frozen=True)
+class Names:
+    """What identifies people and machines here, and the secrets of the job: never written, only taken out."""
+
+    hosts: tuple[str, ...] = ()
+    users: tuple[str, ...] = ()
+    homes: tuple[str, ...] = ()
+    addresses: tuple[str, ...] = ()
+    secrets: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is sent at a time."""
+
+    machine: Machine | None = None
+    names: Names | None = None
+    ranks: tuple[RankProcess, ...] = ()
+    logs: tuple[LogTail, ...] = ()
+
+
+def more(ask: dict[str, Any], tell: Callable[[Part], None]) -> None:
+    """Read this node: {"pids", "ranks": [pid, rank or None], "launchers", "logs": paths, "tail": bytes of each log,
+    "most": bytes of all logs}.
+    """  # fmt: skip
+    ranks = {int(pid): rank for pid, rank in ask["ranks"]}
+    everybody = [*ranks, *ask["launchers"]]
+    read, late = deadlines.each(everybody, lambda pid: _process(pid, ranks.get(pid)), patience_s=_WORTH_S)
+    processes = [read[pid][0] for pid in everybody if pid in read]
+    processes += [RankProcess(pid, ranks.get(pid), error="/proc did not answer in time") for pid in late]
+    secrets = {secret for _, own in read.values() for secret in own}
+    tell(Part(names=_names(everybody, secrets), ranks=tuple(processes)))
+    tell(Part(machine=_machine()))
+    _logs(ask, ranks, tell)
+
+
+def _process(pid: int, rank: int | None) -> tuple[RankProcess, set[str]]:
+    """Read one process: what is shown of it, and its secrets."""
+    argv = _read(f"/proc/{pid}/cmdline").rstrip("\0").split("\0")
+    words = _read(f"/proc/{pid}/environ").split("\0")
+    pairs = dict(word.split("=", 1) for word in words if "=" in word)
+    secrets = {value for name, value in pairs.items() if SECRET_NAME.search(name)}
+    secrets |= {found[1] for value in pairs.values() for found in re.finditer(r"://[^/\s:@]*:([^/\s@]+)@", value)}
+    for word, after in zip(argv, [*argv[1:], ""]):
+        name, equals, value = word.partition("=")
+        if SECRET_NAME.search(name) and (equals or name.startswith("-")):
+            secrets.add(value if equals else after)
+    shown = {name: value[:_MOST_VALUE] for name, value in pairs.items() if _SHOWN.match(name)}
+    process = RankProcess(
+        pid,
+        rank,
+        argv=tuple(word[:_MOST_VALUE] for word in argv[:256]),
+        folder=_link(f"/proc/{pid}/cwd"),
+        limits=_read(f"/proc/{pid}/limits")[:_MOST_OF_LIMITS],
+        cgroup=_read(f"/proc/{pid}/cgroup")[:_MOST_OF_LIMITS],
+        environment={name: shown[name] for name in sorted(shown)},
+        other_variables=tuple(sorted(name for name in pairs if name not in shown)),
+        error="" if pairs else "environment: permission denied",
+    )
+    return process, {secret for secret in secrets if _is_secret(secret)}
+
+
+def _is_secret(value: str) -> bool:
+    """Return whether a value would be missed nowhere else: a short or plain word stands in every other line."""
+    return len(value) >= _LEAST_SECRET and value.lower() not in _PLAIN
+
+
+def _names(pids: list[int], secrets: set[str]) -> Names:
+    users, homes = set(), set()
+    for uid in {os.geteuid(), *(_owner(pid) for pid in pids)}:
+        try:
+            known = pwd.getpwuid(uid)
+        except KeyError:
+            continue
+        users.add(known.pw_name)
+        homes.add(known.pw_dir)
+    name = machine.host_name()
+    full, _ = deadlines.each([name], socket.getfqdn, patience_s=1.0)
+    hosts = dict.fromkeys([name, platform.node(), *full.values()])
+    return Names(tuple(hosts), tuple(sorted(users)), tuple(sorted(homes)), (), tuple(sorted(secrets)))
+
+
+def _owner(pid: int) -> int:
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return os.geteuid()
+
+
+def _machine() -> Machine:
+    release = re.search(r'^PRETTY_NAME="?([^"\n]*)', _read("/etc/os-release"), re.MULTILINE)
+    memory = _read("/proc/meminfo").splitlines()
+    wanted = ("MemTotal", "MemAvailable", "Shmem:", "SwapTotal", "SwapFree", "Mlocked", "HugePages_Total")
+    paths = list(dict.fromkeys(["/", "/tmp", "/dev/shm", os.path.expanduser("~"), os.environ.get("TMPDIR", "/tmp")]))
+    spaces, late = deadlines.each(paths, _space, patience_s=_WORTH_S)
+    return Machine(
+        kernel=f"{platform.release()} {platform.machine()}",
+        system=release[1] if release else platform.system(),
+        python=platform.python_version(),
+        up_s=float((_read("/proc/uptime").split() or ["0"])[0]),
+        time_s=time.time(),
+        memory=tuple(line for line in memory if line.startswith(wanted)),
+        pressure={name: _read(f"/proc/pressure/{name}")[:500] for name in ("cpu", "memory", "io")},
+        spaces=(*spaces.values(), *(Space(path, error="did not answer in time") for path in late)),
+    )
+
+
+def _space(path: str) -> Space:
+    try:
+        found = os.statvfs(path)
+    except OSError as error:
+        return Space(path, error=error.strerror or str(error))
+    block = found.f_frsize
+    return Space(path, found.f_blocks * block, found.f_bavail * block, found.f_files, found.f_favail)
+
+
+def _logs(ask: dict[str, Any], ranks: dict[int, int | None], tell: Callable[[Part], None]) -> None:
+    files, _ = job_output.find(ranks, ask["launchers"])
+    wanted = {file.path: (file.open_as, file.rank) for file in files}
+    wanted.update((path, (path, None)) for path in ask["logs"])
+    if not wanted:
+        return
+    tail = max(4096, min(ask["tail"], ask["most"] // len(wanted)))
+
+    def read(path: str) -> None:
+        open_as, rank = wanted[path]
+        tell(Part(logs=(_tail(path, open_as, rank, tail),)))
+
+    _, late = deadlines.each(wanted, read, patience_s=_WORTH_S)
+    for path in late:
+        tell(Part(logs=(LogTail(path, wanted[path][1], 0, "", "its file system did not answer in time"),)))
+
+
+def _tail(path: str, open_as: str, rank: int | None, tail: int) -> LogTail:
+    """Read the end of a regular file, from a line's start."""
+    try:
+        fd = os.open(open_as, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        return LogTail(path, rank, 0, "", error.strerror or str(error))
+    with os.fdopen(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            return LogTail(path, rank, 0, "", "not a regular file")
+        if status.st_size > tail:
+            file.seek(status.st_size - tail)
+            file.readline(tail)
+        return LogTail(path, rank, status.st_size, file.read(tail).decode("utf-8", "replace"))
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return file.read(_MOST_ENVIRON).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""

@@ -1,0 +1,132 @@
+"""What is asked of the nodes for a bundle: the facts of the commands in it, one after another, and bundle's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from distdiag import runner
+from distdiag.cluster.start_fleet import Agent
+from distdiag.commands.bundle.collect import Part
+from distdiag.commands.bundle.parts import PARTS
+from distdiag.commands.bundle.types import NodeDetails
+from distdiag.errors import DistdiagError, UsageError
+from distdiag.gathered import Gathered
+from distdiag.jobs.collect import Processes
+from distdiag.jobs.roles import answers_to, to_sample
+from distdiag.runner import Asks, Question
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from distdiag.cluster.targets import Cluster
+    from distdiag.commands.bundle import parts
+    from distdiag.commands.bundle.types import Request
+    from distdiag.output import Progress
+    from distdiag.report import Report
+
+_COLLECT = "distdiag.commands.bundle.collect"
+_REACH_SHARE = 0.15
+"""Of --timeout, for each stage of reaching a host: every part reaches them anew."""
+_OWN_SHARE = 0.2
+_TAIL_BYTES = 256 * 2**10
+_ALL_TAILS_BYTES = 4 * 2**20
+
+
+@dataclass(kw_only=True)
+class Collected:
+    """The facts of one command, as they came. `error`: why there are none."""
+
+    part: parts.Part
+    request: Any
+    gathered: Gathered[Any]
+    report: Report[Any] | None = None
+    error: str = ""
+
+
+def agent(request: Request) -> Agent:
+    """Return the agent that reads what is bundle's own."""
+    return Agent(collect=_COLLECT, facts=Processes, ask={"pids": [], "user": request.user})
+
+
+def collect(request: Request, progress: Progress) -> tuple[Gathered[NodeDetails], list[Collected]]:
+    """Ask the nodes. An interrupt ends it with what is there.
+
+    Raises:
+        UsageError: the options contradict each other.
+        DistdiagError: this machine's own node side failed.
+    """
+    cluster = _bounded(request)
+    collected: list[Collected] = []
+    details = Gathered[NodeDetails](interrupted=True)
+    for part in PARTS:  # stacks first: they are what changes
+        collected.append(_part(part, request, cluster, progress))
+        if collected[-1].gathered.interrupted:
+            return details, collected
+    details = _details(request, cluster, progress)
+    return details, collected
+
+
+def _bounded(request: Request) -> Cluster:
+    limit_s = request.cluster.host_timeout_s or max(2.0, _REACH_SHARE * request.timeout_s)
+    return replace(request.cluster, host_timeout_s=limit_s)
+
+
+def _part(part: parts.Part, request: Request, cluster: Cluster, progress: Progress) -> Collected:
+    subcommand = part.subcommand()
+    asked = part.request(subcommand.request(program=request.program, cluster=cluster), request)
+    progress.news(f"collecting the facts of {part.name}")
+    try:
+        gathered = subcommand.collect(asked, progress)
+    except UsageError:
+        raise
+    except DistdiagError as error:  # the others are worth having without it
+        return Collected(part=part, request=asked, gathered=Gathered(), error=str(error))
+    report = subcommand.diagnose(asked, gathered)
+    return Collected(part=part, request=asked, gathered=gathered, report=report)
+
+
+def _details(request: Request, cluster: Cluster, progress: Progress) -> Gathered[NodeDetails]:
+    question = Question[Processes, Part, NodeDetails](
+        part=Part,
+        plan=lambda hosts, _: _plan(request, hosts),
+        join=lambda host, _, parts, why: _join(host, parts, why),
+        doing="reading limits, settings and the ends of logs",
+    )
+    return runner.gather(cluster, agent(request), question, progress)
+
+
+def _plan(request: Request, hosts: Mapping[str, Processes]) -> Asks:
+    return Asks(
+        by_host={host: _ask(request, processes) for host, processes in hosts.items()},
+        timeout_s=max(5.0, _OWN_SHARE * request.timeout_s),
+    )
+
+
+def _ask(request: Request, processes: Processes) -> dict[str, Any]:
+    """Name the ranks of the job, and the launchers above them."""
+    sampled = set(to_sample(processes.processes, helpers=False)[0])
+    ranks = [
+        process
+        for process in processes.processes
+        if process.pid in sampled and (not request.job or answers_to(process.job, request.job))
+    ]
+    above = {pid for process in ranks for pid in process.above}
+    return {
+        "ranks": [(process.pid, process.place.rank if process.place else None) for process in ranks],
+        "launchers": [p.pid for p in processes.processes if p.kind == "launcher" and p.pid in above],
+        "logs": list(request.logs),
+        "tail": _TAIL_BYTES,
+        "most": _ALL_TAILS_BYTES,
+    }
+
+
+def _join(host: str, parts: Sequence[Part], why: str) -> NodeDetails:
+    return NodeDetails(
+        host=host,
+        machine=next((part.machine for part in parts if part.machine is not None), None),
+        names=next((part.names for part in parts if part.names is not None), None),
+        ranks=tuple(rank for part in parts for rank in part.ranks),
+        logs=tuple(log for part in parts for log in part.logs),
+        missing=why,
+    )

@@ -1,0 +1,163 @@
+"""What you type for bundle, and its way to the report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
+from distdiag.errors import UsageError
+from distdiag.options import JsonOpt, StrictOpt, called_as, on_hosts, parse_size
+
+if TYPE_CHECKING:
+    from distdiag.commands.bundle.types import Bundle, Request
+    from distdiag.report import Report
+
+
+@on_hosts
+def bundle(
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="File to write: FILE.tar.zst or FILE.tar.gz. [default: distdiag-bundle-TIME.tar.zst here]",
+        ),
+    ] = "",
+    job: Annotated[
+        str, typer.Option(metavar="ID", help="Only this job: torchrun's run id, MASTER_ADDR:MASTER_PORT or a SLURM id.")
+    ] = "",
+    user: Annotated[
+        str, typer.Option(metavar="NAME", help="Only this user's processes. [default: all we may see]")
+    ] = "",
+    logs: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATH", help="Log files on the hosts, beside those the ranks write to."),
+    ] = None,
+    recorder: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATH", help="Flight recorder dumps on the hosts, or the folder with dumps and pipes."),
+    ] = None,
+    max_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest file to write; logs are cut first.")] = "20MiB",
+    timeout: Annotated[
+        float, typer.Option(min=10.0, max=3600.0, metavar="SECONDS", help="Longest time to collect everything.")
+    ] = 60.0,
+    as_json: JsonOpt = False,
+    strict: StrictOpt = False,
+    *,
+    cluster: Cluster,
+) -> None:
+    """Collect all evidence of a job in one redacted file, for a ticket or a colleague.
+
+    Names of hosts and users, addresses, home folders and secrets become stand-ins (host-1, 10.0.0.1, user-1). The map
+    of them stays here, in FILE.map.json. The job is not stopped. Any command reads its part: distdiag hang --from FILE.
+
+    Exit status: 0 written, 2 wrong usage, 3 no host returned facts, 130 interrupted.
+
+    \b
+    Examples:
+      distdiag bundle                                    # the job on this node
+      distdiag bundle --slurm-job 4711 -o hung.tar.zst   # all nodes of a SLURM job
+    """
+    from distdiag import runner
+    from distdiag.commands.bundle.types import COMMAND
+    from distdiag.output import Output, deliver, deliver_lines
+
+    def request() -> Request:
+        from distdiag.commands.bundle.types import Request
+
+        target, packing = _target(output)
+        return Request(
+            program=called_as(),
+            cluster=cluster,
+            target=target,
+            packing=packing,
+            job=job,
+            user=user,
+            logs=tuple(logs or ()),
+            recorder=tuple(recorder or ()),
+            timeout_s=timeout,
+            most_bytes=parse_size(max_size),
+        )
+
+    if cluster.explain:
+        from distdiag.commands.bundle.collect_all import agent
+
+        deliver_lines(COMMAND, lambda: runner.explain(cluster, agent(request())), as_json=as_json)
+    made: list[Request] = []
+
+    def report() -> Report[Bundle]:
+        made.append(request())
+        return _write(made[0])
+
+    def view(found: Report[Bundle]) -> list[object]:
+        from distdiag.commands.bundle.view import bundle_view
+
+        return list(bundle_view(found, made[0]))
+
+    deliver(COMMAND, report, view, Output(json=as_json, strict=strict))  # type: ignore[arg-type]
+
+
+def _target(output: str) -> tuple[str, str]:
+    """Return the file to write, and how it is packed. Raises UsageError."""
+    import os
+    import time
+
+    from distdiag.bundle_file import can_zstd, packing_named
+
+    name = output or f"distdiag-bundle-{time.strftime('%Y%m%d-%H%M%S')}.tar.{'zst' if can_zstd() else 'gz'}"
+    packing = packing_named(name)
+    folder = os.path.dirname(os.path.abspath(name))
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise UsageError(f"-o {name}: cannot write to {folder}", hint="choose a writable folder")
+    return name, packing
+
+
+def _write(request: Request) -> Report[Bundle]:
+    """Collect, redact and write. Raises DistdiagError, typer.Exit where another process of the launcher does it."""
+    import json
+    import time
+    from dataclasses import replace
+
+    from distdiag.commands.bundle.collect_all import collect
+    from distdiag.commands.bundle.compose import compose, packed
+    from distdiag.commands.bundle.diagnose import diagnose
+    from distdiag.commands.bundle.types import Bundle
+    from distdiag.files import write_whole
+    from distdiag.output import Progress, is_done_by_another
+
+    if is_done_by_another():
+        raise typer.Exit(0)
+    with Progress() as progress:
+        details, collected = collect(request, progress)
+        progress.news("redacting and packing")
+        composed, redactor = compose(request, details, collected)
+        data = packed(request, composed, redactor, time.time())
+    map_file = f"{request.target}.map.json"
+    write_whole(map_file, json.dumps(redactor.map, indent=1).encode("utf-8", "replace"))
+    write_whole(request.target, data)
+    names = {stand_in: name for stand_in, name in redactor.map.items()}
+
+    def at_home(stand_in: str) -> str:
+        return names.get(stand_in, stand_in)
+
+    here = {each.part.name: each.report.summary for each in collected if each.report is not None}
+    made = Bundle(
+        file=request.target,
+        bytes=len(data),
+        map_file=map_file,
+        hosts=tuple(map(at_home, composed.hosts)),
+        missing=tuple(map(at_home, composed.missing)),
+        verdicts=tuple(replace(verdict, summary=here[verdict.command]) for verdict in composed.verdicts),
+        members=composed.members(),
+        cut=tuple(composed.cut),
+        secrets=redactor.secrets,
+        stand_ins=len(redactor.map),
+    )
+    errors = [f"{each.part.name}: {each.error}" for each in collected if each.error]
+    missing = {at_home(host): why for host, why in composed.missing.items()}
+    report = diagnose(request, made, missing, errors)
+    interrupted = details.interrupted or any(each.gathered.interrupted for each in collected)
+    return replace(report, interrupted=interrupted)

@@ -1,0 +1,245 @@
+"""From the facts of all nodes to the files of a bundle: redacted, judged once more, listed, and cut to size. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import msgspec  # noqa: TID253 - this module is only imported when there are facts
+
+from distdiag import __version__
+from distdiag.bundle_file import pack
+from distdiag.cluster.hosts import fold
+from distdiag.commands.bundle.redact import Known, Redactor, learn
+from distdiag.commands.bundle.types import Member, Verdict
+from distdiag.diagnosis.wording import counted, format_size
+from distdiag.errors import DistdiagError
+from distdiag.gathered import decode, documents
+from distdiag.output import as_page, document
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from distdiag.commands.bundle.collect_all import Collected
+    from distdiag.commands.bundle.types import NodeDetails, Request
+    from distdiag.gathered import Gathered
+    from distdiag.report import Report
+
+MANIFEST = "MANIFEST.txt"
+_SHARES = (1.0, 0.5, 0.25, 0.1, 0.0)
+"""Of the logs' ends, what is kept, tried in turn until the file is small enough."""
+
+
+@dataclass(kw_only=True)
+class Composed:
+    """The files of a bundle: content by name, and in words; and what became of them on the way."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    about: dict[str, str] = field(default_factory=dict)
+    verdicts: list[Verdict] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    hosts: list[str] = field(default_factory=list)
+    cut: list[str] = field(default_factory=list)
+
+    def add(self, name: str, content: bytes, about: str) -> None:
+        """Add a file."""
+        self.files[name] = content
+        self.about[name] = about
+
+    def members(self) -> tuple[Member, ...]:
+        """List the files."""
+        return tuple(
+            Member(name=name, bytes=len(content), about=self.about[name]) for name, content in self.files.items()
+        )
+
+
+def compose(
+    request: Request, details: Gathered[NodeDetails], collected: Sequence[Collected]
+) -> tuple[Composed, Redactor]:
+    """Make the files.
+
+    Raises:
+        DistdiagError: a secret would be in one of them.
+    """
+    raw = {
+        each.part.name: [
+            (name, json.loads(content)) for name, content in documents(each.part.name, each.request, each.gathered)
+        ]
+        for each in collected
+    }
+    own = [msgspec.to_builtins(replace(node, names=None)) for node in details.facts]
+    known = _known(request, details, collected)
+    learn(known, [*own, *(tree for files in raw.values() for _, tree in files)])
+    redactor = Redactor(known)
+    composed = Composed(hosts=[redactor.text(host, is_host=True) for host in _hosts(details, collected)])
+    for each in collected:
+        _add_part(composed, each, raw[each.part.name], redactor)
+    for node, tree in zip(details.facts, own, strict=True):
+        _add_node(composed, node.host, tree, redactor)
+    composed.missing = {
+        redactor.text(host, is_host=True): redactor.text(why) for host, why in _missing(details, collected).items()
+    }
+    for name, content in composed.files.items():
+        if redactor.leaks(content):
+            raise DistdiagError(f"nothing is written: {name} still has a secret", hint="please report this")
+    return composed, redactor
+
+
+def _known(request: Request, details: Gathered[NodeDetails], collected: Sequence[Collected]) -> Known:
+    known = Known()
+    for node in details.facts:
+        if node.names is not None:
+            for name in ("hosts", "users", "homes", "addresses", "secrets"):
+                getattr(known, name).extend(getattr(node.names, name))
+    known.hosts = [*_hosts(details, collected), *known.hosts]
+    known.users += re.findall(r"([\w.-]+)@", request.cluster.hosts)
+    known.secrets += [value for _, _, value in (text.partition("=") for text in request.cluster.env) if len(value) > 5]
+    return known
+
+
+def _hosts(details: Gathered[Any], collected: Sequence[Collected]) -> list[str]:
+    found: dict[str, None] = {}
+    for gathered in (*(each.gathered for each in collected), details):
+        found.update(dict.fromkeys([*(row.host for row in gathered.rows), *(facts.host for facts in gathered.facts)]))
+        found.update(dict.fromkeys([*gathered.refusals, *gathered.missing]))
+    return list(found)
+
+
+def _missing(details: Gathered[Any], collected: Sequence[Collected]) -> dict[str, str]:
+    """Return by host why it has nothing in the bundle, or not all."""
+    found: dict[str, str] = {}
+    for name, gathered in (*((each.part.name, each.gathered) for each in collected), ("logs and limits", details)):
+        found.update({host: error.message for host, error in gathered.refusals.items() if host not in found})
+        found.update({host: f"{name}: {why}" for host, why in gathered.missing.items() if host not in found})
+    return found
+
+
+def _add_part(composed: Composed, each: Collected, files: list[tuple[str, Any]], redactor: Redactor) -> None:
+    """Add the facts of one command as --save writes them, and what it says of them now that they are redacted."""
+    name, subcommand = each.part.name, each.part.subcommand()
+    redacted: list[tuple[str, bytes]] = []
+    for _, tree in files:
+        clean = redactor.tree(tree)
+        file = _file_name(f"{name}.{clean['host']}")[:190]
+        file = f"{file}.{clean['number']}.json" if f"facts/{file}.json" in composed.files else f"{file}.json"
+        content = msgspec.json.encode(clean)
+        redacted.append((file, content))
+        composed.add(f"facts/{file}", content, f"{clean['host']}: {each.part.about}")
+    if each.report is None or not redacted:
+        return
+    request, gathered = decode(
+        [(_path(file), content) for file, content in redacted], name, (subcommand.request, subcommand.facts)
+    )
+    report = subcommand.diagnose(request, gathered)
+    page = as_page(
+        report, lambda made: subcommand.view(request, gathered, made), findings_in_view=subcommand.findings_in_view
+    )
+    composed.add(f"verdicts/{name}.txt", page.encode("utf-8", "replace"), f"what `distdiag {name} --from` says of them")
+    text = json.dumps(document(report), indent=1)
+    composed.add(f"verdicts/{name}.json", text.encode("utf-8", "replace"), "the same, for programs")
+    composed.verdicts.append(
+        Verdict(
+            command=name,
+            verdict=str(report.verdict),
+            summary=report.summary,
+            same=_essence(report) == _essence(each.report),
+        )
+    )
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^\w.-]", "_", text)
+
+
+def _path(name: str) -> Path:
+    from pathlib import Path
+
+    return Path("facts") / name
+
+
+def _essence(report: Report[Any]) -> list[Any]:
+    """Return what a verdict rests on without any name: which findings, how bad, of which ranks."""
+    return [
+        report.verdict,
+        getattr(report.data, "class_name", ""),
+        sorted((finding.id, finding.level, finding.where.ranks) for finding in report.findings),
+    ]
+
+
+def _add_node(composed: Composed, host: str, tree: dict[str, Any], redactor: Redactor) -> None:
+    """Add what bundle itself read of one node: the logs as files of their own."""
+    name = _file_name(redactor.text(host, is_host=True))
+    logs = tree.pop("logs")
+    del tree["names"]
+    clean = redactor.tree(tree)
+    clean["logs"] = []
+    for number, log in enumerate(logs):
+        path = redactor.text(log["path"])
+        entry = {"path": path, "rank": log["rank"], "size_bytes": log["size_bytes"], "error": log["error"]}
+        if log["text"]:
+            entry["file"] = f"logs/{name}/{number}-{_file_name(PurePosixPath(path).name)[:80]}"
+            text = redactor.text(log["text"]).encode("utf-8", "replace")
+            rank = "" if log["rank"] is None else f" of rank {log['rank']}"
+            composed.add(entry["file"], text, f"the end{rank} of {path}, {format_size(log['size_bytes'])} in all")
+        clean["logs"].append(entry)
+    content = json.dumps(clean, indent=1).encode("utf-8", "replace")
+    about = f"{name}: limits, cgroup, settings and command line of each rank; memory, disks, clock, kernel"
+    composed.add(f"nodes/{name}.json", content, about)
+
+
+def packed(request: Request, composed: Composed, redactor: Redactor, at: float) -> bytes:
+    """Pack the files; if they are larger than they may be, the ends of the logs become shorter, and that is said."""
+    logs = {name: content for name, content in composed.files.items() if name.startswith("logs/")}
+    for share in _SHARES:
+        for name, content in logs.items():
+            kept = content[len(content) - int(share * len(content)) :]
+            composed.files[name] = kept if share == 1.0 else kept[kept.find(b"\n") + 1 :]
+        if share < 1.0 and logs:
+            composed.cut = [f"of the ends of {counted(len(logs), 'log')}, {share:.0%} is kept: --max-size"]
+        manifest = _manifest(composed, redactor, at).encode()
+        data = pack([(MANIFEST, manifest), *composed.files.items()], request.packing, at)
+        if len(data) <= request.most_bytes or not logs:
+            break
+    if len(data) > request.most_bytes:
+        composed.cut.append(f"the facts alone take {format_size(len(data))}: nothing of them is left out")
+    return data
+
+
+def _manifest(composed: Composed, redactor: Redactor, at: float) -> str:
+    import time
+
+    day = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at))
+    lines = [
+        f"Evidence of a distributed PyTorch job, collected by distdiag {__version__} on {day}.",
+        "",
+        f"Hosts: {fold(composed.hosts) or 'none'}",
+        *(f"  not complete: {host}: {why}" for host, why in composed.missing.items()),
+        *(f"  cut: {sentence}" for sentence in composed.cut),
+        "",
+        "Verdicts:",
+        *(f"  {each.command}: {each.verdict.upper()}: {each.summary}" for each in composed.verdicts),
+        "",
+        "To judge it again: distdiag COMMAND --from THIS-FILE",
+        *(f"  distdiag {each.command} --from FILE" for each in composed.verdicts),
+        "",
+        "Files:",
+        *(
+            f"  {name}  ({format_size(len(content))}) {composed.about[name]}"
+            for name, content in composed.files.items()
+        ),
+        "",
+        "Redacted: host names, domains, addresses, users, home folders, mail addresses and secrets are replaced.",
+        "The same name has the same stand-in in all files (host-1, 10.0.0.1, user-1, secret-1).",
+        "Loopback addresses, root and pids are unchanged. The map of stand-ins stays with the sender.",
+        "Project names in paths are not replaced.",
+        f"Secrets replaced: {redactor.secrets} (found in environment, command lines, paths and logs).",
+        "Variables of NCCL, Gloo, torch, CUDA, launchers and the loader: with values. All others: names only.",
+        "Not in it: tensors, checkpoints, source files, local variables (except loop counters), cores, and",
+        "raw recorder dumps (their decoded records are in facts/).",
+        "",
+    ]
+    return "\n".join(lines)

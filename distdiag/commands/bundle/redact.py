@@ -1,0 +1,373 @@
+"""Stand-ins for what a ticket must not have: host names, addresses, users, home folders, secrets. Pure.
+
+The same name has the same stand-in in every file, and a stand-in is of the same kind: an address stays an address of
+the same network as its neighbours, a home stays below /home, node7.cluster.local stays in one domain with its peers.
+So what is judged by equality, by networks or by paths is judged the same. Secrets are found in three ways: by the
+values of variables and options whose names say so (whatever form they take elsewhere: URL, base64, hex, escaped), by
+such a name before the value, and by forms that only keys have.
+"""
+
+from __future__ import annotations
+
+import base64
+import ipaddress
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, quote_plus
+
+from distdiag.commands.bundle.collect import SECRET_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+# fmt: off
+_COMMON = frozenset((
+    "root", "localhost", "localdomain", "nobody", "daemon", "user", "users", "admin", "ubuntu", "debian", "centos",
+    "rocky", "ec2-user", "runner", "jovyan", "app", "apps", "torch", "python", "python3", "cuda", "nccl", "gloo",
+    "nvidia", "test", "tests", "data", "home", "train", "training", "model", "models", "host", "hosts", "node",
+    "nodes", "rank", "ranks", "job", "jobs", "main", "master", "worker", "work", "workspace", "local", "bin", "lib",
+    "usr", "opt", "var", "tmp", "proc", "sys", "dev", "slurm", "mpi", "ssh", "srun", "distdiag", "stacks", "waits",
+    "log", "kernel", "recorder", "ras", "versions", "gpu", "cpu", "hang", "step", "error", "run",
+))
+# fmt: on
+"""Words that stand in every path and log; a host or user of that name is only replaced where nothing else is meant."""
+_NO_STEMS = frozenset(
+    ("rank", "step", "gpu", "cuda", "cpu", "python", "local", "eth", "ib", "mlx", "job", "user", "worker")
+)
+"""With a number behind them, these are no hosts, whatever the hosts are called."""
+_PACKED = frozenset(("entries",))
+"""Columns of numbers, packed into text: a change would destroy them, and a name cannot be in them."""
+_OF_VERSIONS = re.compile(r"(?i)version|packages|requires|wheels|soname|release")
+_OF_USERS = frozenset(("user", "uid"))
+_OF_HOSTS = frozenset(("host", "hosts"))
+_FIRST_PERSON = 1000
+_CACHED = 400
+_ENTROPY = 3.4
+_LONG_VALUE = 8
+
+_SECRET_WORD = (
+    r"(?<![\w.-])(?i:[\w.-]{0,60}?(?:token(?!s|iz)|secret|passw|passphrase|api[-_]?key|access[-_]?key"
+    r"|private[-_]?key|credential|(?<!x)auth(?!or(?!iz))|cookie|webhook|signature)[\w-]{0,40}"
+    r"|(?:[\w.-]{0,60}[-_])?(?:key|pwd|sig|pass|dsn))(?![\w.-])"
+)
+_NAMED = (
+    rf"(?P<named>(?P<head>[\"']?{_SECRET_WORD}[\"']?\s{{0,3}}(?:=|:(?!:|//))\s{{0,3}})"
+    r"(?P<value>\"[^\"\n]{1,4000}\"|'[^'\n]{1,4000}'|(?i:(?:bearer|basic)[ \t]+)?[^\s,;&)\]}\"']{1,4000}))"
+)
+_OPTION = rf"(?P<opt>(?P<option>(?=-){_SECRET_WORD}[ \t]+)(?P<after>[^\s-][^\s]{{2,4000}}))"
+_BEARER = r"(?P<bearer>(?P<scheme>\b(?i:bearer|basic)[ \t]+)(?P<ticket>[\w.~+/=-]{8,4000}))"
+_PEM = r"(?P<pem>-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z))"
+_LOGIN = r"(?P<login>(?<=://)[^/\s:@]{0,200}:[^/\s@]{1,400}(?=@))"
+_KEYS = (
+    r"(?P<keyform>(?<![A-Za-z0-9])(?:hf_|sk-|pk-|rk-|gh[pousr]_|github_pat_|glpat-|npm_|pypi-|xox[abprs]-|AIza|ya29\."
+    r"|AKIA|ASIA|SG\.|dop_v1_|dckr_pat_|nvapi-|wandb_v1_|gsk_)[\w-]{10,400}"
+    r"|eyJ[\w-]{8,2000}\.[\w-]{4,4000}(?:\.[\w-]{4,4000})?|(?<![\w])[0-9a-f]{40}(?![\w]))"
+)
+_UUID = r"(?P<uuid>(?<![0-9A-Fa-f])[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}(?![0-9A-Fa-f]))"
+_MAC = r"(?P<mac>(?<![\w:])[0-9A-Fa-f]{2}(?::[0-9A-Fa-f]{2}){5}(?![\w:]))"
+_IP6 = (
+    r"(?P<ip6>(?<![\w:])(?:[23][0-9a-fA-F]{3}|[fF][cCdD][0-9a-fA-F]{2}|[fF][eE][89abAB][0-9a-fA-F]):[0-9a-fA-F:]{1,34})"
+)
+_IP4 = r"(?P<ip4>(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w]|\.\d))"
+_AWS = r"(?P<awshost>\bip-\d{1,3}-\d{1,3}-\d{1,3}-\d{1,3}\b)"
+_MAIL = r"(?P<mail>(?<![\w.+-])[\w.+-]{1,64}@[A-Za-z0-9-]{1,63}(?:\.[A-Za-z0-9-]{1,63})+)"
+_HOMES = r"(?P<homepath>(?<![\w/.])/(?:home|Users|users|u)/(?P<owner>[A-Za-z0-9_][\w.-]{0,63}))"
+_RANDOM = re.compile(r"(?<![\w/.+-])[A-Za-z0-9_+-]{24,200}(?![\w/.+-])")
+_LEFT, _RIGHT = r"(?<![A-Za-z0-9])", r"(?![A-Za-z0-9])"
+
+
+@dataclass
+class Known:
+    """What is to be replaced, as the nodes know it."""
+
+    hosts: list[str] = field(default_factory=list)
+    users: list[str] = field(default_factory=list)
+    homes: list[str] = field(default_factory=list)
+    addresses: list[str] = field(default_factory=list)
+    secrets: list[str] = field(default_factory=list)
+
+
+class Redactor:
+    """Replaces; `map` is what stands for what, secrets apart: they are nowhere but in memory."""
+
+    def __init__(self, known: Known) -> None:
+        self.map: dict[str, str] = {}
+        self._hosts: dict[str, str] = {}
+        self._domains: dict[str, str] = {}
+        self._users: dict[str, str] = {}
+        self._secrets: dict[str, str] = {}
+        self._forms: dict[str, str] = {}
+        self._others: dict[str, str] = {}
+        self._nets: dict[str, tuple[int, dict[str, int]]] = {}
+        self._known_addresses = set(known.addresses)
+        self._cache: dict[tuple[str, bool], str] = {}
+        for host in known.hosts:
+            self._host(host)
+        for user in known.users:
+            self._user(user)
+        self._homes = sorted({home.rstrip("/") for home in known.homes if home.count("/") > 1}, key=len, reverse=True)
+        for secret in sorted(set(known.secrets), key=len, reverse=True):
+            stand_in = self._secret(secret)
+            for form in _forms(secret):
+                self._forms.setdefault(form, stand_in)
+        self._known = re.compile("|".join(sorted(map(re.escape, self._forms), key=len, reverse=True)))
+        self._pattern = self._compile()
+
+    @property
+    def secrets(self) -> int:
+        """How many different secrets were replaced or looked for."""
+        return len(self._secrets)
+
+    def leaks(self, content: bytes) -> bool:
+        """Return whether a file still has a secret that was looked for, in any form."""
+        return any(form.encode() in content for form in self._forms)
+
+    def tree(self, value: Any, key: str = "", *, versions: bool = False) -> Any:  # noqa: ANN401 - any JSON
+        """Return a JSON document with stand-ins, in keys as well."""
+        if isinstance(value, str):
+            return value if key in _PACKED else self.text(value, versions=versions, is_host=key in _OF_HOSTS)
+        if isinstance(value, dict):
+            return {
+                self.text(name, versions=versions): self.tree(
+                    below, name, versions=versions or bool(_OF_VERSIONS.search(name))
+                )
+                if not (isinstance(below, str) and _is_secret_name(name) and not _is_harmless(below))
+                else self._secret(below)
+                for name, below in value.items()
+            }
+        if isinstance(value, (list, tuple)):
+            return [self.tree(below, key, versions=versions) for below in value]
+        if key in _OF_USERS and isinstance(value, int) and not isinstance(value, bool) and value >= _FIRST_PERSON:
+            return self._numbered(f"uid {value}", "uid", first=_FIRST_PERSON)
+        return value
+
+    def text(self, text: str, *, versions: bool = False, is_host: bool = False) -> str:
+        """Return text with stand-ins. `versions`: what looks like an address there is none; `is_host`: it is a name."""
+        if (whole := self._hosts.get(text.lower())) is not None and (is_host or text.lower() not in _COMMON):
+            return whole
+        if (cached := self._cache.get((text, versions))) is not None:
+            return cached
+        # One after another: what looks random may have a known secret or a name within.
+        made = self._known.sub(lambda match: self._forms[match[0]], text) if self._forms else text
+        made = self._pattern.sub(lambda match: self._replace(match, versions=versions), made)
+        made = _RANDOM.sub(lambda match: self._secret(match[0]) if _is_random(match[0]) else match[0], made)
+        if len(text) <= _CACHED:
+            self._cache[text, versions] = made
+        return made
+
+    def _compile(self) -> re.Pattern[str]:
+        words = [name for name in self._hosts if _is_distinct(name)]
+        words += [name for name in self._domains if "." in name]
+        stems = {match[1] for name in words if (match := re.fullmatch(r"(.*?[a-z][-_]?)0*\d+", name))}
+        parts = [_PEM, _LOGIN, _BEARER, _KEYS, _UUID]
+        if self._homes:
+            parts.append(rf"(?P<known>{'|'.join(map(re.escape, self._homes))})(?![\w.-])")
+        parts += [_NAMED, _OPTION, _MAC, _IP6, _IP4, _AWS, _MAIL, _HOMES]
+        if words:
+            parts.append(f"{_LEFT}(?i:{_alternatives('host', words)}){_RIGHT}")
+        if stems := {stem for stem in stems if stem.rstrip("-_") not in _NO_STEMS and len(stem) > 1}:
+            listed = "|".join(sorted(map(re.escape, stems), key=len, reverse=True))
+            parts.append(rf"{_LEFT}(?P<list>(?i:{listed})\[[\d,-]{{1,400}}\])")
+            parts.append(rf"{_LEFT}(?P<peer>(?i:{listed})\d{{1,6}}){_RIGHT}")
+        if users := [user for user in self._users if user not in _COMMON and len(user) > 2]:
+            parts.append(f"{_LEFT}{_alternatives('person', users)}{_RIGHT}")
+        return re.compile("|".join(parts))
+
+    def _replace(self, match: re.Match[str], *, versions: bool) -> str:
+        found = match[0]
+        made: dict[str, Callable[[], str]] = {
+            "pem": lambda: self._secret(found),
+            "login": lambda: self._secret(found),
+            "bearer": lambda: match["scheme"] + self._secret(match["ticket"]),
+            "named": lambda: self._of_name(match["head"], match["value"]),
+            "opt": lambda: self._of_name(match["option"], match["after"]),
+            "keyform": lambda: self._secret(found),
+            "uuid": lambda: self._uuid(found),
+            "homepath": lambda: f"/home/{self._user(match['owner'])}",
+            "known": lambda: "/root" if found == "/root" else f"/home/{self._user(found.rpartition('/')[2])}",
+            "mac": lambda: str(self._numbered(found.lower(), "mac")),
+            "ip6": lambda: self._ip6(found),
+            "ip4": lambda: self._ip4(match, versions=versions),
+            "awshost": lambda: self._host(found),
+            "mail": lambda: f"{self._user(found.partition('@')[0])}@{self._domain(found.partition('@')[2])}",
+            "host": lambda: self._domains.get(found.lower()) or self._host(found),
+            "peer": lambda: self._host(found),
+            "list": lambda: self._listed(found),
+            "person": lambda: self._user(found),
+        }
+        return made[match.lastgroup or ""]()
+
+    def _of_name(self, head: str, value: str) -> str:
+        """Replace a value behind a name that says that it is secret; within the name, what is known."""
+        head = self._pattern.sub(lambda match: self._replace(match, versions=False), head)
+        bare = value.strip("\"'")
+        if _is_harmless(bare) or (re.fullmatch(r"[\d.]{1,5}", bare) and not re.search(r"(?i)pass|secret|pwd", head)):
+            return head + value
+        return head + value.replace(bare, self._secret(bare))
+
+    def _secret(self, value: str) -> str:
+        if value in self._forms:
+            return self._forms[value]
+        return self._secrets.setdefault(value, f"secret-{len(self._secrets) + 1}")
+
+    def _host(self, name: str) -> str:
+        low = name.lower()
+        if low in self._hosts or not low or _is_address(low) or low in ("localhost", "localhost.localdomain"):
+            return self._hosts.get(low, name)
+        short, dot, domain = low.partition(".")
+        if dot:
+            made = f"{self._host(short)}.{self._domain(domain)}"
+        else:
+            made = f"host-{1 + sum('.' not in known for known in self._hosts)}"
+        self._hosts[low] = made
+        self.map[made] = low
+        return made
+
+    def _domain(self, name: str) -> str:
+        low = name.lower()
+        made = self._domains.setdefault(low, f"domain-{len(self._domains) + 1}.example")
+        self.map[made] = low
+        return made
+
+    def _listed(self, found: str) -> str:
+        stem, _, ranges = found[:-1].partition("[")
+        names: list[str] = []
+        for piece in ranges.split(","):
+            first, _, last = piece.partition("-")
+            if first.isdigit() and (last or first).isdigit() and int(last or first) - int(first) < 4096:
+                names += [f"{stem}{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)]
+        return ",".join(map(self._host, names)) or "host-list"
+
+    def _user(self, name: str) -> str:
+        if name == "root":
+            return name
+        made = self._users.setdefault(name, f"user-{len(self._users) + 1}")
+        self.map[made] = name
+        return made
+
+    def _numbered(self, found: str, kind: str, *, first: int = 1) -> Any:  # noqa: ANN401 - a number for a uid
+        number = first + sum(name.partition(" ")[0] == kind for name in self._others)
+        known = self._others.setdefault(f"{kind} {found}", str(number))
+        if kind == "uid":
+            return int(known)
+        made = f"02:00:00:00:{int(known) >> 8 & 255:02x}:{int(known) & 255:02x}"
+        self.map[made] = found
+        return made
+
+    def _uuid(self, found: str) -> str:
+        number = 1 + sum(name.startswith("uuid ") for name in self._others)
+        made = self._others.setdefault(f"uuid {found.lower()}", f"00000000-0000-0000-0000-{number:012d}")
+        self.map[made] = found.lower()
+        return made
+
+    def _place(self, net: str, host: str) -> tuple[int, int]:
+        number, members = self._nets.setdefault(net, (len(self._nets), {}))
+        return number, members.setdefault(host, len(members) + 1)
+
+    def _ip4(self, match: re.Match[str], *, versions: bool) -> str:
+        found = match["ip4"]
+        try:
+            address = ipaddress.IPv4Address(found)
+        except ValueError:
+            return found
+        before = match.string[max(0, match.start() - 12) : match.start()]
+        is_version = versions or re.search(r"(?i)(?:\.so\.|[=<>~!]=|version\W{0,3}|\bv)$", before)
+        plain = address.is_loopback or address.is_unspecified or found == "255.255.255.255" or found.startswith("255.")
+        if plain or (is_version and found not in self._known_addresses):
+            return found
+        net, _, host = found.rpartition(".")
+        number, member = self._place(net, host)
+        made = f"10.{number >> 8 & 255}.{number & 255}.{member}"
+        self.map[made] = found
+        return made
+
+    def _ip6(self, found: str) -> str:
+        tail = found[len(found.rstrip(":")) :] if found.endswith(":") and not found.endswith("::") else ""
+        bare = found.removesuffix(tail)
+        try:
+            address = ipaddress.IPv6Address(bare)
+        except ValueError:
+            return found
+        whole = address.exploded
+        number, member = self._place(whole[:19], whole[20:])
+        made = f"{'fe80' if address.is_link_local else 'fd00'}::{number:x}:{member:x}"
+        self.map[made] = str(address)
+        return made + tail
+
+
+def learn(known: Known, documents: Iterable[Any]) -> None:
+    """Add the names that stand in facts themselves: `host` of any record, homes in paths, addresses of sockets."""
+    hosts, users, addresses = dict.fromkeys(known.hosts), dict.fromkeys(known.users), dict.fromkeys(known.addresses)
+    for key, text in (pair for document in documents for pair in _strings(document, "")):
+        if key in _OF_HOSTS and re.fullmatch(r"[\w.-]{1,253}", text):
+            hosts[text] = None
+        if key in ("local", "remote", "addresses", "address"):
+            addresses.update(dict.fromkeys(re.findall(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}", text)))
+        for owner in re.finditer(_HOMES, text):
+            users[owner["owner"]] = None
+    known.hosts, known.users, known.addresses = list(hosts), list(users), list(addresses)
+
+
+def _strings(value: Any, key: str) -> Iterator[tuple[str, str]]:  # noqa: ANN401 - any JSON
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, below in value.items():
+            yield from _strings(below, name)
+    elif isinstance(value, (list, tuple)):
+        for below in value:
+            yield from _strings(below, key)
+
+
+def _forms(secret: str) -> Iterator[str]:
+    """Yield the ways in which a secret may stand in a text: as it is, escaped, in URLs, in base64, in hex."""
+    data = secret.encode()
+    yield secret
+    yield from {quote(secret, safe=""), quote_plus(secret), json.dumps(secret)[1:-1], repr(secret)[1:-1]}
+    if len(data) < _LONG_VALUE:
+        return
+    yield from (data.hex(), data.hex().upper())
+    for encode in (base64.b64encode, base64.urlsafe_b64encode):
+        for before in range(3):  # it may begin at any of the three bytes that make four letters
+            packed = encode(b"\0" * before + data).decode().rstrip("=")
+            start, end = math.ceil(before * 8 / 6), (before + len(data)) * 8 // 6
+            yield packed[start:end]
+
+
+def _alternatives(name: str, words: Iterable[str]) -> str:
+    return f"(?P<{name}>{'|'.join(sorted(map(re.escape, words), key=len, reverse=True))})"
+
+
+def _is_secret_name(name: str) -> bool:
+    return bool(SECRET_NAME.search(name.strip("-\"'")))
+
+
+def _is_harmless(value: str) -> bool:
+    """Return whether a value behind such a name is none: a word of Python or of shells, or a stand-in."""
+    bare = value.strip("\"'")
+    return bare.lower() in ("none", "null", "true", "false", "") or bool(re.fullmatch(r"\*+|secret-\d+", bare))
+
+
+def _is_distinct(name: str) -> bool:
+    return name not in _COMMON and (len(name) > 2 or (len(name) > 1 and any(letter.isdigit() for letter in name)))
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _is_random(word: str) -> bool:
+    """Return whether a word looks like a key: letters of both cases and digits, without order; no mangled C++ name."""
+    if word.startswith(("_Z", "CUDA", "GPU-")) or not (re.search(r"[a-z]", word) and re.search(r"[A-Z]", word)):
+        return False
+    if len(re.findall(r"\d", word)) < 3:
+        return False
+    share = [word.count(letter) / len(word) for letter in set(word)]
+    return -sum(each * math.log2(each) for each in share) > _ENTROPY

@@ -1,0 +1,181 @@
+"""bundle on a real hung job: no secret and no name is in it, what it says elsewhere is what hang says here."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import shlex
+import stat
+import subprocess
+import tarfile
+import time
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from fuzz import assert_survived, damaged, run_each
+from jobs import Job
+from support import distdiag, need, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+SECRETS = {
+    "environment": "correct-horse+battery/9",
+    "argv": "tr0ub4dor-and-3",
+    "log": "hunter2hunter2",
+    "form": "hf_" + "aBcDeFgHiJkLmNoPqR",
+    "url": "s3cr3t-of-the-db",
+}
+NAMES = ("node17", "dead18", "cluster.example", "alice", "203.0.113.77")
+VIA = 'case $1 in dead*) echo no route >&2; exit 7;; esac; shift; exec "$@"'
+LOG = """Traceback (most recent call last):
+  File "/home/alice/train.py", line 3, in connect
+    password = '{log}'
+  token={form} host=node17 peer=203.0.113.77:4000 postgres://alice:{url}@db.cluster.example/x
+  Authorization: Basic {basic}
+RuntimeError: cannot connect as alice@cluster.example with {environment}
+"""
+
+
+def unpacked(path: Path) -> dict[str, bytes]:
+    data = path.read_bytes()
+    if path.name.endswith(".zst"):
+        data = subprocess.run(["zstd", "-dc"], input=data, capture_output=True, timeout=20, check=True).stdout
+        mode = "r:"
+    else:
+        mode = "r:gz"
+    with tarfile.open(fileobj=io.BytesIO(data), mode=mode) as archive:  # type: ignore[call-overload]
+        return {member.name: archive.extractfile(member).read() for member in archive}
+
+
+def forms(secret: str) -> Iterator[bytes]:
+    data = secret.encode()
+    yield from (data, quote(secret, safe="").encode(), data.hex().encode())
+    yield from (base64.b64encode(before + data)[4:-4] for before in (b"xxx", b"xxxx", b"xxxxx"))
+
+
+def test_secrets_and_names_stay_home_and_the_verdict_travels(tmp_path: Path) -> None:
+    need("zstd")
+    via = tmp_path / "via"
+    via.write_text(VIA)
+    log = tmp_path / f"data-{SECRETS['form']}" / "train.log"
+    log.parent.mkdir()
+    basic = base64.b64encode(f"alice:{SECRETS['environment']}".encode()).decode()
+    log.write_text(LOG.format(basic=basic, **SECRETS))
+    append = ("sh", "-c", f'exec "$@" --api-key {SECRETS["argv"]}', "sh")
+    hosts = ("--hosts", "node17.cluster.example,dead18", "--via", f"sh {shlex.quote(str(via))} {{host}}")
+    target = tmp_path / "hung.tar.zst"
+    env = {"HOW": "sleeps", "DB_PASSWORD": SECRETS["environment"], "WANDB_API_KEY": "k" * 12}
+    run_id = f"bundle-{os.getpid()}"  # another test's job may have the same address and port
+    with Job("hangs_in_every_way", 3, env=env, wrap=append, run_id=run_id) as job:
+        job.wait_ready()
+        wait_until(lambda: (job.folder / "bad").exists(), 60, lambda: "the fault has not happened")
+        since = time.monotonic()
+        wait_until(lambda: time.monotonic() - since > 6, 60, lambda: "the clock did not advance")
+        made = distdiag("bundle", "--job", run_id, "--logs", str(log), "-o", str(target), *hosts, "--json")
+        assert not [rank for rank in range(3) if job.processes[rank].poll() is not None]
+    assert made.code == 0, made.out + made.err
+    here = {row["command"]: row for row in made.report["data"]["verdicts"]}
+    assert here["hang"]["verdict"] == "fail", made.out
+    assert all(row["same"] for row in here.values()), made.out
+    (missing,) = [each for each in made.report["findings"] if each["id"] == "bundle.incomplete"]
+    assert missing["where"]["hosts"] == ["dead18"]
+
+    files = unpacked(target)
+    whole = b"\n".join(files.values()) + "\n".join(files).encode()
+    found = [(place, form) for place, secret in SECRETS.items() for form in forms(secret) if form in whole]
+    assert not found
+    assert b"k" * 12 not in whole
+    assert not [name for name in NAMES if name.encode() in whole.lower()]
+    assert b"not complete: host-2" in files["distdiag-bundle/MANIFEST.txt"]
+    kept = json.loads((tmp_path / "hung.tar.zst.map.json").read_text())
+    assert kept["host-2"] == "dead18"
+    assert not [secret for secret in SECRETS.values() if secret in json.dumps(kept)]
+    assert {stat.S_IMODE(os.stat(path).st_mode) for path in (target, f"{target}.map.json")} == {0o600}
+    (tail,) = [data for name, data in files.items() if name.endswith("train.log")]
+    assert b"/home/user-" in tail
+    assert b"peer=10.0." in tail
+    assert b"RuntimeError: cannot connect as" in tail
+
+    elsewhere = distdiag("hang", "--from", str(target), "--json")
+    assert (elsewhere.code, elsewhere.report["data"]["ranks"]) == (1, [2]), elsewhere.out + elsewhere.err
+    assert elsewhere.report["data"]["class_name"] == "not-in-collective"
+    assert distdiag("cuda-env", "--from", str(target), "--json").report["command"] == "cuda-env"
+    other = distdiag("core-bt", "--from", str(target))
+    assert (other.code, "no facts from core-bt in" in other.err) == (2, True)
+
+
+def packed(members: list[tuple[tarfile.TarInfo, bytes]]) -> bytes:
+    whole = io.BytesIO()
+    with tarfile.open(fileobj=whole, mode="w:gz", compresslevel=1) as archive:
+        for member, data in members:
+            archive.addfile(member, io.BytesIO(data))
+    return whole.getvalue()
+
+
+def entry(name: str, data: bytes = b"", **fields: object) -> tuple[tarfile.TarInfo, bytes]:
+    member = tarfile.TarInfo(f"distdiag-bundle/{name}")
+    member.size = len(data)
+    for field, value in fields.items():
+        setattr(member, field, value)
+    return member, data
+
+
+def made_bundle(tmp_path: Path) -> list[tuple[tarfile.TarInfo, bytes]]:
+    kept = tmp_path / "kept"
+    distdiag("core-bt", "--setup", "--save", str(kept))
+    (file,) = kept.iterdir()
+    return [entry("MANIFEST.txt", b"words"), entry(f"facts/{file.name}", file.read_bytes())]
+
+
+def test_a_hostile_bundle_writes_nothing_and_costs_little(tmp_path: Path) -> None:
+    good = made_bundle(tmp_path)
+    hostile = [
+        entry("../../escaped", b"x"),
+        entry("facts/../../escaped.json", b"{}"),
+        entry("facts/core-bt.l.json", type=tarfile.SYMTYPE, linkname="/etc/passwd"),
+        entry("facts/core-bt.h.json", type=tarfile.LNKTYPE, linkname="/etc/passwd"),
+        entry("facts/core-bt.d.json", type=tarfile.CHRTYPE, devmajor=1, devminor=5),
+        entry("facts/core-bt.f.json", type=tarfile.FIFOTYPE),
+    ]
+    outputs = []
+    for name, members in (("good", good), ("hostile", [good[0], *hostile, good[1]])):
+        path = tmp_path / f"{name}.tar.gz"
+        path.write_bytes(packed(members))
+        outputs.append(distdiag("core-bt", "--from", str(path), "--json").out)
+    assert outputs[0] == outputs[1]
+    assert '"verdict"' in outputs[0]
+    bomb = tmp_path / "bomb.tar.gz"
+    bomb.write_bytes(packed([good[0], entry("facts/core-bt.b.json", bytes(300 * 2**20))]))
+    done = distdiag("core-bt", "--from", str(bomb))
+    assert (done.code, "unpacks to more than 256 MiB" in done.err) == (2, True), done.err
+    assert not list(tmp_path.rglob("escaped*"))
+
+
+def test_damaged_bundles(tmp_path: Path) -> None:
+    original, path = packed(made_bundle(tmp_path)), tmp_path / "b.tar.gz"
+    plain = subprocess.run(["gzip", "-dc"], input=original, capture_output=True, check=True).stdout
+
+    def cases() -> Iterator[tuple[str, list[str], Callable[[], None]]]:
+        import gzip
+
+        for name, data in damaged(original, 40):
+            yield name, ["core-bt", "--from", str(path)], lambda data=data: path.write_bytes(data)  # type: ignore[misc]
+        for name, data in damaged(plain, 60):
+            content = gzip.compress(data, 1)
+            yield name, ["core-bt", "--from", str(path)], lambda data=content: path.write_bytes(data)  # type: ignore[misc]
+
+    assert_survived(run_each(cases()), 100)
+
+
+def test_without_any_host_it_says_why(tmp_path: Path) -> None:
+    done = distdiag(
+        "bundle", "--hosts", "a,b", "--via", "sh -c 'exit 7' {host}", "-o", str(tmp_path / "x.tar.gz"), "--json"
+    )
+    assert (done.code, done.report["verdict"]) == (3, "unknown"), done.out + done.err
+    assert b"not complete" in unpacked(tmp_path / "x.tar.gz")["distdiag-bundle/MANIFEST.txt"]
+    assert distdiag("bundle", "-o", str(tmp_path / "x.zip")).code == 2
+    assert distdiag("bundle", "-o", str(tmp_path / "none" / "x.tar.gz")).code == 2
