@@ -30,8 +30,13 @@ _ports = itertools.count(step=2)  # waits_on_another_rank takes the port after i
 
 
 def free_port() -> int:
-    """Give a port that nobody takes before it is used: below those that the kernel hands out, and our worker's own."""
-    first = 12_000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    """Return a port that nobody takes before it is used.
+
+    It is below those that the kernel hands out, and in a range of this checkout's and this worker's own: a job is chosen
+    by its port, so another's of the same port would be looked at, too.
+    """
+    first = 12_000 + 4000 * (zlib.crc32(str(PROGRAMS).encode()) % 5)
+    first += 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
     while True:
         port = first + next(_ports) % 1000
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
