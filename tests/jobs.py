@@ -33,8 +33,8 @@ _ports = itertools.count(step=2)  # waits_on_another_rank takes the port after i
 def free_port() -> int:
     """Return a port that nobody takes before it is used.
 
-    It is below those that the kernel hands out, and in a range of this checkout's and this worker's own: a job is chosen
-    by its port, so another's of the same port would be looked at, too.
+    It is below those that the kernel hands out, and in a range of this checkout's and this worker's own: a job is
+    chosen by its port, so a job of others at the same port would be looked at, too.
     """
     first = 12_000 + 4000 * (zlib.crc32(str(PROGRAMS).encode()) % 5)
     first += 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
