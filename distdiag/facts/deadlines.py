@@ -11,7 +11,7 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from typing import Any, TypeVar
 
     K = TypeVar("K")
@@ -38,6 +38,32 @@ def each(keys: Iterable[K], work: Callable[[K], V], *, patience_s: float) -> tup
         if worker.error is not None:
             raise worker.error
     return results, late
+
+
+def together(work: Mapping[K, Callable[[], V]], *, patience_s: float) -> tuple[dict[K, V], list[K]]:
+    """Do all pieces of work at the same time: (results, keys of what did not end within `patience_s` seconds).
+
+    What is left behind stays in its own thread, and ends with this process at the latest. An error is raised.
+    """
+    results: dict[K, V] = {}
+    errors: list[Exception] = []
+
+    def do(key: K) -> None:
+        try:
+            results[key] = work[key]()
+        except Exception as error:  # noqa: BLE001 - it is raised where the work was asked for
+            errors.append(error)
+
+    threads = {key: threading.Thread(target=do, args=(key,), daemon=True) for key in work}
+    until = time.monotonic() + patience_s
+    for thread in threads.values():
+        thread.start()
+    for thread in threads.values():
+        thread.join(max(0.0, until - time.monotonic()))
+    if errors:
+        raise errors[0]
+    done = dict(results)  # one that is left behind may still end
+    return done, [key for key in threads if key not in done]
 
 
 class _Worker(threading.Thread):

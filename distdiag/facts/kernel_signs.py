@@ -25,6 +25,7 @@ _GPU_S = 5.0
 _LINES = (
     ("oom", re.compile(r"(?:Out of memory|Memory cgroup out of memory).*Killed process (?P<pid>\d+)")),
     ("xid", re.compile(r"NVRM: Xid \((?P<device>[^)]*)\): (?P<code>\d+)")),
+    ("gpu-lost", re.compile(r"NVRM: .*fallen off the bus and is not responding")),
     ("nvlink", re.compile(r"NVRM: .*(?:NVLink|nvlink).*(?:error|fail|down)|SXid", re.IGNORECASE)),
     ("link", re.compile(r"(?:mlx[45]_core|bnxt_en|ixgbe|i40e|ice|ena|igb|e1000e).*[Ll]ink (?:is )?(?:[Dd]own|DOWN)")),
     ("storage", re.compile(r"nfs: server \S+ not responding|ceph: .*(?:hung|timeout)|I/O error, dev|LustreError")),
@@ -80,7 +81,7 @@ class KernelSigns:
 
 def read(pids: Sequence[int], *, since_s: float) -> KernelSigns:
     """Read all of it for some processes. Kernel lines older than `since_s` seconds are left out. Never raises."""
-    lines, log_error = _kernel_log(since_s)
+    lines, log_error = kernel_log(since_s)
     gpus, gpu_error = _gpus()
     return KernelSigns(
         lines=lines,
@@ -92,7 +93,8 @@ def read(pids: Sequence[int], *, since_s: float) -> KernelSigns:
     )
 
 
-def _kernel_log(since_s: float) -> tuple[tuple[KernelLine, ...], str]:
+def kernel_log(since_s: float) -> tuple[tuple[KernelLine, ...], str]:
+    """Read the lines of the kernel's log that say something, none older than `since_s`; or why it cannot be read."""
     try:
         descriptor = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:

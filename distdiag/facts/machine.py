@@ -18,6 +18,8 @@ _STATES = {
 }
 _SECRET = re.compile(r"(?i)([\w-]*(?:token(?!s|iz)|secret|passw|api[-_]?key|credential|auth)[\w-]*(?:=|\s+))(\S+)")
 _LIKELY_KEY = re.compile(r"\b(?:hf_|sk-|ghp_|AKIA|xox[bp]-)[\w-]{8,}")
+_SECRETS = ("KEY", "TOKEN", "SECRET", "PASS")
+_LONGEST_VALUE = 200
 _TCP_LISTEN = "0A"  # include/net/tcp_states.h
 
 
@@ -57,6 +59,12 @@ def available_memory_bytes() -> int | None:
     system = _meminfo("MemAvailable")
     left = [size for size in (system, _cgroup_left_bytes()) if size is not None]
     return min(left) if left else None
+
+
+def variables(prefixes: tuple[str, ...]) -> dict[str, str]:
+    """Return the variables of this process whose names begin so, without secrets; of long values the beginning."""
+    wanted = (name for name in sorted(os.environ) if name.startswith(prefixes))
+    return {name: os.environ[name][:_LONGEST_VALUE] for name in wanted if not any(word in name for word in _SECRETS)}
 
 
 def total_memory_bytes() -> int | None:

@@ -24,7 +24,7 @@ _ACS, _REQUEST_REDIRECT = 0x000D, 0x0004  # ACSCap's id; ReqRedir of ACSCtl
 
 
 def look(root: str = "") -> dict[str, Any] | None:
-    """Look at this system, or at a copy of its /sys and /proc below `root`: distdiag.launch.types.Pcie.
+    """Look at this system, or at a copy of its /sys and /proc below `root`: distdiag.facts.pcie_types.Pcie.
 
     None with fewer than two NVIDIA GPUs.
     """

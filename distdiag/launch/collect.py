@@ -26,8 +26,7 @@ if status == 0:
 print(status, count.value)
 """
 _RESOLVER_S = 3.0
-_PREFIXES = ("NCCL_", "TORCH_", "GLOO_")
-_SECRETS = ("KEY", "TOKEN", "SECRET", "PASS")
+_PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "MASTER_ADDR")
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE, cuda.h
 _NO_DRIVER = {"driver_present": False, "visible": 0, "error": ""}
 
@@ -49,14 +48,10 @@ def facts(ask: dict[str, Any]) -> dict[str, Any]:
         "pcie": pcie.look(),
         "nvidia_driver": _driver_version(),
         "machine": machine.read_text("/sys/class/dmi/id/product_name").strip(),
-        "variables": {name: value[:200] for name, value in sorted(os.environ.items()) if _is_reported(name)},
+        "variables": machine.variables(_PREFIXES),
         "limits": _limits(),
         "stale_variables": _stale_variables(),
     }
-
-
-def _is_reported(name: str) -> bool:
-    return name == "MASTER_ADDR" or (name.startswith(_PREFIXES) and not any(word in name for word in _SECRETS))
 
 
 def _limits() -> dict[str, str]:

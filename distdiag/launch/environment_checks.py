@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.drift import differences
 from distdiag.cluster.hosts import fold
 from distdiag.cluster.unreached_hosts import host_findings
-from distdiag.diagnosis.wording import counted, format_size
+from distdiag.diagnosis import pcie_paths
+from distdiag.diagnosis.pcie_paths import PcieNode
+from distdiag.diagnosis.wording import format_size
 from distdiag.launch.types import Backend, Device
-from distdiag.report import Finding, Fix, Level, Where, quoted
+from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -204,73 +206,9 @@ def _info(id_: str, title: str, *, hosts: tuple[str, ...] = ()) -> Finding:
     return Finding(id=id_, level=Level.INFO, title=title, where=Where(hosts=hosts))
 
 
-_BEYOND = "NVLink traffic does not take this path; traffic between GPUs and RDMA cards does."
-
-
 def pcie_findings(request: Request, places: Sequence[NodeSlot]) -> list[Finding]:
-    """Return bridges that redirect what GPUs send each other, and IOMMUs that translate it; never of virtual machines.
-
-    Where NVSwitches connect all GPUs and there is no RDMA card, nothing needs that path: a remark.
-    """
+    """Return bridges that redirect what GPUs send each other, and IOMMUs that translate it."""
     if request.device is Device.CPU:
         return []
-    bridges: dict[tuple[str, ...], list[NodeSlot]] = {}
-    types: dict[str, list[NodeSlot]] = {}
-    for place in places:
-        pcie = place.facts.pcie
-        if pcie is not None and pcie.virtual is False:
-            if pcie.redirecting:
-                bridges.setdefault(pcie.redirecting, []).append(place)
-            if pcie.translated:
-                types.setdefault(pcie.translated, []).append(place)
-    return [
-        *(_redirected(request, addresses, those) for addresses, those in bridges.items()),
-        *(_translated(request, type_, those) for type_, those in types.items()),
-    ]
-
-
-def _redirected(request: Request, bridges: tuple[str, ...], places: Sequence[NodeSlot]) -> Finding:
-    return Finding(
-        id=f"{request.command}.acs",
-        level=_level(places),
-        title=f"ACS is on at {counted(len(bridges), 'PCIe bridge')} above the GPUs of {_hosts(places)}: "
-        "peer-to-peer traffic goes through the CPU",
-        detail=f"What GPUs and RDMA cards send each other over PCIe takes that path, which is slow or hangs. {_BEYOND}",
-        where=Where(hosts=_names(places)),
-        evidence=tuple(f"{bridge}: ACSCtl has ReqRedir+" for bridge in bridges),
-        fix=Fix(
-            text="turn it off until the next boot; permanently, turn IO virtualization (VT-d, AMD-Vi) or ACS off in "
-            "the BIOS; not on a host that passes its GPUs to virtual machines",
-            commands=tuple(f"sudo setpci -s {quoted(bridge)} ECAP_ACS+0x6.w=0000" for bridge in bridges),
-        ),
-    )
-
-
-def _translated(request: Request, type_: str, places: Sequence[NodeSlot]) -> Finding:
-    return Finding(
-        id=f"{request.command}.iommu",
-        level=_level(places),
-        title=f"the IOMMU of {_hosts(places)} translates GPU addresses (domain type {type_})",
-        detail="On bare metal CUDA does not support PCIe peer-to-peer copies in this mode: they are slow, hang or lose "
-        f"data. {_BEYOND}",
-        where=Where(hosts=_names(places)),
-        fix=Fix(
-            text="boot with iommu=pt, or turn IO virtualization (VT-d, AMD-Vi) off in the BIOS; until then make NCCL "
-            "avoid copies between GPUs over PCIe",
-            commands=("export NCCL_P2P_LEVEL=NVL",),
-        ),
-    )
-
-
-def _level(places: Sequence[NodeSlot]) -> Level:
-    known = [(place.facts, place.facts.pcie) for place in places]
-    spared = all(pcie and pcie.nvswitches and facts.rdma_bits_per_s is None for facts, pcie in known)
-    return Level.INFO if spared else Level.WARN
-
-
-def _names(places: Sequence[NodeSlot]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(place.host for place in places))
-
-
-def _hosts(places: Sequence[NodeSlot]) -> str:
-    return fold(_names(places))
+    nodes = [PcieNode(place.host, place.facts.pcie, place.facts.rdma_bits_per_s is not None) for place in places]
+    return pcie_paths.findings(request.command, nodes)

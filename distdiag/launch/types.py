@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from distdiag.cluster.targets import Cluster
+from distdiag.facts.pcie_types import Pcie  # noqa: TC001 - what is sent is decoded by its annotations
 from distdiag.report import quoted
 
 if TYPE_CHECKING:
@@ -220,22 +221,6 @@ class Gpus:
     driver_present: bool
     visible: int | None
     error: str = ""
-
-
-@dataclass(frozen=True)
-class Pcie:
-    """How the GPUs of a node reach each other and its RDMA cards over PCIe.
-
-    `redirecting` are bridges above them with ACS request redirect. `translated`: the type of an IOMMU domain that
-    translates a GPU's addresses, "DMA-FQ"; empty where none does, or it is unknown. `virtual` is None where it is
-    unknown whether this is a virtual machine.
-    """
-
-    gpus: tuple[str, ...]
-    nvswitches: int
-    virtual: bool | None
-    redirecting: tuple[str, ...]
-    translated: str
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from distdiag.commands.cuda_env.archs import (
     how_it_runs,
     read_list,
 )
-from distdiag.commands.cuda_env.catalogue import CHECKS, chosen, matches
+from distdiag.commands.cuda_env.catalogue import CHECKS
 from distdiag.commands.cuda_env.prebuild import OPS, read_ops
+from distdiag.diagnosis.finding_ids import chosen, matches
 from distdiag.errors import UsageError
 from distdiag.facts.cuda.literals import Source
 from distdiag.knowledge.cuda import compiles, newest_cuda, tables, version
@@ -133,12 +134,12 @@ def test_every_finding_is_in_the_catalogue() -> None:
 
 
 def test_ids_are_chosen_with_or_without_the_command() -> None:
-    assert chosen("cuda-env.toolkit.home") == "toolkit.home"
-    assert chosen("toolkit") == "toolkit"
+    assert chosen("cuda-env.toolkit.home", "cuda-env", CHECKS) == "toolkit.home"
+    assert chosen("toolkit", "cuda-env", CHECKS) == "toolkit"
     assert matches("toolkit.home", "toolkit")
     assert not matches("toolkits.home", "toolkit")
     with pytest.raises(UsageError):
-        chosen("tool")
+        chosen("tool", "cuda-env", CHECKS)
 
 
 def test_ops_are_read() -> None:

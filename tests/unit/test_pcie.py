@@ -15,9 +15,10 @@ from distdiag.cluster.records import read_json
 from distdiag.commands.gpu_test.types import Request
 from distdiag.facts import pcie
 from distdiag.facts.pcie import redirects
+from distdiag.facts.pcie_types import Pcie
 from distdiag.launch.environment_checks import pcie_findings
 from distdiag.launch.record import NodeSlot
-from distdiag.launch.types import Device, Gpus, NodeFacts, Pcie
+from distdiag.launch.types import Device, Gpus, NodeFacts
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,7 +15,8 @@ import stat
 import time
 from dataclasses import dataclass, field
 
-from distdiag.facts import deadlines, job_output, machine
+from distdiag.facts import deadlines, file_systems, job_output, machine
+from distdiag.facts.file_systems import Space  # noqa: TC001 - what is sent is decoded by its annotations
 from distdiag.jobs.collect import facts
 
 TYPE_CHECKING = False
@@ -55,18 +56,6 @@ class RankProcess:
     cgroup: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     other_variables: tuple[str, ...] = ()
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Space:
-    """A file system: bytes in all and free for users, and inodes. `error`: why it could not be read."""
-
-    path: str
-    total_bytes: int = 0
-    free_bytes: int = 0
-    inodes: int = 0
-    free_inodes: int = 0
     error: str = ""
 
 
@@ -189,7 +178,6 @@ def _machine() -> Machine:
     memory = _read("/proc/meminfo").splitlines()
     wanted = ("MemTotal", "MemAvailable", "Shmem:", "SwapTotal", "SwapFree", "Mlocked", "HugePages_Total")
     paths = list(dict.fromkeys(["/", "/tmp", "/dev/shm", os.path.expanduser("~"), os.environ.get("TMPDIR", "/tmp")]))
-    spaces, late = deadlines.each(paths, _space, patience_s=_WORTH_S)
     return Machine(
         kernel=f"{platform.release()} {platform.machine()}",
         system=release[1] if release else platform.system(),
@@ -198,17 +186,8 @@ def _machine() -> Machine:
         time_s=time.time(),
         memory=tuple(line for line in memory if line.startswith(wanted)),
         pressure={name: _read(f"/proc/pressure/{name}")[:500] for name in ("cpu", "memory", "io")},
-        spaces=(*spaces.values(), *(Space(path, error="did not answer in time") for path in late)),
+        spaces=tuple(file_systems.spaces(paths, patience_s=_WORTH_S)),
     )
-
-
-def _space(path: str) -> Space:
-    try:
-        found = os.statvfs(path)
-    except OSError as error:
-        return Space(path, error=error.strerror or str(error))
-    block = found.f_frsize
-    return Space(path, found.f_blocks * block, found.f_bavail * block, found.f_files, found.f_favail)
 
 
 def _logs(ask: dict[str, Any], ranks: dict[int, int | None], tell: Callable[[Part], None]) -> None:

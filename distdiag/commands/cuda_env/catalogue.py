@@ -1,4 +1,4 @@
-"""All findings of cuda-env, by id without the command's name, and what each means; --only and --ignore choose."""
+"""All findings of cuda-env, by id without the command's name, and what each means; GPUs by name."""
 
 from __future__ import annotations
 
@@ -77,20 +77,3 @@ def capability(gpu: str) -> str:
             hint="give its compute capability, as nvidia-smi --query-gpu=compute_cap --format=csv prints it: --gpu 8.6",
         )
     return found
-
-
-def chosen(given: str) -> str:
-    """Read an id, or the beginning of several ("toolkit"), with or without the command's name.
-
-    Raises:
-        UsageError: there is no such id.
-    """
-    plain = given.strip().removeprefix("cuda-env.").rstrip(".*")
-    if not any(matches(id_, plain) for id_ in CHECKS):
-        raise UsageError(f"{given!r} is not a finding id of cuda-env", hint="one of: " + ", ".join(CHECKS))
-    return plain
-
-
-def matches(id_: str, prefix: str) -> bool:
-    """Return whether an id is meant."""
-    return id_ == prefix or id_.startswith(prefix + ".")

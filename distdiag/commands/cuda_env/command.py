@@ -77,15 +77,16 @@ def cuda_env(
     from distdiag.output import Output, deliver, deliver_lines, fail
 
     def request() -> Request:
-        from distdiag.commands.cuda_env.catalogue import capability, chosen
+        from distdiag.commands.cuda_env.catalogue import CHECKS, capability
+        from distdiag.diagnosis.finding_ids import chosen
 
         pairs = [text.partition("=") for text in ignore or ()]
         return Request(
             cluster=cluster,
             goal=for_,
             python=cluster.python,
-            only=tuple(chosen(id_) for id_ in only or ()),
-            ignore=tuple((chosen(id_), reason.strip()) for id_, _, reason in pairs),
+            only=tuple(chosen(id_, COMMAND, CHECKS) for id_ in only or ()),
+            ignore=tuple((chosen(id_, COMMAND, CHECKS), reason.strip()) for id_, _, reason in pairs),
             timeout_s=timeout,
             verbose=verbose,
             program=called_as(),

@@ -12,7 +12,6 @@ from distdiag.commands.cuda_env import fixes
 from distdiag.commands.cuda_env.about.gpus import torch_archs
 from distdiag.commands.cuda_env.about.toolkits import who_uses
 from distdiag.commands.cuda_env.archs import as_list
-from distdiag.commands.cuda_env.catalogue import matches
 from distdiag.commands.cuda_env.sections import is_ready, mended_by, sections_of
 from distdiag.commands.cuda_env.types import (
     COMMAND,
@@ -26,6 +25,7 @@ from distdiag.commands.cuda_env.types import (
     Silenced,
     Step,
 )
+from distdiag.diagnosis.finding_ids import matches
 from distdiag.report import Finding, Fix, Level, Report, Where
 
 if TYPE_CHECKING:

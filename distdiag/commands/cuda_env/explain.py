@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from distdiag import runner
 from distdiag.commands.cuda_env import fixes
-from distdiag.commands.cuda_env.catalogue import matches
 from distdiag.commands.cuda_env.check import SUBCOMMAND, prepared
 from distdiag.commands.cuda_env.diagnose import diagnose
 from distdiag.commands.cuda_env.sections import sections_of
 from distdiag.commands.cuda_env.types import COMMAND, Goal, LogRow, Ready
+from distdiag.diagnosis.finding_ids import matches
 from distdiag.errors import UsageError
 from distdiag.facts.strace import lines
 from distdiag.files import as_text

@@ -1,0 +1,266 @@
+"""What nvidia-smi says of the health of each GPU: errors of its memory, clocks held down, NVLinks, who uses it.
+
+`nvidia-smi -q` is a tree of "name : value" by indentation; the names of some branches changed over the years ("Clocks
+Throttle Reasons" became "Clocks Event Reasons"). What a driver or a GPU does not have is None or empty here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from distdiag.facts import procs, programs
+from distdiag.facts.machine import user_name
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    Tree = dict[str, Any]
+
+_LINE = re.compile(r"^( *)(\S[^:]*?) *(?:: ?(.*))?$")
+_HEADER = re.compile(r"^GPU ([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7])$")
+_LINK_GPU = re.compile(r"^GPU (\d+): ")
+_LINK = re.compile(r"^\s+Link (\d+): (.*)$")
+_LINK_ERRORS = re.compile(r"(?:Link (\d+): )?(Replay|Recovery|CRC|Link Recovery [\w ]*|Symbol|Effective)[\w ]*: +(\d+)")
+_SLOW_REASONS = ("HW Slowdown", "HW Thermal Slowdown", "HW Power Brake Slowdown", "SW Thermal Slowdown")
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process on a GPU; `user` is empty where it is not to be seen, as in another container."""
+
+    pid: int
+    name: str
+    memory_mib: int | None
+    user: str = ""
+
+
+@dataclass(frozen=True)
+class GpuHealth:
+    """One GPU, in nvidia-smi's order, which is that of the PCI bus.
+
+    `uncorrectable` and `correctable`: memory errors since the driver was loaded or the GPU was reset. `slowdowns`:
+    reasons that hold its clocks down now. `inactive_links`: NVLinks that are down, of `links`. `link_errors`:
+    recoveries and replays of NVLinks, by "link N kind". `recovery`: what the driver wants done ("None", "Reset"); `broken`: what
+    nvidia-smi says instead of the values ("GPU is lost").
+    """
+
+    index: int
+    address: str
+    name: str = ""
+    uuid: str = ""
+    persistence: str = ""
+    mig: str = ""
+    recovery: str = ""
+    uncorrectable: int | None = None
+    correctable: int | None = None
+    retired_pending: bool = False
+    remap_pending: bool = False
+    remap_failed: bool = False
+    sram_threshold: bool = False
+    slowdowns: tuple[str, ...] = ()
+    temperature_c: int | None = None
+    memory_used_mib: int | None = None
+    memory_total_mib: int | None = None
+    power_limit_w: float | None = None
+    default_limit_w: float | None = None
+    pcie_width: str = ""
+    fabric: str = ""
+    links: int = 0
+    inactive_links: tuple[int, ...] = ()
+    link_errors: dict[str, int] = field(default_factory=dict)
+    processes: tuple[GpuProcess, ...] = ()
+    broken: str = ""
+
+
+@dataclass(frozen=True)
+class Health:
+    """All GPUs of a node. `error`: why there are none of them; `driver` as nvidia-smi tells it."""
+
+    gpus: tuple[GpuHealth, ...] = ()
+    driver: str = ""
+    error: str = ""
+
+
+def read(timeout_s: float) -> Health:
+    """Ask nvidia-smi. Never raises."""
+    try:
+        done = programs.run(["nvidia-smi", "-q"], timeout_s=timeout_s)
+    except programs.CannotRun:
+        return Health(error="nvidia-smi is not on this node's PATH")
+    if done.timed_out:
+        return Health(error=f"nvidia-smi did not answer within {timeout_s:g} s")
+    text = done.stdout.decode("utf-8", "replace")
+    health = parse(text)
+    if not health.gpus:
+        words = (text + done.stderr.decode("utf-8", "replace")).strip().splitlines()
+        return Health(error=f"nvidia-smi: {words[-1].strip()[:160]}" if words else f"nvidia-smi: status {done.status}")
+    health = _with_users(health)
+    answers = [programs.run(["nvidia-smi", "nvlink", option], timeout_s=timeout_s) for option in ("-s", "-e")]
+    return with_links(health, *(answer.stdout.decode("utf-8", "replace") for answer in answers))
+
+
+def parse(text: str) -> Health:
+    """Parse what `nvidia-smi -q` prints."""
+    driver, gpus = "", []
+    blocks: list[tuple[str, list[str]]] = []
+    for line in text.splitlines():
+        header = _HEADER.match(line.strip()) if not line.startswith("     ") else None
+        if header is not None:
+            blocks.append((header[1].lower(), []))
+        elif blocks:
+            blocks[-1][1].append(line)
+        elif line.startswith("Driver Version"):
+            driver = line.partition(":")[2].strip()
+    for index, (address, lines) in enumerate(blocks):
+        gpus.append(_gpu(index, address, _tree(lines), "\n".join(lines)))
+    return Health(gpus=tuple(gpus), driver=driver)
+
+
+def _tree(lines: list[str]) -> Tree:
+    """Make a tree of the indentation; of two branches of one name, as of several processes, a list of branches."""
+    root: Tree = {}
+    above: list[tuple[int, Tree]] = [(-1, root)]
+    for line in lines:
+        match = _LINE.match(line.rstrip().expandtabs(4))
+        if match is None:
+            continue
+        indent, name, value = len(match[1]), match[2].strip(), match[3]
+        while indent <= above[-1][0]:
+            above.pop()
+        branch: Tree = {"": (value or "").strip()}
+        above[-1][1].setdefault(name, []).append(branch)
+        above.append((indent, branch))
+    return root
+
+
+def _branch(tree: Tree, *names: str) -> Tree:
+    for name in names:
+        tree = (tree.get(name) or [{}])[0]
+    return tree
+
+
+def _value(tree: Tree, *names: str) -> str:
+    text = str(_branch(tree, *names).get("", ""))
+    return "" if text in ("N/A", "[N/A]", "Unknown Error", "GPU is lost") else text
+
+
+def _number(text: str) -> int | None:
+    match = re.match(r"-?\d+", text)
+    return int(match[0]) if match is not None else None
+
+
+def _watts(text: str) -> float | None:
+    match = re.match(r"\d+(?:\.\d+)?", text)
+    return float(match[0]) if match is not None else None
+
+
+def _gpu(index: int, address: str, tree: Tree, text: str) -> GpuHealth:
+    volatile = {
+        name: _number(str(branch[0][""])) for name, branch in _branch(tree, "ECC Errors", "Volatile").items() if name
+    }
+    wrong = [count for name, count in volatile.items() if "Uncorrectable" in name and count is not None]
+    right = [count for name, count in volatile.items() if name.endswith(" Correctable") and count is not None]
+    reasons = tree.get("Clocks Event Reasons") or tree.get("Clocks Throttle Reasons") or [{}]
+    slow = {**reasons[0], **_branch(reasons[0], "HW Slowdown")}
+    lost = re.search(r"GPU is lost|GPU requires reset|Unable to determine the device handle[^\n]*", text)
+    power = _branch(tree, "GPU Power Readings") or _branch(tree, "Power Readings")
+    state, status = _value(tree, "Fabric", "State"), _value(tree, "Fabric", "Status")
+    return GpuHealth(
+        index=index,
+        address=address,
+        name=_value(tree, "Product Name"),
+        uuid=_value(tree, "GPU UUID"),
+        persistence=_value(tree, "Persistence Mode"),
+        mig=_value(tree, "MIG Mode", "Current"),
+        recovery=_value(tree, "GPU Recovery Action") or _old_recovery(tree),
+        uncorrectable=sum(wrong) if wrong else None,
+        correctable=sum(right) if right else None,
+        retired_pending=_value(tree, "Retired Pages", "Pending Page Blacklist") == "Yes",
+        remap_pending=_value(tree, "Remapped Rows", "Pending") == "Yes",
+        remap_failed=_value(tree, "Remapped Rows", "Remapping Failure Occurred") == "Yes",
+        sram_threshold=_value(tree, "ECC Errors", "Aggregate", "SRAM Threshold Exceeded") == "Yes",
+        slowdowns=tuple(name for name in _SLOW_REASONS if slow.get(name, [{}])[0].get("") == "Active"),
+        temperature_c=_number(_value(tree, "Temperature", "GPU Current Temp")),
+        memory_used_mib=_number(_value(tree, "FB Memory Usage", "Used")),
+        memory_total_mib=_number(_value(tree, "FB Memory Usage", "Total")),
+        power_limit_w=_watts(_value(power, "Current Power Limit") or _value(power, "Enforced Power Limit")),
+        default_limit_w=_watts(_value(power, "Default Power Limit")),
+        pcie_width=_value(tree, "PCI", "GPU Link Info", "Link Width", "Current"),
+        fabric=f"{state}, {status}" if state and status else state,
+        processes=_processes(tree),
+        broken=lost[0] if lost is not None else "",
+    )
+
+
+def _old_recovery(tree: Tree) -> str:
+    """Read the words that drivers before 565 have for it."""
+    return "Reset" if _value(tree, "GPU Reset Status", "Reset Required") == "Yes" else ""
+
+
+def _processes(tree: Tree) -> tuple[GpuProcess, ...]:
+    """Read the processes, whose lines lie beside each other: Process ID, Type, Name, Used GPU Memory."""
+    found = []
+    for entry in _branch(tree, "Processes").get("Process ID", []):
+        pid = _number(str(entry[""]))
+        if pid is not None:
+            memory = _number(_value(entry, "Used GPU Memory"))
+            found.append(GpuProcess(pid, _value(entry, "Name")[:120], memory))
+    return tuple(found)
+
+
+def _with_users(health: Health) -> Health:
+    def user(pid: int) -> str:
+        number = procs.owner(pid)
+        return "" if number is None else user_name(number)
+
+    gpus = (
+        GpuHealth(
+            **{**vars(gpu), "processes": tuple(GpuProcess(**{**vars(p), "user": user(p.pid)}) for p in gpu.processes)}
+        )
+        for gpu in health.gpus
+    )
+    return Health(tuple(gpus), health.driver)
+
+
+def with_links(health: Health, status: str, errors: str) -> Health:
+    """Add what `nvidia-smi nvlink -s` and `-e` print."""
+    links, counts = _links(status), _link_errors(errors)
+    gpus = []
+    for gpu in health.gpus:
+        own = links.get(gpu.index, {})
+        down = tuple(number for number, words in own.items() if "inactive" in words.lower())
+        told = {"links": len(own), "inactive_links": down, "link_errors": counts.get(gpu.index, {})}
+        gpus.append(GpuHealth(**{**vars(gpu), **told}))
+    return Health(tuple(gpus), health.driver, health.error)
+
+
+def _links(text: str) -> dict[int, dict[int, str]]:
+    found: dict[int, dict[int, str]] = {}
+    own: dict[int, str] = {}
+    for line in text.splitlines():
+        if (gpu := _LINK_GPU.match(line)) is not None:
+            own = found.setdefault(int(gpu[1]), {})
+        elif (link := _LINK.match(line)) is not None:
+            own[int(link[1])] = link[2].strip()
+        elif "all links are inactive" in line.lower():  # a GPU of a machine that has NVLink
+            own[0] = "inactive"
+    return found
+
+
+def _link_errors(text: str) -> dict[int, dict[str, int]]:
+    """Read the counters that are not zero; in newer drivers the link stands on a line of its own."""
+    found: dict[int, dict[str, int]] = {}
+    own: dict[str, int] = {}
+    link = "?"
+    for line in text.splitlines():
+        if (gpu := _LINK_GPU.match(line)) is not None:
+            own = found.setdefault(int(gpu[1]), {})
+            continue
+        if (header := re.match(r"^\s+Link (\d+)\b", line)) is not None:
+            link = header[1]
+        count = _LINK_ERRORS.search(line)
+        if count is not None and int(count[3]):
+            own[f"link {link} {count[2].strip().lower()}"] = int(count[3])
+    return found
