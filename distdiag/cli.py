@@ -97,6 +97,7 @@ _SUBCOMMANDS: tuple[Sub, ...] = (
     ),
     Sub("core-bt", "core_bt.command:core_bt", "Show what crashed, in which thread, in Python and C, and why."),
     Sub("logs", "logs.command:logs", "Name the rank that failed first, and why, from a job's logs."),
+    Sub("doctor", "doctor.command:doctor", "Check before a job whether the nodes are fit; name the odd one out."),
     Sub("ports", "ports.command:ports", "Test the network between nodes, in both directions, and NIC selection."),
     Sub("cuda-env", "cuda_env.command:cuda_env", "Show why CUDA does not run or build here, and how to fix it."),
     Sub(
@@ -154,7 +155,8 @@ _SYMPTOMS = (
     ("an extension won't build", "cuda-env"),
     ("CUDA is not available", "cuda-env"),
     ("NCCL or torchrun won't connect", "ports --hosts LIST"),
-    ("is this node OK?", "gpu-test"),
+    ("is this cluster fit to start?", "doctor --hosts LIST"),
+    ("do its GPUs and NCCL work?", "gpu-test"),
     ("I must stop a job that is not mine", "kill-switch on PATH"),
     ("is this training speed good?", "estimate"),
     ("I must file a ticket, or ask a colleague", "bundle --job ID"),

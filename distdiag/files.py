@@ -61,14 +61,14 @@ def write_for_host(folder: str, host: str, data: bytes) -> None:
     write_whole(os.path.join(folder, re.sub(r"[^\w.-]", "_", host) + ".json"), data)
 
 
-def write_whole(path: str, data: bytes) -> None:
-    """Write a file that a user names, for that user alone, whole or not at all; see private.write_whole.
+def write_whole(path: str, data: bytes, mode: int = 0o600) -> None:
+    """Write a file that a user names, by default for that user alone, whole or not at all; see private.write_whole.
 
     Raises:
         DistdiagError: it cannot be written.
     """
     try:
-        private_files.write_whole(path, data)
+        private_files.write_whole(path, data, mode)
     except OSError as error:
         raise DistdiagError(f"cannot write {path}: {error.strerror}", hint="choose a writable path") from error
 

@@ -51,6 +51,8 @@ class Output:
     strict: bool = False
     findings_in_view: bool = False
     """The view shows the findings in its own order, and the last line is its own."""
+    brief: bool = False
+    """Print the verdict and the summary alone, in one line."""
 
 
 def deliver(
@@ -78,6 +80,8 @@ def deliver(
 def _page(report: Report[Data], view: Callable[[Report[Data]], Iterable[RenderableType]], output: Output) -> str:
     if output.json:
         return _as_json(_envelope(report, report.exit_code(strict=output.strict)))
+    if output.brief:
+        return f"distdiag {report.command}: {report.verdict.upper()}: {' '.join(report.summary.split())}\n"
     return _render(report, view, whole=output.findings_in_view)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
@@ -80,6 +81,8 @@ class Options:
     save: str = ""
     from_: Sequence[str] | None = None
     explain: bool = False
+    brief: bool = False
+    """Print one line."""
 
 
 def run(
@@ -113,7 +116,12 @@ def run(
         with _of_files(options):
             return list(subcommand.view(*judged[0], made))
 
-    output = Output(json=options.as_json, strict=options.strict, findings_in_view=subcommand.findings_in_view)
+    output = Output(
+        json=options.as_json,
+        strict=options.strict,
+        findings_in_view=subcommand.findings_in_view,
+        brief=options.brief,
+    )
     deliver(subcommand.name, report, view, output)
 
 
@@ -224,6 +232,8 @@ class Question(Generic[First, Part, Facts]):
     """Ask a machine under each of its names: behind them may be another environment."""
     before: Callable[[Mapping[str, Node]], None] = lambda _: None
     """Called first, with the nodes that will be asked."""
+    timed: Callable[[Part, float, float], Part] = lambda part, *_: part
+    """Called with each answer, and when the node was asked and its answer was read, by this machine's clock (s)."""
 
 
 def gather(
@@ -305,6 +315,7 @@ class _Talk(Generic[First, Part, Facts]):
         self.nodes: dict[str, Node] = {}
         self._parts: dict[str, list[Part]] = {}
         self._missing: dict[str, str] = {}
+        self._asked_at: dict[str, float] = {}
 
     def go(self) -> None:
         machines = self._fleet.machines(local=self._local)  # raises if this machine alone cannot be used
@@ -314,6 +325,7 @@ class _Talk(Generic[First, Part, Facts]):
         self._question.before(asked)
         self._parts = {}
         for host, node in asked.items():
+            self._asked_at[host] = time.time()
             node.order(Collect(ask=plan.by_host[host]))
             self._missing[host] = UNFINISHED
         if asked and self._question.doing:
@@ -321,7 +333,9 @@ class _Talk(Generic[First, Part, Facts]):
         hosts = {node.name: host for host, node in asked.items()}
         for node, part, why in self._fleet.more_from(asked.values(), self._question.part, plan.timeout_s, self._tell):
             if part is not None:
-                self._parts.setdefault(hosts[node.name], []).append(part)
+                host, read_at = hosts[node.name], time.time() - (time.monotonic() - node.heard_at)
+                timed = self._question.timed(part, self._asked_at[host], read_at)
+                self._parts.setdefault(host, []).append(timed)
             else:
                 self._missing[hosts[node.name]] = why or ""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import fold, fold_within
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,3 +56,25 @@ def _difference(name: str, groups: dict[str, list[str]]) -> Difference:
 
 def _count(entry: tuple[str, tuple[str, ...]]) -> int:
     return len(entry[1])
+
+
+def grouped(numbers: Mapping[str, float], tolerance: float, write: Callable[[float], str]) -> dict[str, str]:
+    """Name the cluster that each host's number is in: numbers that are nearly equal are the same.
+
+    Args:
+        numbers: by host.
+        tolerance: the largest gap between neighbours of one cluster, as a share of the larger one.
+        write: formats a number. Where that gives the same for the ends of a cluster, it is its name, else both are.
+    """
+    clusters: list[list[str]] = []
+    last = 0.0
+    for host in sorted(numbers, key=lambda host: numbers[host]):
+        if not clusters or numbers[host] - last > tolerance * abs(numbers[host]):
+            clusters.append([])
+        clusters[-1].append(host)
+        last = numbers[host]
+    names = {}
+    for cluster in clusters:
+        low, high = write(numbers[cluster[0]]), write(numbers[cluster[-1]])
+        names.update(dict.fromkeys(cluster, low if low == high else f"{low} to {high}"))
+    return names

@@ -42,8 +42,8 @@ class GpuHealth:
 
     `uncorrectable` and `correctable`: memory errors since the driver was loaded or the GPU was reset. `slowdowns`:
     reasons that hold its clocks down now. `inactive_links`: NVLinks that are down, of `links`. `link_errors`:
-    recoveries and replays of NVLinks, by "link N kind". `recovery`: what the driver wants done ("None", "Reset"); `broken`: what
-    nvidia-smi says instead of the values ("GPU is lost").
+    recoveries and replays of NVLinks, by "link N kind". `recovery`: what the driver wants done ("None", "Reset").
+    `broken`: what nvidia-smi says instead of the values ("GPU is lost").
     """
 
     index: int

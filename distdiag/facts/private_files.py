@@ -127,7 +127,7 @@ def open_file(path: str, flags: int) -> int:
     return file
 
 
-def write_whole(path: str, data: bytes) -> None:
+def write_whole(path: str, data: bytes, mode: int = 0o600) -> None:
     """Write a file whole or not at all; what is no file (/dev/stdout, a pipe) is written to, and never replaced.
 
     Raises:
@@ -145,6 +145,7 @@ def write_whole(path: str, data: bytes) -> None:
     try:
         with open(file, "wb") as out:
             out.write(data)
+            os.fchmod(file, mode)
         os.replace(draft, place)
     except BaseException:  # Ctrl-C as well
         with contextlib.suppress(OSError):

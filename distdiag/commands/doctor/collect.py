@@ -1,0 +1,292 @@
+"""Facts of one node for doctor: read at the same time, each part with its own deadline. Nothing is judged here."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from dataclasses import dataclass, field
+from functools import partial
+
+from distdiag.facts import (
+    cgroups,
+    deadlines,
+    file_systems,
+    gpu_health,
+    kernel_signs,
+    link_counters,
+    machine,
+    network,
+    nics,
+    pcie,
+)
+from distdiag.facts.cgroups import Cgroup  # noqa: TC001 - these are decoded by their annotations
+from distdiag.facts.cuda import driver, environment, torchfiles
+from distdiag.facts.cuda.driver import Driver  # noqa: TC001
+from distdiag.facts.cuda.places import Places
+from distdiag.facts.file_systems import Space  # noqa: TC001
+from distdiag.facts.gpu_health import Health
+from distdiag.facts.kernel_signs import KernelLine  # noqa: TC001
+from distdiag.facts.link_counters import Counters  # noqa: TC001
+from distdiag.facts.network import Names  # noqa: TC001
+from distdiag.facts.nics import IbPort, Nic  # noqa: TC001
+from distdiag.facts.pcie_types import Pcie
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+_LIMITS = {
+    "memlock": resource.RLIMIT_MEMLOCK,
+    "nofile": resource.RLIMIT_NOFILE,
+    "nproc": resource.RLIMIT_NPROC,
+    "core": resource.RLIMIT_CORE,
+    "stack": resource.RLIMIT_STACK,
+    "as": resource.RLIMIT_AS,
+}
+_IPC_LOCK = 14  # CAP_IPC_LOCK, linux/capability.h
+_VARIABLES = (
+    *("NCCL_", "RCCL_", "GLOO_", "TORCH_", "TORCHELASTIC_", "PYTORCH_", "CUDA_", "OMP_", "MKL_", "UCX_", "FI_"),
+    *("MASTER_ADDR", "MASTER_PORT", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH"),
+)
+_MOUNT_S = 3.0
+_NAMES_S = 3.0
+_COUNTERS_S = 1.0
+_LOG_AGE_S = 7 * 86400.0
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What is known before anything was read."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A limit of processes that are started as this one was; None: unlimited. In bytes, files or processes."""
+
+    name: str
+    soft: int | None
+    hard: int | None
+
+
+@dataclass(frozen=True)
+class System:
+    """The node itself. `may_lock`: it may lock memory beyond its limit. `in_step`: started by SLURM or mpirun."""
+
+    kernel: str
+    arch: str
+    product: str
+    up_s: float
+    limits: tuple[Limit, ...]
+    may_lock: bool
+    in_step: bool
+    cpus: int
+    cpus_online: int
+    memory_bytes: int | None
+    available_bytes: int | None
+    cgroup: Cgroup
+    shm: Space | None
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Disks:
+    """Its file systems: those of `written`, folders that jobs write to, and all whose files lie elsewhere."""
+
+    spaces: tuple[Space, ...]
+    written: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class NodeNetwork:
+    """Its network. `names` is None where the resolver did not answer in time."""
+
+    nics: tuple[Nic, ...]
+    ib_ports: tuple[IbPort, ...]
+    names: Names | None
+    counters: Counters
+    pcie: Pcie | None
+    ephemeral_ports: str
+
+
+@dataclass(frozen=True)
+class Software:
+    """The Python that runs distdiag there, and what it would import; empty: not there. `error`: why it is not known."""
+
+    executable: str
+    python: str = ""
+    torch: str = ""
+    cuda: str = ""
+    hip: str = ""
+    nccl: str = ""
+    glibc: str = ""
+    ofed: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """Its GPUs: what the bus, the driver's libraries and nvidia-smi say."""
+
+    driver: Driver
+    health: Health
+
+
+@dataclass(frozen=True)
+class KernelLog:
+    """Lines of the kernel's log that say something, of the last week; or why it cannot be read."""
+
+    lines: tuple[KernelLine, ...]
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """By how much its clock is ahead of the clock of who asked, and how uncertain that is: half the round trip."""
+
+    offset_s: float
+    uncertainty_s: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is sent at a time. `time_s`: its clock when it was asked; `late`: parts that did not end in time.
+
+    `failed`: parts that could not be read, and why. `clock` is added by who asked.
+    """
+
+    time_s: float | None = None
+    clock: Clock | None = None
+    system: System | None = None
+    disks: Disks | None = None
+    network: NodeNetwork | None = None
+    software: Software | None = None
+    gpus: Gpus | None = None
+    kernel: KernelLog | None = None
+    late: tuple[str, ...] = ()
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def facts(ask: dict[str, Any]) -> Arrived:
+    """Return the host name at once."""
+    return Arrived(machine.host_name())
+
+
+def more(ask: dict[str, Any], tell: Callable[[Part], None]) -> None:
+    """Read this node: {"paths": further folders to look at, "timeout_s": for each part}."""
+    tell(Part(time_s=time.time()))
+    parts: dict[str, Callable[[], Any]] = {
+        "system": _system,
+        "disks": lambda: _disks(ask["paths"]),
+        "network": _network,
+        "software": lambda: _software(ask["timeout_s"]),
+        "gpus": lambda: _gpus(ask["timeout_s"]),
+        "kernel": lambda: KernelLog(*kernel_signs.kernel_log(_LOG_AGE_S)),
+    }
+    failed: dict[str, str] = {}
+    work = {name: partial(_or_none, name, read, failed) for name, read in parts.items()}
+    found, late = deadlines.together(work, patience_s=ask["timeout_s"] + 1.0)
+    tell(Part(**{name: value for name, value in found.items() if value is not None}, late=tuple(late), failed=failed))
+
+
+def _or_none(name: str, read: Callable[[], Any], failed: dict[str, str]) -> Any:  # noqa: ANN401 - a part of some type
+    try:
+        return read()
+    except Exception as error:  # noqa: BLE001 - a part that fails is said, and costs no other
+        failed[name] = f"{type(error).__name__}: {error}"[:200]
+        return None
+
+
+def _system() -> System:
+    system = os.uname()
+    shm = file_systems.spaces(["/dev/shm"], patience_s=_MOUNT_S)[0]
+    return System(
+        kernel=system.release,
+        arch=system.machine,
+        product=machine.read_text("/sys/class/dmi/id/product_name").strip(),
+        up_s=float((machine.read_text("/proc/uptime").split() or ["0"])[0]),
+        limits=tuple(_limit(name, number) for name, number in _LIMITS.items()),
+        may_lock=_may_lock(),
+        in_step=any(name in os.environ for name in ("SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")),
+        cpus=len(os.sched_getaffinity(0)),
+        cpus_online=os.cpu_count() or 1,
+        memory_bytes=machine.total_memory_bytes(),
+        available_bytes=machine.available_memory_bytes(),
+        cgroup=cgroups.look(),
+        shm=shm if not shm.error or shm.error.startswith(file_systems.NO_ANSWER) else None,
+        variables=machine.variables(_VARIABLES),
+    )
+
+
+def _limit(name: str, number: int) -> Limit:
+    soft, hard = (None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(number))
+    return Limit(name, soft, hard)
+
+
+def _may_lock() -> bool:
+    for line in machine.read_text("/proc/self/status").splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> _IPC_LOCK & 1)
+    return False
+
+
+def _disks(paths: list[str]) -> Disks:
+    written = tuple(dict.fromkeys([*file_systems.useful_folders(os.environ), *paths]))
+    wanted = [*written, *file_systems.network_mounts()]
+    return Disks(tuple(file_systems.spaces(wanted, patience_s=_MOUNT_S)), written)
+
+
+def _network() -> NodeNetwork:
+    work: dict[str, Callable[[], Any]] = {
+        "names": network.look,
+        "counters": lambda: link_counters.sample(_COUNTERS_S),
+    }
+    found, _ = deadlines.together(work, patience_s=_NAMES_S + _COUNTERS_S)
+    paths = pcie.look()
+    return NodeNetwork(
+        nics=nics.nics(),
+        ib_ports=nics.ib_ports(),
+        names=found["names"].names if "names" in found else None,
+        counters=found.get("counters") or link_counters.Counters(),
+        pcie=Pcie(**{**paths, "gpus": tuple(paths["gpus"]), "redirecting": tuple(paths["redirecting"])})
+        if paths
+        else None,
+        ephemeral_ports="-".join(machine.read_text("/proc/sys/net/ipv4/ip_local_port_range").split()),
+    )
+
+
+def _software(timeout_s: float) -> Software:
+    """Read what this Python would import, from its files: torch itself is never imported."""
+    python = environment.interpreter(sys.executable, timeout_s=timeout_s)
+    if python.error:
+        return Software(sys.executable, error=python.error)
+    packages = {package.name: package.version for package in environment.packages(python.paths)}
+    torch = torchfiles.read_torch(python)
+    return Software(
+        executable=python.executable,
+        python=python.version,
+        torch=torch.version if torch is not None else "",
+        cuda=torch.cuda if torch is not None else "",
+        hip=torch.hip if torch is not None else "",
+        nccl=next((version for name, version in packages.items() if name.startswith("nvidia-nccl")), ""),
+        glibc=(os.confstr("CS_GNU_LIBC_VERSION") or "").rpartition(" ")[2],
+        ofed=machine.read_text("/sys/module/mlx5_core/version").strip(),
+    )
+
+
+def _gpus(timeout_s: float) -> Gpus:
+    places = Places("", dict(os.environ))
+    quick = driver.look(places, ask=False, timeout_s=timeout_s)
+    if not (quick.kernel or quick.devices or quick.wsl):
+        return Gpus(quick, Health(error="no NVIDIA driver"))
+    work: dict[str, Callable[[], Any]] = {
+        "driver": lambda: driver.look(places, ask=True, timeout_s=timeout_s * 0.8),
+        "health": lambda: gpu_health.read(timeout_s * 0.4),
+    }
+    found, _ = deadlines.together(work, patience_s=timeout_s)
+    late = Health(error=f"nvidia-smi did not answer within {timeout_s:g} s")
+    return Gpus(found.get("driver", quick), found.get("health", late))

@@ -1,0 +1,104 @@
+"""What you type for doctor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from distdiag.cluster.targets import Cluster  # noqa: TC001 - on_hosts reads the annotations
+from distdiag.errors import UsageError
+from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on_hosts
+
+if TYPE_CHECKING:
+    from distdiag.commands.doctor.types import Doctor, Request
+    from distdiag.report import Report
+
+
+@on_hosts
+def doctor(
+    path: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DIR", help="Also check this folder on the nodes, e.g. for checkpoints. Repeatable."),
+    ] = None,
+    brief: Annotated[
+        bool, typer.Option("--brief", help="Print one line, for a SLURM prolog or a health check of nodes.")
+    ] = False,
+    prom: Annotated[
+        str, typer.Option(metavar="FILE", help="Write metrics to FILE.prom for node_exporter's textfile collector.")
+    ] = "",
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="ID", help="Show only these findings: an id or its prefix. Repeatable.")
+    ] = None,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ID[=REASON]", help="Ignore a finding, with an optional reason. Repeatable."),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=2.0, max=600.0, metavar="SECONDS", help="Longest time for a node to read itself.")
+    ] = 10.0,
+    save: SaveOpt = "",
+    from_: FromOpt = None,
+    as_json: JsonOpt = False,
+    strict: StrictOpt = False,
+    *,
+    cluster: Cluster,
+) -> None:
+    """Check before a job whether the nodes are fit to start it, and name the node that differs from the others.
+
+    Reads limits inside the launcher's step, disks, clocks, network, GPU health, versions and the kernel's log on all
+    nodes at once. Nothing is changed, and no GPU is put to work.
+
+    Exit status: 0 fit, also with warnings, 1 not fit, 2 wrong usage, 3 not known of some node, 130 interrupted.
+
+    \b
+    Examples:
+      distdiag doctor                                  # this machine
+      distdiag doctor --hosts node[1-64] --path /scratch
+      srun --overlap distdiag doctor                   # in a job: its own limits
+      distdiag doctor --brief --ignore core            # in a prolog: one line and a status
+    """
+    from distdiag import runner
+    from distdiag.commands.doctor.subcommand import SUBCOMMAND
+
+    def request() -> Request:
+        from distdiag.commands.doctor.types import CHECKS, COMMAND, Request
+        from distdiag.diagnosis.finding_ids import chosen
+
+        if brief and as_json:
+            raise UsageError("--brief and --json exclude each other", hint="--json has the line as its summary")
+        if any(not folder.startswith("/") for folder in path or ()):
+            raise UsageError("--path takes an absolute path: it is looked up on each node", hint="--path /scratch")
+        if prom:
+            _check_place(prom)
+        pairs = [text.partition("=") for text in ignore or ()]
+        return Request(
+            program=called_as(),
+            cluster=cluster,
+            paths=tuple(path or ()),
+            only=tuple(chosen(id_, COMMAND, CHECKS) for id_ in only or ()),
+            ignore=tuple((chosen(id_, COMMAND, CHECKS), reason.strip()) for id_, _, reason in pairs),
+            timeout_s=timeout,
+        )
+
+    def finish(report: Report[Doctor]) -> Report[Doctor]:
+        if prom:
+            import time
+
+            from distdiag.commands.doctor.view import metrics
+            from distdiag.files import write_whole
+
+            write_whole(prom, metrics(report, time.time()), 0o644)  # node_exporter is another user
+        return report
+
+    options = runner.Options(as_json, strict, save, from_, cluster.explain, brief=brief)
+    runner.run(SUBCOMMAND, request, options, finish)
+
+
+def _check_place(target: str) -> None:
+    """Refuse a file that could not be written, before any node is asked. Raises UsageError."""
+    import os
+
+    folder = os.path.dirname(os.path.abspath(target))
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise UsageError(f"--prom {target}: cannot write to {folder}", hint="choose a writable folder")

@@ -1,0 +1,273 @@
+"""Facts of all nodes -> the report: symptoms folded over nodes, the odd node out, and who is fit. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.hosts import fold, fold_within
+from distdiag.cluster.unreached_hosts import host_findings
+from distdiag.commands.doctor.gpu_symptoms import gpu_symptoms
+from distdiag.commands.doctor.node_symptoms import node_symptoms, versions_of
+from distdiag.commands.doctor.odd_node import odd_findings
+from distdiag.commands.doctor.types import COMMAND, Doctor, NodeRow, Silenced, Symptom
+from distdiag.diagnosis import pcie_paths
+from distdiag.diagnosis.finding_ids import matches
+from distdiag.diagnosis.pcie_paths import PcieNode
+from distdiag.diagnosis.wording import counted, format_duration, format_size
+from distdiag.report import Finding, Fix, Level, Report, Where
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from distdiag.commands.doctor.types import NodeDoctor, Request
+    from distdiag.gathered import Gathered
+
+FIT, WARNED, UNFIT, UNKNOWN = "fit", "fit with warnings", "not fit", "unknown"
+_LATE_CLOCK_S, _WRONG_CLOCK_S = 1.0, 15.0
+"""torchrun takes a node whose clock is 15 s off for dead (keep-alives of the c10d rendezvous, 3 x 5 s)."""
+_ROOM = 60
+_ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
+_TESTED_ELSEWHERE = (
+    "connections between the nodes: distdiag ports --hosts LIST",
+    "GPUs and NCCL at work: distdiag gpu-test --hosts LIST",
+)
+
+
+def diagnose(request: Request, gathered: Gathered[NodeDoctor]) -> Report[Doctor]:
+    """Judge all nodes."""
+    nodes = gathered.facts
+    several = len(nodes) > 1
+    odd, rows = odd_findings(nodes) if several else ([], [])
+    all_findings = [
+        *host_findings(gathered.refusals, gathered.rows),
+        *_incomplete(nodes),
+        *_folded(nodes, several=several),
+        *_clocks(nodes),
+        *pcie_paths.findings(COMMAND, [_pcie(node) for node in nodes]),
+        *odd,
+    ]
+    findings = [finding for finding in all_findings if not _left_out(request, finding.id)]
+    findings.sort(key=lambda finding: _ORDER.index(finding.level))
+    judged = [_node_row(node, findings) for node in nodes]
+    unreached = tuple(dict.fromkeys([*gathered.refusals, *(row.host for row in judged if row.fit == UNKNOWN)]))
+    exclude = _exclude(judged, unreached)
+    fit = _fit(findings, judged, unreached)
+    return Report(
+        command=COMMAND,
+        data=Doctor(
+            fit=fit,
+            exclude=exclude,
+            nodes=tuple(judged),
+            differences=tuple(row for row in rows if not _left_out(request, row.id)),
+            silenced=_silenced(request, all_findings),
+            unchecked=_TESTED_ELSEWHERE if several else _TESTED_ELSEWHERE[1:],
+        ),
+        findings=tuple(findings),
+        summary=_summary(fit, exclude, findings, judged, unreached),
+        interrupted=gathered.interrupted,
+    )
+
+
+def _left_out(request: Request, id_: str) -> bool:
+    plain = id_.removeprefix(f"{COMMAND}.")
+    if request.only and not id_.startswith("hosts.") and not any(matches(plain, prefix) for prefix in request.only):
+        return True
+    return any(matches(plain, prefix) for prefix, _ in request.ignore)
+
+
+def _silenced(request: Request, findings: Iterable[Finding]) -> tuple[Silenced, ...]:
+    found = []
+    for finding in findings:
+        plain = finding.id.removeprefix(f"{COMMAND}.")
+        reason = next((why for id_, why in request.ignore if matches(plain, id_)), None)
+        if reason is not None:
+            found.append(Silenced(id=finding.id, title=finding.title, reason=reason))
+    return tuple(found)
+
+
+def _incomplete(nodes: Sequence[NodeDoctor]) -> list[Finding]:
+    """Report parts that did not come: what is not known is never shown as fine."""
+    groups: dict[str, list[str]] = {}
+    for node in nodes:
+        for part in node.late:
+            groups.setdefault(f"{part} not read in time", []).append(node.host)
+        for part, why in node.failed.items():
+            groups.setdefault(f"{part} not read: {why}", []).append(node.host)
+        if node.missing:
+            groups.setdefault(node.missing, []).append(node.host)
+    return [
+        Finding(
+            id=f"{COMMAND}.incomplete",
+            level=Level.UNKNOWN,
+            title=f"{fold_within(hosts, _ROOM)}: {words}",
+            where=Where(hosts=tuple(hosts)),
+            fix=Fix(text="increase --timeout; if it stays so, something on that node hangs"),
+        )
+        for words, hosts in groups.items()
+    ]
+
+
+@dataclass
+class _Group:
+    symptom: Symptom
+    hosts: list[str] = field(default_factory=list)
+    titles: dict[str, list[str]] = field(default_factory=dict)
+
+
+def _folded(nodes: Sequence[NodeDoctor], *, several: bool) -> list[Finding]:
+    """Bring symptoms of several nodes together: those of one id and subject, whatever their numbers are."""
+    groups: dict[tuple[str, Level, str], _Group] = {}
+    for node, first_rank in zip(nodes, _first_ranks(nodes), strict=True):
+        for symptom in (*node_symptoms(node, several=several), *gpu_symptoms(node, first_rank)):
+            group = groups.setdefault((symptom.id, symptom.level, symptom.subject), _Group(symptom))
+            group.hosts.append(node.host)
+            group.titles.setdefault(symptom.title, []).append(node.host)
+    return [_finding(group, several=several) for group in groups.values()]
+
+
+def _first_ranks(nodes: Sequence[NodeDoctor]) -> list[int | None]:
+    """Return the rank of each node's first GPU if every GPU has a rank; None where the nodes have different numbers."""
+    counts = [len(node.gpus.health.gpus) if node.gpus is not None else 0 for node in nodes]
+    if len(set(counts)) != 1:
+        return [None] * len(nodes)
+    return [sum(counts[:number]) for number in range(len(counts))]
+
+
+def _finding(group: _Group, *, several: bool) -> Finding:
+    symptom = group.symptom
+    title = f"{fold_within(group.hosts, _ROOM)}: {symptom.title}" if several else symptom.title
+    others = [f"{fold(hosts)}: {words}" for words, hosts in group.titles.items()] if len(group.titles) > 1 else []
+    return Finding(
+        id=f"{COMMAND}.{symptom.id}",
+        level=symptom.level,
+        title=title,
+        detail=symptom.detail,
+        where=Where(hosts=tuple(dict.fromkeys(group.hosts))),
+        evidence=(*symptom.evidence, *others),
+        fix=symptom.fix,
+    )
+
+
+def _clocks(nodes: Sequence[NodeDoctor]) -> list[Finding]:
+    """Name nodes whose clock is off: from the middle of all clocks, where this machine's is one."""
+    clocks = {node.host: node.clock for node in nodes if node.clock is not None}
+    middle = median([0.0, *(clock.offset_s for clock in clocks.values())]) if len(clocks) > 1 else 0.0
+    found = []
+    for host, clock in clocks.items():
+        off = clock.offset_s - middle
+        sure = abs(off) - clock.uncertainty_s
+        if sure <= _LATE_CLOCK_S:
+            continue
+        far = sure > _WRONG_CLOCK_S
+        found.append(
+            Finding(
+                id=f"{COMMAND}.clock",
+                level=Level.FAIL if far else Level.WARN,
+                title=f"{host}: its clock is {format_duration(abs(off))} {'ahead' if off > 0 else 'behind'}",
+                detail="torchrun's rendezvous takes a node whose clock is 15 s off for dead, and SLURM refuses its "
+                "credentials."
+                if far
+                else "Logs, traces and dumps of the nodes cannot be put in order.",
+                where=Where(hosts=(host,)),
+                evidence=(
+                    f"measured as {clock.offset_s:+.3f} s +- {clock.uncertainty_s:.3f} s (half the round trip) from "
+                    f"this machine; the middle of all: {middle:+.3f} s",
+                ),
+                fix=Fix(text="synchronize it", commands=("sudo chronyc makestep", "timedatectl status")),
+            )
+        )
+    return found
+
+
+def _pcie(node: NodeDoctor) -> PcieNode:
+    network = node.network
+    if network is None:
+        return PcieNode(node.host, None, has_rdma=False)
+    return PcieNode(node.host, network.pcie, has_rdma=any(port.state == "ACTIVE" for port in network.ib_ports))
+
+
+def _node_row(node: NodeDoctor, findings: Sequence[Finding]) -> NodeRow:
+    own = [finding for finding in findings if node.host in finding.where.hosts and finding.level is not Level.INFO]
+    levels = {finding.level for finding in own}
+    fit = UNFIT if Level.FAIL in levels else UNKNOWN if Level.UNKNOWN in levels else WARNED if levels else FIT
+    return NodeRow(
+        host=node.host,
+        fit=fit,
+        findings=tuple(dict.fromkeys(finding.id for finding in own)),
+        facts=_facts_of(node),
+        clock_offset_s=node.clock.offset_s if node.clock is not None else None,
+        clock_uncertainty_s=node.clock.uncertainty_s if node.clock is not None else None,
+    )
+
+
+def _facts_of(node: NodeDoctor) -> dict[str, str]:
+    """Choose what describes a node in a table, and folds over nodes that are alike."""
+    found = {}
+    system, network, software = node.system, node.network, node.software
+    if system is not None:
+        limits = {limit.name: limit.soft for limit in system.limits}
+        memory = f"{system.memory_bytes / 2**30:.0f} GiB" if system.memory_bytes else "memory unknown"
+        found["machine"] = f"{counted(system.cpus, 'CPU')}, {memory}, Linux {system.kernel}"
+        found["limits"] = ", ".join(
+            f"{name} {_limit(limits.get(name), in_bytes=name != 'nofile')}" for name in ("memlock", "nofile", "stack")
+        )
+        shm = system.shm
+        found["/dev/shm"] = format_size(shm.total_bytes) if shm is not None and not shm.error else "none"
+    if network is not None:
+        real = [nic for nic in network.nics if not nic.loopback and not nic.virtual and nic.addresses]
+        links = [f"{nic.name} MTU {nic.mtu}{'' if nic.running else ' DOWN'}" for nic in real]
+        found["network"] = ", ".join(links) or "none"
+        if network.ib_ports:
+            active = sum(port.state == "ACTIVE" for port in network.ib_ports)
+            found["RDMA"] = f"{active} of {len(network.ib_ports)} ports active"
+    if software is not None and not software.error:
+        versions = versions_of(node)
+        found["software"] = ", ".join(
+            f"{words} {versions[name]}" for name, words in _VERSIONS.items() if name in versions
+        )
+    if node.gpus is not None:
+        kinds: dict[str, int] = {}
+        for gpu in node.gpus.health.gpus:
+            kinds[gpu.name] = kinds.get(gpu.name, 0) + 1
+        found["GPUs"] = ", ".join(f"{count} x {name}" for name, count in kinds.items()) or "none"
+    return found
+
+
+_VERSIONS = {"python": "Python", "torch": "torch", "nccl": "NCCL", "driver": "driver"}
+
+
+def _limit(soft: int | None, *, in_bytes: bool) -> str:
+    return "unlimited" if soft is None else format_size(soft) if in_bytes else str(soft)
+
+
+def _fit(findings: Sequence[Finding], judged: Sequence[NodeRow], unreached: Sequence[str]) -> str:
+    levels = {finding.level for finding in findings}
+    if Level.FAIL in levels:
+        return UNFIT
+    if unreached or Level.UNKNOWN in levels or not judged:
+        return UNKNOWN
+    return WARNED if Level.WARN in levels else FIT
+
+
+def _exclude(judged: Sequence[NodeRow], unreached: Sequence[str]) -> str:
+    """Fold the nodes to leave out; nothing where that leaves none."""
+    bad = [row.host for row in judged if row.fit == UNFIT]
+    out = dict.fromkeys([*bad, *unreached])
+    left = [row for row in judged if row.host not in out]
+    return fold(out) if left else ""
+
+
+def _summary(
+    fit: str, exclude: str, findings: Sequence[Finding], judged: Sequence[NodeRow], unreached: Sequence[str]
+) -> str:
+    """Write the last line: who is fit, why not, and how to start without those that are not."""
+    nodes = counted(len({*unreached, *(row.host for row in judged)}), "node")
+    if fit in (FIT, WARNED):
+        warnings = sum(finding.level is Level.WARN for finding in findings)
+        return f"{nodes} {fit}" + (f": {counted(warnings, 'warning')}" if warnings else "")
+    bad = [finding for finding in findings if finding.level in (Level.FAIL, Level.UNKNOWN)]
+    more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+    start = f"; start without: --exclude={exclude}" if exclude else ""
+    return f"{fit}: {bad[0].title}{more}{start}" if bad else f"{fit}: no node returned facts"

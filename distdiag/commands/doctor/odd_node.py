@@ -1,0 +1,336 @@
+"""Odd node out: facts of all nodes folded; what differs, ranked by what it can cause, and who differs. Pure.
+
+Numbers are compared by clusters: three nodes with 503.1, 503.2 and 503.1 GiB are the same. Where no value is that of
+most nodes, the difference is said and nobody is named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from distdiag.cluster.drift import differences, grouped
+from distdiag.cluster.hosts import fold, fold_within
+from distdiag.commands.doctor.types import COMMAND, DifferenceRow
+from distdiag.diagnosis.wording import counted, format_size
+from distdiag.facts.file_systems import NO_ANSWER
+from distdiag.report import Finding, Fix, Level, Where
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from distdiag.cluster.drift import Difference
+    from distdiag.commands.doctor.collect import Disks, Gpus, NodeNetwork, Software, System
+    from distdiag.commands.doctor.types import NodeDoctor
+
+_ROOM = 60
+_MEMORY, _SPACE, _WATTS = 0.02, 0.1, 0.02
+"""Gaps that make two clusters: firmware takes some memory of each node, file systems are never equal to the byte."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a difference of this kind can cause; the order of _KINDS is that of harm."""
+
+    level: Level
+    causes: str
+    fix: str
+
+
+_KINDS = {
+    "debug": _Kind(
+        Level.FAIL,
+        "With TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares each collective across ranks before it runs; ranks that "
+        "have it set wait for ever for those that do not.",
+        "set it on all nodes, or on none",
+    ),
+    "nccl": _Kind(
+        Level.WARN,
+        "NCCL of different versions fails or hangs while it connects.",
+        "install the same version on all nodes",
+    ),
+    "torch": _Kind(
+        Level.WARN,
+        "Ranks with different versions hang, crash on what the other sends, or compute different results.",
+        "install the same version on all nodes, or use one environment on a shared file system",
+    ),
+    "driver": _Kind(
+        Level.WARN,
+        "A program that runs on one node may not start on the other.",
+        "install the same driver on all nodes",
+    ),
+    "python": _Kind(
+        Level.WARN,
+        "Pickled objects and compiled extensions of one Python may not load in the other.",
+        "use the same Python on all nodes",
+    ),
+    "gpus": _Kind(
+        Level.WARN,
+        "A job with one rank for each GPU does not start, or waits for the slower GPUs.",
+        "leave these nodes out, or find what became of the GPUs",
+    ),
+    "rdma": _Kind(
+        Level.WARN,
+        "NCCL pairs the rails of the nodes: one that is missing or slower slows down all of them.",
+        "check these ports: ibstat",
+    ),
+    "network": _Kind(
+        Level.WARN,
+        "Ranks cannot connect, or large messages are lost where the MTU differs, and the job hangs.",
+        "configure the interface as on the other nodes",
+    ),
+    "environment": _Kind(
+        Level.WARN,
+        "NCCL, Gloo and torch choose another interface, transport or algorithm for such a rank: they hang or are slow.",
+        "set the same value for all ranks, in the script that the launcher runs",
+    ),
+    "limits": _Kind(
+        Level.WARN,
+        "Ranks on such a node fail or hang where the others go on.",
+        "raise the limit as on the other nodes, and restart the daemon that starts jobs there",
+    ),
+    "mounts": _Kind(
+        Level.WARN,
+        "Ranks there do not find their data, code or checkpoints, or write them where nobody reads them.",
+        "mount the same file systems on all nodes",
+    ),
+    "memory": _Kind(
+        Level.WARN,
+        "Ranks there run out of memory first.",
+        "check for a memory module that failed, or a limit of a cgroup",
+    ),
+    "cpus": _Kind(Level.WARN, "Ranks there are slower, and all others wait for them.", "check cores and cgroup limits"),
+    "shm": _Kind(Level.WARN, "NCCL and DataLoader workers there die with SIGBUS when it is full.", "make it as large"),
+    "system": _Kind(
+        Level.INFO,
+        "Mostly harmless; worth knowing when only these nodes fail.",
+        "install the same system on all nodes",
+    ),
+}
+_HINTS = ("IFNAME", "_HCA", "_DEBUG", "_FILE", "_HOSTID", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_")
+"""Variables that may well differ between nodes."""
+
+
+def odd_findings(nodes: Sequence[NodeDoctor]) -> tuple[list[Finding], list[DifferenceRow]]:
+    """Compare the nodes: findings, the most harmful first, and a row for each fact that differs."""
+    found = [*_all_differences(nodes)]
+    ranks = list(_KINDS)
+    found.sort(key=lambda pair: ranks.index(pair[0]))
+    groups: dict[tuple[str, Level, tuple[str, ...]], list[Difference]] = {}
+    for kind, difference in found:
+        level = _level(kind, difference)
+        groups.setdefault((kind, level, _odd(difference)), []).append(difference)
+    findings = [_finding(kind, level, odd, group) for (kind, level, odd), group in groups.items()]
+    return findings, [_row(kind, difference) for kind, difference in found]
+
+
+def _all_differences(nodes: Sequence[NodeDoctor]) -> Iterator[tuple[str, Difference]]:
+    """Compare each part on the nodes that have it: what did not come is no value."""
+    reads: tuple[tuple[str, Callable[..., _Values]], ...] = (
+        ("system", _of_system),
+        ("disks", _of_disks),
+        ("network", _of_network),
+        ("software", _of_software),
+        ("gpus", _of_gpus),
+    )
+    for part, read in reads:
+        parts = {node.host: getattr(node, part) for node in nodes if getattr(node, part) is not None}
+        values = {host: read(own) for host, own in parts.items()}
+        if len(values) < 2:
+            continue
+        texts = {host: dict(own.texts) for host, own in values.items()}
+        for label in dict.fromkeys(label for own in values.values() for label in own.numbers):
+            numbers = {host: own.numbers[label] for host, own in values.items() if label in own.numbers}
+            tolerance, write = next(own.how[label] for own in values.values() if label in own.how)
+            for host, name in grouped(numbers, tolerance, write).items():
+                texts[host][label] = name
+        kinds = {label: kind for own in values.values() for label, kind in own.kinds.items()}
+        for difference in differences(_comparable(texts)):
+            yield kinds[difference.fact], difference
+
+
+def _comparable(texts: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, object]]:
+    """Leave out what has another name on each node: an interface that is eth0 here and ens3 there is no difference."""
+    everywhere = set.intersection(*(set(own) for own in texts.values()))
+    return {
+        host: {label: value for label, value in own.items() if label in everywhere or not label.startswith("~")}
+        for host, own in texts.items()
+    }
+
+
+class _Values:
+    """What of a node is compared, by label: texts, and numbers with their tolerance and how they are written."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+        self.numbers: dict[str, float] = {}
+        self.how: dict[str, tuple[float, Callable[[float], str]]] = {}
+        self.kinds: dict[str, str] = {}
+
+    def text(self, kind: str, label: str, value: object) -> None:
+        """Add a text; nothing for None, which counts as "none" where others have one.
+
+        A label that begins with ~ is only compared where all nodes have it.
+        """
+        self.kinds[label] = kind
+        if value is not None and value != "":
+            self.texts[label] = str(value)
+
+    def number(self, kind: str, label: str, value: float | None, how: tuple[float, Callable[[float], str]]) -> None:
+        """Add a number, with its tolerance and how it is written."""
+        self.kinds[label] = kind
+        if value is not None:
+            self.numbers[label] = value
+            self.how[label] = how
+
+
+def _bytes(number: float) -> str:
+    return format_size(int(number))
+
+
+def _of_system(system: System) -> _Values:
+    values = _Values()
+    for limit in system.limits:
+        in_bytes = limit.name in ("memlock", "stack", "core", "as")
+        soft = "unlimited" if limit.soft is None else format_size(limit.soft) if in_bytes else str(limit.soft)
+        if limit.name == "nproc" and limit.soft is not None:
+            # The kernel derives its default from the memory: never the same on two machines.
+            values.number("limits", "limit nproc", float(limit.soft), (_SPACE, lambda number: f"{number:.0f}"))
+        else:
+            values.text("limits", f"limit {limit.name}", soft)
+    values.number("memory", "memory", system.memory_bytes, (_MEMORY, _bytes))
+    values.number("memory", "cgroup memory limit", system.cgroup.memory_bytes, (_MEMORY, _bytes))
+    values.text("cpus", "processors for the job", system.cpus)
+    values.text("cpus", "cgroup processor limit", system.cgroup.cpus)
+    shm = system.shm
+    values.number("shm", "size of /dev/shm", shm.total_bytes if shm and not shm.error else None, (_SPACE, _bytes))
+    for name, value in system.variables.items():
+        values.text("debug" if name == "TORCH_DISTRIBUTED_DEBUG" else "environment", f"${name}", value)
+    values.text("system", "kernel", system.kernel)
+    values.text("python", "processor type", system.arch)
+    values.text("system", "machine", system.product)
+    return values
+
+
+def _of_disks(disks: Disks) -> _Values:
+    values = _Values()
+    for place, space in enumerate(disks.spaces):
+        if space.error:
+            continue  # said by itself
+        if space.path in disks.written:
+            label = "the home folder" if place == 1 else space.path
+            values.text("mounts", f"~file system of {label}", space.kind)
+        else:
+            values.text("mounts", f"mount {space.path}", f"{space.kind} {space.source}")
+    hung = {space.path for space in disks.spaces if space.error.startswith(NO_ANSWER)}
+    for path in hung:
+        values.texts.pop(f"mount {path}", None)
+    tmp = next((space for space in disks.spaces if space.path == "/tmp" and not space.error), None)
+    values.number("mounts", "size of /tmp", tmp.total_bytes if tmp is not None else None, (_SPACE, _bytes))
+    return values
+
+
+def _of_network(network: NodeNetwork) -> _Values:
+    values = _Values()
+    real = [nic for nic in network.nics if not nic.loopback and not nic.virtual]
+    values.text("network", "interfaces with an address", ", ".join(sorted(nic.name for nic in real if nic.addresses)))
+    for nic in real:
+        state = "up" if nic.running else "no carrier" if nic.up else "down"
+        values.text("network", f"~state of {nic.name}", state)
+        values.text("network", f"~MTU of {nic.name}", nic.mtu)
+        speed = nic.speed_bits_per_s
+        values.text("network", f"~speed of {nic.name}", f"{speed / 1e9:g} Gb/s" if speed else None)
+    values.text("network", "ephemeral ports", network.ephemeral_ports)
+    if network.names is not None:
+        loops = all(address.startswith("127.") or address == "::1" for address in network.names.host_addresses)
+        own = "does not resolve" if network.names.host_error else "loopback" if loops else "its address"
+        values.text("network", "what its own host name resolves to", own)
+    counts: dict[str, int] = {}
+    for port in network.ib_ports:
+        if port.state == "ACTIVE":
+            kind = f"{port.link} {(port.rate_bits_per_s or 0) / 1e9:g} Gb/s"
+            counts[kind] = counts.get(kind, 0) + 1
+    values.text("rdma", "active RDMA ports", ", ".join(f"{count} x {kind}" for kind, count in sorted(counts.items())))
+    firmware = ", ".join(sorted(set(network.counters.firmware.values())))
+    values.text("system", "firmware of RDMA cards", firmware)
+    return values
+
+
+def _of_software(software: Software) -> _Values:
+    values = _Values()
+    values.text("nccl", "NCCL", software.nccl)
+    values.text("torch", "torch", software.torch)
+    values.text("torch", "torch's CUDA", software.cuda)
+    values.text("torch", "torch's ROCm", software.hip)
+    values.text("python", "Python", software.python)
+    values.text("system", "glibc", software.glibc)
+    values.text("system", "OFED", software.ofed)
+    return values
+
+
+def _of_gpus(gpus: Gpus) -> _Values:
+    values = _Values()
+    kinds: dict[str, int] = {}
+    for gpu in gpus.health.gpus:
+        kinds[gpu.name] = kinds.get(gpu.name, 0) + 1
+    found = ", ".join(f"{count} x {name}" for name, count in sorted(kinds.items()))
+    values.text("gpus", "GPUs", found or (f"{gpus.driver.hardware} on the bus" if gpus.driver.hardware else None))
+    values.text("driver", "NVIDIA driver", gpus.driver.kernel)
+    values.text("gpus", "MIG mode", ", ".join(sorted({gpu.mig for gpu in gpus.health.gpus if gpu.mig})))
+    widths = sorted({gpu.pcie_width for gpu in gpus.health.gpus if gpu.pcie_width})
+    values.text("gpus", "PCIe width of GPUs", ", ".join(widths))
+    least = min((gpu.power_limit_w for gpu in gpus.health.gpus if gpu.power_limit_w), default=None)
+    values.number("gpus", "lowest power limit of GPUs", least, (_WATTS, lambda watts: f"{watts:.0f} W"))
+    active = sum(gpu.links - len(gpu.inactive_links) for gpu in gpus.health.gpus)
+    values.text("gpus", "active NVLinks", active or None)
+    return values
+
+
+def _level(kind: str, difference: Difference) -> Level:
+    if kind == "environment" and any(word in difference.fact for word in _HINTS):
+        return Level.INFO
+    values = (difference.common, *(value for value, _ in difference.others))
+    if kind == "debug" and not any(value.upper() == "DETAIL" for value in values):
+        return Level.INFO
+    return _KINDS[kind].level
+
+
+def _odd(difference: Difference) -> tuple[str, ...]:
+    """Return who does not have what most have; nobody where no value is that of most."""
+    most = len(difference.common_hosts)
+    return () if any(len(hosts) >= most for _, hosts in difference.others) else difference.odd_hosts
+
+
+def _finding(kind: str, level: Level, odd: tuple[str, ...], group: Sequence[Difference]) -> Finding:
+    about = _KINDS[kind]
+    first = group[0]
+    return Finding(
+        id=f"{COMMAND}.differs.{kind}",
+        level=level,
+        title=_title(first, odd),
+        detail=about.causes,
+        where=Where(hosts=odd),
+        evidence=tuple(_line(difference) for difference in group) if len(group) > 1 or len(first.others) > 1 else (),
+        fix=Fix(text=about.fix),
+    )
+
+
+def _title(difference: Difference, odd: tuple[str, ...]) -> str:
+    label = difference.fact.lstrip("~")
+    if not odd:
+        return f"nodes differ: {_line(difference)}"
+    value, hosts = difference.others[0]
+    others = counted(len(difference.common_hosts), "node")
+    return f"{fold_within(hosts, _ROOM)}: {label}: {value[:_ROOM]}; {difference.common[:_ROOM]} on {others}"
+
+
+def _line(difference: Difference) -> str:
+    values = [*difference.others, (difference.common, difference.common_hosts)]
+    return f"{difference.fact.lstrip('~')}: " + "; ".join(f"{value} on {fold(hosts)}" for value, hosts in values)
+
+
+def _row(kind: str, difference: Difference) -> DifferenceRow:
+    values = {difference.common: difference.common_hosts, **dict(difference.others)}
+    return DifferenceRow(
+        id=f"{COMMAND}.differs.{kind}", fact=difference.fact.lstrip("~"), values=values, odd=_odd(difference)
+    )

@@ -1,0 +1,80 @@
+"""doctor from its request to its report: all nodes read themselves at the same time, and their clocks are compared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from distdiag import runner
+from distdiag.cluster.start_fleet import Agent
+from distdiag.commands.doctor.collect import Arrived, Clock, Part
+from distdiag.commands.doctor.diagnose import diagnose
+from distdiag.commands.doctor.types import COMMAND, NodeDoctor, Request
+from distdiag.commands.doctor.view import doctor_view
+from distdiag.runner import Asks, Question, Subcommand
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from distdiag.gathered import Gathered
+    from distdiag.output import Progress
+
+_AGENT = Agent(
+    collect="distdiag.commands.doctor.collect",
+    facts=Arrived,
+    carries=("distdiag.facts.cuda",),
+    examines_python=True,
+)
+_REACH_S, _SPARE_S = 10.0, 4.0
+_PARTS = ("system", "disks", "network", "software", "gpus", "kernel")
+
+
+def _collect(request: Request, progress: Progress) -> Gathered[NodeDoctor]:
+    ask = {"paths": list(request.paths), "timeout_s": request.timeout_s}
+    question = Question[Arrived, Part, NodeDoctor](
+        part=Part,
+        plan=lambda hosts, _: Asks(by_host=dict.fromkeys(hosts, ask), timeout_s=request.timeout_s + _SPARE_S),
+        join=lambda host, _, parts, why: join(host, parts, why),
+        doing="reading limits, disks, network, GPUs and versions",
+        timed=_with_clock,
+    )
+    # A node that is dead costs this much, and the others wait for it.
+    cluster = replace(request.cluster, host_timeout_s=request.cluster.host_timeout_s or _REACH_S)
+    return runner.gather(cluster, _AGENT, question, progress)
+
+
+def _with_clock(part: Part, asked_at: float, read_at: float) -> Part:
+    """Compare the clocks: the node read its own somewhere between question and answer, as seen from here."""
+    if part.time_s is None:
+        return part
+    half = max(0.0, read_at - asked_at) / 2
+    return replace(part, clock=Clock(part.time_s - (asked_at + half), half))
+
+
+def join(host: str, parts: Sequence[Part], why: str) -> NodeDoctor:
+    """Make one of what a node sent."""
+
+    def first(name: str) -> Any:  # noqa: ANN401 - a part of some type
+        return next((value for part in parts if (value := getattr(part, name)) is not None), None)
+
+    return NodeDoctor(
+        host=host,
+        clock=first("clock"),
+        **{name: first(name) for name in _PARTS},
+        late=tuple(name for part in parts for name in part.late),
+        failed={name: words for part in parts for name, words in part.failed.items()},
+        missing=why,
+    )
+
+
+SUBCOMMAND = Subcommand(
+    name=COMMAND,
+    request=Request,
+    facts=NodeDoctor,
+    collect=_collect,
+    diagnose=diagnose,
+    view=lambda _, __, report: doctor_view(report),
+    explain=lambda request: runner.explain(request.cluster, _AGENT),
+    shown_as_typed=("only", "ignore"),
+    findings_in_view=True,
+)

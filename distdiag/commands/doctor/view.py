@@ -1,0 +1,120 @@
+"""doctor for people (what the nodes are, what is wrong, who is fit), in one line, and for node_exporter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Column
+
+from distdiag.cluster.hosts import fold_within
+from distdiag.commands.doctor.diagnose import FIT, UNFIT, UNKNOWN, WARNED
+from distdiag.output import Whole, Wrapped, plain_table
+from distdiag.program_name import as_called
+from distdiag.report import Level
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import RenderableType
+
+    from distdiag.commands.doctor.types import Doctor
+    from distdiag.report import Finding, Report
+
+_ROOM = 24
+_STYLES = {Level.FAIL: "bold red", Level.UNKNOWN: "bold yellow", Level.WARN: "bold yellow"}
+_FITS = {FIT: "bold green", WARNED: "bold yellow", UNFIT: "bold red", UNKNOWN: "bold yellow"}
+_NUMBERS = {FIT: 1, WARNED: 1, UNFIT: 0}
+
+
+def doctor_view(report: Report[Doctor]) -> Iterator[RenderableType]:
+    """Yield the facts folded over nodes, remarks, then findings, the worst last, and the verdict as the last line."""
+    yield from _facts(report.data)
+    notes = [finding for finding in report.findings if finding.level is Level.INFO]
+    if notes:
+        yield ""
+        for finding in notes:
+            yield Wrapped(f"note: {finding.title}  [{finding.id}]", margin=0, hang=6)
+    for finding in reversed([finding for finding in report.findings if finding.level is not Level.INFO]):
+        yield from _finding(finding)
+    if report.data.silenced:
+        yield ""
+        for silenced in report.data.silenced:
+            reason = f" ({silenced.reason})" if silenced.reason else ""
+            yield Wrapped(f"ignored{reason}: {silenced.title}  [{silenced.id}]", margin=0, hang=6)
+    yield ""
+    for other in report.data.unchecked:
+        yield Wrapped(f"not tested: {as_called(other)}", margin=0, hang=6)
+    yield ""
+    yield Wrapped(f"{report.verdict.upper()}: {report.summary}", margin=0, hang=2, style=_FITS[report.data.fit])
+
+
+def _facts(data: Doctor) -> Iterator[RenderableType]:
+    """Draw a row for each fact, or for each of its values where the nodes differ, the commonest first."""
+    several = len(data.nodes) > 1
+    columns = [Column("", no_wrap=True), Column("", overflow="fold"), Column("nodes", overflow="fold")]
+    table = plain_table(*columns[: 2 + several])
+    table.show_header = several
+    for label in dict.fromkeys(label for row in data.nodes for label in row.facts):
+        groups: dict[str, list[str]] = {}
+        for row in data.nodes:
+            groups.setdefault(row.facts.get(label, "?"), []).append(row.host)
+        for value, hosts in sorted(groups.items(), key=lambda group: -len(group[1])):
+            nodes = ("all" if len(groups) == 1 else fold_within(hosts, _ROOM),) if several else ()
+            table.add_row(label, value, *nodes)
+    if data.nodes:
+        yield table
+
+
+def _finding(finding: Finding) -> Iterator[RenderableType]:
+    yield ""
+    yield Whole(f"{finding.level.upper()}  {finding.id}", style=_STYLES[finding.level])
+    yield Wrapped(finding.title, margin=2)
+    yield Wrapped(finding.detail, margin=2)
+    for line in finding.evidence:
+        yield Whole(f"    {line}")
+    if finding.fix is not None:
+        yield Wrapped(f"fix: {finding.fix.text}", margin=2)
+        for command in finding.fix.commands:
+            yield Whole(f"    {as_called(command)}")
+
+
+def metrics(report: Report[Doctor], at: float) -> bytes:
+    """Format the report for node_exporter's textfile collector; `at`: seconds since 1970.
+
+    A node of which nothing is known has no value of distdiag_doctor_fit: absent is not 0.
+    """
+    lines = [
+        "# HELP distdiag_doctor_fit Whether the node is fit to start a job: 1, also with warnings, or 0.",
+        "# TYPE distdiag_doctor_fit gauge",
+        *(
+            f"distdiag_doctor_fit{_labels(node=row.host)} {_NUMBERS[row.fit]}"
+            for row in report.data.nodes
+            if row.fit in _NUMBERS
+        ),
+        "# HELP distdiag_doctor_finding A finding about the node; info: a remark.",
+        "# TYPE distdiag_doctor_finding gauge",
+        *dict.fromkeys(
+            f"distdiag_doctor_finding{_labels(node=host, id=finding.id, level=finding.level)} 1"
+            for finding in report.findings
+            for host in finding.where.hosts
+        ),
+        "# HELP distdiag_doctor_clock_offset_seconds How far the node's clock is ahead of the clock of who asked.",
+        "# TYPE distdiag_doctor_clock_offset_seconds gauge",
+        *(
+            f"distdiag_doctor_clock_offset_seconds{_labels(node=row.host)} {row.clock_offset_s:.6f}"
+            for row in report.data.nodes
+            if row.clock_offset_s is not None
+        ),
+        "# HELP distdiag_doctor_run_timestamp_seconds When doctor ran.",
+        "# TYPE distdiag_doctor_run_timestamp_seconds gauge",
+        f"distdiag_doctor_run_timestamp_seconds {at:.3f}",
+    ]
+    return ("\n".join(lines) + "\n").encode("utf-8", "replace")
+
+
+def _labels(**values: str) -> str:
+    escaped = {
+        name: str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        for name, value in values.items()
+    }
+    return "{" + ",".join(f'{name}="{value}"' for name, value in escaped.items()) + "}"
