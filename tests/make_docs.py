@@ -480,8 +480,14 @@ _BUILT = {
     "trace.stuck-rank": "a rank is outside of the collectives in which the others wait",
 }
 _LEVELS = {"info", "warn", "fail", "unknown"}
-_MAKERS = {"Finding": ("id", "level", "title"), "Problem": ("id", "goals", "level", "title")}
+_MAKERS = {
+    "Finding": ("id", "level", "title"),
+    "Problem": ("id", "goals", "level", "title"),
+    "Symptom": ("id", "level", "title"),
+}
 """What becomes a finding, with its first fields in their order."""
+_COMMAND_OF = {"Problem": "cuda-env", "Symptom": "doctor"}
+"""Whose findings they become: their ids are without it."""
 _ID = re.compile(r"[a-z][a-z0-9-]*(?:\.[a-zA-Z0-9…-]+)+")
 
 
@@ -494,14 +500,21 @@ def finding_ids(package: Path = PACKAGE) -> dict[str, Entry]:
         found[f"logs.{known['id']}"].sentences.append(_named(known["means"]))
     for known in _toml("cuda_logs.toml")["failure"]:
         found[f"cuda-env.log.{known['id']}"].sentences.append(_named(known["means"]))
-    for name, words in _BUILT.items():
+    from distdiag.commands.doctor.types import CHECKS
+
+    for name, words in {**_BUILT, **{f"doctor.{id_}": words for id_, words in CHECKS.items()}}.items():
         found[name].sentences.append(words)
-    for name in [name for name in found if name.partition(".")[2].startswith("…") or name == "logs.nccl-…"]:
+    for name in [name for name in found if _is_open(name)]:
         del found[name]  # where the parts are not in the call; these ids are in _BUILT
     for name, entry in found.items():
         if name.startswith("cuda-env.log.") and not entry.sentences:
             entry.sentences += found.get(name.replace(".log.", ".", 1), Entry()).sentences
     return dict(sorted(found.items()))
+
+
+def _is_open(name: str) -> bool:
+    plain = name.partition(".")[2]
+    return plain.startswith("…") or name in ("logs.nccl-…", "doctor.log.…", "doctor.differs.…")
 
 
 def _made_by_calls(code: Code) -> dict[str, Entry]:
@@ -515,7 +528,7 @@ def _made_by_calls(code: Code) -> dict[str, Entry]:
             for bindings in code.callers(path, shown, inside):
                 code.bindings = bindings
                 for id_ in code.strings(path, words.get("id"), inside):
-                    name = id_ if maker == "Finding" else f"cuda-env.{id_}"
+                    name = f"{_COMMAND_OF[maker]}.{id_}" if maker in _COMMAND_OF else id_
                     if _ID.fullmatch(name) and name.partition(".")[0] in prefixes:
                         _note(found[name], code, path, words, inside)
             code.bindings = {}
@@ -660,6 +673,7 @@ def _cell(row: str) -> str:
 _DATA = {
     "allreduce-bench": ("commands.allreduce_bench.types:Bench",),
     "core-bt": ("commands.core_bt.types:CoreBt",),
+    "doctor": ("commands.doctor.types:Doctor",),
     "cuda-env": ("commands.cuda_env.types:CudaEnv",),
     "estimate": ("commands.estimate.diagnose:Estimate",),
     "flight-recorder": ("diagnosis.flight_recorder.types:FlightRecorder",),

@@ -28,11 +28,12 @@ _SLOW_REASONS = ("HW Slowdown", "HW Thermal Slowdown", "HW Power Brake Slowdown"
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process on a GPU; `user` is empty where it is not to be seen, as in another container."""
+    """A process on a GPU. `kind`: C computes, G draws. `user` is empty where it is not to be seen."""
 
     pid: int
     name: str
     memory_mib: int | None
+    kind: str = ""
     user: str = ""
 
 
@@ -206,7 +207,7 @@ def _processes(tree: Tree) -> tuple[GpuProcess, ...]:
         pid = _number(str(entry[""]))
         if pid is not None:
             memory = _number(_value(entry, "Used GPU Memory"))
-            found.append(GpuProcess(pid, _value(entry, "Name")[:120], memory))
+            found.append(GpuProcess(pid, _value(entry, "Name")[:120], memory, _value(entry, "Type")))
     return tuple(found)
 
 

@@ -227,6 +227,20 @@ def judge_hang(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[Render
     return report, lambda report: hang_view(report, request)
 
 
+def judge_doctor(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
+    from distdiag.commands.doctor.diagnose import diagnose
+    from distdiag.commands.doctor.subcommand import join
+    from distdiag.commands.doctor.types import Request
+    from distdiag.commands.doctor.view import doctor_view, metrics
+
+    rows, refusals, missing = told.reached
+    nodes = [join(node.host, told.more.get(node.name, ()), missing.get(node.name, "")) for node in told.machines]
+    request = Request(program="distdiag", cluster=CLUSTER)
+    report = diagnose(request, Gathered(facts=nodes, missing=missing, rows=rows, refusals=refusals))
+    assert metrics(report, 0.0).endswith(b"\n")
+    return report, doctor_view
+
+
 def judge_cores(told: Told) -> tuple[Report[Any], Callable[[Any], Iterable[RenderableType]]]:
     from distdiag.commands.core_bt.diagnose import diagnose
     from distdiag.commands.core_bt.types import Request
@@ -271,6 +285,8 @@ def readers() -> dict[str, Reader]:
     """List all that is read of nodes without ranks; imported late, as the program itself does."""
     from distdiag.commands.core_bt.collect import NodeCores
     from distdiag.commands.cuda_env.collect import Arrived, CudaFacts
+    from distdiag.commands.doctor.collect import Arrived as DoctorArrived
+    from distdiag.commands.doctor.collect import Part as DoctorPart
     from distdiag.commands.hang.collect import Part
     from distdiag.commands.ports.collect import NodePorts, ScanBatch
     from distdiag.commands.trace.fds import collect as fds
@@ -289,6 +305,7 @@ def readers() -> dict[str, Reader]:
         "cuda-env": Reader(arguments=("cuda-env",), facts=Arrived, more=CudaFacts, judge=judge_cuda),
         "pyspy-all": Reader(arguments=("pyspy-all",), facts=Processes, more=Watched, judge=judge_stacks),
         "hang": Reader(arguments=("hang", "--timeout", "10"), facts=Processes, more=Part, judge=judge_hang),
+        "doctor": Reader(arguments=("doctor",), facts=DoctorArrived, more=DoctorPart, judge=judge_doctor),
         "core-bt": Reader(arguments=("core-bt", "{core}"), facts=NodeCores, more=NodeCores, judge=judge_cores),
         "show": Reader(arguments=("trace", "show", "{lines}"), facts=NodeLines, more=NodeLines, judge=judge_lines),
         "blocked": trace("blocked", blocked.Reply, ("types", "diagnose", "view")),

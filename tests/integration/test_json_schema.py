@@ -65,7 +65,17 @@ def test_a_wrong_option_is_an_error_document(command: str) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    ["pyspy-all", "trace blocked", "trace fds", "cuda-env", "core-bt", "ports", "gpu-test", "allreduce-bench"],
+    [
+        "pyspy-all",
+        "trace blocked",
+        "trace fds",
+        "cuda-env",
+        "doctor",
+        "core-bt",
+        "ports",
+        "gpu-test",
+        "allreduce-bench",
+    ],
 )
 def test_saved_facts_that_are_not_there_are_an_error_document(words: str) -> None:
     result = distdiag(*words.split(), "--json", "--from", "/nonexistent")
@@ -89,6 +99,7 @@ def test_reports_on_a_hung_job(hung: Job, words: str) -> None:
         "ports",
         "ports 127.0.0.1:1",
         "cuda-env --for run",
+        "doctor",
         "core-bt --setup",
         "trace show /nonexistent",
         f"trace sys --from {RECORDED / 'strace'}",

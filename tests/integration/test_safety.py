@@ -80,6 +80,7 @@ KEEPING = [
     ("trace", "blocked", "--save", "{folder}"),
     ("trace", "fds", "{pid}", "--save", "{folder}"),
     ("cuda-env", "--save", "{folder}"),
+    ("doctor", "--save", "{folder}"),
     ("gpu-test", "--nproc", "2"),
     ("core-bt", "--pid", "{pid}", "--save", "{folder}"),
     ("trace", "sys", "--pid", "{pid}", "--for", "0.5", "--logs", "{folder}", "--save", "{folder}.facts"),

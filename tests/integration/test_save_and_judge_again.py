@@ -82,6 +82,7 @@ def test_of_ranks(name: str, tmp_path: Path) -> None:
 def test_of_nodes(tmp_path: Path) -> None:
     again(tmp_path / "ports", ("ports",), ("localhost:1",))
     again(tmp_path / "cuda-env", ("cuda-env",), ("--for", "build"))
+    again(tmp_path / "doctor", ("doctor",), ("--path", "/nonexistent"))
     again(tmp_path / "logs", ("logs",), (str(RECORDED_LOGS / "torchrun-raise.log.gz"),))
     again(tmp_path / "logs", ("logs",), (str(RECORDED_LOGS),))
 
@@ -96,7 +97,7 @@ def test_of_dumps(tmp_path: Path) -> None:
 
 def test_hosts_that_were_not_reached_are_kept(tmp_path: Path) -> None:
     hosts = ("--hosts", "a,b", "--via", "sh -c 'exit 7' {host}", "--env", "TOKEN=geheim")
-    for command in (("cuda-env",), ("pyspy-all",), ("hang",), ("trace", "blocked"), ("core-bt",)):
+    for command in (("cuda-env",), ("doctor",), ("pyspy-all",), ("hang",), ("trace", "blocked"), ("core-bt",)):
         found = again(tmp_path / command[-1], command, hosts)
         assert found.report["verdict"] == "unknown"
         assert {host for one in found.report["findings"] for host in one["where"]["hosts"]} == {"a", "b"}

@@ -30,6 +30,7 @@ COMMANDS = {
     "ports": ("distdiag.commands.ports.collect",),
     "core-bt": ("distdiag.commands.core_bt.collect",),
     "bundle": ("distdiag.commands.bundle.collect",),
+    "doctor": ("distdiag.commands.doctor.collect", "distdiag.facts.cuda"),
     "hang": ("distdiag.commands.hang.collect",),
     "logs": ("distdiag.facts.job_logs.collect",),
     "pyspy-all": ("distdiag.jobs.sample_stacks",),

@@ -42,6 +42,10 @@ def _cuda_env(own: Any, asked: Request) -> Any:  # noqa: ANN401 - cuda-env's req
     return replace(own, python=asked.cluster.python, timeout_s=max(2.0, asked.timeout_s / 8))
 
 
+def _doctor(own: Any, asked: Request) -> Any:  # noqa: ANN401 - doctor's request
+    return replace(own, timeout_s=max(2.0, min(10.0, asked.timeout_s / 6)))
+
+
 PARTS = (
     Part(
         "hang",
@@ -54,5 +58,11 @@ PARTS = (
         "cuda_env.check:SUBCOMMAND",
         "driver, GPUs, torch, CUDA toolkits, libraries, compilers, packages and their variables",
         _cuda_env,
+    ),
+    Part(
+        "doctor",
+        "doctor.subcommand:SUBCOMMAND",
+        "limits, disks, clock, network, GPU health, versions and the kernel's log of each node",
+        _doctor,
     ),
 )

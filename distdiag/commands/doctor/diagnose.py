@@ -39,11 +39,12 @@ def diagnose(request: Request, gathered: Gathered[NodeDoctor]) -> Report[Doctor]
     """Judge all nodes."""
     nodes = gathered.facts
     several = len(nodes) > 1
-    odd, rows = odd_findings(nodes) if several else ([], [])
+    own = _folded(nodes, several=several)
+    odd, rows = odd_findings(nodes, _said(own)) if several else ([], [])
     all_findings = [
         *host_findings(gathered.refusals, gathered.rows),
         *_incomplete(nodes),
-        *_folded(nodes, several=several),
+        *own,
         *_clocks(nodes),
         *pcie_paths.findings(COMMAND, [_pcie(node) for node in nodes]),
         *odd,
@@ -68,6 +69,10 @@ def diagnose(request: Request, gathered: Gathered[NodeDoctor]) -> Report[Doctor]
         summary=_summary(fit, exclude, findings, judged, unreached),
         interrupted=gathered.interrupted,
     )
+
+
+def _said(findings: Iterable[Finding]) -> dict[str, tuple[str, ...]]:
+    return {finding.id: finding.where.hosts for finding in findings if finding.level is not Level.INFO}
 
 
 def _left_out(request: Request, id_: str) -> bool:
@@ -268,6 +273,11 @@ def _summary(
         warnings = sum(finding.level is Level.WARN for finding in findings)
         return f"{nodes} {fit}" + (f": {counted(warnings, 'warning')}" if warnings else "")
     bad = [finding for finding in findings if finding.level in (Level.FAIL, Level.UNKNOWN)]
+    if not bad:
+        return "no node returned facts"
     more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
     start = f"; start without: --exclude={exclude}" if exclude else ""
-    return f"{fit}: {bad[0].title}{more}{start}" if bad else f"{fit}: no node returned facts"
+    if fit == UNFIT:
+        return f"not fit: {bad[0].title}{more}{start}"
+    good = sum(row.fit in (FIT, WARNED) for row in judged)
+    return f"{bad[0].title}{more}" + (f"; {counted(good, 'node')} fit" if good else "") + start

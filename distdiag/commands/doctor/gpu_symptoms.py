@@ -33,9 +33,11 @@ def gpu_symptoms(node: NodeDoctor, first_rank: int | None) -> Iterator[Symptom]:
     if gpus is None or not (gpus.driver.kernel or gpus.driver.devices or gpus.driver.hardware):
         return
     yield from _driver(gpus)
+    most_links = max((_active_links(gpu) for gpu in gpus.health.gpus), default=0)
     for gpu in gpus.health.gpus:
         name = _Name(gpu, node, first_rank)
         yield from _errors(gpu, str(name))
+        yield from _links(gpu, str(name), most_links)
         yield from _slow(gpu, str(name))
         yield from _users(gpu, str(name))
     yield from _settings(gpus.health.gpus)
@@ -148,7 +150,7 @@ def _errors(gpu: GpuHealth, name: str) -> Iterator[Symptom]:
             id="gpu.remap-failed",
             level=Level.FAIL,
             subject=name,
-            title=f"{name}: {what}: it is to be replaced",
+            title=f"{name}: {what}: it may have to be replaced",
             fix=Fix(
                 text="take it out of service, and run NVIDIA's field diagnostic", commands=(_ECC, "dcgmi diag -r 3")
             ),
@@ -166,14 +168,31 @@ def _errors(gpu: GpuHealth, name: str) -> Iterator[Symptom]:
             detail="The program that met one was ended by it. More of them soon after a reset mean a bad GPU.",
             fix=Fix(text=reset.text, commands=(_ECC, *reset.commands)),
         )
-    if gpu.inactive_links:
+    state, _, status = gpu.fabric.partition(", ")
+    if state not in ("", "Completed", "Not Supported") or status not in ("", "Success"):
+        yield Symptom(
+            id="gpu.fabric",
+            level=Level.FAIL,
+            subject=name,
+            title=f"{name}: it has not joined the NVLink fabric: {gpu.fabric}",
+            fix=Fix(text="check the fabric manager", commands=("systemctl status nvidia-fabricmanager --no-pager",)),
+        )
+
+
+def _active_links(gpu: GpuHealth) -> int:
+    return gpu.links - len(gpu.inactive_links)
+
+
+def _links(gpu: GpuHealth, name: str, most_links: int) -> Iterator[Symptom]:
+    """Judge its NVLinks beside those of the other GPUs: without a bridge, or with a small one, links are unused."""
+    if gpu.inactive_links and _active_links(gpu) < most_links:
         links = ", ".join(map(str, gpu.inactive_links))
         all_of_them = len(gpu.inactive_links) == gpu.links
         yield Symptom(
             id="gpu.nvlink",
             level=Level.WARN,
             subject=name,
-            title=f"{name}: {'all NVLinks are' if all_of_them else f'NVLink {links} is'} inactive",
+            title=f"{name}: {'all NVLinks are' if all_of_them else f'NVLink {links}:'} inactive",
             fix=Fix(
                 text="compare with the other GPUs, and read the kernel log", commands=("nvidia-smi nvlink -s", _DMESG)
             ),
@@ -188,14 +207,6 @@ def _errors(gpu: GpuHealth, name: str) -> Iterator[Symptom]:
             title=f"{name}: NVLink {worst.removeprefix('link ')} errors: {many[worst]}",
             evidence=tuple(f"{link}: {count}" for link, count in many.items()),
             fix=Fix(text="see whether they still grow", commands=(f"nvidia-smi nvlink -e -i {gpu.index}",)),
-        )
-    if gpu.fabric.partition(",")[0] not in ("", "Completed", "Not Supported"):
-        yield Symptom(
-            id="gpu.fabric",
-            level=Level.FAIL,
-            subject=name,
-            title=f"{name}: it has not joined the NVLink fabric: {gpu.fabric}",
-            fix=Fix(text="check the fabric manager", commands=("systemctl status nvidia-fabricmanager --no-pager",)),
         )
 
 
@@ -216,19 +227,22 @@ def _slow(gpu: GpuHealth, name: str) -> Iterator[Symptom]:
 
 def _users(gpu: GpuHealth, name: str) -> Iterator[Symptom]:
     """Report who is on a GPU before the job is: what another one left there takes its memory."""
-    if not gpu.processes:
+    found = [process for process in gpu.processes if "C" in process.kind and not _is_service(process)]
+    if not found:
         return
     yield Symptom(
         id="gpu.busy",
         level=Level.WARN,
         subject=name,
-        title=f"{name} is in use by {', '.join(map(_who, gpu.processes[:3]))}{' and more' * (len(gpu.processes) > 3)}",
+        title=f"{name} is in use by {', '.join(map(_who, found[:3]))}{' and more' * (len(found) > 3)}",
         detail="If no job is to run there now, it was left behind: it takes memory and time from the next job.",
         evidence=(f"memory in use: {gpu.memory_used_mib} of {gpu.memory_total_mib} MiB",),
-        fix=Fix(
-            text="see whose it is, and end it", commands=(f"ps -o pid,user,lstart,args -p {gpu.processes[0].pid}",)
-        ),
+        fix=Fix(text="see whose it is, and end it", commands=(f"ps -o pid,user,lstart,args -p {found[0].pid}",)),
     )
+
+
+def _is_service(process: GpuProcess) -> bool:
+    return any(name in process.name for name in ("nvidia-cuda-mps", "nv-hostengine", "dcgm"))
 
 
 def _who(process: GpuProcess) -> str:

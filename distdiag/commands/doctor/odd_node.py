@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.drift import differences, grouped
 from distdiag.cluster.hosts import fold, fold_within
 from distdiag.commands.doctor.types import COMMAND, DifferenceRow
-from distdiag.diagnosis.wording import counted, format_size
+from distdiag.diagnosis.wording import format_size
 from distdiag.facts.file_systems import NO_ANSWER
 from distdiag.report import Finding, Fix, Level, Where
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from distdiag.cluster.drift import Difference
     from distdiag.commands.doctor.collect import Disks, Gpus, NodeNetwork, Software, System
@@ -111,17 +111,45 @@ _HINTS = ("IFNAME", "_HCA", "_DEBUG", "_FILE", "_HOSTID", "CUDA_VISIBLE_DEVICES"
 """Variables that may well differ between nodes."""
 
 
-def odd_findings(nodes: Sequence[NodeDoctor]) -> tuple[list[Finding], list[DifferenceRow]]:
-    """Compare the nodes: findings, the most harmful first, and a row for each fact that differs."""
+_SAID_BY = {
+    "limit memlock": ("memlock",),
+    "limit nofile": ("nofile",),
+    "limit nproc": ("nproc",),
+    "limit stack": ("stack",),
+    "limit as": ("address-space",),
+    "size of /dev/shm": ("shm",),
+    "what its own host name resolves to": ("gloo-ifname",),
+}
+"""Findings that say the same of a node by itself."""
+
+
+def odd_findings(
+    nodes: Sequence[NodeDoctor], said: Mapping[str, Collection[str]]
+) -> tuple[list[Finding], list[DifferenceRow]]:
+    """Compare the nodes: findings, the most harmful first, and a row for each fact that differs.
+
+    Args:
+        nodes: at least two.
+        said: by id, the hosts of findings that are no remarks: what one of them says already is not said again.
+    """
     found = [*_all_differences(nodes)]
     ranks = list(_KINDS)
     found.sort(key=lambda pair: ranks.index(pair[0]))
     groups: dict[tuple[str, Level, tuple[str, ...]], list[Difference]] = {}
     for kind, difference in found:
         level = _level(kind, difference)
+        if _is_said(difference, said):
+            continue
         groups.setdefault((kind, level, _odd(difference)), []).append(difference)
     findings = [_finding(kind, level, odd, group) for (kind, level, odd), group in groups.items()]
     return findings, [_row(kind, difference) for kind, difference in found]
+
+
+def _is_said(difference: Difference, said: Mapping[str, Collection[str]]) -> bool:
+    label = difference.fact.lstrip("~")
+    ids = ("nic-down", "no-network") if label.startswith("state of ") else _SAID_BY.get(label, ())
+    hosts = {host for id_ in ids for host in said.get(f"{COMMAND}.{id_}", ())}
+    return bool(ids) and hosts >= set(difference.odd_hosts)
 
 
 def _all_differences(nodes: Sequence[NodeDoctor]) -> Iterator[tuple[str, Difference]]:
@@ -320,8 +348,8 @@ def _title(difference: Difference, odd: tuple[str, ...]) -> str:
     if not odd:
         return f"nodes differ: {_line(difference)}"
     value, hosts = difference.others[0]
-    others = counted(len(difference.common_hosts), "node")
-    return f"{fold_within(hosts, _ROOM)}: {label}: {value[:_ROOM]}; {difference.common[:_ROOM]} on {others}"
+    others = f"the other {len(difference.common_hosts)} nodes"
+    return f"{fold_within(hosts, _ROOM)}: {label} is {value[:_ROOM]}, {difference.common[:_ROOM]} on {others}"
 
 
 def _line(difference: Difference) -> str:

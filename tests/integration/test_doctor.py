@@ -1,0 +1,122 @@
+"""doctor on real machines: a fact of one node is changed, and both are named; nothing is said where all are equal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cluster import Network, need_network
+from cluster_slurm import Slurm, need_slurm
+from doctor_changes import CHANGES, can_limit_memory, complaints
+from support import PROGRAM, Running, distdiag, need
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+GROUPS = [list(CHANGES)[start::9] for start in range(9)]
+"""Changes that are made at the same time, each on a node of its own: three of four nodes have every fact as it was."""
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    need_network()
+    need("gcc", "prlimit", "taskset")
+    with Network(4) as made:
+        yield made
+
+
+def run(network: Network, *more: str, hosts: str = "") -> Any:  # noqa: ANN401 - subprocess' own type
+    where = ("--hosts", hosts or network.hosts, "--via", network.via)
+    return network.client.run(PROGRAM, "doctor", *where, *more, check=False, timeout=120)
+
+
+@pytest.mark.parametrize("names", GROUPS, ids=" ".join)
+def test_the_node_and_the_fact_that_was_changed_are_named(names: list[str], network: Network) -> None:
+    if not can_limit_memory():
+        names = [name for name in names if name != "cgroup-memory"]
+    nodes = dict(zip(("node2", "node3", "node4"), names, strict=False))
+    with contextlib.ExitStack() as undo:
+        for host, name in nodes.items():
+            undo.enter_context(CHANGES[name].make(network, network[host]))
+        done = run(network, "--json")
+    report = json.loads(done.stdout)
+    unnamed = {host: name for host, name in nodes.items() if not CHANGES[name].named(report, host)}
+    assert not unnamed, [(finding["id"], finding["title"]) for finding in report["findings"]]
+
+
+def test_of_equal_nodes_nothing_is_said(network: Network) -> None:
+    done = run(network, "--json")
+    report = json.loads(done.stdout)
+    assert (complaints(report), report["verdict"], report["data"]["fit"]) == ([], "ok", "fit")
+    assert all(abs(row["clock_offset_s"]) <= row["clock_uncertainty_s"] + 0.05 for row in report["data"]["nodes"])
+
+
+def test_one_line_a_status_and_a_file_for_node_exporter(network: Network, tmp_path: Path) -> None:
+    metrics = tmp_path / "doctor.prom"
+    with CHANGES["disk-full"].make(network, network["node3"]):
+        brief = run(network, "--brief", "--prom", str(metrics))
+    assert brief.returncode == 1
+    assert brief.stdout.count("\n") == 1
+    assert brief.stdout.startswith("distdiag doctor: FAIL: not fit: node3: ")
+    assert brief.stdout.endswith("--exclude=node3\n")
+    assert 'distdiag_doctor_fit{node="node3"} 0' in metrics.read_text()
+    assert metrics.stat().st_mode & 0o777 == 0o644
+    assert [path.name for path in tmp_path.iterdir()] == ["doctor.prom"]
+
+
+def test_a_node_that_is_not_there_is_left_out_and_the_others_are_judged(network: Network) -> None:
+    done = run(network, "--json", hosts="node[1-4,9]")
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["verdict"], report["data"]["exclude"]) == (3, "unknown", "node9")
+    assert {row["fit"] for row in report["data"]["nodes"]} == {"fit"}
+
+
+def test_limits_are_those_inside_the_step() -> None:
+    need_slurm()
+    need("prlimit")
+    with Slurm(2) as slurm:
+        job = slurm.allocate(2)
+        words = ("prlimit", "--nofile=700:700", PROGRAM, "doctor", "--json", "--slurm-job", str(job))
+        report = json.loads(slurm.run(*words, check=False, timeout=90).stdout)
+    (finding,) = (finding for finding in report["findings"] if finding["id"] == "doctor.nofile")
+    assert finding["where"]["hosts"] == ["mn1", "mn2"]
+    assert "700 files" in finding["title"]
+    assert "inside the launcher's step" in finding["detail"]
+
+
+def test_this_machine_alone_and_a_folder_that_it_lacks() -> None:
+    done = distdiag("doctor", "--path", "/nonexistent", "--only", "disk-error")
+    assert done.code == 0
+    assert "/nonexistent: No such file or directory" in done.out
+    assert done.out.splitlines()[-1] == "WARN: 1 node fit with warnings: 1 warning"
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("--only", "nothing"), "one of: memlock"),
+        (("--brief", "--json"), "--json has the line"),
+        (("--path", "here"), "--path /scratch"),
+        (("--prom", "/nonexistent/x.prom"), "choose a writable folder"),
+    ],
+)
+def test_wrong_usage_says_what_to_type(words: tuple[str, ...], hint: str) -> None:
+    done = distdiag("doctor", *words)
+    assert done.code == 2
+    assert hint in done.err
+
+
+def test_an_interrupt_ends_it_with_what_is_known(network: Network) -> None:
+    with CHANGES["hung-mount"].make(network, network["node3"]):
+        where = ("--hosts", network.hosts, "--via", network.via)
+        words = network.client.command()
+        running = Running("doctor", "--json", *where, wrap=tuple(words))
+        running.wait_for("reading limits")
+        running.process.send_signal(signal.SIGINT)
+        done = running.finish()
+    assert done.code == 130
+    assert done.report["exit_code"] == 130

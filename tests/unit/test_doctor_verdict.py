@@ -1,0 +1,451 @@
+"""doctor: GPU health from recorded texts, the odd node out, and the verdict; on facts alone."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from distdiag.cluster.drift import grouped
+from distdiag.cluster.targets import Cluster
+from distdiag.commands.doctor.collect import Clock, Disks, Gpus, KernelLog, Limit, NodeNetwork, Software, System
+from distdiag.commands.doctor.diagnose import diagnose
+from distdiag.commands.doctor.subcommand import _with_clock
+from distdiag.commands.doctor.types import CHECKS, NodeDoctor, Request
+from distdiag.commands.doctor.view import metrics
+from distdiag.facts import gpu_health, kernel_signs, link_counters
+from distdiag.facts.cgroups import Cgroup
+from distdiag.facts.cuda.driver import Answer, Driver, Gpu
+from distdiag.facts.file_systems import Space
+from distdiag.facts.gpu_health import GpuHealth, GpuProcess, Health
+from distdiag.facts.link_counters import Counter, Counters
+from distdiag.facts.network import Names
+from distdiag.facts.nics import IbPort, Nic
+from distdiag.gathered import Gathered
+from distdiag.knowledge import xids
+
+if TYPE_CHECKING:
+    from distdiag.commands.doctor.types import Doctor
+    from distdiag.report import Finding, Report
+
+RECORDED = Path(__file__).parents[1] / "recorded" / "gpu_health"
+GIB = 2**30
+ASKED = Request(program="distdiag", cluster=Cluster())
+
+
+def text(name: str) -> str:
+    return (RECORDED / name).read_text()
+
+
+def system(**more: object) -> System:
+    limits = (Limit("memlock", None, None), Limit("nofile", 65536, 65536), Limit("core", None, None))
+    plain = System(
+        kernel="6.8.0",
+        arch="x86_64",
+        product="",
+        up_s=1e5,
+        limits=limits,
+        may_lock=False,
+        in_step=True,
+        cpus=64,
+        cpus_online=64,
+        memory_bytes=503 * GIB,
+        available_bytes=400 * GIB,
+        cgroup=Cgroup(),
+        shm=Space("/dev/shm", 250 * GIB, 250 * GIB),
+    )
+    return replace(plain, **more)  # type: ignore[arg-type]
+
+
+def network(**more: object) -> NodeNetwork:
+    eth0 = Nic("eth0", "ethernet", ("10.0.0.1/24",), True, True, 1500, 10**10, True)
+    names = Names("n", ("10.0.0.1",), "", "n")
+    plain = NodeNetwork((eth0,), (), names, Counters(), None, "32768-60999")
+    return replace(plain, **more)  # type: ignore[arg-type]
+
+
+def gpus(health: Health, *, hardware: int | None = None, answer: Answer | None = None) -> Gpus:
+    count = len(health.gpus)
+    present = tuple(Gpu(gpu.index, gpu.name, "9.0") for gpu in health.gpus)
+    driver = Driver(
+        kernel="565.57.01",
+        kernel_file="",
+        library="",
+        library_path="",
+        hardware=count if hardware is None else hardware,
+        devices=count,
+        container="",
+        wsl=False,
+        installed=(),
+        switches=True,
+        fabric_manager="active",
+        answer=answer or Answer(nvml_status=0, cuda_status=0, cuda_count=count, present=present, visible=present),
+    )
+    return Gpus(driver, health)
+
+
+def node(host: str = "node1", **more: object) -> NodeDoctor:
+    plain = NodeDoctor(
+        host=host,
+        clock=Clock(0.0, 0.001),
+        system=system(),
+        disks=Disks((Space("/tmp", 100 * GIB, 50 * GIB, 1000, 900, "ext4", "/dev/sda1"),), ("/tmp",)),
+        network=network(),
+        software=Software("python3", python="3.12.1", torch="2.9.1+cu128", cuda="12.8", nccl="2.27.5", glibc="2.39"),
+        gpus=gpus(Health()),
+        kernel=KernelLog(()),
+    )
+    return replace(plain, **more)  # type: ignore[arg-type]
+
+
+def judged(*nodes: NodeDoctor, request: Request = ASKED) -> Report[Doctor]:
+    return diagnose(request, Gathered(facts=list(nodes)))
+
+
+def found(report: Report[Doctor]) -> dict[str, Finding]:
+    """All that is no remark, by id without the command's name."""
+    return {finding.id.removeprefix("doctor."): finding for finding in report.findings if finding.level != "info"}
+
+
+def test_a_healthy_node_is_fit() -> None:
+    for nodes in ((node(),), (node("a"), node("b"), node("c"))):
+        report = judged(*nodes)
+        assert (report.verdict, report.data.fit, found(report)) == ("ok", "fit", {})
+
+
+# GPU health, from texts of real machines.
+
+
+def h100(*changes: tuple[str, str], count: int = 1) -> Health:
+    """The recorded H100, as several GPUs; with changes the last of them is a generated text."""
+    head, _, body = text("h100_healthy.txt").partition("GPU 00000000:18:00.0\n")
+    last = body
+    for old, new in changes:
+        assert old in last
+        last = last.replace(old, new, 1)
+    bodies = [*[body] * (count - 1), last]
+    blocks = (f"GPU 00000000:{0x18 + number:02X}:00.0\n{own}\n" for number, own in enumerate(bodies))
+    return gpu_health.parse(head + "".join(blocks))
+
+
+def test_a_healthy_h100_is_read_whole_and_fit() -> None:
+    (gpu,) = h100().gpus
+    assert (gpu.name, gpu.address, gpu.recovery) == ("NVIDIA H100 80GB HBM3", "00000000:18:00.0", "None")
+    assert (gpu.uncorrectable, gpu.correctable, gpu.slowdowns, gpu.fabric) == (0, 0, (), "Completed, Success")
+    assert (gpu.power_limit_w, gpu.pcie_width, gpu.temperature_c, gpu.processes) == (700.0, "16x", 30, ())
+    assert judged(node(gpus=gpus(h100(count=8)))).verdict == "ok"
+
+
+def test_a_row_that_waits_for_a_reset_is_a_warning() -> None:
+    health = gpu_health.parse(text("a100_remap_pending.txt"))
+    assert health.gpus[0].correctable == 177
+    finding = found(judged(node(gpus=gpus(health))))["gpu.remap-pending"]
+    assert "GPU 0 (0000:10:1c.0, local rank 0)" in finding.title
+    assert finding.fix is not None
+    assert finding.fix.commands == ("sudo nvidia-smi --gpu-reset -i 0",)
+
+
+@pytest.mark.parametrize(
+    ("change", "id_", "level"),
+    [  # generated: one line of the recorded text changed
+        (("GPU Recovery Action                   : None", "GPU Recovery Action : Reset"), "gpu.reset-required", "fail"),
+        (("Remapping Failure Occurred        : No", "Remapping Failure Occurred : Yes"), "gpu.remap-failed", "fail"),
+        (("DRAM Uncorrectable            : 0", "DRAM Uncorrectable            : 2"), "gpu.ecc", "warn"),
+        (("HW Thermal Slowdown           : Not Active", "HW Thermal Slowdown : Active"), "gpu.throttled", "warn"),
+        (("State                             : Completed", "State : In Progress"), "gpu.fabric", "fail"),
+    ],
+)
+def test_what_nvidia_smi_says_of_one_of_eight(change: tuple[str, str], id_: str, level: str) -> None:
+    report = judged(node("a"), node("b", gpus=gpus(h100(change, count=8))), node("c", gpus=gpus(h100(count=8))))
+    finding = found(report)[id_]
+    assert (finding.level, finding.where.hosts) == (level, ("b",))
+    assert "GPU 7 (0000:1f:00.0, local rank 7" in finding.title
+    assert report.data.exclude == ("b" if level == "fail" else "")
+
+
+def test_the_rank_of_a_gpu_is_told_where_every_node_has_as_many() -> None:
+    bad = h100(("HW Thermal Slowdown           : Not Active", "HW Thermal Slowdown : Active"), count=8)
+    report = judged(node("a", gpus=gpus(h100(count=8))), node("b", gpus=gpus(bad)))
+    assert "local rank 7, rank 15" in found(report)["gpu.throttled"].title
+    hidden = system(variables={"CUDA_VISIBLE_DEVICES": "7,6"})
+    report = judged(node("a", gpus=gpus(bad), system=hidden))
+    assert "GPU 7 (0000:1f:00.0, local rank 0)" in found(report)["gpu.throttled"].title
+
+
+def test_words_of_a_driver_that_deprecated_them_want_no_reset() -> None:
+    health = gpu_health.parse("GPU 00000000:18:00.0\n" + text("recovery_none.txt"))
+    assert health.gpus[0].recovery == "None"
+    assert not found(judged(node(gpus=gpus(health))))
+
+
+def test_an_inactive_nvlink_is_judged_beside_the_other_gpus() -> None:
+    v100 = Health(tuple(GpuHealth(index, f"00000000:1{index}:00.0", name="V100") for index in range(4)))
+    own = text("nvlink_v100.txt")
+    others = "".join(  # generated: the other GPUs of that machine, with all links
+        own.replace("GPU 3", f"GPU {index}").replace("<inactive>", "25.781 GB/s") for index in range(3)
+    )
+    finding = found(judged(node(gpus=gpus(gpu_health.with_links(v100, others + own, "")))))["gpu.nvlink"]
+    assert "GPU 3 (0000:13:00.0, local rank 3): NVLink 3, 5: inactive" in finding.title
+    alone = gpu_health.with_links(v100, own.replace("GPU 3", "GPU 0"), "")
+    assert "gpu.nvlink" not in found(judged(node(gpus=gpus(Health(alone.gpus[:1])))))
+    # Cards that have no bridge say so too: nothing is wrong where no GPU has a link.
+    b200 = Health(v100.gpus[:3])
+    assert not found(judged(node(gpus=gpus(gpu_health.with_links(b200, text("nvlink_b200.txt"), "")))))
+
+
+def test_a_gpu_that_does_not_answer_or_is_missing() -> None:
+    lost = Answer(nvml_status=0, lost=(3,), present=(Gpu(0, "H100", "9.0"),))
+    report = judged(node(gpus=gpus(h100(), answer=lost)))
+    assert found(report)["gpu.missing"].title.startswith("GPU 3 of 1 on the PCI bus")
+    assert found(judged(node(gpus=gpus(h100(count=7), hardware=8))))["gpu.missing"].level == "fail"
+    silent = gpus(Health(error="nvidia-smi did not answer within 4 s"), hardware=8, answer=Answer(stuck="cuInit"))
+    assert set(found(judged(node(gpus=silent)))) == {"gpu.hangs"}
+
+
+def test_who_computes_on_a_gpu_is_named_and_who_draws_is_not() -> None:
+    (gpu,) = h100().gpus
+    left = GpuProcess(4711, "/usr/bin/python3", 40000, "C", "bob")
+    xorg = GpuProcess(99, "/usr/lib/xorg/Xorg", 4, "G", "root")
+    report = judged(node(gpus=gpus(Health((replace(gpu, processes=(xorg, left)),)))))
+    assert "pid 4711 of bob (python3)" in found(report)["gpu.busy"].title
+    assert not found(judged(node(gpus=gpus(Health((replace(gpu, processes=(xorg,)),))))))
+
+
+def test_processes_are_read_with_their_kind() -> None:
+    # generated in the form of NVIDIA's tool: the recorded GPU has none
+    several = "Processes\n" + "".join(
+        f"        Process ID : {pid}\n            Type : {kind}\n            Name : {name}\n"
+        f"            Used GPU Memory : {memory}\n"
+        for pid, kind, name, memory in ((4711, "C", "python", "4000 MiB"), (99, "G", "Xorg", "4 MiB"))
+    )
+    (gpu,) = h100(("Processes                             : None", several)).gpus
+    assert gpu.processes == (GpuProcess(4711, "python", 4000, "C"), GpuProcess(99, "Xorg", 4, "G"))
+
+
+# The kernel's log.
+
+
+def log(*lines: str, age_s: float = 7200.0) -> KernelLog:
+    parsed = [kernel_signs.parse(f"4,1,1,-;{line}") for line in lines]
+    return KernelLog(tuple(replace(line, age_s=age_s) for line in parsed if line is not None))
+
+
+RECORDED_LINES = [line for line in text("xids.txt").splitlines() if not line.startswith("#")]
+
+
+def test_recorded_lines_of_the_kernel_are_all_recognised() -> None:
+    kinds = [line.kind for line in log(*RECORDED_LINES).lines]
+    assert kinds.count("xid") == 8
+    assert kinds.count("gpu-lost") == 1
+    codes = [read.xid.code for line in RECORDED_LINES if (read := xids.read_line(line)) is not None]
+    assert codes == [13, 109, 63, 79, 149, 145, 94, 154]
+    assert all(xids.table()[code].means for code in codes)
+
+
+@pytest.mark.parametrize(("code", "level"), [(13, "info"), (109, "warn"), (79, "warn"), (149, "warn"), (154, "warn")])
+def test_an_xid_blames_the_gpu_or_the_program(code: int, level: str) -> None:
+    line = next(line for line in RECORDED_LINES if f": {code}," in line)
+    report = judged(node(kernel=log(line), gpus=gpus(h100())))
+    (finding,) = (finding for finding in report.findings if finding.id == "doctor.log.xid")
+    assert finding.level == level
+    assert f"Xid {code}" in finding.title
+    assert xids.SOURCE in finding.evidence
+
+
+def test_what_the_driver_wants_after_an_xid_is_told() -> None:
+    line = next(line for line in RECORDED_LINES if ": 154," in line)
+    assert "OS Reboot" in found(judged(node(kernel=log(line), gpus=gpus(h100()))))["log.xid"].title
+
+
+def test_a_memory_error_that_a_reset_has_mended_is_a_remark() -> None:
+    line = next(line for line in RECORDED_LINES if ": 63," in line)
+    mended = h100().gpus[0]
+    mended = replace(mended, address="00000000:10:1c.0")
+    assert not found(judged(node(kernel=log(line), gpus=gpus(Health((mended,))))))
+    pending = gpu_health.parse(text("a100_remap_pending.txt"))
+    finding = found(judged(node(kernel=log(line), gpus=gpus(pending))))["log.xid"]
+    assert "GPU 0 (0000:10:1c.0, local rank 0): Xid 63" in finding.title
+
+
+# Links.
+
+
+def test_counters_of_an_infiniband_port_as_sys_has_them(tmp_path: Path) -> None:
+    port = tmp_path / "sys/class/infiniband/mlx5_1/ports/1/counters"
+    port.mkdir(parents=True)
+    names = text("ib_counters.txt").split("=== ./")[1:]
+    for block in names:
+        name, _, value = block.partition(" ===\n")
+        (port / name).write_text(value)
+    iwarp = tmp_path / "sys/class/infiniband/i40iw0/ports/1/counters"
+    iwarp.mkdir(parents=True)
+    for line in text("iwarp_counters.txt").splitlines():
+        path, _, value = line.partition(":N/A")
+        (iwarp / path.rpartition("/")[2].partition(":")[0]).write_text("N/A" + value)
+    read = {(counter.link, counter.name): counter.value for counter in link_counters.sample(0.0, str(tmp_path)).links}
+    assert read[("mlx5_1:1", "link_downed")] == 255
+    assert read[("mlx5_1:1", "excessive_buffer_overrun_errors")] == 15
+    assert not [link for link, _ in read if link.startswith("i40iw0")]
+
+
+def test_counters_warn_where_they_grow_and_not_for_what_was() -> None:
+    was = Counter("mlx5_1:1", "link_downed", 255, 0)
+    grows = Counter("mlx5_1:1", "symbol_error", 300, 3)
+    quiet = network(counters=Counters(1.0, (was,), tcp_sent=10_000, tcp_resent=20))
+    assert not found(judged(node(network=quiet)))
+    loud = network(counters=Counters(1.0, (was, grows), tcp_sent=10_000, tcp_resent=900))
+    assert set(found(judged(node(network=loud)))) == {"link-errors", "retransmits"}
+
+
+def ports(*states: str) -> tuple[IbPort, ...]:
+    physical = {"ACTIVE": "LinkUp", "INIT": "LinkUp", "DOWN": "Polling"}
+    return tuple(
+        IbPort(f"mlx5_{number}", 1, state, physical[state], "InfiniBand", 400 * 10**9, ())
+        for number, state in enumerate(states)
+    )
+
+
+@pytest.mark.parametrize(
+    ("states", "warned"),
+    [
+        (("ACTIVE",) * 8, False),
+        (("ACTIVE",) * 7 + ("DOWN",), True),
+        (("ACTIVE", "DOWN"), False),
+        (("ACTIVE", "INIT"), True),
+    ],
+)
+def test_a_port_that_is_down_among_many_is_a_fault_and_an_unused_second_one_is_not(
+    states: tuple[str, ...], warned: bool
+) -> None:
+    assert ("rdma-down" in found(judged(node(network=network(ib_ports=ports(*states)))))) is warned
+
+
+@pytest.mark.parametrize(
+    ("soft", "may_lock", "level"), [(8 * 2**20, False, "fail"), (GIB, False, "warn"), (8 * 2**20, True, None)]
+)
+def test_locked_memory_matters_to_rdma(soft: int, may_lock: bool, level: str | None) -> None:
+    limited = system(limits=(Limit("memlock", soft, soft),), may_lock=may_lock)
+    assert "memlock" not in found(judged(node(system=limited)))
+    finding = found(judged(node(system=limited, network=network(ib_ports=ports("ACTIVE"))))).get("memlock")
+    assert (finding.level if finding is not None else None) == level
+
+
+# The odd node out.
+
+
+def test_numbers_that_are_nearly_equal_are_the_same() -> None:
+    sizes = {"a": 503.1, "b": 503.2, "c": 503.1, "d": 251.6}
+    names = grouped(sizes, 0.02, lambda number: f"{number} GiB")
+    assert names == {
+        "a": "503.1 GiB to 503.2 GiB",
+        "b": "503.1 GiB to 503.2 GiB",
+        "c": "503.1 GiB to 503.2 GiB",
+        "d": "251.6 GiB",
+    }
+
+
+def memory(*sizes: float) -> list[NodeDoctor]:
+    return [node(f"n{number}", system=system(memory_bytes=int(size * GIB))) for number, size in enumerate(sizes)]
+
+
+def test_a_node_with_half_the_memory_is_named() -> None:
+    assert not found(judged(*memory(503.1, 503.2, 503.1)))
+    finding = found(judged(*memory(503.1, 503.2, 251.6, 503.1)))["differs.memory"]
+    assert (finding.where.hosts, finding.level) == (("n2",), "warn")
+    assert "n2: memory is 251.6 GiB" in finding.title
+
+
+def test_of_two_nodes_none_is_accused() -> None:
+    report = judged(node("a"), node("b", software=Software("python3", python="3.12.1", torch="2.8.0", cuda="12.8")))
+    finding = found(report)["differs.torch"]
+    assert finding.where.hosts == ()
+    assert finding.title.startswith("nodes differ: torch: ")
+    assert {row.fit for row in report.data.nodes} == {"fit"}
+
+
+def test_what_harms_most_comes_first() -> None:
+    odd = node(
+        "c",
+        software=Software("python3", python="3.12.1", torch="2.9.1+cu128", cuda="12.8", nccl="2.26.2", glibc="2.35"),
+        system=system(kernel="5.15.0", variables={"NCCL_DEBUG": "INFO", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}),
+    )
+    report = judged(node("a"), node("b"), odd)
+    order = [finding.id.removeprefix("doctor.differs.") for finding in report.findings if "differs" in finding.id]
+    assert order == ["debug", "nccl", "environment", "system"]
+    assert (report.verdict, report.data.exclude) == ("fail", "c")
+
+
+def test_interfaces_with_other_names_are_one_difference_and_not_one_for_each_of_their_facts() -> None:
+    other = Nic("ens3", "ethernet", ("10.0.0.3/24",), True, True, 9000, 10**11, True)
+    names = Names("n", ("10.0.0.3",), "", "n")
+    report = judged(node("a"), node("b"), node("c", network=network(nics=(other,), names=names)))
+    assert [row.fact for row in report.data.differences] == ["interfaces with an address"]
+
+
+def test_a_part_that_did_not_come_is_no_difference_and_not_fine() -> None:
+    report = judged(node("a"), node("b"), node("c", disks=None, late=("disks",)))
+    assert (report.verdict, set(found(report)), report.data.exclude) == ("unknown", {"incomplete"}, "c")
+
+
+# Clocks.
+
+
+def test_the_clock_that_is_off_is_named_and_not_those_beside_an_asker_who_is() -> None:
+    assert not found(judged(*(node(name, clock=Clock(7.0, 0.01)) for name in "abc")))
+    off = judged(node("a"), node("b"), node("c", clock=Clock(-3.0, 0.01)))
+    assert (found(off)["clock"].where.hosts, found(off)["clock"].level) == (("c",), "warn")
+    assert "3.0 s behind" in found(off)["clock"].title
+    assert found(judged(node("a"), node("b"), node("c", clock=Clock(40.0, 0.01))))["clock"].level == "fail"
+    assert not found(judged(node("a"), node("b", clock=Clock(1.5, 0.9)), node("c")))  # within what is uncertain
+
+
+def test_half_the_round_trip_is_the_uncertainty() -> None:
+    from distdiag.commands.doctor.collect import Part
+
+    clock = _with_clock(Part(time_s=1000.25), 1000.0, 1000.1).clock
+    assert clock is not None
+    assert (round(clock.offset_s, 6), round(clock.uncertainty_s, 6)) == (0.2, 0.05)
+
+
+# The verdict.
+
+
+def full(host: str) -> NodeDoctor:
+    return node(host, disks=Disks((Space("/tmp", 100 * GIB, 0, 1000, 900, "ext4", "/dev/sda1"),), ("/tmp",)))
+
+
+def test_nodes_to_leave_out_are_folded_as_slurm_takes_them() -> None:
+    report = judged(*(node(f"node{number}") for number in range(1, 6)), full("node7"), full("node8"))
+    assert report.data.exclude == "node[7-8]"
+    assert report.summary.endswith("start without: --exclude=node[7-8]")
+    assert judged(full("a"), full("b")).data.exclude == ""  # nobody would be left
+
+
+def test_only_and_ignore_choose_findings() -> None:
+    report = judged(full("a"), node("b"), request=replace(ASKED, ignore=(("disk-full", "known"),)))
+    assert (report.verdict, report.data.silenced[0].reason) == ("ok", "known")
+    assert judged(full("a"), node("b"), request=replace(ASKED, only=("clock",))).verdict == "ok"
+
+
+def test_a_full_mount_that_no_job_writes_to_is_no_fault() -> None:
+    data = Space("/data", 100 * GIB, 0, 0, 0, "nfs4", "filer:/data", read_only=True)
+    assert not found(judged(node(disks=Disks((data,), ()))))
+
+
+def test_every_finding_can_be_chosen() -> None:
+    source = Path(__file__).parents[2] / "distdiag" / "commands" / "doctor"
+    made = subprocess.run(
+        ["grep", "-rhoE", r'id="[a-z.-]+"', str(source)], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert {word.split('"')[1] for word in made} <= set(CHECKS)
+
+
+def test_metrics_are_what_node_exporter_reads() -> None:
+    lines = metrics(judged(node('we"ird'), full("b")), 1000.0).decode().splitlines()
+    assert 'distdiag_doctor_fit{node="we\\"ird"} 1' in lines
+    assert 'distdiag_doctor_fit{node="b"} 0' in lines
+    assert 'distdiag_doctor_finding{node="b",id="doctor.disk-full",level="fail"} 1' in lines
+    assert len(lines) == len(set(lines))
