@@ -97,7 +97,7 @@ _SUBCOMMANDS: tuple[Sub, ...] = (
     ),
     Sub("core-bt", "core_bt.command:core_bt", "Show what crashed, in which thread, in Python and C, and why."),
     Sub("logs", "logs.command:logs", "Name the rank that failed first, and why, from a job's logs."),
-    Sub("doctor", "doctor.command:doctor", "Check before a job whether the nodes are fit; name the odd one out."),
+    Sub("doctor", "doctor.command:doctor", "Check before a job whether the nodes are fit; name the node that differs."),
     Sub("ports", "ports.command:ports", "Test the network between nodes, in both directions, and NIC selection."),
     Sub("cuda-env", "cuda_env.command:cuda_env", "Show why CUDA does not run or build here, and how to fix it."),
     Sub(

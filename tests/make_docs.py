@@ -502,8 +502,10 @@ def finding_ids(package: Path = PACKAGE) -> dict[str, Entry]:
         found[f"cuda-env.log.{known['id']}"].sentences.append(_named(known["means"]))
     from distdiag.commands.doctor.types import CHECKS
 
-    for name, words in {**_BUILT, **{f"doctor.{id_}": words for id_, words in CHECKS.items()}}.items():
+    for name, words in _BUILT.items():
         found[name].sentences.append(words)
+    for id_, words in CHECKS.items():
+        found[f"doctor.{id_}"].sentences.insert(0, words)
     for name in [name for name in found if _is_open(name)]:
         del found[name]  # where the parts are not in the call; these ids are in _BUILT
     for name, entry in found.items():
@@ -539,7 +541,8 @@ def _note(
     entry: Entry, code: Code, path: Path, words: dict[str | None, ast.expr], inside: list[ast.FunctionDef]
 ) -> None:
     level = words.get("level")
-    if not (isinstance(level, ast.Attribute) and level.attr == "level" and "cuda_env" in path.parts):  # of a Problem
+    made = {"cuda_env", "doctor"} & set(path.parts)  # of a Problem or a Symptom
+    if not (isinstance(level, ast.Attribute) and level.attr == "level" and made):
         entry.levels |= code.strings(path, level, inside) & _LEVELS
     for text in code.texts(path, words.get("title"), inside):
         if len(re.sub(r"\{[^}]*\}|[^a-z]", "", text)) > 8 and text not in entry.sentences:

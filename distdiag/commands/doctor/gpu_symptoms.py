@@ -142,7 +142,7 @@ def _errors(gpu: GpuHealth, name: str) -> Iterator[Symptom]:
         words = f"{name} does not respond: {gpu.broken}"
         yield Symptom(id="gpu.missing", level=Level.FAIL, subject=name, title=words, fix=reset)
     if gpu.recovery not in ("", "None"):
-        words = f"{name}: the driver wants it recovered: {gpu.recovery}"
+        words = f"{name}: the driver requests its recovery: {gpu.recovery}"
         yield Symptom(id="gpu.reset-required", level=Level.FAIL, subject=name, title=words, fix=reset)
     if gpu.remap_failed or gpu.sram_threshold:
         what = "remapping a bad memory row failed" if gpu.remap_failed else "the threshold of SRAM errors is exceeded"
@@ -165,7 +165,7 @@ def _errors(gpu: GpuHealth, name: str) -> Iterator[Symptom]:
             level=Level.WARN,
             subject=name,
             title=f"{name}: {counted(gpu.uncorrectable, 'uncorrectable memory error')} since its last reset",
-            detail="The program that met one was ended by it. More of them soon after a reset mean a bad GPU.",
+            detail="The program that hit it was killed. More of them soon after a reset mean a bad GPU.",
             fix=Fix(text=reset.text, commands=(_ECC, *reset.commands)),
         )
     state, _, status = gpu.fabric.partition(", ")
@@ -286,7 +286,7 @@ def _xids(node: NodeDoctor, first_rank: int | None) -> Iterator[Symptom]:
             level=_xid_level(parsed, own),
             subject=f"{code} {address}",
             title=f"{name}: Xid {code}, {means}{wanted}; {format_duration(age_s)} ago",
-            detail="If the GPU was reset since, that mended it."
+            detail="If the GPU was reset since, that fixed it."
             if parsed.xid.blames in ("gpu", "memory") and own
             else "",
             evidence=(text, xids.SOURCE),

@@ -111,7 +111,7 @@ def _of_whom(system: System) -> str:
     """Say whose limit it is: a login's is often another one than that of the daemon that starts jobs."""
     if system.in_step:
         return "This is the limit inside the launcher's step."
-    return "This is the limit of a login; inside a job of a batch system it may be another one: run doctor there."
+    return "This is the limit of a login; inside a job of a batch system it may differ: run doctor there."
 
 
 def _raise(limit: Limit, value: str, system: System) -> Fix:

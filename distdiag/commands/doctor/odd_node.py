@@ -71,7 +71,7 @@ _KINDS = {
     ),
     "rdma": _Kind(
         Level.WARN,
-        "NCCL pairs the rails of the nodes: one that is missing or slower slows down all of them.",
+        "NCCL pairs the rails of the nodes: a rail that is missing or slower slows down all of them.",
         "check these ports: ibstat",
     ),
     "network": _Kind(
@@ -91,7 +91,7 @@ _KINDS = {
     ),
     "mounts": _Kind(
         Level.WARN,
-        "Ranks there do not find their data, code or checkpoints, or write them where nobody reads them.",
+        "Ranks there do not find their data, code or checkpoints, or write them where they are lost.",
         "mount the same file systems on all nodes",
     ),
     "memory": _Kind(
@@ -360,5 +360,5 @@ def _line(difference: Difference) -> str:
 def _row(kind: str, difference: Difference) -> DifferenceRow:
     values = {difference.common: difference.common_hosts, **dict(difference.others)}
     return DifferenceRow(
-        id=f"{COMMAND}.differs.{kind}", fact=difference.fact.lstrip("~"), values=values, odd=_odd(difference)
+        id=f"{COMMAND}.differs.{kind}", fact=difference.fact.lstrip("~"), values=values, outliers=_odd(difference)
     )

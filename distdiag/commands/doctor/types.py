@@ -55,7 +55,7 @@ CHECKS = {
     "gpu.driver-mismatch": "kernel module and libraries of the driver differ",
     "gpu.init": "the driver fails to initialize",
     "gpu.smi": "nvidia-smi does not answer",
-    "gpu.reset-required": "the driver wants a GPU or the node reset",
+    "gpu.reset-required": "the driver requests a reset of a GPU or the node",
     "gpu.remap-failed": "remapping a memory row failed",
     "gpu.remap-pending": "a memory row waits for a reset to be remapped",
     "gpu.ecc": "uncorrectable memory errors",
@@ -140,12 +140,12 @@ class Symptom:
 
 @dataclass(frozen=True, kw_only=True)
 class DifferenceRow:
-    """A fact that is not the same on all nodes: value -> hosts. `odd`: hosts without what most have; none in a tie."""
+    """A fact that is not the same on all nodes: value -> hosts. `outliers`: hosts without what most have, if any."""
 
     id: str
     fact: str
     values: dict[str, tuple[str, ...]]
-    odd: tuple[str, ...]
+    outliers: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
