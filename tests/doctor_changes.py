@@ -175,12 +175,12 @@ def can_limit_memory() -> bool:
 
 _OVER_HOME = ("umount -l $HOME",)
 CHANGES: dict[str, Change] = {
-    "memlock": Change(started_by("prlimit", "--memlock=65536:65536"), ("differs.limits",), "limit memlock"),
+    "memlock": Change(started_by("prlimit", "--memlock=65536:65536"), ("differs.limits",), "memlock limit"),
     "nofile": Change(started_by("prlimit", "--nofile=512:512"), ("nofile",), "512 files"),
     "nproc": Change(started_by("prlimit", "--nproc=500:500"), ("nproc",), "500 processes"),
-    "core": Change(started_by("prlimit", "--core=1048576:1048576"), ("differs.limits",), "limit core"),
-    "stack": Change(started_by("prlimit", "--stack=4194304:4194304"), ("differs.limits",), "limit stack"),
-    "address-space": Change(started_by("prlimit", f"--as={16 * 2**30}"), ("differs.limits",), "limit as"),
+    "core": Change(started_by("prlimit", "--core=1048576:1048576"), ("differs.limits",), "core limit"),
+    "stack": Change(started_by("prlimit", "--stack=4194304:4194304"), ("differs.limits",), "stack limit"),
+    "address-space": Change(started_by("prlimit", f"--as={16 * 2**30}"), ("differs.limits",), "address space limit"),
     "shm-size": Change(
         commands("mount -o remount,size=1G /dev/shm", after=("mount -o remount,size=50% /dev/shm",)),
         ("differs.shm",),

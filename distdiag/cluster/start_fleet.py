@@ -44,6 +44,8 @@ class Agent:
     rank: str | None = None
     carries: tuple[str, ...] = ()
     examines_python: bool = False
+    start_s: float = _START_S
+    """How long a host may take to start it, beside what many hosts at once take."""
 
     def pack(self, cluster: Cluster, *, here: bool, hosts: int = 1) -> bytes:
         """Pack sources and orders into what boot.START reads; `here`: on this machine, where no connection is cut."""
@@ -78,7 +80,7 @@ def open_fleet(cluster: Cluster, targets: Targets, agent: Agent) -> Fleet:
         UsageError: an option cannot be read.
         DistdiagError: the tool that the way needs is not here.
     """
-    limits = Limits(start_s=cluster.host_timeout_s or _START_S + more_for(len(targets.hosts)))
+    limits = Limits(start_s=cluster.host_timeout_s or agent.start_s + more_for(len(targets.hosts)))
     if targets.launcher in (Launcher.SLURM, Launcher.MPI):
         return Fleet(targets.hosts, _step(cluster, targets, agent, limits), b"", agent.facts, limits)
     payload = agent.pack(cluster, here=targets.launcher is None, hosts=len(targets.hosts))

@@ -233,6 +233,16 @@ def describe(targets: Targets) -> str:
     return f"{count} host{'s' if count > 1 else ''} ({names}) by {targets.launcher}"
 
 
+def python_here(name: str) -> str:
+    """Return the path of the interpreter that --python names on this machine; empty for none. Raises UsageError."""
+    if not name:
+        return ""
+    found = shutil.which(name)
+    if found is None:
+        raise UsageError(f"--python {name}: program not found", hint="give the path of a Python interpreter")
+    return os.path.abspath(found)
+
+
 def chosen_env(cluster: Cluster) -> dict[str, str]:
     """Read --env: NAME=VALUE, or NAME for the value that it has here. Raises UsageError."""
     chosen = {}

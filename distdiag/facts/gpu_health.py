@@ -98,7 +98,8 @@ def read(timeout_s: float) -> Health:
         words = (text + done.stderr.decode("utf-8", "replace")).strip().splitlines()
         return Health(error=f"nvidia-smi: {words[-1].strip()[:160]}" if words else f"nvidia-smi: status {done.status}")
     health = _with_users(health)
-    answers = [programs.run(["nvidia-smi", "nvlink", option], timeout_s=timeout_s) for option in ("-s", "-e")]
+    left_s = max(1.0, (timeout_s - done.elapsed_s) / 2)
+    answers = [programs.run(["nvidia-smi", "nvlink", option], timeout_s=left_s) for option in ("-s", "-e")]
     return with_links(health, *(answer.stdout.decode("utf-8", "replace") for answer in answers))
 
 

@@ -93,8 +93,8 @@ def read(pids: Sequence[int], *, since_s: float) -> KernelSigns:
     )
 
 
-def kernel_log(since_s: float) -> tuple[tuple[KernelLine, ...], str]:
-    """Read the lines of the kernel's log that say something, none older than `since_s`; or why it cannot be read."""
+def kernel_log(since_s: float, *, most: int = _MOST_LINES) -> tuple[tuple[KernelLine, ...], str]:
+    """Read the newest lines of the kernel's log that say something, none older than `since_s`; or why it fails."""
     try:
         descriptor = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -105,7 +105,7 @@ def kernel_log(since_s: float) -> tuple[tuple[KernelLine, ...], str]:
         return (), f"/dev/kmsg: {error.strerror}"
     finally:
         os.close(descriptor)
-    return tuple(found[-_MOST_LINES:]), ""
+    return tuple(found[-most:]), ""
 
 
 def _records(descriptor: int) -> Iterator[str]:

@@ -139,6 +139,29 @@ def test_a_healthy_h100_is_read_whole_and_fit() -> None:
     assert judged(node(gpus=gpus(h100(count=8)))).verdict == "ok"
 
 
+SHIM = """#!/bin/sh
+case "$*" in
+"-q") cat "{folder}/h100_healthy.txt";;
+"nvlink -s") sed 's/GPU 3/GPU 0/' "{folder}/nvlink_v100.txt";;
+"nvlink -e") exit 3;;
+esac
+"""
+
+
+def test_nvidia_smi_is_asked_and_one_that_hangs_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert gpu_health.read(5.0).error == "nvidia-smi is not on this node's PATH"
+    program.write_text(SHIM.format(folder=RECORDED))
+    program.chmod(0o755)
+    (gpu,) = gpu_health.read(20.0).gpus
+    assert (gpu.name, gpu.links, gpu.inactive_links) == ("NVIDIA H100 80GB HBM3", 6, (3, 5))
+    program.write_text("#!/bin/sh\nsleep 60\n")
+    assert gpu_health.read(0.5).error == "nvidia-smi did not answer within 0.5 s"
+    program.write_text("#!/bin/sh\necho 'No devices were found'; exit 6\n")
+    assert gpu_health.read(20.0).error == "nvidia-smi: No devices were found"
+
+
 def test_a_row_that_waits_for_a_reset_is_a_warning() -> None:
     health = gpu_health.parse(text("a100_remap_pending.txt"))
     assert health.gpus[0].correctable == 177
@@ -199,10 +222,33 @@ def test_an_inactive_nvlink_is_judged_beside_the_other_gpus() -> None:
 def test_a_gpu_that_does_not_answer_or_is_missing() -> None:
     lost = Answer(nvml_status=0, lost=(3,), present=(Gpu(0, "H100", "9.0"),))
     report = judged(node(gpus=gpus(h100(), answer=lost)))
-    assert found(report)["gpu.missing"].title.startswith("GPU 3 of 1 on the PCI bus")
-    assert found(judged(node(gpus=gpus(h100(count=7), hardware=8))))["gpu.missing"].level == "fail"
+    assert found(report)["gpu.missing"].title == "GPU 3 does not respond"
+    seven = gpus(h100(count=7), hardware=8)
+    assert found(judged(node(gpus=seven, system=system(in_step=False))))["gpu.missing"].level == "fail"
     silent = gpus(Health(error="nvidia-smi did not answer within 4 s"), hardware=8, answer=Answer(stuck="cuInit"))
     assert set(found(judged(node(gpus=silent)))) == {"gpu.hangs"}
+
+
+def test_a_share_of_the_gpus_is_no_fault() -> None:
+    """Of a job, or of a container: the bus has all of them, and NVML may open some."""
+    two = gpus(h100(count=2), hardware=8)
+    assert not found(judged(node(gpus=two)))
+    others = Answer(nvml_status=0, lost=(2, 3), blocked=(2, 3), present=two.driver.answer.present)
+    shared = gpus(h100(count=2), hardware=8, answer=others)
+    assert not found(judged(node(gpus=shared, system=system(in_step=False))))
+
+
+def test_health_that_is_not_known_is_not_shown_as_fine() -> None:
+    silent = "nvidia-smi did not answer within 20 s"
+    answers = h100(count=8)
+    known = gpus(answers)
+    assert found(judged(node(gpus=replace(known, health=Health(error=silent)))))["gpu.smi"].level == "unknown"
+    nothing = gpus(Health(error=silent), hardware=8, answer=Answer(nvml_status=9))
+    assert found(judged(node(gpus=nothing)))["gpu.smi"].level == "fail"
+    absent = Health(error="nvidia-smi is not on this node's PATH")
+    assert found(judged(node(gpus=replace(known, health=absent))))["gpu.smi"].level == "warn"
+    login_node = gpus(Health(error="nvidia-smi: No devices were found"), answer=Answer(nvml_status=0, cuda_status=100))
+    assert not found(judged(node(gpus=login_node)))
 
 
 def test_who_computes_on_a_gpu_is_named_and_who_draws_is_not() -> None:
@@ -300,6 +346,23 @@ def test_counters_warn_where_they_grow_and_not_for_what_was() -> None:
     assert set(found(judged(node(network=loud)))) == {"link-errors", "retransmits"}
 
 
+def test_a_link_that_flaps_is_named_beside_the_other_nodes() -> None:
+    def downs(host: str, count: int) -> NodeDoctor:
+        counters = Counters(1.0, (Counter("mlx5_1:1", "link_downed", count, 0),))
+        return node(host, network=network(ib_ports=ports("ACTIVE", "ACTIVE"), counters=counters))
+
+    finding = found(judged(downs("a", 1), downs("b", 255), downs("c", 2)))["link-flaps"]
+    assert finding.where.hosts == ("b",)
+    assert "mlx5_1:1 went down 255 times" in finding.title
+    assert not found(judged(downs("a", 12), downs("b", 14), downs("c", 11)))  # the whole fabric was serviced
+    assert not found(judged(downs("a", 255)))  # alone: a remark
+
+
+def test_retries_of_a_busy_fabric_are_no_warning() -> None:
+    busy = network(counters=Counters(1.0, (Counter("mlx5_1:1", "out_of_sequence", 9000, 40),)))
+    assert not found(judged(node(network=busy)))
+
+
 def ports(*states: str) -> tuple[IbPort, ...]:
     physical = {"ACTIVE": "LinkUp", "INIT": "LinkUp", "DOWN": "Polling"}
     return tuple(
@@ -321,6 +384,12 @@ def test_a_port_that_is_down_among_many_is_a_fault_and_an_unused_second_one_is_n
     states: tuple[str, ...], warned: bool
 ) -> None:
     assert ("rdma-down" in found(judged(node(network=network(ib_ports=ports(*states)))))) is warned
+
+
+def test_ports_that_are_down_on_all_nodes_are_not_cabled() -> None:
+    unused = network(ib_ports=ports(*("ACTIVE",) * 8, "DOWN"))
+    assert not found(judged(*(node(host, network=unused) for host in "abc")))
+    assert found(judged(node("a", network=unused), node("b"), node("c")))["rdma-down"].where.hosts == ("a",)
 
 
 @pytest.mark.parametrize(

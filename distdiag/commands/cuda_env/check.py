@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from distdiag import runner
 from distdiag.cluster.start_fleet import Agent
+from distdiag.cluster.targets import python_here
 from distdiag.commands.cuda_env.collect import Arrived, CudaFacts
 from distdiag.commands.cuda_env.diagnose import diagnose
 from distdiag.commands.cuda_env.types import COMMAND, Request
 from distdiag.commands.cuda_env.view import cuda_env_view
-from distdiag.errors import UsageError
 from distdiag.output import say
 from distdiag.runner import Asks, Question, Subcommand
 
@@ -46,17 +46,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[CudaFacts]:
 
 def _ask(request: Request, *, local: bool) -> dict[str, object]:
     """Return what to look at. On other hosts the node side itself runs in the interpreter that --python names."""
-    python = ""
-    if local and request.python:
-        import os
-        import shutil
-
-        python = shutil.which(request.python) or ""
-        if not python:
-            raise UsageError(
-                f"--python {request.python}: program not found", hint="give the path of a Python interpreter"
-            )
-        python = os.path.abspath(python)
+    python = python_here(request.python) if local else ""
     return {"goal": str(request.goal), "python": python, "timeout_s": request.timeout_s, "root": ""}
 
 

@@ -55,6 +55,8 @@ _MOUNT_S = 3.0
 _NAMES_S = 3.0
 _COUNTERS_S = 1.0
 _LOG_AGE_S = 7 * 86400.0
+_MOST_LINES, _KEPT_LINES = 100_000, 100
+_SLACK_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -177,19 +179,19 @@ def facts(ask: dict[str, Any]) -> Arrived:
 
 
 def more(ask: dict[str, Any], tell: Callable[[Part], None]) -> None:
-    """Read this node: {"paths": further folders to look at, "timeout_s": for each part}."""
+    """Read this node: {"paths": further folders, "timeout_s": for each part, "python": its packages; "": our own}."""
     tell(Part(time_s=time.time()))
     parts: dict[str, Callable[[], Any]] = {
         "system": _system,
         "disks": lambda: _disks(ask["paths"]),
         "network": _network,
-        "software": lambda: _software(ask["timeout_s"]),
+        "software": lambda: _software(ask["python"] or sys.executable, ask["timeout_s"]),
         "gpus": lambda: _gpus(ask["timeout_s"]),
-        "kernel": lambda: KernelLog(*kernel_signs.kernel_log(_LOG_AGE_S)),
+        "kernel": _kernel,
     }
     failed: dict[str, str] = {}
     work = {name: partial(_or_none, name, read, failed) for name, read in parts.items()}
-    found, late = deadlines.together(work, patience_s=ask["timeout_s"] + 1.0)
+    found, late = deadlines.together(work, patience_s=ask["timeout_s"] + _SLACK_S)
     tell(Part(**{name: value for name, value in found.items() if value is not None}, late=tuple(late), failed=failed))
 
 
@@ -259,11 +261,11 @@ def _network() -> NodeNetwork:
     )
 
 
-def _software(timeout_s: float) -> Software:
-    """Read what this Python would import, from its files: torch itself is never imported."""
-    python = environment.interpreter(sys.executable, timeout_s=timeout_s)
+def _software(executable: str, timeout_s: float) -> Software:
+    """Read what a Python would import, from its files: torch itself is never imported."""
+    python = environment.interpreter(executable, timeout_s=timeout_s)
     if python.error:
-        return Software(sys.executable, error=python.error)
+        return Software(executable, error=python.error)
     packages = {package.name: package.version for package in environment.packages(python.paths)}
     torch = torchfiles.read_torch(python)
     return Software(
@@ -273,9 +275,23 @@ def _software(timeout_s: float) -> Software:
         cuda=torch.cuda if torch is not None else "",
         hip=torch.hip if torch is not None else "",
         nccl=next((version for name, version in packages.items() if name.startswith("nvidia-nccl")), ""),
-        glibc=(os.confstr("CS_GNU_LIBC_VERSION") or "").rpartition(" ")[2],
+        glibc=_glibc(),
         ofed=machine.read_text("/sys/module/mlx5_core/version").strip(),
     )
+
+
+def _glibc() -> str:
+    try:
+        return (os.confstr("CS_GNU_LIBC_VERSION") or "").rpartition(" ")[2]
+    except (ValueError, OSError):  # musl
+        return ""
+
+
+def _kernel() -> KernelLog:
+    """Read the kernel's log: the newest line of each Xid and GPU, and of each other kind."""
+    lines, error = kernel_signs.kernel_log(_LOG_AGE_S, most=_MOST_LINES)
+    newest = {(line.kind, line.text.partition(",")[0] if line.kind == "xid" else ""): line for line in lines}
+    return KernelLog(tuple(newest.values())[-_KEPT_LINES:], error)
 
 
 def _gpus(timeout_s: float) -> Gpus:
@@ -284,9 +300,9 @@ def _gpus(timeout_s: float) -> Gpus:
     if not (quick.kernel or quick.devices or quick.wsl):
         return Gpus(quick, Health(error="no NVIDIA driver"))
     work: dict[str, Callable[[], Any]] = {
-        "driver": lambda: driver.look(places, ask=True, timeout_s=timeout_s * 0.8),
-        "health": lambda: gpu_health.read(timeout_s * 0.4),
+        "driver": lambda: driver.look(places, ask=True, timeout_s=timeout_s),
+        "health": lambda: gpu_health.read(timeout_s),
     }
-    found, _ = deadlines.together(work, patience_s=timeout_s)
+    found, _ = deadlines.together(work, patience_s=timeout_s + _SLACK_S / 2)
     late = Health(error=f"nvidia-smi did not answer within {timeout_s:g} s")
     return Gpus(found.get("driver", quick), found.get("health", late))

@@ -36,7 +36,7 @@ def doctor(
     ] = None,
     timeout: Annotated[
         float, typer.Option(min=2.0, max=600.0, metavar="SECONDS", help="Longest time for a node to read itself.")
-    ] = 10.0,
+    ] = 20.0,
     save: SaveOpt = "",
     from_: FromOpt = None,
     as_json: JsonOpt = False,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 FIT, WARNED, UNFIT, UNKNOWN = "fit", "fit with warnings", "not fit", "unknown"
 _LATE_CLOCK_S, _WRONG_CLOCK_S = 1.0, 15.0
 """torchrun takes a node whose clock is 15 s off for dead (keep-alives of the c10d rendezvous, 3 x 5 s)."""
+_MANY_FLAPS, _FLAPS_RATIO = 10, 5
 _ROOM = 60
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 _TESTED_ELSEWHERE = (
@@ -46,6 +47,7 @@ def diagnose(request: Request, gathered: Gathered[NodeDoctor]) -> Report[Doctor]
         *_incomplete(nodes),
         *own,
         *_clocks(nodes),
+        *_flaps(nodes),
         *pcie_paths.findings(COMMAND, [_pcie(node) for node in nodes]),
         *odd,
     ]
@@ -129,7 +131,14 @@ def _folded(nodes: Sequence[NodeDoctor], *, several: bool) -> list[Finding]:
             group = groups.setdefault((symptom.id, symptom.level, symptom.subject), _Group(symptom))
             group.hosts.append(node.host)
             group.titles.setdefault(symptom.title, []).append(node.host)
-    return [_finding(group, several=several) for group in groups.values()]
+    return [_finding(_as_meant(group, len(nodes)), several=several) for group in groups.values()]
+
+
+def _as_meant(group: _Group, nodes: int) -> _Group:
+    """Make a remark of what is the same on all nodes and then mostly meant so: RDMA ports that are not cabled."""
+    if group.symptom.id != "rdma-down" or nodes < 2 or len(group.hosts) < nodes or len(group.titles) > 1:
+        return group
+    return _Group(replace(group.symptom, level=Level.INFO), group.hosts, group.titles)
 
 
 def _first_ranks(nodes: Sequence[NodeDoctor]) -> list[int | None]:
@@ -181,6 +190,33 @@ def _clocks(nodes: Sequence[NodeDoctor]) -> list[Finding]:
                     f"this machine; the middle of all: {middle:+.3f} s",
                 ),
                 fix=Fix(text="synchronize it", commands=("sudo chronyc makestep", "timedatectl status")),
+            )
+        )
+    return found
+
+
+def _flaps(nodes: Sequence[NodeDoctor]) -> list[Finding]:
+    """Name nodes where a link of an RDMA card went down far more often since its start than on the others."""
+    downs: dict[str, tuple[int, str]] = {}
+    for node in nodes:
+        if node.network is not None and node.network.ib_ports:
+            counts = [(each.value, each.link) for each in node.network.counters.links if each.name == "link_downed"]
+            downs[node.host] = max(counts, default=(0, ""))
+    found = []
+    for host, (count, link) in downs.items():
+        others = [other for name, (other, _) in downs.items() if name != host]
+        usual = median(others) if others else None
+        if count < _MANY_FLAPS or (usual is not None and count < _FLAPS_RATIO * max(1.0, usual)):
+            continue
+        found.append(
+            Finding(
+                id=f"{COMMAND}.link-flaps",
+                level=Level.INFO if usual is None else Level.WARN,
+                title=f"{host}: {link} went down {count} times since its start"
+                + ("" if usual is None else f", links of the other nodes {usual:g} times"),
+                detail="A link that flaps stalls every collective through it for seconds.",
+                where=Where(hosts=(host,)),
+                fix=Fix(text="check the cable, the transceiver and the switch port"),
             )
         )
     return found

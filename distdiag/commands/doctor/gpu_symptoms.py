@@ -32,7 +32,7 @@ def gpu_symptoms(node: NodeDoctor, first_rank: int | None) -> Iterator[Symptom]:
     gpus = node.gpus
     if gpus is None or not (gpus.driver.kernel or gpus.driver.devices or gpus.driver.hardware):
         return
-    yield from _driver(gpus)
+    yield from _driver(node, gpus)
     most_links = max((_active_links(gpu) for gpu in gpus.health.gpus), default=0)
     for gpu in gpus.health.gpus:
         name = _Name(gpu, node, first_rank)
@@ -77,9 +77,8 @@ def _short(address: str) -> str:
     return address.lower().removeprefix("0000") if len(address.partition(":")[0]) == 8 else address.lower()
 
 
-def _driver(gpus: Gpus) -> Iterator[Symptom]:
+def _driver(node: NodeDoctor, gpus: Gpus) -> Iterator[Symptom]:
     driver, answer, health = gpus.driver, gpus.driver.answer, gpus.health
-    again = ("distdiag cuda-env --for run", _DMESG)
     if answer.stuck:
         yield Symptom(
             id="gpu.hangs",
@@ -98,24 +97,7 @@ def _driver(gpus: Gpus) -> Iterator[Symptom]:
             fix=Fix(text="reboot the node, or reload the module with no program on the GPUs"),
         )
         return
-    here = max(len(health.gpus), len(answer.present) + len(answer.lost))
-    if answer.lost or (driver.hardware and here and here < driver.hardware):
-        lost = f"GPU {', '.join(map(str, answer.lost))}" if answer.lost else counted(driver.hardware - here, "GPU")
-        yield Symptom(
-            id="gpu.missing",
-            level=Level.FAIL,
-            title=f"{lost} of {driver.hardware or here} on the PCI bus does not respond",
-            fix=Fix(
-                text="read the kernel log; it needs a reset, or the node a reboot", commands=(_DMESG, "nvidia-smi -L")
-            ),
-        )
-    elif health.error and not answer.present:
-        yield Symptom(
-            id="gpu.smi",
-            level=Level.UNKNOWN if "PATH" in health.error else Level.FAIL,
-            title=f"the GPUs' health is not known: {health.error}",
-            fix=Fix(text="find out what the driver says", commands=again),
-        )
+    yield from _missing(node, gpus)
     status = answer.cuda_status
     if status is not None and status not in (0, *_NO_GPU):
         fabric = status == _FABRIC
@@ -129,8 +111,44 @@ def _driver(gpus: Gpus) -> Iterator[Symptom]:
             evidence=(f"nvidia-fabricmanager: {driver.fabric_manager}",) if fabric and driver.fabric_manager else (),
             fix=Fix(text="start it", commands=("sudo systemctl start nvidia-fabricmanager",))
             if fabric
-            else Fix(text="find the cause", commands=again),
+            else Fix(text="find the cause", commands=("distdiag cuda-env --for run", _DMESG)),
         )
+
+
+def _missing(node: NodeDoctor, gpus: Gpus) -> Iterator[Symptom]:
+    """Report GPUs that do not respond; a job's share of a node, or a container's, is no fault."""
+    driver, answer, health = gpus.driver, gpus.driver.answer, gpus.health
+    lost = [index for index in answer.lost if index not in answer.blocked]
+    here = max(len(health.gpus), len(answer.present))
+    fewer = driver.hardware - here if here else 0
+    fix = Fix(
+        text="read the kernel log; it needs a reset, or the node a reboot",
+        commands=(_DMESG, "nvidia-smi -L"),
+    )
+    if lost or (fewer > 0 and not _is_shared(node, gpus)):
+        names = ", ".join(map(str, lost))
+        title = (
+            f"GPU {names} does not respond" if lost else f"{fewer} of {driver.hardware} GPUs on the bus do not respond"
+        )
+        yield Symptom(id="gpu.missing", level=Level.FAIL, title=title, fix=fix)
+    elif fewer > 0:
+        title = f"{here} of {driver.hardware} GPUs are visible: the share of a job or container"
+        yield Symptom(id="gpu.share", level=Level.INFO, title=title)
+    if not health.error or (not driver.hardware and "No devices" in health.error):
+        return
+    is_absent = "PATH" in health.error
+    yield Symptom(
+        id="gpu.smi",
+        level=Level.WARN if is_absent else Level.UNKNOWN if answer.present else Level.FAIL,
+        title=f"the GPUs' health is not known: {health.error}",
+        fix=Fix(text="find out what the driver says", commands=("distdiag cuda-env --for run", _DMESG)),
+    )
+
+
+def _is_shared(node: NodeDoctor, gpus: Gpus) -> bool:
+    """Return whether something may hide GPUs: a container, a job with a share of the node, a cgroup."""
+    in_step = node.system is not None and node.system.in_step
+    return bool(in_step or gpus.driver.container or gpus.driver.answer.blocked)
 
 
 def _errors(gpu: GpuHealth, name: str) -> Iterator[Symptom]:
@@ -269,6 +287,9 @@ def _settings(gpus: Sequence[GpuHealth]) -> Iterator[Symptom]:
 def _xids(node: NodeDoctor, first_rank: int | None) -> Iterator[Symptom]:
     """Report the newest line of each Xid and GPU; a reset may have mended what the log still has."""
     lines = node.kernel.lines if node.kernel is not None else ()
+    if node.kernel is not None and node.kernel.error:
+        title = f"the kernel log, with the Xids of GPUs, cannot be read: {node.kernel.error}"
+        yield Symptom(id="log.unread", level=Level.INFO, title=title)
     newest: dict[tuple[int, str], tuple[XidLine, float, str]] = {}
     for line in lines:
         parsed = xids.read_line(line.text) if line.kind == "xid" else None

@@ -31,7 +31,12 @@ _FULL_BYTES, _LOW_BYTES, _LOW_SHARE = 16 * _MIB, _GIB, 0.05
 _FEW_INODES = 0.01
 _LITTLE_MEMORY = 512 * _MIB
 _RESENT_SHARE, _RESENT_LEAST = 0.01, 50
-_RECENT_S = 600.0
+_RECENT_S, _DAY_S = 600.0, 86400.0
+_CONGESTION = (
+    *("port_xmit_discards", "packet_seq_err", "out_of_sequence", "local_ack_timeout_err", "rnr_nak_retry_err"),
+    "roce_adp_retrans",
+)
+"""Counters that grow on a busy fabric too."""
 _LIMIT_NAMES = {"memlock": "-l", "nofile": "-n", "nproc": "-u", "core": "-c", "stack": "-s", "as": "-v"}
 
 
@@ -264,7 +269,7 @@ def _network(node: NodeDoctor, *, several: bool) -> Iterator[Symptom]:
         if counter.grown and not counter.name.endswith("dropped"):
             yield Symptom(
                 id="link-errors",
-                level=Level.WARN,
+                level=Level.INFO if counter.name in _CONGESTION else Level.WARN,
                 subject=counter.link,
                 title=f"{counter.link}: {counter.name} grew by {counter.grown} in {network.counters.over_s:.1f} s",
                 detail="A link with errors is slow, and drops sooner or later.",
@@ -414,10 +419,10 @@ def _log(node: NodeDoctor) -> Iterator[Symptom]:
         lines = [line for line in (node.kernel.lines if node.kernel is not None else ()) if line.kind == kind]
         if lines:
             newest = min(lines, key=lambda line: line.age_s)
-            recent = newest.age_s < _RECENT_S and kind in ("storage", "link")
+            recent = newest.age_s < (_RECENT_S if level is Level.INFO else _DAY_S) and kind != "oom"
             yield Symptom(
                 id=f"log.{kind}",
-                level=Level.WARN if recent else level,
+                level=Level.WARN if recent else Level.INFO,
                 title=f"the kernel log has {words}, the last {format_duration(newest.age_s)} ago",
                 evidence=(newest.text,),
                 fix=Fix(text="read the kernel log", commands=("sudo dmesg -T | tail -50",)),

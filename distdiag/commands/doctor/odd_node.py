@@ -112,11 +112,11 @@ _HINTS = ("IFNAME", "_HCA", "_DEBUG", "_FILE", "_HOSTID", "CUDA_VISIBLE_DEVICES"
 
 
 _SAID_BY = {
-    "limit memlock": ("memlock",),
-    "limit nofile": ("nofile",),
-    "limit nproc": ("nproc",),
-    "limit stack": ("stack",),
-    "limit as": ("address-space",),
+    "memlock limit": ("memlock",),
+    "nofile limit": ("nofile",),
+    "nproc limit": ("nproc",),
+    "stack limit": ("stack",),
+    "address space limit": ("address-space",),
     "size of /dev/shm": ("shm",),
     "what its own host name resolves to": ("gloo-ifname",),
 }
@@ -223,9 +223,9 @@ def _of_system(system: System) -> _Values:
         soft = "unlimited" if limit.soft is None else format_size(limit.soft) if in_bytes else str(limit.soft)
         if limit.name == "nproc" and limit.soft is not None:
             # The kernel derives its default from the memory: never the same on two machines.
-            values.number("limits", "limit nproc", float(limit.soft), (_SPACE, lambda number: f"{number:.0f}"))
+            values.number("limits", "nproc limit", float(limit.soft), (_SPACE, lambda number: f"{number:.0f}"))
         else:
-            values.text("limits", f"limit {limit.name}", soft)
+            values.text("limits", f"{'address space' if limit.name == 'as' else limit.name} limit", soft)
     values.number("memory", "memory", system.memory_bytes, (_MEMORY, _bytes))
     values.number("memory", "cgroup memory limit", system.cgroup.memory_bytes, (_MEMORY, _bytes))
     values.text("cpus", "processors for the job", system.cpus)
@@ -268,7 +268,7 @@ def _of_network(network: NodeNetwork) -> _Values:
         values.text("network", f"~MTU of {nic.name}", nic.mtu)
         speed = nic.speed_bits_per_s
         values.text("network", f"~speed of {nic.name}", f"{speed / 1e9:g} Gb/s" if speed else None)
-    values.text("network", "ephemeral ports", network.ephemeral_ports)
+    values.text("network", "range of ephemeral ports", network.ephemeral_ports)
     if network.names is not None:
         loops = all(address.startswith("127.") or address == "::1" for address in network.names.host_addresses)
         own = "does not resolve" if network.names.host_error else "loopback" if loops else "its address"

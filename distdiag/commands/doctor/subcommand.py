@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from distdiag import runner
 from distdiag.cluster.start_fleet import Agent
+from distdiag.cluster.targets import python_here
 from distdiag.commands.doctor.collect import Arrived, Clock, Part
 from distdiag.commands.doctor.diagnose import diagnose
 from distdiag.commands.doctor.types import COMMAND, NodeDoctor, Request
@@ -24,23 +25,28 @@ _AGENT = Agent(
     facts=Arrived,
     carries=("distdiag.facts.cuda",),
     examines_python=True,
+    start_s=10.0,  # a node that is dead costs this much, and the others wait for it
 )
-_REACH_S, _SPARE_S = 10.0, 4.0
+_SPARE_S = 4.0
 _PARTS = ("system", "disks", "network", "software", "gpus", "kernel")
 
 
 def _collect(request: Request, progress: Progress) -> Gathered[NodeDoctor]:
-    ask = {"paths": list(request.paths), "timeout_s": request.timeout_s}
+    def ask(*, local: bool) -> dict[str, Any]:
+        # On other hosts the node side itself runs in the interpreter that --python names.
+        python = python_here(request.cluster.python) if local else ""
+        return {"paths": list(request.paths), "timeout_s": request.timeout_s, "python": python}
+
     question = Question[Arrived, Part, NodeDoctor](
         part=Part,
-        plan=lambda hosts, _: Asks(by_host=dict.fromkeys(hosts, ask), timeout_s=request.timeout_s + _SPARE_S),
+        plan=lambda hosts, local: Asks(
+            by_host=dict.fromkeys(hosts, ask(local=local)), timeout_s=request.timeout_s + _SPARE_S
+        ),
         join=lambda host, _, parts, why: join(host, parts, why),
         doing="reading limits, disks, network, GPUs and versions",
         timed=_with_clock,
     )
-    # A node that is dead costs this much, and the others wait for it.
-    cluster = replace(request.cluster, host_timeout_s=request.cluster.host_timeout_s or _REACH_S)
-    return runner.gather(cluster, _AGENT, question, progress)
+    return runner.gather(request.cluster, _AGENT, question, progress)
 
 
 def _with_clock(part: Part, asked_at: float, read_at: float) -> Part:

@@ -43,6 +43,7 @@ CHECKS = {
     "gloo-ifname": "Gloo would use a wrong interface",
     "name-slow": "the own host name is resolved slowly",
     "link-errors": "errors of a link grow",
+    "link-flaps": "a link went down often",
     "retransmits": "TCP segments are lost",
     "rdma-down": "RDMA ports are not active",
     "acs": "PCIe bridges redirect peer-to-peer traffic to the CPU",
@@ -53,6 +54,7 @@ CHECKS = {
     "gpu.hangs": "the driver hangs",
     "gpu.missing": "a GPU does not respond",
     "gpu.driver-mismatch": "kernel module and libraries of the driver differ",
+    "gpu.share": "fewer GPUs are visible than there are on the bus",
     "gpu.init": "the driver fails to initialize",
     "gpu.smi": "nvidia-smi does not answer",
     "gpu.reset-required": "the driver requests a reset of a GPU or the node",
@@ -66,6 +68,7 @@ CHECKS = {
     "gpu.busy": "a GPU is in use before the job starts",
     "gpu.persistence": "persistence mode is off",
     "gpu.power-limit": "the power of a GPU is limited",
+    "log.unread": "the kernel log cannot be read",
     "log.xid": "Xid errors in the kernel log",
     "log.gpu-lost": "a GPU that fell off the bus, in the kernel log",
     "log.nvlink": "NVLink errors in the kernel log",
@@ -102,7 +105,7 @@ class Request:
     paths: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
     ignore: tuple[tuple[str, str], ...] = ()
-    timeout_s: float = 10.0
+    timeout_s: float = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from distdiag.facts.cuda.places import Places
 
 _VERSION = re.compile(r"\b(\d{3}\.\d+(?:\.\d+)?)\b")
+_BLOCKED = (4, 17)  # NVML_ERROR_NO_PERMISSION, NVML_ERROR_OPERATING_SYSTEM, nvml.h
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # PCI vendor, and the class of GPUs
 _LIBRARIES = (
     *("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib/wsl/lib"),
@@ -57,6 +58,8 @@ class Answer:
     died: str = ""
     lost: tuple[int, ...] = ()
     """GPUs that NVML counts and cannot open, by index."""
+    blocked: tuple[int, ...] = ()
+    """Those of `lost` that this process may not open: of another job, by a cgroup or the container."""
     present: tuple[Gpu, ...] = ()
     visible: tuple[Gpu, ...] = ()
 
@@ -149,6 +152,7 @@ def _read_answer(said: list[dict[str, Any]], done: programs.Done) -> Answer:
         unasked=done.timed_out and not said,
         died="" if over or done.timed_out else how_it_died(done),
         lost=tuple(one["index"] for one in said if one["about"] == "nvml-gpu" and one["status"] != 0),
+        blocked=tuple(one["index"] for one in said if one["about"] == "nvml-gpu" and one["status"] in _BLOCKED),
         present=tuple(_gpu(one) for one in said if one["about"] == "nvml-gpu" and one["status"] == 0),
         visible=tuple(_gpu(one) for one in said if one["about"] == "cuda-gpu"),
     )
