@@ -53,10 +53,10 @@ def doctor(
 
     \b
     Examples:
-      distdiag doctor                           # this machine, or all nodes of the job
+      distdiag doctor                     # this machine, or all nodes of the job
       distdiag doctor --hosts node[1-64] --path /scratch
-      distdiag doctor --slurm-job 4711          # with the limits inside its steps
-      distdiag doctor --brief --hosts localhost # in a prolog: one line and a status
+      distdiag doctor --slurm-job 4711    # with the limits inside its steps
+      distdiag doctor --brief --hosts localhost    # for a prolog
     """
     from distdiag import runner
     from distdiag.commands.doctor.subcommand import SUBCOMMAND
