@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.hosts import fold_ranks, fold_within, name_ranks
+from distdiag.cluster.hosts import fold_ranks
 from distdiag.diagnosis.stack_classes import BUSY, StackClass, helper_frames, user_frame
+from distdiag.diagnosis.wording import format_members, named
 from distdiag.knowledge.frames import library_path
 
 if TYPE_CHECKING:
@@ -17,10 +18,6 @@ if TYPE_CHECKING:
     from distdiag.facts.stack_types import Frame, Thread
     from distdiag.jobs.types import Helper
 
-_NAMED = 4
-"""Processes to list; the rest are only counted."""
-_ROOM = 160
-"""Characters of a list of hosts in a sentence; the finding's `where` has all of them."""
 _WORKER_FILE = "torch/utils/data/_utils/worker.py"
 _IDLE_FILES = ("queue.py", "connection.py", "queues.py", "selectors.py", "synchronize.py")
 
@@ -31,16 +28,6 @@ def spot(frame: Frame) -> str:
     return f"`{frame.function}` {os.path.basename(frame.file)}{line}"
 
 
-def named(ranks: Sequence[int], room: int = 60) -> str:
-    """Format ranks: "rank 3", "ranks 0-2,8"; with their number where the list would be too long to be read."""
-    text = name_ranks(ranks)
-    if len(text) <= room:
-        return text
-    folded = fold_ranks(ranks)
-    cut = folded.rfind(",", 0, room - 30)
-    return f"{len(set(ranks))} ranks ({folded[:cut] if cut > 0 else folded[: room - 30]},...)"
-
-
 def samples_in_words(samples: int, interval_s: float) -> str:
     """Format the number of samples: "2 samples 1 s apart"."""
     return "1 sample" if samples == 1 else f"{samples} samples {interval_s:g} s apart"
@@ -48,15 +35,7 @@ def samples_in_words(samples: int, interval_s: float) -> str:
 
 def who(members: Sequence[RankState]) -> str:
     """Format members: "rank 2 (node07, pid 4711)", "ranks 0-1,3 (node[07-08])", "pid 812 (node07)"."""
-    ranks = [state.member.rank for state in members if state.member.rank is not None]
-    pids = [state.member.pid for state in members if state.member.pid is not None]
-    hosts = fold_within((state.member.host for state in members if state.member.host), _ROOM)
-    if len(ranks) < len(members):
-        shown = f"pid{'s' if len(pids) > 1 else ''} {', '.join(map(str, pids[:_NAMED]))}"
-        more = f" and {len(pids) - _NAMED} more" if len(pids) > _NAMED else ""
-        return f"{shown}{more}" + (f" ({hosts})" if hosts else "")
-    place = ", ".join([part for part in (hosts, f"pid {pids[0]}" if len(pids) == 1 else "") if part])
-    return named(ranks) + (f" ({place})" if place else "")
+    return format_members([(state.member.rank, state.member.pid, state.member.host) for state in members])
 
 
 def briefly(members: Sequence[RankState]) -> str:

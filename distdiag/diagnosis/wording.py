@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.hosts import fold_within, name_ranks
+from distdiag.cluster.hosts import fold_ranks, fold_within, name_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Sequence
 
 _ROOM = 160
 """Characters of a list of hosts in a sentence; the finding's `where` has all of them."""
+_NAMED = 4
+"""Processes to list; the rest are only counted."""
 _SIZES = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -18,6 +20,32 @@ def format_ranks(ranks: Collection[int], hosts: Iterable[str] = (), pid: int | N
     """Format ranks and where they run: "rank 2 (node07, pid 4711)", "ranks 0-1,3 (node[07-08])", "rank 2"."""
     place = [part for part in (fold_within(hosts, _ROOM), "" if pid is None else f"pid {pid}") if part]
     return name_ranks(ranks) + (f" ({', '.join(place)})" if place else "")
+
+
+def format_members(members: Sequence[tuple[int | None, int | None, str]]) -> str:
+    """Format processes, each (rank, pid, host): "rank 2 (node07, pid 4711)", "ranks 0-1,3 (node[07-08])".
+
+    By pids where a rank is unknown: "pid 812 (node07)". Long lists of ranks are counted.
+    """
+    ranks = [rank for rank, _, _ in members if rank is not None]
+    pids = [pid for _, pid, _ in members if pid is not None]
+    hosts = fold_within((host for _, _, host in members if host), _ROOM)
+    if len(ranks) < len(members):
+        shown = f"pid{'s' if len(pids) > 1 else ''} {', '.join(map(str, pids[:_NAMED]))}"
+        more = f" and {len(pids) - _NAMED} more" if len(pids) > _NAMED else ""
+        return f"{shown}{more}" + (f" ({hosts})" if hosts else "")
+    place = ", ".join([part for part in (hosts, f"pid {pids[0]}" if len(pids) == 1 else "") if part])
+    return named(ranks) + (f" ({place})" if place else "")
+
+
+def named(ranks: Sequence[int], room: int = 60) -> str:
+    """Format ranks: "rank 3", "ranks 0-2,8"; with their number where the list would be too long to be read."""
+    text = name_ranks(ranks)
+    if len(text) <= room:
+        return text
+    folded = fold_ranks(ranks)
+    cut = folded.rfind(",", 0, room - 30)
+    return f"{len(set(ranks))} ranks ({folded[:cut] if cut > 0 else folded[: room - 30]},...)"
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

@@ -126,7 +126,7 @@ def descriptors(pid: int, look: Look | None = None, *, patience_s: float = PATIE
     found = []
     for fd, link in sorted(links.items()):
         plain = _describe(pid, fd, link, infos[fd], answers.get(fd))
-        watches = tuple(Watch(int(one), wants(int(events, 16))) for one, events in _WATCHED.findall(infos[fd]))
+        watches = tuple(Watch(int(number), wants(int(events, 16))) for number, events in _WATCHED.findall(infos[fd]))
         found.append(replace(_connect(pid, plain, look), silent=fd in silent, watches=watches))
     return Descriptors(tuple(found), unread, look.hidden)
 
@@ -166,7 +166,7 @@ def _ask_files(
         if link.startswith("/"):
             mounts.setdefault(_field(infos[fd], "mnt_id"), []).append(fd)
     told, mute = deadlines.each(mounts, lambda mount: _stat_all(pid, mounts[mount]), patience_s=patience_s)
-    answers = {fd: answer for one in told.values() for fd, answer in one.items()}
+    answers = {fd: answer for answered in told.values() for fd, answer in answered.items()}
     return answers, {fd for mount in mute for fd in mounts[mount]}
 
 
@@ -216,19 +216,19 @@ def _kind(target: str, answer: os.stat_result | None, *, deleted: bool) -> str:
     return kinds.get(stat.S_IFMT(answer.st_mode), "unknown")
 
 
-def _connect(pid: int, one: Descriptor, look: Look) -> Descriptor:
+def _connect(pid: int, descriptor: Descriptor, look: Look) -> Descriptor:
     """Add what the rest of the machine knows: the socket, and who has the other end."""
-    if one.kind == "socket" and one.inode is not None:
-        known = look.tables.of(pid).sockets.get(one.inode)
+    if descriptor.kind == "socket" and descriptor.inode is not None:
+        known = look.tables.of(pid).sockets.get(descriptor.inode)
         if known is None:  # of another namespace, neither bound nor connected, or of a family without a table
-            return replace(one, socket=Socket(one.inode, _protocol(pid, one.fd), state=""))
+            return replace(descriptor, socket=Socket(descriptor.inode, _protocol(pid, descriptor.fd), state=""))
         ends = look.ends(f"socket:[{known.peer_inode}]") if known.peer_inode else ()
-        return replace(one, socket=known, ends=ends)
-    if one.kind in ("pipe", "fifo"):
-        opposite = set("rw") - set(one.mode) or set("rw")
-        others = (end for end in look.ends(one.target) if (end.pid, end.fd) != (pid, one.fd))
-        return replace(one, ends=tuple(end for end in others if opposite & set(end.mode)))
-    return one
+        return replace(descriptor, socket=known, ends=ends)
+    if descriptor.kind in ("pipe", "fifo"):
+        opposite = set("rw") - set(descriptor.mode) or set("rw")
+        others = (end for end in look.ends(descriptor.target) if (end.pid, end.fd) != (pid, descriptor.fd))
+        return replace(descriptor, ends=tuple(end for end in others if opposite & set(end.mode)))
+    return descriptor
 
 
 def _protocol(pid: int, fd: int) -> str:

@@ -157,7 +157,7 @@ def read(path: str, owners: Container[int] | None = None) -> RingFile:
         if used * lines * BLOCK_BYTES > MOST_BYTES:
             raise NotARing(f"{path} has {used} threads of {lines} lines; up to {MOST_BYTES >> 20} MiB are read")
         found = [_thread(file, table, threads, lines, number, codes) for number in range(threads)]
-    return RingFile(about, tuple(one for one in found if one is not None), untold, ended or None, status.st_uid)
+    return RingFile(about, tuple(ring for ring in found if ring is not None), untold, ended or None, status.st_uid)
 
 
 def _is_of_its_process(owner: int, about: dict[str, Any]) -> bool:

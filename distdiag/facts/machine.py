@@ -196,7 +196,7 @@ def throttled_s() -> float:
         root = "/sys/fs/cgroup" if number == "0" else f"/sys/fs/cgroup/{controllers}"
         folder = root + path.rstrip("/")
         while folder.startswith(root):
-            stat = dict(one.split() for one in read_text(f"{folder}/cpu.stat").splitlines())
+            stat = dict(line.split() for line in read_text(f"{folder}/cpu.stat").splitlines())
             seconds.append(int(stat.get("throttled_usec", 0)) / 1e6 + int(stat.get("throttled_time", 0)) / 1e9)
             folder = folder.rpartition("/")[0]
     return max(seconds)

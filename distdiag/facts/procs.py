@@ -215,7 +215,7 @@ def has_connection(pid: int, ports: set[int]) -> bool:
         entries = os.listdir(f"/proc/{pid}/fd") if inodes else []
     except OSError:  # gone, or not ours to read
         return False
-    return any(_inode_of(f"/proc/{pid}/fd/{one}") in inodes for one in entries)
+    return any(_inode_of(f"/proc/{pid}/fd/{fd}") in inodes for fd in entries)
 
 
 def connections(pid: int) -> tuple[str, ...]:
@@ -340,7 +340,7 @@ def _address(text: str) -> str:
 
 
 def _children(pid: int) -> list[int]:
-    return [int(one) for one in machine.read_text(f"/proc/{pid}/task/{pid}/children").split()]
+    return [int(child) for child in machine.read_text(f"/proc/{pid}/task/{pid}/children").split()]
 
 
 def _has_open(pid: int, target: str) -> bool:

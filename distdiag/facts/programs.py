@@ -160,7 +160,7 @@ def run_many(
     with selectors.DefaultSelector() as selector:
         while waiting or running:
             now = time.monotonic()
-            young = sum(now - one.began < _LATE_S for one in running.values())
+            young = sum(now - program.began < _LATE_S for program in running.values())
             while waiting and young < width:
                 key, argv = waiting.pop()
                 try:
@@ -168,15 +168,15 @@ def run_many(
                 except CannotRun:
                     yield key, None
                 young += 1
-            limit = min((one.began for one in running.values()), default=now) + timeout_s
+            limit = min((program.began for program in running.values()), default=now) + timeout_s
             soonest = min([limit - now, *([_LATE_S / 4] if waiting else [])])
             for ready, _ in selector.select(max(0.0, soonest)):
                 running[ready.data].read(ready, selector)
             now = time.monotonic()
-            for key, one in list(running.items()):
-                if one.open == 0 or now - one.began > timeout_s:
+            for key, program in list(running.items()):
+                if program.open == 0 or now - program.began > timeout_s:
                     del running[key]
-                    yield key, one.end(selector, in_time=one.open == 0)
+                    yield key, program.end(selector, in_time=program.open == 0)
 
 
 class _Running:

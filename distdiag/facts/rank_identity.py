@@ -127,7 +127,7 @@ def contradiction(environ: Mapping[str, str]) -> tuple[Identity, Identity] | Non
     A training script mostly reads those two, and each process would then take itself for another rank than it is.
     """
     found = identify_all(environ)
-    plain = [one for one in found if one.launcher == "environment"]
+    plain = [identity for identity in found if identity.launcher == "environment"]
     if not plain or found[0].launcher in ("environment", "torchrun"):
         return None
     differs = (plain[0].rank, plain[0].world_size) != (found[0].rank, found[0].world_size)

@@ -74,31 +74,31 @@ def _network(name: str, pids: list[int], look: Look) -> Network:
 
 def _strangers(own: list[Owned], namespace: Namespace, look: Look) -> Iterator[Owned]:
     """Find who else has the other end of these, or listens where they knock."""
-    known = {one.inode for one in own}
+    known = {sock.inode for sock in own}
     connected: dict[tuple[str, str], Socket] = {}
     listening: dict[str, list[Socket]] = {}
-    for one in namespace.sockets.values():
-        if one.protocol in _PROTOCOLS and one.remote:
-            connected[one.local, one.remote] = one
-        elif one.state == "LISTEN" and one.protocol in _PROTOCOLS:
-            listening.setdefault(_port(one.local), []).append(one)
+    for sock in namespace.sockets.values():
+        if sock.protocol in _PROTOCOLS and sock.remote:
+            connected[sock.local, sock.remote] = sock
+        elif sock.state == "LISTEN" and sock.protocol in _PROTOCOLS:
+            listening.setdefault(_port(sock.local), []).append(sock)
     wanted: dict[int, Socket] = {}
     for mine in own:
         if mine.remote:
             exact = connected.get((mine.remote, mine.local))
             others = [exact] if exact else listening.get(_port(mine.remote), [])
             wanted.update((other.inode, other) for other in others if other.inode not in known)
-    for inode, one in wanted.items():
+    for inode, sock in wanted.items():
         for pid in sorted({end.pid for end in look.ends(f"socket:[{inode}]")}):
-            yield _owned(pid, one)
+            yield _owned(pid, sock)
 
 
 def _is_inet(namespace: Namespace, inode: int) -> bool:
     return inode in namespace.sockets and namespace.sockets[inode].protocol in _PROTOCOLS
 
 
-def _owned(pid: int, one: Socket) -> Owned:
-    return Owned(pid, one.inode, one.protocol, one.state, one.local, one.remote)
+def _owned(pid: int, sock: Socket) -> Owned:
+    return Owned(pid, sock.inode, sock.protocol, sock.state, sock.local, sock.remote)
 
 
 def _port(end: str) -> str:

@@ -54,38 +54,41 @@ def match(
     everybody = list(endpoints)
     connected: dict[tuple[str, str, str], list[Endpoint]] = {}
     bound: dict[tuple[str, str], list[Endpoint]] = {}
-    for one in everybody:
-        if one.remote:
-            connected.setdefault((_family(one), one.local, one.remote), []).append(one)
-        elif one.local:
-            bound.setdefault((_family(one), _split(one.local)[1]), []).append(one)
+    for endpoint in everybody:
+        if endpoint.remote:
+            connected.setdefault((_family(endpoint), endpoint.local, endpoint.remote), []).append(endpoint)
+        elif endpoint.local:
+            bound.setdefault((_family(endpoint), _split(endpoint.local)[1]), []).append(endpoint)
     own = {place: frozenset(known) for place, known in addresses.items()}
-    return {one.key: tuple(_others(one, connected, bound, own)) for one in everybody}
+    return {endpoint.key: tuple(_others(endpoint, connected, bound, own)) for endpoint in everybody}
 
 
 def _others(
-    one: Endpoint,
+    endpoint: Endpoint,
     connected: dict[tuple[str, str, str], list[Endpoint]],
     bound: dict[tuple[str, str], list[Endpoint]],
     own: dict[tuple[str, str], frozenset[str]],
 ) -> list[Endpoint]:
-    if not one.remote:
+    if not endpoint.remote:
         return []
-    exact = connected.get((_family(one), one.remote, one.local), [])
-    found = _nearest(one, exact, own)
+    exact = connected.get((_family(endpoint), endpoint.remote, endpoint.local), [])
+    found = _nearest(endpoint, exact, own)
     if found:
         return found
-    address, port = _split(one.remote)
-    return _nearest(one, [other for other in bound.get((_family(one), port), []) if _takes(other, address, own)], own)
+    address, port = _split(endpoint.remote)
+    listeners = [other for other in bound.get((_family(endpoint), port), []) if _takes(other, address, own)]
+    return _nearest(endpoint, listeners, own)
 
 
-def _nearest(one: Endpoint, candidates: list[Endpoint], own: dict[tuple[str, str], frozenset[str]]) -> list[Endpoint]:
+def _nearest(
+    endpoint: Endpoint, candidates: list[Endpoint], own: dict[tuple[str, str], frozenset[str]]
+) -> list[Endpoint]:
     """Keep those that are nearest; none elsewhere if the address is loopback, or this namespace's own."""
-    address, _ = _split(one.remote)
-    here = [other for other in candidates if other.place == one.place]
-    if here or _is_loopback(address) or address in own.get(one.place, ()):
+    address, _ = _split(endpoint.remote)
+    here = [other for other in candidates if other.place == endpoint.place]
+    if here or _is_loopback(address) or address in own.get(endpoint.place, ()):
         return here
-    return [other for other in candidates if other.host == one.host] or candidates
+    return [other for other in candidates if other.host == endpoint.host] or candidates
 
 
 def _takes(listener: Endpoint, address: str, own: dict[tuple[str, str], frozenset[str]]) -> bool:
@@ -98,9 +101,9 @@ def _takes(listener: Endpoint, address: str, own: dict[tuple[str, str], frozense
     return _is_loopback(address) or address in own.get(listener.place, ())
 
 
-def _family(one: Endpoint) -> str:
+def _family(endpoint: Endpoint) -> str:
     """An IPv6 socket may speak IPv4: the addresses tell them apart, not the table."""
-    return one.protocol.rstrip("6")
+    return endpoint.protocol.rstrip("6")
 
 
 def _split(end: str) -> tuple[str, str]:

@@ -102,13 +102,13 @@ def stuck(pid: int) -> list[dict[str, Any]]:
     mine = (known[inode] for inode in sorted(inodes(pid)) if inode in known)
     return [
         {
-            "remote": one.remote,
-            "state": one.state,
-            "retransmits": one.retransmits or 0,
-            "unanswered_bytes": one.send_queue_bytes or 0,
+            "remote": sock.remote,
+            "state": sock.state,
+            "retransmits": sock.retransmits or 0,
+            "unanswered_bytes": sock.send_queue_bytes or 0,
         }
-        for one in mine
-        if one.remote and (one.state == "SYN_SENT" or (one.retransmits or 0) > 1)
+        for sock in mine
+        if sock.remote and (sock.state == "SYN_SENT" or (sock.retransmits or 0) > 1)
     ]
 
 
@@ -116,7 +116,7 @@ def parse_inet(text: str, protocol: str) -> dict[int, Socket]:
     """Read /proc/PID/net/{tcp,tcp6,udp,udp6}; sockets that no process has any more (inode 0) are left out."""
     rows = (line.split() for line in text.splitlines()[1:])
     found = (_inet(columns, protocol) for columns in rows if len(columns) > 9 and columns[9] != "0")
-    return {one.inode: one for one in found}
+    return {sock.inode: sock for sock in found}
 
 
 def parse_unix(text: str) -> dict[int, Socket]:

@@ -24,4 +24,4 @@ def call_in(source: str) -> tuple[str, str]:
 @cache
 def _rules() -> tuple[tuple[str, re.Pattern[str]], ...]:
     text = resources.files(__package__).joinpath("calls.toml").read_text("utf-8")
-    return tuple((one["class"], re.compile(one["call"])) for one in tomllib.loads(text)["call"])
+    return tuple((entry["class"], re.compile(entry["call"])) for entry in tomllib.loads(text)["call"])

@@ -69,10 +69,10 @@ def _rules() -> tuple[Rule, ...]:
     text = resources.files(__package__).joinpath("frames.toml").read_text("utf-8")
     return tuple(
         Rule(
-            kind=one["class"],
-            file=re.compile(one["file"]),
-            function=re.compile(one["function"]) if "function" in one else None,
-            weak=one.get("weak", False),
+            kind=entry["class"],
+            file=re.compile(entry["file"]),
+            function=re.compile(entry["function"]) if "function" in entry else None,
+            weak=entry.get("weak", False),
         )
-        for one in tomllib.loads(text)["frame"]
+        for entry in tomllib.loads(text)["frame"]
     )

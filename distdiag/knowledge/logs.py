@@ -213,4 +213,4 @@ def _all() -> tuple[tuple[KnownLog, re.Pattern[str]], ...]:
 
     text = resources.files(__package__).joinpath("cuda_logs.toml").read_text("utf-8")
     known = msgspec.convert(tomllib.loads(text)["failure"], list[KnownLog])
-    return tuple((one, re.compile(one.pattern.replace(" ", r"\s+"), re.MULTILINE)) for one in known)
+    return tuple((entry, re.compile(entry.pattern.replace(" ", r"\s+"), re.MULTILINE)) for entry in known)

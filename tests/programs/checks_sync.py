@@ -146,5 +146,7 @@ try:
         else:
             check(each, of_two)
         print(f"done {each}", file=sys.stderr, flush=True)
+    dist.barrier()
 finally:
     dist.destroy_process_group()
+os._exit(0)  # threads of Gloo and of DDP's hooks now and then abort an orderly exit on a busy machine

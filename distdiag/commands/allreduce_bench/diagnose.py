@@ -94,7 +94,7 @@ def _row(
 ) -> SizeResult:
     first, all_ranks = told
     shape = shape_of(op, size_bytes, request.dtype, world_size)
-    seconds = [one * 1e-9 for one in first.get("times_ns", ())]
+    seconds = [time_ns * 1e-9 for time_ns in first.get("times_ns", ())]
     times = times_of(seconds) if seconds else None
     algbw, busbw = bandwidths(op, shape.size_bytes, world_size, chosen(times, request.stat)) if times else (None, None)
     wrong = [count for row in all_ranks if (count := row.get("wrong")) is not None]

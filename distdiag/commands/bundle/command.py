@@ -58,8 +58,8 @@ def bundle(
 
     \b
     Examples:
-      distdiag bundle                                    # the job on this node
-      distdiag bundle --slurm-job 4711 -o hung.tar.zst   # all nodes of a SLURM job
+      distdiag bundle                                   # the job on this node
+      distdiag bundle --slurm-job 4711 -o hung.tar.zst  # all nodes of the job
     """
     from distdiag import runner
     from distdiag.commands.bundle.types import COMMAND

@@ -10,8 +10,9 @@ from distdiag.commands.hang.types import COMMAND, HangClass, Source, Stand
 from distdiag.diagnosis import remedies
 from distdiag.diagnosis.outliers import Outcome, split, without
 from distdiag.diagnosis.stack_classes import BUSY, StackClass
-from distdiag.diagnosis.stack_wording import briefly, does, named, waits, who
+from distdiag.diagnosis.stack_wording import briefly, does, waits, who
 from distdiag.diagnosis.wait_reasons import lasting
+from distdiag.diagnosis.wording import named
 from distdiag.knowledge.activities import activity_of
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 

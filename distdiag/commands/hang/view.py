@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Column
 from rich.text import Text
 
-from distdiag.diagnosis.stack_wording import named
+from distdiag.diagnosis.wording import named
 from distdiag.output import Whole, plain_table
 
 if TYPE_CHECKING:

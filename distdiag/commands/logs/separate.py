@@ -109,7 +109,7 @@ def _lines_of(path: str) -> Iterator[tuple[int | None, str, bytes]]:
 
 
 def _named(label: Label, rank: int | None, local: int | None, text: bytes) -> tuple[int | None, str, bytes]:
-    number = next((one for one in (label.rank, label.local, rank, local) if one is not None), None)
+    number = next((known for known in (label.rank, label.local, rank, local) if known is not None), None)
     if number is None and (inner := collect.RANK.match(text)):
         number = int(inner[1])
     if b"\r" in text:

@@ -10,7 +10,8 @@ from rich.table import Column
 from rich.text import Text
 
 from distdiag.cluster.hosts import fold_ranks
-from distdiag.diagnosis.stack_wording import named, samples_in_words
+from distdiag.diagnosis.stack_wording import samples_in_words
+from distdiag.diagnosis.wording import named
 from distdiag.knowledge.frames import is_native, library_path
 from distdiag.output import Whole, plain_table
 

@@ -80,8 +80,8 @@ def cron(  # noqa: PLR0913 - an option is an argument
 
     \b
     Examples:
-      distdiag slurm cron --name clean --every 1d --time 10 -- find /scratch/me/tmp -mtime +7 -delete
-      distdiag slurm cron --name is-alive --every 1h --time 5 --sbatch=--mail-type=FAIL -- distdiag slurm watch train
+      distdiag slurm cron --name clean --every 1d --time 10 -- ./clean-scratch.sh
+      distdiag slurm cron --name w --every 1h --time 5 -- distdiag slurm watch 7b
       distdiag slurm cron --stop clean
     """
     from distdiag.output import Output, deliver, deliver_lines

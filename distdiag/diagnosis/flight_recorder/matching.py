@@ -190,7 +190,7 @@ def ranks_of(dumps: Sequence[Dump]) -> tuple[dict[int, Dump], list[Dump], list[D
         if rank is None or rank >= _MOST_RANKS:
             without.append(dump)
         elif rank in found:
-            older, newer = sorted((found[rank], dump), key=lambda one: (one.dumped_s, one.modified_s, one.count))
+            older, newer = sorted((found[rank], dump), key=lambda kept: (kept.dumped_s, kept.modified_s, kept.count))
             found[rank] = newer
             replaced.append(older)
         else:

@@ -57,12 +57,13 @@ def find(places: Places, more: Iterable[str], *, newest_gcc: int, timeout_s: flo
     """
     asked = (places.env.get("CXX") or "c++").strip()
     word = asked.split()[0] if asked else "c++"
-    paths = dict.fromkeys([*_on_path(places), *(one for one in more if one)])
+    paths = dict.fromkeys([*_on_path(places), *(path for path in more if path)])
     chosen = places.which(word)
     if chosen:
         paths[chosen] = None
-    known = {one.path: one for one in _versions([path for path in paths if os.path.isfile(path)], timeout_s=timeout_s)}
-    has = any(one.family == "gcc" and 0 < one.major <= newest_gcc for one in known.values())
+    files = [path for path in paths if os.path.isfile(path)]
+    known = {compiler.path: compiler for compiler in _versions(files, timeout_s=timeout_s)}
+    has = any(compiler.family == "gcc" and 0 < compiler.major <= newest_gcc for compiler in known.values())
     return Compilers(tuple(known.values()), asked, known.get(chosen), () if has else _installable(places, timeout_s))
 
 

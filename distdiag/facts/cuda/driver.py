@@ -135,7 +135,7 @@ def source_of(module: str) -> str:
 
 
 def _read_answer(said: list[dict[str, Any]], done: programs.Done) -> Answer:
-    last = {one["about"]: one for one in said}
+    last = {reply["about"]: reply for reply in said}
     over = "end" in last
     nvml, cuda = last.get("nvml", {}), last.get("cuda", {})
     return Answer(
@@ -151,10 +151,10 @@ def _read_answer(said: list[dict[str, Any]], done: programs.Done) -> Answer:
         stuck=_call_after(said) if done.timed_out and said and not over else "",
         unasked=done.timed_out and not said,
         died="" if over or done.timed_out else how_it_died(done),
-        lost=tuple(one["index"] for one in said if one["about"] == "nvml-gpu" and one["status"] != 0),
-        blocked=tuple(one["index"] for one in said if one["about"] == "nvml-gpu" and one["status"] in _BLOCKED),
-        present=tuple(_gpu(one) for one in said if one["about"] == "nvml-gpu" and one["status"] == 0),
-        visible=tuple(_gpu(one) for one in said if one["about"] == "cuda-gpu"),
+        lost=tuple(reply["index"] for reply in said if reply["about"] == "nvml-gpu" and reply["status"] != 0),
+        blocked=tuple(reply["index"] for reply in said if reply["about"] == "nvml-gpu" and reply["status"] in _BLOCKED),
+        present=tuple(_gpu(reply) for reply in said if reply["about"] == "nvml-gpu" and reply["status"] == 0),
+        visible=tuple(_gpu(reply) for reply in said if reply["about"] == "cuda-gpu"),
     )
 
 

@@ -91,7 +91,7 @@ class Loader:
     def finds(self, name: str, path: str, header: elf.Elf) -> bool:
         """Tell whether a library is there for a file that needs it."""
         origin = os.path.dirname(path)
-        own = [re.sub(r"\$(ORIGIN|\{ORIGIN\})", lambda _: origin, one) for one in (*header.rpath, *header.runpath)]
+        own = [re.sub(r"\$(ORIGIN|\{ORIGIN\})", lambda _: origin, path) for path in (*header.rpath, *header.runpath)]
         folders = (*own, *self._folders, "/lib", "/usr/lib", "/lib64", "/usr/lib64")
         return any(os.path.exists(f"{folder}/{name}") for folder in folders) or b"\0%s\0" % name.encode() in self._cache
 
@@ -138,7 +138,7 @@ def _nccl_version(path: str) -> str:
 
 def _wheel_version(path: str) -> str:
     """Give the version of the wheel, in whatever environment, that a library belongs to; empty if it is in none."""
-    home, name, file = next((path.partition(f"/{one}/") for one in _SITES if f"/{one}/" in path), ("", "", ""))
+    home, name, file = next((path.partition(f"/{folder}/") for folder in _SITES if f"/{folder}/" in path), ("", "", ""))
     for folder in glob.glob(f"{glob.escape(home + name)}nvidia_*.dist-info") if home else []:
         if f"\n{file}," in "\n" + machine.read_text(f"{folder}/RECORD"):
             return os.path.basename(folder).removesuffix(".dist-info").rpartition("-")[2]
@@ -169,7 +169,7 @@ def in_wheels(packages: Iterable[Package]) -> tuple[tuple[Library, ...], tuple[C
         if _CUDA.match(os.path.basename(file))
     ]
     doubles = [
-        Conflict(file, tuple(f"{one.name} {one.version}" for one in own))
+        Conflict(file, tuple(f"{package.name} {package.version}" for package in own))
         for file, own in owners.items()
         if len(own) > 1 and ".so" in file
     ]
@@ -199,9 +199,9 @@ def extensions(
         seen.add(path)
         if time.monotonic() > until:
             return tuple(found), False
-        one = _extension(path, package, loader)
-        if one is not None:
-            found.append(one)
+        extension = _extension(path, package, loader)
+        if extension is not None:
+            found.append(extension)
     return tuple(found), True
 
 

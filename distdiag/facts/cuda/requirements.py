@@ -39,7 +39,7 @@ class Unmet:
 
 def unmet(packages: Iterable[Package], python: str) -> tuple[Unmet, ...]:
     """List what is not met between torch and the packages around it; what is not installed at all is not told."""
-    installed = {one.name: one for one in packages}
+    installed = {package.name: package for package in packages}
     return tuple(_unmet(installed, python)) if "torch" in installed else ()
 
 
@@ -107,7 +107,7 @@ def _fits_one(have: tuple[int, ...], operator: str, value: str) -> bool | None:
     if want is None:
         return None
     size = max(len(have), len(want))
-    own, other = ((*one, *[0] * (size - len(one))) for one in (have, want))
+    own, other = ((*version, *[0] * (size - len(version))) for version in (have, want))
     if operator == "~=":
         return own >= other and have[: len(want) - 1] == want[:-1]
     return {

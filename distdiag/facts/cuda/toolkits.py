@@ -307,7 +307,7 @@ def cmake_use(places: Places) -> Use:
 
 def with_nvcc_version(toolkit: Toolkit, nvccs: Iterable[Nvcc]) -> Toolkit:
     """Add what its own nvcc says to the sources of a toolkit's version."""
-    own = next((one for one in nvccs if one.path == toolkit.nvcc and one.release), None)
+    own = next((nvcc for nvcc in nvccs if nvcc.path == toolkit.nvcc and nvcc.release), None)
     if own is None:
         return toolkit
     sources = (*toolkit.sources, (f"{own.path} --version", own.release))

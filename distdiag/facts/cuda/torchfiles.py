@@ -125,7 +125,7 @@ def _mapping(value: Any) -> dict[Any, Any]:  # noqa: ANN401 - somebody's literal
 
 
 def _strings(value: Any) -> tuple[str, ...]:  # noqa: ANN401 - somebody's literal
-    return tuple(str(one) for one in value) if isinstance(value, (list, tuple)) else ()
+    return tuple(str(arch) for arch in value) if isinstance(value, (list, tuple)) else ()
 
 
 def _names(value: Any) -> dict[str, str]:  # noqa: ANN401 - somebody's literal
@@ -136,8 +136,8 @@ def _names(value: Any) -> dict[str, str]:  # noqa: ANN401 - somebody's literal
 def _bounds(table: Any) -> dict[str, Bounds]:  # noqa: ANN401 - somebody's literal
     found = {}
     for cuda, pair in _mapping(table).items():
-        if isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(one, tuple) for one in pair):
-            found[str(cuda)] = Bounds(*(tuple(int(part) for part in one) for one in pair))
+        if isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(version, tuple) for version in pair):
+            found[str(cuda)] = Bounds(*(tuple(int(part) for part in version) for version in pair))
     return found
 
 

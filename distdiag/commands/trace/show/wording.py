@@ -6,8 +6,8 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from distdiag.cluster.hosts import fold, name_ranks
 from distdiag.commands.trace.show.classify import COMM, latest_helper
+from distdiag.diagnosis.wording import format_members
 from distdiag.knowledge.frames import library_path
 
 if TYPE_CHECKING:
@@ -27,12 +27,7 @@ def spot(line: Line) -> str:
 
 def who(positions: Sequence[Position]) -> str:
     """Format members: "rank 2 (node07, pid 4711)", "ranks 0-1,3 (node[07-08])", "pid 812 (node07)"."""
-    ranks = [position.member.rank for position in positions if position.member.rank is not None]
-    pids = [position.member.process.pid for position in positions]
-    hosts = fold(dict.fromkeys(position.member.host for position in positions))
-    if len(ranks) < len(positions):
-        return f"pid{'s' if len(pids) > 1 else ''} {', '.join(map(str, pids[:4]))} ({hosts})"
-    return f"{name_ranks(ranks)} ({hosts}{f', pid {pids[0]}' if len(pids) == 1 else ''})"
+    return format_members([(of.member.rank, of.member.process.pid, of.member.host) for of in positions])
 
 
 def does(position: Position) -> str:

@@ -1,4 +1,4 @@
-"""Ways to hosts: bastions, many at once, two names of one machine, what is set and run there first."""
+"""Routes to hosts: bastions, many at once, two names of one machine, what is set and run there first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work that does not come back costs its own patience, and nothing else."""
+"""Work that does not come back costs its own deadline, and nothing else."""
 
 from __future__ import annotations
 
