@@ -120,6 +120,18 @@ def test_a_damaged_file_of_cuda_facts_is_its_own_row(cuda_facts: Path, tmp_path:
     assert 2 not in {one.code for one in outcomes}, "the good file was not judged"
 
 
+def test_a_damaged_file_of_doctor_s_facts_is_its_own_row(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    distdiag("doctor", "--save", str(kept))
+    (file,) = kept.iterdir()
+    outcomes = run_each(files(tmp_path, "other.json", file.read_bytes(), "doctor", "--from", str(file), "--from"))
+    assert_survived(outcomes)
+    assert 2 not in {outcome.code for outcome in outcomes}, "the good file was not judged"
+    (tmp_path / "bad.json").write_bytes(b"")
+    found = distdiag("doctor", "--json", "--from", str(file), "--from", str(tmp_path / "bad.json"))
+    assert (found.code, [row["fit"] for row in found.report["data"]["nodes"]]) == (3, ["fit"])
+
+
 def test_a_damaged_file_is_named_with_what_is_wrong(cuda_facts: Path, tmp_path: Path) -> None:
     for number, bad in enumerate((b"[" * 10**6, b'{"schema": "\xff"}', b"", b'{"schema": "\\ud800"}')):
         path = tmp_path / f"bad{number}.json"

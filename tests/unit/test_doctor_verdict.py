@@ -393,10 +393,16 @@ def test_ports_that_are_down_on_all_nodes_are_not_cabled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("soft", "may_lock", "level"), [(8 * 2**20, False, "fail"), (GIB, False, "warn"), (8 * 2**20, True, None)]
+    ("soft", "may_lock", "in_step", "level"),
+    [
+        (8 * 2**20, False, True, "fail"),
+        (8 * 2**20, False, False, "warn"),  # of a login: a job's may be another
+        (GIB, False, True, "warn"),
+        (8 * 2**20, True, True, None),
+    ],
 )
-def test_locked_memory_matters_to_rdma(soft: int, may_lock: bool, level: str | None) -> None:
-    limited = system(limits=(Limit("memlock", soft, soft),), may_lock=may_lock)
+def test_locked_memory_matters_to_rdma(soft: int, may_lock: bool, in_step: bool, level: str | None) -> None:
+    limited = system(limits=(Limit("memlock", soft, soft),), may_lock=may_lock, in_step=in_step)
     assert "memlock" not in found(judged(node(system=limited)))
     finding = found(judged(node(system=limited, network=network(ib_ports=ports("ACTIVE"))))).get("memlock")
     assert (finding.level if finding is not None else None) == level
@@ -502,6 +508,9 @@ def test_only_and_ignore_choose_findings() -> None:
 def test_a_full_mount_that_no_job_writes_to_is_no_fault() -> None:
     data = Space("/data", 100 * GIB, 0, 0, 0, "nfs4", "filer:/data", read_only=True)
     assert not found(judged(node(disks=Disks((data,), ()))))
+    private = Space("/home/bob/remote", error="Permission denied", kind="fuse.sshfs", source="bob@host:")
+    assert not found(judged(node(disks=Disks((private,), ()))))
+    assert "disk-error" in found(judged(node(disks=Disks((private,), ("/home/bob/remote",)))))
 
 
 def test_every_finding_can_be_chosen() -> None:

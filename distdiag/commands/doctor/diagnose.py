@@ -44,7 +44,7 @@ def diagnose(request: Request, gathered: Gathered[NodeDoctor]) -> Report[Doctor]
     odd, rows = odd_findings(nodes, _said(own)) if several else ([], [])
     all_findings = [
         *host_findings(gathered.refusals, gathered.rows),
-        *_incomplete(nodes),
+        *_incomplete(gathered),
         *own,
         *_clocks(nodes),
         *_flaps(nodes),
@@ -94,10 +94,14 @@ def _silenced(request: Request, findings: Iterable[Finding]) -> tuple[Silenced, 
     return tuple(found)
 
 
-def _incomplete(nodes: Sequence[NodeDoctor]) -> list[Finding]:
+def _incomplete(gathered: Gathered[NodeDoctor]) -> list[Finding]:
     """Report parts that did not come: what is not known is never shown as fine."""
     groups: dict[str, list[str]] = {}
-    for node in nodes:
+    known = {node.host for node in gathered.facts}
+    for host, why in gathered.missing.items():
+        if host not in known:
+            groups.setdefault(why, []).append(host)
+    for node in gathered.facts:
         for part in node.late:
             groups.setdefault(f"{part} not read in time", []).append(node.host)
         for part, why in node.failed.items():

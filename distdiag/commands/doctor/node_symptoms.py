@@ -29,6 +29,7 @@ _SHM_FOR_EACH_RANK = 32 * _MIB
 """NCCL takes about 10 MB of /dev/shm for each peer that a rank reaches through it (nccl#290), and has a few."""
 _FULL_BYTES, _LOW_BYTES, _LOW_SHARE = 16 * _MIB, _GIB, 0.05
 _FEW_INODES = 0.01
+_DENIED = "Permission denied"
 _LITTLE_MEMORY = 512 * _MIB
 _RESENT_SHARE, _RESENT_LEAST = 0.01, 50
 _RECENT_S, _DAY_S = 600.0, 86400.0
@@ -60,7 +61,7 @@ def _limits(node: NodeDoctor, system: System) -> Iterator[Symptom]:
     if rdma and memlock is not None and memlock.soft is not None and not system.may_lock:
         yield Symptom(
             id="memlock",
-            level=Level.FAIL if memlock.soft < _LEAST_MEMLOCK else Level.WARN,
+            level=Level.FAIL if memlock.soft < _LEAST_MEMLOCK and system.in_step else Level.WARN,
             title=f"locked memory is limited to {format_size(memlock.soft)}, and RDMA needs to lock its buffers",
             detail=f'NCCL fails with "Call to ibv_reg_mr failed: Cannot allocate memory". {_of_whom(system)}',
             fix=_raise(memlock, "unlimited", system),
@@ -213,6 +214,8 @@ def _disk(space: Space, *, is_written: bool) -> Symptom | None:
             fix=Fix(text="restore its server; or unmount it", commands=(f"sudo umount -l {path}",)),
         )
     if space.error:
+        if not is_written and space.error == _DENIED:
+            return None  # what another user has mounted with FUSE is closed to all others, root included
         return Symptom(
             id="disk-error",
             level=Level.WARN,
