@@ -84,7 +84,7 @@ def gpus(health: Health, *, hardware: int | None = None, answer: Answer | None =
         fabric_manager="active",
         answer=answer or Answer(nvml_status=0, cuda_status=0, cuda_count=count, present=present, visible=present),
     )
-    return Gpus(driver, health)
+    return Gpus(driver, health, 20.0)
 
 
 def node(host: str = "node1", **more: object) -> NodeDoctor:
@@ -225,8 +225,10 @@ def test_a_gpu_that_does_not_answer_or_is_missing() -> None:
     assert found(report)["gpu.missing"].title == "GPU 3 does not respond"
     seven = gpus(h100(count=7), hardware=8)
     assert found(judged(node(gpus=seven, system=system(in_step=False))))["gpu.missing"].level == "fail"
-    silent = gpus(Health(error="nvidia-smi did not answer within 4 s"), hardware=8, answer=Answer(stuck="cuInit"))
-    assert set(found(judged(node(gpus=silent)))) == {"gpu.hangs"}
+    silent = gpus(Health(error="nvidia-smi did not answer within 20 s"), hardware=8, answer=Answer(stuck="cuInit"))
+    assert {id_: finding.level for id_, finding in found(judged(node(gpus=silent))).items()} == {"gpu.hangs": "fail"}
+    impatient = replace(silent, asked_s=2.0)
+    assert found(judged(node(gpus=impatient)))["gpu.hangs"].level == "unknown"
 
 
 def test_a_share_of_the_gpus_is_no_fault() -> None:
@@ -234,8 +236,17 @@ def test_a_share_of_the_gpus_is_no_fault() -> None:
     two = gpus(h100(count=2), hardware=8)
     assert not found(judged(node(gpus=two)))
     others = Answer(nvml_status=0, lost=(2, 3), blocked=(2, 3), present=two.driver.answer.present)
+    none = gpus(Health(error="nvidia-smi is not on this node's PATH"), hardware=8, answer=Answer(nvml_error="no file"))
+    assert not found(judged(node(gpus=none)))
     shared = gpus(h100(count=2), hardware=8, answer=others)
     assert not found(judged(node(gpus=shared, system=system(in_step=False))))
+
+
+def test_gpus_without_a_driver_are_a_warning() -> None:
+    bare = gpus(Health(error="no NVIDIA driver"), hardware=8, answer=Answer())
+    bare = replace(bare, driver=replace(bare.driver, kernel="", devices=0))
+    assert set(found(judged(node(gpus=bare)))) == {"gpu.no-driver"}
+    assert not found(judged(node(gpus=replace(bare, driver=replace(bare.driver, hardware=0)))))
 
 
 def test_health_that_is_not_known_is_not_shown_as_fine() -> None:
@@ -244,6 +255,7 @@ def test_health_that_is_not_known_is_not_shown_as_fine() -> None:
     known = gpus(answers)
     assert found(judged(node(gpus=replace(known, health=Health(error=silent)))))["gpu.smi"].level == "unknown"
     nothing = gpus(Health(error=silent), hardware=8, answer=Answer(nvml_status=9))
+    nothing = replace(nothing, driver=replace(nothing.driver, devices=8))
     assert found(judged(node(gpus=nothing)))["gpu.smi"].level == "fail"
     absent = Health(error="nvidia-smi is not on this node's PATH")
     assert found(judged(node(gpus=replace(known, health=absent))))["gpu.smi"].level == "warn"
@@ -497,6 +509,18 @@ def test_nodes_to_leave_out_are_folded_as_slurm_takes_them() -> None:
     assert report.data.exclude == "node[7-8]"
     assert report.summary.endswith("start without: --exclude=node[7-8]")
     assert judged(full("a"), full("b")).data.exclude == ""  # nobody would be left
+
+
+def test_many_nodes_with_the_same_fault_are_one_finding_of_bounded_length() -> None:
+    def nearly_full(number: int) -> NodeDoctor:
+        space = Space("/tmp", 100 * GIB, (100 + number) * 2**20, 1000, 900, "ext4", "/dev/sda1")
+        return node(f"n{number}", disks=Disks((space,), ("/tmp",)))
+
+    report = judged(*map(nearly_full, range(64)))
+    finding = found(report)["disk-full"]
+    assert (len(finding.where.hosts), len(finding.evidence)) == (64, 9)
+    assert finding.title.startswith("n[0-63]: /tmp is nearly full: ")
+    assert report.data.exclude == ""
 
 
 def test_only_and_ignore_choose_findings() -> None:

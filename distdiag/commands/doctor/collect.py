@@ -132,10 +132,11 @@ class Software:
 
 @dataclass(frozen=True)
 class Gpus:
-    """Its GPUs: what the bus, the driver's libraries and nvidia-smi say."""
+    """Its GPUs: what the bus, the driver's libraries and nvidia-smi say; `asked_s`: the time that these had for it."""
 
     driver: Driver
     health: Health
+    asked_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -305,4 +306,4 @@ def _gpus(timeout_s: float) -> Gpus:
     }
     found, _ = deadlines.together(work, patience_s=timeout_s + _SLACK_S / 2)
     late = Health(error=f"nvidia-smi did not answer within {timeout_s:g} s")
-    return Gpus(found.get("driver", quick), found.get("health", late))
+    return Gpus(found.get("driver", quick), found.get("health", late), timeout_s)

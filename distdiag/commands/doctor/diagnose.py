@@ -29,6 +29,7 @@ _LATE_CLOCK_S, _WRONG_CLOCK_S = 1.0, 15.0
 """torchrun takes a node whose clock is 15 s off for dead (keep-alives of the c10d rendezvous, 3 x 5 s)."""
 _MANY_FLAPS, _FLAPS_RATIO = 10, 5
 _ROOM = 60
+_EVIDENCE_LINES = 8
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
 _TESTED_ELSEWHERE = (
     "connections between the nodes: distdiag ports --hosts LIST",
@@ -157,6 +158,8 @@ def _finding(group: _Group, *, several: bool) -> Finding:
     symptom = group.symptom
     title = f"{fold_within(group.hosts, _ROOM)}: {symptom.title}" if several else symptom.title
     others = [f"{fold(hosts)}: {words}" for words, hosts in group.titles.items()] if len(group.titles) > 1 else []
+    if len(others) > _EVIDENCE_LINES:
+        others = [*others[:_EVIDENCE_LINES], f"... and {len(others) - _EVIDENCE_LINES} more"]
     return Finding(
         id=f"{COMMAND}.{symptom.id}",
         level=symptom.level,

@@ -25,12 +25,23 @@ _MISMATCH = 18  # NVML_ERROR_LIB_RM_VERSION_MISMATCH, nvml.h
 _FABRIC = 802  # CUDA_ERROR_SYSTEM_NOT_READY, cuda.h
 _NO_GPU = (100, 101)
 _FEW_LINK_ERRORS = 10
+_LONG_S = 20
+"""What does not return within it hangs: 8 GPUs without persistence mode take less."""
 
 
 def gpu_symptoms(node: NodeDoctor, first_rank: int | None) -> Iterator[Symptom]:
     """Yield all of them; `first_rank`: the rank of this node's first GPU if each GPU has one, None: not known."""
     gpus = node.gpus
-    if gpus is None or not (gpus.driver.kernel or gpus.driver.devices or gpus.driver.hardware):
+    if gpus is None or not (gpus.driver.kernel or gpus.driver.hardware or gpus.health.gpus):
+        return
+    if not gpus.driver.kernel and not gpus.driver.wsl:
+        count = counted(gpus.driver.hardware, "NVIDIA GPU")
+        yield Symptom(
+            id="gpu.no-driver",
+            level=Level.WARN,
+            title=f"{count} on the PCI bus, and NVIDIA's driver is not loaded",
+            fix=Fix(text="load it, or read why it fails", commands=("sudo modprobe nvidia", _DMESG)),
+        )
         return
     yield from _driver(node, gpus)
     most_links = max((_active_links(gpu) for gpu in gpus.health.gpus), default=0)
@@ -82,10 +93,14 @@ def _driver(node: NodeDoctor, gpus: Gpus) -> Iterator[Symptom]:
     if answer.stuck:
         yield Symptom(
             id="gpu.hangs",
-            level=Level.FAIL,
-            title=f"the NVIDIA driver hangs: {answer.stuck} does not return",
-            detail="Every program that uses a GPU, and nvidia-smi, will hang as well.",
-            fix=Fix(text="look for the GPU that failed; the node needs a reboot", commands=(_DMESG,)),
+            level=Level.FAIL if gpus.asked_s >= _LONG_S else Level.UNKNOWN,
+            title=f"the NVIDIA driver hangs: {answer.stuck} does not return within {gpus.asked_s:g} s",
+            detail="Every program that uses a GPU will hang as well. Without persistence mode the first call takes "
+            "seconds for each GPU.",
+            fix=Fix(
+                text="look for the GPU that failed; the node needs a reboot",
+                commands=(_DMESG,) if gpus.asked_s >= _LONG_S else (f"distdiag doctor --timeout {2 * _LONG_S}", _DMESG),
+            ),
         )
         return
     if answer.nvml_status == _MISMATCH or "version mismatch" in health.error:
@@ -120,6 +135,11 @@ def _missing(node: NodeDoctor, gpus: Gpus) -> Iterator[Symptom]:
     driver, answer, health = gpus.driver, gpus.driver.answer, gpus.health
     lost = [index for index in answer.lost if index not in answer.blocked]
     here = max(len(health.gpus), len(answer.present))
+    if not here and not lost and (not driver.devices or ("No devices" in health.error and _is_shared(node, gpus))):
+        if driver.hardware:
+            title = f"none of {counted(driver.hardware, 'GPU')} is visible: the job or container was given none"
+            yield Symptom(id="gpu.share", level=Level.INFO, title=title)
+        return
     fewer = driver.hardware - here if here else 0
     fix = Fix(
         text="read the kernel log; it needs a reset, or the node a reboot",

@@ -51,6 +51,7 @@ CHECKS = {
     "python": "Python does not run",
     "torch": "torch is missing, or built without CUDA",
     "advisory": "a version with a known bug",
+    "gpu.no-driver": "NVIDIA's driver is not loaded",
     "gpu.hangs": "the driver hangs",
     "gpu.missing": "a GPU does not respond",
     "gpu.driver-mismatch": "kernel module and libraries of the driver differ",
