@@ -50,7 +50,7 @@ FAULTS = {
     "segv": Fault("segv", word="SIGSEGV"),
     "exit-3": Fault("exit3", word="exit"),
     "oom-cgroup": Fault("memory", word="memory"),
-    "enospc": Fault("save", word="full_disk"),
+    "enospc": Fault("save", word="step3.pt"),
     "sigstop": Fault("stop"),
     "sleeps": Fault("hang"),
     "never-comes": Fault("never"),
@@ -151,12 +151,11 @@ def score(name: str, fault: Fault, folder: Path, took_s: float) -> dict[str, Any
     if not reports:
         return {"fault": name, "run": "unknown", "title": "no report", "seconds": took_s}
     document = json.loads(reports[0].read_text())
-    first = document["findings"][0] if document["findings"] else {"level": "", "where": {}, "title": ""}
+    first: dict[str, Any] = document["findings"][0] if document["findings"] else {"level": "", "where": {}, "title": ""}
     accused = first["where"].get("ranks", []) if first["level"] == "fail" else []
-    text = json.dumps(first)
     return {
         "fault": name,
-        "run": judge(fault, accused, text),
+        "run": judge(fault, accused, first["title"]),
         "verdict": document["verdict"],
         "id": first.get("id", ""),
         "title": first["title"],
