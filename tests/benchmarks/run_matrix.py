@@ -49,8 +49,8 @@ FAULTS = {
     "sigkill": Fault("kill", word="SIGKILL"),
     "segv": Fault("segv", word="SIGSEGV"),
     "exit-3": Fault("exit3", word="exit"),
-    "oom-cgroup": Fault("memory", word="memory"),
-    "enospc": Fault("save", word="step3.pt"),
+    "oom-cgroup": Fault("memory", word="out of memory"),
+    "enospc": Fault("save", word="full disk"),
     "sigstop": Fault("stop"),
     "sleeps": Fault("hang"),
     "never-comes": Fault("never"),
@@ -151,11 +151,13 @@ def score(name: str, fault: Fault, folder: Path, took_s: float) -> dict[str, Any
     if not reports:
         return {"fault": name, "run": "unknown", "title": "no report", "seconds": took_s}
     document = json.loads(reports[0].read_text())
-    first: dict[str, Any] = document["findings"][0] if document["findings"] else {"level": "", "where": {}, "title": ""}
+    first: dict[str, Any] = (
+        document["findings"][0] if document["findings"] else {"level": "", "where": {}, "title": "", "detail": ""}
+    )
     accused = first["where"].get("ranks", []) if first["level"] == "fail" else []
     return {
         "fault": name,
-        "run": judge(fault, accused, first["title"]),
+        "run": judge(fault, accused, f"{first['title']} {first['detail']}"),
         "verdict": document["verdict"],
         "id": first.get("id", ""),
         "title": first["title"],

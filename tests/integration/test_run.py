@@ -181,7 +181,7 @@ def test_trace_py_and_overflow_reach_only_the_ranks_that_are_named(tmp_path: Pat
     traces = subprocess.run(
         [PROGRAM, "trace", "show", str(tmp_path / "lines"), "--json"], capture_output=True, check=False
     )
-    assert {process["rank"] for process in json.loads(traces.stdout)["data"]["processes"]} == {1}
+    assert {ring["rank"] for ring in json.loads(traces.stdout)["data"]["rings"]} == {1}
     assert f"trace show {tmp_path}/lines" in err.decode()
     watched = [json.loads(path.read_text()) for path in (tmp_path / "overflow").glob("watched-*.json")]
     assert {process["rank"] for process in watched} == {1}

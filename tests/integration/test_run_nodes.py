@@ -85,7 +85,7 @@ def test_a_signal_of_sbatch_is_reported_as_an_end_from_outside(slurm: Slurm, tmp
     torchrun = f"{_TORCHRUN} --standalone --nproc-per-node 3 {_PROGRAMS / 'recorded_healthy.py'} stall"
     script.write_text(f"#!/bin/sh\nexec env {' '.join(_NAMES)} {PROGRAM} run --save {kept} -- {torchrun}\n")
     job = slurm.submit(script, "--nodes=1", "--signal=B:TERM@60")
-    logs = "output.*/rank0.g0.stdout.log"
+    logs = "output.*/rank0.g0.*.log"
     wait_until(lambda: any(b"step 4" in log.read_bytes() for log in kept.glob(logs)), _LATE_S, lambda: "no step 4")
     slurm.run("scancel", "--batch", "--signal=TERM", str(job))  # what --signal=B:TERM@60 sends, without the minute
     wait_until(lambda: any(kept.glob("report.*.json")), _LATE_S, lambda: "no report")
