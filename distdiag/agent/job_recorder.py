@@ -124,9 +124,10 @@ class Copier(threading.Thread):
 
     locks: dict[tuple[int, int], threading.Lock] = {}  # noqa: RUF012 - of all streams: lines of ranks are not to be torn
 
-    def __init__(self, read: int, out: int, path: str) -> None:
+    def __init__(self, read: int, out: int, path: str, label: bytes = b"") -> None:
         super().__init__(daemon=True)
         self._read, self._out, self._kept = read, out, Kept(path)
+        self._lines = Labelled(label) if label else None
         status = os.fstat(out)
         self._lock = self.locks.setdefault((status.st_dev, status.st_ino), threading.Lock())
 
@@ -135,14 +136,39 @@ class Copier(threading.Thread):
         try:
             while data := _read_some(self._read):
                 self._kept.write(data)
-                with self._lock:
-                    _write_all(self._out, data)
+                self._pass(data if self._lines is None else self._lines.whole(data))
+            if self._lines is not None:
+                self._pass(self._lines.rest())
         except OSError:
             pass
         finally:
             os.close(self._read)
             os.close(self._out)
             self._kept.finish()
+
+    def _pass(self, data: bytes) -> None:
+        if data:
+            with self._lock:
+                _write_all(self._out, data)
+
+
+class Labelled:
+    """Puts a label before each line of a stream. A line is held back until it is whole, or longer than 1 MiB."""
+
+    def __init__(self, label: bytes) -> None:
+        self._label, self._rest = label, b""
+
+    def whole(self, data: bytes) -> bytes:
+        """Return the lines that are whole now."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > _BLOCK:
+            lines.append(self._rest)
+            self._rest = b""
+        return b"".join(b"%s%s\n" % (self._label, line) for line in lines)
+
+    def rest(self) -> bytes:
+        """Return the last line, ended, if the stream did not end it."""
+        return b"%s%s\n" % (self._label, self._rest) if self._rest else b""
 
 
 def _read_some(fd: int) -> bytes:
@@ -167,6 +193,7 @@ class Recorder:
         self._launcher = 0
         self._frozen_until = 0.0
         self._did_freeze = not config["freeze"]
+        self._prefix = bool(config["prefix"])
         self._events = private_files.open_file(os.path.join(self._folder, "events.jsonl"), os.O_WRONLY | os.O_APPEND)
         self._ranks: dict[int, dict[str, Any]] = {}
         self._copiers: list[Copier] = []
@@ -175,8 +202,8 @@ class Recorder:
             self._outs[device, inode] = os.dup(out)
             self._copy(read, out, f"job.{name}.log")
 
-    def _copy(self, read: int, out: int, name: str) -> None:
-        copier = Copier(read, out, os.path.join(self._folder, name))
+    def _copy(self, read: int, out: int, name: str, label: bytes = b"") -> None:
+        copier = Copier(read, out, os.path.join(self._folder, name), label)
         copier.start()
         self._copiers.append(copier)
 
@@ -236,10 +263,11 @@ class Recorder:
         for fd in fds:
             os.set_inheritable(fd, False)
         rank, generation = int(about["rank"]), int(about["generation"])
+        label = f"[{machine.host_name()}:{rank}] ".encode() if self._prefix else b""
         for number, name in enumerate(names):
             kind = name if name in ("stdout", "stderr") else "output"
             self._shorten(fds, 2 * number + 1)
-            self._copy(fds[2 * number], fds[2 * number + 1], f"rank{rank}.g{generation}.{kind}.log")
+            self._copy(fds[2 * number], fds[2 * number + 1], f"rank{rank}.g{generation}.{kind}.log", label)
         about.update(pid=pid, rank=rank, generation=generation, events_file=_memory_events(pid))
         about["oom_kills"] = _oom_kills(about["events_file"])
         self._tell("start", about)

@@ -12,8 +12,9 @@ import json
 import os
 import socket
 import stat
+import sys
 
-from distdiag.facts import machine
+from distdiag.facts import machine, programs
 from distdiag.facts.rank_identity import identify
 
 TYPE_CHECKING = False
@@ -21,8 +22,13 @@ if TYPE_CHECKING:
     from distdiag.facts.rank_identity import Identity
 
 VARIABLE = "DISTDIAG_RUN"
-"""Its value is JSON: {"socket": path, "ranks": list of ranks or null, "env": variables that only these ranks get}."""
+"""Its value is JSON.
+
+{"socket": path, "ranks": list of ranks or null, "env": variables that only these ranks get,
+"sanitizer": words to put before the command of these ranks; empty for none}.
+"""
 _RECORDED = "DISTDIAG_RUN_RANK"
+_SANITIZED = "DISTDIAG_RUN_SANITIZED"
 _ANSWER_S = 5.0
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "torch.distributed.run", "torch.distributed.launch", "mpirun")
 
@@ -37,10 +43,25 @@ def begin_from_environment() -> None:
     if os.environ.get(_RECORDED) == name:  # a helper that the rank has started
         return
     asked = json.loads(os.environ[VARIABLE])
-    if asked["ranks"] is not None and identity.rank in asked["ranks"]:
+    if asked["ranks"] is None or identity.rank in asked["ranks"]:
         os.environ.update(asked["env"])
+        if asked.get("sanitizer"):
+            _go_below(asked["sanitizer"], name)
     os.environ[_RECORDED] = name
     _hand_over(asked["socket"], identity, int(generation) if generation.isdigit() else 0)
+
+
+def _go_below(sanitizer: list[str], name: str) -> None:
+    """Become the sanitizer, which starts this rank again as its child; there, end with it."""
+    if os.environ.get(_SANITIZED) == name:
+        programs.die_with_parent()  # a launcher that kills the rank kills the sanitizer alone
+        return
+    os.environ[_SANITIZED] = name
+    with open("/proc/self/cmdline", "rb") as file:
+        words = [os.fsdecode(word) for word in file.read().split(b"\0")[:-1]]
+    python = os.path.realpath("/proc/self/exe") if not os.path.isabs(sys.executable or "") else sys.executable
+    rank = name.split()[1]
+    os.execv(sanitizer[0], [word.replace("{rank}", rank) for word in sanitizer] + [python, *words[1:]])
 
 
 def _is_launcher() -> bool:

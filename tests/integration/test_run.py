@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support import PROGRAM
+from support import PROGRAM, need_root
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _PROGRAMS = Path(__file__).parent.parent / "programs"
 _TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node"]
 _ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
-_LATE_S = 60.0
+_LATE_S = 180.0
 
 
 def _launch(options: Sequence[str], job: Sequence[str], ranks: int = 3) -> subprocess.Popen[bytes]:
@@ -161,3 +161,112 @@ def test_switches_are_printed_and_reach_the_ranks_that_are_named() -> None:
     job = _launch(["--sync", "--ranks", "1"], ["recorded_healthy.py", "environment"])
     out, _ = job.communicate(timeout=_LATE_S)
     assert sorted(re.findall(rb"sync \d (?:None|1)", out)) == [b"sync 0 None", b"sync 1 1", b"sync 2 None"]
+
+
+def test_prefix_labels_whole_lines_and_the_copy_has_none(tmp_path: Path) -> None:
+    job = _launch(["--prefix", "--save", str(tmp_path)], ["recorded_healthy.py", "halves"])
+    out, _ = job.communicate(timeout=_LATE_S)
+    host = os.uname().nodename
+    lines = out.decode().splitlines()
+    assert [line for line in lines if "half" in line and not re.fullmatch(rf"\[{host}:\d\] half half \d", line)] == []
+    assert sorted(line[-1] for line in lines if "half half" in line) == ["0", "1", "2"]
+    assert all(line.startswith(f"[{host}:") for line in lines)
+    assert b"step 0 30.0" in _kept(tmp_path, 0).splitlines()
+
+
+def test_trace_py_and_overflow_reach_only_the_ranks_that_are_named(tmp_path: Path) -> None:
+    options = ["--trace-py", "--overflow", "--ranks", "1", "--save", str(tmp_path)]
+    job = _launch(options, ["recorded_healthy.py", "nan"])
+    _, err = job.communicate(timeout=_LATE_S)
+    traces = subprocess.run(
+        [PROGRAM, "trace", "show", str(tmp_path / "lines"), "--json"], capture_output=True, check=False
+    )
+    assert {ring["rank"] for ring in json.loads(traces.stdout)["data"]["rings"]} == {1}
+    assert f"trace show {tmp_path}/lines" in err.decode()
+    watched = [json.loads(path.read_text()) for path in (tmp_path / "overflow").glob("watched-*.json")]
+    assert {process["rank"] for process in watched} == {1}
+    assert job.returncode == 1
+    assert _report(tmp_path)["findings"][0]["where"]["ranks"] == [1]
+
+
+_SANITIZER = """#!/bin/sh
+for word; do case $word in --log-file=*) log=${word#--log-file=} ;; --*) ;; *) break ;; esac; shift; done
+log=$(echo "$log" | sed "s/%p/$$/")
+"$@"
+status=$?
+{ echo "========= COMPUTE-SANITIZER"; echo "========= Invalid __global__ write of size 4 bytes"
+echo "========= ERROR SUMMARY: 1 error"; } > "$log"
+exit $status
+"""
+"""As compute-sanitizer does: it runs the program as a child, and writes its log in the form of NVIDIA's manual."""
+
+
+def test_the_sanitizer_is_below_the_ranks_that_are_named(tmp_path: Path) -> None:
+    tool = tmp_path / "bin" / "compute-sanitizer"
+    tool.parent.mkdir()
+    tool.write_text(_SANITIZER)
+    tool.chmod(0o755)
+    env = {**_ENV, "PATH": f"{tool.parent}:{_ENV['PATH']}"}
+    options = ["--sanitizer", "memcheck", "--ranks", "2", "--save", str(tmp_path / "kept")]
+    command = [PROGRAM, "run", *options, "--", *_TORCHRUN, "3", "recorded_healthy.py"]
+    done = subprocess.run(command, capture_output=True, env=env, cwd=_PROGRAMS, timeout=2 * _LATE_S, check=False)
+    assert (done.returncode, done.stdout.count(b"\n")) == (0, 6)
+    (finding,) = _report(tmp_path / "kept")["findings"]
+    assert finding["id"] == "run.sanitizer"
+    assert finding["where"]["ranks"] == [2]
+    assert "Invalid __global__ write of size 4 bytes" in finding["title"]
+
+
+def test_a_missing_sanitizer_is_said_before_the_start(tmp_path: Path) -> None:
+    env = {"PATH": str(tmp_path), "HOME": str(tmp_path)}
+    job = [PROGRAM, "run", "--sanitizer", "memcheck", "--", "/bin/touch", str(tmp_path / "started")]
+    done = subprocess.run(job, capture_output=True, env=env, check=False)
+    assert done.returncode == 2
+    assert b"compute-sanitizer is not installed here" in done.stderr
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_subsystem_that_nccl_does_not_have_is_refused() -> None:
+    done = subprocess.run([PROGRAM, "run", "--nccl-debug", "INIT,NETWORK", "--print-env"], capture_output=True)
+    assert done.returncode == 2
+    assert b"NETWORK" in done.stderr
+
+
+def test_cores_are_allowed_and_it_is_said_where_they_go() -> None:
+    code = "import resource; print(*resource.getrlimit(resource.RLIMIT_CORE))"
+    command = [PROGRAM, "run", "--cores", "--", sys.executable, "-c", code]
+    done = subprocess.run(["sh", "-c", 'ulimit -S -c 0; exec "$0" "$@"', *command], capture_output=True, check=True)
+    soft, hard = done.stdout.split()
+    assert soft == hard
+    assert b"core dumps" in done.stderr
+
+
+def test_a_full_disk_below_save_does_not_end_the_job(tmp_path: Path) -> None:
+    need_root()
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", disk], check=True)
+    try:
+        code = "import sys\nfor i in range(20000): print('line', i, 'x' * 60)\nsys.exit(3)"
+        job = [PROGRAM, "run", "--save", str(disk / "kept"), "--", sys.executable, "-c", code]
+        done = subprocess.run(job, capture_output=True, check=False)
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+    assert (done.returncode, done.stdout.count(b"\n")) == (3, 20000)
+
+
+def test_sigusr1_and_ctrl_c_reach_the_job() -> None:
+    code = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: print('usr1', flush=True))\n"
+        "signal.signal(signal.SIGINT, lambda *_: sys.exit(9))\n"
+        "print('ready', flush=True)\nwhile True: signal.pause()"
+    )
+    job = subprocess.Popen([PROGRAM, "run", "--", sys.executable, "-c", code], stdout=subprocess.PIPE, bufsize=0)
+    assert job.stdout is not None
+    assert job.stdout.readline() == b"ready\n"
+    job.send_signal(signal.SIGUSR1)
+    assert job.stdout.readline() == b"usr1\n"
+    job.send_signal(signal.SIGINT)
+    assert job.wait(_LATE_S) == 9
+    job.stdout.close()

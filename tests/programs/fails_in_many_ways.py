@@ -20,6 +20,9 @@ me = rank == guilty
 if kind == "import" and me:
     import flash_attn_that_is_not_here  # type: ignore[import-not-found]  # noqa: F401
 
+if kind == "never" and me:
+    time.sleep(3600)
+
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
@@ -73,6 +76,8 @@ def fault(x: torch.Tensor) -> None:  # noqa: C901
         os._exit(0)
     if kind in ("hang", "handled-hang"):
         time.sleep(3600)
+    if kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if kind == "late":
         time.sleep(6)
     if kind == "size":

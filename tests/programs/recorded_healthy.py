@@ -1,4 +1,4 @@
-"""Five steps of three ranks: recorded_healthy.py [stall | waits FILE | environment]; tests of distdiag run."""
+"""Five steps of three ranks for tests of run: recorded_healthy.py [stall|waits FILE|environment|halves|nan]."""
 
 import os
 import sys
@@ -21,6 +21,12 @@ if what == "environment":
 if what == "waits":
     while not os.path.exists(sys.argv[2]):
         time.sleep(0.05)
+if what == "halves":
+    os.write(1, b"half ")
+    dist.barrier()
+    os.write(1, f"half {rank}\n".encode())
+if what == "nan":
+    torch.nn.Linear(2, 2)(torch.tensor([float("nan") if rank == 1 else 0.0, 0.0]))
 if what == "stall" and rank == 2:
     time.sleep(300)
 dist.barrier()

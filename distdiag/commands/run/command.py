@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -38,7 +39,7 @@ def run(
     ] = False,
     gpus: Annotated[str, typer.Option(metavar="none|0,2", help="GPUs that the ranks see.")] = "",
     nccl_debug: Annotated[
-        str, typer.Option(metavar="SUBSYS", help="Log NCCL's INIT,NET,COLL... into a file for each process.")
+        str, typer.Option(metavar="SUBSYS", help="Log NCCL's INIT,NET,COLL... to a file per process.")
     ] = "",
     cores: Annotated[bool, typer.Option("--cores", help="Raise the limit of core dumps to the hard limit.")] = False,
     recorder: Annotated[
@@ -47,9 +48,22 @@ def run(
     check_collectives: Annotated[
         bool, typer.Option("--check-collectives", help="TORCH_DISTRIBUTED_DEBUG=DETAIL: find mismatches. Slow.")
     ] = False,
-    ranks: Annotated[
-        str, typer.Option(metavar="LIST", help="Set the switches above for these ranks only: 3, or 0,4-7.")
+    trace_py: Annotated[
+        bool, typer.Option("--trace-py", help="Keep the last lines of Python of each thread (trace py). Slow.")
+    ] = False,
+    overflow: Annotated[
+        bool, typer.Option("--overflow", help="Stop at the first nan or inf and name its module (overflow).")
+    ] = False,
+    sanitizer: Annotated[
+        str,
+        typer.Option(metavar="TOOL", help="Run each rank below compute-sanitizer: memcheck, racecheck... Very slow."),
     ] = "",
+    ranks: Annotated[
+        str, typer.Option(metavar="LIST", help="Apply the switches above to these ranks only: 3, or 0,4-7.")
+    ] = "",
+    prefix: Annotated[
+        bool, typer.Option("--prefix", help="Label each line [host:rank]; lines of ranks are never torn.")
+    ] = False,
     print_env: Annotated[
         bool, typer.Option("--print-env", help="Print the variables that the switches set, and stop.")
     ] = False,
@@ -63,7 +77,14 @@ def run(
     Below srun, start it on every node with the same --save DIR; `distdiag run --from DIR` then judges all nodes.
 
     Exit status: the job's own.
+
+    \b
+    Examples:
+      distdiag run -- torchrun --nproc-per-node 8 train.py
+      distdiag run --stall 600 --on-stall kill --save run42 -- torchrun train.py
+      distdiag run --sync --recorder --ranks 3 -- torchrun --nproc-per-node 8 train.py
     """
+    from distdiag.commands.run.switches import SANITIZERS, Switches, parse, parse_ranks, parse_subsystems
     from distdiag.errors import UsageError
     from distdiag.output import fail
 
@@ -74,30 +95,25 @@ def run(
             raise UsageError(f"--on-stall {on_stall!r} is not known", hint="write --on-stall report or kill")
         if as_json and not print_env:
             raise UsageError("--json: stdout is the job's", hint="--save DIR writes DIR/report.json")
-        switches = _switches(sync, gpus, nccl_debug, cores, recorder, check_collectives, ranks)
+        switches = Switches(
+            sync=sync,
+            gpus=parse(gpus, r"none|[\w.,-]+", "--gpus", "use --gpus none, or --gpus 0,2"),
+            nccl_debug=parse_subsystems(nccl_debug),
+            cores=cores,
+            recorder=recorder,
+            check_collectives=check_collectives,
+            trace_py=trace_py,
+            overflow=overflow,
+            sanitizer=parse(sanitizer, "|".join(SANITIZERS), "--sanitizer", f"use {', '.join(SANITIZERS)}"),
+            ranks=parse_ranks(ranks),
+        )
         if print_env:
             _print_variables(switches, save, as_json=as_json)
         if not command:
             raise UsageError("no job named", hint=f"{called_as()} run -- torchrun --nproc-per-node 8 train.py")
-        _run(command, switches, save, stall_s=stall, on_stall=on_stall, pictures=pictures)
+        _run(command, switches, save, stall_s=stall, on_stall=on_stall, pictures=pictures, prefix=prefix)
     except UsageError as error:
         fail("run", error, as_json=as_json)
-
-
-def _switches(
-    sync: bool, gpus: str, nccl_debug: str, cores: bool, recorder: bool, check_collectives: bool, ranks: str
-) -> Switches:
-    from distdiag.commands.run.switches import Switches, parse, parse_ranks
-
-    return Switches(
-        sync=sync,
-        gpus=parse(gpus, r"none|[\w.,-]+", "--gpus", "write --gpus none, or --gpus 0,2"),
-        nccl_debug=parse(nccl_debug, r"\^?[A-Za-z_]+(,[A-Za-z_]+)*", "--nccl-debug", "write --nccl-debug INIT,NET"),
-        cores=cores,
-        recorder=recorder,
-        check_collectives=check_collectives,
-        ranks=parse_ranks(ranks),
-    )
 
 
 def _print_variables(switches: Switches, save: str, *, as_json: bool) -> NoReturn:
@@ -106,33 +122,45 @@ def _print_variables(switches: Switches, save: str, *, as_json: bool) -> NoRetur
     from distdiag.commands.run.switches import variables
     from distdiag.output import deliver_lines
 
-    chosen = variables(switches, os.path.abspath(save) if save else "$DIR", _torch_version())
+    chosen = variables(switches, os.path.abspath(save) if save else "$DIR", _version("torch"))
     of_ranks = f" (ranks {','.join(map(str, switches.ranks))})" if switches.ranks is not None else ""
 
     def lines() -> list[str]:
-        return [f"export {each.name}={shlex.quote(each.value)}  # {each.why}{of_ranks}" for each in chosen]
+        nccl = _version("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+        beside = [("PyTorch", _version("torch")), ("NCCL", nccl)]
+        names = [f"{name} {version[0]}.{version[1]}" if version else f"no {name}" for name, version in beside]
+        return [f"# beside this Python: {', '.join(names)}"] + [
+            f"export {each.name}={shlex.quote(each.value)}  # {each.why}{of_ranks}" for each in chosen
+        ]
 
     deliver_lines("run", lines, as_json=as_json)
 
 
-def _torch_version() -> tuple[int, int] | None:
-    """Return the version of the PyTorch beside this Python, without importing it."""
+def _version(*packages: str) -> tuple[int, int] | None:
+    """Return (major, minor) of the first of these packages beside this Python, without importing it."""
     import re
     from importlib import metadata
 
-    try:
-        match = re.match(r"(\d+)\.(\d+)", metadata.version("torch"))
-    except metadata.PackageNotFoundError:
-        return None
-    return (int(match[1]), int(match[2])) if match else None
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            match = re.match(r"(\d+)\.(\d+)", metadata.version(package))
+            return (int(match[1]), int(match[2])) if match else None
+    return None
 
 
 def _run(
-    command: list[str], switches: Switches, save: str, *, stall_s: float, on_stall: str, pictures: bool
+    command: list[str],
+    switches: Switches,
+    save: str,
+    *,
+    stall_s: float,
+    on_stall: str,
+    pictures: bool,
+    prefix: bool,
 ) -> NoReturn:
     from distdiag import child_job
     from distdiag.commands.run import supervise
-    from distdiag.commands.run.switches import environment, variables
+    from distdiag.commands.run.switches import LINES_FOLDER, environment, sanitizer_words, variables
     from distdiag.facts.private_files import temporary_folder
     from distdiag.files import make_folder
     from distdiag.output import say
@@ -142,9 +170,9 @@ def _run(
     argv = child_job.argv_of(command, example=f"{program} run -- torchrun train.py")
     folder = os.path.abspath(save) if save else tempfile.mkdtemp(prefix="", dir=temporary_folder("run"))
     make_folder("--save", folder)
-    env, asked = environment(
-        variables(switches, folder, _torch_version()), switches, "", child_job.watched(VARIABLE, "")
-    )
+    chosen = variables(switches, folder, _version("torch"))
+    words = sanitizer_words(switches.sanitizer, folder)
+    env, asked = environment(chosen, switches, words, child_job.watched(VARIABLE, ""))
     plan = supervise.Plan(
         argv=argv,
         env=env,
@@ -154,15 +182,20 @@ def _run(
         on_stall=on_stall,
         pictures=pictures,
         cores=switches.cores,
+        prefix=prefix,
     )
     node = supervise.run(plan, say=say)
-    _report(node, program, folder, keep=bool(save))
+    wrote = switches.nccl_debug or switches.recorder or switches.trace_py or switches.sanitizer
+    _report(node, program, folder, keep=bool(save or wrote))
+    if wrote and not save:
+        say(f"distdiag run: what the switches recorded is in {folder}")
+    if switches.trace_py and os.path.isdir(os.path.join(folder, LINES_FOLDER)):
+        say(f"distdiag run: the last lines of each thread: {program} trace show {os.path.join(folder, LINES_FOLDER)}")
     child_job.leave_like(node.status or 0)
 
 
 def _report(node: NodeRun, program: str, folder: str, *, keep: bool) -> None:
     """Save the facts, and write the verdict to stderr if there is something to say."""
-    import contextlib
     import json
     import shutil
 

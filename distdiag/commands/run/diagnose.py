@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import calendar
+import shlex
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ def diagnose(request: Request, gathered: Gathered[NodeRun]) -> Report[Run]:
     """Report how the job ended: from deaths, kept output and pictures."""
     nodes = gathered.facts
     found = list(_judge(request, nodes))
+    found += _sanitized(nodes)
     found += host_findings(gathered.refusals, gathered.rows)
     found.sort(key=lambda finding: _ORDER.index(finding.level))
     ranks = tuple(rank for node in nodes for rank in node.ranks)
@@ -237,6 +239,22 @@ def _unexplained(nodes: Sequence[NodeRun]) -> Finding:
         evidence=tuple(_pictured(nodes)),
         fix=Fix(text="read what the launcher wrote: job.*.log in the folder of --save"),
     )
+
+
+def _sanitized(nodes: Sequence[NodeRun]) -> Iterator[Finding]:
+    """Yield what compute-sanitizer found in ranks: an error in device code, whether or not the job failed."""
+    for node in nodes:
+        for log in node.sanitizer:
+            if log.errors or (log.errors is None and log.first):
+                where = format_ranks([log.rank], [node.host])
+                yield Finding(
+                    id=f"{COMMAND}.sanitizer",
+                    level=Level.FAIL,
+                    title=f"compute-sanitizer, {where}: {log.first}",
+                    where=Where(ranks=(log.rank,), hosts=(node.host,)),
+                    evidence=(counted(log.errors, "error") if log.errors else "the rank ended before the summary",),
+                    fix=Fix(text="read the stack of the kernel", commands=(f"less {shlex.quote(log.path)}",)),
+                )
 
 
 def _restarted(deaths: Sequence[RankRun]) -> Finding:

@@ -15,13 +15,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from distdiag import child_job
-from distdiag.commands.run.types import NodeRun, Picture, RankRun
+from distdiag.commands.run.switches import SANITIZER_LOG
+from distdiag.commands.run.types import NodeRun, Picture, RankRun, SanitizerLog
 from distdiag.facts import machine, private_files, procs, programs
+from distdiag.facts.core.setup import PatternKind, read_pattern
 from distdiag.facts.job_logs.collect import Reader
 from distdiag.training import recorded_output
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 _HANG_S = 15.0
 """For hang's whole diagnosis; a death freezes the launcher for at most as long, see agent/job_recorder."""
@@ -44,6 +46,7 @@ class Plan:
     on_stall: str = "report"
     pictures: bool = True
     cores: bool = False
+    prefix: bool = False
 
 
 def run(plan: Plan, *, say: Callable[[str], None]) -> NodeRun:
@@ -51,7 +54,7 @@ def run(plan: Plan, *, say: Callable[[str], None]) -> NodeRun:
     output = os.path.join(plan.folder, f"output.{machine.host_name()}")  # nodes may share the folder
     private_files.make_folder(output)
     if plan.cores:
-        _raise_core_limit()
+        say(f"distdiag run: {_raise_core_limit()}")
     job = _Job(plan, output, say)
     with child_job.signals_for_the_job() as mask, contextlib.ExitStack() as stack:
         job.start(mask, stack)
@@ -61,9 +64,21 @@ def run(plan: Plan, *, say: Callable[[str], None]) -> NodeRun:
     return job.result(status)
 
 
-def _raise_core_limit() -> None:
+def _raise_core_limit() -> str:
+    """Raise the limit of core dumps to the hard limit; return where a core goes, or why there is none."""
     _, most = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (most, most))
+    pattern = read_pattern()
+    if most == 0:
+        return "no core dumps: the hard limit is 0 (ulimit -Hc); ask for a higher one in limits.conf or slurm.conf"
+    if pattern is None:
+        return "core dumps: core_pattern cannot be read"
+    if pattern.kind is PatternKind.NOWHERE:
+        return f"no core dumps: core_pattern discards them ({pattern.text})"
+    if pattern.kind is PatternKind.RELATIVE:
+        shared = "" if pattern.unique else "; ranks overwrite each other's (set kernel.core_uses_pid=1)"
+        return f"core dumps go to the working directory of each rank: {pattern.text}{shared}"
+    return f"core dumps go to {pattern.text}; read them with: distdiag core-bt"
 
 
 @dataclass
@@ -109,6 +124,7 @@ class _Job:
             "control": control,
             "streams": streams,
             "freeze": self.plan.pictures,
+            "prefix": self.plan.prefix,
         }
         self.recorder = child_job.start_recorder(config, keep)
         for fd in keep[1:]:
@@ -231,6 +247,7 @@ class _Job:
             pictures=tuple(self.pictures),
             signals=tuple(self.signals),
             killed=self.killed,
+            sanitizer=tuple(_sanitizer_logs(self.plan.folder)),
         )
 
     def _rank(self, start: dict[str, Any], end: dict[str, Any] | None) -> RankRun:
@@ -296,6 +313,23 @@ def _logs(folder: str) -> Any:  # noqa: ANN401 - NodeLogs
         elif name.startswith("job."):
             reader.read_output(path, path, None)
     return reader.found()
+
+
+def _sanitizer_logs(folder: str) -> Iterator[SanitizerLog]:
+    """Read the first error and the summary of each log of compute-sanitizer."""
+    for name in sorted(os.listdir(folder)):
+        match = re.fullmatch(re.escape(SANITIZER_LOG) + r"(\d+)\.\d+\.log", name)
+        if match:
+            path = os.path.join(folder, name)
+            text = machine.read_text(path)
+            count = re.search(r"^=+ ERROR SUMMARY: (\d+) error", text, re.MULTILINE)
+            first = re.search(r"^=+ ((?!COMPUTE-SANITIZER|ERROR SUMMARY)\S.*)$", text, re.MULTILINE)
+            yield SanitizerLog(
+                rank=int(match[1]),
+                errors=int(count[1]) if count else None,
+                first=first[1][:200] if first else "",
+                path=path,
+            )
 
 
 def _without_rank() -> dict[str, str]:

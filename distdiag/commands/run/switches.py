@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distdiag.errors import UsageError
+from distdiag.training.line_trace import session as line_trace
+from distdiag.training.overflow import session as overflow
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+LINES_FOLDER = "lines"
+SANITIZER_LOG = "sanitizer.rank"
+SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+SUBSYSTEMS = (
+    *("INIT", "COLL", "P2P", "SHM", "NET", "GRAPH", "TUNING", "ENV", "ALLOC", "CALL", "PROXY"),
+    *("NVLS", "BOOTSTRAP", "REG", "PROFILE", "RAS", "ALL"),
+)
+"""NCCL_DEBUG_SUBSYS of NCCL's documentation; NCCL ignores any other name, and says nothing."""
+_FIRST_RECORDER = (2, 2)
 _RENAMED = (2, 9)
 """Since PyTorch 2.9 the flight recorder's variables are TORCH_FR_*; the TORCH_NCCL_* names still work, and warn."""
 
@@ -26,6 +38,9 @@ class Switches:
     cores: bool = False
     recorder: bool = False
     check_collectives: bool = False
+    trace_py: bool = False
+    overflow: bool = False
+    sanitizer: str = ""
     ranks: tuple[int, ...] | None = None
 
 
@@ -39,7 +54,11 @@ class Variable:
 
 
 def variables(switches: Switches, folder: str, torch: tuple[int, int] | None) -> list[Variable]:
-    """List what the switches set. `torch`: (major, minor) of the job's PyTorch, None if that is not known."""
+    """List what the switches set. `torch`: (major, minor) of the job's PyTorch, None if that is not known.
+
+    Raises:
+        UsageError: this PyTorch has no flight recorder.
+    """
     found: list[Variable] = []
     if switches.sync:
         why = "each CUDA call waits for its kernel: tracebacks name the right line; slow, and it hides races"
@@ -49,7 +68,7 @@ def variables(switches: Switches, folder: str, torch: tuple[int, int] | None) ->
         found.append(Variable(name="CUDA_VISIBLE_DEVICES", value=value, why="the only GPUs that the ranks see"))
     if switches.nccl_debug:
         found.append(Variable(name="NCCL_DEBUG", value="INFO", why="NCCL logs its setup and its calls"))
-        found.append(Variable(name="NCCL_DEBUG_SUBSYS", value=switches.nccl_debug.upper(), why="of these subsystems"))
+        found.append(Variable(name="NCCL_DEBUG_SUBSYS", value=switches.nccl_debug, why="of these subsystems"))
         path = os.path.join(folder, "nccl.%h.%p.log")
         found.append(Variable(name="NCCL_DEBUG_FILE", value=path, why="a file for each process: lines are not torn"))
     if switches.recorder:
@@ -57,10 +76,43 @@ def variables(switches: Switches, folder: str, torch: tuple[int, int] | None) ->
     if switches.check_collectives:
         why = "torch compares operation and shape of each collective on all ranks; slow"
         found.append(Variable(name="TORCH_DISTRIBUTED_DEBUG", value="DETAIL", why=why))
+    if switches.trace_py:
+        value = line_trace.Settings(os.path.join(folder, LINES_FOLDER)).to_text()
+        why = "keep the last lines of Python of each thread; slow"
+        found.append(Variable(name=line_trace.VARIABLE, value=value, why=why))
+    if switches.overflow:
+        value = overflow.Settings(folder=os.path.join(folder, "overflow")).to_text()
+        why = "stop at the first nan or inf, and name its module"
+        found.append(Variable(name=overflow.VARIABLE, value=value, why=why))
     return found
 
 
+def sanitizer_words(tool: str, folder: str) -> list[str]:
+    """Return what to put before the command of a rank; nothing for an empty `tool`.
+
+    Raises:
+        UsageError: compute-sanitizer is neither on PATH nor in a CUDA toolkit.
+    """
+    if not tool:
+        return []
+    homes = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
+    places = [os.environ.get("PATH", ""), *(os.path.join(home, "bin") for home in homes if home)]
+    program = shutil.which("compute-sanitizer", path=os.pathsep.join(places))
+    if program is None:
+        raise UsageError(
+            "--sanitizer: compute-sanitizer is not installed here",
+            hint="it comes with the CUDA toolkit: export PATH=$PATH:/usr/local/cuda/bin",
+        )
+    log = os.path.join(folder, f"{SANITIZER_LOG}{{rank}}.%p.log")
+    return [program, f"--tool={tool}", f"--log-file={log}"]
+
+
 def _recorder(folder: str, torch: tuple[int, int] | None) -> list[Variable]:
+    if torch is not None and torch < _FIRST_RECORDER:
+        raise UsageError(
+            f"--recorder: PyTorch {torch[0]}.{torch[1]} has no flight recorder",
+            hint="use PyTorch 2.2 or newer, or distdiag hang while the job hangs",
+        )
     renamed = torch is not None and torch >= _RENAMED
     size = "TORCH_FR_BUFFER_SIZE" if renamed else "TORCH_NCCL_TRACE_BUFFER_SIZE"
     file = "TORCH_FR_DUMP_TEMP_FILE" if renamed else "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
@@ -80,6 +132,14 @@ def parse(text: str, pattern: str, option: str, hint: str) -> str:
     return text
 
 
+def parse_subsystems(text: str) -> str:
+    """Check the names of NCCL's subsystems, with an optional ^ before them. Raises UsageError."""
+    for name in text.upper().removeprefix("^").split(",") if text else []:
+        if name not in SUBSYSTEMS:
+            raise UsageError(f"--nccl-debug: NCCL has no subsystem {name!r}", hint=f"use {', '.join(SUBSYSTEMS)}")
+    return text.upper()
+
+
 def parse_ranks(text: str) -> tuple[int, ...] | None:
     """Parse ranks with commas and ranges: 0,4-7; None for an empty text. Raises UsageError."""
     if not text:
@@ -95,13 +155,13 @@ def parse_ranks(text: str) -> tuple[int, ...] | None:
 
 
 def environment(
-    chosen: list[Variable], switches: Switches, socket: str, before: Mapping[str, str]
+    chosen: list[Variable], switches: Switches, sanitizer: list[str], before: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, object]]:
     """Return the variables of the whole job, and what each Python of it is asked: with --ranks those of these ranks."""
     values = {variable.name: variable.value for variable in chosen}
     some = switches.ranks is not None
     asked: dict[str, object] = {
-        "socket": socket,
+        "sanitizer": sanitizer,
         "ranks": list(switches.ranks) if switches.ranks is not None else None,
         "env": values if some else {},
     }

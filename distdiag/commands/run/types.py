@@ -57,6 +57,16 @@ class Picture:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SanitizerLog:
+    """What compute-sanitizer wrote of one process of a rank. `errors`: None if it did not come to its summary."""
+
+    rank: int
+    errors: int | None
+    first: str
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class NodeRun:
     """What was recorded on one node. `began_at`: Unix time. `status`: the launcher's; None while it runs.
 
@@ -73,6 +83,7 @@ class NodeRun:
     pictures: tuple[Picture, ...] = ()
     signals: tuple[tuple[str, float], ...] = ()
     killed: bool = False
+    sanitizer: tuple[SanitizerLog, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,14 @@ It takes itself out of the way, runs the sitecustomize that would have run witho
 import sys
 
 _ASKED = (
+    ("DISTDIAG_RUN", "distdiag.training.recorded_output", "run: the output of this process is not kept"),
     ("DISTDIAG_LINES", "distdiag.training.line_trace.session", "trace: this process is not traced"),
     ("DISTDIAG_OVERFLOW", "distdiag.training.overflow.session", "overflow: this process is not checked"),
-    ("DISTDIAG_RUN", "distdiag.training.recorded_output", "run: the output of this process is not kept"),
 )
-"""The variable that asks for it, the module that does it, and what is to be said if it cannot."""
+"""The variable that asks for it, the module that does it, and what is to be said if it cannot.
+
+`run` is first: it sets the variables of the others in the ranks of --ranks.
+"""
 
 
 def _main() -> None:
