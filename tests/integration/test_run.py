@@ -22,6 +22,7 @@ _PROGRAMS = Path(__file__).parent.parent / "programs"
 _TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node"]
 _ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 _LATE_S = 180.0
+pytestmark = pytest.mark.timeout(400)
 
 
 def _launch(options: Sequence[str], job: Sequence[str], ranks: int = 3) -> subprocess.Popen[bytes]:

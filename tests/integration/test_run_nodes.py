@@ -20,6 +20,7 @@ _PROGRAMS = Path(__file__).parent.parent / "programs"
 _TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 _NAMES = ("OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=eth0", "PYTHONDONTWRITEBYTECODE=1")
 _LATE_S = 240.0
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

@@ -316,14 +316,17 @@ def _logs(folder: str) -> Any:  # noqa: ANN401 - NodeLogs
 
 
 def _sanitizer_logs(folder: str) -> Iterator[SanitizerLog]:
-    """Read the first error and the summary of each log of compute-sanitizer."""
+    """Read the first error and the summary of each log of compute-sanitizer.
+
+    "Error: ..." are its own troubles: that a process ended, or called no CUDA.
+    """
     for name in sorted(os.listdir(folder)):
         match = re.fullmatch(re.escape(SANITIZER_LOG) + r"(\d+)\.\d+\.log", name)
         if match:
             path = os.path.join(folder, name)
             text = machine.read_text(path)
             count = re.search(r"^=+ ERROR SUMMARY: (\d+) error", text, re.MULTILINE)
-            first = re.search(r"^=+ ((?!COMPUTE-SANITIZER|ERROR SUMMARY)\S.*)$", text, re.MULTILINE)
+            first = re.search(r"^=+ ((?!COMPUTE-SANITIZER|ERROR SUMMARY|Error: |Tracking )\S.*)$", text, re.MULTILINE)
             yield SanitizerLog(
                 rank=int(match[1]),
                 errors=int(count[1]) if count else None,
