@@ -21,6 +21,9 @@ SIGNALS |= {11: "SIGSEGV", 15: "SIGTERM"}
 _ENDING = ("SIGTERM", "SIGINT", "SIGHUP")
 WRITER = re.compile(r"([\w.-]{1,200}):(\d{1,18}):\d{1,18} \[")
 """How NCCL begins its lines: host, pid."""
+_CONNECTION = re.compile(r"Connection (?:closed|reset|refused)|[Bb]roken ?pipe|[Tt]imed out")
+_OF_RANKS = re.compile(r"peer \[|gloo|nccl|NCCL|TCPStore|c10d|ProcessGroup|\bstore\b|Dist\w*Error|[Rr]endezvous|MPI|UCX")
+_INSIDE = ("/torch/", "/multiprocessing/", "/deepspeed/", "/accelerate/commands/")
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
 _COLLECTIVES = frozenset(
     (
@@ -49,6 +52,11 @@ class Exit:
     at: float | None
     pid: int | None
     by_launcher: bool = False
+
+    @property
+    def launcher_name(self) -> str:
+        """Return the name of the program that reports it."""
+        return "torchrun" if self.launcher == "agent" else self.launcher
 
     @property
     def is_bad(self) -> bool:
@@ -191,12 +199,14 @@ def _add(book: Book, node: NodeLogs, event: Event, rank: int | None, pids: dict[
         return
     who = event.rank if event.rank is not None else rank
     if event.id in ("watchdog", "status"):
+        # The stream's own rank first: what a line of a process group names is a number within the group.
+        who = rank if rank is not None else event.rank
         if who is not None:
-            book.watchdog.append((who, event))
+            book.watchdog.append((who, replace(event, generation=generation)))
             book.ranks.setdefault(who, 0)
-        return
-    if event.id == "restart":
-        return
+            book.generations = max(book.generations, generation + 1)
+            return
+        event = replace(event, id="nccl-torn-down")
     if who is None and ":" in event.text:
         who = _by_pid(event.text, pids)
     if event.id == "slurm-cancelled":
@@ -264,13 +274,15 @@ def _exits(event: Event, rank: int | None, generation: int, alone: bool) -> list
 
 def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) -> Failure | None:
     row = known_lines().get(event.groups.get("known", event.id))
+    if row is not None and row.role == "consequence" and _is_of_other_peer(event):
+        row = None
     if row is not None and row.role == "advice":
         row = None
         if event.id != "exception":
             return None
     stream = node.streams[event.stream]
     file = node.files[stream.file].path if stream.file < len(node.files) else ""
-    role, means, fix = "cause", "", ""
+    role, means, fix = "confirmation" if event.id == "traceback-cut" else "cause", "", ""
     commands: tuple[str, ...] = ()
     if row is not None:
         role, means, fix, commands = row.role, row.meaning(event.groups), row.remedy(event.groups), row.commands
@@ -281,7 +293,7 @@ def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) ->
     what = event.text.partition("\n")[0][:300]
     return Failure(
         role=role,
-        known=row.id if row is not None else "exception",
+        known=row.id if row is not None else event.id,
         rank=rank,
         host=stream.host,
         generation=generation,
@@ -298,6 +310,14 @@ def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) ->
         groups={**event.groups, "id": event.id},
         count=event.count,
     )
+
+
+def _is_of_other_peer(event: Event) -> bool:
+    """Return whether an exception is of a connection of the program's own: to storage, a database, a service."""
+    if event.id != "exception" or not event.frames or _OF_RANKS.search(event.text):
+        return False
+    inside = [frame for frame in event.frames if "/torch/distributed/elastic/" not in frame]
+    return bool(_CONNECTION.search(event.text)) and not any(part in frame for frame in inside for part in _INSIDE)
 
 
 def _unfold(text: str) -> list[int]:

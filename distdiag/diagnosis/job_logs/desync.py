@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _EQUAL_SIZES = (
     "ALLREDUCE",
+    "ALLGATHER",
     "BROADCAST",
     "REDUCE",
     "BARRIER",
@@ -37,6 +38,7 @@ class RankInGroup:
     started: int | None = None
     completed: int | None = None
     line: str = ""
+    member: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,7 @@ def judge(lines: Iterable[tuple[int, Event]], seen: Iterable[int]) -> list[Desyn
 
 def _take(member: RankInGroup, event: Event) -> None:
     groups = event.groups
+    member.member = groups.get("member", member.member)
     if event.id == "watchdog" and member.seq is None:
         member.line = event.text
         member.op = groups.get("OpType", "")
@@ -97,7 +100,7 @@ def _merge(member: RankInGroup, more: RankInGroup) -> None:
         if getattr(member, name) is None:
             setattr(member, name, getattr(more, name))
     member.op, member.sizes = member.op or more.op, member.sizes or more.sizes
-    member.line = more.line or member.line
+    member.line, member.member = more.line or member.line, member.member or more.member
 
 
 def _judge(name: str, members: dict[int, RankInGroup], world: list[int]) -> Desync:
@@ -109,6 +112,9 @@ def _judge(name: str, members: dict[int, RankInGroup], world: list[int]) -> Desy
         others = tuple(rank for rank in members if rank not in ranks)
         return Desync(kind=kind, group=name, ranks=ranks, others=others, what=what, evidence=evidence)
 
+    numbers = [member.member for member in members.values() if member.member]
+    if len(numbers) > len(set(numbers)):
+        return made("unclear", (), "several process groups have this number, so their ranks cannot be compared")
     if not waiting:
         idle = [
             rank
@@ -138,7 +144,7 @@ def _judge(name: str, members: dict[int, RankInGroup], world: list[int]) -> Desy
         return made(
             "unclear",
             (),
-            f"ranks wait in different collectives: {sorted({m.seq for m in waiting.values() if m.seq is not None})}",
+            f"ranks wait in different collectives: {_by_number(waiting.values())}",
         )
     differing = _differing(at_last)
     if differing is not None:
@@ -167,6 +173,13 @@ def _differing(members: list[RankInGroup]) -> tuple[list[int], str] | None:
     words = "; ".join(f"{op} on {_ranks(ranks)}" for op, ranks in ordered[:4])
     minority = [rank for _, ranks in ordered[1:] for rank in ranks]
     return (minority if len(ordered[0][1]) > len(minority) else []), words
+
+
+def _by_number(members: Iterable[RankInGroup]) -> str:
+    by_number: dict[str, list[int]] = {}
+    for member in sorted(members, key=lambda member: member.seq or 0):
+        by_number.setdefault(f"{member.seq}{f' ({member.op})' if member.op else ''}", []).append(member.rank)
+    return "; ".join(f"{_ranks(ranks)} in {number}" for number, ranks in list(by_number.items())[:4])
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.job_logs.book import Book, Exit
     from distdiag.diagnosis.job_logs.types import Request
     from distdiag.facts.job_logs.collect import NodeLogs
+    from distdiag.facts.job_logs.scan import Event
     from distdiag.gathered import Gathered
     from distdiag.report import Finding
 
@@ -39,6 +40,16 @@ class Round:
     exits: Sequence[Exit]
     book: Book
 
+    @property
+    def has_failed(self) -> bool:
+        """Return whether anything in it reports a failure."""
+        return bool(self.failures or self.watchdog or any(exit_.is_bad for exit_ in self.exits))
+
+    @property
+    def watchdog(self) -> list[tuple[int, Event]]:
+        """Return the lines of NCCL's watchdogs, by rank."""
+        return [(rank, event) for rank, event in self.book.watchdog if event.generation == self.number]
+
     def of(self, rank: int) -> list[Failure]:
         """Return what a rank reported, in the order of its log."""
         return [failure for failure in self.failures if failure.rank == rank]
@@ -53,10 +64,9 @@ def diagnose(request: Request, gathered: Gathered[NodeLogs]) -> Report[Logs]:
     nodes = gathered.facts
     book = books.make(nodes)
     rounds = [_round(book, number) for number in range(book.generations)]
-    failed = next((one for one in rounds if one.failures or any(exit_.is_bad for exit_ in one.exits)), None)
-    # Lines of a watchdog are of the first round with any.
+    failed = next((round_ for round_ in rounds if round_.has_failed), None)
     found: list[Finding] = []
-    if failed is not None or book.watchdog:
+    if failed is not None or book.unnamed_codes:
         found += _first_cause(failed or rounds[0], book)
     elif any(node.files for node in nodes) or any(stream.lines for node in nodes for stream in node.streams):
         found.append(findings.nothing(any(file.lines for node in nodes for file in node.files)))
@@ -121,9 +131,7 @@ def _first_cause(round_: Round, book: Book) -> list[Finding]:
         return [findings.ended_from_outside(job[0])]
     if suspects:
         return _choose(suspects, round_, book, doubtful)
-    generation = round_.number
-    lines = [(rank, event) for rank, event in book.watchdog if event.generation == generation] or book.watchdog
-    if lines:
+    if lines := round_.watchdog:
         judged = desync.judge(lines, book.ranks)
         return [findings.of_desync(each, round_, first=number == 0) for number, each in enumerate(judged[:4])]
     if doubtful:
@@ -148,23 +156,43 @@ def _may_be_handled(failure: Failure, round_: Round) -> bool:
     if failure.groups.get("uncaught") or findings.accused(failure):
         return False
     exits = [] if failure.rank is None else [exit_ for exit_ in round_.exits_of(failure.rank) if exit_.is_bad]
-    if failure.groups.get("id") != "exception" and failure.known not in _RETRIED:
+    is_exception = failure.groups.get("id") == "exception"
+    if not is_exception and failure.known not in _RETRIED:
         return False
-    if exits and failure.groups.get("id") != "exception":
+    if exits and not is_exception:
         return all(exit_.by_launcher for exit_ in exits)
     if exits:
-        return all(exit_.by_launcher or exit_.signal in _SUDDEN for exit_ in exits)
+        return all(exit_.by_launcher or exit_.signal in _SUDDEN or exit_.code not in (None, 1) for exit_ in exits) or (
+            _was_survived(failure, round_)
+        )
     if failure.rank is not None and failure.rank in {rank for rank, _ in round_.book.watchdog}:
         return True
-    others = [other for other in round_.failures if other.rank not in (failure.rank, None)]
+    others = [
+        other
+        for other in round_.failures
+        if other.rank not in (failure.rank, None) and (other.role != "confirmation" or other.groups.get("uncaught"))
+    ]
     if any(other.groups.get("uncaught") for other in round_.failures):
         return True
+    if not is_exception:
+        others = [other for other in others if other.role == "consequence" or other.known not in _RETRIED]
     if failure.rank is None or others:
         return False
-    if failure.groups.get("id") != "exception":
+    if not is_exception:
         return True
     # Nothing ended, and others write on: the log may be of a job that runs.
     return bool(round_.book.writers - {failure.rank}) and not round_.exits
+
+
+def _was_survived(failure: Failure, round_: Round) -> bool:
+    """Return whether ranks logged this exception and ran on: the launcher ended them, or what nothing caught came later."""
+    kind = findings.kind_of(failure)
+    for other in round_.failures:
+        if other.rank in (failure.rank, None) or findings.kind_of(other) != kind or other.groups.get("uncaught"):
+            continue
+        if _was_ended(other, round_) or any(later.groups.get("uncaught") for later in round_.of(other.rank or 0)):
+            return True
+    return False
 
 
 def _with_last_traceback(wordless: list[Failure], doubtful: Sequence[Failure]) -> list[Failure]:
@@ -185,9 +213,14 @@ def _of_doubtful(doubtful: list[Failure], round_: Round, book: Book) -> Finding:
     if raised and not alive and not others_silent and len(ranks) == 1:
         return findings.first_failure(doubtful, round_, book)
     missing = _who_is_missing(round_, book)
+    if missing.id == "logs.traceback-cut":
+        return missing
     if missing.level is Level.FAIL and not ranks & {*missing.where.ranks} and {*missing.where.ranks} <= {*book.ranks}:
         return missing
-    return findings.several([[failure] for failure in doubtful], round_, book)
+    groups: dict[tuple[str, str], list[Failure]] = {}
+    for failure in doubtful:
+        groups.setdefault(findings.kind_of(failure), []).append(failure)
+    return findings.several(list(groups.values()), round_, book)
 
 
 def _was_ended(failure: Failure, round_: Round) -> bool:
@@ -212,6 +245,13 @@ def _causes(round_: Round) -> list[Failure]:
         exceptions = [failure for failure in own if failure.groups["id"] == "exception"]
         lines = [failure for failure in own if failure.groups["id"] != "exception" and failure.role == "cause"]
         last = exceptions[-1] if exceptions and rank is not None else None
+        if last is not None and last.role == "consequence" and last.groups.get("uncaught"):
+            # What it wrote on its way out is of the end that the other rank's failure gave it.
+            lines = [line for line in lines if line.file != last.file or line.line < last.line]
+        lines = _without_echo(lines)
+        sure = [line for line in lines if not _may_be_handled(line, round_)]
+        if last is not None and sure and _may_be_handled(last, round_):
+            last, lines = None, sure
         if rank is None:
             found += [failure for failure in exceptions if failure.role == "cause"] + lines
         elif last is not None and last.role == "cause" and not _is_echo(last, lines):
@@ -219,6 +259,12 @@ def _causes(round_: Round) -> list[Failure]:
         elif lines:
             found.append(lines[0])
     return found
+
+
+def _without_echo(lines: list[Failure]) -> list[Failure]:
+    """Leave out Python's report of an abort where the line before has said why."""
+    own = [line for line in lines if (line.known, line.groups.get("error")) != ("fatal-python", "Aborted")]
+    return own or lines
 
 
 def _is_echo(exception: Failure, lines: Sequence[Failure]) -> bool:
@@ -236,10 +282,12 @@ def _wordless(round_: Round) -> list[Failure]:
             if old is None or exit_.first:
                 by_rank[exit_.rank] = exit_
     for rank, exit_ in by_rank.items():
-        written = [failure for failure in round_.of(rank) if failure.role in ("cause", "consequence")]
-        if written and exit_.signal not in _SUDDEN:
-            continue
-        if any(failure.role == "cause" and not _may_be_handled(failure, round_) for failure in written):
+        written = [
+            failure
+            for failure in round_.of(rank)
+            if failure.role == "consequence" or (failure.role == "cause" and not _may_be_handled(failure, round_))
+        ]
+        if any(failure.role == "cause" or exit_.signal not in _SUDDEN for failure in written):
             continue
         found.append(findings.wordless(exit_, round_))
     return found
@@ -313,6 +361,7 @@ def _who_is_missing(round_: Round, book: Book) -> Finding:
         and len(gone) == 1
         and _is_certain(gone[0], waiting, round_)
         and not _has_failed(gone[0], round_)
+        and not any(failure.known == "traceback-cut" for failure in round_.of(gone[0]))
     ):
         return findings.left_early(gone[0], waiting, round_)
     return findings.cannot_tell(round_, book, silent)
