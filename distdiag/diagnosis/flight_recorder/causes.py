@@ -269,6 +269,8 @@ class _Search:
             for other in whole:
                 if front.calls[0].group < other.calls[0].group:
                     yield from self._crossed(front, other)
+        if not self._found:
+            self._rounds_of_groups(whole)
         if self._found:
             return
         for front in self._fronts:
@@ -291,6 +293,20 @@ class _Search:
             cause = Cause(Kind.ORDER, ranks, waiting, None, 0, tuple(oldest))
             self._found.append(cause)
             yield cause
+
+    def _rounds_of_groups(self, whole: Sequence[_Front]) -> None:
+        """Find ranks that called several groups in an order that goes round: each one's first waits for another's."""
+        oldest: dict[int, Call] = {}
+        for call in (call for front in whole for call in front.calls):
+            if call.rank not in oldest or call.record < oldest[call.rank].record:
+                oldest[call.rank] = call
+        for rank, call in oldest.items():
+            for member in self._job.groups[call.group].members:
+                other = oldest.get(member)
+                if other is not None and (other.group, other.seq) != (call.group, call.seq):
+                    self._edges[rank].setdefault(member, call)
+        for circle in _circles(self._edges):
+            self._circle(circle)
 
     def _add(self, cause: Cause) -> None:
         """Add a cause; ranks to blame for the same collective are one."""
