@@ -39,7 +39,8 @@ _COLLECTIVES = frozenset(
 class Exit:
     """How a launcher reports the end of a rank.
 
-    `code`: None where only a signal is known; `first`: it saw it first; `by_launcher`: it ended the rank itself.
+    `code`: None where only a signal is known; `first`: it saw it first; `by_launcher`: it ended the rank itself;
+    `out_of_memory`: it says so.
     """
 
     rank: int
@@ -52,6 +53,7 @@ class Exit:
     at: float | None
     pid: int | None
     by_launcher: bool = False
+    out_of_memory: bool = False
 
     @property
     def launcher_name(self) -> str:
@@ -267,6 +269,7 @@ def _exits(event: Event, rank: int | None, generation: int, alone: bool) -> list
             first=bool(groups.get("first")) or groups.get("launcher") == "mpirun",
             at=event.at,
             pid=pid,
+            out_of_memory=groups.get("words", "").strip() == "Out Of Memory",
         )
         for number in ranks
     ]
@@ -281,7 +284,9 @@ def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) ->
         if event.id != "exception":
             return None
     stream = node.streams[event.stream]
-    file = node.files[stream.file].path if stream.file < len(node.files) else ""
+    file, lines = "", 0
+    if stream.file < len(node.files):
+        file, lines = node.files[stream.file].path, node.files[stream.file].lines
     role, means, fix = "confirmation" if event.id == "traceback-cut" else "cause", "", ""
     commands: tuple[str, ...] = ()
     if row is not None:
@@ -308,6 +313,7 @@ def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) ->
         at=event.at,
         text=event.text,
         groups={**event.groups, "id": event.id},
+        lines_after=max(0, lines - (number_in(event.groups.get("end")) or event.line)),
         count=event.count,
     )
 

@@ -28,6 +28,8 @@ _SUDDEN = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
 _RETRIED = ("cuda-out-of-memory", "disk-full", "shm-full", "port-in-use", "loader-killed", "loader-exited")
 """What programs catch, log and try again; other errors of CUDA leave nothing to go on with."""
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
+_MANY_LINES = 50
+"""More than libraries write at the exit of a process."""
 _MOST_RANKS, _MOST_FAILURES = 4096, 5000
 
 
@@ -117,11 +119,14 @@ def _first_cause(round_: Round, book: Book) -> list[Finding]:
     wordless = _wordless(round_)
     if suspects:
         suspects = _assigned(suspects, wordless)
-        told = {failure.rank for failure in suspects}
+        reported = {failure.rank for failure in suspects}
         suspects += [
             failure
             for failure in wordless
-            if failure.known.startswith("exit") and failure.rank not in told and _is_first(round_, failure)
+            if failure.known.startswith("exit")
+            and failure.rank not in reported
+            and _is_first(round_, failure)
+            and not (None in reported and failure.known == "exit-status")
         ]
     elif not job:
         suspects = _with_last_traceback(wordless, doubtful)
@@ -176,6 +181,9 @@ def _may_be_handled(failure: Failure, round_: Round) -> bool:
         return True
     if not is_exception:
         others = [other for other in others if other.role == "consequence" or other.known not in _RETRIED]
+    if failure.rank is None and is_exception and not (round_.exits or others):
+        # The last thing in a log of one process; others, or the same, wrote on.
+        return failure.lines_after >= (1 if round_.book.writers else _MANY_LINES)
     if failure.rank is None or others:
         return False
     if not is_exception:
@@ -230,10 +238,14 @@ def _was_ended(failure: Failure, round_: Round) -> bool:
 
 
 def _assigned(suspects: list[Failure], wordless: list[Failure]) -> list[Failure]:
-    """Give what no prefix names a rank for to the only rank that ended without a word of its own."""
-    if len(wordless) != 1 or any(failure.rank is not None for failure in suspects):
+    """Give what no prefix names a rank for to the ranks that ended without a word: to the only rank, or one to each."""
+    if any(failure.rank is not None for failure in suspects):
         return suspects
-    return [replace(failure, rank=wordless[0].rank) for failure in suspects]
+    if len(wordless) == 1:
+        return [replace(failure, rank=wordless[0].rank) for failure in suspects]
+    if len(suspects) == 1 and suspects[0].count == len(wordless):
+        return [replace(suspects[0], rank=failure.rank) for failure in wordless]
+    return suspects
 
 
 def _causes(round_: Round) -> list[Failure]:

@@ -30,6 +30,7 @@ _SIGNAL_MEANS = {
     "SIGABRT": "SIGABRT: the process aborted itself",
     "SIGILL": "SIGILL: an instruction that this CPU does not have",
     "SIGFPE": "SIGFPE: integer division by zero",
+    "MPI_ABORT": "it called MPI_ABORT",
 }
 _FIRST_STEPS = {
     "ModuleNotFoundError": "install the module in the environment of that node: the ranks do not share one",
@@ -67,8 +68,8 @@ def wordless(exit_: Exit, round_: Round) -> Failure:
         what = _SIGNAL_MEANS.get(exit_.signal, exit_.signal)
         means, known = "", "exit-signal"
         proof = _oom(exit_, round_)
-        if exit_.signal == "SIGKILL" and proof is not None:
-            what, means = "killed by the kernel: out of memory", proof.what
+        if exit_.signal == "SIGKILL" and (proof is not None or exit_.out_of_memory):
+            what, means = "killed by the kernel: out of memory", proof.what if proof is not None else ""
             known = "exit-oom"
     else:
         what, known = f"exit status {exit_.code} without a traceback", "exit-status"
@@ -90,7 +91,7 @@ def wordless(exit_: Exit, round_: Round) -> Failure:
 
 def _oom(exit_: Exit, round_: Round) -> Failure | None:
     """Return the line that proves that memory ran out: it names the process, or there is no other that was killed."""
-    killed = [other for other in round_.exits if other.signal == "SIGKILL"]
+    killed = [other for other in round_.exits if other.signal == "SIGKILL" and not other.by_launcher]
     for failure in round_.failures:
         if failure.known == "oom-kill":
             pid = failure.groups.get("pid")
@@ -211,6 +212,8 @@ def _fix(failure: Failure, round_: Round) -> Fix | None:
     kind = failure.groups.get("type", "")
     if failure.fix:
         return Fix(text=failure.fix, commands=failure.commands)
+    if failure.known == "exit-signal" and "MPI_ABORT" in failure.what:
+        return Fix(text="read what it printed before; mpi4py calls MPI_ABORT after an uncaught exception")
     if failure.known == "exit-signal":
         if "SIGKILL" in failure.what:
             return Fix(

@@ -224,6 +224,9 @@ class Demux:
             for name in ("host", "stream"):
                 if groups.get(name):
                     setattr(label, name, groups[name].decode("utf-8", "replace"))
+        if label.rank is not None and label.local is not None:
+            # A task of srun or mpirun that is a torchrun: its number is that of a node.
+            label.rank, label.host = None, label.host or f"task {label.rank}"
         return label
 
 

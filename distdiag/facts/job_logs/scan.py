@@ -22,7 +22,7 @@ SIGNS = (
     b"losed", b"NVRM", b"pid", b"will restart", b"double free", b"No space", b"NCCL version", b"NCCL INFO Bootstrap",
     b"- Init ", b"NCCL INFO NET/", b"NCCL INFO Trees", b"NCCL INFO Connected", b"NCCL INFO Using", b"alloc(): ",
     b"free(): ", b"corrupted size", b"munmap_chunk", b"stack smashing", b"forcing job", b"srun: Terminating",
-    b"KeyboardInterrupt", b"DDP expects", b"fallen off", b"GPU is lost", b"uncorrectable", b"oom_kill",
+    b"KeyboardInterrupt", b"DDP expects", b"fallen off", b"MPI_ABORT", b"GPU is lost", b"uncorrectable", b"oom_kill",
 )  # fmt: skip
 """A line without any of these is none that a pattern fits. `Channel ... via` of NCCL's INFO is read by the block."""
 _TEXT, _TAIL, _FRAMES, _CHAIN = 600, 8, 64, 4
@@ -137,6 +137,7 @@ class _Traceback:
     frames: list[str] = field(default_factory=list)
     last: list[str] = field(default_factory=list)
     chain: list[str] = field(default_factory=list)
+    end: int = 0
     chained: bool = False
     """The next traceback follows from this exception."""
     grouped: bool = False
@@ -407,6 +408,7 @@ class FileScan:
     def _goes_on(self, number: int, line: bytes, *, named: bool) -> bool:
         """Add a line to the traceback of its stream; False if it is none of it."""
         traceback = self._tracebacks[number]
+        traceback.end = max(self.lines, traceback.line)
         if traceback.named and not named and line:  # its stdout, which has the same prefix
             return False
         text = line.decode("utf-8", "replace")
@@ -436,6 +438,7 @@ class FileScan:
         if len(traceback.last) <= _TAIL and (_CONTINUES.match(text) or text[:1].isspace()):
             traceback.last.append(text[:300])
             return True
+        traceback.end -= 1
         self._end_traceback(number)
         return False
 
@@ -479,6 +482,7 @@ class FileScan:
         }
         if traceback.named:
             groups["uncaught"] = "1"
+        groups["end"] = str(traceback.end)
         # What it was raised from comes first: it is nearer to the cause.
         for part in (*traceback.chain, text):
             found = self._scan.known(part.encode(), part)
@@ -720,6 +724,7 @@ _EXITS = (
         ),
         "mpirun",
     ),
+    (re.compile(r"(?P<words>MPI_ABORT) was invoked on rank (?P<rank>\d{1,6})"), "mpirun"),
     (re.compile(r"Process name: \[\[\d+,\d+\],(?P<rank>\d{1,6})\]"), "mpirun"),
     (
         re.compile(
