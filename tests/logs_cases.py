@@ -540,9 +540,9 @@ _GENERATED: dict[str, tuple[str, str, tuple[int, ...], str]] = {
         "[default0]:[rank8]: step 1\n[default1]:step 1\n[default1]:"
         + _TRACE.replace("\n", "\n[default1]:")
         + "ValueError: bad\n",
-        "failure",
+        "unknown",
         (),
-        "ValueError: bad",
+        "rank 9: ValueError: bad",
     ),
     "ib-12-old": (_OLD.format("node1"), "ib-retry", (), "error 12"),
     "ib-12-peer": (_PEER.format("node1", 2, 12, 129), "ib-retry", (), "node1 to 10.0.0.2"),

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from distdiag.facts.job_logs.collect import NodeLogs
     from distdiag.facts.job_logs.scan import Event, NcclRank, Stream
 
+    Agent = tuple[str, int, str]
+    LocalRank = tuple[str, int, str, int]
+
 SIGNALS = {1: "SIGHUP", 2: "SIGINT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL"}
 SIGNALS |= {11: "SIGSEGV", 15: "SIGTERM"}
 _ENDING = ("SIGTERM", "SIGINT", "SIGHUP")
@@ -81,6 +84,8 @@ class Book:
     generations: int = 1
     writers: set[int] = field(default_factory=set)
     """Ranks that wrote lines, beside what launchers report of them."""
+    has_nameless: bool = False
+    """There are lines of ranks, and it is not known of which."""
     several_hosts: bool = False
     unnamed_codes: list[str] = field(default_factory=list)
     """Return codes that a launcher reports without the rank."""
@@ -113,6 +118,7 @@ def make(nodes: Sequence[NodeLogs]) -> Book:
     for node in nodes:
         ranks = [_rank(stream, node.host, summary, locals_) for stream in node.streams]
         for stream, rank in zip(node.streams, ranks, strict=True):
+            book.has_nameless |= rank is None and stream.local is not None
             if rank is not None:
                 book.ranks[rank] = book.ranks.get(rank, 0) + stream.lines
                 book.writers.add(rank)
@@ -146,8 +152,8 @@ def _mark_ended(book: Book, nodes: Sequence[NodeLogs]) -> None:
     ]
 
 
-def _summary(nodes: Iterable[NodeLogs]) -> dict[tuple[str, int], int]:
-    """Return ranks by host and local rank, as torchrun's summary has them."""
+def _summary(nodes: Iterable[NodeLogs]) -> dict[LocalRank, int]:
+    """Return ranks by file, host and local rank, as torchrun's summaries have them."""
     found = {}
     for node in nodes:
         for event in node.events:
@@ -155,38 +161,49 @@ def _summary(nodes: Iterable[NodeLogs]) -> dict[tuple[str, int], int]:
             if event.id == "exit" and groups.get("rank") and groups.get("local"):
                 local, rank = number_in(groups["local"]), number_in(groups["rank"])
                 if local is not None and rank is not None:
-                    found[groups.get("host", ""), local] = rank
+                    file = node.streams[event.stream].file if event.stream < len(node.streams) else -1
+                    found[node.host, file, groups.get("host", ""), local] = rank
     return found
 
 
-def _locals(nodes: Sequence[NodeLogs]) -> dict[tuple[str, str, int], set[int]]:
-    """Return which ranks write under a local rank, by node, host of the prefix and local rank."""
-    found: dict[tuple[str, str, int], set[int]] = {}
+def _agent_of(node: str, stream: Stream) -> Agent:
+    """Return which agent of torchrun a stream is of: a console has one, or a host for each; so has a --log-dir."""
+    return node, stream.file if stream.label else -1, stream.host
+
+
+def _locals(nodes: Sequence[NodeLogs]) -> dict[Agent, dict[int, set[int]]]:
+    """Return which ranks write under each local rank of an agent."""
+    found: dict[Agent, dict[int, set[int]]] = {}
     for node in nodes:
         for stream in node.streams:
             if stream.local is not None:
-                ranks = found.setdefault((node.host, stream.host, stream.local), set())
+                ranks = found.setdefault(_agent_of(node.host, stream), {}).setdefault(stream.local, set())
                 ranks.update(() if stream.rank is None else (stream.rank,))
     return found
 
 
 def _rank(
-    stream: Stream, node: str, summary: dict[tuple[str, int], int], locals_: dict[tuple[str, str, int], set[int]]
+    stream: Stream, node: str, summary: dict[LocalRank, int], locals_: dict[Agent, dict[int, set[int]]]
 ) -> int | None:
     """Return whose stream it is. A local rank is a rank on one node only, and lines may show that there are more."""
     if stream.rank is not None or stream.local is None:
         return stream.rank
-    ranks = locals_[node, stream.host, stream.local]
+    of_agent = locals_[_agent_of(node, stream)]
+    ranks = of_agent[stream.local]
     if ranks:
         return next(iter(ranks)) if len(ranks) == 1 else None
-    several = len({(host, prefix) for host, prefix, _ in locals_}) > 1
-    moved = any(ranks - {local} for (_, _, local), ranks in locals_.items())
-    found = {rank for (host, local), rank in summary.items() if local == stream.local and host == stream.host}
-    if not several:
-        found |= {rank for (_, local), rank in summary.items() if local == stream.local}
+    # The ranks of an agent follow each other.
+    first = {rank - local for local, ranks in of_agent.items() for rank in ranks}
+    if len(first) == 1:
+        return first.pop() + stream.local
+    several = len(locals_) > 1
+    moved = any(ranks - {local} for others in locals_.values() for local, ranks in others.items())
+    same = {key: rank for key, rank in summary.items() if key[3] == stream.local}
+    found = {rank for (host, file, _, _), rank in same.items() if stream.label and (host, file) == (node, stream.file)}
+    found = found or {rank for (_, _, host, _), rank in same.items() if not several or host == stream.host}
     if found:
         return found.pop() if len(found) == 1 else None
-    return None if several or moved or any(rank != local for (_, local), rank in summary.items()) else stream.local
+    return None if several or moved or any(rank != key[3] for key, rank in summary.items()) else stream.local
 
 
 def _add(book: Book, node: NodeLogs, event: Event, rank: int | None, pids: dict[tuple[str, int], int]) -> None:

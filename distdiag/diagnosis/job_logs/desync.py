@@ -43,13 +43,17 @@ class RankInGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Desync:
-    """What one group's ranks come to. `kind`: behind, mismatch, silent, same, never, outside, unclear."""
+    """What one group's ranks come to. `kind`: behind, mismatch, silent, same, never, outside, unclear.
+
+    `last_called`: the newest collective of the ranks that are behind, 0 for none.
+    """
 
     kind: str
     group: str
     ranks: tuple[int, ...]
     others: tuple[int, ...]
     what: str
+    last_called: int | None = None
     evidence: tuple[str, ...] = field(default=())
 
 
@@ -104,13 +108,16 @@ def _merge(member: RankInGroup, more: RankInGroup) -> None:
 
 
 def _judge(name: str, members: dict[int, RankInGroup], world: list[int]) -> Desync:
-    evidence = tuple(member.line for member in list(members.values())[:3])
     waiting = {rank: member for rank, member in members.items() if member.seq is not None}
 
-    def made(kind: str, ranks: Iterable[int], what: str) -> Desync:
+    def made(kind: str, ranks: Iterable[int], what: str, last_called: int | None = None) -> Desync:
         ranks = tuple(sorted(ranks))
         others = tuple(rank for rank in members if rank not in ranks)
-        return Desync(kind=kind, group=name, ranks=ranks, others=others, what=what, evidence=evidence)
+        lines = [members[rank].line for rank in (*ranks[:2], *others) if rank in members]
+        evidence = tuple(line for line in lines if line)[:3]
+        return Desync(
+            kind=kind, group=name, ranks=ranks, others=others, what=what, last_called=last_called, evidence=evidence
+        )
 
     numbers = [member.member for member in members.values() if member.member]
     if len(numbers) > len(set(numbers)):
@@ -134,12 +141,7 @@ def _judge(name: str, members: dict[int, RankInGroup], world: list[int]) -> Desy
     op = Counter(member.op for member in at_last if member.op).most_common(1)
     what = f"collective {last}{f' ({op[0][0]})' if op else ''}"
     if behind:
-        lagging = [members[rank].enqueued for rank in behind]
-        return made(
-            "behind",
-            behind,
-            f"{what}: last enqueued there is {min(number for number in lagging if number is not None)}",
-        )
+        return made("behind", behind, what, min(members[rank].enqueued or 0 for rank in behind))
     if len({member.seq for member in waiting.values()}) > 1:
         return made(
             "unclear",

@@ -118,7 +118,11 @@ def first_failure(
     blames = row is None or row.accuses != "none"
     others = sorted(set(book.ranks) - set(ranks))
     where_ = f", at {failure.place}" if failure.place else ""
-    reason = f"{failure.what.rstrip('.')}{where_}" if where_ else failure.what
+    message = failure.what
+    if message.endswith(":"):  # a message of several lines
+        message = " ".join([message, *failure.text.splitlines()[1:2]])
+        message = " ".join(message[:_QUOTE].split()).rstrip(":")
+    reason = f"{message.rstrip('.')}{where_}" if where_ else message
     paths, hosts_of_paths = _paths(group, book)
     if not blames:
         title = failure.means + paths
@@ -353,7 +357,7 @@ def _consequences_only(
     who = sorted({failure.rank for failure in waiting if failure.rank is not None})
     title = f"consequences only: {name_ranks(who)} lost a peer or timed out"
     if not who:
-        title = "a failure elsewhere ended a rank, and no line names it" if waiting else "a rank failed, unknown which"
+        title = "no rank reports a failure of its own" + (f", only: {waiting[0].what[:100]}" if waiting else "")
     if book.unnamed_codes and not who:
         title = f"one rank ended with {_return_code(book.unnamed_codes[0])}; DeepSpeed's launcher does not name it"
     ended = [exit_ for exit_ in round_.exits if exit_.is_bad and not exit_.by_launcher and exit_.launcher]
@@ -427,7 +431,7 @@ def _cancelled(lines: Sequence[Failure]) -> Finding:
 
 
 def _wrote(rank: int, book: Book) -> str:
-    return "logged no error" if rank in book.writers else "logged nothing"
+    return "logged no error" if rank in book.writers or book.has_nameless else "logged nothing"
 
 
 def _unnamed(book: Book) -> str:
@@ -463,12 +467,14 @@ def of_desync(desync: Desync, round_: Round, *, first: bool) -> Finding:
     who = _ranks(desync.ranks, round_.book) if desync.ranks else ""
     level = Level.FAIL if desync.kind in ("behind", "mismatch", "silent") else Level.UNKNOWN
     waiting = name_ranks(desync.others)
+    last = f"the last call there is {desync.last_called}" if desync.last_called else "it called none there"
+    everyone = "all ranks" if len(desync.others) == round_.book.world else waiting
     texts = {
-        "behind": f"{who} never called {desync.what}, in which {waiting} timed out",
+        "behind": f"{who} never called {desync.what}, in which {waiting} timed out; {last}",
         "mismatch": f"the ranks called different collectives: {desync.what}",
         "silent": f"{who} logged nothing while {waiting} timed out in {desync.what}: dead, or busy outside NCCL",
         "never": f"the ranks never connected: all timed out in {desync.what}, and completed none before",
-        "same": f"all ranks timed out in {desync.what}: the network, hardware, or a rank whose log is missing",
+        "same": f"{everyone} timed out in {desync.what}: the network, hardware, or a rank whose log is missing",
         "outside": desync.what,
         "unclear": desync.what,
     }

@@ -241,6 +241,10 @@ def _are_stamped(lines: list[bytes]) -> bool:
     return len(lines) > 1 and sum(1 for line in lines if _CLOCK.match(line)) >= _STAMPED_SHARE * len(lines)
 
 
+_BARE = (b"[rank", b'  File "')
+"""What begins a line only where no launcher writes a prefix: numbers before other lines are the program's own."""
+
+
 def _best(lines: list[bytes], forms: list[Format]) -> Format | None:
     """Return the format that these lines have; of those that are not distinctive, only if nearly all have it."""
     for form in FORMATS:
@@ -251,6 +255,8 @@ def _best(lines: list[bytes], forms: list[Format]) -> Format | None:
             labels = [label for label in labels if not _NO_HOST.match(label)]
             if len(set(labels)) > max(1, len(labels) // 3):
                 continue
+        if form.share and any(line.startswith(_BARE) and not form.pattern.match(line) for line in lines):
+            continue
         least = 1 if form.name == "mpirun" else 2
         if len(labels) >= least and len(labels) >= form.share * len(lines):
             return form

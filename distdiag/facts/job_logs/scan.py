@@ -288,6 +288,11 @@ class FileScan:
             for label, text in self._demux.lines(rest, ended=False):
                 self._line(label, text[:LONGEST_LINE], any(sign in text for sign in SIGNS))
 
+    def idle(self) -> None:
+        """Report exceptions that may be whole: nothing was written for a while."""
+        for stream in [number for number, traceback in self._tracebacks.items() if traceback.last]:
+            self._end_traceback(stream)
+
     def finish(self) -> None:
         """End the file: what is open is what it is."""
         for label, text in self._demux.finish():
