@@ -12,6 +12,8 @@ import gzip
 from dataclasses import dataclass
 from pathlib import Path
 
+import logs_written_first
+
 RECORDED = Path(__file__).parent / "recorded" / "logs"
 
 
@@ -674,5 +676,6 @@ def cases() -> list[Case]:
         for name, (id_, ranks, also) in _RECORDED.items()
     ]
     return found + [
-        Case(name, text.encode(), id_, ranks, also) for name, (text, id_, ranks, also) in _GENERATED.items()
+        Case(name, text.encode(), id_, ranks, also)
+        for name, (text, id_, ranks, also) in {**_GENERATED, **logs_written_first.CASES}.items()
     ]
