@@ -188,8 +188,8 @@ def _may_be_handled(failure: Failure, round_: Round) -> bool:
         return False
     if not is_exception:
         return True
-    # Nothing ended, and others write on: the log may be of a job that runs.
-    return bool(round_.book.writers - {failure.rank}) and not round_.exits
+    # Nothing ended, and ranks write on: the log may be of a job that runs.
+    return not round_.exits and bool(round_.book.writers - {failure.rank} or failure.groups.get("went_on"))
 
 
 def _was_survived(failure: Failure, round_: Round) -> bool:
@@ -218,10 +218,12 @@ def _of_doubtful(doubtful: list[Failure], round_: Round, book: Book) -> Finding:
     reported = {failure.rank for failure in round_.failures}
     others_silent = [rank for rank in range(book.world) if rank not in reported]
     raised = all(failure.groups.get("id") == "exception" for failure in doubtful)
-    if raised and not alive and not others_silent and len(ranks) == 1:
+    cut_off = any(failure.known == "traceback-cut" for failure in round_.failures)
+    went_on = not round_.exits and all(failure.groups.get("went_on") for failure in doubtful)
+    if raised and not (alive or others_silent or cut_off or went_on) and len(ranks) == 1:
         return findings.first_failure(doubtful, round_, book)
     missing = _who_is_missing(round_, book)
-    if missing.id == "logs.traceback-cut":
+    if cut_off and missing.level is not Level.FAIL:
         return missing
     if missing.level is Level.FAIL and not ranks & {*missing.where.ranks} and {*missing.where.ranks} <= {*book.ranks}:
         return missing

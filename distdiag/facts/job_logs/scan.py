@@ -138,6 +138,8 @@ class _Traceback:
     last: list[str] = field(default_factory=list)
     chain: list[str] = field(default_factory=list)
     end: int = 0
+    went_on: bool = False
+    """The rank wrote more after it."""
     chained: bool = False
     """The next traceback follows from this exception."""
     grouped: bool = False
@@ -444,6 +446,8 @@ class FileScan:
             traceback.last.append(text[:300])
             return True
         traceback.end -= 1
+        stream = self._scan.streams[number]
+        traceback.went_on = stream.rank is not None or stream.local is not None
         self._end_traceback(number)
         return False
 
@@ -487,6 +491,8 @@ class FileScan:
         }
         if traceback.named:
             groups["uncaught"] = "1"
+        if traceback.went_on:
+            groups["went_on"] = "1"
         groups["end"] = str(traceback.end)
         # What it was raised from comes first: it is nearer to the cause.
         for part in (*traceback.chain, text):
