@@ -10,9 +10,7 @@ _TRACE = (
     'Traceback (most recent call last):\n  File "/app/train.py", line 88, in main\n    train_step(batch)\n'
     '  File "/app/model.py", line 12, in train_step\n    out = model(batch)\n'
 )
-_GLOO = (
-    "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:43112"
-)
+_GLOO = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:43112"
 _NCCL = (
     "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:2012, remote process exited or there was a "
     "network error, NCCL version 2.27.3\nncclRemoteError: A call failed possibly due to a network error or a remote process "
@@ -51,9 +49,7 @@ def _caught(rank: int, seq: int, op: str = "ALLREDUCE", group: str = _WORLD, mem
     )
 
 
-def _status(
-    rank: int, at: int, enqueued: int, completed: int, group: str = _WORLD, member: int | None = None
-) -> str:
+def _status(rank: int, at: int, enqueued: int, completed: int, group: str = _WORLD, member: int | None = None) -> str:
     inside = rank if member is None else member
     return (
         f"[rank{rank}]:[E1123 10:20:30.200000000 ProcessGroupNCCL.cpp:2252] [{group} Rank {inside}]  failure detected by "
@@ -100,7 +96,7 @@ _IMPORT = (
     "ImportError: libcudart.so.12: cannot open shared object file: No such file or directory\n"
 )
 _IN_GROUP = (
-    "  + Exception Group Traceback (most recent call last):\n  |   File \"/app/train.py\", line 5, in <module>\n"
+    '  + Exception Group Traceback (most recent call last):\n  |   File "/app/train.py", line 5, in <module>\n'
     "  |     main()\n  | ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)\n"
     "  +-+---------------- 1 ----------------\n    | Traceback (most recent call last):\n"
     '    |   File "/app/load.py", line 9, in load\n    |     x.cuda()\n'
@@ -124,7 +120,9 @@ _STEPS = "".join(f"[rank{rank}]: step {step}\n" for step in range(3) for rank in
 
 CASES: dict[str, tuple[str, str, tuple[int, ...], str]] = {
     "head-cut-off": (
-        _raised(3, '  File "/app/model.py", line 44, in forward\n    q = q.view(b, t)\nRuntimeError: shape [8] is invalid')
+        _raised(
+            3, '  File "/app/model.py", line 44, in forward\n    q = q.view(b, t)\nRuntimeError: shape [8] is invalid'
+        )
         + _lost(0, 1, 2),
         _FIRST,
         (3,),
@@ -310,7 +308,7 @@ CASES: dict[str, tuple[str, str, tuple[int, ...], str]] = {
     ),
     "healthy-retries": (
         _STEPS
-        + "DEBUG:botocore: retrying\nTraceback (most recent call last):\n  File \"/opt/urllib3/pool.py\", line 70, in f\n"
+        + 'DEBUG:botocore: retrying\nTraceback (most recent call last):\n  File "/opt/urllib3/pool.py", line 70, in f\n'
         "    conn()\nurllib3.exceptions.ReadTimeoutError: Read timed out.\n" + _STEPS,
         "unknown",
         (),

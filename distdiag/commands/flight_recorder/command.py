@@ -30,7 +30,10 @@ def flight_recorder(
         float, typer.Option(min=1.0, max=600.0, metavar="SECONDS", help="Maximum time to wait for triggered dumps.")
     ] = 20.0,
     world_size: Annotated[
-        int, typer.Option(min=0, max=2**20, metavar="N", help="Number of ranks. [default: from the dumps]", show_default=False)
+        int,
+        typer.Option(
+            min=0, max=2**20, metavar="N", help="Number of ranks. [default: from the dumps]", show_default=False
+        ),
     ] = 0,
     html: Annotated[str, typer.Option(metavar="FILE", help="Write an HTML page.")] = "",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every rank.")] = False,

@@ -44,7 +44,9 @@ def finding_of(cause: Cause, job: Job, request: Request, gone: Collection[int] =
         detail = f"The others have waited for only {waited:.1f} s: the job may be running. Trigger again to decide."
     if job.outdated and cause.kind in _WAITS:
         level = Level.UNKNOWN
-        detail = f"The dumps are not all of one moment, so this may have passed. {_is_outdated(tuple(job.outdated), job)}"
+        detail = (
+            f"The dumps are not all of one moment, so this may have passed. {_is_outdated(tuple(job.outdated), job)}"
+        )
     evidence = [_line(call, job) for call in cause.calls[:_SHOWN]]
     evidence += [_last(job, rank) for rank in cause.ranks[:_SHOWN] if all(call.rank != rank for call in cause.calls)]
     return Finding(
@@ -196,7 +198,7 @@ def _is_outdated(ranks: Sequence[int], job: Job) -> str:
     rank = next(rank for rank in ranks if rank in job.outdated)
     dump = job.outdated[rank]
     return (
-        f"Rank {dump.witness} finished collective #{dump.seq} of {dump.group}, which all its ranks have called by then; "
+        f"Rank {dump.witness} finished collective #{dump.seq} of {dump.group}, so all ranks had called it; "
         f"the dump of rank {rank} ends at #{dump.issued}: it is of an earlier moment, or of another run."
     )
 

@@ -25,7 +25,9 @@ _ENDING = ("SIGTERM", "SIGINT", "SIGHUP")
 WRITER = re.compile(r"([\w.-]{1,200}):(\d{1,18}):\d{1,18} \[")
 """How NCCL begins its lines: host, pid."""
 _CONNECTION = re.compile(r"Connection (?:closed|reset|refused)|[Bb]roken ?pipe|[Tt]imed out")
-_OF_RANKS = re.compile(r"peer \[|gloo|nccl|NCCL|TCPStore|c10d|ProcessGroup|\bstore\b|Dist\w*Error|[Rr]endezvous|MPI|UCX")
+_OF_RANKS = re.compile(
+    r"peer \[|gloo|nccl|NCCL|TCPStore|c10d|ProcessGroup|\bstore\b|Dist\w*Error|[Rr]endezvous|MPI|UCX"
+)
 _INSIDE = ("/torch/", "/multiprocessing/", "/deepspeed/", "/accelerate/commands/")
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
 _COLLECTIVES = frozenset(

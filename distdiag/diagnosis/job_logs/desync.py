@@ -119,8 +119,7 @@ def _judge(name: str, members: dict[int, RankInGroup], world: list[int]) -> Desy
             kind=kind, group=name, ranks=ranks, others=others, what=what, last_called=last_called, evidence=evidence
         )
 
-    numbers = [member.member for member in members.values() if member.member]
-    if len(numbers) > len(set(numbers)):
+    if _is_of_several(members.values()):
         return made("unclear", (), "several process groups have this number, so their ranks cannot be compared")
     if not waiting:
         idle = [
@@ -156,10 +155,8 @@ def _judge(name: str, members: dict[int, RankInGroup], world: list[int]) -> Desy
         return made("silent", silent, what)
     if silent:
         return made("unclear", (), f"{len(members)} ranks wait in {what}; {len(silent)} report nothing")
-    never = all(member.completed is not None and member.completed <= 0 for member in at_last) and last <= 1
-    if never:
-        return made("never", (), what)
-    return made("same", (), what)
+    never = last <= 1 and all(member.completed is not None and member.completed <= 0 for member in at_last)
+    return made("never" if never else "same", (), what)
 
 
 def _differing(members: list[RankInGroup]) -> tuple[list[int], str] | None:
@@ -175,6 +172,12 @@ def _differing(members: list[RankInGroup]) -> tuple[list[int], str] | None:
     words = "; ".join(f"{op} on {_ranks(ranks)}" for op, ranks in ordered[:4])
     minority = [rank for _, ranks in ordered[1:] for rank in ranks]
     return (minority if len(ordered[0][1]) > len(minority) else []), words
+
+
+def _is_of_several(members: Iterable[RankInGroup]) -> bool:
+    """Return whether two ranks have the same number in the group: older releases number the groups of each rank."""
+    numbers = [member.member for member in members if member.member]
+    return len(numbers) > len(set(numbers))
 
 
 def _by_number(members: Iterable[RankInGroup]) -> str:

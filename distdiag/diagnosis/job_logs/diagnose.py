@@ -161,15 +161,22 @@ def _may_be_handled(failure: Failure, round_: Round) -> bool:
     if failure.groups.get("uncaught") or findings.accused(failure):
         return False
     exits = [] if failure.rank is None else [exit_ for exit_ in round_.exits_of(failure.rank) if exit_.is_bad]
-    is_exception = failure.groups.get("id") == "exception"
-    if not is_exception and failure.known not in _RETRIED:
+    if failure.groups.get("id") != "exception" and failure.known not in _RETRIED:
         return False
-    if exits and not is_exception:
+    return _ended_otherwise(failure, exits, round_) if exits else _has_no_end(failure, round_)
+
+
+def _ended_otherwise(failure: Failure, exits: Sequence[Exit], round_: Round) -> bool:
+    """Return whether the end of a rank is not the one that this failure leads to."""
+    if failure.groups.get("id") != "exception":
         return all(exit_.by_launcher for exit_ in exits)
-    if exits:
-        return all(exit_.by_launcher or exit_.signal in _SUDDEN or exit_.code not in (None, 1) for exit_ in exits) or (
-            _was_survived(failure, round_)
-        )
+    others = all(exit_.by_launcher or exit_.signal in _SUDDEN or exit_.code not in (None, 1) for exit_ in exits)
+    return others or _was_survived(failure, round_)
+
+
+def _has_no_end(failure: Failure, round_: Round) -> bool:
+    """Return whether nothing shows that this failure, of a rank whose end no launcher reports, ended anything."""
+    is_exception = failure.groups.get("id") == "exception"
     if failure.rank is not None and failure.rank in {rank for rank, _ in round_.book.watchdog}:
         return True
     others = [
@@ -179,7 +186,9 @@ def _may_be_handled(failure: Failure, round_: Round) -> bool:
     ]
     if any(other.groups.get("uncaught") for other in round_.failures):
         return True
-    if not is_exception:
+    if is_exception:
+        others = [other for other in others if other.role == "consequence" or not _is_gone_on_from(other, round_)]
+    else:
         others = [other for other in others if other.role == "consequence" or other.known not in _RETRIED]
     if failure.rank is None and is_exception and not (round_.exits or others):
         # The last thing in a log of one process; others, or the same, wrote on.
@@ -189,11 +198,17 @@ def _may_be_handled(failure: Failure, round_: Round) -> bool:
     if not is_exception:
         return True
     # Nothing ended, and ranks write on: the log may be of a job that runs.
-    return not round_.exits and bool(round_.book.writers - {failure.rank} or failure.groups.get("went_on"))
+    return not round_.exits and bool(round_.book.writers - {failure.rank} or _is_gone_on_from(failure, round_))
+
+
+def _is_gone_on_from(failure: Failure, round_: Round) -> bool:
+    """Return whether a rank wrote on after an exception of this kind."""
+    kind = findings.kind_of(failure)
+    return any(other.groups.get("went_on") and findings.kind_of(other) == kind for other in round_.failures)
 
 
 def _was_survived(failure: Failure, round_: Round) -> bool:
-    """Return whether ranks logged this exception and ran on: the launcher ended them, or what nothing caught came later."""
+    """Return whether other ranks logged this exception too, and ran on."""
     kind = findings.kind_of(failure)
     for other in round_.failures:
         if other.rank in (failure.rank, None) or findings.kind_of(other) != kind or other.groups.get("uncaught"):

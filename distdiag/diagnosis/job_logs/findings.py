@@ -363,7 +363,9 @@ def _consequences_only(
     ended = [exit_ for exit_ in round_.exits if exit_.is_bad and not exit_.by_launcher and exit_.launcher]
     if ended and not who:
         how = _SIGNAL_MEANS.get(ended[0].signal, ended[0].signal) or f"exit status {ended[0].code}"
-        title = f"{ended[0].launcher_name} reports rank {ended[0].rank}: {how}; what the ranks wrote is not in these logs"
+        title = (
+            f"{ended[0].launcher_name} reports rank {ended[0].rank}: {how}; what the ranks wrote is not in these logs"
+        )
     if killed:
         title += "; the kernel killed a process because memory ran out"
     for wrote in ("logged nothing", "logged no error"):

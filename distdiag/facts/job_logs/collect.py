@@ -264,24 +264,34 @@ def _bytes(path: str, *, follow: bool, tail: int) -> Generator[bytes, None, None
             pieces.close()
         return
     with open(path, "rb", buffering=0) as file:
+        if follow:
+            yield from _growing(file.fileno())
+            return
         size = os.fstat(file.fileno()).st_size
-        read = quiet = 0
+        read = 0
         if tail and size > tail:
             read = file.seek(size - tail)
         # A log that is being written ends where it ended when it was opened; files of /proc and /sys have no size.
-        while follow or read < size or not size:
+        while read < size or not size:
             piece = file.read(_BLOCK)
-            if not piece and not follow:
-                return
             if not piece:
-                time.sleep(_POLL_S)
-                quiet += 1
-                if quiet == _QUIET_POLLS:
-                    yield b""
-                continue
-            quiet = 0
+                return
             read += len(piece)
             yield piece
+
+
+def _growing(fd: int) -> Generator[bytes, None, None]:
+    """Yield what is written to a file, for ever; nothing once nothing was written for a while."""
+    quiet = 0
+    while True:
+        if piece := os.read(fd, _BLOCK):
+            quiet = 0
+            yield piece
+            continue
+        time.sleep(_POLL_S)
+        quiet += 1
+        if quiet == _QUIET_POLLS:
+            yield b""
 
 
 def _piped(fd: int) -> Iterator[bytes]:

@@ -147,6 +147,20 @@ class _Traceback:
     broken: bool = False
     """Another line came before its exception."""
 
+    def next_begins(self) -> bool:
+        """Go on with the next traceback, if it is one of the same exception."""
+        if self.last and not (self.chained or self.grouped):  # of another process without a prefix
+            return False
+        if self.last and not self.grouped:
+            self.follow()
+        return True
+
+    def follow(self) -> None:
+        """Put what was read into the chain: what comes was raised from it, or to it."""
+        self.chained = False
+        self.chain.append("\n".join(self.last)[:_TEXT])
+        self.frames, self.last = [], []
+
 
 class Scan:
     """Reads blocks of whole lines of one file after another; what was found is in its fields."""
@@ -357,7 +371,11 @@ class FileScan:
             self._begin_traceback(number, line, named=inner is not None)
             self._goes_on(number, line, named=inner is not None)
             return
-        if self._summary is not None and number == self._summary_of and self._in_summary(line.decode("utf-8", "replace")):
+        if (
+            self._summary is not None
+            and number == self._summary_of
+            and self._in_summary(line.decode("utf-8", "replace"))
+        ):
             return
         # What a terminal wrapped goes on without a prefix.
         wrapped = (
@@ -422,20 +440,14 @@ class FileScan:
         if traceback.grouped:
             text = _GROUP_MARGIN.sub("", text)
         if text.startswith("Traceback (most recent call last)"):
-            if traceback.grouped:
+            if traceback.next_begins():
                 return True
-            if traceback.last and not traceback.chained:  # another process without a prefix
-                return False
-            if traceback.last:
-                traceback.chained = False
-                traceback.chain.append("\n".join(traceback.last)[:_TEXT])
-                traceback.frames, traceback.last = [], []
-            return True
+            traceback.went_on = self._is_of_one(number)
+            return False
         if not traceback.last:
             return self._before_exception(number, traceback, text)
         if text.startswith("Original Traceback (most recent call last)"):  # of a DataLoader worker
-            traceback.chain.append("\n".join(traceback.last)[:_TEXT])
-            traceback.frames, traceback.last = [], []
+            traceback.follow()
             return True
         if text.startswith(("During handling of the above", "The above exception was the direct")):
             traceback.chained = True
@@ -446,10 +458,14 @@ class FileScan:
             traceback.last.append(text[:300])
             return True
         traceback.end -= 1
-        stream = self._scan.streams[number]
-        traceback.went_on = stream.rank is not None or stream.local is not None
+        traceback.went_on = self._is_of_one(number)
         self._end_traceback(number)
         return False
+
+    def _is_of_one(self, number: int) -> bool:
+        """Return whether one rank writes a stream."""
+        stream = self._scan.streams[number]
+        return stream.rank is not None or stream.local is not None
 
     def _before_exception(self, number: int, traceback: _Traceback, text: str) -> bool:
         if text[:1] in (" ", "\t", ""):
@@ -545,7 +561,7 @@ class FileScan:
         return replace(event, generation=round_)
 
     def _in_summary(self, text: str) -> bool:
-        """Read a line of torchrun's summary: the failures of its ranks, then what it saw first. False behind its end."""
+        """Read a line of torchrun's summary: failed ranks, then what it saw first. False behind its end."""
         assert self._summary is not None
         field_ = _SUMMARY.match(text)
         if field_:
@@ -597,19 +613,8 @@ class FileScan:
 
     def _watchdog(self, number: int, text: str, line: int, *, last: bool = False) -> None:
         """Read a line of the watchdog, of any release; one that a terminal wrapped is put together."""
-        rank = _WHO.search(text)
-        groups: dict[str, str] = {}
-        group = _GROUP.search(text)
-        if group:
-            groups["pg"] = group["guid"] or group["pg"]
-            groups["name"] = group["name"] or ""
+        who, groups = _writer(text)
         at = self._when(text.encode())
-        who = int(rank[1]) if rank else None
-        if group and who is not None:
-            # Within a group that is not of all ranks, this is the number of the rank in the group.
-            groups["member"] = str(who)
-            if groups["pg"] != "0" and groups["name"] != "default_pg":
-                who = None
         if _WATCHDOG[0] in text:
             work = _WORK.search(text)
             if (work is None or "ran for" not in text) and not last:
@@ -686,6 +691,21 @@ class FileScan:
                 comm.phase = max(comm.phase, phase)
         _set_up(comm, message)
         return b" -> " not in message
+
+
+def _writer(text: str) -> tuple[int | None, dict[str, str]]:
+    """Return the rank that a line of the watchdog names, and the process group that it is of."""
+    rank, group = _WHO.search(text), _GROUP.search(text)
+    who = int(rank[1]) if rank else None
+    if group is None:
+        return who, {}
+    groups = {"pg": group["guid"] or group["pg"], "name": group["name"] or ""}
+    if who is not None:
+        # Within a group that is not of all ranks, this is the number of the rank in the group.
+        groups["member"] = str(who)
+        if groups["pg"] != "0" and groups["name"] != "default_pg":
+            who = None
+    return who, groups
 
 
 def _set_up(comm: NcclRank, message: bytes) -> None:
