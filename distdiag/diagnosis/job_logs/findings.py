@@ -423,7 +423,7 @@ def _cancelled(lines: Sequence[Failure]) -> Finding:
         id="logs.cancelled",
         level=Level.UNKNOWN,
         title="SLURM cancelled the job, and no rank reports a failure",
-        detail="Somebody ran scancel, or a task ended without a line in these logs.",
+        detail="A user ran scancel, or a task ended without a line in these logs.",
         evidence=_evidence(lines),
         fix=Fix(
             text="see how each step ended",
