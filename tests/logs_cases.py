@@ -12,6 +12,8 @@ import gzip
 from dataclasses import dataclass
 from pathlib import Path
 
+import logs_written_first
+
 RECORDED = Path(__file__).parent / "recorded" / "logs"
 
 
@@ -127,6 +129,19 @@ _RECORDED: dict[str, tuple[str, tuple[int, ...], str]] = {
     "deepspeed-exit0": ("left-early", (2,), ""),
     "deepspeed-size": ("size-mismatch", (), ""),
     "deepspeed-handled": (*_FIRST, "ValueError: label 1000"),
+    # Of fails_in_rarer_ways.py: no rank is at fault in all of them.
+    "torchrun-worker": ("first-failure", (1,), "UnicodeDecodeError"),
+    "torchrun-healthy": ("unknown", (), "nothing shows that it ended a rank"),
+    "torchrun-telemetry-segv": ("first-failure", (1,), "Segmentation fault"),
+    "torchrun-telemetry-exit": (*_FIRST, "exit status 7"),
+    "torchrun-recursion": (*_FIRST, "RecursionError"),
+    "torchrun-service-text": ("first-failure", (3,), "shard-17"),
+    "torchrun-group": (*_FIRST, "2 loaders failed"),
+    "torchrun-restart-segv": ("first-failure", (3,), "license server"),
+    "plain-sysexit": ("first-failure", (1,), "terminate called without"),
+    "plain-service": ("first-failure", (3,), "Connection reset by peer"),
+    "plain-noted": ("first-failure", (1,), "attention.bias"),
+    "plain-restart-segv": ("first-failure", (3,), "license server"),
     "ompi-import": (*_FIRST, "No module named 'flash_attn_that_is_not_here'"),
     "ompi-handled": (*_FIRST, "ValueError: label 1000"),
     "ompi-memory": (*_FIRST, "out of memory"),
@@ -540,9 +555,9 @@ _GENERATED: dict[str, tuple[str, str, tuple[int, ...], str]] = {
         "[default0]:[rank8]: step 1\n[default1]:step 1\n[default1]:"
         + _TRACE.replace("\n", "\n[default1]:")
         + "ValueError: bad\n",
-        "failure",
+        "unknown",
         (),
-        "ValueError: bad",
+        "rank 9: ValueError: bad",
     ),
     "ib-12-old": (_OLD.format("node1"), "ib-retry", (), "error 12"),
     "ib-12-peer": (_PEER.format("node1", 2, 12, 129), "ib-retry", (), "node1 to 10.0.0.2"),
@@ -674,5 +689,6 @@ def cases() -> list[Case]:
         for name, (id_, ranks, also) in _RECORDED.items()
     ]
     return found + [
-        Case(name, text.encode(), id_, ranks, also) for name, (text, id_, ranks, also) in _GENERATED.items()
+        Case(name, text.encode(), id_, ranks, also)
+        for name, (text, id_, ranks, also) in {**_GENERATED, **logs_written_first.CASES}.items()
     ]

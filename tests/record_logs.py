@@ -1,9 +1,9 @@
 """Record the output of jobs that fail: record_logs.py LAUNCHER-KIND ... writes recorded/logs/LAUNCHER-KIND.log.gz.
 Those of srun are recorded apart from the others.
 
-The program is programs/fails_in_many_ways.py; rank 2 of 4 is at fault. What each recording must be judged is in
-logs_cases.py, written before anything reads the recording. Needs root: cgroups, tmpfs, network namespaces for SLURM.
-DeepSpeed and accelerate are looked for beside this Python.
+The program is programs/fails_in_many_ways.py, where rank 2 of 4 is at fault, or fails_in_rarer_ways.py. What each
+recording must be judged is in logs_cases.py, written before anything reads the recording. Needs root: cgroups, tmpfs,
+network namespaces for SLURM. DeepSpeed and accelerate are looked for beside this Python.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PROGRAM = Path(__file__).parent / "programs" / "fails_in_many_ways.py"
+RARER = PROGRAM.with_name("fails_in_rarer_ways.py")
+RARER_KINDS = (
+    *("worker", "healthy", "telemetry-segv", "telemetry-exit", "recursion", "sysexit", "service", "service-text"),
+    *("group", "noted", "restart-segv"),
+)
 _TIMEOUT_S = 240
 _CGROUPS = Path("/sys/fs/cgroup/memory")
 
@@ -36,7 +41,6 @@ def main() -> None:
     # The disk comes first: a node of SLURM has the mounts of when it was made.
     with tempfile.TemporaryDirectory() as name, _full_disk() as disk, _small_cgroup() as cgroup, slurm as network:
         program = Path(name, "fail.py")
-        program.write_text(PROGRAM.read_text())
         env = {
             **os.environ,
             "FULL_DISK": str(disk),
@@ -46,6 +50,7 @@ def main() -> None:
             "DS_ACCELERATOR": "cpu",
         }
         for launcher, kind in cases:
+            program.write_text((RARER if kind in RARER_KINDS else PROGRAM).read_text())
             text = _srun(network, program, kind, env) if network else _here(launcher, program, kind, env)
             if kind == "memory":
                 text += _kernel_log()
@@ -55,7 +60,7 @@ def main() -> None:
 def _here(launcher: str, program: Path, kind: str, env: dict[str, str]) -> bytes:
     port, bin_ = _free_port(), Path(sys.executable).parent
     local = ["--nnodes=1", "--nproc-per-node=4", f"--master-port={port}"]
-    restarts = ["--max-restarts=1"] * (kind == "restart")
+    restarts = ["--max-restarts=1"] * kind.startswith("restart")
     torchrun = [sys.executable, "-m", "torch.distributed.run", *local, *restarts]
     python = [sys.executable, "-u", str(program), kind]
     commands = {

@@ -40,7 +40,7 @@ def flight_recorder_view(data: FlightRecorder, *, verbose: bool) -> Iterator[Ren
     for rows in sorted(groups.values(), key=lambda rows: (not rows[0].accused, rows[0].rank)):
         first = rows[0]
         call = first.waiting or first.last
-        mark = "<- stuck" if first.accused else ""
+        mark = "" if not first.accused else "<- suspect" if first.status.endswith("dump") else "<- stuck"
         table.add_row(fold_ranks(row.rank for row in rows), mark, first.status, name(call) or "-", site(call) or "-")
     yield table
 

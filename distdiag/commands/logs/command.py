@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from distdiag.diagnosis.job_logs.types import Logs, Request
-    from distdiag.facts.job_logs.collect import NodeLogs
+    from distdiag.facts.job_logs.collect import NodeLogs, Reader
+    from distdiag.facts.job_logs.scan import Event
     from distdiag.gathered import Gathered
     from distdiag.output import Progress
     from distdiag.runner import Asks, Subcommand
@@ -28,7 +29,7 @@ _TIMEOUT_S = 3600.0
 def logs(
     paths: Annotated[
         list[str] | None,
-        typer.Argument(metavar="PATH", help="Log files, folders of logs, or - for stdin.", show_default=False),
+        typer.Argument(metavar="[PATH]...", help="Log files, folders of logs, or - for stdin.", show_default=False),
     ] = None,
     rank: Annotated[
         list[str] | None,
@@ -55,6 +56,12 @@ def logs(
 
     Exit status: 0 warnings only, 1 failure explained, 2 wrong usage, 3 the logs do not show the first failure (a hang
     leaves no line at all), 130 interrupted.
+
+    \b
+    Examples:
+      distdiag logs slurm-4711.out                      # one console of all ranks
+      distdiag logs logs/ --timeline                    # torchrun --log-dir logs
+      distdiag logs --hosts node[1-64] /tmp/job/logs    # read on each host
     """
     from distdiag import runner
     from distdiag.commands.logs import separate
@@ -130,7 +137,7 @@ def _here(request: Request, progress: Progress) -> Gathered[NodeLogs]:
 
     reader = Reader(_ask(request))
     if request.follow:
-        reader.scan.news = lambda event: progress.news(f"{event.id}: {event.text[:200]}")
+        reader.scan.news = lambda event: _tell(reader, event, progress)
     interrupted = False
     try:
         for path in request.paths:
@@ -139,6 +146,16 @@ def _here(request: Request, progress: Progress) -> Gathered[NodeLogs]:
     except KeyboardInterrupt:
         interrupted = True
     return Gathered(facts=[reader.found()], interrupted=interrupted)
+
+
+def _tell(reader: Reader, event: Event, progress: Progress) -> None:
+    """Report at once what a growing log says of a failure."""
+    if event.id == "exception" and event.text.endswith("ChildFailedError:"):
+        return
+    stream = reader.scan.streams[event.stream]
+    rank = next((rank for rank in (event.rank, stream.rank, stream.local) if rank is not None), None)
+    who = f"rank {rank}: " if rank is not None else ""
+    progress.news(f"{who}{event.text.partition(chr(10))[0][:200]}")
 
 
 def _join(host: str, first: NodeLogs, parts: Sequence[NodeLogs], why: str) -> NodeLogs | None:

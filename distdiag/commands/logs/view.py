@@ -37,13 +37,21 @@ def logs_view(data: Logs, *, timeline: bool) -> Iterator[RenderableType]:
         what = {_shape(end.what): end.what for end in reversed(data.ranks)}
         for (role, exit_, shape), ranks in groups.items():
             table.add_row(
-                fold_ranks_within(ranks, _RANKS), role or "-", exit_ or "-", _cut(what[shape]) or "no failure"
+                fold_ranks_within(ranks, _RANKS), role or "-", exit_ or "-", _cut(_short(what[shape])) or "no failure"
             )
         yield table
     if timeline:
         yield ""
         for line in _timeline(data):
             yield Whole(line)
+
+
+def _short(text: str) -> str:
+    """Leave out where in the source of torch a message comes from."""
+    import re
+
+    text = re.sub(r"^\[[EWIF]\d{4} [^\]]*\] ", "", text)
+    return re.sub(r"\[\S*/[\w.-]+\.(?:cc|cpp|h|cu):\d+\] ", "", text)
 
 
 def _cut(text: str) -> str:

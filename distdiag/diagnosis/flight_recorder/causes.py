@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _ONE_SIDED = {"broadcast", "reduce", "gather", "gather_single", "scatter", "_broadcast_oop", "_reduce_oop"}
 """Some ranks are done with these before others have called them."""
 _LATE_NS = 1_000_000
-_LATE_CALLS = 5
+_LATE_CALLS = 8
 _LATE_SHARE = 0.1
 
 
@@ -269,6 +269,8 @@ class _Search:
             for other in whole:
                 if front.calls[0].group < other.calls[0].group:
                     yield from self._crossed(front, other)
+        if not self._found:
+            self._rounds_of_groups(whole)
         if self._found:
             return
         for front in self._fronts:
@@ -291,6 +293,20 @@ class _Search:
             cause = Cause(Kind.ORDER, ranks, waiting, None, 0, tuple(oldest))
             self._found.append(cause)
             yield cause
+
+    def _rounds_of_groups(self, whole: Sequence[_Front]) -> None:
+        """Find ranks that called several groups in an order that goes round: each one's first waits for another's."""
+        oldest: dict[int, Call] = {}
+        for call in (call for front in whole for call in front.calls):
+            if call.rank not in oldest or call.record < oldest[call.rank].record:
+                oldest[call.rank] = call
+        for rank, call in oldest.items():
+            for member in self._job.groups[call.group].members:
+                other = oldest.get(member)
+                if other is not None and (other.group, other.seq) != (call.group, call.seq):
+                    self._edges[rank].setdefault(member, call)
+        for circle in _circles(self._edges):
+            self._circle(circle)
 
     def _add(self, cause: Cause) -> None:
         """Add a cause; ranks to blame for the same collective are one."""
@@ -344,6 +360,11 @@ def _circles(edges: Mapping[int, Mapping[int, Call]]) -> list[list[int]]:
     ]
 
 
+def _is_mostly(each: Sequence[int], threshold: float) -> bool:
+    """Return whether a rank was late in three of four calls: a busy machine delays any rank now and then."""
+    return 4 * sum(by > threshold for by in each) >= 3 * len(each)
+
+
 def _late(job: Job) -> Iterator[Cause]:
     """Find ranks that call collectives later than the others do, again and again."""
     for key, group in job.groups.items():
@@ -368,7 +389,7 @@ def _late(job: Job) -> Iterator[Cause]:
         period = median(later - earlier for earlier, later in itertools.pairwise(starts))
         among = sorted(usual.values())
         threshold = max(_LATE_NS, _LATE_SHARE * period, 4 * among[(len(among) - 1) // 2])
-        late = tuple(sorted(rank for rank, by in usual.items() if by > threshold))
+        late = tuple(sorted(rank for rank, each in behind.items() if _is_mostly(each, threshold)))
         if late and 2 * len(late) < len(usual) + (len(usual) == 2):
             by = int(max(usual[rank] for rank in late))
             hosts = {job.dumps[rank].host for rank in group.members}

@@ -58,7 +58,13 @@ def _rows(job: Job, hosts: dict[str, str], accused: set[int]) -> Iterable[RankRo
                 call for pair in job.pairs.values() for call in (*pair.sends[:1], *pair.recvs[:1]) if call.rank == rank
             ]
         oldest = min(waiting, key=lambda call: call.record, default=None)
-        status = "no dump" if dump is None else "idle" if oldest is None else "waits"
+        status = (
+            ("old dump" if rank in job.outdated else "no dump")
+            if dump is None
+            else "idle"
+            if oldest is None
+            else "waits"
+        )
         if oldest is not None and oldest.state == FAILED:
             status = "failed"
         yield RankRow(

@@ -42,6 +42,11 @@ def finding_of(cause: Cause, job: Job, request: Request, gone: Collection[int] =
     if request.trigger and cause.kind in _WAITS and (waited := _waited_s(cause, job)) < _HANGS_S:
         level = Level.UNKNOWN
         detail = f"The others have waited for only {waited:.1f} s: the job may be running. Trigger again to decide."
+    if job.outdated and cause.kind in _WAITS:
+        level = Level.UNKNOWN
+        detail = (
+            f"The dumps are not all of one moment, so this may have passed. {_is_outdated(tuple(job.outdated), job)}"
+        )
     evidence = [_line(call, job) for call in cause.calls[:_SHOWN]]
     evidence += [_last(job, rank) for rank in cause.ranks[:_SHOWN] if all(call.rank != rank for call in cause.calls)]
     return Finding(
@@ -173,11 +178,28 @@ def _no_dump(cause: Cause, job: Job) -> tuple[str, str]:
     call = cause.calls[0]
     partial = any(rank in job.dumps for rank in cause.ranks)
     lacks = "left an incomplete dump" if partial else "left no dump"
+    outdated = [job.outdated[rank] for rank in cause.ranks if rank in job.outdated]
+    if outdated:
+        lacks = "left an outdated dump" if len(cause.ranks) == 1 else "left no dump or outdated dumps"
+        if len(outdated) == len(cause.ranks) > 1:
+            lacks = "left outdated dumps"
     have = _does(cause.waiting, "has failed", "have failed") if call.state == FAILED else ""
     waits = have or _does(cause.waiting, "waits", "wait")
     return (
         f"{name_ranks(cause.ranks)} {lacks}; {waits} in {call_name(call, job)}{_at(call)}",
-        "All others called it. A killed or stopped rank writes no dump, but its dump may also be lost.",
+        _is_outdated(cause.ranks, job)
+        if outdated
+        else "All others called it. A killed or stopped rank writes no dump, but its dump may also be lost.",
+    )
+
+
+def _is_outdated(ranks: Sequence[int], job: Job) -> str:
+    """Format why a dump cannot be of the same moment as the others."""
+    rank = next(rank for rank in ranks if rank in job.outdated)
+    dump = job.outdated[rank]
+    return (
+        f"Rank {dump.witness} finished collective #{dump.seq} of {dump.group}, so all ranks had called it; "
+        f"the dump of rank {rank} ends at #{dump.issued}: it is of an earlier moment, or of another run."
     )
 
 
@@ -284,7 +306,18 @@ def notes(
     for host, why in gathered.missing.items():
         title = f"{host} answered only in part: {why}"
         yield Finding(id=f"{COMMAND}.incomplete", level=Level.UNKNOWN, title=title, where=Where(hosts=(host,)))
-    missing = [rank for rank in range(job.world_size) if rank not in job.dumps and rank not in accused]
+    outdated = tuple(rank for rank in sorted(job.outdated) if rank not in accused)
+    if outdated:
+        yield Finding(
+            id=f"{COMMAND}.outdated",
+            level=Level.UNKNOWN,
+            title=f"ignored the outdated dump{'' if len(outdated) == 1 else 's'} of {name_ranks(outdated)}",
+            detail=_is_outdated(outdated, job),
+            where=Where(ranks=outdated),
+            fix=Fix(text="empty the folder of the dumps before a run, and let all ranks write theirs at one time"),
+        )
+    known = {*job.dumps, *job.outdated, *accused}
+    missing = [rank for rank in range(job.world_size) if rank not in known]
     if missing and job.dumps:
         yield Finding(
             id=f"{COMMAND}.missing-dump",

@@ -44,6 +44,14 @@ _MUST_AGREE = {
 """Which tensors must have the same number of elements on all ranks; of all other operations they may differ."""
 _MUST_AGREE_IN_GLOO = {"all_gather": "in", "reduce_scatter": "out"}
 """NCCL's take tensors of several sizes."""
+_ENDS_TOGETHER = frozenset(
+    (
+        *("all_reduce", "allreduce", "all_reduce_barrier", "barrier", "all_gather", "_all_gather_base"),
+        *("_allgather_base", "all_gather_into_tensor", "all_gather_single", "reduce_scatter", "_reduce_scatter_base"),
+        *("reduce_scatter_tensor", "reduce_scatter_single"),
+    )
+)
+"""What ends on no rank before all have called it."""
 _MOST_RANKS = 2**20
 _RECENT = 24
 """Calls of a rank that are shown."""
@@ -104,10 +112,14 @@ class Group:
 
 @dataclass
 class Part:
-    """What a rank did in a group. `issued`: the newest collective it called; None if that is not known."""
+    """What a rank did in a group. `issued`: the newest collective it called; None if that is not known.
+
+    `ended_by_all`: the newest that has ended here, and must therefore have been called by all.
+    """
 
     issued: int | None = 0
     ended: int = 0
+    ended_by_all: int = 0
     pending: dict[int, Call] = field(default_factory=dict)
 
 
@@ -119,6 +131,16 @@ class Pair:
     recvs: list[Call] = field(default_factory=list)
     sent: int = 0
     received: int = 0
+
+
+@dataclass(frozen=True)
+class Outdated:
+    """A dump that is not of the same moment as the others: `witness` has ended `seq`, and this one ends at `issued`."""
+
+    group: str
+    seq: int
+    witness: int
+    issued: int
 
 
 @dataclass
@@ -140,6 +162,7 @@ class Job:
     overflowed: set[int] = field(default_factory=set)
     operations: list[Operation] = field(default_factory=list)
     earliest_ns: dict[tuple[GroupKey, int], int] = field(default_factory=dict)
+    outdated: dict[int, Outdated] = field(default_factory=dict)
     without_rank: list[Dump] = field(default_factory=list)
     replaced: list[Dump] = field(default_factory=list)
 
@@ -161,7 +184,18 @@ class Job:
 def match(dumps: Iterable[Dump], world_size: int) -> Job:
     """Match the dumps of all ranks; `world_size`: how many there are, 0 if the dumps are to tell. Raises ValueError."""
     found, without, replaced = ranks_of(sorted(dumps, key=lambda dump: (dump.path, dump.modified_s)))
-    job = Job(found, without_rank=without, replaced=replaced)
+    job = _match(found, world_size)
+    outdated = _outdated(job)
+    if outdated:
+        size, is_certain = job.world_size, job.size_is_certain
+        job = _match({rank: dump for rank, dump in found.items() if rank not in outdated}, world_size)
+        job.world_size, job.size_is_certain, job.outdated = max(size, job.world_size), is_certain, outdated
+    job.without_rank, job.replaced = without, replaced
+    return job
+
+
+def _match(found: dict[int, Dump], world_size: int) -> Job:
+    job = Job(found)
     tops = {ranks: _top(ranks) for dump in found.values() for _, _, ranks in dump.groups}
     told = max([world_size, *(dump.world_size for dump in found.values()), *tops.values()]) if found else world_size
     job.size_is_certain = told > 0
@@ -173,6 +207,28 @@ def match(dumps: Iterable[Dump], world_size: int) -> Job:
     for group in job.groups.values():
         _use_status(job, group)
     return job
+
+
+def _outdated(job: Job) -> dict[int, Outdated]:
+    """Return the dumps that were written before the others, or are of another run.
+
+    Where a peer has ended a collective that ends nowhere before all have called it, each member has called it and has
+    ended those before it. A dump without that is older. Gloo takes a failed operation for one that ended.
+    """
+    found: dict[int, Outdated] = {}
+    for key, group in job.groups.items():
+        ended = {rank: parts[key].ended_by_all for rank, parts in job.parts.items() if key in parts}
+        witness = max(ended, key=lambda rank: ended[rank], default=-1)
+        margin = 1 if key[1] == "gloo" else 0
+        for rank in group.members:
+            issued = job.issued(rank, key) if witness >= 0 else None
+            if issued is None or rank == witness or rank in found:
+                continue
+            pending = job.part(rank, key).pending
+            newest = min(pending) if pending and margin == 0 else issued
+            if min(issued, newest) < ended[witness] - margin:
+                found[rank] = Outdated(group.label, ended[witness], witness, issued)
+    return found
 
 
 def ranks_of(dumps: Sequence[Dump]) -> tuple[dict[int, Dump], list[Dump], list[Dump]]:
@@ -272,6 +328,7 @@ class _Reader:
         self._declare({keys[group][operation] for group, operation in set(zip(columns[0], columns[1], strict=True))})
         parts, calls, earliest = job.parts.setdefault(rank, {}), job.calls, job.earliest_ns
         starts = _starts(columns, keys)
+        together = [job.operations[number].name in _ENDS_TOGETHER for number in self._operations]
         columns_read = zip(*columns, strict=True)
         for number, (group, operation, _, seq, p2p_seq, _, state, created, _) in enumerate(columns_read):
             key = keys[group][operation]
@@ -293,6 +350,8 @@ class _Reader:
                 part.pending[seq] = self.call(columns, number)
             else:
                 part.ended = seq
+                if together[operation]:
+                    part.ended_by_all = seq
         self._note_last(columns)
 
     def _note_last(self, columns: Sequence[array.array[int]]) -> None:

@@ -43,9 +43,10 @@ class CallRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRow:
-    """One rank. `status`: "waits", "idle" (all it issued has ended), "failed", "no dump"; `accused`: by a finding.
+    """One rank. `status`: "waits", "idle" (all it issued has ended), "failed", "no dump", "old dump".
 
-    `waiting`: its oldest operation that has not ended; `last`: the newest; `recent`: the last ones, the newest last.
+    `accused`: by a finding; `waiting`: its oldest operation that has not ended; `last`: the newest; `recent`: the last
+    ones, the newest last.
     """
 
     rank: int

@@ -16,11 +16,19 @@ if TYPE_CHECKING:
     from distdiag.facts.job_logs.collect import NodeLogs
     from distdiag.facts.job_logs.scan import Event, NcclRank, Stream
 
+    Agent = tuple[str, int, str]
+    LocalRank = tuple[str, int, str, int]
+
 SIGNALS = {1: "SIGHUP", 2: "SIGINT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL"}
 SIGNALS |= {11: "SIGSEGV", 15: "SIGTERM"}
 _ENDING = ("SIGTERM", "SIGINT", "SIGHUP")
 WRITER = re.compile(r"([\w.-]{1,200}):(\d{1,18}):\d{1,18} \[")
 """How NCCL begins its lines: host, pid."""
+_CONNECTION = re.compile(r"Connection (?:closed|reset|refused)|[Bb]roken ?pipe|[Tt]imed out")
+_OF_RANKS = re.compile(
+    r"peer \[|gloo|nccl|NCCL|TCPStore|c10d|ProcessGroup|\bstore\b|Dist\w*Error|[Rr]endezvous|MPI|UCX"
+)
+_INSIDE = ("/torch/", "/multiprocessing/", "/deepspeed/", "/accelerate/commands/")
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
 _COLLECTIVES = frozenset(
     (
@@ -36,7 +44,8 @@ _COLLECTIVES = frozenset(
 class Exit:
     """How a launcher reports the end of a rank.
 
-    `code`: None where only a signal is known; `first`: it saw it first; `by_launcher`: it ended the rank itself.
+    `code`: None where only a signal is known; `first`: it saw it first; `by_launcher`: it ended the rank itself;
+    `out_of_memory`: it says so.
     """
 
     rank: int
@@ -49,6 +58,12 @@ class Exit:
     at: float | None
     pid: int | None
     by_launcher: bool = False
+    out_of_memory: bool = False
+
+    @property
+    def launcher_name(self) -> str:
+        """Return the name of the program that reports it."""
+        return "torchrun" if self.launcher == "agent" else self.launcher
 
     @property
     def is_bad(self) -> bool:
@@ -71,6 +86,8 @@ class Book:
     generations: int = 1
     writers: set[int] = field(default_factory=set)
     """Ranks that wrote lines, beside what launchers report of them."""
+    has_nameless: bool = False
+    """There are lines of ranks, and it is not known of which."""
     several_hosts: bool = False
     unnamed_codes: list[str] = field(default_factory=list)
     """Return codes that a launcher reports without the rank."""
@@ -103,6 +120,7 @@ def make(nodes: Sequence[NodeLogs]) -> Book:
     for node in nodes:
         ranks = [_rank(stream, node.host, summary, locals_) for stream in node.streams]
         for stream, rank in zip(node.streams, ranks, strict=True):
+            book.has_nameless |= rank is None and stream.local is not None
             if rank is not None:
                 book.ranks[rank] = book.ranks.get(rank, 0) + stream.lines
                 book.writers.add(rank)
@@ -136,8 +154,8 @@ def _mark_ended(book: Book, nodes: Sequence[NodeLogs]) -> None:
     ]
 
 
-def _summary(nodes: Iterable[NodeLogs]) -> dict[tuple[str, int], int]:
-    """Return ranks by host and local rank, as torchrun's summary has them."""
+def _summary(nodes: Iterable[NodeLogs]) -> dict[LocalRank, int]:
+    """Return ranks by file, host and local rank, as torchrun's summaries have them."""
     found = {}
     for node in nodes:
         for event in node.events:
@@ -145,38 +163,49 @@ def _summary(nodes: Iterable[NodeLogs]) -> dict[tuple[str, int], int]:
             if event.id == "exit" and groups.get("rank") and groups.get("local"):
                 local, rank = number_in(groups["local"]), number_in(groups["rank"])
                 if local is not None and rank is not None:
-                    found[groups.get("host", ""), local] = rank
+                    file = node.streams[event.stream].file if event.stream < len(node.streams) else -1
+                    found[node.host, file, groups.get("host", ""), local] = rank
     return found
 
 
-def _locals(nodes: Sequence[NodeLogs]) -> dict[tuple[str, str, int], set[int]]:
-    """Return which ranks write under a local rank, by node, host of the prefix and local rank."""
-    found: dict[tuple[str, str, int], set[int]] = {}
+def _agent_of(node: str, stream: Stream) -> Agent:
+    """Return which agent of torchrun a stream is of: a console has one, or a host for each; so has a --log-dir."""
+    return node, stream.file if stream.label else -1, stream.host
+
+
+def _locals(nodes: Sequence[NodeLogs]) -> dict[Agent, dict[int, set[int]]]:
+    """Return which ranks write under each local rank of an agent."""
+    found: dict[Agent, dict[int, set[int]]] = {}
     for node in nodes:
         for stream in node.streams:
             if stream.local is not None:
-                ranks = found.setdefault((node.host, stream.host, stream.local), set())
+                ranks = found.setdefault(_agent_of(node.host, stream), {}).setdefault(stream.local, set())
                 ranks.update(() if stream.rank is None else (stream.rank,))
     return found
 
 
 def _rank(
-    stream: Stream, node: str, summary: dict[tuple[str, int], int], locals_: dict[tuple[str, str, int], set[int]]
+    stream: Stream, node: str, summary: dict[LocalRank, int], locals_: dict[Agent, dict[int, set[int]]]
 ) -> int | None:
     """Return whose stream it is. A local rank is a rank on one node only, and lines may show that there are more."""
     if stream.rank is not None or stream.local is None:
         return stream.rank
-    ranks = locals_[node, stream.host, stream.local]
+    of_agent = locals_[_agent_of(node, stream)]
+    ranks = of_agent[stream.local]
     if ranks:
         return next(iter(ranks)) if len(ranks) == 1 else None
-    several = len({(host, prefix) for host, prefix, _ in locals_}) > 1
-    moved = any(ranks - {local} for (_, _, local), ranks in locals_.items())
-    found = {rank for (host, local), rank in summary.items() if local == stream.local and host == stream.host}
-    if not several:
-        found |= {rank for (_, local), rank in summary.items() if local == stream.local}
+    # The ranks of an agent follow each other.
+    first = {rank - local for local, ranks in of_agent.items() for rank in ranks}
+    if len(first) == 1:
+        return first.pop() + stream.local
+    several = len(locals_) > 1
+    moved = any(ranks - {local} for others in locals_.values() for local, ranks in others.items())
+    same = {key: rank for key, rank in summary.items() if key[3] == stream.local}
+    found = {rank for (host, file, _, _), rank in same.items() if stream.label and (host, file) == (node, stream.file)}
+    found = found or {rank for (_, _, host, _), rank in same.items() if not several or host == stream.host}
     if found:
         return found.pop() if len(found) == 1 else None
-    return None if several or moved or any(rank != local for (_, local), rank in summary.items()) else stream.local
+    return None if several or moved or any(rank != key[3] for key, rank in summary.items()) else stream.local
 
 
 def _add(book: Book, node: NodeLogs, event: Event, rank: int | None, pids: dict[tuple[str, int], int]) -> None:
@@ -191,12 +220,14 @@ def _add(book: Book, node: NodeLogs, event: Event, rank: int | None, pids: dict[
         return
     who = event.rank if event.rank is not None else rank
     if event.id in ("watchdog", "status"):
+        # The stream's own rank first: what a line of a process group names is a number within the group.
+        who = rank if rank is not None else event.rank
         if who is not None:
-            book.watchdog.append((who, event))
+            book.watchdog.append((who, replace(event, generation=generation)))
             book.ranks.setdefault(who, 0)
-        return
-    if event.id == "restart":
-        return
+            book.generations = max(book.generations, generation + 1)
+            return
+        event = replace(event, id="nccl-torn-down")
     if who is None and ":" in event.text:
         who = _by_pid(event.text, pids)
     if event.id == "slurm-cancelled":
@@ -257,6 +288,7 @@ def _exits(event: Event, rank: int | None, generation: int, alone: bool) -> list
             first=bool(groups.get("first")) or groups.get("launcher") == "mpirun",
             at=event.at,
             pid=pid,
+            out_of_memory=groups.get("words", "").strip() == "Out Of Memory",
         )
         for number in ranks
     ]
@@ -264,13 +296,17 @@ def _exits(event: Event, rank: int | None, generation: int, alone: bool) -> list
 
 def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) -> Failure | None:
     row = known_lines().get(event.groups.get("known", event.id))
+    if row is not None and row.role == "consequence" and _is_of_other_peer(event):
+        row = None
     if row is not None and row.role == "advice":
         row = None
         if event.id != "exception":
             return None
     stream = node.streams[event.stream]
-    file = node.files[stream.file].path if stream.file < len(node.files) else ""
-    role, means, fix = "cause", "", ""
+    file, lines = "", 0
+    if stream.file < len(node.files):
+        file, lines = node.files[stream.file].path, node.files[stream.file].lines
+    role, means, fix = "confirmation" if event.id == "traceback-cut" else "cause", "", ""
     commands: tuple[str, ...] = ()
     if row is not None:
         role, means, fix, commands = row.role, row.meaning(event.groups), row.remedy(event.groups), row.commands
@@ -281,7 +317,7 @@ def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) ->
     what = event.text.partition("\n")[0][:300]
     return Failure(
         role=role,
-        known=row.id if row is not None else "exception",
+        known=row.id if row is not None else event.id,
         rank=rank,
         host=stream.host,
         generation=generation,
@@ -296,8 +332,17 @@ def _failure(node: NodeLogs, event: Event, rank: int | None, generation: int) ->
         at=event.at,
         text=event.text,
         groups={**event.groups, "id": event.id},
+        lines_after=max(0, lines - (number_in(event.groups.get("end")) or event.line)),
         count=event.count,
     )
+
+
+def _is_of_other_peer(event: Event) -> bool:
+    """Return whether an exception is of a connection of the program's own: to storage, a database, a service."""
+    if event.id != "exception" or not event.frames or _OF_RANKS.search(event.text):
+        return False
+    inside = [frame for frame in event.frames if "/torch/distributed/elastic/" not in frame]
+    return bool(_CONNECTION.search(event.text)) and not any(part in frame for frame in inside for part in _INSIDE)
 
 
 def _unfold(text: str) -> list[int]:

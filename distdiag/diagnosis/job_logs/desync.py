@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _EQUAL_SIZES = (
     "ALLREDUCE",
+    "ALLGATHER",
     "BROADCAST",
     "REDUCE",
     "BARRIER",
@@ -37,17 +38,22 @@ class RankInGroup:
     started: int | None = None
     completed: int | None = None
     line: str = ""
+    member: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Desync:
-    """What one group's ranks come to. `kind`: behind, mismatch, silent, same, never, outside, unclear."""
+    """What one group's ranks come to. `kind`: behind, mismatch, silent, same, never, outside, unclear.
+
+    `last_called`: the newest collective of the ranks that are behind, 0 for none.
+    """
 
     kind: str
     group: str
     ranks: tuple[int, ...]
     others: tuple[int, ...]
     what: str
+    last_called: int | None = None
     evidence: tuple[str, ...] = field(default=())
 
 
@@ -77,6 +83,7 @@ def judge(lines: Iterable[tuple[int, Event]], seen: Iterable[int]) -> list[Desyn
 
 def _take(member: RankInGroup, event: Event) -> None:
     groups = event.groups
+    member.member = groups.get("member", member.member)
     if event.id == "watchdog" and member.seq is None:
         member.line = event.text
         member.op = groups.get("OpType", "")
@@ -97,18 +104,23 @@ def _merge(member: RankInGroup, more: RankInGroup) -> None:
         if getattr(member, name) is None:
             setattr(member, name, getattr(more, name))
     member.op, member.sizes = member.op or more.op, member.sizes or more.sizes
-    member.line = more.line or member.line
+    member.line, member.member = more.line or member.line, member.member or more.member
 
 
 def _judge(name: str, members: dict[int, RankInGroup], world: list[int]) -> Desync:
-    evidence = tuple(member.line for member in list(members.values())[:3])
     waiting = {rank: member for rank, member in members.items() if member.seq is not None}
 
-    def made(kind: str, ranks: Iterable[int], what: str) -> Desync:
+    def made(kind: str, ranks: Iterable[int], what: str, last_called: int | None = None) -> Desync:
         ranks = tuple(sorted(ranks))
         others = tuple(rank for rank in members if rank not in ranks)
-        return Desync(kind=kind, group=name, ranks=ranks, others=others, what=what, evidence=evidence)
+        lines = [members[rank].line for rank in (*ranks[:2], *others) if rank in members]
+        evidence = tuple(line for line in lines if line)[:3]
+        return Desync(
+            kind=kind, group=name, ranks=ranks, others=others, what=what, last_called=last_called, evidence=evidence
+        )
 
+    if _is_of_several(members.values()):
+        return made("unclear", (), "several process groups have this number, so their ranks cannot be compared")
     if not waiting:
         idle = [
             rank
@@ -128,17 +140,12 @@ def _judge(name: str, members: dict[int, RankInGroup], world: list[int]) -> Desy
     op = Counter(member.op for member in at_last if member.op).most_common(1)
     what = f"collective {last}{f' ({op[0][0]})' if op else ''}"
     if behind:
-        lagging = [members[rank].enqueued for rank in behind]
-        return made(
-            "behind",
-            behind,
-            f"{what}: last enqueued there is {min(number for number in lagging if number is not None)}",
-        )
+        return made("behind", behind, what, min(members[rank].enqueued or 0 for rank in behind))
     if len({member.seq for member in waiting.values()}) > 1:
         return made(
             "unclear",
             (),
-            f"ranks wait in different collectives: {sorted({m.seq for m in waiting.values() if m.seq is not None})}",
+            f"ranks wait in different collectives: {_by_number(waiting.values())}",
         )
     differing = _differing(at_last)
     if differing is not None:
@@ -148,10 +155,8 @@ def _judge(name: str, members: dict[int, RankInGroup], world: list[int]) -> Desy
         return made("silent", silent, what)
     if silent:
         return made("unclear", (), f"{len(members)} ranks wait in {what}; {len(silent)} report nothing")
-    never = all(member.completed is not None and member.completed <= 0 for member in at_last) and last <= 1
-    if never:
-        return made("never", (), what)
-    return made("same", (), what)
+    never = last <= 1 and all(member.completed is not None and member.completed <= 0 for member in at_last)
+    return made("never" if never else "same", (), what)
 
 
 def _differing(members: list[RankInGroup]) -> tuple[list[int], str] | None:
@@ -167,6 +172,19 @@ def _differing(members: list[RankInGroup]) -> tuple[list[int], str] | None:
     words = "; ".join(f"{op} on {_ranks(ranks)}" for op, ranks in ordered[:4])
     minority = [rank for _, ranks in ordered[1:] for rank in ranks]
     return (minority if len(ordered[0][1]) > len(minority) else []), words
+
+
+def _is_of_several(members: Iterable[RankInGroup]) -> bool:
+    """Return whether two ranks have the same number in the group: older releases number the groups of each rank."""
+    numbers = [member.member for member in members if member.member]
+    return len(numbers) > len(set(numbers))
+
+
+def _by_number(members: Iterable[RankInGroup]) -> str:
+    by_number: dict[str, list[int]] = {}
+    for member in sorted(members, key=lambda member: member.seq or 0):
+        by_number.setdefault(f"{member.seq}{f' ({member.op})' if member.op else ''}", []).append(member.rank)
+    return "; ".join(f"{_ranks(ranks)} in {number}" for number, ranks in list(by_number.items())[:4])
 
 
 def _ranks(ranks: list[int]) -> str:

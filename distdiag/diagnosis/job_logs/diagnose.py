@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from distdiag.diagnosis.job_logs.book import Book, Exit
     from distdiag.diagnosis.job_logs.types import Request
     from distdiag.facts.job_logs.collect import NodeLogs
+    from distdiag.facts.job_logs.scan import Event
     from distdiag.gathered import Gathered
     from distdiag.report import Finding
 
@@ -27,6 +28,8 @@ _SUDDEN = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
 _RETRIED = ("cuda-out-of-memory", "disk-full", "shm-full", "port-in-use", "loader-killed", "loader-exited")
 """What programs catch, log and try again; other errors of CUDA leave nothing to go on with."""
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
+_MANY_LINES = 50
+"""More than libraries write at the exit of a process."""
 _MOST_RANKS, _MOST_FAILURES = 4096, 5000
 
 
@@ -38,6 +41,16 @@ class Round:
     failures: Sequence[Failure]
     exits: Sequence[Exit]
     book: Book
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether anything in it reports a failure."""
+        return bool(self.failures or self.watchdog or any(exit_.is_bad for exit_ in self.exits))
+
+    @property
+    def watchdog(self) -> list[tuple[int, Event]]:
+        """Return the lines of NCCL's watchdogs, by rank."""
+        return [(rank, event) for rank, event in self.book.watchdog if event.generation == self.number]
 
     def of(self, rank: int) -> list[Failure]:
         """Return what a rank reported, in the order of its log."""
@@ -53,10 +66,9 @@ def diagnose(request: Request, gathered: Gathered[NodeLogs]) -> Report[Logs]:
     nodes = gathered.facts
     book = books.make(nodes)
     rounds = [_round(book, number) for number in range(book.generations)]
-    failed = next((one for one in rounds if one.failures or any(exit_.is_bad for exit_ in one.exits)), None)
-    # Lines of a watchdog are of the first round with any.
+    failed = next((round_ for round_ in rounds if round_.has_failed), None)
     found: list[Finding] = []
-    if failed is not None or book.watchdog:
+    if failed is not None or book.unnamed_codes:
         found += _first_cause(failed or rounds[0], book)
     elif any(node.files for node in nodes) or any(stream.lines for node in nodes for stream in node.streams):
         found.append(findings.nothing(any(file.lines for node in nodes for file in node.files)))
@@ -107,11 +119,14 @@ def _first_cause(round_: Round, book: Book) -> list[Finding]:
     wordless = _wordless(round_)
     if suspects:
         suspects = _assigned(suspects, wordless)
-        told = {failure.rank for failure in suspects}
+        reported = {failure.rank for failure in suspects}
         suspects += [
             failure
             for failure in wordless
-            if failure.known.startswith("exit") and failure.rank not in told and _is_first(round_, failure)
+            if failure.known.startswith("exit")
+            and failure.rank not in reported
+            and _is_first(round_, failure)
+            and not (None in reported and failure.known == "exit-status")
         ]
     elif not job:
         suspects = _with_last_traceback(wordless, doubtful)
@@ -121,9 +136,7 @@ def _first_cause(round_: Round, book: Book) -> list[Finding]:
         return [findings.ended_from_outside(job[0])]
     if suspects:
         return _choose(suspects, round_, book, doubtful)
-    generation = round_.number
-    lines = [(rank, event) for rank, event in book.watchdog if event.generation == generation] or book.watchdog
-    if lines:
+    if lines := round_.watchdog:
         judged = desync.judge(lines, book.ranks)
         return [findings.of_desync(each, round_, first=number == 0) for number, each in enumerate(judged[:4])]
     if doubtful:
@@ -150,21 +163,59 @@ def _may_be_handled(failure: Failure, round_: Round) -> bool:
     exits = [] if failure.rank is None else [exit_ for exit_ in round_.exits_of(failure.rank) if exit_.is_bad]
     if failure.groups.get("id") != "exception" and failure.known not in _RETRIED:
         return False
-    if exits and failure.groups.get("id") != "exception":
+    return _ended_otherwise(failure, exits, round_) if exits else _has_no_end(failure, round_)
+
+
+def _ended_otherwise(failure: Failure, exits: Sequence[Exit], round_: Round) -> bool:
+    """Return whether the end of a rank is not the one that this failure leads to."""
+    if failure.groups.get("id") != "exception":
         return all(exit_.by_launcher for exit_ in exits)
-    if exits:
-        return all(exit_.by_launcher or exit_.signal in _SUDDEN for exit_ in exits)
+    others = all(exit_.by_launcher or exit_.signal in _SUDDEN or exit_.code not in (None, 1) for exit_ in exits)
+    return others or _was_survived(failure, round_)
+
+
+def _has_no_end(failure: Failure, round_: Round) -> bool:
+    """Return whether nothing shows that this failure, of a rank whose end no launcher reports, ended anything."""
+    is_exception = failure.groups.get("id") == "exception"
     if failure.rank is not None and failure.rank in {rank for rank, _ in round_.book.watchdog}:
         return True
-    others = [other for other in round_.failures if other.rank not in (failure.rank, None)]
+    others = [
+        other
+        for other in round_.failures
+        if other.rank not in (failure.rank, None) and (other.role != "confirmation" or other.groups.get("uncaught"))
+    ]
     if any(other.groups.get("uncaught") for other in round_.failures):
         return True
+    if is_exception:
+        others = [other for other in others if other.role == "consequence" or not _is_gone_on_from(other, round_)]
+    else:
+        others = [other for other in others if other.role == "consequence" or other.known not in _RETRIED]
+    if failure.rank is None and is_exception and not (round_.exits or others):
+        # The last thing in a log of one process; others, or the same, wrote on.
+        return failure.lines_after >= (1 if round_.book.writers else _MANY_LINES)
     if failure.rank is None or others:
         return False
-    if failure.groups.get("id") != "exception":
+    if not is_exception:
         return True
-    # Nothing ended, and others write on: the log may be of a job that runs.
-    return bool(round_.book.writers - {failure.rank}) and not round_.exits
+    # Nothing ended, and ranks write on: the log may be of a job that runs.
+    return not round_.exits and bool(round_.book.writers - {failure.rank} or _is_gone_on_from(failure, round_))
+
+
+def _is_gone_on_from(failure: Failure, round_: Round) -> bool:
+    """Return whether a rank wrote on after an exception of this kind."""
+    kind = findings.kind_of(failure)
+    return any(other.groups.get("went_on") and findings.kind_of(other) == kind for other in round_.failures)
+
+
+def _was_survived(failure: Failure, round_: Round) -> bool:
+    """Return whether other ranks logged this exception too, and ran on."""
+    kind = findings.kind_of(failure)
+    for other in round_.failures:
+        if other.rank in (failure.rank, None) or findings.kind_of(other) != kind or other.groups.get("uncaught"):
+            continue
+        if _was_ended(other, round_) or any(later.groups.get("uncaught") for later in round_.of(other.rank or 0)):
+            return True
+    return False
 
 
 def _with_last_traceback(wordless: list[Failure], doubtful: Sequence[Failure]) -> list[Failure]:
@@ -182,12 +233,19 @@ def _of_doubtful(doubtful: list[Failure], round_: Round, book: Book) -> Finding:
     reported = {failure.rank for failure in round_.failures}
     others_silent = [rank for rank in range(book.world) if rank not in reported]
     raised = all(failure.groups.get("id") == "exception" for failure in doubtful)
-    if raised and not alive and not others_silent and len(ranks) == 1:
+    cut_off = any(failure.known == "traceback-cut" for failure in round_.failures)
+    went_on = not round_.exits and all(failure.groups.get("went_on") for failure in doubtful)
+    if raised and not (alive or others_silent or cut_off or went_on) and len(ranks) == 1:
         return findings.first_failure(doubtful, round_, book)
     missing = _who_is_missing(round_, book)
+    if cut_off and missing.level is not Level.FAIL:
+        return missing
     if missing.level is Level.FAIL and not ranks & {*missing.where.ranks} and {*missing.where.ranks} <= {*book.ranks}:
         return missing
-    return findings.several([[failure] for failure in doubtful], round_, book)
+    groups: dict[tuple[str, str], list[Failure]] = {}
+    for failure in doubtful:
+        groups.setdefault(findings.kind_of(failure), []).append(failure)
+    return findings.several(list(groups.values()), round_, book)
 
 
 def _was_ended(failure: Failure, round_: Round) -> bool:
@@ -197,10 +255,14 @@ def _was_ended(failure: Failure, round_: Round) -> bool:
 
 
 def _assigned(suspects: list[Failure], wordless: list[Failure]) -> list[Failure]:
-    """Give what no prefix names a rank for to the only rank that ended without a word of its own."""
-    if len(wordless) != 1 or any(failure.rank is not None for failure in suspects):
+    """Give what no prefix names a rank for to the ranks that ended without a word: to the only rank, or one to each."""
+    if any(failure.rank is not None for failure in suspects):
         return suspects
-    return [replace(failure, rank=wordless[0].rank) for failure in suspects]
+    if len(wordless) == 1:
+        return [replace(failure, rank=wordless[0].rank) for failure in suspects]
+    if len(suspects) == 1 and suspects[0].count == len(wordless):
+        return [replace(suspects[0], rank=failure.rank) for failure in wordless]
+    return suspects
 
 
 def _causes(round_: Round) -> list[Failure]:
@@ -212,6 +274,13 @@ def _causes(round_: Round) -> list[Failure]:
         exceptions = [failure for failure in own if failure.groups["id"] == "exception"]
         lines = [failure for failure in own if failure.groups["id"] != "exception" and failure.role == "cause"]
         last = exceptions[-1] if exceptions and rank is not None else None
+        if last is not None and last.role == "consequence" and last.groups.get("uncaught"):
+            # What it wrote on its way out is of the end that the other rank's failure gave it.
+            lines = [line for line in lines if line.file != last.file or line.line < last.line]
+        lines = _without_echo(lines)
+        sure = [line for line in lines if not _may_be_handled(line, round_)]
+        if last is not None and sure and _may_be_handled(last, round_):
+            last, lines = None, sure
         if rank is None:
             found += [failure for failure in exceptions if failure.role == "cause"] + lines
         elif last is not None and last.role == "cause" and not _is_echo(last, lines):
@@ -219,6 +288,12 @@ def _causes(round_: Round) -> list[Failure]:
         elif lines:
             found.append(lines[0])
     return found
+
+
+def _without_echo(lines: list[Failure]) -> list[Failure]:
+    """Leave out Python's report of an abort where the line before has said why."""
+    own = [line for line in lines if (line.known, line.groups.get("error")) != ("fatal-python", "Aborted")]
+    return own or lines
 
 
 def _is_echo(exception: Failure, lines: Sequence[Failure]) -> bool:
@@ -236,10 +311,12 @@ def _wordless(round_: Round) -> list[Failure]:
             if old is None or exit_.first:
                 by_rank[exit_.rank] = exit_
     for rank, exit_ in by_rank.items():
-        written = [failure for failure in round_.of(rank) if failure.role in ("cause", "consequence")]
-        if written and exit_.signal not in _SUDDEN:
-            continue
-        if any(failure.role == "cause" and not _may_be_handled(failure, round_) for failure in written):
+        written = [
+            failure
+            for failure in round_.of(rank)
+            if failure.role == "consequence" or (failure.role == "cause" and not _may_be_handled(failure, round_))
+        ]
+        if any(failure.role == "cause" or exit_.signal not in _SUDDEN for failure in written):
             continue
         found.append(findings.wordless(exit_, round_))
     return found
@@ -313,6 +390,7 @@ def _who_is_missing(round_: Round, book: Book) -> Finding:
         and len(gone) == 1
         and _is_certain(gone[0], waiting, round_)
         and not _has_failed(gone[0], round_)
+        and not any(failure.known == "traceback-cut" for failure in round_.of(gone[0]))
     ):
         return findings.left_early(gone[0], waiting, round_)
     return findings.cannot_tell(round_, book, silent)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _NAMED = 6
 _QUOTE = 300
 _SHAPE = re.compile(r"0x[0-9a-f]+|\d+")
+_JOB = re.compile(r"(?:JOB|STEP) (\d{1,18})")
 _SIGNAL_MEANS = {
     "SIGKILL": "SIGKILL, sender unknown",
     "SIGSEGV": "SIGSEGV: invalid memory access",
@@ -29,6 +30,7 @@ _SIGNAL_MEANS = {
     "SIGABRT": "SIGABRT: the process aborted itself",
     "SIGILL": "SIGILL: an instruction that this CPU does not have",
     "SIGFPE": "SIGFPE: integer division by zero",
+    "MPI_ABORT": "it called MPI_ABORT",
 }
 _FIRST_STEPS = {
     "ModuleNotFoundError": "install the module in the environment of that node: the ranks do not share one",
@@ -66,12 +68,14 @@ def wordless(exit_: Exit, round_: Round) -> Failure:
         what = _SIGNAL_MEANS.get(exit_.signal, exit_.signal)
         means, known = "", "exit-signal"
         proof = _oom(exit_, round_)
-        if exit_.signal == "SIGKILL" and proof is not None:
-            what, means = "killed by the kernel: out of memory", proof.what
+        if exit_.signal == "SIGKILL" and (proof is not None or exit_.out_of_memory):
+            what, means = "killed by the kernel: out of memory", proof.what if proof is not None else ""
             known = "exit-oom"
     else:
         what, known = f"exit status {exit_.code} without a traceback", "exit-status"
         means = "it called sys.exit or os._exit, or its output is not in these logs"
+        if any(failure.groups["id"] == "exception" for failure in round_.of(exit_.rank)):
+            what, means = f"exit status {exit_.code}", "it called sys.exit or os._exit after what it logged"
     return Failure(
         role="cause",
         known=known,
@@ -87,7 +91,7 @@ def wordless(exit_: Exit, round_: Round) -> Failure:
 
 def _oom(exit_: Exit, round_: Round) -> Failure | None:
     """Return the line that proves that memory ran out: it names the process, or there is no other that was killed."""
-    killed = [other for other in round_.exits if other.signal == "SIGKILL"]
+    killed = [other for other in round_.exits if other.signal == "SIGKILL" and not other.by_launcher]
     for failure in round_.failures:
         if failure.known == "oom-kill":
             pid = failure.groups.get("pid")
@@ -114,7 +118,11 @@ def first_failure(
     blames = row is None or row.accuses != "none"
     others = sorted(set(book.ranks) - set(ranks))
     where_ = f", at {failure.place}" if failure.place else ""
-    reason = f"{failure.what.rstrip('.')}{where_}" if where_ else failure.what
+    message = failure.what
+    if message.endswith(":"):  # a message of several lines
+        message = " ".join([message, *failure.text.splitlines()[1:2]])
+        message = " ".join(message[:_QUOTE].split()).rstrip(":")
+    reason = f"{message.rstrip('.')}{where_}" if where_ else message
     paths, hosts_of_paths = _paths(group, book)
     if not blames:
         title = failure.means + paths
@@ -208,6 +216,8 @@ def _fix(failure: Failure, round_: Round) -> Fix | None:
     kind = failure.groups.get("type", "")
     if failure.fix:
         return Fix(text=failure.fix, commands=failure.commands)
+    if failure.known == "exit-signal" and "MPI_ABORT" in failure.what:
+        return Fix(text="read what it printed before; mpi4py calls MPI_ABORT after an uncaught exception")
     if failure.known == "exit-signal":
         if "SIGKILL" in failure.what:
             return Fix(
@@ -252,8 +262,8 @@ def several(groups: Sequence[Sequence[Failure]], round_: Round, book: Book) -> F
         level=Level.UNKNOWN,
         title=f"{len(groups)} different failures, and the log does not show which was first: {'; '.join(parts)}{more}"
         if len(groups) > 1
-        else f"one rank logged a failure, but nothing shows that it ended the rank: {parts[0]}",
-        detail="Their lines have no times, or times too close to order." + seen,
+        else f"a failure was logged, but nothing shows that it ended a rank: {parts[0]}",
+        detail=("Their lines have no times, or times too close to order." if len(groups) > 1 else "") + seen,
         witnesses=Witnesses(
             ranks=tuple(sorted({one.rank for group in groups for one in group if one.rank is not None}))
         ),
@@ -299,7 +309,7 @@ def never_came(rank: int, waiting: Mapping[int, Failure], round_: Round) -> Find
         id="logs.missing-rank",
         level=Level.FAIL,
         title=f"{_ranks((rank,), round_.book)} never arrived: {name_ranks(waiting)} timed out waiting"
-        f"{f' at {places[0]}' if places and places[0] else ''}, and it logged nothing",
+        f"{f' at {places[0]}' if places and places[0] else ''}, and it {_wrote(rank, round_.book)}",
         detail="It was busy elsewhere, hung, or later than the timeout.",
         where=Where(ranks=(rank,), hosts=tuple(filter(None, (round_.book.hosts.get(rank, ""),)))),
         witnesses=Witnesses(ranks=tuple(sorted(waiting))),
@@ -326,17 +336,48 @@ def left_early(rank: int, waiting: Mapping[int, Failure], round_: Round) -> Find
 
 
 def cannot_tell(round_: Round, book: Book, silent: Sequence[int]) -> Finding:
-    """There are only consequences."""
+    """Say what there is where nothing shows what ended the first rank."""
+    known: dict[str, list[Failure]] = {}
+    for failure in round_.failures:
+        known.setdefault(failure.known, []).append(failure)
     waiting = [failure for failure in round_.failures if failure.role == "consequence"]
+    if "heartbeat" in known:
+        return _heartbeat(known["heartbeat"], book)
+    if "traceback-cut" in known:
+        return _cut_off(known["traceback-cut"], waiting)
+    if "slurm-cancelled" in known and not any(failure.rank is not None for failure in waiting):
+        return _cancelled(known["slurm-cancelled"])
+    return _consequences_only(round_, waiting, known.get("oom-kill", []), silent)
+
+
+def _consequences_only(
+    round_: Round, waiting: Sequence[Failure], killed: Sequence[Failure], silent: Sequence[int]
+) -> Finding:
+    book = round_.book
     who = sorted({failure.rank for failure in waiting if failure.rank is not None})
-    missing = f"; {name_ranks(silent)} logged nothing" if silent else ""
+    title = f"consequences only: {name_ranks(who)} lost a peer or timed out"
+    if not who:
+        title = "no rank reports a failure of its own" + (f", only: {waiting[0].what[:100]}" if waiting else "")
+    if book.unnamed_codes and not who:
+        title = f"one rank ended with {_return_code(book.unnamed_codes[0])}; DeepSpeed's launcher does not name it"
+    ended = [exit_ for exit_ in round_.exits if exit_.is_bad and not exit_.by_launcher and exit_.launcher]
+    if ended and not who:
+        how = _SIGNAL_MEANS.get(ended[0].signal, ended[0].signal) or f"exit status {ended[0].code}"
+        title = (
+            f"{ended[0].launcher_name} reports rank {ended[0].rank}: {how}; what the ranks wrote is not in these logs"
+        )
+    if killed:
+        title += "; the kernel killed a process because memory ran out"
+    for wrote in ("logged nothing", "logged no error"):
+        if ranks := [rank for rank in silent if who and _wrote(rank, book) == wrote]:
+            title += f"; {name_ranks(ranks)} {wrote}"
     return Finding(
         id="logs.undecided",
         level=Level.UNKNOWN,
-        title=f"consequences only: {name_ranks(who) if who else 'ranks'} lost a peer or timed out{missing}",
+        title=title,
         detail="What ended the first rank is not in these logs." + _unnamed(book),
         witnesses=Witnesses(ranks=tuple(who)),
-        evidence=_evidence(waiting),
+        evidence=_evidence([*killed, *waiting]),
         fix=Fix(
             text="add the logs of the other ranks and nodes; in the next run keep all output of all ranks",
             commands=(
@@ -347,13 +388,67 @@ def cannot_tell(round_: Round, book: Book, silent: Sequence[int]) -> Finding:
     )
 
 
+def _heartbeat(stuck: Sequence[Failure], book: Book) -> Finding:
+    ranks = tuple(sorted({failure.rank for failure in stuck if failure.rank is not None}))
+    who = _ranks(ranks, book) if ranks else "unknown rank"
+    return Finding(
+        id="logs.heartbeat",
+        level=Level.UNKNOWN,
+        title=f"{who}: NCCL's watchdog is stuck: a CUDA or NCCL call does not return, or a thread holds the GIL",
+        witnesses=Witnesses(ranks=ranks),
+        evidence=_evidence(stuck),
+        fix=Fix(text="while the job hangs, see that thread", commands=("distdiag pyspy-all --native",)),
+    )
+
+
+def _cut_off(cut: Sequence[Failure], waiting: Sequence[Failure]) -> Finding:
+    ranks = tuple(sorted({failure.rank for failure in cut if failure.rank is not None}))
+    others = sorted({failure.rank for failure in waiting if failure.rank is not None})
+    place = f", at {cut[0].place}" if cut[0].place else ""
+    lost = f"; {name_ranks(others)} lost a peer or timed out" if others else ""
+    return Finding(
+        id="logs.traceback-cut",
+        level=Level.UNKNOWN,
+        title=f"the log breaks off in the traceback of {name_ranks(ranks) if ranks else 'a rank'}{place}{lost}",
+        detail="Its exception is missing, so whether it is the cause is not known.",
+        witnesses=Witnesses(ranks=ranks),
+        evidence=_evidence([*cut, *waiting]),
+        fix=Fix(text="read the whole log of that rank"),
+    )
+
+
+def _cancelled(lines: Sequence[Failure]) -> Finding:
+    job = next((match[1] for failure in lines if (match := _JOB.search(failure.text))), "JOBID")
+    return Finding(
+        id="logs.cancelled",
+        level=Level.UNKNOWN,
+        title="SLURM cancelled the job, and no rank reports a failure",
+        detail="A user ran scancel, or a task ended without a line in these logs.",
+        evidence=_evidence(lines),
+        fix=Fix(
+            text="see how each step ended",
+            commands=(f"sacct -j {job} --format=JobID,State,ExitCode,NodeList,Elapsed",),
+        ),
+    )
+
+
+def _wrote(rank: int, book: Book) -> str:
+    return "logged no error" if rank in book.writers or book.has_nameless else "logged nothing"
+
+
 def _unnamed(book: Book) -> str:
     """Format a return code whose rank the launcher does not report."""
     if not book.unnamed_codes:
         return ""
-    code = number_in(book.unnamed_codes[0]) or 0
-    signal = f" ({SIGNALS[-code]})" if -code in SIGNALS else ""
-    return f" DeepSpeed's launcher reports return code {code}{signal} of one rank; the --local_rank it prints is wrong."
+    return (
+        f" DeepSpeed's launcher reports {_return_code(book.unnamed_codes[0])} of one rank; the --local_rank it prints "
+        "is wrong."
+    )
+
+
+def _return_code(text: str) -> str:
+    code = number_in(text) or 0
+    return f"return code {code}" + (f" ({SIGNALS[-code]})" if -code in SIGNALS else "")
 
 
 def ended_from_outside(failure: Failure) -> Finding:
@@ -374,12 +469,14 @@ def of_desync(desync: Desync, round_: Round, *, first: bool) -> Finding:
     who = _ranks(desync.ranks, round_.book) if desync.ranks else ""
     level = Level.FAIL if desync.kind in ("behind", "mismatch", "silent") else Level.UNKNOWN
     waiting = name_ranks(desync.others)
+    last = f"the last call there is {desync.last_called}" if desync.last_called else "it called none there"
+    everyone = "all ranks" if len(desync.others) == round_.book.world else waiting
     texts = {
-        "behind": f"{who} never called {desync.what}, in which {waiting} timed out",
+        "behind": f"{who} never called {desync.what}, in which {waiting} timed out; {last}",
         "mismatch": f"the ranks called different collectives: {desync.what}",
         "silent": f"{who} logged nothing while {waiting} timed out in {desync.what}: dead, or busy outside NCCL",
         "never": f"the ranks never connected: all timed out in {desync.what}, and completed none before",
-        "same": f"all ranks timed out in {desync.what}: the network, hardware, or a rank whose log is missing",
+        "same": f"{everyone} timed out in {desync.what}: the network, hardware, or a rank whose log is missing",
         "outside": desync.what,
         "unclear": desync.what,
     }

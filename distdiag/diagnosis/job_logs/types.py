@@ -26,7 +26,7 @@ class Failure:
 
     `role`: cause, consequence, confirmation, job. `known`: id of the knowledge, "exception" or "exit". `what`: in a
     line; `place`: the innermost line of the user's own code, or the collective it was in; `at`: seconds since the year
-    began, None without a time.
+    began, None without a time; `lines_after`: of its file.
     """
 
     role: str
@@ -46,6 +46,7 @@ class Failure:
     text: str = ""
     groups: dict[str, str] = field(default_factory=dict)
     count: int = 1
+    lines_after: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ _MOST_FILES = 20_000
 _DEEP = 8
 _WAIT_FOR_WRITER_S = 5.0
 _UNPACK_S = 3600.0
+_POLL_S, _QUIET_POLLS = 0.2, 5
 _BINARY_SHARE = 0.1
 _SENT = 500
 _NOT_LOGS = (".py", ".pyc", ".so", ".pt", ".pth", ".bin", ".safetensors", ".npy", ".json", ".yaml", ".pkl", ".md")
@@ -139,6 +140,9 @@ class Reader:
         cuts = [0]
         try:
             for block in blocks(path, cuts, follow=self._follow, tail=self._tail):
+                if not block:
+                    reading.idle()
+                    continue
                 if not size and is_binary(block):
                     raise Unreadable("binary, not a log")
                 size += len(block)
@@ -205,6 +209,8 @@ def is_binary(start: bytes) -> bool:
 def blocks(path: str, cuts: list[int], *, follow: bool = False, tail: int = 0) -> Iterator[bytes]:
     """Yield blocks of whole lines; a line that is longer than any is cut, and counted in cuts[0].
 
+    Of a log that is followed, an empty block says that nothing was written for a second.
+
     `tail`: read only so many bytes of the end of a file that is not packed; 0 for all of it.
 
     Raises:
@@ -212,6 +218,9 @@ def blocks(path: str, cuts: list[int], *, follow: bool = False, tail: int = 0) -
     """
     rest, skip = b"", False
     for piece in _bytes(path, follow=follow, tail=tail):
+        if not piece:
+            yield b""
+            continue
         if skip:
             _, newline, piece = piece.partition(b"\n")
             if not newline:
@@ -255,20 +264,34 @@ def _bytes(path: str, *, follow: bool, tail: int) -> Generator[bytes, None, None
             pieces.close()
         return
     with open(path, "rb", buffering=0) as file:
+        if follow:
+            yield from _growing(file.fileno())
+            return
         size = os.fstat(file.fileno()).st_size
         read = 0
         if tail and size > tail:
             read = file.seek(size - tail)
         # A log that is being written ends where it ended when it was opened; files of /proc and /sys have no size.
-        while follow or read < size or not size:
+        while read < size or not size:
             piece = file.read(_BLOCK)
-            if not piece and not follow:
-                return
             if not piece:
-                time.sleep(0.2)
-                continue
+                return
             read += len(piece)
             yield piece
+
+
+def _growing(fd: int) -> Generator[bytes, None, None]:
+    """Yield what is written to a file, for ever; nothing once nothing was written for a while."""
+    quiet = 0
+    while True:
+        if piece := os.read(fd, _BLOCK):
+            quiet = 0
+            yield piece
+            continue
+        time.sleep(_POLL_S)
+        quiet += 1
+        if quiet == _QUIET_POLLS:
+            yield b""
 
 
 def _piped(fd: int) -> Iterator[bytes]:

@@ -20,6 +20,7 @@ _ESCAPE = re.compile(rb"\x1b(?:\[[0-?]{0,32}[ -/]{0,4}[@-~]|\][^\x07\x1b\n]{0,25
 _CONTROL = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]|\xc2[\x80-\x9f]")
 _STAMP = rb"(?:\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4} ?)?"
 _MOST_LABELS = 1 << 16
+_STAMPED_SHARE = 0.9
 _DEPTH = 2
 """Prefixes one behind another: `node1: [default0]:`."""
 
@@ -91,6 +92,9 @@ class Demux:
     forms: list[Format] = field(default_factory=list)
     joined: int = 0
     """Lines that were put together."""
+    stamp: bytes = b""
+    """The time that a container runtime wrote before the last line that was split."""
+    _stamped: bool = False
     _open: dict[bytes, bytes] = field(default_factory=dict)
     _within: re.Pattern[bytes] | None = None
     _begins: bytes = b""
@@ -100,6 +104,8 @@ class Demux:
         if self.forms:
             return
         lines = [line for line in sample.split(b"\n")[:2000] if line.strip()]
+        self._stamped = self._stamped or _are_stamped(lines)
+        lines = self._unstamped(lines)
         while lines and len(self.forms) < _DEPTH:
             form = _best(lines, self.forms)
             if form is None:
@@ -107,8 +113,13 @@ class Demux:
             self.forms.append(form)
             matches = ((line, form.pattern.match(line)) for line in lines)
             lines = [line[match.end() :] for line, match in matches if match and line[match.end() :].strip()]
+            self._stamped = self._stamped or _are_stamped(lines)
+            lines = self._unstamped(lines)
         if len(self.forms) == 1 and self.forms[0].torn:
             self._within = self.forms[0].pattern
+
+    def _unstamped(self, lines: list[bytes]) -> list[bytes]:
+        return [self._without_stamp(line, 0) for line in lines] if self._stamped else lines
 
     def is_whole(self, block: bytes) -> bool:
         """Return whether no line of a block of lines is torn, so that its lines can be read in any order."""
@@ -153,6 +164,8 @@ class Demux:
 
     def split(self, line: bytes) -> tuple[bytes, bytes]:
         """Return the label of a line, and what follows it."""
+        if self._stamped:
+            line = self._without_stamp(line, 0)
         at, label = 0, b""
         for form in self.forms:
             match = form.pattern.match(line, at)
@@ -162,12 +175,21 @@ class Demux:
         else:
             if not self.forms:
                 return b"", line
+        if self._stamped:
+            line = self._without_stamp(line, at)
         label = _STAMPED.sub(b"", line[:at]) if at else b""
         if label not in self.labels:
             if len(self.labels) >= _MOST_LABELS:
                 return b"", line
             self.labels[label] = self._describe(line, label)
         return label, line[at:]
+
+    def _without_stamp(self, line: bytes, at: int) -> bytes:
+        match = _CLOCK.match(line, at)
+        if match is None:
+            return line
+        self.stamp = match[0]
+        return line[:at] + line[match.end() :]
 
     def _cut(self, text: bytes) -> re.Match[bytes] | None:
         """Find the next prefix within a text; of torchrun only those of its role, for a text may quote another's."""
@@ -202,10 +224,25 @@ class Demux:
             for name in ("host", "stream"):
                 if groups.get(name):
                     setattr(label, name, groups[name].decode("utf-8", "replace"))
+        if label.rank is not None and label.local is not None:
+            # A task of srun or mpirun that is a torchrun: its number is that of a node.
+            label.rank, label.host = None, label.host or f"task {label.rank}"
         return label
 
 
 _STAMPED = re.compile(rb"^" + _STAMP + rb"(?=\[)")
+
+
+_CLOCK = re.compile(rb"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{1,9})?(?:Z|[+-]\d\d:\d\d) ")
+"""What `kubectl logs --timestamps` and `docker logs -t` write before each line."""
+
+
+def _are_stamped(lines: list[bytes]) -> bool:
+    return len(lines) > 1 and sum(1 for line in lines if _CLOCK.match(line)) >= _STAMPED_SHARE * len(lines)
+
+
+_BARE = (b"[rank", b'  File "')
+"""What begins a line only where no launcher writes a prefix: numbers before other lines are the program's own."""
 
 
 def _best(lines: list[bytes], forms: list[Format]) -> Format | None:
@@ -218,6 +255,8 @@ def _best(lines: list[bytes], forms: list[Format]) -> Format | None:
             labels = [label for label in labels if not _NO_HOST.match(label)]
             if len(set(labels)) > max(1, len(labels) // 3):
                 continue
+        if form.share and any(line.startswith(_BARE) and not form.pattern.match(line) for line in lines):
+            continue
         least = 1 if form.name == "mpirun" else 2
         if len(labels) >= least and len(labels) >= form.share * len(lines):
             return form

@@ -22,11 +22,11 @@ SIGNS = (
     b"losed", b"NVRM", b"pid", b"will restart", b"double free", b"No space", b"NCCL version", b"NCCL INFO Bootstrap",
     b"- Init ", b"NCCL INFO NET/", b"NCCL INFO Trees", b"NCCL INFO Connected", b"NCCL INFO Using", b"alloc(): ",
     b"free(): ", b"corrupted size", b"munmap_chunk", b"stack smashing", b"forcing job", b"srun: Terminating",
-    b"KeyboardInterrupt", b"DDP expects", b"fallen off", b"GPU is lost", b"uncorrectable", b"oom_kill",
+    b"KeyboardInterrupt", b"DDP expects", b"fallen off", b"MPI_ABORT", b"GPU is lost", b"uncorrectable", b"oom_kill",
 )  # fmt: skip
 """A line without any of these is none that a pattern fits. `Channel ... via` of NCCL's INFO is read by the block."""
 _TEXT, _TAIL, _FRAMES, _CHAIN = 600, 8, 64, 4
-_MOST_EVENTS, _MOST_OF_STREAM, _MOST_OF_KIND = 20_000, 200, 24
+_MOST_EVENTS, _MOST_OF_STREAM, _MOST_OF_KIND, _MOST_EXITS = 20_000, 200, 24, 10_000
 _MOST_STREAMS, _MOST_COMMS = 20_000, 20_000
 _CACHED = 4096
 _MOST_SHAPES, _LONGEST_SHAPE = 20_000, 500
@@ -41,6 +41,8 @@ _TIMES = (
 )
 _LAST = re.compile(r"^([A-Za-z_][\w.]{0,150})(?:: (.*)|:?)$", re.DOTALL)
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:: |:?$)")
+_GROUP_HEAD = b"  + Exception Group Traceback (most recent call last)"
+_GROUP_MARGIN = re.compile(r"^ +[|+](?:[-+ \d]*-$| )?")
 _FRAME = re.compile(r'^\s+File "([^"]{1,400})", line (\d{1,18})(?:, in (.{1,120}))?$')
 _INFO = re.compile(rb"([\w.-]{1,200}):(\d{1,18}):(\d{1,18}) \[(-?\d{1,18})\] NCCL INFO (.*)")
 _COMM = re.compile(rb"comm 0x\w+ rank (\d{1,6}) n[Rr]anks (\d{1,6}).*?(?:commId (0x\w+))?\D*- Init (START|COMPLETE)")
@@ -48,7 +50,8 @@ _OOB = re.compile(rb"Bootstrap ?: Using (\[\d+\])?([^: ]+):([\d.a-f:\[\]]+)<")
 _NET = re.compile(rb"NET/(\w+) ?: Using \[\d")
 _PLUGIN = re.compile(rb"NET/Plugin ?: (?:Loaded net plugin ([^(]{1,60}?) ?(?:\(|$)|No plugin found|Plugin load )")
 _VIA = re.compile(rb" via (P2P|SHM|NET/[\w.-]+)((?:/[\w.-]+)*)")
-_SUMMARY = re.compile(r"^\s+(time|host|rank|exitcode|error_file|traceback)\s*: (.*)$")
+_SUMMARY = re.compile(r"^  (time|host|rank|exitcode|error_file|traceback)\s*: (.*)$")
+_OF_SUMMARY = re.compile(r"[-=\s]|\[\d+\]:|Failures:|  <NO_OTHER_FAILURES>|\S+ FAILED$")
 _WATCHDOG = ("Watchdog caught", "ast enqueued")
 _PHASES = (b"Bootstrap", b"Init START", b"Trees", b"Connected all rings", b"Connected all trees", b"Init COMPLETE")
 
@@ -134,8 +137,29 @@ class _Traceback:
     frames: list[str] = field(default_factory=list)
     last: list[str] = field(default_factory=list)
     chain: list[str] = field(default_factory=list)
+    end: int = 0
+    went_on: bool = False
+    """The rank wrote more after it."""
     chained: bool = False
     """The next traceback follows from this exception."""
+    grouped: bool = False
+    """It is of an ExceptionGroup: its lines have a margin."""
+    broken: bool = False
+    """Another line came before its exception."""
+
+    def next_begins(self) -> bool:
+        """Go on with the next traceback, if it is one of the same exception."""
+        if self.last and not (self.chained or self.grouped):  # of another process without a prefix
+            return False
+        if self.last and not self.grouped:
+            self.follow()
+        return True
+
+    def follow(self) -> None:
+        """Put what was read into the chain: what comes was raised from it, or to it."""
+        self.chained = False
+        self.chain.append("\n".join(self.last)[:_TEXT])
+        self.frames, self.last = [], []
 
 
 class Scan:
@@ -167,7 +191,8 @@ class Scan:
             return
         kind = (event.stream, event.id)
         count = self._per_stream[kind] = self._per_stream.get(kind, 0) + 1
-        most = _MOST_OF_STREAM if event.id in ("exit", "watchdog", "status") else _MOST_OF_KIND
+        most = _MOST_OF_STREAM if event.id in ("watchdog", "status") else _MOST_OF_KIND
+        most = _MOST_EXITS if event.id == "exit" else most
         if count > most or len(self.events) >= _MOST_EVENTS:
             self.dropped += 1
         else:
@@ -213,12 +238,15 @@ class FileScan:
         self._tracebacks: dict[int, _Traceback] = {}
         self._wrapped: dict[int, tuple[int, str]] = {}
         self._summary: dict[str, str] | None = None
+        self._summary_of = 0
         self._root = False
         self._learned = 0
         self._rounds: dict[tuple[int, str], int] = {}
         self._writers: dict[bytes, NcclRank] = {}
         self._kinds: dict[bytes, str] = {}
         self._ordinary = _Ordinary()
+        self._headless = False
+        self._raised: set[int] = set()
 
     def block(self, block: bytes) -> None:
         """Read some whole lines."""
@@ -228,16 +256,19 @@ class FileScan:
             self._edges(block)
         for stream in [number for number, open_ in self._tracebacks.items() if open_.line < self.lines - _LONG_AGO]:
             self._end_traceback(stream)
-        if demux.forms:
+        if demux.forms or b"[rank" in block:
             self._learn(block)
+        if not self.lines:
+            self._headless = _begins_in_traceback(block)
         hits = [] if self._ordinary.has(block) else _hits(block)
         if not hits and not self._tracebacks and not self._wrapped and self._summary is None and demux.is_whole(block):
             self.lines += block.count(b"\n")
             return
-        if demux.is_whole(block):
+        if demux.is_whole(block) and not self._headless:
             self._hit_lines(block, hits)
         else:
             self._all_lines(block)
+        self._headless = False
 
     def _hit_lines(self, block: bytes, hits: list[int]) -> None:
         """Read the lines that have a sign, and those of what they began."""
@@ -273,11 +304,17 @@ class FileScan:
             for label, text in self._demux.lines(rest, ended=False):
                 self._line(label, text[:LONGEST_LINE], any(sign in text for sign in SIGNS))
 
+    def idle(self) -> None:
+        """Report exceptions that may be whole: nothing was written for a while."""
+        for stream in [number for number, traceback in self._tracebacks.items() if traceback.last]:
+            self._end_traceback(stream)
+
     def finish(self) -> None:
         """End the file: what is open is what it is."""
         for label, text in self._demux.finish():
             self._line(label, text, True)
         for stream in list(self._tracebacks):
+            self._cut_off(stream)
             self._end_traceback(stream)
         self._end_summary()
 
@@ -330,8 +367,16 @@ class FileScan:
             line = line[inner.end() :]
         if number in self._tracebacks and self._goes_on(number, line, named=inner is not None):
             return
-        if self._summary is not None and not label:
-            self._in_summary(line.decode("utf-8", "replace"))
+        if self._headless and number not in self._raised and line.startswith(b'  File "'):
+            self._begin_traceback(number, line, named=inner is not None)
+            self._goes_on(number, line, named=inner is not None)
+            return
+        if (
+            self._summary is not None
+            and number == self._summary_of
+            and self._in_summary(line.decode("utf-8", "replace"))
+        ):
+            return
         # What a terminal wrapped goes on without a prefix.
         wrapped = (
             number if inner or label else next((n for n, at in self._wrapped.items() if at[0] == self.lines - 1), -1)
@@ -353,12 +398,12 @@ class FileScan:
             if info and self._info(info) and b"rror" not in line and b"atchdog" not in line:
                 return
         if (
-            line.startswith(b"Traceback (most recent call last)")
+            line.startswith((b"Traceback (most recent call last)", _GROUP_HEAD))
             or b": Traceback (most recent call last)" in line[:120]
         ):
             if number in self._tracebacks:
                 self._end_traceback(number)
-            self._tracebacks[number] = _Traceback(self.lines, self.generation, _time(line), by_torch)
+            self._begin_traceback(number, line, named=by_torch)
             return
         text = line.decode("utf-8", "replace")
         if self._launcher(number, line, text):
@@ -370,31 +415,39 @@ class FileScan:
         if found is not None:
             id_, groups = found
             named = _WHO.search(text)
-            at = _time(line)
+            at = self._when(line)
             rank = rank if rank is not None else int(named[1]) if named else None
             self._scan.add(Event(id_, number, self.lines, _cut(text), at, self.generation, rank, groups))
 
+    def _when(self, line: bytes) -> float | None:
+        """Return the time that a line has, or that a container runtime wrote before it."""
+        return _time(line) or _time(self._demux.stamp)
+
     # --- tracebacks
+
+    def _begin_traceback(self, number: int, line: bytes, *, named: bool) -> None:
+        self._raised.add(number)
+        self._tracebacks[number] = _Traceback(self.lines, self.generation, self._when(line), named)
+        self._tracebacks[number].grouped = line.startswith(_GROUP_HEAD)
 
     def _goes_on(self, number: int, line: bytes, *, named: bool) -> bool:
         """Add a line to the traceback of its stream; False if it is none of it."""
         traceback = self._tracebacks[number]
+        traceback.end = max(self.lines, traceback.line)
         if traceback.named and not named and line:  # its stdout, which has the same prefix
             return False
         text = line.decode("utf-8", "replace")
+        if traceback.grouped:
+            text = _GROUP_MARGIN.sub("", text)
         if text.startswith("Traceback (most recent call last)"):
-            if traceback.last and not traceback.chained:  # another process without a prefix
-                return False
-            if traceback.last:
-                traceback.chained = False
-                traceback.chain.append("\n".join(traceback.last)[:_TEXT])
-                traceback.frames, traceback.last = [], []
-            return True
+            if traceback.next_begins():
+                return True
+            traceback.went_on = self._is_of_one(number)
+            return False
         if not traceback.last:
             return self._before_exception(number, traceback, text)
         if text.startswith("Original Traceback (most recent call last)"):  # of a DataLoader worker
-            traceback.chain.append("\n".join(traceback.last)[:_TEXT])
-            traceback.frames, traceback.last = [], []
+            traceback.follow()
             return True
         if text.startswith(("During handling of the above", "The above exception was the direct")):
             traceback.chained = True
@@ -404,8 +457,15 @@ class FileScan:
         if len(traceback.last) <= _TAIL and (_CONTINUES.match(text) or text[:1].isspace()):
             traceback.last.append(text[:300])
             return True
+        traceback.end -= 1
+        traceback.went_on = self._is_of_one(number)
         self._end_traceback(number)
         return False
+
+    def _is_of_one(self, number: int) -> bool:
+        """Return whether one rank writes a stream."""
+        stream = self._scan.streams[number]
+        return stream.rank is not None or stream.local is not None
 
     def _before_exception(self, number: int, traceback: _Traceback, text: str) -> bool:
         if text[:1] in (" ", "\t", ""):
@@ -414,12 +474,26 @@ class FileScan:
                 traceback.frames.append(f"{frame[1]}:{frame[2]} in {frame[3] or '<module>'}")
             return True
         if not _EXCEPTION.match(text):
+            traceback.broken = True
             return False
         traceback.last.append(text)
         if text.rstrip().endswith("ChildFailedError:"):
             self._end_traceback(number)
-            self._summary = {}
+            self._summary, self._summary_of, self._root = {}, number, False
         return True
+
+    def _cut_off(self, number: int) -> None:
+        """Note a traceback in which the log of a stream ends."""
+        traceback = self._tracebacks[number]
+        if traceback.frames and not (traceback.last or traceback.broken):
+            text = f"the log ends in a traceback, at {traceback.frames[-1]}"
+            groups = {"uncaught": "1"} if traceback.named else {}
+            self._scan.add(
+                Event(
+                    "traceback-cut", number, self.lines, _cut(text), traceback.at, traceback.generation,
+                    self._scan.streams[number].rank, groups, tuple(traceback.frames),
+                )
+            )  # fmt: skip
 
     def _end_traceback(self, number: int) -> None:
         traceback = self._tracebacks.pop(number)
@@ -433,6 +507,9 @@ class FileScan:
         }
         if traceback.named:
             groups["uncaught"] = "1"
+        if traceback.went_on:
+            groups["went_on"] = "1"
+        groups["end"] = str(traceback.end)
         # What it was raised from comes first: it is nearer to the cause.
         for part in (*traceback.chain, text):
             found = self._scan.known(part.encode(), part)
@@ -451,19 +528,29 @@ class FileScan:
     def _launcher(self, number: int, line: bytes, text: str) -> bool:
         """Read what a launcher reports of its ranks: who ended, and how."""
         if b"will restart worker group" in line:
-            self._scan.add(Event("restart", number, self.lines, _cut(text), _time(line), self.generation))
+            self._restart(number, text)
             return True
         for form, launcher in _EXITS:
             match = form.search(text)
             if match:
                 groups = {name: value for name, value in match.groupdict().items() if value}
-                event = Event("exit", number, self.lines, _cut(text), _time(line), self.generation, None, groups)
+                event = Event("exit", number, self.lines, _cut(text), self._when(line), self.generation, None, groups)
                 event.groups["launcher"] = launcher
                 if launcher == "agent":
                     event = self._of_agent(event, text)
                 self._scan.add(event)
                 return True
         return False
+
+    def _restart(self, number: int, text: str) -> None:
+        """Count a restart that an agent of torchrun announces: which one it is follows from the attempts left."""
+        left, agent = _ATTEMPTS.search(text), _AGENT.search(text)
+        if left is None:
+            return
+        done = self._own.generation + max(0, int(left[2]) - int(left[1]))
+        key = (number, agent[1] if agent else "")
+        self._rounds[key] = max(self._rounds.get(key, done), done)
+        self.generation = max(self.generation, done + 1)
 
     def _of_agent(self, event: Event, text: str) -> Event:
         """Count the rounds of one agent of torchrun: what follows its report of a failure is the next round."""
@@ -473,48 +560,61 @@ class FileScan:
         self.generation = max(self.generation, round_ + 1)
         return replace(event, generation=round_)
 
-    def _in_summary(self, text: str) -> None:
-        """Read torchrun's summary: the failures of its ranks, then the one that it saw first."""
+    def _in_summary(self, text: str) -> bool:
+        """Read a line of torchrun's summary: failed ranks, then what it saw first. False behind its end."""
         assert self._summary is not None
-        if text.startswith("Root Cause"):
-            self._end_summary(more=True)
-            self._root = True
         field_ = _SUMMARY.match(text)
         if field_:
             if field_[1] == "time":
                 self._end_summary(more=True)
             self._summary[field_[1]] = field_[2].strip()
+        elif text.startswith("Root Cause"):
+            self._end_summary(more=True)
+            self._root = True
+        elif text.startswith("  ") and "traceback" in self._summary:
+            if len(self._summary["traceback"]) < LONGEST_LINE:
+                self._summary["traceback"] += "\n" + text[2:]
         elif text.startswith("====") and self._root:
             self._end_summary()
+        elif text and not _OF_SUMMARY.match(text):
+            self._end_summary()
+            return False
+        return True
 
     def _end_summary(self, *, more: bool = False) -> None:
-        told, self._summary = self._summary, {} if more else None
-        if not told:
+        fields, self._summary = self._summary, {} if more else None
+        if not fields:
             return
-        rank = re.match(r"(\d+)(?: \(local_rank: (\d+)\))?", told.get("rank", ""))
-        code = re.match(r"(-?\d+) \(pid: (\d+)\)", told.get("exitcode", ""))
+        rank = re.match(r"(\d+)(?: \(local_rank: (\d+)\))?", fields.get("rank", ""))
+        code = re.match(r"(-?\d+) \(pid: (\d+)\)", fields.get("exitcode", ""))
         if rank is None or code is None:
             return
         groups = {"rank": rank[1], "local": rank[2] or "", "code": code[1], "pid": code[2], "launcher": "torchrun"}
-        groups["host"], groups["first"] = told.get("host", ""), "1" if self._root else ""
-        when = _time(told.get("time", "").encode())
-        text = f"rank {rank[1]} exitcode {told['exitcode']}: {told.get('traceback', '')}"
-        number = self._stream(b"", None)
+        groups["host"], groups["first"] = fields.get("host", ""), "1" if self._root else ""
+        when = _time(fields.get("time", "").encode())
+        first, _, rest = fields.get("traceback", "").partition("\n")
+        text = f"rank {rank[1]} exitcode {fields['exitcode']}: {first}"
         round_ = max(self._rounds.values(), default=self.generation)
-        self._scan.add(Event("exit", number, self.lines, _cut(text), when, round_, None, groups))
+        self._scan.add(Event("exit", self._stream(b"", None), self.lines, _cut(text), when, round_, None, groups))
+        if rest:
+            self._recorded(int(rank[1]), rest, round_)
+
+    def _recorded(self, rank: int, text: str, round_: int) -> None:
+        """Read the traceback that @record kept of a rank."""
+        number = self._stream(b"", rank)
+        self._tracebacks[number] = _Traceback(self.lines, round_, None, True)
+        for line in text.split("\n"):
+            if number in self._tracebacks:
+                self._goes_on(number, line.encode(), named=True)
+        if number in self._tracebacks:
+            self._end_traceback(number)
 
     # --- NCCL
 
     def _watchdog(self, number: int, text: str, line: int, *, last: bool = False) -> None:
         """Read a line of the watchdog, of any release; one that a terminal wrapped is put together."""
-        rank = _WHO.search(text)
-        groups: dict[str, str] = {}
-        group = _GROUP.search(text)
-        if group:
-            groups["pg"] = group["guid"] or group["pg"]
-            groups["name"] = group["name"] or ""
-        at = _time(text.encode())
-        who = int(rank[1]) if rank else None
+        who, groups = _writer(text)
+        at = self._when(text.encode())
         if _WATCHDOG[0] in text:
             work = _WORK.search(text)
             if (work is None or "ran for" not in text) and not last:
@@ -593,6 +693,21 @@ class FileScan:
         return b" -> " not in message
 
 
+def _writer(text: str) -> tuple[int | None, dict[str, str]]:
+    """Return the rank that a line of the watchdog names, and the process group that it is of."""
+    rank, group = _WHO.search(text), _GROUP.search(text)
+    who = int(rank[1]) if rank else None
+    if group is None:
+        return who, {}
+    groups = {"pg": group["guid"] or group["pg"], "name": group["name"] or ""}
+    if who is not None:
+        # Within a group that is not of all ranks, this is the number of the rank in the group.
+        groups["member"] = str(who)
+        if groups["pg"] != "0" and groups["name"] != "default_pg":
+            who = None
+    return who, groups
+
+
 def _set_up(comm: NcclRank, message: bytes) -> None:
     """Note which interface, network and version a process uses."""
     oob, net = _OOB.search(message), _NET.search(message)
@@ -624,7 +739,8 @@ _STATUS = {
     "completed": re.compile(r"last completed(?: NCCL)? work: (-?\d{1,18})"),
     "dump_of": re.compile(r"due to a collective timeout from +rank (\d{1,6})"),
 }
-_AGENT = re.compile(r"^E\d{4} [\d:.]+ (\d{1,18}) ")
+_AGENT = re.compile(r"^[EWI]\d{4} [\d:.]+ (\d{1,18}) ")
+_ATTEMPTS = re.compile(r"(\d{1,6})/(\d{1,6}) attempts left; will restart")
 _EXITS = (
     (
         re.compile(
@@ -639,6 +755,7 @@ _EXITS = (
         ),
         "mpirun",
     ),
+    (re.compile(r"(?P<words>MPI_ABORT) was invoked on rank (?P<rank>\d{1,6})"), "mpirun"),
     (re.compile(r"Process name: \[\[\d+,\d+\],(?P<rank>\d{1,6})\]"), "mpirun"),
     (
         re.compile(
@@ -655,6 +772,12 @@ _CONTINUES = re.compile(
     r"^(?:nccl\w+:|Last error:|Exception raised from|frame #|CUDA kernel errors|For debugging|Compile with|Device-side|"
     r"Search for|Parameter|The following|In addition|making sure|to |: )|NCCL WARN"
 )
+
+
+def _begins_in_traceback(block: bytes) -> bool:
+    """Return whether the head of a log is cut off within a traceback."""
+    at = block.find(b'  File "', 0, 1 << 16)
+    return at >= 0 and b"Traceback (most recent call last)" not in block[:at]
 
 
 def _hits(block: bytes) -> list[int]:
