@@ -81,6 +81,11 @@ def _norm_scale(x: torch.Tensor) -> torch.Tensor:
     return 1 + (x.abs() + x.mean(-1, keepdim=True).abs()) / x.std(-1, keepdim=True, correction=0)
 
 
+def _softmax_scale(x: torch.Tensor) -> torch.Tensor:
+    """Return the size of what is rounded: exp makes the error of x - max, which is absolute, a relative error."""
+    return x.softmax(-1) * (1 + x.amax(-1, keepdim=True) - x)
+
+
 OPERATIONS: dict[str, Operation] = {
     "matmul": Operation(_matrices, torch.matmul, lambda n: n, lambda a, b: a.square() @ b.square()),
     "conv2d": Operation(
@@ -101,7 +106,7 @@ OPERATIONS: dict[str, Operation] = {
     "rsqrt": Operation(_positive, torch.rsqrt),
     "sigmoid": Operation(_row, torch.sigmoid),
     "gelu": Operation(_row, torch.nn.functional.gelu, scale=lambda x: x.abs()),
-    "softmax": Operation(_row, lambda x: x.softmax(-1)),
+    "softmax": Operation(_row, lambda x: x.softmax(-1), scale=_softmax_scale),
     "layer_norm": Operation(
         _row, lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:], eps=0.0), scale=_norm_scale
     ),
