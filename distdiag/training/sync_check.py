@@ -114,7 +114,7 @@ def sync_check(
         optimizer: its state and hyperparameters.
         step: of the training loop.
         dataloader: its length is compared.
-        rng: compare the states of the generators of torch, Python and NumPy. Data-parallel ranks often differ on purpose.
+        rng: compare the generators of torch, Python and NumPy. Data-parallel ranks often differ on purpose.
         group: the ranks that should hold the same; None: all. With tensor or pipeline parallelism without DTensor, give
             the data-parallel group.
         save: a folder for `distdiag sync-check`: each rank writes its sums to rank_N.json.

@@ -30,7 +30,7 @@ def bundle(
         str, typer.Option(metavar="ID", help="Only this job: torchrun's run id, MASTER_ADDR:MASTER_PORT or a SLURM id.")
     ] = "",
     user: Annotated[
-        str, typer.Option(metavar="NAME", help="Only this user's processes. [default: all we may see]")
+        str, typer.Option(metavar="NAME", help="Only this user's processes. [default: all that are visible]")
     ] = "",
     logs: Annotated[
         list[str] | None,
@@ -58,8 +58,8 @@ def bundle(
 
     \b
     Examples:
-      distdiag bundle                                    # the job on this node
-      distdiag bundle --slurm-job 4711 -o hung.tar.zst   # all nodes of a SLURM job
+      distdiag bundle                                   # the job on this node
+      distdiag bundle --slurm-job 4711 -o hung.tar.zst  # all nodes of the job
     """
     from distdiag import runner
     from distdiag.commands.bundle.types import COMMAND

@@ -30,7 +30,10 @@ def flight_recorder(
         float, typer.Option(min=1.0, max=600.0, metavar="SECONDS", help="Maximum time to wait for triggered dumps.")
     ] = 20.0,
     world_size: Annotated[
-        int, typer.Option(min=0, max=2**20, metavar="N", help="Number of ranks. [default: from the dumps]")
+        int,
+        typer.Option(
+            min=0, max=2**20, metavar="N", help="Number of ranks. [default: from the dumps]", show_default=False
+        ),
     ] = 0,
     html: Annotated[str, typer.Option(metavar="FILE", help="Write an HTML page.")] = "",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every rank.")] = False,
@@ -47,6 +50,12 @@ def flight_recorder(
 
     Exit status: 0 warnings only, 1 a fault was found, 2 wrong usage, 3 the dumps cannot decide (every collective has
     ended, or the dump that would decide is missing), 130 interrupted.
+
+    \b
+    Examples:
+      distdiag flight-recorder --how                            # how to get dumps
+      distdiag flight-recorder /shared/fr --html fr.html
+      distdiag flight-recorder --hosts node[1-64] /tmp/fr
     """
     from distdiag import runner
     from distdiag.commands.flight_recorder.subcommand import SUBCOMMAND

@@ -55,6 +55,12 @@ def logs(
 
     Exit status: 0 warnings only, 1 failure explained, 2 wrong usage, 3 the logs do not show the first failure (a hang
     leaves no line at all), 130 interrupted.
+
+    \b
+    Examples:
+      distdiag logs slurm-4711.out                      # one console of all ranks
+      distdiag logs logs/ --timeline                    # torchrun --log-dir logs
+      distdiag logs --hosts node[1-64] /tmp/job/logs    # read on each host
     """
     from distdiag import runner
     from distdiag.commands.logs import separate

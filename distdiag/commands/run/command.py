@@ -63,6 +63,12 @@ def run(
     Below srun, start it on every node with the same --save DIR; `distdiag run --from DIR` then judges all nodes.
 
     Exit status: the job's own.
+
+    \b
+    Examples:
+      distdiag run -- torchrun --nproc-per-node 8 train.py
+      distdiag run --recorder --save run1 -- torchrun --nproc-per-node 8 train.py
+      distdiag run --from run1
     """
     from distdiag.errors import UsageError
     from distdiag.output import fail

@@ -105,6 +105,7 @@ def watch(
     \b
     Examples:
       distdiag slurm watch train-7b
+      distdiag slurm watch 4711 --user alice --json
     """
     from distdiag import runner
     from distdiag.errors import UsageError
