@@ -60,7 +60,7 @@ def estimate(
 
     \b
     Examples:
-      distdiag estimate --params 7B --batch 256 --seq 4096 --step-time 9 --gpus 8
+      distdiag estimate --params 7B --batch 256 --seq 4096 --step-time 14 --gpus 8
       distdiag estimate --params 70B --batch 512 --seq 4096 --step-time 31 \\
         --gpus 128 --gpu "H100 SXM" --zero 3 --recompute --bench before
     """
@@ -134,7 +134,7 @@ def _network(bench: str, busbw: float) -> Network | None:
     from distdiag.errors import UsageError
 
     if bench and busbw:
-        raise UsageError("--bench and --busbw are mutually exclusive", hint="drop one of them")
+        raise UsageError("--bench and --busbw are mutually exclusive", hint="pass one of them")
     if bench:
         return _measured(bench)
     return Network(busbw_bytes_per_s=busbw * 1e9, origin="from --busbw") if busbw else None
