@@ -659,6 +659,7 @@ def _cell(row: str) -> str:
 
 _DATA = {
     "allreduce-bench": ("commands.allreduce_bench.types:Bench",),
+    "bundle": ("commands.bundle.types:Bundle",),
     "core-bt": ("commands.core_bt.types:CoreBt",),
     "cuda-env": ("commands.cuda_env.types:CudaEnv",),
     "estimate": ("commands.estimate.diagnose:Estimate",),
@@ -673,6 +674,8 @@ _DATA = {
     "ports": ("commands.ports.types:PortsData",),
     "pyspy-all": ("commands.pyspy_all.types:PySpyAll",),
     "run": ("commands.run.types:Run",),
+    "slurm cron": ("commands.slurm.cron:Cron",),
+    "slurm watch": ("commands.slurm.watch:Watch",),
     "sync-check": ("commands.sync_check:SyncCheck",),
     "trace blocked": ("commands.trace.blocked.types:TraceBlocked",),
     "trace fds": ("commands.trace.fds.command:TraceFds",),
