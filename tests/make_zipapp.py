@@ -20,6 +20,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 START = Path(__file__).with_name("zipapp_start.py")
+# A file of its own, which any Python can parse: the python3 of RHEL 8 is 3.6, and stops at the first annotation of START.
+CHECK = """\
+import sys
+
+if sys.version_info < (3, 11):
+    sys.exit("distdiag needs Python 3.11 or newer; this is %s" % sys.version.split()[0])
+
+from distdiag_start import main
+
+main()
+"""
 PURE = ("typer", "rich", "plotille", "shellingham", "annotated-doc", "markdown-it-py", "mdurl", "pygments")
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 MACHINES = {
@@ -99,10 +110,11 @@ def write(target: Path, files: dict[str, tuple[bytes, int]]) -> None:
     for name, (data, mode) in sorted(files.items()):
         digest.update(f"{name}\0{mode}\0{len(data)}\0".encode() + data)
     start = START.read_text().replace("@DIGEST@", digest.hexdigest()[:32])
+    starts = {"__main__.py": (CHECK.encode(), 0o600), "distdiag_start.py": (start.encode(), 0o600)}
     with target.open("wb") as file:
         file.write(b"#!/usr/bin/env python3\n")
         with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-            for name, (data, mode) in sorted({"__main__.py": (start.encode(), 0o600), **files}.items()):
+            for name, (data, mode) in sorted({**starts, **files}.items()):
                 info = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
                 info.external_attr = (stat.S_IFREG | mode) << 16
                 archive.writestr(info, data, zipfile.ZIP_DEFLATED)

@@ -5,7 +5,7 @@ a folder to import from. The folder is the user's own (0700) and named after the
 modules. Where no such folder can be made, a temporary one serves, and is removed at the end.
 """
 
-from __future__ import annotations  # Python 3.7 to 3.10 get as far as the message
+from __future__ import annotations
 
 import os
 import sys
@@ -98,8 +98,6 @@ def switch_to_torch() -> None:
 
 def main() -> None:
     """Run distdiag."""
-    if sys.version_info < (3, 11):
-        sys.exit("distdiag needs Python 3.11 or newer; this is %s" % sys.version.split()[0])
     switch_to_torch()
     os.environ.pop("DISTDIAG_PYZ_SWITCHED", None)
     place, temporary = unpacked(os.path.dirname(os.path.abspath(__file__)))
@@ -127,7 +125,3 @@ def main() -> None:
             import shutil
 
             shutil.rmtree(place, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -37,6 +37,10 @@ class HostList:
     duplicates: tuple[str, ...]
 
 
+_ROOM_IN_SENTENCE = 60
+"""Characters that ranks may take in a sentence; `where.ranks` of the finding has all of them."""
+
+
 def fold_ranks(numbers: Iterable[int]) -> str:
     """Fold whole numbers into ranges: [8, 0, 1, 2] -> "0-2,8"; empty for none."""
     parts: list[list[int]] = []
@@ -49,9 +53,10 @@ def fold_ranks(numbers: Iterable[int]) -> str:
 
 
 def name_ranks(numbers: Iterable[int]) -> str:
-    """Name ranks in a sentence: "rank 3", "ranks 0-2,8"."""
+    """Name ranks in a sentence: "rank 3", "ranks 0-2,8"; of very many the first: "249 ranks (1,5,9,...)"."""
     ranks = set(numbers)
-    return f"rank{'s' if len(ranks) > 1 else ''} {fold_ranks(ranks)}"
+    folded = fold_ranks_within(ranks, _ROOM_IN_SENTENCE)
+    return folded if folded.endswith(")") else f"rank{'s' if len(ranks) > 1 else ''} {folded}"
 
 
 def fold_ranks_within(numbers: Iterable[int], room: int) -> str:

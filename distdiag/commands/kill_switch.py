@@ -37,9 +37,14 @@ def on(
 ) -> None:
     """Turn the kill switch on: the job stops at its next step, on all ranks.
 
-    A job that hangs never looks at it; `distdiag pyspy-all` shows where it hangs.
+    The job must use `distdiag.KillSwitch`. A job that hangs never reads the file: `distdiag hang` shows why it hangs.
 
     Exit status: 0 it is on, 2 wrong usage, 3 the file cannot be written.
+
+    \b
+    Examples:
+      distdiag kill-switch on /shared/train-7b.stop --reason "node maintenance"
+      distdiag kill-switch off /shared/train-7b.stop    # before the next job
     """
     _deliver("on", lambda: _turn_on(os.path.abspath(path), reason), as_json=as_json)
 
@@ -48,6 +53,10 @@ def off(path: _Path, as_json: JsonOpt = False) -> None:
     """Turn the kill switch off, so that the next job does not stop at once.
 
     Exit status: 0 it is off, 2 wrong usage, 3 the file cannot be removed.
+
+    \b
+    Examples:
+      distdiag kill-switch off /shared/train-7b.stop
     """
     _deliver("off", lambda: _turn_off(os.path.abspath(path)), as_json=as_json)
 
@@ -56,6 +65,10 @@ def status(path: _Path, as_json: JsonOpt = False) -> None:
     """Show whether the kill switch is on, and why.
 
     Exit status: 0 on or off, 2 wrong usage, 3 the file cannot be read.
+
+    \b
+    Examples:
+      distdiag kill-switch status /shared/train-7b.stop
     """
     _deliver("status", lambda: _state(os.path.abspath(path)), as_json=as_json)
 

@@ -33,7 +33,7 @@ class SyncCheck:
 
 
 def sync_check(
-    files: Annotated[list[str], typer.Argument(metavar="FILES", help="The folder that was saved, or its files.")],
+    files: Annotated[list[str], typer.Argument(metavar="DIR|FILES", help="The DIR of save=, or files in it.")],
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
 ) -> None:
@@ -43,6 +43,11 @@ def sync_check(
 
     Exit status: 0 all ranks hold the same, 1 they differ, 2 wrong usage, 3 files of ranks are missing,
     130 interrupted.
+
+    \b
+    Examples:
+      distdiag sync-check /shared/sync
+      distdiag sync-check /shared/sync/rank_0.json /shared/sync/rank_1.json
     """
     from distdiag.output import Output, deliver
 

@@ -241,7 +241,7 @@ def _may_be_hung(case: Case, keys: Sequence[Key], waits: Sequence[Wait]) -> str:
     if running:
         return ""
     if all(wait.since_s is not None and wait.kind is not Kind.RUNS for wait in waits):
-        return "not for long; run this again in a few seconds"
+        return "too short to judge; run this again in a few seconds"
     woke = [wait for wait in waits if wait.kind is Kind.RUNS and "sleep" not in wait.does]
     if len(keys) > 1 and len(woke) == len(keys):
         return ""

@@ -9,6 +9,7 @@ ZeRO-1) is compared as any replica.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -113,7 +114,7 @@ def sync_check(
         optimizer: its state and hyperparameters.
         step: of the training loop.
         dataloader: its length is compared.
-        rng: compare the states of torch's and Python's generators. Data-parallel ranks often differ on purpose.
+        rng: compare the generators of torch, Python and NumPy. Data-parallel ranks often differ on purpose.
         group: the ranks that should hold the same; None: all. With tensor or pipeline parallelism without DTensor, give
             the data-parallel group.
         save: a folder for `distdiag sync-check`: each rank writes its sums to rank_N.json.
@@ -338,6 +339,11 @@ def _of_generators() -> Iterator[Entry]:
     torch = sys.modules["torch"]
     yield _plain("RNG", "python", random.getstate())
     yield _plain("RNG", "torch", torch.get_rng_state().tolist())
+    with contextlib.suppress(ImportError):  # imported, not only where it is: rank 0 alone may have plotted with it
+        import numpy as np
+
+        state: Any = np.random.get_state()  # a name, the keys as an array, and the place in them
+        yield _plain("RNG", "numpy", (state[0], state[1].tolist(), *state[2:]))
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         yield _plain("RNG", "cuda", torch.cuda.get_rng_state().tolist())
 

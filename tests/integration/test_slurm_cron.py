@@ -116,7 +116,7 @@ def test_the_watcher_in_a_series_fails_when_the_job_is_gone(slurm: Slurm, tmp_pa
     run_now(slurm, "is-alive")
     wait_until(lambda: len(runs_of(folder / "is-alive")) == 2, 90, lambda: logs_of(folder / "is-alive"))
     assert [status for *_, status in runs_of(folder / "is-alive")] == ["0", "1"], logs_of(folder / "is-alive")
-    assert "train neither runs nor waits; its last job" in logs_of(folder / "is-alive")
+    assert "train is neither running nor pending; its last job" in logs_of(folder / "is-alive")
 
     again = distdiag("slurm", "watch", "--from", str(kept), "--json")
     assert again.out == good.out

@@ -46,6 +46,7 @@ PLANTED = [
     ("lr", "optimizer param_groups[0].lr", "values"),
     ("step", "step step", "values"),
     ("dataloader", "dataloader length", "values"),
+    ("numpy", "RNG numpy", "values"),
     ("missing", "optimizer state module.first.bias.exp_avg", "missing on a rank"),
 ]
 

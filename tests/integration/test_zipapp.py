@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 
 import make_zipapp
@@ -109,6 +111,20 @@ def test_what_is_not_in_it_is_named(archive: Path, tmp_path: Path, bare: Path) -
     done = run(bare, archive, home, "ports")
     assert "msgspec" in done.stderr
     assert done.returncode not in (0, 1)
+
+
+def test_an_old_python_is_told_which_it_needs(archive: Path) -> None:
+    roots = [*map(Path, os.environ.get("PATH", "").split(os.pathsep)), *Path.home().glob(".pyenv/versions/*/bin")]
+    names = ("python2.7", "python3.6", "python3.9")  # of Debian 8, RHEL 8 and RHEL 9
+    old = {name: root / name for root in roots for name in names if os.access(root / name, os.X_OK)}
+    for python in old.values():
+        done = subprocess.run([python, archive], capture_output=True, text=True, check=False, timeout=60)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith("distdiag needs Python 3.11 or newer; this is "), (python, done.stderr)
+    with zipfile.ZipFile(archive) as packed:
+        first, second, *_ = ast.parse(packed.read("__main__.py")).body
+    assert isinstance(first, ast.Import), "only sys is imported before the check"
+    assert isinstance(second, ast.If)
 
 
 def test_the_same_files_make_the_same_archive(archive: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import random
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -66,6 +67,7 @@ def check(fault: str, pair: dist.ProcessGroup | None) -> None:
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
     random.seed(7)
     torch.manual_seed(7 if fault != "rng" else rank)
+    np.random.seed(7 if fault != "numpy" or rank < size - 1 else 8)
     batch = torch.randn(16, 64) + (rank if fault in ("batchnorm", "sharded") else 0)
     for _ in range(2):
         optimizer.zero_grad()
@@ -77,7 +79,7 @@ def check(fault: str, pair: dist.ProcessGroup | None) -> None:
             plant(fault, model, optimizer)
         step += fault == "step"
         data = data[: 9 if fault == "dataloader" else 10]
-    rng, folder = fault in ("rng", "same-rng"), top / fault
+    rng, folder = fault in ("rng", "numpy", "same-rng"), top / fault
     group = pair if fault == "pair" else None
     if fault == "pair" and rank > 1:
         return

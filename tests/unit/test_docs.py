@@ -40,7 +40,10 @@ def command_lines() -> Iterator[tuple[str, list[str]]]:
     """List the words after `distdiag` of every command line in the pages that people write, with its page."""
     for page in PAGES:
         lines = [
-            line.strip() for text in blocks(page, "", "text", "sh") for line in text.splitlines() if "`" not in line
+            line.strip()
+            for text in blocks(page, "", "text", "sh")
+            for line in text.replace("\\\n", " ").splitlines()
+            if "`" not in line
         ]
         if page.name != "architecture.md":  # its example of a new command is not there
             lines += [" ".join(text.split()) for text in INLINE.findall(BLOCK.sub("", page.read_text()))]

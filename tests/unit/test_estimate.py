@@ -62,6 +62,13 @@ def test_training_times_that_megatron_published() -> None:
         assert tflops_by_params(run, recompute=True) == pytest.approx(tflops, rel=0.01)
 
 
+def test_the_worked_example_of_the_training_handbook() -> None:
+    # llm_training_handbook, throughput: 52B, 64 GPUs, a global batch of 1024 x 2048 tokens in 127 s, checkpointing
+    run = Run(params=52e9, batch=1024, seq=2048, step_s=127, gpus=64)
+    assert tflops_by_params(run, recompute=True) == pytest.approx(52 * 4 * 2 * 2048 * 1024 / (127 * 64 * 1e3), rel=1e-6)
+    assert tflops_by_params(run, recompute=True) == pytest.approx(107.3, rel=0.01)
+
+
 def test_recomputation_is_a_third_more() -> None:
     assert tflops_by_params(BLOOM, recompute=True) / tflops_by_params(BLOOM, recompute=False) == pytest.approx(4 / 3)
 

@@ -99,6 +99,23 @@ def test_what_torch_computes_is_as_good_as_its_dtype(operation: str) -> None:
         assert not diagnose_operation(found).findings
 
 
+@pytest.mark.parametrize("seed", [0, 2])
+def test_the_tail_of_a_long_softmax_is_as_good_as_float32(seed: int) -> None:
+    # At x = max - 8 the rounding of the difference alone is 4 ulp of the result.
+    found = compare_operation("softmax", 4096, (Side(typed="a"), Side(typed="threads=1", threads=1)), seed)
+    assert [each.kind for each in found.measured] == [Kind.EXPECTED] * 2, found.measured
+    assert max(each.of_limit for each in found.measured) < 0.75
+
+
+def test_a_softmax_of_another_sum_is_beyond_rounding() -> None:
+    operation = OPERATIONS["softmax"]
+    inputs = operation.make(torch.Generator().manual_seed(1), TERMS)
+    x = inputs[0].float()
+    without_a_term = x.exp() / (x.exp().sum(-1, keepdim=True) - x[:, :1].exp())
+    found = measure(operation, [x.double()], x.double().softmax(-1), without_a_term, reproducible=True, terms=1)
+    assert found.kind is Kind.BEYOND
+
+
 def test_the_names_are_those_of_the_operations() -> None:
     assert tuple(OPERATIONS) == operation_result.OPERATIONS
 

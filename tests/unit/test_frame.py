@@ -173,12 +173,35 @@ def test_distdiag_alone_shows_a_command_for_each_symptom() -> None:
         (("ports", "--host", "gpu01"), "--hosts"),
         (("trace", "blocked", "--ranks", "1"), "--rank"),
         (("overflow", "show", "--jsn"), "--json"),
+        (("overflow", "shwo", "frames"), "overflow show"),
     ],
 )
 def test_a_mistyped_command_or_option_suggests_the_nearest(typed: tuple[str, ...], meant: str) -> None:
     result = distdiag(*typed)
     assert result.code == 2
-    assert re.search(rf"(Did you mean|Possible options:?|Possible).*{meant}\b", result.err)
+    assert re.search(rf"(Did you mean|Possible options:?|did you mean).*{meant}\b", result.err)
+
+
+def loadable(subs: tuple[cli.Sub, ...]) -> Iterator[cli.Sub]:
+    for sub in subs:
+        if sub.home:
+            yield sub
+        yield from loadable(sub.below)
+
+
+def test_every_option_of_every_command_is_suggested_for_a_mistyped_one() -> None:
+    missed = []
+    for sub in loadable(cli._SUBCOMMANDS):
+        command = cli._load(sub, [], cli._Invocation([]))
+        options = [name for param in command.params for name in param.opts if name.startswith("--") and len(name) > 4]
+        assert options
+        for option in options:
+            mistyped = option[: len(option) // 2] + option[len(option) // 2 + 1 :]  # a letter of the middle is missing
+            with pytest.raises(typer.BadParameter.__mro__[1]) as wrong:
+                command.main([mistyped], standalone_mode=False, obj=cli._Invocation([]))
+            if option not in (getattr(wrong.value, "possibilities", None) or ()):
+                missed.append((sub.name, mistyped))
+    assert not missed
 
 
 def test_python_dash_m_is_the_same_program() -> None:
@@ -209,6 +232,7 @@ def test_every_subcommand_is_loaded_by_its_name_and_says_json_in_the_same_way(pa
     assert result.code == 0
     assert result.out.startswith(f"Usage: distdiag {' '.join(path)} ")
     assert max(map(len, result.out.splitlines())) <= 80
+    assert f"\n    distdiag {' '.join(path)}" in result.out.partition("\n  Examples:")[2], "an example of it"
     sub = next(sub for sub in cli._SUBCOMMANDS if sub.name == path[0])
     if len(path) == 2:
         sub = next(below for below in sub.below if below.name == path[1])

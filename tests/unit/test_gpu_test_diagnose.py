@@ -324,6 +324,7 @@ def test_ranks_fold() -> None:
     assert fold_ranks([]) == ""
     assert name_ranks([3]) == "rank 3"
     assert name_ranks([3, 4]) == "ranks 3-4"
+    assert name_ranks(range(1, 1000, 4)) == "250 ranks (1,5,9,13,17,21,25,29,33,37,41,45,49,53,57,...)"
 
 
 def test_sizes_are_read_as_people_write_them() -> None:

@@ -44,13 +44,13 @@ def test_a_job_that_runs_or_waits_is_silent(alive: str) -> None:
 @pytest.mark.parametrize(
     ("asked", "id_", "says"),
     [
-        ("wide", "will-not-start", "wide waits and will not start: the partition does not have what it asks for"),
-        ("held", "will-not-start", "held waits and will not start: it is held"),
-        ("lost", "will-not-start", "lost waits and will not start: it is held"),
-        ("paused", "suspended", "paused is suspended: job 13 holds its nodes and does not run"),
-        ("done", "not-in-queue", "done neither runs nor waits; its last job, 14, is TIMEOUT"),
-        ("ending", "not-in-queue", "ending neither runs nor waits; its last job, 15, is COMPLETING"),
-        ("other", "not-in-queue", "other neither runs nor waits"),
+        ("wide", "will-not-start", "wide is pending and will not start: the partition does not have what it asks for"),
+        ("held", "will-not-start", "held is pending and will not start: it is held"),
+        ("lost", "will-not-start", "lost is pending and will not start: it is held"),
+        ("paused", "suspended", "paused is suspended: job 13 keeps its allocation but does not run"),
+        ("done", "not-in-queue", "done is neither running nor pending; its last job, 14, is TIMEOUT"),
+        ("ending", "not-in-queue", "ending is neither running nor pending; its last job, 15, is COMPLETING"),
+        ("other", "not-in-queue", "other is neither running nor pending"),
     ],
 )
 def test_what_is_wrong_is_named(asked: str, id_: str, says: str) -> None:

@@ -85,7 +85,7 @@ def allreduce_bench(
             "[default: 1KiB:4GiB:x4; up to 64MiB on the CPU]",
         ),
     ] = "",
-    dtype: Annotated[str, typer.Option(help="Element type, by torch's name.")] = "float32",
+    dtype: Annotated[str, typer.Option(metavar="NAME", help="Element type, by torch's name: bfloat16.")] = "float32",
     warmup: Annotated[int, typer.Option(min=1, metavar="N", help="Warm-up iterations per size.")] = 5,
     iters: Annotated[
         int | None,

@@ -30,7 +30,7 @@ def bundle(
         str, typer.Option(metavar="ID", help="Only this job: torchrun's run id, MASTER_ADDR:MASTER_PORT or a SLURM id.")
     ] = "",
     user: Annotated[
-        str, typer.Option(metavar="NAME", help="Only this user's processes. [default: all we may see]")
+        str, typer.Option(metavar="NAME", help="Only this user's processes. [default: all that are visible]")
     ] = "",
     logs: Annotated[
         list[str] | None,
@@ -51,8 +51,8 @@ def bundle(
 ) -> None:
     """Collect all evidence of a job in one redacted file, for a ticket or a colleague.
 
-    Names of hosts and users, addresses, home folders and secrets become stand-ins (host-1, 10.0.0.1, user-1). The map
-    of them stays here, in FILE.map.json. The job is not stopped. Any command reads its part: distdiag hang --from FILE.
+    Names of hosts and users, addresses, home folders and secrets become placeholders (host-1, 10.0.0.1, user-1). The
+    map stays here, in FILE.map.json. The job is not stopped. Any command reads its part: distdiag hang --from FILE.
 
     Exit status: 0 written, 2 wrong usage, 3 no host returned facts, 130 interrupted.
 

@@ -34,7 +34,7 @@ def _findings(request: Request, bundle: Bundle, missing: Mapping[str, str], erro
             title=f"the bundle does not have all facts of {fold(hosts)}",
             detail=why,
             where=Where(hosts=tuple(hosts)),
-            fix=Fix(text="send it all the same: it says so; or increase --timeout"),
+            fix=Fix(text="send it anyway: the bundle lists what is missing; or increase --timeout"),
         )
     for error in errors:
         yield Finding(id=f"{COMMAND}.no-facts", level=Level.WARN, title=error)
@@ -52,7 +52,7 @@ def _findings(request: Request, bundle: Bundle, missing: Mapping[str, str], erro
             id=f"{COMMAND}.cut",
             level=Level.WARN,
             title=sentence,
-            fix=Fix(text="increase --max-size, if the ticket takes more"),
+            fix=Fix(text="increase --max-size if the ticket accepts larger files"),
         )
     for verdict in bundle.verdicts:
         if not verdict.same:
@@ -61,7 +61,7 @@ def _findings(request: Request, bundle: Bundle, missing: Mapping[str, str], erro
                 level=Level.WARN,
                 title=f"{verdict.command} judges the redacted facts differently",
                 fix=Fix(
-                    text="add to the ticket what the command says here",
+                    text="run the command here, and add its output to the ticket",
                     commands=(f"{request.program} {verdict.command}",),
                 ),
             )

@@ -44,8 +44,8 @@ def bundle_view(report: Report[Bundle], request: Request) -> Iterator[Renderable
     yield ""
     yield Whole(
         f"Redacted: {counted(bundle.stand_ins, 'name')} and {counted(bundle.secrets, 'secret')}. "
-        f"Look before you send it: tar -xOf {shlex.quote(bundle.file)} distdiag-bundle/MANIFEST.txt"
+        f"Review it before you send it: tar -xOf {shlex.quote(bundle.file)} distdiag-bundle/MANIFEST.txt"
     )
-    yield Whole(f"Keep {bundle.map_file}: it says which stand-in is which host; it is not in the bundle.")
+    yield Whole(f"Keep {bundle.map_file}: it maps placeholders to names, and is not in the bundle.")
     for verdict in bundle.verdicts[:1]:
         yield Whole(f"Elsewhere: distdiag {verdict.command} --from {shlex.quote(bundle.file.rpartition('/')[2])}")

@@ -63,7 +63,7 @@ def core_bt(
 ) -> None:
     """Show what crashed and why: the signal and its meaning, the thread, its Python and C frames in one stack.
 
-    Exit status: 0 no crash, 1 crash found, 2 usage error, 3 no readable core, 130 interrupted.
+    Exit status: 0 no crash, 1 crash found, 2 wrong usage, 3 no readable core, 130 interrupted.
 
     \b
     Examples:

@@ -52,7 +52,7 @@ def estimate(
 ) -> None:
     """Estimate the TFLOPS of a training run and the network that it needs.
 
-    With --hidden and --layers it counts operations from the shape of the model, and adds TP and PP traffic and the
+    With --hidden and --layers, count operations from the shape of the model, and add the traffic of TP and PP and the
     init std.
 
     Exit status: 0 computed, 1 the figures cannot be true or the network is too slow, 2 wrong usage, 3 --bench cannot
@@ -60,7 +60,9 @@ def estimate(
 
     \b
     Examples:
-      distdiag estimate --params 7B --batch 256 --seq 4096 --step-time 9 --gpus 8
+      distdiag estimate --params 7B --batch 256 --seq 4096 --step-time 14 --gpus 8
+      distdiag estimate --params 70B --batch 512 --seq 4096 --step-time 31 \\
+        --gpus 128 --gpu "H100 SXM" --zero 3 --recompute --bench before
     """
     from distdiag.commands.estimate.diagnose import COMMAND
     from distdiag.commands.estimate.view import estimate_view
@@ -132,7 +134,7 @@ def _network(bench: str, busbw: float) -> Network | None:
     from distdiag.errors import UsageError
 
     if bench and busbw:
-        raise UsageError("--bench and --busbw are mutually exclusive", hint="drop one of them")
+        raise UsageError("--bench and --busbw are mutually exclusive", hint="pass one of them")
     if bench:
         return _measured(bench)
     return Network(busbw_bytes_per_s=busbw * 1e9, origin="from --busbw") if busbw else None

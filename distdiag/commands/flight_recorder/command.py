@@ -53,7 +53,7 @@ def flight_recorder(
 
     \b
     Examples:
-      distdiag flight-recorder --how                             # how to get dumps
+      distdiag flight-recorder --how                            # how to get dumps
       distdiag flight-recorder /shared/fr --html fr.html
       distdiag flight-recorder --hosts node[1-64] /tmp/fr
     """

@@ -22,7 +22,7 @@ def hang(
         str, typer.Option(metavar="ID", help="Only this job: torchrun's run id, MASTER_ADDR:MASTER_PORT or a SLURM id.")
     ] = "",
     user: Annotated[
-        str, typer.Option(metavar="NAME", help="Only this user's processes. [default: all we may see]")
+        str, typer.Option(metavar="NAME", help="Only this user's processes. [default: all that are visible]")
     ] = "",
     logs: Annotated[
         list[str] | None,
@@ -57,6 +57,12 @@ def hang(
     needs no preparation and is not stopped.
 
     Exit status: 0 not hung or only slow, 1 hung, and why, 2 wrong usage, 3 the evidence cannot decide, 130 interrupted.
+
+    \b
+    Examples:
+      distdiag hang                                    # the job on this node
+      distdiag hang --slurm-job 4711 --html hang.html  # all nodes of a SLURM job
+      distdiag hang --watch --save facts               # when it hangs, tonight
     """
     from distdiag import runner
     from distdiag.commands.hang import html_report

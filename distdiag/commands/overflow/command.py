@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+from difflib import get_close_matches
+from shutil import which
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -103,6 +106,8 @@ def parse_command(command: Sequence[str], nproc: int | None, program: str) -> li
     """Return what to execute: the job, as `nproc` ranks below torchrun if that is given. Raises UsageError."""
     from distdiag.child_job import argv_of
 
+    if command and get_close_matches(command[0], ["show"]) and not (os.path.exists(command[0]) or which(command[0])):
+        raise UsageError(f"no script or program {command[0]!r}", hint=f"did you mean: {program} overflow show FILE")
     argv = argv_of(command, example=f"{program} overflow -- train.py")
     if nproc is None:
         return argv

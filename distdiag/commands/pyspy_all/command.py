@@ -24,9 +24,7 @@ _MAX_RANK = 10_000_000
 def pyspy_all(
     pid: Annotated[
         list[int] | None,
-        typer.Option(
-            "--pid", "-p", min=1, metavar="PID", help="Sample this process and its children; can be repeated."
-        ),
+        typer.Option("--pid", "-p", min=1, metavar="PID", help="Sample this process and its children; repeatable."),
     ] = None,
     job: Annotated[
         str, typer.Option(metavar="ID", help="Only this job: torchrun's run id, MASTER_ADDR:MASTER_PORT or a SLURM id.")
@@ -59,7 +57,7 @@ def pyspy_all(
         typer.Option(
             "--from",
             metavar="PATH",
-            help="Analyze facts that --save wrote, or text or JSON of py-spy dump; can be repeated.",
+            help="Analyze facts that --save wrote, or text or JSON of py-spy dump; repeatable.",
         ),
     ] = None,
     html: Annotated[str, typer.Option(metavar="FILE", help="Write the report as an HTML page.")] = "",
@@ -73,7 +71,7 @@ def pyspy_all(
 
     Ranks are found automatically, on this host or on all --hosts. Sampling does not pause them, except with --native.
 
-    Exit status: 0 no hang seen, 1 stuck rank found, 2 usage error, 3 stacks cannot decide or are unreadable,
+    Exit status: 0 no hang seen, 1 stuck rank found, 2 wrong usage, 3 stacks cannot decide or are unreadable,
     130 interrupted.
 
     \b

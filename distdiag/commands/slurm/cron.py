@@ -73,15 +73,17 @@ def cron(  # noqa: PLR0913 - an option is an argument
     """Run a command every few hours as a batch job that submits its own next run.
 
     The first run is submitted now. Each run first submits the next one, then runs the command: a run that fails or
-    reaches its time limit does not end the series. One pending job is all that it needs. `distdiag slurm watch NAME`
+    reaches its time limit does not end the series. It needs one pending job at a time. `distdiag slurm watch NAME`
     shows whether the series is alive.
 
     Exit status: 0 submitted or stopped, 2 wrong usage, 3 SLURM refused it or did not answer, 130 interrupted.
 
     \b
     Examples:
-      distdiag slurm cron --name clean --every 1d --time 10 -- ./clean-scratch.sh
-      distdiag slurm cron --name w --every 1h --time 5 -- distdiag slurm watch 7b
+      distdiag slurm cron --name clean --every 1d --time 10 -- \\
+        find /scratch/me/tmp -mtime +7 -delete
+      distdiag slurm cron --name is-alive --every 1h --time 5 \\
+        --sbatch=--mail-type=FAIL -- distdiag slurm watch train
       distdiag slurm cron --stop clean
     """
     from distdiag.output import Output, deliver, deliver_lines

@@ -29,20 +29,20 @@ _HELD = (
     *("launch failed requeued held", "job requeued in held state"),
 )
 _NEVER = {
-    "DependencyNeverSatisfied": "it waits for the success of a job that failed",
-    "PartitionTimeLimit": "its time limit is above that of the partition",
+    "DependencyNeverSatisfied": "it depends on a job that failed",
+    "PartitionTimeLimit": "its time limit exceeds that of the partition",
     "PartitionNodeLimit": "it asks for more nodes than the partition allows",
     "PartitionConfig": "the partition does not have what it asks for",
     "BadConstraints": "no node fulfils its constraints",
     "InvalidAccount": "its account is not valid",
     "InvalidQOS": "its QOS is not valid",
-    "QOSTimeLimit": "its time limit is above that of the QOS",
+    "QOSTimeLimit": "its time limit exceeds that of the QOS",
     "AssocMaxCpuPerJobLimit": "it asks for more CPUs than the account allows to one job",
     "AssocMaxNodePerJobLimit": "it asks for more nodes than the account allows to one job",
-    "AssocMaxWallDurationPerJobLimit": "its time limit is above that of the account",
+    "AssocMaxWallDurationPerJobLimit": "its time limit exceeds that of the account",
     "QOSMaxCpuPerJobLimit": "it asks for more CPUs than the QOS allows to one job",
     "QOSMaxNodePerJobLimit": "it asks for more nodes than the QOS allows to one job",
-    "QOSMaxWallDurationPerJobLimit": "its time limit is above that of the QOS",
+    "QOSMaxWallDurationPerJobLimit": "its time limit exceeds that of the QOS",
 }
 """Reasons with which a job waits for ever, unless somebody acts. Source: man squeue, JOB REASON CODES, and
 https://slurm.schedmd.com/job_reason_codes.html.
@@ -76,7 +76,7 @@ class Watched:
 
     asked: str
     state: str
-    """runs, waits, will-not-start, suspended, or gone."""
+    """running, pending, will-not-start, suspended, or gone."""
     jobs: tuple[Job, ...]
 
 
@@ -95,16 +95,18 @@ def watch(
     as_json: JsonOpt = False,
     strict: StrictOpt = False,
 ) -> None:
-    """Check that each job runs, or waits in the queue and can start.
+    """Check that each job is running, or pending and able to start.
 
-    A job that is in neither state, is held, or waits for what never comes is a failure: run this from
-    `distdiag slurm cron` with --sbatch=--mail-type=FAIL, and SLURM writes to you.
+    A job in neither state, a held job and a job whose dependency can never be met are failures: run this from
+    `distdiag slurm cron` with --sbatch=--mail-type=FAIL, and SLURM mails you.
 
-    Exit status: 0 every job runs or waits, 1 a job does not, 2 wrong usage, 3 SLURM did not answer, 130 interrupted.
+    Exit status: 0 every job is running or pending, 1 a job is not, 2 wrong usage, 3 SLURM did not answer,
+    130 interrupted.
 
     \b
     Examples:
       distdiag slurm watch train-7b
+      distdiag slurm watch 4711 --user alice --json
     """
     from distdiag import runner
     from distdiag.errors import UsageError
@@ -165,7 +167,7 @@ def _watched(asked: str, queue: Sequence[Job]) -> Watched:
     jobs = tuple(job for job in queue if asked in (job.name, job.id, job.array_id))
     states = [_state(job) for job in jobs]
     # The best of them: of a chain, one runs and the others wait.
-    best = next((state for state in ("runs", "waits", "suspended", "will-not-start") if state in states), "gone")
+    best = next((state for state in ("running", "pending", "suspended", "will-not-start") if state in states), "gone")
     return Watched(asked=asked, state=best, jobs=jobs)
 
 
@@ -176,7 +178,7 @@ def _state(job: Job) -> str:
         return "will-not-start"
     if job.state in _STOPPED:
         return "suspended"
-    return "waits" if job.state in ("PENDING", "REQUEUED") else "runs"
+    return "pending" if job.state in ("PENDING", "REQUEUED") else "running"
 
 
 def _never(job: Job) -> str:
@@ -196,7 +198,7 @@ def _findings(watched: Watched, program: str) -> Iterator[Finding]:
         yield Finding(
             id="slurm.not-in-queue",
             level=Level.FAIL,
-            title=f"{asked} neither runs nor waits{ended}",
+            title=f"{asked} is neither running nor pending{ended}",
             detail="" if last else "SLURM forgets a job some minutes after its end; sacct remembers it, if enabled",
             evidence=tuple(f"job {job.id}: {job.state}, reason {job.reason}" for job in watched.jobs[-5:]),
             fix=Fix(text="find out why it ended, and submit it again", commands=(f"{program} logs FILE",)),
@@ -204,11 +206,11 @@ def _findings(watched: Watched, program: str) -> Iterator[Finding]:
     elif watched.state == "will-not-start":
         job = next(job for job in watched.jobs if _state(job) == "will-not-start")
         held = _never(job) == "it is held"
-        text = f"release it: scontrol release {job.id}" if held else "cancel it, and submit it with other limits"
+        text = f"release it: scontrol release {job.id}" if held else "cancel it, and submit it again with other limits"
         yield Finding(
             id="slurm.will-not-start",
             level=Level.FAIL,
-            title=f"{asked} waits and will not start: {_never(job)}",
+            title=f"{asked} is pending and will not start: {_never(job)}",
             evidence=(f"job {job.id}: {job.state}, reason {job.reason}",),
             fix=Fix(text=text),
         )
@@ -217,7 +219,7 @@ def _findings(watched: Watched, program: str) -> Iterator[Finding]:
         yield Finding(
             id="slurm.suspended",
             level=Level.WARN,
-            title=f"{asked} is suspended: job {job.id} holds its nodes and does not run",
+            title=f"{asked} is suspended: job {job.id} keeps its allocation but does not run",
             fix=Fix(text=f"resume it, or ask who suspended it: scontrol resume {job.id}"),
         )
 

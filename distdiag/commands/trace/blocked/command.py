@@ -30,10 +30,10 @@ _SPARE_S, _EACH_S = 15.0, 2.0
 def blocked(
     pid: Annotated[
         list[int] | None,
-        typer.Option("--pid", "-p", min=1, metavar="PID", help="This process, and what it waits for; can be repeated."),
+        typer.Option("--pid", "-p", min=1, metavar="PID", help="This process, and what it waits for; repeatable."),
     ] = None,
     rank: Annotated[
-        list[str] | None, typer.Option(metavar="RANKS", help="Only these ranks: 3, or 0-3,7; can be repeated.")
+        list[str] | None, typer.Option(metavar="RANKS", help="Only these ranks: 3, or 0-3,7; repeatable.")
     ] = None,
     job: Annotated[
         str, typer.Option(metavar="ID", help="Only this job: torchrun's run id, MASTER_ADDR:MASTER_PORT or a SLURM id.")
@@ -53,7 +53,7 @@ def blocked(
 
     It only reads /proc: no process is paused or traced, and no tool is needed. For Python or C stacks, use pyspy-all.
 
-    Exit status: 0 no hang seen, 1 a rank blocks the others, 2 usage error, 3 /proc cannot decide, or no process
+    Exit status: 0 no hang seen, 1 a rank blocks the others, 2 wrong usage, 3 /proc cannot decide, or no process
     found, 130 interrupted.
 
     \b

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Column
 from rich.text import Text
 
-from distdiag.cluster.hosts import fold, fold_ranks
+from distdiag.cluster.hosts import fold, fold_ranks_within
 from distdiag.diagnosis.wait_reasons import Kind, lasting
 from distdiag.output import Wrapped, plain_table
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from distdiag.commands.trace.blocked.types import ThreadRow, TraceBlocked
 
 _COMMS = 3
+_ROOM = 24
+"""Characters that the ranks, and the hosts, of a row may take."""
 
 
 def trace_blocked_view(data: TraceBlocked) -> Iterator[RenderableType]:
@@ -56,7 +58,7 @@ def _table(rows: Sequence[ThreadRow]) -> Iterator[RenderableType]:
         first = group[0]
         table.add_row(
             _ranks(group),
-            *([fold(dict.fromkeys(row.host for row in group))] if hosts else []),
+            *([_hosts(group)] if hosts else []),
             _pids(group),
             first.state,
             _since(group),
@@ -107,7 +109,13 @@ def _place(row: ThreadRow) -> tuple[bool, int, bool, str, int, int]:
 def _ranks(group: Sequence[ThreadRow]) -> str:
     ranks = {row.rank for row in group if row.rank is not None}
     helper = "+" if group[0].role == "helper" else ""
-    return helper + (fold_ranks(ranks) if ranks else "-")
+    return helper + (fold_ranks_within(ranks, _ROOM) if ranks else "-")
+
+
+def _hosts(group: Sequence[ThreadRow]) -> str:
+    hosts = dict.fromkeys(row.host for row in group)
+    folded = fold(hosts)
+    return folded if len(hosts) == 1 or len(folded) <= _ROOM else f"{len(hosts)} hosts"
 
 
 def _pids(group: Sequence[ThreadRow]) -> str:

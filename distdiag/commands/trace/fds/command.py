@@ -106,10 +106,10 @@ def fds(
         list[int] | None, typer.Argument(min=1, metavar="PID", help="Processes to read.", show_default=False)
     ] = None,
     more_pids: Annotated[
-        list[int] | None, typer.Option("--pid", "-p", min=1, metavar="PID", help="Same as PID; can be repeated.")
+        list[int] | None, typer.Option("--pid", "-p", min=1, metavar="PID", help="Same as PID; repeatable.")
     ] = None,
     rank: Annotated[
-        list[str] | None, typer.Option(metavar="RANKS", help="Ranks to read: 3, or 0-3,7; can be repeated.")
+        list[str] | None, typer.Option(metavar="RANKS", help="Ranks to read: 3, or 0-3,7; repeatable.")
     ] = None,
     job: Annotated[
         str,
@@ -129,7 +129,7 @@ def fds(
 
     Connections lead to ranks, pipes to processes; deleted files are shown with the disk space that they still use.
 
-    Exit status: 0 read, also with warnings, 2 usage error, 3 permission denied, or no process found, 130 interrupted.
+    Exit status: 0 read, also with warnings, 2 wrong usage, 3 permission denied, or no process found, 130 interrupted.
 
     \b
     Examples:

@@ -127,7 +127,7 @@ def more(ask: dict[str, Any], tell: Callable[[NodeLines], None]) -> None:
         except line_trace_file.NotARing as error:
             search.unread.append((path, str(error)))
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-            search.unread.append((path, f"its description makes no sense: {error!r}"))
+            search.unread.append((path, f"invalid header: {error!r}"))
         except OSError as error:
             search.unread.append((path, error.strerror or str(error)))
     tell(
@@ -208,7 +208,7 @@ def _check(about: dict[str, Any]) -> None:
     above = about.get("ancestors", [])  # files of earlier versions have none
     wrong += [] if isinstance(above, list) and all(isinstance(pid, int) for pid in above) else ["ancestors"]
     if wrong or not all(isinstance(text, str) for text in (*about["job"].values(), *about["include"])):
-        raise line_trace_file.NotARing(f"its description makes no sense: {', '.join(wrong) or 'job, include'}")
+        raise line_trace_file.NotARing(f"invalid header: {', '.join(wrong) or 'job, include'}")
 
 
 class _Reader:

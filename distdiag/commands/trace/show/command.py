@@ -44,7 +44,7 @@ def trace_show(
 
     Reads what `distdiag trace py` records, of a running job or of a killed one.
 
-    Exit status: 0 still running, or finished normally, 1 stuck or crashed rank found, 2 usage error, 3 the lines
+    Exit status: 0 still running, or finished normally, 1 stuck or crashed rank found, 2 wrong usage, 3 the lines
     cannot decide, 130 interrupted.
 
     \b

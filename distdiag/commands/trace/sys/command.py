@@ -32,10 +32,10 @@ def trace_sys(
     ] = None,
     pid: Annotated[
         list[int] | None,
-        typer.Option("--pid", "-p", min=1, metavar="PID", help="Attach to this process; can be repeated."),
+        typer.Option("--pid", "-p", min=1, metavar="PID", help="Attach to this process; repeatable."),
     ] = None,
     rank: Annotated[
-        list[str] | None, typer.Option(metavar="RANKS", help="Attach to these ranks: 3, or 0-3,7; can be repeated.")
+        list[str] | None, typer.Option(metavar="RANKS", help="Attach to these ranks: 3, or 0-3,7; repeatable.")
     ] = None,
     job: Annotated[
         str,
@@ -61,9 +61,7 @@ def trace_sys(
     save: SaveOpt = "",
     from_: Annotated[
         list[str] | None,
-        typer.Option(
-            "--from", metavar="PATH", help="Analyze facts that --save wrote, or logs of strace; can be repeated."
-        ),
+        typer.Option("--from", metavar="PATH", help="Analyze facts that --save wrote, or logs of strace; repeatable."),
     ] = None,
     report: Annotated[
         str,
@@ -87,7 +85,7 @@ def trace_sys(
     The stdout, stderr and exit status of a started job pass through unchanged; its report goes to stderr at the end.
     With --logs there is no report, but a log for each rank, to be read with --from DIR.
 
-    Exit status: 0 no problem found, 1 problem found, 2 usage error, 3 some processes could not be traced,
+    Exit status: 0 no problem found, 1 problem found, 2 wrong usage, 3 some processes could not be traced,
     130 interrupted.
 
     \b
