@@ -223,8 +223,13 @@ def _cycle(members: Sequence[RankState]) -> list[RankState]:
 
 
 def _least_advanced(members: Sequence[RankState]) -> list[RankState]:
-    """Find the ranks whose loop counters are behind; only counters that all ranks have are compared."""
+    """Find the ranks whose loop counters are behind; only counters that all ranks have are compared.
+
+    None where the counter of an outer loop is not known of all: an inner one begins again in each round.
+    """
     names = set.intersection(*(set(dict(state.thread.counters)) for state in members))
+    if any(state.thread.counters and state.thread.counters[0][0] not in names for state in members):
+        return []
     ordered = [name for name, _ in members[0].thread.counters if name in names]
     progress = {id(state): tuple(dict(state.thread.counters)[name] for name in ordered) for state in members}
     least = min(progress.values())

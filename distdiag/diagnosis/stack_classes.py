@@ -407,9 +407,36 @@ def _moving(samples: Sequence[Sample]) -> bool | None:
     """Return whether the user's own lines or loop counters changed between two samples; None after one sample."""
     if len(samples) < 2 or not samples[0].threads or not samples[-1].threads:
         return None
+    if _slept_through(samples[0], samples[-1]):
+        return False
     # One in the middle may have come to nothing.
-    marks = {(_own_lines(sample), sample.threads[0].counters) for sample in samples if sample.threads}
-    return len(marks) > 1
+    return any(_differ(first, second) for first, second in itertools.pairwise(filter(lambda s: s.threads, samples)))
+
+
+def _slept_through(first: Sample, last: Sample) -> bool:
+    """Return whether the kernel says that the thread did not run between two samples, whatever was read of its frames.
+
+    It went to wait as often at the end as at the beginning, and sleeps for longer than lies between them.
+    """
+    still = last.standstill[0] if last.standstill else None
+    is_asleep = first.state in _ASLEEP and last.state in _ASLEEP and first.switches == last.switches >= 0
+    return is_asleep and still is not None and still.since_s is not None and still.since_s > last.at_s - first.at_s
+
+
+_ASLEEP = ("S", "D")
+
+
+def _differ(first: Sample, second: Sample) -> bool:
+    """Compare the lines of the user's own, and those counters that both have: py-spy tells none of a module's."""
+    if _own_lines(first) != _own_lines(second):
+        return True
+    before, after = _counters_by_place(first), _counters_by_place(second)
+    return any(before[place] != after[place] for place in before.keys() & after.keys())
+
+
+def _counters_by_place(sample: Sample) -> dict[tuple[int, str, str], int]:
+    counters = sample.threads[0].counters
+    return {(counter.depth, counter.function, counter.name): counter.value for counter in counters}
 
 
 def _own_lines(sample: Sample) -> tuple[tuple[str, str, int], ...]:
@@ -420,10 +447,17 @@ def _own_lines(sample: Sample) -> tuple[tuple[str, str, int], ...]:
 
 def _counters(sample: Sample) -> tuple[tuple[str, int], ...]:
     """Return the loop counters of the main thread, the outermost frame's first: ("epoch", 0), ("step", 2)."""
+    counters = sample.threads[0].counters
+    # Of two with one name that of a function counts, also where a module has it: py-spy tells none of a module's.
+    in_functions = {counter.name for counter in counters if counter.function != _MODULE}
     found: dict[str, int] = {}
-    for counter in sample.threads[0].counters:
-        found[f"{counter.function}.{counter.name}"] = counter.value
+    for counter in counters:
+        if counter.function != _MODULE or counter.name not in in_functions:
+            found[f"{counter.function}.{counter.name}"] = counter.value
     short: dict[str, int] = {}
     for name, value in found.items():
         short.setdefault(name.rpartition(".")[2], value)
     return tuple(short.items())
+
+
+_MODULE = "<module>"

@@ -22,7 +22,7 @@ from distdiag.facts.job_output import OutputFile
 from distdiag.facts.kernel_signs import KernelLine, KernelSigns, Unacknowledged
 from distdiag.facts.nccl_ras import RasFacts, Reading
 from distdiag.facts.procs import Standstill
-from distdiag.facts.stack_types import Frame
+from distdiag.facts.stack_types import Counter, Frame
 from distdiag.gathered import Gathered
 from distdiag.knowledge.activities import activity_of
 from distdiag.output import document
@@ -65,6 +65,48 @@ def test_a_rank_outside_of_the_collective_is_named_with_who_waits_and_since_when
     assert report.findings[0].title.startswith("rank 2 (n1, pid 102) waits for data: `load_batch` train.py:26")
     assert "Ranks 0-1,3 wait for 214 s in `all_reduce`" in report.findings[0].detail
     assert "not available: waits, recorder, log, versions" in report.findings[0].detail
+
+
+def test_counters_that_only_one_of_two_readers_tells_are_no_progress() -> None:
+    """py-spy tells none of a module's, and either reader may take a sample: this hung job was called fine."""
+    first, last = waiting()
+    counters = (Counter(0, "<module>", "step", 3), Counter(1, "train", "step", 3))
+    first = replace(first, threads=(replace(first.threads[0], counters=counters),))
+    last = replace(last, threads=(replace(last.threads[0], counters=counters[1:]),))
+    report = judge(node(waiting(), (first, last), twice(loads(), still=ASLEEP)))
+    assert (report.verdict, report.data.ranks) == (Verdict.FAIL, (2,))
+
+
+def test_a_thread_that_did_not_run_made_no_progress_whatever_was_read_of_its_frames() -> None:
+    first, last = (replace(sample, switches=7) for sample in twice(waits(), still=LONG, groups=1))
+    torn = replace(first, threads=(replace(first.threads[0], frames=waits(line=24)),))
+    report = judge(node(waiting(), (torn, last), twice(loads(), still=ASLEEP)))
+    assert (report.verdict, report.data.ranks) == (Verdict.FAIL, (2,))
+    ran = replace(last, switches=8)
+    report = judge(node(waiting(), (torn, ran), twice(loads(), still=ASLEEP)))
+    assert report.verdict is Verdict.OK
+
+
+def test_a_rank_for_which_the_others_have_waited_for_a_moment_is_slow_and_no_failure() -> None:
+    short = replace(LONG, since_s=4.0)
+    sleeps = facts.frames(("pause", "/home/me/train.py", 7))
+    others = [twice(waits(), still=short, groups=1) for _ in range(2)]
+    report = judge(node(*others, twice(sleeps, still=replace(ASLEEP, since_s=4.0))))
+    assert (report.verdict, report.data.class_name, report.data.ranks) == (Verdict.WARN, HangClass.SLOW, (2,))
+    assert report.findings[0].title.startswith("rank 2 (n1, pid 102) holds up the others: `pause` train.py:7")
+
+
+def test_inner_counters_are_not_compared_where_the_outer_ones_are_not_known_of_all() -> None:
+    inner, outer = Counter(1, "train", "step", 5), Counter(0, "<module>", "epoch", 0)
+
+    def at(*counters: Counter) -> tuple[Sample, ...]:
+        return tuple(replace(each, threads=(replace(each.threads[0], counters=counters),)) for each in waiting())
+
+    late = replace(inner, value=0)
+    report = judge(node(at(outer, inner), at(replace(outer, value=1), late), at(inner)))
+    assert (report.verdict, report.data.ranks) == (Verdict.UNKNOWN, ())
+    report = judge(node(at(outer, inner), at(outer, late), at(outer, inner)))
+    assert (report.data.class_name, report.data.ranks) == (HangClass.BEHIND, (1,))
 
 
 def test_ranks_that_all_wait_accuse_nobody_and_the_next_experiment_is_named() -> None:

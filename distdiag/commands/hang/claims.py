@@ -290,7 +290,7 @@ def stack_class(state: RankState, *, only_slow: bool, evidence: Evidence) -> Han
     if found is not None and not (found is HangClass.DATA and activity and thread.moving):
         return found
     is_working = (thread.busy or 0.0) >= BUSY or bool(thread.moving) or thread.runs
-    if is_working and only_slow and (evidence.waited_s() or 0.0) <= wait_findings.LONG_S and not activity:
+    if only_slow and not activity and (not is_working or (evidence.waited_s() or 0.0) <= wait_findings.LONG_S):
         return HangClass.SLOW
     return HangClass.BUSY if is_working or activity else HangClass.NOT_IN_COLLECTIVE
 

@@ -34,7 +34,7 @@ _VERBS = {
     HangClass.DEBUGGER: ("is in a debugger", "are in a debugger"),
     HangClass.DEVICE: ("waits for its GPU", "wait for their GPUs"),
     HangClass.COMPILE: ("compiles", "compile"),
-    HangClass.SLOW: ("is slower than the others", "are slower than the others"),
+    HangClass.SLOW: ("holds up the others", "hold up the others"),
     HangClass.STOPPED: ("is stopped", "are stopped"),
     HangClass.EXITED: ("exited", "exited"),
     HangClass.BEHIND: ("is behind", "are behind"),
