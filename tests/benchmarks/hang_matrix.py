@@ -37,6 +37,7 @@ FAULTS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "stopped": ((2,), ("stopped",)),
     "exits": ((2,), ("exited",)),
     "killed": ((2,), ("exited",)),
+    "exits-early": ((2,), ("exited",)),
     "d-state": ((2,), ("storage", "not-in-collective")),
     "dead-file": ((2,), ("storage", "not-in-collective", "busy-rank")),
     "tokenizes": ((2,), ("busy-rank",)),
@@ -144,11 +145,11 @@ def end(job: subprocess.Popen[Any], folder: Path) -> None:
     job.wait(30)
 
 
-def wait_ready(folder: Path, fault: str, job: subprocess.Popen[Any]) -> None:
+def wait_ready(folder: Path, job: subprocess.Popen[Any], ranks: int = 4) -> None:
     """Wait until all ranks are there and the fault has happened."""
     until = time.monotonic() + READY_S
     while time.monotonic() < until and job.poll() is None:
-        if len(list(folder.glob("ready-*"))) == (1 if fault == "notebook" else 4) and (folder / "bad").exists():
+        if len(list(folder.glob("ready-*"))) == ranks and (folder / "bad").exists():
             return
         time.sleep(0.2)
 
@@ -187,7 +188,7 @@ def alone(launcher: str, fault: str, folder: Path) -> dict[str, str]:
     scores = {"pyspy-all": by_stacks}
     for name, command, path in (("log", "logs", folder / "log"), ("recorder", "flight-recorder", folder / "dumps")):
         found = report(launcher, command, str(path))
-        first = next(iter(found["findings"]), {"where": {"ranks": []}})
+        first: dict[str, Any] = next(iter(found["findings"]), {"where": {"ranks": []}})
         # That no error is in a log, or no dump was written, is no statement about the job.
         verdict = "unknown" if found["verdict"] == "ok" else found["verdict"]
         scores[name] = score(fault, first["where"]["ranks"], "", verdict)
@@ -200,7 +201,7 @@ def run(launcher: str, fault: str) -> dict[str, Any]:
     job = launch(launcher, folder, fault)
     beside = launch(launcher, folder / "beside", fault) if fault == "two-jobs" else None
     try:
-        wait_ready(folder, fault, job)
+        wait_ready(folder, job, ranks=1 if fault == "notebook" else 4)
         time.sleep(SETTLE_S)
         if job.poll() is not None:
             return {"launcher": launcher, "fault": fault, "hang": "ended", "why": "the launcher ended the job"}
@@ -221,6 +222,7 @@ def run(launcher: str, fault: str) -> dict[str, Any]:
             "with recorder": [with_recorder["class_name"], with_recorder["ranks"]],
             "seconds": round(seconds, 1),
             "title": found["findings"][0]["title"],
+            "said": {row["source"]: row["says"] for row in recorded["data"]["sources"]},
         }
     except (subprocess.TimeoutExpired, ValueError, KeyError, AssertionError) as error:
         return {"launcher": launcher, "fault": fault, "hang": "unknown", "why": f"{type(error).__name__}: {error}"}
@@ -243,7 +245,10 @@ def main() -> None:
         for fault in options.faults.split(","):
             row = run(launcher, fault)
             rows.append(row)
-            print(json.dumps(row), flush=True)
+            shown = dict(row)
+            if {row["hang"], row.get("hang --recorder", "right")} <= {"right", "ended"}:
+                shown.pop("said", None)
+            print(json.dumps(shown), flush=True)
     SLURMS.close()
     for column in ("hang", "hang --recorder", "pyspy-all", "log", "recorder"):
         asked = [row[column] for row in rows if row.get(column) and row["hang"] != "ended"]

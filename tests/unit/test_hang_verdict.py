@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pyspy_facts as facts
 import pytest
 from pyspy_facts import loads, process, twice, waits
+from trace_facts import at_futex, sleeps
 
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.hang.collect import SourceEnd
@@ -17,6 +18,7 @@ from distdiag.commands.hang.diagnose import diagnose
 from distdiag.commands.hang.html_report import make_page
 from distdiag.commands.hang.types import HangClass, NodeHang, Request, Source, Stand
 from distdiag.facts import job_output, kernel_signs
+from distdiag.facts.blocked_threads import Blocked
 from distdiag.facts.job_logs.collect import NodeLogs
 from distdiag.facts.job_output import OutputFile
 from distdiag.facts.kernel_signs import KernelLine, KernelSigns, Unacknowledged
@@ -63,8 +65,9 @@ def test_a_rank_outside_of_the_collective_is_named_with_who_waits_and_since_when
     assert report.verdict is Verdict.FAIL
     assert (report.data.class_name, report.data.ranks) == (HangClass.DATA, (2,))
     assert report.findings[0].title.startswith("rank 2 (n1, pid 102) waits for data: `load_batch` train.py:26")
-    assert "Ranks 0-1,3 wait for 214 s in `all_reduce`" in report.findings[0].detail
-    assert "not available: waits, recorder, log, versions" in report.findings[0].detail
+    assert "Ranks 0-1,3 have waited for 214 s in `all_reduce`" in report.findings[0].detail
+    missing = {row.source for row in report.data.sources if row.stand is Stand.NOT_AVAILABLE}
+    assert missing == {Source.WAITS, Source.RECORDER, Source.LOG, Source.VERSIONS}
 
 
 def test_counters_that_only_one_of_two_readers_tells_are_no_progress() -> None:
@@ -85,6 +88,31 @@ def test_a_thread_that_did_not_run_made_no_progress_whatever_was_read_of_its_fra
     ran = replace(last, switches=8)
     report = judge(node(waiting(), (torn, ran), twice(loads(), still=ASLEEP)))
     assert report.verdict is Verdict.OK
+
+
+def test_a_rank_that_wakes_up_is_not_called_stuck_before_the_others_have_waited_for_long() -> None:
+    """Its DataLoader may be slow in every step, and the step take longer than others do."""
+    sleeps_a_little = facts.frames(("fetch_batch", "/home/me/train.py", 7))
+    for waited_s, verdict in ((12.0, Verdict.WARN), (60.0, Verdict.FAIL)):
+        others = [twice(waits(), still=replace(LONG, since_s=waited_s), groups=1) for _ in range(2)]
+        report = judge(node(*others, twice(sleeps_a_little, still=replace(ASLEEP, since_s=1.0))))
+        assert (report.verdict, report.data.class_name, report.data.ranks) == (verdict, HangClass.DATA, (2,))
+
+
+def test_ranks_that_poll_for_one_that_sleeps_for_long_do_not_make_it_slow_only() -> None:
+    """As at a FileStore, where a rank that never joins is waited for."""
+    polls = [
+        tuple(replace(each, switches=7 + 100 * number) for number, each in enumerate(twice(waits(), still=still)))
+        for still in (replace(ASLEEP, since_s=0.01),) * 2
+    ]
+    sleeps_long = facts.frames(("sit", "/home/me/train.py", 7))
+    report = judge(node(*polls, twice(sleeps_long, still=replace(ASLEEP, since_s=20.0))))
+    assert (report.verdict, report.data.class_name, report.data.ranks) == (
+        *(Verdict.FAIL, HangClass.NOT_IN_COLLECTIVE),
+        (2,),
+    )
+    report = judge(node(*polls, twice(sleeps_long, still=replace(ASLEEP, since_s=2.0))))
+    assert (report.verdict, report.data.class_name) == (Verdict.WARN, HangClass.SLOW)
 
 
 def test_a_rank_for_which_the_others_have_waited_for_a_moment_is_slow_and_no_failure() -> None:
@@ -115,6 +143,18 @@ def test_ranks_that_all_wait_accuse_nobody_and_the_next_experiment_is_named() ->
     assert report.data.ranks == ()
     assert len(report.data.candidates) == 2
     assert report.data.next_experiment == "distdiag flight-recorder --how"
+
+
+def test_a_rank_that_proc_leaves_over_is_not_blamed_where_its_stack_is_that_of_the_others() -> None:
+    """All three ask a licence server; of two /proc knows the process at its other end, of the third it does not."""
+    stack = twice(facts.frames(("ask_for_licence", "/home/me/train.py", 8)), still=LONG)
+    elsewhere = twice(facts.frames(("read_config", "/home/me/train.py", 9)), still=LONG)
+    blocked = tuple(Blocked(each.tid, "S", None, (each,), ()) for each in (at_futex(100), at_futex(101), sleeps(102)))
+    ended = (SourceEnd("stacks", 1.0), SourceEnd("waits", 1.0))
+    report = judge(node(stack, stack, stack, blocked=blocked, ended=ended))
+    assert (report.verdict, report.data.ranks) == (Verdict.UNKNOWN, ())
+    report = judge(node(stack, stack, elsewhere, blocked=blocked, ended=ended))
+    assert (report.verdict, report.data.ranks) == (Verdict.FAIL, (2,))
 
 
 def test_data_that_nobody_acknowledges_is_the_network_and_no_rank() -> None:

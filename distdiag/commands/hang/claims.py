@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import name_ranks
 from distdiag.commands.hang.types import HangClass, Source
 from distdiag.diagnosis import wait_findings
-from distdiag.diagnosis.outliers import JobVerdict, Outcome, judge_job, split
+from distdiag.diagnosis.outliers import JobVerdict, Outcome, judge_job, place, split
 from distdiag.diagnosis.process_index import ProcessIndex
 from distdiag.diagnosis.stack_classes import BUSY, StackClass
 from distdiag.diagnosis.stack_wording import briefly, does, waits, who
@@ -318,7 +318,6 @@ def _accusing(
 _OF_WAITS = {
     "trace.stopped": HangClass.STOPPED,
     "trace.storage": HangClass.STORAGE,
-    "trace.gone": HangClass.EXITED,
     "trace.lock-held": HangClass.LOCK,
     "trace.waits-for": HangClass.NOT_IN_COLLECTIVE,
     "trace.stuck-rank": HangClass.NOT_IN_COLLECTIVE,
@@ -347,12 +346,23 @@ def of_waits(evidence: Evidence) -> Claim:
         class_name = HangClass.DEADLOCK
     if worst.id == "trace.not-hung":
         class_name = HangClass.NOT_HUNG
-    is_sure = worst.level is Level.FAIL
+    is_sure = worst.level is Level.FAIL and not (worst.id in _BY_EXCLUSION and _are_alike(evidence, worst))
     claim = Claim(source=Source.WAITS, says=worst.title, class_name=class_name, is_sure=is_sure, fix=worst.fix)
     if class_name is HangClass.NOT_HUNG or class_name is None:
         return replace(claim, witnesses=frozenset(worst.where.ranks))
     own = [rank for rank in worst.where.ranks]
     return replace(claim, ranks=frozenset(own), pids=worst.where.pids, hosts=worst.where.hosts)
+
+
+_BY_EXCLUSION = ("trace.stuck-rank", "trace.straggler")
+
+
+def _are_alike(evidence: Evidence, finding: Finding) -> bool:
+    """Return whether the stacks of the ranks that /proc leaves over are those of others: then none is to blame."""
+    left_over = set(finding.where.pids)
+    states = evidence.stacks.states
+    others = {place(state) for state in states if state.member.pid not in left_over and state.thread.frames}
+    return any(place(state) in others for state in states if state.member.pid in left_over)
 
 
 # --- recorder, log, RAS, kernel, versions ---------------------------------------------------------------------------
@@ -431,7 +441,7 @@ def of_log(evidence: Evidence) -> Claim:
     bars = [bar for bar in evidence.bars if bar.rank is not None]
     first = next((finding for finding in evidence.log_findings if finding.id != "logs.empty"), None)
     says = "; ".join(f"rank {bar.rank}: {bar.name} {bar.percent} %" for bar in bars[:2])
-    return Claim(source=Source.LOG, says=says or (first.title if first is not None else "it has no line so far"))
+    return Claim(source=Source.LOG, says=says or (first.title if first is not None else "the log is empty so far"))
 
 
 def gone_ranks(evidence: Evidence) -> frozenset[int]:
@@ -580,7 +590,8 @@ def of_kernel(evidence: Evidence) -> Claim:
     gpus = f"{len(busy)} GPUs are busy" if busy else ""
     unread = next((s.log_error for n in evidence.nodes for s in n.kernel if s.log_error), "")
     says = "; ".join([*other[:2], *kills[:1], *filter(None, [gpus])])
-    says = says or (f"the kernel log cannot be read ({unread}); nothing else stands out" if unread else "nothing")
+    unread = f"the kernel log cannot be read ({unread}); nothing else" if unread else "nothing"
+    says = says or f"{unread} stands out"
     return Claim(source=Source.KERNEL, says=says)
 
 

@@ -146,7 +146,7 @@ def _open_candidates(evidence: Evidence, *, in_flight: bool) -> tuple[str, ...]:
         return ("a GPU that does not finish its kernel", "the network between the nodes")
     if evidence.stacks.outcome is Outcome.ALL_WAITING:
         between = "the network between the nodes" + (" or a GPU" if has_gpu(evidence) else "")
-        return ("calls that do not fit together: another collective, group or size on some ranks", between)
+        return ("mismatched calls (another collective, group or size on some ranks)", between)
     if any(state.thread.kind is StackClass.GIL for state in evidence.stacks.states):
         return (
             "a deadlock between that thread and a thread that needs the GIL",
