@@ -265,10 +265,10 @@ def woke_again(state: RankState) -> bool:
     A rank that polls with sleeps wakes up too, without progress; so do waits for a GPU and for NCCL's kernels.
     """
     process = state.member.process
-    return state.thread.woke >= _WOKE and not _polls(state) and not (process is not None and process.gpu)
+    return state.thread.woke >= _WOKE and not polls(state) and not (process is not None and process.gpu)
 
 
-def _polls(state: RankState) -> bool:
+def polls(state: RankState) -> bool:
     """Return whether it sleeps and looks again, as whoever waits at a FileStore: that it wakes is no progress."""
     still = state.standstill
     return still is not None and "sleep" in still.syscall
@@ -314,7 +314,7 @@ def _may_only_be_slow(
         return False
     if outcome is Outcome.OUTLIERS and waiting and all(state.thread.woke for state in waiting):
         # They were released and waited again; or look again and again: how long they have waited is not known then.
-        return not any(map(_polls, waiting)) or not all(_slept_s(state) > _LONG_S for state in outliers)
+        return not any(map(polls, waiting)) or not all(_slept_s(state) > _LONG_S for state in outliers)
     if outcome is Outcome.OUTLIERS and all(map(ran_lately, outliers)) and 0.0 < _waited_s(waiting) <= _PATIENT_S:
         return True
     return watched_s < _MUCH_LONGER_S and all(map(_may_compute, outliers))

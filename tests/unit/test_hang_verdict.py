@@ -173,6 +173,24 @@ def test_a_rank_killed_for_lack_of_memory_is_said_to_be() -> None:
     assert report.findings[0].title == "rank 2 (n1, pid 102) exited, killed by the kernel: out of memory"
 
 
+def test_ranks_that_leave_one_after_the_other_are_not_blamed_for_it() -> None:
+    """The first to leave is gone from its node, and not seen; the next is found gone, and the last is leaving."""
+    gone = facts.look((), status="gone", reason="it exited while it was sampled")
+    brief = replace(LONG, since_s=0.2)
+    leaving = twice(waits(), still=brief, groups=1)
+    report = judge(node(leaving, (gone, gone)))
+    assert (report.verdict, report.data.ranks) == (Verdict.UNKNOWN, ())
+    report = judge(node(waiting(), (gone, gone)))
+    assert (report.verdict, report.data.ranks) == (Verdict.FAIL, (1,))
+    unseen = [process(100, 0, 3, local=False), process(101, 1, 3, local=False)]
+    samples = {100: waiting(), 101: (gone, gone)}
+    found = facts.node(unseen, samples)
+    ended = (SourceEnd("stacks", 1.0),)
+    some = NodeHang(host=found.host, processes=found.processes, watched=found.watched, ended=ended)
+    report = judge(some)
+    assert (report.verdict, report.data.ranks) == (Verdict.UNKNOWN, ())
+
+
 def test_a_kernel_line_about_a_process_of_nobody_in_the_job_is_no_evidence() -> None:
     line = KernelLine("segfault", "python[9]: segfault at 0", 30.0, 9)
     report = judge(node(waiting(), waiting(), kernel=(KernelSigns(lines=(line,)),)))

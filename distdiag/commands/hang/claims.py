@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import name_ranks
 from distdiag.commands.hang.types import HangClass, Source
 from distdiag.diagnosis import wait_findings
-from distdiag.diagnosis.outliers import JobVerdict, Outcome, judge_job, place, split
+from distdiag.diagnosis.outliers import JobVerdict, Outcome, judge_job, place, polls, split
 from distdiag.diagnosis.process_index import ProcessIndex
 from distdiag.diagnosis.stack_classes import BUSY, StackClass
 from distdiag.diagnosis.stack_wording import briefly, does, waits, who
@@ -232,8 +232,7 @@ def of_stacks(evidence: Evidence) -> Claim:
         return _of_outliers(claim, evidence)
     if outcome is Outcome.LEFT:
         gone = [state for state in verdict.states if state.thread.kind is StackClass.EXITED]
-        is_long = (_slept_s(verdict.waiting) or 0.0) > wait_findings.LONG_S
-        return _accusing(claim, gone, HangClass.EXITED, f"{who(gone)} exited", is_sure=is_long)
+        return _accusing(claim, gone, HangClass.EXITED, f"{who(gone)} exited", is_sure=_is_waited_for(evidence))
     words = "; ".join(f"{briefly(group)}: {_place(group[0])}" for group in split(verdict.waiting)[:3])
     return replace(claim, says=f"no rank stands out: {words}")
 
@@ -269,7 +268,18 @@ def _of_outliers(claim: Claim, evidence: Evidence) -> Claim:
     chosen = chosen or list(verdict.outliers)
     groups = split(chosen)
     says = "; ".join(f"{who(group)}: {does(group[0])}" for group in groups[:3])
-    return _accusing(claim, chosen, stack_class(groups[0][0], only_slow=verdict.only_slow, evidence=evidence), says)
+    class_name = stack_class(groups[0][0], only_slow=verdict.only_slow, evidence=evidence)
+    return _accusing(claim, chosen, class_name, says, is_sure=not gone or _is_waited_for(evidence))
+
+
+def _is_waited_for(evidence: Evidence) -> bool:
+    """Return whether the others wait for the ranks that are gone.
+
+    Ranks that leave one after the other are a job that ends: who left first is not known, and may not have been seen.
+    """
+    waiting = evidence.stacks.waiting
+    lasts = [polls(state) or (_slept_s([state]) or 0.0) > wait_findings.LONG_S for state in waiting]
+    return bool(waiting) and all(lasts) and not evidence.job.unseen
 
 
 def stack_class(state: RankState, *, only_slow: bool, evidence: Evidence) -> HangClass:
