@@ -267,6 +267,8 @@ def main() -> None:
         if how == "never-joins":
             sleeps()
         return
+    if how == "compiles":
+        import torch._dynamo  # noqa: F401 - importing it takes seconds, and is not the fault
     (FOLDER / f"ready-{RANK}").touch()
     join()
     if how in WAYS:
