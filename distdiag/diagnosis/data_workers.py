@@ -19,13 +19,13 @@ LONG_S = 5.0
 
 def ran_lately(state: RankState) -> bool:
     """Return whether a rank, or the DataLoader worker that it waits for, has slept for a moment only."""
+    sample, still = state.last_sample, state.standstill
     helper = stuck_worker(state)
-    sample = state.last_sample
     if helper is not None:
         sample = helper.watched.samples[-1] if helper.watched is not None and helper.watched.samples else None
+        still = sample.standstill[0] if sample is not None and sample.standstill else None
     if sample is None or sample.status in ("stopped", "frozen", "gone"):
         return False
-    still = sample.standstill[0] if sample.standstill else None
     if sample.state == "R" or still is None or still.since_s is None:
         return sample.state == "R"
     return still.state == "S" and still.since_s <= LONG_S

@@ -102,9 +102,20 @@ class RankState:
 
     @property
     def standstill(self) -> Standstill | None:
-        """What the kernel said in the last sample of the thread that is judged."""
+        """What the kernel said in the last sample of the thread that is judged.
+
+        Its clock leaves out what a hypervisor took: a thread that slept through all samples has slept for their time.
+        """
         sample = self.last_sample
-        return sample.standstill[0] if sample is not None and sample.standstill else None
+        still = sample.standstill[0] if sample is not None and sample.standstill else None
+        if sample is None or still is None or still.since_s is None or self.member.watched is None:
+            return still
+        first = self.member.watched.samples[0]
+        before = first.standstill[0] if first.standstill else None
+        slept_on = before is not None and before.tid == still.tid and first.switches == sample.switches >= 0
+        if before is None or before.since_s is None or not slept_on or still.state not in _ASLEEP:
+            return still
+        return replace(still, since_s=max(still.since_s, before.since_s + sample.at_s - first.at_s))
 
 
 def rank_states(members: Iterable[Member]) -> tuple[RankState, ...]:

@@ -124,6 +124,22 @@ def test_a_rank_for_which_the_others_have_waited_for_a_moment_is_slow_and_no_fai
     assert report.findings[0].title.startswith("rank 2 (n1, pid 102) holds up the others: `pause` train.py:7")
 
 
+def test_the_time_of_the_samples_counts_where_the_clock_of_a_shared_processor_is_behind() -> None:
+    """The scheduler's clock leaves out what a hypervisor takes: half of 10 s on a machine that is shared by two."""
+
+    def asleep(stack: tuple[Frame, ...], *switches: int) -> tuple[Sample, ...]:
+        stills = (replace(ASLEEP, since_s=3.6), replace(ASLEEP, since_s=4.7))
+        found = [facts.look(stack, at_s=at_s, still=still) for at_s, still in zip((0.0, 2.4), stills, strict=True)]
+        return tuple(replace(sample, switches=count) for sample, count in zip(found, switches, strict=True))
+
+    sits = facts.frames(("sit", "/home/me/train.py", 7))
+    report = judge(node(asleep(waits(), 7, 7), asleep(waits(), 9, 9), asleep(sits, 5, 5)))
+    assert (report.verdict, report.data.class_name) == (Verdict.FAIL, HangClass.NOT_IN_COLLECTIVE)
+    assert "have waited for 6.0 s" in report.findings[0].detail
+    report = judge(node(asleep(waits(), 7, 8), asleep(waits(), 9, 10), asleep(sits, 5, 6)))
+    assert (report.verdict, report.data.class_name) == (Verdict.WARN, HangClass.SLOW)
+
+
 def test_inner_counters_are_not_compared_where_the_outer_ones_are_not_known_of_all() -> None:
     inner, outer = Counter(1, "train", "step", 5), Counter(0, "<module>", "epoch", 0)
 
