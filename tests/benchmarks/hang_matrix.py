@@ -192,6 +192,8 @@ def alone(launcher: str, fault: str, folder: Path) -> dict[str, str]:
         # That no error is in a log, or no dump was written, is no statement about the job.
         verdict = "unknown" if found["verdict"] == "ok" else found["verdict"]
         scores[name] = score(fault, first["where"]["ranks"], "", verdict)
+        if scores[name] == "wrong":
+            scores[f"{name} said"] = first.get("title", "")
     return scores
 
 

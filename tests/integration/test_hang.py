@@ -151,6 +151,27 @@ def test_a_slow_job_is_not_called_hung_and_goes_on() -> None:
     assert set(verdict(result)[1]) <= {2}
 
 
+def losses_of(job: Job) -> list[str]:
+    return (job.folder / "losses-0").read_text().splitlines()
+
+
+def test_a_job_has_the_same_losses_whether_it_is_asked_or_not() -> None:
+    with Job("trains_well", 2, forked=True) as job:
+        job.wait_ready()
+        wait_until(lambda: len(losses_of(job)) > 40, 60, lambda: "it makes no steps")
+        unasked = losses_of(job)[:-1]
+    with Job("trains_well", 2, forked=True) as job:
+        job.wait_ready()
+        made = len(losses_of(job))
+        result = ask(job)
+        assert result.report["verdict"] != "fail", result.out
+        assert len(result.report["data"]["processes"]) == 2
+        wait_until(lambda: len(losses_of(job)) > made + 40, 60, lambda: "it makes no steps any more")
+        asked = losses_of(job)[:-1]
+    steps = min(len(asked), len(unasked))
+    assert asked[:steps] == unasked[:steps]
+
+
 def test_a_dead_node_costs_its_own_row_and_no_more_than_the_timeout(tmp_path: Path) -> None:
     need_network()
     need("ssh", SSHD)
