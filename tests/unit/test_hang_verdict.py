@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pyspy_facts as facts
 import pytest
 from pyspy_facts import loads, process, twice, waits
-from trace_facts import at_futex, sleeps
+from trace_facts import at_futex, sleeps, thread
 
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.hang.collect import SourceEnd
@@ -23,7 +23,7 @@ from distdiag.facts.job_logs.collect import NodeLogs
 from distdiag.facts.job_output import OutputFile
 from distdiag.facts.kernel_signs import KernelLine, KernelSigns, Unacknowledged
 from distdiag.facts.nccl_ras import RasFacts, Reading
-from distdiag.facts.procs import Standstill
+from distdiag.facts.procs import Proc, Standstill
 from distdiag.facts.stack_types import Counter, Frame
 from distdiag.gathered import Gathered
 from distdiag.knowledge.activities import activity_of
@@ -171,6 +171,22 @@ def test_a_rank_that_proc_leaves_over_is_not_blamed_where_its_stack_is_that_of_t
     assert (report.verdict, report.data.ranks) == (Verdict.UNKNOWN, ())
     report = judge(node(stack, stack, elsewhere, blocked=blocked, ended=ended))
     assert (report.verdict, report.data.ranks) == (Verdict.FAIL, (2,))
+
+
+@pytest.mark.parametrize(
+    ("state", "verdict", "class_name"),
+    [("R", Verdict.WARN, HangClass.BUSY), ("S", Verdict.FAIL, HangClass.NOT_IN_COLLECTIVE)],
+)
+def test_a_rank_whose_child_computes_is_busy(state: str, verdict: Verdict, class_name: HangClass) -> None:
+    """An evaluation in a process of its own, while the others wait in a barrier."""
+    runs = facts.frames(("Popen._try_wait", "/usr/lib/python3.11/subprocess.py", 1), ("score", "/home/me/train.py", 9))
+    child = Proc(pid=900, parent=102, state=state, comm="python", cpu_s=9.0, started=1)
+    waits_for_it = thread(102, "wait4", children=(child,))
+    blocked = tuple(Blocked(each.tid, "S", None, (each,), ()) for each in (at_futex(100), at_futex(101), waits_for_it))
+    stack = twice(runs, still=replace(LONG, syscall="wait4", wait_channel="do_wait"))
+    ended = (SourceEnd("stacks", 1.0), SourceEnd("waits", 1.0))
+    report = judge(node(waiting(), waiting(), stack, blocked=blocked, ended=ended))
+    assert (report.verdict, report.data.class_name, report.data.ranks) == (verdict, class_name, (2,))
 
 
 def test_data_that_nobody_acknowledges_is_the_network_and_no_rank() -> None:

@@ -15,7 +15,7 @@ from distdiag.diagnosis.stack_classes import BUSY, StackClass
 from distdiag.diagnosis.stack_wording import briefly, does, waits, who
 from distdiag.diagnosis.wait_findings import Case
 from distdiag.diagnosis.wait_graph import WaitGraph, wait_trees
-from distdiag.diagnosis.wait_reasons import lasting, wait_of
+from distdiag.diagnosis.wait_reasons import Kind, lasting, wait_of
 from distdiag.gathered import Gathered
 from distdiag.jobs.types import NodeStacks
 from distdiag.knowledge.activities import activity_of
@@ -288,6 +288,11 @@ def stack_class(state: RankState, *, only_slow: bool, evidence: Evidence) -> Han
     found = _CLASSES.get(thread.kind)
     if found in (HangClass.EXITED, HangClass.STOPPED, HangClass.DEBUGGER):
         return found
+    wait = evidence.graph.main((state.member.host, state.member.pid or 0))
+    if wait is not None and wait.kind is Kind.CHILD and thread.kind in (StackClass.LOCK, StackClass.PYTHON):
+        # What it waits for works: an evaluation, a download, a compiler of its own.
+        runs = wait.thread is not None and any(child.state == "R" for child in wait.thread.children)
+        return HangClass.BUSY if runs else HangClass.SLOW if only_slow else HangClass.NOT_IN_COLLECTIVE
     still = state.standstill
     if still is not None and still.state == "D":
         is_device = still.path.startswith("/dev/") or "nv" in still.wait_channel[:3]
