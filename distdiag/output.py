@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TextIO, TypeVar
 
 import typer
 
@@ -302,7 +302,7 @@ class Progress:
             self._status = console.status("starting")
             self._status.start()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         return self
 
     def news(self, text: str) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
+from distdiag.diagnosis.data_workers import ran_lately
 from distdiag.diagnosis.slow_ranks import find_slow
 from distdiag.diagnosis.stack_classes import BUSY, RankState, StackClass, rank_states
 
@@ -40,6 +41,8 @@ _WOKE = 2
 _LONG_S = 5.0
 _MUCH_LONGER_S = 10.0
 """A rank that waits for so long in one collective waits for something that does not come."""
+_PATIENT_S = 30.0
+"""For how long the others may wait for a rank that wakes up from time to time, before it is called stuck."""
 
 
 class Outcome(StrEnum):
@@ -223,8 +226,13 @@ def _cycle(members: Sequence[RankState]) -> list[RankState]:
 
 
 def _least_advanced(members: Sequence[RankState]) -> list[RankState]:
-    """Find the ranks whose loop counters are behind; only counters that all ranks have are compared."""
+    """Find the ranks whose loop counters are behind; only counters that all ranks have are compared.
+
+    None where the counter of an outer loop is not known of all: an inner one begins again in each round.
+    """
     names = set.intersection(*(set(dict(state.thread.counters)) for state in members))
+    if any(state.thread.counters and state.thread.counters[0][0] not in names for state in members):
+        return []
     ordered = [name for name, _ in members[0].thread.counters if name in names]
     progress = {id(state): tuple(dict(state.thread.counters)[name] for name in ordered) for state in members}
     least = min(progress.values())
@@ -256,10 +264,20 @@ def woke_again(state: RankState) -> bool:
 
     A rank that polls with sleeps wakes up too, without progress; so do waits for a GPU and for NCCL's kernels.
     """
-    still = state.standstill
     process = state.member.process
-    polls = still is not None and "sleep" in still.syscall
-    return state.thread.woke >= _WOKE and not polls and not (process is not None and process.gpu)
+    return state.thread.woke >= _WOKE and not polls(state) and not (process is not None and process.gpu)
+
+
+def polls(state: RankState) -> bool:
+    """Return whether it sleeps and looks again, as whoever waits at a FileStore: that it wakes is no progress."""
+    still = state.standstill
+    return still is not None and "sleep" in still.syscall
+
+
+def _waited_s(waiting: Sequence[RankState]) -> float:
+    """Return for how long the longest of the waiting ranks has slept; 0 where that is not known."""
+    stills = [state.standstill for state in waiting]
+    return max((still.since_s for still in stills if still is not None and still.since_s is not None), default=0.0)
 
 
 def _all_go_round(waiting: Sequence[RankState], outside: Sequence[RankState]) -> bool:
@@ -295,7 +313,10 @@ def _may_only_be_slow(
     if outcome is Outcome.LEAST_PROGRESS:
         return False
     if outcome is Outcome.OUTLIERS and waiting and all(state.thread.woke for state in waiting):
-        return True  # they were released and waited again
+        # They were released and waited again; or look again and again: how long they have waited is not known then.
+        return not any(map(polls, waiting)) or not all(_slept_s(state) > _LONG_S for state in outliers)
+    if outcome is Outcome.OUTLIERS and all(map(ran_lately, outliers)) and 0.0 < _waited_s(waiting) <= _PATIENT_S:
+        return True
     return watched_s < _MUCH_LONGER_S and all(map(_may_compute, outliers))
 
 

@@ -102,9 +102,20 @@ class RankState:
 
     @property
     def standstill(self) -> Standstill | None:
-        """What the kernel said in the last sample of the thread that is judged."""
+        """What the kernel said in the last sample of the thread that is judged.
+
+        Its clock leaves out what a hypervisor took: a thread that slept through all samples has slept for their time.
+        """
         sample = self.last_sample
-        return sample.standstill[0] if sample is not None and sample.standstill else None
+        still = sample.standstill[0] if sample is not None and sample.standstill else None
+        if sample is None or still is None or still.since_s is None or self.member.watched is None:
+            return still
+        first = self.member.watched.samples[0]
+        before = first.standstill[0] if first.standstill else None
+        slept_on = before is not None and before.tid == still.tid and first.switches == sample.switches >= 0
+        if before is None or before.since_s is None or not slept_on or still.state not in _ASLEEP:
+            return still
+        return replace(still, since_s=max(still.since_s, before.since_s + sample.at_s - first.at_s))
 
 
 def rank_states(members: Iterable[Member]) -> tuple[RankState, ...]:
@@ -407,9 +418,36 @@ def _moving(samples: Sequence[Sample]) -> bool | None:
     """Return whether the user's own lines or loop counters changed between two samples; None after one sample."""
     if len(samples) < 2 or not samples[0].threads or not samples[-1].threads:
         return None
+    if _slept_through(samples[0], samples[-1]):
+        return False
     # One in the middle may have come to nothing.
-    marks = {(_own_lines(sample), sample.threads[0].counters) for sample in samples if sample.threads}
-    return len(marks) > 1
+    return any(_differ(first, second) for first, second in itertools.pairwise(filter(lambda s: s.threads, samples)))
+
+
+def _slept_through(first: Sample, last: Sample) -> bool:
+    """Return whether the kernel says that the thread did not run between two samples, whatever was read of its frames.
+
+    It went to wait as often at the end as at the beginning, and sleeps for longer than lies between them.
+    """
+    still = last.standstill[0] if last.standstill else None
+    is_asleep = first.state in _ASLEEP and last.state in _ASLEEP and first.switches == last.switches >= 0
+    return is_asleep and still is not None and still.since_s is not None and still.since_s > last.at_s - first.at_s
+
+
+_ASLEEP = ("S", "D")
+
+
+def _differ(first: Sample, second: Sample) -> bool:
+    """Compare the lines of the user's own, and those counters that both have: py-spy tells none of a module's."""
+    if _own_lines(first) != _own_lines(second):
+        return True
+    before, after = _counters_by_place(first), _counters_by_place(second)
+    return any(before[place] != after[place] for place in before.keys() & after.keys())
+
+
+def _counters_by_place(sample: Sample) -> dict[tuple[int, str, str], int]:
+    counters = sample.threads[0].counters
+    return {(counter.depth, counter.function, counter.name): counter.value for counter in counters}
 
 
 def _own_lines(sample: Sample) -> tuple[tuple[str, str, int], ...]:
@@ -420,10 +458,17 @@ def _own_lines(sample: Sample) -> tuple[tuple[str, str, int], ...]:
 
 def _counters(sample: Sample) -> tuple[tuple[str, int], ...]:
     """Return the loop counters of the main thread, the outermost frame's first: ("epoch", 0), ("step", 2)."""
+    counters = sample.threads[0].counters
+    # Of two with one name that of a function counts, also where a module has it: py-spy tells none of a module's.
+    in_functions = {counter.name for counter in counters if counter.function != _MODULE}
     found: dict[str, int] = {}
-    for counter in sample.threads[0].counters:
-        found[f"{counter.function}.{counter.name}"] = counter.value
+    for counter in counters:
+        if counter.function != _MODULE or counter.name not in in_functions:
+            found[f"{counter.function}.{counter.name}"] = counter.value
     short: dict[str, int] = {}
     for name, value in found.items():
         short.setdefault(name.rpartition(".")[2], value)
     return tuple(short.items())
+
+
+_MODULE = "<module>"

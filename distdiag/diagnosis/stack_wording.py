@@ -6,9 +6,9 @@ import os
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_ranks
+from distdiag.diagnosis.data_workers import state_of, stuck_worker
 from distdiag.diagnosis.stack_classes import BUSY, StackClass, helper_frames, user_frame
 from distdiag.diagnosis.wording import format_members, named
-from distdiag.knowledge.frames import library_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from distdiag.facts.procs import Standstill
     from distdiag.facts.stack_types import Frame, Thread
     from distdiag.jobs.types import Helper
-
-_WORKER_FILE = "torch/utils/data/_utils/worker.py"
-_IDLE_FILES = ("queue.py", "connection.py", "queues.py", "selectors.py", "synchronize.py")
 
 
 def spot(frame: Frame) -> str:
@@ -205,23 +202,11 @@ def worker_in_words(state: RankState) -> str:
     return f"waiting for its DataLoader worker {found.process.pid}, which {worker_does(found)}"
 
 
-def stuck_worker(state: RankState) -> Helper | None:
-    """Find the DataLoader worker that has not delivered a batch: it does not wait for work."""
-    if state.thread.kind is not StackClass.DATA:
-        return None
-    workers = [helper for helper in state.member.helpers if _is_worker(helper)]
-    still = [helper for helper in workers if _state(helper) in ("T", "t", "D", "Z")]
-    busy = [
-        helper for helper in workers if helper not in still and helper_frames(helper.watched) and not _is_idle(helper)
-    ]
-    return next(iter([*still, *busy]), None)
-
-
 def worker_does(helper: Helper) -> str:
     """Describe what a worker does: "reads /data/x (D state 214 s)", "is stopped", "is in `__getitem__` data.py:12"."""
-    if _state(helper) == "Z":
+    if state_of(helper) == "Z":
         return "has died"
-    if _state(helper) in ("T", "t"):
+    if state_of(helper) in ("T", "t"):
         return "is stopped"
     sample = helper.watched.samples[-1] if helper.watched is not None and helper.watched.samples else None
     frames = helper_frames(helper.watched)
@@ -229,28 +214,6 @@ def worker_does(helper: Helper) -> str:
     kernel = in_kernel(sample.standstill[0]) if sample is not None and sample.standstill else ""
     place = f"is in {spot(own)}" if own is not None else ""
     return ", ".join(part for part in (place, kernel) if part) or "delivers no batch"
-
-
-def _state(helper: Helper) -> str:
-    samples = helper.watched.samples if helper.watched is not None else ()
-    return samples[-1].state if samples else helper.process.state
-
-
-def _is_worker(helper: Helper) -> bool:
-    return helper.process.kind == "data-worker" or any(
-        (library_path(frame.file) or "").endswith(_WORKER_FILE) for frame in helper_frames(helper.watched)
-    )
-
-
-def _is_idle(helper: Helper) -> bool:
-    """Return whether a worker waits for its next index: between its queue and the worker loop there is nothing else."""
-    for frame in helper_frames(helper.watched):
-        path = library_path(frame.file) or ""
-        if path.endswith(_WORKER_FILE):
-            return frame.function == "_worker_loop"
-        if not path.endswith(_IDLE_FILES):
-            return False
-    return False
 
 
 def _for(seconds: float | None) -> str:

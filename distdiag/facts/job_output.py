@@ -74,7 +74,7 @@ def find(ranks: Mapping[int, int | None], launchers: Iterable[int]) -> tuple[lis
                         waiting.append(reader)
                         _add_files(reader, names, owners)
                 pipes.add(target)
-                elsewhere[f"{target.partition(':')[0]} to another process"] = None
+                elsewhere["a pipe to another process"] = None
             else:
                 elsewhere[printable(target)] = None
     files = [_file(names[key], owners[key], ranks) for key in names]

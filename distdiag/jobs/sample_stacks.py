@@ -11,7 +11,7 @@ from distdiag.jobs.collect import Watched, facts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Container
     from typing import Any
 
     from distdiag.facts.stack_types import Sample
@@ -31,7 +31,8 @@ _WAITS_FOR_WORK = re.compile(r"\.wait\(")
 def more(ask: dict[str, Any], tell: Callable[[Watched], None]) -> None:
     """Sample processes, and tell of each one when its last sample is taken; before a long wait also of the first.
 
-    Where a thread slept all the while, but not for long yet, there is one more sample: a slow step is over by then.
+    Where a thread slept all the while, but not for long yet, there is one more sample of all: a slow step is over by
+    then, and so is a slow sample of a DataLoader worker.
 
     {"pids", "once": those of which one sample is enough, "samples", "interval_s", "timeout_s" of one sample of one
     process, "native", "counters", "all_threads"}
@@ -43,7 +44,7 @@ def more(ask: dict[str, Any], tell: Callable[[Watched], None]) -> None:
     taken: dict[int, list[Sample]] = {pid: [] for pid in pids}
     began = time.monotonic()
 
-    def sample_all() -> None:
+    def sample_all(once: Container[int]) -> None:
         todo = [pid for pid in pids if not taken[pid] or _worth_another_sample(taken[pid], pid in once)]
         for pid, sample in stack_sampler.take_samples(todo, options).items():
             taken[pid].append(sample)
@@ -51,13 +52,13 @@ def more(ask: dict[str, Any], tell: Callable[[Watched], None]) -> None:
     for number in range(ask["samples"]):
         if number:
             time.sleep(max(0.0, began + number * ask["interval_s"] - time.monotonic()))
-        sample_all()
+        sample_all(once)
         if number == 0 and ask["samples"] > 1 and ask["interval_s"] >= _LONG_S:
             for pid, samples in taken.items():  # whoever is interrupted in a long wait has this at least
                 tell(Watched(pid, tuple(samples), ()))
     if (missing_s := _missing_s(taken, once)) > 0:
         time.sleep(missing_s)
-        sample_all()
+        sample_all(())
     hints, _ = deadlines.each(pids, lambda pid: _hints(pid, taken[pid]), patience_s=_PATIENCE_S)
     for pid, samples in taken.items():
         tell(Watched(pid, tuple(samples), hints.get(pid, ())))

@@ -2,8 +2,10 @@
 
     python tests/benchmarks/hang_matrix.py [--launchers torchrun,srun,mpirun] [--faults sleeps,exits] [--out FILE]
 
-Scored are hang, and beside it pyspy-all alone and the log alone: right (the rank, and one of the classes that fit),
-unknown (it accuses nobody), wrong (it accuses another rank, or calls a hung job fine).
+Scored are hang, which is not told of the recorder, hang --recorder, and beside them pyspy-all alone, the log alone and
+the recorder alone: right (the rank, and one of the classes that fit), unknown (it accuses nobody), wrong (it accuses
+another rank, or calls a hung job fine). distdiag must see no other job: where there may be some, run it below
+`unshare --pid --fork --mount-proc --kill-child`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TESTS))
 from cluster_slurm import Slurm  # noqa: E402 - the tests are no package
 
-PROGRAM = TESTS / "programs" / "hangs_in_every_way.py"
+PROGRAMS = TESTS / "programs"
 SETTLE_S = 12.0
 READY_S = 90.0
 FAULTS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
@@ -35,6 +37,7 @@ FAULTS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "stopped": ((2,), ("stopped",)),
     "exits": ((2,), ("exited",)),
     "killed": ((2,), ("exited",)),
+    "exits-early": ((2,), ("exited",)),
     "d-state": ((2,), ("storage", "not-in-collective")),
     "dead-file": ((2,), ("storage", "not-in-collective", "busy-rank")),
     "tokenizes": ((2,), ("busy-rank",)),
@@ -53,7 +56,17 @@ FAULTS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "slow": ((2,), ("slow", "not-hung", "busy-rank")),
     "healthy": ((), ("not-hung", "slow", "busy-rank")),
 }
-FINE = ("slow", "healthy")
+WORKS = (
+    *("evaluates", "checkpoints", "first-compile", "slow-loader", "accumulates", "pipeline", "pauses", "restarts"),
+    *("two-jobs", "notebook", "trickles", "evaluator"),
+)
+"""Jobs that work, and look hung at a glance: none of them may be called hung."""
+FINE = ("slow", "healthy", *WORKS)
+
+
+def program(fault: str) -> str:
+    """Return the program of the job."""
+    return str(PROGRAMS / ("works_in_odd_ways.py" if fault in WORKS else "hangs_in_every_way.py"))
 
 
 class Slurms:
@@ -68,8 +81,8 @@ class Slurms:
             self.slurm = self._undo.enter_context(Slurm(2, cpus=2))
         self.slurm.wait_for_idle(2)
         self.job = self.slurm.allocate(2)
-        names = {"JOB_FOLDER": str(folder), "HOW": fault, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
-        argv = ["env", *(f"{name}={value}" for name, value in names.items()), sys.executable, str(PROGRAM)]
+        names = {**environment(folder, fault), "GLOO_SOCKET_IFNAME": "eth0"}
+        argv = ["env", *(f"{name}={value}" for name, value in names.items()), sys.executable, program(fault)]
         options = ("-N", "2", "-n", "4", "--wait=0", "--kill-on-bad-exit=0", f"--output={folder}/log")
         return self.slurm.start_step(self.job, *argv, options=options)
 
@@ -90,19 +103,29 @@ class Slurms:
 SLURMS = Slurms()
 
 
+def environment(folder: Path, fault: str) -> dict[str, str]:
+    """Return what the program reads. Each rank writes its flight recorder to a folder once it is stuck."""
+    dumps = folder / "dumps"
+    dumps.mkdir(parents=True)
+    record = {"RECORD": str(dumps), "TORCH_FR_BUFFER_SIZE": "200"}
+    return {"JOB_FOLDER": str(folder), "HOW": fault, "OMP_NUM_THREADS": "1", **record}
+
+
 def launch(launcher: str, folder: Path, fault: str) -> subprocess.Popen[Any]:
     """Start the job; its output goes to a file, as a user's does."""
     if launcher == "srun":
         return SLURMS.start(folder, fault)
-    port = str(20_000 + hash((launcher, fault, os.getpid())) % 9000)
+    port = str(20_000 + hash((launcher, str(folder), os.getpid())) % 9000)
     python = sys.executable
     torchrun = str(Path(python).with_name("torchrun"))
+    number = "1" if fault == "notebook" else "4"
+    restarts = "3" if fault == "restarts" else "0"
     argv = {
-        "torchrun": [torchrun, "--nproc-per-node", "4", "--master-port", port, str(PROGRAM)],
-        "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "4", python, str(PROGRAM)],
+        "torchrun": [torchrun, "--nproc-per-node", number, "--max-restarts", restarts, "--master-port", port],
+        "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", number, python],
     }[launcher]
-    env = {**os.environ, "JOB_FOLDER": str(folder), "HOW": fault, "OMP_NUM_THREADS": "1", "MASTER_PORT": port}
-    env["MASTER_ADDR"] = "127.0.0.1"
+    argv = [*argv, program(fault)]
+    env = {**os.environ, **environment(folder, fault), "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
@@ -122,11 +145,11 @@ def end(job: subprocess.Popen[Any], folder: Path) -> None:
     job.wait(30)
 
 
-def wait_ready(folder: Path, job: subprocess.Popen[Any]) -> None:
+def wait_ready(folder: Path, job: subprocess.Popen[Any], ranks: int = 4) -> None:
     """Wait until all ranks are there and the fault has happened."""
     until = time.monotonic() + READY_S
     while time.monotonic() < until and job.poll() is None:
-        if len(list(folder.glob("ready-*"))) == 4 and (folder / "bad").exists():
+        if len(list(folder.glob("ready-*"))) == ranks and (folder / "bad").exists():
             return
         time.sleep(0.2)
 
@@ -134,7 +157,7 @@ def wait_ready(folder: Path, job: subprocess.Popen[Any]) -> None:
 def report(launcher: str, *arguments: str) -> dict[str, Any]:
     """Run distdiag."""
     wrap, env, hosts = SLURMS.around() if launcher == "srun" else ([], dict(os.environ), [])
-    hosts = [] if arguments[0] == "logs" else hosts
+    hosts = [] if arguments[0] in ("logs", "flight-recorder") else hosts
     argv = [*wrap, sys.executable, "-m", "distdiag", *arguments, *hosts, "--json"]
     done = subprocess.run(argv, capture_output=True, timeout=180, check=False, env=env)
     found: dict[str, Any] = json.loads(done.stdout)
@@ -143,6 +166,8 @@ def report(launcher: str, *arguments: str) -> dict[str, Any]:
 
 def score(fault: str, ranks: list[int], class_name: str, verdict: str) -> str:
     """Score one answer."""
+    if fault in WORKS:
+        return "wrong" if verdict == "fail" else "unknown" if verdict == "unknown" else "right"
     truth, classes = FAULTS[fault]
     if fault in FINE:
         return "wrong" if verdict == "fail" else "right" if class_name in classes else "unknown"
@@ -155,23 +180,30 @@ def score(fault: str, ranks: list[int], class_name: str, verdict: str) -> str:
     return "right" if class_name in classes or class_name == "" else "unknown"
 
 
-def alone(launcher: str, fault: str, folder: Path) -> tuple[str, str]:
-    """Score pyspy-all alone and the log alone."""
+def alone(launcher: str, fault: str, folder: Path) -> dict[str, str]:
+    """Score pyspy-all alone, the log alone and the recorder alone."""
     stacks = report(launcher, "pyspy-all")
     accused = [rank for outlier in stacks["data"]["outliers"] for rank in outlier["ranks"]]
     by_stacks = score(fault, accused, "slow" if fault in FINE else "", stacks["verdict"])
-    lines = report(launcher, "logs", str(folder / "log"))
-    first: dict[str, Any] = lines["findings"][0] if lines["findings"] else {"where": {"ranks": []}, "level": "unknown"}
-    by_log = score(fault, first["where"]["ranks"], "", "unknown" if lines["verdict"] == "ok" else lines["verdict"])
-    return by_stacks, by_log
+    scores = {"pyspy-all": by_stacks}
+    for name, command, path in (("log", "logs", folder / "log"), ("recorder", "flight-recorder", folder / "dumps")):
+        found = report(launcher, command, str(path))
+        first: dict[str, Any] = next(iter(found["findings"]), {"where": {"ranks": []}})
+        # That no error is in a log, or no dump was written, is no statement about the job.
+        verdict = "unknown" if found["verdict"] == "ok" else found["verdict"]
+        scores[name] = score(fault, first["where"]["ranks"], "", verdict)
+        if scores[name] == "wrong":
+            scores[f"{name} said"] = first.get("title", "")
+    return scores
 
 
 def run(launcher: str, fault: str) -> dict[str, Any]:
     """Start one job, let it hang, ask all, and end it."""
     folder = Path(tempfile.mkdtemp(prefix="hang-matrix-"))
     job = launch(launcher, folder, fault)
+    beside = launch(launcher, folder / "beside", fault) if fault == "two-jobs" else None
     try:
-        wait_ready(folder, job)
+        wait_ready(folder, job, ranks=1 if fault == "notebook" else 4)
         time.sleep(SETTLE_S)
         if job.poll() is not None:
             return {"launcher": launcher, "fault": fault, "hang": "ended", "why": "the launcher ended the job"}
@@ -179,21 +211,26 @@ def run(launcher: str, fault: str) -> dict[str, Any]:
         found = report(launcher, "hang")
         seconds = time.monotonic() - began
         data = found["data"]
-        by_stacks, by_log = alone(launcher, fault, folder)
+        recorded = report(launcher, "hang", "--recorder", str(folder / "dumps"))
+        with_recorder = recorded["data"]
         return {
             "launcher": launcher,
             "fault": fault,
             "hang": score(fault, data["ranks"], data["class_name"], found["verdict"]),
-            "pyspy-all": by_stacks,
-            "log": by_log,
+            "hang --recorder": score(fault, with_recorder["ranks"], with_recorder["class_name"], recorded["verdict"]),
+            **alone(launcher, fault, folder),
             "class": data["class_name"],
             "ranks": data["ranks"],
+            "with recorder": [with_recorder["class_name"], with_recorder["ranks"]],
             "seconds": round(seconds, 1),
             "title": found["findings"][0]["title"],
+            "said": {row["source"]: row["says"] for row in recorded["data"]["sources"]},
         }
     except (subprocess.TimeoutExpired, ValueError, KeyError, AssertionError) as error:
         return {"launcher": launcher, "fault": fault, "hang": "unknown", "why": f"{type(error).__name__}: {error}"}
     finally:
+        if beside is not None:
+            end(beside, folder / "beside")
         end(job, folder)
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -202,7 +239,7 @@ def main() -> None:
     """Run all of it, and print a line for each, and the sums."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--launchers", default="torchrun,srun,mpirun")
-    parser.add_argument("--faults", default=",".join(FAULTS))
+    parser.add_argument("--faults", default=",".join([*FAULTS, *WORKS]))
     parser.add_argument("--out", default="")
     options = parser.parse_args()
     rows = []
@@ -210,9 +247,12 @@ def main() -> None:
         for fault in options.faults.split(","):
             row = run(launcher, fault)
             rows.append(row)
-            print(json.dumps(row), flush=True)
+            shown = dict(row)
+            if {row["hang"], row.get("hang --recorder", "right")} <= {"right", "ended"}:
+                shown.pop("said", None)
+            print(json.dumps(shown), flush=True)
     SLURMS.close()
-    for column in ("hang", "pyspy-all", "log"):
+    for column in ("hang", "hang --recorder", "pyspy-all", "log", "recorder"):
         asked = [row[column] for row in rows if row.get(column) and row["hang"] != "ended"]
         print(column, {each: asked.count(each) for each in ("right", "unknown", "wrong")}, "of", len(asked))
     if options.out:

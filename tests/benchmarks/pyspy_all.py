@@ -142,7 +142,7 @@ def no_harm() -> None:
                 else:
                     time.sleep(0.01)
             assert name == "alone" or seen == looks, f"only {seen} looks: more steps are needed"
-            told[name] = ((job.folder / "losses").read_text(), float((job.folder / "seconds").read_text()))
+            told[name] = ((job.folder / "losses-0").read_text(), float((job.folder / "seconds").read_text()))
     same = told["alone"][0] == told["looked at"][0] and told["alone"][0].count("\n") == steps
     print(
         f"\n{looks} looks at each rank of a job of {steps} steps, {read} with a stack: losses "

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
+import signal
+import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -148,6 +151,27 @@ def test_a_slow_job_is_not_called_hung_and_goes_on() -> None:
     assert set(verdict(result)[1]) <= {2}
 
 
+def losses_of(job: Job) -> list[str]:
+    return (job.folder / "losses-0").read_text().splitlines()
+
+
+def test_a_job_has_the_same_losses_whether_it_is_asked_or_not() -> None:
+    with Job("trains_well", 2, forked=True) as job:
+        job.wait_ready()
+        wait_until(lambda: len(losses_of(job)) > 40, 60, lambda: "it makes no steps")
+        unasked = losses_of(job)[:-1]
+    with Job("trains_well", 2, forked=True) as job:
+        job.wait_ready()
+        made = len(losses_of(job))
+        result = ask(job)
+        assert result.report["verdict"] != "fail", result.out
+        assert len(result.report["data"]["processes"]) == 2
+        wait_until(lambda: len(losses_of(job)) > made + 40, 60, lambda: "it makes no steps any more")
+        asked = losses_of(job)[:-1]
+    steps = min(len(asked), len(unasked))
+    assert asked[:steps] == unasked[:steps]
+
+
 def test_a_dead_node_costs_its_own_row_and_no_more_than_the_timeout(tmp_path: Path) -> None:
     need_network()
     need("ssh", SSHD)
@@ -166,8 +190,7 @@ def test_a_dead_node_costs_its_own_row_and_no_more_than_the_timeout(tmp_path: Pa
         began = time.monotonic()
         result = distdiag("hang", "--json", "--hosts", network.hosts, "--timeout", f"{timeout_s:g}", wrap=wrap, env=env)
         assert time.monotonic() - began < timeout_s + 2
-    assert verdict(result) == ("not-in-collective", [2]), result.out + result.err
-    assert result.code == 1
+    assert (verdict(result), result.code) == (("not-in-collective", [2]), 1), result.out + result.err
     assert any(finding["where"]["hosts"] == ["node4"] for finding in result.report["findings"][1:])
 
 
@@ -197,11 +220,35 @@ def test_a_slurm_node_that_does_not_answer_costs_its_own_row(tmp_path: Path) -> 
 
 
 def test_watch_leaves_a_job_alone_until_nobody_makes_progress() -> None:
-    with hung("sleeps") as job:
-        wait_hung(job)
-        result = ask(job, "--watch", "--every", "3")
-    assert verdict(result) == ("not-in-collective", [2]), result.out + result.err
-    assert "made no progress" in result.err
+    with hung("slow") as job:
+        job.wait_ready()
+        steps = job.folder / "steps"
+        wait_until(steps.exists, 60, lambda: "no step was made")
+        made = int(steps.read_text())
+        watch = [sys.executable, "-m", "distdiag", "hang", "--json", "--job", job.name, "--watch", "--every", "4"]
+        with subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+            wait_until(lambda: int(steps.read_text() or 0) > made + 6, 60, lambda: "it makes no steps any more")
+            assert watching.poll() is None
+            os.kill(job.pid(2), signal.SIGSTOP)
+            out, err = watching.communicate(timeout=60)
+        os.kill(job.pid(2), signal.SIGCONT)
+    report = json.loads(out)
+    assert (report["data"]["class_name"], report["data"]["ranks"], watching.returncode) == ("stopped", [2], 1), out
+    assert err.count("taking the full picture") == 1
+    assert err.count("asking stacks") == 1
+
+
+def test_watch_ends_with_the_job() -> None:
+    with hung("slow") as job:
+        job.wait_ready()
+        watch = [sys.executable, "-m", "distdiag", "hang", "--json", "--job", job.name, "--watch", "--every", "4"]
+        with subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+            assert watching.stderr is not None
+            assert any("watching" in line for line in watching.stderr)
+            for rank in range(3):
+                os.kill(job.pid(rank), signal.SIGKILL)
+            out, err = watching.communicate(timeout=60)
+    assert (json.loads(out)["findings"][0]["id"], watching.returncode) == ("hang.no-job", 3), out + err
 
 
 def test_the_page_holds_the_report(tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ distdiag sees nothing else of this machine; loopback is shared, ports are free o
 their ranks forked from a process that has imported torch (zygote.py; their environ and cmdline in /proc are as if they
 had been started; below `<module> jobs.py` stand two frames of zygote.py); torchrun & co. are really started. When the job is ready (180 s) and,
 if hung, everybody has rested for 6 s (no step done, hardly any CPU time but the culprits'), these run inside:
-`distdiag pyspy-all --json` and `distdiag trace blocked --json` (the order alternates from round to round). Then the
-namespace's init ends, which ends all in it; what is left with the job's mark in its environment is reported.
+`distdiag hang --json`, `distdiag pyspy-all --json` and `distdiag trace blocked --json` (the order alternates from round
+to round). Then the namespace's init ends, which ends all in it; what is left with the job's mark in its environment is
+reported.
 
 Each row has `tool`: the commit asked, and +hash if its tree had changes.
 
@@ -59,7 +60,11 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from table import JOBS, Job  # noqa: E402
 
-COMMANDS = {"pyspy-all": ["pyspy-all", "--json"], "trace blocked": ["trace", "blocked", "--json"]}
+COMMANDS = {
+    "hang": ["hang", "--json"],
+    "pyspy-all": ["pyspy-all", "--json"],
+    "trace blocked": ["trace", "blocked", "--json"],
+}
 READY_S, REST_S, SETTLE_S, ANSWER_S = 180.0, 6.0, 60.0, 90.0
 NICE = 10
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -341,7 +346,7 @@ def left(mark: str) -> list[int]:
     return found
 
 
-LIMIT_S = READY_S + SETTLE_S + 2 * ANSWER_S + 60
+LIMIT_S = READY_S + SETTLE_S + len(COMMANDS) * ANSWER_S + 60
 
 
 def unshared(folder: Path, mark: str, inside_: list[str]) -> None:

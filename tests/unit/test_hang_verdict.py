@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pyspy_facts as facts
 import pytest
 from pyspy_facts import loads, process, twice, waits
+from trace_facts import at_futex, sleeps, thread
 
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.hang.collect import SourceEnd
@@ -17,12 +18,13 @@ from distdiag.commands.hang.diagnose import diagnose
 from distdiag.commands.hang.html_report import make_page
 from distdiag.commands.hang.types import HangClass, NodeHang, Request, Source, Stand
 from distdiag.facts import job_output, kernel_signs
+from distdiag.facts.blocked_threads import Blocked
 from distdiag.facts.job_logs.collect import NodeLogs
 from distdiag.facts.job_output import OutputFile
 from distdiag.facts.kernel_signs import KernelLine, KernelSigns, Unacknowledged
 from distdiag.facts.nccl_ras import RasFacts, Reading
-from distdiag.facts.procs import Standstill
-from distdiag.facts.stack_types import Frame
+from distdiag.facts.procs import Proc, Standstill
+from distdiag.facts.stack_types import Counter, Frame
 from distdiag.gathered import Gathered
 from distdiag.knowledge.activities import activity_of
 from distdiag.output import document
@@ -63,8 +65,92 @@ def test_a_rank_outside_of_the_collective_is_named_with_who_waits_and_since_when
     assert report.verdict is Verdict.FAIL
     assert (report.data.class_name, report.data.ranks) == (HangClass.DATA, (2,))
     assert report.findings[0].title.startswith("rank 2 (n1, pid 102) waits for data: `load_batch` train.py:26")
-    assert "Ranks 0-1,3 wait for 214 s in `all_reduce`" in report.findings[0].detail
-    assert "not available: waits, recorder, log, versions" in report.findings[0].detail
+    assert "Ranks 0-1,3 have waited for 214 s in `all_reduce`" in report.findings[0].detail
+    missing = {row.source for row in report.data.sources if row.stand is Stand.NOT_AVAILABLE}
+    assert missing == {Source.WAITS, Source.RECORDER, Source.LOG, Source.VERSIONS}
+
+
+def test_counters_that_only_one_of_two_readers_tells_are_no_progress() -> None:
+    """py-spy tells none of a module's, and either reader may take a sample: this hung job was called fine."""
+    first, last = waiting()
+    counters = (Counter(0, "<module>", "step", 3), Counter(1, "train", "step", 3))
+    first = replace(first, threads=(replace(first.threads[0], counters=counters),))
+    last = replace(last, threads=(replace(last.threads[0], counters=counters[1:]),))
+    report = judge(node(waiting(), (first, last), twice(loads(), still=ASLEEP)))
+    assert (report.verdict, report.data.ranks) == (Verdict.FAIL, (2,))
+
+
+def test_a_thread_that_did_not_run_made_no_progress_whatever_was_read_of_its_frames() -> None:
+    first, last = (replace(sample, switches=7) for sample in twice(waits(), still=LONG, groups=1))
+    torn = replace(first, threads=(replace(first.threads[0], frames=waits(line=24)),))
+    report = judge(node(waiting(), (torn, last), twice(loads(), still=ASLEEP)))
+    assert (report.verdict, report.data.ranks) == (Verdict.FAIL, (2,))
+    ran = replace(last, switches=8)
+    report = judge(node(waiting(), (torn, ran), twice(loads(), still=ASLEEP)))
+    assert report.verdict is Verdict.OK
+
+
+def test_a_rank_that_wakes_up_is_not_called_stuck_before_the_others_have_waited_for_long() -> None:
+    """Its DataLoader may be slow in every step, and the step take longer than others do."""
+    sleeps_a_little = facts.frames(("fetch_batch", "/home/me/train.py", 7))
+    for waited_s, verdict in ((12.0, Verdict.WARN), (60.0, Verdict.FAIL)):
+        others = [twice(waits(), still=replace(LONG, since_s=waited_s), groups=1) for _ in range(2)]
+        report = judge(node(*others, twice(sleeps_a_little, still=replace(ASLEEP, since_s=1.0))))
+        assert (report.verdict, report.data.class_name, report.data.ranks) == (verdict, HangClass.DATA, (2,))
+
+
+def test_ranks_that_poll_for_one_that_sleeps_for_long_do_not_make_it_slow_only() -> None:
+    """As at a FileStore, where a rank that never joins is waited for."""
+    polls = [
+        tuple(replace(each, switches=7 + 100 * number) for number, each in enumerate(twice(waits(), still=still)))
+        for still in (replace(ASLEEP, since_s=0.01),) * 2
+    ]
+    sleeps_long = facts.frames(("sit", "/home/me/train.py", 7))
+    report = judge(node(*polls, twice(sleeps_long, still=replace(ASLEEP, since_s=20.0))))
+    assert (report.verdict, report.data.class_name, report.data.ranks) == (
+        *(Verdict.FAIL, HangClass.NOT_IN_COLLECTIVE),
+        (2,),
+    )
+    report = judge(node(*polls, twice(sleeps_long, still=replace(ASLEEP, since_s=2.0))))
+    assert (report.verdict, report.data.class_name) == (Verdict.WARN, HangClass.SLOW)
+
+
+def test_a_rank_for_which_the_others_have_waited_for_a_moment_is_slow_and_no_failure() -> None:
+    short = replace(LONG, since_s=4.0)
+    sleeps = facts.frames(("pause", "/home/me/train.py", 7))
+    others = [twice(waits(), still=short, groups=1) for _ in range(2)]
+    report = judge(node(*others, twice(sleeps, still=replace(ASLEEP, since_s=4.0))))
+    assert (report.verdict, report.data.class_name, report.data.ranks) == (Verdict.WARN, HangClass.SLOW, (2,))
+    assert report.findings[0].title.startswith("rank 2 (n1, pid 102) holds up the others: `pause` train.py:7")
+
+
+def test_the_time_of_the_samples_counts_where_the_clock_of_a_shared_processor_is_behind() -> None:
+    """The scheduler's clock leaves out what a hypervisor takes: half of 10 s on a machine that is shared by two."""
+
+    def asleep(stack: tuple[Frame, ...], *switches: int) -> tuple[Sample, ...]:
+        stills = (replace(ASLEEP, since_s=3.6), replace(ASLEEP, since_s=4.7))
+        found = [facts.look(stack, at_s=at_s, still=still) for at_s, still in zip((0.0, 2.4), stills, strict=True)]
+        return tuple(replace(sample, switches=count) for sample, count in zip(found, switches, strict=True))
+
+    sits = facts.frames(("sit", "/home/me/train.py", 7))
+    report = judge(node(asleep(waits(), 7, 7), asleep(waits(), 9, 9), asleep(sits, 5, 5)))
+    assert (report.verdict, report.data.class_name) == (Verdict.FAIL, HangClass.NOT_IN_COLLECTIVE)
+    assert "have waited for 6.0 s" in report.findings[0].detail
+    report = judge(node(asleep(waits(), 7, 8), asleep(waits(), 9, 10), asleep(sits, 5, 6)))
+    assert (report.verdict, report.data.class_name) == (Verdict.WARN, HangClass.SLOW)
+
+
+def test_inner_counters_are_not_compared_where_the_outer_ones_are_not_known_of_all() -> None:
+    inner, outer = Counter(1, "train", "step", 5), Counter(0, "<module>", "epoch", 0)
+
+    def at(*counters: Counter) -> tuple[Sample, ...]:
+        return tuple(replace(each, threads=(replace(each.threads[0], counters=counters),)) for each in waiting())
+
+    late = replace(inner, value=0)
+    report = judge(node(at(outer, inner), at(replace(outer, value=1), late), at(inner)))
+    assert (report.verdict, report.data.ranks) == (Verdict.UNKNOWN, ())
+    report = judge(node(at(outer, inner), at(outer, late), at(outer, inner)))
+    assert (report.data.class_name, report.data.ranks) == (HangClass.BEHIND, (1,))
 
 
 def test_ranks_that_all_wait_accuse_nobody_and_the_next_experiment_is_named() -> None:
@@ -73,6 +159,34 @@ def test_ranks_that_all_wait_accuse_nobody_and_the_next_experiment_is_named() ->
     assert report.data.ranks == ()
     assert len(report.data.candidates) == 2
     assert report.data.next_experiment == "distdiag flight-recorder --how"
+
+
+def test_a_rank_that_proc_leaves_over_is_not_blamed_where_its_stack_is_that_of_the_others() -> None:
+    """All three ask a licence server; of two /proc knows the process at its other end, of the third it does not."""
+    stack = twice(facts.frames(("ask_for_licence", "/home/me/train.py", 8)), still=LONG)
+    elsewhere = twice(facts.frames(("read_config", "/home/me/train.py", 9)), still=LONG)
+    blocked = tuple(Blocked(each.tid, "S", None, (each,), ()) for each in (at_futex(100), at_futex(101), sleeps(102)))
+    ended = (SourceEnd("stacks", 1.0), SourceEnd("waits", 1.0))
+    report = judge(node(stack, stack, stack, blocked=blocked, ended=ended))
+    assert (report.verdict, report.data.ranks) == (Verdict.UNKNOWN, ())
+    report = judge(node(stack, stack, elsewhere, blocked=blocked, ended=ended))
+    assert (report.verdict, report.data.ranks) == (Verdict.FAIL, (2,))
+
+
+@pytest.mark.parametrize(
+    ("state", "verdict", "class_name"),
+    [("R", Verdict.WARN, HangClass.BUSY), ("S", Verdict.FAIL, HangClass.NOT_IN_COLLECTIVE)],
+)
+def test_a_rank_whose_child_computes_is_busy(state: str, verdict: Verdict, class_name: HangClass) -> None:
+    """An evaluation in a process of its own, while the others wait in a barrier."""
+    runs = facts.frames(("Popen._try_wait", "/usr/lib/python3.11/subprocess.py", 1), ("score", "/home/me/train.py", 9))
+    child = Proc(pid=900, parent=102, state=state, comm="python", cpu_s=9.0, started=1)
+    waits_for_it = thread(102, "wait4", children=(child,))
+    blocked = tuple(Blocked(each.tid, "S", None, (each,), ()) for each in (at_futex(100), at_futex(101), waits_for_it))
+    stack = twice(runs, still=replace(LONG, syscall="wait4", wait_channel="do_wait"))
+    ended = (SourceEnd("stacks", 1.0), SourceEnd("waits", 1.0))
+    report = judge(node(waiting(), waiting(), stack, blocked=blocked, ended=ended))
+    assert (report.verdict, report.data.class_name, report.data.ranks) == (verdict, class_name, (2,))
 
 
 def test_data_that_nobody_acknowledges_is_the_network_and_no_rank() -> None:
@@ -89,6 +203,24 @@ def test_a_rank_killed_for_lack_of_memory_is_said_to_be() -> None:
     report = judge(node(waiting(), waiting(), (gone, gone), kernel=(KernelSigns(lines=(line,)),)))
     assert (report.data.class_name, report.data.ranks) == (HangClass.EXITED, (2,))
     assert report.findings[0].title == "rank 2 (n1, pid 102) exited, killed by the kernel: out of memory"
+
+
+def test_ranks_that_leave_one_after_the_other_are_not_blamed_for_it() -> None:
+    """The first to leave is gone from its node, and not seen; the next is found gone, and the last is leaving."""
+    gone = facts.look((), status="gone", reason="it exited while it was sampled")
+    brief = replace(LONG, since_s=0.2)
+    leaving = twice(waits(), still=brief, groups=1)
+    report = judge(node(leaving, (gone, gone)))
+    assert (report.verdict, report.data.ranks) == (Verdict.UNKNOWN, ())
+    report = judge(node(waiting(), (gone, gone)))
+    assert (report.verdict, report.data.ranks) == (Verdict.FAIL, (1,))
+    unseen = [process(100, 0, 3, local=False), process(101, 1, 3, local=False)]
+    samples = {100: waiting(), 101: (gone, gone)}
+    found = facts.node(unseen, samples)
+    ended = (SourceEnd("stacks", 1.0),)
+    some = NodeHang(host=found.host, processes=found.processes, watched=found.watched, ended=ended)
+    report = judge(some)
+    assert (report.verdict, report.data.ranks) == (Verdict.UNKNOWN, ())
 
 
 def test_a_kernel_line_about_a_process_of_nobody_in_the_job_is_no_evidence() -> None:

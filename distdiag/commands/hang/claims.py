@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import name_ranks
 from distdiag.commands.hang.types import HangClass, Source
 from distdiag.diagnosis import wait_findings
-from distdiag.diagnosis.outliers import JobVerdict, Outcome, judge_job, split
+from distdiag.diagnosis.outliers import JobVerdict, Outcome, judge_job, place, polls, split
 from distdiag.diagnosis.process_index import ProcessIndex
 from distdiag.diagnosis.stack_classes import BUSY, StackClass
 from distdiag.diagnosis.stack_wording import briefly, does, waits, who
 from distdiag.diagnosis.wait_findings import Case
 from distdiag.diagnosis.wait_graph import WaitGraph, wait_trees
-from distdiag.diagnosis.wait_reasons import lasting, wait_of
+from distdiag.diagnosis.wait_reasons import Kind, lasting, wait_of
 from distdiag.gathered import Gathered
 from distdiag.jobs.types import NodeStacks
 from distdiag.knowledge.activities import activity_of
@@ -232,8 +232,7 @@ def of_stacks(evidence: Evidence) -> Claim:
         return _of_outliers(claim, evidence)
     if outcome is Outcome.LEFT:
         gone = [state for state in verdict.states if state.thread.kind is StackClass.EXITED]
-        is_long = (_slept_s(verdict.waiting) or 0.0) > wait_findings.LONG_S
-        return _accusing(claim, gone, HangClass.EXITED, f"{who(gone)} exited", is_sure=is_long)
+        return _accusing(claim, gone, HangClass.EXITED, f"{who(gone)} exited", is_sure=_is_waited_for(evidence))
     words = "; ".join(f"{briefly(group)}: {_place(group[0])}" for group in split(verdict.waiting)[:3])
     return replace(claim, says=f"no rank stands out: {words}")
 
@@ -269,7 +268,18 @@ def _of_outliers(claim: Claim, evidence: Evidence) -> Claim:
     chosen = chosen or list(verdict.outliers)
     groups = split(chosen)
     says = "; ".join(f"{who(group)}: {does(group[0])}" for group in groups[:3])
-    return _accusing(claim, chosen, stack_class(groups[0][0], only_slow=verdict.only_slow, evidence=evidence), says)
+    class_name = stack_class(groups[0][0], only_slow=verdict.only_slow, evidence=evidence)
+    return _accusing(claim, chosen, class_name, says, is_sure=not gone or _is_waited_for(evidence))
+
+
+def _is_waited_for(evidence: Evidence) -> bool:
+    """Return whether the others wait for the ranks that are gone.
+
+    Ranks that leave one after the other are a job that ends: who left first is not known, and may not have been seen.
+    """
+    waiting = evidence.stacks.waiting
+    lasts = [polls(state) or (_slept_s([state]) or 0.0) > wait_findings.LONG_S for state in waiting]
+    return bool(waiting) and all(lasts) and not evidence.job.unseen
 
 
 def stack_class(state: RankState, *, only_slow: bool, evidence: Evidence) -> HangClass:
@@ -278,6 +288,11 @@ def stack_class(state: RankState, *, only_slow: bool, evidence: Evidence) -> Han
     found = _CLASSES.get(thread.kind)
     if found in (HangClass.EXITED, HangClass.STOPPED, HangClass.DEBUGGER):
         return found
+    wait = evidence.graph.main((state.member.host, state.member.pid or 0))
+    if wait is not None and wait.kind is Kind.CHILD and thread.kind in (StackClass.LOCK, StackClass.PYTHON):
+        # What it waits for works: an evaluation, a download, a compiler of its own.
+        runs = wait.thread is not None and any(child.state == "R" for child in wait.thread.children)
+        return HangClass.BUSY if runs else HangClass.SLOW if only_slow else HangClass.NOT_IN_COLLECTIVE
     still = state.standstill
     if still is not None and still.state == "D":
         is_device = still.path.startswith("/dev/") or "nv" in still.wait_channel[:3]
@@ -290,7 +305,7 @@ def stack_class(state: RankState, *, only_slow: bool, evidence: Evidence) -> Han
     if found is not None and not (found is HangClass.DATA and activity and thread.moving):
         return found
     is_working = (thread.busy or 0.0) >= BUSY or bool(thread.moving) or thread.runs
-    if is_working and only_slow and (evidence.waited_s() or 0.0) <= wait_findings.LONG_S and not activity:
+    if only_slow and not activity and (not is_working or (evidence.waited_s() or 0.0) <= wait_findings.LONG_S):
         return HangClass.SLOW
     return HangClass.BUSY if is_working or activity else HangClass.NOT_IN_COLLECTIVE
 
@@ -318,7 +333,6 @@ def _accusing(
 _OF_WAITS = {
     "trace.stopped": HangClass.STOPPED,
     "trace.storage": HangClass.STORAGE,
-    "trace.gone": HangClass.EXITED,
     "trace.lock-held": HangClass.LOCK,
     "trace.waits-for": HangClass.NOT_IN_COLLECTIVE,
     "trace.stuck-rank": HangClass.NOT_IN_COLLECTIVE,
@@ -347,12 +361,23 @@ def of_waits(evidence: Evidence) -> Claim:
         class_name = HangClass.DEADLOCK
     if worst.id == "trace.not-hung":
         class_name = HangClass.NOT_HUNG
-    is_sure = worst.level is Level.FAIL
+    is_sure = worst.level is Level.FAIL and not (worst.id in _BY_EXCLUSION and _are_alike(evidence, worst))
     claim = Claim(source=Source.WAITS, says=worst.title, class_name=class_name, is_sure=is_sure, fix=worst.fix)
     if class_name is HangClass.NOT_HUNG or class_name is None:
         return replace(claim, witnesses=frozenset(worst.where.ranks))
     own = [rank for rank in worst.where.ranks]
     return replace(claim, ranks=frozenset(own), pids=worst.where.pids, hosts=worst.where.hosts)
+
+
+_BY_EXCLUSION = ("trace.stuck-rank", "trace.straggler")
+
+
+def _are_alike(evidence: Evidence, finding: Finding) -> bool:
+    """Return whether the stacks of the ranks that /proc leaves over are those of others: then none is to blame."""
+    left_over = set(finding.where.pids)
+    states = evidence.stacks.states
+    others = {place(state) for state in states if state.member.pid not in left_over and state.thread.frames}
+    return any(place(state) in others for state in states if state.member.pid in left_over)
 
 
 # --- recorder, log, RAS, kernel, versions ---------------------------------------------------------------------------
@@ -431,7 +456,7 @@ def of_log(evidence: Evidence) -> Claim:
     bars = [bar for bar in evidence.bars if bar.rank is not None]
     first = next((finding for finding in evidence.log_findings if finding.id != "logs.empty"), None)
     says = "; ".join(f"rank {bar.rank}: {bar.name} {bar.percent} %" for bar in bars[:2])
-    return Claim(source=Source.LOG, says=says or (first.title if first is not None else "it has no line so far"))
+    return Claim(source=Source.LOG, says=says or (first.title if first is not None else "the log is empty so far"))
 
 
 def gone_ranks(evidence: Evidence) -> frozenset[int]:
@@ -580,7 +605,8 @@ def of_kernel(evidence: Evidence) -> Claim:
     gpus = f"{len(busy)} GPUs are busy" if busy else ""
     unread = next((s.log_error for n in evidence.nodes for s in n.kernel if s.log_error), "")
     says = "; ".join([*other[:2], *kills[:1], *filter(None, [gpus])])
-    says = says or (f"the kernel log cannot be read ({unread}); nothing else stands out" if unread else "nothing")
+    unread = f"the kernel log cannot be read ({unread}); nothing else" if unread else "nothing"
+    says = says or f"{unread} stands out"
     return Claim(source=Source.KERNEL, says=says)
 
 

@@ -35,7 +35,7 @@ _VERBS = {
     HangClass.DEBUGGER: ("is in a debugger", "are in a debugger"),
     HangClass.DEVICE: ("waits for its GPU", "wait for their GPUs"),
     HangClass.COMPILE: ("compiles", "compile"),
-    HangClass.SLOW: ("is slower than the others", "are slower than the others"),
+    HangClass.SLOW: ("holds up the others", "hold up the others"),
     HangClass.STOPPED: ("is stopped", "are stopped"),
     HangClass.EXITED: ("exited", "exited"),
     HangClass.BEHIND: ("is behind", "are behind"),
@@ -68,7 +68,7 @@ def finding_of(joined: Joined, rows: Sequence[SourceRow]) -> Finding:
         id=f"{COMMAND}.{class_name}",
         level=joined.level,
         title=_title(joined, claim, states),
-        detail=" ".join(filter(None, [_pace(joined, states), _waiting(joined), _why(joined), _standing(rows)])),
+        detail=" ".join(filter(None, [_pace(joined, states), _waiting(joined), _why(joined)])),
         where=_where(joined, claim, states),
         witnesses=Witnesses(ranks=tuple(sorted(claim.witnesses - joined.accused))),
         evidence=(*_proof(rows), *claim.evidence)[:_SHOWN],
@@ -103,6 +103,8 @@ def _title(joined: Joined, claim: Claim, states: list[RankState]) -> str:
         activity = activity_of(first.thread.frames)
         return f"{name} {_plural(activity, several) if activity else _busy_word(first, several)}: {does(first)}"
     verb = _VERBS[joined.class_name][several]
+    if joined.class_name is HangClass.STOPPED:
+        return f"{name} {'are' if several else 'is'} {does(first)}"
     if joined.class_name is HangClass.EXITED:
         by = _by_whom(joined)
         return f"{name} {verb}{by or f': {does(first)}'}"
@@ -136,8 +138,9 @@ def _waiting(joined: Joined) -> str:
         return ""
     group = max(split(waiting), key=len)
     seconds = joined.evidence.waited_s()
+    is_one = len(group) == 1
+    verb = ("waits" if is_one else "wait") if seconds is None else ("has waited" if is_one else "have waited")
     since = f" for {lasting(seconds)}" if seconds is not None else ""
-    verb = "waits" if len(group) == 1 else "wait"
     return f"{briefly(group).capitalize()} {verb}{since} {waits(group[0])}."
 
 
@@ -162,12 +165,6 @@ def _pace(joined: Joined, states: Sequence[RankState]) -> str:
 
 def _why(joined: Joined) -> str:
     return joined.claim.detail if joined.claim is not None else ""
-
-
-def _standing(rows: Sequence[SourceRow]) -> str:
-    by_stand = {stand: [str(row.source) for row in rows if row.stand is stand] for stand in Stand}
-    words = [f"{stand}: {', '.join(names)}" for stand, names in by_stand.items() if names]
-    return f"Sources: {'; '.join(words)}."
 
 
 def _proof(rows: Sequence[SourceRow]) -> tuple[str, ...]:
@@ -214,7 +211,7 @@ def _about_all(joined: Joined, claim: Claim, rows: Sequence[SourceRow]) -> Findi
         id=f"{COMMAND}.{joined.class_name}",
         level=joined.level,
         title=titles[joined.class_name],
-        detail=" ".join(filter(None, [_why(joined), _standing(rows)])),
+        detail=" ".join(filter(None, [_why(joined)])),
         where=Where(hosts=claim.hosts),
         witnesses=Witnesses(ranks=tuple(sorted(claim.witnesses))),
         evidence=(*_proof(rows), *claim.evidence)[:_SHOWN],
@@ -246,7 +243,7 @@ def _unknown(joined: Joined, rows: Sequence[SourceRow]) -> Finding:
         id=f"{COMMAND}.{HangClass.UNKNOWN}",
         level=Level.UNKNOWN,
         title=title,
-        detail=" ".join(filter(None, [bug, _standing(rows)])),
+        detail=" ".join(filter(None, [bug])),
         where=Where(),
         witnesses=Witnesses(
             ranks=tuple(sorted({s.member.rank for s in evidence.stacks.states if s.member.rank is not None}))

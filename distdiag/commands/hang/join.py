@@ -145,16 +145,18 @@ def _open_candidates(evidence: Evidence, *, in_flight: bool) -> tuple[str, ...]:
     if in_flight:
         return ("a GPU that does not finish its kernel", "the network between the nodes")
     if evidence.stacks.outcome is Outcome.ALL_WAITING:
-        between = "the network between the nodes" + (" or a GPU" if has_gpu(evidence) else "")
-        return ("calls that do not fit together: another collective, group or size on some ranks", between)
+        hosts = {member.host for member in evidence.job.members}
+        between = "the network between the nodes" if len(hosts) > 1 else "the connections between the ranks"
+        between += " or a GPU" if has_gpu(evidence) else ""
+        return ("mismatched calls (another collective, group or size on some ranks)", between)
     if any(state.thread.kind is StackClass.GIL for state in evidence.stacks.states):
         return (
             "a deadlock between that thread and a thread that needs the GIL",
             "a long call into C++ that keeps the GIL",
         )
     if evidence.stacks.outcome in (Outcome.STANDSTILL, Outcome.ALONE):
-        return ("it waits for something outside of the job", "it has not begun, or is at its end")
-    return ("a rank that could not be read", "a rank on a host that was not asked")
+        return ("the job waits for something outside of it", "it is starting or ending")
+    return ("a rank that was not read holds up the others", "a rank on a host that was not asked does")
 
 
 def _made(

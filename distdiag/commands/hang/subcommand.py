@@ -30,6 +30,7 @@ _BRING_TO = 256
 _REACH_SHARE = 0.35
 """Of --timeout, for each stage of reaching a host: a dead node costs this much, and the sources have the rest."""
 _SPARE_S = 1.0
+_ALL_SOURCES = "asking stacks, /proc, NCCL RAS, the flight recorder, the log and the kernel"
 
 
 def _agent(request: Request) -> Agent:
@@ -42,7 +43,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodeHang]:
         part=Part,
         plan=lambda hosts, _: _plan(request, hosts),
         join=lambda host, first, parts, why: join(host, _only_wanted(first, request), parts, why),
-        doing="asking stacks, /proc, NCCL RAS, the flight recorder, the log and the kernel",
+        doing="reading /proc" if request.light else _ALL_SOURCES,
         before=_bring,
     )
     limit_s = request.cluster.host_timeout_s or _REACH_SHARE * request.timeout_s

@@ -18,21 +18,41 @@ if TYPE_CHECKING:
     from distdiag.commands.hang.types import NodeHang, Request
 
 
+class _Readings(Progress):
+    """Of each reading, and there is one a minute, nothing stays in a log."""
+
+    def news(self, text: str) -> None:
+        """Show what a reading does; only on a terminal."""
+        self.now(text)
+
+    def report(self, text: str) -> None:
+        """Report what the readings come to."""
+        super().news(text)
+
+
 def wait_until_still(asked: Callable[[], Request], every_s: float, *, as_json: bool = False) -> None:
-    """Return when at least half of the ranks of a job have slept for longer than between two readings."""
+    """Return when at least half of the ranks of a job have slept for longer than between two readings, or all left."""
     from distdiag.commands.hang.subcommand import SUBCOMMAND
     from distdiag.errors import DistdiagError
 
     try:
         request = replace(asked(), light=True)
-        with Progress() as progress:
+        with _Readings() as progress:
+            was_there = False
             while True:
                 began = time.monotonic()
-                nodes = SUBCOMMAND.collect(request, progress).facts
-                if still := still_ranks(request, nodes, every_s):
-                    progress.news(f"{len(still)} ranks made no progress for {every_s:g} s: taking the full picture")
+                gathered = SUBCOMMAND.collect(request, progress)
+                is_there = bool(gathered.refusals) or any(node.blocked for node in gathered.facts)
+                if still := still_ranks(request, gathered.facts, every_s):
+                    progress.report(f"{len(still)} ranks made no progress for {every_s:g} s: taking the full picture")
                     return
-                progress.now("the job makes progress")
+                if was_there and not is_there:
+                    progress.report("no rank is left: taking the full picture")
+                    return
+                if is_there and not was_there:
+                    progress.report(f"watching, a reading every {every_s:g} s: it ends when no rank makes progress")
+                progress.now("the job makes progress" if is_there else "no rank found so far")
+                was_there = was_there or is_there
                 time.sleep(max(0.0, every_s - (time.monotonic() - began)))
     except DistdiagError as error:
         fail(COMMAND, error, as_json=as_json)

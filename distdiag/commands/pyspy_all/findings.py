@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hosts import fold_ranks
 from distdiag.commands.pyspy_all.types import COMMAND
 from distdiag.diagnosis import remedies
+from distdiag.diagnosis.data_workers import ran_lately, stuck_worker
 from distdiag.diagnosis.outliers import ALIVE, Outcome, split
 from distdiag.diagnosis.slow_ranks import ENOUGH
 from distdiag.diagnosis.stack_classes import StackClass, helper_frames
@@ -16,7 +17,6 @@ from distdiag.diagnosis.stack_wording import (
     does,
     samples_in_words,
     spot,
-    stuck_worker,
     waits,
     who,
     worker_does,
@@ -303,10 +303,12 @@ def _helpers(verdict: JobVerdict) -> list[Finding]:
         return []
     state, helper = found[0]
     more = f"; so do {len(found) - 1} more" if len(found) > 1 else ""
+    # One that ran a moment ago may only be slow.
+    is_stuck = not verdict.only_slow and not all(ran_lately(owner) for owner, _ in found)
     return [
         Finding(
             id=f"{COMMAND}.helper-stuck",
-            level=Level.FAIL,
+            level=Level.FAIL if is_stuck else Level.WARN,
             title=f"DataLoader worker {helper.process.pid} of {who([state])} {worker_does(helper)}{more}",
             evidence=_worker_stack(helper_frames(helper.watched)),
             where=Where(
