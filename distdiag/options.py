@@ -133,13 +133,8 @@ def _cluster(  # noqa: PLR0913 - an option is an argument
 
 
 def _kube(selector: str, namespace: str, context: str, container: str, debug_image: str) -> Kube | None:
-    options = {"--namespace": namespace, "--context": context, "--container": container, "--kube-debug": debug_image}
-    if not selector:
-        if typed := [name for name, value in options.items() if value]:
-            raise typer.BadParameter("needs --kube SELECTOR", param_hint=typed[0])
+    if not any((selector, namespace, context, container, debug_image)):
         return None
-    if not selector.strip():
-        raise typer.BadParameter("an empty selector: give a label (app=train), or pytorchjob/NAME", param_hint="--kube")
     return Kube(selector=selector, namespace=namespace, context=context, container=container, debug_image=debug_image)
 
 

@@ -17,7 +17,6 @@ import subprocess
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self
 from urllib.parse import parse_qs, urlsplit
 
@@ -25,6 +24,8 @@ from support import need
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from io import BufferedIOBase
+    from pathlib import Path
 
 _GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 _STDIN, _STDOUT, _STDERR, _ERROR, _CLOSE = 0, 1, 2, 3, 255
@@ -60,7 +61,7 @@ def pod_manifest(
     node: str = "",
     phase: str = "Running",
     statuses: dict[str, dict[str, Any]] | None = None,
-    **more: Any,
+    **more: Any,  # noqa: ANN401 - parts of the manifest
 ) -> dict[str, Any]:
     """Make a pod as the API server would show it; each container runs since 2026-01-01 unless `statuses` differ."""
     running = {"state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}, "restartCount": 0}
@@ -127,7 +128,7 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 512
 
-    def handle_error(self, *_: Any) -> None:
+    def handle_error(self, *_: object) -> None:
         """A client that goes away is no error."""
 
 
@@ -135,7 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_api: KubeApi
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, *_: object) -> None:
         """Keep stderr clean."""
 
     def do_GET(self) -> None:
@@ -269,7 +270,7 @@ class _Handler(BaseHTTPRequestHandler):
 class _Stream:
     """A program whose streams are channels of a WebSocket."""
 
-    def __init__(self, reader: BinaryIO, connection: socket.socket) -> None:
+    def __init__(self, reader: BufferedIOBase, connection: socket.socket) -> None:
         self._reader, self._connection = reader, connection
         self._lock = threading.Lock()
 

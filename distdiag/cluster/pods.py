@@ -209,8 +209,10 @@ def _refused(kube: Kube, done: programs.Done) -> DistdiagError:
             f"the API server of {context} did not answer within {API_TIMEOUT_S:g} s",
             hint="check the VPN or proxy; choose another: kubectl config get-contexts, then --context NAME",
         )
-    if re.search("context .* does not exist|no context exists", last):
-        return DistdiagError(last.removeprefix("error: "), hint="kubectl config get-contexts")
+    if re.search("context .*(does not exist|was not found)|no context exists", last):
+        return DistdiagError(
+            last.removeprefix("error: ").removeprefix("Error in configuration: "), hint="kubectl config get-contexts"
+        )
     if re.search("Unauthorized|must be logged in|provide credentials", last):
         return DistdiagError(f"{context} does not know you: {last}", hint="log in to the cluster again")
     return DistdiagError(f"kubectl get pods failed: {last}", hint=" ".join(kube.get()))

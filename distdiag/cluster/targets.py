@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 THIS_NODE = Host(name="this node")
 _SLURM_TIMEOUT_S = 10.0
+_OF_KUBE = ("namespace", "context", "container", "kube-debug")
 
 
 class Launcher(StrEnum):
@@ -128,6 +129,9 @@ def _check(cluster: Cluster) -> None:
         raise UsageError(f"{' and '.join(sources)} both select hosts", hint="use only one of them")
     if cluster.launcher is Launcher.KUBE and cluster.kube is None:
         raise UsageError("--launcher kubectl needs --kube", hint="--kube job-name=train, or --kube pytorchjob/train")
+    if cluster.kube and not cluster.kube.selector.strip():
+        typed = " and ".join(name for name, value in cluster.typed() if name[2:] in _OF_KUBE)
+        raise UsageError(f"{typed or '--kube'} without a selector", hint="--kube app=train, or --kube pytorchjob/train")
     if cluster.kube and (cluster.via or cluster.launcher not in (Launcher.AUTO, Launcher.KUBE)):
         raise UsageError("--kube always uses kubectl", hint="leave out --via and --launcher")
     if cluster.via and cluster.launcher not in (Launcher.AUTO, Launcher.VIA):
