@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -54,7 +55,7 @@ def named(name: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Network, KubeApi]]:
-    """Four pods with a rank each, of which rank 2 hangs; train-1 was OOM-killed two minutes ago, the others run since."""
+    """Four pods with a rank each, of which rank 2 hangs; train-1 was OOM-killed two minutes ago, the others were not."""
     need_network()
     need_kubectl()
     folder = tmp_path_factory.mktemp("kube")
@@ -100,7 +101,7 @@ def test_hang_names_the_stuck_rank_and_the_pod_that_was_killed_first(
     by_via = distdiag("hang", "--json", "--hosts", network.hosts, "--via", network.via)
     by_kube = distdiag("hang", "--json", "--kube", "job-name=train", "--save", str(tmp_path), env=api.env)
     of = [(one.report["data"]["class_name"], one.report["data"]["ranks"]) for one in (by_via, by_kube)]
-    assert of[0] == of[1] == ("not-in-collective", [2]), by_kube.out + by_kube.err
+    assert of[0] == of[1] == ("data-loading", [2]), by_kube.out + by_kube.err
     killed = by_kube.findings["oom-killed"]
     assert (killed["level"], killed["where"]["hosts"]) == ("fail", ["train-1"])
     assert by_kube.report["summary"].startswith("train-1 was OOM-killed 2 min ago; ")
@@ -190,21 +191,17 @@ def test_each_pod_has_a_row(tmp_path: Path) -> None:
             "mute": "timeout",
         }, result.out + result.err
         levels = {
-            (finding["id"], finding["level"]): finding["title"]
+            (finding["id"], finding["level"]): re.sub(r" \d+ (s|min) ago$", "", finding["title"])
             for finding in result.report["findings"]
             if finding["id"].startswith("kube.")
         }
     assert levels.pop(("kube.pod-lacks", "info"))
-    assert (
-        levels
-        == {
-            ("kube.container-failed", "fail"): "crash failed with exit code 139 (SIGSEGV) 30 s ago",
-            ("kube.evicted", "fail"): "evict was evicted",
-            ("kube.not-started", "fail"): "pull: not started: ImagePullBackOff",
-            ("kube.not-started", "warn"): "wait: not started: Unschedulable",
-        }
-        or "31 s" in levels["kube.container-failed", "fail"]
-    )
+    assert levels == {
+        ("kube.container-failed", "fail"): "crash failed with exit code 139 (SIGSEGV)",
+        ("kube.evicted", "fail"): "evict was evicted",
+        ("kube.not-started", "fail"): "pull: not started: ImagePullBackOff",
+        ("kube.not-started", "warn"): "wait: not started: Unschedulable",
+    }
 
 
 def test_a_right_that_is_missing_is_named_by_verb_and_resource(tmp_path: Path) -> None:
@@ -212,7 +209,7 @@ def test_a_right_that_is_missing_is_named_by_verb_and_resource(tmp_path: Path) -
         api.forbidden = {("create", "pods/exec")}
         result = blocked("--kube", "job-name=train", api=api)
         assert states(result) == {"train-0": "auth"}, result.out + result.err
-        assert 'no right to create pods/exec in namespace ml (user "dev")' in result.out
+        assert "no right to create pods/exec in namespace ml" in result.out
         assert "kubectl auth can-i create pods/exec --namespace ml" in result.out
         api.forbidden = {("list", "pods")}
         result = blocked("--kube", "job-name=train", api=api)
