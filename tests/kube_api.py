@@ -298,6 +298,10 @@ class _Stream:
         code = process.wait()
         for thread in outputs:
             thread.join(5)
+        for stream in (process.stdout, process.stderr):
+            stream.close()
+        with contextlib.suppress(OSError):
+            process.stdin.close() if process.stdin is not None else None
         causes = [{"reason": "ExitCode", "message": str(code if code >= 0 else 128 - code)}]
         failure = {"status": "Failure", "reason": "NonZeroExitCode", "details": {"causes": causes}}
         words = f"command terminated with non-zero exit code: {code}"

@@ -55,7 +55,7 @@ def named(name: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Network, KubeApi]]:
-    """Four pods with a rank each, of which rank 2 hangs; train-1 was OOM-killed two minutes ago, the others were not."""
+    """Four pods with a rank each, of which rank 2 hangs; train-1 alone was OOM-killed, two minutes ago."""
     need_network()
     need_kubectl()
     folder = tmp_path_factory.mktemp("kube")
