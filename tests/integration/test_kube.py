@@ -1,4 +1,4 @@
-"""Pods as hosts, with a real kubectl: the answer that --via gives, a row for each pod, and what Kubernetes knows itself."""
+"""Pods as hosts, with a real kubectl: the answer of --via, a row for each pod, and what Kubernetes itself knows."""
 
 from __future__ import annotations
 
