@@ -68,7 +68,10 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Network, Kub
 
         def pod(rank: int) -> FakePod:
             statuses = oom_killed(120, 115) if rank == 1 else since(3600)
-            limits = [{"name": "pytorch", "resources": {"limits": {"memory": "64Gi"}}}, {"name": "istio-proxy"}]
+            limits: list[dict[str, Any]] = [
+                {"name": "pytorch", "resources": {"limits": {"memory": "64Gi"}}},
+                {"name": "istio-proxy"},
+            ]
             manifest = pod_manifest(
                 f"train-{rank}", labels=LABELS, containers=limits, node=f"gpu0{rank}", statuses=statuses
             )
