@@ -18,6 +18,7 @@ import msgspec  # noqa: TID253 - this module is only imported when there are fac
 from distdiag import __version__
 from distdiag.bundle_file import is_bundle, saved_facts
 from distdiag.cluster.host_results import HostError, HostResult  # noqa: TC001 - msgspec reads the annotations
+from distdiag.cluster.pods import Pod  # noqa: TC001
 from distdiag.cluster.records import Senseless, read_json
 from distdiag.errors import UsageError
 from distdiag.facts.text import printable
@@ -49,6 +50,9 @@ class Gathered(Generic[Facts]):
     rows: tuple[HostResult, ...] = ()
     refusals: dict[str, HostError] = field(default_factory=dict)
     interrupted: bool = False
+    pods: tuple[Pod, ...] = ()
+    """What Kubernetes says of them, where hosts are pods. `pods_error`: why it said nothing in the end."""
+    pods_error: str = ""
 
 
 class _Head(msgspec.Struct, frozen=True):
@@ -71,6 +75,7 @@ class _Saved(msgspec.Struct, Generic[Asked, Facts], frozen=True, kw_only=True):
     row: HostResult | None = None
     refusal: HostError | None = None
     facts: Facts | None = None
+    pod: Pod | None = None
 
 
 @dataclass(frozen=True)
@@ -93,9 +98,10 @@ def documents(command: str, request: object, gathered: Gathered[Any]) -> Iterato
     """Yield (file name, content) for each host, as --save writes them."""
     facts = {of_host.host: of_host for of_host in gathered.facts}
     rows = {row.host: row for row in gathered.rows}
+    pods = {pod.name: pod for pod in gathered.pods}
     names: set[str] = set()
     at = time.time()
-    for number, host in enumerate(dict.fromkeys([*rows, *facts, *gathered.refusals, *gathered.missing])):
+    for number, host in enumerate(dict.fromkeys([*rows, *facts, *gathered.refusals, *gathered.missing, *pods])):
         saved = _Saved(
             command=command,
             at=at,
@@ -107,6 +113,7 @@ def documents(command: str, request: object, gathered: Gathered[Any]) -> Iterato
             row=rows.get(host),
             refusal=gathered.refusals.get(host),
             facts=facts.get(host),
+            pod=pods.get(host),
         )
         name = re.sub(r"[^\w.-]", "_", f"{command}.{host}")[:200]
         name = f"{name}.{number}" if name in names else name
@@ -258,6 +265,7 @@ def _add(gathered: Gathered[Facts], saved: _Saved[Any, Facts]) -> None:
         gathered.refusals[saved.host] = saved.refusal
     if saved.missing:
         gathered.missing[saved.host] = saved.missing
+    gathered.pods += (saved.pod,) if saved.pod is not None else ()
     if saved.facts is not None:
         gathered.facts.append(saved.facts)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from distdiag.cluster.pods import Kube
 from distdiag.cluster.targets import Cluster, Launcher
 from distdiag.errors import UsageError
 from distdiag.program_name import called_as as called_as  # the commands import it from here
@@ -69,6 +70,19 @@ def _cluster(  # noqa: PLR0913 - an option is an argument
         typer.Option(metavar="FILE", help="File of hosts: Open MPI, MPICH, DeepSpeed, PBS or plain lines."),
     ] = None,
     slurm_job: Annotated[str, typer.Option(metavar="ID", help="Use the nodes of this running SLURM job.")] = "",
+    kube: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SELECTOR", help="Use these pods: a label (app=train), pytorchjob/NAME, job/NAME, pod/NAME."
+        ),
+    ] = None,
+    namespace: Annotated[str, typer.Option(metavar="NAME", help="Namespace of --kube. [default: kubectl's]")] = "",
+    context: Annotated[str, typer.Option(metavar="NAME", help="Context of --kube. [default: kubectl's]")] = "",
+    container: Annotated[str, typer.Option(metavar="NAME", help="Container of --kube. [default: that of torch]")] = "",
+    kube_debug: Annotated[
+        str,
+        typer.Option(metavar="IMAGE", help="Look into the pods of --kube from a debug container with this image."),
+    ] = "",
     via: Annotated[
         str,
         typer.Option(metavar="COMMAND", help='Command that starts a program on {host}: "kubectl exec -i {host} --".'),
@@ -112,7 +126,14 @@ def _cluster(  # noqa: PLR0913 - an option is an argument
         host_timeout_s=host_timeout,
         accept_new=accept_new,
         explain=explain_transport,
+        kube=_kube(_given(kube), namespace, context, container, kube_debug),
     )
+
+
+def _kube(selector: str, namespace: str, context: str, container: str, debug_image: str) -> Kube | None:
+    if not any((selector, namespace, context, container, debug_image)):
+        return None
+    return Kube(selector=selector, namespace=namespace, context=context, container=container, debug_image=debug_image)
 
 
 def _given(text: str | None) -> str:

@@ -21,13 +21,14 @@ from distdiag.program_name import as_called
 from distdiag.report import Level, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
     from rich.status import Status
     from rich.table import Column, Table
 
     from distdiag.cluster.host_results import HostResult
+    from distdiag.cluster.pods import Pod
     from distdiag.report import Finding, Report
 
 Data = TypeVar("Data")
@@ -240,6 +241,21 @@ def host_table(rows: Iterable[HostResult]) -> Iterator[RenderableType]:
         table.add_row(fold(row.host for row in group), str(len(group)), state, stage, f"{slowest:.1f}")
     yield table
     yield ""
+
+
+def pod_table(pods: Sequence[Pod]) -> Iterator[RenderableType]:
+    """Draw a row for each pod, with its node and how its container ended last; none where hosts are no pods."""
+    from rich.table import Column
+
+    from distdiag.cluster.pod_findings import pod_rows
+
+    if pods:
+        names = ("pod", "node", "container", "state", "restarts", "last end")
+        table = plain_table(*(Column(name, overflow="fold") for name in names))
+        for row in pod_rows(pods):
+            table.add_row(*row)
+        yield ""
+        yield table
 
 
 class Wide:

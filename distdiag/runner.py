@@ -19,13 +19,15 @@ import typer
 
 from distdiag.agent.protocol import Collect
 from distdiag.cluster import start_fleet
+from distdiag.cluster.pod_findings import with_pods
+from distdiag.cluster.pods import find_pods
 from distdiag.cluster.start_fleet import Agent, open_fleet
 from distdiag.cluster.targets import describe, find_targets
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.facts.text import printable
 from distdiag.files import make_folder
 from distdiag.gathered import Foreign, Gathered, read, save
-from distdiag.output import Output, Progress, deliver, deliver_lines, is_done_by_another
+from distdiag.output import Output, Progress, deliver, deliver_lines, is_done_by_another, pod_table
 from distdiag.report import Finding, Fix, Level
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
     from distdiag.cluster.fleet import Fleet
     from distdiag.cluster.node import Node
+    from distdiag.cluster.pods import Kube
     from distdiag.cluster.targets import Cluster, Targets
     from distdiag.report import Report
 
@@ -109,12 +112,14 @@ def run(
         judged.append((request, gathered))
         with _of_files(options):
             made = subcommand.diagnose(request, gathered)
+            if gathered.pods or gathered.pods_error:
+                made = with_pods(made, gathered.pods, gathered.pods_error)
         made = finish(made)
         return not_saved(made, unsaved[0]) if unsaved else made
 
     def view(made: Report[Data]) -> Iterable[RenderableType]:
         with _of_files(options):
-            return list(subcommand.view(*judged[0], made))
+            return [*subcommand.view(*judged[0], made), *pod_table(judged[0][1].pods)]
 
     output = Output(
         json=options.as_json,
@@ -171,6 +176,8 @@ def facts_of(
         make_folder("--save", options.save)
     with Progress() as progress:
         gathered = subcommand.collect(request, progress)
+        if (kube := _kube_of(request)) is not None:
+            gathered = _with_pods_now(kube, gathered, progress)
     if options.save:
         try:
             save(options.save, subcommand.saved_as or subcommand.name, request, gathered)
@@ -179,6 +186,24 @@ def facts_of(
                 raise
             unsaved.append(error)
     return request, gathered
+
+
+def _kube_of(request: Any) -> Kube | None:  # noqa: ANN401 - a dataclass
+    cluster: Cluster | None = getattr(request, "cluster", None)
+    return cluster.kube if cluster is not None else None
+
+
+def _with_pods_now(kube: Kube, gathered: Gathered[Facts], progress: Progress) -> Gathered[Facts]:
+    """Ask for the pods once more, at the end: one may have been killed meanwhile."""
+    progress.now("reading the states of the pods")
+    if gathered.interrupted:
+        return gathered
+    try:
+        return replace(gathered, pods=find_pods(kube))
+    except DistdiagError as error:
+        return replace(gathered, pods_error=str(error))
+    except KeyboardInterrupt:
+        return replace(gathered, interrupted=True)
 
 
 def _read(

@@ -341,7 +341,7 @@ class Fleet:
         node.link.kill()
 
     def _why_it_ended(self, node: Node) -> HostError:
-        refusal = node.why_it_ended()
+        refusal = self.transport.explain_end(node.why_it_ended())
         words = self.transport.last_words() if refusal.state is HostState.LOST else ()
         return replace(refusal, evidence=(*refusal.evidence, *words)) if words else refusal
 

@@ -19,6 +19,7 @@ class HostState(StrEnum):
     HOST_KEY_CHANGED = "host-key-changed"
     HOST_KEY_REVOKED = "host-key-revoked"
     AUTH = "auth"
+    NOT_RUNNING = "not-running"
     NO_PYTHON = "no-python"
     TIMEOUT = "timeout"
     PROTOCOL_ERROR = "protocol-error"

@@ -150,6 +150,10 @@ def _transport(cluster: Cluster, targets: Targets, payload_bytes: int, *, needs_
         from distdiag.cluster.transports.command import ViaTransport
 
         return ViaTransport(cluster.via, shell, lines, width=cluster.fanout)
+    if targets.launcher is Launcher.KUBE and cluster.kube is not None:
+        from distdiag.cluster.transports.kube import KubeTransport
+
+        return KubeTransport(cluster.kube, targets.pods, shell, lines, width=cluster.fanout)
     if targets.launcher is Launcher.SSH:
         from distdiag.cluster.transports.ssh import SshTransport
 

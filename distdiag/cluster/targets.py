@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from distdiag.cluster.hostfile import lsf_hosts, read_hostfile, slurm_tasks
 from distdiag.cluster.hostlist import expand
 from distdiag.cluster.hosts import Host, HostList, fold, parse_hosts
+from distdiag.cluster.pods import Kube, Pod, find_pods
 from distdiag.errors import DistdiagError, UsageError
 from distdiag.facts import programs
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 THIS_NODE = Host(name="this node")
 _SLURM_TIMEOUT_S = 10.0
+_OF_KUBE = ("namespace", "context", "container", "kube-debug")
 
 
 class Launcher(StrEnum):
@@ -30,6 +32,7 @@ class Launcher(StrEnum):
     SLURM = "slurm"
     MPI = "mpi"
     VIA = "via"
+    KUBE = "kubectl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,7 @@ class Cluster:
     host_timeout_s: float | None = None
     accept_new: bool = False
     explain: bool = False
+    kube: Kube | None = None
 
     def typed(self) -> list[tuple[str, str]]:
         """Return the options as they would be typed again: name and value, unquoted."""
@@ -55,6 +59,7 @@ class Cluster:
             ("--hosts", self.hosts),
             ("--hostfile", self.hostfile),
             ("--slurm-job", self.slurm_job),
+            *self._pods(),
             ("--via", self.via),
             ("--launcher", "" if self.launcher is Launcher.AUTO else str(self.launcher)),
             ("--python", self.python),
@@ -64,6 +69,18 @@ class Cluster:
             ("--host-timeout", f"{self.host_timeout_s:g}" if self.host_timeout_s else ""),
         ]
         return [(name, value) for name, value in named if value]
+
+    def _pods(self) -> list[tuple[str, str]]:
+        kube = self.kube
+        if kube is None:
+            return []
+        return [
+            ("--kube", kube.selector),
+            ("--namespace", kube.namespace),
+            ("--context", kube.context),
+            ("--container", kube.container),
+            ("--kube-debug", kube.debug_image),
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +92,7 @@ class Targets:
     source: str
     job: str = ""
     duplicates: tuple[str, ...] = ()
+    pods: tuple[Pod, ...] = ()
 
 
 def find_targets(cluster: Cluster, environ: Mapping[str, str]) -> Targets:
@@ -82,9 +100,11 @@ def find_targets(cluster: Cluster, environ: Mapping[str, str]) -> Targets:
 
     Raises:
         UsageError: the options contradict each other, or a host list is wrong.
-        DistdiagError: the SLURM job cannot be asked for.
+        DistdiagError: the SLURM job or the pods cannot be asked for.
     """
     _check(cluster)
+    if cluster.kube is not None:
+        return _pods(cluster.kube)
     if cluster.hosts:
         return _given(cluster, parse_hosts(cluster.hosts), "--hosts", environ)
     if cluster.hostfile:
@@ -101,11 +121,19 @@ def _check(cluster: Cluster) -> None:
             ("--hosts", cluster.hosts),
             ("--hostfile", cluster.hostfile),
             ("--slurm-job", cluster.slurm_job),
+            ("--kube", cluster.kube),
         )
         if value
     ]
     if len(sources) > 1:
         raise UsageError(f"{' and '.join(sources)} both select hosts", hint="use only one of them")
+    if cluster.launcher is Launcher.KUBE and cluster.kube is None:
+        raise UsageError("--launcher kubectl needs --kube", hint="--kube job-name=train, or --kube pytorchjob/train")
+    if cluster.kube and not cluster.kube.selector.strip():
+        typed = " and ".join(name for name, value in cluster.typed() if name[2:] in _OF_KUBE)
+        raise UsageError(f"{typed or '--kube'} without a selector", hint="--kube app=train, or --kube pytorchjob/train")
+    if cluster.kube and (cluster.via or cluster.launcher not in (Launcher.AUTO, Launcher.KUBE)):
+        raise UsageError("--kube always uses kubectl", hint="leave out --via and --launcher")
     if cluster.via and cluster.launcher not in (Launcher.AUTO, Launcher.VIA):
         raise UsageError(
             f"--via and --launcher {cluster.launcher} are mutually exclusive", hint="leave one of them out"
@@ -224,13 +252,21 @@ def _job(job: str) -> Targets:
     )
 
 
+def _pods(kube: Kube) -> Targets:
+    """Ask Kubernetes for the pods; of one that its controller has replaced nothing can be asked any more."""
+    pods = tuple(pod for pod in find_pods(kube) if not pod.replaced)
+    hosts = tuple(Host(name=pod.name) for pod in pods)
+    return Targets(hosts=hosts, launcher=Launcher.KUBE, source=f"--kube {kube.selector}", pods=pods)
+
+
 def describe(targets: Targets) -> str:
     """Describe the hosts for people: "4 hosts (n[1-4]) by ssh"."""
     if targets.launcher is None:
         return "this machine"
     names = fold(host.name for host in targets.hosts)
     count = len(targets.hosts)
-    return f"{count} host{'s' if count > 1 else ''} ({names}) by {targets.launcher}"
+    what = "pod" if targets.launcher is Launcher.KUBE else "host"
+    return f"{count} {what}{'s' if count > 1 else ''} ({names}) by {targets.launcher}"
 
 
 def python_here(name: str) -> str:

@@ -22,6 +22,7 @@ _WORDS = {
     HostState.HOST_KEY_CHANGED: "has a changed host key",
     HostState.HOST_KEY_REVOKED: "has a revoked host key",
     HostState.AUTH: "denies access",
+    HostState.NOT_RUNNING: "is not running",
     HostState.NO_PYTHON: "has no usable Python",
     HostState.TIMEOUT: "did not answer in time",
     HostState.PROTOCOL_ERROR: "returned an invalid answer",

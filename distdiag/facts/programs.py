@@ -116,15 +116,17 @@ class Adopted:
         return self.returncode
 
 
-def run(argv: Sequence[str], *, timeout_s: float, env: dict[str, str] | None = None) -> Done:
+def run(
+    argv: Sequence[str], *, timeout_s: float, env: dict[str, str] | None = None, most_bytes: int = MAX_OUTPUT_BYTES
+) -> Done:
     """Run a program to its end or for at most `timeout_s` seconds, then kill its whole group.
 
-    A child of it that keeps the pipes open cannot make this wait longer, and each stream is kept up to 4 MiB.
+    A child of it that keeps the pipes open cannot make this wait longer, and each stream is kept up to `most_bytes`.
     """
     began = time.monotonic()
     process = start(argv, env=env)
     say(process, b"")
-    return hear(process, timeout_s=timeout_s, began=began)
+    return hear(process, timeout_s=timeout_s, began=began, most_bytes=most_bytes)
 
 
 def say(process: subprocess.Popen[bytes] | Adopted, words: bytes, *, is_all: bool = True) -> None:
@@ -136,10 +138,16 @@ def say(process: subprocess.Popen[bytes] | Adopted, words: bytes, *, is_all: boo
         process.stdin.close()
 
 
-def hear(process: subprocess.Popen[bytes] | Adopted, *, timeout_s: float, began: float | None = None) -> Done:
+def hear(
+    process: subprocess.Popen[bytes] | Adopted,
+    *,
+    timeout_s: float,
+    began: float | None = None,
+    most_bytes: int = MAX_OUTPUT_BYTES,
+) -> Done:
     """Hear what it tells, to its end, as `run` does; `began`: since when its seconds count, by default from now."""
     began = time.monotonic() if began is None else began
-    output, in_time = _read(process, began + timeout_s)
+    output, in_time = _read(process, began + timeout_s, most_bytes)
     if in_time:
         in_time = _wait(process, max(0.0, began + timeout_s - time.monotonic())) is not None
     end_group(process)
@@ -292,7 +300,9 @@ def _wait(process: subprocess.Popen[bytes] | Adopted, timeout_s: float) -> int |
         return None
 
 
-def _read(process: subprocess.Popen[bytes] | Adopted, deadline: float) -> tuple[dict[int, bytes], bool]:
+def _read(
+    process: subprocess.Popen[bytes] | Adopted, deadline: float, most_bytes: int
+) -> tuple[dict[int, bytes], bool]:
     assert process.stdout is not None
     assert process.stderr is not None
     output = {1: b"", 2: b""}
@@ -307,5 +317,5 @@ def _read(process: subprocess.Popen[bytes] | Adopted, deadline: float) -> tuple[
                 data = os.read(key.fd, 65536)
                 if not data:
                     selector.unregister(key.fileobj)
-                output[key.data] = (output[key.data] + data)[:MAX_OUTPUT_BYTES]
+                output[key.data] = (output[key.data] + data)[:most_bytes]
     return output, True

@@ -45,6 +45,10 @@ class Arrivals:
         while not self._queue.empty():
             yield self._queue.get()
 
+    def explain_end(self, refusal: HostError) -> HostError:
+        """Return why an agent ended, where the transport understands what its tool said about it."""
+        return refusal
+
     def close(self) -> None:
         """Close the bell; what comes after is dropped."""
         push, self._push = self._push, -1
@@ -83,6 +87,10 @@ class Transport(ABC):
     def last_words(self) -> tuple[str, ...]:
         """Return what the launcher itself said lately, where one launcher leads to all hosts."""
         return ()
+
+    def explain_end(self, refusal: HostError) -> HostError:
+        """Return why an agent ended, where the transport understands what its tool said about it."""
+        return refusal
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do
         """Let go of what was kept for all hosts; links are closed by then."""

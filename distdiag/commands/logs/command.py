@@ -15,6 +15,7 @@ from distdiag.options import FromOpt, JsonOpt, SaveOpt, StrictOpt, called_as, on
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from distdiag.cluster.pods import Kube
     from distdiag.diagnosis.job_logs.types import Logs, Request
     from distdiag.facts.job_logs.collect import NodeLogs, Reader
     from distdiag.facts.job_logs.scan import Event
@@ -52,7 +53,8 @@ def logs(
     """Find the first failure in the logs of a job: its rank, its cause, and what only followed from it.
 
     Reads the prefixes of torchrun, srun, mpirun, mpiexec, pdsh, clush, kubectl and Ray, and .gz, .xz and .zst files.
-    With --hosts the paths are read on each host, and only what is found is sent.
+    With --hosts the paths are read on each host, and only what is found is sent. With --kube and no path: what
+    kubectl logs has of all containers, before their last restart too.
 
     Exit status: 0 warnings only, 1 failure explained, 2 wrong usage, 3 the logs do not show the first failure (a hang
     leaves no line at all), 130 interrupted.
@@ -71,7 +73,7 @@ def logs(
         separate.deliver_streams(paths or [], rank or [], split, has_hosts=bool(cluster.typed()), as_json=as_json)
 
     def request() -> Request:
-        if not (paths or from_ or cluster.explain):
+        if not (paths or from_ or cluster.explain or cluster.kube):
             raise UsageError("no log named", hint="distdiag logs FILE, a folder, or - for stdin")
         if follow and cluster.typed():
             raise UsageError(
@@ -120,6 +122,8 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodeLogs]:
     from distdiag.cluster.targets import find_targets
     from distdiag.facts.job_logs.collect import NodeLogs
 
+    if request.cluster.kube is not None and not request.paths:
+        return _of_pods(request, request.cluster.kube, progress)
     if find_targets(request.cluster, os.environ).launcher is None or not request.cluster.typed():
         return _here(request, progress)
 
@@ -156,6 +160,20 @@ def _tell(reader: Reader, event: Event, progress: Progress) -> None:
     rank = next((rank for rank in (event.rank, stream.rank, stream.local) if rank is not None), None)
     who = f"rank {rank}: " if rank is not None else ""
     progress.news(f"{who}{event.text.partition(chr(10))[0][:200]}")
+
+
+def _of_pods(request: Request, kube: Kube, progress: Progress) -> Gathered[NodeLogs]:
+    """Read what kubectl hands out; nothing is started in the pods."""
+    from distdiag.commands.logs import pod_logs
+    from distdiag.facts.job_logs.collect import Reader
+    from distdiag.gathered import Gathered
+
+    reader, interrupted = Reader(_ask(request)), False
+    try:
+        pod_logs.read(kube, reader, progress)
+    except KeyboardInterrupt:
+        interrupted = True
+    return Gathered(facts=[reader.found()], interrupted=interrupted)
 
 
 def _join(host: str, first: NodeLogs, parts: Sequence[NodeLogs], why: str) -> NodeLogs | None:

@@ -132,6 +132,10 @@ class Reader:
         self._file(open_as, len(self._files) - 1, own)
         self._files[-1] = replace(self._files[-1], path=path)
 
+    def unreadable(self, path: str, error: str) -> None:
+        """Report a log that could not be read, or not to its end."""
+        self._files.append(LogFile(path, error=error))
+
     def _file(self, path: str, number: int, own: Stream) -> None:
         demux = Demux()
         own.file = number
