@@ -320,9 +320,22 @@ def _may_only_be_slow(
     return watched_s < _MUCH_LONGER_S and all(map(_may_compute, outliers))
 
 
+def _child_works(state: RankState) -> bool:
+    """Return whether it waits for a child that used the processor between the samples: an evaluation, a compiler."""
+    samples = state.member.watched.samples if state.member.watched is not None else ()
+    stills = [sample.standstill[0] for sample in samples if sample.standstill]
+    if len(stills) < 2 or stills[0].path != stills[-1].path:
+        return False
+    before, after = stills[0].child_cpu_s, stills[-1].child_cpu_s
+    passed_s = samples[-1].at_s - samples[0].at_s
+    return before is not None and after is not None and after - before >= _RUNS * passed_s > 0
+
+
 def _may_compute(state: RankState) -> bool:
     # A compiler works in processes and threads of its own, while the rank sleeps.
     kind = state.thread.kind
+    if _child_works(state):
+        return True
     return goes_on(state) or kind is StackClass.COMPILE or (state.thread.busy is None and kind is StackClass.COMPUTE)
 
 

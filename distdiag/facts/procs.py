@@ -7,6 +7,7 @@ variables that name a place in a job are ever looked at.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import struct
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ class Proc:
 
 
 _MOST_CONNECTIONS = 1024
+_MOST_DESCENDANTS = 256
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class Task:
 class Standstill:
     """Why a process does not go on, as far as the kernel tells: function, system call, since how many seconds.
 
-    `path`: what the call is about: a file, or in words a pipe, the address of a socket, a child.
+    `path`: what the call is about: a file, or in words a pipe, the address of a socket, a child. `child_cpu_s`: of a
+    child that it waits for, and of the child's own, the processor seconds until now.
     """
 
     tid: int
@@ -76,6 +79,7 @@ class Standstill:
     syscall: str
     path: str
     since_s: float | None
+    child_cpu_s: float | None = None
 
 
 def table() -> dict[int, Proc]:
@@ -257,7 +261,26 @@ def standstill(pid: int, tid: int, clocks: dict[int, float]) -> Standstill:
         syscall=name,
         path=path,
         since_s=off_cpu.seconds(pid, [tid], clocks).get(tid),
+        child_cpu_s=_child_cpu(name, path),
     )
+
+
+def _child_cpu(call: str, path: str) -> float | None:
+    """Return the processor seconds of the child that a call waits for, with its descendants; None without a child."""
+    if call not in _ON_PROCESS and not path.startswith("a pipe from "):
+        return None
+    match = re.search(r"\(pid (\d+)\)$", path)
+    if match is None:
+        return None
+    left, total = [int(match[1])], 0.0
+    for _ in range(_MOST_DESCENDANTS):
+        if not left:
+            break
+        pid = left.pop()
+        process = read(pid)
+        total += process.cpu_s if process is not None else 0.0
+        left += _children(pid)
+    return total
 
 
 def is_python(pid: int, words: list[str]) -> bool:

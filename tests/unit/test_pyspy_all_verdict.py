@@ -226,6 +226,16 @@ def test_who_has_waited_for_a_moment_only_may_wait_for_a_slow_step() -> None:
     assert "may only be slower" in report.findings[0].detail
 
 
+@pytest.mark.parametrize(("cpu_s", "verdict"), [(0.9, Verdict.WARN), (0.0, Verdict.FAIL)])
+def test_who_waits_for_a_child_that_computes_may_only_be_slow(cpu_s: float, verdict: Verdict) -> None:
+    still = Standstill(1, "S", "do_wait", "wait4", "python (pid 900)", 60.0, child_cpu_s=7.0)
+    first, last = twice(loads(), still=still)
+    last = replace(last, standstill=(replace(still, child_cpu_s=7.0 + cpu_s),))
+    waiting = twice(waits(), still=Standstill(1, "S", "", "futex", "", 60.0))
+    report = judge(job(waiting, (first, last), waiting))
+    assert (outlier_ranks(report), report.verdict) == ([[1]], verdict)
+
+
 def test_ranks_that_left_while_the_last_one_still_writes_are_not_blamed() -> None:
     own = [process(100 + rank, rank, 3) for rank in (0,)]
     report = judge(node(own, {100: twice(loads(), cpu=0.2)}))
