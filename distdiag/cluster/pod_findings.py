@@ -199,7 +199,7 @@ def _fix(id_: str, each: _Ended) -> Fix:
         return Fix(text=text, commands=(f"kubectl describe pod {pod.name} {at}",))
     previous = " --previous" if each.again else ""
     command = f"kubectl logs {pod.name} {at} -c {quoted(each.container.name)}{previous} --tail 100"
-    return Fix(text="read its last output; all pods at once: distdiag logs --kube", commands=(command,))
+    return Fix(text="read its last output; all pods at once: distdiag logs --kube SELECTOR", commands=(command,))
 
 
 def _not_started(pods: Sequence[Pod]) -> Iterator[Finding]:

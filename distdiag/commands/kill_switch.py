@@ -43,7 +43,7 @@ def on(
 
     \b
     Examples:
-      distdiag kill-switch on /shared/train-7b.stop --reason "node maintenance"
+      distdiag kill-switch on /shared/train-7b.stop --reason maintenance
       distdiag kill-switch off /shared/train-7b.stop    # before the next job
     """
     _deliver("on", lambda: _turn_on(os.path.abspath(path), reason), as_json=as_json)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold
@@ -107,8 +108,14 @@ def _title(joined: Joined, claim: Claim, states: list[RankState]) -> str:
         return f"{name} {'are' if several else 'is'} {does(first)}"
     if joined.class_name is HangClass.EXITED:
         by = _by_whom(joined)
+        if not by and _may_never_have_started(first):
+            return f"{name}: {does(first)}"
         return f"{name} {verb}{by or f': {does(first)}'}"
     return f"{name} {verb}: {does(first)}"
+
+
+def _may_never_have_started(state: RankState) -> bool:
+    return state.member.process is None and state.thread.kind is StackClass.EXITED
 
 
 def _busy_word(state: RankState, several: bool) -> str:
@@ -182,7 +189,9 @@ def _fix(joined: Joined, claim: Claim, states: Sequence[RankState]) -> Fix | Non
     if claim.fix is not None:
         return claim.fix
     if joined.class_name is HangClass.EXITED:
-        return remedies.find_cause_of_death(fold(claim.hosts))
+        cause = remedies.find_cause_of_death(fold(claim.hosts))
+        is_missing = first is not None and _may_never_have_started(first)
+        return replace(cause, text=f"check that its launcher started it; if so, {cause.text}") if is_missing else cause
     if joined.class_name is HangClass.STORAGE and first is not None:
         still = first.standstill
         path = still.path.rpartition("/")[0] if still is not None and still.path.startswith("/") else ""
@@ -202,7 +211,9 @@ def _about_all(joined: Joined, claim: Claim, rows: Sequence[SourceRow]) -> Findi
         HangClass.OUTSIDE: f"hung outside of the collectives: {claim.says}",
         HangClass.RESTART: f"elastic restart {evidence.restarts} in progress: ranks are not in a collective yet",
     }
+    slow = f"{again(evidence.request, 'pyspy-all')} --samples 20"
     fixes = {
+        HangClass.NOT_HUNG: Fix(text="if it is slow, find the rank that the others wait for", commands=(slow,)),
         HangClass.NETWORK: Fix(text="test the network between the nodes", commands=(again(evidence.request, "ports"),)),
         HangClass.OUTSIDE: Fix(text=_FIXES[HangClass.OUTSIDE], commands=(again(evidence.request, "pyspy-all"),)),
         HangClass.RESTART: Fix(text="read why the attempt before ended", commands=("distdiag logs PATH",)),
