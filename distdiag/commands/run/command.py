@@ -82,7 +82,7 @@ def run(
     Examples:
       distdiag run -- torchrun --nproc-per-node 8 train.py
       distdiag run --stall 600 --on-stall kill --save run42 -- torchrun train.py
-      distdiag run --sync --recorder --ranks 3 -- torchrun --nproc-per-node 8 train.py
+      distdiag run --sync --recorder --ranks 3 -- torchrun train.py
     """
     from distdiag.commands.run.switches import SANITIZERS, Switches, parse, parse_ranks, parse_subsystems
     from distdiag.errors import UsageError
