@@ -259,6 +259,8 @@ class Question(Generic[First, Part, Facts]):
     """Called first, with the nodes that will be asked."""
     timed: Callable[[Part, float, float], Part] = lambda part, *_: part
     """Called with each answer, and when the node was asked and its answer was read, by this machine's clock (s)."""
+    together: Callable[[Fleet, Mapping[str, Node], Sequence[Facts]], list[Facts]] | None = None
+    """Called last, with the nodes by host: adds to their facts what shows only between them."""
 
 
 def gather(
@@ -286,6 +288,8 @@ def gather(
             talk.go()
             while again(gathered := talk.gathered()):
                 talk.go()
+            if question.together is not None and gathered is not None:
+                gathered.facts = question.together(fleet, talk.nodes, gathered.facts)
         except KeyboardInterrupt:
             if not talk.nodes:
                 raise

@@ -398,24 +398,7 @@ def _top(path: Path) -> str:
 
 
 # Made at run time, of parts: what these report is written here, and which ids there are in the tests of the commands.
-_PORTS = {"port": "a port that was named", "rank-ports": "the ephemeral ports that ranks use", "path": "a path"}
-_OUTCOMES = {
-    "filtered": "no answer: packets are dropped",
-    "refused": "a firewall resets connections",
-    "rejected": "connections are rejected",
-    "silent": "connected, then no data comes through",
-    "broken": "connected, then the connection is cut",
-    "cut-off": "data stops midway",
-    "no-route": "the node's own kernel has no route",
-    "no-port": "no free local port",
-}
 _BUILT = {
-    **{
-        f"{command}.{what}-{outcome}": f"{where}: {words}"
-        for command in ("gpu-test", "ports")
-        for what, where in _PORTS.items()
-        for outcome, words in _OUTCOMES.items()
-    },
     "allreduce-bench.link-lossy": "a link loses packets",
     "allreduce-bench.link-slow": "a link is slower than the others",
     "allreduce-bench.not-saved": "the facts could not be saved",
@@ -501,13 +484,17 @@ def finding_ids(package: Path = PACKAGE) -> dict[str, Entry]:
     for known in _toml("cuda_logs.toml")["failure"]:
         found[f"cuda-env.log.{known['id']}"].sentences.append(_named(known["means"]))
     from distdiag.commands.doctor.types import CHECKS
+    from distdiag.diagnosis.connectivity import PATH_IDS
 
+    for id_, words in PATH_IDS.items():
+        found[f"gpu-test.{id_}"].sentences.append(words)
+        found[f"ports.{id_}"].sentences.append(words)
     for name, words in _BUILT.items():
         found[name].sentences.append(words)
     for id_, words in CHECKS.items():
         found[f"doctor.{id_}"].sentences.insert(0, words)
-    for name in [name for name in found if _is_open(name)]:
-        del found[name]  # where the parts are not in the call; these ids are in _BUILT
+    # Where the parts of an id are not in the call: these ids are in _BUILT.
+    found = defaultdict(Entry, {name: entry for name, entry in found.items() if not _is_open(name)})
     for name, entry in found.items():
         if name.startswith("cuda-env.log.") and not entry.sentences:
             entry.sentences += found.get(name.replace(".log.", ".", 1), Entry()).sentences

@@ -34,6 +34,21 @@ _AT_THE_SOURCE = (*_BY_ITS_OWN_KERNEL, "name", "loopback")
 """The fault is at the node that connects, whatever it connects to."""
 _JUDGED_ELSEWHERE = ("stranger", "swallowed-up", "swallowed-down", "busy")
 _PURPOSES = {(PORT,): "port", (RANKS,): "rank-ports", (PORT, RANKS): "path"}
+_WHERE = {"port": "a port that was named", "rank-ports": "the ephemeral ports that ranks use", "path": "a path"}
+_OUTCOMES = {
+    "filtered": "no answer: packets are dropped",
+    "refused": "a firewall resets connections",
+    "rejected": "connections are rejected",
+    "silent": "connected, then no data comes through",
+    "broken": "connected, then the connection is cut",
+    "cut-off": "data stops midway",
+    "no-route": "the node's own kernel has no route",
+    "no-port": "no free local port",
+}
+PATH_IDS = {
+    f"{what}-{outcome}": f"{where}: {words}" for what, where in _WHERE.items() for outcome, words in _OUTCOMES.items()
+}
+"""The findings of closed paths, in words."""
 _IDS = {"name": "address-unresolved", "loopback": "address-loopback"}
 _FEW_RETRANSMITS = 4
 """Packets sent again for the 64 KiB of a small probe, about 50 full packets: more than a busy switch costs."""
@@ -525,7 +540,7 @@ def _large_packets(case: Case) -> list[Finding]:
             f"large packets {_directions(case, tried | directed, directed)} are dropped, small packets arrive",
             detail="torch's init works and the first large collective times out. A link on the path carries smaller "
             "packets than the interfaces send, and path MTU discovery does not find that out.",
-            where=Where(hosts=case.named(ends)),
+            **_blamed(case, tried | directed, directed),
             evidence=(
                 *(f"MTU {mtu or 'unknown'} on {fold(hosts)}" for mtu, hosts in mtus.items()),
                 *(evidence_line(case, path) for path in bad[:EVIDENCE_LINES]),
@@ -567,6 +582,15 @@ def _directions(case: Case, tried: Collection[tuple[str, str]], bad: Collection[
             words.append("between all nodes")
     whole = [f"{' and '.join(moves)} {fold(case.named(nodes))}" for nodes, moves in sides.items()]
     return ", and ".join([*whole, *words])
+
+
+def _blamed(case: Case, tried: Collection[tuple[str, str]], bad: Collection[tuple[str, str]]) -> dict[str, object]:
+    """Return whom bad paths accuse: the nodes whose own side is bad, else both ends; who only saw it is a witness."""
+    culprits = merged(fewest_culprits(sorted(tried), bad))
+    ends = sorted({node for edge in bad for node in edge})
+    accused = case.named(node for culprit in culprits for node in (*culprit.nodes, *culprit.others))
+    witnesses = tuple(host for host in case.named(ends) if host not in accused)
+    return {"where": Where(hosts=accused), "witnesses": Witnesses(hosts=witnesses)}
 
 
 def _is_swallowed(path: NetworkPath) -> bool:
@@ -629,7 +653,7 @@ def _bad_link(case: Case, name: str, level: Level, what: str, bad: Sequence[Netw
         level,
         f"{what} {_directions(case, tried, edges)}",
         detail="torch runs over such a link, but many times slower.",
-        where=Where(hosts=case.named(node for path in bad for node in _edge(path))),
+        **_blamed(case, tried, edges),
         evidence=tuple(evidence_line(case, path) for path in bad[:EVIDENCE_LINES]),
         fix=Fix(
             text="check error counters and speed of the interfaces, cables and switch ports on that path",

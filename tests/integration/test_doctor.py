@@ -55,6 +55,27 @@ def test_of_equal_nodes_nothing_is_said(network: Network) -> None:
     assert all(abs(row["clock_offset_s"]) <= row["clock_uncertainty_s"] + 0.05 for row in report["data"]["nodes"])
 
 
+@pytest.mark.parametrize(("fault", "id_"), [("drop", "rank-ports-filtered"), ("mtu_black_hole", "mtu-black-hole")])
+def test_a_path_between_nodes_that_is_closed_is_named_and_judged_again(
+    fault: str, id_: str, network: Network, tmp_path: Path
+) -> None:
+    node = network["node3"]
+    try:
+        if fault == "drop":
+            node.drop_ephemeral(29500)
+        else:
+            node.mtu_black_hole()
+        done = run(network, "--json", "--save", str(tmp_path))
+    finally:
+        node.heal()
+    report = json.loads(done.stdout)
+    (finding,) = (finding for finding in report["findings"] if finding["id"] == f"doctor.{id_}")
+    assert (finding["where"]["hosts"], finding["level"], done.returncode) == (["node3"], "fail", 1), report["findings"]
+    assert report["data"]["exclude"] == "node3"
+    again = distdiag("doctor", "--json", "--from", str(tmp_path))
+    assert json.loads(again.out)["findings"] == report["findings"]
+
+
 def test_one_line_a_status_and_a_file_for_node_exporter(network: Network, tmp_path: Path) -> None:
     metrics = tmp_path / "doctor.prom"
     with CHANGES["disk-full"].make(network, network["node3"]):

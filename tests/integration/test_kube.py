@@ -114,6 +114,14 @@ def test_hang_names_the_stuck_rank_and_the_pod_that_was_killed_first(
     assert (again.code, again.report["summary"]) == (by_kube.code, by_kube.report["summary"])
 
 
+def test_doctor_reads_each_pod_and_the_killed_one_is_a_warning(job: tuple[Network, KubeApi]) -> None:
+    network, api = job
+    result = distdiag("doctor", "--kube", "job-name=train", "--json", env=api.env)
+    assert len(result.report["data"]["nodes"]) == len(network.nodes), result.out + result.err
+    killed = next(finding for finding in result.report["findings"] if finding["id"] == "kube.oom-killed")
+    assert (killed["level"], killed["where"]["hosts"]) == ("warn", ["train-1"])
+
+
 def test_logs_of_a_selector_have_the_container_before_its_restart(job: tuple[Network, KubeApi]) -> None:
     _, api = job
     result = distdiag("logs", "--json", "--kube", "job-name=train", env=api.env)

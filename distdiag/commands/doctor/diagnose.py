@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold, fold_within
 from distdiag.cluster.unreached_hosts import host_findings
+from distdiag.commands.doctor import paths
 from distdiag.commands.doctor.gpu_symptoms import gpu_symptoms
 from distdiag.commands.doctor.node_symptoms import node_symptoms, versions_of
 from distdiag.commands.doctor.odd_node import odd_findings
@@ -31,10 +32,7 @@ _MANY_FLAPS, _FLAPS_RATIO = 10, 5
 _ROOM = 60
 _EVIDENCE_LINES = 8
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
-_TESTED_ELSEWHERE = (
-    "connections between the nodes: distdiag ports --hosts LIST",
-    "GPUs and NCCL at work: distdiag gpu-test --hosts LIST",
-)
+_TESTED_ELSEWHERE = ("GPUs and NCCL at work: distdiag gpu-test --hosts LIST",)
 
 
 def diagnose(request: Request, gathered: Gathered[NodeDoctor]) -> Report[Doctor]:
@@ -47,6 +45,7 @@ def diagnose(request: Request, gathered: Gathered[NodeDoctor]) -> Report[Doctor]
         *host_findings(gathered.refusals, gathered.rows),
         *_incomplete(gathered),
         *own,
+        *paths.judge(COMMAND, {node.host: node.paths for node in nodes if node.paths is not None}),
         *_clocks(nodes),
         *_flaps(nodes),
         *pcie_paths.findings(COMMAND, [_pcie(node) for node in nodes]),
@@ -66,7 +65,7 @@ def diagnose(request: Request, gathered: Gathered[NodeDoctor]) -> Report[Doctor]
             nodes=tuple(judged),
             differences=tuple(row for row in rows if not _left_out(request, row.id)),
             silenced=_silenced(request, all_findings),
-            unchecked=_TESTED_ELSEWHERE if several else _TESTED_ELSEWHERE[1:],
+            unchecked=_TESTED_ELSEWHERE,
         ),
         findings=tuple(findings),
         summary=_summary(fit, exclude, findings, judged, unreached),

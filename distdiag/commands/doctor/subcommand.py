@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from distdiag import runner
 from distdiag.cluster.start_fleet import Agent
 from distdiag.cluster.targets import python_here
+from distdiag.commands.doctor import paths
 from distdiag.commands.doctor.collect import Arrived, Clock, Part
 from distdiag.commands.doctor.diagnose import diagnose
 from distdiag.commands.doctor.types import COMMAND, NodeDoctor, Request
@@ -15,8 +16,10 @@ from distdiag.commands.doctor.view import doctor_view
 from distdiag.runner import Asks, Question, Subcommand
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from distdiag.cluster.fleet import Fleet
+    from distdiag.cluster.node import Node
     from distdiag.gathered import Gathered
     from distdiag.output import Progress
 
@@ -45,6 +48,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodeDoctor]:
         join=lambda host, _, parts, why: join(host, parts, why),
         doing="reading limits, disks, network, GPUs and versions",
         timed=_with_clock,
+        together=_with_paths,
     )
     return runner.gather(request.cluster, _AGENT, question, progress)
 
@@ -55,6 +59,11 @@ def _with_clock(part: Part, asked_at: float, read_at: float) -> Part:
         return part
     half = max(0.0, read_at - asked_at) / 2
     return replace(part, clock=Clock(part.time_s - (asked_at + half), half))
+
+
+def _with_paths(fleet: Fleet, nodes: Mapping[str, Node], facts: Sequence[NodeDoctor]) -> list[NodeDoctor]:
+    variables = {node.host: node.system.variables for node in facts if node.system is not None}
+    return paths.add_paths(fleet, nodes, facts, variables)
 
 
 def join(host: str, parts: Sequence[Part], why: str) -> NodeDoctor:

@@ -15,6 +15,8 @@ from distdiag.commands.doctor.collect import (  # noqa: TC001
     Software,
     System,
 )
+from distdiag.commands.doctor.paths import NodePaths  # noqa: TC001
+from distdiag.diagnosis.connectivity import PATH_IDS
 from distdiag.report import Fix, Level  # noqa: TC001
 
 COMMAND = "doctor"
@@ -93,6 +95,11 @@ CHECKS = {
     "differs.shm": "nodes differ in /dev/shm",
     "differs.system": "nodes differ in kernel, glibc, firmware or machine type",
     "incomplete": "not all facts of a node came",
+    **PATH_IDS,
+    "mtu-black-hole": "large packets between nodes are lost",
+    "link-slow": "a path between nodes has very low throughput",
+    "link-lossy": "a path between nodes loses packets",
+    "no-answer": "a node did not answer when the paths were to be tested",
 }
 """All findings by id, without the command's name, and what each means; --only and --ignore choose."""
 
@@ -121,6 +128,7 @@ class NodeDoctor:
     software: Software | None = None
     gpus: Gpus | None = None
     kernel: KernelLog | None = None
+    paths: NodePaths | None = None
     late: tuple[str, ...] = ()
     failed: dict[str, str] = field(default_factory=dict)
     missing: str = ""
