@@ -175,7 +175,9 @@ def _order(deaths: Sequence[RankRun], nodes: Sequence[NodeRun]) -> Iterator[str]
 def _launcher_says(logs: NodeLogs) -> str:
     exits = [event for event in logs.events if event.id == "exit"]
     first = next((event for event in exits if event.groups.get("first")), None)
-    return first.text.partition("\n")[0][:200] if first is not None else ""
+    if first is None:
+        return ""
+    return first.text.partition("\n")[0].partition(": To enable traceback see")[0][:200]
 
 
 def _pictured(nodes: Sequence[NodeRun]) -> Iterator[str]:
