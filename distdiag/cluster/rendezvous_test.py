@@ -98,15 +98,16 @@ class RendezvousTest(PathTest):
 class Prober:
     """Lets nodes try each other: what all tests of paths have in common."""
 
-    def __init__(self, fleet: Fleet, nodes: Sequence[Node]) -> None:
-        self._fleet, self._nodes = fleet, nodes
+    def __init__(self, fleet: Fleet, nodes: Sequence[Node], order_s: float = _ORDER_S) -> None:
+        """`order_s`: how long all nodes together may take for an order."""
+        self._fleet, self._nodes, self._order_s = fleet, nodes, order_s
         self._key = handshake.new_key()
 
     def ask_all(self, order: protocol.Message, kind: type[T]) -> dict[str, T]:
         """Order the same of all nodes; return the answers that came in time, by node."""
         for node in self._nodes:
             node.order(order)
-        return self._fleet.expect(kind, self._nodes, _ORDER_S)
+        return self._fleet.expect(kind, self._nodes, self._order_s)
 
     def serve(self) -> set[str]:
         """Let all nodes answer probes; return those that do."""

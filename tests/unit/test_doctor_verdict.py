@@ -13,6 +13,7 @@ from distdiag.cluster.drift import grouped
 from distdiag.cluster.targets import Cluster
 from distdiag.commands.doctor.collect import Clock, Disks, Gpus, KernelLog, Limit, NodeNetwork, Software, System
 from distdiag.commands.doctor.diagnose import diagnose
+from distdiag.commands.doctor.paths import NodePaths
 from distdiag.commands.doctor.subcommand import _with_clock
 from distdiag.commands.doctor.types import CHECKS, NodeDoctor, Request
 from distdiag.commands.doctor.view import metrics
@@ -108,6 +109,18 @@ def judged(*nodes: NodeDoctor, request: Request = ASKED) -> Report[Doctor]:
 def found(report: Report[Doctor]) -> dict[str, Finding]:
     """All that is no remark, by id without the command's name."""
     return {finding.id.removeprefix("doctor."): finding for finding in report.findings if finding.level != "info"}
+
+
+def test_paths_that_were_not_tested_are_not_fit() -> None:
+    report = judged(node("a"), node("b"))
+    assert report.data.unchecked[0].startswith("connections between the nodes: distdiag ports")
+    tried = judged(
+        node("a", paths=NodePaths(address="10.0.0.1", peers=("b",))),
+        node("b", paths=NodePaths(address="10.0.0.2", peers=("a",))),
+    )
+    assert tried.verdict == "unknown"
+    assert found(tried)["paths-untested"].title == "no result of 2 paths between a,b"
+    assert not tried.data.unchecked[0].startswith("connections")
 
 
 def test_a_healthy_node_is_fit() -> None:

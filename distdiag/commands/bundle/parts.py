@@ -43,7 +43,8 @@ def _cuda_env(own: Any, asked: Request) -> Any:  # noqa: ANN401 - cuda-env's req
 
 
 def _doctor(own: Any, asked: Request) -> Any:  # noqa: ANN401 - doctor's request
-    return replace(own, timeout_s=max(2.0, min(20.0, asked.timeout_s / 4)))
+    # A bundle is of a job that runs: its nodes read themselves, and open no port.
+    return replace(own, timeout_s=max(2.0, min(20.0, asked.timeout_s / 4)), connects=False)
 
 
 PARTS = (

@@ -32,6 +32,7 @@ _MANY_FLAPS, _FLAPS_RATIO = 10, 5
 _ROOM = 60
 _EVIDENCE_LINES = 8
 _ORDER = (Level.FAIL, Level.UNKNOWN, Level.WARN, Level.INFO)
+_PATHS_ELSEWHERE = "connections between the nodes: distdiag ports --hosts LIST"
 _TESTED_ELSEWHERE = ("GPUs and NCCL at work: distdiag gpu-test --hosts LIST",)
 
 
@@ -65,12 +66,18 @@ def diagnose(request: Request, gathered: Gathered[NodeDoctor]) -> Report[Doctor]
             nodes=tuple(judged),
             differences=tuple(row for row in rows if not _left_out(request, row.id)),
             silenced=_silenced(request, all_findings),
-            unchecked=_TESTED_ELSEWHERE,
+            unchecked=_unchecked(nodes),
         ),
         findings=tuple(findings),
         summary=_summary(fit, exclude, findings, judged, unreached),
         interrupted=gathered.interrupted,
     )
+
+
+def _unchecked(nodes: Sequence[NodeDoctor]) -> tuple[str, ...]:
+    """List what was not tested, and the commands that do."""
+    is_open = len(nodes) > 1 and not any(node.paths for node in nodes)
+    return (_PATHS_ELSEWHERE, *_TESTED_ELSEWHERE) if is_open else _TESTED_ELSEWHERE
 
 
 def _said(findings: Iterable[Finding]) -> dict[str, tuple[str, ...]]:

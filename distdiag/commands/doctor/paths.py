@@ -1,7 +1,7 @@
-"""The paths between the nodes: each tries its peers in both directions, on the rendezvous port and on a port of ranks.
+"""The paths between the nodes: each tries its peers, in both directions, on an ephemeral port, as ranks do.
 
-Above 16 nodes each tries its neighbours in the list. What is sent over a path of ranks is more than a few full packets,
-so that a path that swallows large packets is seen.
+Above 16 nodes each tries its neighbours in the list. What is sent is more than a few full packets, so that a path that
+swallows large packets is seen.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from distdiag.agent import protocol
+from distdiag.cluster.hosts import fold_within
 from distdiag.cluster.records import ReachEnded, ReachListening
-from distdiag.cluster.rendezvous_test import PORT, RANKS, LookUp, NetworkPath, PathTest, Prober
+from distdiag.cluster.rendezvous_test import RANKS, LookUp, NetworkPath, PathTest, Prober
 from distdiag.diagnosis.connectivity import Case, path_findings
 from distdiag.diagnosis.nic_selection import address_of
+from distdiag.diagnosis.wording import counted
 from distdiag.facts.network import Network  # noqa: TC001 - saved facts are decoded by it
+from distdiag.report import Finding, Fix, Level, Witnesses
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,20 +25,23 @@ if TYPE_CHECKING:
     from distdiag.agent.tcp_probe import ProbeResult
     from distdiag.cluster.fleet import Fleet
     from distdiag.cluster.node import Node
-    from distdiag.report import Finding
 
-_RENDEZVOUS_PORT = 29500
 _ALL_PAIRS = 16
 _BULK_BYTES = 2**18
 _LIMITS_S = (2.0, 1.0)
+_ORDER_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodePaths:
-    """What one node saw of its paths to others. `silent`: it did not answer when the paths were to be tested."""
+    """What one node saw of its paths to others.
+
+    `peers`: the hosts that it was to try; `silent`: it did not answer when the paths were to be tested.
+    """
 
     network: Network | None = None
     address: str = ""
+    peers: tuple[str, ...] = ()
     paths: tuple[NetworkPath, ...] = ()
     silent: bool = False
 
@@ -45,42 +51,41 @@ class PathProbe(Prober):
 
     def __init__(self, fleet: Fleet, nodes: Mapping[str, Node], variables: Mapping[str, Mapping[str, str]]) -> None:
         """`variables`: of each host, those that select an interface."""
-        super().__init__(fleet, list(nodes.values()))
+        super().__init__(fleet, list(nodes.values()), _ORDER_S)
         self._hosts = {node.name: host for host, node in nodes.items()}
         self._variables = variables
         self._paths: dict[str, list[NetworkPath]] = {}
 
     def run(self) -> dict[str, NodePaths]:
         """Listen everywhere, try every path, end; return what each host saw."""
-        heard = self.ask_all(protocol.ReachListen(ports=[_RENDEZVOUS_PORT]), ReachListening)
+        heard = self.ask_all(protocol.ReachListen(), ReachListening)
         served = self.serve()
         addresses = {
             name: address_of(answer.network.interfaces, self._variables.get(self._hosts[name], {}))
             for name, answer in heard.items()
         }
-        names = [name for name in self._hosts if name in served and addresses.get(name)]
-        wanted = {source: self._targets(source, names, heard, addresses) for source in names}
+        names = [name for name in self._hosts if name in served and name in heard]
+        peers = {name: _peers(name, names) for name in names}
+        wanted: dict[str, list[list[Any]]] = {
+            source: [
+                [f"{RANKS} {target}", addresses[target], heard[target].samples[0], _BULK_BYTES]
+                for target in targets
+                if addresses[target]
+            ]
+            for source, targets in peers.items()
+        }
         self.probe(wanted, [], _LIMITS_S, self._take, lambda _: False)
         self.ask_all(protocol.ReachEnd(), ReachEnded)
         return {
             host: NodePaths(
                 network=heard[name].network if name in heard else None,
                 address=addresses.get(name, ""),
+                peers=tuple(self._hosts[peer] for peer in peers.get(name, ())),
                 paths=tuple(self._paths.get(name, ())),
-                silent=name not in served,
+                silent=name not in peers,
             )
             for name, host in self._hosts.items()
         }
-
-    def _targets(
-        self, source: str, names: list[str], heard: Mapping[str, ReachListening], addresses: Mapping[str, str]
-    ) -> list[list[Any]]:
-        targets: list[list[Any]] = []
-        for target in _peers(source, names):
-            if str(_RENDEZVOUS_PORT) not in heard[target].failed:
-                targets.append([f"{PORT} {target}", addresses[target], _RENDEZVOUS_PORT, 0])
-            targets.append([f"{RANKS} {target}", addresses[target], heard[target].samples[0], _BULK_BYTES])
-        return targets
 
     def _take(self, node: Node, result: ProbeResult | LookUp) -> None:
         if isinstance(result, LookUp):
@@ -110,14 +115,37 @@ def judge(command: str, by_host: Mapping[str, NodePaths]) -> list[Finding]:
     )
     lost = set(test.silent)
     test.paths = [path for path in test.paths if not {path.source, path.target} & lost]
-    return path_findings(Case(command=command, test=test, head=next(iter(by_host), "")))
+    return [
+        *path_findings(Case(command=command, test=test, head=next(iter(by_host), ""))),
+        *_untested(command, by_host),
+    ]
+
+
+def _untested(command: str, by_host: Mapping[str, NodePaths]) -> list[Finding]:
+    """Report paths of which no result came: they are not known to be open."""
+    tried = {(path.source, path.target) for own in by_host.values() for path in own.paths}
+    left = [(host, peer) for host, own in by_host.items() for peer in own.peers if (host, peer) not in tried]
+    if not left:
+        return []
+    hosts = tuple(dict.fromkeys(host for edge in left for host in edge))
+    return [
+        Finding(
+            id=f"{command}.paths-untested",
+            level=Level.UNKNOWN,
+            title=f"no result of {counted(len(left), 'path')} between {fold_within(hosts, 40)}",
+            witnesses=Witnesses(hosts=hosts),
+            fix=Fix(text="test them with more time", commands=("distdiag ports --hosts LIST",)),
+        )
+    ]
 
 
 def add_paths(
     fleet: Fleet, nodes: Mapping[str, Node], facts: Sequence[Any], variables: Mapping[str, Mapping[str, str]]
 ) -> list[Any]:
     """Test the paths between the nodes that sent facts, and add to the facts of each what it saw."""
-    known = {host: node for host, node in nodes.items() if any(node_facts.host == host for node_facts in facts)}
+    up = {node.name for node in fleet.up}
+    hosts = {node_facts.host for node_facts in facts}
+    known = {host: node for host, node in nodes.items() if host in hosts and node.name in up}
     if len(known) < 2:
         return list(facts)
     seen = PathProbe(fleet, known, variables).run()

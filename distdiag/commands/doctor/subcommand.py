@@ -48,7 +48,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodeDoctor]:
         join=lambda host, _, parts, why: join(host, parts, why),
         doing="reading limits, disks, network, GPUs and versions",
         timed=_with_clock,
-        together=_with_paths,
+        together=_with_paths if request.connects else None,
     )
     return runner.gather(request.cluster, _AGENT, question, progress)
 

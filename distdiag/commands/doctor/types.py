@@ -95,7 +95,8 @@ CHECKS = {
     "differs.shm": "nodes differ in /dev/shm",
     "differs.system": "nodes differ in kernel, glibc, firmware or machine type",
     "incomplete": "not all facts of a node came",
-    **PATH_IDS,
+    **{id_: words for id_, words in PATH_IDS.items() if id_.startswith("rank-ports-")},
+    "paths-untested": "paths between nodes of which no result came",
     "mtu-black-hole": "large packets between nodes are lost",
     "link-slow": "a path between nodes has very low throughput",
     "link-lossy": "a path between nodes loses packets",
@@ -106,7 +107,10 @@ CHECKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked for. `ignore`: (id, reason); `paths`: further folders whose file systems are looked at."""
+    """What was asked for. `ignore`: (id, reason); `paths`: further folders whose file systems are looked at.
+
+    `connects`: whether the nodes try the paths between them.
+    """
 
     program: str
     cluster: Cluster
@@ -114,6 +118,7 @@ class Request:
     only: tuple[str, ...] = ()
     ignore: tuple[tuple[str, str], ...] = ()
     timeout_s: float = 20.0
+    connects: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
