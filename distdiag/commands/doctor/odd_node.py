@@ -120,7 +120,7 @@ _SAID_BY = {
     "size of /dev/shm": ("shm",),
     "what its own host name resolves to": ("gloo-ifname",),
 }
-"""Findings that say the same of a node by itself."""
+"""Findings about a single node that cover the same difference."""
 
 
 def odd_findings(

@@ -44,7 +44,7 @@ _NEVER = {
     "QOSMaxNodePerJobLimit": "it asks for more nodes than the QOS allows to one job",
     "QOSMaxWallDurationPerJobLimit": "its time limit exceeds that of the QOS",
 }
-"""Reasons with which a job waits for ever, unless somebody acts. Source: man squeue, JOB REASON CODES, and
+"""Reasons with which a job stays pending until a person acts. Source: man squeue, JOB REASON CODES, and
 https://slurm.schedmd.com/job_reason_codes.html.
 """
 _STOPPED = ("SUSPENDED", "STOPPED")
