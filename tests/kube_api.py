@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import socket
 import struct
 import subprocess
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from support import need
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,15 +35,13 @@ _VERBS = ["create", "delete", "get", "list", "patch", "watch"]
 
 
 def need_kubectl() -> None:
-    """Skip where there is no kubectl that speaks WebSockets (1.30 or newer), also where all other tools are required.
-
-    Debian's package is 1.20, and no registry of ours has a newer kubectl.
-    """
+    """Skip where there is no kubectl that speaks WebSockets (1.30 or newer); fail where it is promised."""
+    need("kubectl")
     words = ["kubectl", "version", "--client", "-o", "json"]
-    text = subprocess.run(words, capture_output=True, check=False).stdout if shutil.which("kubectl") else b""
+    text = subprocess.run(words, capture_output=True, check=True, timeout=30).stdout
     version = re.search(rb'"gitVersion": "v1\.(\d+)', text)
     if version is None or int(version[1]) < 30:
-        pytest.skip("no kubectl of 1.30 or newer")
+        pytest.skip("kubectl is older than 1.30")
 
 
 @dataclass
@@ -73,12 +71,14 @@ def pod_manifest(
     **more: Any,  # noqa: ANN401 - parts of the manifest
 ) -> dict[str, Any]:
     """Make a pod as the API server would show it; each container runs since 2026-01-01 unless `statuses` differ."""
-    running = {"state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}, "restartCount": 0}
     names = [each["name"] for each in containers]
+    image = {"image": "train:1", "imageID": "sha256:1", "ready": phase == "Running", "restartCount": 0}
+    running = {**image, "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}}
     of_pod = [{"name": each, **{**running, **(statuses or {}).get(each, {})}} for each in names]
     status = {"phase": phase, "containerStatuses": of_pod, **more.pop("status", {})}
     metadata = {"name": name, "namespace": "ml", "labels": labels or {}, "uid": name, **more.pop("metadata", {})}
-    spec = {"containers": [{"image": "train:1", **each} for each in containers], **more.pop("spec", {})}
+    of_containers = [{"image": "train:1", **each} for each in containers]
+    spec = {"containers": of_containers, "securityContext": {}, **more.pop("spec", {})}
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -89,11 +89,15 @@ def pod_manifest(
 
 
 class KubeApi:
-    """The server, and a kubeconfig that leads to it. `forbidden`: pairs of verb and resource."""
+    """The server, and a kubeconfig that leads to it.
+
+    `forbidden`: pairs of verb and resource. `pod_security`: the namespace's level, which refuses privileged containers.
+    """
 
     def __init__(self, folder: Path, pods: Sequence[FakePod]) -> None:
         self.pods = {pod.name: pod for pod in pods}
         self.forbidden: set[tuple[str, str]] = set()
+        self.pod_security = ""
         self.requests: list[str] = []
         self.over = threading.Event()
         self.busy = 0
@@ -169,6 +173,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.server_api.requests.append(f"PATCH {self.path}")
         name = urlsplit(self.path).path.split("/")[6]
         if self._refused("patch", "pods/ephemeralcontainers", name):
+            return
+        if level := self.server_api.pod_security:
+            words = 'privileged (container "debugger-x" must not set securityContext.privileged=true)'
+            self._fail(403, "Forbidden", f'pods "{name}" is forbidden: violates PodSecurity "{level}:latest": {words}')
             return
         pod = self.server_api.pods[name]
         for container in patch["spec"]["ephemeralContainers"]:

@@ -258,11 +258,11 @@ def patch_fix(pod: Pod) -> Fix:
     if kind:
         patch = {"spec": {"template": patch}}
     at = f"--namespace {quoted(pod.namespace)}"
-    text = "a pod cannot be changed: start the job again from the manifest that these write"
-    if not kind and pod.owner:
-        text = (
-            f"put the difference that these show into the pod template of {pod.owner_kind} {pod.owner}, start it again"
-        )
+    # What the API server gave back cannot be applied as it is: a Job's has the selector that the server made.
+    text = (
+        "a running pod cannot be changed: add the difference that these print to the manifest of "
+        f"{pod.owner_kind or 'pod'} {pod.owner or pod.name}, and start it again"
+    )
     return Fix(
         text=text,
         commands=(

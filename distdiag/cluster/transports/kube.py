@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from distdiag.cluster.pods import Kube, Pod
     from distdiag.cluster.transports import Arrivals
 
+_NOT_PRIVILEGED = "its namespace forbids privileged containers (PodSecurity)"
 _ENDED = (
     (r"executable file not found|no such file or directory.*exec", HostState.NO_PYTHON, "its image has no shell (sh)"),
     (r"\(NotFound\): pods", HostState.NOT_RUNNING, "the pod has been deleted"),
+    (r"violates PodSecurity", HostState.AUTH, _NOT_PRIVILEGED),
     (r"container not found|container \S+ is not valid for pod", HostState.NOT_RUNNING, "the container is not there"),
     (r"cannot exec into a container in a completed pod", HostState.NOT_RUNNING, "the pod has ended"),
     (r"command terminated with exit code 137", HostState.KILLED, "the agent was killed, or its container was"),
@@ -29,6 +31,7 @@ _ENDED = (
 )
 """What kubectl and the API server say; an empty message: their own words."""
 _HINTS = {
+    _NOT_PRIVILEGED: "leave out --kube-debug, or have the namespace's level raised to privileged",
     "its image has no shell (sh)": "look into it from another image: --kube-debug IMAGE, an image with sh and python3",
 }
 _WAITING_HINTS = {
