@@ -313,6 +313,8 @@ _WrongCommandLine: type[Any] = typer.BadParameter.__mro__[1]
 
 def main() -> None:
     """Run distdiag; however it ends, a program that asked for JSON gets one document and the right exit status."""
+    if sys.argv[1:2] == ["help"]:  # as git and others have it
+        sys.argv[1:] = [*sys.argv[2:], "--help"]
     typed = _Invocation(sys.argv[1:])
     try:
         status = _run(typed)

@@ -441,7 +441,11 @@ def _print_finding(console: Console, finding: Finding, level: str, title: str) -
     _print_text(console, title)
     _print_text(console, finding.detail)
     for line in finding.evidence:
-        console.print("    " + _bounded(line), soft_wrap=True)
+        # Whole in a pipe, so that it can be searched.
+        if console.is_terminal:
+            console.print(Wrapped(line, margin=4, hang=6), crop=False)
+        else:
+            console.print("    " + _bounded(line), soft_wrap=True)
     if finding.fix is not None:
         _print_text(console, "fix: " + finding.fix.text)
         for command in finding.fix.commands:

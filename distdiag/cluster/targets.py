@@ -236,10 +236,10 @@ def _job(job: str) -> Targets:
     lines = done.stdout.decode("utf-8", "replace").splitlines()
     if done.timed_out:
         raise DistdiagError(f"squeue did not answer within {_SLURM_TIMEOUT_S:g} s", hint="scontrol ping")
+    if not lines and complaints and "Invalid job id" not in complaints[-1]:
+        raise DistdiagError(f"SLURM does not answer here: {complaints[-1]}", hint="run it where squeue works")
     if not lines:
-        raise DistdiagError(
-            f"no running SLURM job {job}" + (f": {complaints[-1]}" if complaints else ""), hint="squeue --me"
-        )
+        raise DistdiagError(f"no running SLURM job {job}", hint="list yours: squeue --me")
     state, nodes, user = [*lines[0].split("|"), "", ""][:3]
     if not nodes:
         raise DistdiagError(f"SLURM job {job} has no nodes: it is {state.lower()}", hint=f"squeue -j {job}")

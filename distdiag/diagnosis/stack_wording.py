@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def spot(frame: Frame) -> str:
-    """Format a place in the code: `load_batch train.py:26`."""
-    line = f":{frame.line}" if frame.line else ""
-    return f"`{frame.function}` {os.path.basename(frame.file)}{line}"
+    """Format a place in the code: "`load_batch` train.py:26"; of a script's own lines "train.py:26"."""
+    place = os.path.basename(frame.file) + (f":{frame.line}" if frame.line else "")
+    return place if frame.function == "<module>" else f"`{frame.function}` {place}"
 
 
 def samples_in_words(samples: int, interval_s: float) -> str:
@@ -52,7 +52,7 @@ def waits(state: RankState, *, alone: bool = False) -> str:
     frame = state.thread.location.frame
     called = f" called from {spot(frame)}" if frame is not None else ""
     if state.thread.location.operation == "backward":
-        return f"in `backward`{called}, not computing"
+        return f"in `backward`{called}"
     if state.thread.kind is StackClass.CUDA_SYNC:
         return f"for the GPU, in {spot(frame)}" if frame is not None else "for the GPU"
     peer = (

@@ -198,7 +198,7 @@ def by_exclusion(case: Case) -> list[Finding]:
         if members:
             waits = [root_wait(case, key) for key in members]
             title = f"{what_they_do(members, waits, case.index, whole=True)}; {others}"
-            detail = f"{doubt}All others have been asleep for more than {LONG_S:g} s, waiting inside the job."
+            detail = f"{doubt}All other ranks have slept for more than {LONG_S:g} s, waiting for each other."
             fix = _stacks_of(case, members)
             found.append(_finding(name, level, title, members, case, detail=detail, fix=fix))
     return found
@@ -255,7 +255,7 @@ def _uses_gpu(case: Case, key: Key) -> bool:
 
 def _stacks_of(case: Case, keys: Sequence[Key]) -> Fix:
     return Fix(
-        text="show their stacks" if len(keys) > 1 else "show its stack",
+        text="see where in the code they wait" if len(keys) > 1 else "see where in the code it waits",
         commands=(again(case.request, "pyspy-all", *_about(case)),),
     )
 
@@ -270,7 +270,7 @@ def _asleep(case: Case, keys: list[Key], waits: list[Wait], words: str) -> Findi
         title = words = f"{elsewhere}; {others}: /proc does not show for which rank"
     elif inside and len(keys) > 1:
         title = (
-            f"all {len(keys)} wait for their own threads or at the store: /proc cannot distinguish a collective, a "
+            f"all {len(keys)} wait for a thread of their own or at the store: /proc cannot distinguish a collective, a "
             "lock, an event and a join"
         )
     elif len(keys) > 1:
@@ -422,7 +422,7 @@ def _group(group: Sequence[Edge], tree: WaitTree, index: ProcessIndex) -> str:
 
 
 def what_they_do(keys: Sequence[Key], waits: Sequence[Wait], index: ProcessIndex, *, whole: bool = False) -> str:
-    """Format what processes do, folded: "ranks 0-1,3 wait for their own threads (futex, 60 s)"."""
+    """Format what processes do, folded: "ranks 0-1,3 wait for a thread of their own (futex, 60 s)"."""
     groups: dict[tuple[Kind, str], list[tuple[Key, Wait]]] = {}
     for key, wait in zip(keys, waits, strict=True):
         alike = (wait.kind, wait.call) if wait.kind in _ALIKE else (wait.kind, f"{key}")
@@ -440,7 +440,7 @@ def what_they_do(keys: Sequence[Key], waits: Sequence[Wait], index: ProcessIndex
 
 
 _ALIKE = {
-    Kind.OWN_THREADS: "wait for their own threads",
+    Kind.OWN_THREADS: "wait for a thread of their own",
     Kind.STORE: "wait for a key in the job's store",
     Kind.SLEEP: "sleep",
     Kind.RUNS: "are running",

@@ -27,6 +27,7 @@ _SIGNALS = ("pause", "rt_sigsuspend", "rt_sigtimedwait")
 _ANY_OF = (*syscall_names.POLLS, *syscall_names.SELECTS, *syscall_names.EPOLLS)
 _STORAGE = re.compile(r"nfs|rpc_|fuse|request_wait_answer|ceph|ll_|cl_|gpfs|io_schedule|folio_|ext4|xfs|jbd2|btrfs")
 """Kernel functions in which a thread waits for a file system or a disk."""
+_OWN_END = "whose other end this same process has open"
 _WITH_OTHER_END = ("socket", "pipe", "fifo")
 
 
@@ -162,7 +163,8 @@ def _for_targets(thread: Thread, key: Key, index: ProcessIndex) -> Wait:
         return replace(_wait(thread, Kind.PEER, on, does, call), peers=peers, end=end_name, wants=wants)
     remote = [end for end in connected if end.socket is not None and end.socket.remote]
     if remote:
-        on = f"{_ends(remote)}, peer not found"
+        is_own = any(index.is_own(*key, end) for end in remote)
+        on = f"{_ends(remote)}, {_OWN_END if is_own else 'whose other end was not found'}"
         return _wait(thread, Kind.NETWORK, on, f"waits for {on}", call)
     listeners = [end.socket for end in connected if end.socket is not None and end.socket.state == "LISTEN"]
     if listeners:

@@ -70,7 +70,9 @@ class JobSummary:
         """Format it: "job 4711 (torchrun): 4 of 8 ranks on node[1-2]"."""
         of = f" of {self.world_size}" if self.world_size is not None else ""
         what = "rank" if (self.world_size or self.ranks) == 1 else "ranks"
-        name = f"job {self.job} ({self.launcher})" if self.job else self.launcher
+        # Ranks that nothing but RANK and WORLD_SIZE tell have no launcher to name.
+        launcher = f" ({self.launcher})" if self.launcher != "environment" else ""
+        name = f"job {self.job}{launcher}" if self.job else self.launcher
         hosts = f" on {fold_within(self.hosts, _ROOM)}" if any(self.hosts) else ""
         return f"{name}: {self.ranks}{of} {what}{hosts}"
 

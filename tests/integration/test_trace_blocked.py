@@ -158,7 +158,7 @@ def test_the_only_rank_that_is_not_inside_gloo_is_stuck(jobs: dict[str, Job], se
     job, one = jobs["gloo"], seen["gloo"]
     assert [(found["id"], found["level"]) for found in one.findings] == [("trace.stuck-rank", "fail")]
     assert one.title.startswith(f"rank 2 ({HOST}, pid {job.pid(2)}) sleeps (clock_nanosleep, ")
-    assert "; ranks 0-1 wait for their own threads (futex, " in one.title
+    assert "; ranks 0-1 wait for a thread of their own (futex, " in one.title
     os.kill(job.pid(1), signal.SIGSTOP)
     wait_for_state(job.pid(1), "T")
     result = look(job)
@@ -186,7 +186,7 @@ def test_people_read_it_in_80_columns_in_a_pipe_and_without_colours(jobs: dict[s
     assert lines[0] == "distdiag trace blocked: FAIL"
     assert "\x1b" not in shown.out
     assert all(len(line.rstrip()) <= 80 for line in lines)
-    assert lines[1] == f"job {jobs['stop'].name} (environment): 2 of 2 ranks on {HOST}"
+    assert lines[1] == f"job {jobs['stop'].name}: 2 of 2 ranks on {HOST}"
     assert [line.split()[0] for line in lines[2:5]] == ["rank", "0", "1"]
     assert lines[-1] == f"    kill -CONT {jobs['stop'].pid(1)}"
     command = f"{PROGRAM} trace blocked --json --job {jobs['stop'].name} | {sys.executable} -m json.tool"
@@ -264,7 +264,7 @@ def test_the_other_end_is_on_another_node(tmp_path: Path) -> None:
         # Of one node alone it is not known who has the other end, nor whether that rank lives.
         part = distdiag("trace", "blocked", "--json", "--hosts", "node1", wrap=wrap, env=env)
         assert "waits-for" not in part.findings
-        assert "peer not found" in part.report["data"]["threads"][0]["on"]
+        assert "whose other end was not found" in part.report["data"]["threads"][0]["on"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can drop a right that others lack from the start")

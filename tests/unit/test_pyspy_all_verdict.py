@@ -149,7 +149,7 @@ def test_the_rank_of_a_running_job_that_hardly_waits_holds_up_the_others(
     report = judge(job(*map(sampled, samples)), samples=len(samples[0]), interval_s=0.5)
     assert (outlier_ranks(report), report.verdict) == (slow, Verdict.WARN if slow else Verdict.OK)
     if slow:
-        assert report.summary.startswith("rank 1 (n1, pid 101) is slower than the others, in `")
+        assert report.summary.startswith("rank 1 (n1, pid 101) is slower than the others, in ")
         assert "ranks 0,2-3 wait for it in " in report.findings[0].detail
 
 

@@ -78,7 +78,7 @@ def test_the_other_ends_are_named() -> None:
 def test_equal_ones_fold_and_are_counted_first() -> None:
     shown = lines(judge(*eventfds(3, 240), connection(300), connection(301), file(310, 5)))
     assert shown[0] == "rank 0, pid 100 on n1 (python train.py): 243 of 1024 descriptors"
-    assert "240 anon, 2 socket, 1 file" in shown
+    assert "240 anon, 2 sockets, 1 file" in shown
     assert "3-242 rw anon 240 x anon_inode:[eventfd] -" in shown
     assert any(line.startswith("300-301 rw socket 2 x tcp 10.0.0.1:100 -> 10.0.0.1:101, ...") for line in shown), shown
     assert "310 w file /data/310 (5 B) -" in shown

@@ -248,7 +248,7 @@ class _Run:
         if not paths and not has_pipe:
             raise Unavailable(
                 "the job was started without a flight recorder, or it has not written a dump",
-                "TORCH_FR_BUFFER_SIZE=2000 and TORCH_FR_DUMP_TEMP_FILE; Gloo: distdiag.dump_flight_recorder(DIR)",
+                "how to start it with one: distdiag flight-recorder --how",
             )
         left = self._began + self._ask["timeout_s"] - time.monotonic()
         ask = {"paths": list(dict.fromkeys(paths)), "trigger": True, "wait_s": max(1.0, min(6.0, left / 2))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -50,7 +51,7 @@ def diagnose(request: Request, gathered: Gathered[NodeHang]) -> Report[Hang]:
         prefix = f"job {joined.evidence.job.name}: " if len(judged) > 1 else ""
         found.append(replace(finding, title=prefix + finding.title))
         found += unseen_ranks(joined.evidence.job, f"{COMMAND}.unseen")
-    if not jobs:
+    if not jobs and (nodes or not gathered.refusals):
         found.append(_no_job(request, nodes))
     found += [_incomplete(node) for node in nodes if node.missing]
     found += host_findings(gathered.refusals, gathered.rows)
@@ -82,12 +83,26 @@ def _no_job(request: Request, nodes: Sequence[NodeHang]) -> Finding:
         return Finding(
             id=f"{COMMAND}.no-rank",
             level=Level.UNKNOWN,
-            title=f"{launcher_name(launcher)} (pid {launcher.pid} on {host}) has started no rank",
-            detail="torchrun waits in its rendezvous until all nodes have joined; srun and mpirun for resources.",
+            title=f"{launcher_name(launcher)} (pid {launcher.pid} on {host}) runs, but none of its ranks does",
+            detail="torchrun waits in its rendezvous until all nodes have joined; srun and mpirun wait for resources. "
+            "If it had ranks before, they have just ended.",
             where=Where(hosts=tuple(dict.fromkeys(host for host, _ in launchers)), pids=(launcher.pid,)),
             fix=Fix(
                 text="check that it runs on all nodes, and that they reach its endpoint",
                 commands=(again(request, "ports"),),
+            ),
+        )
+    others = find_jobs(watched_nodes(nodes), whole=False) if request.wanted.job else []
+    if others:
+        names = [job.name for job in others if job.name]
+        return Finding(
+            id=f"{COMMAND}.no-job",
+            level=Level.UNKNOWN,
+            title=f"no rank of job {request.wanted.job} was found on {hosts}",
+            detail=f"Jobs that run there: {', '.join(names) or 'one without a name'}.",
+            fix=Fix(
+                text="name one of these, or the hosts of the job",
+                commands=tuple(again(request, "hang", "--job", shlex.quote(name)) for name in names[:3]),
             ),
         )
     asked = f" of job {request.wanted.job}" if request.wanted.job else ""

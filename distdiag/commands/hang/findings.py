@@ -12,7 +12,7 @@ from distdiag.diagnosis import remedies
 from distdiag.diagnosis.outliers import Outcome, split, without
 from distdiag.diagnosis.stack_classes import BUSY, StackClass
 from distdiag.diagnosis.stack_wording import briefly, does, waits, who
-from distdiag.diagnosis.wait_reasons import lasting
+from distdiag.diagnosis.wait_reasons import Kind, lasting
 from distdiag.diagnosis.wording import named
 from distdiag.knowledge.activities import activity_of
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
@@ -148,7 +148,19 @@ def _waiting(joined: Joined) -> str:
     is_one = len(group) == 1
     verb = ("waits" if is_one else "wait") if seconds is None else ("has waited" if is_one else "have waited")
     since = f" for {lasting(seconds)}" if seconds is not None else ""
-    return f"{briefly(group).capitalize()} {verb}{since} {waits(group[0])}."
+    return f"{briefly(group).capitalize()} {verb}{since} {waits(group[0])}{_counted(joined, group)}."
+
+
+def _counted(joined: Joined, group: Sequence[RankState]) -> str:
+    """Compare the loop counters of those who wait and of the rank that they wait for: " (step 8; rank 3: step 7)"."""
+    accused = _accused_states(joined)
+    if not accused or not group[0].thread.counters:
+        return ""
+    own = dict(accused[0].thread.counters)
+    common = [(name, value) for name, value in group[0].thread.counters if name in own]
+    theirs = ", ".join(f"{name} {value}" for name, value in common)
+    its = ", ".join(f"{name} {own[name]}" for name, _ in common)
+    return f" ({theirs}; {briefly(accused[:1])}: {its})" if common and theirs != its else ""
 
 
 def _pace(joined: Joined, states: Sequence[RankState]) -> str:
@@ -176,7 +188,8 @@ def _why(joined: Joined) -> str:
 
 def _proof(rows: Sequence[SourceRow]) -> tuple[str, ...]:
     chosen = [row for row in rows if row.stand in (Stand.AGREES, Stand.DISAGREES)]
-    return tuple(f"{row.source} {row.stand}: {row.says}" for row in chosen)
+    disagrees = {Stand.DISAGREES: " disagrees"}
+    return tuple(f"{row.source}{disagrees.get(row.stand, '')}: {row.says}" for row in chosen)
 
 
 def _fix(joined: Joined, claim: Claim, states: Sequence[RankState]) -> Fix | None:
@@ -199,8 +212,28 @@ def _fix(joined: Joined, claim: Claim, states: Sequence[RankState]) -> Fix | Non
         return Fix(text=f"on {first.member.host}, check that the file system answers", commands=commands)
     if joined.class_name is HangClass.DEVICE:
         return Fix(text="look for Xid errors on its host", commands=("dmesg -T | grep -i xid", "nvidia-smi -q -d ECC"))
+    if joined.class_name is HangClass.NOT_IN_COLLECTIVE and first is not None and _waits_for_a_reply(joined, first):
+        return _look_at_its_sockets(joined, first)
     text = _FIXES.get(joined.class_name)
     return Fix(text=text) if text else None
+
+
+def _waits_for_a_reply(joined: Joined, state: RankState) -> bool:
+    """Return whether it waits at a connection that is not of the job's collectives."""
+    wait = joined.evidence.graph.main((state.member.host, state.member.pid or 0))
+    still = state.standstill
+    at_socket = still is not None and still.path.startswith(("TCP ", "UDP ", "unix "))
+    return at_socket or (wait is not None and wait.kind is Kind.NETWORK)
+
+
+def _look_at_its_sockets(joined: Joined, state: RankState) -> Fix:
+    member, request = state.member, joined.evidence.request
+    whom = ("--rank", str(member.rank)) if member.rank is not None else (str(member.pid),)
+    job = ("--job", joined.evidence.job.name) if joined.evidence.job.name and member.rank is not None else ()
+    return Fix(
+        text="see who is at the other end, and why it does not answer; give the call a timeout",
+        commands=(again(request, "trace", "fds", *whom, *map(shlex.quote, job)),),
+    )
 
 
 def _about_all(joined: Joined, claim: Claim, rows: Sequence[SourceRow]) -> Finding:

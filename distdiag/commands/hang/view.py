@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 from rich.table import Column
 from rich.text import Text
 
+from distdiag.commands.hang.types import HangClass, Stand
 from distdiag.diagnosis.wording import named
-from distdiag.output import Whole, plain_table
+from distdiag.output import Whole, Wrapped, plain_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -26,12 +28,15 @@ _LONG = 300
 def hang_view(report: Report[Hang], request: Request) -> Iterator[RenderableType]:
     """Draw the job, its ranks folded by what they do, the stuck ones first with their stacks, and the sources."""
     data = report.data
-    for job in data.jobs:
+    for number, job in enumerate(data.jobs):
         yield Text(job.title(), overflow="fold")
-    yield ""
-    yield from _ranks(data.processes, verbose=request.verbose)
-    if data.sources:
-        yield _sources(data)
+        yield ""
+        yield from _ranks([row for row in data.processes if row.job == job.job], verbose=request.verbose)
+        if number == 0 and data.sources:
+            yield from _sources(data, verbose=request.verbose)
+    if len(data.jobs) > 1:
+        yield f"{len(data.jobs)} jobs were found. To diagnose one, with its log and flight recorder:"
+        yield Whole(f"    {request.program} hang --job {shlex.quote(data.jobs[0].job)}")
         yield ""
 
 
@@ -63,11 +68,19 @@ def _since(members: Iterable[HangRank]) -> str:
     return f", {max(known):.0f} s" if known and max(known) >= 1 else ""
 
 
-def _sources(data: Hang) -> RenderableType:
+def _sources(data: Hang, *, verbose: bool) -> Iterator[RenderableType]:
+    """Draw what each source says; of a verdict, its evidence shows those that say something about it."""
+    silent = [row for row in data.sources if row.stand in (Stand.CANNOT_TELL, Stand.NOT_AVAILABLE)]
+    if data.class_name is not HangClass.UNKNOWN and not verbose:
+        if silent:
+            yield Wrapped(f"no verdict from: {', '.join(row.source for row in silent)} (-v: why)", margin=0)
+            yield ""
+        return
     table = plain_table(
-        Column("source", no_wrap=True), Column("verdict", no_wrap=True), Column("says", overflow="fold")
+        Column("source", no_wrap=True), Column("verdict", no_wrap=True), Column("finding", overflow="fold")
     )
     for row in data.sources:
         says = row.says if len(row.says) <= _LONG else row.says[: _LONG - 3] + "..."
         table.add_row(row.source, row.stand, says + (f" ({row.hint})" if row.hint else ""))
-    return table
+    yield table
+    yield ""

@@ -516,8 +516,8 @@ def nothing(any_lines: bool) -> Finding:
     return Finding(
         id="logs.no-failure",
         level=Level.UNKNOWN,
-        title="no line reports a failure: the job ended well, still runs, or hangs",
-        detail="A hang leaves no line before its timeout.",
+        title="no line reports a failure",
+        detail="The job ended well, still runs, or hangs: a hang leaves no line before its timeout.",
         fix=Fix(text="while the job runs, see where its ranks are", commands=("distdiag pyspy-all",)),
     )
 

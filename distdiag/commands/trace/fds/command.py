@@ -203,7 +203,9 @@ def diagnose(request: Request, answers: Answers[Reply], chosen: Sequence[Chosen]
 def _summary(rows: Sequence[ProcessRow]) -> str:
     total = sum(len(row.descriptors) for row in rows)
     whose = f"{len(rows)} processes have" if len(rows) > 1 else f"pid {rows[0].pid} has" if rows else "no process has"
-    return f"{whose} {total} descriptors open; no problem found in them"
+    closed = sum(descriptor.state == "CLOSE_WAIT" for row in rows for descriptor in row.descriptors)
+    more = f", {closed} of them connections that the peer has closed (CLOSE_WAIT)" if closed else ""
+    return f"{whose} {total} descriptors open{more}; no problem found in them"
 
 
 def _row(opened: Opened, key: Key, index: ProcessIndex) -> ProcessRow:
@@ -346,8 +348,13 @@ def trace_fds_view(data: TraceFds) -> Iterator[RenderableType]:
         yield Wrapped(_title(row), margin=0)
         if not row.descriptors:
             continue
-        yield Wrapped(", ".join(f"{count} {kind}" for kind, count in row.counts.items()), margin=2)
+        yield Wrapped(", ".join(_counted(count, kind) for kind, count in row.counts.items()), margin=2)
         yield _table(row)
+
+
+def _counted(count: int, kind: str) -> str:
+    plural = "s" if count > 1 and kind not in ("anon", "shm") else ""
+    return f"{count} {kind}{plural}"
 
 
 def _title(row: ProcessRow) -> str:
@@ -382,7 +389,9 @@ def _folded(rows: Sequence[DescriptorRow]) -> list[list[DescriptorRow]]:
     for row in rows:
         # A connection whose other end is known says no more by its addresses.
         target = row.target.partition(" ")[0] if row.kind == "socket" and row.who else _plain(row)
-        groups.setdefault((row.kind, row.mode, target, row.who, row.state, row.deleted), []).append(row)
+        # Both ends of a connection of a process with itself are shown.
+        ends = row.fd if row.kind == "socket" and row.who == "itself" else None
+        groups.setdefault((row.kind, row.mode, target, row.who, row.state, row.deleted, ends), []).append(row)
     return list(groups.values())
 
 
