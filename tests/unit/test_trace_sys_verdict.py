@@ -208,6 +208,13 @@ def test_what_is_worth_to_be_looked_at(tmp_path: Path, text: str, id_: str, verd
     assert report.verdict is verdict
 
 
+def test_a_trace_without_findings_gives_no_clean_bill(tmp_path: Path) -> None:
+    report = written(tmp_path, rank_0=line(100, 0.0, "getpid()", "100"))
+    assert (report.findings, report.exit_code()) == ((), 0)
+    assert report.summary.startswith("1 process made 1 system call in ")
+    assert report.summary.endswith("busy-wait seen. What shows a slow rank: distdiag pyspy-all --samples 20")
+
+
 def test_a_log_that_ends_within_a_line_is_said_to_be_cut(tmp_path: Path) -> None:
     report = written(tmp_path, rank_0=line(100, 0.0, "getppid()", "1") + f'100 {EPOCH_S}.000000 read(3</x>, "abc')
     assert "ends early" in only(report, "trace.log-cut").title
@@ -271,7 +278,7 @@ def test_how_long_it_was_blocked_counts_from_before_it_was_traced() -> None:
     assert finding.fix is not None
     assert finding.fix.commands == ("distdiag pyspy-all --pid 101",)
     assert report.exit_code() == 1
-    assert "2 processes are running as before" in only(report, "trace.left-as-found").title
+    assert [finding.id for finding in report.findings] == ["trace.blocked"]
 
 
 def test_a_rank_that_was_left_stopped_is_a_fault() -> None:
