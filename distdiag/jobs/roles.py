@@ -145,10 +145,21 @@ def short_name(job: Job, jobs: Iterable[Job]) -> str:
     return min(own, key=lambda name: (len(name), name), default="")
 
 
+def is_lone(job: Job) -> bool:
+    """Return whether this is a process with torch and without a rank, alone, such as a notebook."""
+    return len(job.members) == 1 and job.members[0].rank is None
+
+
+def without_lone(processes: Processes) -> Processes:
+    """Drop the processes with torch that are no ranks, and what belongs to them."""
+    lone = [job.members[0] for job in find_jobs([NodeStacks(processes.host, processes, ())]) if is_lone(job)]
+    pids = {pid for member in lone for pid in (member.pid, *(helper.process.pid for helper in member.helpers))}
+    return replace(processes, processes=tuple(each for each in processes.processes if each.pid not in pids))
+
+
 def of_interest(jobs: list[Job]) -> list[Job]:
     """Drop jobs that are hardly meant when no job was named, as long as others remain."""
-    # A lone process with torch, such as a notebook, is of interest where there is nothing else.
-    real = [job for job in jobs if len(job.members) > 1 or job.members[0].rank is not None]
+    real = [job for job in jobs if not is_lone(job)]  # a lone one is of interest where there is nothing else
     # A program that outlived its job still has the rank in its environment.
     alive = [job for job in real if any(member.process is not None and member.process.python for member in job.members)]
     return alive or real or jobs

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold
+from distdiag.commands.hang.claims import watched_nodes
 from distdiag.commands.hang.types import COMMAND, HangClass, Source, Stand
 from distdiag.diagnosis import remedies
 from distdiag.diagnosis.outliers import Outcome, split, without
@@ -14,6 +15,7 @@ from distdiag.diagnosis.stack_classes import BUSY, StackClass
 from distdiag.diagnosis.stack_wording import briefly, does, waits, who
 from distdiag.diagnosis.wait_reasons import Kind, lasting
 from distdiag.diagnosis.wording import named
+from distdiag.jobs.roles import find_jobs, of_interest, short_name
 from distdiag.knowledge.activities import activity_of
 from distdiag.report import Finding, Fix, Level, Where, Witnesses
 
@@ -244,11 +246,12 @@ def _about_all(joined: Joined, claim: Claim, rows: Sequence[SourceRow]) -> Findi
         HangClass.OUTSIDE: f"hung outside of the collectives: {claim.says}",
         HangClass.RESTART: f"elastic restart {evidence.restarts} in progress: ranks are not in a collective yet",
     }
-    slow = f"{again(evidence.request, 'pyspy-all')} --samples 20"
+    stacks = again(evidence.request, "pyspy-all", *_its_job(evidence))
+    slow = f"{stacks} --samples 20"
     fixes = {
         HangClass.NOT_HUNG: Fix(text="if it is slow, find the rank that the others wait for", commands=(slow,)),
         HangClass.NETWORK: Fix(text="test the network between the nodes", commands=(again(evidence.request, "ports"),)),
-        HangClass.OUTSIDE: Fix(text=_FIXES[HangClass.OUTSIDE], commands=(again(evidence.request, "pyspy-all"),)),
+        HangClass.OUTSIDE: Fix(text=_FIXES[HangClass.OUTSIDE], commands=(stacks,)),
         HangClass.RESTART: Fix(text="read why the attempt before ended", commands=("distdiag logs PATH",)),
     }
     return Finding(
@@ -324,11 +327,11 @@ def next_experiment(joined: Joined) -> tuple[str, tuple[str, ...]]:
     if evidence.stacks.outcome is Outcome.UNREADABLE:
         if evidence.job.unseen:
             return "look at all hosts of the job", (f"{request.program} hang --hosts LIST",)
-        return "read the stacks as root", (f'sudo env "PATH=$PATH" {again(request, "hang")}',)
+        return "read the stacks as root", (f'sudo env "PATH=$PATH" {again(request, "hang", *_its_job(evidence))}',)
     if all(state.thread.kind is StackClass.EXITED for state in evidence.stacks.states):
         return "find the first failure in its log", (f"{request.program} logs PATH",)
     if joined.against:
-        return "take it again a minute later: what moved was not stuck", (again(request, "hang"),)
+        return "take it again a minute later: what moved was not stuck", (again(request, "hang", *_its_job(evidence)),)
     native = [state for state in evidence.stacks.states if state.thread.kind in (StackClass.GIL, StackClass.LOCK)]
     if native and native[0].member.pid is not None:
         whom = () if request.cluster.typed() else ("--pid", str(native[0].member.pid))
@@ -342,6 +345,14 @@ def next_experiment(joined: Joined) -> tuple[str, tuple[str, ...]]:
         "restart it with a flight recorder, which records what each rank called",
         (f"{request.program} flight-recorder --how",),
     )
+
+
+def _its_job(evidence: Evidence) -> tuple[str, ...]:
+    """Return the option that means this job, where one was named or several are running."""
+    jobs = of_interest(find_jobs(watched_nodes(evidence.nodes), whole=False))
+    of_nodes = next((job for job in jobs if job.name == evidence.job.name), evidence.job)
+    name = evidence.request.wanted.job or (short_name(of_nodes, jobs) if len(jobs) > 1 else "")
+    return ("--job", shlex.quote(name)) if name else ()
 
 
 def again(request: Request, *words: str) -> str:

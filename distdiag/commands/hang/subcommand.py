@@ -13,7 +13,7 @@ from distdiag.commands.hang.diagnose import diagnose
 from distdiag.commands.hang.types import COMMAND, NodeHang, Request
 from distdiag.commands.hang.view import hang_view
 from distdiag.jobs.collect import Processes
-from distdiag.jobs.roles import of_job, to_sample
+from distdiag.jobs.roles import of_job, to_sample, without_lone
 from distdiag.runner import Asks, Question, Subcommand
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def _collect(request: Request, progress: Progress) -> Gathered[NodeHang]:
     question = Question[Processes, Part, NodeHang](
         part=Part,
         plan=lambda hosts, _: _plan(request, hosts),
-        join=lambda host, first, parts, why: join(host, of_job(first, request.wanted.job), parts, why),
+        join=lambda host, first, parts, why: join(host, _wanted(first, request), parts, why),
         doing="reading /proc" if request.light else _ALL_SOURCES,
         before=_bring,
     )
@@ -56,7 +56,7 @@ def _bring(nodes: Mapping[str, Node]) -> None:
 
 def _plan(request: Request, hosts: Mapping[str, Processes]) -> Asks:
     timeout_s = (1 - _REACH_SHARE) * request.timeout_s
-    asks = {host: _ask(request, of_job(processes, request.wanted.job), timeout_s) for host, processes in hosts.items()}
+    asks = {host: _ask(request, _wanted(processes, request), timeout_s) for host, processes in hosts.items()}
     return Asks(by_host={host: ask for host, ask in asks.items() if ask is not None}, timeout_s=timeout_s)
 
 
@@ -81,6 +81,10 @@ def _ask(request: Request, processes: Processes, timeout_s: float) -> dict[str, 
         "ras_s": max(1.0, min(10.0, timeout_s / 2)),
         "light": request.light,
     }
+
+
+def _wanted(processes: Processes, request: Request) -> Processes:
+    return of_job(without_lone(processes) if request.ranks_only else processes, request.wanted.job)
 
 
 def join(host: str, processes: Processes, parts: Sequence[Part], why: str) -> NodeHang:

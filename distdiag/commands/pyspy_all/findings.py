@@ -229,12 +229,14 @@ def _slow(verdict: JobVerdict, request: Request, slow: SlowRanks) -> Finding:
     pronoun = "it" if is_alone else "them"
     place = f", in {spot(slow.frame)} in {slow.at_frame} of {slow.samples} samples" if slow.frame is not None else ""
     often = "all" if slow.others_wait == slow.samples else f"at least {slow.others_wait} of"
+    wait = "waits" if len(slow.others) == 1 else "wait"
+    seldom = f"at most {slow.slow_wait}" if slow.slow_wait else "none"
     return Finding(
         id=f"{COMMAND}.straggler",
         level=Level.WARN,
         title=f"{who(slow.slow)} {'is' if is_alone else 'are'} slower than the others{place}",
-        detail=f"{briefly(slow.others)} wait for {pronoun} in {often} {slow.samples} samples; "
-        f"{'it waits' if is_alone else 'they wait'} in {slow.slow_wait} at most. " + _shared(verdict, request),
+        detail=f"{briefly(slow.others)} {wait} for {pronoun} in {often} {slow.samples} samples; "
+        f"{'it waits' if is_alone else 'they wait'} in {seldom}. " + _shared(verdict, request),
         where=where(slow.slow),
     )
 

@@ -16,7 +16,7 @@ from distdiag.commands.pyspy_all.view import pyspy_all_view
 from distdiag.errors import UsageError
 from distdiag.gathered import Foreign
 from distdiag.jobs.collect import Processes, Watched
-from distdiag.jobs.roles import find_jobs, of_interest, of_job, short_name, to_sample
+from distdiag.jobs.roles import find_jobs, of_interest, of_job, short_name, to_sample, without_lone
 from distdiag.jobs.types import NodeStacks
 from distdiag.runner import Asks, Question, Subcommand
 
@@ -93,7 +93,7 @@ def _ask(request: Request, pids: list[int], once: list[int]) -> dict[str, object
 
 def _only_wanted(facts: Processes, request: Request) -> Processes:
     """Keep the processes of the requested job or pids, with all that belongs to them."""
-    kept = of_job(facts, request.job)
+    kept = of_job(without_lone(facts) if request.ranks_only else facts, request.job)
     if request.pids:
         pids = set(request.pids)
         own = tuple(process for process in kept.processes if process.pid in pids or pids & set(process.above))

@@ -121,7 +121,7 @@ def refuse_several_jobs(chosen: Sequence[Chosen], wanted: Wanted) -> None:
 
 
 def _option(choice: Chosen, same: Sequence[Chosen], jobs: Iterable[Job]) -> str:
-    """Format the option that means this one of the processes of a rank: its job, or its pid where that is not enough."""
+    """Format the option that means this one of the processes of a rank: its job, or its pid where it has no other."""
     assert choice.job is not None
     assert choice.process is not None
     alone = sum(other.job is choice.job for other in same) == 1
