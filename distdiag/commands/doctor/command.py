@@ -37,6 +37,9 @@ def doctor(
     timeout: Annotated[
         float, typer.Option(min=2.0, max=600.0, metavar="SECONDS", help="Longest time for a node to read itself.")
     ] = 20.0,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show the details and fixes of INFO findings too.")
+    ] = False,
     save: SaveOpt = "",
     from_: FromOpt = None,
     as_json: JsonOpt = False,
@@ -79,6 +82,7 @@ def doctor(
             only=tuple(chosen(id_, COMMAND, CHECKS) for id_ in only or ()),
             ignore=tuple((chosen(id_, COMMAND, CHECKS), reason.strip()) for id_, _, reason in pairs),
             timeout_s=timeout,
+            verbose=verbose,
         )
 
     def finish(report: Report[Doctor]) -> Report[Doctor]:

@@ -16,6 +16,7 @@ from distdiag.diagnosis.connectivity import EVIDENCE_LINES, Case, evidence_line,
 from distdiag.diagnosis.nic_selection import (
     export_line,
     exports,
+    gloo_fix,
     gloo_selection,
     nccl_selection,
     objection,
@@ -104,8 +105,17 @@ def _name_it(node: NodePorts) -> Fix | None:
 def _gloo(node: NodePorts, several: bool) -> Finding | None:
     chosen = gloo_selection(node.network.interfaces, node.network.names, node.variables)
     doubt = objection(chosen)
-    if not doubt or (not several and not chosen.error):
+    lines = exports(suggested(node.network.interfaces))
+    if not doubt or (not several and not chosen.error and not ("loopback" in doubt and lines)):
         return None
+    if not several and not chosen.error:
+        return finding(
+            "gloo-ifname",
+            Level.INFO,
+            f"Gloo would use {chosen.names}, which reaches no other node: {chosen.rule}",
+            detail="A job on this node alone is fine with that; one over several nodes cannot connect.",
+            fix=gloo_fix(chosen, lines),
+        )
     is_named = bool(node.variables.get("GLOO_SOCKET_IFNAME"))
     hint = "Gloo takes exact interface names, separated by commas only." if is_named and chosen.error else ""
     return finding(
@@ -113,7 +123,7 @@ def _gloo(node: NodePorts, several: bool) -> Finding | None:
         Level.FAIL if chosen.error or several else Level.WARN,
         f"Gloo would use {chosen.names or 'no interface'}: {doubt}",
         detail=" ".join(filter(None, (f"Selected by: {chosen.rule}." if chosen.rule else "", hint))),
-        fix=_name_it(node),
+        fix=gloo_fix(chosen, lines) if lines else None,
     )
 
 
