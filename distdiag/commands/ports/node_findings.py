@@ -38,6 +38,8 @@ def node_findings(facts: PortsFacts) -> list[Finding]:
     several = len(facts.nodes) > 1
     for name, node in facts.nodes.items():
         for own in _about(node, several=several):
+            if own.id == f"{COMMAND}.gloo-ifname" and own.level is Level.INFO and facts.scanned:
+                continue  # ports of a host were asked about, not this node
             found.setdefault((own.id, own.level, own.title), (own, []))[1].append(facts.hosts[name])
     together = [_for_hosts(own, hosts, several=several) for own, hosts in found.values()]
     among = [*_dead_interfaces(facts), *_names(facts), *_masters_differ(facts), *_differences(facts)] if several else []
