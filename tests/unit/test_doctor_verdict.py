@@ -121,7 +121,7 @@ def test_paths_that_were_not_tested_are_not_fit() -> None:
         node("b", paths=NodePaths(address="10.0.0.2", peers=("a",))),
     )
     assert tried.verdict == "unknown"
-    assert found(tried)["paths-untested"].title == "no result of 2 paths between a,b"
+    assert found(tried)["paths-untested"].title == "no result for 2 paths between a,b"
     assert not tried.data.unchecked[0].startswith("connections")
 
 

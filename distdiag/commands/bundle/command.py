@@ -57,7 +57,7 @@ def bundle(
 
     hang, pyspy-all, doctor and cuda-env read the file, on any machine: distdiag hang --from FILE.
 
-    Exit status: 0 written, 2 wrong usage, 3 no host returned facts, 130 interrupted.
+    Exit status: 0 written, 2 wrong usage, or several jobs and no --job, 3 no host returned facts, 130 interrupted.
 
     \b
     Examples:

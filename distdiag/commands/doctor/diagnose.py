@@ -51,7 +51,7 @@ def diagnose(request: Request, gathered: Gathered[NodeDoctor]) -> Report[Doctor]
         *pcie_paths.findings(COMMAND, [_pcie(node) for node in nodes]),
         *odd,
     ]
-    findings = [finding for finding in all_findings if not _left_out(request, finding.id)]
+    findings = [_to_paste(request, finding) for finding in all_findings if not _left_out(request, finding.id)]
     findings.sort(key=lambda finding: _ORDER.index(finding.level))
     judged = [_node_row(node, findings) for node in nodes]
     unreached = tuple(dict.fromkeys([*gathered.refusals, *(row.host for row in judged if row.fit == UNKNOWN)]))
@@ -73,9 +73,22 @@ def diagnose(request: Request, gathered: Gathered[NodeDoctor]) -> Report[Doctor]
     )
 
 
+def _to_paste(request: Request, finding: Finding) -> Finding:
+    """Put the hosts that were named into the commands of a fix."""
+    typed = _hosts_typed(request)
+    if finding.fix is None or not typed:
+        return finding
+    commands = tuple(command.replace(" --hosts LIST", typed) for command in finding.fix.commands)
+    return replace(finding, fix=replace(finding.fix, commands=commands))
+
+
+def _hosts_typed(request: Request) -> str:
+    return "".join(f" {name} {shlex.quote(value)}" for name, value in request.cluster.typed())
+
+
 def _unchecked(request: Request, nodes: Sequence[NodeDoctor]) -> tuple[str, ...]:
     """List what was not tested, and the commands that do."""
-    typed = "".join(f" {name} {shlex.quote(value)}" for name, value in request.cluster.typed())
+    typed = _hosts_typed(request)
     work = "Gloo" if _without_gpu(nodes) else "GPUs and NCCL"
     load = f"{work} under load: distdiag gpu-test{typed}"
     is_open = len(nodes) > 1 and not any(node.paths for node in nodes)
@@ -242,7 +255,7 @@ def _flaps(nodes: Sequence[NodeDoctor]) -> list[Finding]:
             Finding(
                 id=f"{COMMAND}.link-flaps",
                 level=Level.INFO if usual is None else Level.WARN,
-                title=f"{host}: {link} went down {count} times since its start"
+                title=f"{host}: {link} went down {count} times since boot"
                 + ("" if usual is None else f", links of the other nodes {usual:g} times"),
                 detail="A link that flaps stalls every collective through it for seconds.",
                 where=Where(hosts=(host,)),

@@ -149,8 +149,8 @@ def _memory(system: System) -> Iterator[Symptom]:
         yield Symptom(
             id="memory",
             level=Level.WARN,
-            title=f"{format_size(left)} of memory is left",
-            detail="The kernel ends a process that asks for more. Something still runs there, or the limit is small.",
+            title=f"only {format_size(left)} of memory is free",
+            detail="The kernel kills a process that needs more. Something still runs there, or the limit is small.",
             evidence=(f"memory {format_size(total)}, cgroup limit {_size_or_none(cgroup.memory_bytes)}",),
             fix=Fix(text="see what uses it", commands=("ps aux --sort=-rss | head",)),
         )
@@ -164,12 +164,12 @@ def _memory(system: System) -> Iterator[Symptom]:
         yield Symptom(
             id="pids-limit",
             level=Level.WARN,
-            title=f"a cgroup allows {cgroup.pids} processes and threads, and {cgroup.pids_used} are there",
+            title=f"a cgroup allows {cgroup.pids} processes and threads, and {cgroup.pids_used} exist",
             detail="Each rank starts dozens of threads.",
             fix=Fix(text="raise it where the container or job is made; docker: --pids-limit -1"),
         )
     if cgroup.oom_kills:
-        title = f"{counted(cgroup.oom_kills, 'OOM kill')} in this cgroup: the kernel ended what used too much memory"
+        title = f"{counted(cgroup.oom_kills, 'OOM kill')} in this cgroup: the kernel killed what used too much memory"
         yield Symptom(id="oom", level=Level.INFO, title=title)
 
 
@@ -221,7 +221,7 @@ def _disk(space: Space, *, is_written: bool) -> Symptom | None:
             level=Level.FAIL,
             subject=space.path,
             title=f"{space.path} hangs: {space.error}",
-            detail="Whatever opens a file there blocks, mostly beyond any signal: its server or daemon is gone.",
+            detail="Whatever opens a file there blocks, and mostly cannot be killed: its server or daemon is gone.",
             evidence=(f"{space.source} on {space.path} type {space.kind}",),
             fix=Fix(text="restore its server; or unmount it", commands=(f"sudo umount -l {path}",)),
         )
