@@ -130,13 +130,16 @@ def of_gone(case: Case) -> list[Finding]:
         rest = what_they_do(others, waits, case.index)
         # Where no rank sleeps in what may be a collective, the job may just be ending.
         awaited = any(wait.kind in _INSIDE for wait in waits)
+        unseen = all(member.process is None for member in gone)
+        has, it = ("has", "it") if len(gone) == 1 else ("have", "they")
+        ended = f"{has} no process: {it} exited or never started" if unseen else f"{has} exited"
         found.append(
             Finding(
                 id="trace.exited",
                 level=Level.FAIL if awaited else Level.UNKNOWN,
-                title=f"{who} ({hosts}) {'has' if len(gone) == 1 else 'have'} exited; {rest}",
+                title=f"{who} ({hosts}) {ended}; {rest}",
                 where=Where(hosts=tuple(dict.fromkeys(member.host for member in gone)), ranks=tuple(ranks)),
-                fix=remedies.find_cause_of_death(hosts),
+                fix=remedies.find_missing_rank(hosts) if unseen else remedies.find_cause_of_death(hosts),
             )
         )
     return found
