@@ -273,8 +273,8 @@ def _asleep(case: Case, keys: list[Key], waits: list[Wait], words: str) -> Findi
         title = words = f"{elsewhere}; {others}: /proc does not show for which rank"
     elif inside and len(keys) > 1:
         title = (
-            f"all {len(keys)} wait for a thread of their own or at the store: /proc cannot distinguish a collective, a "
-            "lock, an event and a join"
+            f"all {len(keys)} wait for another thread of the process or at the store: /proc cannot distinguish a "
+            "collective, a lock, an event and a join"
         )
     elif len(keys) > 1:
         title = f"no rank is running, and none is known to wait for another: {words}"
@@ -425,7 +425,7 @@ def _group(group: Sequence[Edge], tree: WaitTree, index: ProcessIndex) -> str:
 
 
 def what_they_do(keys: Sequence[Key], waits: Sequence[Wait], index: ProcessIndex, *, whole: bool = False) -> str:
-    """Format what processes do, folded: "ranks 0-1,3 wait for a thread of their own (futex, 60 s)"."""
+    """Format what processes do, folded: "ranks 0-1,3 wait for another thread of the process (futex, 60 s)"."""
     groups: dict[tuple[Kind, str], list[tuple[Key, Wait]]] = {}
     for key, wait in zip(keys, waits, strict=True):
         alike = (wait.kind, wait.call) if wait.kind in _ALIKE else (wait.kind, f"{key}")
@@ -443,7 +443,7 @@ def what_they_do(keys: Sequence[Key], waits: Sequence[Wait], index: ProcessIndex
 
 
 _ALIKE = {
-    Kind.OWN_THREADS: "wait for a thread of their own",
+    Kind.OWN_THREADS: "wait for another thread of the process",
     Kind.STORE: "wait for a key in the job's store",
     Kind.SLEEP: "sleep",
     Kind.RUNS: "are running",
