@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.cluster.hosts import fold_ranks
 from distdiag.diagnosis.data_workers import state_of, stuck_worker
-from distdiag.diagnosis.stack_classes import BUSY, StackClass, helper_frames, user_frame
+from distdiag.diagnosis.stack_classes import BUSY, StackClass, helper_frames, in_event_loop, user_frame
 from distdiag.diagnosis.wording import format_members, named
 
 if TYPE_CHECKING:
@@ -140,6 +140,8 @@ def _doing(state: RankState) -> str:
 def _waits_for(state: RankState, main: Standstill | None) -> str:
     if main is not None and main.syscall in ("wait4", "waitid"):
         return "" if main.path else "waiting for a child process"
+    if in_event_loop(state.thread.frames):
+        return "waiting in an event loop"
     others = _other_threads(state)
     if len(others) == 1:
         return f"waiting for a lock or for its thread {_at(others[0])}"

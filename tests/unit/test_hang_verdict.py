@@ -434,6 +434,17 @@ def test_a_job_that_is_not_there_is_told_from_those_that_are() -> None:
     assert report.findings[0].fix.commands == ("distdiag hang --job 10.0.0.1:29500",)
 
 
+def test_an_event_loop_is_no_lock() -> None:
+    loop = (
+        Frame("EpollSelector.select", "/usr/lib/python3.11/selectors.py", 468),
+        *facts.frames(("serve", "/me/a.py", 3)),
+    )
+    waits_in_loop = replace(ASLEEP, syscall="epoll_wait", wait_channel="ep_poll")
+    report = judge(node(waiting(), twice(loop, still=waits_in_loop), waiting()))
+    assert (report.data.class_name, report.data.ranks) == (HangClass.NOT_IN_COLLECTIVE, (1,))
+    assert "waiting in an event loop" in report.summary
+
+
 def test_a_rank_that_waits_at_a_socket_is_shown_with_the_command_for_its_other_end() -> None:
     at_socket = replace(ASLEEP, syscall="recvfrom", wait_channel="wait_woken", path="TCP 127.0.0.1:44869")
     uploads = facts.frames(("upload", "/home/me/train.py", 8))

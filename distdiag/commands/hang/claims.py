@@ -11,7 +11,7 @@ from distdiag.commands.hang.types import HangClass, Source
 from distdiag.diagnosis import wait_findings
 from distdiag.diagnosis.outliers import JobVerdict, Outcome, judge_job, place, polls, split
 from distdiag.diagnosis.process_index import ProcessIndex
-from distdiag.diagnosis.stack_classes import BUSY, StackClass
+from distdiag.diagnosis.stack_classes import BUSY, StackClass, in_event_loop
 from distdiag.diagnosis.stack_wording import briefly, does, rendezvous_in_words, waits, who
 from distdiag.diagnosis.wait_findings import Case
 from distdiag.diagnosis.wait_graph import WaitGraph, wait_trees
@@ -324,6 +324,8 @@ def stack_class(state: RankState, *, only_slow: bool, evidence: Evidence) -> Han
     activity = activity_of(thread.frames)
     if activity in _BY_ACTIVITY:
         return _BY_ACTIVITY[activity]
+    if found is HangClass.LOCK and in_event_loop(thread.frames):
+        found = None
     if found is not None and not (found is HangClass.DATA and activity and thread.moving):
         return found
     is_working = (thread.busy or 0.0) >= BUSY or bool(thread.moving) or thread.runs
