@@ -108,6 +108,12 @@ def test_the_exports_are_for_eval_and_mend_what_they_can(wrapper: Path) -> None:
     assert shell.stdout.strip() == "7.5;8.0;8.6;9.0;10.0;12.0"
 
 
+def test_a_compiler_that_cc_names_with_its_folder_is_known(wrapper: Path) -> None:
+    """The real nvcc writes it in its plan as "/usr/bin"/gcc."""
+    result = cuda_env("--for", "build", "--json", path=str(wrapper), env={"CC": GCC})
+    assert result.report["data"]["compilers"]["nvcc"]["path"] == GCC
+
+
 def test_gpus_elsewhere_need_no_driver_here(wrapper: Path) -> None:
     result = cuda_env("--gpu", "H100", "--export", path=str(wrapper))
     assert 'export TORCH_CUDA_ARCH_LIST="9.0"' in result.out

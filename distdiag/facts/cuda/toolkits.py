@@ -240,9 +240,9 @@ def _top(plan: str) -> str:
 
 
 def _compiler(plan: str) -> str:
-    """Take the host compiler from the plan: the first command that preprocesses C++."""
-    found = re.search(r'^#\$ ("[^"]+"|\S+) .*-E -x c\+\+', plan, re.MULTILINE)
-    return found[1].strip('"') if found else ""
+    """Take the host compiler from the plan: the first command that preprocesses C++; /bin/gcc is "/bin"/gcc there."""
+    found = re.search(r'^#\$ ((?:"[^"\n]*"|[^\s"])+) .*-E -x c\+\+', plan, re.MULTILINE)
+    return found[1].replace('"', "") if found else ""
 
 
 def with_compiler(nvcc: Nvcc, places: Places) -> Nvcc:
