@@ -244,18 +244,24 @@ def of_stacks(evidence: Evidence) -> Claim:
 
 
 def _listens_where_told(evidence: Evidence) -> bool:
-    """Return whether rank 0 listens at the port of its environment, and that of another rank names another port.
+    """Return whether rank 0 listens at the port of its environment, and others look for another port of that host.
 
-    A rank that had been given the port of rank 0 since by its script would have found it.
+    A rank that had been given the port of rank 0 since by its script would have found it. Ranks that look for another
+    host may be of another job, whose other hosts were not looked at.
     """
+    hosts = {place.rpartition(":")[0] for place, _ in evidence.job.rendezvous}
     ports = {place.rpartition(":")[2]: ranks for place, ranks in evidence.job.rendezvous}
     first = next((port for port, ranks in ports.items() if 0 in ranks), "")
     pids = {(member.host, member.pid) for member in evidence.job.members if member.rank == 0}
-    return len(ports) > 1 and any(
-        (node.host, socket.pid) in pids and socket.state == "LISTEN" and socket.local.rpartition(":")[2] == first
-        for node in evidence.nodes
-        for network in node.networks
-        for socket in network.sockets
+    return (
+        len(ports) > 1
+        and len(hosts) == 1
+        and any(
+            (node.host, socket.pid) in pids and socket.state == "LISTEN" and socket.local.rpartition(":")[2] == first
+            for node in evidence.nodes
+            for network in node.networks
+            for socket in network.sockets
+        )
     )
 
 
